@@ -1,0 +1,1 @@
+"""batchkv's producer side: submit, follow, and read back batches. Never imports MLX."""

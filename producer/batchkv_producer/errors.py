@@ -1,0 +1,42 @@
+"""The producer's error tree. Every message says what was wrong and what to do about it.
+
+    BatchkvError
+    ├── UsageError            the caller's arguments or settings: nothing was changed
+    │   ├── InputFileError    the input file as a whole cannot be used
+    │   └── NotFoundError     no batch or job by that id
+    ├── ServerError           Redis is missing, refuses us, is full or read-only
+    └── WireError             bytes from Redis are not what batchkv writes
+
+A row of the input that is wrong is not an exception: it is a ``RowError`` value
+(``formats``), because one bad row never stops the others.
+"""
+
+
+class BatchkvError(Exception):
+    """Base of everything that batchkv raises on purpose; ``exit_code`` is the CLI's."""
+
+    exit_code = 1
+
+
+class UsageError(BatchkvError):
+    """An argument or a setting is wrong; nothing was changed."""
+
+    exit_code = 2
+
+
+class InputFileError(UsageError):
+    """The input file as a whole cannot be read."""
+
+
+class NotFoundError(UsageError):
+    """No batch or job is known by that id."""
+
+
+class ServerError(BatchkvError):
+    """Redis cannot be reached, refuses the operation, is full or read-only."""
+
+    exit_code = 3
+
+
+class WireError(BatchkvError):
+    """Bytes read from Redis are not something that batchkv wrote."""

@@ -1,0 +1,262 @@
+"""Wire types: what a job carries to a worker and what comes back. No MLX, no Redis.
+
+A job travels in RQ's ``data`` field as the JSON list that RQ's own JSON serializer would write for
+a call (function name, instance, args, kwargs), zlib-compressed. The function name is one fixed
+word that nothing imports or calls. A result is a msgpack map, zlib-compressed, in a hash of ours.
+Whatever is read back is checked field by field: any fault is a ``WireError``.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+import msgpack
+
+from batchkv_producer.errors import WireError
+
+FUNCTION_NAME = "batchkv.generate"
+MAX_JOB_BYTES = 64 * 2**20  # decompressed; the line limit of the reader is lower
+MAX_RESULT_BYTES = 64 * 2**20
+
+Endpoint = Literal["chat", "completion"]
+Outcome = Literal["ok", "failed", "canceled"]
+
+
+class ErrorCode:
+    """The codes that a failed row can carry."""
+
+    INVALID_JSON = "invalid_json"
+    INVALID_REQUEST = "invalid_request"
+    DUPLICATE_CUSTOM_ID = "duplicate_custom_id"
+    UNSUPPORTED_PARAMETER = "unsupported_parameter"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    TIMEOUT = "timeout"
+    CANCELED = "canceled"
+    ENGINE_ERROR = "engine_error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to generate. None means "not said": the worker takes the model's default.
+
+    ``logprobs`` is None (off) or the number of alternatives wanted beside each chosen token,
+    0 to 20. ``seed`` None means a hash of the job id.
+    """
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One validated row: exactly one of ``messages`` (chat) and ``prompt`` (completion) is set."""
+
+    custom_id: str
+    endpoint: Endpoint
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    params: SamplingParams = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one row. ``cached`` is the part of ``prompt`` that was not computed."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability (natural) of one generated token and of its likeliest alternatives."""
+
+    token: str
+    logprob: float
+    top: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How one row ended. ``error`` is (code, message) unless the outcome is ok.
+
+    ``created`` is seconds since 1970 and ``busy_ms`` the wall time from admission to the end.
+    """
+
+    custom_id: str
+    endpoint: Endpoint
+    outcome: Outcome
+    model: str = ""
+    text: str = ""
+    finish_reason: str = ""
+    usage: Usage = Usage()
+    error: tuple[str, str] | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    worker: str = ""
+    created: int = 0
+    busy_ms: int = 0
+
+
+def encode_job(request: Request) -> bytes:
+    """The job's ``data``: what RQ's JSON serializer reads as a call, compressed."""
+    payload = {key: value for key, value in asdict(request).items() if value not in (None, {})}
+    payload["params"] = {k: v for k, v in payload["params"].items() if v not in (None, ())}
+    call = [FUNCTION_NAME, None, [payload], {}]
+    text = json.dumps(call, ensure_ascii=False, separators=(",", ":"))
+    return zlib.compress(text.encode("utf-8", "surrogatepass"), 1)
+
+
+def decode_job(data: bytes) -> Request:
+    """The request in a job's ``data``; raises WireError on anything that we did not write."""
+    call = _load_json(_inflate(data, MAX_JOB_BYTES, "job"))
+    if not (isinstance(call, list) and len(call) == 4):
+        raise WireError("job data is not a call")
+    name, instance, args, kwargs = call
+    if name != FUNCTION_NAME:
+        raise WireError(f"job calls {str(name)[:80]!r}; only {FUNCTION_NAME!r} is accepted")
+    if instance is not None or kwargs or not (isinstance(args, list) and len(args) == 1):
+        raise WireError("job data has arguments that batchkv never writes")
+    return _request(args[0])
+
+
+def encode_result(result: Result) -> bytes:
+    """A result as stored: msgpack with one-letter keys and defaults left out, compressed."""
+    packed: dict[str, Any] = {
+        "o": result.outcome,
+        "c": result.custom_id,
+        "e": result.endpoint,
+        "m": result.model,
+        "t": result.text,
+        "f": result.finish_reason,
+        "u": list(asdict(result.usage).values()) if result.usage != Usage() else None,
+        "x": result.error,
+        "w": result.worker,
+        "a": result.created,
+        "b": result.busy_ms,
+    }
+    if result.logprobs is not None:
+        packed["l"] = [(item.token, item.logprob, item.top) for item in result.logprobs]
+    kept = {key: value for key, value in packed.items() if value or key == "l"}
+    return zlib.compress(msgpack.packb(kept, unicode_errors="surrogatepass"), 6)
+
+
+def decode_result(data: bytes) -> Result:
+    """Inverse of encode_result; raises WireError on anything else."""
+    raw = _inflate(data, MAX_RESULT_BYTES, "result")
+    try:
+        packed = msgpack.unpackb(raw, unicode_errors="surrogatepass", strict_map_key=True)
+        return _result(packed)
+    except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as fault:
+        raise WireError(f"stored result cannot be read: {fault}") from fault
+
+
+def _inflate(data: bytes, limit: int, what: str) -> bytes:
+    inflater = zlib.decompressobj()
+    try:
+        raw = inflater.decompress(data, limit)
+    except zlib.error as fault:
+        raise WireError(f"{what} data is not compressed as batchkv does: {fault}") from fault
+    if inflater.unconsumed_tail:
+        raise WireError(f"{what} data is larger than {limit} bytes")
+    if not inflater.eof:
+        raise WireError(f"{what} data is cut short")
+    return raw
+
+
+def _load_json(raw: bytes) -> Any:
+    try:
+        return json.loads(raw.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError) as fault:
+        raise WireError(f"job data is not JSON: {fault}") from fault
+
+
+_OPTIONAL_TYPES: dict[str, tuple[type, ...]] = {
+    "max_tokens": (int,),
+    "temperature": (int, float),
+    "top_p": (int, float),
+    "top_k": (int,),
+    "min_p": (int, float),
+    "repetition_penalty": (int, float),
+    "seed": (int,),
+    "logprobs": (int,),
+}
+
+
+def _request(payload: Any) -> Request:
+    if not isinstance(payload, dict) or not set(payload) <= {f.name for f in fields(Request)}:
+        raise WireError("job payload has fields that batchkv never writes")
+    request = Request(
+        custom_id=_typed(payload, "custom_id", str),
+        endpoint=_typed(payload, "endpoint", str),
+        messages=_typed(payload, "messages", list, None),
+        prompt=_typed(payload, "prompt", str, None),
+        tools=_typed(payload, "tools", list, None),
+        chat_template_kwargs=_typed(payload, "chat_template_kwargs", dict, {}),
+        params=_params(_typed(payload, "params", dict, {})),
+    )
+    if request.endpoint not in ("chat", "completion"):
+        raise WireError("job payload names an unknown endpoint")
+    if (request.messages is None) == (request.prompt is None):
+        raise WireError("job payload needs either messages or a prompt")
+    return request
+
+
+_REQUIRED = object()
+
+
+def _typed(payload: dict[str, Any], name: str, kind: type, default: Any = _REQUIRED) -> Any:
+    value = payload.get(name, default)
+    if value is _REQUIRED or (value is not default and not isinstance(value, kind)):
+        raise WireError(f"job payload: {name} is missing or not a {kind.__name__}")
+    return value
+
+
+def _params(payload: dict[str, Any]) -> SamplingParams:
+    stop = payload.get("stop", [])
+    if not isinstance(stop, list) or not all(isinstance(item, str) for item in stop):
+        raise WireError("job payload: stop is not a list of strings")
+    values: dict[str, Any] = {}
+    for name, value in payload.items():
+        if name == "stop":
+            continue
+        kinds = _OPTIONAL_TYPES.get(name)
+        if kinds is None or isinstance(value, bool) or not isinstance(value, kinds):
+            raise WireError(f"job payload: params.{name} is unknown or of the wrong type")
+        values[name] = value
+    return SamplingParams(stop=tuple(stop), **values)
+
+
+def _result(packed: dict[str, Any]) -> Result:
+    logprobs = packed.get("l")
+    error = packed.get("x")
+    return Result(
+        custom_id=str(packed.get("c", "")),
+        endpoint=packed.get("e", "chat"),
+        outcome=packed["o"],
+        model=str(packed.get("m", "")),
+        text=str(packed.get("t", "")),
+        finish_reason=str(packed.get("f", "")),
+        usage=Usage(*(int(count) for count in packed.get("u") or ())),
+        error=(str(error[0]), str(error[1])) if error else None,
+        logprobs=None if logprobs is None else tuple(_token_logprob(item) for item in logprobs),
+        worker=str(packed.get("w", "")),
+        created=int(packed.get("a", 0)),
+        busy_ms=int(packed.get("b", 0)),
+    )
+
+
+def _token_logprob(item: Any) -> TokenLogprob:
+    token, logprob, top = item
+    return TokenLogprob(str(token), float(logprob), tuple((str(t), float(p)) for t, p in top))

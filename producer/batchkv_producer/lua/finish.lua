@@ -1,0 +1,52 @@
+-- started -> finished | failed: end jobs that this worker holds; result, counters, finish order and
+-- RQ's bookkeeping in one step. Only the holder of the job's current execution may end it, and a
+-- line gets at most one result.
+-- KEYS: wip, finished, failed zsets, worker hash.
+-- ARGV: time in ISO 8601, result ttl (s), failure ttl (s), then for each job:
+--       id, execution, 'ok' or 'failed', result, prompt, completion, cached tokens, busy ms.
+-- Returns for each job 'ok', 'lost' (somebody else holds or ended it) or 'duplicate'.
+local iso, result_ttl, failure_ttl = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local now = tonumber(redis.call('TIME')[1])
+local verdicts, ok, failed, busy = {}, 0, 0, 0
+for position = 4, #ARGV, 8 do
+  local id, execution, outcome, result = unpack(ARGV, position, position + 3)
+  local key = 'rq:job:' .. id
+  local verdict = 'lost'
+  if redis.call('HGET', key, 'bkv_exec') == execution then
+    local batch, line = string.match(id, '^(%x+)%-(%d+)$')
+    local hash = 'batchkv:batch:' .. batch
+    redis.call('ZREM', KEYS[1], id .. ':' .. execution)
+    redis.call('DEL', 'rq:executions:' .. id, 'rq:execution:' .. id .. ':' .. execution)
+    redis.call('HDEL', key, 'bkv_exec')
+    redis.call('HINCRBY', hash, 'running', -1)
+    verdict = 'duplicate'
+    if redis.call('HSETNX', 'batchkv:res:' .. batch, line, result) == 1 then
+      verdict = 'ok'
+      redis.call('RPUSH', 'batchkv:done:' .. batch, line)
+      redis.call('HINCRBY', hash, outcome, 1)
+      for offset, field in ipairs({'prompt_tokens', 'completion_tokens', 'cached_tokens', 'busy_ms'}) do
+        local amount = ARGV[position + 3 + offset]
+        if amount ~= '0' then redis.call('HINCRBY', hash, field, amount) end
+      end
+      busy = busy + tonumber(ARGV[position + 7])
+    end
+    if outcome == 'ok' then
+      ok = ok + 1
+      redis.call('ZREM', KEYS[3], id)
+      redis.call('HSET', key, 'status', 'finished', 'ended_at', iso, 'data', '')
+      redis.call('EXPIRE', key, result_ttl)
+      redis.call('ZADD', KEYS[2], now + result_ttl, id)
+    else
+      failed = failed + 1
+      redis.call('HSET', key, 'status', 'failed', 'ended_at', iso)
+      redis.call('EXPIRE', key, failure_ttl)
+      redis.call('ZADD', KEYS[3], now + failure_ttl, id)
+    end
+  end
+  verdicts[#verdicts + 1] = verdict
+end
+if redis.call('EXISTS', KEYS[4]) == 1 then
+  if ok > 0 then redis.call('HINCRBY', KEYS[4], 'successful_job_count', ok) end
+  if failed > 0 then redis.call('HINCRBY', KEYS[4], 'failed_job_count', failed) end
+end
+return verdicts

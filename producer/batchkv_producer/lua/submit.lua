@@ -1,0 +1,30 @@
+-- Enqueue one chunk of a batch, exactly once: a chunk whose turn is not now is left alone, so that
+-- an interrupted submit, or two at once, end with every job queued one time.
+-- KEYS: batch hash, queue list, results, done, set of queues.
+-- ARGV: queue name, chunk number (from 0), time in ISO 8601, job timeout (s), result ttl (s),
+--       failure ttl (s), description, number of jobs, then id, data for each job,
+--       then line, result for each row that failed before it was queued.
+-- Returns the number of chunks enqueued so far.
+local queue, chunk, now, timeout, result_ttl, failure_ttl, description, num_jobs =
+  ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7], tonumber(ARGV[8])
+local chunks = redis.call('HGET', KEYS[1], 'chunks')
+if not chunks then return -1 end
+if tonumber(chunks) ~= chunk then return tonumber(chunks) end
+redis.call('SADD', KEYS[5], 'rq:queue:' .. queue)
+local position = 9
+for _ = 1, num_jobs do
+  local id = ARGV[position]
+  redis.call('HSET', 'rq:job:' .. id, 'data', ARGV[position + 1], 'created_at', now,
+    'enqueued_at', now, 'origin', queue, 'status', 'queued', 'description', description,
+    'timeout', timeout, 'result_ttl', result_ttl, 'failure_ttl', failure_ttl, 'retries_left', 3)
+  redis.call('RPUSH', KEYS[2], id)
+  position = position + 2
+end
+while position < #ARGV do
+  if redis.call('HSETNX', KEYS[3], ARGV[position], ARGV[position + 1]) == 1 then
+    redis.call('RPUSH', KEYS[4], ARGV[position])
+    redis.call('HINCRBY', KEYS[1], 'failed', 1)
+  end
+  position = position + 2
+end
+return redis.call('HINCRBY', KEYS[1], 'chunks', 1)

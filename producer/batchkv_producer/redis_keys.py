@@ -1,0 +1,103 @@
+"""Every key that batchkv keeps in Redis, documented once.
+
+batchkv's own keys, all of a batch ``B`` (16 hex digits), rows counted by the input's line number:
+
+=========================  ======  ==============================================================
+key                        type    content
+=========================  ======  ==============================================================
+``batchkv:batches``        zset    batch id -> creation time (seconds since 1970)
+``batchkv:batch:B``        hash    ``digest`` (64 hex), ``name``, ``model``, ``queue``, ``total``,
+                                   ``created``, ``chunks`` (enqueued so far), ``num_chunks``;
+                                   counters ``ok failed canceled running prompt_tokens
+                                   completion_tokens cached_tokens busy_ms``
+``batchkv:res:B``          hash    line number -> encoded result (``job.encode_result``)
+``batchkv:done:B``         list    line numbers in the order in which they ended. Append only: a
+                                   retried row stands in it again at its second end
+=========================  ======  ==============================================================
+
+``queued`` is never stored: it is ``total - ok - failed - canceled - running``.
+
+RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``B-<line>`` in queue
+``Q``:
+
+=========================  ======  ==============================================================
+``rq:queues``              set     ``rq:queue:Q``
+``rq:queue:Q``             list    ids waiting; the left end is the head
+``rq:job:J``               hash    RQ's job. Two fields are ours: ``bkv_exec``, the execution that
+                                   holds the job now (the lease: only its holder may end the job),
+                                   and ``bkv_deaths``, how many holders died with it
+``rq:wip:Q``               zset    ``J:<execution>`` -> the second at which its lease ends
+``rq:executions:J``        zset    execution -> expiry, for RQ's tools
+``rq:execution:J:<exec>``  hash    the execution, for RQ's tools; expires
+``rq:finished:Q``          zset    J -> when RQ may forget it; likewise ``failed``, ``canceled``
+``rq:worker:<name>``       hash    RQ's worker
+``rq:pubsub:<name>``       channel RQ's commands to a worker (``stop-job``)
+=========================  ======  ==============================================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+BATCHES = "batchkv:batches"
+QUEUE_PREFIX = "batchkv:"
+RQ_QUEUES = "rq:queues"
+
+_JOB_ID = re.compile(r"([0-9a-f]{16})-([1-9][0-9]{0,11})")
+
+
+def batch(batch_id: str) -> str:
+    """Key of the batch's hash."""
+    return f"batchkv:batch:{batch_id}"
+
+
+def results(batch_id: str) -> str:
+    """Key of the batch's results by line number."""
+    return f"batchkv:res:{batch_id}"
+
+
+def done(batch_id: str) -> str:
+    """Key of the batch's finish order."""
+    return f"batchkv:done:{batch_id}"
+
+
+def job(job_id: str) -> str:
+    """Key of RQ's job hash."""
+    return f"rq:job:{job_id}"
+
+
+def queue(name: str) -> str:
+    """Key of RQ's list of waiting ids."""
+    return f"rq:queue:{name}"
+
+
+def registry(kind: str, name: str) -> str:
+    """Key of one of RQ's registries: kind is wip, finished, failed or canceled."""
+    return f"rq:{kind}:{name}"
+
+
+def worker(name: str) -> str:
+    """Key of RQ's worker hash."""
+    return f"rq:worker:{name}"
+
+
+def job_id(batch_id: str, line: int) -> str:
+    """Id of the job for one line (counted from 1) of a batch."""
+    return f"{batch_id}-{line}"
+
+
+def parse_job_id(value: str) -> tuple[str, int] | None:
+    """(batch id, line number) of a job id, or None when it is not one of ours."""
+    match = _JOB_ID.fullmatch(value)
+    return (match[1], int(match[2])) if match else None
+
+
+def queue_name(model: str) -> str:
+    """The queue of a model: ``batchkv:<slug>-<8 hex digits of the name's SHA-256>``.
+
+    The digits keep apart names that share a slug; the slug is for people.
+    """
+    slug = re.sub(r"[^a-z0-9]+", "-", model.rstrip("/").rsplit("/", 1)[-1].lower()).strip("-")
+    digits = hashlib.sha256(model.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    return f"{QUEUE_PREFIX}{slug[:40].strip('-') or 'model'}-{digits}"

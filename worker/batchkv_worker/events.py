@@ -1,0 +1,77 @@
+"""What passes between the RQ side (main thread) and the engine (its own thread). No MLX here.
+
+The main thread hands over ``Work`` and job ids to cancel; the engine answers with ``Completed``
+and ``Rejected``, one of them for every piece of work that was not cancelled, and ``EngineDied``
+once, last, when it cannot go on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from batchkv_producer.job import Request, TokenLogprob, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One row to generate. ``job_id`` names it in every event."""
+
+    job_id: str
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A row that ended by itself: ``finish_reason`` is "stop" or "length"."""
+
+    job_id: str
+    text: str
+    finish_reason: str
+    usage: Usage
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A row that cannot be generated: ``code`` is one of ``job.ErrorCode``."""
+
+    job_id: str
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDied:
+    """The engine's thread ended; everything it still held must go back to the queue."""
+
+    reason: str
+
+
+Event = Completed | Rejected | EngineDied
+
+
+class EngineLike(Protocol):
+    """The engine as its thread drives it. All calls come from that one thread.
+
+    ``max_in_flight`` is how many rows the engine wants to hold: its slots plus a few that wait
+    so that a free slot is refilled without asking Redis.
+    """
+
+    @property
+    def max_in_flight(self) -> int: ...
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    def add(self, work: Work) -> None: ...
+
+    def cancel(self, job_id: str) -> None:
+        """Forget a row; unknown ids are ignored. No event follows."""
+
+    def step(self) -> list[Event]:
+        """Do one unit of work (a prefill chunk, a decode step) and tell what ended."""
+        ...
+
+    def close(self) -> None: ...
