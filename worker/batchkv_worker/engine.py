@@ -1,0 +1,388 @@
+"""The engine: continuous batching over decode slots. ``step`` is schedule, run, finish.
+
+One thread owns it and all of MLX. A step (a) computes prompt chunks while slots are free, (b)
+builds the next decode step's graph while the last one still runs, (c) waits for the last one, then
+starts the next and only now looks at the tokens that came back. Building, which is most of
+Python's work, therefore overlaps with the device; and because a step starts when the one before it
+has ended, nothing else refers to the slot buffers then, so MLX writes into them in place. Starting
+it earlier would have MLX copy every buffer at every step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from batchkv_producer.job import ErrorCode, TokenLogprob, Usage
+from batchkv_worker.events import Completed, Event, Rejected, Work
+from batchkv_worker.kv import attention
+from batchkv_worker.kv.layout import Demand, Relayout, SlotLayout
+from batchkv_worker.kv.prefill import PrefillCache
+from batchkv_worker.kv.schemes import LayerScheme, layer_scheme
+from batchkv_worker.kv.slots import Frame, SlotCache
+from batchkv_worker.model import LoadedModel
+from batchkv_worker.requests import RowRefused, prepare
+from batchkv_worker.sampling import Sampled, sample
+from batchkv_worker.scheduler import Budget, PrefillGroup, Scheduler
+from batchkv_worker.sequence import Sequence
+
+if TYPE_CHECKING:
+    from batchkv_worker.settings import WorkerSettings
+
+log = logging.getLogger("batchkv.engine")
+
+CHUNKS_PER_STEP = 8  # prompt chunks between two decode steps, at most
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How the engine works. ``memory_bytes`` bounds keys and values, not weights."""
+
+    scheme: str = "affine8"
+    slots: int = 32
+    prefetch: int = 8
+    chunk_tokens: int = 512
+    memory_bytes: int = 4 * 2**30
+    path: attention.Path | None = None  # None: the fastest by measurement
+
+
+@dataclass(slots=True)
+class _Step:
+    """A decode step that was built: its rows by slot, and what it will have sampled."""
+
+    rows: list[Sequence | None]
+    sampled: Sampled
+
+
+class Engine:
+    """Implements ``events.EngineLike`` over one loaded model."""
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        self.loaded = loaded
+        self.config = config
+        self.schemes = tuple(layer_scheme(config.scheme, shape) for shape in loaded.layers)
+        self.path = self._attention_path()
+        per_token = sum(scheme.bytes_per_token(loaded.float_bytes) for scheme in self.schemes)
+        budget = Budget(config.chunk_tokens, config.memory_bytes, per_token)
+        self._layout = SlotLayout(config.slots)
+        self._scheduler = Scheduler(self._layout, budget)
+        self._slots = [SlotCache(scheme, self.path, loaded.dtype) for scheme in self.schemes]
+        self._prefill: list[PrefillCache] = []
+        self._rows: dict[int, Sequence] = {}  # by slot
+        self._in_flight: _Step | None = None
+        self._events: list[Event] = []
+
+    # -- what the thread that owns the engine calls
+
+    @property
+    def max_in_flight(self) -> int:
+        return self.config.slots + self.config.prefetch
+
+    @property
+    def is_idle(self) -> bool:
+        return self._scheduler.is_idle and self._in_flight is None and not self._events
+
+    def add(self, work: Work) -> None:
+        """Take a row in; one that can never run is rejected with the next step's events."""
+        try:
+            row = prepare(work, self.loaded)
+            self._check_memory(row)
+        except RowRefused as refusal:
+            self._events.append(Rejected(work.job_id, refusal.code, str(refusal)))
+        else:
+            self._scheduler.add(row)
+
+    def cancel(self, job_id: str) -> None:
+        """Forget a row wherever it is; unknown ids are ignored."""
+        if self._scheduler.cancel(job_id):
+            return
+        row = next((row for row in self._rows.values() if row.job_id == job_id), None)
+        if row is not None:
+            row.finish_reason = "canceled"
+            self._free(row)
+        elif self._in_flight is not None:  # its last token is being computed
+            for flying in self._in_flight.rows:
+                if flying is not None and flying.job_id == job_id:
+                    flying.finish_reason = "canceled"
+
+    def step(self) -> list[Event]:
+        """Compute some prompt chunks and one decode step; what ended since the last call."""
+        self._run_prefill()
+        upcoming = self._build_step() if self._rows else None
+        landed, self._in_flight = self._in_flight, upcoming
+        if landed is not None:
+            mx.eval(landed.sampled.arrays)
+        if upcoming is not None:
+            mx.async_eval(upcoming.sampled.arrays, [slot.arrays for slot in self._slots])
+        if landed is not None:
+            self._finish(landed)
+        if not self._scheduler.num_waiting:
+            self._close_gaps()
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        """Drop all rows and buffers."""
+        self._rows.clear()
+        self._slots.clear()
+        self._prefill.clear()
+        self._in_flight = None
+        mx.clear_cache()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every slot is free or has exactly one row."""
+        self._layout.check()
+        assert self._layout.num_active == len(self._rows)
+        assert all(row.slot == slot for slot, row in self._rows.items())
+        if self.is_idle:
+            assert not self._rows and not self._prefill
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the decode slots' buffers as they are now."""
+        return sum(slot.nbytes for slot in self._slots)
+
+    # -- set-up
+
+    def _attention_path(self) -> attention.Path:
+        hooked = attention.install_hook(self.loaded.model)
+        if self.config.path is not None:
+            return self.config.path if hooked else "fused"
+        scheme = self.schemes[0]
+        heads = attention.num_query_heads(self.loaded.model, scheme.shape.num_heads)
+        path, times = attention.choose_path(
+            scheme, heads, self.loaded.dtype, num_rows=min(16, self.config.slots), num_tokens=512
+        )
+        if not hooked:
+            path = "fused"
+            log.warning("this model's attention cannot be hooked; decoding on dense keys and values")
+        measured = ", ".join(f"{name} {spent:.2f} ms" for name, spent in times.items())
+        log.info("decode attention: %s for %s (%s)", path, self.config.scheme, measured)
+        return path
+
+    def _check_memory(self, row: Sequence) -> None:
+        demand = Demand(row.num_prefill, row.num_remaining)
+        budget = self._scheduler.budget
+        if not budget.can_ever_hold(demand):
+            raise RowRefused(
+                ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+                f"{len(row.prompt)} prompt tokens and up to {row.generation.max_tokens} more do "
+                f"not fit the {budget.memory_bytes} bytes for keys and values, at "
+                f"{budget.bytes_per_token} bytes a token; lower max_tokens or raise the memory",
+            )
+
+    # -- prefill
+
+    def _run_prefill(self) -> None:
+        for _ in range(CHUNKS_PER_STEP):
+            group = self._scheduler.next_group()
+            if group is None:
+                return
+            if not group.is_computed:
+                self._compute_chunk(group)
+            if group.is_computed:
+                self._admit_group(group)
+
+    def _compute_chunk(self, group: PrefillGroup) -> None:
+        """One chunk of the group's prompts; logits are never read, so MLX never computes them."""
+        width = group.width
+        if group.position == 0:
+            self._prefill = [PrefillCache(scheme, width) for scheme in self.schemes]
+        end = min(width, group.position + self.config.chunk_tokens)
+        tokens = [
+            (row.prompt[group.position : end] + [0] * end)[: end - group.position]
+            if row.num_prefill > group.position
+            else [0] * (end - group.position)
+            for row in group.rows
+        ]
+        self.loaded.model(mx.array(tokens), cache=self._prefill)
+        mx.async_eval([cache.arrays for cache in self._prefill])
+        group.position = end
+
+    def _admit_group(self, group: PrefillGroup) -> None:
+        rows = group.rows
+        for row in self._scheduler.finish_group():
+            slot, change = self._layout.admit(Demand(row.num_prefill, row.num_remaining))
+            self._relayout(change)
+            row.slot = slot
+            self._rows[slot] = row
+            if row.num_prefill:
+                index = rows.index(row)
+                for target, source in zip(self._slots, self._prefill, strict=True):
+                    target.admit(slot, self._layout.write, *source.row(index, row.num_prefill))
+        self._prefill = []
+
+    def _relayout(self, change: Relayout | None) -> None:
+        """Rebuild the buffers one layer at a time, so that only one layer is ever held twice."""
+        if change is None:
+            return
+        for slot in self._slots:
+            slot.relayout(change)
+            mx.eval(slot.arrays)
+
+    # -- decode
+
+    def _build_step(self) -> _Step:
+        """The graph of the next step; a row's input is the token that the last step sampled."""
+        self._relayout(self._layout.before_step())
+        frame = Frame.of(self._layout)
+        rows = [self._rows.get(slot) for slot in range(frame.num_rows)]
+        inputs = self._inputs(rows)
+        for slot in self._slots:
+            slot.frame = frame
+        logits = self.loaded.model(inputs.reshape(-1, 1), cache=self._slots)[:, -1]
+        sampled = sample(logits, inputs, rows)
+        for slot in self._slots:
+            slot.forget_step()
+        self._layout.after_step()
+        for row in rows:
+            if row is not None:
+                row.num_dispatched += 1
+                if row.num_remaining == 0:  # known now: the slot is free for the next step
+                    self._free(row)
+        return _Step(rows, sampled)
+
+    def _inputs(self, rows: list[Sequence | None]) -> mx.array:
+        """Tokens to feed, ``[rows]``: from the step in flight, or the prompt's last for new rows."""
+        known = [0 if row is None else (row.generated or row.prompt)[-1] for row in rows]
+        flying = {} if self._in_flight is None else _places(self._in_flight.rows)
+        places = [-1 if row is None else flying.get(id(row), -1) for row in rows]
+        if self._in_flight is None or all(place < 0 for place in places):
+            return mx.array(known)
+        previous = self._in_flight.sampled.tokens.astype(mx.int32)
+        if places == list(range(previous.shape[0])):
+            return previous
+        gathered = mx.take(previous, mx.array([max(0, place) for place in places]))
+        return mx.where(mx.array(places) >= 0, gathered, mx.array(known))
+
+    def _free(self, row: Sequence) -> None:
+        """The row's way back: its slot, wherever it ends."""
+        if row.slot is not None:
+            self._layout.release(row.slot)
+            del self._rows[row.slot]
+            row.slot = None
+
+    def _close_gaps(self) -> None:
+        """With nobody waiting, keep the rows dense, so that steps compute few free slots.
+
+        A move copies the buffers, so it waits until a quarter of the rows are free.
+        """
+        if self._layout.num_active > 0.75 * self._layout.num_rows:
+            return
+        while (move := self._layout.close_gap()) is not None:
+            source, target = move
+            low, write = self._layout.start(target), self._layout.write
+            for slot in self._slots:
+                slot.move(source, target, low, write)
+            row = self._rows.pop(source)
+            row.slot = target
+            self._rows[target] = row
+
+    # -- finish
+
+    def _finish(self, step: _Step) -> None:
+        """Read a computed step back and end the rows that it completes."""
+        tokens: list[int] = step.sampled.tokens.tolist()
+        for index, row in enumerate(step.rows):
+            if row is None or row.is_ended:
+                continue
+            self._take_token(row, tokens[index])
+            if row.generation.logprobs is not None:
+                row.logprobs.append(self._logprob(step.sampled, index, row))
+            if row.is_ended:
+                self._free(row)
+                self._events.append(self._completed(row))
+
+    def _take_token(self, row: Sequence, token: int) -> None:
+        row.generated.append(token)
+        if token in self.loaded.tokenizer.eos_token_ids:
+            row.finish_reason = "stop"
+        elif row.detokenizer is not None and self._hits_stop(row, token):
+            row.finish_reason = "stop"
+        elif len(row.generated) >= row.generation.max_tokens:
+            row.finish_reason = "length"
+
+    def _hits_stop(self, row: Sequence, token: int) -> bool:
+        row.detokenizer.add_token(token)
+        return _find_stop(row.detokenizer.text, row.generation.stop) is not None
+
+    def _completed(self, row: Sequence) -> Completed:
+        return Completed(
+            job_id=row.job_id,
+            text=self._text(row),
+            finish_reason=row.finish_reason,
+            usage=Usage(len(row.prompt), len(row.generated), row.num_cached),
+            token_ids=tuple(row.generated),
+            logprobs=tuple(row.logprobs) if row.generation.logprobs is not None else None,
+        )
+
+    def _text(self, row: Sequence) -> str:
+        """The answer without end token and without what follows a stop string."""
+        detokenizer = row.detokenizer
+        if detokenizer is None:
+            detokenizer = self.loaded.tokenizer.detokenizer
+            ended = row.generated[-1] in self.loaded.tokenizer.eos_token_ids
+            for token in row.generated[:-1] if ended else row.generated:
+                detokenizer.add_token(token)
+        detokenizer.finalize()
+        text: str = detokenizer.text
+        cut = _find_stop(text, row.generation.stop)
+        return text if cut is None else text[:cut]
+
+    def _logprob(self, sampled: Sampled, index: int, row: Sequence) -> TokenLogprob:
+        assert sampled.chosen is not None
+        top: Iterable[tuple[str, float]] = ()
+        if row.generation.logprobs and sampled.top_tokens is not None:
+            assert sampled.top_logprobs is not None
+            count = row.generation.logprobs
+            likeliest: list[int] = sampled.top_tokens[index, :count].tolist()
+            values: list[float] = sampled.top_logprobs[index, :count].tolist()
+            top = zip(map(self._piece, likeliest), values, strict=True)
+        token = self._piece(row.generated[-1])
+        return TokenLogprob(token, sampled.chosen[index].item(), tuple(top))
+
+    def _piece(self, token: int) -> str:
+        return str(self.loaded.tokenizer.decode([token]))
+
+
+def _places(rows: list[Sequence | None]) -> dict[int, int]:
+    return {id(row): place for place, row in enumerate(rows) if row is not None}
+
+
+def _find_stop(text: str, stops: tuple[str, ...]) -> int | None:
+    """Where the first of the stop strings begins."""
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return min(found, default=None)
+
+
+def build_engine(settings: WorkerSettings) -> Engine:
+    """Load the settings' model and an engine for it; raises ModelError. The engine's thread calls."""
+    from batchkv_worker.device import kv_memory_bytes, prepare_device
+    from batchkv_worker.model import load
+
+    prepare_device(wired_limit=settings.wired_limit)
+    loaded = load(settings.model, settings.dtype)
+    config = EngineConfig(
+        scheme=settings.kv_scheme,
+        slots=settings.slots,
+        prefetch=settings.prefetch,
+        chunk_tokens=settings.prefill_chunk,
+        memory_bytes=settings.memory_bytes or kv_memory_bytes(loaded.weight_bytes),
+    )
+    engine = Engine(loaded, config)
+    per_token = sum(scheme.bytes_per_token(loaded.float_bytes) for scheme in engine.schemes)
+    log.info(
+        "model %s: %d layers, %s, context %d, %.1f MB of weights; KV %s: %d bytes a token, up to "
+        "%.1f MB in %d slots",
+        *(settings.model, len(loaded.layers), loaded.dtype, loaded.context),
+        *(loaded.weight_bytes / 1e6, config.scheme, per_token, config.memory_bytes / 1e6),
+        config.slots,
+    )
+    return engine
+
+
+__all__ = ["Engine", "EngineConfig", "LayerScheme", "build_engine"]

@@ -1,0 +1,184 @@
+"""Loading a model and learning what the engine must know of it.
+
+``load`` takes a Hugging Face repository, a local folder or ``demo``, and gives a ``LoadedModel``.
+What cannot be served is refused here with one sentence, before any job is touched.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.utils
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from batchkv_worker.demo import MODEL_PATH as DEMO_PATH
+from batchkv_worker.errors import ModelError
+from batchkv_worker.kv.schemes import LayerShape
+
+_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+_DEFAULT_CONTEXT = 8192  # for a config that names no limit
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run.
+
+    ``context`` is the most tokens that prompt and answer may have together; ``weight_bytes`` what
+    its parameters occupy; ``defaults`` the sampling values of its ``generation_config.json``.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    dtype: mx.Dtype
+    layers: tuple[LayerShape, ...]
+    context: int
+    weight_bytes: int
+    defaults: dict[str, Any]
+
+    @property
+    def float_bytes(self) -> int:
+        """Bytes of one number in the model's dtype."""
+        return self.dtype.size
+
+
+def load(name: str, dtype: str = "auto") -> LoadedModel:
+    """Load ``name``; raises ModelError when it cannot be served, saying why.
+
+    ``dtype`` "auto" is float32 on a CPU, where half precision is slow, else the weights' own.
+    """
+    path = _find(name)
+    try:
+        model, tokenizer, config = mlx_lm.utils.load(
+            str(path), tokenizer_config={"trust_remote_code": False}, return_config=True
+        )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as fault:
+        raise ModelError(f"model {name!r} cannot be loaded from {path}: {_first(fault)}") from fault
+    _cast(model, dtype)
+    model.eval()
+    weights = [array for _, array in tree_flatten(model.parameters())]
+    mx.eval(weights)
+    kind = _float_dtype(weights)
+    return LoadedModel(
+        name=name,
+        model=model,
+        tokenizer=tokenizer,
+        dtype=kind,
+        layers=_layer_shapes(name, model),
+        context=_context(config),
+        weight_bytes=sum(array.nbytes for array in weights),
+        defaults=_generation_defaults(path),
+    )
+
+
+def _find(name: str) -> Path:
+    """The folder of a model; downloads a repository that is not here yet."""
+    if name == "demo":
+        return DEMO_PATH
+    path = Path(name).expanduser()
+    if path.is_dir():
+        _check_folder(name, path)
+        return path
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(f"model {name!r} is not a folder; give a model folder or a repository")
+    try:
+        return Path(mlx_lm.utils._download(name))
+    except (OSError, ValueError, RuntimeError) as fault:
+        raise ModelError(
+            f"model {name!r} is neither a folder here nor a repository that can be downloaded: "
+            f"{_first(fault)}"
+        ) from fault
+
+
+def _check_folder(name: str, path: Path) -> None:
+    if not (path / "config.json").is_file():
+        raise ModelError(f"model folder {name!r} has no config.json")
+    if not list(path.glob("model*.safetensors")):
+        raise ModelError(f"model folder {name!r} has no weights (model*.safetensors)")
+
+
+def _first(fault: BaseException) -> str:
+    """The first line of an error: libraries append pages of advice."""
+    return next(iter(str(fault).strip().splitlines()), type(fault).__name__)[:300]
+
+
+def _cast(model: Any, dtype: str) -> None:
+    if dtype == "auto":
+        if mx.default_device() == mx.Device(mx.cpu):
+            model.set_dtype(mx.float32)
+    elif dtype in _DTYPES:
+        model.set_dtype(_DTYPES[dtype])
+    else:
+        raise ModelError(f"unknown dtype {dtype!r}; known: auto, {', '.join(_DTYPES)}")
+
+
+def _float_dtype(weights: list[mx.array]) -> mx.Dtype:
+    floats = [array.dtype for array in weights if mx.issubdtype(array.dtype, mx.floating)]
+    return max(set(floats), key=floats.count) if floats else mx.float32
+
+
+class _ShapeProbe(KVCache):  # type: ignore[misc]
+    """A cache that remembers the shapes which the model hands it."""
+
+    shape: LayerShape | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        self.shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3])
+        return super().update_and_fetch(keys, values)
+
+
+def _layer_shapes(name: str, model: Any) -> tuple[LayerShape, ...]:
+    """What each layer's cache gets, learned from one token; refuses what is not full attention."""
+    kinds = {type(cache).__name__ for cache in make_prompt_cache(model)}
+    if kinds != {"KVCache"}:
+        other = ", ".join(sorted(kinds - {"KVCache"}))
+        raise ModelError(
+            f"model {name!r} ({getattr(model, 'model_type', 'unknown type')}) has layers that "
+            f"keep {other}; batchkv serves models whose every layer is full attention (KVCache)"
+        )
+    probes = [_ShapeProbe() for _ in make_prompt_cache(model)]
+    mx.eval(model(mx.array([[0]]), cache=probes))
+    shapes = [probe.shape for probe in probes]
+    if any(shape is None for shape in shapes):
+        raise ModelError(f"model {name!r} has layers that never use their cache; not served yet")
+    return tuple(shape for shape in shapes if shape is not None)
+
+
+def _context(config: dict[str, Any]) -> int:
+    text = config.get("text_config") or {}
+    for source in (config, text):
+        value = source.get("max_position_embeddings")
+        if isinstance(value, int) and value > 0:
+            return value
+    return _DEFAULT_CONTEXT
+
+
+_FROM_CONFIG = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def _generation_defaults(path: Path) -> dict[str, Any]:
+    """Sampling values that the model's authors recommend; ``do_sample: false`` means greedy."""
+    try:
+        config = json.loads((path / "generation_config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    defaults = {
+        ours: config[theirs]
+        for theirs, ours in _FROM_CONFIG.items()
+        if isinstance(config.get(theirs), int | float)
+    }
+    if config.get("do_sample") is False:
+        defaults["temperature"] = 0.0
+    return defaults

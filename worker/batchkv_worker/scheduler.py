@@ -1,0 +1,129 @@
+"""What to compute next. Knows rows and memory, no tensors, and is tested without MLX."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from batchkv_worker.kv.layout import Demand, SlotLayout
+from batchkv_worker.sequence import Sequence
+
+LOOKAHEAD = 256  # waiting rows among which a group of like length is sought
+
+
+@dataclass(slots=True)
+class PrefillGroup:
+    """Rows whose prompts are computed together, right-padded to the longest.
+
+    A group of several rows fits one chunk; a prompt longer than a chunk is a group of its own.
+    """
+
+    rows: list[Sequence]
+    position: int = 0  # tokens computed so far
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest row."""
+        return max(row.num_prefill for row in self.rows)
+
+    @property
+    def is_computed(self) -> bool:
+        return self.position >= self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What the scheduler may spend: tokens a prefill chunk, and bytes of KV."""
+
+    chunk_tokens: int
+    memory_bytes: int
+    bytes_per_token: int
+
+    def can_ever_hold(self, demand: Demand) -> bool:
+        """Whether the row fits when it is alone."""
+        return self.holds(SlotLayout(1).cells_needed([demand]))
+
+    def holds(self, num_cells: int) -> bool:
+        """Whether so many token cells fit the memory."""
+        return num_cells * self.bytes_per_token <= self.memory_bytes
+
+
+class Scheduler:
+    """Rows that wait, the group in prefill, and which group comes next."""
+
+    def __init__(self, layout: SlotLayout, budget: Budget) -> None:
+        self.layout = layout
+        self.budget = budget
+        self.group: PrefillGroup | None = None
+        self._waiting: deque[Sequence] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._waiting and self.group is None and not self.layout.num_active
+
+    def add(self, row: Sequence) -> None:
+        self._waiting.append(row)
+
+    def cancel(self, job_id: str) -> bool:
+        """Forget a row that waits or is in prefill; False when it is neither."""
+        for row in self._waiting:
+            if row.job_id == job_id:
+                self._waiting.remove(row)
+                return True
+        rows = self.group.rows if self.group else []
+        for row in rows:
+            if row.job_id == job_id:
+                row.finish_reason = "canceled"  # computed to its end with its neighbours, then left
+                return True
+        return False
+
+    def next_group(self) -> PrefillGroup | None:
+        """The group to compute a chunk of now, or None: nothing waits, or nothing fits yet."""
+        if self.group is None and self._waiting and self._is_worth_it():
+            self.group = self._form_group()
+        return self.group
+
+    def _is_worth_it(self) -> bool:
+        """Not for a sliver: a chunk costs a whole pass, so wait until a few slots are free.
+
+        When nothing decodes there is nothing to wait for.
+        """
+        free, waiting = self.layout.num_free, len(self._waiting)
+        enough = max(1, self.layout.num_slots // 16)
+        return free >= min(enough, waiting) or not self.layout.num_active
+
+    def _form_group(self) -> PrefillGroup | None:
+        """The oldest row and those nearest to it in length that fit one chunk with it."""
+        window = [self._waiting[i] for i in range(min(LOOKAHEAD, len(self._waiting)))]
+        oldest = window[0]
+        window.sort(key=lambda row: abs(row.num_prefill - oldest.num_prefill))
+        rows: list[Sequence] = []
+        width = 0
+        for row in window[: self.layout.num_free]:
+            width = max(width, row.num_prefill)
+            fits_chunk = not rows or (len(rows) + 1) * width <= self.budget.chunk_tokens
+            if not fits_chunk or not self._fits_memory([*rows, row]):
+                break
+            rows.append(row)
+        if not rows:
+            return None
+        chosen = set(map(id, rows))
+        self._waiting = deque(row for row in self._waiting if id(row) not in chosen)
+        return PrefillGroup(rows)
+
+    def _fits_memory(self, rows: list[Sequence]) -> bool:
+        demands = [Demand(row.num_prefill, row.num_remaining) for row in rows]
+        cells = self.layout.cells_needed(demands)
+        cells += sum(demand.length for demand in demands)  # the prefill rows stand beside the slots
+        alone = len(rows) == 1 and not self.layout.num_active  # add() saw to it that one row fits
+        return alone or self.budget.holds(cells)
+
+    def finish_group(self) -> list[Sequence]:
+        """The rows of the computed group that are still wanted."""
+        group, self.group = self.group, None
+        assert group is not None and group.is_computed
+        return [row for row in group.rows if not row.is_ended]

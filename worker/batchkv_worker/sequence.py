@@ -1,0 +1,70 @@
+"""One row while it is being generated: everything about it stands here and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchkv_producer.job import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A row's parameters with every default filled in (compare ``job.SamplingParams``)."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def has_filter(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A row from admission to its end.
+
+    ``num_dispatched`` counts the tokens whose computation has been started; ``generated`` those
+    that have been read back. They differ while a step is in flight.
+    """
+
+    job_id: str
+    prompt: list[int]
+    generation: Generation
+    slot: int | None = None
+    num_dispatched: int = 0
+    num_cached: int = 0
+    generated: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    detokenizer: Any = None  # only rows with stop strings follow their text as it grows
+    finish_reason: str = ""
+
+    @property
+    def num_prefill(self) -> int:
+        """Tokens to compute before decoding: all but the last, which the first step takes."""
+        return len(self.prompt) - 1
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that may still be dispatched."""
+        return self.generation.max_tokens - self.num_dispatched
+
+    @property
+    def is_ended(self) -> bool:
+        return bool(self.finish_reason)
+
+    def last_tokens(self, count: int) -> list[int]:
+        """The last ``count`` known tokens of prompt and answer; short rows repeat their first."""
+        known = (self.prompt[-count:] + self.generated)[-count:] if count else []
+        return [known[0]] * (count - len(known)) + known if known else [self.prompt[0]] * count
