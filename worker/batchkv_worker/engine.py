@@ -89,12 +89,14 @@ class Engine:
     def add(self, work: Work) -> None:
         """Take a row in; one that can never run is rejected with the next step's events."""
         try:
-            row = prepare(work, self.loaded)
-            self._check_memory(row)
+            self.submit_row(prepare(work, self.loaded))
         except RowRefused as refusal:
             self._events.append(Rejected(work.job_id, refusal.code, str(refusal)))
-        else:
-            self._scheduler.add(row)
+
+    def submit_row(self, row: Sequence) -> None:
+        """Take in a row that is tokenized already; raises RowRefused when it can never fit."""
+        self._check_memory(row)
+        self._scheduler.add(row)
 
     def cancel(self, job_id: str) -> None:
         """Forget a row wherever it is; unknown ids are ignored."""

@@ -69,7 +69,7 @@ def load(name: str, dtype: str = "auto") -> LoadedModel:
         model=model,
         tokenizer=tokenizer,
         dtype=kind,
-        layers=_layer_shapes(name, model),
+        layers=layer_shapes(name, model),
         context=_context(config),
         weight_bytes=sum(array.nbytes for array in weights),
         defaults=_generation_defaults(path),
@@ -132,7 +132,7 @@ class _ShapeProbe(KVCache):  # type: ignore[misc]
         return super().update_and_fetch(keys, values)
 
 
-def _layer_shapes(name: str, model: Any) -> tuple[LayerShape, ...]:
+def layer_shapes(name: str, model: Any) -> tuple[LayerShape, ...]:
     """What each layer's cache gets, learned from one token; refuses what is not full attention."""
     kinds = {type(cache).__name__ for cache in make_prompt_cache(model)}
     if kinds != {"KVCache"}:

@@ -1,0 +1,69 @@
+"""Keys of cached prefix blocks: what must be equal for packed keys and values to be exchangeable.
+
+A *namespace* is the SHA-256 of a canonical manifest: everything that changes the bits of a block
+(weights, RoPE, KV scheme, dtype, block size ...), and nothing that two machines may choose
+differently. Within it, blocks of one prompt form a chain::
+
+    k0  = HMAC-SHA256(tenant salt, namespace)
+    k_i = SHA-256(k_{i-1} || tokens of block i as little-endian u32 || length of extra || extra)
+
+so that a key names the block's tokens *and* all that came before them. Keys are 32 bytes and equal
+on every machine, process and Python version. The default salt is empty: tenants that must not
+learn from each other's cache hits need salts of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import struct
+from array import array
+from collections.abc import Sequence
+
+KEY_BYTES = 32
+BLOCK_TOKENS = 256
+
+Manifest = dict[str, "str | int | list[str]"]
+
+
+def namespace(manifest: Manifest) -> bytes:
+    """Digest of a manifest, independent of the order of its fields."""
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode("ascii")).digest()
+
+
+def root_key(namespace_digest: bytes, salt: bytes = b"") -> bytes:
+    """The chain's start for one tenant; the digest is keyed by the salt."""
+    return hmac.new(salt, namespace_digest, hashlib.sha256).digest()
+
+
+def next_key(parent: bytes, tokens: Sequence[int], extra: bytes = b"") -> bytes:
+    """Key of the block that holds ``tokens`` after the prefix named by ``parent``.
+
+    ``extra`` is what else the block depends on (for example an image's digest). Raises ValueError
+    for token ids that no u32 holds.
+    """
+    try:
+        packed = array("I", tokens)
+    except (OverflowError, TypeError) as fault:
+        raise ValueError(f"token ids must be whole numbers in [0, 2**32): {fault}") from fault
+    return hashlib.sha256(
+        parent + _little_endian(packed) + struct.pack("<I", len(extra)) + extra
+    ).digest()
+
+
+def _little_endian(words: array[int]) -> bytes:
+    if struct.pack("=I", 1) != struct.pack("<I", 1):
+        words.byteswap()
+    return words.tobytes()
+
+
+def chain(root: bytes, tokens: Sequence[int], block_tokens: int = BLOCK_TOKENS) -> list[bytes]:
+    """Keys of all full blocks of ``tokens``, first to last; a last partial block has none."""
+    keys: list[bytes] = []
+    parent = root
+    for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
+        parent = next_key(parent, tokens[start : start + block_tokens])
+        keys.append(parent)
+    return keys

@@ -1,0 +1,195 @@
+"""The engine against mlx-lm's BatchGenerator: same process, model, prompts, slots; alternating.
+
+    python tests/benchmarks/bench_engine.py [--quick] [--workload mixed] [--json FILE]
+
+Prints, for each workload, the median wall time of both sides, their ratio (above 1 the engine is
+faster) and how many rows have equal greedy tokens; ``--baseline-best`` adds the baseline sorted by
+length with its best ``prefill_batch_size``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from batchkv_worker import blas
+
+BLAS = blas.load()
+
+import mlx.core as mx  # noqa: E402
+import mlx_lm  # noqa: E402
+from mlx_lm.generate import BatchGenerator  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parent))
+from workloads import MODELS, WORKLOADS, Workload, build_model  # noqa: E402
+
+from batchkv_worker.engine import Engine, EngineConfig  # noqa: E402
+from batchkv_worker.events import Completed  # noqa: E402
+from batchkv_worker.model import LoadedModel, layer_shapes  # noqa: E402
+from batchkv_worker.sequence import Generation, Sequence  # noqa: E402
+
+Tokens = list[list[int]]
+
+
+class NoText:
+    """A tokenizer for rows of token ids: nothing ends early and nothing is decoded."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+
+    @property
+    def detokenizer(self) -> NoText:
+        return self
+
+    text = ""
+
+    def add_token(self, token: int) -> None:
+        """Nothing to decode."""
+
+    def finalize(self) -> None:
+        """Nothing to flush."""
+
+
+def run_engine(model: Any, workload: Workload, slots: int, scheme: str) -> tuple[float, Tokens, int]:
+    """(seconds, tokens of each row, peak bytes) of our engine."""
+    loaded = LoadedModel(
+        "bench", model, NoText(), model.lm_head.weight.dtype, layer_shapes("bench", model),
+        8192, 0, {},
+    )
+    config = EngineConfig(scheme=scheme, slots=slots, memory_bytes=8 * 2**30, path=None)
+    engine = Engine(loaded, config)
+    mx.reset_peak_memory()
+    begin = time.perf_counter()
+    for index, (prompt, count) in enumerate(zip(workload.prompts, workload.max_tokens, strict=True)):
+        engine.submit_row(Sequence(str(index), prompt, Generation(count, temperature=0.0)))
+    tokens: Tokens = [[] for _ in workload.prompts]
+    while not engine.is_idle:
+        for event in engine.step():
+            assert isinstance(event, Completed)
+            tokens[int(event.job_id)] = list(event.token_ids)
+    spent = time.perf_counter() - begin
+    peak = mx.get_peak_memory()
+    engine.close()
+    return spent, tokens, peak
+
+
+def run_baseline(
+    model: Any, workload: Workload, slots: int, prefill_batch_size: int = 8, *, by_length: bool = False
+) -> tuple[float, Tokens, int]:
+    """The same of mlx-lm's BatchGenerator, in arrival order or sorted by prompt length."""
+    order = list(range(len(workload.prompts)))
+    if by_length:
+        order.sort(key=lambda index: len(workload.prompts[index]))
+    generator = BatchGenerator(
+        model, completion_batch_size=slots, prefill_batch_size=prefill_batch_size
+    )
+    mx.reset_peak_memory()
+    begin = time.perf_counter()
+    ids = generator.insert(
+        [workload.prompts[i] for i in order], [workload.max_tokens[i] for i in order]
+    )
+    place = dict(zip(ids, order, strict=True))
+    tokens: Tokens = [[] for _ in workload.prompts]
+    left = len(ids)
+    while left:
+        for response in generator.next_generated():
+            tokens[place[response.uid]].append(response.token)
+            left -= response.finish_reason is not None
+    spent = time.perf_counter() - begin
+    peak = mx.get_peak_memory()
+    generator.close()
+    return spent, tokens, peak
+
+
+def compare(model: Any, workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
+    """Both sides ``repeats`` times, alternating; medians and equality of the tokens."""
+    sides: dict[str, Callable[[], tuple[float, Tokens, int]]] = {
+        "engine": lambda: run_engine(model, workload, args.slots, args.scheme),
+        "baseline": lambda: run_baseline(model, workload, args.slots),
+    }
+    if args.baseline_best:
+        for size in (8, 32):
+            sides[f"baseline sorted, prefill {size}"] = lambda size=size: run_baseline(
+                model, workload, args.slots, size, by_length=True
+            )
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    last: dict[str, tuple[float, Tokens, int]] = {}
+    for _ in range(args.repeats):
+        for name, run in sides.items():
+            last[name] = run()
+            times[name].append(last[name][0])
+            mx.clear_cache()
+    medians = {name: statistics.median(spent) for name, spent in times.items()}
+    equal = sum(a == b for a, b in zip(last["engine"][1], last["baseline"][1], strict=True))
+    return {
+        "workload": workload.name,
+        "jobs": len(workload.prompts),
+        "prompt_tokens": sum(map(len, workload.prompts)),
+        "generated_tokens": workload.num_generated,
+        "seconds": {name: round(value, 3) for name, value in medians.items()},
+        "ratio": {n: round(v / medians["engine"], 2) for n, v in medians.items() if n != "engine"},
+        "peak_mb": {name: round(run[2] / 1e6, 1) for name, run in last.items()},
+        "rows_equal": equal,
+    }
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workload", choices=[*WORKLOADS, "all"], default="all")
+    parser.add_argument("--model", choices=list(MODELS), default="bench-3m")
+    parser.add_argument("--jobs", type=int, default=256)
+    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--scheme", default="float")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--baseline-best", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="48 jobs, once")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.quick:
+        args.jobs, args.repeats = 48, 1
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    gpu = mx.default_device() == mx.Device(mx.gpu)
+    model = build_model(args.model, mx.bfloat16 if gpu else mx.float32)
+    names = list(WORKLOADS) if args.workload == "all" else [args.workload]
+    header = {
+        "mlx": mx.__version__,
+        "mlx_lm": mlx_lm.__version__,
+        "device": str(mx.default_device()),
+        "platform": platform.platform(),
+        "blas": BLAS,
+        "model": args.model,
+        "scheme": args.scheme,
+        "slots": args.slots,
+        "repeats": args.repeats,
+        "baseline": "mlx_lm.generate.BatchGenerator, arrival order, prefill_batch_size 8",
+    }
+    print(json.dumps(header))
+    rows = []
+    for name in names:
+        workload = WORKLOADS[name](args.jobs, random.Random(7))
+        row = compare(model, workload, args)
+        rows.append(row)
+        print(
+            f"{name:8} engine {row['seconds']['engine']:8.2f} s  baseline "
+            f"{row['seconds']['baseline']:8.2f} s  ratio {row['ratio']['baseline']:5.2f}x  peak MB "
+            f"{row['peak_mb']['engine']:.0f} / {row['peak_mb']['baseline']:.0f}  equal rows "
+            f"{row['rows_equal']}/{row['jobs']}  {row['ratio'] if args.baseline_best else ''}",
+            flush=True,
+        )
+    if args.json:
+        args.json.write_text(json.dumps({**header, "results": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

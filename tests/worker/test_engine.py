@@ -1,0 +1,301 @@
+"""The engine against rows computed alone by mlx-lm: token for token, float32, greedy."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support import tiny_models
+
+from batchkv_producer.job import Request, SamplingParams
+from batchkv_worker.engine import Engine, EngineConfig
+from batchkv_worker.events import Completed, Event, Rejected, Work
+from batchkv_worker.kv.attention import Path
+from batchkv_worker.sequence import Generation, Sequence
+
+CHUNK = 256
+LENGTHS = (1, 2, 3, 255, 256, 257, 258, 511, 512, 513, 700, 768, 40, 41, 42, 64)
+
+
+def prompts(count: int, seed: int = 1) -> list[list[int]]:
+    """Rows of 1 token to 3 chunks, ragged, in a random order."""
+    rng = random.Random(seed)
+    lengths = [LENGTHS[i % len(LENGTHS)] for i in range(count)]
+    rng.shuffle(lengths)
+    return [[rng.randrange(tiny_models.VOCABULARY) for _ in range(n)] for n in lengths]
+
+
+def engine(model: Any, scheme: str = "float", **changes: Any) -> Engine:
+    values: dict[str, Any] = {"slots": 6, "chunk_tokens": CHUNK, "memory_bytes": 2**30}
+    return Engine(tiny_models.loaded(model), EngineConfig(scheme=scheme, **{**values, **changes}))
+
+
+def drain(running: Engine) -> dict[str, Completed]:
+    """Run to the end, checking the books after each step."""
+    ended: dict[str, Completed] = {}
+    while not running.is_idle:
+        for event in running.step():
+            assert isinstance(event, Completed)
+            ended[event.job_id] = event
+        running.check_integrity()
+    return ended
+
+
+def work(job_id: str, prompt: str = "1 2 3", **params: Any) -> Work:
+    values = {"max_tokens": 4, "temperature": 0.0, **params}
+    request = Request(job_id, "completion", prompt=prompt, params=SamplingParams(**values))
+    return Work(job_id, request)
+
+
+@pytest.mark.parametrize("scheme", ["float", "affine8", "affine4"])
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_rows_equal_themselves_alone(family: str, scheme: str) -> None:
+    """10 ragged rows that join and leave at different times give the tokens of each row alone."""
+    model = tiny_models.build(family)
+    rows = prompts(10)
+    counts = [random.Random(i).randrange(1, 24) for i in range(len(rows))]
+    running = engine(model, scheme)
+    for index, (prompt, count) in enumerate(zip(rows, counts, strict=True)):
+        running.submit_row(Sequence(str(index), prompt, Generation(count, temperature=0.0)))
+    ended = drain(running)
+    groups = {scheme.keys.group for scheme in running.schemes if scheme.is_packed}
+    bits = None if scheme == "float" or groups != {64} else int(scheme[-1])
+    if scheme != "float" and bits is None:
+        return  # mlx-lm's cache has one group size for all; test_group_sizes covers these
+    for index, (prompt, count) in enumerate(zip(rows, counts, strict=True)):
+        assert list(ended[str(index)].token_ids) == tiny_models.alone(model, prompt, count, bits)
+
+
+def test_sixty_four_rows_of_one_to_three_chunks() -> None:
+    """64 prompts of 1 token to 3 chunks through 6 slots: every row as if it were alone."""
+    model = tiny_models.build("llama")
+    rows = prompts(64, seed=3)
+    running = engine(model)
+    for index, prompt in enumerate(rows):
+        running.submit_row(
+            Sequence(str(index), prompt, Generation(1 + index % 13, temperature=0.0))
+        )
+    ended = drain(running)
+    for index, prompt in enumerate(rows):
+        expected = tiny_models.alone(model, prompt, 1 + index % 13)
+        assert list(ended[str(index)].token_ids) == expected, (index, len(prompt))
+
+
+@pytest.mark.parametrize("path", ["fused", "folded", "packed"])
+def test_every_attention_path_gives_the_same_tokens(path: Path) -> None:
+    """Fused, folded and packed attention agree, whichever the probe would choose."""
+    model = tiny_models.build("qwen3")
+    rows = prompts(12, seed=4)
+    running = engine(model, "affine8", path=path)
+    for index, prompt in enumerate(rows):
+        running.submit_row(Sequence(str(index), prompt, Generation(12, temperature=0.0)))
+    ended = drain(running)
+    for index, prompt in enumerate(rows):
+        assert list(ended[str(index)].token_ids) == tiny_models.alone(model, prompt, 12, 8)
+
+
+def test_group_sizes_follow_the_head_size() -> None:
+    """A head size that 64 does not divide falls to groups of 32, and one that 32 does not to float."""
+    by_size = {
+        size: engine(tiny_models.build("llama", head_dim=size), "affine8").schemes[0].keys
+        for size in (64, 96, 80)
+    }
+    assert [(s.bits, s.group) for s in by_size.values()] == [(8, 64), (8, 32), (None, 64)]
+
+
+def test_chunk_size_and_slots_change_nothing() -> None:
+    """The same rows with other chunk sizes and slot counts: the same tokens."""
+    model = tiny_models.build("llama")
+    rows = prompts(10, seed=6)
+    seen = []
+    for slots, chunk in ((1, 256), (3, 512), (10, 1024)):
+        running = engine(model, "affine8", slots=slots, chunk_tokens=chunk)
+        for index, prompt in enumerate(rows):
+            running.submit_row(Sequence(str(index), prompt, Generation(8, temperature=0.0)))
+        ended = drain(running)
+        seen.append([ended[str(i)].token_ids for i in range(len(rows))])
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_planted_fault_is_seen() -> None:
+    """The comparison can fail: one dropped column of keys changes tokens."""
+    model = tiny_models.build("llama")
+    rows = prompts(6, seed=8)
+    running = engine(model)
+    for index, prompt in enumerate(rows):
+        running.submit_row(Sequence(str(index), prompt, Generation(24, temperature=0.0)))
+    running.step()
+    for slot in running._slots:
+        slot._keys[0][:, :, running._layout.write - 3] = 0.0
+    ended = drain(running)
+    expected = [tiny_models.alone(model, prompt, 24) for prompt in rows]
+    assert any(list(ended[str(i)].token_ids) != tokens for i, tokens in enumerate(expected))
+
+
+def test_cancel_frees_the_slot_and_spares_the_neighbours() -> None:
+    """A cancelled row gives no event; the rows beside it give their tokens."""
+    model = tiny_models.build("llama")
+    rows = prompts(8, seed=9)
+    running = engine(model, slots=4)
+    for index, prompt in enumerate(rows):
+        running.submit_row(Sequence(str(index), prompt, Generation(10, temperature=0.0)))
+    ended: dict[str, Event] = {}
+    for _ in range(3):
+        ended |= {event.job_id: event for event in running.step() if isinstance(event, Completed)}
+    decoding = next(iter(running._rows.values())).job_id
+    for job_id in (decoding, "7", "unknown", decoding):
+        running.cancel(job_id)
+    running.check_integrity()
+    ended |= drain(running)
+    assert set(ended) == {str(i) for i in range(8)} - {decoding, "7"}
+    for job_id, event in ended.items():
+        assert isinstance(event, Completed)
+        expected = tiny_models.alone(model, rows[int(job_id)], 10)
+        assert list(event.token_ids) == expected
+
+
+def test_cancel_everything_leaves_the_engine_idle() -> None:
+    """The last row may be cancelled too, in every state: waiting, in prefill, decoding, last token."""
+    model = tiny_models.build("llama")
+    for steps in range(5):
+        running = engine(model, slots=2)
+        running.submit_row(Sequence("a", list(range(300)), Generation(2, temperature=0.0)))
+        running.submit_row(Sequence("b", [1, 2], Generation(2, temperature=0.0)))
+        for _ in range(steps):
+            running.step()
+        for job_id in "ab":
+            running.cancel(job_id)
+        for _ in range(3):
+            running.step()
+        assert running.is_idle
+        running.check_integrity()
+
+
+def test_one_token_answers_and_one_token_prompts() -> None:
+    """max_tokens 1 gives one token, also for a prompt of one token."""
+    model = tiny_models.build("llama")
+    running = engine(model)
+    running.add(work("x", prompt="5", max_tokens=1))
+    ended = drain(running)["x"]
+    assert list(ended.token_ids) == tiny_models.alone(model, [5], 1)
+    assert (ended.finish_reason, ended.usage.prompt, ended.usage.completion) == ("length", 1, 1)
+
+
+def test_end_token_stops_and_is_not_text() -> None:
+    """A row ends with its end token, which counts as generated and is no text."""
+    model = tiny_models.build("llama")
+    expected = tiny_models.alone(model, [1, 2, 3], 8)
+    running = engine(model)
+    running.loaded.tokenizer.eos_token_ids = frozenset({expected[2]})
+    cut = expected.index(expected[2]) + 1
+    running.add(work("x", max_tokens=8))
+    ended = drain(running)["x"]
+    assert list(ended.token_ids) == expected[:cut] and ended.finish_reason == "stop"
+    assert ended.text.split() == [str(token) for token in expected[: cut - 1]]
+
+
+def test_stop_string_cuts_the_text() -> None:
+    """Text ends before the stop string; generation ends with the token that completes it."""
+    model = tiny_models.build("llama")
+    expected = tiny_models.alone(model, [1, 2, 3], 8)
+    stop = f" {expected[3]} "
+    running = engine(model)
+    running.add(work("x", max_tokens=8, stop=(stop,)))
+    ended = drain(running)["x"]
+    whole = "".join(f"{token} " for token in expected)
+    assert ended.text == whole[: whole.index(stop)] and ended.finish_reason == "stop"
+
+
+def test_row_that_can_never_fit_is_rejected_at_once() -> None:
+    """More prompt and answer than the context, or than the memory, is an event, not a wait."""
+    model = tiny_models.build("llama")
+    running = engine(model, memory_bytes=2**20)
+    running.add(work("context", max_tokens=5000))
+    running.add(work("memory", prompt=" ".join(["1"] * 900), max_tokens=500))
+    running.add(work("good"))
+    events: list[Event] = []
+    while not running.is_idle:
+        events += running.step()
+    codes = {e.job_id: e.code for e in events if isinstance(e, Rejected)}
+    assert codes == {"context": "context_length_exceeded", "memory": "context_length_exceeded"}
+    assert [e.job_id for e in events if isinstance(e, Completed)] == ["good"]
+
+
+def test_chat_without_template_is_refused_by_row() -> None:
+    """Messages to a model that has no chat template fail that row with a reason."""
+    running = engine(tiny_models.build("llama"))
+    request = Request("x", "chat", messages=[{"role": "user", "content": "hi"}])
+    running.add(Work("x", request))
+    (event,) = running.step()
+    assert isinstance(event, Rejected) and "chat template" in event.message
+
+
+def test_seeded_rows_do_not_depend_on_their_neighbours() -> None:
+    """A sampled row's tokens are the same alone and among greedy and sampled neighbours."""
+    model = tiny_models.build("llama")
+    sampled = {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "seed": 11, "max_tokens": 20}
+    lonely = engine(model, slots=1)
+    lonely.add(work("x", **sampled))
+    alone = drain(lonely)["x"].token_ids
+    crowded = engine(model, slots=5)
+    crowded.add(work("g", prompt="4 5 6 7", max_tokens=9))
+    crowded.add(work("h", prompt="9", temperature=1.3, seed=4, max_tokens=15))
+    crowded.add(work("x", **sampled))
+    crowded.add(work("p", temperature=0.5, repetition_penalty=1.3, seed=5, max_tokens=11))
+    assert drain(crowded)["x"].token_ids == alone
+    other = engine(model, slots=1)
+    other.add(work("x", **{**sampled, "seed": 12}))
+    assert drain(other)["x"].token_ids != alone
+
+
+def test_logprobs_are_those_of_the_model() -> None:
+    """The reported log-probability of each token is the model's, and the alternatives are sorted."""
+    model = tiny_models.build("llama")
+    running = engine(model)
+    running.add(work("plain", prompt="9 9", max_tokens=3))
+    running.add(work("x", prompt="1 2 3", max_tokens=3, logprobs=4))
+    ended = drain(running)
+    assert ended["plain"].logprobs is None
+    reported = ended["x"].logprobs
+    assert reported is not None and len(reported) == 3
+    tokens = [1, 2, 3]
+    for token, item in zip(ended["x"].token_ids, reported, strict=True):
+        logits = model(mx.array([tokens]))[0, -1]
+        expected = (logits - mx.logsumexp(logits))[token].item()
+        assert item.logprob == pytest.approx(expected, abs=1e-4)
+        assert len(item.top) == 4 and item.top[0][0] == item.token
+        assert [p for _, p in item.top] == sorted((p for _, p in item.top), reverse=True)
+        tokens.append(token)
+
+
+def test_quantized_slots_are_smaller() -> None:
+    """The live buffers shrink as the scheme says: half and about a quarter of float32's bytes."""
+    model = tiny_models.build("llama")
+    num_bytes = {}
+    for scheme in ("float", "affine8", "affine4"):
+        running = engine(model, scheme)
+        running.submit_row(Sequence("a", list(range(300)), Generation(5, temperature=0.0)))
+        running.step()
+        num_bytes[scheme] = running.kv_bytes
+        drain(running)
+    assert num_bytes["affine8"] / num_bytes["float"] == pytest.approx((8 + 1) / 32)
+    assert num_bytes["affine4"] / num_bytes["float"] == pytest.approx((4 + 1) / 32)
+
+
+def test_memory_is_flat_over_many_rows() -> None:
+    """Rows that come and go leave nothing behind: 300 rows keep the arrays of the first 60."""
+    model = tiny_models.build("llama")
+    running = engine(model, "affine8", slots=4)
+    rng = random.Random(2)
+    seen = []
+    for batch in range(5):
+        for index in range(60):
+            prompt = [rng.randrange(512) for _ in range(rng.randrange(1, 60))]
+            row = Sequence(f"{batch}-{index}", prompt, Generation(5, temperature=0.0))
+            running.submit_row(row)
+        drain(running)
+        mx.clear_cache()
+        seen.append(mx.get_active_memory())
+    assert max(seen[1:]) <= seen[0] * 1.02
