@@ -299,3 +299,41 @@ def test_memory_is_flat_over_many_rows() -> None:
         mx.clear_cache()
         seen.append(mx.get_active_memory())
     assert max(seen[1:]) <= seen[0] * 1.02
+
+
+@pytest.mark.parametrize("scheme", ["float", "affine8"])
+def test_shared_prefixes_are_computed_once_and_change_no_token(scheme: str) -> None:
+    """Rows behind one prefix compute its full blocks once; hit and miss give the same tokens."""
+    model = tiny_models.build("llama")
+    rng = random.Random(12)
+    prefix = [rng.randrange(512) for _ in range(600)]
+    tails = [[rng.randrange(512) for _ in range(n)] for n in (1, 9, 30, 200, 300, 0, 168, 169)]
+    cold = engine(model, scheme, prefix_bytes=0)
+    warm = engine(model, scheme)
+    for running in (cold, warm):
+        for index, tail in enumerate(tails):
+            row = Sequence(str(index), prefix + tail, Generation(8, temperature=0.0))
+            running.submit_row(row)
+    expected, got = drain(cold), drain(warm)
+    for job_id, event in expected.items():
+        assert got[job_id].token_ids == event.token_ids
+        assert event.usage.cached == 0
+    assert sorted(event.usage.cached for event in got.values()) == [0, *[512] * 7]
+    again = Sequence("again", prefix[:513], Generation(3, temperature=0.0))  # nothing to prefill
+    warm.submit_row(again)
+    event = drain(warm)["again"]
+    assert event.usage.cached == 512
+    bits = None if scheme == "float" else 8
+    assert list(event.token_ids) == tiny_models.alone(model, prefix[:513], 3, bits)
+
+
+def test_prefix_cache_keeps_to_its_bytes() -> None:
+    """Least recently used blocks go when the bytes are up; rows still get their tokens."""
+    model = tiny_models.build("llama")
+    running = engine(model, prefix_bytes=3 * 256 * 1024)
+    for index in range(6):
+        prompt = [(index * 7 + i) % 512 for i in range(520)]
+        running.submit_row(Sequence(str(index), prompt, Generation(2, temperature=0.0)))
+    ended = drain(running)
+    assert len(ended) == 6
+    assert 0 < running.prefixes.num_bytes <= running.prefixes.max_bytes

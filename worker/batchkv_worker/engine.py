@@ -25,6 +25,7 @@ from batchkv_worker.kv.prefill import PrefillCache
 from batchkv_worker.kv.schemes import LayerScheme, layer_scheme
 from batchkv_worker.kv.slots import Frame, SlotCache
 from batchkv_worker.model import LoadedModel
+from batchkv_worker.prefix import PrefixCache, block_keys
 from batchkv_worker.requests import RowRefused, prepare
 from batchkv_worker.sampling import Sampled, sample
 from batchkv_worker.scheduler import Budget, PrefillGroup, Scheduler
@@ -47,6 +48,7 @@ class EngineConfig:
     prefetch: int = 8
     chunk_tokens: int = 512
     memory_bytes: int = 4 * 2**30
+    prefix_bytes: int | None = None  # of memory_bytes, for prefixes; None: an eighth
     path: attention.Path | None = None  # None: the fastest by measurement
 
 
@@ -67,9 +69,14 @@ class Engine:
         self.schemes = tuple(layer_scheme(config.scheme, shape) for shape in loaded.layers)
         self.path = self._attention_path()
         per_token = sum(scheme.bytes_per_token(loaded.float_bytes) for scheme in self.schemes)
-        budget = Budget(config.chunk_tokens, config.memory_bytes, per_token)
+        prefix_bytes = config.prefix_bytes
+        self.prefixes = PrefixCache(
+            config.memory_bytes // 8 if prefix_bytes is None else prefix_bytes
+        )
+        memory_bytes = config.memory_bytes - self.prefixes.max_bytes
+        budget = Budget(config.chunk_tokens, memory_bytes, per_token)
         self._layout = SlotLayout(config.slots)
-        self._scheduler = Scheduler(self._layout, budget)
+        self._scheduler = Scheduler(self._layout, budget, self.prefixes.num_cached)
         self._slots = [SlotCache(scheme, self.path, loaded.dtype) for scheme in self.schemes]
         self._prefill: list[PrefillCache] = []
         self._rows: dict[int, Sequence] = {}  # by slot
@@ -96,6 +103,8 @@ class Engine:
     def submit_row(self, row: Sequence) -> None:
         """Take in a row that is tokenized already; raises RowRefused when it can never fit."""
         self._check_memory(row)
+        if self.prefixes.max_bytes:
+            row.block_keys = block_keys(row.prompt)
         self._scheduler.add(row)
 
     def cancel(self, job_id: str) -> None:
@@ -192,8 +201,9 @@ class Engine:
     def _compute_chunk(self, group: PrefillGroup) -> None:
         """One chunk of the group's prompts; logits are never read, so MLX never computes them."""
         width = group.width
-        if group.position == 0:
+        if not self._prefill:
             self._prefill = [PrefillCache(scheme, width) for scheme in self.schemes]
+            self.prefixes.fill(group.rows, self._prefill)
         end = min(width, group.position + self.config.chunk_tokens)
         tokens = [
             (row.prompt[group.position : end] + [0] * end)[: end - group.position]
@@ -207,6 +217,10 @@ class Engine:
 
     def _admit_group(self, group: PrefillGroup) -> None:
         rows = group.rows
+        if group.width and not self._prefill:  # every prompt ends with its cached blocks
+            self._prefill = [PrefillCache(scheme, group.width) for scheme in self.schemes]
+            self.prefixes.fill(rows, self._prefill)
+        self.prefixes.publish(rows, self._prefill)
         for row in self._scheduler.finish_group():
             slot, change = self._layout.admit(Demand(row.num_prefill, row.num_remaining))
             self._relayout(change)

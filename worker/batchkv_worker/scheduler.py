@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_worker.kv.layout import Demand, SlotLayout
 from batchkv_worker.sequence import Sequence
 
@@ -15,11 +17,13 @@ LOOKAHEAD = 256  # waiting rows among which a group of like length is sought
 class PrefillGroup:
     """Rows whose prompts are computed together, right-padded to the longest.
 
-    A group of several rows fits one chunk; a prompt longer than a chunk is a group of its own.
+    A group of several rows fits one chunk; a prompt longer than a chunk is a group of its own. All
+    rows of a group start after the same number of cached tokens, so that one causal mask and one
+    position serve them.
     """
 
     rows: list[Sequence]
-    position: int = 0  # tokens computed so far
+    position: int = 0  # tokens computed, or taken from the cache, so far
 
     @property
     def width(self) -> int:
@@ -51,9 +55,15 @@ class Budget:
 class Scheduler:
     """Rows that wait, the group in prefill, and which group comes next."""
 
-    def __init__(self, layout: SlotLayout, budget: Budget) -> None:
+    def __init__(
+        self,
+        layout: SlotLayout,
+        budget: Budget,
+        num_cached: Callable[[Sequence], int] = lambda row: 0,
+    ) -> None:
         self.layout = layout
         self.budget = budget
+        self._num_cached = num_cached  # tokens of a row's prefix that need no computing
         self.group: PrefillGroup | None = None
         self._waiting: deque[Sequence] = deque()
 
@@ -97,23 +107,37 @@ class Scheduler:
         return free >= min(enough, waiting) or not self.layout.num_active
 
     def _form_group(self) -> PrefillGroup | None:
-        """The oldest row and those nearest to it in length that fit one chunk with it."""
+        """The oldest row and those nearest to it in length that fit one chunk with it.
+
+        A row that would compute the same next block as a row already chosen stays behind: it finds
+        that block in the cache when the group is done.
+        """
         window = [self._waiting[i] for i in range(min(LOOKAHEAD, len(self._waiting)))]
-        oldest = window[0]
-        window.sort(key=lambda row: abs(row.num_prefill - oldest.num_prefill))
+        for row in window:
+            row.num_cached = self._num_cached(row)
+        cached, goal = window[0].num_cached, window[0].num_prefill
+        window = [row for row in window if row.num_cached == cached]
+        window.sort(key=lambda row: abs(row.num_prefill - goal))
         rows: list[Sequence] = []
+        upcoming: set[bytes] = set()
         width = 0
-        for row in window[: self.layout.num_free]:
-            width = max(width, row.num_prefill)
+        for row in window:
+            block = _next_block(row)
+            if block in upcoming:
+                continue
+            width = max(width, row.num_prefill - cached)
             fits_chunk = not rows or (len(rows) + 1) * width <= self.budget.chunk_tokens
-            if not fits_chunk or not self._fits_memory([*rows, row]):
+            room = len(rows) < self.layout.num_free
+            if not (room and fits_chunk and self._fits_memory([*rows, row])):
                 break
             rows.append(row)
+            if block is not None:
+                upcoming.add(block)
         if not rows:
             return None
         chosen = set(map(id, rows))
         self._waiting = deque(row for row in self._waiting if id(row) not in chosen)
-        return PrefillGroup(rows)
+        return PrefillGroup(rows, position=cached)
 
     def _fits_memory(self, rows: list[Sequence]) -> bool:
         demands = [Demand(row.num_prefill, row.num_remaining) for row in rows]
@@ -127,3 +151,9 @@ class Scheduler:
         group, self.group = self.group, None
         assert group is not None and group.is_computed
         return [row for row in group.rows if not row.is_ended]
+
+
+def _next_block(row: Sequence) -> bytes | None:
+    """Key of the first block that the row has to compute, if it is a full one."""
+    number = row.num_cached // BLOCK_TOKENS
+    return row.block_keys[number] if number < len(row.block_keys) else None

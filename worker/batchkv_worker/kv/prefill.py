@@ -59,12 +59,29 @@ class PrefillCache:
         for part, piece in zip(parts, packed, strict=True):
             part[:, :, start:end] = piece
 
+    def restore(self, keys: Parts, values: Parts, num_tokens: int) -> None:
+        """Start after ``num_tokens`` packed ones, ``[rows, heads, num_tokens, part size]``."""
+        self._keys = [self._widened(part) for part in keys]
+        self._values = [self._widened(part) for part in values]
+        self.offset = num_tokens
+
+    def _widened(self, part: mx.array) -> mx.array:
+        rows, heads, tokens, size = part.shape
+        if tokens == self._capacity:
+            return part
+        rest = mx.zeros((rows, heads, self._capacity - tokens, size), part.dtype)
+        return mx.concatenate([part, rest], axis=2)
+
+    def block(self, index: int, start: int, end: int) -> tuple[Parts, Parts]:
+        """Packed keys and values of one row's tokens [start, end)."""
+        return (
+            tuple(part[index : index + 1, :, start:end] for part in self._keys),
+            tuple(part[index : index + 1, :, start:end] for part in self._values),
+        )
+
     def row(self, index: int, length: int) -> tuple[Parts, Parts]:
         """Packed keys and values of one row's first ``length`` tokens."""
-        return (
-            tuple(part[index : index + 1, :, :length] for part in self._keys),
-            tuple(part[index : index + 1, :, :length] for part in self._values),
-        )
+        return self.block(index, 0, length)
 
     @property
     def arrays(self) -> list[mx.array]:
