@@ -90,7 +90,7 @@ def loaded(model: Any, **changes: Any) -> LoadedModel:
 
 
 def alone(model: Any, prompt: list[int], count: int, bits: int | None = None) -> list[int]:
-    """Greedy tokens of one row on mlx-lm's own cache, quantized from token 0 when ``bits`` is given."""
+    """Greedy tokens of one row on mlx-lm's own cache, with ``bits`` quantized from token 0."""
     layers = range(len(model.layers))
     cache: list[Any] = [QuantizedKVCache(64, bits) if bits else KVCache() for _ in layers]
     tokens: list[int] = []

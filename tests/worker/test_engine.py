@@ -7,13 +7,13 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from support import tiny_models
 
 from batchkv_producer.job import Request, SamplingParams
 from batchkv_worker.engine import Engine, EngineConfig
 from batchkv_worker.events import Completed, Event, Rejected, Work
 from batchkv_worker.kv.attention import Path
 from batchkv_worker.sequence import Generation, Sequence
+from support import tiny_models
 
 CHUNK = 256
 LENGTHS = (1, 2, 3, 255, 256, 257, 258, 511, 512, 513, 700, 768, 40, 41, 42, 64)
@@ -97,7 +97,7 @@ def test_every_attention_path_gives_the_same_tokens(path: Path) -> None:
 
 
 def test_group_sizes_follow_the_head_size() -> None:
-    """A head size that 64 does not divide falls to groups of 32, and one that 32 does not to float."""
+    """Head sizes that 64 does not divide take groups of 32, those that 32 does not stay float."""
     by_size = {
         size: engine(tiny_models.build("llama", head_dim=size), "affine8").schemes[0].keys
         for size in (64, 96, 80)
@@ -157,7 +157,7 @@ def test_cancel_frees_the_slot_and_spares_the_neighbours() -> None:
 
 
 def test_cancel_everything_leaves_the_engine_idle() -> None:
-    """The last row may be cancelled too, in every state: waiting, in prefill, decoding, last token."""
+    """Rows may be cancelled in every state: waiting, in prefill, decoding, at the last token."""
     model = tiny_models.build("llama")
     for steps in range(5):
         running = engine(model, slots=2)
@@ -251,7 +251,7 @@ def test_seeded_rows_do_not_depend_on_their_neighbours() -> None:
 
 
 def test_logprobs_are_those_of_the_model() -> None:
-    """The reported log-probability of each token is the model's, and the alternatives are sorted."""
+    """Reported log-probabilities are the model's, and the alternatives are sorted."""
     model = tiny_models.build("llama")
     running = engine(model)
     running.add(work("plain", prompt="9 9", max_tokens=3))

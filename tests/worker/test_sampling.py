@@ -75,7 +75,7 @@ def test_rows_with_and_without_filters_share_a_call() -> None:
 
 
 def test_repetition_penalty_is_mlx_lms() -> None:
-    """Penalized logits choose the token that mlx-lm's processor would, the token in flight included."""
+    """Penalized logits choose what mlx-lm's processor would, the token in flight included."""
     mx.random.seed(5)
     logits = mx.random.normal((3, 40)) * 0.3
     prompt = [3, 9, 9, 27, 14]

@@ -68,7 +68,7 @@ def test_cancelled_rows_leave_wherever_they_are() -> None:
 
 
 def test_scheduler_needs_no_tensors() -> None:
-    """The module's own imports bring no MLX (checked on its source, since tests share a process)."""
+    """The module names no MLX (its source is checked, since tests share a process)."""
     source = sys.modules["batchkv_worker.scheduler"].__file__
     assert source is not None
     with open(source) as file:

@@ -11,18 +11,18 @@ it earlier would have MLX copy every buffer at every step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from batchkv_producer.job import ErrorCode, TokenLogprob, Usage
-from batchkv_worker.events import Completed, Event, Rejected, Work
+from batchkv_producer.job import ErrorCode
+from batchkv_worker import answers
+from batchkv_worker.events import Event, Rejected, Work
 from batchkv_worker.kv import attention
 from batchkv_worker.kv.layout import Demand, Relayout, SlotLayout
 from batchkv_worker.kv.prefill import PrefillCache
-from batchkv_worker.kv.schemes import LayerScheme, layer_scheme
+from batchkv_worker.kv.schemes import layer_scheme
 from batchkv_worker.kv.slots import Frame, SlotCache
 from batchkv_worker.model import LoadedModel
 from batchkv_worker.prefix import PrefixCache, block_keys
@@ -170,7 +170,9 @@ class Engine:
         )
         if not hooked:
             path = "fused"
-            log.warning("this model's attention cannot be hooked; decoding on dense keys and values")
+            log.warning(
+                "this model's attention cannot be hooked; decoding on dense keys and values"
+            )
         measured = ", ".join(f"{name} {spent:.2f} ms" for name, spent in times.items())
         log.info("decode attention: %s for %s (%s)", path, self.config.scheme, measured)
         return path
@@ -263,7 +265,7 @@ class Engine:
         return _Step(rows, sampled)
 
     def _inputs(self, rows: list[Sequence | None]) -> mx.array:
-        """Tokens to feed, ``[rows]``: from the step in flight, or the prompt's last for new rows."""
+        """Tokens to feed, ``[rows]``: from the step in flight; new rows' last prompt token."""
         known = [0 if row is None else (row.generated or row.prompt)[-1] for row in rows]
         flying = {} if self._in_flight is None else _places(self._in_flight.rows)
         places = [-1 if row is None else flying.get(id(row), -1) for row in rows]
@@ -303,80 +305,24 @@ class Engine:
     def _finish(self, step: _Step) -> None:
         """Read a computed step back and end the rows that it completes."""
         tokens: list[int] = step.sampled.tokens.tolist()
+        tokenizer = self.loaded.tokenizer
         for index, row in enumerate(step.rows):
             if row is None or row.is_ended:
                 continue
-            self._take_token(row, tokens[index])
+            answers.take_token(row, tokens[index], tokenizer.eos_token_ids)
             if row.generation.logprobs is not None:
-                row.logprobs.append(self._logprob(step.sampled, index, row))
+                row.logprobs.append(answers.logprob_of(step.sampled, index, row, tokenizer))
             if row.is_ended:
                 self._free(row)
-                self._events.append(self._completed(row))
-
-    def _take_token(self, row: Sequence, token: int) -> None:
-        row.generated.append(token)
-        if token in self.loaded.tokenizer.eos_token_ids:
-            row.finish_reason = "stop"
-        elif row.detokenizer is not None and self._hits_stop(row, token):
-            row.finish_reason = "stop"
-        elif len(row.generated) >= row.generation.max_tokens:
-            row.finish_reason = "length"
-
-    def _hits_stop(self, row: Sequence, token: int) -> bool:
-        row.detokenizer.add_token(token)
-        return _find_stop(row.detokenizer.text, row.generation.stop) is not None
-
-    def _completed(self, row: Sequence) -> Completed:
-        return Completed(
-            job_id=row.job_id,
-            text=self._text(row),
-            finish_reason=row.finish_reason,
-            usage=Usage(len(row.prompt), len(row.generated), row.num_cached),
-            token_ids=tuple(row.generated),
-            logprobs=tuple(row.logprobs) if row.generation.logprobs is not None else None,
-        )
-
-    def _text(self, row: Sequence) -> str:
-        """The answer without end token and without what follows a stop string."""
-        detokenizer = row.detokenizer
-        if detokenizer is None:
-            detokenizer = self.loaded.tokenizer.detokenizer
-            ended = row.generated[-1] in self.loaded.tokenizer.eos_token_ids
-            for token in row.generated[:-1] if ended else row.generated:
-                detokenizer.add_token(token)
-        detokenizer.finalize()
-        text: str = detokenizer.text
-        cut = _find_stop(text, row.generation.stop)
-        return text if cut is None else text[:cut]
-
-    def _logprob(self, sampled: Sampled, index: int, row: Sequence) -> TokenLogprob:
-        assert sampled.chosen is not None
-        top: Iterable[tuple[str, float]] = ()
-        if row.generation.logprobs and sampled.top_tokens is not None:
-            assert sampled.top_logprobs is not None
-            count = row.generation.logprobs
-            likeliest: list[int] = sampled.top_tokens[index, :count].tolist()
-            values: list[float] = sampled.top_logprobs[index, :count].tolist()
-            top = zip(map(self._piece, likeliest), values, strict=True)
-        token = self._piece(row.generated[-1])
-        return TokenLogprob(token, sampled.chosen[index].item(), tuple(top))
-
-    def _piece(self, token: int) -> str:
-        return str(self.loaded.tokenizer.decode([token]))
+                self._events.append(answers.completed(row, tokenizer))
 
 
 def _places(rows: list[Sequence | None]) -> dict[int, int]:
     return {id(row): place for place, row in enumerate(rows) if row is not None}
 
 
-def _find_stop(text: str, stops: tuple[str, ...]) -> int | None:
-    """Where the first of the stop strings begins."""
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
-    return min(found, default=None)
-
-
 def build_engine(settings: WorkerSettings) -> Engine:
-    """Load the settings' model and an engine for it; raises ModelError. The engine's thread calls."""
+    """Load the settings' model and make its engine, on the engine's thread; raises ModelError."""
     from batchkv_worker.device import kv_memory_bytes, prepare_device
     from batchkv_worker.model import load
 
@@ -399,6 +345,3 @@ def build_engine(settings: WorkerSettings) -> Engine:
         config.slots,
     )
     return engine
-
-
-__all__ = ["Engine", "EngineConfig", "LayerScheme", "build_engine"]

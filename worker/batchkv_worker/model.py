@@ -44,7 +44,7 @@ class LoadedModel:
     @property
     def float_bytes(self) -> int:
         """Bytes of one number in the model's dtype."""
-        return self.dtype.size
+        return int(self.dtype.size)
 
 
 def load(name: str, dtype: str = "auto") -> LoadedModel:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -22,7 +23,7 @@ from batchkv_worker.sequence import Sequence
 # One process, one model, one scheme: the chain needs no namespace here.
 _ROOT = root_key(b"")
 
-Layers = mx.array | list[mx.array]  # [layers, 1, heads, tokens, size], or one array a layer
+Layers = Any  # an array [layers, 1, heads, tokens, size], or a list of one array a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ def _stack(layers: tuple[mx.array, ...]) -> Layers:
 
 
 def _num_bytes(part: Layers) -> int:
-    return part.nbytes if isinstance(part, mx.array) else sum(array.nbytes for array in part)
+    return sum(int(array.nbytes) for array in (part if isinstance(part, list) else [part]))
 
 
 def _layer(parts: tuple[Layers, ...], layer: int) -> Parts:

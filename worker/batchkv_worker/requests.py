@@ -45,7 +45,8 @@ def _tokens(request: Request, tokenizer: Any) -> list[int]:
         return list(tokenizer.encode(request.prompt))
     if not tokenizer.has_chat_template:
         raise RowRefused(
-            ErrorCode.INVALID_REQUEST, "this model has no chat template: send a prompt, not messages"
+            ErrorCode.INVALID_REQUEST,
+            "this model has no chat template: send a prompt, not messages",
         )
     options: dict[str, Any] = {"add_generation_prompt": True, **request.chat_template_kwargs}
     if request.tools:
@@ -78,7 +79,7 @@ def _generation(work: Work, num_prompt: int, loaded: LoadedModel) -> Generation:
 
 def _max_tokens(asked: SamplingParams, num_prompt: int, loaded: LoadedModel) -> int:
     """What was asked must fit the context; what nobody asked for is cut to what is left."""
-    room = loaded.context - num_prompt
+    room: int = loaded.context - num_prompt
     if asked.max_tokens is not None and asked.max_tokens > room:
         raise RowRefused(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
@@ -90,7 +91,8 @@ def _max_tokens(asked: SamplingParams, num_prompt: int, loaded: LoadedModel) -> 
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
             f"{num_prompt} prompt tokens leave no room in the model's context of {loaded.context}",
         )
-    return min(room, _first(asked.max_tokens, loaded.defaults.get("max_tokens"), DEFAULT_MAX_TOKENS))
+    default = _first(asked.max_tokens, loaded.defaults.get("max_tokens"), DEFAULT_MAX_TOKENS)
+    return min(room, int(default))
 
 
 def _first(asked: Any, default: Any, last: Any) -> Any:

@@ -131,12 +131,10 @@ def choose_path(
         "folded": lambda: folded(queries, *dense(), 1.0, mask),
     }
     if scheme.is_packed:
-        candidates["packed"] = lambda: packed(
-            queries, key_parts, value_parts, scheme, 1.0, mask
-        )
+        candidates["packed"] = lambda: packed(queries, key_parts, value_parts, scheme, 1.0, mask)
     times = {name: spent for name, run in candidates.items() if (spent := _time(run)) is not None}
-    fastest: Path = min(times, key=lambda name: times[name])  # type: ignore[assignment]
-    return fastest, times
+    fastest = min(times, key=lambda name: times[name])
+    return fastest, {str(name): spent for name, spent in times.items()}
 
 
 def _time(run: Callable[[], mx.array], repeats: int = 5) -> float | None:
@@ -153,7 +151,7 @@ def _time(run: Callable[[], mx.array], repeats: int = 5) -> float | None:
 
 
 def num_query_heads(model: Any, default: int) -> int:
-    """Query heads of the model's attention, from its arguments; ``default`` when they do not say."""
+    """Query heads of the model's attention; ``default`` when its arguments do not say."""
     args = getattr(model, "args", None)
     value: Any = getattr(args, "num_attention_heads", default)
     return int(value[0] if isinstance(value, Sequence) else value)

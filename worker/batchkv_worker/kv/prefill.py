@@ -55,7 +55,9 @@ class PrefillCache:
             parts[:] = packed
             return
         if not parts:
-            parts[:] = [mx.zeros((*p.shape[:2], self._capacity, p.shape[3]), p.dtype) for p in packed]
+            parts[:] = [
+                mx.zeros((*p.shape[:2], self._capacity, p.shape[3]), p.dtype) for p in packed
+            ]
         for part, piece in zip(parts, packed, strict=True):
             part[:, :, start:end] = piece
 

@@ -20,8 +20,8 @@ from batchkv_worker.kv.schemes import LayerScheme, Parts, TensorScheme
 class Frame:
     """The step at hand, the same for all layers: rows [0, num_rows), columns [low, write].
 
-    ``offsets`` (int32, ``[rows]``) are the positions of the tokens being decoded; the array is bound
-    anew each step, never changed, since models may hold on to it. ``mask`` is bool
+    ``offsets`` (int32, ``[rows]``) are the positions of the tokens being decoded; the array is
+    bound anew each step, never changed, since models may hold on to it. ``mask`` is bool
     ``[rows, 1, 1, columns]``, or None when every row owns every column.
     """
 
@@ -103,7 +103,10 @@ class SlotCache:
         keys, values = self._visible(self._keys), self._visible(self._values)
         if self._path == "packed":
             return attention.packed(queries, keys, values, self._scheme, scale, mask)
-        dense_keys, dense_values = self._scheme.keys.unpack(keys), self._scheme.values.unpack(values)
+        dense_keys, dense_values = (
+            self._scheme.keys.unpack(keys),
+            self._scheme.values.unpack(values),
+        )
         return attention.folded(queries, dense_keys, dense_values, scale, mask)
 
     def _visible(self, parts: list[mx.array]) -> Parts:
@@ -115,7 +118,7 @@ class SlotCache:
         self._handed = None
 
     def admit(self, slot: int, write: int, keys: Parts, values: Parts) -> None:
-        """Copy a row's packed tokens ``[1, heads, tokens, part size]`` to end at column ``write``."""
+        """Copy a row's packed ``[1, heads, tokens, part size]`` to end at column ``write``."""
         for parts, piece in ((self._keys, keys), (self._values, values)):
             for part, row in zip(parts, piece, strict=True):
                 part[slot : slot + 1, :, write - row.shape[2] : write] = row
