@@ -88,48 +88,65 @@ def test_memory_estimate_is_an_upper_bound() -> None:
             assert layout.rows * layout.capacity <= bound * 4 / 3 + layout.rows * 2 * 256
 
 
-def test_contents_survive_random_histories() -> None:
-    """Replaying every relayout on real columns, each row always finds exactly its own tokens."""
-    rng = random.Random(11)
-    layout = SlotLayout(4)
-    table: list[list[str]] = []
-    truth: dict[int, list[str]] = {}
+class Replay:
+    """A table of strings that follows a layout as the tensors do, and what each row should hold."""
 
-    def apply(change: Relayout | None) -> None:
-        nonlocal table
+    def __init__(self, num_slots: int) -> None:
+        self.layout = SlotLayout(num_slots)
+        self.table: list[list[str]] = []
+        self.truth: dict[int, list[str]] = {}
+
+    def apply(self, change: Relayout | None) -> None:
         if change is None:
             return
         new = [["" for _ in range(change.capacity)] for _ in range(change.rows)]
-        for row, old in zip(new, table, strict=False):
+        for row, old in zip(new, self.table, strict=False):
             kept = old[change.low : change.high]
             row[change.low + change.shift : change.high + change.shift] = kept
-        table = new
+        self.table = new
 
+    def admit(self, name: str, length: int) -> None:
+        slot, change = self.layout.admit(Demand(length, 100))
+        self.apply(change)
+        self.truth[slot] = [f"{name}.{i}" for i in range(length)]
+        write = self.layout.write
+        self.table[slot][write - length : write] = self.truth[slot]
+
+    def step(self, name: str) -> None:
+        self.apply(self.layout.before_step())
+        for slot in range(self.layout.num_rows):
+            self.table[slot][self.layout.write] = f"{name}w{slot}"
+        for slot, tokens in self.truth.items():
+            tokens.append(f"{name}w{slot}")
+        self.layout.after_step()
+
+    def release(self, slot: int) -> None:
+        self.layout.release(slot)
+        del self.truth[slot]
+        if (move := self.layout.close_gap()) is not None:
+            source, target = move
+            self.table[target] = list(self.table[source])
+            self.truth[target] = self.truth.pop(source)
+
+    def check(self) -> None:
+        self.layout.check()
+        for slot, tokens in self.truth.items():
+            row = self.table[slot]
+            assert row[self.layout.start(slot) : self.layout.write] == tokens
+
+
+def test_contents_survive_random_histories() -> None:
+    """Replaying every relayout on real columns, each row always finds exactly its own tokens."""
+    rng = random.Random(11)
+    replay = Replay(4)
     for turn in range(3000):
-        if layout.num_free and rng.random() < 0.05:
-            length = rng.choice([0, 1, 7, 255, 256, 257, 600])
-            slot, change = layout.admit(Demand(length, 100))
-            apply(change)
-            truth[slot] = [f"{turn}.{i}" for i in range(length)]
-            table[slot][layout.write - length : layout.write] = truth[slot]
-        if truth:
-            apply(layout.before_step())
-            for slot in range(layout.num_rows):
-                table[slot][layout.write] = f"{turn}w{slot}"
-                if slot in truth:
-                    truth[slot].append(f"{turn}w{slot}")
-            layout.after_step()
-        if truth and rng.random() < 0.04:
-            slot = rng.choice(list(truth))
-            layout.release(slot)
-            del truth[slot]
-            if (move := layout.close_gap()) is not None:
-                source, target = move
-                table[target] = list(table[source])
-                truth[target] = truth.pop(source)
-        for slot, tokens in truth.items():
-            assert table[slot][layout.start(slot) : layout.write] == tokens
-        layout.check()
+        if replay.layout.num_free and rng.random() < 0.05:
+            replay.admit(str(turn), rng.choice([0, 1, 7, 255, 256, 257, 600]))
+        if replay.truth:
+            replay.step(str(turn))
+        if replay.truth and rng.random() < 0.04:
+            replay.release(rng.choice(list(replay.truth)))
+        replay.check()
 
 
 def test_round_up() -> None:

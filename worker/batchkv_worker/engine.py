@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -30,9 +29,6 @@ from batchkv_worker.requests import RowRefused, prepare
 from batchkv_worker.sampling import Sampled, sample
 from batchkv_worker.scheduler import Budget, PrefillGroup, Scheduler
 from batchkv_worker.sequence import Sequence
-
-if TYPE_CHECKING:
-    from batchkv_worker.settings import WorkerSettings
 
 log = logging.getLogger("batchkv.engine")
 
@@ -68,13 +64,13 @@ class Engine:
         self.config = config
         self.schemes = tuple(layer_scheme(config.scheme, shape) for shape in loaded.layers)
         self.path = self._attention_path()
-        per_token = sum(scheme.bytes_per_token(loaded.float_bytes) for scheme in self.schemes)
+        self.bytes_per_token = sum(s.bytes_per_token(loaded.float_bytes) for s in self.schemes)
         prefix_bytes = config.prefix_bytes
         self.prefixes = PrefixCache(
             config.memory_bytes // 8 if prefix_bytes is None else prefix_bytes
         )
         memory_bytes = config.memory_bytes - self.prefixes.max_bytes
-        budget = Budget(config.chunk_tokens, memory_bytes, per_token)
+        budget = Budget(config.chunk_tokens, memory_bytes, self.bytes_per_token)
         self._layout = SlotLayout(config.slots)
         self._scheduler = Scheduler(self._layout, budget, self.prefixes.num_cached)
         self._slots = [SlotCache(scheme, self.path, loaded.dtype) for scheme in self.schemes]
@@ -319,29 +315,3 @@ class Engine:
 
 def _places(rows: list[Sequence | None]) -> dict[int, int]:
     return {id(row): place for place, row in enumerate(rows) if row is not None}
-
-
-def build_engine(settings: WorkerSettings) -> Engine:
-    """Load the settings' model and make its engine, on the engine's thread; raises ModelError."""
-    from batchkv_worker.device import kv_memory_bytes, prepare_device
-    from batchkv_worker.model import load
-
-    prepare_device(wired_limit=settings.wired_limit)
-    loaded = load(settings.model, settings.dtype)
-    config = EngineConfig(
-        scheme=settings.kv_scheme,
-        slots=settings.slots,
-        prefetch=settings.prefetch,
-        chunk_tokens=settings.prefill_chunk,
-        memory_bytes=settings.memory_bytes or kv_memory_bytes(loaded.weight_bytes),
-    )
-    engine = Engine(loaded, config)
-    per_token = sum(scheme.bytes_per_token(loaded.float_bytes) for scheme in engine.schemes)
-    log.info(
-        "model %s: %d layers, %s, context %d, %.1f MB of weights; KV %s: %d bytes a token, up to "
-        "%.1f MB in %d slots",
-        *(settings.model, len(loaded.layers), loaded.dtype, loaded.context),
-        *(loaded.weight_bytes / 1e6, config.scheme, per_token, config.memory_bytes / 1e6),
-        config.slots,
-    )
-    return engine

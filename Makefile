@@ -1,0 +1,62 @@
+# batchkv: everything that a developer or a first visitor runs. Works with GNU make 3.81 (macOS).
+#
+#   make demo ARGS='--kv-scheme affine4'     options go on to the command behind the target
+#   make venv SET=run                        another set of packages: run, worker or dev
+
+VENV ?= .venv
+SET ?= dev
+ARGS ?=
+PYTHON = $(VENV)/bin/python
+# One stamp for each set: a venv of a smaller set does not pass for the developer's.
+STAMP = $(VENV)/.batchkv-$(SET)
+DEV_STAMP = $(VENV)/.batchkv-dev
+LOCKED = pyproject.toml tools/bootstrap.sh $(wildcard requirements/*.txt)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test lint bench wheel-check format lock clean distclean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+# The stamp is written last, so that an interrupted installation starts again.
+$(VENV)/.batchkv-%: $(LOCKED)
+	@sh tools/bootstrap.sh '$(VENV)' '$*'
+	@touch '$@'
+
+venv: $(STAMP) ## Make .venv with the locked packages (SET=run, worker or dev)
+	@echo '$(VENV) is ready ($(SET)): $(VENV)/bin/batchkv --help'
+
+demo: $(DEV_STAMP) ## Answer the quickstart's prompts on this machine, from an empty state
+	@sh tools/demo.sh '$(VENV)/bin/batchkv' $(ARGS)
+
+test: $(DEV_STAMP) ## Run the whole suite against a real server (ARGS='tests/producer -k name')
+	$(PYTHON) -m pytest $(ARGS)
+
+lint: $(DEV_STAMP) ## ruff, mypy, the tree's own rules, and the built wheel without MLX
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+	$(PYTHON) tools/check_tree.py
+	$(PYTHON) tools/check_wheel.py
+
+bench: $(DEV_STAMP) ## Run every benchmark, one after the other, into bench-results/ (ARGS=--quick)
+	$(PYTHON) tools/bench.py $(ARGS)
+
+wheel-check: $(DEV_STAMP) ## Install the built wheel alone, without MLX, and use it
+	$(PYTHON) tools/check_wheel.py
+
+format: $(DEV_STAMP) ## Put every file into the project's format
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+lock: ## Regenerate requirements/*.txt with uv (ARGS=--upgrade)
+	@sh tools/lock.sh $(ARGS)
+
+clean: ## Delete caches and what was built; .venv stays
+	rm -rf build dist bench-results .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find worker producer cache_store tests tools deploy -name __pycache__ -type d -prune \
+	    -exec rm -rf {} +
+
+distclean: clean ## clean, and delete .venv
+	rm -rf '$(VENV)'

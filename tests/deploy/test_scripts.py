@@ -1,0 +1,120 @@
+"""Every shell script of the repository, and the rules that tools/check_tree.py keeps."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted([*ROOT.glob("deploy/*/*.sh"), *ROOT.glob("tools/*.sh"), ROOT / ".ci" / "run"])
+
+
+def test_shellcheck_is_content() -> None:
+    """shellcheck finds nothing in any script."""
+    shellcheck = shutil.which("shellcheck")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed")
+    command = [shellcheck, "--external-sources", "--source-path=SCRIPTDIR", *map(str, SCRIPTS)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_parse(script: Path) -> None:
+    """The shell that the first line names reads each script without a complaint."""
+    shell = "bash" if "bash" in script.read_text().splitlines()[0] else "sh"
+    result = subprocess.run([shell, "-n", str(script)], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def check_tree(root: Path) -> tuple[int, str]:
+    """Exit code and output of the check on a tree."""
+    command = [sys.executable, str(ROOT / "tools" / "check_tree.py"), str(root)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.returncode, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "message"),
+    [
+        ("worker/x.py", "", "directly in worker/"),
+        ("producer/batchkv_producer/x.py", "import mlx.core as mx", "must not import mlx"),
+        ("producer/p/x.py", "from batchkv_worker import y", "must not import batchkv_worker"),
+        ("cache_store/p/x.py", "def f():\n    import mlx_lm", "must not import mlx_lm"),
+        ("producer/p/x.py", "import_module('mlx')", "must not import mlx"),
+        ("worker/p/x.py", "import pickle", "pickle runs code"),
+        ("worker/p/x.py", "eval('1')", "eval() runs code"),
+        ("worker/p/x.py", "x = 1\n" * 301, "module of 301 lines"),
+        ("worker/p/x.py", "def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
+        ("tests/data.bin", "x" * 1_000_001, "1,000,001 bytes"),
+        ("requirements/run.txt", "--index-url https://example.org\n", "no index and no host"),
+    ],
+)
+def test_a_breach_is_found(tmp_path: Path, path: str, text: str, message: str) -> None:
+    """Each rule of the tree ends the check with a line that names file and rule."""
+    file = tmp_path / path
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    code, output = check_tree(tmp_path)
+    assert code == 1
+    assert f"{path}" in output
+    assert message in output
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (
+            "worker/p/x.py",
+            "import mlx.core as mx\nfrom batchkv_producer.job import Job\nmx.eval(1)",
+        ),
+        ("worker/batchkv_worker/demo/model/model.safetensors", "x" * 1_000_001),
+        ("cache_store/p/x.py", "import msgpack"),
+    ],
+)
+def test_what_is_allowed_passes(tmp_path: Path, path: str, text: str) -> None:
+    """MLX in the worker, its method named eval, and the packaged model break no rule."""
+    file = tmp_path / path
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    assert check_tree(tmp_path) == (0, "check_tree: ok\n")
+
+
+FAKE_BATCHKV = """#!/bin/sh
+echo "$* $BATCHKV_HOME ${BATCHKV_REDIS_URL-unset}" >>"$LOG"
+case "$1" in run) echo "an answer"; exit "$CODE" ;; esac
+"""
+
+
+@pytest.mark.parametrize("code", [0, 1, 3])
+def test_the_demo_leaves_nothing_behind(tmp_path: Path, code: int) -> None:
+    """The demo runs in a state of its own, stops its server, and exits as the run did."""
+    program, log = tmp_path / "batchkv", tmp_path / "log"
+    program.write_text(FAKE_BATCHKV)
+    program.chmod(0o755)
+    result = subprocess.run(
+        ["sh", str(ROOT / "tools" / "demo.sh"), str(program), "--kv-scheme", "affine4"],
+        cwd=ROOT,
+        env={
+            "PATH": "/usr/bin:/bin",
+            "LOG": str(log),
+            "CODE": str(code),
+            "BATCHKV_REDIS_URL": "redis://elsewhere",
+            "BATCHKV_HOME": "/elsewhere",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (code, "an answer\n", "")
+    run, stop = (line.split() for line in log.read_text().splitlines())
+    home = Path(run[-2])
+    assert run[:4] == ["run", "producer/examples/quickstart.jsonl", "--model", "demo"]
+    assert run[-4:] == ["--kv-scheme", "affine4", str(home), "unset"]
+    assert stop == ["server", "stop", str(home), "unset"]
+    assert not home.exists()
+    assert not home.parent.exists()

@@ -1,0 +1,130 @@
+"""An engine without MLX, and a worker class that runs it: ``rq worker -w support.fake_engine...``.
+
+What a row does is in its prompt: any text is echoed, after ``plan.steps`` steps. The words
+``slow:N`` (N steps), ``reject:CODE``, ``crash`` (the step raises), ``hang`` (the step never ends)
+and ``die`` (the process ends at once) do what they say. The plan of a worker in another process
+comes from the variable FAKE_PLAN, which the product does not know.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+
+from batchkv_producer.job import Usage
+from batchkv_worker.errors import ModelError
+from batchkv_worker.events import Completed, Event, Rejected, Work
+from batchkv_worker.rq_worker import BatchWorker
+from batchkv_worker.settings import WorkerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class FakePlan:
+    """How the fake engine behaves. Seconds are slept, so other threads run."""
+
+    steps: int = 1
+    step_seconds: float = 0.0
+    load_seconds: float = 0.0
+    load_error: str = ""
+    answer: str = ""  # instead of the echo
+
+
+@dataclass(slots=True)
+class _Row:
+    work: Work
+    steps_left: int
+
+
+class FakeEngine:
+    """Slots and a waiting list, as the real one has; one step moves every row in a slot."""
+
+    def __init__(self, slots: int, prefetch: int, plan: FakePlan) -> None:
+        time.sleep(plan.load_seconds)
+        if plan.load_error == "crash":
+            raise RuntimeError("the loader broke")
+        if plan.load_error:
+            raise ModelError(plan.load_error)
+        self._slots = slots
+        self._plan = plan
+        self.max_in_flight = slots + prefetch
+        self._waiting: deque[_Row] = deque()
+        self._decoding: list[_Row] = []
+        self.seen: list[str] = []
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._waiting and not self._decoding
+
+    def add(self, work: Work) -> None:
+        self.seen.append(work.job_id)
+        text = prompt_of(work)
+        steps = int(text.partition("slow:")[2].split()[0]) if "slow:" in text else self._plan.steps
+        self._waiting.append(_Row(work, steps))
+
+    def cancel(self, job_id: str) -> None:
+        self._waiting = deque(row for row in self._waiting if row.work.job_id != job_id)
+        self._decoding = [row for row in self._decoding if row.work.job_id != job_id]
+
+    def step(self) -> list[Event]:
+        while self._waiting and len(self._decoding) < self._slots:
+            self._decoding.append(self._waiting.popleft())
+        if self._plan.step_seconds:
+            time.sleep(self._plan.step_seconds)
+        for row in self._decoding:
+            row.steps_left -= 1
+        ended = [row for row in self._decoding if row.steps_left <= 0]
+        self._decoding = [row for row in self._decoding if row.steps_left > 0]
+        return [self._end(row.work) for row in ended]
+
+    def close(self) -> None:
+        pass
+
+    def _end(self, work: Work) -> Event:
+        text = prompt_of(work)
+        match text.split(":")[0]:
+            case "reject":
+                return Rejected(work.job_id, text.split(":")[1], "rejected as asked")
+            case "crash":
+                raise RuntimeError("crashed as asked")
+            case "hang":
+                threading.Event().wait()
+            case "die":
+                os._exit(9)
+        usage = Usage(prompt=len(text), completion=2, cached=1)
+        return Completed(work.job_id, self._plan.answer or f"echo {text}", "stop", usage)
+
+
+def prompt_of(work: Work) -> str:
+    """The prompt, or the last message's content."""
+    request = work.request
+    return request.prompt or str((request.messages or [{"content": ""}])[-1]["content"])
+
+
+def build_fake(settings: WorkerSettings, plan: FakePlan) -> FakeEngine:
+    """The factory's form of FakeEngine."""
+    return FakeEngine(settings.slots, settings.prefetch, plan)
+
+
+class FakeWorker(BatchWorker):
+    """BatchWorker on a fake engine, for ``rq worker -w support.fake_engine.FakeWorker``."""
+
+    @staticmethod
+    def engine_factory(settings: WorkerSettings) -> FakeEngine:
+        plan = replace(FakePlan(), **json.loads(os.environ.get("FAKE_PLAN", "{}")))
+        return build_fake(settings, plan)
+
+
+def main() -> None:
+    """``batchkv worker`` on the fake engine: ``python -m support.fake_engine -m fake``."""
+    from batchkv_worker import cli, rq_worker
+
+    rq_worker.BatchWorker = FakeWorker  # type: ignore[misc]
+    cli.worker_command()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""The whole of it: real commands, the embedded server, real workers, the demo model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from rq.job import Job
+from rq.serializers import JSONSerializer
+
+from batchkv_producer.redis_keys import queue_name
+
+ROOT = Path(__file__).parent.parent
+QUICKSTART = ROOT / "producer" / "examples" / "quickstart.jsonl"
+DATA = Path(os.environ.get("BATCHKV_DATA", ROOT.parent / "shared" / "data"))
+CLI = [sys.executable, "-P", "-m", "batchkv_producer"]
+TIMEOUT_SECONDS = 170
+
+
+class Home:
+    """A fresh BATCHKV_HOME with an embedded server of its own, stopped at the end."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="bkv-e2e-", dir="/tmp"))
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("BATCHKV_")}
+        self.environment = {**kept, "BATCHKV_HOME": str(self.path / "home")}
+
+    def cli(self, *arguments: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*CLI, *map(str, arguments)],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+        )
+
+    def start(self, *arguments: object) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*CLI, *map(str, arguments)],
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def url(self) -> str:
+        return str(json.loads(self.cli("server", "status", "--json").stdout)["url"])
+
+
+@pytest.fixture
+def home() -> Iterator[Home]:
+    made = Home()
+    try:
+        yield made
+    finally:
+        made.cli("server", "stop")
+        shutil.rmtree(made.path, ignore_errors=True)
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for_lines(path: Path, count: int, process: subprocess.Popen[str]) -> None:
+    """Until the results file has so many lines."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while len(lines(path)) < count:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def children(pid: int) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True)
+    return [int(word) for word in found.stdout.split()]
+
+
+def test_quickstart_answers_are_right(home: Home) -> None:
+    """One command on nothing: 40 questions, 40 results, nearly all right with 8-bit KV."""
+    out = home.path / "out.jsonl"
+    ran = home.cli("run", QUICKSTART, "-m", "demo", "-o", out)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "40 = 40 ok + 0 failed + 0 canceled" in ran.stdout
+    right = int(ran.stdout.split("answers right: ")[1].split()[0])
+    assert right >= 38
+    results = lines(out)
+    assert len({line["custom_id"] for line in results}) == 40
+    usage = [line["response"]["body"]["usage"] for line in results]  # type: ignore[index]
+    cached = [part["prompt_tokens_details"]["cached_tokens"] for part in usage]
+    assert sum(count >= 512 for count in cached) >= 30  # the ledger was computed once
+    again = home.cli("run", QUICKSTART, "-m", "demo", "-o", out)
+    assert again.returncode == 0 and len(lines(out)) == 40
+
+
+def test_run_killed_in_the_middle_goes_on(home: Home) -> None:
+    """kill -9 of ``batchkv run``: its workers end too; the same command completes each id once."""
+    out = home.path / "out.jsonl"
+    run = home.start("run", QUICKSTART, "-m", "demo", "-o", out, "--kv-scheme", "float")
+    wait_for_lines(out, 1, run)
+    workers = children(run.pid)
+    run.kill()
+    run.communicate()
+    with out.open("ab") as file:  # what a crash in the middle of a write leaves
+        file.write(out.read_bytes()[:30])
+    again = home.cli("run", QUICKSTART, "-m", "demo", "-o", out, "--kv-scheme", "float")
+    assert again.returncode == 0, again.stdout + again.stderr
+    ids = [line["id"] for line in lines(out)]
+    assert len(ids) == len(set(ids)) == 40
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}/cmdline").exists() for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_worker_killed_in_the_middle_is_replaced(home: Home) -> None:
+    """kill -9 of the worker: its jobs go back at once, another takes them, every result once."""
+    out = home.path / "out.jsonl"
+    run = home.start("run", QUICKSTART, "-m", "demo", "-o", out)
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while '"running": 0' in (text := home.cli("status", "--json").stdout) or "running" not in text:
+        assert time.monotonic() < deadline and run.poll() is None
+        time.sleep(0.1)
+    (worker,) = children(run.pid)
+    os.kill(worker, signal.SIGKILL)
+    text, _ = run.communicate(timeout=TIMEOUT_SECONDS)
+    assert run.returncode == 0, text
+    ids = [line["id"] for line in lines(out)]
+    assert len(ids) == len(set(ids)) == 40
+
+
+def test_documented_rq_worker_serves_a_submitted_batch(home: Home) -> None:
+    """submit, stock ``rq worker`` with our class, status by plain RQ, result and results."""
+    source = home.path / "in.jsonl"
+    source.write_text("".join(QUICKSTART.read_text().splitlines(keepends=True)[:3]))
+    batch = home.cli("submit", source).stdout.strip()  # the model is the lines' own
+    environment = {
+        **home.environment,
+        "BATCHKV_MODEL": "demo",
+        "BATCHKV_REDIS_URL": home.url(),
+    }
+    command = [sys.executable, "-m", "rq.cli", "worker", "-w", "batchkv_worker.BatchWorker"]
+    worked = subprocess.run(
+        [*command, "-c", "batchkv_worker.rq_config", "--burst", queue_name("demo")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+    )
+    assert worked.returncode == 0, worked.stderr
+    with Redis.from_url(home.url()) as connection:
+        job = Job.fetch(f"{batch}-2", connection=connection, serializer=JSONSerializer)
+        assert job.get_status() == "finished"
+    ordered = home.cli("results", batch, "--ordered", "--format", "text").stdout.split()
+    expected = [
+        json.loads(line)["body"]["metadata"]["expected"] for line in source.read_text().splitlines()
+    ]
+    assert sum(a == b for a, b in zip(ordered, expected, strict=True)) >= 2
+    one = json.loads(home.cli("result", f"{batch}-1", "--json").stdout)
+    assert one["response"]["body"]["choices"][0]["message"]["content"] == ordered[0]
+    assert "3 = 3 ok" in home.cli("wait", batch).stdout
+
+
+def test_unknown_model_is_one_clear_error(home: Home) -> None:
+    """A model folder that is not there ends the run with a sentence, and the batch stays queued."""
+    ran = home.cli("run", QUICKSTART, "-m", "/no/such/model", "-o", home.path / "out.jsonl")
+    assert ran.returncode == 2
+    assert "/no/such/model" in ran.stderr and "Traceback" not in ran.stderr
+
+
+@pytest.mark.skipif(
+    not (DATA / "gsm8k_8shot.jsonl").exists(), reason="gsm8k_8shot.jsonl is not in BATCHKV_DATA"
+)
+def test_a_hundred_real_prompts(home: Home) -> None:
+    """100 real 8-shot prompts: every row ok, each custom_id once, input order on request."""
+    source = home.path / "in.jsonl"
+    with (DATA / "gsm8k_8shot.jsonl").open() as file:
+        source.write_text("".join(line for line, _ in zip(file, range(100), strict=False)))
+    ran = home.cli("run", source, "-m", "demo", "--max-tokens", "64")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    results = lines(Path(f"{source}.results.jsonl"))
+    wanted = [json.loads(line)["custom_id"] for line in source.read_text().splitlines()]
+    assert sorted(str(line["custom_id"]) for line in results) == sorted(wanted)
+    assert all(line["error"] is None for line in results)
+    batch = str(results[0]["id"]).split("-")[0]
+    ordered = home.cli("results", batch, "--ordered").stdout.splitlines()
+    assert [json.loads(line)["custom_id"] for line in ordered] == wanted

@@ -1,0 +1,158 @@
+"""What some worker does for the queue now and then, and that only one does it at a time."""
+
+from __future__ import annotations
+
+from redis import Redis
+from rq import Queue
+from rq.job import Job
+from rq.serializers import JSONSerializer
+
+from batchkv_producer import redis_keys
+from batchkv_producer.job import ErrorCode, decode_result
+from batchkv_producer.transitions import MAX_DEATHS, Transitions
+from batchkv_worker import maintenance
+from batchkv_worker.maintenance import Maintenance
+from support.worker_harness import QUEUE, assert_reconciled, counts_of, results_of, submit
+
+
+def clean(connection: Redis) -> bool:
+    """One round, whoever cleaned last."""
+    connection.delete(redis_keys.maintenance_lock(QUEUE))
+    return Maintenance(connection, QUEUE, "w").run(30)
+
+
+def lapse(connection: Redis) -> None:
+    """Let every lease end now."""
+    wip = redis_keys.registry("wip", QUEUE)
+    for member in connection.zrange(wip, 0, -1):
+        connection.zadd(wip, {member: 1})
+
+
+def rq_job(connection: Redis, job_id: str) -> Job:
+    return Job.fetch(job_id, connection=connection, serializer=JSONSerializer)
+
+
+def test_one_worker_cleans_in_an_interval(redis_connection: Redis) -> None:
+    """The second comes too early; the lock expires by itself within the interval."""
+    assert Maintenance(redis_connection, QUEUE, "a").run(30)
+    assert not Maintenance(redis_connection, QUEUE, "b").run(30)
+    left_ms = redis_connection.pttl(redis_keys.maintenance_lock(QUEUE))
+    assert 0 < left_ms <= 30_000
+
+
+def test_lapsed_leases_go_back_to_the_queue(redis_connection: Redis) -> None:
+    """Jobs of a worker that is gone are queued again, at the head and in order."""
+    batch = submit(redis_connection, ["a", "b", "c"])
+    Transitions(redis_connection).pull(QUEUE, "dead", 2, 60)
+    lapse(redis_connection)
+    assert clean(redis_connection)
+    ids = [f"{batch}-{line}".encode() for line in (1, 2, 3)]
+    assert redis_connection.lrange(redis_keys.queue(QUEUE), 0, -1) == ids
+    assert counts_of(redis_connection, batch)["running"] == 0
+
+
+def test_a_job_that_cost_too_many_workers_gets_its_row(redis_connection: Redis) -> None:
+    """After MAX_DEATHS + 1 deaths it fails with engine_error and its own custom_id."""
+    batch = submit(redis_connection, ["poison"])
+    for _ in range(MAX_DEATHS + 1):
+        assert len(Transitions(redis_connection).pull(QUEUE, "dead", 1, 60)) == 1
+        lapse(redis_connection)
+        assert clean(redis_connection)
+    result = results_of(redis_connection, batch)[1]
+    assert result.error is not None
+    assert result.error[0] == ErrorCode.ENGINE_ERROR
+    assert (result.custom_id, result.endpoint) == ("c1", "completion")
+    assert_reconciled(redis_connection, batch)
+
+
+def test_an_engines_deaths_are_counted_too(redis_connection: Redis) -> None:
+    """A row that kills the engine each time it is tried ends as failed, not in a circle."""
+    batch = submit(redis_connection, ["poison"])
+    moves = Transitions(redis_connection)
+    for _ in range(MAX_DEATHS + 1):
+        [pulled] = moves.pull(QUEUE, "w", 1, 60)
+        moves.give_back(QUEUE, [pulled.lease], died=True)
+    assert moves.pull(QUEUE, "w", 1, 60) == []
+    assert clean(redis_connection)
+    assert counts_of(redis_connection, batch)["failed"] == 1
+    assert_reconciled(redis_connection, batch)
+
+
+def test_a_job_that_rq_failed_gets_its_row(redis_connection: Redis) -> None:
+    """RQ's own tools may fail an abandoned job behind our back: its row says so."""
+    batch = submit(redis_connection, ["a", "b"])
+    for job in Transitions(redis_connection).pull(QUEUE, "dead", 2, 60):
+        redis_connection.hset(redis_keys.job(job.lease.job_id), "retries_left", 0)
+    lapse(redis_connection)
+    Queue(
+        QUEUE, connection=redis_connection, serializer=JSONSerializer
+    ).started_job_registry.cleanup()
+    assert clean(redis_connection)
+    assert counts_of(redis_connection, batch)["failed"] == 2
+    assert_reconciled(redis_connection, batch)
+
+
+def test_a_job_that_rq_canceled_gets_its_row(redis_connection: Redis) -> None:
+    """A job canceled with RQ's own means would leave its batch short of a row for ever."""
+    batch = submit(redis_connection, ["a"])
+    rq_job(redis_connection, f"{batch}-1").cancel()
+    assert clean(redis_connection)
+    result = decode_result(redis_connection.hget(redis_keys.results(batch), "1"))
+    assert result.error is not None
+    assert result.error[0] == ErrorCode.CANCELED
+
+
+def test_a_job_that_somebody_holds_is_not_healed(redis_connection: Redis) -> None:
+    """RQ may call a job failed whose holder is alive: the holder ends it."""
+    batch = submit(redis_connection, ["a"])
+    [pulled] = Transitions(redis_connection).pull(QUEUE, "alive", 1, 60)
+    redis_connection.hset(redis_keys.job(pulled.lease.job_id), "status", "failed")
+    redis_connection.zadd(redis_keys.registry("failed", QUEUE), {pulled.lease.job_id: 9e9})
+    assert clean(redis_connection)
+    assert results_of(redis_connection, batch) == {}
+
+
+def test_every_page_of_the_registry_is_looked_at(redis_connection: Redis) -> None:
+    """Old ids are reached in a few rounds, whatever lies on top of them."""
+    batch = submit(redis_connection, [f"p{i}" for i in range(40)])
+    Transitions(redis_connection).pull(QUEUE, "dead", 40, 60)
+    for line in range(1, 41):
+        job_id = f"{batch}-{line}"
+        redis_connection.hset(redis_keys.job(job_id), mapping={"status": "failed"})
+        redis_connection.hdel(redis_keys.job(job_id), "bkv_exec")
+        redis_connection.zadd(redis_keys.registry("failed", QUEUE), {job_id: 2e9 + line})
+    keeper = Maintenance(redis_connection, QUEUE, "w")
+    original, maintenance.PAGE = maintenance.PAGE, 10
+    try:
+        for _ in range(4):
+            redis_connection.delete(redis_keys.maintenance_lock(QUEUE))
+            keeper.run(30)
+    finally:
+        maintenance.PAGE = original
+    assert len(results_of(redis_connection, batch)) == 40
+
+
+def test_registries_forget_what_has_expired(redis_connection: Redis) -> None:
+    """Ids whose time is over leave RQ's registries; the others stay."""
+    for kind in ("finished", "failed", "canceled"):
+        redis_connection.zadd(redis_keys.registry(kind, QUEUE), {"old": 1, "new": 9e9})
+    clean(redis_connection)
+    for kind in ("finished", "failed", "canceled"):
+        assert redis_connection.zrange(redis_keys.registry(kind, QUEUE), 0, -1) == [b"new"]
+
+
+def test_dead_workers_leave_rqs_lists(redis_connection: Redis) -> None:
+    """A worker whose record has expired is no longer counted."""
+    for key in ("rq:workers", f"rq:workers:{QUEUE}"):
+        redis_connection.sadd(key, "rq:worker:gone", "rq:worker:here")
+    redis_connection.hset("rq:worker:here", "birth", "x")
+    clean(redis_connection)
+    assert redis_connection.smembers("rq:workers") == {b"rq:worker:here"}
+    assert redis_connection.smembers(f"rq:workers:{QUEUE}") == {b"rq:worker:here"}
+
+
+def test_ids_that_are_not_ours_are_left_alone(redis_connection: Redis) -> None:
+    """A foreign job in the failed registry gets no row and breaks nothing."""
+    redis_connection.zadd(redis_keys.registry("failed", QUEUE), {"1b2c-foreign": 9e9, b"\xff": 9e9})
+    assert clean(redis_connection)
+    assert redis_connection.keys("batchkv:res:*") == []

@@ -1,0 +1,134 @@
+"""Settings: each from its variable or its flag, each fault named."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchkv_worker.errors import SettingsError
+from batchkv_worker.settings import (
+    SETTINGS,
+    WorkerSettings,
+    parse_bytes,
+    unknown_variables,
+)
+
+BASE = {"BATCHKV_MODEL": "demo"}
+
+
+def test_defaults_need_only_a_model() -> None:
+    """With a model named, every other setting has its documented default."""
+    settings = WorkerSettings.from_env(BASE)
+    assert settings == WorkerSettings(model="demo")
+    assert (settings.kv_scheme, settings.slots, settings.prefetch) == ("affine8", 32, 8)
+    assert settings.memory_bytes is None
+    assert not settings.wired_limit
+
+
+def test_no_model_says_how_to_name_one() -> None:
+    """Without a model nothing starts, and the message shows the flag and the variable."""
+    with pytest.raises(SettingsError, match=r"-m MODEL.*BATCHKV_MODEL"):
+        WorkerSettings.from_env({})
+
+
+def test_every_variable_is_read() -> None:
+    """Each variable of the table changes its own field."""
+    texts = {
+        "BATCHKV_MODEL": "m",
+        "BATCHKV_KV_SCHEME": "affine4",
+        "BATCHKV_SLOTS": "4",
+        "BATCHKV_PREFETCH": "0",
+        "BATCHKV_MEMORY": "4GB",
+        "BATCHKV_PREFILL_CHUNK": "1024",
+        "BATCHKV_DTYPE": "float32",
+        "BATCHKV_WIRED_LIMIT": "on",
+        "BATCHKV_LEASE_SECONDS": "20",
+        "BATCHKV_HEARTBEAT_SECONDS": "5",
+        "BATCHKV_MAINTENANCE_SECONDS": "7",
+        "BATCHKV_ENGINE_TIMEOUT": "8",
+        "BATCHKV_LOAD_TIMEOUT": "9",
+        "BATCHKV_DRAIN_SECONDS": "10",
+    }
+    assert {setting.variable for setting in SETTINGS} == set(texts)
+    assert WorkerSettings.from_env(texts) == WorkerSettings(
+        model="m",
+        kv_scheme="affine4",
+        slots=4,
+        prefetch=0,
+        memory_bytes=4_000_000_000,
+        prefill_chunk=1024,
+        dtype="float32",
+        wired_limit=True,
+        lease_seconds=20,
+        heartbeat_seconds=5.0,
+        maintenance_seconds=7.0,
+        engine_timeout_seconds=8.0,
+        load_timeout_seconds=9.0,
+        drain_seconds=10.0,
+    )
+
+
+def test_a_flag_overrides_its_variable() -> None:
+    """What is said on the command line wins; what is not said there is None and does not."""
+    environ = {**BASE, "BATCHKV_SLOTS": "4"}
+    assert WorkerSettings.from_env(environ, slots="6", prefetch=None).slots == 6
+
+
+def test_an_empty_variable_is_not_set() -> None:
+    """``BATCHKV_SLOTS=`` in a service file means the default."""
+    assert WorkerSettings.from_env({**BASE, "BATCHKV_SLOTS": ""}).slots == 32
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("BATCHKV_KV_SCHEME", "int8"),
+        ("BATCHKV_SLOTS", "0"),
+        ("BATCHKV_SLOTS", "many"),
+        ("BATCHKV_PREFETCH", "-1"),
+        ("BATCHKV_MEMORY", "4 elephants"),
+        ("BATCHKV_MEMORY", "0"),
+        ("BATCHKV_PREFILL_CHUNK", "300"),
+        ("BATCHKV_DTYPE", "int4"),
+        ("BATCHKV_WIRED_LIMIT", "perhaps"),
+        ("BATCHKV_LEASE_SECONDS", "1.5"),
+        ("BATCHKV_ENGINE_TIMEOUT", "nan"),
+        ("BATCHKV_DRAIN_SECONDS", "inf"),
+        ("BATCHKV_MODEL", "a\nb"),
+    ],
+)
+def test_a_bad_value_is_named(name: str, text: str) -> None:
+    """The error shows the variable, the value and what is allowed, and is exit code 2."""
+    with pytest.raises(SettingsError) as caught:
+        WorkerSettings.from_env({**BASE, name: text})
+    assert str(caught.value).startswith(f"{name}={text}: expected ")
+    assert caught.value.exit_code == 2
+
+
+def test_a_bad_flag_is_named_as_a_flag() -> None:
+    """The error names what the user typed, not the variable behind it."""
+    with pytest.raises(SettingsError, match=r"^--kv-scheme int8: expected one of float, affine8"):
+        WorkerSettings.from_env(BASE, kv_scheme="int8")
+
+
+def test_heartbeats_must_fit_into_a_lease() -> None:
+    """A heartbeat of more than half a lease is refused: one late one would lose the jobs."""
+    with pytest.raises(SettingsError, match=r"BATCHKV_HEARTBEAT_SECONDS=15 .*LEASE_SECONDS=20"):
+        WorkerSettings.from_env({**BASE, "BATCHKV_LEASE_SECONDS": "20"})
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("4GB", 4 * 10**9), ("512 MiB", 512 * 2**20), ("1.5g", 1_500_000_000), ("2ti", 2 * 2**40)],
+)
+def test_sizes(text: str, num_bytes: int) -> None:
+    """Decimal and binary units, with or without the B, with or without a space."""
+    assert parse_bytes(text) == num_bytes
+
+
+def test_unknown_variables_are_warned_of() -> None:
+    """A variable that nobody reads gets a warning with the closest name; others' do not."""
+    environ = {"BATCHKV_SLOT": "4", "BATCHKV_XYZ": "1", "BATCHKV_HOME": "/x", "BATCHKV_DATA": "/y"}
+    assert unknown_variables({**environ, "PATH": ""}) == [
+        "BATCHKV_SLOT is not a setting of batchkv and does nothing; did you mean BATCHKV_SLOTS?",
+        "BATCHKV_XYZ is not a setting of batchkv and does nothing",
+    ]

@@ -1,0 +1,38 @@
+#!/bin/sh
+# Answer the quickstart's prompts with the packaged model, and exit as `batchkv run` does.
+#
+# usage: tools/demo.sh PATH_OF_BATCHKV [options of `batchkv run`]
+#
+# Everything that the run writes lies in one temporary directory, so the answers are computed
+# every time, and neither a server nor a file is left behind.
+set -eu
+
+batchkv=$1
+shift
+
+# /tmp and not TMPDIR: a socket's path has at most 104 bytes on macOS, and TMPDIR is long there.
+state=$(mktemp -d /tmp/batchkv-demo.XXXXXX)
+export BATCHKV_HOME="$state/home"
+mkdir "$BATCHKV_HOME"
+chmod 700 "$BATCHKV_HOME"
+# The caller's own server and model stay out of the demonstration.
+unset BATCHKV_REDIS_URL BATCHKV_REDIS_URL_FILE BATCHKV_MODEL || true
+
+# shellcheck disable=SC2329  # called by the trap
+clean_up() {
+    code=$?
+    trap - EXIT
+    if ! "$batchkv" server stop >"$state/stop.log" 2>&1; then
+        echo 'The demo could not stop its server:' >&2
+        cat "$state/stop.log" >&2
+    fi
+    rm -rf "$state"
+    exit "$code"
+}
+trap clean_up EXIT
+trap 'exit 129' HUP
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+"$batchkv" run producer/examples/quickstart.jsonl --model demo \
+    --output "$state/results.jsonl" "$@"

@@ -1,0 +1,44 @@
+"""From settings to an engine, on the engine's thread.
+
+Nothing here imports MLX before ``blas.load`` has run: a BLAS can only be exchanged before it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from batchkv_worker import blas
+
+if TYPE_CHECKING:
+    from batchkv_worker.engine import Engine
+    from batchkv_worker.settings import WorkerSettings
+
+log = logging.getLogger("batchkv.engine")
+
+
+def build_engine(settings: WorkerSettings) -> Engine:
+    """Load the settings' model and make its engine; raises ModelError."""
+    log.info(blas.load())
+    from batchkv_worker.device import kv_memory_bytes, prepare_device
+    from batchkv_worker.engine import Engine, EngineConfig
+    from batchkv_worker.model import load
+
+    prepare_device(wired_limit=settings.wired_limit)
+    loaded = load(settings.model, settings.dtype)
+    config = EngineConfig(
+        scheme=settings.kv_scheme,
+        slots=settings.slots,
+        prefetch=settings.prefetch,
+        chunk_tokens=settings.prefill_chunk,
+        memory_bytes=settings.memory_bytes or kv_memory_bytes(loaded.weight_bytes),
+    )
+    engine = Engine(loaded, config)
+    log.info(
+        "model %s: %d layers, %s, context %d, %.1f MB of weights; KV %s: %d bytes a token, "
+        "up to %.1f MB in %d slots",
+        *(settings.model, len(loaded.layers), loaded.dtype, loaded.context),
+        *(loaded.weight_bytes / 1e6, config.scheme, engine.bytes_per_token),
+        *(config.memory_bytes / 1e6, config.slots),
+    )
+    return engine

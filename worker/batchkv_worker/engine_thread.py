@@ -1,0 +1,139 @@
+"""The engine on its own thread, the only one that touches MLX.
+
+The main thread puts orders into the inbox (``add``, ``cancel``, ``stop``) and reads lists of
+notices from the outbox. The engine never waits for anybody but an empty inbox: it knows nothing of
+Redis, and a slow main thread only lets its outbox grow.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from batchkv_worker.errors import WorkerError
+from batchkv_worker.events import EngineDied, EngineLike, Event, Work
+
+log = logging.getLogger("batchkv.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The model is loaded; work may come."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """The engine could not be built: a fault of configuration, not of any job."""
+
+    error: WorkerError
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Nothing happened in the engine; somebody wants the main loop to take a turn."""
+
+
+Notice = Event | Ready | LoadFailed | Wake
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    job_id: str
+
+
+class EngineThread:
+    """Owns the thread. Every method here is called from the main thread and returns at once."""
+
+    def __init__(self, factory: Callable[[], EngineLike]) -> None:
+        self._factory = factory
+        self._inbox: SimpleQueue[Work | _Cancel | None] = SimpleQueue()
+        self._outbox: SimpleQueue[Sequence[Notice]] = SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name="batchkv-engine", daemon=True)
+        self.num_steps = 0
+        self.max_in_flight = 0
+
+    def start(self) -> None:
+        """Start the thread, which builds the engine first and then says Ready."""
+        self._thread.start()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the thread was started and is gone."""
+        return self._thread.ident is not None and not self._thread.is_alive()
+
+    def add(self, works: Sequence[Work]) -> None:
+        """Hand over rows to generate."""
+        for work in works:
+            self._inbox.put(work)
+
+    def cancel(self, job_id: str) -> None:
+        """Forget a row; an event that is already on its way may still come."""
+        self._inbox.put(_Cancel(job_id))
+
+    def stop(self) -> None:
+        """Ask the thread to end after the step that it is in."""
+        self._inbox.put(None)
+
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait for the thread's end; whether it came."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    def wake(self) -> None:
+        """End a wait in ``notices``. Safe in a signal handler and from any thread."""
+        self._outbox.put((Wake(),))
+
+    def notices(self, timeout_seconds: float) -> list[Notice]:
+        """All that is in the outbox, after waiting up to ``timeout_seconds`` for the first."""
+        found: list[Notice] = []
+        try:
+            found += self._outbox.get(timeout_seconds > 0, max(timeout_seconds, 0) or None)
+            while True:
+                found += self._outbox.get_nowait()
+        except Empty:
+            return found
+
+    def _main(self) -> None:
+        engine: EngineLike | None = None
+        try:
+            engine = self._factory()
+            self._serve(engine)
+        except WorkerError as error:
+            self._outbox.put((LoadFailed(error),))
+        except Exception as error:  # noqa: BLE001 - whatever broke, the jobs must go back
+            log.error("the engine died:\n%s", traceback.format_exc())
+            self._outbox.put((EngineDied(f"{type(error).__name__}: {error}"),))
+        finally:
+            if engine is not None:
+                engine.close()
+
+    def _serve(self, engine: EngineLike) -> None:
+        self.max_in_flight = engine.max_in_flight
+        self._outbox.put((Ready(),))
+        while self._take_orders(engine):
+            if engine.is_idle:
+                continue
+            events = engine.step()
+            self.num_steps += 1
+            self.max_in_flight = engine.max_in_flight
+            if events:
+                self._outbox.put(events)
+
+    def _take_orders(self, engine: EngineLike) -> bool:
+        """Carry out what is in the inbox; wait there while the engine is idle. False: stop."""
+        try:
+            order = self._inbox.get(block=engine.is_idle)
+            while order is not None:
+                if isinstance(order, _Cancel):
+                    engine.cancel(order.job_id)
+                else:
+                    engine.add(order)
+                order = self._inbox.get_nowait()
+        except Empty:
+            return True
+        return False

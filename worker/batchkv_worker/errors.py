@@ -1,0 +1,45 @@
+"""The worker's error tree, and the exit codes of a worker process.
+
+    BatchkvError
+    └── WorkerError              configuration: nothing was taken from the queue; exit code 2
+        ├── SettingsError        a variable or a flag has a value that it cannot have
+        ├── ModelError           the model is unknown, incomplete or not supported
+        └── QueueMismatchError   told to serve a queue that belongs to another model
+
+==========  =====================================================================================
+exit code   meaning
+==========  =====================================================================================
+0           asked to stop, or nothing left to do (``--burst``, ``--max-jobs``, ``--max-idle-time``)
+2           configuration: a restart will not help
+3           Redis cannot be reached or refuses us at the start
+70          the engine died; what it held went back to the queue
+71          the engine hung; stacks are on standard error, what it held went back to the queue
+72          the parent is gone and the worker could not leave in time: leases bring its jobs back
+==========  =====================================================================================
+"""
+
+from __future__ import annotations
+
+from batchkv_producer.errors import BatchkvError
+
+EXIT_ENGINE_DIED = 70
+EXIT_ENGINE_HUNG = 71
+EXIT_ORPHANED = 72
+
+
+class WorkerError(BatchkvError):
+    """The worker cannot be started as it is configured; ``str()`` is one line for people."""
+
+    exit_code = 2
+
+
+class SettingsError(WorkerError):
+    """A setting has a value that it cannot have; the message names the variable or the flag."""
+
+
+class ModelError(WorkerError):
+    """The model is unknown, incomplete, or of a kind that is not supported."""
+
+
+class QueueMismatchError(WorkerError):
+    """The queue to serve is not the queue of the model."""

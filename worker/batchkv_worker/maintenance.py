@@ -1,0 +1,125 @@
+"""What some worker must do for a queue now and then: take back, heal, forget.
+
+Run by one worker in each interval, under a short lock of our own: RQ's lives for 15 minutes, and a
+worker that dies inside it would stop all cleaning for as long.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from redis import Redis
+from rq import Queue
+from rq.serializers import JSONSerializer
+from rq.worker_registration import clean_worker_registry
+
+from batchkv_producer import redis_keys
+from batchkv_producer.errors import WireError
+from batchkv_producer.job import ErrorCode, Result, decode_job, encode_result
+from batchkv_producer.transitions import Transitions
+
+log = logging.getLogger("batchkv.worker")
+
+PAGE = 1000  # ids looked at in one round trip
+_REASONS = {
+    "failed": (
+        ErrorCode.ENGINE_ERROR,
+        "the workers that ran it died or were lost; not tried again",
+    ),
+    "canceled": (ErrorCode.CANCELED, "canceled with one of RQ's own tools"),
+}
+
+
+class Maintenance:
+    """One queue's cleaning; remembers how far it has looked through the registries."""
+
+    def __init__(self, connection: Redis, queue: str, worker: str) -> None:
+        self._connection = connection
+        self._queue = queue
+        self._worker = worker
+        self._moves = Transitions(connection)
+        self._offsets = dict.fromkeys(_REASONS, 0)
+
+    def run(self, interval_seconds: float) -> bool:
+        """Clean, unless another worker did in this interval; whether we did. Raises RedisError."""
+        lock = redis_keys.maintenance_lock(self._queue)
+        lifetime_ms = max(1, int(interval_seconds * 900))
+        if not self._connection.set(lock, self._worker, nx=True, px=lifetime_ms):
+            return False
+        requeued, failed = self._moves.reap(self._queue)
+        if requeued or failed:
+            log.warning(
+                "took back %d jobs of lost workers; %d more failed for good", requeued, failed
+            )
+        for kind in _REASONS:
+            self._heal(kind)
+        self._forget()
+        # RQ's Queue knows the key of the set of its workers; the serializer is never used here.
+        clean_worker_registry(
+            Queue(self._queue, connection=self._connection, serializer=JSONSerializer)
+        )
+        return True
+
+    def _heal(self, kind: str) -> None:
+        """Give ids that stock tools or ``reap`` failed or canceled their row.
+
+        The newest page each time, and one older page in turn, so that no registry costs more.
+        """
+        registry = redis_keys.registry(kind, self._queue)
+        self._heal_page(kind, self._page(registry, 0))
+        start = self._offsets[kind] + PAGE
+        older = self._page(registry, start)
+        self._heal_page(kind, older)
+        self._offsets[kind] = start if older else 0
+
+    def _page(self, registry: str, start: int) -> list[str]:
+        ids: list[Any] = self._connection.zrange(registry, start, start + PAGE - 1, desc=True)
+        return [job_id.decode("utf-8", "replace") for job_id in ids]
+
+    def _heal_page(self, kind: str, ids: list[str]) -> None:
+        missing = self._without_result(ids)
+        if not missing:
+            return
+        pipeline = self._connection.pipeline(transaction=False)
+        for job_id in missing:
+            pipeline.hget(redis_keys.job(job_id), "data")
+        data = pipeline.execute()
+        rows = [(job_id, _row(kind, blob)) for job_id, blob in zip(missing, data, strict=True)]
+        done = sum(bool(verdict) for verdict in self._moves.settle(self._queue, "failed", rows))
+        if done:
+            log.warning("gave %d %s jobs without a result their error row", done, kind)
+
+    def _without_result(self, ids: list[str]) -> list[str]:
+        parsed = [(job_id, redis_keys.parse_job_id(job_id)) for job_id in ids]
+        ours = [(job_id, place) for job_id, place in parsed if place is not None]
+        pipeline = self._connection.pipeline(transaction=False)
+        for _, (batch_id, line) in ours:
+            pipeline.hexists(redis_keys.results(batch_id), str(line))
+        found = pipeline.execute() if ours else []
+        return [job_id for (job_id, _), there in zip(ours, found, strict=True) if not there]
+
+    def _forget(self) -> None:
+        """Drop what RQ's registries should have forgotten by now."""
+        pipeline = self._connection.pipeline(transaction=False)
+        for kind in ("finished", "failed", "canceled"):
+            pipeline.zremrangebyscore(redis_keys.registry(kind, self._queue), 0, int(time.time()))
+        pipeline.execute()
+
+
+def _row(kind: str, data: bytes | None) -> bytes:
+    custom_id, endpoint = "", "chat"
+    try:
+        request = decode_job(data or b"")
+        custom_id, endpoint = request.custom_id, request.endpoint
+    except WireError:
+        log.debug("a %s job's data cannot be read; its row has no custom_id", kind)
+    result = Result(
+        custom_id=custom_id,
+        endpoint=endpoint,  # type: ignore[arg-type]
+        outcome="failed",
+        error=_REASONS[kind],
+        created=int(time.time()),
+    )
+    return encode_result(result)

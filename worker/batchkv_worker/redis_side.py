@@ -1,0 +1,125 @@
+"""Everything that a session asks of Redis, bound to one queue and one worker's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from batchkv_producer import redis_keys
+from batchkv_producer.transitions import Ending, Held, Pulled, Transitions
+from batchkv_worker.maintenance import Maintenance
+from batchkv_worker.settings import WorkerSettings
+
+FINISH_GROUP = 200  # endings in one script call: a few milliseconds of the server's time
+SUSPENDED_KEY = "rq:suspended"
+# Errors of a server that will be well again: full, a replica for now, its disk full, loading.
+_PASSING = ("OOM", "READONLY", "MISCONF", "LOADING", "MASTERDOWN", "NOREPLICAS", "BUSY", "TRYAGAIN")
+
+
+def is_outage(fault: RedisError) -> bool:
+    """Whether to wait for the server rather than to give up."""
+    if isinstance(fault, RedisConnectionError | RedisTimeoutError):
+        return True
+    name = type(fault).__name__
+    return name in ("ReadOnlyError", "OutOfMemoryError") or str(fault).startswith(_PASSING)
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """What a look at the server showed: is RQ suspended, and which jobs are no longer ours."""
+
+    is_suspended: bool
+    lost: list[str]
+
+
+class RedisSide:
+    """The worker's moves. Every method may raise RedisError; none keeps state of a job."""
+
+    def __init__(
+        self,
+        connection: Redis,
+        queue: str,
+        worker: str,
+        settings: WorkerSettings,
+        register: Callable[[], None],
+        set_state: Callable[[str], None],
+    ) -> None:
+        self._connection = connection
+        self._queue = queue
+        self._worker = worker
+        self._settings = settings
+        self._register = register
+        self._set_state = set_state
+        self._state = ""
+        self._moves = Transitions(connection)
+        self._maintenance = Maintenance(connection, queue, worker)
+        # Long enough that one late heartbeat does not hide the worker, short enough that a dead
+        # one is not listed for minutes.
+        self._worker_ttl = settings.lease_seconds + int(settings.heartbeat_seconds) + 15
+
+    def wait_for_job(self, timeout_seconds: int) -> bool:
+        """Wait until the queue has a job; nothing is taken.
+
+        Moving the head of a list to its own head changes nothing, but blocks while there is none.
+        """
+        key = redis_keys.queue(self._queue)
+        return self._connection.blmove(key, key, timeout_seconds, "LEFT", "LEFT") is not None
+
+    def pull(self, count: int) -> list[Pulled]:
+        """See Transitions.pull."""
+        return self._moves.pull(self._queue, self._worker, count, self._settings.lease_seconds)
+
+    def finish(self, endings: Sequence[Ending]) -> list[str]:
+        """See Transitions.finish."""
+        return self._moves.finish(self._queue, self._worker, endings)
+
+    def give_back(self, held: Sequence[Held], *, died: bool) -> int:
+        """See Transitions.give_back."""
+        return self._moves.give_back(self._queue, held, died=died)
+
+    def cancel(self, rows: Sequence[tuple[str, bytes]]) -> None:
+        """Write (job id, canceled result) rows that have no result yet."""
+        self._moves.settle(self._queue, "canceled", rows)
+
+    def poll(self, held: Sequence[Held]) -> Poll:
+        """Look, in one round trip and without writing, whether our leases are still ours."""
+        pipeline = self._connection.pipeline(transaction=False)
+        pipeline.exists(SUSPENDED_KEY)
+        for lease in held:
+            pipeline.hget(redis_keys.job(lease.job_id), "bkv_exec")
+        suspended, *holders = pipeline.execute()
+        lost = [
+            lease.job_id
+            for lease, holder in zip(held, holders, strict=True)
+            if holder != lease.execution.encode()
+        ]
+        return Poll(bool(suspended), lost)
+
+    def beat(self, held: Sequence[Held], busy_seconds: float) -> list[str]:
+        """Prolong the leases and the worker's own record; the ids of jobs that are lost."""
+        if not self._connection.exists(redis_keys.worker(self._worker)):
+            self._register()
+            self._state = ""
+        if busy_seconds > 0:
+            self._connection.hincrbyfloat(
+                redis_keys.worker(self._worker), "total_working_time", round(busy_seconds, 3)
+            )
+        lease_seconds = self._settings.lease_seconds
+        return list(
+            self._moves.renew(self._queue, self._worker, held, lease_seconds, self._worker_ttl)
+        )
+
+    def set_state(self, state: str) -> None:
+        """Tell RQ's tools what the worker does: busy, idle or suspended. Written on change only."""
+        if state != self._state:
+            self._set_state(state)
+            self._state = state
+
+    def maintain(self) -> None:
+        """Clean the queue's registries, unless another worker just did."""
+        self._maintenance.run(self._settings.maintenance_seconds)

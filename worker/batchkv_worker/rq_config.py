@@ -1,0 +1,34 @@
+"""RQ's configuration module: ``rq worker -c batchkv_worker.rq_config -w ...``.
+
+The URL comes from BATCHKV_REDIS_URL or from the file that BATCHKV_REDIS_URL_FILE names, so that no
+password stands in a process list; ``--url`` still wins. With BATCHKV_MODEL set, the queue need not
+be named. RQ imports this module and reads its names in capitals, and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from batchkv_producer import connection, redis_keys
+from batchkv_producer.errors import UsageError
+
+
+def _url() -> str | None:
+    url = connection.resolve_url(None)
+    if url and not url.startswith(connection.SCHEMES):
+        schemes = ", ".join(connection.SCHEMES)
+        raise UsageError(f"Redis URL {connection.masked(url)} must begin with one of {schemes}")
+    return url
+
+
+try:
+    if (_found := _url()) is not None:
+        REDIS_URL = _found
+except UsageError as fault:
+    # RQ has no place for an error of its configuration: this is the process's own last word.
+    sys.stderr.write(f"batchkv: {fault}\n")
+    raise SystemExit(fault.exit_code) from fault
+
+if _model := os.environ.get("BATCHKV_MODEL", "").strip():
+    QUEUES = [redis_keys.queue_name(_model)]

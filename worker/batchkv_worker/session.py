@@ -1,0 +1,239 @@
+"""The main loop: between the queue and the engine, until it is asked to stop.
+
+Each turn takes what the engine has to say (never waiting for Redis), then does its business with
+Redis in one go: finish what ended, stop what was canceled, look after the leases, fill up. While
+Redis is away only the first half runs, and what ended waits in a list.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+from redis.exceptions import RedisError
+
+from batchkv_producer.transitions import Ending
+from batchkv_worker.engine_thread import EngineThread, LoadFailed, Notice, Ready
+from batchkv_worker.errors import EXIT_ENGINE_DIED, EXIT_ENGINE_HUNG
+from batchkv_worker.events import Completed, EngineDied, Rejected
+from batchkv_worker.flights import Flights
+from batchkv_worker.intake import Intake, Limits
+from batchkv_worker.patience import Outage, Timer, Watchdog
+from batchkv_worker.redis_side import FINISH_GROUP, RedisSide, is_outage
+from batchkv_worker.settings import WorkerSettings
+from batchkv_worker.stop import StopRequest
+
+log = logging.getLogger("batchkv.worker")
+
+TURN_SECONDS = 1.0  # the longest wait of one turn
+POLL_SECONDS = 1.0  # how often to look whether a lease was lost
+LEAVE_SECONDS = 5.0  # how long to try to give jobs back when Redis is away
+
+
+class Session:
+    """All the mutable state of the main thread, in parts: flights, intake, clocks, lists."""
+
+    def __init__(
+        self,
+        side: RedisSide,
+        engine: EngineThread,
+        flights: Flights,
+        settings: WorkerSettings,
+        stop: StopRequest,
+        limits: Limits,
+        hard_exit: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._side = side
+        self._engine = engine
+        self._flights = flights
+        self._settings = settings
+        self._stop = stop
+        self._hard_exit = hard_exit
+        self._endings: list[Ending] = []
+        self._intake = Intake(side, engine, flights, self._endings, limits, settings.prefetch)
+        self._outage = Outage()
+        self._watchdog = Watchdog(settings)
+        self._poll_timer = Timer(min(POLL_SECONDS, settings.heartbeat_seconds))
+        self._beat_timer = Timer(settings.heartbeat_seconds)
+        self._maintenance_timer = Timer(settings.maintenance_seconds)
+        self._canceled: list[tuple[str, bytes]] = []
+        self._wanted_cancels: SimpleQueue[str] = SimpleQueue()
+        self._is_ready = False
+        self._is_suspended = True  # until the first look
+        self._death: str | None = None
+        self._last_turn = time.monotonic()
+        self._busy_seconds = 0.0
+
+    @property
+    def num_taken(self) -> int:
+        """How many jobs were pulled in all."""
+        return self._intake.num_taken
+
+    def request_cancel(self, job_id: str) -> None:
+        """Stop a job if it is ours. Called from RQ's thread of commands."""
+        self._wanted_cancels.put(job_id)
+        self._engine.wake()
+
+    def run(self) -> int:
+        """Work until told to stop or out of work; the exit code. May raise WorkerError."""
+        while not self._is_over():
+            self._hear(self._engine.notices(self._patience()))
+            self._cancel_wanted()
+            self._expire()
+            self._check_engine()
+            self._outage.attempt(self._exchange)
+        return self.leave()
+
+    def leave(self) -> int:
+        """Store what has ended and give back the rest; the exit code. Tries for a while."""
+        self._engine.stop()
+        in_haste = self._stop.is_cold or self._stop.is_orphaned or not self._endings
+        patience = LEAVE_SECONDS if in_haste else float(self._settings.lease_seconds)
+        deadline = time.monotonic() + patience
+        while not self._try_to_leave(deadline):
+            time.sleep(0.2)
+        if self._death is None:
+            return 0
+        log.critical("the engine died (%s); its jobs went back to the queue", self._death)
+        return EXIT_ENGINE_DIED
+
+    def _try_to_leave(self, deadline: float) -> bool:
+        try:
+            self._finish()
+            self._cancel_in_redis()
+            held = self._flights.leases
+            if held:
+                given = self._side.give_back(held, died=self._death is not None)
+                self._flights.drop_all()
+                log.info("gave %d jobs back to the queue", given)
+        except RedisError as fault:
+            if is_outage(fault) and time.monotonic() < deadline:
+                return False
+            num_left = len(self._flights) + len(self._endings)
+            log.error("%d jobs come back only when their leases lapse: %s", num_left, fault)
+        return True
+
+    def _is_over(self) -> bool:
+        if self._death is not None or self._stop.is_cold or self._stop.is_orphaned:
+            return True
+        is_empty = not (self._flights or self._endings or self._canceled)
+        if self._stop.warm_since is not None:
+            drained_for = time.monotonic() - self._stop.warm_since
+            return is_empty or drained_for >= self._settings.drain_seconds
+        return is_empty and self._intake.is_spent()
+
+    # -- the engine's half of a turn ----------------------------------------------------------
+
+    def _patience(self) -> float:
+        """How long this turn may wait for the engine, in seconds."""
+        now = time.monotonic()
+        until = min(now + TURN_SECONDS, self._flights.next_deadline)
+        if self._stop.warm_since is not None:
+            until = min(until, self._stop.warm_since + self._settings.drain_seconds)
+        if self._outage.is_on:
+            return max(0.0, min(until, self._outage.retry_at) - now)
+        if self._endings or self._canceled:
+            return 0.0
+        if self._intake.wants_jobs():
+            until = min(until, self._intake.next_pull)
+        timers = (self._poll_timer, self._beat_timer, self._maintenance_timer)
+        return max(0.0, min(until, *(timer.at for timer in timers)) - now)
+
+    def _hear(self, notices: list[Notice]) -> None:
+        for notice in notices:
+            match notice:
+                case Completed() | Rejected():
+                    ending = self._flights.end(notice)
+                    if ending is not None:
+                        self._endings.append(ending)
+                case Ready():
+                    self._is_ready = True
+                    log.info("the engine is ready: up to %d jobs", self._engine.max_in_flight)
+                case EngineDied(reason):
+                    self._death = reason
+                case LoadFailed(error):
+                    raise error
+
+    def _cancel_wanted(self) -> None:
+        wanted = []
+        try:
+            while True:
+                wanted.append(self._wanted_cancels.get_nowait())
+        except Empty:
+            rows = self._flights.cancel(wanted)
+        for job_id, _ in rows:
+            self._engine.cancel(job_id)
+        self._canceled += rows
+
+    def _expire(self) -> None:
+        for ending in self._flights.expire(time.monotonic()):
+            self._engine.cancel(ending.lease.job_id)
+            self._endings.append(ending)
+
+    def _check_engine(self) -> None:
+        if self._engine.has_ended:
+            self._hear(self._engine.notices(0))  # its last words, if any
+            self._death = self._death or "its thread ended"
+        now = time.monotonic()
+        if self._flights:
+            self._busy_seconds += now - self._last_turn
+        self._last_turn = now
+        has_work = not self._is_ready or len(self._flights) > 0
+        if self._death is None and self._watchdog.is_hung(self._engine.num_steps, has_work):
+            self._watchdog.dump()
+            self._death = "it hung"
+            self.leave()
+            self._hard_exit(EXIT_ENGINE_HUNG)
+
+    # -- Redis's half of a turn ---------------------------------------------------------------
+
+    def _exchange(self) -> None:
+        now = time.monotonic()
+        self._finish()
+        self._cancel_in_redis()
+        if self._poll_timer.is_due(now):
+            self._poll()
+            self._poll_timer.restart(now)
+        if self._beat_timer.is_due(now):
+            self._forget(self._side.beat(self._flights.leases, self._busy_seconds))
+            self._busy_seconds = 0.0
+            self._beat_timer.restart(now)
+        if self._maintenance_timer.is_due(now):
+            self._side.maintain()
+            self._maintenance_timer.restart(now)
+        self._intake.is_open = self._is_ready and not self._is_suspended and not self._stop.is_asked
+        if self._intake.wants_jobs() and time.monotonic() >= self._intake.next_pull:
+            self._intake.refill()
+
+    def _finish(self) -> None:
+        while self._endings:
+            group = self._endings[:FINISH_GROUP]
+            verdicts = self._side.finish(group)
+            del self._endings[: len(group)]
+            num_dropped = len(verdicts) - verdicts.count("ok")
+            if num_dropped:
+                log.info("%d results dropped: their jobs were taken over or ended", num_dropped)
+            if not self._flights:
+                self._intake.next_pull = 0.0
+
+    def _cancel_in_redis(self) -> None:
+        if self._canceled:
+            self._side.cancel(self._canceled)
+            self._canceled.clear()
+
+    def _poll(self) -> None:
+        poll = self._side.poll(self._flights.leases)
+        self._forget(poll.lost)
+        self._is_suspended = poll.is_suspended
+        if poll.is_suspended and not self._flights:
+            self._intake.suspend()
+
+    def _forget(self, job_ids: list[str]) -> None:
+        """Drop jobs that are no longer ours: canceled, deleted, or taken over."""
+        for job_id in job_ids:
+            if self._flights.drop(job_id) is not None:
+                self._engine.cancel(job_id)
+                log.info("dropped %s: canceled or taken over", job_id)

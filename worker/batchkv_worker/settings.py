@@ -1,0 +1,192 @@
+"""Every setting of a worker: read once, checked once, never changed.
+
+A flag of ``batchkv worker`` overrides its variable. A value that cannot be is a ``SettingsError``
+that names the variable or the flag, the value, and what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from batchkv_worker.errors import SettingsError
+
+PREFIX = "BATCHKV_"
+KV_SCHEMES = ("float", "affine8", "affine4")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+BLOCK_TOKENS = 256  # prefill chunks end on block boundaries
+# Variables that other parts read, and that a worker's environment may well hold.
+FOREIGN = frozenset({"BATCHKV_HOME", "BATCHKV_DATA", "BATCHKV_REDIS_URL", "BATCHKV_REDIS_URL_FILE"})
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What a worker was told. ``memory_bytes`` None means: derived from the device."""
+
+    model: str
+    kv_scheme: str = "affine8"
+    slots: int = 32
+    prefetch: int = 8
+    memory_bytes: int | None = None
+    prefill_chunk: int = 512
+    dtype: str = "auto"
+    wired_limit: bool = False
+    lease_seconds: int = 60
+    heartbeat_seconds: float = 15.0
+    maintenance_seconds: float = 30.0
+    engine_timeout_seconds: float = 600.0
+    load_timeout_seconds: float = 7200.0
+    drain_seconds: float = 30.0
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str], **overrides: Any) -> Self:
+        """Read the variables; ``overrides`` are the flags, None where not given.
+
+        Raises SettingsError. Unknown variables are not an error: see ``unknown_variables``.
+        """
+        values: dict[str, Any] = {}
+        for setting in SETTINGS:
+            given = overrides.pop(setting.field, None)
+            source = setting.flag
+            if given is None:
+                given, source = environ.get(setting.variable) or None, setting.variable
+            if given is not None:
+                values[setting.field] = setting.read(str(given), source)
+        if overrides:
+            raise TypeError(f"no such setting: {', '.join(overrides)}")
+        if "model" not in values:
+            raise SettingsError(
+                "no model: give -m MODEL or set BATCHKV_MODEL (a name, a folder, or 'demo')"
+            )
+        settings = cls(**values)
+        settings._check_lease()
+        return settings
+
+    def _check_lease(self) -> None:
+        if self.heartbeat_seconds * 2 > self.lease_seconds:
+            raise SettingsError(
+                f"BATCHKV_HEARTBEAT_SECONDS={self.heartbeat_seconds:g} is more than half of "
+                f"BATCHKV_LEASE_SECONDS={self.lease_seconds}: one late heartbeat loses the jobs"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One line of the table below: how a text becomes the value of a field."""
+
+    field: str
+    variable: str
+    flag: str
+    parse: Callable[[str], Any]
+    allowed: str
+
+    def read(self, text: str, source: str) -> Any:
+        """The value; ``source`` is the variable or the flag that the error names."""
+        try:
+            return self.parse(text.strip())
+        except ValueError as fault:
+            separator = "=" if source == self.variable else " "
+            raise SettingsError(f"{source}{separator}{text}: expected {self.allowed}") from fault
+
+
+def _nonempty(text: str) -> str:
+    if not text or len(text) > 1024 or not text.isprintable():
+        raise ValueError(text)
+    return text
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(text)
+        return text
+
+    return parse
+
+
+def _whole(low: int, high: int, multiple: int = 1) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high or value % multiple:
+            raise ValueError(text)
+        return value
+
+    return parse
+
+
+def _seconds(low: float, high: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = float(text)
+        if not low <= value <= high:  # also false for nan
+            raise ValueError(text)
+        return value
+
+    return parse
+
+
+def _switch(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(text)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "4GB", "512 MiB", "1.5g" or a plain number; raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
+    num_bytes = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    if num_bytes < 2**20:
+        raise ValueError(text)
+    return num_bytes
+
+
+_DAY = 86_400
+
+SETTINGS = (
+    Setting("model", "BATCHKV_MODEL", "--model", _nonempty, "a model's name or folder"),
+    Setting("kv_scheme", "BATCHKV_KV_SCHEME", "--kv-scheme", _one_of(*KV_SCHEMES),
+            f"one of {', '.join(KV_SCHEMES)}"),
+    Setting("slots", "BATCHKV_SLOTS", "--slots", _whole(1, 4096), "a whole number, 1 to 4096"),
+    Setting("prefetch", "BATCHKV_PREFETCH", "--prefetch", _whole(0, 4096),
+            "a whole number, 0 to 4096"),
+    Setting("memory_bytes", "BATCHKV_MEMORY", "--memory", parse_bytes,
+            "a size of at least 1MiB, like 4GB or 512MiB"),
+    Setting("prefill_chunk", "BATCHKV_PREFILL_CHUNK", "--prefill-chunk",
+            _whole(BLOCK_TOKENS, 65_536, BLOCK_TOKENS),
+            f"a multiple of {BLOCK_TOKENS} tokens, {BLOCK_TOKENS} to 65536"),
+    Setting("dtype", "BATCHKV_DTYPE", "--dtype", _one_of(*DTYPES), f"one of {', '.join(DTYPES)}"),
+    Setting("wired_limit", "BATCHKV_WIRED_LIMIT", "--wired-limit", _switch, "on or off"),
+    Setting("lease_seconds", "BATCHKV_LEASE_SECONDS", "--lease-seconds", _whole(1, _DAY),
+            "whole seconds, 1 to 86400"),
+    Setting("heartbeat_seconds", "BATCHKV_HEARTBEAT_SECONDS", "--heartbeat-seconds",
+            _seconds(0.1, _DAY), "seconds, 0.1 to 86400"),
+    Setting("maintenance_seconds", "BATCHKV_MAINTENANCE_SECONDS", "--maintenance-seconds",
+            _seconds(0.1, _DAY), "seconds, 0.1 to 86400"),
+    Setting("engine_timeout_seconds", "BATCHKV_ENGINE_TIMEOUT", "--engine-timeout",
+            _seconds(0.1, 7 * _DAY), "seconds, 0.1 to 604800"),
+    Setting("load_timeout_seconds", "BATCHKV_LOAD_TIMEOUT", "--load-timeout",
+            _seconds(0.1, 7 * _DAY), "seconds, 0.1 to 604800"),
+    Setting("drain_seconds", "BATCHKV_DRAIN_SECONDS", "--drain-seconds", _seconds(0, _DAY),
+            "seconds, 0 to 86400"),
+)  # fmt: skip
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """A warning for each BATCHKV_* variable that nobody reads, with the closest one that exists."""
+    known = {setting.variable for setting in SETTINGS} | FOREIGN
+    warnings = []
+    for name in sorted(environ):
+        if not name.startswith(PREFIX) or name in known:
+            continue
+        tails = [other.removeprefix(PREFIX) for other in known]
+        close = difflib.get_close_matches(name.removeprefix(PREFIX), tails, n=1, cutoff=0.75)
+        hint = f"; did you mean {PREFIX}{close[0]}?" if close else ""
+        warnings.append(f"{name} is not a setting of batchkv and does nothing{hint}")
+    return warnings

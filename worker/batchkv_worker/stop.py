@@ -1,0 +1,72 @@
+"""Being asked to stop: by signals, by RQ's shutdown command, by the end of the parent.
+
+Handlers only set flags here and wake the main loop; it decides. The first signal is warm (finish
+what is decoding, within the drain limit), the second cold (give everything back now). A signal
+within a second of the first is the same wish twice: a terminal and a parent both send one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from batchkv_worker.errors import EXIT_ORPHANED
+
+SAME_WISH_SECONDS = 1.0
+ORPHAN_GRACE_SECONDS = 10.0
+
+
+class StopRequest:
+    """The flags. ``wake`` must be safe to call in a signal handler."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self.warm_since: float | None = None  # monotonic seconds
+        self.is_cold = False
+        self.is_orphaned = False
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether nothing new may be taken."""
+        return self.warm_since is not None
+
+    def on_signal(self, *_: object) -> None:
+        """A signal or RQ's shutdown command."""
+        now = time.monotonic()
+        if self.warm_since is None:
+            self.warm_since = now
+        elif now - self.warm_since >= SAME_WISH_SECONDS:
+            self.is_cold = True
+        self._wake()
+
+    def on_parent_gone(self) -> None:
+        """The parent ended: there is nobody to finish rows for."""
+        if self.warm_since is None:
+            self.warm_since = time.monotonic()
+        self.is_orphaned = True
+        self._wake()
+
+    def watch_parent(
+        self,
+        descriptor: int = 0,
+        grace_seconds: float = ORPHAN_GRACE_SECONDS,
+        hard_exit: Callable[[int], object] = os._exit,
+    ) -> None:
+        """Stop when ``descriptor``, the parent's end of a pipe, is at its end.
+
+        Should the main thread be stuck, the process ends all the same after ``grace_seconds``.
+        """
+
+        def watch() -> None:
+            try:
+                while os.read(descriptor, 4096):
+                    pass
+            except OSError:
+                pass  # closed: nobody holds the other end
+            self.on_parent_gone()
+            time.sleep(grace_seconds)
+            hard_exit(EXIT_ORPHANED)
+
+        threading.Thread(target=watch, name="batchkv-parent", daemon=True).start()
