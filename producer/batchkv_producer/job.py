@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import msgpack
@@ -109,12 +109,27 @@ class Result:
     busy_ms: int = 0
 
 
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_PARAM_NAMES = tuple(item.name for item in fields(SamplingParams))
+_NO_USAGE = Usage()
+
+
 def encode_job(request: Request) -> bytes:
     """The job's ``data``: what RQ's JSON serializer reads as a call, compressed."""
-    payload = {key: value for key, value in asdict(request).items() if value not in (None, {})}
-    payload["params"] = {k: v for k, v in payload["params"].items() if v not in (None, ())}
-    call = [FUNCTION_NAME, None, [payload], {}]
-    text = json.dumps(call, ensure_ascii=False, separators=(",", ":"))
+    payload: dict[str, Any] = {"custom_id": request.custom_id, "endpoint": request.endpoint}
+    for name in ("messages", "prompt", "tools"):
+        value = getattr(request, name)
+        if value is not None:
+            payload[name] = value
+    if request.chat_template_kwargs:
+        payload["chat_template_kwargs"] = request.chat_template_kwargs
+    params = request.params
+    payload["params"] = {
+        name: value
+        for name in _PARAM_NAMES
+        if (value := getattr(params, name)) is not None and value != ()
+    }
+    text = _JSON.encode([FUNCTION_NAME, None, [payload], {}])
     return zlib.compress(text.encode("utf-8", "surrogatepass"), 1)
 
 
@@ -133,6 +148,7 @@ def decode_job(data: bytes) -> Request:
 
 def encode_result(result: Result) -> bytes:
     """A result as stored: msgpack with one-letter keys and defaults left out, compressed."""
+    usage = result.usage
     packed: dict[str, Any] = {
         "o": result.outcome,
         "c": result.custom_id,
@@ -140,7 +156,7 @@ def encode_result(result: Result) -> bytes:
         "m": result.model,
         "t": result.text,
         "f": result.finish_reason,
-        "u": list(asdict(result.usage).values()) if result.usage != Usage() else None,
+        "u": [usage.prompt, usage.completion, usage.cached] if usage != _NO_USAGE else None,
         "x": result.error,
         "w": result.worker,
         "a": result.created,
@@ -152,13 +168,20 @@ def encode_result(result: Result) -> bytes:
     return zlib.compress(msgpack.packb(kept, unicode_errors="surrogatepass"), 6)
 
 
+# What a map of the wrong shape makes its reader raise (int() of infinity overflows).
+_UNREADABLE = (
+    *(ValueError, TypeError, LookupError, AttributeError, OverflowError),
+    msgpack.UnpackException,
+)
+
+
 def decode_result(data: bytes) -> Result:
     """Inverse of encode_result; raises WireError on anything else."""
     raw = _inflate(data, MAX_RESULT_BYTES, "result")
     try:
         packed = msgpack.unpackb(raw, unicode_errors="surrogatepass", strict_map_key=True)
         return _result(packed)
-    except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as fault:
+    except _UNREADABLE as fault:
         raise WireError(f"stored result cannot be read: {fault}") from fault
 
 
@@ -194,8 +217,11 @@ _OPTIONAL_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
+_REQUEST_FIELDS = frozenset(item.name for item in fields(Request))
+
+
 def _request(payload: Any) -> Request:
-    if not isinstance(payload, dict) or not set(payload) <= {f.name for f in fields(Request)}:
+    if not isinstance(payload, dict) or not payload.keys() <= _REQUEST_FIELDS:
         raise WireError("job payload has fields that batchkv never writes")
     request = Request(
         custom_id=_typed(payload, "custom_id", str),
@@ -239,11 +265,15 @@ def _params(payload: dict[str, Any]) -> SamplingParams:
 
 
 def _result(packed: dict[str, Any]) -> Result:
+    if packed["o"] not in ("ok", "failed", "canceled"):
+        raise ValueError("unknown outcome")
+    if packed.get("e") not in ("chat", "completion"):
+        raise ValueError("unknown endpoint")
     logprobs = packed.get("l")
     error = packed.get("x")
     return Result(
         custom_id=str(packed.get("c", "")),
-        endpoint=packed.get("e", "chat"),
+        endpoint=packed["e"],
         outcome=packed["o"],
         model=str(packed.get("m", "")),
         text=str(packed.get("t", "")),

@@ -7,12 +7,15 @@ key                        type    content
 =========================  ======  ==============================================================
 ``batchkv:batches``        zset    batch id -> creation time (seconds since 1970)
 ``batchkv:batch:B``        hash    ``digest`` (64 hex), ``name``, ``model``, ``queue``, ``total``,
-                                   ``created``, ``chunks`` (enqueued so far), ``num_chunks``;
+                                   ``created``, ``chunks`` (enqueued so far), ``num_chunks``,
+                                   ``last_line`` (above ``total`` if the file has blank lines);
                                    counters ``ok failed canceled running prompt_tokens
                                    completion_tokens cached_tokens busy_ms``
 ``batchkv:res:B``          hash    line number -> encoded result (``job.encode_result``)
 ``batchkv:done:B``         list    line numbers in the order in which they ended. Append only: a
                                    retried row stands in it again at its second end
+``batchkv:lock:Q``         string  name of the worker that cleaned queue ``Q`` last; expires, so
+                                   that one worker cleans in each interval
 =========================  ======  ==============================================================
 
 ``queued`` is never stored: it is ``total - ok - failed - canceled - running``.
@@ -60,6 +63,11 @@ def results(batch_id: str) -> str:
 def done(batch_id: str) -> str:
     """Key of the batch's finish order."""
     return f"batchkv:done:{batch_id}"
+
+
+def maintenance_lock(queue: str) -> str:
+    """Key whose presence says that the queue was cleaned in this interval."""
+    return f"batchkv:lock:{queue}"
 
 
 def job(job_id: str) -> str:

@@ -15,10 +15,11 @@
 move           made by                     guard
 =============  ==========================  =======================================================
 submit         the producer                the chunk is the batch's next: enqueued exactly once
-pull           a worker                    status is queued and no living lease holds the job
+pull           a worker                    status is queued, the line has no result, and no living
+                                           lease holds the job
 finish         the worker that holds it    the job's ``bkv_exec`` is the worker's execution, and the
                                            line has no result yet
-give_back      the worker that holds it    as above
+give_back      the worker that holds it    as above; a death too many ends in failed
 reap           any worker's maintenance,   the lease has lapsed (or its worker is known to be dead);
                ``batchkv run``             more than ``MAX_DEATHS`` deaths end in failed
 settle         the client (cancel), any    no result yet; to heal a failed job nobody may hold it
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 MAX_DEATHS = 3
 RESULT_TTL_SECONDS = 600  # how long RQ's own record of a finished job stays
 FAILURE_TTL_SECONDS = 7 * 86400  # as long as a failed row can be retried
+SWEEP_ENTRIES = 5000  # of a queue's list, looked at in one step
+SWEPT = "batchkv:swept"  # stands in a queue's list for an entry that is about to be removed
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +68,15 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """A job just taken: its lease, its raw data (empty when too large), its earlier deaths."""
+    """A job just taken: its lease, its raw data (empty when too large), its earlier deaths.
+
+    ``timeout_seconds`` is RQ's timeout of the job; 0 or less means none.
+    """
 
     lease: Held
     data: bytes
-    num_deaths: int
+    num_deaths: int = 0
+    timeout_seconds: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +147,8 @@ class Transitions:
         args = [worker, lease_seconds, count, iso_now(), MAX_JOB_BYTES, secrets.token_hex(8)]
         keys = [redis_keys.queue(queue), redis_keys.registry("wip", queue)]
         return [
-            Pulled(Held(job.decode(), execution.decode()), data, int(deaths))
-            for job, execution, data, deaths in self._run("pull", keys, args)
+            Pulled(Held(job.decode(), execution.decode()), data, int(deaths), int(timeout))
+            for job, execution, data, deaths, timeout in self._run("pull", keys, args)
         ]
 
     def renew(
@@ -162,9 +169,14 @@ class Transitions:
         return [v.decode() for v in self._run("finish", [*keys, redis_keys.worker(worker)], args)]
 
     def give_back(self, queue: str, held: Iterable[Held], *, died: bool = False) -> int:
-        """Put held jobs back at the head of the queue; how many were still ours."""
-        keys = [redis_keys.queue(queue), redis_keys.registry("wip", queue)]
-        return int(self._run("give_back", keys, [int(died), *_flat(held)]))
+        """Put held jobs back at the head of the queue; how many went.
+
+        ``died`` counts a death for each; one that has cost too many holders is failed instead.
+        """
+        keys = [redis_keys.queue(queue)]
+        keys += [redis_keys.registry("wip", queue), redis_keys.registry("failed", queue)]
+        args = [int(died), MAX_DEATHS, FAILURE_TTL_SECONDS, *_flat(held)]
+        return int(self._run("give_back", keys, args))
 
     def reap(self, queue: str, dead_worker: str = "", limit: int = 1000) -> tuple[int, int]:
         """Take back lapsed leases, or all of a dead worker's; (requeued, failed)."""
@@ -192,6 +204,14 @@ class Transitions:
         keys = [redis_keys.batch(batch_id), redis_keys.results(batch_id)]
         keys += [redis_keys.queue(queue), redis_keys.registry("failed", queue)]
         return int(self._run("retry", keys, args))
+
+    def sweep(self, queue: str, batch_id: str) -> None:
+        """Remove a batch's ended jobs from the queue's list; one that is left does no harm."""
+        key, first, num_seen = redis_keys.queue(queue), 0, SWEEP_ENTRIES
+        while num_seen == SWEEP_ENTRIES:
+            num_seen = int(self._run("sweep", [key], [batch_id, first, SWEEP_ENTRIES, SWEPT]))
+            first += num_seen
+        self._connection.lrem(key, 0, SWEPT)
 
 
 def _flat(held: Iterable[Held]) -> list[str]:

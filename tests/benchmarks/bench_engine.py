@@ -57,17 +57,27 @@ class NoText:
         """Nothing to flush."""
 
 
-def run_engine(model: Any, workload: Workload, slots: int, scheme: str) -> tuple[float, Tokens, int]:
+def run_engine(
+    model: Any, workload: Workload, slots: int, scheme: str
+) -> tuple[float, Tokens, int]:
     """(seconds, tokens of each row, peak bytes) of our engine."""
     loaded = LoadedModel(
-        "bench", model, NoText(), model.lm_head.weight.dtype, layer_shapes("bench", model),
-        8192, 0, {},
+        "bench",
+        model,
+        NoText(),
+        model.lm_head.weight.dtype,
+        layer_shapes("bench", model),
+        8192,
+        0,
+        {},
     )
     config = EngineConfig(scheme=scheme, slots=slots, memory_bytes=8 * 2**30, path=None)
     engine = Engine(loaded, config)
     mx.reset_peak_memory()
     begin = time.perf_counter()
-    for index, (prompt, count) in enumerate(zip(workload.prompts, workload.max_tokens, strict=True)):
+    for index, (prompt, count) in enumerate(
+        zip(workload.prompts, workload.max_tokens, strict=True)
+    ):
         engine.submit_row(Sequence(str(index), prompt, Generation(count, temperature=0.0)))
     tokens: Tokens = [[] for _ in workload.prompts]
     while not engine.is_idle:
@@ -81,7 +91,12 @@ def run_engine(model: Any, workload: Workload, slots: int, scheme: str) -> tuple
 
 
 def run_baseline(
-    model: Any, workload: Workload, slots: int, prefill_batch_size: int = 8, *, by_length: bool = False
+    model: Any,
+    workload: Workload,
+    slots: int,
+    prefill_batch_size: int = 8,
+    *,
+    by_length: bool = False,
 ) -> tuple[float, Tokens, int]:
     """The same of mlx-lm's BatchGenerator, in arrival order or sorted by prompt length."""
     order = list(range(len(workload.prompts)))

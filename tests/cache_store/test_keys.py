@@ -22,7 +22,10 @@ def test_golden_vectors() -> None:
 
 
 GOLDEN_NAMESPACE = "467abf534bc6f9d13353962a56841349e3a793659228a04974c77843a558ad59"
-GOLDEN_KEYS = ["42eae4d80d016839cb6773f0b69afd81f619be55a615ffdb4147d039385f4dc1", "a74d341b1a26475fe3ae4aab1b284f817a91e0c7a6d5dda195f4cb2f0a1a062c"]
+GOLDEN_KEYS = [
+    "42eae4d80d016839cb6773f0b69afd81f619be55a615ffdb4147d039385f4dc1",
+    "a74d341b1a26475fe3ae4aab1b284f817a91e0c7a6d5dda195f4cb2f0a1a062c",
+]
 
 
 def test_equal_in_another_process() -> None:
@@ -33,7 +36,10 @@ def test_equal_in_another_process() -> None:
     )
     seen = {
         subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
             env={"PYTHONHASHSEED": seed},
         ).stdout
         for seed in ("1", "2")

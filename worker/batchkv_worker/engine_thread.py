@@ -8,6 +8,7 @@ Redis, and a slow main thread only lets its outbox grow.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -111,6 +112,7 @@ class EngineThread:
         finally:
             if engine is not None:
                 engine.close()
+            _end_streams()
 
     def _serve(self, engine: EngineLike) -> None:
         self.max_in_flight = engine.max_in_flight
@@ -137,3 +139,14 @@ class EngineThread:
         except Empty:
             return True
         return False
+
+
+def _end_streams() -> None:
+    """End MLX's streams of this thread, if it had any.
+
+    Left to the interpreter's exit, their threads are destroyed while they run, and the process ends
+    in ``std::terminate``.
+    """
+    mlx = sys.modules.get("mlx.core")
+    if mlx is not None:
+        mlx.clear_streams()

@@ -14,13 +14,15 @@ for position = 4, #ARGV, 8 do
   local verdict = 'lost'
   if redis.call('HGET', key, 'bkv_exec') == execution then
     local batch, line = string.match(id, '^(%x+)%-(%d+)$')
-    local hash = 'batchkv:batch:' .. batch
+    local hash = batch and 'batchkv:batch:' .. batch
     redis.call('ZREM', KEYS[1], id .. ':' .. execution)
     redis.call('DEL', 'rq:executions:' .. id, 'rq:execution:' .. id .. ':' .. execution)
     redis.call('HDEL', key, 'bkv_exec')
-    redis.call('HINCRBY', hash, 'running', -1)
+    if batch then redis.call('HINCRBY', hash, 'running', -1) end
     verdict = 'duplicate'
-    if redis.call('HSETNX', 'batchkv:res:' .. batch, line, result) == 1 then
+    if not batch then
+      verdict = 'ok'  -- somebody else's job in our queue: RQ's record is all it gets
+    elseif redis.call('HSETNX', 'batchkv:res:' .. batch, line, result) == 1 then
       verdict = 'ok'
       redis.call('RPUSH', 'batchkv:done:' .. batch, line)
       redis.call('HINCRBY', hash, outcome, 1)

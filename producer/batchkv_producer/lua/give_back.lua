@@ -1,8 +1,14 @@
 -- started -> queued, at the head and in the order given: a worker that stops hands its jobs back.
--- KEYS: queue list, wip zset.  ARGV: 1 when the job's holder died (counted), else 0,
--- then id, execution for each job.  Returns how many went back.
+-- When the holder died with them, the death is counted, and a job that has cost more than
+-- `max_deaths` holders is failed in RQ's terms, as in `reap`.
+-- KEYS: queue list, wip, failed zsets.
+-- ARGV: 1 when the job's holder died, else 0, max_deaths, failure ttl (s),
+--       then id, execution for each job.
+-- Returns how many went back to the queue.
+local died, max_deaths, failure_ttl = ARGV[1] == '1', tonumber(ARGV[2]), tonumber(ARGV[3])
+local now = tonumber(redis.call('TIME')[1])
 local given = 0
-for position = #ARGV - 1, 2, -2 do
+for position = #ARGV - 1, 4, -2 do
   local id, execution = ARGV[position], ARGV[position + 1]
   local key = 'rq:job:' .. id
   if redis.call('HGET', key, 'bkv_exec') == execution then
@@ -11,10 +17,15 @@ for position = #ARGV - 1, 2, -2 do
     redis.call('DEL', 'rq:executions:' .. id, 'rq:execution:' .. id .. ':' .. execution)
     redis.call('HDEL', key, 'bkv_exec')
     if batch then redis.call('HINCRBY', 'batchkv:batch:' .. batch, 'running', -1) end
-    if ARGV[1] == '1' then redis.call('HINCRBY', key, 'bkv_deaths', 1) end
-    redis.call('HSET', key, 'status', 'queued', 'worker_name', '')
-    redis.call('LPUSH', KEYS[1], id)
-    given = given + 1
+    if died and redis.call('HINCRBY', key, 'bkv_deaths', 1) > max_deaths then
+      redis.call('HSET', key, 'status', 'failed')
+      redis.call('EXPIRE', key, failure_ttl)
+      redis.call('ZADD', KEYS[3], now + failure_ttl, id)
+    else
+      redis.call('HSET', key, 'status', 'queued', 'worker_name', '')
+      redis.call('LPUSH', KEYS[1], id)
+      given = given + 1
+    end
   end
 end
 return given

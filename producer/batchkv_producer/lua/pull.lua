@@ -1,31 +1,44 @@
 -- queued -> started: take up to `count` jobs from the head of a queue and register each with RQ, all
 -- in one step, so that no crash can leave a job between the queue and its holder.
 -- An id whose job is gone, ended, or held by somebody whose lease still runs (stock tools can queue
--- an id twice) is dropped.
+-- an id twice, or revive a job that ended while they looked at it) is dropped.
 -- KEYS: queue list, wip zset.
 -- ARGV: worker name, lease (s), count, time in ISO 8601, largest data accepted (bytes), prefix of the
 --       new execution ids.
--- Returns {id, execution, data or '' when too large, deaths} for each job.
+-- Returns {id, execution, data or '' when too large, deaths, timeout (s, 0: none)} for each job;
+-- nothing while RQ's workers are suspended.
 local worker, lease, count, iso, max_bytes, prefix =
   ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5]), ARGV[6]
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 local taken = {}
+if redis.call('EXISTS', 'rq:suspended') == 1 then return taken end
 for attempt = 1, count + 1000 do
   if #taken >= count then break end
   local id = redis.call('LPOP', KEYS[1])
   if not id then break end
   local key = 'rq:job:' .. id
-  local job = redis.call('HMGET', key, 'status', 'bkv_exec', 'bkv_deaths')
+  local job = redis.call('HMGET', key, 'status', 'bkv_exec', 'bkv_deaths', 'timeout')
   local live = false
   if job[2] and job[2] ~= '' then
     local ends = redis.call('ZSCORE', KEYS[2], id .. ':' .. job[2])
     live = ends and tonumber(ends) > now
-    if not live then redis.call('ZREM', KEYS[2], id .. ':' .. job[2]) end
   end
-  if job[1] == 'queued' and not live then
+  local batch, line = string.match(id, '^(%x+)%-(%d+)$')
+  local ended = batch and redis.call('HEXISTS', 'batchkv:res:' .. batch, line) == 1
+  if ended and job[1] == 'queued' then
+    -- Its result stands. As a failed job it can still be retried, if that is what it was.
+    redis.call('HSET', key, 'status', 'failed')
+    redis.call('EXPIRE', key, 7 * 86400)
+  elseif job[1] == 'queued' and not live then
     local execution = prefix .. '-' .. attempt
     local held = job[2] and job[2] ~= ''
+    -- A lease that has lapsed goes only now that another takes its place: without a lease `reap`
+    -- would never find a job that still counts as started.
+    if held then
+      redis.call('ZREM', KEYS[2], id .. ':' .. job[2])
+      redis.call('DEL', 'rq:executions:' .. id, 'rq:execution:' .. id .. ':' .. job[2])
+    end
     redis.call('HSET', key, 'status', 'started', 'started_at', iso, 'last_heartbeat', iso,
       'worker_name', worker, 'bkv_exec', execution)
     redis.call('PERSIST', key)
@@ -36,13 +49,13 @@ for attempt = 1, count + 1000 do
     redis.call('HSET', execution_key, 'id', execution, 'created_at', now, 'last_heartbeat', now,
       'worker_name', worker)
     redis.call('EXPIRE', execution_key, lease)
-    local batch = string.match(id, '^(%x+)%-%d+$')
     if batch and not held then redis.call('HINCRBY', 'batchkv:batch:' .. batch, 'running', 1) end
     local data = ''
     if redis.call('HSTRLEN', key, 'data') <= max_bytes then
       data = redis.call('HGET', key, 'data') or ''
     end
-    taken[#taken + 1] = {id, execution, data, tonumber(job[3] or '0') or 0}
+    taken[#taken + 1] = {id, execution, data, tonumber(job[3] or '0') or 0,
+      tonumber(job[4] or '0') or 0}
   end
 end
 return taken

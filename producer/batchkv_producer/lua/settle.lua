@@ -1,7 +1,7 @@
 -- Give rows their last word without holding them.
 --   canceled: queued | started | deferred | scheduled -> canceled, whoever holds the job
 --   failed:   a job that a stock tool or `reap` failed, and that nobody holds, gets its error row
--- A row that has a result keeps it.
+-- A row that has a result keeps it, and its job keeps its status.
 -- KEYS: canceled or failed zset, wip zset.
 -- ARGV: 'canceled' or 'failed', time in ISO 8601, ttl (s), then id, result for each job.
 -- Returns for each job '' (nothing to do), 'done', or the name of the worker that was running it.
@@ -38,10 +38,10 @@ for position = 4, #ARGV, 2 do
       redis.call('HINCRBY', hash, target, 1)
       verdict = 'done'
       if held and job[3] and job[3] ~= '' then verdict = job[3] end
+      redis.call('HSET', key, 'status', target, 'ended_at', iso)
+      redis.call('EXPIRE', key, ttl)
+      redis.call('ZADD', KEYS[1], tonumber(time[1]) + ttl, id)
     end
-    redis.call('HSET', key, 'status', target, 'ended_at', iso)
-    redis.call('EXPIRE', key, ttl)
-    redis.call('ZADD', KEYS[1], tonumber(time[1]) + ttl, id)
   end
   verdicts[#verdicts + 1] = verdict
 end

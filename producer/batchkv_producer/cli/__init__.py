@@ -1,0 +1,50 @@
+"""The ``batchkv`` command. This package assembles; what is done stands in the modules beside it.
+
+Results and ids go to standard output, everything else to standard error. Exit codes: 0 all is
+well, 1 some row failed or has no answer, 2 wrong use or wrong input, 3 trouble with Redis, 4 the
+work could not go on (disk full, workers that keep dying), 130 interrupted (128 + the signal).
+"""
+
+from __future__ import annotations
+
+import click
+
+from batchkv_producer.cli.changing import cancel, retry
+from batchkv_producer.cli.fetching import result, results
+from batchkv_producer.cli.group import Cli
+from batchkv_producer.cli.reading import list_batches, status, wait, workers
+from batchkv_producer.cli.serving import server
+from batchkv_producer.cli.submitting import run, submit
+
+
+@click.group(cls=Cli, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="batchkv", prog_name="batchkv")
+def cli() -> None:
+    """Batch inference for people who own a few Macs.
+
+    \b
+    On one machine, from prompts to results:
+      batchkv run prompts.jsonl -m mlx-community/Qwen3-4B-4bit -o out.jsonl
+    \b
+    With workers on several machines:
+      export BATCHKV_REDIS_URL=redis://:PASSWORD@studio.local:6379/0
+      batchkv worker -m mlx-community/Qwen3-4B-4bit      # on each
+      id=$(batchkv submit prompts.jsonl -m mlx-community/Qwen3-4B-4bit)
+      batchkv wait $id && batchkv results $id -o out.jsonl
+    \b
+    Without --url, BATCHKV_REDIS_URL and BATCHKV_REDIS_URL_FILE a server of its own serves, which
+    is started when it is needed (batchkv server status).
+    \b
+    Exit codes: 0 all is well, 1 some row failed, 2 wrong use or input, 3 trouble with Redis,
+    4 the work could not go on (disk full, workers that keep dying), 130 interrupted.
+    """
+
+
+for _command in (run, submit, status, wait, results, result, cancel, retry, list_batches, workers):
+    cli.add_command(_command)
+cli.add_command(server)
+
+
+def main() -> None:
+    """Entry point of the ``batchkv`` script."""
+    cli(prog_name="batchkv")

@@ -1,0 +1,144 @@
+"""The group of all commands: finds those of other packages, turns every error into one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, MutableMapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, NoReturn
+
+import click
+from redis.exceptions import RedisError
+
+from batchkv_producer.errors import BatchkvError, ServerError
+from batchkv_producer.progress import printable
+
+ENTRY_POINT_GROUP = "batchkv.commands"
+# What a command needs that a producer's host does not install.
+NEEDED_MODULES = {"worker": ("mlx", "mlx_lm")}
+EXIT_USAGE = 2
+EXIT_OUTPUT = 4
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, as if the signal had ended us
+
+
+class Cli(click.Group):
+    """Commands in the order in which they were added, then those from entry points."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        own = list(self.commands)
+        return own + sorted(set(_foreign_commands()) - set(own))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        own = super().get_command(ctx, cmd_name)
+        if own:
+            return own
+        found = _foreign_commands().get(cmd_name)
+        return _load(cmd_name, found) if found else None
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # the reader of our output has had enough: `| head`
+            _silence_stdout()
+            ctx.exit(EXIT_BROKEN_PIPE)
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        def run() -> Any:
+            return super(Cli, self).main(
+                args, prog_name, complete_var, standalone_mode=False, **extra
+            )
+
+        if not standalone_mode:
+            return run()
+        sys.exit(guarded(run))
+
+
+def guarded(run: Callable[[], Any]) -> int:
+    """Run a command; its exit code. Every error that we know becomes one line."""
+    try:
+        code = run()
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except click.exceptions.NoArgsIsHelpError as fault:
+        fault.show()
+        return EXIT_USAGE
+    except click.ClickException as fault:
+        return _complain(_usage_message(fault), EXIT_USAGE)
+    except click.Abort:
+        return _complain("interrupted", EXIT_INTERRUPTED)
+    except BatchkvError as fault:
+        return _complain(str(fault), fault.exit_code)
+    except RedisError as fault:
+        return _complain(f"Redis: {fault}", ServerError.exit_code)
+    except BrokenPipeError:
+        _silence_stdout()
+        return EXIT_BROKEN_PIPE
+    except OSError as fault:
+        where = f"{fault.filename}: " if fault.filename else "cannot write the output: "
+        return _complain(f"{where}{fault.strerror or fault}", EXIT_OUTPUT)
+
+
+def _usage_message(fault: click.ClickException) -> str:
+    message = fault.format_message()
+    context = fault.ctx if isinstance(fault, click.UsageError) else None
+    return f"{message} (see {context.command_path} --help)" if context else message
+
+
+def _complain(message: str, code: int) -> int:
+    click.echo(f"batchkv: {printable(' '.join(message.split()))}", err=True)
+    return code
+
+
+def _silence_stdout() -> None:
+    """Let nothing more be written, so that Python does not complain at its end."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)
+
+
+def _foreign_commands() -> dict[str, EntryPoint]:
+    return {found.name: found for found in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _load(name: str, found: EntryPoint) -> click.Command:
+    """The command behind an entry point, or one that says what must be installed for it."""
+    missing = [m for m in NEEDED_MODULES.get(name, ()) if importlib.util.find_spec(m) is None]
+    if missing:
+        return _Missing(name, missing[0])
+    try:
+        command = found.load()
+    except ImportError as fault:
+        return _Missing(name, fault.name or str(fault))
+    if not isinstance(command, click.Command):
+        raise BatchkvError(f"the entry point {found.value} of `batchkv {name}` is not a command")
+    return command
+
+
+class _Missing(click.Command):
+    """Stands in for a command whose dependencies are not installed; takes any arguments."""
+
+    def __init__(self, name: str, module: str) -> None:
+        message = f"`batchkv {name}` needs {module}: pip install 'batchkv[{name}]'"
+
+        def complain(**_: Any) -> NoReturn:
+            raise click.ClickException(message)
+
+        super().__init__(
+            name,
+            callback=complain,
+            help=f"Not installed: pip install 'batchkv[{name}]'.",
+            context_settings=_LENIENT,
+        )
+
+
+_LENIENT: MutableMapping[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True}

@@ -1,0 +1,237 @@
+"""The commands that tell how things stand: status, wait, list, workers."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from batchkv_producer.cli.shared import (
+    json_option,
+    print_fields,
+    print_json,
+    print_table,
+    say,
+    session,
+    url_option,
+)
+from batchkv_producer.client import BatchStatus, Client, StoredRow
+from batchkv_producer.job import Result
+from batchkv_producer.progress import reporter
+from batchkv_producer.run import Unserved, snapshot_of
+
+MAX_BAD_ROWS_SKIPPED = 200  # to find the first row that was really run
+
+
+@click.command()
+@click.argument("target", metavar="[ID]", required=False)
+@url_option
+@json_option
+def status(target: str | None, url: str | None, as_json: bool) -> None:
+    """Tell how everything stands, or one batch, or one job.
+
+    \b
+    Examples:
+      batchkv status
+      batchkv status 3f2a9c51d07be684
+      batchkv status 3f2a9c51d07be684-17
+      batchkv status 3f2a9c51d07be684 --json | jq .ok
+    """
+    with session(url) as opened:
+        if target is None:
+            _print_overview(opened.client, as_json)
+        elif "-" in target:
+            _print_job(opened.client, target, as_json)
+        else:
+            _print_batch(opened.client, target, as_json)
+
+
+@click.command(name="list")
+@url_option
+@json_option
+def list_batches(url: str | None, as_json: bool) -> None:
+    """List all batches, the newest first.
+
+    \b
+    Examples:
+      batchkv list
+      batchkv list --json | jq -r '.[] | select(.is_done) | .batch_id'
+    """
+    with session(url) as opened:
+        batches = opened.client.list_batches()
+        if as_json:
+            print_json([_batch_fields(batch) for batch in batches])
+            return
+        rows = [(b.batch_id, _moment(b.created), b.total, _state(b), b.model, b.name)
+                for b in batches]  # fmt: skip
+        print_table(("BATCH", "CREATED", "ROWS", "STATE", "MODEL", "NAME"), rows)
+
+
+@click.command()
+@url_option
+@json_option
+def workers(url: str | None, as_json: bool) -> None:
+    """List the workers that are alive, on all machines.
+
+    \b
+    Examples:
+      batchkv workers
+      batchkv workers --json
+    """
+    with session(url) as opened:
+        found = opened.client.workers()
+        if as_json:
+            print_json(found)
+        else:
+            _print_workers(found)
+
+
+@click.command()
+@click.argument("batch_id", metavar="BATCH")
+@click.option("--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="Wait no longer.")
+@url_option
+@json_option
+@click.pass_context
+def wait(
+    ctx: click.Context, batch_id: str, timeout: float | None, url: str | None, as_json: bool
+) -> None:
+    """Wait until a batch is done. Exit code 1 if some row failed, or the time was over.
+
+    \b
+    Examples:
+      batchkv wait 3f2a9c51d07be684
+      batchkv wait 3f2a9c51d07be684 --timeout 3600 && echo done
+    """
+    with session(url) as opened:
+        with reporter() as progress:
+            unserved = Unserved(progress.note)
+
+            def look(now: BatchStatus) -> None:
+                progress.update(snapshot_of(now))
+                unserved.look(now)
+
+            last = opened.client.wait(batch_id, timeout_seconds=timeout, on_progress=look)
+        if as_json:
+            print_json(_batch_fields(last))
+        else:
+            click.echo(last.reconciliation())
+    if not last.is_done:
+        say(f"batch {last.batch_id} is not done yet")
+    ctx.exit(0 if last.is_done and last.ok == last.total else 1)
+
+
+def _print_overview(client: Client, as_json: bool) -> None:
+    batches = client.list_batches()
+    found = client.workers()
+    if as_json:
+        print_json({"batches": [_batch_fields(b) for b in batches], "workers": found})
+        return
+    rows = [
+        (b.batch_id, b.total, b.ok, b.failed, b.canceled, b.running, b.queued, b.num_workers,
+         b.model)
+        for b in batches
+    ]  # fmt: skip
+    titles = ("BATCH", "ROWS", "OK", "FAILED", "CANCELED", "RUNNING", "QUEUED", "WORKERS", "MODEL")
+    print_table(titles, rows)
+    click.echo("")
+    _print_workers(found)
+
+
+def _print_batch(client: Client, batch_id: str, as_json: bool) -> None:
+    batch = client.status(batch_id)
+    rate = tokens_per_second(client, batch)
+    serving = [worker.name for worker in client.workers() if batch.queue in worker.queues]
+    if as_json:
+        print_json({**_batch_fields(batch), "tokens_per_second": rate, "workers": serving})
+        return
+    print_fields(
+        [
+            ("batch", batch.batch_id),
+            ("name", batch.name),
+            ("state", _state(batch)),
+            ("model", batch.model),
+            ("queue", batch.queue),
+            ("created", _moment(batch.created)),
+            ("rows", batch.total),
+            ("ok", batch.ok),
+            ("failed", batch.failed),
+            ("canceled", batch.canceled),
+            ("running", batch.running),
+            ("queued", batch.queued),
+            ("prompt tokens", f"{batch.prompt_tokens:,} ({batch.cached_tokens:,} cached)"),
+            ("generated", f"{batch.completion_tokens:,} tokens"),
+            ("speed", None if rate is None else f"{rate:,.0f} tok/s so far"),
+            ("workers", serving or "none"),
+        ]
+    )
+
+
+def _print_job(client: Client, job_id: str, as_json: bool) -> None:
+    job = client.job(job_id)
+    if as_json:
+        print_json(job)
+    else:
+        print_fields(list(asdict(job).items()))
+
+
+def _print_workers(found: Iterable[Any]) -> None:
+    now = time.time()
+    rows = [
+        (w.name, w.hostname, str(w.pid), w.state, w.num_running, w.num_successful, w.num_failed,
+         f"{max(0, now - w.last_heartbeat):.0f} s ago", w.queues)
+        for w in found
+    ]  # fmt: skip
+    titles = ("WORKER", "HOST", "PID", "STATE", "RUNNING", "OK", "FAILED", "SEEN", "QUEUES")
+    print_table(titles, rows)
+
+
+def _batch_fields(batch: BatchStatus) -> dict[str, Any]:
+    return {
+        **asdict(batch),
+        "queued": batch.queued,
+        "num_ended": batch.num_ended,
+        "is_done": batch.is_done,
+    }
+
+
+def _state(batch: BatchStatus) -> str:
+    if batch.is_done:
+        return "done"
+    if not batch.is_submitted:
+        return "being submitted"
+    return "running" if batch.running else "waiting"
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def tokens_per_second(client: Client, batch: BatchStatus) -> float | None:
+    """Generated tokens a second from the first row's start to the last row's end (or to now).
+
+    None when nothing was generated yet.
+    """
+    if not batch.completion_tokens:
+        return None
+    first = next(_rows_run(client.results(batch.batch_id)), None)
+    if first is None:
+        return None
+    start = first.created - first.busy_ms / 1000
+    end = _last_end(client, batch) if batch.is_done else time.time()
+    return batch.completion_tokens / max(end - start, first.busy_ms / 1000, 0.001)
+
+
+def _rows_run(rows: Iterator[StoredRow]) -> Iterator[Result]:
+    for row in itertools.islice(rows, MAX_BAD_ROWS_SKIPPED):
+        if row.result.busy_ms:
+            yield row.result
+
+
+def _last_end(client: Client, batch: BatchStatus) -> float:
+    ends: Callable[[StoredRow], float] = lambda row: row.result.created  # noqa: E731
+    after = max(0, batch.num_ended - 1)
+    return max(map(ends, client.results(batch.batch_id, after=after)), default=time.time())

@@ -1,0 +1,150 @@
+"""What several commands share: options, the connection, ways to print."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, ParamSpec, TypeVar
+
+import click
+from redis import Redis
+
+from batchkv_producer import connection
+from batchkv_producer.client import Client
+from batchkv_producer.errors import UsageError
+from batchkv_producer.job import SamplingParams
+from batchkv_producer.progress import printable
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+MODEL_VARIABLE = "BATCHKV_MODEL"
+
+url_option = click.option(
+    "--url",
+    metavar="URL",
+    help="Redis to use: redis://, rediss:// or unix://. Better in BATCHKV_REDIS_URL or in the file "
+    "that BATCHKV_REDIS_URL_FILE names: a command line is no place for a password. "
+    "[default: the embedded server]",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+model_option = click.option(
+    "-m",
+    "--model",
+    metavar="MODEL",
+    help="Model of all rows; without it the one that the lines name, else BATCHKV_MODEL.",
+)
+
+_GENERATION = (
+    ("--max-tokens", int, "Most tokens to generate for a row."),
+    ("--temperature", float, "0 takes the likeliest token always."),
+    ("--top-p", float, "Sample among the likeliest tokens of this total probability."),
+    ("--top-k", int, "Sample among this many likeliest tokens; 0: all."),
+    ("--min-p", float, "Leave out tokens less likely than this share of the likeliest."),
+    ("--seed", int, "Seed of every row; without it each row has its own."),
+    ("--repetition-penalty", float, "Above 1 makes tokens that stand there already less likely."),
+)
+
+
+def generation_options(command: Callable[..., R]) -> Callable[..., R]:
+    """Add the flags of generation; the command gets them as one ``defaults``."""
+
+    @functools.wraps(command)
+    def with_defaults(*args: Any, **kwargs: Any) -> R:
+        said = {f.name: kwargs.pop(f.name) for f in fields(SamplingParams) if f.name in kwargs}
+        return command(*args, defaults=SamplingParams(**said), **kwargs)
+
+    wrapped: Callable[..., R] = click.option(
+        "--stop", multiple=True, metavar="TEXT", help="End before this text (may be repeated)."
+    )(with_defaults)
+    for name, kind, text in reversed(_GENERATION):
+        wrapped = click.option(name, type=kind, help=f"{text} For rows that do not say.")(wrapped)
+    return wrapped
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """An open connection, the client on it, and the URL that both use."""
+
+    client: Client
+    connection: Redis
+    url: str
+
+
+@contextmanager
+def session(url: str | None) -> Iterator[Session]:
+    """Connect (to the embedded server by default); inside, faults of Redis are ServerErrors."""
+    resolved = connection.url_in_use(url)
+    with connection.server_errors(resolved), connection.connect(resolved, say) as redis:
+        yield Session(Client(redis), redis, resolved)
+
+
+def with_default_model(
+    model: str | None, rewind: Callable[[], object], call: Callable[[str | None], T]
+) -> T:
+    """``call`` with the model of the flag; BATCHKV_MODEL's, when neither flag nor lines name one.
+
+    Only the reader of the file can tell that no line names a model, so it may read it twice.
+    """
+    fallback = os.environ.get(MODEL_VARIABLE, "").strip()
+    try:
+        return call(model)
+    except UsageError as fault:
+        if model or not fallback or not str(fault).startswith("no model"):
+            raise
+    rewind()
+    return call(fallback)
+
+
+def say(text: str) -> None:
+    """A line for the person at the keyboard: standard error."""
+    click.echo(f"batchkv: {printable(text)}", err=True)
+
+
+def print_json(value: Any) -> None:
+    """Dataclasses, lists and dicts of them as indented JSON."""
+    plain = json.dumps(value, ensure_ascii=True, indent=2, default=_plain)
+    click.echo(plain)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in fields(value)}
+    return list(value) if isinstance(value, set | frozenset | tuple) else str(value)
+
+
+def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Columns as wide as they must be; numbers to the right."""
+    table: list[Sequence[object]] = [titles, *rows]
+    shown = [[_cell(value) for value in row] for row in table]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    for row, values in zip(shown, table, strict=True):
+        cells = [
+            text.rjust(width) if isinstance(value, int | float) else text.ljust(width)
+            for text, width, value in zip(row, widths, values, strict=True)
+        ]
+        click.echo("  ".join(cells).rstrip())
+
+
+def print_fields(pairs: Iterable[tuple[str, object]]) -> None:
+    """One ``name  value`` line each; a value that is None is left out."""
+    kept = [(name, _cell(value)) for name, value in pairs if value is not None]
+    width = max((len(name) for name, _ in kept), default=0)
+    for name, value in kept:
+        click.echo(f"{name.ljust(width)}  {value}")
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.1f}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    if isinstance(value, list | tuple | set | frozenset):
+        return ", ".join(_cell(item) for item in value)
+    return printable(str(value)).replace("\n", "\\n")

@@ -1,0 +1,234 @@
+"""``batchkv run`` and ``batchkv submit``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+import click
+
+from batchkv_producer import run as running
+from batchkv_producer import submission
+from batchkv_producer.cli.shared import (
+    generation_options,
+    json_option,
+    model_option,
+    print_json,
+    say,
+    session,
+    url_option,
+    with_default_model,
+)
+from batchkv_producer.errors import UsageError
+from batchkv_producer.job import SamplingParams
+from batchkv_producer.outfile import errors_path
+from batchkv_producer.progress import Snapshot, printable, reporter
+from batchkv_producer.submission import Checked, Submitted
+
+DEFAULT_TIMEOUT_SECONDS = 3600
+
+timeout_option = click.option(
+    "--job-timeout",
+    type=click.IntRange(min=1),
+    default=DEFAULT_TIMEOUT_SECONDS,
+    show_default=True,
+    metavar="SECONDS",
+    help="A row that takes longer, from when a worker starts on it, ends as failed (timeout).",
+)
+dry_run_option = click.option(
+    "--dry-run", is_flag=True, help="Read and check the file, count its rows, change nothing."
+)
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@model_option
+@click.option(
+    "-o",
+    "--output",
+    "out",
+    type=click.Path(path_type=Path),
+    metavar="OUT",
+    help="Where results go.  [default: FILE.results.jsonl]",
+)
+@click.option(
+    "--workers",
+    "num_workers",
+    type=click.IntRange(0, 64),
+    default=1,
+    show_default=True,
+    help="Workers to run here; 0: leave the work to those of other machines.",
+)
+@click.option("--kv-scheme", metavar="S", help="How the workers keep keys and values.")
+@click.option(
+    "--slots",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Rows a worker decodes at once, at most.",
+)
+@click.option("--memory", metavar="SIZE", help="Memory that a worker may use, like 12GB.")
+@generation_options
+@timeout_option
+@dry_run_option
+@url_option
+@click.pass_context
+def run(
+    ctx: click.Context,
+    file: Path,
+    model: str | None,
+    out: Path | None,
+    num_workers: int,
+    kv_scheme: str | None,
+    slots: int | None,
+    memory: str | None,
+    defaults: SamplingParams,
+    job_timeout: int,
+    dry_run: bool,
+    url: str | None,
+) -> None:
+    """Run a file of prompts to its end, with workers of its own, and save the results.
+
+    Results are appended to OUT as rows end, failed rows to OUT.errors.jsonl too. Interrupted or
+    killed at any point, the same command goes on from there: each row is in OUT once. The batch is
+    known by the file's content, the model and the generation flags; other settings may change.
+    Exit code 1 if some row failed.
+
+    \b
+    Examples:
+      batchkv run prompts.jsonl -m mlx-community/Qwen3-4B-4bit
+      batchkv run prompts.jsonl -m demo -o out.jsonl --temperature 0 --max-tokens 64
+      batchkv run prompts.jsonl -m ~/models/mine --kv-scheme affine4 --slots 64
+      batchkv run prompts.jsonl --dry-run
+    """  # fmt: skip
+    if str(file) == "-":
+        raise UsageError("run needs a file, to go on from if it is interrupted; see batchkv submit")
+    if dry_run:
+        _dry_run(file, model, defaults, as_json=False)
+        return
+    settings = (("--kv-scheme", kv_scheme), ("--slots", slots), ("--memory", memory))
+    arguments = [word for name, value in settings if value for word in (name, str(value))]
+    target = out or file.with_name(file.name + ".results.jsonl")
+    with session(url) as opened, reporter() as progress:
+
+        def go(named: str | None) -> running.RunReport:
+            options = running.RunOptions(
+                source=file,
+                out=target,
+                model=named,
+                defaults=defaults,
+                num_workers=num_workers,
+                worker_arguments=tuple(arguments),
+                job_timeout_seconds=job_timeout,
+            )
+            return running.run(opened.client, opened.connection, opened.url, options, progress)
+
+        report = with_default_model(model, lambda: None, go)
+    _tell(report)
+    ctx.exit(0 if report.status.ok == report.status.total else 1)
+
+
+def _tell(report: running.RunReport) -> None:
+    failed = report.status.failed
+    if failed:
+        say(
+            f"{failed:,} rows failed: {errors_path(report.out)} says why; "
+            f"`batchkv retry {report.status.batch_id}` queues them again"
+        )
+    say(f"results are in {report.out}")
+    click.echo(report.summary())
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
+@model_option
+@click.option("--ids", is_flag=True, help="Print the ids of the jobs, not that of the batch.")
+@click.option("--name", metavar="TEXT", help="A name for people.  [default: that of the file]")
+@generation_options
+@timeout_option
+@dry_run_option
+@url_option
+@json_option
+def submit(
+    file: Path,
+    model: str | None,
+    ids: bool,
+    name: str | None,
+    defaults: SamplingParams,
+    job_timeout: int,
+    dry_run: bool,
+    url: str | None,
+    as_json: bool,
+) -> None:
+    """Queue a file of prompts and print the batch's id. The same file again joins its batch.
+
+    FILE holds OpenAI Batch lines, {"prompt": ..} or {"messages": [..]} lines, or (.txt) one prompt
+    a line; - is standard input. A row that is wrong is told of and stops no other.
+
+    \b
+    Examples:
+      batchkv submit prompts.jsonl -m mlx-community/Qwen3-4B-4bit
+      batchkv submit prompts.jsonl --dry-run
+      batchkv submit prompts.txt -m demo --max-tokens 64 --stop END --ids
+      generate-prompts | batchkv submit - -m demo
+    """  # fmt: skip
+    if as_json and not dry_run:
+        raise UsageError("--json goes with --dry-run; submit prints ids")
+    source = _source(file)
+    if dry_run:
+        _dry_run(source, model, defaults, as_json=as_json)
+        return
+    with session(url) as opened:
+        with reporter() as progress:
+
+            def go(named: str | None) -> Submitted:
+                return opened.client.submit(
+                    source,
+                    model=named,
+                    defaults=defaults,
+                    job_timeout_seconds=job_timeout,
+                    name=name,
+                    on_progress=lambda done, total: progress.update(Snapshot(total, ok=done)),
+                )
+
+            submitted = with_default_model(model, lambda: _rewind(source), go)
+        bad = f", {submitted.num_bad:,} of them wrong" if submitted.num_bad else ""
+        verb = "joined" if submitted.joined else "queued"
+        say(f"{verb} {submitted.total:,} rows{bad}, in queue {submitted.queue}")
+        if ids:
+            for job_id in opened.client.job_ids(submitted.batch_id):
+                click.echo(job_id)
+        else:
+            click.echo(submitted.batch_id)
+
+
+def _source(file: Path) -> Path | BinaryIO:
+    return sys.stdin.buffer if str(file) == "-" else file
+
+
+def _rewind(source: Path | BinaryIO) -> None:
+    if isinstance(source, Path):
+        return
+    if not source.seekable():
+        raise UsageError("name the model with -m: standard input cannot be read twice")
+    source.seek(0)
+
+
+def _dry_run(
+    source: Path | BinaryIO, model: str | None, defaults: SamplingParams, *, as_json: bool
+) -> None:
+    def check(named: str | None) -> Checked:
+        return submission.check(source, model=named, defaults=defaults)
+
+    checked = with_default_model(model, lambda: _rewind(source), check)
+    if as_json:
+        print_json(checked)
+        return
+    for error in checked.errors:
+        say(f"line {error.line}: {error.code}: {error.message}")
+    click.echo(
+        printable(
+            f"{checked.total:,} rows = {checked.num_jobs:,} good + {checked.num_bad:,} wrong, "
+            f"{checked.num_chars:,} characters of prompts, model {checked.model}"
+        )
+    )

@@ -1,0 +1,196 @@
+"""The Python face of batchkv: submit a file, follow it, read it back.
+
+>>> client = Client(Redis.from_url("unix:///tmp/redis.sock"))
+>>> batch = client.submit(Path("prompts.jsonl"), model="demo").batch_id
+>>> for row in client.results(batch, follow=True):
+...     print(row.result.custom_id, row.result.text)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Literal, cast
+
+from redis import Redis
+
+from batchkv_producer import intervention, redis_keys, status, stored, submission, workers
+from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, Progress
+from batchkv_producer.errors import UsageError
+from batchkv_producer.job import Result, SamplingParams, decode_result
+from batchkv_producer.patience import Pace, patiently
+from batchkv_producer.source import Source
+from batchkv_producer.status import BatchStatus, JobInfo
+from batchkv_producer.stored import StoredRow
+from batchkv_producer.submission import Checked, Submitted
+from batchkv_producer.transitions import Transitions
+from batchkv_producer.workers import WorkerInfo
+
+__all__ = [
+    "BatchStatus",
+    "Checked",
+    "Client",
+    "JobInfo",
+    "StoredRow",
+    "Submitted",
+    "WorkerInfo",
+]
+
+PAGE_ROWS = 500
+MAX_RECLAIMED = 1_000_000
+NO_DEFAULTS = SamplingParams()
+
+
+class Client:
+    """Everything that a producer does, over one connection (which must return bytes).
+
+    Batch ids may be shortened to a unique prefix of at least 6 digits. An unknown id raises
+    NotFoundError; a server that fails raises redis-py's exceptions. ``wait`` and ``results`` with
+    ``follow`` outlive an outage of up to a minute.
+    """
+
+    def __init__(self, connection: Redis) -> None:
+        self._connection = connection
+
+    def submit(
+        self,
+        source: Source,
+        *,
+        model: str | None = None,
+        defaults: SamplingParams = NO_DEFAULTS,
+        job_timeout_seconds: int = DEFAULT_JOB_TIMEOUT_SECONDS,
+        name: str | None = None,
+        on_progress: Progress | None = None,
+    ) -> Submitted:
+        """Queue a file; the same file, model and defaults again join the batch that is there."""
+        return submission.submit(
+            self._connection,
+            source,
+            model=model,
+            defaults=defaults,
+            job_timeout_seconds=job_timeout_seconds,
+            name=name,
+            on_progress=on_progress,
+        )
+
+    def check(
+        self, source: Source, *, model: str | None = None, defaults: SamplingParams = NO_DEFAULTS
+    ) -> Checked:
+        """Read and check a file, change nothing."""
+        return submission.check(source, model=model, defaults=defaults)
+
+    def status(self, batch_id: str) -> BatchStatus:
+        """Where one batch stands."""
+        return status.read_batch(self._connection, self._find(batch_id))
+
+    def list_batches(self) -> list[BatchStatus]:
+        """All batches of the server, newest first."""
+        raw_ids: Any = self._connection.zrevrange(redis_keys.BATCHES, 0, -1)
+        return status.read_batches(self._connection, [raw.decode() for raw in raw_ids])
+
+    def workers(self) -> list[WorkerInfo]:
+        """All live workers."""
+        return workers.read_workers(self._connection)
+
+    def job(self, job_id: str) -> JobInfo:
+        """Where one job stands."""
+        return status.read_job(self._connection, job_id)
+
+    def result(self, job_id: str, wait_seconds: float = 0) -> Result | None:
+        """One job's result, or None when it has none after ``wait_seconds``."""
+        batch_id, line = status.split_job_id(job_id)
+        deadline = time.monotonic() + wait_seconds
+        pace = Pace(first_seconds=0.05, longest_seconds=0.5)
+        while (value := self._stored(batch_id, line)) is None:
+            status.read_job(self._connection, job_id)  # raises when there is no such job
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            pace.sleep(at_most_seconds=left)
+        return decode_result(value)
+
+    def results(
+        self,
+        batch_id: str,
+        *,
+        order: Literal["finish", "input"] = "finish",
+        follow: bool = False,
+        after: int = 0,
+    ) -> Iterator[StoredRow]:
+        """Results one by one, bad rows included.
+
+        ``order="finish"`` starts at index ``after`` of the finish order. ``follow`` goes on until
+        the batch is done; with ``order="input"`` it waits for each line in turn.
+        """
+        full_id = self._find(batch_id)
+        if order == "input":
+            return stored.in_input_order(self._connection, full_id, follow=follow)
+        return stored.in_finish_order(self._connection, full_id, follow=follow, after=after)
+
+    def wait(
+        self,
+        batch_id: str,
+        *,
+        timeout_seconds: float | None = None,
+        on_progress: Callable[[BatchStatus], None] | None = None,
+    ) -> BatchStatus:
+        """Poll until the batch is done or the time is over; the last status either way."""
+        full_id = self._find(batch_id)
+        deadline = float("inf") if timeout_seconds is None else time.monotonic() + timeout_seconds
+        pace, last_num_ended = Pace(), -1
+        while True:
+            now = patiently(partial(status.read_batch, self._connection, full_id))
+            if on_progress is not None:
+                on_progress(now)
+            left = deadline - time.monotonic()
+            if now.is_done or left <= 0:
+                return now
+            if now.num_ended != last_num_ended:
+                pace.reset()
+            last_num_ended = now.num_ended
+            pace.sleep(at_most_seconds=left)
+
+    def cancel(self, target: str) -> int:
+        """Cancel a batch or one job; how many rows became canceled."""
+        if "-" in target:
+            return intervention.cancel_job(self._connection, target)
+        return intervention.cancel_batch(self._connection, self.status(target))
+
+    def retry(self, batch_id: str) -> int:
+        """Queue a batch's failed rows again; how many could be."""
+        return intervention.retry_batch(self._connection, self.status(batch_id))
+
+    def job_ids(self, batch_id: str) -> Iterator[str]:
+        """The ids of a batch's jobs in input order, those of bad rows included."""
+        batch = self.status(batch_id)
+        for start in range(1, batch.last_line + 1, PAGE_ROWS):
+            lines = range(start, min(start + PAGE_ROWS, batch.last_line + 1))
+            for line in self._rows_among(batch, lines):
+                yield redis_keys.job_id(batch.batch_id, line)
+
+    def reclaim(self, queue: str, worker_name: str) -> int:
+        """Take back at once what a worker holds that is known to be dead; how many jobs."""
+        if not worker_name:
+            raise UsageError("reclaim needs the name of a worker")
+        requeued, failed = Transitions(self._connection).reap(queue, worker_name, MAX_RECLAIMED)
+        return requeued + failed
+
+    def _stored(self, batch_id: str, line: int) -> bytes | None:
+        value: Any = self._connection.hget(redis_keys.results(batch_id), str(line))
+        return cast("bytes | None", value)
+
+    def _find(self, batch_id: str) -> str:
+        return status.find_batch(self._connection, batch_id)
+
+    def _rows_among(self, batch: BatchStatus, lines: range) -> list[int]:
+        """The lines that are rows: all, unless the file has blank lines."""
+        if batch.total == batch.last_line:
+            return list(lines)
+        with self._connection.pipeline(transaction=False) as pipeline:
+            for line in lines:
+                pipeline.exists(redis_keys.job(redis_keys.job_id(batch.batch_id, line)))
+                pipeline.hexists(redis_keys.results(batch.batch_id), str(line))
+            replies = pipeline.execute()
+        pairs = zip(lines, replies[::2], replies[1::2], strict=True)
+        return [line for line, has_job, has_result in pairs if has_job or has_result]

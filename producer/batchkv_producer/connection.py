@@ -1,0 +1,199 @@
+"""How the command line reaches Redis, and how every fault of Redis becomes one clear sentence.
+
+The URL is the ``--url`` flag, else ``BATCHKV_REDIS_URL``, else the content of the file that
+``BATCHKV_REDIS_URL_FILE`` names, else that of the embedded server (``server``). A password never
+appears in a message.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthenticationWrongNumberOfArgsError,
+    AuthorizationError,
+    BusyLoadingError,
+    ConnectionError,
+    MaxConnectionsError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    TimeoutError,
+)
+from redis.retry import Retry
+
+from batchkv_producer import server
+from batchkv_producer.errors import ServerError, UsageError
+
+URL_VARIABLE = "BATCHKV_REDIS_URL"
+URL_FILE_VARIABLE = "BATCHKV_REDIS_URL_FILE"
+SCHEMES = ("redis://", "rediss://", "unix://")
+
+PROBE_CONNECT_SECONDS = 0.8  # a server that is not there fails within a second
+PROBE_REPLY_SECONDS = 3.0
+CONNECT_SECONDS = 5.0
+REPLY_SECONDS = 60.0  # longer than any script of ours, or a disk that is busy, holds a reply back
+
+Warn = Callable[[str], None]
+
+
+def resolve_url(url: str | None) -> str | None:
+    """The URL that the flag, else the environment, names; None means the embedded server."""
+    if url:
+        return url
+    from_variable = os.environ.get(URL_VARIABLE, "").strip()
+    path = os.environ.get(URL_FILE_VARIABLE, "").strip()
+    if from_variable and path:
+        raise UsageError(f"{URL_VARIABLE} and {URL_FILE_VARIABLE} are both set: keep one")
+    if from_variable:
+        return from_variable
+    if not path:
+        return None
+    try:
+        found = Path(path).expanduser().read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as fault:
+        problem = getattr(fault, "strerror", None) or "it is not text"
+        raise UsageError(f"{URL_FILE_VARIABLE} names {path}: {problem}") from fault
+    if not found:
+        raise UsageError(f"{URL_FILE_VARIABLE} names {path}, which is empty")
+    return found
+
+
+def url_in_use(url: str | None) -> str:
+    """The URL to connect to: ``resolve_url``'s, or that of the embedded server, now running."""
+    return resolve_url(url) or server.ensure_running(server.home_from_environment())
+
+
+def connect(url: str | None, warn: Warn | None = None) -> Redis:
+    """A connection that was seen to work, with bytes replies; ServerError tells why there is none.
+
+    ``warn`` is told of settings under which the server may lose jobs.
+    """
+    resolved = url_in_use(url)
+    with server_errors(resolved):
+        _probe(resolved, warn or (lambda _: None))
+    return _client(
+        resolved,
+        socket_connect_timeout=CONNECT_SECONDS,
+        socket_timeout=REPLY_SECONDS,
+        socket_keepalive=None if resolved.startswith("unix://") else True,
+        # About four seconds in all: a server that restarts is waited for, one that is gone is not.
+        retry=Retry(ExponentialWithJitterBackoff(base=0.1, cap=1.0), 6),
+    )
+
+
+def masked(url: str) -> str:
+    """The URL as it may be shown: without its password."""
+    if "://" not in url:
+        return url.rpartition("@")[2]
+    url = re.sub(r"(?<=://)([^/@:]*):.*@", r"\1:***@", url, flags=re.DOTALL)
+    return re.sub(r"(?<=[?&]password=)[^&]*", "***", url)
+
+
+@contextmanager
+def server_errors(url: str) -> Iterator[None]:
+    """Inside, every fault of Redis becomes a ServerError that says what to do about it."""
+    try:
+        yield
+    except RedisError as fault:
+        raise ServerError(explain(fault, url)) from fault
+
+
+def explain(fault: RedisError, url: str) -> str:
+    """One line: which server, what is wrong with it, what to do."""
+    text = " ".join(str(fault).split())
+    for kinds, pattern, sentence in _FAULTS:
+        if isinstance(fault, kinds) and re.search(pattern, text):
+            return f"Redis at {masked(url)} {sentence}"
+    return f"Redis at {masked(url)} answers with an error: {text[:300]}"
+
+
+_ANY: tuple[type[Exception], ...] = (RedisError,)
+_AUTH = (AuthenticationError, AuthorizationError, AuthenticationWrongNumberOfArgsError)
+# The first that fits is used. A fault inside a script keeps the word, not always the class.
+_FAULTS: tuple[tuple[tuple[type[Exception], ...], str, str], ...] = (
+    (_ANY, "NOAUTH|Authentication required|HELLO must be called", "wants a password: put it in the "
+     "URL (redis://:PASSWORD@host:6379/0), best in the file that BATCHKV_REDIS_URL_FILE names"),
+    (_ANY, "WRONGPASS|invalid password|invalid username-password|without any password", "refuses "
+     "the password or user of the URL: correct it"),
+    ((*_AUTH, NoPermissionError), "", "does not let this user do that: its ACL needs ~rq:* "
+     "~batchkv:* &rq:* and the commands of a worker"),
+    ((ReadOnlyError,), "", "is a read-only replica: use the URL of its primary"),
+    (_ANY, "READONLY", "is a read-only replica: use the URL of its primary"),
+    ((OutOfMemoryError,), "", "is full (maxmemory): raise maxmemory or remove what is not needed. "
+     "Nothing queued so far is lost; the same command goes on from there"),
+    (_ANY, r"\bOOM\b", "is full (maxmemory): raise maxmemory or remove what is not needed. "
+     "Nothing queued so far is lost; the same command goes on from there"),
+    (_ANY, "MISCONF", "cannot write to its disk and takes no more writes (MISCONF): free space "
+     "there, its log tells more"),
+    (_ANY, "NOREPLICAS", "has too few replicas to take writes (min-replicas-to-write)"),
+    ((BusyLoadingError,), "", "is still loading its data: try again in a moment"),
+    (_ANY, "MASTERDOWN", "is a replica that has lost its primary"),
+    (_ANY, "MOVED|CLUSTERDOWN|CROSSSLOT", "is a cluster, which batchkv does not support: use a "
+     "single server"),
+    (_ANY, "unknown command", "does not know a command that batchkv needs: it must be Redis 6.2 or "
+     "newer, or Valkey"),
+    ((MaxConnectionsError,), "", "has no connection left for us (maxclients)"),
+    (_ANY, "max number of clients", "has no connection left for us (maxclients)"),
+    (_ANY, "protected mode", "is in protected mode and refuses other machines: set a password and "
+     "a bind address there"),
+    ((TimeoutError,), "", "does not answer: is the address right, and the machine awake?"),
+    ((ConnectionError,), "CERTIFICATE|SSL|TLS", "cannot be reached over TLS: check the scheme "
+     "(redis:// or rediss://) and the certificate"),
+    ((ConnectionError,), "(?i)closed by server|reset by peer|broken pipe", "closed the "
+     "connection: was it stopped? A rediss:// server also does so with redis://"),
+    ((ConnectionError,), "(?i)name or service|nodename|name resolution|getaddrinfo", "cannot be "
+     "found: there is no machine by that name"),
+    ((ConnectionError,), "(?i)timed? ?out", "does not answer: is the address right, and the "
+     "machine awake?"),
+    ((ConnectionError,), "", "cannot be reached: is it running there? Without --url and "
+     "BATCHKV_REDIS_URL batchkv starts one of its own"),
+)  # fmt: skip
+
+
+def _client(url: str, **settings: Any) -> Redis:
+    if not url.startswith(SCHEMES):
+        raise UsageError(f"Redis URL {masked(url)} must begin with one of {', '.join(SCHEMES)}")
+    settings = {name: value for name, value in settings.items() if value is not None}
+    try:
+        # The password may be part of the fault's text, so nothing of it is passed on.
+        return Redis.from_url(url, decode_responses=False, **settings)
+    except (ValueError, TypeError):
+        message = f"Redis URL {masked(url)} cannot be understood: it is SCHEME://HOST:PORT/DB"
+    raise UsageError(message)
+
+
+def _probe(url: str, warn: Warn) -> None:
+    settings = {"socket_connect_timeout": PROBE_CONNECT_SECONDS}
+    with _client(
+        url, socket_timeout=PROBE_REPLY_SECONDS, retry=Retry(NoBackoff(), 0), **settings
+    ) as connection:
+        connection.ping()
+        try:
+            info: dict[str, Any] = connection.info()
+        except NoPermissionError:
+            return  # this user may not ask; the commands themselves will tell
+    _refuse_old(url, str(info.get("redis_version", "")))
+    policy = info.get("maxmemory_policy", "noeviction")
+    if info.get("maxmemory") and policy != "noeviction":
+        warn(
+            f"Redis at {masked(url)} drops keys when it is full (maxmemory-policy {policy}), "
+            "jobs among them: set it to noeviction"
+        )
+
+
+def _refuse_old(url: str, version: str) -> None:
+    parts = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if parts and parts < server.MIN_VERSION:
+        raise ServerError(
+            f"Redis at {masked(url)} is version {version}; batchkv needs 6.2 or newer"
+        )

@@ -1,0 +1,121 @@
+"""Sending a sealed plan to Redis: create or join the batch, then its chunks one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from batchkv_producer import redis_keys
+from batchkv_producer.errors import BatchkvError
+from batchkv_producer.formats import RowError
+from batchkv_producer.job import Result, SamplingParams, encode_result
+from batchkv_producer.planner import Chunk, Plan, PlanCounts
+from batchkv_producer.transitions import Transitions
+
+DEFAULT_JOB_TIMEOUT_SECONDS = 3600
+MAX_IN_FLIGHT = 2  # chunks: Redis works on one while the next is read and packed
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSpec:
+    """What the caller says about a batch, beside its rows."""
+
+    model: str
+    defaults: SamplingParams
+    job_timeout_seconds: int = DEFAULT_JOB_TIMEOUT_SECONDS
+    name: str = ""
+
+
+def enqueue(
+    transitions: Transitions,
+    plan: Plan,
+    counts: PlanCounts,
+    digest: str,
+    spec: BatchSpec,
+    on_progress: Progress | None = None,
+) -> bool:
+    """Queue what of the plan is not in the queue yet; True when the batch had been begun before.
+
+    ``on_progress`` gets (rows in the queue, rows in all). Raises BatchkvError when the server
+    holds a batch that is not this one.
+    """
+    batch_id = digest[:16]
+    start = _create_or_join(transitions, batch_id, counts, digest, spec)
+    num_rows = plan.num_rows_before(start)
+    in_flight: deque[tuple[Chunk, Future[int]]] = deque()
+
+    def confirm_oldest() -> None:
+        nonlocal num_rows
+        chunk, future = in_flight.popleft()
+        _check_reply(batch_id, chunk.number, future.result())
+        num_rows += len(chunk.jobs) + len(chunk.bad_rows)
+        if on_progress is not None:
+            on_progress(num_rows, counts.total)
+
+    # One thread keeps the chunks in order. Leaving the block waits for what is on its way.
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        for chunk in plan.chunks(start):
+            if len(in_flight) == MAX_IN_FLIGHT:
+                confirm_oldest()
+            in_flight.append((chunk, pool.submit(_send, transitions, batch_id, spec, chunk)))
+        while in_flight:
+            confirm_oldest()
+    return start > 0
+
+
+def _create_or_join(
+    transitions: Transitions, batch_id: str, counts: PlanCounts, digest: str, spec: BatchSpec
+) -> int:
+    """The number of the first chunk that is not in the queue yet."""
+    there, num_enqueued, num_chunks = transitions.create(
+        batch_id,
+        {
+            "digest": digest,
+            "name": spec.name,
+            "model": spec.model,
+            "queue": redis_keys.queue_name(spec.model),
+            "total": counts.total,
+            "num_chunks": counts.num_chunks,
+            "last_line": counts.last_line,
+        },
+    )
+    if there != digest:
+        raise BatchkvError(f"another batch has the id {batch_id} (its digest is {there})")
+    if num_chunks != counts.num_chunks:
+        raise BatchkvError(
+            f"batch {batch_id} was begun by a version of batchkv that orders rows differently; "
+            "finish the submit with that version"
+        )
+    return num_enqueued
+
+
+def _send(transitions: Transitions, batch_id: str, spec: BatchSpec, chunk: Chunk) -> int:
+    queue = redis_keys.queue_name(spec.model)
+    bad_rows = [(row.line, encode_result(_as_result(row, spec.model))) for row in chunk.bad_rows]
+    return transitions.submit(
+        batch_id, queue, chunk.number, chunk.jobs, bad_rows, spec.job_timeout_seconds
+    )
+
+
+def _as_result(row: RowError, model: str) -> Result:
+    return Result(
+        custom_id=row.custom_id,
+        endpoint=row.endpoint,
+        outcome="failed",
+        model=model,
+        error=(row.code, row.message),
+        created=int(time.time()),
+    )
+
+
+def _check_reply(batch_id: str, chunk: int, num_enqueued: int) -> None:
+    """After our turn the count is past our chunk, whoever enqueued it."""
+    if num_enqueued <= chunk:
+        raise BatchkvError(
+            f"batch {batch_id} vanished from the server while it was submitted; submit it again"
+        )

@@ -1,0 +1,236 @@
+"""A locked file of whole lines, each the output line of one row of one batch.
+
+``outfile`` makes OUT and its errors file of two of these.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from batchkv_producer import redis_keys
+from batchkv_producer.errors import BatchkvError, UsageError
+
+BUFFER_BYTES = 2**20
+
+_OWN_LINE = re.compile(rb'\{"id": ?"([0-9a-f]{16})-([1-9][0-9]{0,11})",')
+
+
+class OutputError(BatchkvError):
+    """OUT could not be written to its end: the disk is full or broken. A rerun goes on."""
+
+    exit_code = 4
+
+
+class LineFile:
+    """One locked file of whole lines, each an output line of one batch, appended to."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._buffer = bytearray()
+        self._end = os.fstat(descriptor).st_size  # everything before is whole lines
+
+    @classmethod
+    def open(cls, path: Path) -> LineFile:
+        """Open or create; UsageError when that is refused or another process has it locked."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+        if path.exists() and not path.is_file():
+            kind = "a folder" if path.is_dir() else "not a regular file"
+            raise UsageError(f"cannot write results to {path}: it is {kind}")
+        while True:
+            try:
+                descriptor = os.open(path, flags, 0o644)
+            except OSError as fault:
+                raise UsageError(_cannot_open(path, fault)) from fault
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Somebody may have put a new file in its place between the two calls.
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    _sync_folder(path)
+                    return cls(path, descriptor)
+            except BlockingIOError as fault:
+                os.close(descriptor)
+                raise UsageError(f"{path} is being written by another batchkv") from fault
+            except FileNotFoundError:
+                pass
+            os.close(descriptor)
+
+    def close(self, *, remove_if_empty: bool = False) -> None:
+        """Let the file and its lock go."""
+        if remove_if_empty and os.fstat(self._descriptor).st_size == 0:
+            self.path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+    def write(self, row: bytes) -> None:
+        self._buffer += row
+        if len(self._buffer) >= BUFFER_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Append what is buffered; on a full disk what was written of it is cut off again."""
+        position = self._end
+        view = memoryview(bytes(self._buffer))
+        self._buffer.clear()
+        try:
+            while view:
+                num_written = os.pwrite(self._descriptor, view, position)
+                position += num_written
+                view = view[num_written:]
+        except OSError as fault:
+            os.ftruncate(self._descriptor, self._end)
+            raise OutputError(_cannot_write(self.path, fault)) from fault
+        self._end = position
+
+    def sync(self) -> None:
+        try:
+            if sys.platform == "darwin":  # fsync there leaves data in the drive's own cache
+                try:
+                    fcntl.fcntl(self._descriptor, fcntl.F_FULLFSYNC)
+                    return
+                except OSError:  # network file systems have no such call
+                    pass
+            os.fsync(self._descriptor)
+        except OSError as fault:
+            raise OutputError(_cannot_write(self.path, fault)) from fault
+
+    def rows(self, batch_id: str) -> Iterator[tuple[int, bytes]]:
+        """(line number, row with its newline) of every row; UsageError on anything else."""
+        with self._reader() as file:
+            for number, row in enumerate(file, 1):
+                yield line_of(row, batch_id, self.path, number), row
+
+    def first_row(self) -> bytes:
+        with self._reader() as file:
+            return file.readline(2**26)
+
+    def cut_torn_line(self, batch_id: str) -> None:
+        """Cut what stands after the last newline, if it is what a crash leaves of a line."""
+        start = self._end_of_last_line()
+        if start == self._end:
+            return
+        tail = os.pread(self._descriptor, 64, start)
+        if not _is_torn(tail, batch_id):
+            raise UsageError(_not_ours(self.path, batch_id))
+        os.ftruncate(self._descriptor, start)
+        self._end = start
+
+    def rewrite(self, batch_id: str, is_kept: Callable[[int], bool]) -> None:
+        """Keep some rows only. The new file takes the place of the old one in one step."""
+        kept = (row for line, row in self.rows(batch_id) if is_kept(line))
+        fresh, _ = write_beside(self.path, kept)
+        os.close(self._descriptor)
+        self._descriptor, self._end = fresh._descriptor, fresh._end
+
+    def _reader(self) -> BinaryIO:
+        return open(self.path, "rb", buffering=BUFFER_BYTES)
+
+    def _end_of_last_line(self) -> int:
+        position = self._end
+        while position > 0:
+            start = max(0, position - BUFFER_BYTES)
+            block = os.pread(self._descriptor, position - start, start)
+            found = block.rfind(b"\n")
+            if found >= 0:
+                return start + found + 1
+            position = start
+        return 0
+
+
+def line_of(row: bytes, batch_id: str, path: Path, number: int) -> int:
+    """The line number that a row of OUT is the result of."""
+    match = _OWN_LINE.match(row)
+    found = (match[1].decode(), int(match[2])) if match and row.endswith(b"}\n") else _parsed(row)
+    if found is None:
+        raise UsageError(
+            f"{path} is not a file of results: line {number} is none. Choose another with -o"
+        )
+    if found[0] != batch_id:
+        raise UsageError(_other_batch(path, found[0], batch_id))
+    return found[1]
+
+
+def _parsed(row: bytes) -> tuple[str, int] | None:
+    """The id in a line that is JSON but was perhaps formatted anew by another tool."""
+    try:
+        value = json.loads(row)
+    except (ValueError, RecursionError):
+        return None
+    job_id = value.get("id") if isinstance(value, dict) else None
+    return redis_keys.parse_job_id(job_id) if isinstance(job_id, str) else None
+
+
+def _is_torn(tail: bytes, batch_id: str) -> bool:
+    begin = f'{{"id":"{batch_id}-'.encode()
+    seen = tail.replace(b" ", b"")[: len(begin)]
+    # A machine that lost its power may leave zeros where the data did not arrive.
+    return begin.startswith(seen.rstrip(b"\0")) and b"\n" not in tail
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # some file systems refuse it for folders
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def _cannot_open(path: Path, fault: OSError) -> str:
+    if fault.errno == errno.ENOENT:
+        return f"cannot write results to {path}: there is no folder {path.parent}"
+    return f"cannot write results to {path}: {fault.strerror}"
+
+
+def _cannot_write(path: Path, fault: OSError) -> str:
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    what = "the disk is full" if fault.errno in full else "the disk does not take it"
+    return (
+        f"cannot write {path}: {what} ({fault.strerror}). Nothing is lost: "
+        "make room and run the same command again"
+    )
+
+
+def _not_ours(path: Path, batch_id: str) -> str:
+    return f"{path} is not a file of results of batch {batch_id}. Choose another with -o"
+
+
+def _other_batch(path: Path, found: str, batch_id: str) -> str:
+    return (
+        f"{path} holds results of batch {found}, not of {batch_id}: the input, the model or the "
+        "settings of generation are different ones. Choose another file with -o"
+    )
+
+
+def write_beside(path: Path, rows: Iterable[bytes]) -> tuple[LineFile, int]:
+    """Write a file beside ``path`` and put it in its place; (that file, still open; its rows)."""
+    target = Path(os.path.realpath(path))
+    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    beside.unlink(missing_ok=True)
+    file = LineFile.open(beside)
+    num_rows = 0
+    try:
+        if target.exists():
+            beside.chmod(stat.S_IMODE(target.stat().st_mode))
+        for row in rows:
+            file.write(row)
+            num_rows += 1
+        file.flush()
+        file.sync()
+        beside.replace(target)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        file.close()
+        raise
+    _sync_folder(target)
+    file.path = path
+    return file, num_rows

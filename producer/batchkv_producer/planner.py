@@ -1,0 +1,219 @@
+"""The order in which a batch is queued: rows with a common prefix stand next to each other.
+
+The producer has no tokenizer, so the *canonical text* serves: the tools, then roles and messages
+(or the prompt), in the order in which a chat template renders them. Rows are sorted by a key that
+is short for a long text, and still keeps together the rows that share a long prefix::
+
+    text (UTF-8)   |  0 .. 256  | 256 .. 512 |  ...  | .. 16 Ki | 16 Ki .. 20 Ki | ... | 512 Ki ..
+    key            |  the bytes |  4-byte checksum of each       | checksum of each     | one only
+
+Equal blocks give equal checksums, so that equal prefixes give equal beginnings of the key, and a
+sort puts them together; among blocks that differ any order is as good as another. Order and chunks
+are a pure function of the file: chunk k holds the same rows whenever, wherever and however often
+the file is submitted, which is what makes an interrupted submit safe to repeat.
+
+Everything lives in a temporary SQLite file that is unlinked as soon as it is open, in the
+directory that TMPDIR names, so that a million rows need no memory and a crash leaves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from types import TracebackType
+from typing import Any
+
+from batchkv_producer.errors import BatchkvError
+from batchkv_producer.formats import Row, RowError
+from batchkv_producer.job import ErrorCode, Request, SamplingParams, encode_job
+
+CHUNK_ROWS = 500
+CHUNK_CHARS = 8 * 2**20  # a chunk ends after the row that reaches it
+
+FINE_BYTES, FINE_END = 256, 16 * 2**10
+COARSE_BYTES, COARSE_END = 4 * 2**10, 512 * 2**10
+
+_SETUP = """
+PRAGMA journal_mode = OFF;
+PRAGMA synchronous = OFF;
+PRAGMA temp_store = FILE;
+PRAGMA cache_size = -16384;
+CREATE TABLE rows (
+    line INTEGER PRIMARY KEY, custom_id TEXT, sort_key BLOB, num_chars INTEGER,
+    endpoint TEXT, code TEXT, message TEXT, data BLOB);
+CREATE TABLE plan (chunk INTEGER, line INTEGER);
+BEGIN;
+"""
+_ADD = "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+_BY_CUSTOM_ID = "SELECT custom_id, line, code FROM rows ORDER BY custom_id, line"
+_REFUSE = "UPDATE rows SET code = ?, message = ?, sort_key = x'', data = NULL WHERE line = ?"
+_BY_PREFIX = "SELECT line, num_chars FROM rows ORDER BY sort_key, line"
+_FROM_CHUNK = """
+SELECT plan.chunk, rows.line, custom_id, endpoint, code, message, data
+FROM plan CROSS JOIN rows ON rows.line = plan.line WHERE plan.chunk >= ? ORDER BY plan.rowid
+"""  # a cross join keeps SQLite from turning the loops around
+_ERRORS = """
+SELECT line, custom_id, endpoint, code, message FROM rows WHERE code IS NOT NULL
+ORDER BY line LIMIT ?
+"""
+_COUNTS = "SELECT COUNT(*), COUNT(code), SUM(num_chars), MAX(line) FROM rows"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCounts:
+    """What a plan holds. ``num_chars`` counts the text of the rows that can be run."""
+
+    total: int
+    num_bad: int
+    num_chars: int
+    last_line: int
+    num_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows that are queued in one step: (line, job data), and the bad ones among them."""
+
+    number: int
+    jobs: list[tuple[int, bytes]]
+    bad_rows: list[RowError]
+
+
+def canonical_text(request: Request) -> str:
+    """The request's text in the order in which a template renders it."""
+    if request.prompt is not None:
+        return request.prompt
+    parts = [] if request.tools is None else [json.dumps(request.tools, ensure_ascii=False)]
+    for message in request.messages or ():
+        parts += ("\x1e", message["role"], "\x1f", message["content"])
+        if "tool_calls" in message:
+            parts.append(json.dumps(message["tool_calls"], ensure_ascii=False))
+    return "".join(parts)
+
+
+def sort_key(text: str) -> bytes:
+    """The key by which rows are put in prefix order; at most 1,008 bytes."""
+    raw = text.encode("utf-8")
+    if len(raw) <= FINE_BYTES:
+        return raw
+    key = [raw[:FINE_BYTES]]
+    for start in range(FINE_BYTES, min(len(raw), FINE_END), FINE_BYTES):
+        key.append(zlib.crc32(raw[start : start + FINE_BYTES]).to_bytes(4, "big"))
+    for start in range(FINE_END, min(len(raw), COARSE_END), COARSE_BYTES):
+        key.append(zlib.crc32(raw[start : start + COARSE_BYTES]).to_bytes(4, "big"))
+    if len(raw) > COARSE_END:
+        key.append(zlib.crc32(raw[COARSE_END:]).to_bytes(4, "big"))
+    return b"".join(key)
+
+
+def with_defaults(defaults: SamplingParams) -> Callable[[SamplingParams], SamplingParams]:
+    """A function that fills in what a row has not said."""
+    unsaid = SamplingParams()
+    names = [f.name for f in fields(SamplingParams)]
+    said = {n: getattr(defaults, n) for n in names if getattr(defaults, n) != getattr(unsaid, n)}
+    if not said:
+        return lambda params: params
+
+    def fill(params: SamplingParams) -> SamplingParams:
+        missing = {n: v for n, v in said.items() if getattr(params, n) == getattr(unsaid, n)}
+        return replace(params, **missing)
+
+    return fill
+
+
+class Plan:
+    """A batch on its way to the queue: fill it once, seal it, then read its chunks in order."""
+
+    def __init__(self, defaults: SamplingParams) -> None:
+        self._fill = with_defaults(defaults)
+        self._is_plain = defaults == SamplingParams()
+        self._database = sqlite3.connect("", isolation_level=None)  # "": a file that is unlinked
+        self._database.executescript(_SETUP)
+
+    def __enter__(self) -> Plan:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._database.close()
+        if isinstance(error, sqlite3.Error):
+            raise BatchkvError(
+                f"the temporary file for ordering the batch failed: {error}; "
+                "set TMPDIR to a directory with more room"
+            ) from error
+
+    def add(self, rows: Iterable[Row | RowError]) -> None:
+        """Take every row of the file."""
+        self._database.executemany(_ADD, map(self._record, rows))
+
+    def seal(self) -> PlanCounts:
+        """Refuse repeated ids, put the rows in order and cut them into chunks."""
+        self._database.executemany(_REFUSE, self._duplicates())
+        self._database.executemany("INSERT INTO plan VALUES (?, ?)", self._cut())
+        total, num_bad, num_chars, last_line = self._database.execute(_COUNTS).fetchone()
+        last_chunk = self._database.execute("SELECT MAX(chunk) FROM plan").fetchone()[0]
+        num_chunks = 0 if last_chunk is None else last_chunk + 1
+        return PlanCounts(total, num_bad, num_chars or 0, last_line or 0, num_chunks)
+
+    def errors(self, limit: int) -> tuple[RowError, ...]:
+        """The first bad rows in the order of their lines."""
+        return tuple(RowError(*row) for row in self._database.execute(_ERRORS, (limit,)))
+
+    def chunks(self, start: int = 0) -> Iterator[Chunk]:
+        """The chunks from number ``start`` on, one in memory at a time."""
+        chunk = Chunk(start, [], [])
+        for number, line, custom_id, endpoint, code, message, data in self._database.execute(
+            _FROM_CHUNK, (start,)
+        ):
+            if number != chunk.number:
+                yield chunk
+                chunk = Chunk(number, [], [])
+            if code is None:
+                chunk.jobs.append((line, data))
+            else:
+                chunk.bad_rows.append(RowError(line, custom_id, endpoint, code, message))
+        if chunk.jobs or chunk.bad_rows:
+            yield chunk
+
+    def num_rows_before(self, chunk: int) -> int:
+        """How many rows the chunks before this one hold."""
+        query = "SELECT COUNT(*) FROM plan WHERE chunk < ?"
+        return int(self._database.execute(query, (chunk,)).fetchone()[0])
+
+    def _record(self, row: Row | RowError) -> tuple[Any, ...]:
+        """A row of the table. A bad row's key is empty: it goes first, and is known at once."""
+        if isinstance(row, RowError):
+            return row.line, row.custom_id, b"", 0, row.endpoint, row.code, row.message, None
+        request = row.request
+        text = canonical_text(request)
+        if not self._is_plain:
+            request = replace(request, params=self._fill(request.params))
+        data = encode_job(request)
+        key = sort_key(text)
+        return row.line, request.custom_id, key, len(text), request.endpoint, None, None, data
+
+    def _duplicates(self) -> Iterator[tuple[str, str, int]]:
+        """The good rows whose id an earlier line has. A bad line holds on to its id, too."""
+        first_id, first_line = None, 0
+        for custom_id, line, code in self._database.execute(_BY_CUSTOM_ID):
+            if custom_id != first_id:
+                first_id, first_line = custom_id, line
+            elif code is None:
+                shown = json.dumps(custom_id)[:80]
+                message = f"custom_id {shown} is taken by line {first_line}"
+                yield ErrorCode.DUPLICATE_CUSTOM_ID, message, line
+
+    def _cut(self) -> Iterator[tuple[int, int]]:
+        chunk = num_rows = num_chars = 0
+        for line, size in self._database.execute(_BY_PREFIX):
+            if num_rows == CHUNK_ROWS or num_chars >= CHUNK_CHARS:
+                chunk, num_rows, num_chars = chunk + 1, 0, 0
+            num_rows, num_chars = num_rows + 1, num_chars + size
+            yield chunk, line

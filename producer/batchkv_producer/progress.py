@@ -1,0 +1,196 @@
+"""Progress on standard error: a live bar on a terminal, now and then a plain line elsewhere.
+
+Also the one place that keeps prompts, answers and logs from sending control sequences to a
+terminal (``printable``).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, Self
+
+import click
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+
+PLAIN_INTERVAL_SECONDS = 5.0
+WINDOW_SECONDS = 30.0  # rates are means over this long
+
+# C0 but tab and newline, DEL, C1, and what turns the direction of writing around.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """How a batch stands: rows, and tokens generated so far."""
+
+    total: int
+    ok: int = 0
+    failed: int = 0
+    canceled: int = 0
+    running: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def num_ended(self) -> int:
+        return self.ok + self.failed + self.canceled
+
+
+class Rates:
+    """Rows and tokens a second over the last ``WINDOW_SECONDS``."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._samples: deque[tuple[float, int, int]] = deque()
+
+    def add(self, snapshot: Snapshot) -> None:
+        now = self._clock()
+        self._samples.append((now, snapshot.num_ended, snapshot.completion_tokens))
+        while len(self._samples) > 2 and now - self._samples[1][0] >= WINDOW_SECONDS:
+            self._samples.popleft()
+
+    @property
+    def rows_per_second(self) -> float:
+        return self._slope(1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self._slope(2)
+
+    def _slope(self, column: int) -> float:
+        if len(self._samples) < 2:
+            return 0.0
+        first, last = self._samples[0], self._samples[-1]
+        seconds = last[0] - first[0]
+        # A retried row counts as not ended again, so a sum can fall.
+        return max(0.0, (last[column] - first[column]) / seconds) if seconds > 0 else 0.0
+
+
+class Reporter(Protocol):
+    """Shows how work goes on. ``note`` says something once, above the progress."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def update(self, snapshot: Snapshot) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class PlainReporter:
+    """A line when something changed, at most one every few seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._rates = Rates(clock)
+        self._shown_at = clock()
+        self._shown: Snapshot | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, snapshot: Snapshot) -> None:
+        self._rates.add(snapshot)
+        is_due = self._clock() - self._shown_at >= PLAIN_INTERVAL_SECONDS
+        if is_due and snapshot != self._shown:
+            self._shown_at, self._shown = self._clock(), snapshot
+            click.echo(
+                f"{snapshot.num_ended}/{snapshot.total} {details(snapshot, self._rates)}", err=True
+            )
+
+    def note(self, text: str) -> None:
+        click.echo(f"batchkv: {printable(text)}", err=True)
+
+
+class LiveReporter:
+    """A bar that is redrawn in place, gone when the work is over."""
+
+    def __init__(self) -> None:
+        self._rates = Rates()
+        self._bar: RichProgress = _bar()
+        self._task = self._bar.add_task("", total=None, details="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self, snapshot: Snapshot) -> None:
+        self._rates.add(snapshot)
+        self._bar.update(
+            self._task,
+            total=snapshot.total,
+            completed=snapshot.num_ended,
+            details=details(snapshot, self._rates),
+        )
+
+    def note(self, text: str) -> None:
+        self._bar.console.print(
+            f"batchkv: {printable(text)}", markup=False, highlight=False, soft_wrap=True
+        )
+
+
+def reporter() -> Reporter:
+    """What suits standard error."""
+    is_terminal = sys.stderr.isatty()
+    return LiveReporter() if is_terminal else PlainReporter()
+
+
+def details(snapshot: Snapshot, rates: Rates) -> str:
+    """What stands behind the count: in flight, failures, tokens a second, time left."""
+    parts = [f"{snapshot.running} in flight"]
+    if snapshot.failed:
+        parts.append(f"{snapshot.failed} failed")
+    if snapshot.canceled:
+        parts.append(f"{snapshot.canceled} canceled")
+    if rates.tokens_per_second:
+        parts.append(f"{rates.tokens_per_second:,.0f} tok/s")
+    if rates.rows_per_second:
+        left = (snapshot.total - snapshot.num_ended) / rates.rows_per_second
+        parts.append(f"{duration(left)} left")
+    return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: ``45s``, ``3m20s``, ``2h05m``, ``3d04h``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def printable(text: str) -> str:
+    """The text with control and direction characters (newline, tab aside) spelled out."""
+    safe = _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+    return safe.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _bar() -> RichProgress:
+    # Imported here: rich takes 50 ms, and most commands show no bar.
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    return Progress(
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[details]}", markup=False),
+        console=Console(stderr=True),
+        transient=True,
+        refresh_per_second=5,
+    )

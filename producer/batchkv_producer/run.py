@@ -1,0 +1,360 @@
+"""``batchkv run``: submit a file, run workers here, append the results to OUT as they come.
+
+Everything that must survive is in Redis (the batch) or in OUT (the results already written), and
+each step may be repeated: submitting joins the batch that is there, OUT takes each id once. So the
+same command after a crash, a kill or a Ctrl-C simply goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from redis import Redis
+
+from batchkv_producer import outfile, output, redis_keys, server
+from batchkv_producer.client import BatchStatus, Client
+from batchkv_producer.errors import BatchkvError
+from batchkv_producer.expected import Expected
+from batchkv_producer.job import Result, SamplingParams, decode_result
+from batchkv_producer.local_workers import (
+    WORKER_COMMAND,
+    LocalWorkers,
+    WorkerPlan,
+    remove_old_logs,
+)
+from batchkv_producer.outfile import LineSet, ResultsFile
+from batchkv_producer.patience import patiently
+from batchkv_producer.progress import Reporter, Snapshot
+
+TURN_SECONDS = 0.1
+UNSERVED_SECONDS = 30.0
+MAX_SIGNALS_NOTED = 2
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(BatchkvError):
+    """A signal ended the run; ``exit_code`` is 128 + its number, as shells have it."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + number
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What ``batchkv run`` was asked for. ``worker_arguments`` are passed on as they are."""
+
+    source: Path
+    out: Path
+    model: str | None = None
+    defaults: SamplingParams = field(default_factory=SamplingParams)
+    num_workers: int = 1
+    worker_arguments: tuple[str, ...] = ()
+    job_timeout_seconds: int = 3600
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """How a run ended. Tokens and seconds are those of this run, not of earlier ones."""
+
+    status: BatchStatus
+    out: Path
+    completion_tokens: int
+    seconds: float
+    num_expected: int
+    num_right: int
+
+    def summary(self) -> str:
+        """The last line of ``batchkv run``."""
+        parts = [self.status.reconciliation()]
+        parts.append(
+            f"{self.status.prompt_tokens:,} prompt tokens ({self.status.cached_tokens:,} cached)"
+        )
+        tokens = f"{self.status.completion_tokens:,} generated"
+        if self.completion_tokens and self.seconds > 0:
+            tokens += f" at {self.completion_tokens / self.seconds:,.0f} tok/s"
+        parts.append(tokens)
+        if self.num_expected:
+            parts.append(f"answers right: {self.num_right} of {self.num_expected}")
+        return ", ".join(parts)
+
+
+def run(
+    client: Client,
+    connection: Redis,
+    url: str,
+    options: RunOptions,
+    reporter: Reporter,
+    *,
+    worker_command: Sequence[str] = WORKER_COMMAND,
+) -> RunReport:
+    """Run a file to its end. ``url`` is what ``connection`` is connected to, for the workers.
+
+    Raises UsageError before anything was changed when input, settings or OUT cannot be used;
+    OutputError, WorkerError and Interrupted later: then the same call goes on from there.
+    """
+    outfile.check_target(options.out, options.source)
+    expected = Expected.read(options.source)
+    submitted = client.submit(
+        options.source,
+        model=options.model,
+        defaults=options.defaults,
+        job_timeout_seconds=options.job_timeout_seconds,
+        on_progress=lambda done, total: reporter.update(Snapshot(total)),
+    )
+    batch_id, queue = submitted.batch_id, submitted.queue
+    verb = "goes on" if submitted.joined else "starts"
+    reporter.note(f"batch {batch_id} {verb}: {submitted.total} rows, results in {options.out}")
+    reclaim_dead(client, queue)
+    home = server.home_from_environment()
+    server.make_folders(home)
+    remove_old_logs(home.logs)
+    plan = WorkerPlan(
+        model=submitted.model,
+        url=url,
+        logs=home.logs,
+        name_prefix=f"run-{batch_id[:8]}",
+        num_workers=options.num_workers,
+        arguments=options.worker_arguments,
+        command=tuple(worker_command),
+    )
+    workers = LocalWorkers(plan, partial(_reclaim, client, queue), reporter.note)
+    stale = stale_rows(connection, batch_id)
+    with outfile.open_results(options.out, batch_id, stale) as results:
+        follower = Follower(client, batch_id, results, expected)
+        report = _Run(client, batch_id, workers, follower, reporter, plan).to_the_end()
+        follower.refresh(stale)
+    return report
+
+
+class _Run:
+    """The loop: collect results, look after the workers, show progress, heed signals."""
+
+    def __init__(
+        self,
+        client: Client,
+        batch_id: str,
+        workers: LocalWorkers,
+        follower: Follower,
+        reporter: Reporter,
+        plan: WorkerPlan,
+    ) -> None:
+        self._client = client
+        self._batch_id = batch_id
+        self._workers = workers
+        self._follower = follower
+        self._reporter = reporter
+        self._plan = plan
+        self._unserved = Unserved(reporter.note)
+
+    def to_the_end(self) -> RunReport:
+        started, before = time.monotonic(), self._client.status(self._batch_id)
+        with _signals() as caught:
+            try:
+                status = self._loop(caught, before)
+            except BaseException:
+                self._stop(caught)
+                raise
+            seconds = time.monotonic() - started
+            self._workers.stop(lambda: bool(caught))
+        return RunReport(
+            status=status,
+            out=self._follower.results.path,
+            completion_tokens=max(0, status.completion_tokens - before.completion_tokens),
+            seconds=seconds,
+            num_expected=self._follower.expected.num_expected,
+            num_right=self._follower.num_right,
+        )
+
+    def _loop(self, caught: list[int], status: BatchStatus) -> BatchStatus:
+        while True:
+            num_new = self._follower.collect()
+            self._reporter.update(snapshot_of(status))
+            if status.is_done:  # it was so before everything was collected: nothing is missing
+                return status
+            if caught:
+                raise self._interrupted(caught[0])
+            self._workers.supervise(status.num_ended)
+            self._unserved.look(status, num_local=self._plan.num_workers)
+            time.sleep(TURN_SECONDS if num_new == 0 else 0)
+            status = patiently(partial(self._client.status, self._batch_id))
+
+    def _interrupted(self, number: int) -> Interrupted:
+        return Interrupted(
+            number,
+            f"interrupted; {self._follower.results.path} is in order. "
+            "The same command goes on from here",
+        )
+
+    def _stop(self, caught: list[int]) -> None:
+        """After a fault or a signal: workers give back what they hold, results are kept."""
+        if self._workers.pids:
+            self._reporter.note("stopping the workers; Ctrl-C again ends them by force")
+        num_before = len(caught)
+        self._workers.stop(lambda: len(caught) > num_before)
+        # The first fault is the one to tell: what fails now fails because of it, or can wait.
+        with suppress(BatchkvError):
+            self._follower.collect()
+
+
+class Follower:
+    """Appends to OUT what has ended since it last looked, in the order in which rows ended."""
+
+    def __init__(
+        self,
+        client: Client,
+        batch_id: str,
+        results: ResultsFile,
+        expected: Expected | None = None,
+    ) -> None:
+        self.results = results
+        self.expected = expected or Expected(array("Q"))
+        self.num_right = 0
+        self._client = client
+        self._batch_id = batch_id
+        self._position = 0
+        self._scored = LineSet()
+        self._is_behind = False
+
+    def collect(self) -> int:
+        """Write all that is there now; how many entries that were."""
+        num_seen = 0
+        for row in self._client.results(self._batch_id, after=self._position):
+            num_seen += 1
+            self._position = row.position + 1
+            self._score(row.line, row.result)
+            if row.line in self.results.present:
+                # Failed, written, and then retried: known once its second end comes by.
+                self._is_behind |= row.result.outcome == "ok" and self.results.has_failed(row.line)
+                continue
+            text = output.output_line(row.job_id, row.result)
+            self.results.append(row.line, text, is_failed=row.result.outcome != "ok")
+        self.results.flush()
+        return num_seen
+
+    def refresh(self, stale: outfile.Stale) -> None:
+        """At the end: give rows that were retried meanwhile their new line."""
+        if self._is_behind:
+            self.results.refresh(stale)
+            self._position, self._is_behind = 0, False
+            self.collect()
+
+    def _score(self, line: int, result: Result) -> None:
+        if result.outcome == "ok" and self._scored.add(line):
+            self.num_right += self.expected.is_right(line, result.text)
+
+
+class Unserved:
+    """Says once, after 30 seconds, that nobody works on a queue."""
+
+    def __init__(
+        self, note: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._note = note
+        self._clock = clock
+        self._since = clock()
+        self._is_said = False
+
+    def look(self, status: BatchStatus, *, num_local: int = 0) -> None:
+        """``num_local`` workers were started here: then it is a matter of waiting for them."""
+        if status.num_workers or status.running or status.is_done:
+            self._since = self._clock()
+            return
+        if self._is_said or self._clock() - self._since < UNSERVED_SECONDS:
+            return
+        self._is_said = True
+        if num_local:
+            self._note("no worker is ready yet: a large model takes its time to load")
+            return
+        self._note(
+            f"nobody serves the queue {status.queue}. On a machine with the model run: "
+            f"batchkv worker -m {status.model}"
+        )
+
+
+def snapshot_of(status: BatchStatus) -> Snapshot:
+    """The part of a batch's status that progress shows."""
+    return Snapshot(
+        total=status.total,
+        ok=status.ok,
+        failed=status.failed,
+        canceled=status.canceled,
+        running=status.running,
+        completion_tokens=status.completion_tokens,
+    )
+
+
+def stale_rows(connection: Redis, batch_id: str) -> outfile.Stale:
+    """Tells which failed rows of OUT have since been queued again, or ended otherwise."""
+
+    def stale(lines: Sequence[int], rows: Sequence[bytes]) -> set[int]:
+        stored: list[Any] = connection.hmget(redis_keys.results(batch_id), [*map(str, lines)])
+        found = set()
+        for line, row, data in zip(lines, rows, stored, strict=True):
+            job_id = redis_keys.job_id(batch_id, line)
+            if data is None or row != outfile.encoded(
+                output.output_line(job_id, decode_result(data))
+            ):
+                found.add(line)
+        return found
+
+    return stale
+
+
+def _reclaim(client: Client, queue: str, worker_name: str) -> int:
+    return patiently(lambda: client.reclaim(queue, worker_name))
+
+
+def reclaim_dead(client: Client, queue: str) -> int:
+    """Take back the jobs of workers of this host whose process is gone; how many there were."""
+    host = socket.gethostname()
+    return sum(
+        client.reclaim(queue, worker.name)
+        for worker in client.workers()
+        if worker.hostname == host and worker.pid and not _is_alive(worker.pid)
+    )
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Inside, signals to stop are only noted, in the list that is given."""
+    caught: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        caught.append(number)
+        if len(caught) > MAX_SIGNALS_NOTED:  # whatever we wait for: this person means it
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    # A signal that is ignored (nohup, a background job) stays ignored.
+    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in heeded}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

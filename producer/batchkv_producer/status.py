@@ -1,0 +1,207 @@
+"""Where batches and jobs stand: read from Redis, changed by nobody here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from redis import Redis
+
+from batchkv_producer import redis_keys
+from batchkv_producer.errors import NotFoundError, WireError
+from batchkv_producer.job import decode_job, decode_result
+from batchkv_producer.workers import live_workers, text_map
+
+JobStatus = Literal["queued", "running", "ok", "failed", "canceled"]
+
+MIN_PREFIX_CHARS = 6
+
+_PREFIX = re.compile(f"[0-9a-f]{{{MIN_PREFIX_CHARS},16}}")
+_FROM_RQ: dict[bytes, JobStatus] = {
+    b"queued": "queued",
+    b"deferred": "queued",
+    b"scheduled": "queued",
+    b"created": "queued",
+    b"started": "running",
+    b"finished": "ok",
+    b"failed": "failed",
+    b"stopped": "failed",
+    b"canceled": "canceled",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStatus:
+    """One batch at one moment. ``created`` is seconds since 1970, ``busy_ms`` summed over rows.
+
+    ``last_line`` is the number of the file's last row; it is more than ``total`` when the file has
+    blank lines. ``is_submitted``: all rows are in, none is still on its way.
+    """
+
+    batch_id: str
+    name: str
+    model: str
+    queue: str
+    total: int
+    created: int
+    ok: int
+    failed: int
+    canceled: int
+    running: int
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    busy_ms: int
+    is_submitted: bool
+    num_workers: int
+    last_line: int
+
+    @property
+    def num_ended(self) -> int:
+        """Rows that have a result."""
+        return self.ok + self.failed + self.canceled
+
+    @property
+    def queued(self) -> int:
+        """Rows that nobody works on yet."""
+        return self.total - self.num_ended - self.running
+
+    @property
+    def is_done(self) -> bool:
+        """True when every row has a result."""
+        return self.is_submitted and self.num_ended == self.total
+
+    def reconciliation(self) -> str:
+        """The sum in one line: ``20,000 = 19,959 ok + 41 failed + 0 canceled``."""
+        open_rows = self.total - self.num_ended
+        tail = f" + {open_rows:,} open" if open_rows else ""
+        return (
+            f"{self.total:,} = {self.ok:,} ok + {self.failed:,} failed "
+            f"+ {self.canceled:,} canceled{tail}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class JobInfo:
+    """One job. ``custom_id`` is None when nothing that is left of the job tells it."""
+
+    job_id: str
+    status: JobStatus
+    batch_id: str
+    line: int
+    custom_id: str | None
+    num_deaths: int = 0
+    worker: str = ""
+
+
+def find_batch(connection: Redis, wanted: str) -> str:
+    """The full id of a batch given whole or by a prefix; raises NotFoundError."""
+    if not _PREFIX.fullmatch(wanted):
+        raise NotFoundError(
+            f"{wanted!r} is no batch id: give its 16 hex digits, or at least the first "
+            f"{MIN_PREFIX_CHARS}"
+        )
+    if len(wanted) == 16 and connection.exists(redis_keys.batch(wanted)):
+        return wanted
+    raw_ids: Any = connection.zrange(redis_keys.BATCHES, 0, -1)
+    ids: list[str] = [raw.decode() for raw in raw_ids]
+    matches = [batch_id for batch_id in ids if batch_id.startswith(wanted)]
+    if not matches:
+        raise NotFoundError(f"no batch {wanted} on this server")
+    if len(matches) > 1:
+        raise NotFoundError(f"{wanted} could be any of {', '.join(sorted(matches)[:5])}")
+    return matches[0]
+
+
+def read_batch(connection: Redis, batch_id: str) -> BatchStatus:
+    """The status of one batch by its full id; raises NotFoundError."""
+    found = read_batches(connection, [batch_id])
+    if not found:
+        raise NotFoundError(f"no batch {batch_id} on this server")
+    return found[0]
+
+
+def read_batches(connection: Redis, batch_ids: Sequence[str]) -> list[BatchStatus]:
+    """The status of several batches; those that are gone are left out."""
+    with connection.pipeline(transaction=False) as pipeline:
+        for batch_id in batch_ids:
+            pipeline.hgetall(redis_keys.batch(batch_id))
+        replies = pipeline.execute()
+    known = {batch: text_map(raw) for batch, raw in zip(batch_ids, replies, strict=True) if raw}
+    queues = {values["queue"] for values in known.values() if "queue" in values}
+    num_workers = {queue: len(live_workers(connection, queue)) for queue in queues}
+    return [
+        _batch_status(batch_id, values, num_workers.get(values.get("queue", ""), 0))
+        for batch_id, values in known.items()
+    ]
+
+
+def _batch_status(batch_id: str, values: dict[str, str], num_workers: int) -> BatchStatus:
+    def count(name: str) -> int:
+        return int(values.get(name, 0))
+
+    try:
+        return BatchStatus(
+            batch_id=batch_id,
+            name=values.get("name", ""),
+            model=values["model"],
+            queue=values["queue"],
+            total=count("total"),
+            created=count("created"),
+            ok=count("ok"),
+            failed=count("failed"),
+            canceled=count("canceled"),
+            running=count("running"),
+            prompt_tokens=count("prompt_tokens"),
+            completion_tokens=count("completion_tokens"),
+            cached_tokens=count("cached_tokens"),
+            busy_ms=count("busy_ms"),
+            is_submitted=count("chunks") == int(values["num_chunks"]),
+            num_workers=num_workers,
+            last_line=int(values.get("last_line", values["total"])),
+        )
+    except (KeyError, ValueError) as fault:
+        raise WireError(f"batch {batch_id} on the server cannot be read: {fault!r}") from fault
+
+
+def read_job(connection: Redis, job_id: str) -> JobInfo:
+    """Where one job stands; raises NotFoundError."""
+    batch_id, line = split_job_id(job_id)
+    with connection.pipeline(transaction=False) as pipeline:
+        pipeline.hget(redis_keys.results(batch_id), str(line))
+        names = ("status", "data", "bkv_deaths", "worker_name")
+        pipeline.hmget(redis_keys.job(job_id), *names)
+        stored, (status, data, deaths, worker) = pipeline.execute()
+    if stored is not None:
+        result = decode_result(stored)
+        return JobInfo(
+            job_id, result.outcome, batch_id, line, result.custom_id, worker=result.worker
+        )
+    if status is None:
+        raise NotFoundError(f"no job {job_id} on this server")
+    return JobInfo(
+        job_id,
+        _FROM_RQ.get(status, "queued"),
+        batch_id,
+        line,
+        _custom_id(data or b""),
+        int(deaths or 0),
+        (worker or b"").decode("utf-8", "replace"),
+    )
+
+
+def split_job_id(job_id: str) -> tuple[str, int]:
+    """(batch id, line) of a job id; raises NotFoundError when it is none."""
+    parsed = redis_keys.parse_job_id(job_id)
+    if parsed is None:
+        raise NotFoundError(f"{job_id!r} is no job id: it looks like 0123456789abcdef-1")
+    return parsed
+
+
+def _custom_id(data: bytes) -> str | None:
+    try:
+        return decode_job(data).custom_id
+    except WireError:
+        return None

@@ -1,0 +1,141 @@
+"""Reading results back: in the order in which rows ended, or in the order of the input."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from redis import Redis
+
+from batchkv_producer import redis_keys
+from batchkv_producer.job import Result, decode_result
+from batchkv_producer.patience import Pace, patiently
+from batchkv_producer.status import BatchStatus, read_batch
+
+PAGE_ROWS = 200
+NO_POSITION = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRow:
+    """One row's result. ``position`` is its index in the finish order, -1 when read by line."""
+
+    job_id: str
+    line: int
+    position: int
+    result: Result
+
+
+def in_finish_order(
+    connection: Redis, batch_id: str, *, follow: bool = False, after: int = 0
+) -> Iterator[StoredRow]:
+    """Each row that has ended, once, from index ``after`` of the finish order on.
+
+    A retried row stands in that order twice and comes at the first place at which it has a result.
+    ``follow`` goes on until the batch is done.
+    """
+    seen = _LineSet()
+    position, pace = after, Pace()
+    while True:
+        # Read before the page: what ends after this look is in a later page.
+        is_over = not follow or _is_done(connection, batch_id)
+        lines = patiently(partial(_ended_lines, connection, batch_id, position))
+        fresh = [(index, line) for index, line in enumerate(lines, position) if line not in seen]
+        for row in _stored(connection, batch_id, fresh):
+            if row.line not in seen:
+                seen.add(row.line)
+                yield row
+        position += len(lines)
+        if lines:
+            pace.reset()
+        if len(lines) < PAGE_ROWS:
+            if is_over:
+                return
+            pace.sleep()
+
+
+def in_input_order(
+    connection: Redis, batch_id: str, *, follow: bool = False
+) -> Iterator[StoredRow]:
+    """Each row that has ended, by line; ``follow`` waits at each line until it has."""
+    status = patiently(partial(read_batch, connection, batch_id))
+    line, pace = 1, Pace()
+    while line <= status.last_line:
+        is_over = not follow or _is_done(connection, batch_id)
+        lines = range(line, min(line + PAGE_ROWS, status.last_line + 1))
+        found = {row.line: row for row in _by_line(connection, batch_id, lines)}
+        until = lines.stop
+        if not is_over:
+            until = patiently(partial(_first_open, connection, status, lines, found.keys()))
+        yield from (row for number, row in found.items() if number < until)
+        if until == line:
+            pace.sleep()
+        else:
+            pace.reset()
+        line = until
+
+
+class _LineSet:
+    """A set of line numbers, one bit each."""
+
+    def __init__(self) -> None:
+        self._bits = bytearray()
+
+    def __contains__(self, line: int) -> bool:
+        index, bit = divmod(line, 8)
+        return index < len(self._bits) and bool(self._bits[index] >> bit & 1)
+
+    def add(self, line: int) -> None:
+        index, bit = divmod(line, 8)
+        if index >= len(self._bits):
+            self._bits.extend(bytes(max(index + 1 - len(self._bits), len(self._bits))))
+        self._bits[index] |= 1 << bit
+
+
+def _is_done(connection: Redis, batch_id: str) -> bool:
+    return patiently(partial(read_batch, connection, batch_id)).is_done
+
+
+def _ended_lines(connection: Redis, batch_id: str, position: int) -> list[int]:
+    raw = connection.lrange(redis_keys.done(batch_id), position, position + PAGE_ROWS - 1)
+    return [int(line) for line in raw]
+
+
+def _by_line(connection: Redis, batch_id: str, lines: Sequence[int]) -> Iterator[StoredRow]:
+    return _stored(connection, batch_id, [(NO_POSITION, line) for line in lines])
+
+
+def _stored(
+    connection: Redis, batch_id: str, places: Sequence[tuple[int, int]]
+) -> Iterator[StoredRow]:
+    """The rows at these (position, line) places that have a result now."""
+    if not places:
+        return
+    names = [str(line) for _, line in places]
+    values: Any = patiently(partial(connection.hmget, redis_keys.results(batch_id), names))
+    for (position, line), value in zip(places, values, strict=True):
+        if value is not None:
+            job_id = redis_keys.job_id(batch_id, line)
+            yield StoredRow(job_id, line, position, decode_result(value))
+
+
+def _first_open(
+    connection: Redis, status: BatchStatus, lines: range, ended: Collection[int]
+) -> int:
+    """The first of these lines that still has to end, or the line after them.
+
+    A blank line of the input is neither ended nor open: it has no result and, once the batch is
+    submitted, no job. (A job outlives its end, so that a job that is gone had a result before.)
+    """
+    missing = [line for line in lines if line not in ended]
+    if not missing:
+        return lines.stop
+    if status.total == status.last_line or not read_batch(connection, status.batch_id).is_submitted:
+        return missing[0]
+    with connection.pipeline(transaction=False) as pipeline:
+        for line in missing:
+            pipeline.exists(redis_keys.job(redis_keys.job_id(status.batch_id, line)))
+        is_there = pipeline.execute()
+    return next((line for line, there in zip(missing, is_there, strict=True) if there), lines.stop)

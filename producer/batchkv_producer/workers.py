@@ -1,0 +1,106 @@
+"""The workers that are alive, and what they hold: read from RQ's own records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from redis import Redis
+
+from batchkv_producer import redis_keys
+
+MAX_HELD_READ = 10_000  # leases looked at to count what a worker holds
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """One live worker. ``last_heartbeat`` is seconds since 1970; ``num_running`` jobs it holds."""
+
+    name: str
+    hostname: str
+    pid: int
+    queues: tuple[str, ...]
+    state: str
+    last_heartbeat: float
+    num_running: int
+    num_successful: int
+    num_failed: int
+
+
+def text_map(raw: dict[bytes, bytes]) -> dict[str, str]:
+    """A hash as text; bytes that are no UTF-8 are replaced."""
+    return {k.decode("utf-8", "replace"): v.decode("utf-8", "replace") for k, v in raw.items()}
+
+
+def live_workers(connection: Redis, queue: str) -> list[str]:
+    """Names of the workers that serve a queue (all of them for ""): born, and not yet dead.
+
+    RQ's sets keep the keys of workers that were killed; their hashes expire.
+    """
+    members: Any = connection.smembers(f"rq:workers:{queue}" if queue else "rq:workers")
+    keys = sorted(key.decode() for key in members)
+    with connection.pipeline(transaction=False) as pipeline:
+        for key in keys:
+            pipeline.hmget(key, "birth", "death")
+        states = pipeline.execute()
+    prefix = redis_keys.worker("")
+    return [
+        key.removeprefix(prefix)
+        for key, (birth, death) in zip(keys, states, strict=True)
+        if birth and not death
+    ]
+
+
+def read_workers(connection: Redis) -> list[WorkerInfo]:
+    """All live workers that serve a batchkv queue."""
+    names = live_workers(connection, "")
+    with connection.pipeline(transaction=False) as pipeline:
+        for name in names:
+            pipeline.hgetall(redis_keys.worker(name))
+        hashes = [text_map(raw) for raw in pipeline.execute()]
+    pairs = [
+        (name, values)
+        for name, values in zip(names, hashes, strict=True)
+        if redis_keys.QUEUE_PREFIX in values.get("queues", "")
+    ]
+    queues = {queue for _, values in pairs for queue in values["queues"].split(",")}
+    num_held = _count_held(connection, queues)
+    return [_worker_info(name, values, num_held.get(name, 0)) for name, values in pairs]
+
+
+def _worker_info(name: str, values: dict[str, str], num_running: int) -> WorkerInfo:
+    return WorkerInfo(
+        name=name,
+        hostname=values.get("hostname", ""),
+        pid=int(values.get("pid") or 0),
+        queues=tuple(values.get("queues", "").split(",")),
+        state=values.get("state", ""),
+        last_heartbeat=_seconds(values.get("last_heartbeat", "")),
+        num_running=num_running,
+        num_successful=int(values.get("successful_job_count") or 0),
+        num_failed=int(values.get("failed_job_count") or 0),
+    )
+
+
+def _seconds(iso: str) -> float:
+    try:
+        moment = datetime.fromisoformat(iso)
+    except ValueError:
+        return 0.0
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _count_held(connection: Redis, queues: Iterable[str]) -> dict[str, int]:
+    """Worker name -> jobs that it holds in these queues."""
+    counts: dict[str, int] = {}
+    for queue in queues:
+        leases: Any = connection.zrange(redis_keys.registry("wip", queue), 0, MAX_HELD_READ - 1)
+        with connection.pipeline(transaction=False) as pipeline:
+            for lease in leases:
+                pipeline.hget(redis_keys.job(lease.decode().rpartition(":")[0]), "worker_name")
+            for holder in pipeline.execute():
+                name = (holder or b"").decode()
+                counts[name] = counts.get(name, 0) + 1
+    return counts

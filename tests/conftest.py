@@ -1,0 +1,43 @@
+"""Fixtures for every test: a real server, empty at the start of each test that asks for it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from redis import Redis
+
+# Test modules are imported one by one (importlib mode), so the helpers beside them need a path.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from support.redis_server import RedisServer, running_server
+
+# A busy machine is slow at times; that is no fault of the code.
+settings.register_profile(
+    "batchkv", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("batchkv")
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    """The one server of the test session. Do not stop it: make your own with running_server()."""
+    with running_server() as server:
+        yield server
+
+
+@pytest.fixture
+def redis_connection(redis_server: RedisServer) -> Iterator[Redis]:
+    """A connection to the session's server, which is emptied first."""
+    with redis_server.connect() as connection:
+        connection.flushall()
+        yield connection
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer, redis_connection: Redis) -> str:
+    """The URL of the session's server, emptied at the start of the test."""
+    return redis_server.url

@@ -1,0 +1,271 @@
+"""OUT: whole lines, each id once, whatever state a crash, a user or the disk leaves it in."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchkv_producer import outfile
+from batchkv_producer.errors import UsageError
+from batchkv_producer.job import Result
+from batchkv_producer.line_file import OutputError
+from batchkv_producer.outfile import LineSet, ResultsFile, open_results
+from batchkv_producer.output import output_line
+
+BATCH = "0123456789abcdef"
+OTHER = "fedcba9876543210"
+
+
+def ok(line: int, batch: str = BATCH, text: str = "fine") -> str:
+    return output_line(f"{batch}-{line}", Result(f"c{line}", "chat", "ok", text=text))
+
+
+def bad(line: int, why: str = "broken") -> str:
+    result = Result(f"c{line}", "chat", "failed", error=("engine_error", why))
+    return output_line(f"{BATCH}-{line}", result)
+
+
+def write(path: Path, rows: Sequence[tuple[int, str]], is_failed: bool = False) -> None:
+    with open_results(path, BATCH) as target:
+        for line, text in rows:
+            target.append(line, text, is_failed=is_failed)
+
+
+def ids(path: Path) -> list[str]:
+    return [json.loads(line)["id"] for line in path.read_text("utf-8").splitlines()]
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+def test_appends_whole_lines_and_skips_ids_that_are_there(out: Path) -> None:
+    """A second opening knows the ids of the first and refuses to write them again."""
+    write(out, [(1, ok(1)), (7, ok(7))])
+    with open_results(out, BATCH) as again:
+        assert not again.append(7, ok(7), is_failed=False)
+        assert again.append(2, ok(2), is_failed=False)
+        assert len(again.present) == 3
+    assert ids(out) == [f"{BATCH}-1", f"{BATCH}-7", f"{BATCH}-2"]
+    assert not outfile.errors_path(out).exists()
+
+
+@pytest.mark.parametrize("kept", [1, 5, 12, 27, 28, 60])
+def test_torn_last_line_is_cut(out: Path, kept: int) -> None:
+    """Whatever part of a last line a crash left is cut, and the row is written anew."""
+    write(out, [(1, ok(1))])
+    whole = out.read_bytes()
+    out.write_bytes(whole + ok(2).encode()[:kept])
+    with open_results(out, BATCH) as again:
+        assert 2 not in again.present
+        again.append(2, ok(2), is_failed=False)
+    assert ids(out) == [f"{BATCH}-1", f"{BATCH}-2"]
+
+
+def test_zeros_after_a_power_failure_are_cut(out: Path) -> None:
+    """Blocks of zeros at the end, as a file system may leave them, are no reason to give up."""
+    write(out, [(1, ok(1))])
+    out.write_bytes(out.read_bytes() + bytes(4096))
+    write(out, [(2, ok(2))])
+    assert ids(out) == [f"{BATCH}-1", f"{BATCH}-2"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_cut_anywhere_ends_with_each_id_once(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Cut both files at any byte: after a rerun OUT has each id once, errors every failed one."""
+    out = tmp_path_factory.mktemp("cut") / "o"
+    rows = {n: bad(n) if n % 3 == 0 else ok(n, text='x"error":null}\n' * n) for n in range(1, 9)}
+
+    def fill() -> None:
+        with open_results(out, BATCH) as target:
+            for line, text in rows.items():
+                target.append(line, text, is_failed=line % 3 == 0)
+
+    fill()
+    for path in (out, outfile.errors_path(out)):
+        raw = path.read_bytes()
+        path.write_bytes(raw[: data.draw(st.integers(0, len(raw)))])
+    fill()
+    assert sorted(ids(out)) == sorted(f"{BATCH}-{line}" for line in rows)
+    errors = ids(outfile.errors_path(out))
+    assert sorted(errors) == [f"{BATCH}-3", f"{BATCH}-6"]
+
+
+def test_failed_rows_stand_in_both_files(out: Path) -> None:
+    """A failed row is in OUT and in OUT.errors.jsonl, once in each, also after a rerun."""
+    for _ in range(2):
+        write(out, [(3, bad(3))], is_failed=True)
+    assert ids(out) == ids(outfile.errors_path(out)) == [f"{BATCH}-3"]
+
+
+def test_a_deleted_errors_file_comes_back(out: Path) -> None:
+    """The errors file is derived from OUT: what it lacks is added."""
+    write(out, [(3, bad(3)), (4, bad(4))], is_failed=True)
+    outfile.errors_path(out).unlink()
+    write(out, [])
+    assert ids(outfile.errors_path(out)) == [f"{BATCH}-3", f"{BATCH}-4"]
+
+
+def test_rows_that_were_retried_are_taken_out(out: Path) -> None:
+    """A failed row that has been run again since gives way to its new line."""
+    write(out, [(1, ok(1))])
+    write(out, [(2, bad(2)), (3, bad(3))], is_failed=True)
+    out.chmod(0o640)
+    with open_results(out, BATCH, lambda lines, rows: {2} & set(lines)) as again:
+        assert 2 not in again.present
+        again.append(2, ok(2), is_failed=False)
+    assert ids(out) == [f"{BATCH}-1", f"{BATCH}-3", f"{BATCH}-2"]
+    assert ids(outfile.errors_path(out)) == [f"{BATCH}-3"]
+    assert out.stat().st_mode & 0o777 == 0o640
+    assert sorted(p.name for p in out.parent.iterdir()) == ["out.jsonl", "out.jsonl.errors.jsonl"]
+
+
+def test_lines_formatted_by_another_tool_are_known(out: Path) -> None:
+    """A line that another program wrote anew (spaces, order of keys) still has its id."""
+    value = {"error": None, "custom_id": "c1", "id": f"{BATCH}-1", "response": {}}
+    out.write_text(json.dumps(value) + "\n", "utf-8")
+    with open_results(out, BATCH) as again:
+        assert 1 in again.present
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (ok(1, OTHER) + "\n", "holds results of batch fedcba9876543210"),
+        ("hello\n", "line 1 is none"),
+        ("hello", "not a file of results"),
+        ('{"prompt": "x"}\n', "line 1 is none"),
+        (ok(1) + "\nhello\n", "line 2 is none"),
+        (ok(1) + "\n" + ok(1) + "\n", "twice"),
+        (ok(2, OTHER)[:40], "not a file of results of batch"),
+    ],
+)
+def test_a_file_that_is_something_else_is_refused_unchanged(
+    out: Path, content: str, reason: str
+) -> None:
+    """Another batch's results, or a file that holds no results, is refused and not touched."""
+    out.write_text(content, "utf-8")
+    with pytest.raises(UsageError, match=reason):
+        open_results(out, BATCH)
+    assert out.read_text("utf-8") == content
+
+
+def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    """A folder, a device, a folder that is not there, the input itself: each says what it is."""
+    source = tmp_path / "in.jsonl"
+    source.write_text("{}\n", "utf-8")
+    (tmp_path / "link").symlink_to("/dev/full")
+    for path, reason in (
+        (tmp_path, "it is a folder"),
+        (Path("/dev/null"), "not a regular file"),
+        (tmp_path / "link", "not a regular file"),
+        (tmp_path / "none" / "out", "there is no folder"),
+        (Path("/proc/out.jsonl"), "cannot write results to /proc/out.jsonl"),
+        (Path("-"), "a file with a name"),
+        (source, "it is the input"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            outfile.check_target(path, source)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "link"]
+
+
+def test_two_writers_are_not_let_in(out: Path) -> None:
+    """While one run appends, a second is refused; afterwards it is not."""
+    message = "is being written by another batchkv"
+    with open_results(out, BATCH), pytest.raises(UsageError, match=message):
+        open_results(out, BATCH)
+    with open_results(out, BATCH):
+        pass
+
+
+def test_lock_is_not_inherited_by_children(out: Path) -> None:
+    """A worker started meanwhile does not keep OUT locked after the run."""
+    with open_results(out, BATCH):
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE,
+                                 close_fds=False)  # fmt: skip
+    with out.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    child.communicate(b"\n")
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from batchkv_producer.outfile import OutputError, open_results
+lines = Path(sys.argv[2]).read_text("utf-8").splitlines()
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), int(sys.argv[3])))
+try:
+    with open_results(Path(sys.argv[1]), "0123456789abcdef") as target:
+        for number, line in enumerate(lines, 1):
+            target.append(number, line, is_failed=False)
+            target.flush()
+except OutputError as fault:
+    print(fault)
+    sys.exit(fault.exit_code)
+"""
+
+
+@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="no file size limit here")
+def test_a_full_disk_leaves_whole_lines_and_a_rerun_goes_on(out: Path, tmp_path: Path) -> None:
+    """When the disk takes no more, OUT ends with a whole line, and later the rest follows."""
+    lines = [ok(n) for n in range(1, 21)]
+    (tmp_path / "lines").write_text("\n".join(lines), "utf-8")
+    limit = str(len(lines[0]) * 5 + 20)
+    command = [sys.executable, "-c", FULL, str(out), str(tmp_path / "lines"), limit]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == OutputError.exit_code, ended.stderr
+    assert "the disk is full" in ended.stdout and "run the same command again" in ended.stdout
+    assert ids(out) == [f"{BATCH}-{n}" for n in range(1, 6)]
+    write(out, list(enumerate(lines, 1)))
+    assert ids(out) == [f"{BATCH}-{n}" for n in range(1, 21)]
+
+
+def test_write_new_replaces_in_one_step(out: Path) -> None:
+    """A file that is written whole appears at its end only, and never over one that is there."""
+
+    def rows() -> list[bytes]:
+        assert not out.exists()
+        return [b"a\n", b"b\n"]
+
+    assert outfile.write_new(out, (row for row in rows())) == 2
+    assert out.read_bytes() == b"a\nb\n"
+    with pytest.raises(UsageError, match="is there already"):
+        outfile.write_new(out, [b"c\n"])
+
+
+def test_line_set_is_small_and_exact() -> None:
+    """A million line numbers take less than a megabyte; a huge one takes one page."""
+    lines = LineSet()
+    assert all(lines.add(n) for n in range(1, 200_001, 2))
+    assert lines.add(10**11) and not lines.add(10**11)
+    assert 1 in lines and 2 not in lines and 10**11 in lines and len(lines) == 100_001
+    assert sum(map(len, lines._pages.values())) < 2**16
+
+
+def test_reopening_keeps_memory_flat(out: Path) -> None:
+    """Opening reads line by line: peak memory does not grow with the file."""
+    import tracemalloc
+
+    with open_results(out, BATCH) as target:
+        for number in range(1, 20_001):
+            target.append(number, ok(number, text="x" * 200), is_failed=False)
+    assert out.stat().st_size > 8_000_000
+    tracemalloc.start()
+    with open_results(out, BATCH) as again:
+        assert isinstance(again, ResultsFile) and len(again.present) == 20_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3_000_000

@@ -1,0 +1,428 @@
+"""``batchkv run``: every row in OUT once, whoever is killed and whenever; workers end with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from batchkv_producer import local_workers, redis_keys
+from batchkv_producer.client import BatchStatus, Client
+from batchkv_producer.errors import UsageError
+from batchkv_producer.expected import Expected
+from batchkv_producer.local_workers import LocalWorkers, WorkerError, WorkerPlan
+from batchkv_producer.outfile import errors_path
+from batchkv_producer.progress import PlainReporter, Snapshot
+from batchkv_producer.run import RunOptions, RunReport, Unserved, reclaim_dead, run
+from batchkv_producer.transitions import Transitions
+from support import fake_worker
+from support.batchkv_with_fake_worker import FAKE_WORKER
+
+BATCHKV = [sys.executable, str(Path(fake_worker.__file__).with_name("batchkv_with_fake_worker.py"))]
+MODEL = f"fake-{os.getpid()}"  # its workers can be told from those of another test session
+DEADLINE_SECONDS = 30.0
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home folder of the test's own, and no settings of the user's."""
+    for name in [name for name in os.environ if name.startswith(("BATCHKV_", "FAKE_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("BATCHKV_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Forty rows; the input expects a wrong answer of the first."""
+    path = tmp_path / "in.jsonl"
+    rows = []
+    for n in range(1, 41):
+        expected = "something else" if n == 1 else fake_worker.answer(f"p{n}") + " "
+        rows.append({"custom_id": f"q{n}", "prompt": f"p{n}", "metadata": {"expected": expected}})
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n", "utf-8")
+    return path
+
+
+def ids(path: Path) -> list[str]:
+    return [json.loads(line)["custom_id"] for line in path.read_text("utf-8").splitlines()]
+
+
+def all_ids(num_rows: int = 40) -> list[str]:
+    return sorted(f"q{n}" for n in range(1, num_rows + 1))
+
+
+class Notes(PlainReporter):
+    """A reporter that remembers what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+        self.snapshots: list[Snapshot] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def update(self, snapshot: Snapshot) -> None:
+        self.snapshots.append(snapshot)
+
+
+def run_here(url: str, source: Path, notes: Notes | None = None, **options: object) -> RunReport:
+    chosen = {"out": source.with_name("out.jsonl"), "model": MODEL, **options}
+    with Redis.from_url(url) as connection:
+        return run(
+            Client(connection),
+            connection,
+            url,
+            RunOptions(source=source, **chosen),  # type: ignore[arg-type]
+            notes or Notes(),
+            worker_command=FAKE_WORKER,
+        )
+
+
+def start(url: str, source: Path, **fake: object) -> subprocess.Popen[str]:
+    """``batchkv run`` in a process of its own, as a user would have it."""
+    environment = {**os.environ, "BATCHKV_REDIS_URL": url}
+    environment |= {f"FAKE_{name}": str(value) for name, value in fake.items()}
+    command = [*BATCHKV, "run", str(source), "-m", MODEL, "-o", str(source.parent / "out.jsonl")]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def wait_for_lines(path: Path, num_lines: int) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not path.exists() or path.read_bytes().count(b"\n") < num_lines:
+        assert time.monotonic() < deadline, f"{path} does not get {num_lines} lines"
+        time.sleep(0.01)
+
+
+def living_workers() -> Iterator[int]:
+    """Process ids of fake workers that are alive (zombies, which nobody reaped, are not)."""
+    listed = subprocess.run(
+        ["ps", "-ww", "-eo", "pid=,stat=,args="], capture_output=True, text=True
+    )
+    for line in listed.stdout.splitlines():
+        pid, state, args = line.split(None, 2)
+        if f"--model {MODEL} " in args and not state.startswith("Z"):
+            yield int(pid)
+
+
+def wait_until_no_worker_lives() -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while list(living_workers()):
+        assert time.monotonic() < deadline, "a worker outlives its run"
+        time.sleep(0.02)
+
+
+def test_runs_a_file_to_its_end(redis_url: str, source: Path) -> None:
+    """Every row once in OUT, the sum, the tokens and the right answers in the last line."""
+    notes = Notes()
+    report = run_here(redis_url, source, notes, num_workers=2)
+    assert sorted(ids(source.with_name("out.jsonl"))) == all_ids()
+    assert report.summary().startswith("40 = 40 ok + 0 failed + 0 canceled, 200 prompt tokens "
+                                       "(40 cached), 120 generated at ")  # fmt: skip
+    assert report.summary().endswith("answers right: 39 of 40")
+    assert notes.snapshots[-1].num_ended == 40
+    wait_until_no_worker_lives()
+
+
+def test_a_finished_batch_starts_no_worker(
+    redis_url: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same run again only fills OUT, with no worker; a lost OUT is written anew."""
+    run_here(redis_url, source)
+    out = source.with_name("out.jsonl")
+    before = out.read_bytes()
+    monkeypatch.setenv("FAKE_EXIT", "2")  # a worker would end the run
+    again = run_here(redis_url, source)
+    assert out.read_bytes() == before
+    assert again.summary().endswith("120 generated, answers right: 39 of 40")
+    out.unlink()
+    run_here(redis_url, source)
+    assert out.read_bytes() == before
+
+
+def test_killed_again_and_again_each_row_is_there_once(redis_url: str, source: Path) -> None:
+    """kill -9 of run in the middle, several times: the same command ends with each id once."""
+    out = source.with_name("out.jsonl")
+    for num_lines in (3, 9, 17, 30):
+        killed = start(redis_url, source, DELAY=0.03)
+        wait_for_lines(out, num_lines)
+        killed.kill()
+        killed.communicate()
+        wait_until_no_worker_lives()
+    last = start(redis_url, source)
+    stdout, stderr = last.communicate(timeout=DEADLINE_SECONDS)
+    assert last.returncode == 0, stderr
+    assert stdout.startswith("40 = 40 ok + 0 failed + 0 canceled")
+    assert sorted(ids(out)) == all_ids()
+
+
+def test_ctrl_c_gives_rows_back_and_says_how_to_go_on(
+    redis_url: str, redis_connection: Redis, source: Path
+) -> None:
+    """SIGINT: exit code 130, OUT in order, nothing held any more; the same command goes on."""
+    out = source.with_name("out.jsonl")
+    interrupted = start(redis_url, source, DELAY=0.05)
+    wait_for_lines(out, 5)
+    interrupted.send_signal(signal.SIGINT)
+    _, stderr = interrupted.communicate(timeout=DEADLINE_SECONDS)
+    assert interrupted.returncode == 130
+    assert stderr.splitlines()[-1].endswith("The same command goes on from here")
+    wait_until_no_worker_lives()
+    status = Client(redis_connection).list_batches()[0]
+    assert status.running == 0 and status.ok == len(ids(out)) < 40
+    start(redis_url, source).communicate(timeout=DEADLINE_SECONDS)
+    assert sorted(ids(out)) == all_ids()
+
+
+def test_a_second_ctrl_c_does_not_wait(
+    redis_url: str, redis_connection: Redis, source: Path
+) -> None:
+    """Workers that take their time are ended by force when the user insists; no row is lost."""
+    out = source.with_name("out.jsonl")
+    interrupted = start(redis_url, source, DELAY=20)
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not redis_connection.exists(redis_keys.registry("wip", redis_keys.queue_name(MODEL))):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    started = time.monotonic()
+    for _ in range(2):
+        interrupted.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+    interrupted.communicate(timeout=DEADLINE_SECONDS)
+    assert interrupted.returncode == 128 + signal.SIGTERM
+    assert time.monotonic() - started < local_workers.COLD_STOP_SECONDS + 3
+    start(redis_url, source).communicate(timeout=DEADLINE_SECONDS)
+    assert sorted(ids(out)) == all_ids()
+
+
+def test_a_worker_that_dies_is_replaced(
+    redis_url: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that kill themselves every nine rows: their rows go back at once, the run ends."""
+    monkeypatch.setattr(local_workers, "RESTART_SECONDS", 0.01)
+    monkeypatch.setenv("FAKE_DIE_AFTER", "9")
+    notes = Notes()
+    report = run_here(redis_url, source, notes)
+    assert report.status.ok == 40
+    assert sorted(ids(source.with_name("out.jsonl"))) == all_ids()
+    deaths = [note for note in notes.notes if "killed by SIGKILL" in note]
+    assert len(deaths) == 4 and "3 rows go back to the queue" in deaths[0]
+
+
+def test_workers_that_cannot_start_end_the_run(
+    redis_url: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After three deaths in a row without progress the run gives up and shows the last words."""
+    monkeypatch.setattr(local_workers, "RESTART_SECONDS", 0.01)
+    monkeypatch.setenv("FAKE_EXIT", "70")
+    monkeypatch.setenv("FAKE_WORDS", "some traceback\nthe GPU is on fire")
+    notes = Notes()
+    with pytest.raises(WorkerError, match=r"3 times in a row.*the GPU is on fire") as caught:
+        run_here(redis_url, source, notes)
+    assert caught.value.exit_code == 4
+    assert sum("its engine died" in note for note in notes.notes) == 3
+
+
+def test_a_wrong_setting_ends_the_run_at_once(
+    redis_url: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker's exit code 2 is the user's error: its last line is the message, no restart."""
+    monkeypatch.setenv("FAKE_EXIT", "2")
+    monkeypatch.setenv("FAKE_WORDS", "loading\nbatchkv: there is no model fake")
+    with pytest.raises(UsageError, match=r"^there is no model fake$"):
+        run_here(redis_url, source)
+
+
+def test_rows_of_a_dead_worker_of_this_host_are_taken_back(
+    redis_url: str, redis_connection: Redis, source: Path
+) -> None:
+    """At its start the run reclaims what processes of this host held that are gone, no other's."""
+    client, queue = Client(redis_connection), redis_keys.queue_name(MODEL)
+    client.submit(source, model=MODEL)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for name, host, pid in (
+        ("gone", socket.gethostname(), gone.pid),
+        ("alive", socket.gethostname(), os.getpid()),
+        ("elsewhere", "another-mac", gone.pid),
+    ):
+        key = redis_keys.worker(name)
+        about = {"birth": "2026-01-01T00:00:00Z", "queues": queue, "hostname": host, "pid": pid}
+        redis_connection.hset(key, mapping=about)  # type: ignore[arg-type]
+        redis_connection.sadd("rq:workers", key)
+        redis_connection.sadd(f"rq:workers:{queue}", key)
+        assert len(Transitions(redis_connection).pull(queue, name, 2, 60)) == 2
+    assert reclaim_dead(client, queue) == 2
+    assert client.list_batches()[0].running == 4
+
+
+def test_failed_rows_and_retry(redis_url: str, redis_connection: Redis, source: Path) -> None:
+    """Failed rows: exit code 1, both files; after a retry OUT has the new line in their place."""
+    with source.open("a", encoding="utf-8") as file:
+        file.write("{broken\n")
+    out = source.with_name("out.jsonl")
+    first = start(redis_url, source, FAIL="q7")
+    stdout, stderr = first.communicate(timeout=DEADLINE_SECONDS)
+    assert first.returncode == 1
+    assert stdout.startswith("41 = 39 ok + 2 failed + 0 canceled")
+    assert "2 rows failed" in stderr and "batchkv retry" in stderr
+    assert ids(errors_path(out)) == ["line-41", "q7"]
+    client = Client(redis_connection)
+    assert client.retry(client.list_batches()[0].batch_id) == 1
+    second = start(redis_url, source)
+    assert second.communicate(timeout=DEADLINE_SECONDS)[0].startswith("41 = 40 ok + 1 failed")
+    assert sorted(ids(out)) == sorted([*all_ids(), "line-41"])
+    assert ids(errors_path(out)) == ["line-41"]
+
+
+def test_a_retry_during_the_run_reaches_out(
+    redis_url: str, redis_connection: Redis, source: Path, tmp_path: Path
+) -> None:
+    """A row that failed, was written and was retried while the run went on ends ok in OUT."""
+    out = source.with_name("out.jsonl")
+    running = start(redis_url, source, FAIL="q1", DELAY=0.1)
+    wait_for_lines(out, 4)
+    client = Client(redis_connection)
+    batch_id = client.list_batches()[0].batch_id
+    assert "q1" in ids(out)
+    for pid in living_workers():
+        os.kill(pid, signal.SIGSTOP)
+    assert client.retry(batch_id) == 1
+    worker = subprocess.Popen(
+        [*FAKE_WORKER, "--model", MODEL, "--name", "helper"],
+        env={**os.environ, "BATCHKV_REDIS_URL": redis_url},
+    )
+    while client.status(batch_id).queued:
+        time.sleep(0.02)
+    for pid in living_workers():
+        os.kill(pid, signal.SIGCONT)
+    running.communicate(timeout=DEADLINE_SECONDS)
+    worker.terminate()
+    worker.wait()
+    assert running.returncode == 0
+    assert sorted(ids(out)) == all_ids() and not errors_path(out).exists()
+
+
+def test_url_is_not_in_the_process_list(redis_url: str, source: Path) -> None:
+    """Workers get the URL, which may hold a password, through their environment only."""
+    running = start(redis_url, source, DELAY=0.05)
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not (pids := list(living_workers())):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    shown = subprocess.run(["ps", "-ww", "-o", "args=", "-p", str(pids[0])], capture_output=True)
+    assert redis_url.encode() not in shown.stdout and b"--exit-with-parent" in shown.stdout
+    running.communicate(timeout=DEADLINE_SECONDS)
+
+
+def test_out_that_cannot_be_used_queues_nothing(
+    redis_url: str, redis_connection: Redis, source: Path
+) -> None:
+    """A folder as OUT, or the input itself, is refused before anything is submitted."""
+    for out in (source.parent, source, source.parent / "none" / "out"):
+        with pytest.raises(UsageError, match=r"results cannot go|cannot write results"):
+            run_here(redis_url, source, out=out)
+    assert not Client(redis_connection).list_batches()
+
+
+def test_out_of_another_batch_is_refused(redis_url: str, source: Path) -> None:
+    """Results of another input are never mixed with these; no worker is started."""
+    run_here(redis_url, source)
+    with source.open("a", encoding="utf-8") as file:
+        file.write('{"prompt": "one more"}\n')
+    with pytest.raises(UsageError, match=r"holds results of batch .*Choose another file"):
+        run_here(redis_url, source)
+    assert not list(living_workers())
+
+
+LIMITED = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+def test_full_disk_then_a_rerun(redis_url: str, source: Path) -> None:
+    """A full disk ends the run with exit code 4 and whole lines; the same command goes on."""
+    out = source.with_name("out.jsonl")
+    command = [sys.executable, "-c", LIMITED, *BATCHKV[1:], "run", str(source)]
+    full = subprocess.run(
+        [*command, "-m", MODEL, "-o", str(out)],
+        env={**os.environ, "BATCHKV_REDIS_URL": redis_url, "FAKE_DELAY": "0.01"},
+        capture_output=True,
+        text=True,
+    )
+    assert full.returncode == 4, full.stderr
+    assert "the disk is full" in full.stderr.splitlines()[-1]
+    assert 0 < len(ids(out)) < 40
+    wait_until_no_worker_lives()
+    start(redis_url, source).communicate(timeout=DEADLINE_SECONDS)
+    assert sorted(ids(out)) == all_ids()
+
+
+def test_kill_survives_a_server_that_is_gone(tmp_path: Path) -> None:
+    """Ending the workers never fails because of the server: it may be the reason for ending."""
+
+    def reclaim(name: str) -> int:
+        raise WorkerError("gone")
+
+    plan = WorkerPlan("m", "unix:///none", tmp_path, "t", command=("sleep", "60"))
+    workers = LocalWorkers(plan, reclaim, lambda _: None)
+    workers._plan = WorkerPlan("m", "u", tmp_path, "t", command=("sh", "-c", "sleep 60"))
+    workers.supervise(0)
+    pid = workers.pids[0]
+    workers.kill()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def status(**values: object) -> BatchStatus:
+    names = BatchStatus.__dataclass_fields__
+    base: dict[str, object] = dict.fromkeys(names, 0)
+    base |= {"queue": "batchkv:m-1", "model": "m", "total": 2, "is_submitted": True, **values}
+    return BatchStatus(**base)  # type: ignore[arg-type]
+
+
+def test_nobody_serving_is_said_once_after_thirty_seconds() -> None:
+    """A queue without workers is told of once, with the command that would start one."""
+    said: list[str] = []
+    now = [0.0]
+    unserved = Unserved(said.append, lambda: now[0])
+    for second in range(100):
+        now[0] = float(second)
+        unserved.look(status(num_workers=1 if second < 10 else 0))
+        assert len(said) == (second >= 39)
+    assert "batchkv worker -m m" in said[0]
+
+
+def test_expected_answers_are_found_wherever_they_stand(tmp_path: Path) -> None:
+    """metadata.expected counts in the body and at top level, as text or number, by line."""
+    path = tmp_path / "in.jsonl"
+    lines = [
+        '{"body": {"metadata": {"expected": " a "}}}',
+        "",
+        '{"metadata": {"expected": 42}, "prompt": "x"}',
+        '{"prompt": "say \\"expected\\""}',
+        '{"metadata": {"expected": null}}',
+        '{"metadata": ["expected"]}',
+        '"expected" not JSON',
+        "\xff",
+    ]
+    path.write_bytes("\n".join(lines).encode("latin-1"))
+    expected = Expected.read(path)
+    assert expected.num_expected == 2
+    assert expected.is_right(1, "a\n") and expected.is_right(3, "42")
+    assert not any((expected.is_right(1, "b"), expected.is_right(2, ""), expected.is_right(99, "")))
+    assert Expected.read(tmp_path / "none").num_expected == 0

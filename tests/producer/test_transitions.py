@@ -1,0 +1,594 @@
+"""The state machine of a job, on a real server, with RQ's own tools in between."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+from redis import Redis
+from rq import Queue
+from rq.exceptions import InvalidJobOperation
+from rq.job import Job
+from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
+from rq.serializers import JSONSerializer
+
+from batchkv_producer import redis_keys
+from batchkv_producer.job import (
+    Request,
+    Result,
+    decode_result,
+    encode_job,
+    encode_result,
+)
+from batchkv_producer.transitions import MAX_DEATHS, Ending, Held, Pulled, Transitions
+
+BATCH = "0123456789abcdef"
+MODEL = "some/model"
+QUEUE = redis_keys.queue_name(MODEL)
+LEASE_SECONDS = 60
+
+
+LAPSE = """
+local time = redis.call('TIME')
+return redis.call('ZADD', KEYS[1], 'XX', tonumber(time[1]) + tonumber(time[2]) / 1e6, ARGV[1])
+"""
+
+
+def result_bytes(line: int, outcome: str) -> bytes:
+    """A result of that outcome."""
+    error = None if outcome == "ok" else ("engine_error", "it broke")
+    return encode_result(Result(f"line-{line}", "chat", outcome, error=error))  # type: ignore[arg-type]
+
+
+def job_bytes(line: int) -> bytes:
+    """The data of a small job."""
+    messages = [{"role": "user", "content": f"question {line}"}]
+    return encode_job(Request(f"line-{line}", "chat", messages=messages))
+
+
+class House:
+    """One batch on the server, and shorthands for the moves and for what can be seen of it."""
+
+    def __init__(self, connection: Redis, total: int, num_chunks: int = 1) -> None:
+        self.connection = connection
+        self.transitions = Transitions(connection)
+        self.total = total
+        self.transitions.create(
+            BATCH,
+            {
+                "digest": "d" * 64,
+                "model": MODEL,
+                "queue": QUEUE,
+                "total": total,
+                "num_chunks": num_chunks,
+            },
+        )
+
+    def submit(self, chunk: int, lines: range, bad: range = range(0)) -> int:
+        jobs = [(line, job_bytes(line)) for line in lines]
+        bad_rows = [(line, result_bytes(line, "failed")) for line in bad]
+        return self.transitions.submit(BATCH, QUEUE, chunk, jobs, bad_rows, 3600)
+
+    def pull(self, count: int = 10, worker: str = "w") -> list[Pulled]:
+        return self.transitions.pull(QUEUE, worker, count, LEASE_SECONDS)
+
+    def finish(self, pulled: list[Pulled], outcome: str = "ok", worker: str = "w") -> list[str]:
+        endings = [
+            Ending(p.lease, outcome, result_bytes(line_of(p.lease), outcome), 10, 5, 3, 7)
+            for p in pulled
+        ]
+        return self.transitions.finish(QUEUE, worker, endings)
+
+    def cancel(self, lines: list[int]) -> list[str]:
+        rows = [(job_id(line), result_bytes(line, "canceled")) for line in lines]
+        return self.transitions.settle(QUEUE, "canceled", rows)
+
+    def heal(self) -> list[str]:
+        """What maintenance does for jobs that RQ's tools ended without a result."""
+        failed = [
+            raw.decode()
+            for kind in ("failed", "canceled")
+            for raw in self.connection.zrange(redis_keys.registry(kind, QUEUE), 0, -1)
+        ]
+        rows = [(job, result_bytes(int(job.split("-")[1]), "failed")) for job in failed]
+        return self.transitions.settle(QUEUE, "failed", rows) if rows else []
+
+    def lapse(self, held: Held) -> None:
+        """Make a lease end now, by the server's clock.
+
+        Not in the past: a lease cannot end before it began, and RQ's clean-up forgets every lease
+        that ended before the clean-up started, also one that it has not looked at.
+        """
+        wip = redis_keys.registry("wip", QUEUE)
+        self.connection.eval(LAPSE, 1, wip, f"{held.job_id}:{held.execution}")
+
+    def clean_up(self) -> None:
+        """What ``rq info`` and every dashboard do, with a clock of more than whole seconds."""
+        queue = Queue(QUEUE, connection=self.connection, serializer=JSONSerializer)
+        StartedJobRegistry(queue=queue).cleanup(timestamp=time.time())
+
+    def status(self, line: int) -> str:
+        return (self.connection.hget(redis_keys.job(job_id(line)), "status") or b"none").decode()
+
+    def count(self, name: str) -> int:
+        return int(self.connection.hget(redis_keys.batch(BATCH), name) or 0)
+
+    def waiting(self) -> list[int]:
+        raw = self.connection.lrange(redis_keys.queue(QUEUE), 0, -1)
+        return [int(entry.split(b"-")[1]) for entry in raw]
+
+    def outcomes(self) -> dict[int, str]:
+        raw = self.connection.hgetall(redis_keys.results(BATCH))
+        return {int(line): decode_result(data).outcome for line, data in raw.items()}
+
+    def ended(self) -> list[int]:
+        return [int(line) for line in self.connection.lrange(redis_keys.done(BATCH), 0, -1)]
+
+
+def job_id(line: int) -> str:
+    """The id of the batch's job for a line."""
+    return redis_keys.job_id(BATCH, line)
+
+
+def line_of(held: Held) -> int:
+    """The line of a held job."""
+    return int(held.job_id.split("-")[1])
+
+
+@pytest.fixture
+def house(redis_connection: Redis) -> House:
+    """A batch of five jobs in the queue."""
+    house = House(redis_connection, 5)
+    house.submit(0, range(1, 6))
+    return house
+
+
+# ---- what RQ sees ----
+
+
+def test_rq_reads_a_submitted_job(house: House) -> None:
+    """A hash that the script writes is a job to RQ, with the fields that RQ would have written."""
+    job = Job.fetch(job_id(2), connection=house.connection, serializer=JSONSerializer)
+    assert (job.func_name, job.instance, job.kwargs) == ("batchkv.generate", None, {})
+    assert job.args[0]["messages"][0]["content"] == "question 2"
+    assert (job.origin, job.get_status().value, job.timeout) == (QUEUE, "queued", 3600)
+    assert (job.retries_left, job.meta, job.is_queued) == (3, {}, True)
+    assert job.created_at == job.enqueued_at
+
+
+def test_rq_counts_what_is_there(house: House) -> None:
+    """The numbers of ``rq info`` are right: queued, started, finished and failed."""
+    queue = Queue(QUEUE, connection=house.connection, serializer=JSONSerializer)
+    assert queue in Queue.all(connection=house.connection, serializer=JSONSerializer)
+    pulled = house.pull(3)
+    house.finish(pulled[:1])
+    house.finish(pulled[1:2], "failed")
+    assert queue.count == 2
+    assert StartedJobRegistry(queue=queue).count == 1
+    assert FinishedJobRegistry(queue=queue).count == 1
+    assert FailedJobRegistry(queue=queue).count == 1
+    job = Job.fetch(pulled[2].lease.job_id, connection=house.connection, serializer=JSONSerializer)
+    assert (job.get_status().value, job.worker_name) == ("started", "w")
+    assert [execution.id for execution in job.get_executions()] == [pulled[2].lease.execution]
+
+
+# ---- submit ----
+
+
+def test_a_chunk_is_enqueued_once(redis_connection: Redis) -> None:
+    """A chunk sent twice, or before its turn, changes nothing and tells where the batch stands."""
+    house = House(redis_connection, 4, num_chunks=2)
+    assert house.submit(1, range(3, 5)) == 0
+    assert house.waiting() == []
+    assert house.submit(0, range(1, 3)) == 1
+    assert house.submit(0, range(1, 3)) == 1
+    assert house.submit(1, range(3, 5)) == 2
+    assert house.waiting() == [1, 2, 3, 4]
+
+
+def test_a_chunk_of_a_lost_batch(transitions: Transitions) -> None:
+    """A chunk of a batch that the server does not know is answered with -1."""
+    assert transitions.submit(BATCH, QUEUE, 0, [(1, job_bytes(1))], [], 60) == -1
+
+
+def test_bad_rows_end_at_once(redis_connection: Redis) -> None:
+    """A row that was refused has its result as soon as its chunk is in."""
+    house = House(redis_connection, 3)
+    house.submit(0, range(1, 3), bad=range(3, 4))
+    assert (house.outcomes(), house.ended(), house.count("failed")) == ({3: "failed"}, [3], 1)
+
+
+def test_joining_changes_nothing(house: House) -> None:
+    """Creating a batch that is there tells how it stands and leaves it alone."""
+    answer = house.transitions.create(BATCH, {"digest": "other", "num_chunks": 9})
+    assert answer == ("d" * 64, 1, 1)
+    assert house.count("num_chunks") == 1
+
+
+# ---- pull, finish, give back ----
+
+
+def test_pull_takes_the_head_in_order(house: House) -> None:
+    """A run of jobs is taken from the head, each with its data, timeout and a lease."""
+    pulled = house.pull(3)
+    assert [line_of(p.lease) for p in pulled] == [1, 2, 3]
+    assert pulled[0].data == job_bytes(1)
+    assert (pulled[0].num_deaths, pulled[0].timeout_seconds) == (0, 3600)
+    assert (house.waiting(), house.count("running")) == ([4, 5], 3)
+
+
+def test_finish_writes_everything_in_one_step(house: House) -> None:
+    """Result, finish order and counters are there at once; RQ's record loses the prompt."""
+    pulled = house.pull(2)
+    assert house.finish(pulled) == ["ok", "ok"]
+    assert (house.outcomes(), house.ended()) == ({1: "ok", 2: "ok"}, [1, 2])
+    names = ("ok", "running", "prompt_tokens", "completion_tokens", "cached_tokens", "busy_ms")
+    assert [house.count(name) for name in names] == [2, 0, 20, 10, 6, 14]
+    assert house.status(1) == "finished"
+    assert house.connection.hget(redis_keys.job(job_id(1)), "data") == b""
+
+
+def test_a_lease_that_is_over_ends_nothing(house: House) -> None:
+    """Who lost a job to another worker writes nothing; the other one's result counts."""
+    first = house.pull(1)
+    house.lapse(first[0].lease)
+    assert house.transitions.reap(QUEUE) == (1, 0)
+    second = house.pull(1, worker="v")
+    assert line_of(second[0].lease) == 1
+    assert house.finish(first) == ["lost"]
+    assert house.finish(second, worker="v") == ["ok"]
+    assert house.finish(second, worker="v") == ["lost"]
+    assert house.ended() == [1]
+
+
+def test_give_back_keeps_the_order(house: House) -> None:
+    """Jobs handed back stand at the head again, in the order in which they were taken."""
+    pulled = house.pull(3)
+    assert house.transitions.give_back(QUEUE, [p.lease for p in pulled]) == 3
+    assert (house.waiting(), house.count("running")) == ([1, 2, 3, 4, 5], 0)
+
+
+def test_a_job_that_kills_its_holders_fails(house: House) -> None:
+    """After more than MAX_DEATHS deaths a job fails; maintenance gives it its error row."""
+    for _ in range(MAX_DEATHS):
+        house.lapse(house.pull(1)[0].lease)
+        assert house.transitions.reap(QUEUE) == (1, 0)
+    house.lapse(house.pull(1)[0].lease)
+    assert house.transitions.reap(QUEUE) == (0, 1)
+    assert house.heal() == ["done"]
+    assert house.outcomes() == {1: "failed"}
+
+
+def test_reap_of_a_dead_worker_takes_only_its_jobs(house: House) -> None:
+    """Leases of a worker known to be dead are taken back although they still run."""
+    house.pull(2, worker="dead")
+    house.pull(1, worker="alive")
+    assert house.transitions.reap(QUEUE, "dead") == (2, 0)
+    assert (house.waiting(), house.count("running")) == ([1, 2, 4, 5], 1)
+
+
+def test_renew_names_what_was_lost(house: House) -> None:
+    """A lease is prolonged while it is ours; a job that was canceled or deleted is named."""
+    pulled = house.pull(3)
+    house.cancel([1])
+    house.connection.delete(redis_keys.job(job_id(2)))
+    held = [p.lease for p in pulled]
+    lost = house.transitions.renew(QUEUE, "w", held, LEASE_SECONDS, 90)
+    assert lost == {job_id(1): "canceled", job_id(2): "deleted"}
+
+
+# ---- settle, retry, sweep ----
+
+
+def test_cancel_names_the_worker_that_was_running_it(house: House) -> None:
+    """A queued row, a running row and an ended row give three different answers."""
+    house.finish(house.pull(1))
+    house.pull(1, worker="busy")
+    assert house.cancel([1, 2, 3]) == ["", "busy", "done"]
+    assert house.outcomes() == {1: "ok", 2: "canceled", 3: "canceled"}
+    assert house.pull(5)[0].lease.job_id == job_id(4)
+
+
+def test_retry_runs_failed_rows_again(house: House) -> None:
+    """A failed row loses its result and is queued; an ok row and a bad row are left alone."""
+    pulled = house.pull(2)
+    house.finish(pulled[:1], "failed")
+    house.finish(pulled[1:])
+    assert house.transitions.retry(BATCH, QUEUE, [1, 2, 3]) == 1
+    assert (house.outcomes(), house.count("failed")) == ({2: "ok"}, 0)
+    assert house.waiting() == [3, 4, 5, 1]
+    house.finish(house.pull(5))
+    assert house.ended() == [1, 2, 3, 4, 5, 1]
+
+
+def test_sweep_leaves_what_waits(house: House) -> None:
+    """A sweep removes ended jobs of one batch from the list and nothing else."""
+    house.connection.rpush(redis_keys.queue(QUEUE), "f" * 16 + "-1")
+    house.cancel([2, 4])
+    house.transitions.sweep(QUEUE, BATCH)
+    assert house.waiting() == [1, 3, 5, 1]
+
+
+def test_a_long_list_is_swept_in_pages(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of the sweep cover the whole list."""
+    monkeypatch.setattr("batchkv_producer.transitions.SWEEP_ENTRIES", 2)
+    house.cancel([1, 3, 5])
+    house.transitions.sweep(QUEUE, BATCH)
+    assert house.waiting() == [2, 4]
+
+
+# ---- stock tools ----
+
+
+def test_two_clean_ups_at_once_make_no_second_result(house: House) -> None:
+    """Two ``rq info`` queue an abandoned job twice; it still ends once."""
+    pulled = house.pull(5)
+    for item in pulled:
+        house.lapse(item.lease)
+    threads = [threading.Thread(target=house.clean_up) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    again = house.pull(10, worker="v")
+    assert sorted(line_of(p.lease) for p in again) == [1, 2, 3, 4, 5]
+    assert house.finish(again, worker="v") == ["ok"] * 5
+    assert house.finish(pulled) == ["lost"] * 5
+    assert (sorted(house.ended()), house.count("running")) == ([1, 2, 3, 4, 5], 0)
+
+
+def test_a_job_that_a_tool_queued_again_after_its_end_is_not_run(house: House) -> None:
+    """A clean-up that races with a finish can revive a finished job; nobody is given it."""
+    pulled = house.pull(1)
+    house.finish(pulled)
+    # What the clean-up's pipeline writes when it had read the job before the finish.
+    house.connection.hset(redis_keys.job(job_id(1)), "status", "queued")
+    house.connection.rpush(redis_keys.queue(QUEUE), job_id(1))
+    assert [line_of(p.lease) for p in house.pull(10)] == [2, 3, 4, 5]
+    assert house.count("running") == 4
+
+
+def test_a_stale_id_does_not_cost_a_lease(house: House) -> None:
+    """An id that is in the list although its job runs is dropped; the lapsed lease is kept.
+
+    It is all that tells ``reap`` that the job's holder has died.
+    """
+    (pulled, *_) = house.pull(1)
+    house.connection.lpush(redis_keys.queue(QUEUE), job_id(1))
+    house.lapse(pulled.lease)
+    assert [line_of(p.lease) for p in house.pull(1)] == [2]
+    assert house.transitions.reap(QUEUE) == (1, 0)
+    assert house.waiting()[0] == 1
+
+
+# ---- the model test ----
+
+SNAPSHOT = """
+local batch, total = KEYS[1], tonumber(ARGV[1])
+local held, unended_unheld = 0, 0
+for line = 1, total do
+  local execution = redis.call('HGET', 'rq:job:' .. ARGV[2] .. '-' .. line, 'bkv_exec')
+  local is_held = execution and execution ~= ''
+  if is_held then held = held + 1
+  elseif redis.call('HEXISTS', 'batchkv:res:' .. ARGV[2], line) == 0 then
+    unended_unheld = unended_unheld + 1
+  end
+end
+local c = redis.call('HMGET', batch, 'ok', 'failed', 'canceled', 'running')
+return {tonumber(c[1]), tonumber(c[2]), tonumber(c[3]), tonumber(c[4]), held, unended_unheld,
+        redis.call('HLEN', 'batchkv:res:' .. ARGV[2])}
+"""
+
+
+class Actors:
+    """Three workers, a client and the stock tools, doing random things to one house."""
+
+    workers = ("a", "b", "c")
+
+    def __init__(self, house: House, seed: int, num_chunks: int, chunk_rows: int) -> None:
+        self.house, self.random = house, random.Random(seed)
+        self.num_chunks, self.chunk_rows = num_chunks, chunk_rows
+        self.held: dict[str, list[Pulled]] = {worker: [] for worker in self.workers}
+        self.ended: Counter[int] = Counter()
+        self.snapshot = house.connection.register_script(SNAPSHOT)
+        self.moves: list[Callable[[], None]] = [
+            *(self.submit,) * 2,
+            *(self.pull,) * 4,
+            *(self.finish,) * 4,
+            *(self.lapse,) * 2,
+            self.renew,
+            self.give_back,
+            self.reap,
+            self.reap_dead,
+            self.clean_up,
+            self.heal,
+            self.cancel,
+            self.retry,
+            self.cancel_with_rq,
+            self.requeue_with_rq,
+        ]
+
+    def step(self) -> None:
+        self.random.choice(self.moves)()
+
+    def worker(self) -> str:
+        return self.random.choice(self.workers)
+
+    def some(self, worker: str) -> list[Pulled]:
+        held = self.held[worker]
+        return self.random.sample(held, self.random.randint(0, len(held)))
+
+    def submit(self) -> None:
+        chunk = self.random.randrange(self.num_chunks)
+        first = chunk * self.chunk_rows + 1
+        self.house.submit(chunk, range(first + 1, first + self.chunk_rows), range(first, first + 1))
+
+    def pull(self) -> None:
+        worker = self.worker()
+        self.held[worker] += self.house.pull(self.random.randint(1, 6), worker)
+
+    def finish(self) -> None:
+        worker = self.worker()
+        chosen = self.some(worker)
+        outcome = self.random.choice(("ok", "ok", "failed"))
+        self.house.finish(chosen, outcome, worker)
+        self.drop(worker, chosen)
+
+    def renew(self) -> None:
+        worker = self.worker()
+        leases = [p.lease for p in self.held[worker]]
+        self.house.transitions.renew(QUEUE, worker, leases, LEASE_SECONDS, 90)
+
+    def give_back(self) -> None:
+        worker = self.worker()
+        chosen = self.some(worker)
+        leases = [p.lease for p in chosen]
+        self.house.transitions.give_back(QUEUE, leases, died=self.random.random() < 0.3)
+        self.drop(worker, chosen)
+
+    def lapse(self) -> None:
+        """A worker sleeps: its leases end, but it does not know."""
+        for pulled in self.some(self.worker()):
+            self.house.lapse(pulled.lease)
+
+    def reap(self) -> None:
+        self.house.transitions.reap(QUEUE, limit=self.random.choice((1, 1000)))
+
+    def reap_dead(self) -> None:
+        """A worker dies, and its parent knows."""
+        worker = self.worker()
+        self.held[worker] = []
+        self.house.transitions.reap(QUEUE, worker)
+
+    def clean_up(self) -> None:
+        self.house.clean_up()
+
+    def heal(self) -> None:
+        self.house.heal()
+
+    def cancel(self) -> None:
+        if self.random.random() < 0.3:
+            self.house.cancel([self.random.randint(1, self.house.total)])
+
+    def cancel_with_rq(self) -> None:
+        """Somebody presses "cancel" in a dashboard."""
+        line = self.random.randint(1, self.house.total)
+        if self.random.random() < 0.3 and self.house.status(line) in ("queued", "started"):
+            connection = self.house.connection
+            with suppress(InvalidJobOperation):  # a clean-up was quicker
+                Job.fetch(job_id(line), connection=connection, serializer=JSONSerializer).cancel()
+
+    def requeue_with_rq(self) -> None:
+        """Somebody types ``rq requeue --all``, without knowing of ``batchkv retry``."""
+        if self.random.random() < 0.1:
+            queue = Queue(QUEUE, connection=self.house.connection, serializer=JSONSerializer)
+            registry = FailedJobRegistry(queue=queue)
+            for failed in registry.get_job_ids(cleanup=False):
+                registry.requeue(failed)
+
+    def retry(self) -> None:
+        failed = [line for line, end in self.house.outcomes().items() if end == "failed"]
+        lines = self.random.sample(failed, self.random.randint(0, len(failed)))
+        self.house.transitions.retry(BATCH, QUEUE, lines)
+
+    def drop(self, worker: str, chosen: list[Pulled]) -> None:
+        self.held[worker] = [p for p in self.held[worker] if p not in chosen]
+
+    def check(self) -> None:
+        """The books balance, whatever has happened."""
+        args = [self.house.total, BATCH]
+        ok, failed, canceled, running, held, open_rows, num_results = self.snapshot(
+            keys=[redis_keys.batch(BATCH)], args=args
+        )
+        queued = self.house.total - ok - failed - canceled - running
+        assert ok + failed + canceled == num_results
+        assert running == held
+        assert queued == open_rows
+
+    def check_outcomes(self) -> None:
+        """The counters are the counts of the results; who has a result stands in the order."""
+        outcomes = self.house.outcomes()
+        counted = Counter(outcomes.values())
+        for name in ("ok", "failed", "canceled"):
+            assert self.house.count(name) == counted[name]
+        assert set(outcomes) <= set(self.house.ended())
+
+    def drain(self) -> None:
+        """Everybody dies, one good worker comes: the batch must end."""
+        for chunk in range(self.num_chunks):
+            first = chunk * self.chunk_rows + 1
+            lines = range(first + 1, first + self.chunk_rows)
+            self.house.submit(chunk, lines, range(first, first + 1))
+        wip = redis_keys.registry("wip", QUEUE)
+        for member in self.house.connection.zrange(wip, 0, -1):
+            self.house.lapse(Held(*member.decode().rsplit(":", 1)))
+        self.house.transitions.reap(QUEUE)
+        self.house.heal()
+        while pulled := self.house.pull(10, "last"):
+            self.house.finish(pulled, "ok", "last")
+            self.check()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_moves_keep_the_books(redis_connection: Redis, seed: int) -> None:
+    """Whatever order things happen in: one result a row, counters that add up, nothing left."""
+    num_chunks, chunk_rows = 5, 8
+    house = House(redis_connection, num_chunks * chunk_rows, num_chunks)
+    actors = Actors(house, seed, num_chunks, chunk_rows)
+    for _ in range(150):
+        actors.step()
+        actors.check()
+    actors.check_outcomes()
+    finish_and_check(house, actors)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_moves_with_concurrent_clean_ups(redis_connection: Redis, seed: int) -> None:
+    """The same while two threads clean the registries without end, as dashboards do."""
+    num_chunks, chunk_rows = 5, 8
+    house = House(redis_connection, num_chunks * chunk_rows, num_chunks)
+    actors = Actors(house, 1000 + seed, num_chunks, chunk_rows)
+    is_over = threading.Event()
+
+    def clean_without_end() -> None:
+        while not is_over.wait(0.001):
+            house.clean_up()
+
+    threads = [threading.Thread(target=clean_without_end) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(150):
+            actors.step()
+            actors.check()
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    finish_and_check(house, actors)
+
+
+def finish_and_check(house: House, actors: Actors) -> None:
+    """Run the batch to its end: every row has a result, and no key of a job in flight is left."""
+    actors.drain()
+    actors.check()
+    actors.check_outcomes()
+    assert sorted(house.outcomes()) == list(range(1, house.total + 1))
+    assert house.count("running") == 0
+    assert house.waiting() == []
+    assert house.connection.zcard(redis_keys.registry("wip", QUEUE)) == 0
+    assert list(house.connection.scan_iter("rq:execution*")) == []
+
+
+def test_a_lease_of_one_second_lapses_by_itself(house: House) -> None:
+    """A lease that nobody renews ends by the server's clock."""
+    house.transitions.pull(QUEUE, "w", 2, 1)
+    assert house.transitions.reap(QUEUE) == (0, 0)
+    time.sleep(1.1)
+    assert house.transitions.reap(QUEUE) == (2, 0)
+    assert house.waiting() == [1, 2, 3, 4, 5]

@@ -1,0 +1,16 @@
+"""The ``batchkv`` command whose ``run`` starts fake workers."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+from batchkv_producer import run
+from batchkv_producer.cli import main
+
+FAKE_WORKER = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
+
+if __name__ == "__main__":
+    run.run = partial(run.run, worker_command=FAKE_WORKER)
+    main()
