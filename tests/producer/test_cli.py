@@ -25,6 +25,7 @@ from batchkv_producer.client import Client
 from batchkv_producer.job import Result as RowResult
 from batchkv_producer.job import Usage, encode_result
 from batchkv_producer.progress import LiveReporter, PlainReporter, Rates, Snapshot, duration
+from batchkv_producer.server_home import Home
 from batchkv_producer.transitions import Ending, Transitions
 
 ESCAPE = "\x1b]0;owned\x07\x9b31m\u202e"
@@ -442,7 +443,7 @@ def test_embedded_server_serves_when_none_is_named(
     source: Path, monkeypatch: pytest.MonkeyPatch, redis_server: object, tmp_path: Path
 ) -> None:
     """Without a URL a server is started, outlives the command, and can be told of and stopped."""
-    home = server.Home(Path("/tmp") / f"bkv-cli-{os.getpid()}")
+    home = Home(Path("/tmp") / f"bkv-cli-{os.getpid()}")
     monkeypatch.setenv("BATCHKV_HOME", str(home.path))
     try:
         assert process("server", "status").returncode == 3

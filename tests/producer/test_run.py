@@ -19,10 +19,11 @@ from batchkv_producer import local_workers, redis_keys
 from batchkv_producer.client import BatchStatus, Client
 from batchkv_producer.errors import UsageError
 from batchkv_producer.expected import Expected
+from batchkv_producer.following import Unserved
 from batchkv_producer.local_workers import LocalWorkers, WorkerError, WorkerPlan
 from batchkv_producer.outfile import errors_path
 from batchkv_producer.progress import PlainReporter, Snapshot
-from batchkv_producer.run import RunOptions, RunReport, Unserved, reclaim_dead, run
+from batchkv_producer.run import RunOptions, RunReport, reclaim_dead, run
 from batchkv_producer.transitions import Transitions
 from support import fake_worker
 from support.batchkv_with_fake_worker import FAKE_WORKER

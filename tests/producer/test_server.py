@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from batchkv_producer import server
+from batchkv_producer import server, server_binary, server_home
 from batchkv_producer.errors import ServerError, UsageError
-from batchkv_producer.server import Home
+from batchkv_producer.server_home import Home
 from support.redis_server import running_server
 
 ENSURE = """
@@ -48,7 +48,7 @@ def test_packaged_binary_is_where_we_look_for_it() -> None:
 
     assert Path(_binary.get_binary_path()).is_file()
     assert issubclass(_binary.ValkeyBinaryNotFoundError, Exception)
-    assert server.find_binary().version >= (8,)
+    assert server_binary.find_binary().version >= (8,)
 
 
 def test_starts_with_private_files_and_the_settings_that_keep_jobs(home: Home) -> None:
@@ -215,11 +215,11 @@ def test_a_binary_that_cannot_run_gives_way_to_the_next(home: Home, tmp_path: Pa
     damaged = program(tmp_path, "damaged", "\x7fELF nonsense")
     foreign = program(tmp_path, "foreign", "#!/bin/sh\necho GLIBC_9.99 not found >&2\nexit 1\n")
     old = program(tmp_path, "old", "#!/bin/sh\necho Redis server v=5.0.7 sha=0\n")
-    good = server.find_binary().path
+    good = server_binary.find_binary().path
     paths = [tmp_path / "none", damaged, foreign, old, good]
     assert server.ensure_running(home, lambda: iter(paths)) == home.url
     with pytest.raises(ServerError) as caught:
-        server.find_binary(lambda: iter(paths[:-1]))
+        server_binary.find_binary(lambda: iter(paths[:-1]))
     for words in ("No such file", "Exec format", "GLIBC_9.99", "older than 6.2", "brew install"):
         assert words in str(caught.value)
 
@@ -230,14 +230,14 @@ def test_candidates_end_with_what_is_on_the_path(
     """Without the packaged binary, valkey-server and then redis-server of PATH are tried."""
     found = [program(tmp_path, name, "") for name in ("redis-server", "valkey-server")]
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(server, "_packaged", lambda: None)
-    assert list(server.candidates()) == [found[1], found[0]]
+    monkeypatch.setattr(server_binary, "_packaged", lambda: None)
+    assert list(server_binary.candidates()) == [found[1], found[0]]
 
 
 def test_redis_6_2_gets_the_name_of_the_setting_that_it_knows(home: Home) -> None:
     """hash-max-listpack-value is called hash-max-ziplist-value before Redis 7."""
-    old = server.arguments(home, server.Binary(Path("r"), "redis", (6, 2, 14)))
-    new = server.arguments(home, server.Binary(Path("r"), "redis", (7, 0)))
+    old = server.arguments(home, server_binary.Binary(Path("r"), "redis", (6, 2, 14)))
+    new = server.arguments(home, server_binary.Binary(Path("r"), "redis", (7, 0)))
     assert "--hash-max-ziplist-value" in old and "--hash-max-listpack-value" in new
 
 
@@ -245,6 +245,6 @@ def test_home_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     """BATCHKV_HOME names the folder, a ~ in it means the user's; else it is ~/.batchkv."""
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("BATCHKV_HOME", "~/state")
-    assert server.home_from_environment().path == Path("/home/me/state")
+    assert server_home.home_from_environment().path == Path("/home/me/state")
     monkeypatch.delenv("BATCHKV_HOME")
-    assert server.home_from_environment().path == Path("/home/me/.batchkv")
+    assert server_home.home_from_environment().path == Path("/home/me/.batchkv")

@@ -10,7 +10,6 @@ it earlier would have MLX copy every buffer at every step.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -29,8 +28,6 @@ from batchkv_worker.requests import RowRefused, prepare
 from batchkv_worker.sampling import Sampled, sample
 from batchkv_worker.scheduler import Budget, PrefillGroup, Scheduler
 from batchkv_worker.sequence import Sequence
-
-log = logging.getLogger("batchkv.engine")
 
 CHUNKS_PER_STEP = 8  # prompt chunks between two decode steps, at most
 
@@ -63,7 +60,9 @@ class Engine:
         self.loaded = loaded
         self.config = config
         self.schemes = tuple(layer_scheme(config.scheme, shape) for shape in loaded.layers)
-        self.path = self._attention_path()
+        self.path = attention.decide(
+            loaded.model, self.schemes[0], loaded.dtype, min(16, config.slots), config.path
+        )
         self.bytes_per_token = sum(s.bytes_per_token(loaded.float_bytes) for s in self.schemes)
         prefix_bytes = config.prefix_bytes
         self.prefixes = PrefixCache(
@@ -152,26 +151,6 @@ class Engine:
     def kv_bytes(self) -> int:
         """Bytes of the decode slots' buffers as they are now."""
         return sum(slot.nbytes for slot in self._slots)
-
-    # -- set-up
-
-    def _attention_path(self) -> attention.Path:
-        hooked = attention.install_hook(self.loaded.model)
-        if self.config.path is not None:
-            return self.config.path if hooked else "fused"
-        scheme = self.schemes[0]
-        heads = attention.num_query_heads(self.loaded.model, scheme.shape.num_heads)
-        path, times = attention.choose_path(
-            scheme, heads, self.loaded.dtype, num_rows=min(16, self.config.slots), num_tokens=512
-        )
-        if not hooked:
-            path = "fused"
-            log.warning(
-                "this model's attention cannot be hooked; decoding on dense keys and values"
-            )
-        measured = ", ".join(f"{name} {spent:.2f} ms" for name, spent in times.items())
-        log.info("decode attention: %s for %s (%s)", path, self.config.scheme, measured)
-        return path
 
     def _check_memory(self, row: Sequence) -> None:
         demand = Demand(row.num_prefill, row.num_remaining)

@@ -14,9 +14,10 @@ from batchkv_producer import outfile, output
 from batchkv_producer.cli.shared import Session, json_option, say, session, url_option
 from batchkv_producer.client import StoredRow
 from batchkv_producer.errors import UsageError
+from batchkv_producer.following import Follower, snapshot_of, stale_rows
 from batchkv_producer.job import Result
 from batchkv_producer.progress import printable, reporter
-from batchkv_producer.run import TURN_SECONDS, Follower, snapshot_of, stale_rows
+from batchkv_producer.run import TURN_SECONDS
 
 format_option = click.option(
     "--format",

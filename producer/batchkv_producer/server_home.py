@@ -1,0 +1,94 @@
+"""The home folder of the embedded server: where everything of it lies, and whose it is."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchkv_producer.errors import UsageError
+
+HOME_VARIABLE = "BATCHKV_HOME"
+MAX_SOCKET_PATH_BYTES = 103  # macOS allows 104 with the closing NUL, Linux 108
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """The places under one home folder. Nothing is created by naming them."""
+
+    path: Path
+
+    @property
+    def data(self) -> Path:
+        return self.path / "data"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def log(self) -> Path:
+        return self.logs / "server.log"
+
+    @property
+    def pid_file(self) -> Path:
+        return self.path / "server.pid"
+
+    @property
+    def socket(self) -> Path:
+        """In the home folder, or under /tmp by a name made from it when the path is too long."""
+        socket = self.path / "redis.sock"
+        if len(os.fsencode(socket)) <= MAX_SOCKET_PATH_BYTES:
+            return socket
+        digest = hashlib.sha256(os.fsencode(self.path)).hexdigest()[:12]
+        return Path(f"/tmp/batchkv-{os.getuid()}-{digest}") / "redis.sock"
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.socket}"
+
+
+def home_from_environment() -> Home:
+    """The home folder that ``BATCHKV_HOME`` names, or ``~/.batchkv``."""
+    value = os.environ.get(HOME_VARIABLE)
+    if value:
+        return Home(Path(value).expanduser().absolute())
+    try:
+        return Home(Path.home() / ".batchkv")
+    except RuntimeError as fault:
+        raise UsageError(
+            f"there is no home folder here: set {HOME_VARIABLE} to a folder"
+        ) from fault
+
+
+def make_folders(home: Home) -> None:
+    """Create the home folder and what stands in it, for its owner only.
+
+    Raises UsageError when that cannot be, or when others could write where the server stands.
+    """
+    try:
+        home.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (home.data, home.logs, home.socket.parent):
+            folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as fault:
+        problem = fault.strerror or fault
+        raise UsageError(
+            f"cannot make {fault.filename or home.path}: {problem}. "
+            f"Set {HOME_VARIABLE} to a folder that you can write"
+        ) from fault
+    for folder in (home.path, home.data, home.logs, home.socket.parent):
+        refuse_foreign(folder)
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Refuse a folder that somebody else owns or may write: its socket could be anybody's."""
+    found = folder.lstat() if folder.parent == Path("/tmp") else folder.stat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise UsageError(f"{folder} is not a folder of yours. Set {HOME_VARIABLE} to another one")
+    if found.st_mode & 0o022:
+        raise UsageError(
+            f"{folder} can be written by other users. Run `chmod 700 {folder}` "
+            f"or set {HOME_VARIABLE} to another one"
+        )
