@@ -58,7 +58,7 @@ class NoText:
 
 
 def run_engine(
-    model: Any, workload: Workload, slots: int, scheme: str
+    model: Any, workload: Workload, slots: int, scheme: str, chunk_tokens: int
 ) -> tuple[float, Tokens, int]:
     """(seconds, tokens of each row, peak bytes) of our engine."""
     loaded = LoadedModel(
@@ -71,7 +71,9 @@ def run_engine(
         0,
         {},
     )
-    config = EngineConfig(scheme=scheme, slots=slots, memory_bytes=8 * 2**30, path=None)
+    config = EngineConfig(
+        scheme=scheme, slots=slots, memory_bytes=16 * 2**30, chunk_tokens=chunk_tokens
+    )
     engine = Engine(loaded, config)
     mx.reset_peak_memory()
     begin = time.perf_counter()
@@ -126,7 +128,7 @@ def run_baseline(
 def compare(model: Any, workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
     """Both sides ``repeats`` times, alternating; medians and equality of the tokens."""
     sides: dict[str, Callable[[], tuple[float, Tokens, int]]] = {
-        "engine": lambda: run_engine(model, workload, args.slots, args.scheme),
+        "engine": lambda: run_engine(model, workload, args.slots, args.scheme, args.chunk_tokens),
         "baseline": lambda: run_baseline(model, workload, args.slots),
     }
     if args.baseline_best:
@@ -162,6 +164,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=256)
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--scheme", default="float")
+    parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--baseline-best", action="store_true")
     parser.add_argument("--quick", action="store_true", help="48 jobs, once")
@@ -186,6 +189,7 @@ def main() -> None:
         "model": args.model,
         "scheme": args.scheme,
         "slots": args.slots,
+        "chunk_tokens": args.chunk_tokens,
         "repeats": args.repeats,
         "baseline": "mlx_lm.generate.BatchGenerator, arrival order, prefill_batch_size 8",
     }

@@ -65,6 +65,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
     },
+    "bench-600m": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 32768,
+    },
 }
 
 
@@ -74,15 +83,15 @@ def build_model(name: str, dtype: Any) -> Any:
     from mlx_lm.models import llama
 
     mx.random.seed(0)
-    args = llama.ModelArgs(
-        model_type="llama",
-        head_dim=64,
-        rms_norm_eps=1e-5,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=False,
-        max_position_embeddings=8192,
-        **MODELS[name],
-    )
+    common = {
+        "model_type": "llama",
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": VOCABULARY,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 8192,
+    }
+    args = llama.ModelArgs(**{**common, **MODELS[name]})
     model = llama.Model(args)
     model.set_dtype(dtype)
     mx.eval(model.parameters())

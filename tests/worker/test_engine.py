@@ -119,6 +119,18 @@ def test_chunk_size_and_slots_change_nothing() -> None:
     assert seen[0] == seen[1] == seen[2]
 
 
+def test_rounded_shapes_change_nothing() -> None:
+    """Columns, rows and widths rounded up for a backend that likes few shapes: the same tokens."""
+    model = tiny_models.build("llama")
+    rows = prompts(10, seed=7)
+    running = engine(model, "affine8", shape_step=64)
+    for index, prompt in enumerate(rows):
+        running.submit_row(Sequence(str(index), prompt, Generation(8, temperature=0.0)))
+    ended = drain(running)
+    for index, prompt in enumerate(rows):
+        assert list(ended[str(index)].token_ids) == tiny_models.alone(model, prompt, 8, 8)
+
+
 def test_planted_fault_is_seen() -> None:
     """The comparison can fail: one dropped column of keys changes tokens."""
     model = tiny_models.build("llama")

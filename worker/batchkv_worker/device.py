@@ -24,6 +24,12 @@ def prepare_device(*, wired_limit: bool) -> None:
         mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
 
 
+def shape_step() -> int:
+    """What to round shapes up to: CUDA prepares kernels for each new shape, the others do not."""
+    is_cuda = mx.default_device() == mx.Device(mx.gpu) and not mx.metal.is_available()
+    return 64 if is_cuda else 1
+
+
 def kv_memory_bytes(weight_bytes: int) -> int:
     """Bytes for keys and values: what the device recommends to use, less weights and a reserve."""
     total = _recommended_bytes()

@@ -17,8 +17,9 @@ import mlx.core as mx
 from batchkv_producer.job import ErrorCode
 from batchkv_worker import answers
 from batchkv_worker.events import Event, Rejected, Work
+from batchkv_worker.device import shape_step
 from batchkv_worker.kv import attention
-from batchkv_worker.kv.layout import Demand, Relayout, SlotLayout
+from batchkv_worker.kv.layout import Demand, Relayout, SlotLayout, round_up
 from batchkv_worker.kv.prefill import PrefillCache
 from batchkv_worker.kv.schemes import layer_scheme
 from batchkv_worker.kv.slots import Frame, SlotCache
@@ -43,6 +44,7 @@ class EngineConfig:
     memory_bytes: int = 4 * 2**30
     prefix_bytes: int | None = None  # of memory_bytes, for prefixes; None: an eighth
     path: attention.Path | None = None  # None: the fastest by measurement
+    shape_step: int | None = None  # None: what the backend likes, see device.shape_step
 
 
 @dataclass(slots=True)
@@ -70,6 +72,7 @@ class Engine:
         )
         memory_bytes = config.memory_bytes - self.prefixes.max_bytes
         budget = Budget(config.chunk_tokens, memory_bytes, self.bytes_per_token)
+        self._shape_step = config.shape_step or shape_step()
         self._layout = SlotLayout(config.slots)
         self._scheduler = Scheduler(self._layout, budget, self.prefixes.num_cached)
         self._slots = [SlotCache(scheme, self.path, loaded.dtype) for scheme in self.schemes]
@@ -177,7 +180,7 @@ class Engine:
 
     def _compute_chunk(self, group: PrefillGroup) -> None:
         """One chunk of the group's prompts; logits are never read, so MLX never computes them."""
-        width = group.width
+        width = round_up(group.width, self._shape_step)
         if not self._prefill:
             self._prefill = [PrefillCache(scheme, width) for scheme in self.schemes]
             self.prefixes.fill(group.rows, self._prefill)
@@ -207,6 +210,8 @@ class Engine:
                 index = rows.index(row)
                 for target, source in zip(self._slots, self._prefill, strict=True):
                     target.admit(slot, self._layout.write, *source.row(index, row.num_prefill))
+                # One row at a time: MLX writes in place only into a buffer that nothing waits for.
+                mx.eval([target.arrays for target in self._slots])
         self._prefill = []
 
     def _relayout(self, change: Relayout | None) -> None:
@@ -222,7 +227,7 @@ class Engine:
     def _build_step(self) -> _Step:
         """The graph of the next step; a row's input is the token that the last step sampled."""
         self._relayout(self._layout.before_step())
-        frame = Frame.of(self._layout)
+        frame = Frame.of(self._layout, self._shape_step)
         rows = [self._rows.get(slot) for slot in range(frame.num_rows)]
         inputs = self._inputs(rows)
         for slot in self._slots:

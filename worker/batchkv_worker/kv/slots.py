@@ -12,36 +12,47 @@ from typing import Any
 import mlx.core as mx
 
 from batchkv_worker.kv import attention
-from batchkv_worker.kv.layout import Relayout, SlotLayout
+from batchkv_worker.kv.layout import Relayout, SlotLayout, round_up
 from batchkv_worker.kv.schemes import LayerScheme, Parts, TensorScheme
 
 
 @dataclass(slots=True)
 class Frame:
-    """The step at hand, the same for all layers: rows [0, num_rows), columns [low, write].
+    """The step at hand, the same for all layers: rows [0, num_rows), columns [low, high).
 
     ``offsets`` (int32, ``[rows]``) are the positions of the tokens being decoded; the array is
     bound anew each step, never changed, since models may hold on to it. ``mask`` is bool
-    ``[rows, 1, 1, columns]``, or None when every row owns every column.
+    ``[rows, 1, 1, columns]``, or None when every row owns every column. ``write`` is the column
+    that the step writes; it is the last, unless shapes are rounded.
     """
 
     num_rows: int
     low: int
+    high: int
     write: int
     offsets: mx.array
     mask: mx.array | None
 
     @classmethod
-    def of(cls, layout: SlotLayout) -> Frame:
+    def of(cls, layout: SlotLayout, shape_step: int = 1) -> Frame:
+        """The layout's next step. Columns are rounded outwards to ``shape_step``, rows to 8.
+
+        A backend that prepares a kernel for each new shape then meets few shapes; what rounding adds
+        is masked.
+        """
+        write = layout.write
         rows = layout.num_rows
+        if shape_step > 1:
+            rows = min(layout.rows, round_up(rows, 8))
+        low = layout.lowest // shape_step * shape_step
+        high = min(layout.capacity, round_up(write + 1, shape_step))
         starts = [layout.start(slot) for slot in range(rows)]
-        low, write = layout.lowest, layout.write
         mask = None
-        if any(start != low for start in starts):
-            columns = mx.arange(low, write + 1)
-            mask = columns >= mx.array(starts).reshape(-1, 1, 1, 1)
+        if high > write + 1 or any(start != low for start in starts):
+            columns = mx.arange(low, high)
+            mask = (columns >= mx.array(starts).reshape(-1, 1, 1, 1)) & (columns <= write)
         offsets = mx.array([write - start for start in starts], dtype=mx.int32)
-        return cls(rows, low, write, offsets, mask)
+        return cls(rows, low, high, write, offsets, mask)
 
 
 class SlotCache:
@@ -53,7 +64,7 @@ class SlotCache:
     """
 
     def __init__(self, scheme: LayerScheme, path: attention.Path, dtype: mx.Dtype) -> None:
-        self.frame: Frame = Frame(0, 0, 0, mx.array([], mx.int32), None)
+        self.frame: Frame = Frame(0, 0, 0, 0, mx.array([], mx.int32), None)
         self._scheme = scheme
         self._path = path
         self._dtype = dtype
@@ -111,7 +122,7 @@ class SlotCache:
 
     def _visible(self, parts: list[mx.array]) -> Parts:
         frame = self.frame
-        return tuple(part[: frame.num_rows, :, frame.low : frame.write + 1] for part in parts)
+        return tuple(part[: frame.num_rows, :, frame.low : frame.high] for part in parts)
 
     def forget_step(self) -> None:
         """Drop what was handed out, so that no array outlives its step."""
