@@ -95,8 +95,8 @@ def start(url: str, source: Path, **fake: object) -> subprocess.Popen[str]:
     environment = {**os.environ, "BATCHKV_REDIS_URL": url}
     environment |= {f"FAKE_{name}": str(value) for name, value in fake.items()}
     command = [*BATCHKV, "run", str(source), "-m", MODEL, "-o", str(source.parent / "out.jsonl")]
-    # The test may itself run in the background of a shell, with SIGINT ignored, and a child inherits
-    # that: `run` would rightly go on. A user's terminal does not ignore it.
+    # The test itself may run in the background of a shell, with SIGINT ignored, and children
+    # inherit that: `run` would rightly go on. A user's terminal does not ignore it.
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -16,8 +16,8 @@ import mlx.core as mx
 
 from batchkv_producer.job import ErrorCode
 from batchkv_worker import answers
-from batchkv_worker.events import Event, Rejected, Work
 from batchkv_worker.device import shape_step
+from batchkv_worker.events import Event, Rejected, Work
 from batchkv_worker.kv import attention
 from batchkv_worker.kv.layout import Demand, Relayout, SlotLayout, round_up
 from batchkv_worker.kv.prefill import PrefillCache

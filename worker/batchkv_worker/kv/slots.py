@@ -37,8 +37,8 @@ class Frame:
     def of(cls, layout: SlotLayout, shape_step: int = 1) -> Frame:
         """The layout's next step. Columns are rounded outwards to ``shape_step``, rows to 8.
 
-        A backend that prepares a kernel for each new shape then meets few shapes; what rounding adds
-        is masked.
+        A backend that prepares a kernel for each new shape then meets few shapes; what rounding
+        adds is masked.
         """
         write = layout.write
         rows = layout.num_rows
