@@ -10,6 +10,7 @@ import pytest
 
 from batchkv_producer.job import Request, SamplingParams
 from batchkv_worker.engine import Engine, EngineConfig
+from batchkv_worker.errors import ModelError
 from batchkv_worker.events import Completed, Event, Rejected, Work
 from batchkv_worker.kv.attention import Path
 from batchkv_worker.sequence import Generation, Sequence
@@ -349,3 +350,106 @@ def test_prefix_cache_keeps_to_its_bytes() -> None:
     ended = drain(running)
     assert len(ended) == 6
     assert 0 < running.prefixes.num_bytes <= running.prefixes.max_bytes
+
+
+def test_a_row_whose_text_breaks_ends_alone() -> None:
+    """A tokenizer or template that raises anything ends that row; the others go on."""
+    running = engine(tiny_models.build("llama"))
+    healthy = running.loaded.tokenizer
+
+    class Broken(type(healthy)):  # type: ignore[misc]
+        def encode(self, text: str) -> list[int]:
+            if "bad" in text:
+                raise ZeroDivisionError("in a template")
+            return super().encode(text)
+
+        def decode(self, tokens: list[int]) -> str:
+            raise OverflowError("in a token")
+
+    object.__setattr__(running.loaded, "tokenizer", Broken())
+    running.add(work("bad", prompt="bad"))
+    running.add(work("good"))
+    running.add(work("unreadable", logprobs=1))
+    events: dict[str, Event] = {}
+    while not running.is_idle:
+        events |= {e.job_id: e for e in running.step() if isinstance(e, Completed | Rejected)}
+        running.check_integrity()
+    codes = {job_id: e.code for job_id, e in events.items() if isinstance(e, Rejected)}
+    assert codes == {"bad": "invalid_request", "unreadable": "engine_error"}
+    assert isinstance(events["good"], Completed)
+
+
+def test_unfiltered_rows_do_not_depend_on_filtered_neighbours() -> None:
+    """A row without top_p draws the same tokens beside one that has it."""
+    model = tiny_models.build("llama")
+    lonely = engine(model)
+    lonely.add(work("x", temperature=1.0, seed=3, max_tokens=12))
+    alone = drain(lonely)["x"].token_ids
+    crowded = engine(model)
+    crowded.add(work("x", temperature=1.0, seed=3, max_tokens=12))
+    crowded.add(work("y", temperature=1.0, top_p=0.9, seed=8, max_tokens=12))
+    assert drain(crowded)["x"].token_ids == alone
+
+
+def test_one_long_row_after_many_short_ones_keeps_to_the_memory() -> None:
+    """Buffers that nobody is in shrink to the row that comes, instead of growing with all rows."""
+    model = tiny_models.build("llama")
+    running = engine(model, slots=16, prefix_bytes=0)
+    per_token = running.bytes_per_token
+    running = engine(model, slots=16, prefix_bytes=0, memory_bytes=6000 * per_token)
+    for index in range(16):
+        running.submit_row(Sequence(str(index), [1, 2], Generation(4, temperature=0.0)))
+    drain(running)
+    row = Sequence("long", list(range(500)) * 4, Generation(300, temperature=0.0))
+    running.submit_row(row)
+    while not running.is_idle:
+        running.step()
+        assert running.kv_bytes <= 6000 * per_token
+
+
+def test_a_tail_is_evicted_before_its_head() -> None:
+    """With room for part of a chain, its beginning is kept: an end alone is of no use."""
+    model = tiny_models.build("llama")
+    block = 256 * engine(model).bytes_per_token
+    running = engine(model, prefix_bytes=3 * block)
+    cached = []
+    for turn in range(3):
+        prompt = [(7 * i) % 512 for i in range(256 * 4 + 1)]
+        running.submit_row(Sequence(str(turn), prompt, Generation(1, temperature=0.0)))
+        cached.append(drain(running)[str(turn)].usage.cached)
+    assert cached == [0, 768, 768]
+    assert running.prefixes.num_bytes <= 3 * block
+    assert engine(model, prefix_bytes=block - 1).prefixes.max_bytes == 0
+
+
+def test_a_cancelled_prefill_is_dropped() -> None:
+    """The rest of a long prompt is not computed for nobody."""
+    model = tiny_models.build("llama")
+    running = engine(model)
+    prompt = [i % 512 for i in range(256 * 12)]
+    running.submit_row(Sequence("long", prompt, Generation(5, temperature=0.0)))
+    running.step()
+    running.cancel("long")
+    running.step()
+    assert running.is_idle
+    running.check_integrity()
+
+
+def test_models_that_disagree_with_themselves_are_refused() -> None:
+    """gemma2 computes attention itself and broadcasts the batch's mask its own way: refused."""
+    args = gemma2.ModelArgs(
+        model_type="gemma2",
+        hidden_size=64,
+        num_hidden_layers=2,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=64,
+    )
+    model = gemma2.Model(args)
+    mx.eval(model.parameters())
+    with pytest.raises(ModelError, match="not served"):
+        engine(model).check_model()
+    for family in tiny_models.FAMILIES:
+        engine(tiny_models.build(family), "affine8").check_model()

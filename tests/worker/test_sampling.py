@@ -83,7 +83,10 @@ def test_repetition_penalty_is_mlx_lms() -> None:
     rows = [row(prompt, temperature=0.0, repetition_penalty=p) for p in (1.0, 1.8, 3.0)]
     got = sample(logits, inputs, list(rows)).tokens.tolist()
     for index, made in enumerate(rows):
-        history = [*prompt, inputs[index].item()]
+        history = [
+            *prompt[:-1],
+            inputs[index].item(),
+        ]  # the first step is fed the last of the prompt
         process = make_repetition_penalty(made.generation.repetition_penalty, 20)
         expected = mx.argmax(process(history, mx.array(logits[index : index + 1])), axis=-1)
         assert got[index] == expected.item()

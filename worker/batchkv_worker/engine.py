@@ -10,18 +10,22 @@ it earlier would have MLX copy every buffer at every step.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import mlx.core as mx
 
+from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_producer.job import ErrorCode
 from batchkv_worker import answers
 from batchkv_worker.device import shape_step
+from batchkv_worker.errors import ModelError
 from batchkv_worker.events import Event, Rejected, Work
 from batchkv_worker.kv import attention
 from batchkv_worker.kv.layout import Demand, Relayout, SlotLayout, round_up
 from batchkv_worker.kv.prefill import PrefillCache
 from batchkv_worker.kv.schemes import layer_scheme
+from batchkv_worker.kv.selfcheck import TOLERANCE, disagreement
 from batchkv_worker.kv.slots import Frame, SlotCache
 from batchkv_worker.model import LoadedModel
 from batchkv_worker.prefix import PrefixCache, block_keys
@@ -29,6 +33,8 @@ from batchkv_worker.requests import RowRefused, prepare
 from batchkv_worker.sampling import Sampled, sample
 from batchkv_worker.scheduler import Budget, PrefillGroup, Scheduler
 from batchkv_worker.sequence import Sequence
+
+log = logging.getLogger("batchkv.engine")
 
 CHUNKS_PER_STEP = 8  # prompt chunks between two decode steps, at most
 
@@ -68,7 +74,8 @@ class Engine:
         self.bytes_per_token = sum(s.bytes_per_token(loaded.float_bytes) for s in self.schemes)
         prefix_bytes = config.prefix_bytes
         self.prefixes = PrefixCache(
-            config.memory_bytes // 8 if prefix_bytes is None else prefix_bytes
+            config.memory_bytes // 8 if prefix_bytes is None else prefix_bytes,
+            self.bytes_per_token * BLOCK_TOKENS,
         )
         memory_bytes = config.memory_bytes - self.prefixes.max_bytes
         budget = Budget(config.chunk_tokens, memory_bytes, self.bytes_per_token)
@@ -76,6 +83,7 @@ class Engine:
         self._layout = SlotLayout(config.slots)
         self._scheduler = Scheduler(self._layout, budget, self.prefixes.num_cached)
         self._slots = [SlotCache(scheme, self.path, loaded.dtype) for scheme in self.schemes]
+        self._group: PrefillGroup | None = None  # whose prompts are in _prefill
         self._prefill: list[PrefillCache] = []
         self._rows: dict[int, Sequence] = {}  # by slot
         self._in_flight: _Step | None = None
@@ -97,6 +105,10 @@ class Engine:
             self.submit_row(prepare(work, self.loaded))
         except RowRefused as refusal:
             self._events.append(Rejected(work.job_id, refusal.code, str(refusal)))
+        except Exception as fault:  # noqa: BLE001 - templates and tokenizers may raise anything
+            code = ErrorCode.INVALID_REQUEST
+            message = f"the prompt cannot be prepared: {type(fault).__name__}: {fault}"[:300]
+            self._events.append(Rejected(work.job_id, code, message))
 
     def submit_row(self, row: Sequence) -> None:
         """Take in a row that is tokenized already; raises RowRefused when it can never fit."""
@@ -142,6 +154,21 @@ class Engine:
         self._in_flight = None
         mx.clear_cache()
 
+    def check_model(self) -> None:
+        """Raise ModelError when the model does not give in a batch what it gives alone."""
+        name = self.loaded.name
+        try:
+            found = disagreement(self.loaded.model, self.schemes, self.path, self.loaded.dtype)
+        except Exception as fault:  # model code may raise anything
+            reason = f"{type(fault).__name__}: {fault}"[:300]
+            message = f"model {name!r} cannot decode several rows at once ({reason}); not served"
+            raise ModelError(message) from fault
+        if not found <= TOLERANCE:
+            raise ModelError(
+                f"model {name!r} gives other logits in a batch than alone (by {found:.0%} of the "
+                "largest): its attention treats the batch's mask in a way of its own; not served"
+            )
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot is free or has exactly one row."""
         self._layout.check()
@@ -171,6 +198,8 @@ class Engine:
     def _run_prefill(self) -> None:
         for _ in range(CHUNKS_PER_STEP):
             group = self._scheduler.next_group()
+            if group is not self._group:
+                self._group, self._prefill = group, []
             if group is None:
                 return
             if not group.is_computed:
@@ -284,17 +313,20 @@ class Engine:
 
     def _finish(self, step: _Step) -> None:
         """Read a computed step back and end the rows that it completes."""
-        tokens: list[int] = step.sampled.tokens.tolist()
-        tokenizer = self.loaded.tokenizer
+        read = answers.read_back(step.sampled)
         for index, row in enumerate(step.rows):
             if row is None or row.is_ended:
                 continue
-            answers.take_token(row, tokens[index], tokenizer.eos_token_ids)
-            if row.generation.logprobs is not None:
-                row.logprobs.append(answers.logprob_of(step.sampled, index, row, tokenizer))
-            if row.is_ended:
+            event: Event | None
+            try:
+                event = answers.take(row, index, read, self.loaded.tokenizer)
+            except Exception as fault:
+                log.exception("row %s: its answer cannot be read back", row.job_id)
+                row.finish_reason = "error"
+                event = Rejected(row.job_id, ErrorCode.ENGINE_ERROR, f"{type(fault).__name__}")
+            if event is not None:
                 self._free(row)
-                self._events.append(answers.completed(row, tokenizer))
+                self._events.append(event)
 
 
 def _places(rows: list[Sequence | None]) -> dict[int, int]:

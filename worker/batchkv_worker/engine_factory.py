@@ -34,6 +34,7 @@ def build_engine(settings: WorkerSettings) -> Engine:
         memory_bytes=settings.memory_bytes or kv_memory_bytes(loaded.weight_bytes),
     )
     engine = Engine(loaded, config)
+    engine.check_model()
     log.info(
         "model %s: %d layers, %s, context %d, %.1f MB of weights; KV %s: %d bytes a token, "
         "up to %.1f MB in %d slots",

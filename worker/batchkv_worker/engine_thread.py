@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from batchkv_worker.errors import WorkerError
 from batchkv_worker.events import EngineDied, EngineLike, Event, Work
 
 log = logging.getLogger("batchkv.worker")
+
+ORDERS_SECONDS = 0.05  # spent on new rows between two steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +133,15 @@ class EngineThread:
         """Carry out what is in the inbox; wait there while the engine is idle. False: stop."""
         try:
             order = self._inbox.get(block=engine.is_idle)
+            until = time.monotonic() + ORDERS_SECONDS
             while order is not None:
                 if isinstance(order, _Cancel):
                     engine.cancel(order.job_id)
                 else:
                     engine.add(order)
+                    self.num_steps += 1  # progress too: a long prompt takes time to tokenize
+                if not engine.is_idle and time.monotonic() > until:
+                    return True  # the rest waits: rows that decode must go on
                 order = self._inbox.get_nowait()
         except Empty:
             return True

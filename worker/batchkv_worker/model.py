@@ -7,6 +7,7 @@ What cannot be served is refused here with one sentence, before any job is touch
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ class LoadedModel:
     """A model ready to run.
 
     ``context`` is the most tokens that prompt and answer may have together; ``weight_bytes`` what
-    its parameters occupy; ``defaults`` the sampling values of its ``generation_config.json``.
+    its parameters occupy; ``defaults`` the sampling values of its ``generation_config.json``;
+    ``vocabulary`` the number of token ids that it has rows for.
     """
 
     name: str
@@ -40,6 +42,7 @@ class LoadedModel:
     context: int
     weight_bytes: int
     defaults: dict[str, Any]
+    vocabulary: int = 2**31 - 1
 
     @property
     def float_bytes(self) -> int:
@@ -73,6 +76,7 @@ def load(name: str, dtype: str = "auto") -> LoadedModel:
         context=_context(config),
         weight_bytes=sum(array.nbytes for array in weights),
         defaults=_generation_defaults(path),
+        vocabulary=_vocabulary(name, model),
     )
 
 
@@ -142,11 +146,22 @@ def layer_shapes(name: str, model: Any) -> tuple[LayerShape, ...]:
             f"keep {other}; batchkv serves models whose every layer is full attention (KVCache)"
         )
     probes = [_ShapeProbe() for _ in make_prompt_cache(model)]
-    mx.eval(model(mx.array([[0]]), cache=probes))
+    try:
+        mx.eval(model(mx.array([[0]]), cache=probes))
+    except Exception as fault:  # model code may raise anything
+        raise ModelError(f"model {name!r} cannot be run: {_first(fault)}") from fault
     shapes = [probe.shape for probe in probes]
     if any(shape is None for shape in shapes):
         raise ModelError(f"model {name!r} has layers that never use their cache; not served yet")
     return tuple(shape for shape in shapes if shape is not None)
+
+
+def _vocabulary(name: str, model: Any) -> int:
+    """Rows of the embedding: an id beyond them would be read out of bounds. Nothing is computed."""
+    try:
+        return int(model(mx.array([[0]])).shape[-1])
+    except Exception as fault:  # model code may raise anything
+        raise ModelError(f"model {name!r} cannot be run: {_first(fault)}") from fault
 
 
 def _context(config: dict[str, Any]) -> int:
@@ -177,7 +192,7 @@ def _generation_defaults(path: Path) -> dict[str, Any]:
     defaults = {
         ours: config[theirs]
         for theirs, ours in _FROM_CONFIG.items()
-        if isinstance(config.get(theirs), int | float)
+        if isinstance(config.get(theirs), int | float) and math.isfinite(config[theirs])
     }
     if config.get("do_sample") is False:
         defaults["temperature"] = 0.0

@@ -39,10 +39,14 @@ def block_keys(tokens: list[int]) -> list[bytes]:
 
 
 class PrefixCache:
-    """Blocks by key, least recently used first; ``max_bytes`` 0 keeps nothing."""
+    """Blocks by key, least recently used first.
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
+    ``block_bytes`` is the size of a block; less room than that keeps nothing.
+    """
+
+    def __init__(self, max_bytes: int, block_bytes: int) -> None:
+        self.max_blocks = max_bytes // block_bytes
+        self.max_bytes = self.max_blocks * block_bytes
         self.num_bytes = 0
         self._blocks: OrderedDict[bytes, _Block] = OrderedDict()
 
@@ -63,7 +67,7 @@ class PrefixCache:
         count = rows[0].num_cached // BLOCK_TOKENS
         if not count:
             return
-        blocks = [[self._touch(key) for key in row.block_keys[:count]] for row in rows]
+        blocks = [self._chain(row.block_keys[:count]) for row in rows]
         for layer, cache in enumerate(caches):
             cache.restore(
                 _assemble([[_layer(b.keys, layer) for b in row] for row in blocks]),
@@ -71,31 +75,33 @@ class PrefixCache:
                 count * BLOCK_TOKENS,
             )
 
-    def _touch(self, key: bytes) -> _Block:
-        self._blocks.move_to_end(key)
-        return self._blocks[key]
+    def _chain(self, keys: list[bytes]) -> list[_Block]:
+        """Blocks of a chain, now the latest used: its head last, for a tail is nothing alone."""
+        for key in reversed(keys):
+            self._blocks.move_to_end(key)
+        return [self._blocks[key] for key in keys]
 
     def publish(self, rows: Items[Sequence], caches: Items[PrefillCache]) -> None:
-        """Keep the full blocks of computed rows that are not here yet."""
-        fresh: list[_Block] = []
+        """Keep the full blocks of computed rows that are not here yet, as far as there is room.
+
+        Tails go in before heads, so that they also go first.
+        """
         for index, row in enumerate(rows):
-            for number, key in enumerate(row.block_keys):
-                if self.max_bytes and key not in self._blocks:
-                    block = _cut(caches, index, number * BLOCK_TOKENS)
-                    self._insert(key, block)
-                    fresh.append(block)
-        # Evaluated now: an unevaluated slice would keep the whole group's buffers alive.
-        mx.async_eval([[block.keys, block.values] for block in fresh])
-        self._evict()
+            keys = row.block_keys[: self.max_blocks]
+            for number in reversed(range(len(keys))):
+                if keys[number] in self._blocks:
+                    self._blocks.move_to_end(keys[number])
+                else:
+                    self._insert(keys[number], _cut(caches, index, number * BLOCK_TOKENS))
 
     def _insert(self, key: bytes, block: _Block) -> None:
+        while self._blocks and self.num_bytes + block.num_bytes > self.max_bytes:
+            _, oldest = self._blocks.popitem(last=False)
+            self.num_bytes -= oldest.num_bytes
+        # Evaluated now: an unevaluated slice would keep the whole group's buffers alive.
+        mx.async_eval([block.keys, block.values])
         self._blocks[key] = block
         self.num_bytes += block.num_bytes
-
-    def _evict(self) -> None:
-        while self.num_bytes > self.max_bytes:
-            _, block = self._blocks.popitem(last=False)
-            self.num_bytes -= block.num_bytes
 
 
 def _cut(caches: Items[PrefillCache], index: int, start: int) -> _Block:

@@ -1,22 +1,36 @@
 """From a request to a sequence: template, tokens, defaults, limits.
 
 Everything that can be wrong with one row once the model is known is found here and ends that row
-alone, with a code of ``job.ErrorCode``.
+alone, with a code of ``job.ErrorCode``. The producer has checked the same; what comes over Redis is
+checked again.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any
 
-import jinja2
-
 from batchkv_producer.job import ErrorCode, Request, SamplingParams
+from batchkv_producer.messages import TEMPLATE_VARIABLES
 from batchkv_worker.events import Work
 from batchkv_worker.model import LoadedModel
 from batchkv_worker.sequence import Generation, Sequence
 
 DEFAULT_MAX_TOKENS = 512
+# No token is longer, so that a text beyond this many characters for each of the context's tokens
+# cannot fit: it is refused before it is tokenized, which would take minutes.
+MAX_TOKEN_CHARS = 128
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "max_tokens": (1, 2**31 - 1),
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "logprobs": (0, 20),
+}
 
 
 class RowRefused(Exception):
@@ -29,15 +43,37 @@ class RowRefused(Exception):
 
 def prepare(work: Work, loaded: LoadedModel) -> Sequence:
     """The row as the engine runs it; raises RowRefused."""
+    _check_ranges(work.request.params)
+    _check_size(work.request, loaded)
     prompt = _tokens(work.request, loaded.tokenizer)
     if not prompt:
         raise RowRefused(ErrorCode.INVALID_REQUEST, "the prompt has no tokens")
-    vocabulary = len(loaded.tokenizer)
-    if max(prompt) >= vocabulary or min(prompt) < 0:
-        raise RowRefused(ErrorCode.INVALID_REQUEST, "the tokenizer gave tokens outside its range")
+    if max(prompt) >= loaded.vocabulary or min(prompt) < 0:
+        message = f"the tokenizer gave a token that the model's {loaded.vocabulary} rows lack"
+        raise RowRefused(ErrorCode.INVALID_REQUEST, message)
     generation = _generation(work, len(prompt), loaded)
     detokenizer = loaded.tokenizer.detokenizer if generation.stop else None
     return Sequence(work.job_id, prompt, generation, detokenizer=detokenizer)
+
+
+def _check_ranges(asked: SamplingParams) -> None:
+    for name, (low, high) in _RANGES.items():
+        value = getattr(asked, name)
+        if value is not None and not low <= value <= high:  # also true for nan
+            message = f"{name} must be between {low:g} and {high:g}"
+            raise RowRefused(ErrorCode.INVALID_REQUEST, message)
+
+
+def _check_size(request: Request, loaded: LoadedModel) -> None:
+    if request.prompt is not None:
+        num_chars = len(request.prompt)
+    else:
+        num_chars = sum(len(str(message.get("content"))) for message in request.messages or ())
+    if num_chars > loaded.context * MAX_TOKEN_CHARS:
+        raise RowRefused(
+            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+            f"{num_chars} characters cannot fit the model's context of {loaded.context} tokens",
+        )
 
 
 def _tokens(request: Request, tokenizer: Any) -> list[int]:
@@ -46,27 +82,53 @@ def _tokens(request: Request, tokenizer: Any) -> list[int]:
     if not tokenizer.has_chat_template:
         raise RowRefused(
             ErrorCode.INVALID_REQUEST,
-            "this model has no chat template: send a prompt, not messages",
+            "this model has no chat template: send a prompt instead",
         )
+    unknown = set(request.chat_template_kwargs) - set(TEMPLATE_VARIABLES)
+    if unknown:
+        message = f"chat_template_kwargs: {sorted(unknown)[0]!r} is not a variable that may be set"
+        raise RowRefused(ErrorCode.UNSUPPORTED_PARAMETER, message)
     options: dict[str, Any] = {"add_generation_prompt": True, **request.chat_template_kwargs}
     if request.tools:
         options["tools"] = request.tools
+    messages = [_with_parsed_arguments(message) for message in request.messages or ()]
     try:
-        return list(tokenizer.apply_chat_template(request.messages, tokenize=True, **options))
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as fault:
-        raise RowRefused(
-            ErrorCode.INVALID_REQUEST,
-            f"the model's chat template refused the messages: {str(fault)[:300]}",
-        ) from fault
+        return list(tokenizer.apply_chat_template(messages, tokenize=True, **options))
+    except Exception as fault:  # a template may raise anything
+        message = f"the model's chat template refused the messages: {str(fault)[:300]}"
+        raise RowRefused(ErrorCode.INVALID_REQUEST, message) from fault
+
+
+def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Tool calls with their arguments as objects, which templates want, not as OpenAI's text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_parsed_call(call) for call in calls]}
+
+
+def _parsed_call(call: Any) -> Any:
+    try:
+        arguments = json.loads(call["function"]["arguments"])
+    except (TypeError, KeyError, ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def _generation(work: Work, num_prompt: int, loaded: LoadedModel) -> Generation:
-    asked, defaults = work.request.params, loaded.defaults
+    asked = work.request.params
+    defaults = {
+        name: value
+        for name, value in loaded.defaults.items()
+        if _RANGES[name][0] <= value <= _RANGES[name][1]
+    }
     return Generation(
-        max_tokens=_max_tokens(asked, num_prompt, loaded),
+        max_tokens=_max_tokens(asked, num_prompt, loaded.context, defaults.get("max_tokens")),
         temperature=_first(asked.temperature, defaults.get("temperature"), 1.0),
         top_p=_first(asked.top_p, defaults.get("top_p"), 1.0),
-        top_k=max(0, _first(asked.top_k, defaults.get("top_k"), 0)),
+        top_k=int(_first(asked.top_k, defaults.get("top_k"), 0)),
         min_p=_first(asked.min_p, defaults.get("min_p"), 0.0),
         repetition_penalty=_first(
             asked.repetition_penalty, defaults.get("repetition_penalty"), 1.0
@@ -77,22 +139,21 @@ def _generation(work: Work, num_prompt: int, loaded: LoadedModel) -> Generation:
     )
 
 
-def _max_tokens(asked: SamplingParams, num_prompt: int, loaded: LoadedModel) -> int:
+def _max_tokens(asked: SamplingParams, num_prompt: int, context: int, default: float | None) -> int:
     """What was asked must fit the context; what nobody asked for is cut to what is left."""
-    room: int = loaded.context - num_prompt
+    room = context - num_prompt
     if asked.max_tokens is not None and asked.max_tokens > room:
         raise RowRefused(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
             f"{num_prompt} prompt tokens and max_tokens {asked.max_tokens} are more than the "
-            f"model's context of {loaded.context}",
+            f"model's context of {context}",
         )
     if room < 1:
         raise RowRefused(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-            f"{num_prompt} prompt tokens leave no room in the model's context of {loaded.context}",
+            f"{num_prompt} prompt tokens leave no room in the model's context of {context}",
         )
-    default = _first(asked.max_tokens, loaded.defaults.get("max_tokens"), DEFAULT_MAX_TOKENS)
-    return min(room, int(default))
+    return min(room, int(_first(asked.max_tokens, default, DEFAULT_MAX_TOKENS)))
 
 
 def _first(asked: Any, default: Any, last: Any) -> Any:

@@ -94,10 +94,10 @@ def _draw(logits: mx.array, rows: list[Sequence | None]) -> mx.array:
     if not any(row is not None and row.generation.has_filter for row in rows):
         return _invert(logits / temperature, points)
     order = mx.argsort(-logits, axis=-1)
-    ranked = mx.take_along_axis(logits, order, axis=-1)
-    kept = mx.where(_kept(ranked, rows), ranked / temperature, -math.inf)
-    place = _invert(kept, points)
-    return mx.take_along_axis(order, place.reshape(-1, 1), axis=-1).reshape(-1)
+    kept = _kept(mx.take_along_axis(logits, order, axis=-1), rows)
+    # Back in the vocabulary's order: what a row draws must not depend on its neighbours' filters.
+    kept = mx.put_along_axis(mx.zeros_like(kept), order, kept, axis=-1)
+    return _invert(mx.where(kept, logits / temperature, -math.inf), points)
 
 
 def _kept(ranked: mx.array, rows: list[Sequence | None]) -> mx.array:

@@ -45,7 +45,8 @@ class Budget:
 
     def can_ever_hold(self, demand: Demand) -> bool:
         """Whether the row fits when it is alone."""
-        return self.holds(SlotLayout(1).cells_needed([demand]))
+        # Its prefill stands beside its slot until it has moved.
+        return self.holds(SlotLayout(1).cells_needed([demand]) + demand.length)
 
     def holds(self, num_cells: int) -> bool:
         """Whether so many token cells fit the memory."""
@@ -93,6 +94,8 @@ class Scheduler:
 
     def next_group(self) -> PrefillGroup | None:
         """The group to compute a chunk of now, or None: nothing waits, or nothing fits yet."""
+        if self.group is not None and all(row.is_ended for row in self.group.rows):
+            self.group = None  # everybody in it was cancelled
         if self.group is None and self._waiting and self._is_worth_it():
             self.group = self._form_group()
         return self.group

@@ -7,6 +7,8 @@ from typing import Any
 
 from batchkv_producer.job import TokenLogprob
 
+SMALLEST_TEMPERATURE = 1e-5  # below, logits over temperature are no longer numbers: greedy
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:
@@ -24,7 +26,7 @@ class Generation:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < SMALLEST_TEMPERATURE
 
     @property
     def has_filter(self) -> bool:
@@ -66,6 +68,7 @@ class Sequence:
         return bool(self.finish_reason)
 
     def last_tokens(self, count: int) -> list[int]:
-        """The last ``count`` known tokens of prompt and answer; short rows repeat their first."""
-        known = (self.prompt[-count:] + self.generated)[-count:] if count else []
+        """The last ``count`` tokens before the one being fed; short rows repeat their first."""
+        prompt = self.prompt if self.num_dispatched else self.prompt[:-1]
+        known = (prompt[-count:] + self.generated)[-count:] if count else []
         return [known[0]] * (count - len(known)) + known if known else [self.prompt[0]] * count

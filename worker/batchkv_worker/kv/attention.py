@@ -44,11 +44,12 @@ def attention(
 ) -> mx.array:
     """Stands where mlx-lm's function stood: same arguments, same result.
 
-    A cache with an ``attend`` method answers itself, if these keys are the very ones that it
-    handed out and the model asks for nothing that it does not know (attention sinks).
+    A cache with an ``attend`` method answers itself, if keys, values and mask are the very ones
+    that it handed out and the model asks for nothing that it does not know (attention sinks).
+    Latent attention, for one, passes other values and a mask with scores in it.
     """
     attend = getattr(cache, "attend", None)
-    if attend is not None and sinks is None and cache.handed_out(keys):
+    if attend is not None and sinks is None and cache.handed_out(keys, values, mask):
         return attend(queries, scale, mask)
     return _original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 

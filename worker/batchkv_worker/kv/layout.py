@@ -88,10 +88,14 @@ class SlotLayout:
         remaining = [end - self.write for end in self._ends.values()]
         remaining += [demand.remaining for demand in extra]
         columns = round_up(max(lengths, default=0) + max(remaining, default=0))
-        if not self._starts:
+        if not self._starts and not self._is_kept(columns):
             return self._rows_for(len(extra)) * columns
         rows = max(self.rows, self._rows_for(self.num_active + len(extra)))
         return rows * max(self.capacity, columns)
+
+    def _is_kept(self, columns: int) -> bool:
+        """Whether buffers that nobody is in stay as they are for a row that needs ``columns``."""
+        return columns <= self.capacity <= 4 * columns
 
     def _rows_for(self, count: int) -> int:
         """Rows are added by doubling."""
@@ -109,12 +113,13 @@ class SlotLayout:
 
     def _make_room(self, demand: Demand, slot: int) -> Relayout | None:
         """Columns for a new row's tokens and at least one step after them; a row for its slot."""
-        rows = max(self.rows, self._rows_for(slot + 1))
-        if not self._starts:  # nothing to keep: start afresh, and smaller if that frees much
-            wanted = round_up(demand.length + min(demand.remaining, STEP))
-            keep = wanted <= self.capacity <= 4 * wanted
+        if not self._starts:  # nobody's tokens to keep: start afresh, unless the buffers fit
             self.write = demand.length
-            return self._move(Relayout(0, 0, 0, rows, self.capacity if keep else wanted))
+            if self._is_kept(round_up(demand.length + demand.remaining)):
+                return None
+            wanted = round_up(demand.length + min(demand.remaining, STEP))
+            return self._move(Relayout(0, 0, 0, self._rows_for(slot + 1), wanted))
+        rows = max(self.rows, self._rows_for(slot + 1))
         shift = max(0, demand.length - self.write)
         capacity = max(self.capacity, round_up(self.write + shift + 1))
         return self._move(Relayout(self.lowest, self.write, shift, rows, capacity))

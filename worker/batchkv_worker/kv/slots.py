@@ -70,7 +70,7 @@ class SlotCache:
         self._dtype = dtype
         self._keys: list[mx.array] = []
         self._values: list[mx.array] = []
-        self._handed: mx.array | None = None
+        self._handed: tuple[mx.array, mx.array] | None = None
         if path != "fused":
             self.attend = self._attend
 
@@ -103,12 +103,16 @@ class SlotCache:
         ):
             for part, new in zip(parts, piece, strict=True):
                 part[: frame.num_rows, :, frame.write : frame.write + 1] = new
-        self._handed = self._scheme.keys.unpack(self._visible(self._keys))
-        return self._handed, self._scheme.values.unpack(self._visible(self._values))
+        self._handed = (
+            self._scheme.keys.unpack(self._visible(self._keys)),
+            self._scheme.values.unpack(self._visible(self._values)),
+        )
+        return self._handed
 
-    def handed_out(self, keys: Any) -> bool:
-        """Whether these are the keys that the last update returned."""
-        return keys is self._handed
+    def handed_out(self, keys: Any, values: Any, mask: Any) -> bool:
+        """Whether these are what the last update returned, with this step's own mask."""
+        same = self._handed is not None and keys is self._handed[0] and values is self._handed[1]
+        return same and mask is self.frame.mask
 
     def _attend(self, queries: mx.array, scale: float, mask: mx.array | None) -> mx.array:
         keys, values = self._visible(self._keys), self._visible(self._values)

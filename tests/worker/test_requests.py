@@ -1,0 +1,118 @@
+"""From request to sequence: what is wrong with one row ends that row, and only that row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from batchkv_producer.job import Request, SamplingParams
+from batchkv_worker.events import Work
+from batchkv_worker.model import LoadedModel, load
+from batchkv_worker.requests import RowRefused, prepare
+from support import tiny_models  # first: it loads the BLAS
+
+
+@pytest.fixture(scope="module")
+def demo() -> LoadedModel:
+    return load("demo")
+
+
+def chat(messages: list[dict[str, Any]], **changes: Any) -> Work:
+    return Work("b-1", Request("c", "chat", messages=messages, **changes))
+
+
+def completion(prompt: str = "hello", **params: Any) -> Work:
+    return Work("b-1", Request("c", "completion", prompt=prompt, params=SamplingParams(**params)))
+
+
+def refused(work: Work, loaded: LoadedModel) -> RowRefused:
+    with pytest.raises(RowRefused) as caught:
+        prepare(work, loaded)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"max_tokens": -5},
+        {"max_tokens": 0},
+        {"temperature": 10**400},
+        {"temperature": float("nan")},
+        {"top_k": 2**63},
+        {"top_k": -1},
+        {"repetition_penalty": 10**400},
+        {"repetition_penalty": 1e-40},
+        {"logprobs": 10**30},
+        {"logprobs": -3},
+        {"top_p": 1.5},
+    ],
+)
+def test_numbers_out_of_range_end_their_row(params: dict[str, Any], demo: LoadedModel) -> None:
+    """The producer checks ranges; whatever else writes to Redis does not get past the worker."""
+    fault = refused(completion(**params), demo)
+    assert fault.code == "invalid_request" and next(iter(params)) in str(fault)
+
+
+def test_defaults_come_from_the_model_then_from_us(demo: LoadedModel) -> None:
+    """What a row does not say is the model's, within reason, else ours; the seed is the job's."""
+    generation = prepare(completion(), demo).generation
+    assert (generation.temperature, generation.max_tokens) == (0.0, 512)
+    odd = tiny_models.loaded(
+        tiny_models.build("llama"), defaults={"temperature": 1e9, "top_p": 0.5, "max_tokens": 9.0}
+    )
+    generation = prepare(completion("1 2"), odd).generation
+    assert (generation.temperature, generation.top_p, generation.max_tokens) == (1.0, 0.5, 9)
+    assert generation.seed == prepare(completion("3"), odd).generation.seed
+
+
+def test_unasked_max_tokens_is_cut_and_asked_is_not(demo: LoadedModel) -> None:
+    """The default is cut to what the context leaves; what a row asks for must fit."""
+    words = "one " * 7900
+    assert prepare(completion(words), demo).generation.max_tokens < 512
+    assert refused(completion(words, max_tokens=512), demo).code == "context_length_exceeded"
+    assert refused(completion("one " * 9000), demo).code == "context_length_exceeded"
+
+
+def test_hopeless_lengths_are_refused_before_tokenizing(demo: LoadedModel) -> None:
+    """Megabytes that cannot fit are not tokenized, which would hold up the rows beside them."""
+    assert "characters" in str(refused(completion("x" * 2_000_000), demo))
+
+
+def test_template_variables_are_an_allow_list(demo: LoadedModel) -> None:
+    """A template that comes with the job is refused by the worker too, and never rendered."""
+    work = chat(
+        [{"role": "user", "content": "x"}], chat_template_kwargs={"chat_template": "{{ 1 }}"}
+    )
+    assert refused(work, demo).code == "unsupported_parameter"
+
+
+def test_template_faults_end_their_row(demo: LoadedModel) -> None:
+    """Whatever a template raises is that row's error."""
+    assert "unknown role" in str(refused(chat([{"role": "wizard", "content": "x"}]), demo))
+
+
+def test_tool_call_arguments_are_objects_for_the_template() -> None:
+    """OpenAI sends arguments as text; templates want the object."""
+
+    class Tokenizer(tiny_models.NumberTokenizer):
+        has_chat_template = True
+        seen: Any = None
+
+        def apply_chat_template(self, messages: Any, **_: Any) -> list[int]:
+            self.seen = messages
+            return [1, 2]
+
+    tokenizer = Tokenizer()
+    loaded = tiny_models.loaded(tiny_models.build("llama"), tokenizer=tokenizer)
+    calls = [{"function": {"name": "f", "arguments": text}} for text in ('{"a": 1}', "no json")]
+    prepare(chat([{"role": "assistant", "content": "", "tool_calls": calls}]), loaded)
+    seen = [call["function"]["arguments"] for call in tokenizer.seen[0]["tool_calls"]]
+    assert seen == [{"a": 1}, "no json"]
+
+
+def test_tokens_beyond_the_embedding_are_refused() -> None:
+    """An id that the model has no row for would be read out of bounds."""
+    loaded = tiny_models.loaded(tiny_models.build("llama"), vocabulary=tiny_models.VOCABULARY)
+    assert "512 rows" in str(refused(completion("1 900 3"), loaded))
+    assert prepare(completion("1 511 3"), loaded).prompt == [1, 511, 3]
