@@ -13,7 +13,10 @@ from redis import Redis
 # Test modules are imported one by one (importlib mode), so the helpers beside them need a path.
 sys.path.insert(0, str(Path(__file__).parent))
 
+from batchkv_worker import blas
 from support.redis_server import RedisServer, running_server
+
+blas.load()  # before any test imports MLX: a BLAS can only be exchanged then
 
 # A busy machine is slow at times; that is no fault of the code.
 settings.register_profile(

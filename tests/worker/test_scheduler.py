@@ -49,7 +49,7 @@ def test_memory_bounds_admission() -> None:
 
 def test_a_row_too_big_for_the_memory_is_known_at_once() -> None:
     """Nothing waits forever: what can never fit is seen before it is queued."""
-    budget = Budget(512, 1000 * 256, 256)
+    budget = Budget(512, (768 + 500) * 256, 256)
     assert budget.can_ever_hold(Demand(500, 200))
     assert not budget.can_ever_hold(Demand(900, 200))
 
