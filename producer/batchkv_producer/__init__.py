@@ -1,20 +1,30 @@
-"""batchkv's producer side: submit, follow, and read back batches. Never imports MLX."""
+"""batchkv's producer side: submit, follow, and read back batches. Never imports MLX.
 
-from batchkv_producer.client import Client
-from batchkv_producer.errors import (
-    BatchkvError,
-    InputFileError,
-    NotFoundError,
-    ServerError,
-    UsageError,
-    WireError,
-)
-from batchkv_producer.formats import RowError
-from batchkv_producer.job import ErrorCode, Result, SamplingParams, TokenLogprob, Usage
-from batchkv_producer.status import BatchStatus, JobInfo
-from batchkv_producer.stored import StoredRow
-from batchkv_producer.submission import Checked, Submitted
-from batchkv_producer.workers import WorkerInfo
+The names below are imported when they are first asked for: so little happens before the command
+can heed a Ctrl-C (``entry``).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from batchkv_producer.client import Client
+    from batchkv_producer.errors import (
+        BatchkvError,
+        InputFileError,
+        NotFoundError,
+        ServerError,
+        UsageError,
+        WireError,
+    )
+    from batchkv_producer.formats import RowError
+    from batchkv_producer.job import ErrorCode, Result, SamplingParams, TokenLogprob, Usage
+    from batchkv_producer.status import BatchStatus, JobInfo
+    from batchkv_producer.stored import StoredRow
+    from batchkv_producer.submission import Checked, Submitted
+    from batchkv_producer.workers import WorkerInfo
 
 __all__ = [
     "BatchStatus",
@@ -37,3 +47,40 @@ __all__ = [
     "WireError",
     "WorkerInfo",
 ]
+
+_HOMES = {
+    "client": ("Client",),
+    "errors": (
+        "BatchkvError",
+        "InputFileError",
+        "NotFoundError",
+        "ServerError",
+        "UsageError",
+        "WireError",
+    ),
+    "formats": ("RowError",),
+    "job": (
+        "ErrorCode",
+        "Result",
+        "SamplingParams",
+        "TokenLogprob",
+        "Usage",
+    ),
+    "status": (
+        "BatchStatus",
+        "JobInfo",
+    ),
+    "stored": ("StoredRow",),
+    "submission": (
+        "Checked",
+        "Submitted",
+    ),
+    "workers": ("WorkerInfo",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,5 @@
 """``python -m batchkv_producer`` is the ``batchkv`` command."""
 
-from batchkv_producer.cli import main
+from batchkv_producer.entry import main
 
 main()

@@ -6,10 +6,11 @@ change the answer is dropped in silence. ``null`` means "not said" everywhere.
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from typing import Any
 
-from batchkv_producer.checks import NumberRule, invalid, shown, unsupported
+from batchkv_producer.checks import MAX_SHOWN, NumberRule, invalid, shown, unsupported
 from batchkv_producer.errors import UsageError
 from batchkv_producer.job import Endpoint, Request, SamplingParams
 from batchkv_producer.messages import check_messages, check_template_variables, check_tools
@@ -136,11 +137,20 @@ def _is_neutral(name: str, value: Any) -> bool:
 def _refusal(name: str, value: Any, endpoint: Endpoint) -> ValueError:
     short = name[:MAX_NAME_CHARS]
     if name in _NEUTRAL:
-        neutral = " or ".join(shown(item) for item in _NEUTRAL[name])
-        return unsupported(f"{short} {shown(value)} is not supported (only {neutral})")
+        neutral = " or ".join(_quoted(item) for item in _NEUTRAL[name])
+        return unsupported(f"{short} {_quoted(value)} is not supported (only {neutral})")
     if any(name in names for names in _HANDLED.values()):
         return unsupported(f"{short} is not supported for {endpoint} requests")
     return unsupported(f"{short} is not supported")
+
+
+def _quoted(value: Any) -> str:
+    """Like ``shown``, but a small flat object or list is spelled out: its kind is no news."""
+    parts = list(value.values()) if isinstance(value, dict) else value
+    if not isinstance(parts, list) or any(isinstance(part, dict | list) for part in parts):
+        return shown(value)
+    text = json.dumps(value)
+    return text if len(text) <= MAX_SHOWN else shown(value)
 
 
 def _join_max_tokens(values: dict[str, Any]) -> None:

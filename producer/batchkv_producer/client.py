@@ -18,12 +18,13 @@ from redis import Redis
 from batchkv_producer import intervention, redis_keys, status, stored, submission, workers
 from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, Progress
 from batchkv_producer.errors import UsageError
+from batchkv_producer.intervention import Unanswered
 from batchkv_producer.job import Result, SamplingParams, decode_result
 from batchkv_producer.patience import Pace, patiently
 from batchkv_producer.source import Source
 from batchkv_producer.status import BatchStatus, JobInfo
 from batchkv_producer.stored import StoredRow
-from batchkv_producer.submission import Checked, Submitted
+from batchkv_producer.submission import Checked, Identified, Submitted
 from batchkv_producer.transitions import Transitions
 from batchkv_producer.workers import WorkerInfo
 
@@ -34,12 +35,19 @@ __all__ = [
     "JobInfo",
     "StoredRow",
     "Submitted",
+    "Unanswered",
     "WorkerInfo",
 ]
 
 PAGE_ROWS = 500
 MAX_RECLAIMED = 1_000_000
 NO_DEFAULTS = SamplingParams()
+
+
+def _checked_timeout(seconds: int | None) -> int | None:
+    if seconds is not None and seconds < 1:
+        raise UsageError(f"the job timeout must be at least 1 second, got {seconds}")
+    return seconds
 
 
 class Client:
@@ -62,8 +70,14 @@ class Client:
         job_timeout_seconds: int = DEFAULT_JOB_TIMEOUT_SECONDS,
         name: str | None = None,
         on_progress: Progress | None = None,
+        default_model: str | None = None,
+        on_identified: Identified | None = None,
     ) -> Submitted:
-        """Queue a file; the same file, model and defaults again join the batch that is there."""
+        """Queue a file; the same file, model and defaults again join the batch that is there.
+
+        ``default_model`` serves when neither ``model`` nor the lines name one. ``on_identified``
+        gets the batch's id and model before anything is changed, and may refuse by raising.
+        """
         return submission.submit(
             self._connection,
             source,
@@ -72,13 +86,20 @@ class Client:
             job_timeout_seconds=job_timeout_seconds,
             name=name,
             on_progress=on_progress,
+            default_model=default_model,
+            on_identified=on_identified,
         )
 
     def check(
-        self, source: Source, *, model: str | None = None, defaults: SamplingParams = NO_DEFAULTS
+        self,
+        source: Source,
+        *,
+        model: str | None = None,
+        defaults: SamplingParams = NO_DEFAULTS,
+        default_model: str | None = None,
     ) -> Checked:
-        """Read and check a file, change nothing."""
-        return submission.check(source, model=model, defaults=defaults)
+        """Read and check a file, change nothing; it also tells the id that its batch has."""
+        return submission.check(source, model=model, defaults=defaults, default_model=default_model)
 
     def status(self, batch_id: str) -> BatchStatus:
         """Where one batch stands."""
@@ -157,9 +178,23 @@ class Client:
             return intervention.cancel_job(self._connection, target)
         return intervention.cancel_batch(self._connection, self.status(target))
 
-    def retry(self, batch_id: str) -> int:
-        """Queue a batch's failed rows again; how many could be."""
-        return intervention.retry_batch(self._connection, self.status(batch_id))
+    def retry(
+        self, batch_id: str, canceled: bool = False, *, job_timeout_seconds: int | None = None
+    ) -> int:
+        """Queue a batch's failed rows again, and those canceled if asked; how many could be.
+
+        They keep their timeout unless a new one is given.
+        """
+        return intervention.retry_batch(
+            self._connection,
+            self.status(batch_id),
+            canceled=canceled,
+            job_timeout_seconds=_checked_timeout(job_timeout_seconds),
+        )
+
+    def unanswered(self, batch_id: str) -> Unanswered:
+        """Count a batch's rows without an answer, by what can be done about them."""
+        return intervention.count_unanswered(self._connection, self._find(batch_id))
 
     def job_ids(self, batch_id: str) -> Iterator[str]:
         """The ids of a batch's jobs in input order, those of bad rows included."""

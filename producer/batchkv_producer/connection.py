@@ -61,9 +61,11 @@ def resolve_url(url: str | None) -> str | None:
     if not path:
         return None
     try:
-        found = Path(path).expanduser().read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as fault:
-        problem = getattr(fault, "strerror", None) or "it is not text"
+        path = str(Path(path).expanduser())
+        found = Path(path).read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError, RuntimeError) as fault:
+        kinds = {UnicodeDecodeError: "it is not text", RuntimeError: "there is no such user"}
+        problem = getattr(fault, "strerror", None) or kinds.get(type(fault), str(fault))
         raise UsageError(f"{URL_FILE_VARIABLE} names {path}: {problem}") from fault
     if not found:
         raise UsageError(f"{URL_FILE_VARIABLE} names {path}, which is empty")
@@ -94,10 +96,12 @@ def connect(url: str | None, warn: Warn | None = None) -> Redis:
 
 
 def masked(url: str) -> str:
-    """The URL as it may be shown: without its password."""
+    """The URL as it may be shown: without its password, and without a user that may be one."""
     if "://" not in url:
         return url.rpartition("@")[2]
     url = re.sub(r"(?<=://)([^/@:]*):.*@", r"\1:***@", url, flags=re.DOTALL)
+    url = re.sub(r"^((?:redis|rediss)://)[^:@]*@", r"\1***@", url)
+    url = re.sub(r"(?<=://)[^/:@]+@", "***@", url)
     return re.sub(r"(?<=[?&]password=)[^&]*", "***", url)
 
 

@@ -82,6 +82,7 @@ def _create_or_join(
             "total": counts.total,
             "num_chunks": counts.num_chunks,
             "last_line": counts.last_line,
+            "job_timeout": spec.job_timeout_seconds,
         },
     )
     if there != digest:

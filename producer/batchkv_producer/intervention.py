@@ -1,10 +1,13 @@
-"""Changing what is in the queue already: cancel rows, queue failed rows again."""
+"""Changing what is in the queue already: cancel rows, queue failed or canceled rows again."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from redis import Redis
 
@@ -17,6 +20,15 @@ from batchkv_producer.stored import in_finish_order
 from batchkv_producer.transitions import Transitions
 
 PAGE_ROWS = 500
+
+INPUT_FAULTS = frozenset(
+    {
+        ErrorCode.INVALID_JSON,
+        ErrorCode.INVALID_REQUEST,
+        ErrorCode.DUPLICATE_CUSTOM_ID,
+        ErrorCode.UNSUPPORTED_PARAMETER,
+    }
+)
 
 _OPEN = (b"queued", b"started", b"deferred", b"scheduled")
 
@@ -45,22 +57,60 @@ def cancel_job(connection: Redis, job_id: str) -> int:
     return num_canceled
 
 
-def retry_batch(connection: Redis, status: BatchStatus) -> int:
-    """Queue failed rows again, in the order in which they failed; how many could be.
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """The rows that ended without an answer. Only those of the first two can be queued again."""
 
-    A row that never was a job (bad input), or whose job has expired, stays failed.
+    failed: int = 0
+    canceled: int = 0
+    wrong: int = 0  # in the input: they never were a job
+    expired: int = 0  # their job is no longer there
+
+
+def retry_batch(
+    connection: Redis,
+    status: BatchStatus,
+    *,
+    canceled: bool = False,
+    job_timeout_seconds: int | None = None,
+) -> int:
+    """Queue failed (and canceled) rows again, in the order in which they ended; how many could be.
+
+    A row that never was a job (bad input), or whose job has expired, stays as it is.
     """
     transitions = Transitions(connection)
     num_queued = 0
-    for lines in _failed_lines(connection, status.batch_id):
-        num_queued += transitions.retry(status.batch_id, status.queue, lines)
+    for outcome in ("failed", "canceled") if canceled else ("failed",):
+        for lines in _ended_lines(connection, status.batch_id, outcome):
+            num_queued += transitions.retry(
+                status.batch_id,
+                status.queue,
+                lines,
+                outcome=outcome,
+                timeout_seconds=job_timeout_seconds or 0,
+            )
     return num_queued
 
 
-def _failed_lines(connection: Redis, batch_id: str) -> Iterator[list[int]]:
+def count_unanswered(connection: Redis, batch_id: str) -> Unanswered:
+    """Count the rows without an answer, by what can be done about them."""
+    counts: Counter[str] = Counter()
+    for row in in_finish_order(connection, batch_id):
+        if row.result.outcome == "ok":
+            continue
+        job: Any = connection.hstrlen(redis_keys.job(row.job_id), "data")
+        if job:
+            counts[row.result.outcome] += 1
+        else:
+            code = row.result.error[0] if row.result.error else ""
+            counts["wrong" if code in INPUT_FAULTS else "expired"] += 1
+    return Unanswered(**counts)
+
+
+def _ended_lines(connection: Redis, batch_id: str, outcome: str) -> Iterator[list[int]]:
     page: list[int] = []
     for row in in_finish_order(connection, batch_id):
-        if row.result.outcome == "failed":
+        if row.result.outcome == outcome:
             page.append(row.line)
         if len(page) == PAGE_ROWS:
             yield page

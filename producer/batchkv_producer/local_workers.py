@@ -25,6 +25,7 @@ from redis.exceptions import RedisError
 
 from batchkv_producer import connection, server
 from batchkv_producer.errors import BatchkvError, UsageError
+from batchkv_producer.progress import rows
 from batchkv_producer.transitions import MAX_DEATHS
 
 # -P: a file called redis.py in the folder that the user stands in must not be imported.
@@ -39,6 +40,7 @@ MAX_BUSY_DEATHS = MAX_DEATHS + 2
 RESTART_SECONDS = 1.0  # doubled with each death in a row
 WARM_STOP_SECONDS = 45.0  # a worker finishes what it can in 30 and gives back the rest
 COLD_STOP_SECONDS = 4.0
+ABANDON_SECONDS = 1.0  # without the server a worker can give nothing back
 LOG_TTL_SECONDS = 7 * 86400
 
 Reclaim = Callable[[str], int]
@@ -136,6 +138,16 @@ class LocalWorkers:
                 time.sleep(0.02)
         self.kill()
 
+    def abandon(self) -> None:
+        """End all while the server is away: what they hold goes back when its leases lapse."""
+        for slot in self._slots:
+            if slot.process and slot.process.stdin:
+                slot.process.stdin.close()
+        deadline = time.monotonic() + ABANDON_SECONDS
+        while self._running() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.kill()
+
     def _running(self) -> list[subprocess.Popen[bytes]]:
         return [s.process for s in self._slots if s.process and s.process.poll() is None]
 
@@ -189,8 +201,8 @@ class LocalWorkers:
         num_deaths = slot.num_busy_deaths + slot.num_idle_deaths
         slot.restart_at = time.monotonic() + RESTART_SECONDS * min(2 ** (num_deaths - 1), 16)
         self._note(
-            f"worker {slot.name} ended ({_how(process.returncode)}); {num_held} rows go back to "
-            f"the queue. Its last words ({slot.log}): {_joined(slot.log, 1)}"
+            f"worker {slot.name} ended ({_how(process.returncode)}); back to the "
+            f"queue: {rows(num_held)}. Its last words ({slot.log}): {_joined(slot.log, 1)}"
         )
 
     def _last_words(self) -> str:
@@ -199,6 +211,19 @@ class LocalWorkers:
             f"the workers died {slot.num_idle_deaths + slot.num_busy_deaths} times in a row and "
             f"nothing moved; no row is lost. The end of {slot.log}: {_joined(slot.log)}"
         )
+
+
+def check_model_folder(model: str) -> None:
+    """Refuse a model that is said by its place when it is not there; a name is not looked up."""
+    is_place = model.startswith((".", "/", "~"))
+    try:
+        folder = Path(model).expanduser()
+    except RuntimeError:  # ~somebody, whom nobody knows
+        folder = Path(model)
+    if is_place and not folder.is_dir():
+        raise UsageError(f"there is no model folder {model}")
+    if (is_place or ("/" in model and folder.is_dir())) and not (folder / "config.json").is_file():
+        raise UsageError(f"the model folder {model} has no config.json")
 
 
 def remove_old_logs(logs: Path) -> None:

@@ -192,6 +192,18 @@ def check_target(path: Path, source: Path | None = None) -> None:
     LineFile.open(path).close(remove_if_empty=not was_there)
 
 
+def check_batch(path: Path, batch_id: str) -> None:
+    """Refuse, before any work is done, an OUT that begins with results of another batch."""
+    for part in (path, errors_path(path)):
+        if part.exists():
+            file = LineFile.open(part)
+            try:
+                file.cut_torn_line(batch_id)
+                _check_first_line(file, batch_id)
+            finally:
+                file.close()
+
+
 def write_new(path: Path, rows: Iterable[bytes], *, is_replaced: bool = False) -> int:
     """Write a file whole, in one step at its end; how many rows. It must be new, or empty.
 

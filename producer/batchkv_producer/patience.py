@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 from redis.exceptions import AuthenticationError, AuthorizationError, ConnectionError, TimeoutError
@@ -11,8 +13,24 @@ from redis.exceptions import AuthenticationError, AuthorizationError, Connection
 MAX_OUTAGE_SECONDS = 60.0
 FIRST_PAUSE_SECONDS = 0.2
 MAX_PAUSE_SECONDS = 2.0
+LOOK_SECONDS = 0.1  # between two calls of who watches an outage
 
 T = TypeVar("T")
+
+_watcher: ContextVar[Callable[[], object]] = ContextVar("watcher", default=lambda: None)
+
+
+@contextmanager
+def outages_watched(watch: Callable[[], object]) -> Iterator[None]:
+    """Inside, ``watch`` is called about ten times a second while ``patiently`` waits.
+
+    What it raises ends the waiting.
+    """
+    token = _watcher.set(watch)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
 
 
 def patiently(read: Callable[[], T]) -> T:
@@ -30,8 +48,16 @@ def patiently(read: Callable[[], T]) -> T:
         except (ConnectionError, TimeoutError):
             if time.monotonic() + pause > deadline:
                 raise
-        time.sleep(pause)
+        _pause(pause)
         pause = min(2 * pause, MAX_PAUSE_SECONDS)
+
+
+def _pause(seconds: float) -> None:
+    watch, end = _watcher.get(), time.monotonic() + seconds
+    watch()
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, LOOK_SECONDS))
+        watch()
 
 
 class Pace:

@@ -26,6 +26,11 @@ WINDOW_SECONDS = 30.0  # rates are means over this long
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
+def rows(count: int) -> str:
+    """A number of rows, as it is said."""
+    return f"{count:,} row" if count == 1 else f"{count:,} rows"
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """How a batch stands: rows, and tokens generated so far."""

@@ -8,7 +8,8 @@ key                        type    content
 ``batchkv:batches``        zset    batch id -> creation time (seconds since 1970)
 ``batchkv:batch:B``        hash    ``digest`` (64 hex), ``name``, ``model``, ``queue``, ``total``,
                                    ``created``, ``chunks`` (enqueued so far), ``num_chunks``,
-                                   ``last_line`` (above ``total`` if the file has blank lines);
+                                   ``last_line`` (above ``total`` if the file has blank lines),
+                                   ``job_timeout`` (seconds; that of the last submit or retry);
                                    counters ``ok failed canceled running prompt_tokens
                                    completion_tokens cached_tokens busy_ms``
 ``batchkv:res:B``          hash    line number -> encoded result (``job.encode_result``)

@@ -12,18 +12,22 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
 
 from batchkv_producer import outfile
 from batchkv_producer.client import BatchStatus, Client
-from batchkv_producer.errors import BatchkvError
+from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
+from batchkv_producer.errors import BatchkvError, ServerError
 from batchkv_producer.expected import Expected
 from batchkv_producer.following import Follower, Unserved, snapshot_of, stale_rows
 from batchkv_producer.job import SamplingParams
@@ -31,10 +35,11 @@ from batchkv_producer.local_workers import (
     WORKER_COMMAND,
     LocalWorkers,
     WorkerPlan,
+    check_model_folder,
     remove_old_logs,
 )
-from batchkv_producer.patience import patiently
-from batchkv_producer.progress import Reporter, Snapshot
+from batchkv_producer.patience import outages_watched, patiently
+from batchkv_producer.progress import Reporter, Snapshot, rows
 from batchkv_producer.server_home import home_from_environment, make_folders
 
 TURN_SECONDS = 0.1
@@ -57,10 +62,11 @@ class RunOptions:
     source: Path
     out: Path
     model: str | None = None
+    default_model: str | None = None
     defaults: SamplingParams = field(default_factory=SamplingParams)
     num_workers: int = 1
     worker_arguments: tuple[str, ...] = ()
-    job_timeout_seconds: int = 3600
+    job_timeout_seconds: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,7 @@ class RunReport:
     seconds: float
     num_expected: int
     num_right: int
+    num_wrong: int = 0  # rows that were wrong in the input
 
     def summary(self) -> str:
         """The last line of ``batchkv run``."""
@@ -96,9 +103,12 @@ def run(
     options: RunOptions,
     reporter: Reporter,
     *,
+    revive: Callable[[], object] | None = None,
     worker_command: Sequence[str] = WORKER_COMMAND,
 ) -> RunReport:
     """Run a file to its end. ``url`` is what ``connection`` is connected to, for the workers.
+
+    ``revive`` starts the server again when it is gone; without it, it is waited for.
 
     Raises UsageError before anything was changed when input, settings or OUT cannot be used;
     OutputError, WorkerError and Interrupted later: then the same call goes on from there.
@@ -108,13 +118,21 @@ def run(
     submitted = client.submit(
         options.source,
         model=options.model,
+        default_model=options.default_model,
         defaults=options.defaults,
-        job_timeout_seconds=options.job_timeout_seconds,
+        job_timeout_seconds=options.job_timeout_seconds or DEFAULT_JOB_TIMEOUT_SECONDS,
         on_progress=lambda done, total: reporter.update(Snapshot(total)),
+        on_identified=partial(_refuse_early, options),
     )
     batch_id, queue = submitted.batch_id, submitted.queue
     verb = "goes on" if submitted.joined else "starts"
-    reporter.note(f"batch {batch_id} {verb}: {submitted.total} rows, results in {options.out}")
+    reporter.note(f"batch {batch_id} {verb}: {rows(submitted.total)}, results in {options.out}")
+    there = client.status(batch_id).job_timeout_seconds
+    if options.job_timeout_seconds and there not in (0, options.job_timeout_seconds):
+        reporter.note(
+            f"the rows of this batch keep their timeout of {there} s; for those that failed "
+            f"`batchkv retry {batch_id} --job-timeout {options.job_timeout_seconds}` sets another"
+        )
     reclaim_dead(client, queue)
     home = home_from_environment()
     make_folders(home)
@@ -132,9 +150,43 @@ def run(
     stale = stale_rows(connection, batch_id)
     with outfile.open_results(options.out, batch_id, stale) as results:
         follower = Follower(client, batch_id, results, expected)
-        report = _Run(client, batch_id, workers, follower, reporter, plan).to_the_end()
+        outage = _Outage(reporter.note, revive)
+        with _impatient(connection):
+            report = _Run(client, batch_id, workers, follower, reporter, plan, outage).to_the_end()
         follower.refresh(stale)
-    return report
+    return replace(report, num_wrong=submitted.num_bad)
+
+
+def _refuse_early(options: RunOptions, batch_id: str, model: str) -> None:
+    """What would end the run as soon as it has begun ends it before anything is queued."""
+    outfile.check_batch(options.out, batch_id)
+    if options.num_workers:
+        check_model_folder(model)
+
+
+class _Outage:
+    """The server is away: said once, mended if that is ours to do, and told when it is over."""
+
+    def __init__(self, note: Callable[[str], None], revive: Callable[[], object] | None) -> None:
+        self.is_on = False
+        self._note = note
+        self._revive = revive
+
+    def look(self) -> None:
+        """The server does not answer. Raises ServerError when it cannot be started again."""
+        if self.is_on:
+            return
+        self.is_on = True
+        doing = "starting it again" if self._revive else "waiting for it; Ctrl-C ends the run"
+        self._note(f"the server is away: {doing}")
+        if self._revive:
+            self._revive()
+
+    def end(self) -> None:
+        """The server has answered."""
+        if self.is_on:
+            self.is_on = False
+            self._note("the server is back")
 
 
 class _Run:
@@ -148,7 +200,9 @@ class _Run:
         follower: Follower,
         reporter: Reporter,
         plan: WorkerPlan,
+        outage: _Outage,
     ) -> None:
+        self._outage = outage
         self._client = client
         self._batch_id = batch_id
         self._workers = workers
@@ -161,12 +215,14 @@ class _Run:
         started, before = time.monotonic(), self._client.status(self._batch_id)
         with _signals() as caught:
             try:
-                status = self._loop(caught, before)
+                with outages_watched(lambda: self._wait_for_server(caught)):
+                    status = self._loop(caught, before)
             except BaseException:
                 self._stop(caught)
                 raise
             seconds = time.monotonic() - started
-            self._workers.stop(lambda: bool(caught))
+            with outages_watched(_give_up):
+                self._workers.stop(lambda: bool(caught))
         return RunReport(
             status=status,
             out=self._follower.results.path,
@@ -178,7 +234,8 @@ class _Run:
 
     def _loop(self, caught: list[int], status: BatchStatus) -> BatchStatus:
         while True:
-            num_new = self._follower.collect()
+            num_new = patiently(self._follower.collect)  # what it has written it skips
+            self._outage.end()
             self._reporter.update(snapshot_of(status))
             if status.is_done:  # it was so before everything was collected: nothing is missing
                 return status
@@ -189,6 +246,11 @@ class _Run:
             time.sleep(TURN_SECONDS if num_new == 0 else 0)
             status = patiently(partial(self._client.status, self._batch_id))
 
+    def _wait_for_server(self, caught: list[int]) -> None:
+        self._outage.look()
+        if caught:
+            raise self._interrupted(caught[0])
+
     def _interrupted(self, number: int) -> Interrupted:
         return Interrupted(
             number,
@@ -198,13 +260,33 @@ class _Run:
 
     def _stop(self, caught: list[int]) -> None:
         """After a fault or a signal: workers give back what they hold, results are kept."""
-        if self._workers.pids:
-            self._reporter.note("stopping the workers; Ctrl-C again ends them by force")
-        num_before = len(caught)
-        self._workers.stop(lambda: len(caught) > num_before)
-        # The first fault is the one to tell: what fails now fails because of it, or can wait.
-        with suppress(BatchkvError):
-            self._follower.collect()
+        num_heeded = min(1, len(caught))
+        with outages_watched(_give_up):
+            if self._outage.is_on:
+                self._workers.abandon()
+                return
+            if self._workers.pids:
+                self._reporter.note("stopping the workers; Ctrl-C again ends them by force")
+            self._workers.stop(lambda: len(caught) > num_heeded)
+            # The first fault is the one to tell: what fails now fails because of it, or can wait.
+            with suppress(BatchkvError, RedisError):
+                self._follower.collect()
+
+
+def _give_up() -> None:
+    raise ServerError("the server is away")
+
+
+@contextmanager
+def _impatient(connection: Redis) -> Iterator[None]:
+    """Inside, a server that is away is seen at once: whether to wait is decided here."""
+    before = connection.get_retry()
+    connection.set_retry(Retry(NoBackoff(), 1))
+    try:
+        yield
+    finally:
+        if before is not None:
+            connection.set_retry(before)
 
 
 def _reclaim(client: Client, queue: str, worker_name: str) -> int:

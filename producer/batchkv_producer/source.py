@@ -20,8 +20,8 @@ _MAGIC_NUMBERS = {
     b"\x28\xb5\x2f\xfd": "zstd-compressed",
     b"BZh": "bzip2-compressed",
     b"\xfd7zXZ\x00": "xz-compressed",
-    b"\xff\xfe": "UTF-16 text; save it as UTF-8",
-    b"\xfe\xff": "UTF-16 text; save it as UTF-8",
+    b"\xff\xfe": "UTF-16 text",
+    b"\xfe\xff": "UTF-16 text",
     b"PAR1": "a Parquet file",
     b"SQLite format 3\x00": "a SQLite database",
 }
@@ -50,7 +50,8 @@ class HashingReader:
 def _refuse_binary(beginning: bytes) -> None:
     for magic, what in _MAGIC_NUMBERS.items():
         if beginning.startswith(magic):
-            raise InputFileError(f"the input is {what}, not lines of JSON or text in UTF-8")
+            mend = "save it as UTF-8" if "text" in what else "it must be lines of JSON or text"
+            raise InputFileError(f"the input is {what}: {mend}")
     if b"\x00" in beginning[:1024]:
         raise InputFileError("the input is binary, not lines of JSON or text in UTF-8")
 

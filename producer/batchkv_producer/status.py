@@ -57,6 +57,7 @@ class BatchStatus:
     is_submitted: bool
     num_workers: int
     last_line: int
+    job_timeout_seconds: int = 0  # 0: not known
 
     @property
     def num_ended(self) -> int:
@@ -161,6 +162,7 @@ def _batch_status(batch_id: str, values: dict[str, str], num_workers: int) -> Ba
             is_submitted=count("chunks") == int(values["num_chunks"]),
             num_workers=num_workers,
             last_line=int(values.get("last_line", values["total"])),
+            job_timeout_seconds=count("job_timeout"),
         )
     except (KeyError, ValueError) as fault:
         raise WireError(f"batch {batch_id} on the server cannot be read: {fault!r}") from fault

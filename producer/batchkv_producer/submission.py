@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import BinaryIO, cast
 
@@ -26,14 +26,20 @@ from batchkv_producer.source import HashingReader, Source, is_text_file, opened,
 from batchkv_producer.transitions import Transitions
 
 MAX_SHOWN_ERRORS = 20
+MAX_TOLD_ERRORS = 5  # by a submit: it queues the rest all the same
 MAX_NAME_CHARS = 200
+
+Identified = Callable[[str, str], object]  # gets a batch's id and its model
 
 _ID_VERSION = b"batchkv batch 1"
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A batch that is in the queue. ``joined``: it (or a part of it) had been there before."""
+    """A batch that is in the queue. ``joined``: it (or a part of it) had been there before.
+
+    ``errors`` are the first few of the rows that are wrong.
+    """
 
     batch_id: str
     queue: str
@@ -42,11 +48,15 @@ class Submitted:
     num_jobs: int
     num_bad: int
     joined: bool
+    errors: tuple[RowError, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a file would give: ``errors`` are the first 20, ``num_chars`` the prompts' text."""
+    """What a file would give: ``errors`` are the first 20, ``num_chars`` the prompts' text.
+
+    ``model`` and ``batch_id`` are empty when nobody names a model.
+    """
 
     total: int
     num_jobs: int
@@ -54,6 +64,7 @@ class Checked:
     errors: tuple[RowError, ...]
     num_chars: int
     model: str
+    batch_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +77,16 @@ class _FileFacts:
 
 
 def check(
-    source: Source, *, model: str | None = None, defaults: SamplingParams | None = None
+    source: Source,
+    *,
+    model: str | None = None,
+    defaults: SamplingParams | None = None,
+    default_model: str | None = None,
 ) -> Checked:
     """Read and check a file without a server; raises UsageError for the file as a whole."""
-    with Plan(defaults or SamplingParams()) as plan:
-        facts, counts = _read(source, plan, model, defaults)
+    said = defaults or SamplingParams()
+    with Plan(said) as plan:
+        facts, counts = _read(source, plan, said, lambda vote: vote.decide(model, default_model))
         return Checked(
             total=counts.total,
             num_jobs=counts.total - counts.num_bad,
@@ -78,6 +94,7 @@ def check(
             errors=plan.errors(MAX_SHOWN_ERRORS),
             num_chars=counts.num_chars,
             model=facts.model,
+            batch_id=batch_digest(facts, said)[:16] if facts.model else "",
         )
 
 
@@ -90,15 +107,25 @@ def submit(
     job_timeout_seconds: int = DEFAULT_JOB_TIMEOUT_SECONDS,
     name: str | None = None,
     on_progress: Progress | None = None,
+    default_model: str | None = None,
+    on_identified: Identified | None = None,
 ) -> Submitted:
-    """Put a file into the queue of its model; raises UsageError before anything was changed."""
+    """Put a file into the queue of its model; raises UsageError before anything was changed.
+
+    The model is ``model``, else the one that the lines name, else ``default_model``.
+    ``on_identified`` is called before anything is changed, and may refuse by what it raises.
+    """
     if job_timeout_seconds < 1:
         raise UsageError(f"the job timeout must be at least 1 second, got {job_timeout_seconds}")
-    with Plan(defaults or SamplingParams()) as plan:
-        facts, counts = _read(source, plan, model, defaults)
+    said = defaults or SamplingParams()
+    with Plan(said) as plan:
+        facts, counts = _read(source, plan, said, lambda vote: vote.need(model, default_model))
         shown_name = (name or source_name(source))[:MAX_NAME_CHARS]
-        spec = BatchSpec(facts.model, defaults or SamplingParams(), job_timeout_seconds, shown_name)
-        digest = batch_digest(facts, spec.defaults)
+        spec = BatchSpec(facts.model, said, job_timeout_seconds, shown_name)
+        digest = batch_digest(facts, said)
+        if on_identified is not None:
+            on_identified(digest[:16], facts.model)
+        errors = plan.errors(MAX_TOLD_ERRORS)
         joined = enqueue(Transitions(connection), plan, counts, digest, spec, on_progress)
     return Submitted(
         batch_id=digest[:16],
@@ -108,6 +135,7 @@ def submit(
         num_jobs=counts.total - counts.num_bad,
         num_bad=counts.num_bad,
         joined=joined,
+        errors=errors,
     )
 
 
@@ -148,15 +176,22 @@ class _ModelVote:
                 self.named.setdefault(row.model, row.line)
             yield row
 
-    def decide(self, explicit: str | None) -> str:
+    def need(self, explicit: str | None, default: str | None) -> str:
+        model = self.decide(explicit, default)
+        if not model:
+            raise UsageError(
+                "no model: name one with -m MODEL or BATCHKV_MODEL, or in the lines themselves"
+            )
+        return model
+
+    def decide(self, explicit: str | None, default: str | None) -> str:
+        """The batch's model, empty when nobody names one."""
         if explicit:
             return _checked_model(explicit)
         if len(self.named) == 1:
             return next(iter(self.named))
         if not self.named:
-            raise UsageError(
-                "no model: name one with -m MODEL or BATCHKV_MODEL, or in the lines themselves"
-            )
+            return _checked_model(default) if default else ""
         first, second = (f"{json.dumps(name)} (line {line})" for name, line in self.named.items())
         raise UsageError(
             f"the lines name different models, {first} and {second}; a batch has one model: "
@@ -175,9 +210,9 @@ def _checked_model(name: str) -> str:
 
 
 def _read(
-    source: Source, plan: Plan, model: str | None, defaults: SamplingParams | None
+    source: Source, plan: Plan, defaults: SamplingParams, choose: Callable[[_ModelVote], str]
 ) -> tuple[_FileFacts, PlanCounts]:
-    check_defaults(defaults or SamplingParams())
+    check_defaults(defaults)
     is_text = is_text_file(source)
     vote = _ModelVote()
     with opened(source) as stream:
@@ -186,4 +221,4 @@ def _read(
     counts = plan.seal()
     if counts.total == 0:
         raise InputFileError(f"{source_name(source)} has no rows")
-    return _FileFacts(reader.digest(), is_text, vote.decide(model)), counts
+    return _FileFacts(reader.digest(), is_text, choose(vote)), counts

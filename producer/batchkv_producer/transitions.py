@@ -9,7 +9,8 @@
        v               |     give_back      v
     failed             |     reap        canceled
     (bad row)          |
-                       '--- retry --- failed <-- settle(failed): heals what stock tools failed
+                       |--- retry --- failed <-- settle(failed): heals what stock tools failed
+                       '--- retry --- canceled
 
 =============  ==========================  =======================================================
 move           made by                     guard
@@ -24,7 +25,8 @@ reap           any worker's maintenance,   the lease has lapsed (or its worker i
                ``batchkv run``             more than ``MAX_DEATHS`` deaths end in failed
 settle         the client (cancel), any    no result yet; to heal a failed job nobody may hold it
                worker's maintenance
-retry          the client                  status is failed and the job's data is still there
+retry          the client                  status is failed (canceled, if that is asked for) and the
+                                           job's data is still there
 =============  ==========================  =======================================================
 
 Each move is one Lua script, which Redis runs as one step: result, counters, finish order and RQ's
@@ -196,13 +198,21 @@ class Transitions:
         args: list[Any] = [target, iso_now(), FAILURE_TTL_SECONDS, *flat]
         return [verdict.decode() for verdict in self._run("settle", keys, args)]
 
-    def retry(self, batch_id: str, queue: str, lines: Sequence[int]) -> int:
-        """Queue failed lines again; how many could be."""
-        args: list[Any] = [iso_now()]
+    def retry(
+        self,
+        batch_id: str,
+        queue: str,
+        lines: Sequence[int],
+        *,
+        outcome: str = "failed",
+        timeout_seconds: int = 0,
+    ) -> int:
+        """Queue failed (or canceled) lines again; how many could be. Timeout 0 is the old one."""
+        args: list[Any] = [outcome, iso_now(), timeout_seconds]
         for line in lines:
             args += (redis_keys.job_id(batch_id, line), line)
         keys = [redis_keys.batch(batch_id), redis_keys.results(batch_id)]
-        keys += [redis_keys.queue(queue), redis_keys.registry("failed", queue)]
+        keys += [redis_keys.queue(queue), redis_keys.registry(outcome, queue)]
         return int(self._run("retry", keys, args))
 
     def sweep(self, queue: str, batch_id: str) -> None:

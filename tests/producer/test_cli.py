@@ -136,6 +136,26 @@ def test_worker_without_its_extra_says_what_to_install(monkeypatch: pytest.Monke
     assert_complains(batchkv("worker"), 2, re.escape("pip install 'batchkv[worker]'"))
 
 
+EARLY = """
+import sys
+from batchkv_producer import entry
+assert not {"click", "redis"} & set(sys.modules)
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == sys.argv[1]:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+entry.main()
+"""
+
+
+@pytest.mark.parametrize("module", ["click", "redis", "batchkv_producer.cli"])
+def test_ctrl_c_during_the_imports_is_silent(module: str) -> None:
+    """Whatever is being imported, an interrupted start is exit code 130 and no traceback."""
+    found = subprocess.run([sys.executable, "-c", EARLY, module], capture_output=True, text=True)
+    assert (found.returncode, found.stdout, found.stderr) == (130, "", "")
+
+
 # ---- submit ----
 
 
@@ -143,7 +163,9 @@ def test_submit_prints_the_id_alone(at_server: str, redis_connection: Redis, sou
     """Standard output is the batch id, so that a script can take it; the same file joins."""
     found = batchkv("submit", source, "-m", "m", "--max-tokens", "9", "--stop", "x", "--stop", "y")
     assert re.fullmatch("[0-9a-f]{16}\n", found.stdout)
-    assert found.stderr == "batchkv: queued 3 rows, 1 of them wrong, in queue batchkv:m-62c66a7a\n"
+    wrong, queued = found.stderr.splitlines()
+    assert wrong.startswith("batchkv: line 2: invalid_json: ")
+    assert queued == "batchkv: queued 3 rows, 1 of them wrong, in queue batchkv:m-62c66a7a"
     again = batchkv("submit", source, "-m", "m", "--max-tokens", "9", "--stop", "x", "--stop", "y")
     assert again.stdout == found.stdout and "joined 3 rows" in again.stderr
     other = batchkv("submit", source, "-m", "m", "--max-tokens", "10")
@@ -200,6 +222,35 @@ def test_bad_generation_flags_are_refused(
     assert not Client(redis_connection).list_batches()
 
 
+@pytest.mark.parametrize(
+    ("flag", "bad", "good"),
+    [
+        ("--kv-scheme", ["int8", ""], ["float", "affine8", "affine4"]),
+        ("--slots", ["0", "4097", "x"], ["1", "4096"]),
+        ("--memory", ["1", "many", "1000kB", "-1GB"], ["512MB", "4GiB", "1.5g", "1MiB", "2000000"]),
+    ],
+)
+def test_bad_worker_flags_are_refused(
+    source: Path, flag: str, bad: list[str], good: list[str]
+) -> None:
+    """What no worker would take is refused by run itself, before anything is done."""
+    for value in bad:
+        assert_complains(batchkv("run", source, "-m", "m", flag, value), 2, flag)
+    for value in good:
+        assert batchkv("run", source, "-m", "m", flag, value, "--dry-run").exit_code == 0
+
+
+def test_dry_run_needs_no_model(source: Path) -> None:
+    """Rows are checked although nobody has named a model yet; all that are wrong are counted."""
+    source.write_text("{broken\n" * 25, "utf-8")
+    for command in ("submit", "run"):
+        found = batchkv(command, source, "--dry-run")
+        assert found.exit_code == 0
+        assert found.stdout.endswith("no model named\n")
+        assert found.stderr.count("\n") == 21
+        assert found.stderr.splitlines()[-1] == "batchkv: and 5 rows more that are wrong"
+
+
 def test_dry_run_needs_no_server(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--dry-run counts and names what is wrong, with no server and nothing left behind."""
     monkeypatch.setenv("BATCHKV_REDIS_URL", "redis://127.0.0.1:1/0")
@@ -230,7 +281,8 @@ def test_status_of_all_of_a_batch_and_of_a_job(
 ) -> None:
     """status tells counts, queue, speed and workers; --json gives the same to programs."""
     batch_id = submitted(source)
-    assert batch_id in batchkv("status").stdout
+    shown = batchkv("status").stdout
+    assert batch_id in shown and "batchkv:m-62c66a7a" in shown
     shown = batchkv("status", batch_id).stdout
     assert "batchkv:m-62c66a7a" in shown and re.search(r"queued +2\n", shown)
     assert re.search(r"workers +none\n", shown) and "tok/s" not in shown
@@ -342,10 +394,19 @@ def test_cancel_and_retry_say_how_many(
 ) -> None:
     """cancel takes a job or a batch, retry a batch; both tell on standard error."""
     batch_id = submitted(source)
-    assert batchkv("cancel", f"{batch_id}-1").stderr == "batchkv: 1 rows canceled\n"
-    assert batchkv("cancel", batch_id).stderr == "batchkv: 1 rows canceled\n"
-    assert batchkv("retry", batch_id).stderr == "batchkv: 0 rows are queued again\n"
-    assert batchkv("wait", batch_id).stdout == "3 = 0 ok + 1 failed + 2 canceled\n"
+    assert batchkv("cancel", f"{batch_id}-1").stderr == "batchkv: 1 row canceled\n"
+    assert "0 rows canceled: what was asked for" in batchkv("cancel", f"{batch_id}-1").stderr
+    assert batchkv("cancel", batch_id).stderr == "batchkv: 1 row canceled\n"
+    waited = batchkv("wait", batch_id)
+    assert waited.stdout == "3 = 0 ok + 1 failed + 2 canceled\n"
+    assert f"2 rows canceled: `batchkv retry {batch_id} --canceled`" in waited.stderr
+    none = batchkv("retry", batch_id).stderr
+    assert none.startswith("batchkv: 0 rows queued again; 1 row wrong in the input: mend the file")
+    assert f"2 rows canceled: `batchkv retry {batch_id} --canceled`" in none
+    again = batchkv("retry", batch_id, "--canceled", "--job-timeout", "77")
+    assert again.stderr == "batchkv: 2 rows queued again\n"
+    finish(redis_connection, "m")
+    assert batchkv("wait", batch_id).stdout == "3 = 2 ok + 1 failed + 0 canceled\n"
 
 
 # ---- terminals, pipes, servers ----
@@ -448,7 +509,7 @@ def test_embedded_server_serves_when_none_is_named(
     try:
         assert process("server", "status").returncode == 3
         found = process("submit", source, "-m", "m")
-        assert found.returncode == 0 and found.stderr.startswith("batchkv: queued 3 rows")
+        assert found.returncode == 0 and "batchkv: queued 3 rows" in found.stderr
         assert found.stdout.strip() in process("list").stdout
         told = json.loads(process("server", "status", "--json").stdout)
         assert told["is_running"] and told["socket"] == str(home.socket) and told["memory_bytes"]

@@ -16,6 +16,7 @@ from rq.serializers import JSONSerializer
 
 from batchkv_producer import BatchStatus, Client, Submitted, patience, redis_keys, stored
 from batchkv_producer.errors import NotFoundError, UsageError, WireError
+from batchkv_producer.intervention import Unanswered
 from batchkv_producer.job import Result, decode_job, encode_result
 from batchkv_producer.transitions import Ending, Pulled, Transitions
 from support.redis_server import running_server
@@ -441,6 +442,42 @@ def test_retry_failed_rows_only(desk: Desk) -> None:
     desk.run()
     assert desk.client.status(desk.batch).reconciliation() == "5 = 3 ok + 1 failed + 1 canceled"
     assert desk.client.retry(desk.batch) == 0
+
+
+def test_retry_of_canceled_rows(desk: Desk) -> None:
+    """Canceled rows run again when that is asked for, once, and the sum is right at every point."""
+    desk.run(1, "failed")
+    desk.pull(1)
+    assert desk.client.cancel(desk.batch) == 3
+    assert desk.client.unanswered(desk.batch) == Unanswered(failed=1, canceled=3, wrong=1)
+    assert desk.client.retry(desk.batch, canceled=True) == 4
+    assert desk.client.retry(desk.batch, canceled=True) == 0
+    status = desk.client.status(desk.batch)
+    assert (status.queued, status.failed, status.canceled) == (4, 1, 0)
+    assert desk.connection.zcard(redis_keys.registry("canceled", desk.queue)) == 0
+    desk.run()
+    assert desk.client.status(desk.batch).reconciliation() == "5 = 4 ok + 1 failed + 0 canceled"
+
+
+def test_retry_with_a_new_timeout(desk: Desk) -> None:
+    """Rows keep their timeout when they are queued again, unless a new one is given."""
+    desk.run(1, "failed")
+    desk.client.retry(desk.batch)
+    assert {p.timeout_seconds for p in desk.pull()} == {3600}
+    desk.client.cancel(desk.batch)
+    with pytest.raises(UsageError, match="at least 1 second"):
+        desk.client.retry(desk.batch, job_timeout_seconds=0)
+    assert desk.client.retry(desk.batch, canceled=True, job_timeout_seconds=77) == 4
+    assert {p.timeout_seconds for p in desk.pull()} == {77}
+    assert desk.client.status(desk.batch).job_timeout_seconds == 77
+
+
+def test_rows_whose_job_is_gone_are_counted(desk: Desk) -> None:
+    """A failed row whose job has expired cannot be run again, and is told from a wrong one."""
+    desk.run(outcome="failed")
+    desk.connection.delete(redis_keys.job(desk.job_id(3)))
+    assert desk.client.unanswered(desk.batch) == Unanswered(failed=3, wrong=1, expired=1)
+    assert desk.client.retry(desk.batch) == 3
 
 
 def test_retry_of_many_rows(redis_connection: Redis, write_lines: Write) -> None:

@@ -85,6 +85,20 @@ def test_url_file_that_cannot_be_used_is_named(
             connection.resolve_url(None)
 
 
+def test_url_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """~ is the home folder, also where no shell has put it in; an unknown user's is told of."""
+    (tmp_path / "url").write_text("redis://hub\n", "utf-8")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("BATCHKV_REDIS_URL_FILE", "~/url")
+    assert connection.resolve_url(None) == "redis://hub"
+    (tmp_path / "url").unlink()
+    with pytest.raises(UsageError, match=f"names {tmp_path}/url: No such file"):
+        connection.resolve_url(None)
+    monkeypatch.setenv("BATCHKV_REDIS_URL_FILE", "~nobody-at-all/url")
+    with pytest.raises(UsageError, match="no such user"):
+        connection.resolve_url(None)
+
+
 @pytest.mark.parametrize(
     ("url", "shown"),
     [
@@ -94,6 +108,10 @@ def test_url_file_that_cannot_be_used_is_named(
         ("redis://host/0?password=secret&db=1", "redis://host/0?password=***&db=1"),
         ("unix://me:secret@/tmp/s?db=0", "unix://me:***@/tmp/s?db=0"),
         ("me:secret@host", "host"),
+        ("redis://secret@host:1/0", "redis://***@host:1/0"),
+        ("rediss://sec/ret@host/0", "rediss://***@host/0"),
+        ("unix://secret@/tmp/s?db=0", "unix://***@/tmp/s?db=0"),
+        ("unix:///tmp/a@b/s", "unix:///tmp/a@b/s"),
     ],
 )
 def test_password_is_never_shown(url: str, shown: str) -> None:

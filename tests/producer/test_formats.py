@@ -396,11 +396,19 @@ def test_fields_that_change_nothing(fields: dict[str, Any]) -> None:
     ("fields", "name"),
     [
         ({"n": 2}, "n 2 is not supported (only 1)"),
+        (
+            {"response_format": {"type": "json_object"}},
+            'response_format {"type": "json_object"} is not supported (only {"type": "text"})',
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            'response_format an object is not supported (only {"type": "text"})',
+        ),
         ({"n": True}, "n true"),
         ({"stream": True}, "stream true"),
         ({"presence_penalty": 0.5}, "presence_penalty 0.5"),
         ({"presence_penalty": False}, "presence_penalty false"),
-        ({"logit_bias": {"5": 1}}, "logit_bias an object"),
+        ({"logit_bias": {"5": 1}}, 'logit_bias {"5": 1} is not supported (only {})'),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "none", "tools": [{"function": {"name": "f"}}]}, "tool_choice"),

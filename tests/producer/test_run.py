@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 from redis import Redis
 
-from batchkv_producer import local_workers, redis_keys
+from batchkv_producer import local_workers, redis_keys, server
 from batchkv_producer.client import BatchStatus, Client
 from batchkv_producer.errors import UsageError
 from batchkv_producer.expected import Expected
@@ -24,9 +25,11 @@ from batchkv_producer.local_workers import LocalWorkers, WorkerError, WorkerPlan
 from batchkv_producer.outfile import errors_path
 from batchkv_producer.progress import PlainReporter, Snapshot
 from batchkv_producer.run import RunOptions, RunReport, reclaim_dead, run
+from batchkv_producer.server_home import Home
 from batchkv_producer.transitions import Transitions
 from support import fake_worker
 from support.batchkv_with_fake_worker import FAKE_WORKER
+from support.redis_server import running_server
 
 BATCHKV = [sys.executable, str(Path(fake_worker.__file__).with_name("batchkv_with_fake_worker.py"))]
 MODEL = f"fake-{os.getpid()}"  # its workers can be told from those of another test session
@@ -132,6 +135,14 @@ def wait_until_no_worker_lives() -> None:
         time.sleep(0.02)
 
 
+def wait_until_pulled(url: str) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    with Redis.from_url(url) as connection:
+        while not connection.exists(redis_keys.registry("wip", redis_keys.queue_name(MODEL))):
+            assert time.monotonic() < deadline, "no worker takes a row"
+            time.sleep(0.02)
+
+
 def test_runs_a_file_to_its_end(redis_url: str, source: Path) -> None:
     """Every row once in OUT, the sum, the tokens and the right answers in the last line."""
     notes = Notes()
@@ -194,16 +205,11 @@ def test_ctrl_c_gives_rows_back_and_says_how_to_go_on(
     assert sorted(ids(out)) == all_ids()
 
 
-def test_a_second_ctrl_c_does_not_wait(
-    redis_url: str, redis_connection: Redis, source: Path
-) -> None:
+def test_a_second_ctrl_c_does_not_wait(redis_url: str, source: Path) -> None:
     """Workers that take their time are ended by force when the user insists; no row is lost."""
     out = source.with_name("out.jsonl")
     interrupted = start(redis_url, source, DELAY=20)
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not redis_connection.exists(redis_keys.registry("wip", redis_keys.queue_name(MODEL))):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until_pulled(redis_url)
     started = time.monotonic()
     for _ in range(2):
         interrupted.send_signal(signal.SIGTERM)
@@ -213,6 +219,49 @@ def test_a_second_ctrl_c_does_not_wait(
     assert time.monotonic() - started < local_workers.COLD_STOP_SECONDS + 3
     start(redis_url, source).communicate(timeout=DEADLINE_SECONDS)
     assert sorted(ids(out)) == all_ids()
+
+
+def read_until(stream: IO[str] | None, wanted: str) -> None:
+    assert stream
+    for line in stream:
+        if wanted in line:
+            return
+    raise AssertionError(f"it never says {wanted!r}")
+
+
+def test_ctrl_c_does_not_wait_for_a_server_that_is_away(source: Path) -> None:
+    """Redis stops: the run says so at once, and the first SIGINT ends it within seconds."""
+    with running_server() as hub:
+        waiting = start(hub.url, source, DELAY=20)
+        wait_until_pulled(hub.url)
+        hub.stop()
+        stopped = time.monotonic()
+        read_until(waiting.stderr, "the server is away: waiting for it")
+        assert time.monotonic() - stopped < 3
+        waiting.send_signal(signal.SIGINT)
+        _, stderr = waiting.communicate(timeout=DEADLINE_SECONDS)
+        assert time.monotonic() - stopped < 6
+    assert waiting.returncode == 130
+    assert stderr.splitlines()[-1].endswith("The same command goes on from here")
+    wait_until_no_worker_lives()
+
+
+def test_the_server_of_its_own_is_started_again(home: Path, source: Path) -> None:
+    """kill -9 of the embedded server in the middle: the run starts it, and no row is lost."""
+    out = source.with_name("out.jsonl")
+    try:
+        running = start("", source, DELAY=0.05)
+        wait_for_lines(out, 5)
+        pid = server.status(Home(home)).pid
+        assert pid
+        os.kill(pid, signal.SIGKILL)
+        stdout, stderr = running.communicate(timeout=DEADLINE_SECONDS)
+        assert running.returncode == 0, stderr
+        assert "the server is away: starting it again" in stderr and "is back" in stderr
+        assert stdout.startswith("40 = 40 ok + 0 failed + 0 canceled")
+        assert sorted(ids(out)) == all_ids()
+    finally:
+        server.stop(Home(home))
 
 
 def test_a_worker_that_dies_is_replaced(
@@ -226,7 +275,7 @@ def test_a_worker_that_dies_is_replaced(
     assert report.status.ok == 40
     assert sorted(ids(source.with_name("out.jsonl"))) == all_ids()
     deaths = [note for note in notes.notes if "killed by SIGKILL" in note]
-    assert len(deaths) == 4 and "3 rows go back to the queue" in deaths[0]
+    assert len(deaths) == 4 and "back to the queue: 3 rows." in deaths[0]
 
 
 def test_workers_that_cannot_start_end_the_run(
@@ -285,7 +334,8 @@ def test_failed_rows_and_retry(redis_url: str, redis_connection: Redis, source: 
     stdout, stderr = first.communicate(timeout=DEADLINE_SECONDS)
     assert first.returncode == 1
     assert stdout.startswith("41 = 39 ok + 2 failed + 0 canceled")
-    assert "2 rows failed" in stderr and "batchkv retry" in stderr
+    assert "2 rows failed" in stderr and "1 row wrong in the input: mend the file" in stderr
+    assert "` queues the others again" in stderr
     assert ids(errors_path(out)) == ["line-41", "q7"]
     client = Client(redis_connection)
     assert client.retry(client.list_batches()[0].batch_id) == 1
@@ -293,6 +343,23 @@ def test_failed_rows_and_retry(redis_url: str, redis_connection: Redis, source: 
     assert second.communicate(timeout=DEADLINE_SECONDS)[0].startswith("41 = 40 ok + 1 failed")
     assert sorted(ids(out)) == sorted([*all_ids(), "line-41"])
     assert ids(errors_path(out)) == ["line-41"]
+
+
+def test_only_input_errors_are_not_to_be_retried(redis_url: str, source: Path) -> None:
+    """When all that failed was wrong in the input the run does not speak of a retry."""
+    with source.open("a", encoding="utf-8") as file:
+        file.write("{broken\n")
+    _, stderr = start(redis_url, source).communicate(timeout=DEADLINE_SECONDS)
+    assert "1 row failed" in stderr and "mend the file" in stderr and "retry" not in stderr
+
+
+def test_a_timeout_that_comes_too_late_is_told_of(redis_url: str, source: Path) -> None:
+    """A batch that is there keeps its timeout: asking for another says how to get it."""
+    run_here(redis_url, source, job_timeout_seconds=60)
+    for asked, is_told in ((None, False), (60, False), (90, True)):
+        notes = Notes()
+        run_here(redis_url, source, notes, job_timeout_seconds=asked)
+        assert any("--job-timeout 90` sets another" in note for note in notes.notes) == is_told
 
 
 def test_a_retry_during_the_run_reaches_out(
@@ -345,14 +412,41 @@ def test_out_that_cannot_be_used_queues_nothing(
     assert not Client(redis_connection).list_batches()
 
 
-def test_out_of_another_batch_is_refused(redis_url: str, source: Path) -> None:
-    """Results of another input are never mixed with these; no worker is started."""
+def test_out_of_another_batch_is_refused(
+    redis_url: str, redis_connection: Redis, source: Path
+) -> None:
+    """Results of another input are never mixed with these; nothing is queued, no worker started."""
     run_here(redis_url, source)
     with source.open("a", encoding="utf-8") as file:
         file.write('{"prompt": "one more"}\n')
     with pytest.raises(UsageError, match=r"holds results of batch .*Choose another file"):
         run_here(redis_url, source)
+    source.with_name("out.jsonl").unlink()
+    errors_path(source.with_name("out.jsonl")).write_text("mine\n", "utf-8")
+    with pytest.raises(UsageError, match="is not a file of results"):
+        run_here(redis_url, source)
+    assert len(Client(redis_connection).list_batches()) == 1
     assert not list(living_workers())
+
+
+def test_a_model_folder_that_is_not_there_queues_nothing(
+    redis_url: str, redis_connection: Redis, source: Path
+) -> None:
+    """A model said by its place must be there when workers run here; a name is not looked up."""
+    empty = source.parent / "empty"
+    empty.mkdir()
+    for model, reason in (
+        ("./none", "there is no model folder"),
+        ("~nobody-at-all/m", "there is no model folder"),
+        (str(empty / "none"), "there is no model folder"),
+        (str(empty), "has no config.json"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            run_here(redis_url, source, model=model)
+    assert not Client(redis_connection).list_batches()
+    (empty / "config.json").touch()
+    local_workers.check_model_folder(str(empty))
+    local_workers.check_model_folder("somebody/model")
 
 
 LIMITED = """

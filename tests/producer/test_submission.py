@@ -271,6 +271,33 @@ def test_no_model_at_all(client: Client, write_lines: Write) -> None:
     with pytest.raises(UsageError, match="-m MODEL or BATCHKV_MODEL"):
         client.submit(write_lines({"prompt": "a"}))
     assert client.list_batches() == []
+    checked = submission.check(write_lines({"prompt": "a"}))
+    assert (checked.model, checked.batch_id, checked.num_jobs) == ("", "", 1)
+
+
+def test_a_default_model_comes_last(client: Client, write_lines: Write) -> None:
+    """It serves when neither the caller nor the lines name a model, and is held to be a name."""
+    named, plain = write_lines({"prompt": "a", "model": "theirs"}), {"prompt": "a"}
+    assert client.submit(named, default_model="last").model == "theirs"
+    assert client.check(write_lines(plain), default_model="last").model == "last"
+    assert client.submit(write_lines(plain), default_model="last").model == "last"
+    assert client.submit(write_lines(plain), model="mine", default_model="last").model == "mine"
+    with pytest.raises(UsageError, match="the model's name is"):
+        client.submit(write_lines(plain), default_model="caf\udce9")
+
+
+def test_a_batch_can_be_refused_by_its_id(client: Client, write_lines: Write) -> None:
+    """The caller learns id and model before anything is changed, and may end it there."""
+    path = write_lines({"prompt": "a"})
+
+    def refuse(batch_id: str, model: str) -> None:
+        raise UsageError(f"not {batch_id} of {model}")
+
+    batch_id = client.check(path, model="m").batch_id
+    with pytest.raises(UsageError, match=f"not {batch_id} of m"):
+        client.submit(path, model="m", on_identified=refuse)
+    assert client.list_batches() == []
+    assert client.submit(path, model="m").batch_id == batch_id
 
 
 @pytest.mark.parametrize("model", [" ", "caf\udce9"])
@@ -358,7 +385,7 @@ def test_an_empty_file(tmp_path: Path, data: bytes) -> None:
     ("data", "message"),
     [
         (gzip.compress(b"{}"), "gzip-compressed"),
-        ('{"prompt": "a"}'.encode("utf-16"), "UTF-16"),
+        ('{"prompt": "a"}'.encode("utf-16"), "is UTF-16 text: save it as UTF-8$"),
         (b"PK\x03\x04rest", "zip"),
         (b"\x7fELF\x00\x00", "binary"),
     ],

@@ -492,9 +492,10 @@ class Actors:
                 registry.requeue(failed)
 
     def retry(self) -> None:
-        failed = [line for line, end in self.house.outcomes().items() if end == "failed"]
-        lines = self.random.sample(failed, self.random.randint(0, len(failed)))
-        self.house.transitions.retry(BATCH, QUEUE, lines)
+        outcome = self.random.choice(("failed", "failed", "canceled"))
+        ended = [line for line, end in self.house.outcomes().items() if end == outcome]
+        lines = self.random.sample(ended, self.random.randint(0, len(ended)))
+        self.house.transitions.retry(BATCH, QUEUE, lines, outcome=outcome)
 
     def drop(self, worker: str, chosen: list[Pulled]) -> None:
         self.held[worker] = [p for p in self.held[worker] if p not in chosen]

@@ -446,6 +446,7 @@ def test_models_that_disagree_with_themselves_are_refused() -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
+        rms_norm_eps=1e-6,
         vocab_size=64,
     )
     model = gemma2.Model(args)

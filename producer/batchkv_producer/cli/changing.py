@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 
 from batchkv_producer.cli.shared import say, session, url_option
+from batchkv_producer.client import Unanswered
+from batchkv_producer.progress import rows
 
 
 @click.command()
@@ -19,19 +21,42 @@ def cancel(target: str, url: str | None) -> None:
       batchkv cancel 3f2a9c51d07be684-17
     """
     with session(url) as opened:
-        say(f"{opened.client.cancel(target)} rows canceled")
+        num = opened.client.cancel(target)
+    say(f"{rows(num)} canceled" + ("" if num else ": what was asked for had ended before"))
 
 
 @click.command()
 @click.argument("batch_id", metavar="BATCH")
+@click.option("--canceled", is_flag=True, help="Queue the canceled rows again too.")
+@click.option(
+    "--job-timeout",
+    type=click.IntRange(min=1),
+    metavar="SECONDS",
+    help="Give these rows a new timeout.  [default: the one they had]",
+)
 @url_option
-def retry(batch_id: str, url: str | None) -> None:
+def retry(batch_id: str, canceled: bool, job_timeout: int | None, url: str | None) -> None:
     """Queue the failed rows of a batch again (rows that were wrong in the input stay failed).
 
     \b
     Examples:
+      batchkv retry 3f2a9c51d07be684 --canceled
+      batchkv retry 3f2a9c51d07be684 --job-timeout 7200
       batchkv retry 3f2a9c51d07be684
       batchkv retry 3f2a9c51d07be684 && batchkv wait 3f2a9c51d07be684
     """
     with session(url) as opened:
-        say(f"{opened.client.retry(batch_id)} rows are queued again")
+        num = opened.client.retry(batch_id, canceled, job_timeout_seconds=job_timeout)
+        why = "" if num else _why_none(batch_id, opened.client.unanswered(batch_id))
+    say(f"{rows(num)} queued again{why}")
+
+
+def _why_none(batch_id: str, left: Unanswered) -> str:
+    reasons = []
+    if left.wrong:
+        reasons.append(f"{rows(left.wrong)} wrong in the input: mend the file")
+    if left.expired:
+        reasons.append(f"{rows(left.expired)} no longer there to be run: submit them anew")
+    if left.canceled:
+        reasons.append(f"{rows(left.canceled)} canceled: `batchkv retry {batch_id} --canceled`")
+    return "; " + "; ".join(reasons or ["no row has failed"])

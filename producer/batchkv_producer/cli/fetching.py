@@ -17,6 +17,7 @@ from batchkv_producer.errors import UsageError
 from batchkv_producer.following import Follower, snapshot_of, stale_rows
 from batchkv_producer.job import Result
 from batchkv_producer.progress import printable, reporter
+from batchkv_producer.progress import rows as rows_text
 from batchkv_producer.run import TURN_SECONDS
 
 format_option = click.option(
@@ -171,10 +172,10 @@ def _write_whole(out: Path, batch_id: str, rows: Iterator[StoredRow], form: str)
         num_rows = outfile.write_new(out, lines, is_replaced=True)
         with outfile.open_results(out, batch_id):
             pass  # brings the errors file up to date
-    say(f"{num_rows:,} rows in {out}")
+    say(f"{rows_text(num_rows)} in {out}")
 
 
 def _say_written(out: Path, num_rows: int, total: int) -> None:
     missing = total - num_rows
     later = f"; {missing:,} have not ended yet" if missing else ""
-    say(f"{num_rows:,} of {total:,} rows in {out}{later}")
+    say(f"{num_rows:,} of {rows_text(total)} in {out}{later}")

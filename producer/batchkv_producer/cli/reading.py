@@ -16,6 +16,7 @@ from batchkv_producer.cli.shared import (
     print_json,
     print_table,
     say,
+    say_canceled,
     session,
     url_option,
 )
@@ -121,6 +122,7 @@ def wait(
             click.echo(last.reconciliation())
     if not last.is_done:
         say(f"batch {last.batch_id} is not done yet")
+    say_canceled(last)
     ctx.exit(0 if last.is_done and last.ok == last.total else 1)
 
 
@@ -132,10 +134,11 @@ def _print_overview(client: Client, as_json: bool) -> None:
         return
     rows = [
         (b.batch_id, b.total, b.ok, b.failed, b.canceled, b.running, b.queued, b.num_workers,
-         b.model)
+         b.model, b.queue)
         for b in batches
     ]  # fmt: skip
-    titles = ("BATCH", "ROWS", "OK", "FAILED", "CANCELED", "RUNNING", "QUEUED", "WORKERS", "MODEL")
+    titles = ("BATCH", "ROWS", "OK", "FAILED", "CANCELED", "RUNNING", "QUEUED", "WORKERS", "MODEL",
+              "QUEUE")  # fmt: skip
     print_table(titles, rows)
     click.echo("")
     _print_workers(found)

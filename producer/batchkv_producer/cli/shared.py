@@ -15,14 +15,12 @@ import click
 from redis import Redis
 
 from batchkv_producer import connection
-from batchkv_producer.client import Client
-from batchkv_producer.errors import UsageError
+from batchkv_producer.client import BatchStatus, Client
 from batchkv_producer.job import SamplingParams
-from batchkv_producer.progress import printable
+from batchkv_producer.progress import printable, rows
 
 P = ParamSpec("P")
 R = TypeVar("R")
-T = TypeVar("T")
 
 MODEL_VARIABLE = "BATCHKV_MODEL"
 
@@ -75,31 +73,30 @@ class Session:
     client: Client
     connection: Redis
     url: str
+    is_embedded: bool
 
 
 @contextmanager
 def session(url: str | None) -> Iterator[Session]:
     """Connect (to the embedded server by default); inside, faults of Redis are ServerErrors."""
+    is_embedded = connection.resolve_url(url) is None
     resolved = connection.url_in_use(url)
     with connection.server_errors(resolved), connection.connect(resolved, say) as redis:
-        yield Session(Client(redis), redis, resolved)
+        yield Session(Client(redis), redis, resolved, is_embedded)
 
 
-def with_default_model(
-    model: str | None, rewind: Callable[[], object], call: Callable[[str | None], T]
-) -> T:
-    """``call`` with the model of the flag; BATCHKV_MODEL's, when neither flag nor lines name one.
+def default_model() -> str | None:
+    """The model for rows that name none: BATCHKV_MODEL's."""
+    return os.environ.get(MODEL_VARIABLE, "").strip() or None
 
-    Only the reader of the file can tell that no line names a model, so it may read it twice.
-    """
-    fallback = os.environ.get(MODEL_VARIABLE, "").strip()
-    try:
-        return call(model)
-    except UsageError as fault:
-        if model or not fallback or not str(fault).startswith("no model"):
-            raise
-    rewind()
-    return call(fallback)
+
+def say_canceled(batch: BatchStatus) -> None:
+    """Canceled rows stay so, whatever is run: tell how to get them back."""
+    if batch.canceled:
+        say(
+            f"{rows(batch.canceled)} canceled: `batchkv retry {batch.batch_id} --canceled` "
+            "queues them again"
+        )
 
 
 def say(text: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -11,30 +13,48 @@ import click
 from batchkv_producer import run as running
 from batchkv_producer import submission
 from batchkv_producer.cli.shared import (
+    default_model,
     generation_options,
     json_option,
     model_option,
     print_json,
     say,
+    say_canceled,
     session,
     url_option,
-    with_default_model,
 )
+from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
 from batchkv_producer.errors import UsageError
 from batchkv_producer.job import SamplingParams
 from batchkv_producer.outfile import errors_path
-from batchkv_producer.progress import Snapshot, printable, reporter
+from batchkv_producer.progress import Snapshot, printable, reporter, rows
+from batchkv_producer.server import ensure_running
+from batchkv_producer.server_home import home_from_environment
 from batchkv_producer.submission import Checked, Submitted
 
-DEFAULT_TIMEOUT_SECONDS = 3600
+# What `batchkv worker` takes: it is not installed everywhere, so it cannot be asked.
+KV_SCHEMES = ("float", "affine8", "affine4")
+MAX_SLOTS = 4096
+MIN_MEMORY_BYTES = 2**20
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
+
+
+def _checked_size(text: str | None) -> str | None:
+    if text is not None:
+        match = _SIZE.fullmatch(text.strip())
+        base = 1024 if match and match[3] else 1000
+        power = " kmgt".index((match[2] or " ").lower()) if match else 0
+        if not match or float(match[1]) * base**power < MIN_MEMORY_BYTES:
+            raise click.BadParameter(f"{text!r} is not a size of at least 1MiB, like 4GB or 512MiB")
+    return text
+
 
 timeout_option = click.option(
     "--job-timeout",
     type=click.IntRange(min=1),
-    default=DEFAULT_TIMEOUT_SECONDS,
-    show_default=True,
     metavar="SECONDS",
-    help="A row that takes longer, from when a worker starts on it, ends as failed (timeout).",
+    help="A row that takes longer, from when a worker starts on it, ends as failed (timeout). Rows "
+    f"that are queued already keep theirs.  [default: {DEFAULT_JOB_TIMEOUT_SECONDS}]",
 )
 dry_run_option = click.option(
     "--dry-run", is_flag=True, help="Read and check the file, count its rows, change nothing."
@@ -60,14 +80,23 @@ dry_run_option = click.option(
     show_default=True,
     help="Workers to run here; 0: leave the work to those of other machines.",
 )
-@click.option("--kv-scheme", metavar="S", help="How the workers keep keys and values.")
+@click.option(
+    "--kv-scheme",
+    type=click.Choice(KV_SCHEMES),
+    help="How the workers keep keys and values.",
+)
 @click.option(
     "--slots",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, MAX_SLOTS),
     metavar="N",
     help="Rows a worker decodes at once, at most.",
 )
-@click.option("--memory", metavar="SIZE", help="Memory that a worker may use, like 12GB.")
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    callback=lambda _context, _option, value: _checked_size(value),
+    help="Memory that a worker may use, like 12GB.",
+)
 @generation_options
 @timeout_option
 @dry_run_option
@@ -83,7 +112,7 @@ def run(
     slots: int | None,
     memory: str | None,
     defaults: SamplingParams,
-    job_timeout: int,
+    job_timeout: int | None,
     dry_run: bool,
     url: str | None,
 ) -> None:
@@ -110,31 +139,36 @@ def run(
     arguments = [word for name, value in settings if value for word in (name, str(value))]
     target = out or file.with_name(file.name + ".results.jsonl")
     with session(url) as opened, reporter() as progress:
-
-        def go(named: str | None) -> running.RunReport:
-            options = running.RunOptions(
-                source=file,
-                out=target,
-                model=named,
-                defaults=defaults,
-                num_workers=num_workers,
-                worker_arguments=tuple(arguments),
-                job_timeout_seconds=job_timeout,
-            )
-            return running.run(opened.client, opened.connection, opened.url, options, progress)
-
-        report = with_default_model(model, lambda: None, go)
+        home = home_from_environment() if opened.is_embedded else None
+        revive = partial(ensure_running, home) if home else None
+        options = running.RunOptions(
+            source=file,
+            out=target,
+            model=model,
+            default_model=default_model(),
+            defaults=defaults,
+            num_workers=num_workers,
+            worker_arguments=tuple(arguments),
+            job_timeout_seconds=job_timeout,
+        )
+        report = running.run(
+            opened.client, opened.connection, opened.url, options, progress, revive=revive
+        )
     _tell(report)
     ctx.exit(0 if report.status.ok == report.status.total else 1)
 
 
 def _tell(report: running.RunReport) -> None:
-    failed = report.status.failed
+    failed, wrong = report.status.failed, report.num_wrong
     if failed:
-        say(
-            f"{failed:,} rows failed: {errors_path(report.out)} says why; "
-            f"`batchkv retry {report.status.batch_id}` queues them again"
-        )
+        hints = [f"{errors_path(report.out)} says why"]
+        if wrong:
+            hints.append(f"{rows(wrong)} wrong in the input: mend the file")
+        if failed > wrong:
+            retried = "the others" if wrong else "them"
+            hints.append(f"`batchkv retry {report.status.batch_id}` queues {retried} again")
+        say(f"{rows(failed)} failed: {'; '.join(hints)}")
+    say_canceled(report.status)
     say(f"results are in {report.out}")
     click.echo(report.summary())
 
@@ -155,7 +189,7 @@ def submit(
     ids: bool,
     name: str | None,
     defaults: SamplingParams,
-    job_timeout: int,
+    job_timeout: int | None,
     dry_run: bool,
     url: str | None,
     as_json: bool,
@@ -180,21 +214,19 @@ def submit(
         return
     with session(url) as opened:
         with reporter() as progress:
-
-            def go(named: str | None) -> Submitted:
-                return opened.client.submit(
-                    source,
-                    model=named,
-                    defaults=defaults,
-                    job_timeout_seconds=job_timeout,
-                    name=name,
-                    on_progress=lambda done, total: progress.update(Snapshot(total, ok=done)),
-                )
-
-            submitted = with_default_model(model, lambda: _rewind(source), go)
+            submitted = opened.client.submit(
+                source,
+                model=model,
+                default_model=default_model(),
+                defaults=defaults,
+                job_timeout_seconds=job_timeout or DEFAULT_JOB_TIMEOUT_SECONDS,
+                name=name,
+                on_progress=lambda done, total: progress.update(Snapshot(total, ok=done)),
+            )
+        _tell_wrong(submitted)
         bad = f", {submitted.num_bad:,} of them wrong" if submitted.num_bad else ""
         verb = "joined" if submitted.joined else "queued"
-        say(f"{verb} {submitted.total:,} rows{bad}, in queue {submitted.queue}")
+        say(f"{verb} {rows(submitted.total)}{bad}, in queue {submitted.queue}")
         if ids:
             for job_id in opened.client.job_ids(submitted.batch_id):
                 click.echo(job_id)
@@ -206,29 +238,27 @@ def _source(file: Path) -> Path | BinaryIO:
     return sys.stdin.buffer if str(file) == "-" else file
 
 
-def _rewind(source: Path | BinaryIO) -> None:
-    if isinstance(source, Path):
-        return
-    if not source.seekable():
-        raise UsageError("name the model with -m: standard input cannot be read twice")
-    source.seek(0)
+def _tell_wrong(found: Checked | Submitted) -> None:
+    for error in found.errors:
+        say(f"line {error.line}: {error.code}: {error.message}")
+    if found.num_bad > len(found.errors):
+        say(f"and {rows(found.num_bad - len(found.errors))} more that are wrong")
 
 
 def _dry_run(
     source: Path | BinaryIO, model: str | None, defaults: SamplingParams, *, as_json: bool
 ) -> None:
-    def check(named: str | None) -> Checked:
-        return submission.check(source, model=named, defaults=defaults)
-
-    checked = with_default_model(model, lambda: _rewind(source), check)
+    checked = submission.check(
+        source, model=model, defaults=defaults, default_model=default_model()
+    )
     if as_json:
         print_json(checked)
         return
-    for error in checked.errors:
-        say(f"line {error.line}: {error.code}: {error.message}")
+    _tell_wrong(checked)
     click.echo(
         printable(
-            f"{checked.total:,} rows = {checked.num_jobs:,} good + {checked.num_bad:,} wrong, "
-            f"{checked.num_chars:,} characters of prompts, model {checked.model}"
+            f"{rows(checked.total)} = {checked.num_jobs:,} good + {checked.num_bad:,} wrong, "
+            f"{checked.num_chars:,} characters of prompts, "
+            + (f"model {checked.model}" if checked.model else "no model named")
         )
     )
