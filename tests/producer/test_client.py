@@ -14,6 +14,7 @@ from redis.exceptions import AuthenticationError, ConnectionError
 from rq import Queue, Worker
 from rq.serializers import JSONSerializer
 
+import batchkv_producer
 from batchkv_producer import BatchStatus, Client, Submitted, patience, redis_keys, stored
 from batchkv_producer.errors import NotFoundError, UsageError, WireError
 from batchkv_producer.intervention import Unanswered
@@ -69,6 +70,13 @@ def desk(redis_connection: Redis, write_lines: Write) -> Desk:
 def gappy(redis_connection: Redis, write_lines: Write) -> Desk:
     """Two prompts and a bad row with blank lines between them: lines 2, 4 and 6."""
     return Desk(redis_connection, write_lines("", {"prompt": "a"}, "", {"prompt": "b"}, "", "{"))
+
+
+def test_every_public_name_is_there() -> None:
+    """The package imports its names when they are asked for: each of them, and no other."""
+    assert all(getattr(batchkv_producer, name) for name in batchkv_producer.__all__)
+    with pytest.raises(AttributeError, match="nothing_like_this"):
+        assert batchkv_producer.nothing_like_this
 
 
 # ---- status ----
