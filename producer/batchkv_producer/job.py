@@ -185,14 +185,9 @@ def decode_result(data: bytes) -> Result:
         raise WireError(f"stored result cannot be read: {fault}") from fault
 
 
-_SMALL_BYTES = 4096
-
-
 def _deflate(raw: bytes, level: int) -> bytes:
-    """Compress. A short text in a window of its own size is a quarter of the work: by default
-    zlib clears a quarter of a megabyte first. Any zlib reader takes both.
-    """
-    if len(raw) > _SMALL_BYTES:
+    """Compress; a short text in a small window: zlib clears a quarter of a megabyte otherwise."""
+    if len(raw) > 4096:
         return zlib.compress(raw, level)
     deflater = zlib.compressobj(level, zlib.DEFLATED, 12, 5)
     return deflater.compress(raw) + deflater.flush()

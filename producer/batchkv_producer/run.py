@@ -7,9 +7,7 @@ same command after a crash, a kill or a Ctrl-C simply goes on.
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +38,7 @@ from batchkv_producer.local_workers import (
 )
 from batchkv_producer.patience import outages_watched, patiently
 from batchkv_producer.progress import Reporter, Snapshot, rows
+from batchkv_producer.run_support import Outage, reclaim, reclaim_dead
 from batchkv_producer.server_home import home_from_environment, make_folders
 
 TURN_SECONDS = 0.1
@@ -146,11 +145,11 @@ def run(
         arguments=options.worker_arguments,
         command=tuple(worker_command),
     )
-    workers = LocalWorkers(plan, partial(_reclaim, client, queue), reporter.note)
+    workers = LocalWorkers(plan, partial(reclaim, client, queue), reporter.note)
     stale = stale_rows(connection, batch_id)
     with outfile.open_results(options.out, batch_id, stale) as results:
         follower = Follower(client, batch_id, results, expected)
-        outage = _Outage(reporter.note, revive)
+        outage = Outage(reporter.note, revive)
         with _impatient(connection):
             report = _Run(client, batch_id, workers, follower, reporter, plan, outage).to_the_end()
         follower.refresh(stale)
@@ -164,31 +163,6 @@ def _refuse_early(options: RunOptions, batch_id: str, model: str) -> None:
         check_model_folder(model)
 
 
-class _Outage:
-    """The server is away: said once, mended if that is ours to do, and told when it is over."""
-
-    def __init__(self, note: Callable[[str], None], revive: Callable[[], object] | None) -> None:
-        self.is_on = False
-        self._note = note
-        self._revive = revive
-
-    def look(self) -> None:
-        """The server does not answer. Raises ServerError when it cannot be started again."""
-        if self.is_on:
-            return
-        self.is_on = True
-        doing = "starting it again" if self._revive else "waiting for it; Ctrl-C ends the run"
-        self._note(f"the server is away: {doing}")
-        if self._revive:
-            self._revive()
-
-    def end(self) -> None:
-        """The server has answered."""
-        if self.is_on:
-            self.is_on = False
-            self._note("the server is back")
-
-
 class _Run:
     """The loop: collect results, look after the workers, show progress, heed signals."""
 
@@ -200,7 +174,7 @@ class _Run:
         follower: Follower,
         reporter: Reporter,
         plan: WorkerPlan,
-        outage: _Outage,
+        outage: Outage,
     ) -> None:
         self._outage = outage
         self._client = client
@@ -287,30 +261,6 @@ def _impatient(connection: Redis) -> Iterator[None]:
     finally:
         if before is not None:
             connection.set_retry(before)
-
-
-def _reclaim(client: Client, queue: str, worker_name: str) -> int:
-    return patiently(lambda: client.reclaim(queue, worker_name))
-
-
-def reclaim_dead(client: Client, queue: str) -> int:
-    """Take back the jobs of workers of this host whose process is gone; how many there were."""
-    host = socket.gethostname()
-    return sum(
-        client.reclaim(queue, worker.name)
-        for worker in client.workers()
-        if worker.hostname == host and worker.pid and not _is_alive(worker.pid)
-    )
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 @contextmanager

@@ -24,7 +24,8 @@ from batchkv_producer.following import Unserved
 from batchkv_producer.local_workers import LocalWorkers, WorkerError, WorkerPlan
 from batchkv_producer.outfile import errors_path
 from batchkv_producer.progress import PlainReporter, Snapshot
-from batchkv_producer.run import RunOptions, RunReport, reclaim_dead, run
+from batchkv_producer.run import RunOptions, RunReport, run
+from batchkv_producer.run_support import reclaim_dead
 from batchkv_producer.server_home import Home
 from batchkv_producer.transitions import Transitions
 from support import fake_worker

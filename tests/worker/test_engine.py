@@ -13,6 +13,7 @@ from batchkv_producer.job import Request, SamplingParams
 from batchkv_worker.engine import Engine, EngineConfig
 from batchkv_worker.errors import ModelError
 from batchkv_worker.events import Completed, Event, Rejected, Work
+from batchkv_worker.kv import selfcheck
 from batchkv_worker.kv.attention import Path
 from batchkv_worker.sequence import Generation, Sequence
 from support import tiny_models
@@ -436,6 +437,11 @@ def test_a_cancelled_prefill_is_dropped() -> None:
     running.check_integrity()
 
 
+def check(model: Any) -> None:
+    made = engine(model, "affine8")
+    selfcheck.check("tiny", model, made.schemes, made.path, made.loaded.dtype)
+
+
 def test_models_that_disagree_with_themselves_are_refused() -> None:
     """gemma2 computes attention itself and broadcasts the batch's mask its own way: refused."""
     args = gemma2.ModelArgs(
@@ -452,6 +458,6 @@ def test_models_that_disagree_with_themselves_are_refused() -> None:
     model = gemma2.Model(args)
     mx.eval(model.parameters())
     with pytest.raises(ModelError, match="not served"):
-        engine(model).check_model()
+        check(model)
     for family in tiny_models.FAMILIES:
-        engine(tiny_models.build(family), "affine8").check_model()
+        check(tiny_models.build(family))

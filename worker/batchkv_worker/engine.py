@@ -19,13 +19,12 @@ from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_producer.job import ErrorCode
 from batchkv_worker import answers
 from batchkv_worker.device import shape_step
-from batchkv_worker.errors import ModelError
+from batchkv_worker.engine_config import EngineConfig
 from batchkv_worker.events import Event, Rejected, Work
 from batchkv_worker.kv import attention
 from batchkv_worker.kv.layout import Demand, Relayout, SlotLayout, round_up
 from batchkv_worker.kv.prefill import PrefillCache
 from batchkv_worker.kv.schemes import layer_scheme
-from batchkv_worker.kv.selfcheck import TOLERANCE, disagreement
 from batchkv_worker.kv.slots import Frame, SlotCache
 from batchkv_worker.model import LoadedModel
 from batchkv_worker.prefix import PrefixCache, block_keys
@@ -34,23 +33,11 @@ from batchkv_worker.sampling import Sampled, sample
 from batchkv_worker.scheduler import Budget, PrefillGroup, Scheduler
 from batchkv_worker.sequence import Sequence
 
+__all__ = ["Engine", "EngineConfig"]
+
 log = logging.getLogger("batchkv.engine")
 
 CHUNKS_PER_STEP = 8  # prompt chunks between two decode steps, at most
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """How the engine works. ``memory_bytes`` bounds keys and values, not weights."""
-
-    scheme: str = "affine8"
-    slots: int = 32
-    prefetch: int = 8
-    chunk_tokens: int = 512
-    memory_bytes: int = 4 * 2**30
-    prefix_bytes: int | None = None  # of memory_bytes, for prefixes; None: an eighth
-    path: attention.Path | None = None  # None: the fastest by measurement
-    shape_step: int | None = None  # None: what the backend likes, see device.shape_step
 
 
 @dataclass(slots=True)
@@ -153,21 +140,6 @@ class Engine:
         self._prefill.clear()
         self._in_flight = None
         mx.clear_cache()
-
-    def check_model(self) -> None:
-        """Raise ModelError when the model does not give in a batch what it gives alone."""
-        name = self.loaded.name
-        try:
-            found = disagreement(self.loaded.model, self.schemes, self.path, self.loaded.dtype)
-        except Exception as fault:  # model code may raise anything
-            reason = f"{type(fault).__name__}: {fault}"[:300]
-            message = f"model {name!r} cannot decode several rows at once ({reason}); not served"
-            raise ModelError(message) from fault
-        if not found <= TOLERANCE:
-            raise ModelError(
-                f"model {name!r} gives other logits in a batch than alone (by {found:.0%} of the "
-                "largest): its attention treats the batch's mask in a way of its own; not served"
-            )
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot is free or has exactly one row."""

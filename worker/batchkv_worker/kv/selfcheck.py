@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from batchkv_worker.errors import ModelError
 from batchkv_worker.kv.attention import Path
 from batchkv_worker.kv.layout import Demand, SlotLayout
 from batchkv_worker.kv.prefill import PrefillCache
@@ -20,6 +21,24 @@ from batchkv_worker.kv.slots import Frame, SlotCache
 
 LENGTHS = (3, 7, 5, 2)  # ragged, so that a row that reads another's columns shows
 TOLERANCE = 0.1  # of the largest logit: half precision stays far below, a wrong mask far above
+
+
+def check(
+    name: str, model: Any, schemes: Sequence[LayerScheme], path: Path, dtype: mx.Dtype
+) -> None:
+    """Raise ModelError when the model does not give in a batch what it gives alone."""
+    try:
+        found = disagreement(model, schemes, path, dtype)
+    except Exception as fault:  # model code may raise anything
+        reason = f"{type(fault).__name__}: {fault}"[:300]
+        raise ModelError(
+            f"model {name!r} cannot decode several rows at once ({reason}); not served"
+        ) from fault
+    if not found <= TOLERANCE:
+        raise ModelError(
+            f"model {name!r} gives other logits in a batch than alone (by {found:.0%} of the "
+            "largest): its attention treats the batch's mask in a way of its own; not served"
+        )
 
 
 def disagreement(model: Any, schemes: Sequence[LayerScheme], path: Path, dtype: mx.Dtype) -> float:

@@ -1,0 +1,59 @@
+"""Around the loop of ``batchkv run``: an outage of the server, and what dead workers left."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+
+from batchkv_producer.client import Client
+from batchkv_producer.patience import patiently
+
+
+class Outage:
+    """The server is away: said once, mended if that is ours to do, and told when it is over."""
+
+    def __init__(self, note: Callable[[str], None], revive: Callable[[], object] | None) -> None:
+        self.is_on = False
+        self._note = note
+        self._revive = revive
+
+    def look(self) -> None:
+        """The server does not answer. Raises ServerError when it cannot be started again."""
+        if self.is_on:
+            return
+        self.is_on = True
+        doing = "starting it again" if self._revive else "waiting for it; Ctrl-C ends the run"
+        self._note(f"the server is away: {doing}")
+        if self._revive:
+            self._revive()
+
+    def end(self) -> None:
+        """The server has answered."""
+        if self.is_on:
+            self.is_on = False
+            self._note("the server is back")
+
+
+def reclaim(client: Client, queue: str, worker_name: str) -> int:
+    return patiently(lambda: client.reclaim(queue, worker_name))
+
+
+def reclaim_dead(client: Client, queue: str) -> int:
+    """Take back the jobs of workers of this host whose process is gone; how many there were."""
+    host = socket.gethostname()
+    return sum(
+        client.reclaim(queue, worker.name)
+        for worker in client.workers()
+        if worker.hostname == host and worker.pid and not _is_alive(worker.pid)
+    )
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

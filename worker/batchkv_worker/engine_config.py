@@ -1,0 +1,21 @@
+"""How an engine works: what a worker's settings come down to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchkv_worker.kv import attention
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How the engine works. ``memory_bytes`` bounds keys and values, not weights."""
+
+    scheme: str = "affine8"
+    slots: int = 32
+    prefetch: int = 8
+    chunk_tokens: int = 512
+    memory_bytes: int = 4 * 2**30
+    prefix_bytes: int | None = None  # of memory_bytes, for prefixes; None: an eighth
+    path: attention.Path | None = None  # None: the fastest by measurement
+    shape_step: int | None = None  # None: what the backend likes, see device.shape_step
