@@ -248,7 +248,8 @@ class Engine:
     def _inputs(self, rows: list[Sequence | None]) -> mx.array:
         """Tokens to feed, ``[rows]``: from the step in flight; new rows' last prompt token."""
         known = [0 if row is None else (row.generated or row.prompt)[-1] for row in rows]
-        flying = {} if self._in_flight is None else _places(self._in_flight.rows)
+        before = self._in_flight.rows if self._in_flight else []
+        flying = {id(row): place for place, row in enumerate(before) if row is not None}
         places = [-1 if row is None else flying.get(id(row), -1) for row in rows]
         if self._in_flight is None or all(place < 0 for place in places):
             return mx.array(known)
@@ -299,7 +300,3 @@ class Engine:
             if event is not None:
                 self._free(row)
                 self._events.append(event)
-
-
-def _places(rows: list[Sequence | None]) -> dict[int, int]:
-    return {id(row): place for place, row in enumerate(rows) if row is not None}
