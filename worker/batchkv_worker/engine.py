@@ -223,8 +223,6 @@ class Engine:
             slot.relayout(change)
             mx.eval(slot.arrays)
 
-    # -- decode
-
     def _build_step(self) -> _Step:
         """The graph of the next step; a row's input is the token that the last step sampled."""
         self._relayout(self._layout.before_step())
@@ -281,8 +279,6 @@ class Engine:
             row = self._rows.pop(source)
             row.slot = target
             self._rows[target] = row
-
-    # -- finish
 
     def _finish(self, step: _Step) -> None:
         """Read a computed step back and end the rows that it completes."""
