@@ -68,7 +68,12 @@ def home() -> Iterator[Home]:
 
 
 def lines(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Whole lines that are there; OUT comes and goes while run finds out whether it can write."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def wait_for_lines(path: Path, count: int, process: subprocess.Popen[str]) -> None:

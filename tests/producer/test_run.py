@@ -111,9 +111,17 @@ def start(url: str, source: Path, **fake: object) -> subprocess.Popen[str]:
     )
 
 
+def num_lines_of(path: Path) -> int:
+    """Lines that are there; OUT comes and goes while run finds out whether it can write it."""
+    try:
+        return path.read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
 def wait_for_lines(path: Path, num_lines: int) -> None:
     deadline = time.monotonic() + DEADLINE_SECONDS
-    while not path.exists() or path.read_bytes().count(b"\n") < num_lines:
+    while num_lines_of(path) < num_lines:
         assert time.monotonic() < deadline, f"{path} does not get {num_lines} lines"
         time.sleep(0.01)
 
