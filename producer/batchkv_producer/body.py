@@ -20,10 +20,15 @@ MAX_STOP_BYTES = 1024
 MAX_LOGPROBS = 20
 MAX_NAME_CHARS = 80
 
+ENDPOINTS: dict[str, Endpoint] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completion",
+}
+
 _MAX_TOKENS = NumberRule(1, 2**31 - 1, is_whole=True)
 _ALTERNATIVES = NumberRule(0, MAX_LOGPROBS, is_whole=True)
 
-_NUMBERS = {
+NUMBERS = {
     "max_tokens": _MAX_TOKENS,
     "max_completion_tokens": _MAX_TOKENS,
     "temperature": NumberRule(0, 100),
@@ -69,7 +74,7 @@ NO_PARAMS = SamplingParams()
 
 def read_body(body: dict[str, Any], endpoint: Endpoint, custom_id: str) -> Request:
     """The request that a body asks for; raises RowFault on the first field that is wrong."""
-    params = _params(body, endpoint)
+    params = params_of(body, endpoint)
     if endpoint == "completion":
         return Request(custom_id, "completion", prompt=_prompt(body.get("prompt")), params=params)
     tools = check_tools(body["tools"]) if body.get("tools") is not None else None
@@ -97,7 +102,7 @@ def check_defaults(params: SamplingParams) -> None:
     """Hold generation defaults to the rules of a row; raises UsageError."""
     for item in fields(SamplingParams):
         value = getattr(params, item.name)
-        rule = _ALTERNATIVES if item.name == "logprobs" else _NUMBERS.get(item.name)
+        rule = _ALTERNATIVES if item.name == "logprobs" else NUMBERS.get(item.name)
         if rule is not None and value is not None and not rule.admits(value):
             raise UsageError(rule.complaint(item.name, value))
     try:
@@ -106,13 +111,14 @@ def check_defaults(params: SamplingParams) -> None:
         raise UsageError(str(fault)) from fault
 
 
-def _params(body: dict[str, Any], endpoint: Endpoint) -> SamplingParams:
+def params_of(body: dict[str, Any], endpoint: Endpoint) -> SamplingParams:
+    """The sampling that a body asks for; raises RowFault on a field that is wrong or unknown."""
     handled = _HANDLED[endpoint]
     values: dict[str, Any] = {}
     for name, value in body.items():
         if value is None or name in handled or name in _IGNORED:
             continue
-        rule = _NUMBERS.get(name)
+        rule = NUMBERS.get(name)
         if rule is not None:
             values[name] = rule.check(name, value)
         elif not _is_neutral(name, value):

@@ -23,19 +23,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NoReturn
 
-from batchkv_producer.body import NO_PARAMS, model_of, read_body
-from batchkv_producer.checks import RowFault, invalid, shown, unsupported
+from batchkv_producer.body import ENDPOINTS, NO_PARAMS, model_of, read_body
+from batchkv_producer.checks import MAX_CUSTOM_ID_CHARS, RowFault, invalid, shown, unsupported
 from batchkv_producer.job import Endpoint, ErrorCode, Request
+from batchkv_producer.plain import read_plain
 
 MAX_LINE_BYTES = 16 * 2**20
-MAX_CUSTOM_ID_CHARS = 1024
 SKIP_BYTES = 2**20  # how much of an overlong line is read at a time to get past it
 BOM = b"\xef\xbb\xbf"
 
-_ENDPOINTS: dict[str, Endpoint] = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completion",
-}
 _BATCH_KEYS = frozenset({"custom_id", "method", "url", "body"})
 
 
@@ -106,6 +102,12 @@ def _text_row(line: int, raw: bytes) -> Row | RowError:
 
 
 def _json_row(line: int, raw: bytes) -> Row | RowError:
+    plain = read_plain(raw, default_custom_id(line))
+    return _careful_row(line, raw) if plain is None else Row(line, *plain)
+
+
+def _careful_row(line: int, raw: bytes) -> Row | RowError:
+    """Field by field, for the rows that need it and for the faults that have to be named."""
     try:
         value = _parse(raw)
     except RowFault as fault:
@@ -164,9 +166,9 @@ def _batch_line(value: dict[str, Any]) -> tuple[Endpoint, dict[str, Any]]:
     url = value.get("url")
     if url is None:
         return _kind_of(body), body
-    if not isinstance(url, str) or url not in _ENDPOINTS:
-        raise unsupported(f"url must be {' or '.join(_ENDPOINTS)}, got {shown(url)}")
-    return _ENDPOINTS[url], body
+    if not isinstance(url, str) or url not in ENDPOINTS:
+        raise unsupported(f"url must be {' or '.join(ENDPOINTS)}, got {shown(url)}")
+    return ENDPOINTS[url], body
 
 
 def _lazy_line(value: dict[str, Any]) -> tuple[Endpoint, dict[str, Any]]:

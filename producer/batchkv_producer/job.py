@@ -3,7 +3,8 @@
 A job travels in RQ's ``data`` field as the JSON list that RQ's own JSON serializer would write for
 a call (function name, instance, args, kwargs), zlib-compressed. The function name is one fixed
 word that nothing imports or calls. A result is a msgpack map, zlib-compressed, in a hash of ours.
-Whatever is read back is checked field by field: any fault is a ``WireError``.
+ISA-L writes what zlib reads, in less than half the time. Whatever is read back is checked field by
+field: any fault is a ``WireError``.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from __future__ import annotations
 import json
 import zlib
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any, Literal
 
 import msgpack
+import msgspec
+from isal import isal_zlib
 
 from batchkv_producer.errors import WireError
 
@@ -110,27 +114,29 @@ class Result:
 
 
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_write_json = msgspec.json.Encoder().encode
 _PARAM_NAMES = tuple(item.name for item in fields(SamplingParams))
+_param_values = attrgetter(*_PARAM_NAMES)
 _NO_USAGE = Usage()
 
 
 def encode_job(request: Request) -> bytes:
     """The job's ``data``: what RQ's JSON serializer reads as a call, compressed."""
     payload: dict[str, Any] = {"custom_id": request.custom_id, "endpoint": request.endpoint}
-    for name in ("messages", "prompt", "tools"):
-        value = getattr(request, name)
+    rest = (("messages", request.messages), ("prompt", request.prompt), ("tools", request.tools))
+    for name, value in rest:
         if value is not None:
             payload[name] = value
     if request.chat_template_kwargs:
         payload["chat_template_kwargs"] = request.chat_template_kwargs
-    params = request.params
-    payload["params"] = {
-        name: value
-        for name in _PARAM_NAMES
-        if (value := getattr(params, name)) is not None and value != ()
-    }
-    text = _JSON.encode([FUNCTION_NAME, None, [payload], {}])
-    return _deflate(text.encode("utf-8", "surrogatepass"), 1)
+    said = zip(_PARAM_NAMES, _param_values(request.params), strict=True)
+    payload["params"] = {name: value for name, value in said if value is not None and value != ()}
+    call: list[Any] = [FUNCTION_NAME, None, [payload], {}]
+    try:
+        raw = _write_json(call)
+    except UnicodeEncodeError:  # half of a surrogate pair, which a command line can hold
+        raw = _JSON.encode(call).encode("utf-8", "surrogatepass")
+    return isal_zlib.compress(raw, 1)
 
 
 def decode_job(data: bytes) -> Request:
@@ -165,7 +171,7 @@ def encode_result(result: Result) -> bytes:
     if result.logprobs is not None:
         packed["l"] = [(item.token, item.logprob, item.top) for item in result.logprobs]
     kept = {key: value for key, value in packed.items() if value or key == "l"}
-    return _deflate(msgpack.packb(kept, unicode_errors="surrogatepass"), 6)
+    return isal_zlib.compress(msgpack.packb(kept, unicode_errors="surrogatepass"), 3)
 
 
 # What a map of the wrong shape makes its reader raise (int() of infinity overflows).
@@ -183,14 +189,6 @@ def decode_result(data: bytes) -> Result:
         return _result(packed)
     except _UNREADABLE as fault:
         raise WireError(f"stored result cannot be read: {fault}") from fault
-
-
-def _deflate(raw: bytes, level: int) -> bytes:
-    """Compress; a short text in a small window: zlib clears a quarter of a megabyte otherwise."""
-    if len(raw) > 4096:
-        return zlib.compress(raw, level)
-    deflater = zlib.compressobj(level, zlib.DEFLATED, 12, 5)
-    return deflater.compress(raw) + deflater.flush()
 
 
 def _inflate(data: bytes, limit: int, what: str) -> bytes:

@@ -11,7 +11,7 @@ MAX_NAME_CHARS = 256
 MAX_VARIABLE_CHARS = 1024
 
 # OpenAI renamed the system role for its newer models; templates know the old name.
-_ROLES = {
+ROLES = {
     "system": "system",
     "developer": "system",
     "user": "user",
@@ -52,10 +52,10 @@ def _message(where: str, item: Any) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise invalid(f"{where} must be an object, got {shown(item)}")
     role = item.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        known = ", ".join(_ROLES)
+    if not isinstance(role, str) or role not in ROLES:
+        known = ", ".join(ROLES)
         raise invalid(f"{where}.role must be one of {known}; got {shown(role)}")
-    message: dict[str, Any] = {"role": _ROLES[role], "content": _content(where, item)}
+    message: dict[str, Any] = {"role": ROLES[role], "content": _content(where, item)}
     if item.keys() != _PLAIN_KEYS:
         _add_extras(where, item, message)
     return message

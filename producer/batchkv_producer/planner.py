@@ -23,6 +23,7 @@ import sqlite3
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from types import TracebackType
 from typing import Any
 
@@ -117,6 +118,7 @@ def with_defaults(defaults: SamplingParams) -> Callable[[SamplingParams], Sampli
     if not said:
         return lambda params: params
 
+    @lru_cache(maxsize=256)  # most rows of a file say the same
     def fill(params: SamplingParams) -> SamplingParams:
         missing = {n: v for n, v in said.items() if getattr(params, n) == getattr(unsaid, n)}
         return replace(params, **missing)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchkv_producer import formats
+from batchkv_producer import body, formats, plain
 from batchkv_producer.formats import Row, RowError, read_rows
 from batchkv_producer.job import Request, SamplingParams, decode_job, encode_job
 
@@ -503,3 +503,110 @@ def test_any_object_gives_a_row_that_can_be_sent(value: dict[str, Any]) -> None:
         assert decode_job(encode_job(row.request)) == row.request
     else:
         (row.custom_id + row.message).encode("utf-8")
+
+
+# ---- the quick way ----
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"prompt": "a"},
+        {"messages": USER, "custom_id": "x", "model": "m", "user": "u", "seed": 2**63 - 1},
+        {"url": "/v1/completions", "body": {"prompt": "a", "temperature": 0, "top_k": -1}},
+        {
+            "custom_id": "x",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"messages": [*USER, {"content": "b", "role": "assistant"}], "max_tokens": 5},
+        },
+    ],
+)
+def test_plain_lines_are_read_the_quick_way(line: dict[str, Any]) -> None:
+    """The lines that most files consist of fit the schema: they are not read twice."""
+    assert plain.read_plain(json.dumps(line).encode(), "line-1") is not None
+
+
+# Values on both sides of every rule, and of every limit of the schema.
+numbers = st.sampled_from(
+    [None, True, 0, -0.0, 1, 1.0, -1, 0.5, 100, 100.5, 2**31 - 1, 2**31, 2**63, 2**64 - 1, 2**64]
+)
+texts = st.sampled_from(["", " ", "a", "é\x00", "body", "\\", "x" * 1024, "😀" * 1025])
+chats = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "system", "tool", "developer", "x"]), "content": texts},
+        optional={"name": texts | st.none()},
+    ),
+    max_size=2,
+)
+changes = st.one_of(
+    st.tuples(st.sampled_from([*body.NUMBERS]), numbers),
+    st.tuples(st.sampled_from(["n", "logprobs", "presence_penalty", "user"]), numbers | texts),
+    st.tuples(st.just("metadata"), st.dictionaries(texts, texts | numbers, max_size=1)),
+    st.tuples(st.sampled_from(["model", "prompt", "stop"]), texts | st.none() | st.just(["a"])),
+    st.tuples(st.just("messages"), chats | st.none()),
+)
+outer_changes = st.one_of(
+    st.tuples(st.just("custom_id"), texts | numbers),
+    st.tuples(st.just("url"), st.sampled_from([*body.ENDPOINTS, "/v1/x", None, 1])),
+    st.tuples(st.just("method"), st.sampled_from(["POST", "GET", None])),
+    st.tuples(st.just("other"), texts | st.none()),
+)
+
+
+@settings(max_examples=400)
+@given(
+    st.sampled_from([{"prompt": "a"}, {"messages": USER}]),
+    st.lists(changes, max_size=2),
+    st.lists(outer_changes, max_size=2),
+    st.booleans(),
+)
+def test_both_ways_of_reading_agree(
+    base: dict[str, Any], inner: list[Any], outer: list[Any], is_lazy: bool
+) -> None:
+    """What the schema takes is what the careful way makes of it, down to the kind of numbers."""
+    fields = {**base, **dict(inner)}
+    line = {**fields, **dict(outer)} if is_lazy else {"body": fields, **dict(outer)}
+    raw = json.dumps(line, ensure_ascii=False).encode()
+    quick = plain.read_plain(raw, "line-1")
+    if quick is not None:
+        careful = formats._careful_row(1, raw)
+        assert careful == Row(1, *quick)
+        assert repr(careful.request.params) == repr(quick[0].params)
+
+
+def test_a_number_keeps_its_kind() -> None:
+    """What one row says is remembered for the next, but 1 and 1.0 are not the same."""
+    lines = [{"prompt": "a", "temperature": value} for value in (1, 1.0, 1)]
+    kinds = [type(row.request.params.temperature) for row in rows_of(*lines) if type(row) is Row]
+    assert kinds == [int, float, int]
+
+
+def test_a_role_that_is_renamed_is_not_plain() -> None:
+    """The template gets another word for it, which the schema does not know."""
+    line = {"messages": [{"role": "developer", "content": "a"}]}
+    assert plain.read_plain(json.dumps(line).encode(), "line-1") is None
+    assert request_of(line).messages == [{"role": "system", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\\udc00x"}',
+        b'{"prompt": "a", "metadata": {"\\udfff": ""}}',
+        b'{"prompt": "caf\xe9"}',
+        b'{"prompt": "\xed\xa0\x80"}',
+        b'{"prompt": "a\tb"}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "max_tokens": 1.0}',
+        b'{"prompt": "a"} {}',
+        b'{"prompt": "a",}',
+        b'\xef\xbb\xbf{"prompt": "a"}',
+    ],
+)
+def test_the_schema_takes_nothing_that_is_wrong(raw: bytes) -> None:
+    """Bytes that the careful way refuses are refused by the schema, too."""
+    assert isinstance(formats._careful_row(1, raw), RowError)
+    assert plain.read_plain(raw, "line-1") is None

@@ -80,6 +80,12 @@ def test_a_job_is_read_back_as_it_was_written(request: Request) -> None:
     assert decode_job(encode_job(request)) == request
 
 
+def test_half_of_a_surrogate_pair_survives_the_wire() -> None:
+    """A stop string from a command line can hold a byte that is no text."""
+    request = Request("a", "completion", prompt="é", params=SamplingParams(stop=("\udce9",)))
+    assert decode_job(encode_job(request)) == request
+
+
 @given(results)
 def test_a_result_is_read_back_as_it_was_written(result: Result) -> None:
     """Every result survives the wire unchanged."""

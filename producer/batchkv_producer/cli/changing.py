@@ -52,11 +52,10 @@ def retry(batch_id: str, canceled: bool, job_timeout: int | None, url: str | Non
 
 
 def _why_none(batch_id: str, left: Unanswered) -> str:
-    reasons = []
-    if left.wrong:
-        reasons.append(f"{rows(left.wrong)} wrong in the input: mend the file")
-    if left.expired:
-        reasons.append(f"{rows(left.expired)} no longer there to be run: submit them anew")
-    if left.canceled:
-        reasons.append(f"{rows(left.canceled)} canceled: `batchkv retry {batch_id} --canceled`")
+    counts = {
+        "wrong in the input: mend the file": left.wrong,
+        "no longer there to be run: submit them anew": left.expired,
+        f"canceled: `batchkv retry {batch_id} --canceled`": left.canceled,
+    }
+    reasons = [f"{rows(num)} {why}" for why, num in counts.items() if num]
     return "; " + "; ".join(reasons or ["no row has failed"])

@@ -11,7 +11,7 @@ from typing import Literal
 import click
 
 from batchkv_producer import outfile, output
-from batchkv_producer.cli.shared import Session, json_option, say, session, url_option
+from batchkv_producer.cli.shared import Session, json_option, out_option, say, session, url_option
 from batchkv_producer.client import StoredRow
 from batchkv_producer.errors import UsageError
 from batchkv_producer.following import Follower, snapshot_of, stale_rows
@@ -32,14 +32,7 @@ format_option = click.option(
 
 @click.command()
 @click.argument("batch_id", metavar="BATCH")
-@click.option(
-    "-o",
-    "--output",
-    "out",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Append to FILE what it lacks, as `batchkv run` does; else standard output.",
-)
+@out_option("FILE", "Append to FILE what it lacks, as `batchkv run` does; else standard output.")
 @click.option("--follow", is_flag=True, help="Go on, in the order in which rows end, to the end.")
 @click.option("--ordered", is_flag=True, help="In the order of the input (FILE is written anew).")
 @format_option

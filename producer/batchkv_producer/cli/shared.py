@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import click
@@ -38,6 +39,13 @@ model_option = click.option(
     metavar="MODEL",
     help="Model of all rows; without it the one that the lines name, else BATCHKV_MODEL.",
 )
+
+
+def out_option(metavar: str, text: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """``-o``: the file that results go to; the command gets it as ``out``."""
+    kind = click.Path(path_type=Path)
+    return click.option("-o", "--output", "out", type=kind, metavar=metavar, help=text)
+
 
 _GENERATION = (
     ("--max-tokens", int, "Most tokens to generate for a row."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,6 +18,7 @@ from batchkv_producer.cli.shared import (
     generation_options,
     json_option,
     model_option,
+    out_option,
     print_json,
     say,
     say_canceled,
@@ -32,8 +34,6 @@ from batchkv_producer.server import ensure_running
 from batchkv_producer.server_home import home_from_environment
 from batchkv_producer.submission import Checked, Submitted
 
-# What `batchkv worker` takes: it is not installed everywhere, so it cannot be asked.
-KV_SCHEMES = ("float", "affine8", "affine4")
 MAX_SLOTS = 4096
 MIN_MEMORY_BYTES = 2**20
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
@@ -46,6 +46,16 @@ def _checked_size(text: str | None) -> str | None:
         power = " kmgt".index((match[2] or " ").lower()) if match else 0
         if not match or float(match[1]) * base**power < MIN_MEMORY_BYTES:
             raise click.BadParameter(f"{text!r} is not a size of at least 1MiB, like 4GB or 512MiB")
+    return text
+
+
+def _checked_scheme(text: str | None) -> str | None:
+    """What the worker's package says of a KV scheme; imports go down only, so it is looked up."""
+    for check in entry_points(group="batchkv.checks", name="kv-scheme") if text is not None else ():
+        try:
+            check.load()(text)
+        except ValueError as fault:
+            raise click.BadParameter(str(fault)) from fault
     return text
 
 
@@ -64,14 +74,7 @@ dry_run_option = click.option(
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @model_option
-@click.option(
-    "-o",
-    "--output",
-    "out",
-    type=click.Path(path_type=Path),
-    metavar="OUT",
-    help="Where results go.  [default: FILE.results.jsonl]",
-)
+@out_option("OUT", "Where results go.  [default: FILE.results.jsonl]")
 @click.option(
     "--workers",
     "num_workers",
@@ -82,8 +85,9 @@ dry_run_option = click.option(
 )
 @click.option(
     "--kv-scheme",
-    type=click.Choice(KV_SCHEMES),
-    help="How the workers keep keys and values.",
+    metavar="SCHEME",
+    callback=lambda _context, _option, value: _checked_scheme(value),
+    help="How the workers keep keys and values: affine8, affine4, k8v4, turbo4, float ...",
 )
 @click.option(
     "--slots",

@@ -11,15 +11,17 @@ local chunks = redis.call('HGET', KEYS[1], 'chunks')
 if not chunks then return -1 end
 if tonumber(chunks) ~= chunk then return tonumber(chunks) end
 redis.call('SADD', KEYS[5], 'rq:queue:' .. queue)
-local position = 9
+local ids, position = {}, 9
 for _ = 1, num_jobs do
   local id = ARGV[position]
   redis.call('HSET', 'rq:job:' .. id, 'data', ARGV[position + 1], 'created_at', now,
     'enqueued_at', now, 'origin', queue, 'status', 'queued', 'description', description,
     'timeout', timeout, 'result_ttl', result_ttl, 'failure_ttl', failure_ttl, 'retries_left', 3)
-  redis.call('RPUSH', KEYS[2], id)
+  ids[#ids + 1] = id
   position = position + 2
 end
+-- All at once is faster; a chunk's 500 are far from what unpack can take.
+if num_jobs > 0 then redis.call('RPUSH', KEYS[2], unpack(ids)) end
 while position < #ARGV do
   if redis.call('HSETNX', KEYS[3], ARGV[position], ARGV[position + 1]) == 1 then
     redis.call('RPUSH', KEYS[4], ARGV[position])
