@@ -14,7 +14,7 @@ LOCKED = pyproject.toml tools/bootstrap.sh $(wildcard requirements/*.txt)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint bench wheel-check format lock clean distclean
+.PHONY: help venv demo test parity lint bench wheel-check format lock clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -32,6 +32,9 @@ demo: $(DEV_STAMP) ## Answer the quickstart's prompts on this machine, from an e
 
 test: $(DEV_STAMP) ## Run the whole suite against a real server (ARGS='tests/producer -k name')
 	$(PYTHON) -m pytest $(ARGS)
+
+parity: $(DEV_STAMP) ## Compare every family of caches under every KV scheme, row by row (ARGS='-k llama')
+	BATCHKV_PARITY=all $(PYTHON) -m pytest tests/parity $(ARGS)
 
 lint: $(DEV_STAMP) ## ruff, mypy, the tree's own rules, and the built wheel without MLX
 	$(PYTHON) -m ruff check .

@@ -33,7 +33,8 @@ from workloads import MODELS, WORKLOADS, Workload, build_model  # noqa: E402
 
 from batchkv_worker.engine import Engine, EngineConfig  # noqa: E402
 from batchkv_worker.events import Completed  # noqa: E402
-from batchkv_worker.model import LoadedModel, layer_shapes  # noqa: E402
+from batchkv_worker.kv.discover import discover  # noqa: E402
+from batchkv_worker.model import LoadedModel  # noqa: E402
 from batchkv_worker.sequence import Generation, Sequence  # noqa: E402
 
 Tokens = list[list[int]]
@@ -66,7 +67,7 @@ def run_engine(
         model,
         NoText(),
         model.lm_head.weight.dtype,
-        layer_shapes("bench", model),
+        discover("bench", model),
         8192,
         0,
         {},

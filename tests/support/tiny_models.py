@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,32 +13,24 @@ from batchkv_worker import blas
 blas.load()
 
 import mlx.core as mx  # noqa: E402
-from mlx_lm.models import llama, phi3, qwen2, qwen3  # noqa: E402
-from mlx_lm.models.cache import KVCache, QuantizedKVCache  # noqa: E402
+from mlx.utils import tree_flatten, tree_unflatten  # noqa: E402
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache  # noqa: E402
 
-from batchkv_worker.model import LoadedModel, layer_shapes  # noqa: E402
+from batchkv_worker.kv.discover import CacheTree, discover  # noqa: E402
+from batchkv_worker.model import LoadedModel  # noqa: E402
+from parity.families import CONFIGS, VOCABULARY  # noqa: E402
 
-VOCABULARY = 512
-_COMMON: dict[str, Any] = {
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 4096,
-}
-_FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "llama": (llama, {"num_key_value_heads": 1, "head_dim": 64, "tie_word_embeddings": False}),
-    "mistral": (llama, {"num_key_value_heads": 2, "head_dim": 32}),
-    "qwen2": (qwen2, {"num_key_value_heads": 2}),
-    "qwen3": (
-        qwen3,
-        {"num_key_value_heads": 1, "head_dim": 64, "rope_theta": 1e6, "tie_word_embeddings": True},
-    ),
-    "phi3": (phi3, {"num_key_value_heads": 1}),
-}
-FAMILIES = tuple(_FAMILIES)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")  # every layer is full attention
+ALL_FAMILIES = tuple(CONFIGS)
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyStep:
+    """A greedy token, the next best, and the lead over it in standard deviations of the logits."""
+
+    token: int
+    second: int
+    margin: float
 
 
 class NumberTokenizer:
@@ -66,12 +61,51 @@ class NumberTokenizer:
 
 def build(family: str, seed: int = 0, **changes: Any) -> Any:
     """A model of the family; the same seed gives the same weights."""
-    module, special = _FAMILIES[family]
+    name, config = CONFIGS[family]
+    module = import_module(f"mlx_lm.models.{name}")
     mx.random.seed(seed)
-    args = module.ModelArgs(model_type=family, **{**_COMMON, **special, **changes})
-    model = module.Model(args)
+    model = module.Model(module.ModelArgs.from_dict({"model_type": name, **config, **changes}))
+    _enliven(model)
     mx.eval(model.parameters())
     return model
+
+
+def _uniform(low: float, high: float, like: mx.array) -> mx.array:
+    return mx.random.uniform(low, high, like.shape)
+
+
+# Parameters by the end of their path, and how they are drawn: the first that fits. What a class
+# leaves at zero or fading at once, training would have changed, and a fault would not show there.
+_DRAWN: tuple[tuple[str, Any], ...] = (
+    (r"A_log", lambda a: mx.log(_uniform(0.005, 0.1, a))),  # states that last tens of tokens
+    (r"dt_bias", lambda a: _uniform(-2.0, 0.5, a)),
+    (r"sinks|\.D", lambda a: mx.random.normal(a.shape)),
+    (r"e_score_correction_bias", lambda a: _uniform(-0.1, 0.1, a)),
+    (r"\.x_[rwkvag]", lambda a: _uniform(0.0, 1.0, a)),  # rwkv7: how much of the token before
+    (r"w_lora\.lora\.2\.bias", lambda a: _uniform(-5.0, -2.0, a)),  # rwkv7: slow decay
+    (r"g_norm\.weight|k_k", lambda a: _uniform(0.5, 1.5, a)),
+    (r"k_a|r_k|correct_output_scale", lambda a: _uniform(0.0, 1.0, a)),
+    (r"(gate|router)\.weight", lambda a: mx.random.normal(a.shape) * a.shape[-1] ** -0.5),
+    # A small residual stream and sharp attention: else a tied model says its last token again.
+    (r"(embed_tokens|embeddings)\.weight", lambda a: 0.1 * a),
+    (r"(q|k|qkv|q_b)_proj\.weight", lambda a: 3.0 * a),
+    (r"(q|k)_norm\.weight", lambda a: 2.0 * a),
+)
+
+
+def _enliven(model: Any) -> None:
+    """Numbers for what a class leaves at zero, so that every part of a model tells."""
+    drawn = []
+    for path, array in tree_flatten(model.parameters()):
+        draw = next((draw for end, draw in _DRAWN if re.search(f"(?:{end})$", path)), None)
+        if draw is not None:
+            drawn.append((path, draw(array).astype(array.dtype)))
+    model.update(tree_unflatten(drawn))
+
+
+def _caches(model: Any) -> CacheTree:
+    """What the engine must know of the model's caches."""
+    return discover("tiny", model)
 
 
 def loaded(model: Any, **changes: Any) -> LoadedModel:
@@ -81,7 +115,7 @@ def loaded(model: Any, **changes: Any) -> LoadedModel:
         "model": model,
         "tokenizer": NumberTokenizer(),
         "dtype": mx.float32,
-        "layers": layer_shapes("tiny", model),
+        "caches": _caches(model),
         "context": 4096,
         "weight_bytes": 0,
         "defaults": {"temperature": 0.0},
@@ -89,14 +123,53 @@ def loaded(model: Any, **changes: Any) -> LoadedModel:
     return LoadedModel(**{**values, **changes})
 
 
-def alone(model: Any, prompt: list[int], count: int, bits: int | None = None) -> list[int]:
-    """Greedy tokens of one row on mlx-lm's own cache, with ``bits`` quantized from token 0."""
-    layers = range(len(model.layers))
-    cache: list[Any] = [QuantizedKVCache(64, bits) if bits else KVCache() for _ in layers]
-    tokens: list[int] = []
+def alone(
+    model: Any,
+    prompt: list[int],
+    count: int,
+    bits: int | None = None,
+    chunk_tokens: int | None = None,
+) -> list[int]:
+    """Greedy tokens of one row on mlx-lm's own caches; as ``alone_with_margins``."""
+    steps = alone_with_margins(model, prompt, count, bits, chunk_tokens)
+    return [step.token for step in steps]
+
+
+def alone_with_margins(
+    model: Any,
+    prompt: list[int],
+    count: int,
+    bits: int | None = None,
+    chunk_tokens: int | None = None,
+) -> list[GreedyStep]:
+    """Greedy steps of one row on the caches that mlx-lm makes for the model.
+
+    ``bits`` quantizes keys and values from token 0 (models of full attention only).
+    ``chunk_tokens`` None computes the whole prompt at once; else, as ``mlx_lm.generate`` does, all
+    but its last token in chunks of so many, then the last.
+    """
+    cache: list[Any] = make_prompt_cache(model)
+    if bits:
+        cache = [QuantizedKVCache(64, bits) for _ in cache]
     inputs = prompt
+    if chunk_tokens is not None:
+        for start in range(0, len(prompt) - 1, chunk_tokens):
+            chunk = prompt[start : min(start + chunk_tokens, len(prompt) - 1)]
+            mx.eval(model(mx.array([chunk]), cache=cache))
+        inputs = prompt[-1:]
+    steps: list[GreedyStep] = []
     for _ in range(count):
-        logits = model(mx.array([inputs]), cache=cache)[0, -1]
-        tokens.append(int(mx.argmax(logits).item()))
-        inputs = tokens[-1:]
-    return tokens
+        steps.append(_greedy(model(mx.array([inputs]), cache=cache)[0, -1]))
+        inputs = [steps[-1].token]
+    return steps
+
+
+def _greedy(logits: mx.array) -> GreedyStep:
+    first, second = mx.argsort(-logits)[:2].tolist()
+    lead = (logits[first] - logits[second]) / mx.maximum(logits.std(), 1e-9)
+    return GreedyStep(first, second, float(lead.item()))
+
+
+def spread(model: Any) -> float:
+    """Standard deviation of the model's logits, after a few tokens."""
+    return float(model(mx.array([[1, 2, 3, 4]]))[0, -1].std().item())

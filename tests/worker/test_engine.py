@@ -7,13 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models import gemma2
+from mlx_lm.models import llama
 
 from batchkv_producer.job import Request, SamplingParams
 from batchkv_worker.engine import Engine, EngineConfig
 from batchkv_worker.errors import ModelError
 from batchkv_worker.events import Completed, Event, Rejected, Work
-from batchkv_worker.kv import selfcheck
 from batchkv_worker.kv.attention import Path
 from batchkv_worker.sequence import Generation, Sequence
 from support import tiny_models
@@ -63,8 +62,8 @@ def test_rows_equal_themselves_alone(family: str, scheme: str) -> None:
     for index, (prompt, count) in enumerate(zip(rows, counts, strict=True)):
         running.submit_row(Sequence(str(index), prompt, Generation(count, temperature=0.0)))
     ended = drain(running)
-    groups = {scheme.keys.group for scheme in running.schemes if scheme.is_packed}
-    bits = None if scheme == "float" or groups != {64} else int(scheme[-1])
+    fitted = {str(layer.keys) for layer in running.plan.schemes}
+    bits = int(scheme[-1]) if fitted == {f"{scheme}/g64"} else None
     if scheme != "float" and bits is None:
         return  # mlx-lm's cache has one group size for all; test_group_sizes covers these
     for index, (prompt, count) in enumerate(zip(rows, counts, strict=True)):
@@ -102,10 +101,10 @@ def test_every_attention_path_gives_the_same_tokens(path: Path) -> None:
 def test_group_sizes_follow_the_head_size() -> None:
     """Head sizes that 64 does not divide take groups of 32, those that 32 does not stay float."""
     by_size = {
-        size: engine(tiny_models.build("llama", head_dim=size), "affine8").schemes[0].keys
+        size: engine(tiny_models.build("llama", head_dim=size), "affine8").plan.schemes[0].keys
         for size in (64, 96, 80)
     }
-    assert [(s.bits, s.group) for s in by_size.values()] == [(8, 64), (8, 32), (None, 64)]
+    assert list(map(str, by_size.values())) == ["affine8/g64", "affine8/g32", "float"]
 
 
 def test_chunk_size_and_slots_change_nothing() -> None:
@@ -142,8 +141,8 @@ def test_planted_fault_is_seen() -> None:
     for index, prompt in enumerate(rows):
         running.submit_row(Sequence(str(index), prompt, Generation(24, temperature=0.0)))
     running.step()
-    for slot in running._slots:
-        slot._keys[0][:, :, running._layout.write - 3] = 0.0
+    for layer in running._slots.layers:
+        layer.arrays[0][:, :, running._slots.layouts.main.write - 3] = 0.0
     ended = drain(running)
     expected = [tiny_models.alone(model, prompt, 24) for prompt in rows]
     assert any(list(ended[str(i)].token_ids) != tokens for i, tokens in enumerate(expected))
@@ -437,27 +436,23 @@ def test_a_cancelled_prefill_is_dropped() -> None:
     running.check_integrity()
 
 
-def check(model: Any) -> None:
-    made = engine(model, "affine8")
-    selfcheck.check("tiny", model, made.schemes, made.path, made.loaded.dtype)
+def test_gemma2_computes_attention_itself_and_is_served() -> None:
+    """gemma2 folds its query heads on its own: decode masks get an axis more, and rows agree."""
+    model = tiny_models.build("gemma2")
+    running = engine(model, "float")
+    assert running.plan.traits.mask_rank == 5
+    assert set(running.plan.paths.values()) == {None}
 
 
-def test_models_that_disagree_with_themselves_are_refused() -> None:
-    """gemma2 computes attention itself and broadcasts the batch's mask its own way: refused."""
-    args = gemma2.ModelArgs(
-        model_type="gemma2",
-        hidden_size=64,
-        num_hidden_layers=2,
-        intermediate_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        rms_norm_eps=1e-6,
-        vocab_size=64,
-    )
-    model = gemma2.Model(args)
-    mx.eval(model.parameters())
-    with pytest.raises(ModelError, match="not served"):
-        check(model)
-    for family in tiny_models.FAMILIES:
-        check(tiny_models.build(family))
+def test_a_model_that_disagrees_with_itself_is_refused() -> None:
+    """A model whose attention ignores the batch's mask is refused with a sentence."""
+    model = tiny_models.build("llama")
+    attend = llama.Attention.__call__
+
+    def unmasked(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        return attend(self, x, None if x.shape[1] == 1 else mask, cache)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama.Attention, "__call__", unmasked)
+        with pytest.raises(ModelError, match="not served"):
+            engine(model, "affine8")

@@ -28,6 +28,30 @@ def test_a_longer_row_shifts_the_others_right() -> None:
     assert layout.start(slot) == 0 and layout.start(0) == 290
 
 
+def test_a_window_keeps_its_last_columns_and_stops_growing() -> None:
+    """With a window of 40 a row owns 39 columns at most, and 5,000 steps stay in few columns."""
+    layout = SlotLayout(2, window=40)
+    slot, _ = layout.admit(Demand(1000, 5000))
+    assert layout.length(slot) == 39 == layout.kept(1000)
+    for _ in range(5000):
+        layout.before_step()
+        layout.after_step()
+        layout.check()
+        assert layout.length(slot) == 39
+    assert layout.capacity <= 512
+
+
+def test_rows_of_like_length_become_neighbours() -> None:
+    """A short row that stands among long ones makes way for a long one."""
+    layout = SlotLayout(8)
+    for length in (2000, 2000, 20, 2000, 20, 20, 20):
+        layout.admit(Demand(length, 10))
+    slot, moved_to = layout.choose(2000)
+    assert (slot, moved_to) == (2, 7)
+    slot, moved_to = layout.choose(20)
+    assert (slot, moved_to) == (7, None)
+
+
 def test_released_slots_are_used_again() -> None:
     """The slot of a row that ended goes to the next row."""
     layout = SlotLayout(2)
@@ -58,22 +82,28 @@ def test_gap_is_closed_by_the_highest_row() -> None:
     layout = SlotLayout(3)
     slots = [layout.admit(Demand(5, 5))[0] for _ in range(3)]
     layout.release(slots[0])
-    assert layout.close_gap() == (2, 0)
-    assert layout.num_rows == 2 and layout.close_gap() is None
+    assert layout.gap() == (2, 0)
+    layout.move(2, 0)
+    assert layout.num_rows == 2 and layout.gap() is None
 
 
-def test_memory_estimate_is_an_upper_bound() -> None:
+@pytest.mark.parametrize("window", [None, 64, 700])
+def test_memory_estimate_is_an_upper_bound(window: int | None) -> None:
     """Whatever comes and goes, the buffers never exceed what was estimated at admission."""
     rng = random.Random(5)
     for _ in range(50):
-        layout = SlotLayout(8)
+        layout = SlotLayout(8, window)
         active: dict[int, int] = {}
         bound = 0
         for _ in range(400):
             if layout.num_free and rng.random() < 0.2:
                 demand = Demand(rng.randrange(0, 900), rng.randrange(1, 300))
                 bound = max(bound, layout.cells_needed([demand]))
-                slot, _ = layout.admit(demand)
+                slot, free = layout.choose(layout.kept(demand.length))
+                if free is not None:
+                    layout.move(slot, free)
+                    active[free] = active.pop(slot)
+                layout.admit(demand, slot)
                 active[slot] = demand.remaining
             if active:
                 layout.before_step()
@@ -91,8 +121,8 @@ def test_memory_estimate_is_an_upper_bound() -> None:
 class Replay:
     """A table of strings that follows a layout as the tensors do, and what each row should hold."""
 
-    def __init__(self, num_slots: int) -> None:
-        self.layout = SlotLayout(num_slots)
+    def __init__(self, num_slots: int, window: int | None) -> None:
+        self.layout = SlotLayout(num_slots, window)
         self.table: list[list[str]] = []
         self.truth: dict[int, list[str]] = {}
 
@@ -106,11 +136,19 @@ class Replay:
         self.table = new
 
     def admit(self, name: str, length: int) -> None:
-        slot, change = self.layout.admit(Demand(length, 100))
+        slot, free = self.layout.choose(self.layout.kept(length))
+        if free is not None:
+            self.move(slot, free)
+        _, change = self.layout.admit(Demand(length, 100), slot)
         self.apply(change)
         self.truth[slot] = [f"{name}.{i}" for i in range(length)]
-        write = self.layout.write
-        self.table[slot][write - length : write] = self.truth[slot]
+        kept, write = self.layout.kept(length), self.layout.write
+        self.table[slot][write - kept : write] = self.truth[slot][length - kept :]
+
+    def move(self, source: int, target: int) -> None:
+        self.layout.move(source, target)
+        self.table[target] = list(self.table[source])
+        self.truth[target] = self.truth.pop(source)
 
     def step(self, name: str) -> None:
         self.apply(self.layout.before_step())
@@ -123,22 +161,21 @@ class Replay:
     def release(self, slot: int) -> None:
         self.layout.release(slot)
         del self.truth[slot]
-        if (move := self.layout.close_gap()) is not None:
-            source, target = move
-            self.table[target] = list(self.table[source])
-            self.truth[target] = self.truth.pop(source)
+        if (move := self.layout.gap()) is not None:
+            self.move(*move)
 
     def check(self) -> None:
         self.layout.check()
         for slot, tokens in self.truth.items():
-            row = self.table[slot]
-            assert row[self.layout.start(slot) : self.layout.write] == tokens
+            row = self.table[slot][self.layout.start(slot) : self.layout.write]
+            assert row == tokens[len(tokens) - self.layout.kept(len(tokens)) :]
 
 
-def test_contents_survive_random_histories() -> None:
+@pytest.mark.parametrize("window", [None, 1, 2, 40, 300])
+def test_contents_survive_random_histories(window: int | None) -> None:
     """Replaying every relayout on real columns, each row always finds exactly its own tokens."""
     rng = random.Random(11)
-    replay = Replay(4)
+    replay = Replay(4, window)
     for turn in range(3000):
         if replay.layout.num_free and rng.random() < 0.05:
             replay.admit(str(turn), rng.choice([0, 1, 7, 255, 256, 257, 600]))

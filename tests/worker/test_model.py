@@ -9,30 +9,22 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
-from mlx_lm.models import gemma3_text, mamba2
+from mlx_lm.models.cache import ConcatenateKVCache, KVCache, RotatingKVCache
 
 from batchkv_worker.demo import MODEL_PATH
 from batchkv_worker.errors import ModelError
+from batchkv_worker.kv.discover import AttentionShape, discover
 from batchkv_worker.kv.schemes import LayerShape
+from batchkv_worker.kv.state import StateShape
 from batchkv_worker.model import load
 from support import tiny_models  # first: it loads the BLAS
-
-
-def save(folder: Path, model: Any, config: dict[str, Any]) -> Path:
-    """A model folder with the demo's tokenizer."""
-    folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(MODEL_PATH / name, folder / name)
-    (folder / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    return folder
 
 
 def test_demo_model_loads_as_any_folder_does() -> None:
     """``demo`` and its folder's path give the same model; on a CPU it is float32."""
     by_name, by_path = load("demo"), load(str(MODEL_PATH))
-    assert by_name.layers == by_path.layers == (LayerShape(2, 64, 64),) * 4
+    assert by_name.caches == by_path.caches
+    assert by_name.caches.leaves == (AttentionShape(LayerShape(2, 64, 64)),) * 4
     assert by_name.context == 8192 and by_name.defaults["temperature"] == 0.0
     if mx.default_device() == mx.Device(mx.cpu):
         assert by_name.dtype == mx.float32
@@ -95,25 +87,34 @@ def test_code_in_a_model_folder_never_runs(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_other_layer_kinds_are_refused_by_name(tmp_path: Path) -> None:
-    """Sliding-window and recurrent models are refused with the layer type, before any job."""
-    assert tiny_models.VOCABULARY
-    small = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 4096}
-    gemma = {
-        **{**small, "model_type": "gemma3_text", "intermediate_size": 64},
-        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
-        **{"sliding_window": 16, "sliding_window_pattern": 2},
-    }
-    model = gemma3_text.Model(gemma3_text.ModelArgs.from_dict(gemma))
-    with pytest.raises(ModelError, match="RotatingKVCache"):
-        load(str(save(tmp_path / "gemma", model, gemma)))
-    mamba = {
-        **{**small, "model_type": "mamba2", "num_heads": 4, "head_dim": 32, "state_size": 16},
-        **{"conv_kernel": 4, "n_groups": 1, "time_step_limit": [0.0, 10.0], "use_bias": False},
-        **{"use_conv_bias": True, "tie_word_embeddings": True, "time_step_rank": "auto"},
-        **{"intermediate_size": 128, "layer_norm_epsilon": 1e-5, "ssm_state_size": 16},
-        **{"max_position_embeddings": 512},
-    }
-    recurrent = mamba2.Model(mamba2.ModelArgs.from_dict(mamba))
-    with pytest.raises(ModelError, match="ArraysCache"):
-        load(str(save(tmp_path / "mamba", recurrent, mamba)))
+def test_every_kind_of_layer_is_learned_from_the_model() -> None:
+    """Windows, states and lists of caches are found with their shapes, and counted for the log."""
+    tree = discover("tiny", tiny_models.build("gemma3_text"))
+    assert {leaf.window for leaf in tree.leaves if isinstance(leaf, AttentionShape)} == {None, 24}
+    tree = discover("tiny", tiny_models.build("falcon_h1"))
+    assert tree.nesting[0] == (0, 1) and isinstance(tree.leaves[0], StateShape)
+    assert str(tree) == "2 state, 2 full attention"
+    assert tree.nested("abcd") == [("a", "b"), ("c", "d")]
+    latent = discover("tiny", tiny_models.build("deepseek_v3")).shapes[0]
+    assert latent.num_heads == 1 and latent.key_size != latent.value_size
+
+
+@pytest.mark.parametrize(
+    ("caches", "words"),
+    [
+        ([KVCache(), ConcatenateKVCache()], "keep ConcatenateKVCache"),
+        ([KVCache(), RotatingKVCache(max_size=8, keep=2)], "first tokens beside a sliding window"),
+    ],
+)
+def test_caches_that_nobody_knows_are_refused_by_name(caches: list[Any], words: str) -> None:
+    """A cache class that batchkv does not know, or a window that keeps its head, is refused."""
+    model = tiny_models.build("llama")
+    model.make_cache = lambda: caches
+    with pytest.raises(ModelError, match=words):
+        discover("tiny", model)
+
+
+def test_chunked_attention_is_refused_with_its_reason() -> None:
+    """llama4's model code wants one position for all rows."""
+    with pytest.raises(ModelError, match="one position for all rows"):
+        discover("tiny", tiny_models.build("llama4"))

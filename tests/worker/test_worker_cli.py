@@ -116,7 +116,7 @@ def test_batchkv_worker_takes_flags(
 @pytest.mark.parametrize(
     ("flags", "code", "says"),
     [
-        (["--kv-scheme", "int3"], 2, "batchkv: --kv-scheme int3: expected one of float"),
+        (["--kv-scheme", "int3"], 2, "batchkv: --kv-scheme int3: unknown KV scheme 'int3'"),
         (["--memory", "big"], 2, "batchkv: --memory big: expected a size"),
         (["--url", "http://x"], 2, "batchkv: Redis URL http://x must begin with"),
         (

@@ -1,16 +1,23 @@
-"""``batchkv worker``: the worker of ``rq worker -w batchkv_worker.BatchWorker``, with flags."""
+"""The worker's commands: ``batchkv worker``, which is the worker of ``rq worker -w
+batchkv_worker.BatchWorker`` with flags, and ``batchkv kv-report``.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
 from batchkv_producer import connection, redis_keys
 from batchkv_producer.errors import BatchkvError
-from batchkv_worker.settings import DTYPES, KV_SCHEMES, WorkerSettings
+from batchkv_worker.errors import SettingsError
+from batchkv_worker.kv.spec import SchemeSpec
+from batchkv_worker.settings import DTYPES, WorkerSettings
 
 EPILOG = """\b
 Examples:
@@ -28,7 +35,7 @@ Exit codes: 0 done or stopped, 2 configuration, 3 Redis, 70 the engine died, 71 
 @click.option("-m", "--model", help="Model to serve: 'demo', a folder, or a Hugging Face name.")
 @click.option("--url", help="Redis URL. Default: BATCHKV_REDIS_URL, else the embedded server.")
 @click.option("--name", help="Name shown by RQ's tools. Default: host and a random suffix.")
-@click.option("--kv-scheme", metavar="|".join(KV_SCHEMES), help="How keys and values are kept.")
+@click.option("--kv-scheme", metavar="SCHEME", help="How keys and values are kept.")
 @click.option("--slots", metavar="N", help="Rows that decode at once.  [32]")
 @click.option("--prefetch", metavar="N", help="Rows that wait in the engine beside them.  [8]")
 @click.option("--memory", "memory_bytes", metavar="SIZE", help="KV memory, like 4GB.  [device's]")
@@ -94,3 +101,118 @@ def worker_command(
             )
     except BatchkvError as fault:
         exit_with(fault)
+
+
+REPORT_SCHEMES = "affine8,mxfp8,k8v4,affine4,turbo4,turbo3"
+REPORT_EPILOG = """\b
+Examples:
+  batchkv kv-report -m demo
+  batchkv kv-report -m mlx-community/Qwen3-4B-4bit --schemes affine8,k8v4,turbo3.5
+  batchkv kv-report -m MODEL --schemes "affine4,last=float" --text chapter.txt --json
+
+\b
+Every number is measured, against float on the same device:
+  bytes        of the arrays that a row's tokens fill, for each kind of layer
+  error        of what attention gives, on the model's own inputs; mean and worst layer
+  perplexity   of the text, attention seeing what was packed; how often float predicts the same
+  cost         of a decode step, and of what the caches do in it, in turns with float
+"""
+
+
+@click.command("kv-report", epilog=REPORT_EPILOG)
+@click.option("-m", "--model", required=True, help="'demo', a folder, or a Hugging Face name.")
+@click.option(
+    "--schemes",
+    metavar="A,B,C",
+    default=REPORT_SCHEMES,
+    show_default=True,
+    help="KV schemes to compare with float.",
+)
+@click.option(
+    "--text",
+    "text_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="UTF-8 text to read.  [built in]",
+)
+@click.option(
+    "--tokens",
+    metavar="N",
+    type=click.IntRange(min=32),
+    default=2048,
+    show_default=True,
+    help="Most tokens of the text.",
+)
+@click.option(
+    "--rows",
+    metavar="N",
+    type=click.IntRange(1, 4096),
+    default=8,
+    show_default=True,
+    help="Rows that decode.",
+)
+@click.option(
+    "--row-tokens",
+    metavar="N",
+    type=click.IntRange(min=32),
+    default=1024,
+    show_default=True,
+    help="Tokens of each.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    default="auto",
+    show_default=True,
+    help="What the model computes in.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def kv_report_command(
+    model: str,
+    schemes: str,
+    text_file: Path | None,
+    tokens: int,
+    rows: int,
+    row_tokens: int,
+    dtype: str,
+    as_json: bool,
+) -> None:
+    """Measure what KV schemes cost and save on one model and this device."""
+    from batchkv_worker import blas
+    from batchkv_worker.startup import exit_with
+
+    def note(text: str) -> None:
+        if sys.stderr.isatty():
+            click.echo(f"batchkv: {text}", err=True)
+
+    try:
+        names = scheme_names(schemes)
+        blas.load()  # before MLX: a BLAS can only be exchanged then
+        from batchkv_worker.kv_report import Extent, report
+        from batchkv_worker.report.show import show
+
+        extent = Extent(tokens, rows, row_tokens)
+        found = report(model, names, text_file, dtype, extent, note)
+    except BatchkvError as fault:
+        exit_with(fault)
+    if as_json:
+        click.echo(json.dumps(found.as_json(), indent=1))
+    else:
+        show(found)
+
+
+def scheme_names(text: str) -> list[str]:
+    """Canonical names of schemes in a list by commas; ``last=float`` belongs to the one before.
+
+    Raises SettingsError.
+    """
+    found: list[str] = []
+    for item in text.split(","):
+        if "=" in item and found:
+            found[-1] += f",{item}"
+        else:
+            found.append(item)
+    try:
+        return [str(SchemeSpec.parse(name)) for name in found]
+    except ValueError as fault:
+        raise SettingsError(f"--schemes {text}: {fault}") from fault

@@ -15,18 +15,17 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_producer.job import ErrorCode
 from batchkv_worker import answers
 from batchkv_worker.device import shape_step
 from batchkv_worker.engine_config import EngineConfig
 from batchkv_worker.events import Event, Rejected, Work
-from batchkv_worker.kv import attention
-from batchkv_worker.kv.layout import Demand, Relayout, SlotLayout, round_up
-from batchkv_worker.kv.prefill import PrefillCache
-from batchkv_worker.kv.schemes import layer_scheme
-from batchkv_worker.kv.slots import Frame, SlotCache
+from batchkv_worker.kv.decode import DecodeSlots
+from batchkv_worker.kv.layout import Demand
+from batchkv_worker.kv.layouts import Move
+from batchkv_worker.kv.plan import make_plan
 from batchkv_worker.model import LoadedModel
+from batchkv_worker.prefill import Prefill
 from batchkv_worker.prefix import PrefixCache, block_keys
 from batchkv_worker.requests import RowRefused, prepare
 from batchkv_worker.sampling import Sampled, sample
@@ -54,24 +53,36 @@ class Engine:
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         self.loaded = loaded
         self.config = config
-        self.schemes = tuple(layer_scheme(config.scheme, shape) for shape in loaded.layers)
-        self.path = attention.decide(
-            loaded.model, self.schemes[0], loaded.dtype, min(16, config.slots), config.path
+        self.plan = plan = make_plan(
+            loaded.name,
+            loaded.model,
+            loaded.caches,
+            config.scheme,
+            loaded.dtype,
+            num_rows=min(16, config.slots),
+            path=config.path,
+            group_cost=config.group_cost,
+            shape_step=config.shape_step or shape_step(),
         )
-        self.bytes_per_token = sum(s.bytes_per_token(loaded.float_bytes) for s in self.schemes)
         prefix_bytes = config.prefix_bytes
         self.prefixes = PrefixCache(
             config.memory_bytes // 8 if prefix_bytes is None else prefix_bytes,
-            self.bytes_per_token * BLOCK_TOKENS,
+            plan.costs,
+            plan.kinds,
         )
         memory_bytes = config.memory_bytes - self.prefixes.max_bytes
-        budget = Budget(config.chunk_tokens, memory_bytes, self.bytes_per_token)
-        self._shape_step = config.shape_step or shape_step()
-        self._layout = SlotLayout(config.slots)
-        self._scheduler = Scheduler(self._layout, budget, self.prefixes.num_cached)
-        self._slots = [SlotCache(scheme, self.path, loaded.dtype) for scheme in self.schemes]
-        self._group: PrefillGroup | None = None  # whose prompts are in _prefill
-        self._prefill: list[PrefillCache] = []
+        budget = Budget(config.chunk_tokens, memory_bytes, plan.costs)
+        self._slots = DecodeSlots(plan.kinds, plan.tree, config.slots, plan.shapes)
+        self._scheduler = Scheduler(
+            self._slots.layouts,
+            budget,
+            self.prefixes.num_cached,
+            ragged=plan.traits.ragged,
+            state_blocks=self.prefixes.max_blocks if plan.has_state else 0,
+        )
+        self._prefill = Prefill(
+            loaded.model, plan, self._scheduler, self.prefixes, config.chunk_tokens
+        )
         self._rows: dict[int, Sequence] = {}  # by slot
         self._in_flight: _Step | None = None
         self._events: list[Event] = []
@@ -125,7 +136,7 @@ class Engine:
         if landed is not None:
             mx.eval(landed.sampled.arrays)
         if upcoming is not None:
-            mx.async_eval(upcoming.sampled.arrays, [slot.arrays for slot in self._slots])
+            mx.async_eval(upcoming.sampled.arrays, self._slots.arrays)
         if landed is not None:
             self._finish(landed)
         if not self._scheduler.num_waiting:
@@ -136,23 +147,29 @@ class Engine:
     def close(self) -> None:
         """Drop all rows and buffers."""
         self._rows.clear()
-        self._slots.clear()
-        self._prefill.clear()
+        self._slots.close()
+        self._prefill.drop()
+        self.prefixes.clear()
         self._in_flight = None
         mx.clear_cache()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot is free or has exactly one row."""
-        self._layout.check()
-        assert self._layout.num_active == len(self._rows)
+        self._slots.check()
+        assert self._slots.layouts.main.slots == set(self._rows)
         assert all(row.slot == slot for slot, row in self._rows.items())
         if self.is_idle:
-            assert not self._rows and not self._prefill
+            assert not self._rows and not self._prefill.is_active
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the decode slots' buffers as they are now."""
-        return sum(slot.nbytes for slot in self._slots)
+        return self._slots.nbytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that a token takes while every layer keeps it."""
+        return self.plan.costs.per_new_token
 
     def _check_memory(self, row: Sequence) -> None:
         demand = Demand(row.num_prefill, row.num_remaining)
@@ -162,80 +179,42 @@ class Engine:
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,
                 f"{len(row.prompt)} prompt tokens and up to {row.generation.max_tokens} more do "
                 f"not fit the {budget.memory_bytes} bytes for keys and values, at "
-                f"{budget.bytes_per_token} bytes a token; lower max_tokens or raise the memory",
+                f"{budget.costs.per_new_token} bytes a token; lower max_tokens or raise the memory",
             )
-
-    # -- prefill
 
     def _run_prefill(self) -> None:
         for _ in range(CHUNKS_PER_STEP):
-            group = self._scheduler.next_group()
-            if group is not self._group:
-                self._group, self._prefill = group, []
+            group = self._prefill.advance()
             if group is None:
                 return
-            if not group.is_computed:
-                self._compute_chunk(group)
             if group.is_computed:
-                self._admit_group(group)
+                self._admit(group)
 
-    def _compute_chunk(self, group: PrefillGroup) -> None:
-        """One chunk of the group's prompts; logits are never read, so MLX never computes them."""
-        width = round_up(group.width, self._shape_step)
-        if not self._prefill:
-            self._prefill = [PrefillCache(scheme, width) for scheme in self.schemes]
-            self.prefixes.fill(group.rows, self._prefill)
-        end = min(width, group.position + self.config.chunk_tokens)
-        tokens = [
-            (row.prompt[group.position : end] + [0] * end)[: end - group.position]
-            if row.num_prefill > group.position
-            else [0] * (end - group.position)
-            for row in group.rows
-        ]
-        self.loaded.model(mx.array(tokens), cache=self._prefill)
-        mx.async_eval([cache.arrays for cache in self._prefill])
-        group.position = end
-
-    def _admit_group(self, group: PrefillGroup) -> None:
-        rows = group.rows
-        if group.width and not self._prefill:  # every prompt ends with its cached blocks
-            self._prefill = [PrefillCache(scheme, group.width) for scheme in self.schemes]
-            self.prefixes.fill(rows, self._prefill)
-        self.prefixes.publish(rows, self._prefill)
+    def _admit(self, group: PrefillGroup) -> None:
+        """Rows whose prompts are computed move into decode slots."""
         for row in self._scheduler.finish_group():
-            slot, change = self._layout.admit(Demand(row.num_prefill, row.num_remaining))
-            self._relayout(change)
+            pieces = self._prefill.pieces(group, row)
+            slot, move = self._slots.admit(Demand(row.num_prefill, row.num_remaining), pieces)
+            self._follow(move)
             row.slot = slot
             self._rows[slot] = row
-            if row.num_prefill:
-                index = rows.index(row)
-                for target, source in zip(self._slots, self._prefill, strict=True):
-                    target.admit(slot, self._layout.write, *source.row(index, row.num_prefill))
-                # One row at a time: MLX writes in place only into a buffer that nothing waits for.
-                mx.eval([target.arrays for target in self._slots])
-        self._prefill = []
+        self._prefill.drop()
 
-    def _relayout(self, change: Relayout | None) -> None:
-        """Rebuild the buffers one layer at a time, so that only one layer is ever held twice."""
-        if change is None:
-            return
-        for slot in self._slots:
-            slot.relayout(change)
-            mx.eval(slot.arrays)
+    def _follow(self, move: Move | None) -> None:
+        """A row went to another slot."""
+        if move is not None:
+            row = self._rows.pop(move.source)
+            row.slot = move.target
+            self._rows[move.target] = row
 
     def _build_step(self) -> _Step:
         """The graph of the next step; a row's input is the token that the last step sampled."""
-        self._relayout(self._layout.before_step())
-        frame = Frame.of(self._layout, self._shape_step)
+        frame = self._slots.begin_step()
         rows = [self._rows.get(slot) for slot in range(frame.num_rows)]
         inputs = self._inputs(rows)
-        for slot in self._slots:
-            slot.frame = frame
-        logits = self.loaded.model(inputs.reshape(-1, 1), cache=self._slots)[:, -1]
+        logits = self.loaded.model(inputs.reshape(-1, 1), cache=self._slots.model_cache)[:, -1]
         sampled = sample(logits, inputs, rows)
-        for slot in self._slots:
-            slot.forget_step()
-        self._layout.after_step()
+        self._slots.end_step()
         for row in rows:
             if row is not None:
                 row.num_dispatched += 1
@@ -260,25 +239,20 @@ class Engine:
     def _free(self, row: Sequence) -> None:
         """The row's way back: its slot, wherever it ends."""
         if row.slot is not None:
-            self._layout.release(row.slot)
+            self._slots.release(row.slot)
             del self._rows[row.slot]
             row.slot = None
 
     def _close_gaps(self) -> None:
         """With nobody waiting, keep the rows dense, so that steps compute few free slots.
 
-        A move copies the buffers, so it waits until a quarter of the rows are free.
+        A move copies a row, so it waits until a quarter of the rows are free.
         """
-        if self._layout.num_active > 0.75 * self._layout.num_rows:
+        main = self._slots.layouts.main
+        if main.num_active > 0.75 * main.num_rows:
             return
-        while (move := self._layout.close_gap()) is not None:
-            source, target = move
-            low, write = self._layout.start(target), self._layout.write
-            for slot in self._slots:
-                slot.move(source, target, low, write)
-            row = self._rows.pop(source)
-            row.slot = target
-            self._rows[target] = row
+        while (move := self._slots.close_gap()) is not None:
+            self._follow(move)
 
     def _finish(self, step: _Step) -> None:
         """Read a computed step back and end the rows that it completes."""

@@ -18,4 +18,5 @@ class EngineConfig:
     memory_bytes: int = 4 * 2**30
     prefix_bytes: int | None = None  # of memory_bytes, for prefixes; None: an eighth
     path: attention.Path | None = None  # None: the fastest by measurement
+    group_cost: int | None = None  # cells that one more group of rows costs; None: measured
     shape_step: int | None = None  # None: what the backend likes, see device.shape_step

@@ -22,7 +22,6 @@ def build_engine(settings: WorkerSettings) -> Engine:
     log.info(blas.load())
     from batchkv_worker.device import kv_memory_bytes, prepare_device
     from batchkv_worker.engine import Engine, EngineConfig
-    from batchkv_worker.kv import selfcheck
     from batchkv_worker.model import load
 
     prepare_device(wired_limit=settings.wired_limit)
@@ -35,11 +34,10 @@ def build_engine(settings: WorkerSettings) -> Engine:
         memory_bytes=settings.memory_bytes or kv_memory_bytes(loaded.weight_bytes),
     )
     engine = Engine(loaded, config)
-    selfcheck.check(settings.model, loaded.model, engine.schemes, engine.path, loaded.dtype)
     log.info(
-        "model %s: %d layers, %s, context %d, %.1f MB of weights; KV %s: %d bytes a token, "
+        "model %s: %s, %s, context %d, %.1f MB of weights; KV %s: %d bytes a token, "
         "up to %.1f MB in %d slots",
-        *(settings.model, len(loaded.layers), loaded.dtype, loaded.context),
+        *(settings.model, loaded.caches, loaded.dtype, loaded.context),
         *(loaded.weight_bytes / 1e6, config.scheme, engine.bytes_per_token),
         *(config.memory_bytes / 1e6, config.slots),
     )

@@ -15,11 +15,10 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm.utils
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from batchkv_worker.demo import MODEL_PATH as DEMO_PATH
 from batchkv_worker.errors import ModelError
-from batchkv_worker.kv.schemes import LayerShape
+from batchkv_worker.kv.discover import CacheTree, discover
 
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 _DEFAULT_CONTEXT = 8192  # for a config that names no limit
@@ -38,7 +37,7 @@ class LoadedModel:
     model: Any
     tokenizer: Any
     dtype: mx.Dtype
-    layers: tuple[LayerShape, ...]
+    caches: CacheTree
     context: int
     weight_bytes: int
     defaults: dict[str, Any]
@@ -72,7 +71,7 @@ def load(name: str, dtype: str = "auto") -> LoadedModel:
         model=model,
         tokenizer=tokenizer,
         dtype=kind,
-        layers=layer_shapes(name, model),
+        caches=discover(name, model),
         context=_context(config),
         weight_bytes=sum(array.nbytes for array in weights),
         defaults=_generation_defaults(path),
@@ -124,36 +123,6 @@ def _cast(model: Any, dtype: str) -> None:
 def _float_dtype(weights: list[mx.array]) -> mx.Dtype:
     floats = [array.dtype for array in weights if mx.issubdtype(array.dtype, mx.floating)]
     return max(set(floats), key=floats.count) if floats else mx.float32
-
-
-class _ShapeProbe(KVCache):  # type: ignore[misc]
-    """A cache that remembers the shapes which the model hands it."""
-
-    shape: LayerShape | None = None
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        self.shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3])
-        return super().update_and_fetch(keys, values)
-
-
-def layer_shapes(name: str, model: Any) -> tuple[LayerShape, ...]:
-    """What each layer's cache gets, learned from one token; refuses what is not full attention."""
-    kinds = {type(cache).__name__ for cache in make_prompt_cache(model)}
-    if kinds != {"KVCache"}:
-        other = ", ".join(sorted(kinds - {"KVCache"}))
-        raise ModelError(
-            f"model {name!r} ({getattr(model, 'model_type', 'unknown type')}) has layers that "
-            f"keep {other}; batchkv serves models whose every layer is full attention (KVCache)"
-        )
-    probes = [_ShapeProbe() for _ in make_prompt_cache(model)]
-    try:
-        mx.eval(model(mx.array([[0]]), cache=probes))
-    except Exception as fault:  # model code may raise anything
-        raise ModelError(f"model {name!r} cannot be run: {_first(fault)}") from fault
-    shapes = [probe.shape for probe in probes]
-    if any(shape is None for shape in shapes):
-        raise ModelError(f"model {name!r} has layers that never use their cache; not served yet")
-    return tuple(shape for shape in shapes if shape is not None)
 
 
 def _vocabulary(name: str, model: Any) -> int:

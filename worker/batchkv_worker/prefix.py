@@ -4,6 +4,9 @@ A block is 256 tokens of all layers, exactly as prefill packed them. Blocks are 
 chain of ``batchkv_cache_store.keys``, so that a key names a block and all that came before it; a
 row takes the longest chain that is here and computes the rest. What is taken is copied bit for bit:
 a hit computes what a miss would have. Least recently used blocks go first when the bytes are up.
+
+A layer with a state can only go on where a state was kept: at the ends of some blocks. A row then
+takes the longest chain that ends with one.
 """
 
 from __future__ import annotations
@@ -11,26 +14,32 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
 from batchkv_cache_store.keys import BLOCK_TOKENS, chain, root_key
-from batchkv_worker.kv.prefill import PrefillCache
-from batchkv_worker.kv.schemes import Parts
+from batchkv_worker.kv.bundle import Bundle
+from batchkv_worker.kv.layer import LayerKind, Pieces
+from batchkv_worker.kv.layouts import Costs
+from batchkv_worker.kv.rows import PrefillRows
 from batchkv_worker.sequence import Sequence
 
 # One process, one model, one scheme: the chain needs no namespace here.
 _ROOT = root_key(b"")
+_EMPTY_BYTES = 1024  # what a block counts that holds no arrays (every layer has a state)
 
-Layers = Any  # an array [layers, 1, heads, tokens, size], or a list of one array a layer
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Block:
-    keys: tuple[Layers, ...]
-    values: tuple[Layers, ...]
-    num_bytes: int
+    """``tokens``: pieces of the layers that keep tokens; ``state``: states after its last token."""
+
+    tokens: Bundle
+    state: Bundle | None
+
+    @property
+    def num_bytes(self) -> int:
+        state = self.state.nbytes if self.state else 0
+        return self.tokens.nbytes + state or _EMPTY_BYTES
 
 
 def block_keys(tokens: list[int]) -> list[bytes]:
@@ -41,39 +50,55 @@ def block_keys(tokens: list[int]) -> list[bytes]:
 class PrefixCache:
     """Blocks by key, least recently used first.
 
-    ``block_bytes`` is the size of a block; less room than that keeps nothing.
+    ``max_blocks`` is the longest chain that there is room for, with its state at the end; no room
+    for one keeps nothing.
     """
 
-    def __init__(self, max_bytes: int, block_bytes: int) -> None:
-        self.max_blocks = max_bytes // block_bytes
-        self.max_bytes = self.max_blocks * block_bytes
+    def __init__(self, max_bytes: int, costs: Costs, kinds: Items[LayerKind]) -> None:
+        block_bytes = max(costs.per_new_token * BLOCK_TOKENS, _EMPTY_BYTES)
+        self.max_blocks = max(0, max_bytes - costs.per_row) // block_bytes
+        self.max_bytes = self.max_blocks * block_bytes + (costs.per_row if self.max_blocks else 0)
         self.num_bytes = 0
+        self._kinds = kinds
+        self._has_state = any(kind.has_state for kind in kinds)
         self._blocks: OrderedDict[bytes, _Block] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._blocks)
 
+    def clear(self) -> None:
+        """Drop everything."""
+        self._blocks.clear()
+        self.num_bytes = 0
+
     def num_cached(self, row: Sequence) -> int:
-        """Tokens of the row's longest prefix that is here."""
+        """Tokens of the row's longest prefix that is here and can be gone on from."""
         found = 0
-        for key in row.block_keys:
-            if key not in self._blocks:
+        for number, key in enumerate(row.block_keys, start=1):
+            block = self._blocks.get(key)
+            if block is None:
                 break
-            found += 1
+            if block.state is not None or not self._has_state:
+                found = number
         return found * BLOCK_TOKENS
 
-    def fill(self, rows: Items[Sequence], caches: Items[PrefillCache]) -> None:
-        """Give new prefill caches the rows' common number of cached tokens."""
+    def fill(self, rows: Items[Sequence], prefill: PrefillRows) -> None:
+        """Give new prefill rows their common number of cached tokens."""
         count = rows[0].num_cached // BLOCK_TOKENS
         if not count:
             return
         blocks = [self._chain(row.block_keys[:count]) for row in rows]
-        for layer, cache in enumerate(caches):
-            cache.restore(
-                _assemble([[_layer(b.keys, layer) for b in row] for row in blocks]),
-                _assemble([[_layer(b.values, layer) for b in row] for row in blocks]),
-                count * BLOCK_TOKENS,
-            )
+        end = count * BLOCK_TOKENS
+        for index, (layer, kind) in enumerate(zip(prefill.layers, self._kinds, strict=True)):
+            if kind.has_state:
+                lines = [_state(chained[-1], index) for chained in blocks]
+                layer.restore(_assemble(lines, 0), end, end)
+                continue
+            # A window needs only the blocks that its next token still sees.
+            seen = 0 if kind.window is None else max(0, end - kind.window + 1)
+            first = min(seen // BLOCK_TOKENS, count - 1)
+            lines = [_assemble([_tokens(b, index) for b in row[first:]], -2) for row in blocks]
+            layer.restore(_assemble(lines, 0), first * BLOCK_TOKENS, end)
 
     def _chain(self, keys: list[bytes]) -> list[_Block]:
         """Blocks of a chain, now the latest used: its head last, for a tail is nothing alone."""
@@ -81,55 +106,63 @@ class PrefixCache:
             self._blocks.move_to_end(key)
         return [self._blocks[key] for key in keys]
 
-    def publish(self, rows: Items[Sequence], caches: Items[PrefillCache]) -> None:
-        """Keep the full blocks of computed rows that are not here yet, as far as there is room.
+    def publish(self, rows: Items[Sequence], prefill: PrefillRows, start: int, end: int) -> None:
+        """Keep the blocks that the chunk [start, end) completed and that are not here yet.
 
-        Tails go in before heads, so that they also go first.
+        Tails go in before heads, so that they also go first when room is short.
         """
         for index, row in enumerate(rows):
-            keys = row.block_keys[: self.max_blocks]
-            for number in reversed(range(len(keys))):
-                if keys[number] in self._blocks:
-                    self._blocks.move_to_end(keys[number])
-                else:
-                    self._insert(keys[number], _cut(caches, index, number * BLOCK_TOKENS))
+            keys = row.block_keys[: min(self.max_blocks, end // BLOCK_TOKENS)]
+            for number in reversed(range(start // BLOCK_TOKENS, len(keys))):
+                low = number * BLOCK_TOKENS
+                state = self._wanted_state(row, prefill, index, low + BLOCK_TOKENS, end)
+                known = self._blocks.get(keys[number])
+                if known is None:
+                    tokens = Bundle(prefill.block(index, low, low + BLOCK_TOKENS))
+                    self._insert(keys[number], _Block(tokens, state))
+                elif known.state is None and state is not None:
+                    self._insert(keys[number], _Block(known.tokens, state))
+            for key in reversed(keys):
+                if key in self._blocks:
+                    self._blocks.move_to_end(key)
+
+    def _wanted_state(
+        self, row: Sequence, prefill: PrefillRows, index: int, at: int, end: int
+    ) -> Bundle | None:
+        """The row's states after ``at`` tokens: they exist where a chunk ended and it had more."""
+        if not self._has_state or at != end or at not in row.state_stops:
+            return None
+        return Bundle(prefill.states(index))
 
     def _insert(self, key: bytes, block: _Block) -> None:
+        if block.num_bytes > self.max_bytes:
+            return
+        old = self._blocks.pop(key, None)
+        if old is not None:
+            self.num_bytes -= old.num_bytes
         while self._blocks and self.num_bytes + block.num_bytes > self.max_bytes:
             _, oldest = self._blocks.popitem(last=False)
             self.num_bytes -= oldest.num_bytes
         # Evaluated now: an unevaluated slice would keep the whole group's buffers alive.
-        mx.async_eval([block.keys, block.values])
+        mx.async_eval(block.tokens.arrays, block.state.arrays if block.state else [])
         self._blocks[key] = block
         self.num_bytes += block.num_bytes
 
 
-def _cut(caches: Items[PrefillCache], index: int, start: int) -> _Block:
-    """One row's block of all layers, copied out; few large arrays rather than many small ones."""
-    sides = zip(*(cache.block(index, start, start + BLOCK_TOKENS) for cache in caches), strict=True)
-    keys, values = (tuple(map(_stack, zip(*side, strict=True))) for side in sides)
-    num_bytes = sum(_num_bytes(part) for part in (*keys, *values))
-    return _Block(keys, values, num_bytes)
+def _tokens(block: _Block, layer: int) -> Pieces:
+    pieces = block.tokens.layer(layer)
+    assert pieces is not None
+    return pieces
 
 
-def _stack(layers: tuple[mx.array, ...]) -> Layers:
-    if len({(array.shape, array.dtype) for array in layers}) == 1:
-        return mx.stack(layers)
-    return [mx.contiguous(array) for array in layers]
+def _state(block: _Block, layer: int) -> Pieces:
+    pieces = block.state.layer(layer) if block.state else None
+    assert pieces is not None
+    return pieces
 
 
-def _num_bytes(part: Layers) -> int:
-    return sum(int(array.nbytes) for array in (part if isinstance(part, list) else [part]))
-
-
-def _layer(parts: tuple[Layers, ...], layer: int) -> Parts:
-    return tuple(part[layer] for part in parts)
-
-
-def _assemble(rows: list[list[Parts]]) -> Parts:
-    """Blocks of several rows as parts ``[rows, heads, tokens, size]``."""
-    lines = [
-        tuple(mx.concatenate(parts, axis=2) for parts in zip(*blocks, strict=True))
-        for blocks in rows
-    ]
-    return tuple(mx.concatenate(parts, axis=0) for parts in zip(*lines, strict=True))
+def _assemble(lines: list[Pieces], axis: int) -> Pieces:
+    """Pieces side by side: blocks along the tokens (-2), or rows along the batch (0)."""
+    if len(lines) == 1:
+        return lines[0]
+    return tuple(mx.concatenate(parts, axis=axis) for parts in zip(*lines, strict=True))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
-from batchkv_worker.kv.layout import Demand, SlotLayout
+from batchkv_worker.kv.layout import Demand
+from batchkv_worker.kv.layouts import Costs, SlotLayouts
 from batchkv_worker.sequence import Sequence
 
 LOOKAHEAD = 256  # waiting rows among which a group of like length is sought
+STATE_INTERVAL = 16  # blocks after which a state is kept wherever prompts part
 
 
 @dataclass(slots=True)
@@ -24,6 +27,12 @@ class PrefillGroup:
 
     rows: list[Sequence]
     position: int = 0  # tokens computed, or taken from the cache, so far
+
+    def chunk_end(self, chunk_tokens: int, width: int) -> int:
+        """Where the next chunk ends: at the latest where a row's states are to be kept."""
+        end = min(width, self.position + chunk_tokens)
+        stops = (stop for row in self.rows for stop in row.state_stops)
+        return min((stop for stop in stops if self.position < stop < end), default=end)
 
     @property
     def width(self) -> int:
@@ -41,16 +50,21 @@ class Budget:
 
     chunk_tokens: int
     memory_bytes: int
-    bytes_per_token: int
+    costs: Costs
 
     def can_ever_hold(self, demand: Demand) -> bool:
         """Whether the row fits when it is alone."""
-        # Its prefill stands beside its slot until it has moved.
-        return self.holds(SlotLayout(1).cells_needed([demand]) + demand.length)
+        return self.holds(SlotLayouts(1, self.costs.per_window), [demand])
 
-    def holds(self, num_cells: int) -> bool:
-        """Whether so many token cells fit the memory."""
-        return num_cells * self.bytes_per_token <= self.memory_bytes
+    def holds(self, layouts: SlotLayouts, demands: list[Demand]) -> bool:
+        """Whether these rows fit beside those in the slots.
+
+        Their prefill stands beside the slots until they have moved.
+        """
+        needed = layouts.bytes_needed(self.costs, demands)
+        margin = self.chunk_tokens + BLOCK_TOKENS
+        needed += sum(self.costs.prefill(demand.length, margin) for demand in demands)
+        return needed <= self.memory_bytes
 
 
 class Scheduler:
@@ -58,15 +72,21 @@ class Scheduler:
 
     def __init__(
         self,
-        layout: SlotLayout,
+        layouts: SlotLayouts,
         budget: Budget,
         num_cached: Callable[[Sequence], int] = lambda row: 0,
+        *,
+        ragged: bool = True,
+        state_blocks: int = 0,
     ) -> None:
-        self.layout = layout
+        self.layouts = layouts
         self.budget = budget
         self._num_cached = num_cached  # tokens of a row's prefix that need no computing
+        self._ragged = ragged  # whether rows of unequal length may share a chunk
+        self._state_blocks = state_blocks  # blocks after which states are worth keeping, at most
         self.group: PrefillGroup | None = None
         self._waiting: deque[Sequence] = deque()
+        self._demand: Counter[bytes] = Counter()  # how many waiting rows want a block
 
     @property
     def num_waiting(self) -> int:
@@ -74,16 +94,18 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not self._waiting and self.group is None and not self.layout.num_active
+        return not self._waiting and self.group is None and not self.layouts.num_active
 
     def add(self, row: Sequence) -> None:
         self._waiting.append(row)
+        self._demand.update(row.block_keys)
 
     def cancel(self, job_id: str) -> bool:
         """Forget a row that waits or is in prefill; False when it is neither."""
         for row in self._waiting:
             if row.job_id == job_id:
                 self._waiting.remove(row)
+                self._demand.subtract(row.block_keys)
                 return True
         rows = self.group.rows if self.group else []
         for row in rows:
@@ -105,9 +127,9 @@ class Scheduler:
 
         When nothing decodes there is nothing to wait for.
         """
-        free, waiting = self.layout.num_free, len(self._waiting)
-        enough = max(1, self.layout.num_slots // 16)
-        return free >= min(enough, waiting) or not self.layout.num_active
+        free, waiting = self.layouts.num_free, len(self._waiting)
+        enough = max(1, self.layouts.num_slots // 16)
+        return free >= min(enough, waiting) or not self.layouts.num_active
 
     def _form_group(self) -> PrefillGroup | None:
         """The oldest row and those nearest to it in length that fit one chunk with it.
@@ -120,6 +142,8 @@ class Scheduler:
             row.num_cached = self._num_cached(row)
         cached, goal = window[0].num_cached, window[0].num_prefill
         window = [row for row in window if row.num_cached == cached]
+        if not self._ragged:
+            window = [row for row in window if row.num_prefill == goal]
         window.sort(key=lambda row: abs(row.num_prefill - goal))
         rows: list[Sequence] = []
         upcoming: set[bytes] = set()
@@ -130,7 +154,7 @@ class Scheduler:
                 continue
             width = max(width, row.num_prefill - cached)
             fits_chunk = not rows or (len(rows) + 1) * width <= self.budget.chunk_tokens
-            room = len(rows) < self.layout.num_free
+            room = len(rows) < self.layouts.num_free
             if not (room and fits_chunk and self._fits_memory([*rows, row])):
                 break
             rows.append(row)
@@ -140,14 +164,31 @@ class Scheduler:
             return None
         chosen = set(map(id, rows))
         self._waiting = deque(row for row in self._waiting if id(row) not in chosen)
+        for row in rows:
+            if self._state_blocks:
+                row.state_stops = self._stops(row)
+            self._demand.subtract(row.block_keys)
+        self._demand = +self._demand
         return PrefillGroup(rows, position=cached)
+
+    def _stops(self, row: Sequence) -> frozenset[int]:
+        """Where the row's states are worth keeping: where others part from it, and at its end.
+
+        Both at the ends of full blocks; states of every block would be gigabytes.
+        """
+        wanted = [self._demand[key] for key in row.block_keys[: self._state_blocks]]
+        stops = {
+            number * BLOCK_TOKENS
+            for number, (count, after) in enumerate(pairwise(wanted), start=1)
+            if count > after or number % STATE_INTERVAL == 0
+        }
+        stops.add(len(wanted) * BLOCK_TOKENS)
+        return frozenset(stop for stop in stops if stop > row.num_cached)
 
     def _fits_memory(self, rows: list[Sequence]) -> bool:
         demands = [Demand(row.num_prefill, row.num_remaining) for row in rows]
-        cells = self.layout.cells_needed(demands)
-        cells += sum(demand.length for demand in demands)  # the prefill rows stand beside the slots
-        alone = len(rows) == 1 and not self.layout.num_active  # add() saw to it that one row fits
-        return alone or self.budget.holds(cells)
+        alone = len(rows) == 1 and not self.layouts.num_active  # add() saw to it that one row fits
+        return alone or self.budget.holds(self.layouts, demands)
 
     def finish_group(self) -> list[Sequence]:
         """The rows of the computed group that are still wanted."""

@@ -48,6 +48,7 @@ class Sequence:
     num_dispatched: int = 0
     num_cached: int = 0  # prompt tokens that were here already
     block_keys: list[bytes] = field(default_factory=list)  # of the prompt's full blocks
+    state_stops: frozenset[int] = frozenset()  # tokens after which states are kept
     generated: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     detokenizer: Any = None  # only rows with stop strings follow their text as it grows

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from batchkv_worker.errors import SettingsError
+from batchkv_worker.kv.spec import SchemeSpec
 
 PREFIX = "BATCHKV_"
-KV_SCHEMES = ("float", "affine8", "affine4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_TOKENS = 256  # prefill chunks end on block boundaries
 # Variables that other parts read, and that a worker's environment may well hold.
@@ -92,7 +92,12 @@ class Setting:
             return self.parse(text.strip())
         except ValueError as fault:
             separator = "=" if source == self.variable else " "
-            raise SettingsError(f"{source}{separator}{text}: expected {self.allowed}") from fault
+            wrong = str(fault) if isinstance(fault, _Explained) else f"expected {self.allowed}"
+            raise SettingsError(f"{source}{separator}{text}: {wrong}") from fault
+
+
+class _Explained(ValueError):
+    """Its text says what is wrong and what is known."""
 
 
 def _nonempty(text: str) -> str:
@@ -130,6 +135,13 @@ def _seconds(low: float, high: float) -> Callable[[str], float]:
     return parse
 
 
+def _scheme(text: str) -> str:
+    try:
+        return str(SchemeSpec.parse(text))
+    except ValueError as fault:
+        raise _Explained(str(fault)) from fault
+
+
 def _switch(text: str) -> bool:
     if text.lower() in ("1", "true", "yes", "on"):
         return True
@@ -151,8 +163,8 @@ _DAY = 86_400
 
 SETTINGS = (
     Setting("model", "BATCHKV_MODEL", "--model", _nonempty, "a model's name or folder"),
-    Setting("kv_scheme", "BATCHKV_KV_SCHEME", "--kv-scheme", _one_of(*KV_SCHEMES),
-            f"one of {', '.join(KV_SCHEMES)}"),
+    Setting("kv_scheme", "BATCHKV_KV_SCHEME", "--kv-scheme", _scheme,
+            "a KV scheme, like affine8 or affine4,last=float"),
     Setting("slots", "BATCHKV_SLOTS", "--slots", _whole(1, 4096), "a whole number, 1 to 4096"),
     Setting("prefetch", "BATCHKV_PREFETCH", "--prefetch", _whole(0, 4096),
             "a whole number, 0 to 4096"),

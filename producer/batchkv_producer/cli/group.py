@@ -17,7 +17,8 @@ from batchkv_producer.progress import printable
 
 ENTRY_POINT_GROUP = "batchkv.commands"
 # What a command needs that a producer's host does not install.
-NEEDED_MODULES = {"worker": ("mlx", "mlx_lm")}
+NEEDED_MODULES = {"worker": ("mlx", "mlx_lm"), "kv-report": ("mlx", "mlx_lm")}
+EXTRA = "batchkv[worker]"  # what installs them
 EXIT_USAGE = 2
 EXIT_OUTPUT = 4
 EXIT_INTERRUPTED = 130
@@ -128,7 +129,7 @@ class _Missing(click.Command):
     """Stands in for a command whose dependencies are not installed; takes any arguments."""
 
     def __init__(self, name: str, module: str) -> None:
-        message = f"`batchkv {name}` needs {module}: pip install 'batchkv[{name}]'"
+        message = f"`batchkv {name}` needs {module}: pip install '{EXTRA}'"
 
         def complain(**_: Any) -> NoReturn:
             raise click.ClickException(message)
@@ -136,7 +137,7 @@ class _Missing(click.Command):
         super().__init__(
             name,
             callback=complain,
-            help=f"Not installed: pip install 'batchkv[{name}]'.",
+            help=f"Not installed: pip install '{EXTRA}'.",
             context_settings=_LENIENT,
         )
 

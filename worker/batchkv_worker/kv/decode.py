@@ -1,0 +1,142 @@
+"""The decode slots of all layers, and the layouts that they follow.
+
+Layouts decide, layers follow: whatever moves a row goes through here, so that no layer and no
+layout is ever forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from batchkv_worker.kv.discover import CacheTree
+from batchkv_worker.kv.frame import Frame, Framer, Shapes
+from batchkv_worker.kv.layer import LayerKind, Pieces, SlotLayer
+from batchkv_worker.kv.layout import Demand, SlotLayout
+from batchkv_worker.kv.layouts import Changes, Costs, Move, SlotLayouts
+
+
+def costs_of(kinds: Sequence[LayerKind]) -> Costs:
+    """Bytes of all layers together."""
+    windows: dict[int, int] = {}
+    per_token = 0
+    for kind in kinds:
+        if kind.window is None:
+            per_token += kind.bytes_per_token
+        else:
+            windows[kind.window] = windows.get(kind.window, 0) + kind.bytes_per_token
+    return Costs(per_token, windows, sum(kind.bytes_per_row for kind in kinds))
+
+
+class DecodeSlots:
+    """Rows that decode: admitted, stepped together, moved, snapshot, released."""
+
+    def __init__(
+        self, kinds: Sequence[LayerKind], tree: CacheTree, num_slots: int, shapes: Shapes
+    ) -> None:
+        windows = [kind.window for kind in kinds if kind.window is not None]
+        self.layouts = SlotLayouts(num_slots, windows)
+        self.layers: list[SlotLayer] = [kind.slots() for kind in kinds]
+        self.model_cache: list[Any] = tree.nested(self.layers)
+        self._kinds = kinds
+        self._framer = Framer(shapes)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All buffers."""
+        return [array for layer in self.layers for array in layer.arrays]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers as they are now."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def size(self, slot: int) -> int:
+        """Tokens of the row in ``slot``."""
+        return self.layouts.main.length(slot)
+
+    def admit(self, demand: Demand, pieces: Sequence[Pieces] | None) -> tuple[int, Move | None]:
+        """Give a row a slot and copy it in; None for a row without any token yet.
+
+        Returns the slot, and how another row moved out of its way. Raises ValueError when no slot
+        is free.
+        """
+        slot, move = self.layouts.make_way(demand)
+        if move is not None:
+            self._move(move)
+        self._relayout(self.layouts.admit(demand, slot))
+        for index, (layer, layout) in enumerate(self._with_layouts()):
+            layer.admit(slot, layout.write, None if pieces is None else pieces[index])
+        # One row at a time: MLX writes in place only into a buffer that nothing waits for.
+        mx.eval(self.arrays)
+        return slot, move
+
+    def snapshot(self, slot: int) -> list[Pieces]:
+        """A copy of a row in every layer: what ``admit`` takes."""
+        return [
+            layer.snapshot(slot, layout.start(slot), layout.write)
+            for layer, layout in self._with_layouts()
+        ]
+
+    def release(self, slot: int) -> None:
+        """Take a row's slot back; costs nothing."""
+        self.layouts.release(slot)
+
+    def close_gap(self) -> Move | None:
+        """Move the highest row into a free slot below it, if there is one."""
+        move = self.layouts.close_gap()
+        if move is not None:
+            self._move(move)
+        return move
+
+    def begin_step(self) -> Frame:
+        """Make room for one token a row; the model may then be run on ``model_cache``."""
+        self._relayout(self.layouts.before_step())
+        frame = self._framer.frame(self.layouts)
+        for layer in self.layers:
+            layer.begin(frame)
+        return frame
+
+    def end_step(self) -> None:
+        """The step's graph is built: every row has one token more."""
+        for layer in self.layers:
+            layer.end()
+        self.layouts.after_step()
+
+    def close(self) -> None:
+        """Let go of all buffers."""
+        self.layers.clear()
+        self.model_cache.clear()
+
+    def check(self) -> None:
+        """Raise AssertionError unless layouts and buffers agree."""
+        self.layouts.check()
+        for layer, layout in self._with_layouts():
+            layer.check(layout.rows, layout.capacity)
+
+    def _with_layouts(self) -> list[tuple[SlotLayer, SlotLayout]]:
+        layouts = self.layouts.all
+        return [(a, layouts[b.window]) for a, b in zip(self.layers, self._kinds, strict=True)]
+
+    def _move(self, move: Move) -> None:
+        """The layouts know already: the row's columns are found at its new slot."""
+        pairs = self._with_layouts()
+        rows = [
+            layer.snapshot(move.source, layout.start(move.target), layout.write)
+            for layer, layout in pairs
+        ]
+        mx.eval(rows)  # a buffer that is still to be read would be copied before it is written
+        for (layer, layout), row in zip(pairs, rows, strict=True):
+            layer.admit(move.target, layout.write, row)
+
+    def _relayout(self, changes: Changes) -> None:
+        """Rebuild buffers one layer at a time, so that only one layer is ever held twice."""
+        if not changes:
+            return
+        for layer, kind in zip(self.layers, self._kinds, strict=True):
+            change = changes.get(kind.window)
+            if change is not None:
+                layer.relayout(change)
+                mx.eval(layer.arrays)

@@ -1,0 +1,170 @@
+"""What one decode step reads and writes, the same for all layers of a kind.
+
+Rows in neighbouring slots differ in length. Reading all rows from the first column of the longest
+would waste most of what is read, so attention goes by groups: runs of slots, each read from its own
+first column on. Where a group ends is decided when rows come or go; more groups waste fewer cells
+but start more kernels, so each counts as ``group_cost`` cells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+
+from batchkv_worker.kv.layout import SlotLayout, round_up
+from batchkv_worker.kv.layouts import SlotLayouts, Window
+
+MAX_GROUPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """How shapes are chosen: ``step`` columns and ``rows`` rows are rounded up to.
+
+    ``group_cost`` is what one more group costs, in cells (one row's keys and values of one column).
+    ``mask_rank`` is 4, or 5 for a model that folds its query heads itself.
+    """
+
+    step: int = 1
+    rows: int = 1
+    group_cost: int = 2048
+    mask_rank: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows [first, last) read columns [low, high); ``mask`` as in ``Span``."""
+
+    first: int
+    last: int
+    low: int
+    mask: mx.array | None
+
+
+class Span:
+    """Columns of the step at hand in the layers that share a layout.
+
+    Rows [0, num_rows) read columns [low, high). ``mask`` is bool ``[rows, 1, 1, columns]``, or None
+    when every row owns every column. ``write`` is the column that the step writes; it is the last,
+    unless shapes are rounded.
+    """
+
+    def __init__(self, layout: SlotLayout, rows: int, cuts: list[int], shapes: Shapes) -> None:
+        step = shapes.step
+        self.num_rows = rows
+        self.write = layout.write
+        self.low = layout.lowest // step * step
+        self.high = min(layout.capacity, round_up(self.write + 1, step))
+        self._starts = [layout.start(slot) for slot in range(rows)]
+        self._cuts = cuts
+        self._shapes = shapes
+
+    @cached_property
+    def mask(self) -> mx.array | None:
+        return self._masked(0, self.num_rows, self.low, None)
+
+    def windowed(self, window: int) -> mx.array | None:
+        """The mask of a layer that keeps more than the window that its model asks for."""
+        return self._masked(0, self.num_rows, self.low, window)
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        found = []
+        step = self._shapes.step
+        for first, last in zip([0, *self._cuts], [*self._cuts, self.num_rows], strict=True):
+            low = min(self._starts[first:last]) // step * step
+            found.append(Group(first, last, low, self._masked(first, last, low, None)))
+        if len(found) == 1:
+            found[0] = Group(0, self.num_rows, self.low, self.mask)
+        return found
+
+    def _masked(self, first: int, last: int, low: int, window: int | None) -> mx.array | None:
+        starts = self._starts[first:last]
+        if window is not None:
+            starts = [max(start, self.write - window + 1) for start in starts]
+        if self.high == self.write + 1 and all(start == low for start in starts):
+            return None
+        columns = mx.arange(low, self.high)
+        shape = (last - first, *[1] * (self._shapes.mask_rank - 1))
+        return (columns >= mx.array(starts).reshape(shape)) & (columns <= self.write)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The step at hand. ``offsets`` (int32, ``[rows]``) are the positions of its tokens.
+
+    The array is bound anew at each step, never changed, since models may hold on to it.
+    """
+
+    num_rows: int
+    offsets: mx.array
+    spans: dict[Window, Span]
+
+
+class Framer:
+    """Makes each step's frame; remembers where groups end until a row comes or goes."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.shapes = shapes
+        self._cuts: dict[Window, list[int]] = {}
+        self._made_for: tuple[int, int, int] | None = None  # version, rows, age of the cuts
+
+    def frame(self, layouts: SlotLayouts) -> Frame:
+        """The next step of ``layouts``."""
+        main, shapes = layouts.main, self.shapes
+        rows = min(main.rows, round_up(main.num_rows, shapes.rows))
+        made_for = (main.version, rows, main.write // 64)  # windows change as rows grow
+        if made_for != self._made_for:
+            self._made_for = made_for
+            self._cuts = {window: self._cut(layout, rows) for window, layout in layouts.all.items()}
+        spans = {
+            window: Span(layout, rows, self._cuts[window], shapes)
+            for window, layout in layouts.all.items()
+        }
+        offsets = mx.array([main.write - main.start(slot) for slot in range(rows)], dtype=mx.int32)
+        return Frame(rows, offsets, spans)
+
+    def _cut(self, layout: SlotLayout, rows: int) -> list[int]:
+        lengths = [layout.length(slot) + 1 for slot in range(rows)]
+        return cut(lengths, self.shapes.group_cost, self.shapes.rows)
+
+
+def cut(lengths: list[int], group_cost: int, multiple: int = 1) -> list[int]:
+    """Where to cut rows of these lengths into groups; each group reads its longest row's cells.
+
+    Greedy: the cut that saves most cells first, as long as it saves more than ``group_cost``. Cuts
+    stand at multiples of ``multiple`` rows.
+    """
+    cuts: list[int] = []
+    parts = [(0, len(lengths))]
+    while len(cuts) < MAX_GROUPS - 1:
+        saved, place, part = max((*_best_cut(lengths, p, multiple), p) for p in parts)
+        if saved <= group_cost:
+            break
+        first, last = part
+        parts.remove(part)
+        parts += [(first, place), (place, last)]
+        cuts.append(place)
+    return sorted(cuts)
+
+
+def _best_cut(lengths: list[int], part: tuple[int, int], multiple: int) -> tuple[int, int]:
+    """(cells saved, place) of the best single cut within rows [first, last)."""
+    first, last = part
+    rows = lengths[first:last]
+    if len(rows) < 2:
+        return 0, first
+    whole = max(rows) * len(rows)
+    after = [0] * (len(rows) + 1)  # longest of the rows from a place on
+    for index in reversed(range(len(rows))):
+        after[index] = max(after[index + 1], rows[index])
+    best, before = (0, first), 0
+    for index in range(1, len(rows)):
+        before = max(before, rows[index - 1])
+        if (first + index) % multiple:
+            continue
+        saved = whole - before * index - after[index] * (len(rows) - index)
+        best = max(best, (saved, first + index))
+    return best

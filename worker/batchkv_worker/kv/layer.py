@@ -1,0 +1,155 @@
+"""What every layer's cache can do: the contract between the engine and the kinds of layers.
+
+A model's caches are of few kinds: keys and values of every token, or of the last window of them;
+states without a time axis. The engine does not tell them apart. For each cache of the model there
+is one ``LayerKind``; it makes a ``PrefillLayer`` for the prompts that are computed together, and
+one ``SlotLayer`` for the rows that decode.
+
+A row's way through a layer::
+
+    prefill.begin(chunk)  the model appends  prefill.end()  ...          for every chunk
+    prefill.row(i, n)                                                    its pieces
+    slots.admit(slot, write, pieces)                                     copied, bit for bit
+    slots.begin(frame)  the model appends one token a row  slots.end()   at every step
+    slots.snapshot(slot, start, write)                                   its pieces again
+
+A row is released by its layout alone: whatever a slot holds that no row owns is never seen, and
+``admit`` makes a slot as if nobody had been there. What is packed is packed once: pieces move from
+prefill to blocks to slots as they are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from batchkv_worker.kv.frame import Frame
+from batchkv_worker.kv.layout import Relayout
+from batchkv_worker.kv.layouts import Window
+
+# One row's share of a layer, each ``[1, ...]``: packed parts of keys, then of values, with the time
+# axis at -2; or the arrays of a state.
+Pieces = tuple[mx.array, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [position, position + width) of every row of a group are computed now.
+
+    ``lengths`` says how many of them each row really has (0 to ``width``); None: all have all.
+    """
+
+    position: int
+    width: int
+    lengths: tuple[int, ...] | None = None
+
+
+class PrefillLayer(ABC):
+    """One layer while prompts are computed: rows start together and are right-padded.
+
+    Follows mlx-lm's cache contract as far as the models use it.
+    """
+
+    @abstractmethod
+    def begin(self, chunk: Chunk) -> None:
+        """The chunk that the model computes next; chunks follow each other without a gap."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The chunk's graph is built: let go of everything that belongs to the chunk alone."""
+
+    @abstractmethod
+    def restore(self, pieces: Pieces, first: int, end: int) -> None:
+        """Start after ``end`` tokens, whose pieces from token ``first`` on are ``[rows, ...]``.
+
+        Only before the first chunk.
+        """
+
+    @abstractmethod
+    def row(self, index: int, length: int) -> Pieces:
+        """What a slot needs of row ``index`` after its ``length`` tokens (at least one)."""
+
+    @abstractmethod
+    def block(self, index: int, start: int, end: int) -> Pieces | None:
+        """Row ``index``'s pieces of tokens [start, end); None from a layer without a time axis."""
+
+    @property
+    @abstractmethod
+    def arrays(self) -> list[mx.array]:
+        """What must be evaluated for the last chunk to have been computed."""
+
+
+class SlotLayer(ABC):
+    """One layer of the rows that decode, one token a row and step.
+
+    Follows mlx-lm's cache contract as far as the models use it. ``arrays`` is all that it holds
+    between steps; its sizes follow the layout, never the number of steps.
+    """
+
+    @abstractmethod
+    def begin(self, frame: Frame) -> None:
+        """The step whose graph is built next."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The graph is built: let go of everything that belongs to the step alone."""
+
+    @abstractmethod
+    def admit(self, slot: int, write: int, pieces: Pieces | None) -> None:
+        """Copy a row in, to end before column ``write``; None is a row without any token yet."""
+
+    @abstractmethod
+    def snapshot(self, slot: int, start: int, write: int) -> Pieces:
+        """A copy of a row's columns [start, write): what ``admit`` takes."""
+
+    @abstractmethod
+    def relayout(self, change: Relayout) -> None:
+        """Follow what the layout has decided."""
+
+    @abstractmethod
+    def check(self, rows: int, capacity: int) -> None:
+        """Raise AssertionError unless the buffers are as the layout says."""
+
+    @property
+    @abstractmethod
+    def arrays(self) -> list[mx.array]:
+        """The buffers."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers as they are now."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+class LayerKind(ABC):
+    """What one cache of a model keeps, and how."""
+
+    @property
+    @abstractmethod
+    def window(self) -> Window:
+        """The number of last tokens that it keeps; None: all of them, or no time axis at all."""
+
+    @property
+    @abstractmethod
+    def has_state(self) -> bool:
+        """Whether it keeps a state, which exists only where a chunk ended."""
+
+    @property
+    @abstractmethod
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes."""
+
+    @property
+    @abstractmethod
+    def bytes_per_row(self) -> int:
+        """Bytes that one row takes whatever its length."""
+
+    @abstractmethod
+    def prefill(self, capacity: int, chunk_tokens: int) -> PrefillLayer:
+        """A layer for prompts of up to ``capacity`` tokens in chunks of up to ``chunk_tokens``."""
+
+    @abstractmethod
+    def slots(self) -> SlotLayer:
+        """A layer for decoding, empty."""

@@ -1,0 +1,134 @@
+"""The layouts of a model's decode slots: one for whole histories, one for each sliding window.
+
+They move in lockstep: a row has the same slot in all of them, and only its columns differ. Plain
+Python, like the layouts themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from batchkv_worker.kv.layout import Demand, Relayout, SlotLayout
+
+Window = int | None  # None: a layer that keeps every token
+Changes = dict[Window, Relayout]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Bytes of a model's caches under a scheme.
+
+    ``per_token``: of all layers that keep every token; ``per_window``: bytes a token of the layers
+    with a window, by window; ``per_row``: of what has no time axis.
+    """
+
+    per_token: int
+    per_window: dict[int, int] = field(default_factory=dict)
+    per_row: int = 0
+
+    @property
+    def per_new_token(self) -> int:
+        """Bytes that a token takes while it is in every window."""
+        return self.per_token + sum(self.per_window.values())
+
+    def prefill(self, length: int, margin: int) -> int:
+        """Bytes of a prompt of ``length`` tokens in prefill, ``margin`` tokens beside a window."""
+        windows = sum(
+            size * min(length, window + margin) for window, size in self.per_window.items()
+        )
+        return length * self.per_token + windows + self.per_row
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A row goes from one slot to another, which is free."""
+
+    source: int
+    target: int
+
+
+class SlotLayouts:
+    """Slots, and their columns in every layout."""
+
+    def __init__(self, num_slots: int, windows: Iterable[int] = ()) -> None:
+        self.main = SlotLayout(num_slots)
+        self.all: dict[Window, SlotLayout] = {None: self.main}
+        self.all.update({window: SlotLayout(num_slots, window) for window in sorted(set(windows))})
+
+    @property
+    def num_slots(self) -> int:
+        return self.main.num_slots
+
+    @property
+    def num_active(self) -> int:
+        return self.main.num_active
+
+    @property
+    def num_free(self) -> int:
+        return self.main.num_free
+
+    def bytes_needed(self, costs: Costs, extra: list[Demand]) -> int:
+        """Bytes that the slots would grow to with ``extra`` rows admitted."""
+        needed = self.main.cells_needed(extra) * costs.per_token
+        # States stand in every row up to the highest slot, whether anybody is in it or not.
+        rows = self.main.rows_for(self.num_active + len(extra))
+        needed += max(self.main.num_rows, rows) * costs.per_row
+        for window, size in costs.per_window.items():
+            layout = self.all.get(window) or SlotLayout(self.num_slots, window)
+            needed += layout.cells_needed(extra) * size
+        return needed
+
+    def make_way(self, demand: Demand) -> tuple[int, Move | None]:
+        """Choose a slot; the row that stood there, if any, has moved in the layouts.
+
+        Raises ValueError when no slot is free.
+        """
+        slot, free = self.main.choose(demand.length)
+        if free is None:
+            return slot, None
+        move = Move(slot, free)
+        self._move(move)
+        return slot, move
+
+    def admit(self, demand: Demand, slot: int) -> Changes:
+        """Give a row the free slot ``slot``; all buffers then have equally many rows."""
+        found: dict[Window, Relayout | None] = {None: self.main.admit(demand, slot)[1]}
+        for window, layout in self.all.items():
+            if window is not None:
+                found[window] = layout.admit(demand, slot, self.main.rows)[1]
+        return {window: change for window, change in found.items() if change is not None}
+
+    def _move(self, move: Move) -> None:
+        for layout in self.all.values():
+            layout.move(move.source, move.target)
+
+    def before_step(self) -> Changes:
+        """Make sure that every write column exists."""
+        found = {window: layout.before_step() for window, layout in self.all.items()}
+        return {window: change for window, change in found.items() if change is not None}
+
+    def after_step(self) -> None:
+        """Every row has written its columns."""
+        for layout in self.all.values():
+            layout.after_step()
+
+    def release(self, slot: int) -> None:
+        """Take a row's slot back."""
+        for layout in self.all.values():
+            layout.release(slot)
+
+    def close_gap(self) -> Move | None:
+        """Move the highest row into the lowest free slot below it; None when there is none."""
+        gap = self.main.gap()
+        if gap is None:
+            return None
+        move = Move(*gap)
+        self._move(move)
+        return move
+
+    def check(self) -> None:
+        """Raise AssertionError when the books do not balance."""
+        for layout in self.all.values():
+            layout.check()
+            assert (layout.slots, layout.rows) == (self.main.slots, self.main.rows)

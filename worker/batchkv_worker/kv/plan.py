@@ -1,0 +1,116 @@
+"""How a model's keys and values will be kept: everything that is decided once, at start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from batchkv_worker.kv import attention, probe
+from batchkv_worker.kv.attention_kind import AttentionKind
+from batchkv_worker.kv.decode import costs_of
+from batchkv_worker.kv.discover import AttentionShape, CacheTree, Leaf
+from batchkv_worker.kv.frame import Shapes
+from batchkv_worker.kv.layer import LayerKind
+from batchkv_worker.kv.layouts import Costs
+from batchkv_worker.kv.schemes import LayerScheme, fit_model
+from batchkv_worker.kv.selfcheck import Traits, find_traits
+from batchkv_worker.kv.spec import SchemeSpec
+from batchkv_worker.kv.state import StateKind
+
+log = logging.getLogger("batchkv.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlan:
+    """One kind for each leaf of the model's caches, and how the model is served with them."""
+
+    tree: CacheTree
+    kinds: tuple[LayerKind, ...]
+    traits: Traits
+    shapes: Shapes
+    costs: Costs
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a layer keeps a state, which exists only where a chunk ended."""
+        return any(kind.has_state for kind in self.kinds)
+
+    @property
+    def schemes(self) -> tuple[LayerScheme, ...]:
+        """Of the layers that keep keys and values, in order."""
+        return tuple(kind.scheme for kind in self.kinds if isinstance(kind, AttentionKind))
+
+    @property
+    def paths(self) -> dict[LayerScheme, attention.Path | None]:
+        """The attention path of each scheme in use."""
+        kinds = (kind for kind in self.kinds if isinstance(kind, AttentionKind))
+        return {kind.scheme: kind.path for kind in kinds}
+
+
+def make_plan(
+    name: str,
+    model: Any,
+    tree: CacheTree,
+    scheme: str,
+    dtype: mx.Dtype,
+    *,
+    num_rows: int,
+    path: attention.Path | None = None,
+    group_cost: int | None = None,
+    shape_step: int = 1,
+) -> KvPlan:
+    """Decide for ``model``, measuring with ``num_rows`` rows.
+
+    ``path`` None takes the fastest; ``group_cost`` None what starting a group of rows was measured
+    to cost, in cells (``frame.Shapes``; without a measurement, its default).
+    Raises ModelError for a model that cannot be served and ValueError for a scheme that is none.
+    """
+    fitted = fit_model(SchemeSpec.parse(scheme), tree.shapes)
+    exact = fit_model(SchemeSpec.parse("float"), tree.shapes)
+    indexes = [leaf.is_index for leaf in tree.leaves if isinstance(leaf, AttentionShape)]
+    fitted = tuple(b if c else a for a, b, c in zip(fitted, exact, indexes, strict=True))
+    is_hooked = attention.install_hook(model)
+    if tree.shapes and not is_hooked:
+        log.warning("model %s computes attention itself: it decodes on dense keys and values", name)
+    paths: dict[LayerScheme, attention.Path | None] = dict.fromkeys(fitted)
+    costs: list[int] = []
+    if is_hooked:
+        heads = attention.num_query_heads(model, tree.shapes[0].num_heads) if tree.shapes else 1
+        for layer in paths:
+            paths[layer] = path
+            if path is None:
+                count = heads if heads % layer.shape.num_heads == 0 else layer.shape.num_heads
+                choice = probe.choose(layer, count, dtype, num_rows=num_rows)
+                paths[layer] = choice.path
+                costs.append(choice.group_cost)
+    kinds = _kinds(tree.leaves, fitted, dtype, paths)
+    plain = _kinds(tree.leaves, exact, dtype, {})
+    traits = find_traits(name, model, tree, plain, kinds, dtype)
+    shapes = Shapes(
+        step=shape_step,
+        rows=8 if shape_step > 1 else 1,
+        group_cost=min(costs, default=Shapes().group_cost) if group_cost is None else group_cost,
+        mask_rank=traits.mask_rank,
+    )
+    return KvPlan(tree, kinds, traits, shapes, costs_of(kinds))
+
+
+def _kinds(
+    leaves: Iterable[Leaf],
+    schemes: Iterable[LayerScheme],
+    dtype: mx.Dtype,
+    paths: dict[LayerScheme, attention.Path | None],
+) -> tuple[LayerKind, ...]:
+    left = iter(schemes)
+    kinds: list[LayerKind] = []
+    for leaf in leaves:
+        if isinstance(leaf, AttentionShape):
+            scheme = next(left)
+            kinds.append(AttentionKind(scheme, dtype, leaf.window, paths.get(scheme)))
+        else:
+            kinds.append(StateKind(leaf))
+    return tuple(kinds)

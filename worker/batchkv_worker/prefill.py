@@ -1,0 +1,87 @@
+"""Computing prompts: a group at a time, chunk by chunk, publishing blocks as they complete."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from batchkv_worker.kv.layer import Chunk, Pieces
+from batchkv_worker.kv.layout import round_up
+from batchkv_worker.kv.plan import KvPlan
+from batchkv_worker.kv.rows import PrefillRows
+from batchkv_worker.prefix import PrefixCache
+from batchkv_worker.scheduler import PrefillGroup, Scheduler
+from batchkv_worker.sequence import Sequence
+
+
+class Prefill:
+    """The group whose prompts are being computed, and its prefill rows."""
+
+    def __init__(
+        self,
+        model: Any,
+        plan: KvPlan,
+        scheduler: Scheduler,
+        prefixes: PrefixCache,
+        chunk_tokens: int,
+    ) -> None:
+        self._model = model
+        self._plan = plan
+        self._scheduler = scheduler
+        self._prefixes = prefixes
+        self._chunk_tokens = chunk_tokens
+        self._group: PrefillGroup | None = None  # whose prompts are in _rows
+        self._rows: PrefillRows | None = None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether prompts are held."""
+        return self._rows is not None
+
+    def advance(self) -> PrefillGroup | None:
+        """Compute the next chunk that the scheduler wants; its group, or None: nothing to do."""
+        group = self._scheduler.next_group()
+        if group is not self._group:
+            self._group, self._rows = group, None
+        if group is None:
+            return None
+        if group.width and self._rows is None:
+            self._rows = PrefillRows(self._plan.kinds, self._width(group), self._chunk_tokens)
+            self._prefixes.fill(group.rows, self._rows)
+        if not group.is_computed:
+            self._compute_chunk(group)
+        return group
+
+    def _width(self, group: PrefillGroup) -> int:
+        ragged = self._plan.traits.ragged  # else no row may have a pad
+        return round_up(group.width, self._plan.shapes.step) if ragged else group.width
+
+    def _compute_chunk(self, group: PrefillGroup) -> None:
+        """One chunk of the group's prompts; logits are never read, so MLX never computes them."""
+        assert self._rows is not None
+        start = group.position
+        end = group.chunk_end(self._chunk_tokens, self._width(group))
+        width = end - start
+        lengths = tuple(max(0, min(width, row.num_prefill - start)) for row in group.rows)
+        self._rows.begin(Chunk(start, width, None if min(lengths) == width else lengths))
+        tokens = [
+            row.prompt[start : start + length] + [0] * (width - length)
+            for row, length in zip(group.rows, lengths, strict=True)
+        ]
+        self._model(mx.array(tokens), cache=self._plan.tree.nested(self._rows.layers))
+        self._rows.end()
+        mx.async_eval(self._rows.arrays)
+        group.position = end
+        self._prefixes.publish(group.rows, self._rows, start, end)
+
+    def pieces(self, group: PrefillGroup, row: Sequence) -> list[Pieces] | None:
+        """What the slots need of a row of the computed group; None if it had nothing to compute."""
+        if not row.num_prefill:
+            return None
+        assert self._rows is not None
+        return self._rows.row(group.rows.index(row), row.num_prefill)
+
+    def drop(self) -> None:
+        """The group's rows have moved, or nobody wants them."""
+        self._group = self._rows = None

@@ -1,0 +1,1 @@
+"""The parts of ``batchkv kv-report``: what is measured, and how it is shown."""
