@@ -10,9 +10,11 @@ SMALL_FLOATS = {"mxfp8": (8, 32), "mxfp4": (4, 32), "nvfp4": (4, 16)}
 _AFFINE_BITS = (8, 6, 5, 4, 3, 2)
 _AFFINE_GROUPS = (128, 64, 32)
 _DEFAULT_GROUP = 64
-TURBO_SLABS = {"turbo4": (4,), "turbo3.5": (4, 3), "turbo3": (3,)}
+TURBO_BITS = {"turbo4": 4, "turbo3": 3}
+_PAIRS = {"turbo3.5": ("turbo4", "turbo3")}  # one name for keys and values that differ
 
-SCHEMES = ("float", *(f"affine{bits}" for bits in _AFFINE_BITS), *SMALL_FLOATS, *TURBO_SLABS)
+_BASES = ("float", *(f"affine{bits}" for bits in _AFFINE_BITS), *SMALL_FLOATS, *TURBO_BITS)
+SCHEMES = (*_BASES, *_PAIRS)
 KNOWN = f"{', '.join(SCHEMES)}, k<bits>v<bits>, and affine, mx and nv names rotated (affine4r)"
 
 
@@ -20,8 +22,8 @@ KNOWN = f"{', '.join(SCHEMES)}, k<bits>v<bits>, and affine, mx and nv names rota
 class TensorName:
     """A scheme for one tensor as its user names it, not yet fitted to a head size.
 
-    ``base`` is one of ``SCHEMES``; ``group`` is the largest group that may be taken, None for the
-    default, which is 64 and for small floats their only one.
+    ``base`` is one of ``SCHEMES`` that is not a pair; ``group`` is the largest group that may be
+    taken, None for the default, which is 64 and for small floats their only one.
     """
 
     base: str
@@ -37,7 +39,7 @@ class TensorName:
         name, slash, group_text = text.partition("/")
         base = name.removesuffix("r")
         rotated = base != name
-        if base not in SCHEMES or (rotated and (base == "float" or base in TURBO_SLABS)):
+        if base not in _BASES or (rotated and (base == "float" or base in TURBO_BITS)):
             raise ValueError(f"unknown KV scheme {name!r}; known: {KNOWN}")
         groups = _groups(base)
         if slash and group_text not in map(str, groups):
@@ -49,7 +51,7 @@ class TensorName:
 
     @property
     def is_turbo(self) -> bool:
-        return self.base in TURBO_SLABS
+        return self.base in TURBO_BITS
 
     def group_for(self, size: int) -> int | None:
         """The largest group allowed that divides vectors of ``size`` numbers; None: keep float.
@@ -73,9 +75,7 @@ def _groups(base: str) -> tuple[int, ...]:
         return ()
     if base in SMALL_FLOATS:
         return (SMALL_FLOATS[base][1],)
-    # Each slab of a group is a group of its own to MLX.
-    slabs = len(TURBO_SLABS.get(base, (0,)))
-    return tuple(group for group in _AFFINE_GROUPS if group // slabs in _AFFINE_GROUPS)
+    return _AFFINE_GROUPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +89,15 @@ class TensorNames:
     def parse(cls, text: str) -> TensorNames:
         """One name for both, ``KEYS+VALUES``, or ``k8v4`` for ``affine8+affine4``.
 
-        ``k8v4/32`` gives both that group. Raises ValueError, one sentence.
+        ``turbo3.5`` is ``turbo4+turbo3``. ``k8v4/32`` gives both that group. Raises ValueError, one
+        sentence.
         """
+        pair, slash, size = text.partition("/")
         if short := re.fullmatch(r"k([0-9]+)v([0-9]+)(/.*)?", text):
             keys, values, group = short.groups(default="")
             names = [f"affine{keys}{group}", f"affine{values}{group}"]
+        elif pair in _PAIRS:
+            names = [f"{name}{slash}{size}" for name in _PAIRS[pair]]
         else:
             names = text.split("+")
         if len(names) > 2:

@@ -5,18 +5,19 @@ of a group is set by its largest number. A rotation spreads each channel over al
 left looks Gaussian, whatever went in. Scores do not change when queries are rotated alike, and the
 output of attention, a sum of rotated values, is rotated back once per query.
 
-Sizes that are powers of two take random signs and a Hadamard transform (size * log2(size)
-additions); other sizes multiply by an explicit matrix. MLX's transform knows 12, 20 and 28 times
-a power of two as well, but its matrices of order 20 and 28 are not symmetric, so that it cannot
-undo itself there, and for sizes that it does not know at all its CPU kernel writes past its
-buffer instead of raising (MLX 0.32.4, size 72). Hence no other size ever reaches it.
+The rotation is a product with an explicit matrix: a Hadamard matrix with random signs for sizes
+that are powers of two, a random orthonormal one for others. One product is one kernel, which costs
+a decode step less than the several of a fast transform do, heads being small; and all entries of a
+Hadamard matrix are of one magnitude, so that half precision rounds them all alike and leaves it
+orthogonal.
 
-Signs and matrices depend on the size alone and never change: packed keys outlive the process.
+Matrices depend on the size alone and never change: packed keys outlive the process.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -25,22 +26,24 @@ _SEED = 20250428  # part of what packed data means
 
 
 def rotate(x: mx.array) -> mx.array:
-    """``x @ R`` along the last axis, computed in float32; shape and dtype stay.
+    """``x @ R`` along the last axis; shape and dtype stay.
 
     R is orthonormal: lengths and dot products of equally rotated vectors stay, beyond rounding.
     """
-    size = x.shape[-1]
-    if _is_power_of_two(size):
-        return mx.hadamard_transform(x * _signs(size)).astype(x.dtype)
-    return (x.astype(mx.float32) @ _matrix(size)).astype(x.dtype)
+    return _times(x, False)
 
 
 def unrotate(x: mx.array) -> mx.array:
     """Undo ``rotate``: ``x @ R.T`` along the last axis; shape and dtype stay."""
+    return _times(x, True)
+
+
+def _times(x: mx.array, transposed: bool) -> mx.array:
     size = x.shape[-1]
     if _is_power_of_two(size):
-        return (mx.hadamard_transform(x.astype(mx.float32)) * _signs(size)).astype(x.dtype)
-    return (x.astype(mx.float32) @ _matrix(size).T).astype(x.dtype)
+        return x @ _matrix(size, x.dtype, transposed)
+    # Entries of unequal magnitude are not rounded alike: half precision would bend the basis.
+    return (x.astype(mx.float32) @ _matrix(size, mx.float32, transposed)).astype(x.dtype)
 
 
 def _is_power_of_two(size: int) -> bool:
@@ -48,15 +51,23 @@ def _is_power_of_two(size: int) -> bool:
 
 
 @cache
-def _signs(size: int) -> mx.array:
+def _matrix(size: int, dtype: mx.Dtype, transposed: bool) -> mx.array:
+    matrix = _hadamard(size) if _is_power_of_two(size) else _orthonormal(size)
+    return mx.array((matrix.T if transposed else matrix).astype(np.float32)).astype(dtype)
+
+
+def _hadamard(size: int) -> Any:
+    """Sylvester's matrix, its rows given random signs, over the root of its size."""
+    matrix = np.ones((1, 1))
+    while matrix.shape[0] < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     # RandomState's streams are frozen across NumPy versions; default_rng's are not.
-    bits = np.random.RandomState(_SEED).randint(0, 2, size)
-    return mx.array((2 * bits - 1).astype(np.float32))
+    signs = 2 * np.random.RandomState(_SEED).randint(0, 2, size) - 1
+    return matrix * signs[:, None] / np.sqrt(size)
 
 
-@cache
-def _matrix(size: int) -> mx.array:
+def _orthonormal(size: int) -> Any:
     """A matrix drawn evenly from all orthonormal ones: QR of a Gaussian, with R's diagonal > 0."""
     gaussian = np.random.RandomState(_SEED).standard_normal((size, size))
     orthonormal, upper = np.linalg.qr(gaussian)
-    return mx.array((orthonormal * np.sign(np.diag(upper))).astype(np.float32))
+    return orthonormal * np.sign(np.diag(upper))

@@ -9,7 +9,7 @@ float      the numbers
 affine     codes (uint32), scales, biases (in the numbers' dtype), as ``mlx.core.quantize`` makes
            them: each group of 128, 64 or 32 from its smallest number to its largest
 mxfp nvfp  codes (uint32) and scales (uint8): small floats in groups of 32 (mx) or 16 (nv)
-turbo      codes (uint32), once per slab of channels, and one scale a group; see ``Turbo``
+turbo      codes (uint32) and one scale a group; see ``Turbo``
 =========  =======================================================================================
 
 A rotated scheme keeps every vector in another orthonormal basis (``rotation``). ``names`` and
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from batchkv_worker.kv import rotation
-from batchkv_worker.kv.names import SMALL_FLOATS, TURBO_SLABS, TensorName, TensorNames
+from batchkv_worker.kv.names import SMALL_FLOATS, TURBO_BITS, TensorName, TensorNames
 from batchkv_worker.kv.spec import SchemeSpec
 from batchkv_worker.kv.turbo import Turbo
 
@@ -187,7 +187,7 @@ def fit_tensor(name: TensorName, size: int) -> TensorScheme:
     if group is None:
         return TensorScheme()
     if name.is_turbo:
-        return TensorScheme(Turbo(TURBO_SLABS[name.base], group), rotated=True)
+        return TensorScheme(Turbo(TURBO_BITS[name.base], group), rotated=True)
     if name.base in SMALL_FLOATS:
         return TensorScheme(Quantized(name.base, *SMALL_FLOATS[name.base]), name.rotated)
     bits = int(name.base.removeprefix("affine"))

@@ -29,81 +29,45 @@ class Turbo:
       squared error, instead of the vector's norm. That gain pays for the even spacing: 9.6 % at 4
       bits and 18.7 % at 3 (optimal levels at a fixed norm: 9.75 % and 18.6 %);
     - the paper's variant with a 1-bit sketch of the residual, which makes scores unbiased, is left
-      out: it needs a second product, and the mean is not what attention suffers from.
-
-    ``slab_bits`` divides the channels into equal slabs. The paper gives more bits to outlier
-    channels to come to 3.5; after a full rotation no channel is special, so (4, 3) simply gives
-    them to the first half. A group takes equally many channels from each slab, under one scale.
+      out: it needs a second product, and the mean is not what attention suffers from;
+    - 3.5 bits, for which the paper gives more bits to outlier channels, are 4 for keys and 3 for
+      values: after a full rotation no channel is special, and scores suffer more than sums do.
     """
 
-    slab_bits: tuple[int, ...]
+    bits: int
     group: int
 
     @property
-    def _slab_group(self) -> int:
-        return self.group // len(self.slab_bits)
-
-    def _step(self, bits: int) -> float:
+    def _step(self) -> float:
         """Distance of two levels for a group whose largest magnitude is 1."""
-        return 2 * _SPAN[bits, self.group] / ((1 << bits) - 1)
+        return 2 * _SPAN[self.bits, self.group] / ((1 << self.bits) - 1)
 
     def pack(self, stored: mx.array) -> _Parts:
-        """Slabs' codes, then scales ``[..., size / group]``: the first slab's distance of levels.
+        """Codes ``[..., size * bits / 32]`` and scales ``[..., size / group]``."""
+        grouped = stored.reshape(*stored.shape[:-1], -1, self.group)
+        scales = (mx.abs(grouped).max(axis=-1) * self._step).astype(stored.dtype)
+        return _codes(grouped, scales, self.bits), scales
 
-        Group j has the j-th run of channels of every slab.
-        """
-        slabs = len(self.slab_bits)
-        grouped = stored.reshape(*stored.shape[:-1], slabs, -1, self._slab_group)
-        extent = mx.abs(grouped).max(axis=(-3, -1))
-        scales = (extent * self._step(self.slab_bits[0])).astype(stored.dtype)
-        codes = (
-            _codes(grouped[..., i, :, :], self._scales(scales, i), bits)
-            for i, bits in enumerate(self.slab_bits)
-        )
-        return (*codes, scales)
-
-    def _scales(self, scales: mx.array, slab: int) -> mx.array:
-        if slab == 0:
-            return scales
-        return scales * (self._step(self.slab_bits[slab]) / self._step(self.slab_bits[0]))
-
-    def _affine(self, parts: _Parts) -> list[tuple[int, _Parts]]:
-        """Each slab's bits and its parts as MLX wants them: codes, scales, biases."""
-        *codes, stored_scales = parts
-        slabs = []
-        for i, bits in enumerate(self.slab_bits):
-            scales = self._scales(stored_scales, i)
-            slabs.append((bits, (codes[i], scales, scales * (-((1 << bits) - 1) / 2))))
-        return slabs
+    def _affine(self, parts: _Parts) -> _Parts:
+        """The parts as MLX wants them: codes, scales, biases."""
+        codes, scales = parts
+        return codes, scales, scales * (-((1 << self.bits) - 1) / 2)
 
     def unpack(self, parts: _Parts, dtype: mx.Dtype) -> mx.array:
-        slabs = [
-            mx.dequantize(*slab, group_size=self._slab_group, bits=bits)
-            for bits, slab in self._affine(parts)
-        ]
-        return _joined(slabs).astype(dtype)
+        dense = mx.dequantize(*self._affine(parts), group_size=self.group, bits=self.bits)
+        return dense.astype(dtype)
 
     def times(self, left: mx.array, parts: _Parts, transpose: bool) -> mx.array:
-        slabs = self._affine(parts)
-        lefts = mx.split(left, len(slabs), axis=-1) if transpose else [left] * len(slabs)
-        products = [
-            mx.quantized_matmul(
-                own, *slab, transpose=transpose, group_size=self._slab_group, bits=bits
-            )
-            for own, (bits, slab) in zip(lefts, slabs, strict=True)
-        ]
-        return sum(products[1:], products[0]) if transpose else _joined(products)
+        affine = self._affine(parts)
+        return mx.quantized_matmul(
+            left, *affine, transpose=transpose, group_size=self.group, bits=self.bits
+        )
 
     def bytes_per_token(self, size: int, float_bytes: int) -> int:
-        slab = size // len(self.slab_bits)
-        return sum(slab * bits // 8 for bits in self.slab_bits) + size // self.group * float_bytes
+        return size * self.bits // 8 + size // self.group * float_bytes
 
     def __str__(self) -> str:
-        return f"turbo{sum(self.slab_bits) / len(self.slab_bits):g}"
-
-
-def _joined(slabs: list[mx.array]) -> mx.array:
-    return slabs[0] if len(slabs) == 1 else mx.concatenate(slabs, axis=-1)
+        return f"turbo{self.bits}"
 
 
 def _codes(groups: mx.array, scales: mx.array, bits: int) -> mx.array:
