@@ -1,0 +1,211 @@
+"""Leases on blocks that are being computed, so that two workers do not compute one prefix.
+
+Whoever misses a chain takes the lease on the first missing block, computes, publishes and lets it
+go; whoever does not get it does other work meanwhile and looks again. A lease ends by itself: a
+worker that dies holds it for ``ttl_seconds`` at most. Leases only save work. Two holders at once,
+after a pause or without Redis, compute a block twice and store it once.
+
+In Redis a lease is ``batchkv-lease:<key in hex>``, its value the holder's token; taken with
+``SET NX PX``, renewed and released by scripts that compare the token first. Within a process,
+leases exclude each other also while Redis does not answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+from batchkv_cache_store.breaker import Breaker
+
+PREFIX = "batchkv-lease:"
+TTL_SECONDS = 30.0
+MAX_HOLD_SECONDS = 900.0
+REPLY_TIMEOUT_SECONDS = 2.0
+
+_RENEW = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+return 0
+"""
+_RELEASE = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+return 0
+"""
+
+_NO_ANSWER = object()
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The right to compute a block. ``is_lost``: somebody else has it by now; go on, or stop."""
+
+    key: bytes
+    taken_at: float
+    token: str = field(default_factory=lambda: secrets.token_hex(16))
+    is_lost: bool = False
+
+
+class Leases(Protocol):
+    """What both kinds can do. None of it raises."""
+
+    def acquire(self, key: bytes) -> Lease | None:
+        """The lease on this block, or None while another holds it."""
+
+    def release(self, lease: Lease) -> None:
+        """Let it go; a lease that was lost or released before is left as it is."""
+
+    def close(self) -> None:
+        """Let everything go."""
+
+
+class LocalLeases:
+    """Leases among the threads of one process. A lease ends after ``max_hold_seconds``."""
+
+    def __init__(
+        self,
+        max_hold_seconds: float = MAX_HOLD_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_hold_seconds = max_hold_seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._held: dict[bytes, Lease] = {}
+
+    def acquire(self, key: bytes) -> Lease | None:
+        now = self._clock()
+        with self._lock:
+            holder = self._held.get(key)
+            if holder is not None:
+                if now - holder.taken_at < self._max_hold_seconds:
+                    return None
+                holder.is_lost = True
+            lease = self._held[key] = Lease(key, now)
+            return lease
+
+    def release(self, lease: Lease) -> None:
+        with self._lock:
+            if self._held.get(lease.key) is lease:
+                del self._held[lease.key]
+
+    def close(self) -> None:
+        with self._lock:
+            self._held.clear()
+
+    def held(self) -> list[Lease]:
+        """Leases that are held now; those held for too long are taken away first."""
+        now = self._clock()
+        with self._lock:
+            for lease in list(self._held.values()):
+                if now - lease.taken_at >= self._max_hold_seconds:
+                    lease.is_lost = True
+                    del self._held[lease.key]
+            return list(self._held.values())
+
+
+class RedisLeases:
+    """Leases among all workers that share the Redis database at ``url``.
+
+    A thread renews what is held every third of ``ttl_seconds``, for ``max_hold_seconds`` at most: a
+    worker that hangs must not keep a block from everybody. While Redis does not answer, leases
+    hold within the process.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        ttl_seconds: float = TTL_SECONDS,
+        max_hold_seconds: float = MAX_HOLD_SECONDS,
+    ) -> None:
+        self._local = LocalLeases(max_hold_seconds)
+        self._ttl_ms = max(1, int(ttl_seconds * 1000))
+        self._redis = Redis.from_url(
+            url,
+            socket_connect_timeout=REPLY_TIMEOUT_SECONDS,
+            socket_timeout=REPLY_TIMEOUT_SECONDS,
+            retry=Retry(NoBackoff(), 1),
+        )
+        # One failure is enough: whoever asks for a lease waits for the answer.
+        self._breaker = Breaker(1, min(5.0, ttl_seconds / 3), 60.0)
+        self._renew_script = self._redis.register_script(_RENEW)
+        self._release_script = self._redis.register_script(_RELEASE)
+        self._stop = threading.Event()
+        self._renewer = threading.Thread(
+            target=self._renew_all, args=(ttl_seconds / 3,), name="batchkv-leases", daemon=True
+        )
+        self._renewer.start()
+
+    def acquire(self, key: bytes) -> Lease | None:
+        lease = self._local.acquire(key)
+        if lease is None:
+            return None
+        is_ours = self._ask(
+            lambda: self._redis.set(_name(key), lease.token, nx=True, px=self._ttl_ms)
+        )
+        if is_ours or is_ours is _NO_ANSWER:
+            return lease
+        self._local.release(lease)
+        return None
+
+    def release(self, lease: Lease) -> None:
+        self._local.release(lease)
+        self._release_in_redis(lease)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._renewer.join(2 * REPLY_TIMEOUT_SECONDS)
+        for lease in self._local.held():
+            self.release(lease)
+        self._redis.close()
+
+    def _release_in_redis(self, lease: Lease) -> None:
+        self._ask(lambda: self._release_script(keys=[_name(lease.key)], args=[lease.token]))
+
+    def _ask(self, call: Callable[[], object]) -> object:
+        """Redis's answer; _NO_ANSWER, at once, while it is known to be in trouble."""
+        if not self._breaker.may_ask():
+            return _NO_ANSWER
+        try:
+            answer = call()
+        except (RedisError, OSError) as fault:
+            _log.warning("leases hold in this process only: %s", fault)
+            self._breaker.failed()
+            return _NO_ANSWER
+        self._breaker.succeeded()
+        return answer
+
+    def _renew_all(self, interval_seconds: float) -> None:
+        while not self._stop.wait(interval_seconds):
+            for lease in self._local.held():
+                self._renew(lease)
+
+    def _renew(self, lease: Lease) -> None:
+        name = _name(lease.key)
+        is_ours = self._ask(
+            lambda: self._renew_script(keys=[name], args=[lease.token, self._ttl_ms])
+        )
+        if not is_ours:
+            # Lapsed while Redis or this process stood still, or held in this process only: taken
+            # anew if nobody else did.
+            is_ours = self._ask(
+                lambda: self._redis.set(name, lease.token, nx=True, px=self._ttl_ms)
+            )
+        if is_ours is _NO_ANSWER:
+            return  # the next round tries again
+        lease.is_lost = not is_ours
+        if lease not in self._local.held():  # released while it was being renewed
+            self._release_in_redis(lease)
+
+
+def _name(key: bytes) -> str:
+    return PREFIX + key.hex()

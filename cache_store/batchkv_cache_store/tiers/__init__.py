@@ -1,0 +1,1 @@
+"""Places where blocks are kept. ``base`` has the contract; each tier is a module of its own."""

@@ -1,0 +1,96 @@
+"""What every tier does, so that the store need not know which one it has."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from batchkv_cache_store.seal import Buffer
+
+# Above what any block may have (``header.Limits``), so never a reason to lose one.
+MAX_OBJECT_BYTES = 512 * 1024 * 1024
+
+
+class Put(StrEnum):
+    """How a put ended; none of these is an error."""
+
+    STORED = "stored"
+    PRESENT = "present"  # somebody was first: theirs stays
+    FULL = "full"  # no room, and none could be made
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """What a tier holds; None where finding out would cost more than it is worth.
+
+    ``num_foreign`` counts objects in the tier's own room that are not blocks: they are left alone.
+    """
+
+    num_blocks: int | None
+    num_bytes: int | None
+    max_bytes: int | None
+    num_evicted: int = 0
+    num_foreign: int = 0
+
+
+class Tier(ABC):
+    """Bytes by name, put once, kept as long as there is room.
+
+    The contract, which ``tests/cache_store/test_tiers.py`` holds every tier to:
+
+    - Names are those of ``names``; any other is a ValueError, before anything is touched.
+    - ``put`` is put-if-absent and atomic: whoever reads sees all of the bytes or none, whatever
+      dies meanwhile. Two that put the same name at once both succeed; one of them stays.
+    - Buffers given are read during the call and not kept; buffers returned never change.
+    - What is read may be gone by the next call, and may be damaged: the reader checks it.
+    - The tier never holds more than its ``max_bytes``, also at start and while it writes.
+    - Least recently used goes first, where the tier itself evicts. Of the names read together the
+      first counts as the latest used, for a chain's tail is worth nothing without its head.
+    - Any trouble outside the process is a TierError, within a time that the tier's settings bound.
+    - All methods may be called from several threads.
+    """
+
+    name: str
+    max_bytes: int | None
+    is_instant = False  # a put is a copy in memory: it may be done while somebody waits
+
+    def check(self) -> None:  # noqa: B027 - most tiers have nothing to look at
+        """Look whether the tier can be used at all.
+
+        Raises TierMisconfigured when its settings must change first, TierError when it does not
+        answer now. Every other method does this itself once, before its first real work.
+        """
+
+    @abstractmethod
+    def contains_many(self, names: Sequence[str]) -> dict[str, int]:
+        """Sizes in bytes of those names that are here, in one round trip."""
+
+    @abstractmethod
+    def get_many(self, names: Sequence[str]) -> dict[str, Buffer]:
+        """The bytes of those names that are here, in one round trip."""
+
+    @abstractmethod
+    def put(self, name: str, buffers: Sequence[Buffer]) -> Put:
+        """Keep the buffers, one after the other, unless the name is here already."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Forget the name; it need not be here."""
+
+    def set_aside(self, name: str) -> None:
+        """Take a damaged block out of use; where it costs nothing it is kept for a look."""
+        self.delete(name)
+
+    @abstractmethod
+    def stats(self) -> TierStats:
+        """What the tier holds now."""
+
+    def close(self) -> None:  # noqa: B027 - most tiers hold nothing open
+        """Give back connections and threads. No other method may be called afterwards."""
+
+
+def size_of(buffers: Sequence[Buffer]) -> int:
+    """Bytes of all buffers together."""
+    return sum(len(buffer) for buffer in buffers)

@@ -1,0 +1,210 @@
+"""A shared tier: blocks as objects in a bucket, through the S3 protocol (extra ``objects``).
+
+Works with whatever speaks S3: Amazon's, MinIO, Garage, Ceph. Objects are ``<prefix>1/<name>``.
+S3 has no request for many objects, so many requests are in flight at once instead: the time is
+that of one. Put-if-absent is a conditional PUT; a server that does not know it gets a plain one,
+which at worst replaces a block by an equal one.
+
+S3 has no size limit and no eviction: beyond ``max_bytes`` nothing is written. A lifecycle rule of
+the bucket, on age, is what makes room.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+
+from batchkv_cache_store.errors import TierError, TierMisconfigured
+from batchkv_cache_store.names import checked, is_block_name
+from batchkv_cache_store.seal import Buffer
+from batchkv_cache_store.tiers.base import MAX_OBJECT_BYTES, Put, Tier, TierStats, size_of
+
+_T = TypeVar("_T")
+
+MAX_REQUESTS = 16  # in flight at once
+RECOUNT_SECONDS = 3600.0
+CONNECT_TIMEOUT_SECONDS = 3.0
+READ_TIMEOUT_SECONDS = 10.0
+_ABSENT = {"NoSuchKey", "NotFound", "404"}
+_LOST_RACE = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
+_NO_CONDITIONS = {"NotImplemented", "501"}
+_REFUSED = {"NoSuchBucket", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "403"}
+
+
+class ObjectsTier(Tier):
+    """Blocks in ``bucket`` of the server at ``endpoint_url`` (None: Amazon's).
+
+    ``client_settings`` go to boto3 (region, keys; by default it looks where AWS tools look).
+    Others may write too: how full the bucket is gets counted anew every hour, and this process
+    adds what it writes. Nothing is connected before the first call.
+    """
+
+    def __init__(
+        self,
+        bucket: str,
+        max_bytes: int,
+        endpoint_url: str | None = None,
+        prefix: str = "batchkv/",
+        **client_settings: str,
+    ) -> None:
+        self.name = "objects"
+        self.max_bytes: int = max_bytes
+        self._bucket = bucket
+        self._prefix = f"{prefix}1/"
+        self._client = boto3.client(
+            "s3",
+            endpoint_url=endpoint_url,
+            config=Config(
+                connect_timeout=CONNECT_TIMEOUT_SECONDS,
+                read_timeout=READ_TIMEOUT_SECONDS,
+                retries={"total_max_attempts": 2},
+                max_pool_connections=MAX_REQUESTS,
+                # Blocks carry a checksum of their own, and not every server knows these.
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+            ),
+            **client_settings,
+        )
+        self._requests = ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="batchkv-objects")
+        self._lock = threading.Lock()
+        self._counted_bytes = 0
+        self._counted_at: float | None = None  # None: never
+
+    def check(self) -> None:
+        """Count what is there: the bucket answers, and may be listed."""
+        stats = self._count()
+        with self._lock:
+            self._counted_bytes, self._counted_at = stats.num_bytes or 0, time.monotonic()
+
+    def contains_many(self, names: Sequence[str]) -> dict[str, int]:
+        return self._for_each(names, self._size)
+
+    def get_many(self, names: Sequence[str]) -> dict[str, Buffer]:
+        return self._for_each(names, self._get)
+
+    def put(self, name: str, buffers: Sequence[Buffer]) -> Put:
+        key = self._key(name)
+        if self._size(name) is not None:
+            return Put.PRESENT
+        num_bytes = size_of(buffers)
+        if not self._reserve(num_bytes):
+            return Put.FULL
+        is_stored = False
+        try:
+            with _s3_errors():
+                is_stored = self._put_if_absent(key, b"".join(buffers))
+        finally:
+            if not is_stored:
+                self._add(-num_bytes)
+        return Put.STORED if is_stored else Put.PRESENT
+
+    def delete(self, name: str) -> None:
+        num_bytes = self._size(name)
+        if num_bytes is not None:
+            with _s3_errors():
+                self._client.delete_object(Bucket=self._bucket, Key=self._key(name))
+            self._add(-num_bytes)
+
+    def stats(self) -> TierStats:
+        """Lists the bucket: a request for each thousand objects."""
+        return self._count()
+
+    def close(self) -> None:
+        self._requests.shutdown(cancel_futures=True)
+        self._client.close()
+
+    def _key(self, name: str) -> str:
+        return self._prefix + checked(name)
+
+    def _for_each(self, names: Sequence[str], request: Callable[[str], _T | None]) -> dict[str, _T]:
+        for name in names:
+            checked(name)
+        answers = list(self._requests.map(request, names))
+        pairs = zip(names, answers, strict=True)
+        return {name: answer for name, answer in pairs if answer is not None}
+
+    def _size(self, name: str) -> int | None:
+        with _s3_errors(), _absent_is_none():
+            answer = self._client.head_object(Bucket=self._bucket, Key=self._key(name))
+            return int(answer["ContentLength"])
+        return None
+
+    def _get(self, name: str) -> bytes | None:
+        with _s3_errors(), _absent_is_none():
+            answer = self._client.get_object(Bucket=self._bucket, Key=self._key(name))
+            with answer["Body"] as body:
+                # One that is larger than any block is cut, for its reader to refuse.
+                is_block = int(answer["ContentLength"]) <= MAX_OBJECT_BYTES
+                content: bytes = body.read() if is_block else body.read(1)
+                return content
+        return None
+
+    def _put_if_absent(self, key: str, body: bytes) -> bool:
+        target = {"Bucket": self._bucket, "Key": key, "Body": body}
+        try:
+            self._client.put_object(**target, IfNoneMatch="*")
+        except ClientError as fault:
+            if _code(fault) in _LOST_RACE:
+                return False
+            if _code(fault) not in _NO_CONDITIONS:
+                raise
+            self._client.put_object(**target)
+        return True
+
+    def _reserve(self, num_bytes: int) -> bool:
+        if self._counted_at is None or time.monotonic() - self._counted_at > RECOUNT_SECONDS:
+            self.check()
+        with self._lock:
+            if self._counted_bytes + num_bytes > self.max_bytes:
+                return False
+            self._counted_bytes += num_bytes
+            return True
+
+    def _add(self, num_bytes: int) -> None:
+        with self._lock:
+            self._counted_bytes = max(0, self._counted_bytes + num_bytes)
+
+    def _count(self) -> TierStats:
+        num_blocks = num_bytes = num_foreign = 0
+        with _s3_errors():
+            pages = self._client.get_paginator("list_objects_v2")
+            for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix):
+                for item in page.get("Contents", ()):
+                    num_bytes += item["Size"]
+                    is_block = is_block_name(item["Key"].removeprefix(self._prefix))
+                    num_blocks += is_block
+                    num_foreign += not is_block
+        return TierStats(num_blocks, num_bytes, self.max_bytes, num_foreign=num_foreign)
+
+
+def _code(fault: ClientError) -> str:
+    return str(fault.response.get("Error", {}).get("Code", ""))
+
+
+@contextmanager
+def _absent_is_none() -> Iterator[None]:
+    """Inside, an object that is not there ends the block quietly."""
+    try:
+        yield
+    except ClientError as fault:
+        if _code(fault) not in _ABSENT:
+            raise
+
+
+@contextmanager
+def _s3_errors() -> Iterator[None]:
+    try:
+        yield
+    except ClientError as fault:
+        kind: Any = TierMisconfigured if _code(fault) in _REFUSED else TierError
+        raise kind(f"the cache's bucket: {fault}") from fault
+    except (BotoCoreError, HTTPClientError, OSError) as fault:
+        raise TierError(f"the cache's bucket: {fault}") from fault

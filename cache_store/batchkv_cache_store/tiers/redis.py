@@ -1,0 +1,213 @@
+"""A shared tier: blocks in a Redis or Valkey server of their own.
+
+One key for each block, ``batchkv-block:1:<name>``, its value the block. The prefix is not the
+queue's (``batchkv:``), and the queue's database is refused: a cache that evicts would evict jobs.
+Eviction policies (``allkeys-lru`` and its kin) reach across all databases of a server, so a server
+with one of them is refused when a queue lives in *any* of its databases.
+
+How full it may be is the server's ``maxmemory``, with a policy of ``allkeys-*`` for a cache that
+forgets old blocks; without one the tier just stops writing in time. A server without ``maxmemory``
+needs ``max_bytes``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from redis import ConnectionPool, Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    NoPermissionError,
+    OutOfMemoryError,
+    RedisError,
+)
+from redis.retry import Retry
+
+from batchkv_cache_store.errors import TierError, TierMisconfigured
+from batchkv_cache_store.names import checked
+from batchkv_cache_store.seal import Buffer
+from batchkv_cache_store.tiers.base import MAX_OBJECT_BYTES, Put, Tier, TierStats, size_of
+
+PREFIX = "batchkv-block:1:"
+# Any of these means that a queue lives here: batchkv's batches, RQ's queues and workers.
+QUEUE_KEYS = ("batchkv:batches", "rq:queues", "rq:workers")
+CONNECT_TIMEOUT_SECONDS = 2.0
+REPLY_TIMEOUT_SECONDS = 10.0
+_WITHOUT_EVICTION_FILL = 0.9  # the server counts buffers and fragments too
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """What the server said of itself when it was looked at first."""
+
+    max_memory: int  # 0: none
+    is_evicting: bool
+
+
+class RedisTier(Tier):
+    """Blocks in the database that ``url`` names, put with SET NX and fetched with one MGET.
+
+    ``max_bytes`` bounds the memory of the whole server as this tier sees it; None leaves it to the
+    server's ``maxmemory``. Nothing is connected before the first call; raises ValueError for a URL
+    that is none.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        max_bytes: int | None = None,
+        reply_timeout_seconds: float = REPLY_TIMEOUT_SECONDS,
+    ) -> None:
+        self.name = "redis"
+        self.max_bytes = max_bytes
+        self._pool = ConnectionPool.from_url(
+            url,
+            socket_connect_timeout=CONNECT_TIMEOUT_SECONDS,
+            socket_timeout=reply_timeout_seconds,
+            retry=Retry(NoBackoff(), 1),  # one: a connection that idled may have been closed
+            decode_responses=False,
+        )
+        self._redis = Redis(connection_pool=self._pool)
+        self._server: _Server | None = None
+        self._check_lock = threading.Lock()
+
+    def check(self) -> None:
+        """Refuse a queue's database, a server that would evict a queue, and one without a cap."""
+        with self._check_lock, _redis_errors():
+            memory = self._redis.info("memory")
+            server = _Server(
+                int(memory.get("maxmemory", 0)),
+                str(memory.get("maxmemory_policy", "")).startswith("allkeys"),
+            )
+            if not server.max_memory and self.max_bytes is None:
+                raise TierMisconfigured(
+                    "the cache's Redis has no memory limit: set maxmemory there, or a limit here"
+                )
+            if self._redis.exists(*QUEUE_KEYS):
+                raise TierMisconfigured(
+                    "this Redis database holds a queue: give the cache a server of its own, or at "
+                    "least another database"
+                )
+            if server.is_evicting and self._has_queue_beside():
+                raise TierMisconfigured(
+                    "this Redis evicts keys of all databases, and one of them holds a queue: give "
+                    "the cache a server of its own"
+                )
+            self._server = server
+            if self.max_bytes is None:
+                self.max_bytes = server.max_memory
+
+    def contains_many(self, names: Sequence[str]) -> dict[str, int]:
+        self._checked_server()
+        if not names:
+            return {}
+        with _redis_errors(), self._redis.pipeline(transaction=False) as pipeline:
+            for name in names:
+                pipeline.strlen(_key(name))
+            sizes = pipeline.execute(raise_on_error=False)
+            for size in sizes:
+                # A key of another type is not ours, and no reason to do without the others.
+                if isinstance(size, RedisError) and not str(size).startswith("WRONGTYPE"):
+                    raise size
+        pairs = zip(names, sizes, strict=True)
+        return {name: size for name, size in pairs if isinstance(size, int) and size}
+
+    def get_many(self, names: Sequence[str]) -> dict[str, Buffer]:
+        self._checked_server()
+        if not names:
+            return {}
+        # The head is asked for last and so is the latest used; MGET answers in the order asked.
+        with _redis_errors():
+            values: list[Any] = self._redis.mget([_key(name) for name in reversed(names)])
+        pairs = zip(names, reversed(values), strict=True)
+        return {name: value for name, value in pairs if value is not None}
+
+    def put(self, name: str, buffers: Sequence[Buffer]) -> Put:
+        server = self._checked_server()
+        key, num_bytes = _key(name), size_of(buffers)
+        if num_bytes > MAX_OBJECT_BYTES:
+            return Put.FULL
+        with _redis_errors():
+            # A look first: a block is megabytes, and another worker may have been quicker. A queue
+            # may have moved in, too.
+            with self._redis.pipeline(transaction=False) as pipeline:
+                pipeline.exists(key)
+                pipeline.exists(*QUEUE_KEYS)
+                pipeline.info("memory")
+                is_present, has_queue, memory = pipeline.execute()
+            if has_queue:
+                self._server = None  # so that every later call says what is wrong
+                raise TierMisconfigured("a queue has moved into the cache's Redis database")
+            if is_present:
+                return Put.PRESENT
+            if not self._has_room(server, memory, num_bytes):
+                return Put.FULL
+            try:
+                is_stored = self._redis.set(key, b"".join(buffers), nx=True)
+            except OutOfMemoryError:
+                return Put.FULL
+        return Put.STORED if is_stored else Put.PRESENT
+
+    def delete(self, name: str) -> None:
+        self._checked_server()
+        with _redis_errors():
+            self._redis.unlink(_key(name))
+
+    def stats(self) -> TierStats:
+        """The server's memory; the number of keys is that of the whole database."""
+        self._checked_server()
+        with _redis_errors(), self._redis.pipeline(transaction=False) as pipeline:
+            pipeline.dbsize()
+            pipeline.info("memory")
+            pipeline.info("stats")
+            num_keys, memory, counters = pipeline.execute()
+        evicted = int(counters.get("evicted_keys", 0))
+        return TierStats(num_keys, int(memory["used_memory"]), self.max_bytes, evicted)
+
+    def close(self) -> None:
+        self._pool.disconnect()
+
+    def _checked_server(self) -> _Server:
+        if self._server is None:
+            self.check()
+        assert self._server is not None
+        return self._server
+
+    def _has_room(self, server: _Server, memory: dict[str, Any], num_bytes: int) -> bool:
+        used, maximum = int(memory["used_memory"]), int(memory["maxmemory"])
+        if server.is_evicting and maximum and (self.max_bytes or maximum) >= maximum:
+            return num_bytes < maximum  # the server makes room
+        cap = min(cap for cap in (maximum, self.max_bytes) if cap is not None and cap > 0)
+        return used + num_bytes <= cap * _WITHOUT_EVICTION_FILL
+
+    def _has_queue_beside(self) -> bool:
+        own = int(self._pool.connection_kwargs.get("db") or 0)
+        others = {int(name.removeprefix("db")) for name in self._redis.info("keyspace")} - {own}
+        for number in sorted(others):
+            settings = {**self._pool.connection_kwargs, "db": number}
+            pool = ConnectionPool(connection_class=self._pool.connection_class, **settings)
+            try:
+                if Redis(connection_pool=pool).exists(*QUEUE_KEYS):
+                    return True
+            finally:
+                pool.disconnect()
+        return False
+
+
+@contextmanager
+def _redis_errors() -> Iterator[None]:
+    try:
+        yield
+    except (AuthenticationError, NoPermissionError) as fault:
+        raise TierMisconfigured(f"the cache's Redis refuses us: {fault}") from fault
+    except (RedisError, OSError) as fault:
+        raise TierError(f"the cache's Redis: {fault}") from fault
+
+
+def _key(name: str) -> str:
+    return PREFIX + checked(name)

@@ -1,0 +1,139 @@
+"""Leases: one holder at a time, gone with their holder, and never in anybody's way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from batchkv_cache_store.lease import PREFIX, Leases, LocalLeases, RedisLeases
+from support.redis_server import running_server
+
+KEY, OTHER = b"k" * 32, b"o" * 32
+DEADLINE_SECONDS = 20.0
+NAME = PREFIX + KEY.hex()
+
+
+def eventually(is_so: Callable[[], object]) -> None:
+    """Wait until it is so."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline, "it never came to be"
+        time.sleep(0.01)
+
+
+@pytest.fixture(params=["local", "redis"])
+def leases(request: pytest.FixtureRequest) -> Iterator[Leases]:
+    """Both kinds."""
+    made: Leases = (
+        LocalLeases()
+        if request.param == "local"
+        else RedisLeases(request.getfixturevalue("redis_url"))
+    )
+    yield made
+    made.close()
+
+
+def test_one_holder_at_a_time(leases: Leases) -> None:
+    """A lease excludes others of its key until it is released, and no other key."""
+    lease = leases.acquire(KEY)
+    assert lease is not None and leases.acquire(KEY) is None
+    assert leases.acquire(OTHER) is not None
+    leases.release(lease)
+    again = leases.acquire(KEY)
+    assert again is not None
+    leases.release(lease)  # the old holder, once more: it has nothing to release
+    assert leases.acquire(KEY) is None and not again.is_lost
+
+
+def test_workers_exclude_each_other(redis_url: str) -> None:
+    """Two workers on one Redis: the second gets the lease when the first lets it go."""
+    with closing(RedisLeases(redis_url)) as first, closing(RedisLeases(redis_url)) as second:
+        lease = first.acquire(KEY)
+        assert lease is not None and second.acquire(KEY) is None
+        first.release(lease)
+        assert second.acquire(KEY) is not None
+
+
+def test_a_lease_is_renewed_while_it_is_held(redis_url: str, redis_connection: Redis) -> None:
+    """The holder's thread sets the time to live anew, again and again."""
+    with closing(RedisLeases(redis_url, ttl_seconds=6.0)) as leases:
+        leases.acquire(KEY)
+        redis_connection.pexpire(NAME, 100_000)
+        eventually(lambda: 0 < redis_connection.pttl(NAME) <= 6000)
+
+
+def test_a_dead_holders_lease_is_taken_over(redis_url: str, redis_connection: Redis) -> None:
+    """What nobody renews expires; the old holder, back again, neither renews nor releases it."""
+    redis_connection.set(NAME, "of a worker that died", px=50)
+    with closing(RedisLeases(redis_url, ttl_seconds=0.3)) as leases:
+        held = []
+        eventually(lambda: held or held.extend(filter(None, [leases.acquire(KEY)])) or held)
+        (lease,) = held
+        redis_connection.set(NAME, "another", px=100_000)  # as after a pause of this process
+        eventually(lambda: lease.is_lost)
+        leases.release(lease)
+        assert redis_connection.get(NAME) == b"another"
+
+
+def test_a_lease_is_not_held_for_ever(redis_url: str, redis_connection: Redis) -> None:
+    """A worker that hangs loses the lease though its thread still lives."""
+    leases = RedisLeases(redis_url, ttl_seconds=0.3, max_hold_seconds=0.5)
+    with closing(leases):
+        lease = leases.acquire(KEY)
+        assert lease is not None
+        eventually(lambda: lease.is_lost and not redis_connection.exists(NAME))
+        assert leases.acquire(KEY) is not None
+
+
+def test_closing_releases(redis_url: str, redis_connection: Redis) -> None:
+    """A worker that ends leaves no lease behind."""
+    leases = RedisLeases(redis_url)
+    leases.acquire(KEY)
+    assert redis_connection.exists(NAME)
+    leases.close()
+    assert not redis_connection.exists(NAME)
+
+
+def test_without_redis_leases_hold_in_the_process(tmp_path: Path) -> None:
+    """Without Redis work goes on: one process does not compute a block twice, others may."""
+    with closing(RedisLeases(f"unix://{tmp_path}/none")) as leases:
+        lease = leases.acquire(KEY)
+        assert lease is not None and leases.acquire(KEY) is None
+        leases.release(lease)
+        assert leases.acquire(KEY) is not None
+
+
+def test_leases_move_into_redis_when_it_is_back() -> None:
+    """A lease taken while Redis was down is in Redis soon after, unless another has it by then."""
+    with (
+        running_server() as server,
+        closing(RedisLeases(server.url, ttl_seconds=0.6)) as leases,
+        server.connect() as connection,
+    ):
+        server.stop()
+        lost, kept = leases.acquire(OTHER), leases.acquire(KEY)
+        assert lost is not None and kept is not None
+        server.start()
+        connection.set(PREFIX + OTHER.hex(), "another", px=100_000)
+        eventually(lambda: connection.exists(NAME) and lost.is_lost)
+        assert not kept.is_lost and leases.acquire(KEY) is None
+
+
+def test_local_leases_end_by_themselves() -> None:
+    """In a process too a holder that forgot its lease loses it."""
+    now = [0.0]
+    leases = LocalLeases(max_hold_seconds=10.0, clock=lambda: now[0])
+    lease = leases.acquire(KEY)
+    assert lease is not None
+    now[0] = 9.9
+    assert leases.acquire(KEY) is None
+    now[0] = 10.1
+    again = leases.acquire(KEY)
+    assert again is not None and lease.is_lost
+    leases.release(lease)
+    assert leases.acquire(KEY) is None

@@ -1,0 +1,381 @@
+"""The tiered store: the longest usable prefix, and never an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchkv_cache_store.block import Block, Kind, Limits
+from batchkv_cache_store.errors import TierError
+from batchkv_cache_store.gate import Gate
+from batchkv_cache_store.lookup import Found, Wanted
+from batchkv_cache_store.names import block_name
+from batchkv_cache_store.seal import Buffer
+from batchkv_cache_store.store import Store, StoreSettings
+from batchkv_cache_store.tiers.base import Put, Tier
+from batchkv_cache_store.tiers.disk import DiskTier
+from batchkv_cache_store.tiers.memory import MemoryTier
+from batchkv_cache_store.tiers.redis import RedisTier
+from cache_store.blocks import NAMESPACE, chain_of, encoded, make_block
+from support.redis_server import running_server
+
+MIB = 1024 * 1024
+PROMPT = list(range(100, 140))  # ten blocks
+FLUSH_SECONDS = 30.0
+
+
+class FaultyTier(MemoryTier):
+    """Memory under another name, that can be told to fail, to wait or to lie; calls are kept."""
+
+    is_instant = False
+
+    def __init__(self, name: str = "shared", max_bytes: int = 64 * MIB) -> None:
+        super().__init__(max_bytes)
+        self.name = name
+        self.is_broken = False
+        self.may_put = threading.Event()
+        self.may_put.set()
+        self.calls: list[tuple[str, int]] = []
+
+    def contains_many(self, names: Sequence[str]) -> dict[str, int]:
+        return self._called(
+            "contains", len(names), lambda: super(FaultyTier, self).contains_many(names)
+        )
+
+    def get_many(self, names: Sequence[str]) -> dict[str, Buffer]:
+        return self._called("get", len(names), lambda: super(FaultyTier, self).get_many(names))
+
+    def put(self, name: str, buffers: Sequence[Buffer]) -> Put:
+        assert self.may_put.wait(FLUSH_SECONDS)
+        return self._called("put", 1, lambda: super(FaultyTier, self).put(name, buffers))
+
+    def _called(self, what: str, amount: int, call: Callable[[], Any]) -> Any:
+        self.calls.append((what, amount))
+        if self.is_broken:
+            raise TierError("it is broken")
+        return call()
+
+
+def wanted(blocks: Sequence[Block], **needs: Any) -> Wanted:
+    """What a prompt of these blocks asks for."""
+    keys, tokens = [block.key for block in blocks], [block.tokens for block in blocks]
+    return Wanted(NAMESPACE, keys, tokens, **needs)
+
+
+def publish(store: Store, blocks: Sequence[Block]) -> None:
+    """Publish blocks and wait until they are written."""
+    assert all([store.publish(block) for block in blocks])
+    assert store.flush(FLUSH_SECONDS)
+
+
+def put(tier: Tier, blocks: Sequence[Block]) -> None:
+    """Put blocks into a tier, past any store."""
+    for block in blocks:
+        tier.put(block_name(block.key, block.kind), [encoded(block)])
+
+
+def counted(store: Store, *names: str) -> list[int]:
+    """The values of counters."""
+    return [store.counters().get(name, 0) for name in names]
+
+
+def test_what_is_published_is_found(tmp_path: Path) -> None:
+    """The longest prefix comes back bit for bit, also after a restart and for a longer prompt."""
+    blocks = chain_of(PROMPT)
+    with closing_store([MemoryTier(MIB), DiskTier(tmp_path, MIB)]) as store:
+        assert store.lookup(wanted(blocks)) == Found()
+        publish(store, blocks[:7])
+        assert store.lookup(wanted(blocks)) == Found(7, tuple(blocks[:7]))
+        assert counted(store, "published", "hit.memory", "hit.disk") == [7, 7, 0]
+    with closing_store([MemoryTier(MIB), DiskTier(tmp_path, MIB)]) as store:
+        for _ in range(2):
+            assert store.lookup(wanted(blocks)).kv == tuple(blocks[:7])
+        assert counted(store, "hit.disk", "hit.memory", "lookups", "lookups_empty") == [7, 7, 2, 0]
+        assert counted(store, "wanted_blocks", "found_blocks") == [20, 14]
+
+
+class closing_store(closing[Store]):
+    """A store, closed at the end, with everything written."""
+
+    def __init__(self, tiers: Sequence[Tier], **settings: Any) -> None:
+        super().__init__(Store(tiers, **settings))
+
+    def __exit__(self, *_: object) -> None:
+        self.thing.close(FLUSH_SECONDS)
+
+
+def test_a_gap_ends_the_chain() -> None:
+    """A chain with a missing block in the middle is usable up to the gap."""
+    blocks = chain_of(PROMPT)
+    with closing_store([MemoryTier(MIB)]) as store:
+        publish(store, blocks[:3] + blocks[4:])
+        assert store.lookup(wanted(blocks)).depth == 3
+
+
+def test_tiers_complete_each_other_and_hits_move_up() -> None:
+    """One chain may lie in several tiers; what a slow tier had, the faster ones have afterwards."""
+    blocks = chain_of(PROMPT)
+    memory, disk, shared = MemoryTier(MIB), FaultyTier("disk"), FaultyTier()
+    put(memory, blocks[:2])
+    put(disk, blocks[2:5])
+    put(shared, blocks[4:])
+    with closing_store([memory, disk, shared]) as store:
+        assert store.lookup(wanted(blocks)).kv == tuple(blocks)
+        assert counted(store, "hit.memory", "hit.disk", "hit.shared") == [2, 3, 5]
+        assert memory.stats().num_blocks == 10 and store.flush(FLUSH_SECONDS)
+        assert disk.stats().num_blocks == 8 and counted(store, "promoted") == [5]
+
+
+def test_64_keys_are_one_round_trip() -> None:
+    """A tier is asked once for 64 keys, and once for their bytes; 65 keys are two of each."""
+    for num_blocks, trips in ((64, [64]), (65, [64, 1])):
+        shared = FaultyTier()
+        blocks = chain_of(range(4 * num_blocks))
+        put(shared, blocks)
+        shared.calls.clear()
+        with closing_store([shared]) as store:
+            assert store.lookup(wanted(blocks)).depth == num_blocks
+        expected = [("contains", n) for n in trips] + [("get", n) for n in trips]
+        assert shared.calls == expected
+
+
+def test_nothing_is_asked_behind_a_gap() -> None:
+    """A prompt whose first 64 blocks are not all there is not asked about any further."""
+    shared = FaultyTier()
+    with closing_store([shared]) as store:
+        assert store.lookup(wanted(chain_of(range(4 * 300)))).depth == 0
+    assert shared.calls == [("contains", 64)]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "swap", "empty", "huge"])
+def test_a_damaged_block_is_a_miss_and_set_aside(tmp_path: Path, damage: str) -> None:
+    """A damaged block ends the chain, is counted by reason, and makes room for a good one."""
+    blocks = chain_of(PROMPT)
+    disk = DiskTier(tmp_path, MIB)
+    put(disk, blocks)
+    file = next(tmp_path.rglob(block_name(blocks[4].key, Kind.KV)))
+    data = bytearray(file.read_bytes())
+    match damage:
+        case "flip":
+            data[-20] ^= 1
+        case "cut":
+            del data[-5:]
+        case "swap":
+            data[:] = encoded(blocks[5])
+        case "empty":
+            data.clear()
+        case _:
+            data.extend(bytes(20_000))
+    file.write_bytes(data)
+    settings = StoreSettings(limits=Limits(max_block_bytes=10_000))
+    reasons = {"flip": "checksum", "swap": "key", "huge": "limits"}
+    with closing_store([disk], settings=settings) as store:
+        assert store.lookup(wanted(blocks)).depth == 4
+        assert counted(store, f"rejected.{reasons.get(damage, 'truncated')}") == [1]
+        assert not file.exists() and (tmp_path / "aside" / file.name).exists()
+        publish(store, [blocks[4]])
+        assert store.lookup(wanted(blocks)).depth == 10
+
+
+def test_a_damaged_block_is_taken_from_the_next_tier() -> None:
+    """What a fast tier has damaged or lost is fetched from a slower one in the same lookup."""
+    blocks = chain_of(PROMPT)
+    disk, shared = FaultyTier("disk"), FaultyTier()
+    put(disk, blocks[:3])
+    disk.put(block_name(blocks[3].key, Kind.KV), [b"damaged"])
+    put(disk, blocks[4:])
+    put(shared, blocks)
+    with closing_store([disk, shared]) as store:
+        assert store.lookup(wanted(blocks)).kv == tuple(blocks)
+        assert counted(store, "hit.disk", "hit.shared", "rejected.truncated") == [9, 1, 1]
+
+
+def test_blocks_that_vanish_between_asking_and_fetching_are_misses() -> None:
+    """A tier that says yes and then has nothing costs the rest of the chain, not the lookup."""
+    blocks = chain_of(PROMPT)
+
+    class Forgetful(FaultyTier):
+        def get_many(self, names: Sequence[str]) -> dict[str, Buffer]:
+            return {name: data for name, data in super().get_many(names).items() if name != gone}
+
+    gone = block_name(blocks[6].key, Kind.KV)
+    tier = Forgetful()
+    put(tier, blocks)
+    with closing_store([tier]) as store:
+        assert store.lookup(wanted(blocks)).kv == tuple(blocks[:6])
+
+
+def test_signed_blocks_need_their_secret() -> None:
+    """With a secret, foreign blocks are misses; without it, signed ones are, and they stay."""
+    blocks = chain_of(PROMPT)
+    tier = FaultyTier()
+    with closing_store([tier], secret=b"secret of the first") as store:
+        publish(store, blocks)
+        assert store.lookup(wanted(blocks)).depth == 10
+    with closing_store([tier]) as store:
+        assert store.lookup(wanted(blocks)).depth == 0
+        assert counted(store, "rejected.no_secret") == [10] and tier.stats().num_blocks == 10
+    with closing_store([tier], secret=b"secret of the second") as store:
+        assert store.lookup(wanted(blocks)).depth == 0
+        assert counted(store, "rejected.mac") == [10] and tier.stats().num_blocks == 0
+
+
+def test_states_and_windows_decide_where_a_prompt_is_taken_up() -> None:
+    """Only a depth at which every kind is there is used; windows are needed at its end alone."""
+    kv = chain_of(PROMPT)
+    windows = [dataclasses.replace(block, kind=Kind.WINDOW) for block in kv]
+    states = [dataclasses.replace(block, kind=Kind.STATE) for block in kv]
+    with closing_store([MemoryTier(MIB)]) as store:
+        publish(store, [*kv[:9], *windows[3:9], states[4], states[7], states[9]])
+        found = store.lookup(wanted(kv, num_window_blocks=2, has_state=True))
+        assert found == Found(8, tuple(kv[:8]), tuple(windows[6:8]), states[7])
+        assert store.lookup(wanted(kv, num_window_blocks=6)).depth == 9
+        assert store.lookup(wanted(kv, num_window_blocks=7)).depth == 0
+        found = store.lookup(wanted(kv, has_kv=False, has_state=True))
+        assert found == Found(10, (), (), states[9])
+
+
+def test_a_broken_tier_is_left_alone_and_asked_again() -> None:
+    """Failures are misses; after three the tier is not asked, after the cooldown it is, once."""
+    blocks = chain_of(PROMPT)
+    memory, shared = MemoryTier(MIB), FaultyTier()
+    put(memory, blocks[:2])
+    put(shared, blocks)
+    now = [0.0]
+    with closing_store([memory, shared], clock=lambda: now[0]) as store:
+        shared.is_broken = True
+        for _ in range(6):
+            assert store.lookup(wanted(blocks)).depth == 2
+        assert counted(store, "error.shared", "skipped.shared") == [3, 3]
+        assert store.open_breakers() == ["shared"]
+        assert store.publish(make_block((9, 9, 9, 9))) and store.flush(FLUSH_SECONDS)
+        now[0] = 6.0
+        assert store.lookup(wanted(blocks)).depth == 2
+        assert counted(store, "error.shared") == [4]
+        shared.is_broken = False
+        now[0] = 30.0
+        assert store.lookup(wanted(blocks)).depth == 10 and store.open_breakers() == []
+        assert store.tier_stats()["shared"] is not None
+
+
+def test_a_full_queue_drops_the_write_and_never_waits() -> None:
+    """While a tier is stuck, what does not fit into the queue is dropped and counted."""
+    blocks = chain_of(PROMPT, num_bytes=4000)
+    shared = FaultyTier()
+    shared.may_put.clear()
+    settings = StoreSettings(max_queued_bytes=3 * len(encoded(blocks[0])))
+    with closing_store([shared], settings=settings) as store:
+        assert [store.publish(block) for block in blocks] == [True] * 3 + [False] * 7
+        assert store.num_queued_bytes <= settings.max_queued_bytes
+        assert not store.flush(0.01)
+        shared.may_put.set()
+        assert store.flush(FLUSH_SECONDS) and store.num_queued_bytes == 0
+        assert counted(store, "published", "dropped", "stored.shared") == [3, 7, 3]
+        assert store.lookup(wanted(blocks)).depth == 3
+
+
+def test_closing_writes_what_waits_for_so_long() -> None:
+    """A close flushes; when a tier is stuck it gives up in time and says how much was lost."""
+    blocks = chain_of(PROMPT)
+    shared = FaultyTier()
+    store = Store([shared])
+    assert all([store.publish(block) for block in blocks])
+    assert store.close(FLUSH_SECONDS) and shared.stats().num_blocks == 10
+    assert not store.publish(blocks[0])
+    stuck = FaultyTier()
+    stuck.may_put.clear()
+    store = Store([stuck])
+    assert all([store.publish(block) for block in blocks])
+    assert not store.close(0.05)
+    assert counted(store, "given_up") == [10]
+    stuck.may_put.set()
+
+
+def test_one_block_published_twice_is_written_once() -> None:
+    """A block that waits already is not queued again, and one that is there is left as it is."""
+    shared = FaultyTier()
+    block = make_block()
+    with closing_store([shared]) as store:
+        shared.may_put.clear()
+        assert store.publish(block) and store.publish(block)
+        assert store.num_queued_bytes == len(encoded(block))
+        shared.may_put.set()
+        assert store.flush(FLUSH_SECONDS)
+        publish(store, [block])
+        assert counted(store, "stored.shared", "present.shared") == [1, 1]
+
+
+def test_a_bug_in_one_write_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    """The writer's thread outlives whatever one block does to it, and leaves a trace."""
+    shared = FaultyTier()
+    with closing_store([shared]) as store:
+        broken = dataclasses.replace(make_block(), writer="w")
+        store.publish(broken)
+        assert store.flush(FLUSH_SECONDS)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("batchkv_cache_store.store.join", lambda parts: 1 / 0)
+            store.publish(make_block((5, 5, 5, 5)))
+            assert store.flush(FLUSH_SECONDS)
+        publish(store, [make_block((6, 6, 6, 6))])
+    assert "ZeroDivisionError" in caplog.text and shared.stats().num_blocks == 2
+
+
+def test_what_is_slower_than_computing_is_not_loaded() -> None:
+    """The gate leaves a slow tier's blocks where they are; the fast tier's head is loaded."""
+    blocks = chain_of(PROMPT, num_bytes=4000)
+    memory, shared = MemoryTier(MIB), FaultyTier()
+    put(memory, blocks[:2])
+    put(shared, blocks)
+    gate = Gate(weight=1e-9)
+    gate.observe_load("memory", 10**9, 0.001)
+    gate.observe_round_trip("memory", 0.0)
+    gate.observe_load("shared", 1000, 10.0)
+    gate.observe_prefill(1000, 1.0)
+    with closing_store([memory, shared], gate=gate) as store:
+        assert store.lookup(wanted(blocks)).depth == 2
+        assert counted(store, "gated", "hit.shared") == [1, 0]
+
+
+def test_wrong_arguments_are_errors_of_the_caller() -> None:
+    """Only bugs raise: blocks beyond the format, keys without tokens, tiers of one name."""
+    with closing_store([MemoryTier(MIB)]) as store:
+        with pytest.raises(ValueError, match="key is not 32"):
+            store.publish(dataclasses.replace(make_block(), key=b"short"))
+        with pytest.raises(ValueError, match="tokens of 0"):
+            Wanted(NAMESPACE, [b"k" * 32], [])
+        with pytest.raises(ValueError, match="no kind"):
+            Wanted(NAMESPACE, [], [], has_kv=False)
+        assert store.lookup(Wanted(NAMESPACE, [], [])) == Found()
+    with pytest.raises(ValueError, match="one name"):
+        Store([MemoryTier(1), MemoryTier(1)])
+
+
+def test_two_machines_share_blocks_through_redis(tmp_path: Path) -> None:
+    """What one worker publishes, another finds; Redis dying and coming back costs misses only."""
+    blocks = chain_of(PROMPT, num_bytes=40_000)
+    settings = StoreSettings(cooldown_seconds=0.0, max_failures=1)
+
+    def machine(name: str) -> Store:
+        tiers = [MemoryTier(MIB), DiskTier(tmp_path / name, MIB), RedisTier(server.url)]
+        return Store(tiers, settings=settings)
+
+    with running_server("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru") as server:
+        first, second = machine("a"), machine("b")
+        publish(first, blocks)
+        assert second.lookup(wanted(blocks)).kv == tuple(blocks)
+        assert counted(second, "hit.redis") == [10]
+        other = chain_of(range(500, 540))
+        server.stop()
+        assert second.lookup(wanted(other)).depth == 0
+        assert second.lookup(wanted(blocks)).depth == 10
+        assert counted(second, "error.redis")[0] > 0
+        server.start()
+        publish(first, other)
+        assert second.lookup(wanted(other)).depth == 10
+        assert first.close(FLUSH_SECONDS) and second.close(FLUSH_SECONDS)

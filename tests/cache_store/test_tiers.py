@@ -1,0 +1,530 @@
+"""One contract for all tiers, and what each of them promises beyond it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from batchkv_cache_store.errors import TierError, TierMisconfigured
+from batchkv_cache_store.tiers.base import Put, Tier
+from batchkv_cache_store.tiers.disk import DiskTier, Durability
+from batchkv_cache_store.tiers.disk_folder import MAX_ASIDE
+from batchkv_cache_store.tiers.memory import MemoryTier
+from batchkv_cache_store.tiers.redis import PREFIX, RedisTier
+from support.redis_server import RedisServer, running_server
+
+START_SECONDS = 60.0
+MIB = 1024 * 1024
+BLOCK = 64 * 1024  # a whole number of the file system's units
+
+
+def name(number: int, kind: str = "kv") -> str:
+    """The name of one of many blocks, spread over the fan-out."""
+    return f"{number * 37 % 256:02x}{number:062x}.{kind}"
+
+
+@pytest.fixture(scope="module")
+def evicting_server() -> Iterator[RedisServer]:
+    """A server for the cache alone, with a memory limit."""
+    with running_server("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru") as server:
+        yield server
+
+
+@pytest.fixture
+def cache_server(evicting_server: RedisServer) -> RedisServer:
+    """That server, emptied first."""
+    with evicting_server.connect() as connection:
+        connection.flushall()
+    return evicting_server
+
+
+@pytest.fixture(scope="module")
+def bucket_url() -> Iterator[str]:
+    """A server that speaks S3, in a process of its own, with the bucket ``blocks``."""
+    boto3 = pytest.importorskip("boto3")
+    pytest.importorskip("moto.server")
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not _listens(port):
+            assert server.poll() is None and time.monotonic() < deadline, "moto does not start"
+            time.sleep(0.05)
+        url = f"http://127.0.0.1:{port}"
+        client = boto3.client("s3", endpoint_url=url, **S3_SETTINGS)
+        client.create_bucket(Bucket="blocks")
+        client.close()
+        yield url
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+S3_SETTINGS = {
+    "region_name": "us-east-1",
+    "aws_access_key_id": "test",
+    "aws_secret_access_key": "test",
+}
+
+
+def _listens(port: int) -> bool:
+    with closing(socket.socket()) as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture(params=["memory", "disk", "redis", "objects"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
+    """Each tier in turn, empty."""
+    made: Tier
+    if request.param == "memory":
+        made = MemoryTier(16 * MIB)
+    elif request.param == "disk":
+        made = DiskTier(tmp_path / "cache", 16 * MIB)
+    elif request.param == "redis":
+        made = RedisTier(request.getfixturevalue("cache_server").url)
+    else:
+        made = objects_tier(request.getfixturevalue("bucket_url"), f"{request.node.name}/")
+    yield made
+    made.close()
+
+
+def objects_tier(url: str, prefix: str, max_bytes: int = 16 * MIB, bucket: str = "blocks") -> Tier:
+    """A tier in the test's bucket; the module needs the optional boto3."""
+    from batchkv_cache_store.tiers.objects import ObjectsTier
+
+    return ObjectsTier(bucket, max_bytes, endpoint_url=url, prefix=prefix, **S3_SETTINGS)
+
+
+def test_what_is_put_is_got(tier: Tier) -> None:
+    """Buffers of every sort come back as one, with their size; what is not here is left out."""
+    parts = [b"head", memoryview(bytearray(b"x" * 100_000)), bytearray(b"tail")]
+    assert tier.put(name(1), parts) is Put.STORED
+    assert tier.put(name(2, "state"), [b"s"]) is Put.STORED
+    wanted = [name(0), name(1), name(2, "state"), name(2)]
+    assert tier.contains_many(wanted) == {name(1): 100_008, name(2, "state"): 1}
+    found = {key: bytes(value) for key, value in tier.get_many(wanted).items()}
+    assert found == {name(1): b"".join(parts), name(2, "state"): b"s"}
+    assert tier.contains_many([]) == {} == tier.get_many([])
+
+
+def test_the_first_put_stays(tier: Tier) -> None:
+    """A second put of a name says that it is present, and changes nothing."""
+    assert tier.put(name(1), [b"first"]) is Put.STORED
+    assert tier.put(name(1), [b"second"]) is Put.PRESENT
+    assert bytes(tier.get_many([name(1)])[name(1)]) == b"first"
+
+
+def test_buffers_are_not_kept(tier: Tier) -> None:
+    """A buffer that changes after its put does not change what is stored, nor what was read."""
+    buffer = bytearray(b"before")
+    tier.put(name(1), [buffer])
+    read = tier.get_many([name(1)])[name(1)]
+    buffer[:] = b"after!"
+    tier.delete(name(1))
+    assert bytes(read) == b"before"
+
+
+@pytest.mark.parametrize("remove", ["delete", "set_aside"])
+def test_what_is_removed_is_gone(tier: Tier, remove: str) -> None:
+    """Deleting and setting aside make room for a new put; a name that is not here is no error."""
+    tier.put(name(1), [b"first"])
+    getattr(tier, remove)(name(1))
+    getattr(tier, remove)(name(1))
+    assert tier.get_many([name(1)]) == {} == tier.contains_many([name(1)])
+    assert tier.put(name(1), [b"second"]) is Put.STORED
+    assert bytes(tier.get_many([name(1)])[name(1)]) == b"second"
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "x", "../" + "0" * 61 + ".kv", "0" * 64, "A" * 64 + ".kv", "0" * 64 + ".kv\n"]
+)
+def test_names_are_checked(tier: Tier, bad: str) -> None:
+    """What is not the name of a block reaches no tier: no path, no key of others."""
+    for call in (tier.delete, tier.set_aside, lambda n: tier.put(n, [b"x"])):
+        with pytest.raises(ValueError, match="not the name"):
+            call(bad)
+    for many in (tier.contains_many, tier.get_many):
+        with pytest.raises(ValueError, match="not the name"):
+            many([name(1), bad])
+
+
+def test_racing_puts_leave_one_whole_block(tier: Tier) -> None:
+    """Of threads that put one name at once all succeed, one is stored, readers see it whole."""
+    barrier = threading.Barrier(4)
+    outcomes: list[Put] = []
+
+    def put(letter: bytes) -> None:
+        barrier.wait()
+        outcomes.append(tier.put(name(1), [letter * 5000, letter * 5000]))
+
+    threads = [threading.Thread(target=put, args=(letter,)) for letter in (b"a", b"b", b"c", b"d")]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        for value in tier.get_many([name(1)]).values():
+            assert len(value) == 10_000 and len(set(bytes(value))) == 1
+    assert sorted(outcomes) == ["present"] * 3 + ["stored"]
+
+
+def test_the_cap_is_never_passed(tier: Tier) -> None:
+    """However much is put, the tier holds no more than its cap, and takes no block larger."""
+    tier.check()
+    assert tier.max_bytes is not None
+    block = bytes(MIB)
+    outcomes = [tier.put(name(number), [block]) for number in range(24)]
+    stats = tier.stats()
+    assert stats.num_bytes is not None and stats.num_bytes <= tier.max_bytes
+    assert stats.num_blocks is not None and stats.num_blocks >= 10
+    if tier.name in ("memory", "disk"):  # objects never go, and the test's Redis has 64 MiB
+        assert outcomes == [Put.STORED] * 24 and stats.num_evicted == 24 - stats.num_blocks
+        assert tier.contains_many([name(23)])
+    assert tier.put(name(99), [bytes(tier.max_bytes + MIB)]) is Put.FULL
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_least_recently_used_goes_first(kind: str, tmp_path: Path) -> None:
+    """What was read lately stays, and of what was read together the first stays longest."""
+    tier = MemoryTier(8 * BLOCK) if kind == "memory" else small_disk(tmp_path)
+    for number in range(6):
+        tier.put(name(number), [bytes(BLOCK)])
+    tier.get_many([name(0), name(1), name(2)])
+    for number in range(6, 12):
+        tier.put(name(number), [bytes(BLOCK)])
+        tier.get_many([name(0)])
+    left = tier.contains_many([name(number) for number in range(12)])
+    assert name(0) in left and name(11) in left
+    assert not {name(3), name(4), name(5)} & set(left)
+
+
+def small_disk(root: Path, num_blocks: int = 8) -> DiskTier:
+    """A disk tier with room for that many test blocks besides its own folders."""
+    return DiskTier(root, int(num_blocks * BLOCK / 0.95) + 4096)
+
+
+# Disk
+
+
+def physical(root: Path) -> int:
+    """Bytes of disk that all files below a folder take, the ledger aside."""
+    files = (path for path in root.rglob("*") if path.is_file() and path.name != "usage")
+    return sum(path.stat().st_blocks * 512 for path in files)
+
+
+def ledger(root: Path) -> int:
+    """What the folder's ledger says."""
+    return int((root / "usage").read_text())
+
+
+@pytest.mark.parametrize("durability", list(Durability))
+def test_disk_outlives_its_process(tmp_path: Path, durability: Durability) -> None:
+    """Another tier on the same folder finds the blocks, the ledger agrees with the disk."""
+    first = DiskTier(tmp_path, MIB, durability)
+    first.put(name(1), [b"x" * 5000])
+    second = DiskTier(tmp_path, MIB)
+    assert bytes(second.get_many([name(1)])[name(1)]) == b"x" * 5000
+    assert ledger(tmp_path) == physical(tmp_path) > 0
+    second.delete(name(1))
+    assert ledger(tmp_path) == 0 == physical(tmp_path)
+
+
+def test_disk_over_its_cap_at_start_is_cut(tmp_path: Path) -> None:
+    """A folder that holds more than a new, lower cap is under it before the first call."""
+    large = DiskTier(tmp_path, 100 * BLOCK)
+    for number in range(40):
+        large.put(name(number), [bytes(BLOCK)])
+    small = small_disk(tmp_path)
+    stats = small.stats()
+    assert physical(tmp_path) <= small.max_bytes and stats.num_bytes == ledger(tmp_path)
+    assert 0 < (stats.num_blocks or 0) <= 8 and name(39) in small.contains_many([name(39)])
+
+
+def test_disk_processes_share_one_cap(tmp_path: Path) -> None:
+    """Two tiers that write in turn hold one cap together, though neither sees the other's puts."""
+    tiers = [small_disk(tmp_path), small_disk(tmp_path)]
+    for number in range(40):
+        assert tiers[number % 2].put(name(number), [bytes(BLOCK)]) is Put.STORED
+        assert physical(tmp_path) <= tiers[0].max_bytes
+
+
+def test_disk_room_is_reserved_while_writing(tmp_path: Path) -> None:
+    """A block that is being written counts before its bytes are there."""
+    tier = small_disk(tmp_path, 3)
+    writing = tmp_path / "temporary" / f"{name(50)}.{os.getpid()}.0.{2 * BLOCK}"
+    writing.touch()
+    (tmp_path / "usage").write_text("0")  # as after a crash: the walk must find it
+    outcomes = [tier.put(name(number), [bytes(BLOCK)]) for number in range(6)]
+    assert outcomes[0] is Put.STORED and writing.exists()
+    assert physical(tmp_path) + 2 * BLOCK <= tier.max_bytes + 3 * BLOCK
+    tier.stats()
+    restarted = small_disk(tmp_path, 3)
+    assert restarted.put(name(60), [bytes(2 * BLOCK)]) is Put.FULL
+
+
+def test_disk_leftovers_are_swept_by_age(tmp_path: Path) -> None:
+    """A start removes old temporary files; young ones may still be written, foreign ones stay."""
+    DiskTier(tmp_path, MIB)
+    old, young = (tmp_path / "temporary" / f"{name(n)}.123.0.4096" for n in (1, 2))
+    foreign = tmp_path / "temporary" / "notes.txt"
+    for file in (old, young, foreign):
+        file.write_bytes(b"x")
+    for file in (old, foreign):
+        os.utime(file, (1, 1))
+    DiskTier(tmp_path, MIB)
+    assert not old.exists() and young.exists() and foreign.exists()
+
+
+def test_disk_leaves_foreign_files_alone(tmp_path: Path) -> None:
+    """Files and folders that are not ours are counted and stay, however full it is."""
+    tier = small_disk(tmp_path)
+    tier.put(name(0), [b"x"])
+    foreign = [
+        tmp_path / "photo.jpg",
+        tmp_path / "blocks-1" / "0" / "0" / "block.safetensors",
+        tmp_path / "blocks-1" / "0" / "0" / name(1),  # a block's name in another block's place
+        tmp_path / "blocks-1" / "README",
+        tmp_path / "blocks-2" / "a" / "later.kv",
+    ]
+    for file in foreign:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"not ours")
+    restarted = small_disk(tmp_path)
+    for number in range(20):
+        restarted.put(name(number), [bytes(BLOCK)])
+    assert restarted.stats().num_foreign == 5
+    assert [file.read_bytes() for file in foreign] == [b"not ours"] * 5
+    (tmp_path / "huge").write_bytes(bytes(9 * BLOCK))
+    full = small_disk(tmp_path)
+    assert full.put(name(30), [bytes(BLOCK)]) is Put.FULL and (tmp_path / "huge").exists()
+
+
+def test_disk_keeps_few_damaged_blocks(tmp_path: Path) -> None:
+    """Damaged blocks are set aside for a look, the latest few, and are the first to go."""
+    tier = DiskTier(tmp_path, 100 * BLOCK)
+    for number in range(MAX_ASIDE + 4):
+        tier.put(name(number), [bytes(BLOCK)])
+        tier.set_aside(name(number))
+    assert len(list((tmp_path / "aside").iterdir())) == MAX_ASIDE
+    assert ledger(tmp_path) == physical(tmp_path)
+    tier.put(name(50), [bytes(BLOCK)])
+    small = DiskTier(tmp_path, 2 * BLOCK)
+    assert not list((tmp_path / "aside").iterdir()) and small.contains_many([name(50)])
+
+
+def test_disk_folder_may_vanish(tmp_path: Path) -> None:
+    """A folder deleted while it is in use is a miss, and is made again by the next put."""
+    root = tmp_path / "cache"
+    tier = DiskTier(root, MIB)
+    tier.put(name(1), [b"x"])
+    _remove_tree(root)
+    assert tier.get_many([name(1)]) == {} == tier.contains_many([name(1)])
+    tier.delete(name(1))
+    _remove_tree(root)
+    assert tier.put(name(1), [b"again"]) is Put.STORED
+    assert bytes(tier.get_many([name(1)])[name(1)]) == b"again"
+
+
+def _remove_tree(root: Path) -> None:
+    for path in sorted(root.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    root.rmdir()
+
+
+def test_disk_follows_no_links_and_reads_no_pipes(tmp_path: Path) -> None:
+    """What lies in a block's place and is no file is no block, and never hangs a reader."""
+    tier = DiskTier(tmp_path, MIB)
+    secret = tmp_path.parent / f"{tmp_path.name}-secret"
+    secret.write_text("secret")
+    places = [tmp_path / "blocks-1" / name(n)[0] / name(n)[1] / name(n) for n in range(3)]
+    for place in places:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    places[0].symlink_to(secret)
+    os.mkfifo(places[1])
+    places[2].mkdir()
+    assert tier.contains_many([name(n) for n in range(3)]) == {}
+    assert set(map(bytes, tier.get_many([name(n) for n in range(3)]).values())) == {b""}
+
+
+def test_disk_that_cannot_be_used_says_so(tmp_path: Path) -> None:
+    """A folder that cannot be made is refused at the start."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TierMisconfigured, match="cannot be used"):
+        DiskTier(tmp_path / "file" / "cache", MIB)
+
+
+def test_disk_without_space_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that runs out of space while a block is written keeps nothing of it."""
+    tier = DiskTier(tmp_path, MIB)
+
+    def no_space(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("batchkv_cache_store.tiers.disk.os.writev", no_space)
+    assert tier.put(name(1), [b"x"]) is Put.FULL
+    assert ledger(tmp_path) == 0 and not list((tmp_path / "temporary").iterdir())
+
+
+# Redis
+
+
+def test_redis_that_holds_a_queue_is_refused(redis_server: RedisServer, redis_url: str) -> None:
+    """The queue's database is recognized by batchkv's own keys and by RQ's, also later."""
+    for key in ("batchkv:batches", "rq:queues", "rq:workers"):
+        with redis_server.connect() as connection:
+            connection.flushall()
+            tier = RedisTier(redis_url, MIB)
+            connection.set(key, 1)
+        with pytest.raises(TierMisconfigured, match="holds a queue"):
+            tier.check()
+        with pytest.raises(TierMisconfigured, match="holds a queue"):
+            tier.put(name(1), [b"x"])
+        tier.close()
+    with closing(RedisTier(f"{redis_url}".replace("db=0", "db=1"), 100 * MIB)) as beside:
+        assert beside.put(name(1), [b"x"]) is Put.STORED
+        with Redis(unix_socket_path=str(redis_server.socket), db=1) as connection:
+            connection.sadd("rq:queues", "q")
+        with pytest.raises(TierMisconfigured, match="moved into"):
+            beside.put(name(2), [b"x"])
+
+
+def test_redis_that_evicts_a_queue_beside_it_is_refused(cache_server: RedisServer) -> None:
+    """An evicting server takes keys of all databases: a queue in any of them is a refusal."""
+    with Redis(unix_socket_path=str(cache_server.socket), db=3) as connection:
+        connection.sadd("rq:queues", "q")
+        with closing(RedisTier(cache_server.url)) as tier:
+            with pytest.raises(TierMisconfigured, match="evicts keys of all databases"):
+                tier.check()
+            connection.flushall()
+            tier.check()
+
+
+def test_redis_without_a_limit_is_refused(redis_url: str) -> None:
+    """A server without maxmemory needs a limit of ours, and then stops before it."""
+    with closing(RedisTier(redis_url)) as tier, pytest.raises(TierMisconfigured, match="maxmemory"):
+        tier.check()
+    with closing(RedisTier(redis_url, 8 * MIB)) as tier:
+        outcomes = [tier.put(name(number), [bytes(MIB)]) for number in range(10)]
+        assert outcomes[0] is Put.STORED and outcomes[-1] is Put.FULL
+        assert (tier.stats().num_bytes or 0) <= 8 * MIB
+
+
+def test_redis_that_is_full_evicts_or_says_so(cache_server: RedisServer) -> None:
+    """An evicting server makes room by itself; one that does not is full, and that is no error."""
+    with closing(RedisTier(cache_server.url)) as tier:
+        for number in range(20):
+            assert tier.put(name(number), [bytes(8 * MIB)]) is Put.STORED
+        stats = tier.stats()
+        assert stats.num_evicted and (stats.num_bytes or 0) <= 64 * MIB
+        assert tier.put(name(99), [bytes(65 * MIB)]) is Put.FULL
+    with (
+        running_server("--maxmemory", "16mb") as server,
+        closing(RedisTier(server.url)) as tier,
+    ):
+        outcomes = [tier.put(name(number), [bytes(3 * MIB)]) for number in range(8)]
+        assert outcomes[0] is Put.STORED and outcomes[-1] is Put.FULL
+
+
+def test_redis_put_that_loses_the_race_changes_nothing(
+    cache_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block that another worker put after this one had looked stays, whoever is the later."""
+    with closing(RedisTier(cache_server.url)) as tier, cache_server.connect() as other:
+
+        def too_late(*_: object) -> bool:
+            other.set(PREFIX + name(1), b"first")
+            return True
+
+        monkeypatch.setattr(tier, "_has_room", too_late)
+        assert tier.put(name(1), [b"second"]) is Put.PRESENT
+        assert bytes(tier.get_many([name(1)])[name(1)]) == b"first"
+
+
+def test_redis_keys_of_another_type_are_no_blocks(cache_server: RedisServer) -> None:
+    """A list in a block's place is not here, and the other blocks still are."""
+    with closing(RedisTier(cache_server.url)) as tier, cache_server.connect() as connection:
+        connection.rpush(PREFIX + name(1), "x")
+        tier.put(name(2), [b"block"])
+        assert tier.contains_many([name(1), name(2)]) == {name(2): 5}
+        assert set(tier.get_many([name(1), name(2)])) == {name(2)}
+
+
+def test_redis_keys_have_a_prefix_of_their_own(cache_server: RedisServer) -> None:
+    """No key of the cache looks like one of the queue's."""
+    with closing(RedisTier(cache_server.url)) as tier:
+        tier.put(name(1), [b"x"])
+    with cache_server.connect() as connection:
+        assert PREFIX + name(1) in {key.decode() for key in connection.scan_iter()}
+    assert not PREFIX.startswith(("batchkv:", "rq:"))
+
+
+def test_redis_fetches_in_one_round_trip(cache_server: RedisServer) -> None:
+    """64 blocks are one command, and their presence one batch of them."""
+    names = [name(number) for number in range(64)]
+    with closing(RedisTier(cache_server.url)) as tier, cache_server.connect() as connection:
+        for each in names:
+            tier.put(each, [b"x" * 1000])
+        before = connection.info("commandstats")
+        assert len(tier.get_many(names)) == 64 == len(tier.contains_many(names))
+        after = connection.info("commandstats")
+    assert after["cmdstat_mget"]["calls"] - before.get("cmdstat_mget", {"calls": 0})["calls"] == 1
+    assert "cmdstat_get" not in after
+
+
+# Objects
+
+
+def test_objects_that_others_wrote_count(bucket_url: str) -> None:
+    """What is in the bucket already counts towards the cap; foreign objects are told apart."""
+    from batchkv_cache_store.tiers.objects import ObjectsTier
+
+    with closing(objects_tier(bucket_url, "shared/")) as first:
+        assert isinstance(first, ObjectsTier)
+        assert first.put(name(1), [bytes(MIB)]) is Put.STORED
+        first._client.put_object(Bucket="blocks", Key="shared/1/notes.txt", Body=b"not ours")
+    with closing(objects_tier(bucket_url, "shared/", 2 * MIB)) as second:
+        assert second.put(name(2), [bytes(MIB)]) is Put.FULL
+        second.delete(name(1))
+        assert second.put(name(2), [bytes(MIB)]) is Put.STORED
+        stats = second.stats()
+    assert (stats.num_blocks, stats.num_bytes, stats.num_foreign) == (1, MIB + 8, 1)
+
+
+# Servers that are gone
+
+
+def test_servers_that_are_gone_are_tier_errors(bucket_url: str, tmp_path: Path) -> None:
+    """Nothing but TierError comes from a server that does not answer, or that refuses."""
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    tiers: list[Tier] = [
+        RedisTier(f"unix://{tmp_path}/none", MIB),
+        RedisTier(f"redis://127.0.0.1:{port}/0", MIB),
+        objects_tier(f"http://127.0.0.1:{port}", "p/"),
+        objects_tier(bucket_url, "p/", bucket="no-such-bucket"),
+    ]
+    for tier in tiers:
+        calls: list[Callable[[], object]] = [
+            tier.check,
+            lambda tier=tier: tier.put(name(1), [b"x"]),  # type: ignore[misc]
+            lambda tier=tier: tier.stats(),  # type: ignore[misc]
+        ]
+        for call in calls:
+            with pytest.raises(TierError):
+                call()
+        tier.close()
