@@ -18,9 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import boto3
-from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+try:
+    import boto3
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+except ModuleNotFoundError:  # an extra; whoever makes the tier is told
+    boto3 = Config = None
+    BotoCoreError = ClientError = HTTPClientError = OSError
 
 from batchkv_cache_store.errors import TierError, TierMisconfigured
 from batchkv_cache_store.names import checked, is_block_name
@@ -55,6 +59,8 @@ class ObjectsTier(Tier):
         prefix: str = "batchkv/",
         **client_settings: str,
     ) -> None:
+        if boto3 is None:
+            raise TierMisconfigured("object storage needs boto3: pip install 'batchkv[objects]'")
         self.name = "objects"
         self.max_bytes: int = max_bytes
         self._bucket = bucket
