@@ -11,7 +11,7 @@ from mlx_lm.models import llama
 
 from batchkv_producer.job import Request, SamplingParams
 from batchkv_worker.engine import Engine, EngineConfig
-from batchkv_worker.errors import ModelError
+from batchkv_worker.errors import ModelError, SettingsError
 from batchkv_worker.events import Completed, Event, Rejected, Work
 from batchkv_worker.kv.attention import Path
 from batchkv_worker.sequence import Generation, Sequence
@@ -406,6 +406,33 @@ def test_one_long_row_after_many_short_ones_keeps_to_the_memory() -> None:
     while not running.is_idle:
         running.step()
         assert running.kv_bytes <= 6000 * per_token
+
+
+def test_old_buffers_make_way_for_a_row_that_fits_only_alone() -> None:
+    """A row that fits an empty engine fits it after a wider one too; nothing exceeds the memory."""
+    model = tiny_models.build("llama")
+    per_token = engine(model).bytes_per_token
+    limit = 2560 * per_token
+    running = engine(model, slots=1, prefix_bytes=0, memory_bytes=limit)
+    for name, length, count in (("wide", 2, 2300), ("long", 1100, 50)):
+        running.submit_row(
+            Sequence(name, [i % 512 for i in range(length)], Generation(count, temperature=0.0))
+        )
+        while not running.is_idle:
+            running.step()
+            running.check_integrity()
+            held = len(running._prefill._rows.arrays) if running._prefill._rows else 0
+            assert running.kv_bytes + (1100 * per_token if held else 0) <= limit
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme"), [("llama", "affine4,9=float"), ("mamba2", "affine8,last=float")]
+)
+def test_a_layer_that_the_model_has_not_is_a_setting_to_mend(family: str, scheme: str) -> None:
+    """The worker ends with the configuration's exit code instead of dying again and again."""
+    with pytest.raises(SettingsError, match="does not fit model") as caught:
+        engine(tiny_models.build(family), scheme)
+    assert caught.value.exit_code == 2
 
 
 def test_a_tail_is_evicted_before_its_head() -> None:

@@ -41,6 +41,23 @@ def test_a_window_keeps_its_last_columns_and_stops_growing() -> None:
     assert layout.capacity <= 512
 
 
+def test_idle_buffers_that_a_first_row_keeps_are_reckoned_with() -> None:
+    """What a group needs counts wide buffers that its first row keeps and its second makes grow."""
+    layout = SlotLayout(32)
+    for slot in range(32):
+        layout.admit(Demand(3000, 900), slot)
+    for slot in range(32):
+        layout.release(slot)
+    group = [Demand(100, 900), Demand(100, 7900)]
+    bound = layout.cells_needed(group)
+    for demand in group:
+        layout.admit(demand)
+    for _ in range(7900):
+        layout.before_step()
+        layout.after_step()
+    assert layout.rows * layout.capacity <= bound
+
+
 def test_rows_of_like_length_become_neighbours() -> None:
     """A short row that stands among long ones makes way for a long one."""
     layout = SlotLayout(8)

@@ -78,6 +78,7 @@ class Engine:
             budget,
             self.prefixes.num_cached,
             ragged=plan.traits.ragged,
+            drop_buffers=self._slots.drop,
             state_blocks=self.prefixes.max_blocks if plan.has_state else 0,
         )
         self._prefill = Prefill(
@@ -112,7 +113,7 @@ class Engine:
         """Take in a row that is tokenized already; raises RowRefused when it can never fit."""
         self._check_memory(row)
         if self.prefixes.max_bytes:
-            row.block_keys = block_keys(row.prompt)
+            row.block_keys = block_keys(row.prompt)[: self.prefixes.max_blocks]
         self._scheduler.add(row)
 
     def cancel(self, job_id: str) -> None:

@@ -59,12 +59,14 @@ def load(name: str, dtype: str = "auto") -> LoadedModel:
         model, tokenizer, config = mlx_lm.utils.load(
             str(path), tokenizer_config={"trust_remote_code": False}, return_config=True
         )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as fault:
+        _cast(model, dtype)
+        model.eval()
+        weights = [array for _, array in tree_flatten(model.parameters())]
+        mx.eval(weights)
+    except ModelError:
+        raise
+    except Exception as fault:  # tokenizers, missing packages and model code raise anything
         raise ModelError(f"model {name!r} cannot be loaded from {path}: {_first(fault)}") from fault
-    _cast(model, dtype)
-    model.eval()
-    weights = [array for _, array in tree_flatten(model.parameters())]
-    mx.eval(weights)
     kind = _float_dtype(weights)
     return LoadedModel(
         name=name,
@@ -91,7 +93,7 @@ def _find(name: str) -> Path:
         raise ModelError(f"model {name!r} is not a folder; give a model folder or a repository")
     try:
         return Path(mlx_lm.utils._download(name))
-    except (OSError, ValueError, RuntimeError) as fault:
+    except Exception as fault:  # the client's own errors derive from nothing in particular
         raise ModelError(
             f"model {name!r} is neither a folder here nor a repository that can be downloaded: "
             f"{_first(fault)}"

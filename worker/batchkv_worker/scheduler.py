@@ -78,11 +78,13 @@ class Scheduler:
         *,
         ragged: bool = True,
         state_blocks: int = 0,
+        drop_buffers: Callable[[], None] | None = None,
     ) -> None:
         self.layouts = layouts
         self.budget = budget
         self._num_cached = num_cached  # tokens of a row's prefix that need no computing
         self._ragged = ragged  # whether rows of unequal length may share a chunk
+        self._drop_buffers = drop_buffers or layouts.drop  # called when no row is in a slot
         self._state_blocks = state_blocks  # blocks after which states are worth keeping, at most
         self.group: PrefillGroup | None = None
         self._waiting: deque[Sequence] = deque()
@@ -187,8 +189,12 @@ class Scheduler:
 
     def _fits_memory(self, rows: list[Sequence]) -> bool:
         demands = [Demand(row.num_prefill, row.num_remaining) for row in rows]
-        alone = len(rows) == 1 and not self.layouts.num_active  # add() saw to it that one row fits
-        return alone or self.budget.holds(self.layouts, demands)
+        if self.budget.holds(self.layouts, demands):
+            return True
+        if len(rows) > 1 or self.layouts.num_active:
+            return False
+        self._drop_buffers()  # alone it fits, add() saw to it, if nothing old stays beside it
+        return True
 
     def finish_group(self) -> list[Sequence]:
         """The rows of the computed group that are still wanted."""

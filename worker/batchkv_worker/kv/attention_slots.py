@@ -69,6 +69,9 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         self._keys = [_rebuilt(part, change) for part in self._keys]
         self._values = [_rebuilt(part, change) for part in self._values]
 
+    def drop(self) -> None:
+        self._keys, self._values = [], []
+
     def check(self, rows: int, capacity: int) -> None:
         for part in self.arrays:
             assert (part.shape[0], part.shape[-2]) == (rows, capacity), part.shape

@@ -105,6 +105,12 @@ class DecodeSlots:
             layer.end()
         self.layouts.after_step()
 
+    def drop(self) -> None:
+        """With nobody in: let go of buffers that the next row is not to stand beside."""
+        self.layouts.drop()
+        for layer in self.layers:
+            layer.drop()
+
     def close(self) -> None:
         """Let go of all buffers."""
         self.layers.clear()
@@ -114,7 +120,8 @@ class DecodeSlots:
         """Raise AssertionError unless layouts and buffers agree."""
         self.layouts.check()
         for layer, layout in self._with_layouts():
-            layer.check(layout.rows, layout.capacity)
+            if layout.rows:  # else the buffers are about to be made anew
+                layer.check(layout.rows, layout.capacity)
 
     def _with_layouts(self) -> list[tuple[SlotLayer, SlotLayout]]:
         layouts = self.layouts.all

@@ -159,4 +159,9 @@ def _leaf(name: str, probe: Any) -> Leaf:
         )
     if probe.shape is None:
         raise ModelError(f"model {name!r} has layers that never use their cache; not served")
+    if not (probe.shape.key_size and probe.shape.value_size):
+        raise ModelError(
+            f"model {name!r} keeps keys without values, an index over blocks of its cache; rows "
+            "side by side would choose each other's blocks; not served"
+        )
     return AttentionShape(probe.shape, probe.window, probe.is_index)

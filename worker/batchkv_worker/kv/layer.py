@@ -109,6 +109,10 @@ class SlotLayer(ABC):
         """Follow what the layout has decided."""
 
     @abstractmethod
+    def drop(self) -> None:
+        """Let go of the buffers: nobody is in, and the next row makes its own."""
+
+    @abstractmethod
     def check(self, rows: int, capacity: int) -> None:
         """Raise AssertionError unless the buffers are as the layout says."""
 

@@ -115,7 +115,7 @@ class SlotLayout:
         columns = round_up(max(lengths, default=0) + max(remaining, default=0))
         if self._ceiling is not None:
             columns = min(columns, self._ceiling)
-        if not self._starts and not self._is_kept(columns):
+        if not self._starts and not self._keeps_for(extra):
             return self.rows_for(len(extra)) * columns
         rows = max(self.rows, self.rows_for(self.num_active + len(extra)))
         return rows * max(self.capacity, columns)
@@ -123,6 +123,16 @@ class SlotLayout:
     def _is_kept(self, columns: int) -> bool:
         """Whether buffers that nobody is in stay as they are for a row that needs ``columns``."""
         return columns <= self.capacity <= 4 * columns
+
+    def _keeps_for(self, extra: list[Demand]) -> bool:
+        """Whether any of the rows would keep the buffers, did it come first."""
+        kept = (round_up(self.kept(demand.length) + demand.remaining) for demand in extra)
+        return any(map(self._is_kept, kept))
+
+    def drop(self) -> None:
+        """With nobody in: the next row starts with buffers of its own size."""
+        assert not self._starts
+        self.rows = self.capacity = self.write = 0
 
     def rows_for(self, count: int) -> int:
         """Rows are added by doubling."""

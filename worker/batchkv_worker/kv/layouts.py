@@ -79,6 +79,11 @@ class SlotLayouts:
             needed += layout.cells_needed(extra) * size
         return needed
 
+    def drop(self) -> None:
+        """With nobody in: the next row starts with buffers of its own size."""
+        for layout in self.all.values():
+            layout.drop()
+
     def make_way(self, demand: Demand) -> tuple[int, Move | None]:
         """Choose a slot; the row that stood there, if any, has moved in the layouts.
 

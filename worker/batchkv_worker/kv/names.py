@@ -15,7 +15,7 @@ _PAIRS = {"turbo3.5": ("turbo4", "turbo3")}  # one name for keys and values that
 
 _BASES = ("float", *(f"affine{bits}" for bits in _AFFINE_BITS), *SMALL_FLOATS, *TURBO_BITS)
 SCHEMES = (*_BASES, *_PAIRS)
-KNOWN = f"{', '.join(SCHEMES)}, k<bits>v<bits>, and affine, mx and nv names rotated (affine4r)"
+_KNOWN = f"{', '.join(SCHEMES)}, k<bits>v<bits>, and affine, mx and nv names rotated (affine4r)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ class TensorName:
         base = name.removesuffix("r")
         rotated = base != name
         if base not in _BASES or (rotated and (base == "float" or base in TURBO_BITS)):
-            raise ValueError(f"unknown KV scheme {name!r}; known: {KNOWN}")
+            pairs = f"; {name} is for keys and values at once" if name in _PAIRS else ""
+            raise ValueError(f"unknown KV scheme {name!r}; known: {_KNOWN}{pairs}")
         groups = _groups(base)
         if slash and group_text not in map(str, groups):
             known = " or ".join(map(str, groups)) or "none"

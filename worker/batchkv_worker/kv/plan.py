@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from batchkv_worker.errors import ModelError, SettingsError
 from batchkv_worker.kv import attention, probe
 from batchkv_worker.kv.attention_kind import AttentionKind
 from batchkv_worker.kv.decode import costs_of
@@ -67,9 +68,13 @@ def make_plan(
 
     ``path`` None takes the fastest; ``group_cost`` None what starting a group of rows was measured
     to cost, in cells (``frame.Shapes``; without a measurement, its default).
-    Raises ModelError for a model that cannot be served and ValueError for a scheme that is none.
+    Raises ModelError for a model that cannot be served, SettingsError for a scheme that does not
+    fit it.
     """
-    fitted = fit_model(SchemeSpec.parse(scheme), tree.shapes)
+    try:
+        fitted = fit_model(SchemeSpec.parse(scheme), tree.shapes)
+    except ValueError as fault:
+        raise SettingsError(f"KV scheme {scheme!r} does not fit model {name!r}: {fault}") from fault
     exact = fit_model(SchemeSpec.parse("float"), tree.shapes)
     indexes = [leaf.is_index for leaf in tree.leaves if isinstance(leaf, AttentionShape)]
     fitted = tuple(b if c else a for a, b, c in zip(fitted, exact, indexes, strict=True))
@@ -84,7 +89,7 @@ def make_plan(
             paths[layer] = path
             if path is None:
                 count = heads if heads % layer.shape.num_heads == 0 else layer.shape.num_heads
-                choice = probe.choose(layer, count, dtype, num_rows=num_rows)
+                choice = _choose(name, layer, count, dtype, num_rows)
                 paths[layer] = choice.path
                 costs.append(choice.group_cost)
     kinds = _kinds(tree.leaves, fitted, dtype, paths)
@@ -97,6 +102,17 @@ def make_plan(
         mask_rank=traits.mask_rank,
     )
     return KvPlan(tree, kinds, traits, shapes, costs_of(kinds))
+
+
+def _choose(
+    name: str, layer: LayerScheme, num_query_heads: int, dtype: mx.Dtype, num_rows: int
+) -> probe.Choice:
+    try:
+        return probe.choose(layer, num_query_heads, dtype, num_rows=num_rows)
+    except (ValueError, RuntimeError) as fault:  # what MLX raises for a kernel that it lacks
+        raise ModelError(
+            f"model {name!r}: this device cannot keep {layer}: {fault}; choose another KV scheme"
+        ) from fault
 
 
 def _kinds(

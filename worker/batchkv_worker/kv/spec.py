@@ -38,6 +38,8 @@ class Layers:
 
     def numbers(self, num_layers: int) -> set[int]:
         """The layers named; ValueError when the model has no layer of such a number."""
+        if not num_layers:
+            raise ValueError("KV scheme names attention layers, and this model has none")
         named: set[int] = set()
         for low, high in self.ranges:
             if high >= num_layers:

@@ -132,6 +132,9 @@ class StateSlots(_Arrays, SlotLayer):
     def relayout(self, change: Relayout) -> None:
         """Nothing to do: there are no columns, and rows follow the steps."""
 
+    def drop(self) -> None:
+        self._fit(0)
+
     def check(self, rows: int, capacity: int) -> None:
         for array, (_, shape, dtype) in zip(self.arrays, self._shape.used, strict=True):
             assert array.shape[0] <= rows, array.shape
