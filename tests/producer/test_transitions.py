@@ -151,6 +151,14 @@ def house(redis_connection: Redis) -> House:
 # ---- what RQ sees ----
 
 
+def test_a_chunk_may_be_large(redis_connection: Redis) -> None:
+    """A chunk of more rows than Lua unpacks at once is queued whole and in order."""
+    house = House(redis_connection, 9000)
+    house.submit(0, range(9000))
+    queued = redis_connection.lrange(redis_keys.queue(QUEUE), 0, -1)
+    assert queued == [job_id(line).encode() for line in range(9000)]
+
+
 def test_rq_reads_a_submitted_job(house: House) -> None:
     """A hash that the script writes is a job to RQ, with the fields that RQ would have written."""
     job = Job.fetch(job_id(2), connection=house.connection, serializer=JSONSerializer)

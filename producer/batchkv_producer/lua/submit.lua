@@ -20,8 +20,10 @@ for _ = 1, num_jobs do
   ids[#ids + 1] = id
   position = position + 2
 end
--- All at once is faster; a chunk's 500 are far from what unpack can take.
-if num_jobs > 0 then redis.call('RPUSH', KEYS[2], unpack(ids)) end
+-- Many at once is faster; unpack takes some thousands at most.
+for first = 1, num_jobs, 1000 do
+  redis.call('RPUSH', KEYS[2], unpack(ids, first, math.min(first + 999, num_jobs)))
+end
 while position < #ARGV do
   if redis.call('HSETNX', KEYS[3], ARGV[position], ARGV[position + 1]) == 1 then
     redis.call('RPUSH', KEYS[4], ARGV[position])
