@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from batchkv_worker.kv.attention import Path
 from batchkv_worker.kv.attention_kind import AttentionKind
 from batchkv_worker.kv.attention_prefill import AttentionPrefill
 from batchkv_worker.kv.attention_slots import AttentionSlots
@@ -37,13 +38,15 @@ STATE = StateShape(((2, 3), None, (5,)), (mx.float32, None, mx.float32))
 
 
 def attention_kind(
-    name: str, window: Window = None, dtype: mx.Dtype = mx.float32, heads: int = HEADS
+    name: str,
+    window: Window = None,
+    dtype: mx.Dtype = mx.float32,
+    heads: int = HEADS,
+    path: Path = "fused",
 ) -> AttentionKind:
     """A layer under a scheme by name; keys and values differ in size."""
     names = SchemeSpec.parse(name).base
-    return AttentionKind(
-        fit_layer(names, LayerShape(heads, SIZE, VALUE_SIZE)), dtype, window, "fused"
-    )
+    return AttentionKind(fit_layer(names, LayerShape(heads, SIZE, VALUE_SIZE)), dtype, window, path)
 
 
 def state_kind() -> StateKind:

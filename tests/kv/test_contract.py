@@ -30,6 +30,11 @@ STORAGES = ("float", "affine8", "affine4", "k8v4", "nvfp4", "turbo4", "turbo3.5"
 KINDS: dict[str, LayerKind] = {
     **{name: attention_kind(name) for name in STORAGES},
     **{f"{name} in a window": attention_kind(name, 40) for name in STORAGES},
+    "affine8 and turbo3, spread": attention_kind("affine8+turbo3", path="spread-packed"),
+    "turbo3.5 in a window, spread": attention_kind("turbo3.5", 40, path="spread-folded"),
+    "turbo3.5 in bfloat16, spread": attention_kind(
+        "turbo3.5", 40, mx.bfloat16, path="spread-fused"
+    ),
     "window of 1": attention_kind("affine8", 1),
     "window of 2": attention_kind("float", 2),
     "window of 300": attention_kind("affine4", 300),

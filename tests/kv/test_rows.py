@@ -252,3 +252,20 @@ def test_admission_holds_a_row_twice_not_the_batch() -> None:
     mx.reset_peak_memory()
     house.slots.admit(Demand(200, 20), pieces)
     assert mx.get_peak_memory() - before < 3 * 200 * kind.bytes_per_token
+
+
+@pytest.mark.parametrize("way", ["fused", "folded", "packed"])
+def test_slots_may_keep_codes_spread(way: str) -> None:
+    """The form that slots keep 3-bit codes in changes no token, no block and no byte."""
+    crowds = []
+    for path in (way, f"spread-{way}"):
+        crowd = Crowd("llama", scheme="turbo3", path=path, prefix_bytes=2**24, group_cost=1)
+        for index, length in enumerate((300, 40, 7, 256, 90)):
+            crowd.add(str(index), random_prompt(index, length), count=12)
+        crowd.step(3)
+        crowds.append((crowd, crowd.engine.kv_bytes))
+        crowd.drain().run("warm", random_prompt(0, 300))
+    (one, one_bytes), (other, other_bytes) = crowds
+    assert one_bytes == other_bytes > 0
+    assert [one.tokens(job) for job in one.prompts] == [other.tokens(job) for job in one.prompts]
+    assert one.cached("warm") == other.cached("warm") == [256]

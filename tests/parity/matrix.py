@@ -43,6 +43,7 @@ CLOSE_PACKED = 0.05
 MOST_TIED = 0.05  # of all rows compared, the share in which that may happen
 
 _PATHS: tuple[Path, ...] = ("fused", "folded", "packed")
+_SPREAD: tuple[Path, ...] = ("spread-fused", "spread-folded", "spread-packed")
 
 
 def close(scheme: str) -> float:
@@ -52,7 +53,9 @@ def close(scheme: str) -> float:
 
 def path_of(family: str, scheme: str) -> Path:
     """The attention path of a cell: not measured, so that a run can be repeated."""
-    return _PATHS[(ALL_FAMILIES.index(family) + SCHEMES.index(scheme)) % len(_PATHS)]
+    number = ALL_FAMILIES.index(family) + SCHEMES.index(scheme)
+    paths = _SPREAD if scheme.startswith("turbo3") and number % 2 else _PATHS
+    return paths[number % len(paths)]
 
 
 def cells() -> list[tuple[str, str]]:

@@ -8,6 +8,8 @@ to a function which asks the cache first and otherwise does what the original do
 ``folded``  dequantize, then two plain matmuls in which the query heads that share a KV head are the
             rows of one product, so that keys and values are read once for all of them
 ``packed``  the same two products as quantized matmuls on the packed parts
+``spread-`` before any of them: slots keep 3-bit codes so that they are soon made into 4-bit ones,
+            and read as such (``TurboSlots``); only for schemes that have such codes
 
 Which is fastest, or exists at all, differs by backend and scheme, so ``probe`` measures.
 """
@@ -16,14 +18,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import mlx.core as mx
 from mlx_lm.models import base
 
 from batchkv_worker.kv.schemes import LayerScheme, Parts
 
-Path = Literal["fused", "folded", "packed"]
+Path = Literal["fused", "folded", "packed", "spread-fused", "spread-folded", "spread-packed"]
 
 # queries, scale, mask, sinks
 Attend = Callable[[mx.array, float, Any, "mx.array | None"], mx.array]
@@ -63,6 +65,20 @@ def install_hook(model: Any) -> bool:
     return found
 
 
+def paths_of(scheme: LayerScheme) -> tuple[Path, ...]:
+    """The paths that differ under ``scheme``."""
+    return tuple(path for path in get_args(Path) if scheme.can_spread or not _spreads(path))
+
+
+def in_slots(scheme: LayerScheme, path: Path | None) -> LayerScheme:
+    """The scheme of what decode slots keep so that ``path`` can read it."""
+    return scheme.in_slots(spread=path is not None and _spreads(path))
+
+
+def _spreads(path: Path) -> bool:
+    return path.startswith("spread-")
+
+
 def attend(
     path: Path,
     scheme: LayerScheme,
@@ -77,11 +93,12 @@ def attend(
     """Attention of ``queries`` ``[rows, heads, tokens, size]`` over packed keys and values.
 
     It is computed in the basis in which they are stored: the queries are rotated into that of the
-    keys, the result out of that of the values. ``dtype`` is what dense copies have. ``folded`` and
-    ``packed`` take one token a row.
+    keys, the result out of that of the values. ``scheme`` is of the parts as they are given: in
+    decode that of ``in_slots``. ``dtype`` is what dense copies have. ``folded`` and ``packed`` take
+    one token a row.
     """
-    queries = scheme.keys.rotate(queries)
-    if path == "fused":
+    if path.endswith("fused"):
+        queries = scheme.keys.rotate(queries)
         out = mx.fast.scaled_dot_product_attention(
             queries,
             scheme.keys.unpack_stored(keys, dtype),
@@ -91,12 +108,14 @@ def attend(
             sinks=sinks,
         )
     else:
-        out = _two_products(path, scheme, dtype, queries, keys, values, scale, mask, sinks)
+        out = _two_products(
+            path.endswith("packed"), scheme, dtype, queries, keys, values, scale, mask, sinks
+        )
     return scheme.values.unrotate(out)
 
 
 def _two_products(
-    path: Path,
+    packed: bool,
     scheme: LayerScheme,
     dtype: mx.Dtype,
     queries: mx.array,
@@ -106,16 +125,19 @@ def _two_products(
     mask: mx.array | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Query heads that share a KV head are the rows of one product, so that it is read once."""
+    """Query heads that share a KV head are the rows of one product, so that it is read once.
+
+    The scale comes with the rotation of the queries, if there is one: a kernel less.
+    """
     rows, heads, _, size = queries.shape
     kv_heads = scheme.shape.num_heads
-    folded = (queries * scale).reshape(rows, kv_heads, heads // kv_heads, size)
-    if path == "packed":
+    folded = scheme.keys.rotate(queries, scale).reshape(rows, kv_heads, heads // kv_heads, size)
+    if packed:
         scores = scheme.keys.times(folded, keys, transpose=True)
     else:
         scores = folded @ scheme.keys.unpack_stored(keys, dtype).swapaxes(-1, -2)
     weights = _softmax(scores, mask, sinks)
-    if path == "packed":
+    if packed:
         out = scheme.values.times(weights, values, transpose=False)
     else:
         out = weights @ scheme.values.unpack_stored(values, dtype)

@@ -9,7 +9,7 @@ import mlx.core as mx
 from batchkv_worker.kv import attention
 from batchkv_worker.kv.attention_prefill import AttentionPrefill
 from batchkv_worker.kv.attention_slots import AttentionSlots
-from batchkv_worker.kv.layer import LayerKind
+from batchkv_worker.kv.layer import LayerKind, Pieces
 from batchkv_worker.kv.layouts import Window
 from batchkv_worker.kv.schemes import LayerScheme
 
@@ -37,7 +37,7 @@ class AttentionKind(LayerKind):
 
     @property
     def bytes_per_token(self) -> int:
-        return self.scheme.bytes_per_token(self.dtype.size)
+        return attention.in_slots(self.scheme, self.path).bytes_per_token(self.dtype.size)
 
     @property
     def bytes_per_row(self) -> int:
@@ -45,6 +45,17 @@ class AttentionKind(LayerKind):
 
     def prefill(self, capacity: int, chunk_tokens: int) -> AttentionPrefill:
         return AttentionPrefill(self.scheme, self.span, self.dtype, capacity, chunk_tokens)
+
+    def template(self, num_tokens: int) -> Pieces:
+        shape = self.scheme.shape
+        keys, values = (
+            scheme.pack(mx.zeros((1, shape.num_heads, num_tokens, size), self.dtype))
+            for scheme, size in (
+                (self.scheme.keys, shape.key_size),
+                (self.scheme.values, shape.value_size),
+            )
+        )
+        return (*keys, *values)
 
     def slots(self) -> AttentionSlots:
         return AttentionSlots(self.scheme, self.span, self.dtype, self.path)

@@ -18,6 +18,7 @@ from batchkv_worker.kv import attention
 from batchkv_worker.kv.layer import Chunk, Pieces, PrefillLayer
 from batchkv_worker.kv.layouts import Window
 from batchkv_worker.kv.model_face import OrderedByUs
+from batchkv_worker.kv.pace import Pace
 from batchkv_worker.kv.schemes import LayerScheme, Parts
 
 
@@ -38,6 +39,7 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
     ) -> None:
         self.offset = 0  # tokens so far: what the models read
         self.base = 0
+        self.pace: Pace | None = None  # which all layers of a group share
         self._scheme = scheme
         self._window = window
         self._dtype = dtype
@@ -65,8 +67,7 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         self._handed = None
 
     def restore(self, pieces: Pieces, first: int, end: int) -> None:
-        split = len(self._keys_of(pieces))
-        self._keys, self._values = list(pieces[:split]), list(pieces[split:])
+        self._keys, self._values = map(list, self._scheme.split(pieces))
         self.base, self.offset = first, end
 
     def row(self, index: int, length: int) -> Pieces:
@@ -82,20 +83,6 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
     @property
     def arrays(self) -> list[mx.array]:
         return [*self._keys, *self._values]
-
-    def _keys_of(self, pieces: Pieces) -> Pieces:
-        """How pieces divide: as many parts as the schemes of keys and of values have."""
-        shape = self._scheme.shape
-        keys, values = (
-            len(scheme.pack(mx.zeros((1, size), self._dtype)))
-            for scheme, size in (
-                (self._scheme.keys, shape.key_size),
-                (self._scheme.values, shape.value_size),
-            )
-        )
-        if len(pieces) != keys + values:
-            raise ValueError(f"{len(pieces)} pieces do not fit {self._scheme}")
-        return pieces[:keys]
 
     # -- what the model calls
 
@@ -135,18 +122,25 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
 
     @property
     def attend(self) -> attention.Attend | None:
-        """What the hook calls instead of the model's attention; None where nothing is rotated."""
-        return self._attend if self._scheme.is_rotated else None
+        """What the hook calls instead of the model's attention; None where nothing is packed."""
+        return self._attend if self._scheme.is_packed else None
 
     def _attend(
         self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array:
-        """In the stored basis: rotating the queries costs less than rotating the history back."""
+        """In the stored basis: rotating the queries costs less than rotating the history back.
+
+        What ``update_and_fetch`` handed out is then never computed, so that nothing dense outlives
+        its layer and the layers can be run one after the other (``Pace``).
+        """
         end = self.offset - self.base
         keys, values = _columns(self._keys, end), _columns(self._values, end)
-        return attention.attend(
+        out = attention.attend(
             "fused", self._scheme, self._dtype, queries, keys, values, scale, mask, sinks
         )
+        if self.pace is not None:
+            self.pace.follow(out)
+        return out
 
     def _store(self, parts: list[mx.array], packed: Parts, start: int, end: int) -> None:
         if start == 0 and end >= self._capacity:  # the whole row in one chunk

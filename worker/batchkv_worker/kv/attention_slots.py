@@ -25,7 +25,8 @@ class AttentionSlots(OrderedByUs, SlotLayer):
     def __init__(
         self, scheme: LayerScheme, window: Window, dtype: mx.Dtype, path: attention.Path | None
     ) -> None:
-        self._scheme = scheme
+        self._packed = scheme  # of the pieces that come and go
+        self._scheme = attention.in_slots(scheme, path)  # of the buffers
         self._window = window
         self._dtype = dtype
         self._path = path
@@ -47,18 +48,27 @@ class AttentionSlots(OrderedByUs, SlotLayer):
     def admit(self, slot: int, write: int, pieces: Pieces | None) -> None:
         # The whole line is written: what a former row left is masked, but a weight of 0 times a
         # number that is none is none, and would stay in the slot for ever.
+        rows = None if pieces is None else self._take(pieces)
         for index, part in enumerate(self.arrays):
-            if pieces is None:
+            if rows is None:
                 part[slot] = mx.zeros(part.shape[1:], part.dtype)
                 continue
-            row = pieces[index]
+            row = rows[index]
             sides = [(0, 0)] * row.ndim
             sides[-2] = (write - row.shape[-2], part.shape[-2] - write)
             part[slot : slot + 1] = mx.pad(row, sides)
 
     def snapshot(self, slot: int, start: int, write: int) -> Pieces:
-        rows = (part[slot : slot + 1, ..., start:write, :] for part in self.arrays)
-        return tuple(map(mx.contiguous, rows))
+        keys, values = (
+            tuple(part[slot : slot + 1, ..., start:write, :] for part in parts)
+            for parts in (self._keys, self._values)
+        )
+        row = (*self._scheme.keys.give(keys), *self._scheme.values.give(values))
+        return tuple(map(mx.contiguous, row))
+
+    def _take(self, pieces: Pieces) -> Pieces:
+        keys, values = self._packed.split(pieces)
+        return (*self._scheme.keys.take(keys), *self._scheme.values.take(values))
 
     def relayout(self, change: Relayout) -> None:
         if not self._keys:

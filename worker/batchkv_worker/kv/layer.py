@@ -143,7 +143,7 @@ class LayerKind(ABC):
     @property
     @abstractmethod
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes."""
+        """Bytes that one token takes in the slots; packed pieces take as many, or fewer."""
 
     @property
     @abstractmethod
@@ -153,6 +153,13 @@ class LayerKind(ABC):
     @abstractmethod
     def prefill(self, capacity: int, chunk_tokens: int) -> PrefillLayer:
         """A layer for prompts of up to ``capacity`` tokens in chunks of up to ``chunk_tokens``."""
+
+    @abstractmethod
+    def template(self, num_tokens: int) -> Pieces:
+        """Pieces as a block of that many tokens has them, or a state's: shapes and dtypes alone.
+
+        The numbers mean nothing and are never computed.
+        """
 
     @abstractmethod
     def slots(self) -> SlotLayer:

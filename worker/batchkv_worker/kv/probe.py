@@ -10,17 +10,18 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args
 
 import mlx.core as mx
 
-from batchkv_worker.kv.attention import Path, attend
+from batchkv_worker.kv.attention import Path, attend, in_slots, paths_of
 from batchkv_worker.kv.schemes import LayerScheme
 
 log = logging.getLogger("batchkv.engine")
 
-PATHS: tuple[Path, ...] = get_args(Path)
-_SHORT, _LONG = 64, 512  # tokens at which a path is timed
+# Tokens at which a path is timed, and has to run. Slots grow by 64 columns, and CUDA multiplies by
+# packed keys only where they are a multiple of 128.
+_SHORT, _LONG = 64, 576
+_SPARE = 64  # columns of a buffer that are not read: some paths copy what is not in one piece
 _MIN_GROUP_COST, _MAX_GROUP_COST = 256, 1 << 20  # whatever a busy machine makes of it
 
 
@@ -35,15 +36,18 @@ class Choice:
 
 def choose(scheme: LayerScheme, num_query_heads: int, dtype: mx.Dtype, *, num_rows: int) -> Choice:
     """Time every path for ``num_rows`` rows of such a layer."""
-    run_long = _Sample(scheme, num_query_heads, dtype, num_rows, _LONG).run
-    timed = {path: _time(lambda path=path: run_long(path)) for path in PATHS}  # type: ignore[misc]
-    times = {path: spent for path, spent in timed.items() if spent is not None}
+    shorts: dict[Path, float] = {}
+    times: dict[Path, float] = {}
+    for path in paths_of(scheme):
+        sizes = (_SHORT, _LONG)
+        samples = (_Sample(path, scheme, num_query_heads, dtype, num_rows, n) for n in sizes)
+        short, long = (_time(sample.run) for sample in samples)
+        if short is not None and long is not None:
+            shorts[path], times[path] = short, long
     if not times:
         raise RuntimeError(f"no attention path of this backend takes {scheme.keys}")
     path = min(times, key=lambda name: times[name])
-    run_short = _Sample(scheme, num_query_heads, dtype, num_rows, _SHORT).run
-    short = _time(lambda: run_short(path))
-    cost = _group_cost(times[path], short, num_rows)
+    cost = _group_cost(times[path], shorts[path], num_rows)
     log.info(
         "decode attention: %s for %s keys, %s values (%s); a group of rows costs %d cells",
         *(path, scheme.keys, scheme.values),
@@ -52,9 +56,9 @@ def choose(scheme: LayerScheme, num_query_heads: int, dtype: mx.Dtype, *, num_ro
     return Choice(path, times, cost)
 
 
-def _group_cost(long: float, short: float | None, num_rows: int) -> int:
+def _group_cost(long: float, short: float, num_rows: int) -> int:
     """Cells whose reading takes as long as starting a group's kernels."""
-    if short is None or long <= short:
+    if long <= short:
         return _MAX_GROUP_COST  # the device does not notice what it reads
     per_cell = (long - short) / (num_rows * (_LONG - _SHORT))
     start = max(0.0, short - per_cell * num_rows * _SHORT)
@@ -62,31 +66,41 @@ def _group_cost(long: float, short: float | None, num_rows: int) -> int:
 
 
 class _Sample:
-    """Random rows of a layer, packed."""
+    """Random rows of a layer, as slots keep them for a path: columns of a longer buffer."""
 
     def __init__(
-        self, scheme: LayerScheme, num_query_heads: int, dtype: mx.Dtype, rows: int, tokens: int
+        self,
+        path: Path,
+        scheme: LayerScheme,
+        num_query_heads: int,
+        dtype: mx.Dtype,
+        rows: int,
+        tokens: int,
     ) -> None:
         shape = scheme.shape
         keys, values = (
-            mx.random.normal((rows, shape.num_heads, tokens, size)).astype(dtype)
+            mx.random.normal((rows, shape.num_heads, tokens + _SPARE, size)).astype(dtype)
             for size in (shape.key_size, shape.value_size)
         )
         self._queries = mx.random.normal((rows, num_query_heads, 1, shape.key_size)).astype(dtype)
         self._mask = mx.arange(tokens) >= mx.arange(rows).reshape(-1, 1, 1, 1)
-        self._keys, self._values = scheme.keys.pack(keys), scheme.values.pack(values)
-        self._scheme, self._dtype = scheme, dtype
+        self._path, self._dtype = path, dtype
+        self._scheme = in_slots(scheme, path)
+        self._keys, self._values = (
+            tuple(part[..., _SPARE:, :] for part in parts)
+            for parts in (self._scheme.keys.pack(keys), self._scheme.values.pack(values))
+        )
         mx.eval(self._queries, self._mask, self._keys, self._values)
 
-    def run(self, path: Path) -> mx.array:
+    def run(self) -> mx.array:
         return attend(
-            path,
+            self._path,
             self._scheme,
             self._dtype,
             self._queries,
             self._keys,
             self._values,
-            1.0,
+            0.125,  # a scale that is not 1: what models do
             self._mask,
         )
 

@@ -16,7 +16,7 @@ Matrices depend on the size alone and never change: packed keys outlive the proc
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -25,34 +25,35 @@ import numpy as np
 _SEED = 20250428  # part of what packed data means
 
 
-def rotate(x: mx.array) -> mx.array:
-    """``x @ R`` along the last axis; shape and dtype stay.
+def rotate(x: mx.array, scale: float = 1.0) -> mx.array:
+    """``scale * (x @ R)`` along the last axis; shape and dtype stay.
 
     R is orthonormal: lengths and dot products of equally rotated vectors stay, beyond rounding.
     """
-    return _times(x, False)
+    return _times(x, False, scale)
 
 
 def unrotate(x: mx.array) -> mx.array:
     """Undo ``rotate``: ``x @ R.T`` along the last axis; shape and dtype stay."""
-    return _times(x, True)
+    return _times(x, True, 1.0)
 
 
-def _times(x: mx.array, transposed: bool) -> mx.array:
+def _times(x: mx.array, transposed: bool, scale: float) -> mx.array:
     size = x.shape[-1]
     if _is_power_of_two(size):
-        return x @ _matrix(size, x.dtype, transposed)
+        return x @ _matrix(size, x.dtype, transposed, scale)
     # Entries of unequal magnitude are not rounded alike: half precision would bend the basis.
-    return (x.astype(mx.float32) @ _matrix(size, mx.float32, transposed)).astype(x.dtype)
+    exact = x.astype(mx.float32) @ _matrix(size, mx.float32, transposed, scale)
+    return exact.astype(x.dtype)
 
 
 def _is_power_of_two(size: int) -> bool:
     return size & (size - 1) == 0
 
 
-@cache
-def _matrix(size: int, dtype: mx.Dtype, transposed: bool) -> mx.array:
-    matrix = _hadamard(size) if _is_power_of_two(size) else _orthonormal(size)
+@lru_cache(maxsize=64)
+def _matrix(size: int, dtype: mx.Dtype, transposed: bool, scale: float) -> mx.array:
+    matrix = scale * (_hadamard(size) if _is_power_of_two(size) else _orthonormal(size))
     return mx.array((matrix.T if transposed else matrix).astype(np.float32)).astype(dtype)
 
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from batchkv_worker.kv.attention_prefill import AttentionPrefill
 from batchkv_worker.kv.layer import Chunk, LayerKind, Pieces, PrefillLayer
+from batchkv_worker.kv.pace import Pace
 from batchkv_worker.kv.state import StatePrefill
 
 
@@ -16,6 +18,10 @@ class PrefillRows:
     def __init__(self, kinds: Sequence[LayerKind], capacity: int, chunk_tokens: int) -> None:
         self.kinds = kinds
         self.layers: list[PrefillLayer] = [kind.prefill(capacity, chunk_tokens) for kind in kinds]
+        pace = Pace()
+        for layer in self.layers:
+            if isinstance(layer, AttentionPrefill):
+                layer.pace = pace
 
     def begin(self, chunk: Chunk) -> None:
         """The chunk that the model computes next."""

@@ -9,7 +9,8 @@ float      the numbers
 affine     codes (uint32), scales, biases (in the numbers' dtype), as ``mlx.core.quantize`` makes
            them: each group of 128, 64 or 32 from its smallest number to its largest
 mxfp nvfp  codes (uint32) and scales (uint8): small floats in groups of 32 (mx) or 16 (nv)
-turbo      codes (uint32) and one scale a group; see ``Turbo``
+turbo      codes (uint32) and one scale a group; see ``Turbo``. In decode slots biases too, and
+           3-bit codes perhaps in another order (``TurboSlots``): ``in_slots``, ``take``, ``give``
 =========  =======================================================================================
 
 A rotated scheme keeps every vector in another orthonormal basis (``rotation``). ``names`` and
@@ -26,7 +27,7 @@ import mlx.core as mx
 from batchkv_worker.kv import rotation
 from batchkv_worker.kv.names import SMALL_FLOATS, TURBO_BITS, TensorName, TensorNames
 from batchkv_worker.kv.spec import SchemeSpec
-from batchkv_worker.kv.turbo import Turbo
+from batchkv_worker.kv.turbo import Turbo, TurboSlots
 
 Parts = tuple[mx.array, ...]
 
@@ -34,6 +35,8 @@ Parts = tuple[mx.array, ...]
 @dataclass(frozen=True, slots=True)
 class Float:
     """The numbers as they are."""
+
+    num_parts = 1
 
     def pack(self, stored: mx.array) -> Parts:
         return (stored,)
@@ -58,6 +61,10 @@ class Quantized:
     mode: str
     bits: int
     group: int
+
+    @property
+    def num_parts(self) -> int:
+        return 3 if self._is_affine else 2
 
     @property
     def _is_affine(self) -> bool:
@@ -87,7 +94,7 @@ class Quantized:
         return f"affine{self.bits}" if self._is_affine else self.mode
 
 
-Codec = Float | Quantized | Turbo
+Codec = Float | Quantized | Turbo | TurboSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +124,11 @@ class TensorScheme:
         """The values in the basis that they are kept in: as ``unpack`` when nothing is rotated."""
         return self.codec.unpack(parts, dtype)
 
-    def rotate(self, x: mx.array) -> mx.array:
-        """``x`` ``[..., size]`` in the basis that values are kept in."""
-        return rotation.rotate(x) if self.rotated else x
+    def rotate(self, x: mx.array, scale: float = 1.0) -> mx.array:
+        """``x`` ``[..., size]``, times ``scale``, in the basis that values are kept in."""
+        if self.rotated:
+            return rotation.rotate(x, scale)
+        return x if scale == 1.0 else x * scale
 
     def unrotate(self, x: mx.array) -> mx.array:
         """``x`` ``[..., size]`` back from the basis that values are kept in."""
@@ -135,6 +144,25 @@ class TensorScheme:
         """
         return self.codec.times(left, parts, transpose)
 
+    @property
+    def can_spread(self) -> bool:
+        """Whether decode slots may keep its codes as planes (``TurboSlots``)."""
+        return isinstance(self.codec, Turbo) and self.codec.bits == 3
+
+    def in_slots(self, spread: bool) -> TensorScheme:
+        """The scheme of the parts that decode slots keep; ``spread`` where there is a choice."""
+        if not isinstance(self.codec, Turbo):
+            return self
+        return TensorScheme(TurboSlots(self.codec, spread and self.can_spread), self.rotated)
+
+    def take(self, parts: Parts) -> Parts:
+        """Parts as slots of this scheme keep them, from parts as they were packed."""
+        return self.codec.take(parts) if isinstance(self.codec, TurboSlots) else parts
+
+    def give(self, parts: Parts) -> Parts:
+        """Undo ``take``."""
+        return self.codec.give(parts) if isinstance(self.codec, TurboSlots) else parts
+
     def bytes_per_token(self, size: int, float_bytes: int) -> int:
         """Bytes that one vector of ``size`` numbers takes, given the bytes of a float."""
         return self.codec.bytes_per_token(size, float_bytes)
@@ -142,7 +170,8 @@ class TensorScheme:
     def __str__(self) -> str:
         if isinstance(self.codec, Float):
             return "float"
-        suffix = "r" if self.rotated and not isinstance(self.codec, Turbo) else ""
+        is_turbo = isinstance(self.codec, Turbo | TurboSlots)
+        suffix = "r" if self.rotated and not is_turbo else ""
         return f"{self.codec}{suffix}/g{self.codec.group}"
 
 
@@ -170,6 +199,21 @@ class LayerScheme:
     @property
     def is_rotated(self) -> bool:
         return self.keys.is_rotated or self.values.is_rotated
+
+    @property
+    def can_spread(self) -> bool:
+        return self.keys.can_spread or self.values.can_spread
+
+    def in_slots(self, spread: bool) -> LayerScheme:
+        """The scheme of what decode slots keep; see ``TensorScheme.in_slots``."""
+        return LayerScheme(self.shape, self.keys.in_slots(spread), self.values.in_slots(spread))
+
+    def split(self, pieces: Parts) -> tuple[Parts, Parts]:
+        """Parts of keys and parts of values; ValueError when there are more or fewer."""
+        keys, values = self.keys.codec.num_parts, self.values.codec.num_parts
+        if len(pieces) != keys + values:
+            raise ValueError(f"{len(pieces)} pieces do not fit {self}")
+        return pieces[:keys], pieces[keys:]
 
     def bytes_per_token(self, float_bytes: int) -> int:
         """Bytes that one token takes in this layer."""

@@ -191,6 +191,9 @@ class StateKind(LayerKind):
     def prefill(self, capacity: int, chunk_tokens: int) -> StatePrefill:
         return StatePrefill(self.shape)
 
+    def template(self, num_tokens: int) -> Pieces:
+        return tuple(mx.zeros((1, *row), dtype) for _, row, dtype in self.shape.used)
+
     def slots(self) -> StateSlots:
         return StateSlots(self.shape)
 

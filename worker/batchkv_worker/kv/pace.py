@@ -1,0 +1,36 @@
+"""How far the host may run ahead of the device while a prompt is computed.
+
+Dense copies of packed keys and values are freed when the device is done with them, not when the
+host has queued their use. CUDA takes in whole chunks of a long prompt before it has computed the
+first layer, and the copies of many layers then stand side by side.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import mlx.core as mx
+
+LAYERS_AHEAD = 4  # of which dense copies may exist at once
+
+
+class Pace:
+    """Starts each layer as it is built, and waits for the one ``LAYERS_AHEAD`` before it.
+
+    That many layers keep the device busy while the host waits. Only CUDA needs it: elsewhere
+    ``follow`` does nothing.
+    """
+
+    def __init__(self) -> None:
+        is_gpu = mx.default_device() == mx.Device(mx.gpu)
+        self._is_kept = is_gpu and not mx.metal.is_available()
+        self._started: deque[mx.array] = deque()
+
+    def follow(self, output: mx.array) -> None:
+        """``output``: what the attention of the next layer answers."""
+        if not self._is_kept:
+            return
+        mx.async_eval(output)
+        self._started.append(output)
+        if len(self._started) > LAYERS_AHEAD:
+            mx.eval(self._started.popleft())
