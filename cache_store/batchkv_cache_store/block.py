@@ -28,6 +28,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from batchkv_cache_store.errors import BlockRejected, Reason
 from batchkv_cache_store.header import (
@@ -106,21 +107,46 @@ def decode(
 
     Raises BlockRejected, and nothing else, when these bytes are not exactly the block expected.
     """
-    limits = limits or Limits()
-    view = memoryview(buffer).cast("B").toreadonly()
-    flags, header_size, start, end = _sections(view, limits)
-    _check_seal(view, end, bool(flags & FLAG_MAC), sealer)
-    header = view[PREFIX_BYTES : PREFIX_BYTES + header_size]
-    block = parse_header(header, view[start:end], limits)
+    block = decode_any(buffer, sealer, limits)
     _compare(block, expected)
     return block
 
 
-def _sections(view: memoryview, limits: Limits) -> tuple[int, int, int, int]:
-    """(flags, header's size, payload's start, payload's end), all within the buffer."""
+def decode_any(buffer: Buffer, sealer: Sealer, limits: Limits | None = None) -> Block:
+    """The block in ``buffer``, whichever it is: for those who look after the store.
+
+    Raises BlockRejected, and nothing else, for bytes that are no block.
+    """
+    limits = limits or Limits()
+    view = memoryview(buffer).cast("B").toreadonly()
+    sections = read_sections(view, limits, PREFIX_BYTES + SEAL_BYTES)
+    if view.nbytes != sections.num_bytes:
+        reason = Reason.TRUNCATED if view.nbytes < sections.num_bytes else Reason.TRAILING
+        raise BlockRejected(reason, f"{view.nbytes} bytes, not {sections.num_bytes}")
+    _check_seal(view, sections.end, sections.is_signed, sealer)
+    payload = view[sections.start : sections.end]
+    return parse_header(view[PREFIX_BYTES : sections.header_end], payload, limits)
+
+
+class Sections(NamedTuple):
+    """Where a block's parts lie, in bytes from its own start; the seal follows ``end``."""
+
+    header_end: int
+    start: int
+    end: int
+    is_signed: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole block."""
+        return self.end + SEAL_BYTES
+
+
+def read_sections(view: memoryview, limits: Limits, min_bytes: int = PREFIX_BYTES) -> Sections:
+    """What the first 32 bytes say, within limits; raises BlockRejected."""
     if view.nbytes >= len(MAGIC) and view[: len(MAGIC)] != MAGIC:
         raise BlockRejected(Reason.BAD_MAGIC, f"it starts with {view[:8].hex()}")
-    if view.nbytes < PREFIX_BYTES + SEAL_BYTES:
+    if view.nbytes < min_bytes:
         raise BlockRejected(Reason.TRUNCATED, f"only {view.nbytes} bytes")
     _, version, flags, header_size, payload_size, zeros = _PREFIX.unpack_from(view)
     if version != VERSION:
@@ -131,10 +157,7 @@ def _sections(view: memoryview, limits: Limits) -> tuple[int, int, int, int]:
     end = start + payload_size
     if header_size > limits.max_header_bytes or end + SEAL_BYTES > limits.max_block_bytes:
         raise BlockRejected(Reason.LIMITS, f"header {header_size}, payload {payload_size} bytes")
-    if view.nbytes != end + SEAL_BYTES:
-        reason = Reason.TRUNCATED if view.nbytes < end + SEAL_BYTES else Reason.TRAILING
-        raise BlockRejected(reason, f"{view.nbytes} bytes, not {end + SEAL_BYTES}")
-    return flags, header_size, start, end
+    return Sections(PREFIX_BYTES + header_size, start, end, bool(flags & FLAG_MAC))
 
 
 def _check_seal(view: memoryview, end: int, is_mac: bool, sealer: Sealer) -> None:

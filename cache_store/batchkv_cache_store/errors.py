@@ -33,8 +33,8 @@ class Reason(StrEnum):
 
     @property
     def is_damage(self) -> bool:
-        """Is the block of no use to anybody? One that only we cannot check is left alone."""
-        return self is not Reason.NO_SECRET
+        """Is the block of no use to anybody? One that only we cannot read is left alone."""
+        return self not in (Reason.NO_SECRET, Reason.VERSION)
 
 
 class CacheStoreError(Exception):

@@ -5,8 +5,9 @@ its tokens and costs one round trip to each tier concerned plus the time of its 
 that saves most is taken, and none when none saves anything. All speeds are measured while working
 (moving averages of seconds a byte and seconds a token, which, unlike averages of speeds, are not
 carried away by one lucky sample). What was never measured counts as free: so it is tried, and
-measured. A depth that is refused is tried all the same now and then, the smallest step of it,
-since a network that was slow may not be any more.
+measured (the search tries one block of it before it goes on). A depth that is refused is tried all
+the same now and then, the smallest step of it, since a network that was slow may not be any more;
+what that may cost is a share of the time that the refused prompts took to compute.
 
 Pure: no clock, no I/O. Everything is counted in bytes, tokens and seconds.
 """
@@ -43,17 +44,18 @@ class _Average:
 class Gate:
     """The measured speeds, and the choice. Safe to share by threads.
 
-    ``weight`` is that of a new sample; every ``probe_every``-th refusal is tried all the same.
+    ``weight`` is that of a new sample. Trying what was refused may lose ``probe_share`` of the
+    time that is spent on computing what was refused.
     """
 
-    def __init__(self, weight: float = 0.2, probe_every: int = 16) -> None:
+    def __init__(self, weight: float = 0.2, probe_share: float = 0.01) -> None:
         self._weight = weight
-        self._probe_every = probe_every
+        self._probe_share = probe_share
         self._lock = threading.Lock()
         self._round_trips: dict[str, _Average] = {}
         self._seconds_per_byte: dict[str, _Average] = {}
         self._seconds_per_token = _Average(weight)
-        self._num_refusals = 0
+        self._credit_seconds = 0.0  # that a try may lose
 
     def observe_round_trip(self, tier: str, seconds: float) -> None:
         """A request that moved next to nothing took that long."""
@@ -84,8 +86,15 @@ class Gate:
         rate = per_byte.value if per_byte is not None else None
         return (fixed or 0.0) + num_bytes * (rate or 0.0)
 
-    def choose(self, options: Sequence[Option]) -> int | None:
-        """Index of the option to load, None to compute everything. Options: shallow to deep."""
+    def is_measured(self, tier: str) -> bool:
+        """Whether a load from this tier was ever timed."""
+        return tier in self._seconds_per_byte
+
+    def choose(self, options: Sequence[Option], *, is_first: bool = True) -> int | None:
+        """Index of the option to load, None to compute everything. Options: shallow to deep.
+
+        Only the first choice for a prompt counts as a refusal; later ones follow what was loaded.
+        """
         if not options:
             return None
         deepest = len(options) - 1
@@ -100,8 +109,13 @@ class Gate:
             ]
             best = max(range(len(options)), key=lambda index: (saved[index], index))
             chosen = best if saved[best] > 0 else -1
-            if chosen != deepest:
-                self._num_refusals += 1
-                if self._num_refusals % self._probe_every == 0:
+            if chosen != deepest and is_first:
+                refused = options[deepest].num_tokens - (
+                    options[chosen].num_tokens if chosen >= 0 else 0
+                )
+                self._credit_seconds += self._probe_share * refused * per_token
+                loss = (saved[chosen] if chosen >= 0 else 0.0) - saved[chosen + 1]
+                if loss <= self._credit_seconds:
+                    self._credit_seconds -= loss
                     return chosen + 1
         return None if chosen < 0 else chosen

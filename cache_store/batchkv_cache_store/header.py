@@ -43,7 +43,7 @@ ITEM_BYTES = {
     **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
 }
 
-_FIELDS = ("namespace", "key", "parent", "index", "kind", "tokens", "writer", "time", "tensors")
+FIELDS = ("namespace", "key", "parent", "index", "kind", "tokens", "writer", "time", "tensors")
 _MAX_INDEX = 2**32 - 1
 _MAX_TIME_MS = 2**53
 
@@ -129,7 +129,7 @@ def header_bytes(block: Block, limits: Limits) -> tuple[bytes, int]:
         end = offset + size
     fields = dict(
         zip(
-            _FIELDS,
+            FIELDS,
             (
                 *(block.namespace, block.key, block.parent, block.index, str(block.kind)),
                 *(block.tokens, block.writer, block.time_ms, rows),
@@ -138,7 +138,7 @@ def header_bytes(block: Block, limits: Limits) -> tuple[bytes, int]:
         )
     )
     try:
-        _check_fields(fields, limits)
+        check_fields(fields, limits)
         _read_table(rows, memoryview(b""), end, limits)
     except BlockRejected as fault:
         raise ValueError(f"not a block that can be stored: {fault}") from fault
@@ -157,16 +157,16 @@ def parse_header(header: memoryview, payload: memoryview, limits: Limits) -> Blo
         fields = msgpack.unpackb(
             header,
             max_array_len=max(limits.max_tensors, MAX_DIMENSIONS),
-            max_map_len=len(_FIELDS),
+            max_map_len=len(FIELDS),
             max_str_len=MAX_TEXT_BYTES,
             max_bin_len=max(4 * limits.max_tokens, KEY_BYTES),
             max_ext_len=0,
         )
     except (ValueError, msgpack.UnpackException) as fault:
         raise BlockRejected(Reason.HEADER, f"not msgpack within limits: {fault}") from fault
-    if type(fields) is not dict or tuple(fields) != _FIELDS:
+    if type(fields) is not dict or tuple(fields) != FIELDS:
         raise BlockRejected(Reason.HEADER, "it has other fields")
-    _check_fields(fields, limits)
+    check_fields(fields, limits)
     tensors = _read_table(fields["tensors"], payload, payload.nbytes, limits)
     return Block(
         **{name: fields[name] for name in ("namespace", "key", "parent", "index", "tokens")},
@@ -177,7 +177,8 @@ def parse_header(header: memoryview, payload: memoryview, limits: Limits) -> Blo
     )
 
 
-def _check_fields(fields: dict[str, Any], limits: Limits) -> None:
+def check_fields(fields: dict[str, Any], limits: Limits) -> None:
+    """Refuse fields that ``header_bytes`` does not write; raises BlockRejected."""
     for name in ("namespace", "key", "parent"):
         if type(fields[name]) is not bytes or len(fields[name]) != KEY_BYTES:
             raise BlockRejected(Reason.HEADER, f"{name} is not {KEY_BYTES} bytes")

@@ -27,10 +27,15 @@ BLOCK_TOKENS = 256
 Manifest = dict[str, "str | int | list[str]"]
 
 
+def manifest_text(manifest: Manifest) -> bytes:
+    """A manifest in its one canonical form: JSON in ASCII, its fields in order."""
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return text.encode("ascii")
+
+
 def namespace(manifest: Manifest) -> bytes:
     """Digest of a manifest, independent of the order of its fields."""
-    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode("ascii")).digest()
+    return hashlib.sha256(manifest_text(manifest)).digest()
 
 
 def root_key(namespace_digest: bytes, salt: bytes = b"") -> bytes:

@@ -1,9 +1,9 @@
 """Leases on blocks that are being computed, so that two workers do not compute one prefix.
 
-Whoever misses a chain takes the lease on the first missing block, computes, publishes and lets it
-go; whoever does not get it does other work meanwhile and looks again. A lease ends by itself: a
-worker that dies holds it for ``ttl_seconds`` at most. Leases only save work. Two holders at once,
-after a pause or without Redis, compute a block twice and store it once.
+Whoever misses a chain takes the leases on all blocks that are missing, computes, publishes and lets
+each go; whoever does not get the first does other work meanwhile and looks again. A lease ends by
+itself: a worker that dies holds it for ``ttl_seconds`` at most. Leases only save work. Two holders
+at once, after a pause or without Redis, compute a block twice and store it once.
 
 In Redis a lease is ``batchkv-lease:<key in hex>``, its value the holder's token; taken with
 ``SET NX PX``, renewed and released by scripts that compare the token first. Within a process,
@@ -16,7 +16,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -62,6 +62,9 @@ class Leases(Protocol):
     def acquire(self, key: bytes) -> Lease | None:
         """The lease on this block, or None while another holds it."""
 
+    def acquire_chain(self, keys: Sequence[bytes]) -> list[Lease]:
+        """The leases on the blocks of a chain that no other holds; none if the first is held."""
+
     def release(self, lease: Lease) -> None:
         """Let it go; a lease that was lost or released before is left as it is."""
 
@@ -92,6 +95,12 @@ class LocalLeases:
                 holder.is_lost = True
             lease = self._held[key] = Lease(key, now)
             return lease
+
+    def acquire_chain(self, keys: Sequence[bytes]) -> list[Lease]:
+        first = self.acquire(keys[0]) if keys else None
+        if first is None:
+            return []
+        return [first, *(lease for key in keys[1:] if (lease := self.acquire(key)) is not None)]
 
     def release(self, lease: Lease) -> None:
         with self._lock:
@@ -156,6 +165,29 @@ class RedisLeases:
             return lease
         self._local.release(lease)
         return None
+
+    def acquire_chain(self, keys: Sequence[bytes]) -> list[Lease]:
+        first = self.acquire(keys[0]) if keys else None
+        if first is None:
+            return []
+        rest = [lease for key in keys[1:] if (lease := self._local.acquire(key)) is not None]
+        answers = self._ask(lambda: self._set_many(rest))
+        if not isinstance(answers, list):
+            return [first, *rest]
+        held = [first]
+        for lease, is_ours in zip(rest, answers, strict=True):
+            if is_ours:
+                held.append(lease)
+            else:
+                self._local.release(lease)
+        return held
+
+    def _set_many(self, leases: Sequence[Lease]) -> list[object]:
+        """What SET says to each, in one round trip."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            for lease in leases:
+                pipe.set(_name(lease.key), lease.token, nx=True, px=self._ttl_ms)
+            return list(pipe.execute())
 
     def release(self, lease: Lease) -> None:
         self._local.release(lease)

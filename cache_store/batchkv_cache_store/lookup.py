@@ -8,16 +8,18 @@ the last few of them, of kind ``state`` for the very last. The search
    not found yet; it stops after the first 64 that leave a gap in ``kv``, for what lies behind a
    gap is of no use;
 2. lists the depths at which all is there, and lets the gate choose one;
-3. fetches what that depth needs, one round trip to a tier for each batch, and decodes it. What is
-   gone or damaged meanwhile is looked for in the slower tiers, and if it is nowhere, 2 again.
+3. fetches of what that depth needs a batch from each tier, one round trip for each, and decodes it.
+   What is gone or damaged meanwhile is looked for in the slower tiers. While something is left to
+   fetch, 2 again: a tier that turned out slow is gone on with only as far as it still pays. The
+   first batch from a tier that was never timed is one block.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
 from batchkv_cache_store.block import Block, Expected, Kind, Limits, decode
 from batchkv_cache_store.errors import BlockRejected, Reason
@@ -29,6 +31,8 @@ from batchkv_cache_store.seal import Buffer, Sealer
 KEYS_AT_ONCE = 64
 MAX_FETCH_BYTES = 256 * 1024 * 1024
 
+Piece = tuple[int, Kind]  # a block's number in the prompt, from 0, and one of its kinds
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -36,6 +40,7 @@ class Wanted:
 
     ``keys``: 32 bytes each. ``tokens``: of each block, ids as little-endian u32.
     ``num_window_blocks``: how many last blocks the widest sliding window overlaps, 0 for none.
+    ``had``: pieces that the caller has already; they cost nothing and are not fetched.
     ValueError when they do not fit each other.
     """
 
@@ -45,6 +50,7 @@ class Wanted:
     has_kv: bool = True
     num_window_blocks: int = 0
     has_state: bool = False
+    had: Set[Piece] = frozenset()
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.tokens):
@@ -59,12 +65,12 @@ class Wanted:
             kind for kind, is_wanted in {**wanted, Kind.STATE: self.has_state}.items() if is_wanted
         ]
 
-    def needed_at(self, depth: int) -> list[tuple[int, Kind]]:
+    def needed_at(self, depth: int) -> list[Piece]:
         """(block number, kind) of everything that a depth needs, head first."""
         needed = [(number, Kind.KV) for number in range(depth)] if self.has_kv else []
         return needed + self.needed_at_end(depth)
 
-    def needed_at_end(self, depth: int) -> list[tuple[int, Kind]]:
+    def needed_at_end(self, depth: int) -> list[Piece]:
         """Of that, what only this depth needs: the window and the state."""
         first = max(0, depth - self.num_window_blocks)
         needed = [(number, Kind.WINDOW) for number in range(first, depth)]
@@ -75,16 +81,32 @@ class Wanted:
 class Found:
     """What there is for a prompt, up to ``depth`` blocks; 0 when there is nothing.
 
-    ``kv`` has ``depth`` blocks or, when not wanted, none; ``window`` the last ones; head first.
+    ``pieces``: what that depth needs and the caller does not have. ``stop`` says why it goes no
+    deeper: "" when nothing more was wanted, "missing <kind> <number>" for the first piece that no
+    tier has, "gated", "rejected <reason>", or "trouble <tier>".
     """
 
     depth: int = 0
-    kv: tuple[Block, ...] = ()
-    window: tuple[Block, ...] = ()
-    state: Block | None = None
+    pieces: Mapping[Piece, Block] = field(default_factory=dict)
+    stop: str = ""
 
+    @property
+    def kv(self) -> tuple[Block, ...]:
+        """The blocks of kind ``kv``, head first."""
+        return self._of(Kind.KV)
 
-_Piece = tuple[int, Kind]
+    @property
+    def window(self) -> tuple[Block, ...]:
+        """The blocks of kind ``window``, head first."""
+        return self._of(Kind.WINDOW)
+
+    @property
+    def state(self) -> Block | None:
+        """The state at the end."""
+        return next(iter(self._of(Kind.STATE)), None)
+
+    def _of(self, kind: Kind) -> tuple[Block, ...]:
+        return tuple(self.pieces[piece] for piece in sorted(self.pieces) if piece[1] is kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,35 +143,48 @@ class Search:
         self._sealer = sealer
         self._limits = limits
         self._counters = counters
-        self._places: dict[_Piece, _Place] = {}
-        self._blocks: dict[_Piece, Block] = {}
+        self._places: dict[Piece, _Place] = {}
+        self._blocks: dict[Piece, Block] = {}
+        self._num_choices = 0
+        self._trouble = ""  # what kept the search from going deeper, when it was not a gap
 
     def run(self) -> Found:
         """What the tiers have. Raises nothing that a tier or a block could cause."""
         self._locate_chain()
         while depth := self._choose():
-            needed = self._wanted.needed_at(depth)
-            self._fetch([piece for piece in needed if piece not in self._blocks])
-            if all(piece in self._blocks for piece in needed):
-                return self._found(depth, needed)
-        return Found()
+            needed = [p for p in self._wanted.needed_at(depth) if p not in self._wanted.had]
+            if missing := [piece for piece in needed if piece not in self._blocks]:
+                self._fetch(missing)
+            else:
+                return Found(depth, {p: self._blocks[p] for p in needed}, self._stop(depth))
+        return Found(stop=self._stop(0))
 
-    def _found(self, depth: int, needed: Iterable[_Piece]) -> Found:
-        by_kind: dict[Kind, list[Block]] = {kind: [] for kind in Kind}
-        for piece in needed:
-            by_kind[piece[1]].append(self._blocks[piece])
-        state = by_kind[Kind.STATE][0] if self._wanted.has_state else None
-        return Found(depth, tuple(by_kind[Kind.KV]), tuple(by_kind[Kind.WINDOW]), state)
+    def _stop(self, depth: int) -> str:
+        """Why not deeper (``Found.stop``)."""
+        if depth == len(self._wanted.keys):
+            return ""
+        if self._trouble:
+            return self._trouble
+        troubled = [tier.name for tier in self._tiers if not tier.breaker.is_closed]
+        if troubled:
+            return f"trouble {troubled[0]}"
+        wanted = self._wanted.needed_at(depth + 1)
+        number, kind = next((p for p in wanted if not self._is_here(p)), wanted[-1])
+        return f"missing {kind} {number}"
+
+    def _is_here(self, piece: Piece) -> bool:
+        return piece in self._places or piece in self._wanted.had
 
     def _locate_chain(self) -> None:
         kinds, num_keys = self._wanted.kinds(), len(self._wanted.keys)
         for start in range(0, num_keys, KEYS_AT_ONCE):
             numbers = range(start, min(start + KEYS_AT_ONCE, num_keys))
-            self._locate([(number, kind) for number in numbers for kind in kinds], 0)
-            if self._wanted.has_kv and any((n, Kind.KV) not in self._places for n in numbers):
+            pieces = [(number, kind) for number in numbers for kind in kinds]
+            self._locate([piece for piece in pieces if piece not in self._wanted.had], 0)
+            if self._wanted.has_kv and not all(self._is_here((n, Kind.KV)) for n in numbers):
                 return
 
-    def _locate(self, pieces: Sequence[_Piece], first_tier: int) -> None:
+    def _locate(self, pieces: Sequence[Piece], first_tier: int) -> None:
         """Look for pieces in the tiers from ``first_tier`` on."""
         missing = {self._name(piece): piece for piece in pieces}
         for index, tier in enumerate(self._tiers[first_tier:], first_tier):
@@ -168,11 +203,11 @@ class Search:
         for depth in range(1, len(self._wanted.keys) + 1):
             num_tokens += len(self._wanted.tokens[depth - 1]) // 4
             if self._wanted.has_kv:
-                if (depth - 1, Kind.KV) not in self._places:
+                if not self._is_here((depth - 1, Kind.KV)):
                     break
                 self._add_size(kv_sizes, (depth - 1, Kind.KV))
             rest = self._wanted.needed_at_end(depth)
-            if all(piece in self._places for piece in rest):
+            if all(self._is_here(piece) for piece in rest):
                 sizes = kv_sizes.copy()
                 for piece in rest:
                     self._add_size(sizes, piece)
@@ -180,50 +215,52 @@ class Search:
                 depths.append(depth)
         if not options:
             return 0
-        choice = self._gate.choose(options)
+        choice = self._gate.choose(options, is_first=self._num_choices == 0)
+        self._num_choices += 1
         if choice != len(options) - 1:
-            self._counters.add("gated")
+            self._trouble = "gated"
         return 0 if choice is None else depths[choice]
 
-    def _add_size(self, sizes: Counter[str], piece: _Piece) -> None:
-        if piece not in self._blocks:  # what was fetched already costs nothing
+    def _add_size(self, sizes: Counter[str], piece: Piece) -> None:
+        if piece in self._places and piece not in self._blocks:  # what is here costs nothing
             place = self._places[piece]
             sizes[self._tiers[place.tier].name] += place.num_bytes
 
-    def _fetch(self, pieces: Sequence[_Piece]) -> None:
-        """Load and decode pieces; what fails is looked for elsewhere, or has no place any more."""
-        lost: list[tuple[_Piece, int]] = []
+    def _fetch(self, pieces: Sequence[Piece]) -> None:
+        """Load and decode a batch of each tier's pieces; what fails is looked for elsewhere."""
+        lost: list[tuple[Piece, int]] = []
         for index, tier in enumerate(self._tiers):
-            here = [piece for piece in pieces if self._places[piece].tier == index]
-            for batch in self._batches(here):
-                start = time.perf_counter()
-                answers = tier.get_many([self._name(piece) for piece in batch])
-                for piece in batch:
-                    data = answers.get(self._name(piece))
-                    if data is None or not self._accept(piece, data, index):
-                        lost.append((piece, index))
-                # Checking the bytes is part of what a load costs.
-                num_bytes = sum(len(data) for data in answers.values())
-                self._gate.observe_load(tier.name, num_bytes, time.perf_counter() - start)
+            batch = self._batch([piece for piece in pieces if self._places[piece].tier == index])
+            if not batch:
+                continue
+            start = time.perf_counter()
+            answers = tier.get_many([self._name(piece) for piece in batch])
+            for piece in batch:
+                data = answers.get(self._name(piece))
+                if data is None or not self._accept(piece, data, index):
+                    lost.append((piece, index))
+            # Checking the bytes is part of what a load costs.
+            num_bytes = sum(len(data) for data in answers.values())
+            self._gate.observe_load(tier.name, num_bytes, time.perf_counter() - start)
         for piece, _ in lost:
             del self._places[piece]
         for index in sorted({index for _, index in lost}):
             self._locate([piece for piece, at in lost if at == index], index + 1)
 
-    def _batches(self, pieces: Sequence[_Piece]) -> Iterable[list[_Piece]]:
-        batch: list[_Piece] = []
+    def _batch(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The first of a tier's pieces, as many as one request is for."""
+        if not pieces or not self._gate.is_measured(self._tiers[self._places[pieces[0]].tier].name):
+            return list(pieces[:1])
+        batch: list[Piece] = []
         num_bytes = 0
-        for piece in pieces:
-            size = self._places[piece].num_bytes
-            if batch and (num_bytes + size > MAX_FETCH_BYTES or len(batch) == KEYS_AT_ONCE):
-                yield batch
-                batch, num_bytes = [], 0
+        for piece in pieces[:KEYS_AT_ONCE]:
+            num_bytes += self._places[piece].num_bytes
+            if batch and num_bytes > MAX_FETCH_BYTES:
+                break
             batch.append(piece)
-            num_bytes += size
-        if batch:
-            yield batch
+        return batch
 
-    def _accept(self, piece: _Piece, data: Buffer, tier: int) -> bool:
+    def _accept(self, piece: Piece, data: Buffer, tier: int) -> bool:
         number, kind = piece
         wanted = self._wanted
         expected = Expected(wanted.namespace, wanted.keys[number], kind, wanted.tokens[number])
@@ -237,8 +274,9 @@ class Search:
 
     def _reject(self, name: str, tier: GuardedTier, reason: Reason) -> None:
         self._counters.add(f"rejected.{reason}")
+        self._trouble = f"rejected {reason}"
         if reason.is_damage:
             tier.set_aside(name)
 
-    def _name(self, piece: _Piece) -> str:
+    def _name(self, piece: Piece) -> str:
         return block_name(self._wanted.keys[piece[0]], piece[1])

@@ -10,7 +10,7 @@ work. The counters, T being a tier's name:
 ``hit.T``              pieces (a block has one of each kind) that came from the tier
 ``rejected.<reason>``  bytes that were not the block asked for (``errors.Reason``)
 ``gated``              lookups cut short since computing was expected to be quicker
-``published``          blocks queued for writing; ``dropped`` those that found the queue full
+``published``          blocks queued for writing; ``dropped`` what found the queue full
 ``promoted``           hits queued for the faster tiers; ``not_promoted`` when the queue was full
 ``given_up``           writes that were still waiting when the time to close was up
 ``error.T`` ...        see ``guarded``
@@ -27,8 +27,10 @@ from batchkv_cache_store.block import Block, Limits, encode, encoded_size, join
 from batchkv_cache_store.breaker import Breaker
 from batchkv_cache_store.gate import Gate
 from batchkv_cache_store.guarded import Counters, GuardedTier
+from batchkv_cache_store.keys import Manifest
 from batchkv_cache_store.lookup import Found, Hit, Search, Wanted
-from batchkv_cache_store.names import block_name
+from batchkv_cache_store.manifests import encode_manifest
+from batchkv_cache_store.names import block_name, manifest_name
 from batchkv_cache_store.seal import Buffer, Sealer
 from batchkv_cache_store.tiers.base import Tier, TierStats
 from batchkv_cache_store.writer import WriteBehind
@@ -90,6 +92,7 @@ class Store:
         found = search.run()
         self._counters.add("lookups")
         self._counters.add("lookups_empty", not found.depth)
+        self._counters.add("gated", found.stop == "gated")
         self._counters.add("wanted_blocks", len(wanted.keys))
         self._counters.add("found_blocks", found.depth)
         for hit in search.hits:
@@ -97,17 +100,45 @@ class Store:
         self._promote(search.hits)
         return found
 
-    def publish(self, block: Block) -> bool:
+    def publish(self, block: Block, on_end: Callable[[], None] | None = None) -> bool:
         """Queue a block for all tiers; False when the queue is full and the block was dropped.
 
-        The block's buffers are read later: nobody may change them. ValueError for a block that
-        breaks the format's limits.
+        The block's buffers are read later: nobody may change them. ``on_end`` is called by the
+        writer's thread when the block was written, or could not be; not for one that is dropped.
+        ValueError for a block that breaks the format's limits.
         """
         num_bytes = encoded_size(block, self._settings.limits)
         name = block_name(block.key, block.kind)
-        is_queued = self._writer.submit(name, num_bytes, lambda: self._write(name, block))
+
+        def write() -> None:
+            try:
+                self._write(name, block)
+            finally:
+                if on_end is not None:
+                    on_end()
+
+        is_queued = self._writer.submit(name, num_bytes, write)
         self._counters.add("published" if is_queued else "dropped")
         return is_queued
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether that many more bytes may wait to be written."""
+        return self._writer.num_bytes + num_bytes <= self._settings.max_queued_bytes
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Count what the store's user saw: a block of another shape, a lookup that it gave up."""
+        self._counters.add(name, amount)
+
+    def publish_manifest(self, manifest: Manifest) -> bytes:
+        """Queue a manifest for all tiers; returns the digest of its namespace.
+
+        ValueError for a manifest of more than 64 KiB.
+        """
+        digest, text = encode_manifest(manifest)
+        name = manifest_name(digest)
+        is_queued = self._writer.submit(name, len(text), lambda: self._put(name, text, self._tiers))
+        self._counters.add("dropped", not is_queued)
+        return digest
 
     def counters(self) -> dict[str, int]:
         """All counters by name."""

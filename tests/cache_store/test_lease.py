@@ -50,6 +50,33 @@ def test_one_holder_at_a_time(leases: Leases) -> None:
     assert leases.acquire(KEY) is None and not again.is_lost
 
 
+def test_a_chain_is_leased_from_its_first_block_on(leases: Leases) -> None:
+    """All free blocks of a chain at once; nothing when the first is another's."""
+    keys = [bytes([number]) * 32 for number in range(4)]
+    assert leases.acquire_chain([]) == []
+    other = leases.acquire(keys[2])
+    assert other is not None
+    held = leases.acquire_chain(keys)
+    assert [lease.key for lease in held] == [keys[0], keys[1], keys[3]]
+    assert leases.acquire_chain(keys) == [] == leases.acquire_chain(keys[1:])
+    leases.release(held[0])
+    assert [lease.key for lease in leases.acquire_chain(keys)] == [keys[0]]
+
+
+def test_a_chain_that_another_worker_computes_is_left_to_it(
+    redis_url: str, redis_connection: Redis
+) -> None:
+    """Of a chain, what others hold in Redis is theirs; what was not got is not kept here either."""
+    keys = [bytes([number]) * 32 for number in range(3)]
+    with closing(RedisLeases(redis_url)) as first, closing(RedisLeases(redis_url)) as second:
+        (held,) = first.acquire_chain(keys[1:2])
+        assert [lease.key for lease in second.acquire_chain(keys)] == [keys[0], keys[2]]
+        assert first.acquire_chain(keys) == []
+        first.release(held)
+        assert second.acquire(keys[1]) is not None
+    assert not redis_connection.keys(PREFIX + "*")
+
+
 def test_workers_exclude_each_other(redis_url: str) -> None:
     """Two workers on one Redis: the second gets the lease when the first lets it go."""
     with closing(RedisLeases(redis_url)) as first, closing(RedisLeases(redis_url)) as second:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -14,8 +15,10 @@ import pytest
 from batchkv_cache_store.block import Block, Kind, Limits
 from batchkv_cache_store.errors import TierError
 from batchkv_cache_store.gate import Gate
+from batchkv_cache_store.keys import Manifest, namespace
 from batchkv_cache_store.lookup import Found, Wanted
-from batchkv_cache_store.names import block_name
+from batchkv_cache_store.manifests import decode_manifest
+from batchkv_cache_store.names import block_name, manifest_name
 from batchkv_cache_store.seal import Buffer
 from batchkv_cache_store.store import Store, StoreSettings
 from batchkv_cache_store.tiers.base import Put, Tier
@@ -89,9 +92,10 @@ def test_what_is_published_is_found(tmp_path: Path) -> None:
     """The longest prefix comes back bit for bit, also after a restart and for a longer prompt."""
     blocks = chain_of(PROMPT)
     with closing_store([MemoryTier(MIB), DiskTier(tmp_path, MIB)]) as store:
-        assert store.lookup(wanted(blocks)) == Found()
+        assert store.lookup(wanted(blocks)) == Found(stop="missing kv 0")
         publish(store, blocks[:7])
-        assert store.lookup(wanted(blocks)) == Found(7, tuple(blocks[:7]))
+        found = store.lookup(wanted(blocks))
+        assert (found.depth, found.kv, found.stop) == (7, tuple(blocks[:7]), "missing kv 7")
         assert counted(store, "published", "hit.memory", "hit.disk") == [7, 7, 0]
     with closing_store([MemoryTier(MIB), DiskTier(tmp_path, MIB)]) as store:
         for _ in range(2):
@@ -108,6 +112,33 @@ class closing_store(closing[Store]):
 
     def __exit__(self, *_: object) -> None:
         self.thing.close(FLUSH_SECONDS)
+
+
+def test_a_manifest_lies_beside_its_blocks(tmp_path: Path) -> None:
+    """A manifest goes to every tier under its namespace's digest, and can be read back."""
+    manifest: Manifest = {"format": 1, "model": "test", "layers": ["full", "window"]}
+    tiers = [MemoryTier(MIB), DiskTier(tmp_path, MIB)]
+    with closing_store(tiers) as store:
+        digest = store.publish_manifest(manifest)
+        assert digest == store.publish_manifest(manifest) == namespace(manifest)
+        assert store.flush(FLUSH_SECONDS) and counted(store, "stored.memory", "published") == [1, 0]
+        for tier in tiers:
+            data = tier.get_many([manifest_name(digest)])[manifest_name(digest)]
+            assert decode_manifest(data, digest) == manifest
+        with pytest.raises(ValueError, match="manifest of 7"):
+            store.publish_manifest({"layers": ["full"] * 10_000})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"{}", b"[1]", b'{"a": 1}', b'{"a":1.5}', b'{"a":[1]}', b'{"a":{}}', b"[" * 60_000,
+     b'{"a":' + b"9" * 5000 + b"}", b'{"a":"' + b"x" * 70_000 + b'"}', b"\xff\xfe"],
+)  # fmt: skip
+def test_what_is_no_manifest_is_none(text: bytes) -> None:
+    """Damage, another form and anything that is too large or too deep is None, never an error."""
+    digest = hashlib.sha256(text).digest()
+    assert decode_manifest(text, digest) == ({} if text == b"{}" else None)
+    assert decode_manifest(text, b"0" * 32) is None
 
 
 def test_a_gap_ends_the_chain() -> None:
@@ -138,8 +169,9 @@ def test_64_keys_are_one_round_trip() -> None:
         shared = FaultyTier()
         blocks = chain_of(range(4 * num_blocks))
         put(shared, blocks)
-        shared.calls.clear()
         with closing_store([shared]) as store:
+            store.lookup(wanted(blocks[:1]))  # a tier that was never timed is tried with one block
+            shared.calls.clear()
             assert store.lookup(wanted(blocks)).depth == num_blocks
         expected = [("contains", n) for n in trips] + [("get", n) for n in trips]
         assert shared.calls == expected
@@ -220,10 +252,11 @@ def test_signed_blocks_need_their_secret() -> None:
         assert store.lookup(wanted(blocks)).depth == 10
     with closing_store([tier]) as store:
         assert store.lookup(wanted(blocks)).depth == 0
-        assert counted(store, "rejected.no_secret") == [10] and tier.stats().num_blocks == 10
+        # Without its head the rest of a chain is of no use, and is not read.
+        assert counted(store, "rejected.no_secret") == [1] and tier.stats().num_blocks == 10
     with closing_store([tier], secret=b"secret of the second") as store:
         assert store.lookup(wanted(blocks)).depth == 0
-        assert counted(store, "rejected.mac") == [10] and tier.stats().num_blocks == 0
+        assert counted(store, "rejected.mac") == [1] and tier.stats().num_blocks == 9
 
 
 def test_states_and_windows_decide_where_a_prompt_is_taken_up() -> None:
@@ -234,11 +267,70 @@ def test_states_and_windows_decide_where_a_prompt_is_taken_up() -> None:
     with closing_store([MemoryTier(MIB)]) as store:
         publish(store, [*kv[:9], *windows[3:9], states[4], states[7], states[9]])
         found = store.lookup(wanted(kv, num_window_blocks=2, has_state=True))
-        assert found == Found(8, tuple(kv[:8]), tuple(windows[6:8]), states[7])
+        assert (found.depth, found.kv, found.stop) == (8, tuple(kv[:8]), "missing state 8")
+        assert (found.window, found.state) == (tuple(windows[6:8]), states[7])
         assert store.lookup(wanted(kv, num_window_blocks=6)).depth == 9
         assert store.lookup(wanted(kv, num_window_blocks=7)).depth == 0
         found = store.lookup(wanted(kv, has_kv=False, has_state=True))
-        assert found == Found(10, (), (), states[9])
+        assert (found.depth, dict(found.pieces)) == (10, {(9, Kind.STATE): states[9]})
+
+
+def test_a_tier_is_timed_before_much_is_loaded() -> None:
+    """One block first; from a tier that is too slow no other follows, and that one is used."""
+    blocks = chain_of(PROMPT)
+    shared = FaultyTier()
+    put(shared, blocks)
+    gate = Gate()
+    gate.observe_prefill(1_000_000, 1.0)  # four tokens take 4 microseconds: nothing is quicker
+    with closing_store([shared], gate=gate) as store:
+        found = store.lookup(wanted(blocks))
+        assert (found.depth, found.stop) == (1, "gated")
+        assert [call for call in shared.calls if call[0] == "get"] == [("get", 1)]
+
+
+def test_what_the_caller_has_is_not_fetched() -> None:
+    """Pieces that the caller has count as here, wherever they stand, and are not loaded again."""
+    kv = chain_of(PROMPT)
+    windows = [dataclasses.replace(block, kind=Kind.WINDOW) for block in kv]
+    had = {(0, Kind.KV), (1, Kind.KV), (2, Kind.KV), (4, Kind.WINDOW)}
+    with closing_store([MemoryTier(MIB)]) as store:
+        publish(store, [*kv[1:6], windows[5]])  # the first is in no tier any more
+        assert store.lookup(wanted(kv, num_window_blocks=2)).depth == 0
+        found = store.lookup(wanted(kv, num_window_blocks=2, had=had))
+        assert (found.depth, found.kv, found.window) == (6, tuple(kv[3:6]), (windows[5],))
+        assert counted(store, "hit.memory") == [4]
+
+
+def test_the_end_of_a_write_is_told() -> None:
+    """``on_end`` comes once the block can be found, also when every tier refused it."""
+    block = make_block()
+    shared = FaultyTier()
+    with closing_store([shared]) as store:
+        seen: list[bool] = []
+        store.publish(block, lambda: seen.append(store.lookup(wanted([block])).depth == 1))
+        assert store.flush(FLUSH_SECONDS) and seen == [True]
+        shared.is_broken = True
+        store.publish(make_block((9, 9, 9, 9)), lambda: seen.append(False))
+        assert store.flush(FLUSH_SECONDS) and seen == [True, False]
+
+
+def test_a_lookup_says_why_it_went_no_deeper() -> None:
+    """The first gap, the gate, damage, or a tier in trouble."""
+    blocks = chain_of(PROMPT)
+    memory, shared = MemoryTier(MIB), FaultyTier()
+    put(memory, blocks[:2])
+    with closing_store([memory, shared]) as store:
+        assert store.lookup(wanted(blocks[:2])).stop == ""
+        assert store.lookup(wanted(blocks)).stop == "missing kv 2"
+        shared.is_broken = True
+        for _ in range(3):
+            store.lookup(wanted(blocks))
+        assert store.lookup(wanted(blocks)).stop == "trouble shared"
+    damaged = MemoryTier(MIB)
+    put(damaged, blocks[:1])
+    damaged.put(block_name(blocks[1].key, Kind.KV), [encoded(blocks[1])[:-1]])
+    with closing_store([damaged]) as store:
+        assert store.lookup(wanted(blocks)).stop == "rejected truncated"
 
 
 def test_a_broken_tier_is_left_alone_and_asked_again() -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -16,99 +14,15 @@ import pytest
 from redis import Redis
 
 from batchkv_cache_store.errors import TierError, TierMisconfigured
-from batchkv_cache_store.tiers.base import Put, Tier
+from batchkv_cache_store.tiers.base import MAX_OBJECT_BYTES, Put, Swept, Tier
 from batchkv_cache_store.tiers.disk import DiskTier, Durability
 from batchkv_cache_store.tiers.disk_folder import MAX_ASIDE
 from batchkv_cache_store.tiers.memory import MemoryTier
 from batchkv_cache_store.tiers.redis import PREFIX, RedisTier
+from cache_store.places import MIB, name, objects_tier
 from support.redis_server import RedisServer, running_server
 
-START_SECONDS = 60.0
-MIB = 1024 * 1024
 BLOCK = 64 * 1024  # a whole number of the file system's units
-
-
-def name(number: int, kind: str = "kv") -> str:
-    """The name of one of many blocks, spread over the fan-out."""
-    return f"{number * 37 % 256:02x}{number:062x}.{kind}"
-
-
-@pytest.fixture(scope="module")
-def evicting_server() -> Iterator[RedisServer]:
-    """A server for the cache alone, with a memory limit."""
-    with running_server("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru") as server:
-        yield server
-
-
-@pytest.fixture
-def cache_server(evicting_server: RedisServer) -> RedisServer:
-    """That server, emptied first."""
-    with evicting_server.connect() as connection:
-        connection.flushall()
-    return evicting_server
-
-
-@pytest.fixture(scope="module")
-def bucket_url() -> Iterator[str]:
-    """A server that speaks S3, in a process of its own, with the bucket ``blocks``."""
-    boto3 = pytest.importorskip("boto3")
-    pytest.importorskip("moto.server")
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while not _listens(port):
-            assert server.poll() is None and time.monotonic() < deadline, "moto does not start"
-            time.sleep(0.05)
-        url = f"http://127.0.0.1:{port}"
-        client = boto3.client("s3", endpoint_url=url, **S3_SETTINGS)
-        client.create_bucket(Bucket="blocks")
-        client.close()
-        yield url
-    finally:
-        server.terminate()
-        server.wait(10)
-
-
-S3_SETTINGS = {
-    "region_name": "us-east-1",
-    "aws_access_key_id": "test",
-    "aws_secret_access_key": "test",
-}
-
-
-def _listens(port: int) -> bool:
-    with closing(socket.socket()) as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-@pytest.fixture(params=["memory", "disk", "redis", "objects"])
-def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
-    """Each tier in turn, empty."""
-    made: Tier
-    if request.param == "memory":
-        made = MemoryTier(16 * MIB)
-    elif request.param == "disk":
-        made = DiskTier(tmp_path / "cache", 16 * MIB)
-    elif request.param == "redis":
-        made = RedisTier(request.getfixturevalue("cache_server").url)
-    else:
-        made = objects_tier(request.getfixturevalue("bucket_url"), f"{request.node.name}/")
-    yield made
-    made.close()
-
-
-def objects_tier(url: str, prefix: str, max_bytes: int = 16 * MIB, bucket: str = "blocks") -> Tier:
-    """A tier in the test's bucket; the module needs the optional boto3."""
-    from batchkv_cache_store.tiers.objects import ObjectsTier
-
-    return ObjectsTier(bucket, max_bytes, endpoint_url=url, prefix=prefix, **S3_SETTINGS)
 
 
 def test_what_is_put_is_got(tier: Tier) -> None:
@@ -140,26 +54,107 @@ def test_buffers_are_not_kept(tier: Tier) -> None:
     assert bytes(read) == b"before"
 
 
-@pytest.mark.parametrize("remove", ["delete", "set_aside"])
+@pytest.mark.parametrize("remove", ["delete", "set_aside", "delete_many"])
 def test_what_is_removed_is_gone(tier: Tier, remove: str) -> None:
     """Deleting and setting aside make room for a new put; a name that is not here is no error."""
     tier.put(name(1), [b"first"])
-    getattr(tier, remove)(name(1))
-    getattr(tier, remove)(name(1))
+    for _ in range(2):
+        getattr(tier, remove)([name(1), name(2)] if remove == "delete_many" else name(1))
     assert tier.get_many([name(1)]) == {} == tier.contains_many([name(1)])
     assert tier.put(name(1), [b"second"]) is Put.STORED
     assert bytes(tier.get_many([name(1)])[name(1)]) == b"second"
 
 
+def test_names_are_listed(tier: Tier) -> None:
+    """Blocks and manifests are told with their sizes, and nothing else that lies beside them."""
+    sizes = {name(number): 10 + number for number in range(20)}
+    sizes |= {name(3, "manifest"): 5, name(4, "window"): 6, name(4, "state"): 7}
+    assert list(tier.iter_names()) == []
+    for each, size in sizes.items():
+        tier.put(each, [bytes(size)])
+    tier.delete(name(7))
+    entries = list(tier.iter_names())
+    assert {entry.name: entry.num_bytes for entry in entries} == {
+        each: size for each, size in sizes.items() if each != name(7)
+    }
+    assert len(entries) == len(sizes) - 1
+    if tier.name in ("disk", "redis"):
+        assert all(abs(time.time() - (entry.last_used or 0)) < 60 for entry in entries)
+    else:
+        assert {entry.last_used for entry in entries} == {None}
+    # Redis is asked for the number of all its keys.
+    assert tier.stats().num_blocks == len(sizes) - (1 if tier.name == "redis" else 2)
+
+
+def test_a_listing_is_lazy_and_survives_changes(tier: Tier) -> None:
+    """A listing that nobody reads costs nothing, and one that is read while blocks go goes on."""
+    num_blocks = 20 if tier.name == "objects" else 600
+    for number in range(num_blocks):
+        tier.put(name(number), [b"x"])
+    listing = tier.iter_names()
+    first = next(listing)
+    tier.delete_many([name(number) for number in range(0, num_blocks, 2)])
+    left = {first.name} | {entry.name for entry in listing}
+    assert left >= {name(number) for number in range(1, num_blocks, 2)}
+
+
+def test_heads_are_read_alone(tier: Tier) -> None:
+    """The first bytes of many blocks; all of a shorter one; what is not here is left out."""
+    tier.put(name(1), [b"head", bytes(100_000)])
+    tier.put(name(2, "manifest"), [b"{}"])
+    found = tier.get_heads([name(0), name(1), name(2, "manifest")], 4)
+    assert {key: bytes(head) for key, head in found.items()} == {
+        name(1): b"head",
+        name(2, "manifest"): b"{}",
+    }
+    whole = tier.get_heads([name(1)], MAX_OBJECT_BYTES)
+    assert len(whole[name(1)]) == 100_004 and tier.get_heads([], 4) == {}
+
+
+def test_looking_is_no_use(cache_server: RedisServer, tmp_path: Path) -> None:
+    """Neither a listing nor a head makes a block look used lately."""
+    disk, memory = DiskTier(tmp_path, MIB), MemoryTier(8)
+    disk.put(name(1), [b"x"])
+    (path,) = tmp_path.rglob(name(1))
+    os.utime(path, (1000, 1000))
+    memory.put(name(1), [b"1234"])
+    memory.put(name(2), [b"1234"])
+    for tier in (disk, memory):
+        assert list(tier.iter_names()) and tier.get_heads([name(1)], 2)
+    (entry,) = disk.iter_names()
+    assert entry.last_used == 1000
+    memory.put(name(3), [b"1234"])
+    assert not memory.contains_many([name(1)])
+    with closing(RedisTier(cache_server.url)) as redis, cache_server.connect() as connection:
+        redis.put(name(1), [b"x" * 10])
+        dump = connection.dump(PREFIX + name(1))
+        connection.restore(PREFIX + name(1), 0, dump, replace=True, idletime=1000)
+        (entry,) = redis.iter_names()
+        assert redis.get_heads([name(1)], 2) and 0 < (entry.last_used or 0) < time.time() - 900
+        assert connection.object("idletime", PREFIX + name(1)) >= 1000
+        assert redis.get_many([name(1)])
+        assert connection.object("idletime", PREFIX + name(1)) < 900
+
+
 @pytest.mark.parametrize(
-    "bad", ["", "x", "../" + "0" * 61 + ".kv", "0" * 64, "A" * 64 + ".kv", "0" * 64 + ".kv\n"]
+    "bad",
+    [
+        "",
+        "x",
+        "../" + "0" * 61 + ".kv",
+        "0" * 64,
+        "A" * 64 + ".kv",
+        "0" * 64 + ".kv\n",
+        "0" * 64 + ".manifests",
+    ],
 )
 def test_names_are_checked(tier: Tier, bad: str) -> None:
     """What is not the name of a block reaches no tier: no path, no key of others."""
     for call in (tier.delete, tier.set_aside, lambda n: tier.put(n, [b"x"])):
         with pytest.raises(ValueError, match="not the name"):
             call(bad)
-    for many in (tier.contains_many, tier.get_many):
+    head = lambda names: tier.get_heads(names, 9)  # noqa: E731
+    for many in (tier.contains_many, tier.get_many, tier.delete_many, head):
         with pytest.raises(ValueError, match="not the name"):
             many([name(1), bad])
 
@@ -228,7 +223,7 @@ def physical(root: Path) -> int:
 
 def ledger(root: Path) -> int:
     """What the folder's ledger says."""
-    return int((root / "usage").read_text())
+    return int((root / "usage").read_text().split()[0])
 
 
 @pytest.mark.parametrize("durability", list(Durability))
@@ -324,6 +319,84 @@ def test_disk_keeps_few_damaged_blocks(tmp_path: Path) -> None:
     tier.put(name(50), [bytes(BLOCK)])
     small = DiskTier(tmp_path, 2 * BLOCK)
     assert not list((tmp_path / "aside").iterdir()) and small.contains_many([name(50)])
+
+
+def test_disk_pins_are_not_evicted(tmp_path: Path) -> None:
+    """What one tier pins stays in every other on the folder, also after a restart."""
+    first, second = small_disk(tmp_path), small_disk(tmp_path)
+    for number in range(3):
+        first.put(name(number), [bytes(BLOCK)])
+    assert first.pin([name(1), name(2), name(77)])
+    for number in range(10, 30):
+        assert second.put(name(number), [bytes(BLOCK)]) is Put.STORED
+        assert physical(tmp_path) <= second.max_bytes
+    restarted = small_disk(tmp_path)
+    assert restarted.pinned() == sorted([name(1), name(2)])
+    assert set(restarted.contains_many([name(0), name(1), name(2)])) == {name(1), name(2)}
+    stats = restarted.stats()
+    assert (stats.num_pinned, stats.pinned_bytes) == (2, 2 * BLOCK)
+    assert stats.num_evicted == 23 - (stats.num_blocks or 0)
+    restarted.unpin([name(1), name(2), name(3)])
+    for number in range(30, 50):
+        restarted.put(name(number), [bytes(BLOCK)])
+    assert restarted.contains_many([name(1), name(2)]) == {} and restarted.pinned() == []
+
+
+def test_disk_pins_take_half_of_the_cap_at_most(tmp_path: Path) -> None:
+    """A pin beyond half is refused whole; under a lower cap the pins that are too many hold not."""
+    tier = DiskTier(tmp_path, 8 * BLOCK)
+    for number in range(6):
+        tier.put(name(number), [bytes(BLOCK)])
+    assert tier.pin([name(0), name(1), name(2)])
+    assert not tier.pin([name(3), name(4)]) and tier.pinned() == sorted(map(name, range(3)))
+    assert tier.pin([name(0), name(4)])
+    assert tier.stats().num_pinned == 4
+    small = DiskTier(tmp_path, 4 * BLOCK)
+    assert physical(tmp_path) <= small.max_bytes and small.stats().num_pinned == 2
+    for number in range(10, 20):
+        assert small.put(name(number), [bytes(BLOCK)]) is Put.STORED
+        assert physical(tmp_path) <= small.max_bytes
+    assert len(small.contains_many(list(map(name, range(5))))) == 2
+
+
+def test_disk_manifests_go_last(tmp_path: Path) -> None:
+    """A manifest outlives the blocks that room is made of, and counts in the cap."""
+    tier = small_disk(tmp_path)
+    tier.put(name(0, "manifest"), [b"{}"])
+    for number in range(20):
+        tier.put(name(number), [bytes(BLOCK)])
+    assert tier.contains_many([name(0, "manifest")]) and ledger(tmp_path) == physical(tmp_path)
+    stats = tier.stats()
+    assert (stats.num_blocks or 0) <= 8 and stats.num_foreign == 0
+
+
+def test_disk_guests_change_nothing(tmp_path: Path) -> None:
+    """Who only looks makes no folder, keeps to no cap and removes no leftovers."""
+    with pytest.raises(TierMisconfigured, match="no folder"):
+        DiskTier(tmp_path / "none", MIB, is_guest=True)
+    assert not (tmp_path / "none").exists()
+    tier = DiskTier(tmp_path, 100 * BLOCK)
+    for number in range(10):
+        tier.put(name(number), [bytes(BLOCK)])
+    tier.set_aside(name(9))
+    stale = tmp_path / "temporary" / f"{name(50)}.1.0.4096"
+    stale.write_bytes(bytes(10))
+    os.utime(stale, (1, 1))
+    guest = DiskTier(tmp_path, 2 * BLOCK, is_guest=True)
+    assert guest.stats().num_blocks == 9 == len(list(guest.iter_names())) and stale.exists()
+    assert guest.sweep(is_rehearsal=True) == Swept(1, 1, BLOCK + 4096) and stale.exists()
+    assert guest.sweep() == Swept(1, 1, BLOCK + 4096) and not stale.exists()
+    assert ledger(tmp_path) == physical(tmp_path) == 9 * BLOCK
+
+
+def test_only_disks_pin(cache_server: RedisServer) -> None:
+    """A tier that cannot pin says so, before anything is asked."""
+    with closing(RedisTier(cache_server.url)) as tier:
+        assert not tier.can_pin and tier.pinned() == []
+        with pytest.raises(ValueError, match="redis tier cannot pin"):
+            tier.pin([name(1)])
+        tier.unpin([name(1)])
+        assert tier.sweep() == Swept()
 
 
 def test_disk_folder_may_vanish(tmp_path: Path) -> None:
@@ -459,7 +532,10 @@ def test_redis_keys_of_another_type_are_no_blocks(cache_server: RedisServer) -> 
     with closing(RedisTier(cache_server.url)) as tier, cache_server.connect() as connection:
         connection.rpush(PREFIX + name(1), "x")
         tier.put(name(2), [b"block"])
+        connection.set(PREFIX + "notes", "not ours")
         assert tier.contains_many([name(1), name(2)]) == {name(2): 5}
+        assert [entry.name for entry in tier.iter_names()] == [name(2)]
+        assert set(tier.get_heads([name(1), name(2)], 9)) == {name(2)}
         assert set(tier.get_many([name(1), name(2)])) == {name(2)}
 
 
@@ -523,6 +599,8 @@ def test_servers_that_are_gone_are_tier_errors(bucket_url: str, tmp_path: Path) 
             tier.check,
             lambda tier=tier: tier.put(name(1), [b"x"]),  # type: ignore[misc]
             lambda tier=tier: tier.stats(),  # type: ignore[misc]
+            lambda tier=tier: list(tier.iter_names()),  # type: ignore[misc]
+            lambda tier=tier: tier.get_heads([name(1)], 9),  # type: ignore[misc]
         ]
         for call in calls:
             with pytest.raises(TierError):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from batchkv_cache_store.names import checked
 from batchkv_cache_store.seal import Buffer
 
 # Above what any block may have (``header.Limits``), so never a reason to lose one.
@@ -25,14 +26,37 @@ class Put(StrEnum):
 class TierStats:
     """What a tier holds; None where finding out would cost more than it is worth.
 
-    ``num_foreign`` counts objects in the tier's own room that are not blocks: they are left alone.
+    ``num_foreign`` counts objects in the tier's own room that are not ours: they are left alone.
+    ``num_aside`` damaged blocks were set aside; ``pinned_bytes`` of ``num_pinned`` blocks are not
+    evicted.
     """
 
     num_blocks: int | None
     num_bytes: int | None
     max_bytes: int | None
     num_evicted: int = 0
-    num_foreign: int = 0
+    num_foreign: int | None = 0
+    num_aside: int = 0
+    num_pinned: int = 0
+    pinned_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A name that a tier holds. ``last_used``: seconds since 1970, None where nobody knows."""
+
+    name: str
+    num_bytes: int
+    last_used: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What is kept besides blocks and was removed: damaged ones, leftovers of dead writers."""
+
+    num_aside: int = 0
+    num_stale: int = 0
+    num_bytes: int = 0
 
 
 class Tier(ABC):
@@ -48,6 +72,9 @@ class Tier(ABC):
     - The tier never holds more than its ``max_bytes``, also at start and while it writes.
     - Least recently used goes first, where the tier itself evicts. Of the names read together the
       first counts as the latest used, for a chain's tail is worth nothing without its head.
+    - ``iter_names`` asks for the next names when they are wanted, so that no listing is held whole.
+      What comes or goes meanwhile may be missing or be told twice. Neither it nor ``get_heads``
+      counts as a use.
     - Any trouble outside the process is a TierError, within a time that the tier's settings bound.
     - All methods may be called from several threads.
     """
@@ -55,6 +82,7 @@ class Tier(ABC):
     name: str
     max_bytes: int | None
     is_instant = False  # a put is a copy in memory: it may be done while somebody waits
+    can_pin = False
 
     def check(self) -> None:  # noqa: B027 - most tiers have nothing to look at
         """Look whether the tier can be used at all.
@@ -72,6 +100,17 @@ class Tier(ABC):
         """The bytes of those names that are here, in one round trip."""
 
     @abstractmethod
+    def get_heads(self, names: Sequence[str], num_bytes: int) -> dict[str, Buffer]:
+        """The first bytes of those names that are here, in one round trip.
+
+        All bytes of what is shorter. Moves no more than that where the tier can.
+        """
+
+    @abstractmethod
+    def iter_names(self) -> Iterator[Entry]:
+        """Every block and manifest that is here, in any order; foreign objects are left out."""
+
+    @abstractmethod
     def put(self, name: str, buffers: Sequence[Buffer]) -> Put:
         """Keep the buffers, one after the other, unless the name is here already."""
 
@@ -79,9 +118,33 @@ class Tier(ABC):
     def delete(self, name: str) -> None:
         """Forget the name; it need not be here."""
 
+    def delete_many(self, names: Sequence[str]) -> None:
+        """Forget all of these names, in as few round trips as the tier can."""
+        for name in [checked(name) for name in names]:
+            self.delete(name)
+
     def set_aside(self, name: str) -> None:
         """Take a damaged block out of use; where it costs nothing it is kept for a look."""
         self.delete(name)
+
+    def pin(self, names: Sequence[str]) -> bool:
+        """Let none of the names that are here be evicted, in any process, until ``unpin``.
+
+        False, and nothing is pinned, when all that is pinned would be more than half of the cap.
+        ValueError for a tier that cannot pin (``can_pin``).
+        """
+        raise ValueError(f"the {self.name} tier cannot pin")
+
+    def unpin(self, names: Sequence[str]) -> None:  # noqa: B027 - most tiers cannot pin
+        """Let pinned names be evicted again; one that is not pinned is left as it is."""
+
+    def pinned(self) -> list[str]:
+        """Names that are pinned, also of blocks that are gone."""
+        return []
+
+    def sweep(self, *, is_rehearsal: bool = False) -> Swept:
+        """Remove what is kept besides blocks and manifests; a rehearsal only tells."""
+        return Swept()
 
     @abstractmethod
     def stats(self) -> TierStats:

@@ -7,27 +7,34 @@ import itertools
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 
-from batchkv_cache_store.errors import TierError, TierMisconfigured
-from batchkv_cache_store.names import checked
+from batchkv_cache_store.errors import TierMisconfigured
+from batchkv_cache_store.names import checked, is_name
 from batchkv_cache_store.seal import Buffer
-from batchkv_cache_store.tiers.base import MAX_OBJECT_BYTES, Put, Tier, TierStats, size_of
+from batchkv_cache_store.tiers.base import Entry, Put, Swept, Tier, TierStats, size_of
+from batchkv_cache_store.tiers.disk_files import (
+    os_errors,
+    physical_bytes,
+    read_file,
+    sync_folder,
+    write_file,
+)
 from batchkv_cache_store.tiers.disk_folder import (
     MAX_ASIDE,
     TEMPORARY_AGE_SECONDS,
     DiskFolder,
     Ledger,
-    evict,
 )
+from batchkv_cache_store.tiers.disk_survey import walk_blocks
 
 HIGH_WATERMARK = 0.95
 LOW_WATERMARK = 0.85
+PINNED_SHARE = 0.5
 _ALLOCATION_BYTES = 4096  # file systems take room in such steps, APFS and ext4 among them
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_MAX_VECTORS = 512  # below IOV_MAX everywhere
 
 
 class Durability(StrEnum):
@@ -47,9 +54,15 @@ class DiskTier(Tier):
     """Files under ``root``, at most ``max_bytes`` of physical disk.
 
     Above 95 % of that the least recently used go, until 85 % are left; the room between means that
-    the folder is walked once for many puts. A read marks its file as used (mtime). The constructor
-    raises TierMisconfigured when the folder cannot be used.
+    the folder is walked once for many puts. A read marks its file as used (mtime). Pinned blocks
+    stay; they may take half of the cap. The constructor raises TierMisconfigured when the folder
+    cannot be used.
+
+    A guest (``is_guest``) looks at a folder that workers fill, under a cap that may not be theirs:
+    it makes no folder, and removes nothing unless it is told to.
     """
+
+    can_pin = True
 
     def __init__(
         self,
@@ -57,6 +70,7 @@ class DiskTier(Tier):
         max_bytes: int,
         durability: Durability = Durability.NONE,
         temporary_age_seconds: float = TEMPORARY_AGE_SECONDS,
+        is_guest: bool = False,
     ) -> None:
         if max_bytes < 0:
             raise ValueError(f"max_bytes must not be negative, not {max_bytes}")
@@ -65,9 +79,13 @@ class DiskTier(Tier):
         self._high = int(max_bytes * HIGH_WATERMARK)
         self._low = int(max_bytes * LOW_WATERMARK)
         self._durability = durability
-        self._folder = DiskFolder(root, temporary_age_seconds)
+        max_pinned_bytes = int(max_bytes * PINNED_SHARE)
+        self._folder = DiskFolder(root, max_pinned_bytes, temporary_age_seconds, is_guest)
         self._count = itertools.count()
-        self._num_evicted = 0
+        if is_guest:
+            if not root.is_dir():
+                raise TierMisconfigured(f"{root} is no folder: the first worker makes it")
+            return
         try:
             self._folder.make()
             with self._folder.locked() as ledger:
@@ -79,7 +97,7 @@ class DiskTier(Tier):
         found = {}
         for name in names:
             path = self._folder.path(checked(name))
-            with _os_errors(path), suppress(FileNotFoundError):
+            with os_errors(path), suppress(FileNotFoundError):
                 status = os.stat(path, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
                     found[name] = status.st_size
@@ -89,15 +107,32 @@ class DiskTier(Tier):
         found: dict[str, Buffer] = {}
         for name in names:
             path = self._folder.path(checked(name))
-            with _os_errors(path), suppress(FileNotFoundError):
-                found[name] = _read(path)
+            with os_errors(path), suppress(FileNotFoundError):
+                found[name] = read_file(path)
         for name in reversed(found):  # the first is touched last
             self._touch(self._folder.path(name))
         return found
 
+    def get_heads(self, names: Sequence[str], num_bytes: int) -> dict[str, Buffer]:
+        found: dict[str, Buffer] = {}
+        for name in names:
+            path = self._folder.path(checked(name))
+            with os_errors(path), suppress(FileNotFoundError):
+                found[name] = read_file(path, num_bytes)
+        return found
+
+    def iter_names(self) -> Iterator[Entry]:
+        """Reads one of 256 folders at a time."""
+        with os_errors(self._folder.root):
+            for entry, rank in walk_blocks(self._folder.blocks):
+                if rank is not None and entry.is_file(follow_symlinks=False):
+                    with suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        yield Entry(entry.name, status.st_size, status.st_mtime)
+
     def put(self, name: str, buffers: Sequence[Buffer]) -> Put:
         path = self._folder.path(checked(name))
-        with _os_errors(path):
+        with os_errors(path):
             if path.exists():
                 self._touch(path)
                 return Put.PRESENT
@@ -106,7 +141,8 @@ class DiskTier(Tier):
             if temporary is None:
                 return Put.FULL
             try:
-                _write(temporary, buffers, self._durability)
+                is_synced = self._durability is not Durability.NONE
+                write_file(temporary, buffers, is_synced=is_synced)
                 return self._move_in(temporary, path, room)
             except OSError as fault:
                 self._give_up(temporary, room)
@@ -116,27 +152,65 @@ class DiskTier(Tier):
 
     def delete(self, name: str) -> None:
         path = self._folder.path(checked(name))
-        with _os_errors(path), self._folder.locked() as ledger, suppress(FileNotFoundError):
-            num_bytes = _physical_bytes(path)
+        with os_errors(path), self._folder.locked() as ledger, suppress(FileNotFoundError):
+            num_bytes = physical_bytes(path)
             path.unlink()
             ledger.num_bytes -= num_bytes
 
     def set_aside(self, name: str) -> None:
         """Move the file to ``aside/``, which keeps the latest few."""
         path = self._folder.path(checked(name))
-        with _os_errors(path), self._folder.locked() as ledger, suppress(FileNotFoundError):
+        with os_errors(path), self._folder.locked() as ledger, suppress(FileNotFoundError):
             path.replace(self._folder.aside / name)
-            kept = sorted(self._folder.aside.iterdir(), key=lambda file: file.stat().st_mtime_ns)
-            for file in kept[:-MAX_ASIDE]:
-                ledger.num_bytes -= _physical_bytes(file)
+            aside = [file for file in self._folder.aside.iterdir() if is_name(file.name)]
+            for file in sorted(aside, key=lambda file: file.stat().st_mtime_ns)[:-MAX_ASIDE]:
+                ledger.num_bytes -= physical_bytes(file)
                 file.unlink()
+
+    def pin(self, names: Sequence[str]) -> bool:
+        wanted = {checked(name) for name in names}
+        with os_errors(self._folder.root), self._folder.locked():
+            pinned = set(self._folder.pins())
+            found = self._folder.survey()
+            files = [file for file in (*found.removable, *found.pinned) if file.rank]
+            num_bytes = sum(file.num_bytes for file in files if file.name in pinned | wanted)
+            if num_bytes > self._folder.max_pinned_bytes:
+                return False
+            self._folder.add_pins(wanted & {file.name for file in files})
+            return True
+
+    def unpin(self, names: Sequence[str]) -> None:
+        with os_errors(self._folder.root):
+            self._folder.remove_pins([checked(name) for name in names])
+
+    def pinned(self) -> list[str]:
+        with os_errors(self._folder.root):
+            return self._folder.pins()
+
+    def sweep(self, *, is_rehearsal: bool = False) -> Swept:
+        with os_errors(self._folder.root), self._folder.locked() as ledger:
+            found = self._folder.survey()
+            files = [*found.aside, *found.stale]
+            if not is_rehearsal:
+                for file in files:
+                    found.remove(file)
+                ledger.num_bytes = found.num_bytes
+        return Swept(len(found.aside), len(found.stale), sum(file.num_bytes for file in files))
 
     def stats(self) -> TierStats:
         """Walks through the folder: milliseconds for a thousand blocks."""
-        with _os_errors(self._folder.root):
+        with os_errors(self._folder.root):
             found = self._folder.survey()
+            num_evicted = self._folder.num_evicted()
         return TierStats(
-            found.num_blocks, found.num_bytes, self.max_bytes, self._num_evicted, found.num_foreign
+            found.num_blocks,
+            found.num_bytes,
+            self.max_bytes,
+            num_evicted,
+            found.num_foreign,
+            num_aside=len(found.aside),
+            num_pinned=len(found.pinned),
+            pinned_bytes=found.pinned_bytes,
         )
 
     def _reserve(self, name: str, room: int) -> Path | None:
@@ -163,7 +237,7 @@ class DiskTier(Tier):
         is_of_use = found.num_bytes - found.removable_bytes + room <= self._high
         # At the start even in vain: what is ours must not be the reason that the cap is broken.
         if found.num_bytes + room > self._high and (is_of_use or not room):
-            self._num_evicted += evict(found, max(0, self._low - room))
+            ledger.num_evicted += found.evict(max(0, self._low - room))
         ledger.num_bytes = found.num_bytes
         return found.num_bytes + room <= self._high
 
@@ -174,7 +248,7 @@ class DiskTier(Tier):
                 ledger.num_bytes -= room
                 return Put.PRESENT
             # Some file systems count a block only when it is on the disk, seconds later.
-            num_bytes = max(room, _physical_bytes(temporary))
+            num_bytes = max(room, physical_bytes(temporary))
             try:
                 temporary.rename(path)
             except FileNotFoundError:  # the first block with these two digits
@@ -182,7 +256,7 @@ class DiskTier(Tier):
                 temporary.rename(path)
             ledger.num_bytes += num_bytes - room
         if self._durability is Durability.FULL:
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         return Put.STORED
 
     def _give_up(self, temporary: Path, room: int) -> None:
@@ -194,54 +268,3 @@ class DiskTier(Tier):
         # Gone meanwhile, or a folder that may only be read: neither is worth a word.
         with suppress(OSError):
             os.utime(path, follow_symlinks=False)
-
-
-@contextmanager
-def _os_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as fault:
-        raise TierError(f"{path}: {fault.strerror or fault}") from fault
-
-
-def _physical_bytes(path: Path) -> int:
-    return os.stat(path, follow_symlinks=False).st_blocks * 512
-
-
-def _read(path: Path) -> bytes:
-    """The file's bytes; one that is larger than any block is cut, for its reader to refuse."""
-    # Not mapped: a file that is cut while it is mapped kills its readers. Not blocking: a pipe.
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as fault:
-        if fault.errno == errno.ELOOP:
-            return b""  # a link where a block should be
-        raise
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            return b""
-        return os.read(descriptor, status.st_size if status.st_size <= MAX_OBJECT_BYTES else 1)
-    finally:
-        os.close(descriptor)
-
-
-def _write(temporary: Path, buffers: Sequence[Buffer], durability: Durability) -> None:
-    with open(temporary, "wb", buffering=0) as file:
-        waiting = [memoryview(buffer) for buffer in buffers if len(buffer)]
-        while waiting:
-            written = os.writev(file.fileno(), waiting[:_MAX_VECTORS])
-            while waiting and written >= len(waiting[0]):
-                written -= len(waiting.pop(0))
-            if written:
-                waiting[0] = waiting[0][written:]
-        if durability is not Durability.NONE:
-            os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

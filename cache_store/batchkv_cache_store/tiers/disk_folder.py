@@ -1,12 +1,15 @@
-"""The folder of the disk tier: where things lie, how full it is, and what goes first.
+"""The folder of the disk tier: where things lie, how full it is, and what must stay.
 
 ::
 
     root/
-      usage                        bytes that the folder has taken (20 digits); also its lock
-      blocks-1/a/b/ab<62>.kv       blocks of format 1, fanned out by the key's first two digits
+      usage                        bytes that the folder has taken, and blocks that were ever
+                                   evicted (20 digits each); also the folder's lock
+      blocks-1/a/b/ab<62>.kv       blocks of format 1, fanned out by the key's first two digits;
+                                   manifests too
       temporary/                   blocks being written: <name>.<pid>.<count>.<bytes reserved>
       aside/                       damaged blocks, the latest few, for a look
+      pins/                        an empty file for each name that is not to be evicted
 
 Two digits make 256 folders: enough for a million blocks, few enough to read through at a start.
 
@@ -24,20 +27,22 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from batchkv_cache_store.errors import TierError
-from batchkv_cache_store.names import is_block_name
+from batchkv_cache_store.names import is_name
+from batchkv_cache_store.tiers.disk_survey import Rank, Survey, entries, walk_blocks
 
 LOCK_TIMEOUT_SECONDS = 10.0
 TEMPORARY_AGE_SECONDS = 3600.0
 MAX_ASIDE = 8
 _LOCK_POLL_SECONDS = 0.002
-_USAGE, _BLOCKS, _TEMPORARY, _ASIDE = "usage", "blocks-1", "temporary", "aside"
-_HEX = "0123456789abcdef"
+_USAGE, _BLOCKS, _TEMPORARY, _ASIDE, _PINS = "usage", "blocks-1", "temporary", "aside", "pins"
+_OURS = frozenset((_USAGE, _BLOCKS, _TEMPORARY, _ASIDE, _PINS))
+_USAGE_BYTES = 64  # more than the file has
 
 
 @dataclass(slots=True)
@@ -45,47 +50,41 @@ class Ledger:
     """What the folder has taken, while its lock is held; written back when that is released."""
 
     num_bytes: int
+    num_evicted: int
 
-
-@dataclass(slots=True)
-class Survey:
-    """What one walk through the folder found; bytes are physical.
-
-    ``removable``: (is a block, mtime in nanoseconds, bytes, path); damaged blocks come first.
-    """
-
-    num_bytes: int = 0
-    num_foreign: int = 0
-    removable: list[tuple[bool, int, int, str]] = field(default_factory=list)
-
-    @property
-    def removable_bytes(self) -> int:
-        """Bytes that eviction could free."""
-        return sum(num_bytes for _, _, num_bytes, _ in self.removable)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in use."""
-        return sum(1 for is_block, *_ in self.removable if is_block)
+    def __bytes__(self) -> bytes:
+        return b"%020d\n%020d" % (max(0, self.num_bytes), self.num_evicted)
 
 
 class DiskFolder:
-    """Paths, the ledger and the walk. Methods raise OSError; ``locked`` raises TierError too."""
+    """Paths, the ledger, the pins. Methods raise OSError; ``locked`` raises TierError too.
 
-    def __init__(self, root: Path, temporary_age_seconds: float = TEMPORARY_AGE_SECONDS) -> None:
+    ``max_pinned_bytes``: pins hold no more than that. A guest removes nothing on its own account.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        max_pinned_bytes: int,
+        temporary_age_seconds: float = TEMPORARY_AGE_SECONDS,
+        is_guest: bool = False,
+    ) -> None:
         self.root = root
+        self.blocks = root / _BLOCKS
         self.temporary = root / _TEMPORARY
         self.aside = root / _ASIDE
-        self._blocks = root / _BLOCKS
+        self._pins = root / _PINS
+        self.max_pinned_bytes = max_pinned_bytes
         self._temporary_age_seconds = temporary_age_seconds
+        self._is_guest = is_guest
 
     def path(self, name: str) -> Path:
         """Where the block of this name lies."""
-        return self._blocks / name[0] / name[1] / name
+        return self.blocks / name[0] / name[1] / name
 
     def make(self) -> None:
         """Make the folders that are always there; prompts are private, so nobody else may look."""
-        for folder in (self.root, self.temporary, self.aside, self._blocks):
+        for folder in (self.root, self.temporary, self.aside, self._pins, self.blocks):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @contextmanager
@@ -94,16 +93,17 @@ class DiskFolder:
         descriptor = self._open_usage()
         try:
             _lock(descriptor, self.root)
-            text = os.pread(descriptor, 32, 0)
+            text = os.pread(descriptor, _USAGE_BYTES, 0)
+            num_bytes, num_evicted = _read_usage(text)
             # A usage file that says nothing is as if nothing had been counted: walk.
-            before = int(text) if text.isdigit() else self.survey().num_bytes
-            ledger = Ledger(before)
+            ledger = Ledger(
+                self.survey().num_bytes if num_bytes is None else num_bytes, num_evicted
+            )
             try:
                 yield ledger
             finally:
-                after = b"%020d" % max(0, ledger.num_bytes)
-                if after != text:
-                    os.pwrite(descriptor, after, 0)
+                if bytes(ledger) != text:
+                    os.pwrite(descriptor, bytes(ledger), 0)
         finally:
             os.close(descriptor)
 
@@ -118,82 +118,64 @@ class DiskFolder:
     def survey(self) -> Survey:
         """Walk through everything; old leftovers of writers that died are removed on the way."""
         found = Survey()
-        for entry in _entries(self.root):
-            if entry.name not in (_USAGE, _BLOCKS, _TEMPORARY, _ASIDE):
-                _count_foreign(found, entry)
-        for entry in _entries(self._blocks):
-            if len(entry.name) != 1 or entry.name not in _HEX:
-                _count_foreign(found, entry)
-                continue
-            for leaf in _entries(entry.path):
-                if len(leaf.name) != 1 or leaf.name not in _HEX:
-                    _count_foreign(found, leaf)
-                    continue
-                self._survey_leaf(found, entry.name + leaf.name, leaf.path)
-        for entry in _entries(self.aside):
-            _count_removable(found, entry, is_block=False)
-        self._survey_temporary(found)
+        for entry in entries(self.root):
+            if entry.name not in _OURS:
+                found.count_foreign(entry)
+        for entry, rank in walk_blocks(self.blocks):
+            if rank is None:
+                found.count_foreign(entry)
+            else:
+                found.count_file(entry, rank)
+        for entry in entries(self.aside):
+            if is_name(entry.name):
+                found.count_file(entry, Rank.ASIDE)
+            else:
+                found.count_foreign(entry)
+        for entry in entries(self.temporary):
+            found.count_temporary(entry, self._temporary_age_seconds)
+        found.hold_pins(self._pins_by_age(found), self.max_pinned_bytes)
+        if not self._is_guest:
+            while found.stale:
+                found.remove(found.stale.pop())
         return found
 
-    def _survey_leaf(self, found: Survey, digits: str, folder: str) -> None:
-        for entry in _entries(folder):
-            if is_block_name(entry.name) and entry.name.startswith(digits):
-                _count_removable(found, entry, is_block=True)
+    def _pins_by_age(self, found: Survey) -> dict[str, int]:
+        pins: dict[str, int] = {}
+        for entry in entries(self._pins):
+            if is_name(entry.name):
+                with suppress(FileNotFoundError):
+                    pins[entry.name] = entry.stat(follow_symlinks=False).st_mtime_ns
             else:
-                _count_foreign(found, entry)
+                found.count_foreign(entry)
+        return pins
 
-    def _survey_temporary(self, found: Survey) -> None:
-        now = time.time()
-        for entry in _entries(self.temporary):
-            name, _, reserved = entry.name.rpartition(".")
-            if not is_block_name(".".join(name.split(".")[:2])) or not reserved.isdigit():
-                _count_foreign(found, entry)
-                continue
-            with suppress(FileNotFoundError):
-                status = entry.stat(follow_symlinks=False)
-                if now - status.st_mtime > self._temporary_age_seconds:
-                    os.unlink(entry.path)
-                else:  # still being written: what it will take was reserved, not what it has now
-                    found.num_bytes += max(status.st_blocks * 512, int(reserved))
+    def pins(self) -> list[str]:
+        """Names that are pinned, whether or not the blocks are here."""
+        return sorted(entry.name for entry in entries(self._pins) if is_name(entry.name))
 
+    def add_pins(self, names: Iterable[str]) -> None:
+        """Pin names."""
+        self._pins.mkdir(mode=0o700, exist_ok=True)
+        for name in names:
+            (self._pins / name).touch(mode=0o600)
 
-def evict(found: Survey, max_bytes: int) -> int:
-    """Remove files until the folder has at most ``max_bytes``; returns the blocks removed."""
-    removed = 0
-    for is_block, _, num_bytes, path in sorted(found.removable):
-        if found.num_bytes <= max_bytes:
-            break
+    def remove_pins(self, names: Iterable[str]) -> None:
+        """Let pinned names go; one that is not pinned is left as it is."""
+        for name in names:
+            (self._pins / name).unlink(missing_ok=True)
+
+    def num_evicted(self) -> int:
+        """Blocks that were ever evicted, by any process."""
         with suppress(FileNotFoundError):
-            os.unlink(path)
-        found.num_bytes -= num_bytes
-        removed += is_block
-    return removed
+            return _read_usage((self.root / _USAGE).read_bytes()[:_USAGE_BYTES])[1]
+        return 0
 
 
-def _entries(folder: Path | str) -> list[os.DirEntry[str]]:
-    """A folder's entries; none when it is gone or no folder."""
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _count_removable(found: Survey, entry: os.DirEntry[str], is_block: bool) -> None:
-    if not entry.is_file(follow_symlinks=False):
-        _count_foreign(found, entry)
-        return
-    with suppress(FileNotFoundError):
-        status = entry.stat(follow_symlinks=False)
-        num_bytes = status.st_blocks * 512
-        found.num_bytes += num_bytes
-        found.removable.append((is_block, status.st_mtime_ns, num_bytes, entry.path))
-
-
-def _count_foreign(found: Survey, entry: os.DirEntry[str]) -> None:
-    with suppress(FileNotFoundError):
-        found.num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
-        found.num_foreign += 1
+def _read_usage(text: bytes) -> tuple[int | None, int]:
+    """(bytes taken, None if it does not say; blocks ever evicted)."""
+    numbers = [int(word) if word.isdigit() else None for word in text.split()]
+    num_bytes, num_evicted = (*numbers, None, None)[:2]
+    return num_bytes, num_evicted or 0
 
 
 def _lock(descriptor: int, root: Path) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from batchkv_cache_store.names import checked
+from batchkv_cache_store.names import checked, is_block_name
 from batchkv_cache_store.seal import Buffer
-from batchkv_cache_store.tiers.base import Put, Tier, TierStats, size_of
+from batchkv_cache_store.tiers.base import Entry, Put, Tier, TierStats, size_of
 
 
 class MemoryTier(Tier):
@@ -39,6 +39,16 @@ class MemoryTier(Tier):
                 self._blocks.move_to_end(name)
             return {name: self._blocks[name] for name in found}
 
+    def get_heads(self, names: Sequence[str], num_bytes: int) -> dict[str, Buffer]:
+        with self._lock:
+            found = {name: self._blocks[name] for name in names if checked(name) in self._blocks}
+        return {name: block[:num_bytes] for name, block in found.items()}
+
+    def iter_names(self) -> Iterator[Entry]:
+        with self._lock:
+            entries = [Entry(name, len(block)) for name, block in self._blocks.items()]
+        yield from entries
+
     def put(self, name: str, buffers: Sequence[Buffer]) -> Put:
         num_bytes = size_of(buffers)
         with self._lock:
@@ -64,4 +74,5 @@ class MemoryTier(Tier):
 
     def stats(self) -> TierStats:
         with self._lock:
-            return TierStats(len(self._blocks), self._num_bytes, self.max_bytes, self._num_evicted)
+            num_blocks = sum(map(is_block_name, self._blocks))
+            return TierStats(num_blocks, self._num_bytes, self.max_bytes, self._num_evicted)

@@ -27,9 +27,16 @@ except ModuleNotFoundError:  # an extra; whoever makes the tier is told
     BotoCoreError = ClientError = HTTPClientError = OSError
 
 from batchkv_cache_store.errors import TierError, TierMisconfigured
-from batchkv_cache_store.names import checked, is_block_name
+from batchkv_cache_store.names import checked, is_block_name, is_name
 from batchkv_cache_store.seal import Buffer
-from batchkv_cache_store.tiers.base import MAX_OBJECT_BYTES, Put, Tier, TierStats, size_of
+from batchkv_cache_store.tiers.base import (
+    MAX_OBJECT_BYTES,
+    Entry,
+    Put,
+    Tier,
+    TierStats,
+    size_of,
+)
 
 _T = TypeVar("_T")
 
@@ -38,6 +45,7 @@ RECOUNT_SECONDS = 3600.0
 CONNECT_TIMEOUT_SECONDS = 3.0
 READ_TIMEOUT_SECONDS = 10.0
 _ABSENT = {"NoSuchKey", "NotFound", "404"}
+_EMPTY = {"InvalidRange", "416"}
 _LOST_RACE = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
 _NO_CONDITIONS = {"NotImplemented", "501"}
 _REFUSED = {"NoSuchBucket", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "403"}
@@ -96,6 +104,16 @@ class ObjectsTier(Tier):
     def get_many(self, names: Sequence[str]) -> dict[str, Buffer]:
         return self._for_each(names, self._get)
 
+    def get_heads(self, names: Sequence[str], num_bytes: int) -> dict[str, Buffer]:
+        return self._for_each(names, lambda name: self._get_head(name, num_bytes))
+
+    def iter_names(self) -> Iterator[Entry]:
+        """Asks for a thousand objects at a time."""
+        for item in self._listing():
+            name = item["Key"].removeprefix(self._prefix)
+            if is_name(name):
+                yield Entry(name, item["Size"])
+
     def put(self, name: str, buffers: Sequence[Buffer]) -> Put:
         key = self._key(name)
         if self._size(name) is not None:
@@ -118,6 +136,11 @@ class ObjectsTier(Tier):
             with _s3_errors():
                 self._client.delete_object(Bucket=self._bucket, Key=self._key(name))
             self._add(-num_bytes)
+
+    def delete_many(self, names: Sequence[str]) -> None:
+        checked_names = [checked(name) for name in names]
+        for _ in self._requests.map(self.delete, checked_names):
+            pass
 
     def stats(self) -> TierStats:
         """Lists the bucket: a request for each thousand objects."""
@@ -153,6 +176,21 @@ class ObjectsTier(Tier):
                 return content
         return None
 
+    def _get_head(self, name: str, num_bytes: int) -> bytes | None:
+        with _s3_errors(), _absent_is_none():
+            try:
+                answer = self._client.get_object(
+                    Bucket=self._bucket, Key=self._key(name), Range=f"bytes=0-{num_bytes - 1}"
+                )
+            except ClientError as fault:
+                if _code(fault) in _EMPTY:
+                    return b""
+                raise
+            with answer["Body"] as body:
+                head: bytes = body.read(num_bytes)  # a server may answer with the whole
+                return head
+        return None
+
     def _put_if_absent(self, key: str, body: bytes) -> bool:
         target = {"Bucket": self._bucket, "Key": key, "Body": body}
         try:
@@ -180,15 +218,18 @@ class ObjectsTier(Tier):
 
     def _count(self) -> TierStats:
         num_blocks = num_bytes = num_foreign = 0
-        with _s3_errors():
-            pages = self._client.get_paginator("list_objects_v2")
-            for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix):
-                for item in page.get("Contents", ()):
-                    num_bytes += item["Size"]
-                    is_block = is_block_name(item["Key"].removeprefix(self._prefix))
-                    num_blocks += is_block
-                    num_foreign += not is_block
+        for item in self._listing():
+            name = item["Key"].removeprefix(self._prefix)
+            num_bytes += item["Size"]
+            num_blocks += is_block_name(name)
+            num_foreign += not is_name(name)
         return TierStats(num_blocks, num_bytes, self.max_bytes, num_foreign=num_foreign)
+
+    def _listing(self) -> Iterator[dict[str, Any]]:
+        pages = self._client.get_paginator("list_objects_v2")
+        with _s3_errors():
+            for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix):
+                yield from page.get("Contents", ())
 
 
 def _code(fault: ClientError) -> str:

@@ -13,13 +13,15 @@ needs ``max_bytes``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from redis import ConnectionPool, Redis
 from redis.backoff import NoBackoff
+from redis.client import Pipeline
 from redis.exceptions import (
     AuthenticationError,
     NoPermissionError,
@@ -29,15 +31,23 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 from batchkv_cache_store.errors import TierError, TierMisconfigured
-from batchkv_cache_store.names import checked
+from batchkv_cache_store.names import checked, is_name
 from batchkv_cache_store.seal import Buffer
-from batchkv_cache_store.tiers.base import MAX_OBJECT_BYTES, Put, Tier, TierStats, size_of
+from batchkv_cache_store.tiers.base import (
+    MAX_OBJECT_BYTES,
+    Entry,
+    Put,
+    Tier,
+    TierStats,
+    size_of,
+)
 
 PREFIX = "batchkv-block:1:"
 # Any of these means that a queue lives here: batchkv's batches, RQ's queues and workers.
 QUEUE_KEYS = ("batchkv:batches", "rq:queues", "rq:workers")
 CONNECT_TIMEOUT_SECONDS = 2.0
 REPLY_TIMEOUT_SECONDS = 10.0
+SCAN_KEYS = 500
 _WITHOUT_EVICTION_FILL = 0.9  # the server counts buffers and fragments too
 
 
@@ -111,8 +121,7 @@ class RedisTier(Tier):
                 pipeline.strlen(_key(name))
             sizes = pipeline.execute(raise_on_error=False)
             for size in sizes:
-                # A key of another type is not ours, and no reason to do without the others.
-                if isinstance(size, RedisError) and not str(size).startswith("WRONGTYPE"):
+                if isinstance(size, RedisError) and not _is_about_one_key(size):
                     raise size
         pairs = zip(names, sizes, strict=True)
         return {name: size for name, size in pairs if isinstance(size, int) and size}
@@ -126,6 +135,65 @@ class RedisTier(Tier):
             values: list[Any] = self._redis.mget([_key(name) for name in reversed(names)])
         pairs = zip(names, reversed(values), strict=True)
         return {name: value for name, value in pairs if value is not None}
+
+    def get_heads(self, names: Sequence[str], num_bytes: int) -> dict[str, Buffer]:
+        self._checked_server()
+        keys = [_key(name) for name in names]
+
+        def ask(pipeline: Pipeline) -> None:
+            for key in keys:
+                pipeline.exists(key)
+                pipeline.getrange(key, 0, num_bytes - 1)
+
+        answers = self._untouched(ask) if names and num_bytes > 0 else []
+        heads = zip(names, answers[::2], answers[1::2], strict=False)
+        return {name: head for name, is_here, head in heads if is_here and isinstance(head, bytes)}
+
+    def iter_names(self) -> Iterator[Entry]:
+        """Asks for some hundred keys at a time (SCAN), in a server that holds others too."""
+        self._checked_server()
+        cursor = 0
+        while True:
+            with _redis_errors():
+                cursor, found = self._redis.scan(cursor, match=f"{PREFIX}*", count=SCAN_KEYS)
+            keys: list[Any] = list(found)
+            texts = [key.decode("utf-8", "replace").removeprefix(PREFIX) for key in keys]
+            yield from self._entries([text for text in texts if is_name(text)])
+            if not cursor:
+                return
+
+    def _entries(self, names: Sequence[str]) -> list[Entry]:
+        def ask(pipeline: Pipeline) -> None:
+            for name in names:
+                # First: where NO-TOUCH is not known, asking for the length is a use.
+                pipeline.object("IDLETIME", _key(name))
+                pipeline.strlen(_key(name))
+
+        now = time.time()
+        answers = self._untouched(ask) if names else []
+        entries = []
+        for name, idle, size in zip(names, answers[::2], answers[1::2], strict=True):
+            if isinstance(size, int) and size:
+                # Under a policy by frequency (LFU) the server does not know the time.
+                last_used = now - idle if isinstance(idle, int) else None
+                entries.append(Entry(name, size, last_used))
+        return entries
+
+    def _untouched(self, ask: Callable[[Pipeline], None]) -> list[Any]:
+        """Answers to what ``ask`` puts into a pipeline, none of which counts as a use of a key.
+
+        A key of another type has an error as its answer; any other error is raised.
+        """
+        with _redis_errors(), self._redis.pipeline(transaction=False) as pipeline:
+            # Redis 7.2 and Valkey know it; on others, and for users who may not, it is a use.
+            pipeline.client_no_touch("ON")
+            ask(pipeline)
+            pipeline.client_no_touch("OFF")
+            answers = pipeline.execute(raise_on_error=False)[1:-1]
+            for answer in answers:
+                if isinstance(answer, RedisError) and not _is_about_one_key(answer):
+                    raise answer
+        return answers
 
     def put(self, name: str, buffers: Sequence[Buffer]) -> Put:
         server = self._checked_server()
@@ -158,8 +226,15 @@ class RedisTier(Tier):
         with _redis_errors():
             self._redis.unlink(_key(name))
 
+    def delete_many(self, names: Sequence[str]) -> None:
+        keys = [_key(name) for name in names]
+        self._checked_server()
+        if keys:
+            with _redis_errors():
+                self._redis.unlink(*keys)
+
     def stats(self) -> TierStats:
-        """The server's memory; the number of keys is that of the whole database."""
+        """The server's memory; the number of blocks is that of all keys in the database."""
         self._checked_server()
         with _redis_errors(), self._redis.pipeline(transaction=False) as pipeline:
             pipeline.dbsize()
@@ -167,7 +242,7 @@ class RedisTier(Tier):
             pipeline.info("stats")
             num_keys, memory, counters = pipeline.execute()
         evicted = int(counters.get("evicted_keys", 0))
-        return TierStats(num_keys, int(memory["used_memory"]), self.max_bytes, evicted)
+        return TierStats(num_keys, int(memory["used_memory"]), self.max_bytes, evicted, None)
 
     def close(self) -> None:
         self._pool.disconnect()
@@ -207,6 +282,12 @@ def _redis_errors() -> Iterator[None]:
         raise TierMisconfigured(f"the cache's Redis refuses us: {fault}") from fault
     except (RedisError, OSError) as fault:
         raise TierError(f"the cache's Redis: {fault}") from fault
+
+
+def _is_about_one_key(fault: RedisError) -> bool:
+    """Is it no reason to do without the other keys? One of another type is not ours."""
+    text = str(fault)
+    return text.startswith(("WRONGTYPE", "no such key")) or "LFU" in text
 
 
 def _key(name: str) -> str:

@@ -1,0 +1,160 @@
+"""From settings to a store: its tiers, its secrets, and whether it would harm the queue.
+
+=============================  ====================================================================
+``BATCHKV_CACHE``              the tiers (``tiers.specs``); or in the file that
+                               ``BATCHKV_CACHE_FILE`` names, for the sake of passwords
+``BATCHKV_CACHE_SECRET_FILE``  a file with the secret that signs blocks, 16 bytes or more; or
+                               ``BATCHKV_CACHE_SECRET``
+``BATCHKV_CACHE_SALT_FILE``    a file with the tenant's salt (``keys``); or ``BATCHKV_CACHE_SALT``
+=============================  ====================================================================
+
+Secret and salt are never flags, for a command line is seen by all users of a machine, and their
+files must be closed to others. Every fault of a setting is a ValueError of one sentence; a tier
+that cannot be used is a TierMisconfigured.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from batchkv_cache_store.errors import TierError
+from batchkv_cache_store.gate import Gate
+from batchkv_cache_store.seal import MIN_SECRET_BYTES
+from batchkv_cache_store.store import Store, StoreSettings
+from batchkv_cache_store.tiers.base import Tier
+from batchkv_cache_store.tiers.spec_types import RedisSpec, TierSpec
+from batchkv_cache_store.tiers.specs import parse_tiers
+
+__all__ = [
+    "TierSpec", "lease_url", "open_store", "open_tiers", "parse_tiers", "queue_conflict",
+    "read_cache", "read_salt", "read_secret",
+]  # fmt: skip
+
+CACHE_VARIABLE = "BATCHKV_CACHE"
+SECRET_VARIABLE = "BATCHKV_CACHE_SECRET"
+SALT_VARIABLE = "BATCHKV_CACHE_SALT"
+_MAX_FILE_BYTES = 64 * 1024
+_REDIS_PORT = 6379
+_THIS_MACHINE = {"localhost", "127.0.0.1", "::1", None}
+
+
+def open_tiers(specs: Iterable[TierSpec], *, as_guest: bool = False) -> list[Tier]:
+    """The tiers, no server of them asked yet. TierMisconfigured when one cannot be used.
+
+    A guest only looks: it makes and evicts nothing.
+    """
+    tiers: list[Tier] = []
+    try:
+        for spec in specs:
+            tiers.append(spec.open(as_guest=as_guest))
+    except TierError:
+        for tier in tiers:
+            tier.close()
+        raise
+    return tiers
+
+
+def open_store(
+    text: str,
+    *,
+    secret: bytes | None = None,
+    gate: Gate | None = None,
+    settings: StoreSettings | None = None,
+) -> Store:
+    """The store of a text; ``Store.close`` closes its tiers.
+
+    Raises ValueError for the text or the secret, TierMisconfigured for a tier.
+    """
+    specs = parse_tiers(text)
+    check_secret(secret)
+    return Store(open_tiers(specs), secret, gate, settings)
+
+
+def check_secret(secret: bytes | None) -> None:
+    """ValueError for a secret that is too short to sign with."""
+    if secret is not None and len(secret) < MIN_SECRET_BYTES:
+        raise ValueError(f"the cache's secret has fewer than {MIN_SECRET_BYTES} bytes")
+
+
+def lease_url(specs: Iterable[TierSpec]) -> str | None:
+    """URL, with its password, of the Redis in which leases are taken; None when there is none."""
+    return next((spec.url for spec in specs if isinstance(spec, RedisSpec)), None)
+
+
+def queue_conflict(specs: Sequence[TierSpec], queue_url: str) -> str | None:
+    """A sentence when a tier is the queue's own database: a cache that evicts would evict jobs.
+
+    Compares addresses, so that nothing is asked; ``RedisTier.check`` finds a queue that goes by
+    another name.
+    """
+    queue = _database(queue_url)
+    for spec in specs:
+        if isinstance(spec, RedisSpec) and queue is not None and _database(spec.url) == queue:
+            return (
+                f"the cache at {spec} is the queue's own Redis database, where a full cache would "
+                "evict jobs: give it a server of its own, or at least another database"
+            )
+    return None
+
+
+def _database(url: str) -> tuple[str, int, int] | None:
+    """(host or socket, port, database); None for a URL that cannot be taken apart."""
+    try:
+        split = urlsplit(url)
+        said = parse_qs(split.query).get("db", [""])[0] or unquote(split.path).strip("/")
+        if split.scheme == "unix":
+            said = parse_qs(split.query).get("db", ["0"])[0]
+            return os.path.realpath(unquote(split.path)), 0, int(said)
+        host = "localhost" if split.hostname in _THIS_MACHINE else str(split.hostname)
+        return host, split.port or _REDIS_PORT, int(said or 0)
+    except ValueError:
+        return None
+
+
+def read_cache(environ: Mapping[str, str]) -> str | None:
+    """The text of the tiers, None when nothing is said. Raises ValueError."""
+    content = _read(environ, CACHE_VARIABLE, is_private=False)
+    try:
+        return None if content is None else content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{CACHE_VARIABLE}_FILE names a file that is not text") from None
+
+
+def read_secret(environ: Mapping[str, str]) -> bytes | None:
+    """The secret that signs blocks, None when nothing is said. Raises ValueError."""
+    secret = _read(environ, SECRET_VARIABLE, is_private=True)
+    check_secret(secret)
+    return secret
+
+
+def read_salt(environ: Mapping[str, str]) -> bytes:
+    """The tenant's salt, empty when nothing is said. Raises ValueError."""
+    return _read(environ, SALT_VARIABLE, is_private=True) or b""
+
+
+def _read(environ: Mapping[str, str], variable: str, *, is_private: bool) -> bytes | None:
+    """Content of the variable, or of the file that <variable>_FILE names, without blanks around."""
+    value = os.fsencode(environ.get(variable, "").strip())
+    path = environ.get(f"{variable}_FILE", "").strip()
+    if value and path:
+        raise ValueError(f"{variable} and {variable}_FILE are both set: keep one")
+    if not path:
+        return value or None
+    source = f"{variable}_FILE names {path}"
+    try:
+        with open(Path(path).expanduser(), "rb") as file:
+            status = os.fstat(file.fileno())
+            if is_private and stat.S_IMODE(status.st_mode) & 0o077:
+                raise ValueError(f"{source}, which others may open: chmod 600 it")
+            content = file.read(_MAX_FILE_BYTES + 1).strip()
+    except OSError as fault:
+        raise ValueError(f"{source}: {fault.strerror or fault}") from fault
+    except RuntimeError as fault:
+        raise ValueError(f"{source}, but there is no such user") from fault
+    if not content or len(content) > _MAX_FILE_BYTES:
+        raise ValueError(f"{source}, which is empty or too large")
+    return content
