@@ -53,11 +53,15 @@ write_url() {
 }
 write_url queue 6379
 write_url cache 6380
+# What a worker's BATCHKV_CACHE_FILE is to hold: its own disk first, then the hub's cache.
+printf 'disk:~/.batchkv/blocks?max=20GB %s\n' "$(cat "$hub/secrets/cache.url")" \
+    >"$hub/secrets/cache.tiers"
 printf 'HUB_UID=%s\nHUB_GID=%s\n' "$(id -u)" "$(id -g)" >"$hub/.env"
 
 cat <<END
 The hub's directory is ready: $hub
 On Linux with Docker:  cd $hub && docker compose up -d
 On a Mac:              deploy/mac/install-hub.sh --hub $hub
-Every worker and every producer gets a copy of $hub/secrets/queue.url, readable by its owner only.
+Every worker and every producer gets a copy of $hub/secrets/queue.url, readable by its owner only;
+a worker that is to share prefixes also one of $hub/secrets/cache.tiers.
 END

@@ -2,12 +2,15 @@
 # Run a batchkv worker on this Mac under launchd: from login on, restarted when it ends, and
 # keeping the Mac awake.
 #
-# usage: install-worker.sh --model MODEL --url-file FILE [--venv DIR] [--label LABEL] [--dry-run]
+# usage: install-worker.sh --model MODEL --url-file FILE [--cache-file FILE] [--venv DIR]
+#                          [--label LABEL] [--dry-run]
 #        install-worker.sh --uninstall [--label LABEL] [--dry-run]
 #
 #   --model MODEL    the model to serve: a Hugging Face repository, a local folder's full path, or
 #                    demo; the same name that producers give, because it names the queue
 #   --url-file FILE  holds the queue's URL, one line (redis://:PASSWORD@HOST:6379/0), mode 600
+#   --cache-file FILE  names the tiers of the cache (BATCHKV_CACHE_FILE of the README), mode 600;
+#                    without it this worker shares no prefixes
 #   --venv DIR       where batchkv is installed (default: .venv of this checkout)
 #   --label LABEL    launchd's name for it (default: dev.batchkv.worker); one for each model when
 #                    a Mac serves several
@@ -23,6 +26,7 @@ dry_run=0
 uninstall=0
 model=''
 url_file=''
+cache_file=''
 label=dev.batchkv.worker
 # shellcheck source=lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -32,6 +36,7 @@ while [ "$#" -gt 0 ]; do
     case "$1" in
         --model) need_value "$@"; model=$2; shift 2 ;;
         --url-file) need_value "$@"; url_file=$2; shift 2 ;;
+        --cache-file) need_value "$@"; cache_file=$2; shift 2 ;;
         --venv) need_value "$@"; venv=$2; shift 2 ;;
         --label) need_value "$@"; label=$2; shift 2 ;;
         --dry-run) dry_run=1; shift ;;
@@ -61,11 +66,16 @@ need_private_file "$url_file"
 # The URL itself is never printed: it holds the password.
 grep -Eq '^(redis|rediss|unix)://[^[:space:]]+$' "$url_file" ||
     die "$url_file does not hold a URL such as redis://:PASSWORD@HOST:6379/0"
+if [ -n "$cache_file" ]; then
+    need_plain --cache-file "$cache_file"
+    cache_file=$(absolute "$cache_file")
+    need_private_file "$cache_file"
+fi
 [ -x "$venv/bin/batchkv" ] || die "$venv/bin/batchkv is missing: make venv SET=worker"
 "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("mlx") is None)' ||
     die "$venv has no MLX: make venv SET=worker"
 
 log=$logs/$label.log
 install_agent "$python" "$label" worker.plist \
-    "VENV=$venv" "MODEL=$model" "URL_FILE=$url_file" "HOME=$HOME" "LOG=$log"
+    "VENV=$venv" "MODEL=$model" "URL_FILE=$url_file" "CACHE_FILE=$cache_file" "HOME=$HOME" "LOG=$log"
 printf 'Worker %s for %s; its log: %s\n' "$label" "$model" "$log" >&2

@@ -19,6 +19,8 @@ import msgpack
 import msgspec
 from isal import isal_zlib
 
+from batchkv_producer.cache_note import CacheNote
+from batchkv_producer.error_codes import ErrorCode as ErrorCode
 from batchkv_producer.errors import WireError
 
 FUNCTION_NAME = "batchkv.generate"
@@ -27,19 +29,6 @@ MAX_RESULT_BYTES = 64 * 2**20
 
 Endpoint = Literal["chat", "completion"]
 Outcome = Literal["ok", "failed", "canceled"]
-
-
-class ErrorCode:
-    """The codes that a failed row can carry."""
-
-    INVALID_JSON = "invalid_json"
-    INVALID_REQUEST = "invalid_request"
-    DUPLICATE_CUSTOM_ID = "duplicate_custom_id"
-    UNSUPPORTED_PARAMETER = "unsupported_parameter"
-    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-    TIMEOUT = "timeout"
-    CANCELED = "canceled"
-    ENGINE_ERROR = "engine_error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +86,7 @@ class Result:
     """How one row ended. ``error`` is (code, message) unless the outcome is ok.
 
     ``created`` is seconds since 1970 and ``busy_ms`` the wall time from admission to the end.
+    ``note`` tells what the shared cache had, where a worker has one.
     """
 
     custom_id: str
@@ -111,6 +101,7 @@ class Result:
     worker: str = ""
     created: int = 0
     busy_ms: int = 0
+    note: CacheNote | None = None
 
 
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
@@ -167,6 +158,7 @@ def encode_result(result: Result) -> bytes:
         "w": result.worker,
         "a": result.created,
         "b": result.busy_ms,
+        "n": result.note.packed() if result.note is not None else None,
     }
     if result.logprobs is not None:
         packed["l"] = [(item.token, item.logprob, item.top) for item in result.logprobs]
@@ -290,6 +282,7 @@ def _result(packed: dict[str, Any]) -> Result:
         worker=str(packed.get("w", "")),
         created=int(packed.get("a", 0)),
         busy_ms=int(packed.get("b", 0)),
+        note=CacheNote.unpacked(packed["n"]) if "n" in packed else None,
     )
 
 

@@ -11,7 +11,7 @@ key                        type    content
                                    ``last_line`` (above ``total`` if the file has blank lines),
                                    ``job_timeout`` (seconds; that of the last submit or retry);
                                    counters ``ok failed canceled running prompt_tokens
-                                   completion_tokens cached_tokens busy_ms``
+                                   completion_tokens cached_tokens busy_ms saved_ms``
 ``batchkv:res:B``          hash    line number -> encoded result (``job.encode_result``)
 ``batchkv:done:B``         list    line numbers in the order in which they ended. Append only: a
                                    retried row stands in it again at its second end

@@ -34,7 +34,8 @@ _FROM_RQ: dict[bytes, JobStatus] = {
 
 @dataclass(frozen=True, slots=True)
 class BatchStatus:
-    """One batch at one moment. ``created`` is seconds since 1970, ``busy_ms`` summed over rows.
+    """One batch at one moment. ``created`` is seconds since 1970, ``busy_ms`` summed over rows;
+    ``saved_ms`` is what computing the cached tokens would have taken, as workers measured it.
 
     ``last_line`` is the number of the file's last row; it is more than ``total`` when the file has
     blank lines. ``is_submitted``: all rows are in, none is still on its way.
@@ -58,6 +59,7 @@ class BatchStatus:
     num_workers: int
     last_line: int
     job_timeout_seconds: int = 0  # 0: not known
+    saved_ms: int = 0
 
     @property
     def num_ended(self) -> int:
@@ -163,6 +165,7 @@ def _batch_status(batch_id: str, values: dict[str, str], num_workers: int) -> Ba
             num_workers=num_workers,
             last_line=int(values.get("last_line", values["total"])),
             job_timeout_seconds=count("job_timeout"),
+            saved_ms=count("saved_ms"),
         )
     except (KeyError, ValueError) as fault:
         raise WireError(f"batch {batch_id} on the server cannot be read: {fault!r}") from fault

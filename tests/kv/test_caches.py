@@ -5,11 +5,12 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
+from batchkv_cache_store.block import Kind
 from batchkv_worker.kv.bundle import Bundle
 from batchkv_worker.kv.decode import costs_of
 from batchkv_worker.kv.layouts import SlotLayouts
 from batchkv_worker.kv.state import StateKind, StateShape
-from batchkv_worker.prefix import PrefixCache, block_keys
+from batchkv_worker.prefix import PrefixCache
 from batchkv_worker.sequence import Generation, Sequence
 from kv.crowd import Crowd, random_prompt
 from kv.reference import attention_kind, bits, prefilled, state_kind
@@ -129,8 +130,7 @@ def test_snapshots_outlive_the_rows_that_read_them() -> None:
         return [
             bits(tuple(bundle.arrays))
             for block in crowd.engine.prefixes._blocks.values()
-            for bundle in (block.tokens, block.state)
-            if bundle is not None
+            for bundle in block.parts.values()
         ]
 
     before = sorted(map(repr, everything()))
@@ -156,7 +156,7 @@ def test_states_are_few() -> None:
     crowd.run("long", random_prompt(1, 1300), count=1)
     prefixes = crowd.engine.prefixes
     assert len(prefixes) == 5
-    assert sum(block.state is not None for block in prefixes._blocks.values()) == 1
+    assert sum(Kind.STATE in block.parts for block in prefixes._blocks.values()) == 1
     costs = crowd.engine.plan.costs
     assert prefixes.num_bytes == 5 * 256 * costs.per_new_token + costs.per_row
 
@@ -166,7 +166,7 @@ def test_a_chain_ends_at_its_last_state() -> None:
     kinds = [attention_kind("float"), state_kind()]
     cache = PrefixCache(2**24, costs_of(kinds), kinds)
     row = Sequence("a", random_prompt(1, 800), Generation(1))
-    row.block_keys, row.state_stops = block_keys(row.prompt), frozenset({512})
+    row.block_keys, row.state_stops = cache.keys(row.prompt), frozenset({512})
     rows = prefilled(kinds, [row.prompt[:512]], ())
     cache.publish([row], rows, 0, 512)
     assert cache.num_cached(row) == 512

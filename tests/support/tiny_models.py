@@ -119,6 +119,7 @@ def loaded(model: Any, **changes: Any) -> LoadedModel:
         "context": 4096,
         "weight_bytes": 0,
         "defaults": {"temperature": 0.0},
+        "config": dict(vars(model.args)),
     }
     return LoadedModel(**{**values, **changes})
 

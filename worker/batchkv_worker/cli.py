@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from batchkv_cache_store.opening import parse_tiers, queue_conflict
 from batchkv_producer import connection, redis_keys
 from batchkv_producer.errors import BatchkvError
 from batchkv_worker.errors import SettingsError
@@ -58,6 +59,16 @@ Exit codes: 0 done or stopped, 2 configuration, 3 Redis, 70 the engine died, 71 
     metavar="S",
     help="The same for loading the model.  [7200]",
 )
+@click.option(
+    "--cache",
+    metavar="TIERS",
+    help='Shared prefixes, like "disk:/var/cache/batchkv?max=50GB".  [off]',
+)
+@click.option("--cache-audit", metavar="SHARE", help="Recompute this share of the hits.  [0]")
+@click.option(
+    "--cache-lease-seconds", metavar="S", help="How long a lost worker keeps a prefix.  [30]"
+)
+@click.option("--kv-adopt-float", metavar="on|off", help="Pack float workers' blocks too.  [off]")
 @click.option("--burst", is_flag=True, help="End when the queue is empty.")
 @click.option("--max-jobs", type=click.IntRange(min=1), help="End after so many jobs.")
 @click.option("--max-idle-time", type=click.IntRange(min=1), help="End when idle for so many s.")
@@ -83,6 +94,7 @@ def worker_command(
     try:
         settings = WorkerSettings.from_env(os.environ, **flags)
         address = connection.url_in_use(url)
+        check_cache(settings, address)
         with connection.server_errors(address):
             worker = BatchWorker(
                 [redis_keys.queue_name(settings.model)],
@@ -101,6 +113,13 @@ def worker_command(
             )
     except BatchkvError as fault:
         exit_with(fault)
+
+
+def check_cache(settings: WorkerSettings, queue_url: str) -> None:
+    """SettingsError when the cache would share its database with the queue."""
+    specs = parse_tiers(settings.cache) if settings.cache else ()
+    if conflict := queue_conflict(specs, queue_url):
+        raise SettingsError(conflict)
 
 
 REPORT_SCHEMES = "affine8,mxfp8,k8v4,affine4,turbo4,turbo3"

@@ -11,46 +11,46 @@ it earlier would have MLX copy every buffer at every step.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import replace
 
 import mlx.core as mx
 
 from batchkv_producer.job import ErrorCode
 from batchkv_worker import answers
+from batchkv_worker.audit import Audit
 from batchkv_worker.device import shape_step
 from batchkv_worker.engine_config import EngineConfig
-from batchkv_worker.events import Event, Rejected, Work
+from batchkv_worker.events import Completed, Event, Rejected, Work
 from batchkv_worker.kv.decode import DecodeSlots
 from batchkv_worker.kv.layout import Demand
 from batchkv_worker.kv.layouts import Move
 from batchkv_worker.kv.plan import make_plan
 from batchkv_worker.model import LoadedModel
 from batchkv_worker.prefill import Prefill
-from batchkv_worker.prefix import PrefixCache, block_keys
+from batchkv_worker.prefix import PrefixCache
 from batchkv_worker.requests import RowRefused, prepare
-from batchkv_worker.sampling import Sampled, sample
+from batchkv_worker.sampling import sample
 from batchkv_worker.scheduler import Budget, PrefillGroup, Scheduler
 from batchkv_worker.sequence import Sequence
+from batchkv_worker.steps import Step, inputs
+from batchkv_worker.store.access import Access
+from batchkv_worker.store.face import Alone, SharedPrefixes
+from batchkv_worker.store.link import Link
 
 __all__ = ["Engine", "EngineConfig"]
 
 log = logging.getLogger("batchkv.engine")
 
 CHUNKS_PER_STEP = 8  # prompt chunks between two decode steps, at most
-
-
-@dataclass(slots=True)
-class _Step:
-    """A decode step that was built: its rows by slot, and what it will have sampled."""
-
-    rows: list[Sequence | None]
-    sampled: Sampled
+STILL_SECONDS = 0.02  # waited for the store at once, when there is nothing else to do
 
 
 class Engine:
     """Implements ``events.EngineLike`` over one loaded model."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+    def __init__(
+        self, loaded: LoadedModel, config: EngineConfig, access: Access | None = None
+    ) -> None:
         self.loaded = loaded
         self.config = config
         self.plan = plan = make_plan(
@@ -64,12 +64,17 @@ class Engine:
             group_cost=config.group_cost,
             shape_step=config.shape_step or shape_step(),
         )
+        self.link: SharedPrefixes = Alone() if access is None else Link(access, loaded, plan)
+        link = self.link
         prefix_bytes = config.prefix_bytes
         self.prefixes = PrefixCache(
             config.memory_bytes // 8 if prefix_bytes is None else prefix_bytes,
             plan.costs,
             plan.kinds,
+            link.root,
+            link.on_new,
         )
+        link.attach(self.prefixes)
         memory_bytes = config.memory_bytes - self.prefixes.max_bytes
         budget = Budget(config.chunk_tokens, memory_bytes, plan.costs)
         self._slots = DecodeSlots(plan.kinds, plan.tree, config.slots, plan.shapes)
@@ -77,15 +82,17 @@ class Engine:
             self._slots.layouts,
             budget,
             self.prefixes.num_cached,
+            link.is_ready,
             ragged=plan.traits.ragged,
             drop_buffers=self._slots.drop,
             state_blocks=self.prefixes.max_blocks if plan.has_state else 0,
         )
         self._prefill = Prefill(
-            loaded.model, plan, self._scheduler, self.prefixes, config.chunk_tokens
+            loaded.model, plan, self._scheduler, self.prefixes, config.chunk_tokens, link
         )
+        self._audit = Audit(config.audit, link.count)
         self._rows: dict[int, Sequence] = {}  # by slot
-        self._in_flight: _Step | None = None
+        self._in_flight: Step | None = None
         self._events: list[Event] = []
 
     # -- what the thread that owns the engine calls
@@ -96,7 +103,9 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        return self._scheduler.is_idle and self._in_flight is None and not self._events
+        if self._in_flight is not None or self._events or not self._scheduler.is_idle:
+            return False
+        return not self.link.is_busy
 
     def add(self, work: Work) -> None:
         """Take a row in; one that can never run is rejected with the next step's events."""
@@ -112,15 +121,19 @@ class Engine:
     def submit_row(self, row: Sequence) -> None:
         """Take in a row that is tokenized already; raises RowRefused when it can never fit."""
         self._check_memory(row)
-        if self.prefixes.max_bytes:
-            row.block_keys = block_keys(row.prompt)[: self.prefixes.max_blocks]
+        row.block_keys = self.prefixes.keys(row.prompt)
+        self.link.begin(row)
         self._scheduler.add(row)
 
     def cancel(self, job_id: str) -> None:
         """Forget a row wherever it is; unknown ids are ignored."""
-        if self._scheduler.cancel(job_id):
+        waited = self._scheduler.cancel(job_id)
+        if waited is not None:
+            if not waited.is_ended:  # one in prefill is left later
+                self.link.forget(waited)
             return
-        row = next((row for row in self._rows.values() if row.job_id == job_id), None)
+        rows = (row for row in self._rows.values() if row.twin_of is None)
+        row = next((row for row in rows if row.job_id == job_id), None)
         if row is not None:
             row.finish_reason = "canceled"
             self._free(row)
@@ -131,6 +144,7 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Compute some prompt chunks and one decode step; what ended since the last call."""
+        self.link.advance(self._scheduler.waiting)
         self._run_prefill()
         upcoming = self._build_step() if self._rows else None
         landed, self._in_flight = self._in_flight, upcoming
@@ -142,11 +156,20 @@ class Engine:
             self._finish(landed)
         if not self._scheduler.num_waiting:
             self._close_gaps()
+        self._serve_link(is_still=landed is None and upcoming is None)
         events, self._events = self._events, []
         return events
 
+    def _serve_link(self, *, is_still: bool) -> None:
+        """Hand computed blocks on; wait for the store when every row that waits, waits for it."""
+        is_still = is_still and not self._prefill.is_active
+        self.link.send(is_idle=is_still)
+        if is_still and self._scheduler.num_waiting and not self._events:
+            self.link.wait(STILL_SECONDS)
+
     def close(self) -> None:
         """Drop all rows and buffers."""
+        self.link.close()
         self._rows.clear()
         self._slots.close()
         self._prefill.drop()
@@ -208,34 +231,20 @@ class Engine:
             row.slot = move.target
             self._rows[move.target] = row
 
-    def _build_step(self) -> _Step:
+    def _build_step(self) -> Step:
         """The graph of the next step; a row's input is the token that the last step sampled."""
         frame = self._slots.begin_step()
         rows = [self._rows.get(slot) for slot in range(frame.num_rows)]
-        inputs = self._inputs(rows)
-        logits = self.loaded.model(inputs.reshape(-1, 1), cache=self._slots.model_cache)[:, -1]
-        sampled = sample(logits, inputs, rows)
+        tokens = inputs(rows, self._in_flight)
+        logits = self.loaded.model(tokens.reshape(-1, 1), cache=self._slots.model_cache)[:, -1]
+        sampled = sample(logits, tokens, rows)
         self._slots.end_step()
         for row in rows:
             if row is not None:
                 row.num_dispatched += 1
                 if row.num_remaining == 0:  # known now: the slot is free for the next step
                     self._free(row)
-        return _Step(rows, sampled)
-
-    def _inputs(self, rows: list[Sequence | None]) -> mx.array:
-        """Tokens to feed, ``[rows]``: from the step in flight; new rows' last prompt token."""
-        known = [0 if row is None else (row.generated or row.prompt)[-1] for row in rows]
-        before = self._in_flight.rows if self._in_flight else []
-        flying = {id(row): place for place, row in enumerate(before) if row is not None}
-        places = [-1 if row is None else flying.get(id(row), -1) for row in rows]
-        if self._in_flight is None or all(place < 0 for place in places):
-            return mx.array(known)
-        previous = self._in_flight.sampled.tokens.astype(mx.int32)
-        if places == list(range(previous.shape[0])):
-            return previous
-        gathered = mx.take(previous, mx.array([max(0, place) for place in places]))
-        return mx.where(mx.array(places) >= 0, gathered, mx.array(known))
+        return Step(rows, sampled)
 
     def _free(self, row: Sequence) -> None:
         """The row's way back: its slot, wherever it ends."""
@@ -255,7 +264,7 @@ class Engine:
         while (move := self._slots.close_gap()) is not None:
             self._follow(move)
 
-    def _finish(self, step: _Step) -> None:
+    def _finish(self, step: Step) -> None:
         """Read a computed step back and end the rows that it completes."""
         read = answers.read_back(step.sampled)
         for index, row in enumerate(step.rows):
@@ -270,4 +279,17 @@ class Engine:
                 event = Rejected(row.job_id, ErrorCode.ENGINE_ERROR, f"{type(fault).__name__}")
             if event is not None:
                 self._free(row)
-                self._events.append(event)
+                self._end(row, event)
+
+    def _end(self, row: Sequence, event: Event) -> None:
+        """Tell of a row's end, unless it is an audit's; audit it, if it is its turn."""
+        if row.twin_of is not None:
+            self._audit.compare(row)
+            return
+        if isinstance(event, Completed):
+            saved_ms = round(row.num_cached * self._prefill.seconds_per_token * 1000)
+            event = replace(event, saved_ms=saved_ms, note=self.link.note(row))
+        self._events.append(event)
+        twin = self._audit.twin(row, self.loaded.tokenizer)
+        if twin is not None:
+            self._scheduler.add(twin)  # without keys: nothing cached is used or kept

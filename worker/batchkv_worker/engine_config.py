@@ -20,3 +20,4 @@ class EngineConfig:
     path: attention.Path | None = None  # None: the fastest by measurement
     group_cost: int | None = None  # cells that one more group of rows costs; None: measured
     shape_step: int | None = None  # None: what the backend likes, see device.shape_step
+    audit: float = 0.0  # share of the rows with a cached prefix that are computed again without it

@@ -23,7 +23,9 @@ def build_engine(settings: WorkerSettings) -> Engine:
     from batchkv_worker.device import kv_memory_bytes, prepare_device
     from batchkv_worker.engine import Engine, EngineConfig
     from batchkv_worker.model import load
+    from batchkv_worker.store.access import open_access
 
+    access = open_access(settings)  # first: a fault of the settings costs no loading
     prepare_device(wired_limit=settings.wired_limit)
     loaded = load(settings.model, settings.dtype)
     config = EngineConfig(
@@ -32,8 +34,9 @@ def build_engine(settings: WorkerSettings) -> Engine:
         prefetch=settings.prefetch,
         chunk_tokens=settings.prefill_chunk,
         memory_bytes=settings.memory_bytes or kv_memory_bytes(loaded.weight_bytes),
+        audit=settings.cache_audit,
     )
-    engine = Engine(loaded, config)
+    engine = Engine(loaded, config, access)
     log.info(
         "model %s: %s, %s, context %d, %.1f MB of weights; KV %s: %d bytes a token, "
         "up to %.1f MB in %d slots",

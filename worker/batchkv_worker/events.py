@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from batchkv_producer.cache_note import CacheNote
 from batchkv_producer.job import Request, TokenLogprob, Usage
 
 
@@ -23,7 +24,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A row that ended by itself: ``finish_reason`` is "stop" or "length"."""
+    """A row that ended by itself: ``finish_reason`` is "stop" or "length".
+
+    ``saved_ms``: what computing its cached tokens would have taken, as measured lately. ``note``:
+    what the shared cache had.
+    """
 
     job_id: str
     text: str
@@ -31,6 +36,8 @@ class Completed:
     usage: Usage
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
+    saved_ms: int = 0
+    note: CacheNote | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,7 @@ class Flights:
             worker=self._worker,
             created=int(time.time()),
             busy_ms=busy_ms,
+            note=event.note,
         )
         return Ending(
             lease=flight.lease,
@@ -116,6 +117,7 @@ class Flights:
             completion_tokens=usage.completion,
             cached_tokens=usage.cached,
             busy_ms=busy_ms,
+            saved_ms=event.saved_ms,
         )
 
     def expire(self, now: float) -> list[Ending]:

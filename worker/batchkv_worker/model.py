@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ class LoadedModel:
 
     ``context`` is the most tokens that prompt and answer may have together; ``weight_bytes`` what
     its parameters occupy; ``defaults`` the sampling values of its ``generation_config.json``;
-    ``vocabulary`` the number of token ids that it has rows for.
+    ``vocabulary`` the number of token ids that it has rows for; ``config`` its ``config.json`` and
+    ``adapter`` what names an adapter in its weights: both are part of the cache's identity.
     """
 
     name: str
@@ -42,6 +43,8 @@ class LoadedModel:
     weight_bytes: int
     defaults: dict[str, Any]
     vocabulary: int = 2**31 - 1
+    config: dict[str, Any] = field(default_factory=dict)
+    adapter: str = ""
 
     @property
     def float_bytes(self) -> int:
@@ -78,6 +81,7 @@ def load(name: str, dtype: str = "auto") -> LoadedModel:
         weight_bytes=sum(array.nbytes for array in weights),
         defaults=_generation_defaults(path),
         vocabulary=_vocabulary(name, model),
+        config=config,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +14,10 @@ from batchkv_worker.kv.rows import PrefillRows
 from batchkv_worker.prefix import PrefixCache
 from batchkv_worker.scheduler import PrefillGroup, Scheduler
 from batchkv_worker.sequence import Sequence
+from batchkv_worker.store.face import SharedPrefixes
+
+TIMED_EVERY = 32  # chunks
+NEW_SHARE = 0.2  # of a new sample in the moving average
 
 
 class Prefill:
@@ -25,12 +30,16 @@ class Prefill:
         scheduler: Scheduler,
         prefixes: PrefixCache,
         chunk_tokens: int,
+        link: SharedPrefixes,
     ) -> None:
         self._model = model
         self._plan = plan
         self._scheduler = scheduler
         self._prefixes = prefixes
         self._chunk_tokens = chunk_tokens
+        self._link = link
+        self._num_chunks = 0
+        self.seconds_per_token = 0.0  # of computing prompts, a moving average; 0 before the first
         self._group: PrefillGroup | None = None  # whose prompts are in _rows
         self._rows: PrefillRows | None = None
 
@@ -43,7 +52,8 @@ class Prefill:
         """Compute the next chunk that the scheduler wants; its group, or None: nothing to do."""
         group = self._scheduler.next_group()
         if group is not self._group:
-            self._group, self._rows = group, None
+            self.drop()
+            self._group = group
         if group is None:
             return None
         if group.width and self._rows is None:
@@ -64,6 +74,7 @@ class Prefill:
         end = group.chunk_end(self._chunk_tokens, self._width(group))
         width = end - start
         lengths = tuple(max(0, min(width, row.num_prefill - start)) for row in group.rows)
+        started = self._start_watch()
         self._rows.begin(Chunk(start, width, None if min(lengths) == width else lengths))
         tokens = [
             row.prompt[start : start + length] + [0] * (width - length)
@@ -72,8 +83,28 @@ class Prefill:
         self._model(mx.array(tokens), cache=self._plan.tree.nested(self._rows.layers))
         self._rows.end()
         mx.async_eval(self._rows.arrays)
+        if started is not None:
+            mx.eval(self._rows.arrays)
+            self._observe(sum(lengths), time.perf_counter() - started)
         group.position = end
         self._prefixes.publish(group.rows, self._rows, start, end)
+
+    def _start_watch(self) -> float | None:
+        """When this chunk began, if it is one that is timed, from a device at rest to its end.
+
+        The shared store must know what computing costs, and users what the cache saved. Chunks
+        overlap with decoding else, so a few are waited for; the first compiles kernels and is none.
+        """
+        number, self._num_chunks = self._num_chunks, self._num_chunks + 1
+        if not (0 < number <= 2 or number % TIMED_EVERY == TIMED_EVERY - 1):
+            return None
+        mx.synchronize()
+        return time.perf_counter()
+
+    def _observe(self, num_tokens: int, seconds: float) -> None:
+        new, old = seconds / max(1, num_tokens), self.seconds_per_token
+        self.seconds_per_token = new if not old else old + NEW_SHARE * (new - old)
+        self._link.observe_prefill(num_tokens, seconds)
 
     def pieces(self, group: PrefillGroup, row: Sequence) -> list[Pieces] | None:
         """What the slots need of a row of the computed group; None if it had nothing to compute."""
@@ -84,4 +115,6 @@ class Prefill:
 
     def drop(self) -> None:
         """The group's rows have moved, or nobody wants them."""
+        for row in self._group.rows if self._group else ():
+            self._link.forget(row)
         self._group = self._rows = None

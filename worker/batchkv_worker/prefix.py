@@ -1,66 +1,79 @@
-"""Prefixes that this worker has computed, kept packed in memory, block by block.
+"""Prefixes that this worker has, kept packed in memory, block by block.
 
 A block is 256 tokens of all layers, exactly as prefill packed them. Blocks are found by the key
 chain of ``batchkv_cache_store.keys``, so that a key names a block and all that came before it; a
 row takes the longest chain that is here and computes the rest. What is taken is copied bit for bit:
 a hit computes what a miss would have. Least recently used blocks go first when the bytes are up.
 
-A layer with a state can only go on where a state was kept: at the ends of some blocks. A row then
-takes the longest chain that ends with one.
+A block has up to three parts (``store.anatomy``). Those computed here have all that their model
+has layers for; those that came from the shared store only what a row needed to go on: the layers
+that keep all tokens of every block, those of a window of the last few, and a state at the end. A
+state also exists here only where a chunk ended and it seemed worth keeping. So a row takes the
+longest chain at whose end everything is there.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from batchkv_cache_store.block import Kind
 from batchkv_cache_store.keys import BLOCK_TOKENS, chain, root_key
 from batchkv_worker.kv.bundle import Bundle
 from batchkv_worker.kv.layer import LayerKind, Pieces
 from batchkv_worker.kv.layouts import Costs
 from batchkv_worker.kv.rows import PrefillRows
 from batchkv_worker.sequence import Sequence
+from batchkv_worker.store.anatomy import Anatomy
 
-# One process, one model, one scheme: the chain needs no namespace here.
-_ROOT = root_key(b"")
+LOCAL_ROOT = root_key(b"")  # one process, one model, one scheme: the chain needs no namespace
 _EMPTY_BYTES = 1024  # what a block counts that holds no arrays (every layer has a state)
+
+# Called with a row, the number of one of its blocks, and a part of it that was computed just now.
+OnNew = Callable[[Sequence, int, Kind, Bundle], None]
 
 
 @dataclass(slots=True)
 class _Block:
-    """``tokens``: pieces of the layers that keep tokens; ``state``: states after its last token."""
+    """``is_converted``: it rests on numbers that another scheme rounded, and is not shared."""
 
-    tokens: Bundle
-    state: Bundle | None
+    parts: dict[Kind, Bundle] = field(default_factory=dict)
+    is_converted: bool = False
 
     @property
     def num_bytes(self) -> int:
-        state = self.state.nbytes if self.state else 0
-        return self.tokens.nbytes + state or _EMPTY_BYTES
-
-
-def block_keys(tokens: list[int]) -> list[bytes]:
-    """Keys of the full blocks of a prompt that prefill computes (all but its last token)."""
-    return chain(_ROOT, tokens[:-1])
+        return sum(part.nbytes for part in self.parts.values()) or _EMPTY_BYTES
 
 
 class PrefixCache:
     """Blocks by key, least recently used first.
 
     ``max_blocks`` is the longest chain that there is room for, with its state at the end; no room
-    for one keeps nothing.
+    for one keeps nothing. ``root`` starts the chain; ``on_new`` hears of what may be shared.
     """
 
-    def __init__(self, max_bytes: int, costs: Costs, kinds: Items[LayerKind]) -> None:
-        block_bytes = max(costs.per_new_token * BLOCK_TOKENS, _EMPTY_BYTES)
-        self.max_blocks = max(0, max_bytes - costs.per_row) // block_bytes
-        self.max_bytes = self.max_blocks * block_bytes + (costs.per_row if self.max_blocks else 0)
+    def __init__(
+        self,
+        max_bytes: int,
+        costs: Costs,
+        kinds: Items[LayerKind],
+        root: bytes = LOCAL_ROOT,
+        on_new: OnNew | None = None,
+    ) -> None:
+        self.block_bytes = max(costs.per_new_token * BLOCK_TOKENS, _EMPTY_BYTES)
+        self.max_blocks = max(0, max_bytes - costs.per_row) // self.block_bytes
+        state_bytes = costs.per_row if self.max_blocks else 0
+        self.max_bytes = self.max_blocks * self.block_bytes + state_bytes
         self.num_bytes = 0
+        self.version = 0  # changes whenever a block comes or goes
+        self.anatomy = Anatomy(kinds)
+        self._root = root
+        self._on_new = on_new
         self._kinds = kinds
-        self._has_state = any(kind.has_state for kind in kinds)
         self._blocks: OrderedDict[bytes, _Block] = OrderedDict()
 
     def __len__(self) -> int:
@@ -71,16 +84,36 @@ class PrefixCache:
         self._blocks.clear()
         self.num_bytes = 0
 
+    def keys(self, prompt: list[int]) -> list[bytes]:
+        """Keys of the blocks that prefill fills (with all but the last token), as room allows."""
+        return chain(self._root, prompt[: self.max_blocks * BLOCK_TOKENS + 1][:-1])
+
+    def depth(self, keys: Items[bytes]) -> int:
+        """Blocks of the longest prefix of a chain that is here and can be gone on from."""
+        anatomy, found, num_windows = self.anatomy, 0, 0
+        for number, key in enumerate(keys, start=1):
+            parts = self._parts(key)
+            if parts is None or (anatomy.has_kv and Kind.KV not in parts):
+                break
+            num_windows = num_windows + 1 if Kind.WINDOW in parts else 0
+            has_window = num_windows >= min(number, anatomy.num_window_blocks)
+            if has_window and (Kind.STATE in parts or not anatomy.has_state):
+                found = number
+        return found
+
     def num_cached(self, row: Sequence) -> int:
         """Tokens of the row's longest prefix that is here and can be gone on from."""
-        found = 0
-        for number, key in enumerate(row.block_keys, start=1):
-            block = self._blocks.get(key)
-            if block is None:
-                break
-            if block.state is not None or not self._has_state:
-                found = number
-        return found * BLOCK_TOKENS
+        return self.depth(row.block_keys) * BLOCK_TOKENS
+
+    def pieces(self, keys: Items[bytes]) -> set[tuple[int, Kind]]:
+        """(block number, kind) of everything of a chain that is here, with gaps or without."""
+        return {
+            (number, kind) for number, key in enumerate(keys) for kind in self._parts(key) or ()
+        }
+
+    def _parts(self, key: bytes) -> dict[Kind, Bundle] | None:
+        block = self._blocks.get(key)
+        return None if block is None else block.parts
 
     def fill(self, rows: Items[Sequence], prefill: PrefillRows) -> None:
         """Give new prefill rows their common number of cached tokens."""
@@ -88,19 +121,25 @@ class PrefixCache:
         if not count:
             return
         blocks = [self._chain(row.block_keys[:count]) for row in rows]
+        for row, chained in zip(rows, blocks, strict=True):
+            row.is_converted = any(block.is_converted for block in chained)
         end = count * BLOCK_TOKENS
         for index, (layer, kind) in enumerate(zip(prefill.layers, self._kinds, strict=True)):
             if kind.has_state:
-                lines = [_state(chained[-1], index) for chained in blocks]
+                lines = [_pieces(chained[-1], Kind.STATE, index) for chained in blocks]
                 layer.restore(_assemble(lines, 0), end, end)
                 continue
             # A window needs only the blocks that its next token still sees.
             seen = 0 if kind.window is None else max(0, end - kind.window + 1)
             first = min(seen // BLOCK_TOKENS, count - 1)
-            lines = [_assemble([_tokens(b, index) for b in row[first:]], -2) for row in blocks]
+            part = Kind.KV if kind.window is None else Kind.WINDOW
+            lines = [
+                _assemble([_pieces(block, part, index) for block in chained[first:]], -2)
+                for chained in blocks
+            ]
             layer.restore(_assemble(lines, 0), first * BLOCK_TOKENS, end)
 
-    def _chain(self, keys: list[bytes]) -> list[_Block]:
+    def _chain(self, keys: Items[bytes]) -> list[_Block]:
         """Blocks of a chain, now the latest used: its head last, for a tail is nothing alone."""
         for key in reversed(keys):
             self._blocks.move_to_end(key)
@@ -112,51 +151,78 @@ class PrefixCache:
         Tails go in before heads, so that they also go first when room is short.
         """
         for index, row in enumerate(rows):
-            keys = row.block_keys[: min(self.max_blocks, end // BLOCK_TOKENS)]
+            keys = row.block_keys[: end // BLOCK_TOKENS]
             for number in reversed(range(start // BLOCK_TOKENS, len(keys))):
-                low = number * BLOCK_TOKENS
-                state = self._wanted_state(row, prefill, index, low + BLOCK_TOKENS, end)
-                known = self._blocks.get(keys[number])
-                if known is None:
-                    tokens = Bundle(prefill.block(index, low, low + BLOCK_TOKENS))
-                    self._insert(keys[number], _Block(tokens, state))
-                elif known.state is None and state is not None:
-                    self._insert(keys[number], _Block(known.tokens, state))
-            for key in reversed(keys):
-                if key in self._blocks:
-                    self._blocks.move_to_end(key)
+                known = self._parts(keys[number]) or {}
+                parts = self._computed(row, prefill, index, number, end, known)
+                if parts or keys[number] not in self._blocks:
+                    self._insert(keys[number], parts, row.is_converted)
+                if self._on_new is not None and not row.is_converted:
+                    for kind, part in parts.items():
+                        self._on_new(row, number, kind, part)
+            self._touch(keys)
 
-    def _wanted_state(
-        self, row: Sequence, prefill: PrefillRows, index: int, at: int, end: int
-    ) -> Bundle | None:
-        """The row's states after ``at`` tokens: they exist where a chunk ended and it had more."""
-        if not self._has_state or at != end or at not in row.state_stops:
-            return None
-        return Bundle(prefill.states(index))
+    def adopt(
+        self,
+        keys: Items[bytes],
+        pieces: Mapping[tuple[int, Kind], Bundle],
+        is_converted: bool = False,
+    ) -> None:
+        """Take in parts of a chain that came from elsewhere, up to the last of them."""
+        depth = max((number for number, _ in pieces), default=-1) + 1
+        for number in reversed(range(depth)):
+            new = {kind: pieces[number, kind] for kind in Kind if (number, kind) in pieces}
+            if new or not self.anatomy.has_kv:
+                self._insert(keys[number], new, is_converted)
+        self._touch(keys[:depth])
 
-    def _insert(self, key: bytes, block: _Block) -> None:
-        if block.num_bytes > self.max_bytes:
-            return
+    def _touch(self, keys: Items[bytes]) -> None:
+        for key in reversed(keys):
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+
+    def _computed(
+        self,
+        row: Sequence,
+        prefill: PrefillRows,
+        index: int,
+        number: int,
+        end: int,
+        known: Mapping[Kind, Bundle],
+    ) -> dict[Kind, Bundle]:
+        """Parts of a block that the chunk up to ``end`` has completed and that are not known."""
+        low = number * BLOCK_TOKENS
+        wanted = [kind for kind in self.anatomy.kinds if kind not in known]
+        parts: dict[Kind, Bundle] = {}
+        if Kind.KV in wanted or Kind.WINDOW in wanted:
+            pieces = prefill.block(index, low, low + BLOCK_TOKENS)
+            tokens = [kind for kind in wanted if kind is not Kind.STATE]
+            parts = {kind: self.anatomy.part(kind, pieces) for kind in tokens}
+        # States exist where a chunk ended, if the row had tokens up to there.
+        if Kind.STATE in wanted and low + BLOCK_TOKENS == end and end in row.state_stops:
+            parts[Kind.STATE] = self.anatomy.part(Kind.STATE, prefill.states(index))
+        # Evaluated now: an unevaluated slice would keep the whole group's buffers alive.
+        mx.async_eval([part.arrays for part in parts.values()])
+        return parts
+
+    def _insert(self, key: bytes, parts: Mapping[Kind, Bundle], is_converted: bool) -> None:
+        self.version += 1
         old = self._blocks.pop(key, None)
+        block = _Block(dict(parts), is_converted)
         if old is not None:
             self.num_bytes -= old.num_bytes
+            block = _Block({**old.parts, **parts}, is_converted or old.is_converted)
+        if block.num_bytes > self.max_bytes:
+            return
         while self._blocks and self.num_bytes + block.num_bytes > self.max_bytes:
             _, oldest = self._blocks.popitem(last=False)
             self.num_bytes -= oldest.num_bytes
-        # Evaluated now: an unevaluated slice would keep the whole group's buffers alive.
-        mx.async_eval(block.tokens.arrays, block.state.arrays if block.state else [])
         self._blocks[key] = block
         self.num_bytes += block.num_bytes
 
 
-def _tokens(block: _Block, layer: int) -> Pieces:
-    pieces = block.tokens.layer(layer)
-    assert pieces is not None
-    return pieces
-
-
-def _state(block: _Block, layer: int) -> Pieces:
-    pieces = block.state.layer(layer) if block.state else None
+def _pieces(block: _Block, kind: Kind, layer: int) -> Pieces:
+    pieces = block.parts[kind].layer(layer)
     assert pieces is not None
     return pieces
 

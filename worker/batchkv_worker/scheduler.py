@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_worker.kv.layout import Demand
@@ -75,6 +75,7 @@ class Scheduler:
         layouts: SlotLayouts,
         budget: Budget,
         num_cached: Callable[[Sequence], int] = lambda row: 0,
+        is_ready: Callable[[Sequence], bool] = lambda row: True,
         *,
         ragged: bool = True,
         state_blocks: int = 0,
@@ -83,6 +84,7 @@ class Scheduler:
         self.layouts = layouts
         self.budget = budget
         self._num_cached = num_cached  # tokens of a row's prefix that need no computing
+        self._is_ready = is_ready  # whether a row need not wait for its prefix any more
         self._ragged = ragged  # whether rows of unequal length may share a chunk
         self._drop_buffers = drop_buffers or layouts.drop  # called when no row is in a slot
         self._state_blocks = state_blocks  # blocks after which states are worth keeping, at most
@@ -95,6 +97,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def waiting(self) -> Iterable[Sequence]:
+        """The rows that wait, oldest first."""
+        return self._waiting
+
+    @property
     def is_idle(self) -> bool:
         return not self._waiting and self.group is None and not self.layouts.num_active
 
@@ -102,19 +109,19 @@ class Scheduler:
         self._waiting.append(row)
         self._demand.update(row.block_keys)
 
-    def cancel(self, job_id: str) -> bool:
-        """Forget a row that waits or is in prefill; False when it is neither."""
+    def cancel(self, job_id: str) -> Sequence | None:
+        """Forget a row that waits or is in prefill, and return it; None when it is neither."""
         for row in self._waiting:
-            if row.job_id == job_id:
+            if row.job_id == job_id and row.twin_of is None:
                 self._waiting.remove(row)
                 self._demand.subtract(row.block_keys)
-                return True
+                return row
         rows = self.group.rows if self.group else []
         for row in rows:
-            if row.job_id == job_id:
+            if row.job_id == job_id and row.twin_of is None:
                 row.finish_reason = "canceled"  # computed to its end with its neighbours, then left
-                return True
-        return False
+                return row
+        return None
 
     def next_group(self) -> PrefillGroup | None:
         """The group to compute a chunk of now, or None: nothing waits, or nothing fits yet."""
@@ -134,19 +141,13 @@ class Scheduler:
         return free >= min(enough, waiting) or not self.layouts.num_active
 
     def _form_group(self) -> PrefillGroup | None:
-        """The oldest row and those nearest to it in length that fit one chunk with it.
+        """The oldest ready row and those nearest to it in length that fit one chunk with it.
 
         A row that would compute the same next block as a row already chosen stays behind: it finds
         that block in the cache when the group is done.
         """
-        window = [self._waiting[i] for i in range(min(LOOKAHEAD, len(self._waiting)))]
-        for row in window:
-            row.num_cached = self._num_cached(row)
-        cached, goal = window[0].num_cached, window[0].num_prefill
-        window = [row for row in window if row.num_cached == cached]
-        if not self._ragged:
-            window = [row for row in window if row.num_prefill == goal]
-        window.sort(key=lambda row: abs(row.num_prefill - goal))
+        window = self._alike()
+        cached = window[0].num_cached if window else 0
         rows: list[Sequence] = []
         upcoming: set[bytes] = set()
         width = 0
@@ -172,6 +173,19 @@ class Scheduler:
             self._demand.subtract(row.block_keys)
         self._demand = +self._demand
         return PrefillGroup(rows, position=cached)
+
+    def _alike(self) -> list[Sequence]:
+        """Ready rows that may be computed with the oldest of them, those of its length first."""
+        window = [row for row in islice(self._waiting, LOOKAHEAD) if self._is_ready(row)]
+        for row in window:
+            row.num_cached = self._num_cached(row)
+        if not window:
+            return []
+        cached, goal = window[0].num_cached, window[0].num_prefill
+        window = [row for row in window if row.num_cached == cached]
+        if not self._ragged:
+            window = [row for row in window if row.num_prefill == goal]
+        return sorted(window, key=lambda row: abs(row.num_prefill - goal))
 
     def _stops(self, row: Sequence) -> frozenset[int]:
         """Where the row's states are worth keeping: where others part from it, and at its end.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 from batchkv_producer.job import TokenLogprob
@@ -33,6 +34,34 @@ class Generation:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
+class FetchState(Enum):
+    """Where a row's lookup in the shared store stands."""
+
+    NEW = auto()
+    ASKED = auto()
+    HELD = auto()  # another worker computes its next block: asked again in a while
+    DONE = auto()  # its prompt may be computed from what is here now
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """A row's lookup. Times are of ``time.monotonic``; the last fields tell how it went.
+
+    ``local`` blocks were here before, ``found`` are those of the shared store that came then;
+    ``stop`` says why not more (``lookup.Found.stop``, or "held", or "slow").
+    """
+
+    state: FetchState = FetchState.NEW
+    asked_at: float = 0.0
+    retry_at: float = 0.0
+    held_since: float = 0.0
+    num_bytes: int = 0  # fetched and not yet used
+    seen: int = -1  # version of the prefix memory that it was last compared with
+    local: int = 0
+    found: int = 0
+    stop: str = ""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A row from admission to its end.
@@ -49,10 +78,13 @@ class Sequence:
     num_cached: int = 0  # prompt tokens that were here already
     block_keys: list[bytes] = field(default_factory=list)  # of the prompt's full blocks
     state_stops: frozenset[int] = frozenset()  # tokens after which states are kept
+    fetch: Fetch | None = None  # its lookup in the shared store
+    is_converted: bool = False  # it goes on from blocks that another scheme rounded first
     generated: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     detokenizer: Any = None  # only rows with stop strings follow their text as it grows
     finish_reason: str = ""
+    twin_of: Sequence | None = None  # the row that this one repeats without the cache, see audit
 
     @property
     def num_prefill(self) -> int:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
+from batchkv_cache_store import opening
 from batchkv_worker.errors import SettingsError
 from batchkv_worker.kv.spec import SchemeSpec
 
@@ -20,6 +21,12 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_TOKENS = 256  # prefill chunks end on block boundaries
 # Variables that other parts read, and that a worker's environment may well hold.
 FOREIGN = frozenset({"BATCHKV_HOME", "BATCHKV_DATA", "BATCHKV_REDIS_URL", "BATCHKV_REDIS_URL_FILE"})
+# Read by ``opening``: what may hold a password is no flag, or can be given in a file.
+CACHE_VARIABLES = frozenset(
+    f"{name}{ending}"
+    for name in ("BATCHKV_CACHE", "BATCHKV_CACHE_SECRET", "BATCHKV_CACHE_SALT")
+    for ending in ("", "_FILE")
+)
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -43,6 +50,12 @@ class WorkerSettings:
     engine_timeout_seconds: float = 600.0
     load_timeout_seconds: float = 7200.0
     drain_seconds: float = 30.0
+    cache: str | None = field(default=None, repr=False)
+    cache_secret: bytes | None = field(default=None, repr=False)
+    cache_salt: bytes = field(default=b"", repr=False)
+    cache_lease_seconds: float = 30.0
+    cache_audit: float = 0.0
+    kv_adopt_float: bool = False
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], **overrides: Any) -> Self:
@@ -58,6 +71,7 @@ class WorkerSettings:
                 given, source = environ.get(setting.variable) or None, setting.variable
             if given is not None:
                 values[setting.field] = setting.read(str(given), source)
+        values |= _cache_values(environ, overrides.pop("cache", None))
         if overrides:
             raise TypeError(f"no such setting: {', '.join(overrides)}")
         if "model" not in values:
@@ -74,6 +88,20 @@ class WorkerSettings:
                 f"BATCHKV_HEARTBEAT_SECONDS={self.heartbeat_seconds:g} is more than half of "
                 f"BATCHKV_LEASE_SECONDS={self.lease_seconds}: one late heartbeat loses the jobs"
             )
+
+
+def _cache_values(environ: Mapping[str, str], given: str | None) -> dict[str, Any]:
+    """The store's tiers, secret and salt; ``given`` is the flag."""
+    source = "BATCHKV_CACHE" if given is None else "--cache"
+    try:
+        text = given if given is not None else opening.read_cache(environ)
+        if not text or text.strip() == "off":
+            return {}
+        opening.parse_tiers(text)
+        secret, salt = opening.read_secret(environ), opening.read_salt(environ)
+    except ValueError as fault:
+        raise SettingsError(f"{source}: {fault}") from fault
+    return {"cache": text, "cache_secret": secret, "cache_salt": salt}
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +215,17 @@ SETTINGS = (
             _seconds(0.1, 7 * _DAY), "seconds, 0.1 to 604800"),
     Setting("drain_seconds", "BATCHKV_DRAIN_SECONDS", "--drain-seconds", _seconds(0, _DAY),
             "seconds, 0 to 86400"),
+    Setting("cache_lease_seconds", "BATCHKV_CACHE_LEASE_SECONDS", "--cache-lease-seconds",
+            _seconds(1, 3600), "seconds, 1 to 3600"),
+    Setting("cache_audit", "BATCHKV_CACHE_AUDIT", "--cache-audit", _seconds(0, 1),
+            "a share of the hits, 0 to 1"),
+    Setting("kv_adopt_float", "BATCHKV_KV_ADOPT_FLOAT", "--kv-adopt-float", _switch, "on or off"),
 )  # fmt: skip
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """A warning for each BATCHKV_* variable that nobody reads, with the closest one that exists."""
-    known = {setting.variable for setting in SETTINGS} | FOREIGN
+    known = {setting.variable for setting in SETTINGS} | FOREIGN | CACHE_VARIABLES
     warnings = []
     for name in sorted(environ):
         if not name.startswith(PREFIX) or name in known:

@@ -165,12 +165,18 @@ def _print_batch(client: Client, batch_id: str, as_json: bool) -> None:
             ("canceled", batch.canceled),
             ("running", batch.running),
             ("queued", batch.queued),
-            ("prompt tokens", f"{batch.prompt_tokens:,} ({batch.cached_tokens:,} cached)"),
+            ("prompt tokens", _prompt_tokens(batch)),
             ("generated", f"{batch.completion_tokens:,} tokens"),
             ("speed", None if rate is None else f"{rate:,.0f} tok/s so far"),
             ("workers", serving or "none"),
         ]
     )
+
+
+def _prompt_tokens(batch: BatchStatus) -> str:
+    """How many, how many of them were cached, and what that saved."""
+    saved = f", which saved {batch.saved_ms / 1000:,.1f} s" if batch.saved_ms else ""
+    return f"{batch.prompt_tokens:,} ({batch.cached_tokens:,} cached{saved})"
 
 
 def _print_job(client: Client, job_id: str, as_json: bool) -> None:

@@ -3,12 +3,13 @@
 -- line gets at most one result.
 -- KEYS: wip, finished, failed zsets, worker hash.
 -- ARGV: time in ISO 8601, result ttl (s), failure ttl (s), then for each job:
---       id, execution, 'ok' or 'failed', result, prompt, completion, cached tokens, busy ms.
+--       id, execution, 'ok' or 'failed', result, prompt, completion, cached tokens, busy ms,
+--       ms that the cached tokens saved.
 -- Returns for each job 'ok', 'lost' (somebody else holds or ended it) or 'duplicate'.
 local iso, result_ttl, failure_ttl = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local now = tonumber(redis.call('TIME')[1])
 local verdicts, ok, failed, busy = {}, 0, 0, 0
-for position = 4, #ARGV, 8 do
+for position = 4, #ARGV, 9 do
   local id, execution, outcome, result = unpack(ARGV, position, position + 3)
   local key = 'rq:job:' .. id
   local verdict = 'lost'
@@ -26,7 +27,9 @@ for position = 4, #ARGV, 8 do
       verdict = 'ok'
       redis.call('RPUSH', 'batchkv:done:' .. batch, line)
       redis.call('HINCRBY', hash, outcome, 1)
-      for offset, field in ipairs({'prompt_tokens', 'completion_tokens', 'cached_tokens', 'busy_ms'}) do
+      for offset, field in ipairs(
+        {'prompt_tokens', 'completion_tokens', 'cached_tokens', 'busy_ms', 'saved_ms'}
+      ) do
         local amount = ARGV[position + 3 + offset]
         if amount ~= '0' then redis.call('HINCRBY', hash, field, amount) end
       end

@@ -1,0 +1,58 @@
+"""What a worker found of a row's prompt in the shared cache, told so that it can be explained.
+
+The prompt itself is gone when a row has ended. So the note names, of the first block that was not
+there, its key and its parent's, and one byte for each of its tokens: the low byte of a CRC over the
+tokens up to it. From where two blocks' marks part, their tokens do (one in 256 differs unseen, and
+shows at the next).
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class CacheNote:
+    """Counts are of full blocks of the prompt that could be shared.
+
+    ``wanted`` in all, ``local`` in the worker's own memory before it asked, ``found`` taken from
+    the store, ``stop`` why not more (``batchkv_cache_store.lookup.Found``; "held": another worker
+    computed it and did not get on; "slow": no answer came). ``key`` of the first block that was
+    not there is b"" when all were.
+    """
+
+    namespace: bytes
+    wanted: int
+    local: int
+    found: int
+    stop: str = ""
+    key: bytes = b""
+    parent: bytes = b""
+    marks: bytes = b""
+
+    def packed(self) -> list[Any]:
+        """As it travels in a result."""
+        counts = [self.namespace, self.wanted, self.local, self.found, self.stop]
+        return [*counts, self.key, self.parent, self.marks] if self.key else counts
+
+    @classmethod
+    def unpacked(cls, values: Sequence[Any]) -> CacheNote:
+        """Inverse of ``packed``; TypeError or ValueError for anything else."""
+        namespace, wanted, local, found, stop, *last = values
+        key, parent, marks = map(bytes, last or (b"", b"", b""))
+        return cls(
+            bytes(namespace), int(wanted), int(local), int(found), str(stop), key, parent, marks
+        )
+
+
+def token_marks(tokens: Sequence[int]) -> bytes:
+    """One byte for each token id, of all tokens up to it."""
+    marks, state = bytearray(), 0
+    for token in tokens:
+        state = zlib.crc32(struct.pack("<I", token), state)
+        marks.append(state & 0xFF)
+    return bytes(marks)

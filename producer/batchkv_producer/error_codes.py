@@ -1,0 +1,16 @@
+"""Why a row failed, in one word for programs."""
+
+from __future__ import annotations
+
+
+class ErrorCode:
+    """The codes that a failed row can carry."""
+
+    INVALID_JSON = "invalid_json"
+    INVALID_REQUEST = "invalid_request"
+    DUPLICATE_CUSTOM_ID = "duplicate_custom_id"
+    UNSUPPORTED_PARAMETER = "unsupported_parameter"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    TIMEOUT = "timeout"
+    CANCELED = "canceled"
+    ENGINE_ERROR = "engine_error"

@@ -1,0 +1,79 @@
+"""From a worker's settings to its way to the store, before any model is loaded."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from batchkv_cache_store.errors import TierError, TierMisconfigured
+from batchkv_cache_store.lease import Leases, LocalLeases, RedisLeases
+from batchkv_cache_store.opening import lease_url, open_tiers, parse_tiers
+from batchkv_cache_store.store import Store
+from batchkv_worker.errors import SettingsError
+
+if TYPE_CHECKING:
+    from batchkv_worker.settings import WorkerSettings
+
+log = logging.getLogger("batchkv.cache")
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """A worker's way to the store. ``salt`` is its tenant's; ``writer`` signs blocks for people.
+
+    ``is_shared``: other processes take leases too. ``patience_seconds``: how long a row waits for
+    one answer; ``held_seconds``: for another worker that publishes nothing meanwhile.
+    ``close_seconds``: how long a worker that ends still writes.
+    """
+
+    store: Store
+    leases: Leases
+    is_shared: bool = False
+    salt: bytes = b""
+    writer: str = ""
+    adopts_float: bool = False
+    patience_seconds: float = 30.0
+    held_seconds: float = 60.0
+    close_seconds: float = 10.0
+
+
+def open_access(settings: WorkerSettings) -> Access | None:
+    """The store of the settings; None when they name no tier.
+
+    Raises SettingsError for a tier that can never be used as it is set up. One that only does not
+    answer now is left to the store, which asks it again from time to time.
+    """
+    if not settings.cache:
+        return None
+    specs = parse_tiers(settings.cache)
+    try:
+        tiers = open_tiers(specs)
+        for tier in tiers:
+            try:
+                tier.check()
+            except TierMisconfigured:
+                raise
+            except TierError as fault:
+                log.warning("cache tier %s does not answer yet: %s", tier.name, fault)
+    except TierMisconfigured as fault:
+        raise SettingsError(f"the cache cannot be used: {fault}") from fault
+    url = lease_url(specs)
+    leases: Leases = LocalLeases()
+    if url is not None:
+        leases = RedisLeases(url, ttl_seconds=settings.cache_lease_seconds)
+    log.info(
+        "cache: %s; %s, %s",
+        ", ".join(map(str, specs)),
+        "signed" if settings.cache_secret else "not signed",
+        "leases in its Redis" if url else "no leases between workers, which take a Redis tier",
+    )
+    return Access(
+        Store(tiers, secret=settings.cache_secret),
+        leases,
+        is_shared=url is not None,
+        salt=settings.cache_salt,
+        writer=socket.gethostname()[:100],
+        adopts_float=settings.kv_adopt_float,
+    )

@@ -1,0 +1,172 @@
+"""Blocks on their way from the engine to the store, and the leases that end when they are there.
+
+A part of a block is handed in while its graph is still being computed. It is copied out two steps
+later, when reading it waits for nothing, a few megabytes between two steps; the store's own thread
+writes it. Its lease is let go when all parts of the block are written, so that whoever waits for
+the lease finds the block.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from batchkv_cache_store.block import Block, Kind
+from batchkv_cache_store.keys import BLOCK_TOKENS
+from batchkv_cache_store.lease import Lease, Leases
+from batchkv_cache_store.store import Store
+from batchkv_worker.kv.bundle import Bundle
+from batchkv_worker.sequence import Fetch, Sequence
+from batchkv_worker.store.anatomy import Anatomy
+from batchkv_worker.store.fetch import packed_tokens
+
+log = logging.getLogger("batchkv.cache")
+
+SEND_BYTES = 64 * 2**20  # copied out between two steps, at most
+_AGE_STEPS = 2  # after which what was started is surely computed
+
+
+@dataclass(slots=True)
+class _Held:
+    """A lease, the lookup that got it, and the parts of its block that are not written yet."""
+
+    lease: Lease
+    owner: Fetch
+    num_pending: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    """One part of a block of a prompt, computed in that step of the engine."""
+
+    step: int
+    row: Sequence
+    number: int
+    kind: Kind
+    bundle: Bundle
+
+    @property
+    def key(self) -> bytes:
+        return self.row.block_keys[self.number]
+
+
+class Outbox:
+    """Of one engine; all on its thread, but for the end of a write."""
+
+    def __init__(
+        self,
+        store: Store,
+        leases: Leases,
+        anatomy: Anatomy,
+        namespace: bytes,
+        root: bytes,
+        writer: str,
+    ) -> None:
+        self._store = store
+        self._leases = leases
+        self._anatomy = anatomy
+        self._namespace = namespace
+        self._root = root
+        self._writer = writer
+        self._parcels: deque[_Parcel] = deque()
+        self._held: dict[bytes, _Held] = {}
+        self._lock = threading.Lock()
+        self._step = 0
+        self._has_warned = False
+
+    def __len__(self) -> int:
+        return len(self._parcels)
+
+    def hold(self, leases: Items[Lease], owner: Fetch) -> None:
+        """Keep leases until their blocks are written, or until their owner is forgotten."""
+        with self._lock:
+            for lease in leases:
+                self._held[lease.key] = _Held(lease, owner)
+
+    def is_held(self, key: bytes) -> bool:
+        """Whether this worker has the lease on a block: it is being computed here."""
+        return key in self._held
+
+    def forget(self, owner: Fetch) -> None:
+        """A row is computed or gone: what it leased and nobody computed may be another's."""
+        with self._lock:
+            gone = [
+                key
+                for key, held in self._held.items()
+                if held.owner is owner and not held.num_pending
+            ]
+            leases = [self._held.pop(key).lease for key in gone]
+        for lease in leases:
+            self._leases.release(lease)
+
+    def add(self, row: Sequence, number: int, kind: Kind, bundle: Bundle) -> None:
+        """Take in a part that was computed just now (``prefix.OnNew``)."""
+        if not self._anatomy.is_like(kind, bundle):
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning("prefixes are not shared: this model's %s arrays vary", kind)
+            self._store.count("unlike")
+            return
+        parcel = _Parcel(self._step, row, number, kind, bundle)
+        with self._lock:
+            if (held := self._held.get(parcel.key)) is not None:
+                held.num_pending += 1
+        self._parcels.append(parcel)
+
+    def send(self, *, is_idle: bool) -> None:
+        """After a step: copy out what is computed by now; all of it when nothing else is to do."""
+        self._step += 1
+        sent = 0
+        while self._parcels and sent < SEND_BYTES:
+            if not is_idle and self._parcels[0].step > self._step - _AGE_STEPS:
+                return
+            parcel = self._parcels.popleft()
+            sent += parcel.bundle.nbytes
+            self._send(parcel)
+
+    def _send(self, parcel: _Parcel) -> None:
+        low = parcel.number * BLOCK_TOKENS
+        keys = parcel.row.block_keys
+
+        def end() -> None:
+            self._written(parcel.key)
+
+        is_queued = False
+        if self._store.has_room(parcel.bundle.nbytes):
+            block = Block(
+                namespace=self._namespace,
+                key=parcel.key,
+                parent=keys[parcel.number - 1] if parcel.number else self._root,
+                index=parcel.number,
+                kind=parcel.kind,
+                tokens=packed_tokens(parcel.row.prompt[low : low + BLOCK_TOKENS], BLOCK_TOKENS)[0],
+                tensors=self._anatomy.tensors(parcel.kind, parcel.bundle),
+                writer=self._writer,
+                time_ms=time.time_ns() // 1_000_000,
+            )
+            is_queued = self._store.publish(block, end)
+        else:
+            self._store.count("dropped")
+        if not is_queued:
+            end()
+
+    def _written(self, key: bytes) -> None:
+        with self._lock:
+            held = self._held.get(key)
+            if held is None:
+                return
+            held.num_pending -= 1
+            if held.num_pending > 0:
+                return
+            del self._held[key]
+        self._leases.release(held.lease)
+
+    def close(self) -> None:
+        """Nothing more is sent; leases go with ``Leases.close``."""
+        self._parcels.clear()
+        with self._lock:
+            self._held.clear()
