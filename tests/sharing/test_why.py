@@ -115,7 +115,7 @@ def explained(shelf: Shelf, result: Result, max_items: int = 1_000) -> Explanati
     assert from_result(result) is None and result.note is not None
     look = Look(result.note, max_items)
     look.add("disk:/here", shelf.tier)
-    assert look.is_cut == (len(list(shelf.tier.iter_names())) > max_items)
+    assert look.is_partial == (len(list(shelf.tier.iter_names())) > max_items)
     return from_look(result, look)
 
 
@@ -425,13 +425,26 @@ def test_a_job_without_an_answer_is_one_sentence(server: str, redis_connection: 
     )
 
 
-def test_a_tier_in_trouble_is_told(
-    server: str, redis_connection: Redis, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_tier_in_trouble_is_told(server: str, redis_connection: Redis, tmp_path: Path) -> None:
     """Nothing is concluded from a tier that was not seen; the exit code says so."""
     record(redis_connection, ended(0, "missing kv 0"))
     shown = why(server, "--cache", f"disk:{tmp_path / 'gone'}")
     assert (shown.exit_code, shown.stdout) == (2, "") and "no folder" in shown.stderr
+    two = f"{os.environ['BATCHKV_CACHE']} unix:///no/such/socket"
+    shown = why(server, "--cache", two, "--json")
+    told = json.loads(shown.stdout)
+    assert (shown.exit_code, told["reason"], told["is_partial"]) == (3, "absent", True)
+    assert "none of one in trouble" in shown.stderr
+
+
+def test_a_note_that_cannot_be_read_is_one_sentence(server: str, redis_connection: Redis) -> None:
+    """Whatever stands in Redis."""
+    whole = ended(0, "missing kv 0")
+    assert whole.note is not None
+    note = dataclasses.replace(whole.note, key=b"short")
+    record(redis_connection, dataclasses.replace(whole, note=note))
+    shown = why(server)
+    assert (shown.exit_code, shown.stdout) == (1, "") and "cannot be read" in shown.stderr
 
 
 def test_the_command_runs_without_mlx() -> None:

@@ -50,6 +50,7 @@ class Explanation:
     """``reason``: one word for scripts. ``sentence``: for people; others wrote parts of it.
 
     ``parts_at``: number in the prompt, from 0, of the first token that differs from what is stored.
+    A mark is one byte: where hundreds of blocks part there, it may be a token or two later.
     """
 
     reason: str
@@ -257,7 +258,7 @@ def _other_namespace(case: _Case) -> Explanation | None:
     is_empty = look.block_ms is None
     # Or it was: all that there is came with this job, or later.
     was_empty = case.block == 0 and not case.was_before(look.block_ms)
-    if look.is_cut or not (is_empty or was_empty):
+    if look.is_partial or not (is_empty or was_empty):
         return None
     tense = "is" if is_empty else "was"
     text = f"nothing of the worker's model and KV scheme {tense} stored"

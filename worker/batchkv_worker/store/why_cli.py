@@ -9,8 +9,9 @@ import click
 
 from batchkv_cache_store.cli.text import print_fields, print_json, say
 from batchkv_cache_store.cli.visit import cache_options, visit
-from batchkv_cache_store.keys import BLOCK_TOKENS
+from batchkv_cache_store.keys import BLOCK_TOKENS, KEY_BYTES
 from batchkv_producer.cli.shared import session, url_option
+from batchkv_producer.errors import WireError
 from batchkv_producer.job import Result
 from batchkv_worker.store.why import Explanation, from_look, from_result, missing_block
 from batchkv_worker.store.why_look import Look
@@ -56,8 +57,9 @@ def why_command(
                 look.add(str(place), place.tier)
         if len(here.failed) == len(here.places):
             return  # there is nothing to conclude from
-        if look.is_cut:
-            say(f"only the first {look.max_items:,} objects of a tier were looked at")
+        look.is_partial = look.is_partial or bool(here.failed)
+        if look.is_partial:
+            say(f"seen: at most {look.max_items:,} objects of a tier, and none of one in trouble")
         _print(job_id, result, from_look(result, look), as_json, look)
 
 
@@ -71,6 +73,9 @@ def _ended(url: str | None, job_id: str) -> Result | None:
             code = f" ({found.error[0]})" if found.error else ""
             say(f"job {job_id} has no answer to explain: it is {found.outcome}{code}")
             found = None
+    note = found.note if found is not None else None
+    if note is not None and len(note.key) not in (0, KEY_BYTES):
+        raise WireError(f"what job {job_id} tells of the cache cannot be read")
     return found
 
 
@@ -79,7 +84,7 @@ def _print(
 ) -> None:
     said = _facts(job_id, result)
     if as_json:
-        is_partial = look is not None and look.is_cut
+        is_partial = look is not None and look.is_partial
         print_json(said | asdict(told) | {"is_partial": is_partial})
         return
     blocks = said["blocks"] or {}

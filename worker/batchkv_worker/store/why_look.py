@@ -21,6 +21,7 @@ from batchkv_producer.cache_note import CacheNote, token_marks
 
 MAX_ITEMS = 200_000  # of one tier, of which a look reads the heads
 _MAX_VALUE_CHARACTERS = 40  # of a manifest's field that is told as it is
+_FIRST_TOKENS = 8
 _HEAD_BYTES = 4 * BLOCK_TOKENS + 1024  # all fields before the tensors, of a block of ours
 
 
@@ -28,7 +29,8 @@ class Look:
     """What tiers hold of a note's namespace, and around its first missing block.
 
     Times are milliseconds since 1970, as the writers' clocks had them, None where nothing was
-    found. ``max_items``: of a tier with more than that the rest is not read, and ``is_cut`` tells.
+    found. ``max_items``: of a tier with more than that the rest is not read. ``is_partial`` tells,
+    and is for the caller to set when a tier could not be looked at.
     """
 
     def __init__(self, note: CacheNote, max_items: int = MAX_ITEMS) -> None:
@@ -39,7 +41,7 @@ class Look:
         self.other_root_ms: int | None = None  # of the oldest head of another tenant's chains
         self.manifests: dict[bytes, Manifest] = {}
         self.num_evicted: dict[str, int] = {}  # by the tier's name
-        self.is_cut = False
+        self.is_partial = False
         self.max_items = max_items
         self._note = note
 
@@ -64,7 +66,7 @@ class Look:
             # One that is cut short or has too much at its end is of no use to anybody.
             if head is not None and head.num_bytes == entry.num_bytes:
                 self._add_block(head)
-        self.is_cut = self.is_cut or next(entries, None) is not None
+        self.is_partial = self.is_partial or next(entries, None) is not None
         self.manifests |= read_manifests(tier, namespaces)
 
     def nearest(self, namespace: bytes) -> list[str]:
@@ -107,8 +109,13 @@ def _older(known_ms: int | None, head: Head) -> int:
 def _num_common(note: CacheNote, head: Head) -> int:
     """How many of the missing block's first tokens this one has too, as far as marks tell."""
     tokens: Sequence[int] = struct.unpack(f"<{head.num_tokens}I", head.tokens)
-    pairs = zip(note.marks, token_marks(tokens), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    common = 0
+    for size in (_FIRST_TOKENS, len(tokens)):  # most blocks differ soon: all marks take a while
+        pairs = zip(note.marks, token_marks(tokens[:size]), strict=False)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if common < size:
+            break
+    return common
 
 
 def _differences(own: Manifest, other: Manifest) -> list[str]:
