@@ -12,6 +12,7 @@ from batchkv_producer import redis_keys
 from batchkv_producer.errors import BatchkvError
 from batchkv_producer.formats import RowError
 from batchkv_producer.job import Result, SamplingParams, encode_result
+from batchkv_producer.order import ORDER_VERSION
 from batchkv_producer.planner import Chunk, Plan, PlanCounts
 from batchkv_producer.transitions import Transitions
 
@@ -72,7 +73,7 @@ def _create_or_join(
     transitions: Transitions, batch_id: str, counts: PlanCounts, digest: str, spec: BatchSpec
 ) -> int:
     """The number of the first chunk that is not in the queue yet."""
-    there, num_enqueued, num_chunks = transitions.create(
+    there = transitions.create(
         batch_id,
         {
             "digest": digest,
@@ -81,18 +82,21 @@ def _create_or_join(
             "queue": redis_keys.queue_name(spec.model),
             "total": counts.total,
             "num_chunks": counts.num_chunks,
+            "order": ORDER_VERSION,
             "last_line": counts.last_line,
             "job_timeout": spec.job_timeout_seconds,
         },
     )
-    if there != digest:
-        raise BatchkvError(f"another batch has the id {batch_id} (its digest is {there})")
-    if num_chunks != counts.num_chunks:
+    if there.digest != digest:
+        raise BatchkvError(f"another batch has the id {batch_id} (its digest is {there.digest})")
+    if there.num_enqueued == there.num_chunks:
+        return counts.num_chunks  # all is there, in whatever order
+    if (there.num_chunks, there.order) != (counts.num_chunks, ORDER_VERSION):
         raise BatchkvError(
             f"batch {batch_id} was begun by a version of batchkv that orders rows differently; "
             "finish the submit with that version"
         )
-    return num_enqueued
+    return there.num_enqueued
 
 
 def _send(transitions: Transitions, batch_id: str, spec: BatchSpec, chunk: Chunk) -> int:

@@ -1,16 +1,10 @@
 """The order in which a batch is queued: rows with a common prefix stand next to each other.
 
 The producer has no tokenizer, so the *canonical text* serves: the tools, then roles and messages
-(or the prompt), in the order in which a chat template renders them. Rows are sorted by a key that
-is short for a long text, and still keeps together the rows that share a long prefix::
-
-    text (UTF-8)   |  0 .. 256  | 256 .. 512 |  ...  | .. 16 Ki | 16 Ki .. 20 Ki | ... | 512 Ki ..
-    key            |  the bytes |  4-byte checksum of each       | checksum of each     | one only
-
-Equal blocks give equal checksums, so that equal prefixes give equal beginnings of the key, and a
-sort puts them together; among blocks that differ any order is as good as another. Order and chunks
-are a pure function of the file: chunk k holds the same rows whenever, wherever and however often
-the file is submitted, which is what makes an interrupted submit safe to repeat.
+(or the prompt), in the order in which a chat template renders them. ``order`` says what is done
+with it. Order and chunks are a pure function of the file and its defaults: chunk k holds the same
+rows whenever, wherever and however often the file is submitted, which is what makes an interrupted
+submit safe to repeat.
 
 Everything lives in a temporary SQLite file that is unlinked as soon as it is open, in the
 directory that TMPDIR names, so that a million rows need no memory and a crash leaves nothing.
@@ -20,22 +14,20 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
 from batchkv_producer.errors import BatchkvError
 from batchkv_producer.formats import Row, RowError
 from batchkv_producer.job import ErrorCode, Request, SamplingParams, encode_job
+from batchkv_producer.order import Entry, in_windows, text_key, work_of
 
 CHUNK_ROWS = 500
-CHUNK_CHARS = 8 * 2**20  # a chunk ends after the row that reaches it
-
-FINE_BYTES, FINE_END = 256, 16 * 2**10
-COARSE_BYTES, COARSE_END = 4 * 2**10, 512 * 2**10
+CHUNK_BYTES = 8 * 2**20  # of text: a chunk ends after the row that reaches it
 
 _SETUP = """
 PRAGMA journal_mode = OFF;
@@ -44,14 +36,22 @@ PRAGMA temp_store = FILE;
 PRAGMA cache_size = -16384;
 CREATE TABLE rows (
     line INTEGER PRIMARY KEY, custom_id TEXT, sort_key BLOB, num_chars INTEGER,
-    endpoint TEXT, code TEXT, message TEXT, data BLOB);
+    endpoint TEXT, code TEXT, message TEXT, data BLOB, size INTEGER, work INTEGER);
 CREATE TABLE plan (chunk INTEGER, line INTEGER);
 BEGIN;
 """
-_ADD = "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+_ADD = "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _BY_CUSTOM_ID = "SELECT custom_id, line, code FROM rows ORDER BY custom_id, line"
-_REFUSE = "UPDATE rows SET code = ?, message = ?, sort_key = x'', data = NULL WHERE line = ?"
-_BY_PREFIX = "SELECT line, num_chars FROM rows ORDER BY sort_key, line"
+_REFUSE = """
+UPDATE rows SET code = ?, message = ?, sort_key = x'', work = -1, data = NULL WHERE line = ?
+"""
+_BY_KEY = """
+SELECT line, sort_key, size, work FROM rows ORDER BY sort_key, work >= 0, line
+"""  # a bad row has an empty key and less than no work: bad rows come first
+_IN_ORDER = """
+SELECT rows.line, sort_key, size, work FROM plan CROSS JOIN rows ON rows.line = plan.line
+WHERE work >= 0 ORDER BY plan.rowid
+"""
 _FROM_CHUNK = """
 SELECT plan.chunk, rows.line, custom_id, endpoint, code, message, data
 FROM plan CROSS JOIN rows ON rows.line = plan.line WHERE plan.chunk >= ? ORDER BY plan.rowid
@@ -93,21 +93,6 @@ def canonical_text(request: Request) -> str:
         if "tool_calls" in message:
             parts.append(json.dumps(message["tool_calls"], ensure_ascii=False))
     return "".join(parts)
-
-
-def sort_key(text: str) -> bytes:
-    """The key by which rows are put in prefix order; at most 1,008 bytes."""
-    raw = text.encode("utf-8")
-    if len(raw) <= FINE_BYTES:
-        return raw
-    key = [raw[:FINE_BYTES]]
-    for start in range(FINE_BYTES, min(len(raw), FINE_END), FINE_BYTES):
-        key.append(zlib.crc32(raw[start : start + FINE_BYTES]).to_bytes(4, "big"))
-    for start in range(FINE_END, min(len(raw), COARSE_END), COARSE_BYTES):
-        key.append(zlib.crc32(raw[start : start + COARSE_BYTES]).to_bytes(4, "big"))
-    if len(raw) > COARSE_END:
-        key.append(zlib.crc32(raw[COARSE_END:]).to_bytes(4, "big"))
-    return b"".join(key)
 
 
 def with_defaults(defaults: SamplingParams) -> Callable[[SamplingParams], SamplingParams]:
@@ -184,6 +169,10 @@ class Plan:
         if chunk.jobs or chunk.bad_rows:
             yield chunk
 
+    def entries(self) -> Iterator[Entry]:
+        """The good rows in the order in which they are queued, as the order saw them."""
+        return map(Entry._make, self._database.execute(_IN_ORDER))
+
     def num_rows_before(self, chunk: int) -> int:
         """How many rows the chunks before this one hold."""
         query = "SELECT COUNT(*) FROM plan WHERE chunk < ?"
@@ -192,14 +181,18 @@ class Plan:
     def _record(self, row: Row | RowError) -> tuple[Any, ...]:
         """A row of the table. A bad row's key is empty: it goes first, and is known at once."""
         if isinstance(row, RowError):
-            return row.line, row.custom_id, b"", 0, row.endpoint, row.code, row.message, None
-        request = row.request
+            line, endpoint = row.line, row.endpoint
+            return line, row.custom_id, b"", 0, endpoint, row.code, row.message, None, 0, -1
+        line, request = row.line, row.request
         text = canonical_text(request)
+        raw = text.encode("utf-8")
         if not self._is_plain:
             request = replace(request, params=self._fill(request.params))
         data = encode_job(request)
-        key = sort_key(text)
-        return row.line, request.custom_id, key, len(text), request.endpoint, None, None, data
+        key, size, num_chars = text_key(raw), len(raw), len(text)
+        work = work_of(size, request.params.max_tokens)
+        custom_id, endpoint = request.custom_id, request.endpoint
+        return line, custom_id, key, num_chars, endpoint, None, None, data, size, work
 
     def _duplicates(self) -> Iterator[tuple[str, str, int]]:
         """The good rows whose id an earlier line has. A bad line holds on to its id, too."""
@@ -213,9 +206,18 @@ class Plan:
                 yield ErrorCode.DUPLICATE_CUSTOM_ID, message, line
 
     def _cut(self) -> Iterator[tuple[int, int]]:
-        chunk = num_rows = num_chars = 0
-        for line, size in self._database.execute(_BY_PREFIX):
-            if num_rows == CHUNK_ROWS or num_chars >= CHUNK_CHARS:
-                chunk, num_rows, num_chars = chunk + 1, 0, 0
-            num_rows, num_chars = num_rows + 1, num_chars + size
+        chunk = num_rows = num_bytes = 0
+        for line, _, size, _ in self._ordered():
+            if num_rows == CHUNK_ROWS or num_bytes >= CHUNK_BYTES:
+                chunk, num_rows, num_bytes = chunk + 1, 0, 0
+            num_rows, num_bytes = num_rows + 1, num_bytes + size
             yield chunk, line
+
+    def _ordered(self) -> Iterator[Entry]:
+        """Every row as they are queued, bad rows first."""
+        rows = map(Entry._make, self._database.execute(_BY_KEY))
+        for entry in rows:
+            if entry.work >= 0:
+                yield from in_windows(chain((entry,), rows))
+                return
+            yield entry

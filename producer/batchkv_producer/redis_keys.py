@@ -9,6 +9,7 @@ key                        type    content
 ``batchkv:batch:B``        hash    ``digest`` (64 hex), ``name``, ``model``, ``queue``, ``total``,
                                    ``created``, ``chunks`` (enqueued so far), ``num_chunks``,
                                    ``last_line`` (above ``total`` if the file has blank lines),
+                                   ``order`` (version of the rows' order; missing: 1),
                                    ``job_timeout`` (seconds; that of the last submit or retry);
                                    counters ``ok failed canceled running prompt_tokens
                                    completion_tokens cached_tokens busy_ms saved_ms``

@@ -21,6 +21,7 @@ from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, BatchSpec, Pro
 from batchkv_producer.errors import InputFileError, UsageError
 from batchkv_producer.formats import Row, RowError, read_rows
 from batchkv_producer.job import SamplingParams
+from batchkv_producer.outlook import Outlook, look_ahead
 from batchkv_producer.planner import Plan, PlanCounts
 from batchkv_producer.source import HashingReader, Source, is_text_file, opened, source_name
 from batchkv_producer.transitions import Transitions
@@ -86,16 +87,22 @@ def check(
     """Read and check a file without a server; raises UsageError for the file as a whole."""
     said = defaults or SamplingParams()
     with Plan(said) as plan:
-        facts, counts = _read(source, plan, said, lambda vote: vote.decide(model, default_model))
-        return Checked(
-            total=counts.total,
-            num_jobs=counts.total - counts.num_bad,
-            num_bad=counts.num_bad,
-            errors=plan.errors(MAX_SHOWN_ERRORS),
-            num_chars=counts.num_chars,
-            model=facts.model,
-            batch_id=batch_digest(facts, said)[:16] if facts.model else "",
-        )
+        return _checked(source, plan, said, model, default_model)
+
+
+def survey(
+    source: Source,
+    *,
+    model: str | None = None,
+    defaults: SamplingParams | None = None,
+    default_model: str | None = None,
+    num_workers: int = 1,
+) -> tuple[Checked, Outlook]:
+    """``check``, and what the file's prefixes promise when so many workers share the queue."""
+    said = defaults or SamplingParams()
+    with Plan(said) as plan:
+        checked = _checked(source, plan, said, model, default_model)
+        return checked, look_ahead(plan.entries(), checked.num_jobs, num_workers)
 
 
 def submit(
@@ -136,6 +143,21 @@ def submit(
         num_bad=counts.num_bad,
         joined=joined,
         errors=errors,
+    )
+
+
+def _checked(
+    source: Source, plan: Plan, said: SamplingParams, model: str | None, default: str | None
+) -> Checked:
+    facts, counts = _read(source, plan, said, lambda vote: vote.decide(model, default))
+    return Checked(
+        total=counts.total,
+        num_jobs=counts.total - counts.num_bad,
+        num_bad=counts.num_bad,
+        errors=plan.errors(MAX_SHOWN_ERRORS),
+        num_chars=counts.num_chars,
+        model=facts.model,
+        batch_id=batch_digest(facts, said)[:16] if facts.model else "",
     )
 
 

@@ -56,8 +56,19 @@ if TYPE_CHECKING:
 MAX_DEATHS = 3
 RESULT_TTL_SECONDS = 600  # how long RQ's own record of a finished job stays
 FAILURE_TTL_SECONDS = 7 * 86400  # as long as a failed row can be retried
+ENOUGH_BYTES = 16 * 2**20  # of job data in one pull: a worker holds it, and the server sends it
 SWEEP_ENTRIES = 5000  # of a queue's list, looked at in one step
 SWEPT = "batchkv:swept"  # stands in a queue's list for an entry that is about to be removed
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A batch on the server: chunks enqueued so far and in all, the version of their order."""
+
+    digest: str
+    num_enqueued: int
+    num_chunks: int
+    order: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +90,14 @@ class Pulled:
     data: bytes
     num_deaths: int = 0
     timeout_seconds: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbours just taken from the queue's head, and how many entries it still has."""
+
+    jobs: list[Pulled]
+    num_queued: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +133,12 @@ class Transitions:
             script = self._scripts[name] = self._connection.register_script(source)
         return script(keys=keys, args=args)
 
-    def create(self, batch_id: str, batch_fields: dict[str, str | int]) -> tuple[str, int, int]:
-        """Create the batch or join it; (digest, chunks enqueued, chunks in all) as they stand."""
+    def create(self, batch_id: str, batch_fields: dict[str, str | int]) -> Standing:
+        """Create the batch or join it; how it stands."""
         flat = [item for pair in batch_fields.items() for item in pair]
         keys = [redis_keys.batch(batch_id), redis_keys.BATCHES]
-        digest, chunks, num_chunks = self._run("create", keys, [batch_id, *flat])
-        return digest.decode(), int(chunks), int(num_chunks)
+        digest, chunks, num_chunks, order = self._run("create", keys, [batch_id, *flat])
+        return Standing(digest.decode(), int(chunks), int(num_chunks), int(order or 1))
 
     def submit(
         self,
@@ -146,13 +165,23 @@ class Transitions:
         return int(self._run("submit", keys, args))
 
     def pull(self, queue: str, worker: str, count: int, lease_seconds: int) -> list[Pulled]:
-        """Take up to ``count`` jobs from the head of the queue and hold them."""
-        args = [worker, lease_seconds, count, iso_now(), MAX_JOB_BYTES, secrets.token_hex(8)]
+        """``pull_run`` without the length of the queue."""
+        return self.pull_run(queue, worker, count, lease_seconds).jobs
+
+    def pull_run(self, queue: str, worker: str, count: int, lease_seconds: int) -> Run:
+        """Take up to ``count`` jobs from the head of the queue and hold them.
+
+        Fewer when the queue has no more, or when those taken have ``ENOUGH_BYTES`` of data.
+        """
+        args: list[Any] = [worker, lease_seconds, count, iso_now(), MAX_JOB_BYTES]
+        args += [secrets.token_hex(8), ENOUGH_BYTES]
         keys = [redis_keys.queue(queue), redis_keys.registry("wip", queue)]
-        return [
+        num_queued, taken = self._run("pull", keys, args)
+        jobs = [
             Pulled(Held(job.decode(), execution.decode()), data, int(deaths), int(timeout))
-            for job, execution, data, deaths, timeout in self._run("pull", keys, args)
+            for job, execution, data, deaths, timeout in taken
         ]
+        return Run(jobs, int(num_queued))
 
     def renew(
         self, queue: str, worker: str, held: Iterable[Held], lease_seconds: int, worker_ttl: int

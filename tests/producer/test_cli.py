@@ -101,8 +101,8 @@ def every_command() -> Iterator[tuple[str, click.Command]]:
 def test_all_commands_are_there() -> None:
     """The commands that the documentation names, worker included."""
     names = [name for name, _ in every_command()]
-    wanted = "run submit status wait results result cancel retry list workers server"
-    assert names == [*wanted.split(), "kv-report", "worker"]
+    wanted = "run submit plan status wait results result cancel retry list workers server"
+    assert names == [*wanted.split(), "cache", "kv-report", "worker"]
 
 
 def test_help_ends_with_worked_examples() -> None:
@@ -111,7 +111,7 @@ def test_help_ends_with_worked_examples() -> None:
         shown = batchkv(name, "--help")
         assert shown.exit_code == 0
         assert f"batchkv {name}" in shown.stdout.split("Usage:", 1)[1].split("\n", 1)[1], name
-        if name in ("status", "wait", "results", "result", "list", "workers"):
+        if name in ("plan", "status", "wait", "results", "result", "list", "workers"):
             assert any("--json" in parameter.opts for parameter in command.params)
 
 

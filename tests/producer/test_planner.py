@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchkv_producer import planner
+from batchkv_producer import order, planner
 from batchkv_producer.errors import BatchkvError
 from batchkv_producer.formats import Row, RowError
 from batchkv_producer.job import Request, SamplingParams, decode_job
-from batchkv_producer.planner import Chunk, Plan, PlanCounts, canonical_text, sort_key
+from batchkv_producer.planner import Chunk, Plan, PlanCounts, canonical_text
 
 
 def prompt_row(line: int, prompt: str, custom_id: str | None = None) -> Row:
@@ -97,10 +97,10 @@ def test_canonical_text_has_all_that_a_template_renders() -> None:
 def test_keys_keep_prefixes(left: str, right: str, num_shared: int) -> None:
     """Keys are bounded, equal for equal texts, and equal where whole blocks are."""
     shared = ("shared text " * (num_shared // 12 + 1))[:num_shared]
-    first, second = sort_key(shared + left), sort_key(shared + right)
+    first, second = (order.text_key((shared + tail).encode()) for tail in (left, right))
     assert max(len(first), len(second)) <= 1008
-    assert first == sort_key(shared + left)
-    num_fine = min(len(shared), planner.FINE_END) // planner.FINE_BYTES
+    assert first == order.text_key((shared + left).encode())
+    num_fine = min(len(shared), order.FINE_END) // order.FINE_BYTES
     num_equal = 256 + 4 * (num_fine - 1) if num_fine else len(shared)
     assert first[:num_equal] == second[:num_equal]
 
@@ -134,7 +134,7 @@ def test_chunks_can_be_read_from_the_middle() -> None:
 
 def test_long_prompts_make_short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk ends early when its text is large, by the text alone."""
-    monkeypatch.setattr(planner, "CHUNK_CHARS", 100)
+    monkeypatch.setattr(planner, "CHUNK_BYTES", 100)
     _, chunks = planned(*(prompt_row(n, f"{n}" + "x" * 59) for n in range(1, 6)))
     assert [len(chunk.jobs) for chunk in chunks] == [2, 2, 1]
 
@@ -153,7 +153,7 @@ def test_defaults_fill_what_a_row_has_not_said() -> None:
     ]
     defaults = SamplingParams(max_tokens=9, temperature=0.7, seed=4, stop=("b", "c"))
     _, (chunk,) = planned(*rows, defaults=defaults)
-    first, second = (decode_job(data).params for _, data in chunk.jobs)
+    first, second = (decode_job(data).params for _, data in sorted(chunk.jobs))
     assert first == SamplingParams(max_tokens=3, temperature=0.0, seed=4, stop=("a",))
     assert second == defaults
 

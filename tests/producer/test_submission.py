@@ -243,6 +243,19 @@ def test_a_batch_that_was_cut_differently(
         client.submit(path, model="demo")
 
 
+def test_an_interrupted_submit_of_another_order_is_not_mixed_with_ours(
+    client: Client, redis_connection: Redis, write_lines: Write
+) -> None:
+    """What another version began it has to finish; what is all there is joined as it is."""
+    path = write_lines({"prompt": "a"})
+    batch = client.submit(path, model="demo").batch_id
+    redis_connection.hdel(redis_keys.batch(batch), "order")
+    assert client.submit(path, model="demo").joined
+    redis_connection.hset(redis_keys.batch(batch), "chunks", 0)
+    with pytest.raises(BatchkvError, match="orders rows differently"):
+        client.submit(path, model="demo")
+
+
 # ---- the model ----
 
 

@@ -25,7 +25,7 @@ from batchkv_producer.job import (
     encode_job,
     encode_result,
 )
-from batchkv_producer.transitions import MAX_DEATHS, Ending, Held, Pulled, Transitions
+from batchkv_producer.transitions import MAX_DEATHS, Ending, Held, Pulled, Standing, Transitions
 
 BATCH = "0123456789abcdef"
 MODEL = "some/model"
@@ -214,7 +214,7 @@ def test_bad_rows_end_at_once(redis_connection: Redis) -> None:
 def test_joining_changes_nothing(house: House) -> None:
     """Creating a batch that is there tells how it stands and leaves it alone."""
     answer = house.transitions.create(BATCH, {"digest": "other", "num_chunks": 9})
-    assert answer == ("d" * 64, 1, 1)
+    assert answer == Standing("d" * 64, 1, 1, order=1)
     assert house.count("num_chunks") == 1
 
 

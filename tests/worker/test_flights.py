@@ -108,3 +108,35 @@ def test_cancel_drops_only_what_is_held() -> None:
     assert job_id == "j"
     assert decode_result(result).outcome == "canceled"
     assert len(flights) == 0
+
+
+def test_a_row_waits_as_it_came_until_it_starts() -> None:
+    """The backlog is held and renewed; time runs, and data is read, from the start on."""
+    flights = Flights("m", "w")
+    flights.hold([pulled("a", timeout_seconds=10), pulled("b", b"garbage"), pulled("c")])
+    assert (len(flights), flights.num_started, flights.num_waiting) == (3, 0, 3)
+    assert flights.next_deadline == float("inf")
+    assert [lease.job_id for lease in flights.leases] == ["a", "b", "c"]
+    assert flights.expire(time.monotonic() + 1000) == []
+    work, ending = flights.start(2)
+    assert work == Work("a", REQUEST)
+    assert isinstance(ending, Ending)
+    assert ending.outcome == "failed"
+    assert flights.next_deadline - time.monotonic() > 9
+    assert [lease.job_id for lease in flights.started] == ["a"]
+    assert [lease.job_id for lease in flights.backlog] == ["c"]
+    assert flights.start(5) == [Work("c", REQUEST)]
+
+
+def test_what_waits_can_be_dropped_and_canceled() -> None:
+    """A row of the backlog is told to be canceled by its own id, whatever its data."""
+    flights = Flights("m", "w")
+    flights.hold([pulled("a"), pulled("b"), pulled("c", b"garbage")])
+    assert flights.drop("a")
+    assert not flights.drop("a")
+    (first, result), (second, other) = flights.cancel(["b", "c"])
+    assert (first, second) == ("b", "c")
+    assert decode_result(result).custom_id == "c1"
+    assert decode_result(result).error == ("canceled", "stopped before it was started")
+    assert decode_result(other).outcome == "canceled"
+    assert len(flights) == 0

@@ -254,7 +254,7 @@ def test_a_cancel_without_a_command_is_noticed(redis_connection: Redis) -> None:
     batch = submit(redis_connection, ["slow:100000", "quick"])
 
     def act() -> None:
-        wait_until(lambda: counts_of(redis_connection, batch)["running"] == 1)
+        wait_until(lambda: counts_of(redis_connection, batch)["running"] == 2)
         row = results_blob()
         Transitions(redis_connection).settle(QUEUE, "canceled", [(f"{batch}-1", row)])
         wait_until(lambda: num_ended(redis_connection, batch) == 2, 4)

@@ -1,4 +1,9 @@
-"""The rows that this worker holds, and how each of them ends. Knows neither Redis nor engine."""
+"""The rows that this worker holds, and how each of them ends. Knows neither Redis nor engine.
+
+A row is held, with a lease, from the moment it is pulled. It stands in the *backlog* first, as the
+bytes that it came as, and *starts* when the engine has room: only then it is decoded, and only
+then its time runs. A worker that stops can give its backlog back at once.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from batchkv_producer.errors import WireError
 from batchkv_producer.job import (
@@ -13,6 +19,7 @@ from batchkv_producer.job import (
     Endpoint,
     ErrorCode,
     Outcome,
+    Request,
     Result,
     decode_job,
     encode_result,
@@ -33,36 +40,66 @@ class Flight:
 
 
 class Flights:
-    """Job id -> Flight, in the order in which they were pulled."""
+    """Job id -> row: those that the engine has, and the backlog, each as they were pulled."""
 
     def __init__(self, model: str, worker: str) -> None:
         self._model = model
         self._worker = worker
         self._rows: dict[str, Flight] = {}
+        self._backlog: dict[str, Pulled] = {}
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._rows) + len(self._backlog)
 
     def __contains__(self, job_id: str) -> bool:
-        return job_id in self._rows
+        return job_id in self._rows or job_id in self._backlog
+
+    @property
+    def num_started(self) -> int:
+        """How many rows the engine has."""
+        return len(self._rows)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many rows stand in the backlog."""
+        return len(self._backlog)
 
     @property
     def leases(self) -> list[Held]:
-        """What to renew and, in the end, to give back."""
+        """What to renew: the leases of the rows that have started, then those of the backlog."""
+        return self.started + self.backlog
+
+    @property
+    def started(self) -> list[Held]:
+        """The leases of the rows that the engine has."""
         return [flight.lease for flight in self._rows.values()]
+
+    @property
+    def backlog(self) -> list[Held]:
+        """The leases of the rows that have not started, in their order."""
+        return [pulled.lease for pulled in self._backlog.values()]
 
     @property
     def next_deadline(self) -> float:
         """Monotonic seconds; infinity when no row has one."""
         return min((flight.deadline for flight in self._rows.values()), default=math.inf)
 
+    def hold(self, pulled: Iterable[Pulled]) -> None:
+        """Add to the backlog what was pulled."""
+        self._backlog.update((row.lease.job_id, row) for row in pulled)
+
+    def start(self, count: int) -> list[Work | Ending]:
+        """Take the first rows out of the backlog; see ``admit`` for what becomes of each."""
+        chosen = list(islice(self._backlog.values(), count))
+        for row in chosen:
+            del self._backlog[row.lease.job_id]
+        return [self.admit(row) for row in chosen]
+
     def admit(self, pulled: Pulled) -> Work | Ending:
         """Decode what was pulled: work for the engine, or a failed row when it is not ours."""
         now = time.monotonic()
         try:
-            if not pulled.data:
-                raise WireError(f"job data is missing or larger than {MAX_JOB_BYTES} bytes")
-            request = decode_job(pulled.data)
+            request = _decoded(pulled)
         except WireError as fault:
             flight = Flight(pulled.lease, "", "chat", now, math.inf)
             return self._failed(flight, ErrorCode.INVALID_REQUEST, str(fault))
@@ -77,15 +114,10 @@ class Flights:
         )
         return Work(job_id, request)
 
-    def drop(self, job_id: str) -> Flight | None:
-        """Forget a row without an end of our making."""
-        return self._rows.pop(job_id, None)
-
-    def drop_all(self) -> list[Held]:
-        """Forget every row; their leases."""
-        leases = self.leases
-        self._rows.clear()
-        return leases
+    def drop(self, job_id: str) -> bool:
+        """Forget a row without an end of our making; whether it was held."""
+        was_waiting = self._backlog.pop(job_id, None) is not None
+        return self._rows.pop(job_id, None) is not None or was_waiting
 
     def end(self, event: Completed | Rejected) -> Ending | None:
         """The end that the engine reports; None when the row is no longer ours."""
@@ -134,10 +166,12 @@ class Flights:
         """Drop rows that were stopped; (job id, canceled result) of those that we held."""
         rows = []
         for job_id in job_ids:
-            flight = self._rows.pop(job_id, None)
+            flight, words = self._rows.pop(job_id, None), "stopped while it was running"
+            if flight is None and (waiting := self._backlog.pop(job_id, None)) is not None:
+                flight, words = _unstarted(waiting), "stopped before it was started"
             if flight is not None:
-                error = (ErrorCode.CANCELED, "stopped while it was running")
-                rows.append((job_id, encode_result(self._error(flight, "canceled", error))))
+                result = self._error(flight, "canceled", (ErrorCode.CANCELED, words))
+                rows.append((job_id, encode_result(result)))
         return rows
 
     def _failed(self, flight: Flight, code: str, message: str) -> Ending:
@@ -159,3 +193,19 @@ class Flights:
 
 def _busy_ms(flight: Flight) -> int:
     return int((time.monotonic() - flight.started) * 1000)
+
+
+def _decoded(pulled: Pulled) -> Request:
+    if not pulled.data:
+        raise WireError(f"job data is missing or larger than {MAX_JOB_BYTES} bytes")
+    return decode_job(pulled.data)
+
+
+def _unstarted(pulled: Pulled) -> Flight:
+    """A row of the backlog as a flight that begins and ends now."""
+    now = time.monotonic()
+    try:
+        request = _decoded(pulled)
+    except WireError:
+        return Flight(pulled.lease, "", "chat", now, math.inf)
+    return Flight(pulled.lease, request.custom_id, request.endpoint, now, math.inf)

@@ -1,7 +1,11 @@
-"""When to take more jobs from the queue, and how many.
+"""Between the queue and the engine: takes runs of jobs, hands them over, gives some back.
+
+``dispatch`` says how many; here it is done. Jobs that the engine has no room for yet wait in the
+flights' backlog, leased and renewed like all others.
 
 A job that has cost several workers may be the one that kills them: it runs alone, so that those
-beside it do not die with it again and again until they are failed too.
+beside it do not die with it again and again until they are failed too. From the first death on,
+jobs are taken without a backlog, so that the next one costs no more jobs than the engine has.
 """
 
 from __future__ import annotations
@@ -10,9 +14,10 @@ import time
 from dataclasses import dataclass
 
 from batchkv_producer.transitions import Ending, Pulled
+from batchkv_worker import dispatch
 from batchkv_worker.engine_thread import EngineThread
 from batchkv_worker.flights import Flights
-from batchkv_worker.redis_side import RedisSide
+from batchkv_worker.redis_side import Poll, RedisSide
 
 IDLE_WAIT_SECONDS = 1  # how long the server holds our question while the queue is empty
 EMPTY_QUEUE_SECONDS = 0.1  # how soon to ask again while rows are decoding
@@ -52,7 +57,15 @@ class Intake:
         self.num_taken = 0
         self.next_pull = 0.0
         self._one_by_one = False  # suspects stand at the head of the queue
+        self._is_wary = False  # jobs that saw their holder die were in the last pull
+        self._num_queued = 0
+        self._num_workers = 1
         self._idle_since: float | None = None
+
+    def look(self, poll: Poll) -> None:
+        """What the queue looks like now; give back what others could do, if they may be idle."""
+        self._num_queued, self._num_workers = poll.num_queued, poll.num_workers
+        self._release(dispatch.jobs_to_return(self._view()))
 
     def wants_jobs(self) -> bool:
         """Whether to pull now or at ``next_pull``.
@@ -60,51 +73,71 @@ class Intake:
         Not for every single row that ends: half of what waits in the engine may run out first, so
         that a round trip brings several jobs.
         """
-        free = self._engine.max_in_flight - len(self._flights)
         few = min(self._prefetch, self._engine.max_in_flight) // 2
-        return self._room() > 0 and (not self._flights or free >= few)
+        return self._wanted() > 0 and (not self._flights or self._view().room >= few)
 
     def refill(self) -> None:
-        """Pull what there is room for. Rows that cannot be run at all are added to the endings.
+        """Pull what is wanted, and start what the engine has room for.
 
         What was pulled is in the flights before Redis is asked anything else: should that fail,
         nothing is forgotten.
         """
-        room = self._room()
         if not self._flights and not self._limits.burst and self.is_exhausted:
             self._idle()
-            if not self._side.wait_for_job(IDLE_WAIT_SECONDS):
+            self._num_queued = self._side.wait_for_job(IDLE_WAIT_SECONDS)
+            if not self._num_queued:
                 return
-        pulled = self._side.pull(room)
+        run = self._side.pull(self._wanted())
         now = time.monotonic()
-        self.is_exhausted = not pulled
-        if not pulled:
+        self._num_queued = run.num_queued
+        self.is_exhausted = not run.jobs
+        if not run.jobs:
             self.next_pull = now + (EMPTY_QUEUE_SECONDS if self._flights else BEATEN_SECONDS)
             return
-        self.next_pull = now + EMPTY_QUEUE_SECONDS if len(pulled) < room else 0.0
-        suspects = [job for job in pulled if job.num_deaths >= SUSPECT_DEATHS]
-        self._one_by_one = bool(suspects)
-        if len(pulled) > 1 or self._flights:
-            pulled = [job for job in pulled if job not in suspects]
-        else:
-            suspects = []  # alone: it may run
-        self._admit(pulled)
-        if suspects:
-            self._side.give_back([job.lease for job in suspects], died=False)
+        self.next_pull = 0.0 if run.num_queued else now + EMPTY_QUEUE_SECONDS
+        kept, unwanted = self._sift(run.jobs)
+        self._flights.hold(kept)
+        self.num_taken += len(kept)
+        self.feed()
+        if unwanted:
+            self._side.give_back([job.lease for job in unwanted], died=False)
         if self._flights:
             self._idle_since = None
             self._side.set_state("busy")
 
-    def _admit(self, pulled: list[Pulled]) -> None:
-        self.num_taken += len(pulled)
-        works = []
-        for job in pulled:
-            item = self._flights.admit(job)
-            if isinstance(item, Ending):
-                self._endings.append(item)
-            else:
-                works.append(item)
-        self._engine.add(works)
+    def feed(self) -> None:
+        """Start rows of the backlog. Those that cannot be run at all are added to the endings."""
+        while count := dispatch.jobs_to_start(self._view()):
+            items = self._flights.start(count)
+            self._endings += [item for item in items if isinstance(item, Ending)]
+            self._engine.add([item for item in items if not isinstance(item, Ending)])
+
+    def close(self) -> None:
+        """Nothing may be started: give the backlog back."""
+        self._release(self._flights.num_waiting)
+
+    def _sift(self, pulled: list[Pulled]) -> tuple[list[Pulled], list[Pulled]]:
+        """(jobs to keep, jobs to give back) because of those among them that saw deaths."""
+        suspects = {job.lease for job in pulled if job.num_deaths >= SUSPECT_DEATHS}
+        self._one_by_one = bool(suspects)
+        self._is_wary = any(job.num_deaths for job in pulled)
+        if len(pulled) == 1 and not self._flights:
+            return pulled, []  # alone: it may run
+        kept = [job for job in pulled if job.lease not in suspects]
+        if self._is_wary:
+            kept = kept[: self._view().room]
+        leases = {job.lease for job in kept}
+        return kept, [job for job in pulled if job.lease not in leases]
+
+    def _release(self, count: int) -> None:
+        """Give back the last of the backlog. They are ours until the server has them."""
+        if count > 0:
+            leases = self._flights.backlog[-count:]
+            self._side.give_back(leases, died=False)
+            for lease in leases:
+                self._flights.drop(lease.job_id)
+            self.num_taken -= len(leases)
+            self.is_exhausted = False  # a burst does not end before somebody took them
 
     def suspend(self) -> None:
         """RQ is suspended and nothing is in flight."""
@@ -123,15 +156,29 @@ class Intake:
             return False
         return time.monotonic() - self._idle_since >= limits.max_idle_seconds
 
-    def _room(self) -> int:
+    def _view(self) -> dispatch.View:
+        return dispatch.View(
+            slots=self._engine.max_in_flight - self._prefetch,
+            prefetch=self._prefetch,
+            num_started=self._flights.num_started,
+            backlog=self._flights.num_waiting,
+            queued=self._num_queued,
+            num_workers=self._num_workers,
+        )
+
+    def _wanted(self) -> int:
+        """How many jobs to ask for now, 0 for not to ask."""
         if not self.is_open:
             return 0
-        room = self._engine.max_in_flight - len(self._flights)
+        view = self._view()
+        count = dispatch.jobs_to_take(view)
         if self._one_by_one:
-            room = 0 if self._flights else 1
+            count = 0 if self._flights else 1
+        elif self._is_wary:
+            count = min(count, view.room - view.backlog)
         if self._limits.max_jobs is not None:
-            room = min(room, self._limits.max_jobs - self.num_taken)
-        return max(0, room)
+            count = min(count, self._limits.max_jobs - self.num_taken)
+        return max(0, count)
 
     def _idle(self) -> None:
         if self._idle_since is None:

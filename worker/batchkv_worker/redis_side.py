@@ -11,11 +11,12 @@ from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from batchkv_producer import redis_keys
-from batchkv_producer.transitions import Ending, Held, Pulled, Transitions
+from batchkv_producer.transitions import Ending, Held, Run, Transitions
 from batchkv_worker.maintenance import Maintenance
 from batchkv_worker.settings import WorkerSettings
 
 FINISH_GROUP = 200  # endings in one script call: a few milliseconds of the server's time
+RENEW_GROUP = 500  # leases in one script call, for the same reason
 SUSPENDED_KEY = "rq:suspended"
 # Errors of a server that will be well again: full, a replica for now, its disk full, loading.
 _PASSING = ("OOM", "READONLY", "MISCONF", "LOADING", "MASTERDOWN", "NOREPLICAS", "BUSY", "TRYAGAIN")
@@ -31,10 +32,15 @@ def is_outage(fault: RedisError) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """What a look at the server showed: is RQ suspended, and which jobs are no longer ours."""
+    """What a look at the server showed: is RQ suspended, and which jobs are no longer ours.
+
+    ``num_queued`` counts the entries of our queue, ``num_workers`` the workers that serve it.
+    """
 
     is_suspended: bool
     lost: list[str]
+    num_queued: int
+    num_workers: int
 
 
 class RedisSide:
@@ -62,17 +68,21 @@ class RedisSide:
         # one is not listed for minutes.
         self._worker_ttl = settings.lease_seconds + int(settings.heartbeat_seconds) + 15
 
-    def wait_for_job(self, timeout_seconds: int) -> bool:
-        """Wait until the queue has a job; nothing is taken.
+    def wait_for_job(self, timeout_seconds: int) -> int:
+        """Wait until the queue has a job; how many it has, 0 when none came. Nothing is taken.
 
         Moving the head of a list to its own head changes nothing, but blocks while there is none.
         """
         key = redis_keys.queue(self._queue)
-        return self._connection.blmove(key, key, timeout_seconds, "LEFT", "LEFT") is not None
+        pipeline = self._connection.pipeline(transaction=False)
+        pipeline.blmove(key, key, timeout_seconds, "LEFT", "LEFT")
+        pipeline.llen(key)
+        head, num_queued = pipeline.execute()
+        return 0 if head is None else int(num_queued)
 
-    def pull(self, count: int) -> list[Pulled]:
-        """See Transitions.pull."""
-        return self._moves.pull(self._queue, self._worker, count, self._settings.lease_seconds)
+    def pull(self, count: int) -> Run:
+        """See Transitions.pull_run."""
+        return self._moves.pull_run(self._queue, self._worker, count, self._settings.lease_seconds)
 
     def finish(self, endings: Sequence[Ending]) -> list[str]:
         """See Transitions.finish."""
@@ -90,15 +100,17 @@ class RedisSide:
         """Look, in one round trip and without writing, whether our leases are still ours."""
         pipeline = self._connection.pipeline(transaction=False)
         pipeline.exists(SUSPENDED_KEY)
+        pipeline.llen(redis_keys.queue(self._queue))
+        pipeline.scard(f"rq:workers:{self._queue}")
         for lease in held:
             pipeline.hget(redis_keys.job(lease.job_id), "bkv_exec")
-        suspended, *holders = pipeline.execute()
+        suspended, num_queued, num_workers, *holders = pipeline.execute()
         lost = [
             lease.job_id
             for lease, holder in zip(held, holders, strict=True)
             if holder != lease.execution.encode()
         ]
-        return Poll(bool(suspended), lost)
+        return Poll(bool(suspended), lost, num_queued, num_workers)
 
     def beat(self, held: Sequence[Held], busy_seconds: float) -> list[str]:
         """Prolong the leases and the worker's own record; the ids of jobs that are lost."""
@@ -109,10 +121,14 @@ class RedisSide:
             self._connection.hincrbyfloat(
                 redis_keys.worker(self._worker), "total_working_time", round(busy_seconds, 3)
             )
-        lease_seconds = self._settings.lease_seconds
-        return list(
-            self._moves.renew(self._queue, self._worker, held, lease_seconds, self._worker_ttl)
-        )
+        lost: list[str] = []
+        for start in range(0, max(1, len(held)), RENEW_GROUP):  # one call even without leases
+            group = held[start : start + RENEW_GROUP]
+            lease_seconds = self._settings.lease_seconds
+            lost += self._moves.renew(
+                self._queue, self._worker, group, lease_seconds, self._worker_ttl
+            )
+        return lost
 
     def set_state(self, state: str) -> None:
         """Tell RQ's tools what the worker does: busy, idle or suspended. Written on change only."""

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 
 from redis.exceptions import RedisError
 
-from batchkv_producer.transitions import Ending
+from batchkv_producer.transitions import Ending, Held
 from batchkv_worker.engine_thread import EngineThread, LoadFailed, Notice, Ready
 from batchkv_worker.errors import EXIT_ENGINE_DIED, EXIT_ENGINE_HUNG
 from batchkv_worker.events import Completed, EngineDied, Rejected
@@ -83,6 +83,7 @@ class Session:
             self._hear(self._engine.notices(self._patience()))
             self._cancel_wanted()
             self._expire()
+            self._start_some()
             self._check_engine()
             self._outage.attempt(self._exchange)
         return self.leave()
@@ -104,17 +105,21 @@ class Session:
         try:
             self._finish()
             self._cancel_in_redis()
-            held = self._flights.leases
-            if held:
-                given = self._side.give_back(held, died=self._death is not None)
-                self._flights.drop_all()
-                log.info("gave %d jobs back to the queue", given)
+            self._give_back(self._flights.backlog, died=False)  # it had no part in a death
+            self._give_back(self._flights.started, died=self._death is not None)
         except RedisError as fault:
             if is_outage(fault) and time.monotonic() < deadline:
                 return False
             num_left = len(self._flights) + len(self._endings)
             log.error("%d jobs come back only when their leases lapse: %s", num_left, fault)
         return True
+
+    def _give_back(self, held: list[Held], *, died: bool) -> None:
+        if held:
+            given = self._side.give_back(held, died=died)
+            for lease in held:
+                self._flights.drop(lease.job_id)
+            log.info("gave %d jobs back to the queue", given)
 
     def _is_over(self) -> bool:
         if self._death is not None or self._stop.is_cold or self._stop.is_orphaned:
@@ -173,15 +178,25 @@ class Session:
             self._engine.cancel(ending.lease.job_id)
             self._endings.append(ending)
 
+    def _start_some(self) -> None:
+        if self._update_intake():
+            self._intake.feed()
+
+    def _update_intake(self) -> bool:
+        """Whether jobs may be taken and started."""
+        intake, is_well = self._intake, self._is_ready and self._death is None
+        intake.is_open = is_well and not self._is_suspended and not self._stop.is_asked
+        return intake.is_open
+
     def _check_engine(self) -> None:
         if self._engine.has_ended:
             self._hear(self._engine.notices(0))  # its last words, if any
             self._death = self._death or "its thread ended"
         now = time.monotonic()
-        if self._flights:
+        if self._flights.num_started:
             self._busy_seconds += now - self._last_turn
         self._last_turn = now
-        has_work = not self._is_ready or len(self._flights) > 0
+        has_work = not self._is_ready or self._flights.num_started > 0
         if self._death is None and self._watchdog.is_hung(self._engine.num_steps, has_work):
             self._watchdog.dump()
             self._death = "it hung"
@@ -204,7 +219,8 @@ class Session:
         if self._maintenance_timer.is_due(now):
             self._side.maintain()
             self._maintenance_timer.restart(now)
-        self._intake.is_open = self._is_ready and not self._is_suspended and not self._stop.is_asked
+        if not self._update_intake():
+            self._intake.close()
         if self._intake.wants_jobs() and time.monotonic() >= self._intake.next_pull:
             self._intake.refill()
 
@@ -228,12 +244,13 @@ class Session:
         poll = self._side.poll(self._flights.leases)
         self._forget(poll.lost)
         self._is_suspended = poll.is_suspended
+        self._intake.look(poll)
         if poll.is_suspended and not self._flights:
             self._intake.suspend()
 
     def _forget(self, job_ids: list[str]) -> None:
         """Drop jobs that are no longer ours: canceled, deleted, or taken over."""
         for job_id in job_ids:
-            if self._flights.drop(job_id) is not None:
+            if self._flights.drop(job_id):
                 self._engine.cancel(job_id)
                 log.info("dropped %s: canceled or taken over", job_id)

@@ -12,6 +12,7 @@ import click
 from batchkv_producer.cli.changing import cancel, retry
 from batchkv_producer.cli.fetching import result, results
 from batchkv_producer.cli.group import Cli
+from batchkv_producer.cli.planning import plan
 from batchkv_producer.cli.reading import list_batches, status, wait, workers
 from batchkv_producer.cli.serving import server
 from batchkv_producer.cli.submitting import run, submit
@@ -40,8 +41,10 @@ def cli() -> None:
     """
 
 
-for _command in (run, submit, status, wait, results, result, cancel, retry, list_batches, workers):
+for _command in (run, submit, plan, status, wait, results, result, cancel, retry):
     cli.add_command(_command)
+cli.add_command(list_batches)
+cli.add_command(workers)
 cli.add_command(server)
 
 

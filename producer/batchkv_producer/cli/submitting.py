@@ -212,7 +212,7 @@ def submit(
     """  # fmt: skip
     if as_json and not dry_run:
         raise UsageError("--json goes with --dry-run; submit prints ids")
-    source = _source(file)
+    source = source_of(file)
     if dry_run:
         _dry_run(source, model, defaults, as_json=as_json)
         return
@@ -227,7 +227,7 @@ def submit(
                 name=name,
                 on_progress=lambda done, total: progress.update(Snapshot(total, ok=done)),
             )
-        _tell_wrong(submitted)
+        tell_wrong(submitted)
         bad = f", {submitted.num_bad:,} of them wrong" if submitted.num_bad else ""
         verb = "joined" if submitted.joined else "queued"
         say(f"{verb} {rows(submitted.total)}{bad}, in queue {submitted.queue}")
@@ -238,11 +238,13 @@ def submit(
             click.echo(submitted.batch_id)
 
 
-def _source(file: Path) -> Path | BinaryIO:
+def source_of(file: Path) -> Path | BinaryIO:
+    """The file that a command names; ``-`` is standard input."""
     return sys.stdin.buffer if str(file) == "-" else file
 
 
-def _tell_wrong(found: Checked | Submitted) -> None:
+def tell_wrong(found: Checked | Submitted) -> None:
+    """A line for each of the first rows that are wrong."""
     for error in found.errors:
         say(f"line {error.line}: {error.code}: {error.message}")
     if found.num_bad > len(found.errors):
@@ -258,11 +260,14 @@ def _dry_run(
     if as_json:
         print_json(checked)
         return
-    _tell_wrong(checked)
-    click.echo(
-        printable(
-            f"{rows(checked.total)} = {checked.num_jobs:,} good + {checked.num_bad:,} wrong, "
-            f"{checked.num_chars:,} characters of prompts, "
-            + (f"model {checked.model}" if checked.model else "no model named")
-        )
+    tell_wrong(checked)
+    click.echo(checked_line(checked))
+
+
+def checked_line(checked: Checked) -> str:
+    """What a file holds, in one line."""
+    model = f"model {checked.model}" if checked.model else "no model named"
+    return printable(
+        f"{rows(checked.total)} = {checked.num_jobs:,} good + {checked.num_bad:,} wrong, "
+        f"{checked.num_chars:,} characters of prompts, {model}"
     )

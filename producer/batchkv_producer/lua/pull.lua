@@ -4,17 +4,19 @@
 -- an id twice, or revive a job that ended while they looked at it) is dropped.
 -- KEYS: queue list, wip zset.
 -- ARGV: worker name, lease (s), count, time in ISO 8601, largest data accepted (bytes), prefix of the
---       new execution ids.
--- Returns {id, execution, data or '' when too large, deaths, timeout (s, 0: none)} for each job;
--- nothing while RQ's workers are suspended.
-local worker, lease, count, iso, max_bytes, prefix =
-  ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5]), ARGV[6]
+--       new execution ids, bytes of data after which no further job is taken.
+-- Returns {length of the queue afterwards, jobs}, a job being {id, execution, data or '' when too
+-- large, deaths, timeout (s, 0: none)}; no jobs while RQ's workers are suspended.
+local worker, lease, count, iso, max_bytes, prefix, enough_bytes = ARGV[1], tonumber(ARGV[2]),
+  tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
-local taken = {}
-if redis.call('EXISTS', 'rq:suspended') == 1 then return taken end
+local taken, num_bytes = {}, 0
+if redis.call('EXISTS', 'rq:suspended') == 1 then
+  return {redis.call('LLEN', KEYS[1]), taken}
+end
 for attempt = 1, count + 1000 do
-  if #taken >= count then break end
+  if #taken >= count or num_bytes >= enough_bytes then break end
   local id = redis.call('LPOP', KEYS[1])
   if not id then break end
   local key = 'rq:job:' .. id
@@ -54,8 +56,9 @@ for attempt = 1, count + 1000 do
     if redis.call('HSTRLEN', key, 'data') <= max_bytes then
       data = redis.call('HGET', key, 'data') or ''
     end
+    num_bytes = num_bytes + #data
     taken[#taken + 1] = {id, execution, data, tonumber(job[3] or '0') or 0,
       tonumber(job[4] or '0') or 0}
   end
 end
-return taken
+return {redis.call('LLEN', KEYS[1]), taken}

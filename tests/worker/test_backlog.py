@@ -1,0 +1,214 @@
+"""A run that the engine has no room for: held, renewed, started in order, given back, ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from redis import Redis
+from rq.command import send_stop_job_command
+from rq.serializers import JSONSerializer
+
+from batchkv_producer import redis_keys
+from batchkv_producer.transitions import Transitions
+from batchkv_worker.dispatch import RUN_JOBS
+from support.fake_engine import FakePlan
+from support.redis_server import RedisServer
+from support.worker_harness import (
+    QUEUE,
+    WorkerProcess,
+    assert_reconciled,
+    counts_of,
+    num_ended,
+    results_of,
+    submit,
+    wait_until,
+    workers,
+)
+from worker.test_rq_worker import make_worker, work
+
+SLOW = FakePlan(step_seconds=0.002)
+QUEUE_KEY = redis_keys.queue(QUEUE)
+
+
+def waiting_lines(connection: Redis) -> list[int]:
+    """Line numbers in the queue, from its head on."""
+    return [int(raw.decode().rpartition("-")[2]) for raw in connection.lrange(QUEUE_KEY, 0, -1)]
+
+
+@contextmanager
+def another_worker(connection: Redis) -> Iterator[None]:
+    """A worker that is registered and does nothing."""
+    connection.sadd(f"rq:workers:{QUEUE}", "rq:worker:other")
+    yield
+    connection.srem(f"rq:workers:{QUEUE}", "rq:worker:other")
+
+
+def test_a_worker_takes_a_run_and_no_more(redis_connection: Redis) -> None:
+    """128 neighbours at once, though two fit into the engine; all count as running; a stop gives
+    those back that have not started, at once and in their order."""
+    batch = submit(redis_connection, ["slow:600"] * 300)
+
+    def act() -> None:
+        wait_until(lambda: counts_of(redis_connection, batch)["running"] == RUN_JOBS)
+        time.sleep(0.3)
+        assert counts_of(redis_connection, batch)["running"] == RUN_JOBS
+        assert waiting_lines(redis_connection)[0] == RUN_JOBS + 1
+        worker.request_stop(15, None)
+        wait_until(lambda: counts_of(redis_connection, batch)["running"] <= 3, 0.8)
+        assert waiting_lines(redis_connection) == list(range(4, 301))
+
+    worker = make_worker(redis_connection, SLOW, slots=2, prefetch=1)
+    work(worker, act)
+    counts = counts_of(redis_connection, batch)
+    assert (counts["ok"], counts["running"]) == (3, 0)  # what had started was finished
+    assert worker._session is not None
+    assert worker._session.num_taken == 3
+
+
+def test_a_run_is_worked_off_in_order(redis_connection: Redis) -> None:
+    """Backlog and all: every row once, in the order of the queue."""
+    batch = submit(redis_connection, [f"p{n}" for n in range(300)])
+    work(make_worker(redis_connection, slots=1, prefetch=1))
+    assert_reconciled(redis_connection, batch)
+    done = [int(raw) for raw in redis_connection.lrange(redis_keys.done(batch), 0, -1)]
+    assert done == list(range(1, 301))
+
+
+def test_the_backlog_is_canceled_like_all_else(redis_connection: Redis) -> None:
+    """By RQ's command at once, by the client's cancel within the poll; neither ever starts."""
+    batch = submit(redis_connection, ["slow:100000"] + ["quick"] * 3)
+
+    def act() -> None:
+        wait_until(lambda: counts_of(redis_connection, batch)["running"] == 4)
+        send_stop_job_command(redis_connection, f"{batch}-3", serializer=JSONSerializer)
+        wait_until(lambda: num_ended(redis_connection, batch) == 1, 0.8)
+        row = results_of(redis_connection, batch)[3]
+        assert row.error == ("canceled", "stopped before it was started")
+        moves = Transitions(redis_connection)
+        moves.settle(QUEUE, "canceled", [(f"{batch}-2", b"x"), (f"{batch}-1", b"x")])
+        wait_until(lambda: redis_connection.hexists(redis_keys.results(batch), "4"), 4)
+
+    work(make_worker(redis_connection, SLOW, slots=1, prefetch=0), act)
+    assert {k: counts_of(redis_connection, batch)[k] for k in ("ok", "canceled", "running")} == {
+        "ok": 1,
+        "canceled": 3,
+        "running": 0,
+    }
+
+
+def test_time_runs_from_the_start(redis_connection: Redis) -> None:
+    """A row that waited longer than its timeout has all of it when it starts."""
+    batch = submit(redis_connection, ["slow:300", "slow:300", "slow:300"], timeout_seconds=1)
+    work(make_worker(redis_connection, SLOW, slots=1, prefetch=0))
+    assert_reconciled(redis_connection, batch)
+    assert counts_of(redis_connection, batch)["ok"] == 3
+
+
+def test_leases_of_the_backlog_are_renewed(redis_connection: Redis) -> None:
+    """Rows that wait longer than a lease lasts are still ours."""
+    batch = submit(redis_connection, ["slow:100"] * 12)
+    moves = Transitions(redis_connection)
+
+    def act() -> None:
+        while num_ended(redis_connection, batch) < 12:
+            assert moves.reap(QUEUE) == (0, 0)
+            time.sleep(0.05)
+
+    worker = make_worker(
+        redis_connection, SLOW, slots=1, prefetch=0, lease_seconds=1, heartbeat_seconds=0.2
+    )
+    work(worker, act)
+    assert_reconciled(redis_connection, batch)
+
+
+def test_an_empty_queue_brings_backlogs_back(redis_connection: Redis) -> None:
+    """Where there are other workers, an empty queue is filled with what has not started."""
+    batch = submit(redis_connection, ["slow:100000"] * 20)
+
+    def act() -> None:
+        wait_until(lambda: counts_of(redis_connection, batch)["running"] == 20)
+        with another_worker(redis_connection):
+            wait_until(lambda: redis_connection.llen(QUEUE_KEY) == 18, 4)
+            assert waiting_lines(redis_connection) == list(range(3, 21))
+
+    worker = make_worker(redis_connection, SLOW, slots=2, prefetch=0, drain_seconds=0)
+    work(worker, act)
+
+
+def test_a_burst_takes_back_what_nobody_took(redis_connection: Redis) -> None:
+    """A worker that gave its backlog back does not end before that is done, by whomever."""
+    with another_worker(redis_connection):
+        batch = submit(redis_connection, ["slow:250"] * 5)
+        work(make_worker(redis_connection, SLOW, slots=1, prefetch=0))
+    assert_reconciled(redis_connection, batch)
+    assert counts_of(redis_connection, batch)["ok"] == 5
+
+
+def test_two_workers_share_the_end(
+    redis_server: RedisServer, redis_connection: Redis, tmp_path: Path
+) -> None:
+    """The one that came first does not keep the rows that the other could do."""
+    batch = submit(redis_connection, ["slow:250"] * 24)
+    plan, settings = {"step_seconds": 0.002}, {"SLOTS": 2, "PREFETCH": 0}
+
+    def start(name: str) -> WorkerProcess:
+        log = tmp_path / name
+        return WorkerProcess(redis_server.url, log, "--name", name, plan=plan, settings=settings)
+
+    with workers(start("first")):
+        wait_until(lambda: counts_of(redis_connection, batch)["running"] > 0)
+        with workers(start("second")):
+            wait_until(lambda: num_ended(redis_connection, batch) == 24, 30)
+    assert_reconciled(redis_connection, batch)
+    names = [row.worker for row in results_of(redis_connection, batch).values()]
+    assert min(names.count("first"), names.count("second")) >= 4
+
+
+def test_max_jobs_is_exact_with_a_backlog(redis_connection: Redis) -> None:
+    """No job more is taken than asked for, however long a run would be."""
+    batch = submit(redis_connection, [f"p{n}" for n in range(100)])
+    make_worker(redis_connection, slots=2, prefetch=1).work(max_jobs=45, logging_level="INFO")
+    assert counts_of(redis_connection, batch)["ok"] == 45
+    assert waiting_lines(redis_connection) == list(range(46, 101))
+
+
+def test_after_a_death_there_is_no_backlog(redis_connection: Redis) -> None:
+    """Jobs that saw their worker die are taken as the engine can hold them, so that the next death
+    costs no more than these; the rest stays in the queue, in order."""
+    batch = submit(redis_connection, ["slow:100000"] * 50)
+    moves = Transitions(redis_connection)
+    moves.give_back(QUEUE, [job.lease for job in moves.pull(QUEUE, "dead", 50, 60)], died=True)
+
+    def act() -> None:
+        wait_until(lambda: counts_of(redis_connection, batch)["running"] == 3)
+        time.sleep(0.3)
+        assert counts_of(redis_connection, batch)["running"] == 3
+        assert waiting_lines(redis_connection) == list(range(4, 51))
+
+    work(make_worker(redis_connection, SLOW, slots=2, prefetch=1, drain_seconds=0), act)
+    assert waiting_lines(redis_connection) == list(range(1, 51))
+
+
+def test_a_dead_engine_is_no_fault_of_the_backlog(redis_connection: Redis) -> None:
+    """Only the rows that the engine had count a death."""
+    batch = submit(redis_connection, ["crash", "a", "b", "c", "d"])
+    worker = make_worker(redis_connection, SLOW, slots=1, prefetch=0)
+    try:
+        worker.work(burst=True, logging_level="INFO")
+    except SystemExit as ending:
+        assert ending.code == 70
+    deaths = [redis_connection.hget(f"rq:job:{batch}-{n}", "bkv_deaths") for n in range(1, 6)]
+    assert deaths == [b"1", None, None, None, None]
+    assert waiting_lines(redis_connection) == [1, 2, 3, 4, 5]
+
+
+def test_a_pull_ends_when_it_has_enough_bytes(redis_connection: Redis) -> None:
+    """Long prompts make short runs; the length of the queue comes with them."""
+    data = bytes(7 * 2**20)
+    batch = submit(redis_connection, ["p"] * 10, data=lambda _: data)
+    run = Transitions(redis_connection).pull_run(QUEUE, "w", 10, 60)
+    assert [job.lease.job_id for job in run.jobs] == [f"{batch}-{n}" for n in (1, 2, 3)]
+    assert run.num_queued == 7
