@@ -22,6 +22,7 @@ from typing import Protocol
 
 from redis import Redis
 from redis.backoff import NoBackoff
+from redis.commands.core import Script
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
@@ -68,6 +69,9 @@ class Leases(Protocol):
     def release(self, lease: Lease) -> None:
         """Let it go; a lease that was lost or released before is left as it is."""
 
+    def release_many(self, leases: Sequence[Lease]) -> None:
+        """Let all of them go, in one round trip."""
+
     def close(self) -> None:
         """Let everything go."""
 
@@ -106,6 +110,10 @@ class LocalLeases:
         with self._lock:
             if self._held.get(lease.key) is lease:
                 del self._held[lease.key]
+
+    def release_many(self, leases: Sequence[Lease]) -> None:
+        for lease in leases:
+            self.release(lease)
 
     def close(self) -> None:
         with self._lock:
@@ -190,18 +198,22 @@ class RedisLeases:
             return list(pipe.execute())
 
     def release(self, lease: Lease) -> None:
-        self._local.release(lease)
-        self._release_in_redis(lease)
+        self.release_many([lease])
+
+    def release_many(self, leases: Sequence[Lease]) -> None:
+        for lease in leases:
+            self._local.release(lease)
+        if leases:
+            self._release_in_redis(leases)
 
     def close(self) -> None:
         self._stop.set()
         self._renewer.join(2 * REPLY_TIMEOUT_SECONDS)
-        for lease in self._local.held():
-            self.release(lease)
+        self.release_many(self._local.held())
         self._redis.close()
 
-    def _release_in_redis(self, lease: Lease) -> None:
-        self._ask(lambda: self._release_script(keys=[_name(lease.key)], args=[lease.token]))
+    def _release_in_redis(self, leases: Sequence[Lease]) -> None:
+        self._run_many(self._release_script, leases, [(lease.token,) for lease in leases])
 
     def _ask(self, call: Callable[[], object]) -> object:
         """Redis's answer; _NO_ANSWER, at once, while it is known to be in trouble."""
@@ -218,25 +230,42 @@ class RedisLeases:
 
     def _renew_all(self, interval_seconds: float) -> None:
         while not self._stop.wait(interval_seconds):
-            for lease in self._local.held():
-                self._renew(lease)
+            held = self._local.held()
+            if held:
+                self._renew(held)
 
-    def _renew(self, lease: Lease) -> None:
-        name = _name(lease.key)
-        is_ours = self._ask(
-            lambda: self._renew_script(keys=[name], args=[lease.token, self._ttl_ms])
-        )
-        if not is_ours:
-            # Lapsed while Redis or this process stood still, or held in this process only: taken
-            # anew if nobody else did.
-            is_ours = self._ask(
-                lambda: self._redis.set(name, lease.token, nx=True, px=self._ttl_ms)
-            )
-        if is_ours is _NO_ANSWER:
+    def _renew(self, leases: Sequence[Lease]) -> None:
+        """All of them in one round trip, and once more those that were not ours any more."""
+        args: list[tuple[str | int, ...]] = [(lease.token, self._ttl_ms) for lease in leases]
+        answers = self._run_many(self._renew_script, leases, args)
+        if answers is None:
             return  # the next round tries again
-        lease.is_lost = not is_ours
-        if lease not in self._local.held():  # released while it was being renewed
-            self._release_in_redis(lease)
+        # Lapsed while Redis or this process stood still, or held in this process only: taken anew
+        # if nobody else did.
+        gone = [lease for lease, is_ours in zip(leases, answers, strict=True) if not is_ours]
+        again = self._ask(lambda: self._set_many(gone)) if gone else []
+        if not isinstance(again, list):
+            return
+        for lease, is_ours in zip(gone, again, strict=True):
+            lease.is_lost = not is_ours
+        still = {id(lease) for lease in self._local.held()}
+        released = [lease for lease in leases if id(lease) not in still]
+        if released:  # while they were being renewed
+            self._release_in_redis(released)
+
+    def _run_many(
+        self, script: Script, leases: Sequence[Lease], args: Sequence[tuple[str | int, ...]]
+    ) -> list[object] | None:
+        """What a script says to each lease, in one round trip; None while Redis does not answer."""
+
+        def run() -> list[object]:
+            with self._redis.pipeline(transaction=False) as pipe:
+                for lease, values in zip(leases, args, strict=True):
+                    script(keys=[_name(lease.key)], args=list(values), client=pipe)
+                return list(pipe.execute())
+
+        answers = self._ask(run)
+        return answers if isinstance(answers, list) else None
 
 
 def _name(key: bytes) -> str:

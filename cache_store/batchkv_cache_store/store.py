@@ -33,7 +33,7 @@ from batchkv_cache_store.manifests import encode_manifest
 from batchkv_cache_store.names import block_name, manifest_name
 from batchkv_cache_store.seal import Buffer, Sealer
 from batchkv_cache_store.tiers.base import Tier, TierStats
-from batchkv_cache_store.writer import WriteBehind
+from batchkv_cache_store.writer import Taken, WriteBehind
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,21 +105,21 @@ class Store:
 
         The block's buffers are read later: nobody may change them. ``on_end`` is called by the
         writer's thread when the block was written, or could not be; not for one that is dropped.
+        One that is being written already is not queued again, and its end is told all the same.
         ValueError for a block that breaks the format's limits.
         """
         num_bytes = encoded_size(block, self._settings.limits)
         name = block_name(block.key, block.kind)
 
-        def write() -> None:
-            try:
-                self._write(name, block)
-            finally:
-                if on_end is not None:
-                    on_end()
+        taken = self._writer.submit(name, num_bytes, lambda: self._write(name, block), on_end)
+        if taken is not Taken.KNOWN:
+            self._counters.add("published" if taken is Taken.QUEUED else "dropped")
+        return taken is not Taken.REFUSED
 
-        is_queued = self._writer.submit(name, num_bytes, write)
-        self._counters.add("published" if is_queued else "dropped")
-        return is_queued
+    @property
+    def limits(self) -> Limits:
+        """What a block may have at most."""
+        return self._settings.limits
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether that many more bytes may wait to be written."""
@@ -136,8 +136,8 @@ class Store:
         """
         digest, text = encode_manifest(manifest)
         name = manifest_name(digest)
-        is_queued = self._writer.submit(name, len(text), lambda: self._put(name, text, self._tiers))
-        self._counters.add("dropped", not is_queued)
+        taken = self._writer.submit(name, len(text), lambda: self._put(name, text, self._tiers))
+        self._counters.add("dropped", taken is Taken.REFUSED)
         return digest
 
     def counters(self) -> dict[str, int]:
@@ -192,8 +192,8 @@ class Store:
         def write() -> None:
             self._put(hit.name, hit.data, tiers)
 
-        is_queued = self._writer.submit(hit.name, len(hit.data), write)
-        self._counters.add("promoted" if is_queued else "not_promoted")
+        taken = self._writer.submit(hit.name, len(hit.data), write)
+        self._counters.add("not_promoted" if taken is Taken.REFUSED else "promoted")
 
     def _put(self, name: str, data: Buffer, tiers: Sequence[GuardedTier]) -> None:
         for tier in tiers:

@@ -11,15 +11,25 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum, auto
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+class Taken(Enum):
+    """What became of a job that was handed in."""
+
+    QUEUED = auto()
+    KNOWN = auto()  # one of its name waits or runs already, and stands for it
+    REFUSED = auto()  # no room, or closed
+
+
+@dataclass(slots=True)
 class _Job:
     num_bytes: int
     run: Callable[[], None]
+    on_end: list[Callable[[], None]] = field(default_factory=list)
 
 
 class WriteBehind:
@@ -42,19 +52,31 @@ class WriteBehind:
         """Bytes that wait or are being written."""
         return self._num_bytes
 
-    def submit(self, name: str, num_bytes: int, run: Callable[[], None]) -> bool:
-        """Queue a job; False when the queue is full or closed. One that is known counts as done."""
+    def submit(
+        self,
+        name: str,
+        num_bytes: int,
+        run: Callable[[], None],
+        on_end: Callable[[], None] | None = None,
+    ) -> Taken:
+        """Queue a job. ``on_end`` is called on the thread after it, however it ends.
+
+        Of a job that is known, after the one that stands for it; of a refused one, never.
+        """
         with self._changed:
             if self._is_closed:
-                return False
-            if name in self._jobs:
-                return True
-            if self._num_bytes + num_bytes > self._max_bytes:
-                return False
-            self._jobs[name] = _Job(num_bytes, run)
-            self._num_bytes += num_bytes
+                return Taken.REFUSED
+            job = self._jobs.get(name)
+            taken = Taken.QUEUED if job is None else Taken.KNOWN
+            if job is None:
+                if self._num_bytes + num_bytes > self._max_bytes:
+                    return Taken.REFUSED
+                job = self._jobs[name] = _Job(num_bytes, run)
+                self._num_bytes += num_bytes
+            if on_end is not None:
+                job.on_end.append(on_end)
             self._changed.notify_all()
-            return True
+            return taken
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until nothing waits or runs; False when the time was up first."""
@@ -88,7 +110,20 @@ class WriteBehind:
                 # A fault in one block's write is a bug, and no reason to write no other.
                 _log.exception("writing %s failed", name)
             finally:
-                with self._changed:
+                self._end(name, job)
+
+    def _end(self, name: str, job: _Job) -> None:
+        """Tell those who wait for the job's end, also who came meanwhile; then it is gone."""
+        while True:
+            with self._changed:
+                waiting, job.on_end = job.on_end, []
+                if not waiting:
                     del self._jobs[name]
                     self._num_bytes -= job.num_bytes
                     self._changed.notify_all()
+                    return
+            for on_end in waiting:
+                try:
+                    on_end()
+                except Exception:  # noqa: BLE001 - as above
+                    _log.exception("what follows the write of %s failed", name)

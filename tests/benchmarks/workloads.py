@@ -43,11 +43,17 @@ def shared(jobs: int, rng: random.Random) -> Workload:
     return Workload("shared", [prefix + _tokens(rng, 40) for _ in range(jobs)], [16] * jobs)
 
 
+def shared_long(jobs: int, rng: random.Random) -> Workload:
+    """A prefix of 4,096 tokens common to all, 64 of each row's own, 64 generated."""
+    prefix = _tokens(rng, 4096)
+    return Workload("shared-long", [prefix + _tokens(rng, 64) for _ in range(jobs)], [64] * jobs)
+
+
 def _lognormal(rng: random.Random, median: int, sigma: float, low: int, high: int) -> int:
     return max(low, min(high, round(median * rng.lognormvariate(0, sigma))))
 
 
-WORKLOADS = {"equal": equal, "mixed": mixed, "shared": shared}
+WORKLOADS = {"equal": equal, "mixed": mixed, "shared": shared, "shared-long": shared_long}
 
 # Shapes by name, so that a table row can be run again anywhere; weights are random, seed 0.
 MODELS: dict[str, dict[str, Any]] = {

@@ -107,7 +107,7 @@ def test_states_of_free_slots_are_counted() -> None:
         crowd.add(str(index), [1, 2, 3], count=40 if index == 15 else 3)
     crowd.step()
     crowd.add("waits", [1, 2, 3])  # so that gaps are not closed
-    crowd.engine._scheduler._fits_memory = lambda rows: False  # type: ignore[method-assign]
+    crowd.engine._scheduler._fits_memory = lambda *_: False  # type: ignore[method-assign]
     crowd.step(10)
     assert layouts.num_active == 1
     assert crowd.engine.kv_bytes <= layouts.bytes_needed(costs, [])

@@ -1,9 +1,10 @@
 """Faults that are planted in the engine's caches, to see that answers show them.
 
-Assumed of the engine, here and nowhere else in this folder: ``Engine._prefill.pieces(group, row)``
-is what goes into a slot when a prompt is done, one item for each of ``Engine.plan.kinds``, time at
-axis -2 unless the kind has a state; ``Engine._slots._framer.frame(layouts)`` makes each step's
-frame, with ``offsets``, and ``spans`` by window, whose ``_starts`` are the rows' first columns.
+Assumed of the engine, here and nowhere else in this folder: ``Engine._prefill.pieces(group, row,
+stem_tokens)`` is what goes into a slot when a prompt is done, behind a stem of so many tokens (no
+prompt here shares one), one item for each of ``Engine.plan.kinds``, time at axis -2 unless the kind
+has a state; ``Engine._slots._framer.frame(layouts)`` makes each step's frame, with ``offsets``, and
+``spans`` by window, whose ``_starts`` are the rows' first columns.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def _at_handover(running: Engine, change: Change) -> None:
     """From now on rows go into their slots as `change` leaves them."""
     pieces_of = running._prefill.pieces
 
-    def changed(group: Any, row: Sequence) -> Any:
-        pieces = pieces_of(group, row)
+    def changed(group: Any, row: Sequence, stem_tokens: int) -> Any:
+        pieces = pieces_of(group, row, stem_tokens)
         assert pieces is not None
         return change(row, pieces)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from batchkv_worker.store.access import Access
 from support import tiny_models
 
 BLOCK = 256
-MAX_STEPS = 20_000
+MAX_STEPS = 200_000
+DEADLINE_SECONDS = 60.0
 
 
 def random_prompt(seed: int, length: int) -> list[int]:
@@ -83,3 +85,11 @@ def tokens(events: Sequence[Completed]) -> list[tuple[int, ...]]:
 
 def cached(events: Sequence[Completed]) -> list[int]:
     return [event.usage.cached for event in events]
+
+
+def eventually(is_so: Callable[[], object]) -> None:
+    """Wait until it is so, on other threads."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline, "it never came to be"
+        time.sleep(0.01)

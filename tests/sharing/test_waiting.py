@@ -10,12 +10,27 @@ from typing import Any
 
 import pytest
 
+from batchkv_cache_store.block import Limits
 from batchkv_cache_store.lease import LocalLeases
+from batchkv_cache_store.seal import Buffer
+from batchkv_cache_store.store import Store, StoreSettings
+from batchkv_cache_store.tiers.base import Put
 from batchkv_cache_store.tiers.memory import MemoryTier
 from batchkv_worker.engine import Engine
 from batchkv_worker.sequence import FetchState, Generation
 from batchkv_worker.sequence import Sequence as Row
-from sharing.house import access, cached, finish, on_disk, random_prompt, run, running, tokens
+from batchkv_worker.store.access import Access
+from sharing.house import (
+    access,
+    cached,
+    eventually,
+    finish,
+    on_disk,
+    random_prompt,
+    run,
+    running,
+    tokens,
+)
 from support import tiny_models
 
 SHARED = random_prompt(1, 768)
@@ -60,7 +75,7 @@ def test_a_prefix_is_computed_once_in_a_worker(tmp_path: Path) -> None:
     with running(tiny_models.build("llama"), access(on_disk(tmp_path), leases)) as engine:
         assert sorted(cached(run(engine, tails(10)))) == [0] + 9 * [768]
         assert engine.link.flush(30)
-        assert leases.held() == []
+        eventually(lambda: leases.held() == [])
         assert engine.link.counters["published"] == 3
 
 
@@ -122,7 +137,7 @@ def test_a_store_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
         start = time.monotonic()
         assert len(finish(engine, 6)) == 6
         assert time.monotonic() - start < DEADLINE_SECONDS / 2
-        assert engine.link.counters["gave_up.slow"] <= 2
+        assert engine.link.counters["gave_up.slow"] == 6
         tier.is_open.set()
         late = row("0", [*SHARED, 1, 2])
         engine.submit_row(late)
@@ -148,7 +163,7 @@ def test_a_canceled_row_lets_its_leases_go(tmp_path: Path) -> None:
             engine.cancel(one.job_id)
         finish(engine, 0)
         assert engine.link.flush(30)
-        step_until(engine, lambda: not leases.held())
+        eventually(lambda: not leases.held())
         assert engine.link._ahead_bytes == 0
 
 
@@ -171,3 +186,107 @@ def test_looking_ahead_is_bounded(tmp_path: Path) -> None:
     assert [ended[str(index)].token_ids for index in range(12)] == cold
     assert cached([ended[str(index)] for index in range(12)]) == 12 * [1024]
     assert most <= room // 2 + 2 * 1024 * engine.bytes_per_token
+
+
+def test_leases_of_an_answer_that_nobody_waits_for_end_by_themselves() -> None:
+    """The last row is canceled in mid-lookup: the engine rests, and its leases end all the same."""
+    tier, leases = GatedTier(), LocalLeases()
+    with running(tiny_models.build("llama"), access([tier], leases, is_shared=True)) as engine:
+        tier.is_open.clear()
+        engine.submit_row(row("0", tails(1)[0]))
+        engine.step()
+        engine.cancel("0")
+        assert engine.is_idle
+        tier.is_open.set()
+        eventually(lambda: engine.link._fetcher._answers.qsize() == 1)
+        eventually(lambda: not leases.held())
+        assert engine.link._ahead_bytes == 0
+
+
+def test_a_canceled_row_holds_nobody_back() -> None:
+    """Another row's lookup goes on: what it can find is found."""
+    tier, model = GatedTier(), tiny_models.build("llama")
+    with running(model, access([tier])) as engine:
+        run(engine, tails(1))
+    with running(model, access([tier])) as engine:
+        tier.is_open.clear()
+        for name, prompt in (("0", random_prompt(5, 700)), ("1", tails(2)[1])):
+            engine.submit_row(row(name, prompt))
+        engine.step()
+        engine.cancel("0")
+        engine.step()
+        tier.is_open.set()
+        other = next(iter(engine._scheduler.waiting))
+        step_until(engine, lambda: other.is_ended)
+        assert other.num_cached == 768
+
+
+def test_an_old_row_is_not_overtaken_for_ever(tmp_path: Path) -> None:
+    """A row that wants much memory for its prefix is computed though small ones keep coming."""
+    model = tiny_models.build("llama")
+    large = random_prompt(1, 11 * 256 + 5)
+    small = [random_prompt(100 + n, 2 * 256 + 5) for n in range(60)]
+    with running(model, access(on_disk(tmp_path))) as engine:
+        run(engine, [large, *small], 1)
+        room = 24 * 256 * engine.bytes_per_token
+    with running(model, access(on_disk(tmp_path)), prefix_bytes=room, slots=1) as engine:
+        one = row("large", large, 1)
+        for number in range(3):
+            engine.submit_row(row(str(number), small[number], 1))
+        engine.submit_row(one)
+        for number in range(3, 60):  # one comes for each that goes
+            engine.submit_row(row(str(number), small[number], 1))
+            for _ in range(50):
+                if engine.step():
+                    break
+            if one.is_ended:
+                return
+        raise AssertionError("it waits while all others are served")
+
+
+def test_a_block_that_is_computed_twice_lets_both_leases_go() -> None:
+    """Written once, told twice: a chain that was evicted in mid-write is not held for ever."""
+
+    class SlowTier(GatedTier):
+        def put(self, name: str, buffers: Sequence[Buffer]) -> Put:
+            assert self.is_open.wait(DEADLINE_SECONDS)
+            return super().put(name, buffers)
+
+        def contains_many(self, names: Sequence[str]) -> dict[str, int]:
+            return MemoryTier.contains_many(self, names)
+
+    tier, leases = SlowTier(), LocalLeases()
+    with running(tiny_models.build("llama"), access([tier], leases)) as engine:
+        tier.is_open.clear()
+        for _ in range(2):
+            run(engine, tails(1))
+            engine.prefixes.clear()
+        tier.is_open.set()
+        assert engine.link.flush(30)
+        eventually(lambda: not leases.held())
+        assert engine.link.counters["published"] == 3
+        assert cached(run(engine, tails(1))) == [768]
+
+
+def test_what_waits_to_be_copied_out_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the bound parts are dropped and counted, and their leases end with their rows."""
+    monkeypatch.setattr("batchkv_worker.store.outbox.MAX_BYTES", 1)
+    leases = LocalLeases()
+    with running(tiny_models.build("llama"), access(on_disk(tmp_path), leases)) as engine:
+        run(engine, tails(2))
+        counters = engine.link.counters
+        assert counters["dropped"] == 3 and "published" not in counters
+        eventually(lambda: not leases.held())
+
+
+def test_blocks_that_the_format_cannot_hold_are_not_shared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning at the start, and the engine works as without a store."""
+    store = Store(on_disk(tmp_path), settings=StoreSettings(limits=Limits(max_block_bytes=300_000)))
+    with running(tiny_models.build("llama"), Access(store, LocalLeases())) as engine:
+        assert sorted(cached(run(engine, tails(3)))) == [0, 768, 768]
+        assert "lookups" not in engine.link.counters
+    assert caplog.text.count("prefixes are not shared") == 1

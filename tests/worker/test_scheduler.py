@@ -6,7 +6,8 @@ import sys
 
 from batchkv_worker.kv.layout import Demand
 from batchkv_worker.kv.layouts import Costs, SlotLayouts
-from batchkv_worker.scheduler import Budget, Scheduler
+from batchkv_worker.kv.stem import Stem
+from batchkv_worker.scheduler import STEM_ROWS, Budget, Scheduler
 from batchkv_worker.sequence import Generation, Sequence
 
 
@@ -103,6 +104,136 @@ def test_windows_and_states_count_in_the_memory() -> None:
     assert layouts.bytes_needed(windows, [long]) == layouts.bytes_needed(windows, [short])
     assert layouts.bytes_needed(states, [long, short]) == 2000
     assert not Budget(512, 999, states).can_ever_hold(short)
+
+
+def sharing(slots: int = 8, cached: int = 10**6, shares: bool = True) -> Scheduler:
+    """All full blocks of a row are here, up to ``cached`` tokens."""
+    budget = Budget(512, 10**9, Costs(1))
+
+    def num_cached(row: Sequence) -> int:
+        return min(cached, 256 * len(row.block_keys))
+
+    return Scheduler(SlotLayouts(slots), budget, num_cached, shares=shares)
+
+
+def keyed(name: str, keys: str, own: int = 9) -> Sequence:
+    """A row of a block a letter and ``own`` tokens after them that it computes."""
+    found = row(name, 256 * len(keys) + own)
+    found.block_keys = [keys[: number + 1].encode() for number in range(len(keys))]
+    return found
+
+
+def behind(plan: Scheduler, keys: str) -> None:
+    """A row in a slot with a stem of these blocks."""
+    here = {stem.key: stem for stem in plan.layouts.stems.values()}
+    stem = here.get(keys.encode()) or Stem(keys.encode(), 256 * len(keys), {}, {})
+    demand = Demand(stem.num_tokens + 5, 10, stem.num_tokens)
+    slot, _ = plan.layouts.make_way(demand, stem)
+    plan.layouts.admit(demand, slot, stem)
+
+
+def test_few_rows_share_nothing() -> None:
+    """A prefix is held once when enough rows wait for it, and where sharing is allowed."""
+    for shares in (True, False):
+        for count in range(1, STEM_ROWS + 3):
+            plan = sharing(shares=shares)
+            rows = [keyed(str(number), "ab") for number in range(count)]
+            for one in rows:
+                plan.add(one)
+            group = plan.next_group()
+            assert group is not None and len(group.rows) == count
+            assert group.stem_blocks == (2 if shares and count >= STEM_ROWS else 0)
+
+
+def test_rows_that_left_do_not_count() -> None:
+    """Cancelled rows, and rows of a group that was formed, wait for nothing any more."""
+    plan = sharing()
+    rows = [keyed(str(number), "ab") for number in range(STEM_ROWS + 1)]
+    for one in rows:
+        plan.add(one)
+    assert plan.stem_blocks(rows[0], 512) == 2
+    plan.cancel("1")
+    assert plan.stem_blocks(rows[0], 512) == 2
+    plan.cancel("2")
+    assert plan.stem_blocks(rows[0], 512) == 0
+
+
+def test_the_depth_that_saves_most_is_shared() -> None:
+    """A block that eight rows have against three that four have; a longer tail wins the other way.
+
+    Only cached blocks count, and a row keeps a token of its own.
+    """
+    plan = sharing()
+    deep = [keyed(f"d{number}", "abc") for number in range(4)]
+    for one in (*deep, *(keyed(f"s{number}", "ax") for number in range(4))):
+        plan.add(one)
+    assert plan.stem_blocks(deep[0], 10**6) == 3  # 3 * 3 against 7 * 1
+    assert plan.stem_blocks(deep[0], 767) == 1  # two blocks would save 6
+    for number in range(4):
+        plan.add(keyed(f"t{number}", "ay"))
+    assert plan.stem_blocks(deep[0], 10**6) == 1  # 11 against 9
+    assert plan.stem_blocks(deep[0], 255) == 0
+
+
+def test_a_row_keeps_a_token_of_its_own() -> None:
+    """A prompt that ends with a block, but for the token that decoding takes, has a block less."""
+    plan = sharing()
+    rows = [keyed(str(number), "ab", own=0 if number < 2 else 1) for number in range(6)]
+    for one in rows:
+        plan.add(one)
+    assert [plan.stem_blocks(one, 512) for one in rows] == [1, 1, 2, 2, 2, 2]
+    group = plan.next_group()
+    assert group is not None and group.stem_blocks == 1 and len(group.rows) == 6
+    for one in reversed(rows):
+        plan.add(one)
+    plan.group = None
+    group = plan.next_group()
+    assert group is not None and group.stem_blocks == 2 and len(group.rows) == 4
+
+
+def test_a_stem_that_is_there_is_taken() -> None:
+    """One row is enough for a stem that rows in slots have; of several the longest."""
+    plan = sharing()
+    behind(plan, "a")
+    lonely = keyed("x", "abcd")
+    plan.add(lonely)
+    assert plan.stem_blocks(lonely, 1024) == 1
+    for number in range(STEM_ROWS):
+        plan.add(keyed(str(number), "abcd"))
+    assert plan.stem_blocks(lonely, 1024) == 1  # rather than another one of four blocks
+    behind(plan, "abc")
+    assert plan.stem_blocks(lonely, 1024) == 3
+    behind(plan, "zzzz")
+    assert plan.stem_blocks(lonely, 1024) == 3
+    assert plan.stem_blocks(lonely, 700) == 1
+
+
+def test_rows_of_another_prefix_are_not_in_the_group() -> None:
+    """All rows of a group have its stem; the others come after them, with theirs."""
+    plan = sharing(slots=16)
+    for number in range(5):
+        plan.add(keyed(f"a{number}", "abb"))
+        plan.add(keyed(f"b{number}", "xyz"))
+        plan.add(keyed(f"c{number}", "aqq"))
+    seen = []
+    while (group := plan.next_group()) is not None:
+        assert group.stem_blocks == 3
+        seen.append("".join(sorted(one.job_id for one in group.rows)))
+        plan.group = None
+    assert seen == ["a0a1a2a3a4", "b0b1b2b3b4", "c0c1c2c3c4"]
+
+
+def test_shared_tokens_count_once_in_the_memory() -> None:
+    """Rows behind a prefix need room for it once, wherever it is, and for their own columns."""
+    costs = Costs(1)
+    for count in (4, 8):
+        layouts = SlotLayouts(8)
+        demands = [Demand(4096 + 10, 10, 4096) for _ in range(count)]
+        assert layouts.bytes_needed(costs, demands) == 4096 + count * 256
+    plan = sharing()
+    for keys in ("ab", "abc", "ab"):
+        behind(plan, keys)
+    assert plan.layouts.bytes_needed(costs, []) == 512 + 768 + 4 * 256
 
 
 def test_scheduler_needs_no_tensors() -> None:

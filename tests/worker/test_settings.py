@@ -47,8 +47,12 @@ def test_every_variable_is_read() -> None:
         "BATCHKV_ENGINE_TIMEOUT": "8",
         "BATCHKV_LOAD_TIMEOUT": "9",
         "BATCHKV_DRAIN_SECONDS": "10",
+        "BATCHKV_CACHE_LEASE_SECONDS": "11",
+        "BATCHKV_CACHE_AUDIT": "0.5",
+        "BATCHKV_KV_ADOPT_FLOAT": "on",
     }
     assert {setting.variable for setting in SETTINGS} == set(texts)
+    texts["BATCHKV_CACHE"] = "redis://hub:6380/0"
     assert WorkerSettings.from_env(texts) == WorkerSettings(
         model="m",
         kv_scheme="affine4",
@@ -64,6 +68,10 @@ def test_every_variable_is_read() -> None:
         engine_timeout_seconds=8.0,
         load_timeout_seconds=9.0,
         drain_seconds=10.0,
+        cache="redis://hub:6380/0",
+        cache_lease_seconds=11.0,
+        cache_audit=0.5,
+        kv_adopt_float=True,
     )
 
 
@@ -133,3 +141,37 @@ def test_unknown_variables_are_warned_of() -> None:
         "BATCHKV_SLOT is not a setting of batchkv and does nothing; did you mean BATCHKV_SLOTS?",
         "BATCHKV_XYZ is not a setting of batchkv and does nothing",
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"BATCHKV_CACHE": "disk:blocks"}, "BATCHKV_CACHE: "),
+        ({"BATCHKV_CACHE_AUDIT": "2"}, "BATCHKV_CACHE_AUDIT=2: expected a share"),
+        ({"BATCHKV_CACHE_SECRET": "short"}, "fewer than 16 bytes"),
+        ({"BATCHKV_KV_ADOPT_FLOAT": "on"}, "there is no cache"),
+        ({"BATCHKV_KV_ADOPT_FLOAT": "on", "BATCHKV_CACHE": "memory:", "BATCHKV_KV_SCHEME": "float"},
+         "own blocks are float"),
+        ({"BATCHKV_CACHE_LEASE_SECONDS": "9", "BATCHKV_CACHE": "memory:"}, "need a Redis tier"),
+    ],
+)  # fmt: skip
+def test_what_the_cache_cannot_do_is_refused(changes: dict[str, str], told: str) -> None:
+    """A setting that would do nothing, or cannot be, is named with what to do."""
+    with pytest.raises(SettingsError, match=told):
+        WorkerSettings.from_env({"BATCHKV_MODEL": "m", **changes})
+
+
+def test_secrets_of_the_cache_are_not_shown() -> None:
+    """Neither the tiers' passwords nor secret and salt stand in a settings' repr; off is off."""
+    settings = WorkerSettings.from_env(
+        {
+            "BATCHKV_MODEL": "m",
+            "BATCHKV_CACHE": "redis://:password@hub/0",
+            "BATCHKV_CACHE_SECRET": "a secret of sixteen bytes",
+            "BATCHKV_CACHE_SALT": "pepper",
+        }
+    )
+    assert (settings.cache_secret, settings.cache_salt) == (b"a secret of sixteen bytes", b"pepper")
+    assert not any(word in repr(settings) for word in ("password", "sixteen", "pepper"))
+    off = {"BATCHKV_MODEL": "m", "BATCHKV_CACHE": "memory:"}
+    assert WorkerSettings.from_env(off, cache="off").cache is None

@@ -24,10 +24,19 @@ class Audit:
         self._share = share
         self._count = count
         self._random = random.Random()
+        self.num_audited = self.num_differing = 0
+
+    def close(self) -> None:
+        """Say what came of it."""
+        if self._share:
+            log.info(
+                "audit: %d hits computed again, %d differ", self.num_audited, self.num_differing
+            )
 
     def twin(self, row: Sequence, tokenizer: Any) -> Sequence | None:
         """The row to compute for a row that has ended, or None: it is not looked at."""
-        is_hit = row.num_cached > 0 and row.twin_of is None
+        # A row on converted blocks may differ: its user asked for that.
+        is_hit = row.num_cached > 0 and row.twin_of is None and not row.is_converted
         if not is_hit or not self._share or self._random.random() >= self._share:
             return None
         detokenizer = tokenizer.detokenizer if row.generation.stop else None
@@ -40,9 +49,11 @@ class Audit:
         row = twin.twin_of
         assert row is not None
         self._count("audited")
+        self.num_audited += 1
         if twin.generated == row.generated:
             return
         self._count("audit_differs")
+        self.num_differing += 1
         pairs = enumerate(zip(twin.generated, row.generated, strict=False))
         shorter = min(len(twin.generated), len(row.generated))
         at = next((place for place, (a, b) in pairs if a != b), shorter)

@@ -32,6 +32,7 @@ from batchkv_worker.requests import RowRefused, prepare
 from batchkv_worker.sampling import sample
 from batchkv_worker.scheduler import Budget, PrefillGroup, Scheduler
 from batchkv_worker.sequence import Sequence
+from batchkv_worker.stems import Stems
 from batchkv_worker.steps import Step, inputs
 from batchkv_worker.store.access import Access
 from batchkv_worker.store.face import Alone, SharedPrefixes
@@ -54,11 +55,7 @@ class Engine:
         self.loaded = loaded
         self.config = config
         self.plan = plan = make_plan(
-            loaded.name,
-            loaded.model,
-            loaded.caches,
-            config.scheme,
-            loaded.dtype,
+            *(loaded.name, loaded.model, loaded.caches, config.scheme, loaded.dtype),
             num_rows=min(16, config.slots),
             path=config.path,
             group_cost=config.group_cost,
@@ -83,12 +80,15 @@ class Engine:
             budget,
             self.prefixes.num_cached,
             link.is_ready,
+            shares=config.share and plan.shares,
             ragged=plan.traits.ragged,
             drop_buffers=self._slots.drop,
             state_blocks=self.prefixes.max_blocks if plan.has_state else 0,
         )
+        self._stems = Stems(self._slots, self.prefixes, self._scheduler)
         self._prefill = Prefill(
-            loaded.model, plan, self._scheduler, self.prefixes, config.chunk_tokens, link
+            *(loaded.model, plan, self._scheduler, self.prefixes),
+            *(config.chunk_tokens, link, self._stems.of),
         )
         self._audit = Audit(config.audit, link.count)
         self._rows: dict[int, Sequence] = {}  # by slot
@@ -139,7 +139,7 @@ class Engine:
             self._free(row)
         elif self._in_flight is not None:  # its last token is being computed
             for flying in self._in_flight.rows:
-                if flying is not None and flying.job_id == job_id:
+                if flying is not None and flying.job_id == job_id and flying.twin_of is None:
                     flying.finish_reason = "canceled"
 
     def step(self) -> list[Event]:
@@ -164,11 +164,13 @@ class Engine:
         """Hand computed blocks on; wait for the store when every row that waits, waits for it."""
         is_still = is_still and not self._prefill.is_active
         self.link.send(is_idle=is_still)
-        if is_still and self._scheduler.num_waiting and not self._events:
+        is_waiting = self._scheduler.num_waiting or self.link.is_busy
+        if is_still and is_waiting and not self._events:
             self.link.wait(STILL_SECONDS)
 
     def close(self) -> None:
         """Drop all rows and buffers."""
+        self._audit.close()
         self.link.close()
         self._rows.clear()
         self._slots.close()
@@ -217,8 +219,11 @@ class Engine:
     def _admit(self, group: PrefillGroup) -> None:
         """Rows whose prompts are computed move into decode slots."""
         for row in self._scheduler.finish_group():
-            pieces = self._prefill.pieces(group, row)
-            slot, move = self._slots.admit(Demand(row.num_prefill, row.num_remaining), pieces)
+            stem = group.stem or self._stems.of_leader(row)
+            shared = stem.num_tokens if stem else 0
+            pieces = self._prefill.pieces(group, row, shared)
+            demand = Demand(row.num_prefill, row.num_remaining, shared)
+            slot, move = self._slots.admit(demand, pieces, stem)
             self._follow(move)
             row.slot = slot
             self._rows[slot] = row
@@ -289,7 +294,6 @@ class Engine:
         if isinstance(event, Completed):
             saved_ms = round(row.num_cached * self._prefill.seconds_per_token * 1000)
             event = replace(event, saved_ms=saved_ms, note=self.link.note(row))
+            if (twin := self._audit.twin(row, self.loaded.tokenizer)) is not None:
+                self._scheduler.add(twin)  # without keys: nothing cached is used or kept
         self._events.append(event)
-        twin = self._audit.twin(row, self.loaded.tokenizer)
-        if twin is not None:
-            self._scheduler.add(twin)  # without keys: nothing cached is used or kept

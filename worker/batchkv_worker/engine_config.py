@@ -19,5 +19,6 @@ class EngineConfig:
     prefix_bytes: int | None = None  # of memory_bytes, for prefixes; None: an eighth
     path: attention.Path | None = None  # None: the fastest by measurement
     group_cost: int | None = None  # cells that one more group of rows costs; None: measured
+    share: bool = True  # hold a prefix that rows share once and attend it once, where that is right
     shape_step: int | None = None  # None: what the backend likes, see device.shape_step
     audit: float = 0.0  # share of the rows with a cached prefix that are computed again without it

@@ -113,9 +113,11 @@ class EngineThread:
             log.error("the engine died:\n%s", traceback.format_exc())
             self._outbox.put((EngineDied(f"{type(error).__name__}: {error}"),))
         finally:
-            if engine is not None:
-                engine.close()
-            _end_streams()
+            try:
+                if engine is not None:
+                    engine.close()
+            finally:
+                _end_streams()
 
     def _serve(self, engine: EngineLike) -> None:
         self.max_in_flight = engine.max_in_flight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ from batchkv_worker.kv.layer import Chunk, Pieces
 from batchkv_worker.kv.layout import round_up
 from batchkv_worker.kv.plan import KvPlan
 from batchkv_worker.kv.rows import PrefillRows
+from batchkv_worker.kv.stem import Stem
 from batchkv_worker.prefix import PrefixCache
 from batchkv_worker.scheduler import PrefillGroup, Scheduler
 from batchkv_worker.sequence import Sequence
@@ -31,6 +33,7 @@ class Prefill:
         prefixes: PrefixCache,
         chunk_tokens: int,
         link: SharedPrefixes,
+        make_stem: Callable[[list[bytes]], Stem | None],
     ) -> None:
         self._model = model
         self._plan = plan
@@ -38,6 +41,7 @@ class Prefill:
         self._prefixes = prefixes
         self._chunk_tokens = chunk_tokens
         self._link = link
+        self._make_stem = make_stem
         self._num_chunks = 0
         self.seconds_per_token = 0.0  # of computing prompts, a moving average; 0 before the first
         self._group: PrefillGroup | None = None  # whose prompts are in _rows
@@ -58,7 +62,9 @@ class Prefill:
             return None
         if group.width and self._rows is None:
             self._rows = PrefillRows(self._plan.kinds, self._width(group), self._chunk_tokens)
-            self._prefixes.fill(group.rows, self._rows)
+            if group.stem_blocks:
+                group.stem = self._make_stem(group.rows[0].block_keys[: group.stem_blocks])
+            self._prefixes.fill(group.rows, self._rows, group.stem)
         if not group.is_computed:
             self._compute_chunk(group)
         return group
@@ -106,12 +112,12 @@ class Prefill:
         self.seconds_per_token = new if not old else old + NEW_SHARE * (new - old)
         self._link.observe_prefill(num_tokens, seconds)
 
-    def pieces(self, group: PrefillGroup, row: Sequence) -> list[Pieces] | None:
+    def pieces(self, group: PrefillGroup, row: Sequence, stem_tokens: int) -> list[Pieces] | None:
         """What the slots need of a row of the computed group; None if it had nothing to compute."""
         if not row.num_prefill:
             return None
         assert self._rows is not None
-        return self._rows.row(group.rows.index(row), row.num_prefill)
+        return self._rows.row(group.rows.index(row), row.num_prefill, stem_tokens)
 
     def drop(self) -> None:
         """The group's rows have moved, or nobody wants them."""

@@ -27,6 +27,7 @@ from batchkv_worker.kv.bundle import Bundle
 from batchkv_worker.kv.layer import LayerKind, Pieces
 from batchkv_worker.kv.layouts import Costs
 from batchkv_worker.kv.rows import PrefillRows
+from batchkv_worker.kv.stem import Stem
 from batchkv_worker.sequence import Sequence
 from batchkv_worker.store.anatomy import Anatomy
 
@@ -81,6 +82,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Drop everything."""
+        self.version += 1
         self._blocks.clear()
         self.num_bytes = 0
 
@@ -103,7 +105,13 @@ class PrefixCache:
 
     def num_cached(self, row: Sequence) -> int:
         """Tokens of the row's longest prefix that is here and can be gone on from."""
-        return self.depth(row.block_keys) * BLOCK_TOKENS
+        return self.depth_of(row) * BLOCK_TOKENS
+
+    def depth_of(self, row: Sequence) -> int:
+        """``depth`` of a row's chain, looked up anew only when something came or went."""
+        if row.depth_seen[0] != self.version:
+            row.depth_seen = self.version, self.depth(row.block_keys)
+        return row.depth_seen[1]
 
     def pieces(self, keys: Items[bytes]) -> set[tuple[int, Kind]]:
         """(block number, kind) of everything of a chain that is here, with gaps or without."""
@@ -115,8 +123,19 @@ class PrefixCache:
         block = self._blocks.get(key)
         return None if block is None else block.parts
 
-    def fill(self, rows: Items[Sequence], prefill: PrefillRows) -> None:
-        """Give new prefill rows their common number of cached tokens."""
+    def stem_pieces(self, keys: Items[bytes]) -> dict[int, Pieces] | None:
+        """The blocks of a chain as one, of each layer that keeps every token; None if one lacks."""
+        blocks = [self._blocks[key] for key in keys if Kind.KV in (self._parts(key) or ())]
+        if len(blocks) < len(keys):
+            return None
+        return {
+            index: _assemble([_pieces(block, Kind.KV, index) for block in blocks], -2)
+            for index, kind in enumerate(self._kinds)
+            if kind.window is None and not kind.has_state
+        }
+
+    def fill(self, rows: Items[Sequence], prefill: PrefillRows, stem: Stem | None = None) -> None:
+        """Give new prefill rows their common number of cached tokens, the first in a stem."""
         count = rows[0].num_cached // BLOCK_TOKENS
         if not count:
             return
@@ -133,6 +152,13 @@ class PrefixCache:
             seen = 0 if kind.window is None else max(0, end - kind.window + 1)
             first = min(seen // BLOCK_TOKENS, count - 1)
             part = Kind.KV if kind.window is None else Kind.WINDOW
+            if stem is not None and kind.window is None:
+                # Without it the fused kernel serves, which a long rest of a prompt needs more.
+                if 2 * stem.num_tokens >= prefill.capacity:
+                    layer.share(stem.packed[index], stem.num_tokens)
+                    first = stem.num_tokens // BLOCK_TOKENS
+                if first == count:
+                    continue
             lines = [
                 _assemble([_pieces(block, part, index) for block in chained[first:]], -2)
                 for chained in blocks

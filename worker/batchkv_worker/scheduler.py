@@ -6,13 +6,18 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice, pairwise
+from typing import TYPE_CHECKING
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_worker.kv.layout import Demand
 from batchkv_worker.kv.layouts import Costs, SlotLayouts
 from batchkv_worker.sequence import Sequence
 
+if TYPE_CHECKING:
+    from batchkv_worker.kv.stem import Stem
+
 LOOKAHEAD = 256  # waiting rows among which a group of like length is sought
+STEM_ROWS = 4  # rows from which a prefix is worth holding once
 STATE_INTERVAL = 16  # blocks after which a state is kept wherever prompts part
 
 
@@ -27,6 +32,8 @@ class PrefillGroup:
 
     rows: list[Sequence]
     position: int = 0  # tokens computed, or taken from the cache, so far
+    stem_blocks: int = 0  # blocks at its beginning that all its rows share with others
+    stem: Stem | None = None
 
     def chunk_end(self, chunk_tokens: int, width: int) -> int:
         """Where the next chunk ends: at the latest where a row's states are to be kept."""
@@ -63,7 +70,7 @@ class Budget:
         """
         needed = layouts.bytes_needed(self.costs, demands)
         margin = self.chunk_tokens + BLOCK_TOKENS
-        needed += sum(self.costs.prefill(demand.length, margin) for demand in demands)
+        needed += sum(self.costs.prefill(demand, margin) for demand in demands)
         return needed <= self.memory_bytes
 
 
@@ -79,6 +86,7 @@ class Scheduler:
         *,
         ragged: bool = True,
         state_blocks: int = 0,
+        shares: bool = False,
         drop_buffers: Callable[[], None] | None = None,
     ) -> None:
         self.layouts = layouts
@@ -87,6 +95,7 @@ class Scheduler:
         self._is_ready = is_ready  # whether a row need not wait for its prefix any more
         self._ragged = ragged  # whether rows of unequal length may share a chunk
         self._drop_buffers = drop_buffers or layouts.drop  # called when no row is in a slot
+        self._shares = shares  # whether rows may share stems
         self._state_blocks = state_blocks  # blocks after which states are worth keeping, at most
         self.group: PrefillGroup | None = None
         self._waiting: deque[Sequence] = deque()
@@ -146,7 +155,7 @@ class Scheduler:
         A row that would compute the same next block as a row already chosen stays behind: it finds
         that block in the cache when the group is done.
         """
-        window = self._alike()
+        window, stem_blocks = self._alike()
         cached = window[0].num_cached if window else 0
         rows: list[Sequence] = []
         upcoming: set[bytes] = set()
@@ -158,7 +167,7 @@ class Scheduler:
             width = max(width, row.num_prefill - cached)
             fits_chunk = not rows or (len(rows) + 1) * width <= self.budget.chunk_tokens
             room = len(rows) < self.layouts.num_free
-            if not (room and fits_chunk and self._fits_memory([*rows, row])):
+            if not (room and fits_chunk and self._fits_memory([*rows, row], stem_blocks)):
                 break
             rows.append(row)
             if block is not None:
@@ -172,20 +181,49 @@ class Scheduler:
                 row.state_stops = self._stops(row)
             self._demand.subtract(row.block_keys)
         self._demand = +self._demand
-        return PrefillGroup(rows, position=cached)
+        return PrefillGroup(rows, cached, stem_blocks)
 
-    def _alike(self) -> list[Sequence]:
-        """Ready rows that may be computed with the oldest of them, those of its length first."""
+    def _alike(self) -> tuple[list[Sequence], int]:
+        """Ready rows that may be computed with the oldest of them, those of its length first.
+
+        And how many blocks all of them have in common that are worth a stem.
+        """
         window = [row for row in islice(self._waiting, LOOKAHEAD) if self._is_ready(row)]
         for row in window:
             row.num_cached = self._num_cached(row)
         if not window:
-            return []
+            return [], 0
         cached, goal = window[0].num_cached, window[0].num_prefill
-        window = [row for row in window if row.num_cached == cached]
+        stem_blocks = self.stem_blocks(window[0], window[0].num_cached)
+        last = window[0].block_keys[:stem_blocks][-1:]
+        window = [
+            row
+            for row in window
+            if row.num_cached == cached and row.block_keys[:stem_blocks][-1:] == last
+        ]
+        if stem_blocks:  # a row needs a token of its own
+            window = [row for row in window if row.num_prefill > stem_blocks * BLOCK_TOKENS]
         if not self._ragged:
             window = [row for row in window if row.num_prefill == goal]
-        return sorted(window, key=lambda row: abs(row.num_prefill - goal))
+        return sorted(window, key=lambda row: abs(row.num_prefill - goal)), stem_blocks
+
+    def stem_blocks(self, row: Sequence, num_cached: int) -> int:
+        """Of a row's cached tokens, how many blocks to share with others; 0 for none.
+
+        A stem that rows in slots have is there already. A new one must save most: its length, once
+        for every other row that waits for it.
+        """
+        if not self._shares:
+            return 0
+        most = min(num_cached, row.num_prefill - 1) // BLOCK_TOKENS
+        here = {stem.key for stem in self.layouts.stems.values()}
+        best, saved = 0, 0
+        for number, key in enumerate(row.block_keys[:most], start=1):
+            if key in here:
+                best, saved = number, 1 << 60
+            elif self._demand[key] >= STEM_ROWS and (self._demand[key] - 1) * number > saved:
+                best, saved = number, (self._demand[key] - 1) * number
+        return best
 
     def _stops(self, row: Sequence) -> frozenset[int]:
         """Where the row's states are worth keeping: where others part from it, and at its end.
@@ -201,8 +239,9 @@ class Scheduler:
         stops.add(len(wanted) * BLOCK_TOKENS)
         return frozenset(stop for stop in stops if stop > row.num_cached)
 
-    def _fits_memory(self, rows: list[Sequence]) -> bool:
-        demands = [Demand(row.num_prefill, row.num_remaining) for row in rows]
+    def _fits_memory(self, rows: list[Sequence], stem_blocks: int) -> bool:
+        shared = stem_blocks * BLOCK_TOKENS
+        demands = [Demand(row.num_prefill, row.num_remaining, shared) for row in rows]
         if self.budget.holds(self.layouts, demands):
             return True
         if len(rows) > 1 or self.layouts.num_active:

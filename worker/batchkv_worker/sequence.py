@@ -47,17 +47,16 @@ class FetchState(Enum):
 class Fetch:
     """A row's lookup. Times are of ``time.monotonic``; the last fields tell how it went.
 
-    ``local`` blocks were here before, ``found`` are those of the shared store that came then;
-    ``stop`` says why not more (``lookup.Found.stop``, or "held", or "slow").
+    ``found`` blocks came from the shared store; ``stop`` says why not more
+    (``lookup.Found.stop``, or "held", or "slow").
     """
 
     state: FetchState = FetchState.NEW
     asked_at: float = 0.0
-    retry_at: float = 0.0
     held_since: float = 0.0
+    deepest: int = 0  # blocks that were here at once, at most
     num_bytes: int = 0  # fetched and not yet used
-    seen: int = -1  # version of the prefix memory that it was last compared with
-    local: int = 0
+    num_expected: int = 0  # that the lookup under way may bring
     found: int = 0
     stop: str = ""
 
@@ -76,6 +75,7 @@ class Sequence:
     slot: int | None = None
     num_dispatched: int = 0
     num_cached: int = 0  # prompt tokens that were here already
+    depth_seen: tuple[int, int] = (-1, 0)  # version of the prefix memory, and blocks it had then
     block_keys: list[bytes] = field(default_factory=list)  # of the prompt's full blocks
     state_stops: frozenset[int] = frozenset()  # tokens after which states are kept
     fetch: Fetch | None = None  # its lookup in the shared store

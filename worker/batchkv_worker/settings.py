@@ -80,7 +80,21 @@ class WorkerSettings:
             )
         settings = cls(**values)
         settings._check_lease()
+        settings._check_cache("cache_lease_seconds" in values)
         return settings
+
+    def _check_cache(self, says_lease_seconds: bool) -> None:
+        """What needs a cache, or a kind of tier, is refused without."""
+        specs = opening.parse_tiers(self.cache) if self.cache else ()
+        if says_lease_seconds and opening.lease_url(specs) is None:
+            raise SettingsError(
+                "BATCHKV_CACHE_LEASE_SECONDS: leases between workers need a Redis tier in "
+                "BATCHKV_CACHE"
+            )
+        if self.kv_adopt_float and not specs:
+            raise SettingsError("BATCHKV_KV_ADOPT_FLOAT: there is no cache to take blocks from")
+        if self.kv_adopt_float and self.kv_scheme == "float":
+            raise SettingsError("BATCHKV_KV_ADOPT_FLOAT: this worker's own blocks are float")
 
     def _check_lease(self) -> None:
         if self.heartbeat_seconds * 2 > self.lease_seconds:
@@ -95,10 +109,10 @@ def _cache_values(environ: Mapping[str, str], given: str | None) -> dict[str, An
     source = "BATCHKV_CACHE" if given is None else "--cache"
     try:
         text = given if given is not None else opening.read_cache(environ)
+        secret, salt = opening.read_secret(environ), opening.read_salt(environ)
         if not text or text.strip() == "off":
             return {}
         opening.parse_tiers(text)
-        secret, salt = opening.read_secret(environ), opening.read_salt(environ)
     except ValueError as fault:
         raise SettingsError(f"{source}: {fault}") from fault
     return {"cache": text, "cache_secret": secret, "cache_salt": salt}

@@ -136,7 +136,9 @@ def _two_products(
         scores = scheme.keys.times(folded, keys, transpose=True)
     else:
         scores = folded @ scheme.keys.unpack_stored(keys, dtype).swapaxes(-1, -2)
-    weights = _softmax(scores, mask, sinks)
+    if mask is not None:
+        scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
+    weights = _softmax(scores, sinks)
     if packed:
         out = scheme.values.times(weights, values, transpose=False)
     else:
@@ -144,10 +146,8 @@ def _two_products(
     return out.reshape(rows, heads, 1, scheme.shape.value_size)
 
 
-def _softmax(scores: mx.array, mask: mx.array | None, sinks: mx.array | None) -> mx.array:
-    """Weights ``[rows, kv_heads, heads a kv head, columns]``; a sink takes its share of them."""
-    if mask is not None:
-        scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
+def _softmax(scores: mx.array, sinks: mx.array | None) -> mx.array:
+    """Weights ``[rows, kv heads, heads a kv head, columns]``; a sink takes its share of them."""
     if sinks is None:
         return mx.softmax(scores, axis=-1, precise=True)
     rows, kv_heads, heads, _ = scores.shape

@@ -14,8 +14,8 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
-from batchkv_worker.kv import attention
-from batchkv_worker.kv.layer import Chunk, Pieces, PrefillLayer
+from batchkv_worker.kv import attention, stem
+from batchkv_worker.kv.layer import Both, Chunk, Pieces, PrefillLayer
 from batchkv_worker.kv.layouts import Window
 from batchkv_worker.kv.model_face import OrderedByUs
 from batchkv_worker.kv.pace import Pace
@@ -48,6 +48,7 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         self._keys: list[mx.array] = []
         self._values: list[mx.array] = []
         self._handed: tuple[mx.array, mx.array] | None = None
+        self._stem: Both | None = None
 
     # -- what the engine calls
 
@@ -70,8 +71,17 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         self._keys, self._values = map(list, self._scheme.split(pieces))
         self.base, self.offset = first, end
 
-    def row(self, index: int, length: int) -> Pieces:
-        start = 0 if self._window is None else max(0, length - self._window + 1)
+    def share(self, stem: Both, num_tokens: int) -> None:
+        """Start after a stem; pieces that are restored after it come behind it.
+
+        Only where the model leaves attention to ``attend``: what it is handed lacks the stem.
+        """
+        self._stem = stem
+        self.base = self.offset = num_tokens
+        self._capacity -= num_tokens
+
+    def row(self, index: int, length: int, stem_tokens: int = 0) -> Pieces:
+        start = stem_tokens if self._window is None else max(0, length - self._window + 1)
         return self.block(index, start, length)
 
     def block(self, index: int, start: int, end: int) -> Pieces:
@@ -123,7 +133,7 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
     @property
     def attend(self) -> attention.Attend | None:
         """What the hook calls instead of the model's attention; None where nothing is packed."""
-        return self._attend if self._scheme.is_packed else None
+        return self._attend if self._scheme.is_packed or self._stem is not None else None
 
     def _attend(
         self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
@@ -135,9 +145,13 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         """
         end = self.offset - self.base
         keys, values = _columns(self._keys, end), _columns(self._values, end)
-        out = attention.attend(
-            "fused", self._scheme, self._dtype, queries, keys, values, scale, mask, sinks
-        )
+        how = (self._scheme, self._dtype, queries)
+        if self._stem is None:
+            out = attention.attend("fused", *how, keys, values, scale, mask, sinks)
+        else:
+            if isinstance(mask, str):
+                mask = create_causal_mask(queries.shape[2], end - queries.shape[2])
+            out = stem.attend(None, *how, self._stem, (keys, values), scale, mask, sinks)
         if self.pace is not None:
             self.pace.follow(out)
         return out

@@ -6,9 +6,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.kv import attention
+from batchkv_worker.kv import attention, stem
 from batchkv_worker.kv.frame import Frame, Span
-from batchkv_worker.kv.layer import Pieces, SlotLayer
+from batchkv_worker.kv.layer import Both, Pieces, SlotLayer
 from batchkv_worker.kv.layout import Relayout
 from batchkv_worker.kv.layouts import Window
 from batchkv_worker.kv.model_face import OrderedByUs
@@ -65,6 +65,10 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         )
         row = (*self._scheme.keys.give(keys), *self._scheme.values.give(values))
         return tuple(map(mx.contiguous, row))
+
+    def stem(self, pieces: Pieces) -> tuple[Both, Both]:
+        packed = self._packed.split(pieces)
+        return packed, (self._scheme.keys.take(packed[0]), self._scheme.values.take(packed[1]))
 
     def _take(self, pieces: Pieces) -> Pieces:
         keys, values = self._packed.split(pieces)
@@ -164,19 +168,13 @@ class AttentionSlots(OrderedByUs, SlotLayer):
                 tuple(part[rows, ..., group.low : span.high, :] for part in parts)
                 for parts in (self._keys, self._values)
             )
-            found.append(
-                attention.attend(
-                    self._path,
-                    self._scheme,
-                    self._dtype,
-                    queries[rows],
-                    keys,
-                    values,
-                    scale,
-                    group.mask,
-                    sinks,
-                )
-            )
+            how = (self._path, self._scheme, self._dtype, queries[rows])
+            if group.stem is None:
+                out = attention.attend(*how, keys, values, scale, group.mask, sinks)
+            else:
+                shared = group.stem.slots[self.place]
+                out = stem.attend(*how, shared, (keys, values), scale, group.mask, sinks)
+            found.append(out)
         return found[0] if len(found) == 1 else mx.concatenate(found, axis=0)
 
     def _visible(self, parts: list[mx.array]) -> Parts:

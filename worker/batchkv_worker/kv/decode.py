@@ -6,7 +6,7 @@ layout is ever forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +16,7 @@ from batchkv_worker.kv.frame import Frame, Framer, Shapes
 from batchkv_worker.kv.layer import LayerKind, Pieces, SlotLayer
 from batchkv_worker.kv.layout import Demand, SlotLayout
 from batchkv_worker.kv.layouts import Changes, Costs, Move, SlotLayouts
+from batchkv_worker.kv.stem import Stem
 
 
 def costs_of(kinds: Sequence[LayerKind]) -> Costs:
@@ -41,6 +42,8 @@ class DecodeSlots:
         self.layers: list[SlotLayer] = [kind.slots() for kind in kinds]
         self.model_cache: list[Any] = tree.nested(self.layers)
         self._kinds = kinds
+        for place, layer in enumerate(self.layers):
+            layer.place = place
         self._framer = Framer(shapes)
 
     @property
@@ -55,18 +58,30 @@ class DecodeSlots:
 
     def size(self, slot: int) -> int:
         """Tokens of the row in ``slot``."""
-        return self.layouts.main.length(slot)
+        return self.layouts.size(slot)
 
-    def admit(self, demand: Demand, pieces: Sequence[Pieces] | None) -> tuple[int, Move | None]:
+    def stem(self, key: bytes, num_tokens: int, pieces: Mapping[int, Pieces]) -> Stem:
+        """A prefix to be shared: ``pieces`` ``[1, ...]`` of each leaf that keeps every token."""
+        packed, slots = {}, {}
+        for place, piece in pieces.items():
+            packed[place], slots[place] = self.layers[place].stem(piece)
+        stem = Stem(key, num_tokens, packed, slots)
+        mx.eval(stem.arrays)
+        return stem
+
+    def admit(
+        self, demand: Demand, pieces: Sequence[Pieces] | None, stem: Stem | None = None
+    ) -> tuple[int, Move | None]:
         """Give a row a slot and copy it in; None for a row without any token yet.
 
+        With a stem the pieces of the layers that keep every token are of what comes after it.
         Returns the slot, and how another row moved out of its way. Raises ValueError when no slot
         is free.
         """
-        slot, move = self.layouts.make_way(demand)
+        slot, move = self.layouts.make_way(demand, stem)
         if move is not None:
             self._move(move)
-        self._relayout(self.layouts.admit(demand, slot))
+        self._relayout(self.layouts.admit(demand, slot, stem))
         for index, (layer, layout) in enumerate(self._with_layouts()):
             layer.admit(slot, layout.write, None if pieces is None else pieces[index])
         # One row at a time: MLX writes in place only into a buffer that nothing waits for.
@@ -74,7 +89,7 @@ class DecodeSlots:
         return slot, move
 
     def snapshot(self, slot: int) -> list[Pieces]:
-        """A copy of a row in every layer: what ``admit`` takes."""
+        """A copy of a row in every layer: what ``admit`` takes, with the same stem."""
         return [
             layer.snapshot(slot, layout.start(slot), layout.write)
             for layer, layout in self._with_layouts()
@@ -85,7 +100,7 @@ class DecodeSlots:
         self.layouts.release(slot)
 
     def close_gap(self) -> Move | None:
-        """Move the highest row into a free slot below it, if there is one."""
+        """Move a row into a free slot below it, if there is one: called until there is none."""
         move = self.layouts.close_gap()
         if move is not None:
             self._move(move)
@@ -112,7 +127,8 @@ class DecodeSlots:
             layer.drop()
 
     def close(self) -> None:
-        """Let go of all buffers."""
+        """Let go of all buffers and stems."""
+        self.layouts.stems.clear()
         self.layers.clear()
         self.model_cache.clear()
 

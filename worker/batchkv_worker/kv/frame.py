@@ -8,13 +8,18 @@ but start more kernels, so each counts as ``group_cost`` cells.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from batchkv_worker.kv.layout import SlotLayout, round_up
 from batchkv_worker.kv.layouts import SlotLayouts, Window
+
+if TYPE_CHECKING:
+    from batchkv_worker.kv.stem import Stem
 
 MAX_GROUPS = 8
 
@@ -35,12 +40,13 @@ class Shapes:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows [first, last) read columns [low, high); ``mask`` as in ``Span``."""
+    """Rows [first, last) read columns [low, high); ``mask`` as in ``Span``. They share ``stem``."""
 
     first: int
     last: int
     low: int
     mask: mx.array | None
+    stem: Stem | None = None
 
 
 class Span:
@@ -51,7 +57,14 @@ class Span:
     unless shapes are rounded.
     """
 
-    def __init__(self, layout: SlotLayout, rows: int, cuts: list[int], shapes: Shapes) -> None:
+    def __init__(
+        self,
+        layout: SlotLayout,
+        rows: int,
+        cuts: list[int],
+        shapes: Shapes,
+        stems: Mapping[int, Stem] | None = None,
+    ) -> None:
         step = shapes.step
         self.num_rows = rows
         self.write = layout.write
@@ -60,6 +73,7 @@ class Span:
         self._starts = [layout.start(slot) for slot in range(rows)]
         self._cuts = cuts
         self._shapes = shapes
+        self._stems = stems or {}
 
     @cached_property
     def mask(self) -> mx.array | None:
@@ -75,9 +89,11 @@ class Span:
         step = self._shapes.step
         for first, last in zip([0, *self._cuts], [*self._cuts, self.num_rows], strict=True):
             low = min(self._starts[first:last]) // step * step
-            found.append(Group(first, last, low, self._masked(first, last, low, None)))
+            stems = (self._stems[slot] for slot in range(first, last) if slot in self._stems)
+            mask = self._masked(first, last, low, None)
+            found.append(Group(first, last, low, mask, next(stems, None)))
         if len(found) == 1:
-            found[0] = Group(0, self.num_rows, self.low, self.mask)
+            found[0] = replace(found[0], low=self.low, mask=self.mask)
         return found
 
     def _masked(self, first: int, last: int, low: int, window: int | None) -> mx.array | None:
@@ -119,16 +135,35 @@ class Framer:
         if made_for != self._made_for:
             self._made_for = made_for
             self._cuts = {window: self._cut(layout, rows) for window, layout in layouts.all.items()}
+            self._cuts[None] = self._cut_by_stem(layouts, rows)
         spans = {
-            window: Span(layout, rows, self._cuts[window], shapes)
+            window: Span(layout, rows, self._cuts[window], shapes, layouts.stems)
+            if window is None
+            else Span(layout, rows, self._cuts[window], shapes)
             for window, layout in layouts.all.items()
         }
-        offsets = mx.array([main.write - main.start(slot) for slot in range(rows)], dtype=mx.int32)
+        offsets = mx.array([layouts.size(slot) for slot in range(rows)], dtype=mx.int32)
         return Frame(rows, offsets, spans)
 
     def _cut(self, layout: SlotLayout, rows: int) -> list[int]:
         lengths = [layout.length(slot) + 1 for slot in range(rows)]
         return cut(lengths, self.shapes.group_cost, self.shapes.rows)
+
+    def _cut_by_stem(self, layouts: SlotLayouts, rows: int) -> list[int]:
+        """Cuts wherever the stem changes, and within each such run by length."""
+        main, used = layouts.main, layouts.main.slots
+        lengths = [main.length(slot) + 1 for slot in range(rows)]
+        edges, last = [0], None
+        for slot in sorted(slot for slot in used if slot < rows):
+            stem = layouts.stems.get(slot)
+            if last is not None and stem is not last[0]:
+                edges.append(slot)
+            last = (stem,)
+        cuts = edges[1:]
+        for low, high in zip(edges, [*edges[1:], rows], strict=True):
+            inner = cut(lengths[low:high], self.shapes.group_cost, self.shapes.rows)
+            cuts += [low + place for place in inner]
+        return sorted(cuts)
 
 
 def cut(lengths: list[int], group_cost: int, multiple: int = 1) -> list[int]:

@@ -29,6 +29,7 @@ from batchkv_worker.kv.frame import Frame
 from batchkv_worker.kv.layout import Relayout
 from batchkv_worker.kv.layouts import Window
 
+Both = tuple[tuple[mx.array, ...], tuple[mx.array, ...]]  # parts of keys, parts of values
 # One row's share of a layer, each ``[1, ...]``: packed parts of keys, then of values, with the time
 # axis at -2; or the arrays of a state.
 Pieces = tuple[mx.array, ...]
@@ -67,9 +68,19 @@ class PrefillLayer(ABC):
         Only before the first chunk.
         """
 
+    def share(self, stem: Both, num_tokens: int) -> None:
+        """Start after a stem of that many tokens; only layers that keep every token can.
+
+        Only before the first chunk; what is restored comes behind it.
+        """
+        raise ValueError("this kind of layer has no stem")
+
     @abstractmethod
-    def row(self, index: int, length: int) -> Pieces:
-        """What a slot needs of row ``index`` after its ``length`` tokens (at least one)."""
+    def row(self, index: int, length: int, stem_tokens: int = 0) -> Pieces:
+        """What a slot needs of row ``index`` after its ``length`` tokens (at least one).
+
+        A slot with a stem needs of a layer that keeps every token only what comes after the stem.
+        """
 
     @abstractmethod
     def block(self, index: int, start: int, end: int) -> Pieces | None:
@@ -85,8 +96,11 @@ class SlotLayer(ABC):
     """One layer of the rows that decode, one token a row and step.
 
     Follows mlx-lm's cache contract as far as the models use it. ``arrays`` is all that it holds
-    between steps; its sizes follow the layout, never the number of steps.
+    between steps; its sizes follow the layout, never the number of steps. ``place`` is its number
+    among the leaves of the model's caches.
     """
+
+    place: int = 0
 
     @abstractmethod
     def begin(self, frame: Frame) -> None:
@@ -103,6 +117,10 @@ class SlotLayer(ABC):
     @abstractmethod
     def snapshot(self, slot: int, start: int, write: int) -> Pieces:
         """A copy of a row's columns [start, write): what ``admit`` takes."""
+
+    def stem(self, pieces: Pieces) -> tuple[Both, Both]:
+        """A stem's parts as prefill and as decode read them; only of layers with every token."""
+        raise ValueError("this kind of layer has no stem")
 
     @abstractmethod
     def relayout(self, change: Relayout) -> None:

@@ -20,10 +20,12 @@ beyond the window and a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 STEP = 256  # capacities are multiples of this
+_APART = 1 << 32  # what rows of different rank differ by: more than any row has tokens
+_Line = tuple[int, int]  # a row's rank and length
 
 
 def round_up(value: int, step: int = STEP) -> int:
@@ -47,10 +49,19 @@ class Relayout:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a row asks for: tokens already in the cache, and tokens still to come at most."""
+    """What a row asks for: tokens already in the cache, and tokens still to come at most.
+
+    The first ``shared`` of them stand in a stem: layers that keep every token have only the rest.
+    """
 
     length: int
     remaining: int
+    shared: int = 0
+
+    @property
+    def own(self) -> Demand:
+        """What the row asks of a layer that has the stem beside it."""
+        return Demand(self.length - self.shared, self.remaining)
 
 
 class SlotLayout:
@@ -138,33 +149,41 @@ class SlotLayout:
         """Rows are added by doubling."""
         return min(self.num_slots, 1 << max(0, count - 1).bit_length())
 
-    def choose(self, length: int) -> tuple[int, int | None]:
+    def choose(
+        self, length: int, rank: int = 0, ranks: Mapping[int, int] | None = None
+    ) -> tuple[int, int | None]:
         """A slot for a row of ``length`` columns, and the free slot to move its present row to.
 
         Attention reads groups of neighbouring rows, each from the group's first column on, so rows
         of like length belong side by side. Of all slots, taking a free one or moving one row out
         of the way, the one that adds least to the differences between neighbours is chosen; a
-        move must save what it copies. The second value is None when no row has to move.
+        move must save what it copies. The second value is None when no row has to move. Rows of one
+        rank (by slot; the new row's is ``rank``) are attended together, so they come before all.
         """
         if not self.num_free:
             raise ValueError("no slot is free")
         rows = min(self.num_slots, max(1, self.rows_for(self.num_active + 1)))
-        lengths = [self.length(slot) if slot in self._starts else None for slot in range(rows)]
-        used = [slot for slot, size in enumerate(lengths) if size is not None]
+        ranks = ranks or {}
+        lines = [
+            (ranks.get(slot, 0), self.length(slot)) if slot in self._starts else None
+            for slot in range(rows)
+        ]
+        new = rank, length
+        used = [slot for slot, line in enumerate(lines) if line is not None]
         free = min(
-            (slot for slot, size in enumerate(lengths) if size is None),
-            key=lambda slot: _strain(lengths, slot, length),
+            (slot for slot, line in enumerate(lines) if line is None),
+            key=lambda slot: _strain(lines, slot, new),
         )
         best: tuple[int, int | None] = free, None
-        least = _strain(lengths, free, length)
+        least = _strain(lines, free, new)
         if least <= STEP or free >= self.rows:
             return best
         for slot in used:
-            moved = lengths[slot]
+            moved = lines[slot]
             assert moved is not None
-            without = [*lengths[:slot], None, *lengths[slot + 1 :]]
+            without = [*lines[:slot], None, *lines[slot + 1 :]]
             strain = _strain(without, free, moved) - _strain(without, slot, moved)
-            strain += _strain(without, slot, length) + moved
+            strain += _strain(without, slot, new) + moved[1]
             if strain < least:
                 best, least = (slot, free), strain
         return best
@@ -267,13 +286,15 @@ class SlotLayout:
         assert self.num_rows <= self.rows <= self.num_slots or not self._starts
 
 
-def _strain(lengths: Sequence[int | None], slot: int, length: int) -> int:
-    """What a row of ``length`` in ``slot`` adds to the differences between neighbours in use."""
-    before = next((size for size in lengths[slot - 1 :: -1] if size is not None), None)
-    if slot == 0:
-        before = None
-    after = next((size for size in lengths[slot + 1 :] if size is not None), None)
+def _strain(lines: Sequence[_Line | None], slot: int, new: _Line) -> int:
+    """What a row in ``slot`` adds to the differences between neighbours in use."""
+    before = next((line for line in reversed(lines[:slot]) if line is not None), None)
+    after = next((line for line in lines[slot + 1 :] if line is not None), None)
     if before is None or after is None:
-        known = before if before is not None else after
-        return 0 if known is None else abs(length - known)
-    return abs(length - before) + abs(length - after) - abs(before - after)
+        known = before or after
+        return 0 if known is None else _difference(new, known)
+    return _difference(new, before) + _difference(new, after) - _difference(before, after)
+
+
+def _difference(one: _Line, other: _Line) -> int:
+    return abs(one[1] - other[1]) + (_APART if one[0] != other[0] else 0)

@@ -19,6 +19,7 @@ from batchkv_worker.kv.layer import LayerKind
 from batchkv_worker.kv.layouts import Costs
 from batchkv_worker.kv.schemes import LayerScheme, fit_model
 from batchkv_worker.kv.selfcheck import Traits, find_traits
+from batchkv_worker.kv.sharecheck import can_share
 from batchkv_worker.kv.spec import SchemeSpec
 from batchkv_worker.kv.state import StateKind
 
@@ -34,6 +35,7 @@ class KvPlan:
     traits: Traits
     shapes: Shapes
     costs: Costs
+    shares: bool = False  # whether rows may hold a common prefix once, as a stem
 
     @property
     def has_state(self) -> bool:
@@ -101,7 +103,8 @@ def make_plan(
         group_cost=min(costs, default=Shapes().group_cost) if group_cost is None else group_cost,
         mask_rank=traits.mask_rank,
     )
-    return KvPlan(tree, kinds, traits, shapes, costs_of(kinds))
+    shares = can_share(model, tree, kinds, traits)
+    return KvPlan(tree, kinds, traits, shapes, costs_of(kinds), shares)
 
 
 def _choose(

@@ -17,6 +17,7 @@ class PrefillRows:
 
     def __init__(self, kinds: Sequence[LayerKind], capacity: int, chunk_tokens: int) -> None:
         self.kinds = kinds
+        self.capacity = capacity
         self.layers: list[PrefillLayer] = [kind.prefill(capacity, chunk_tokens) for kind in kinds]
         pace = Pace()
         for layer in self.layers:
@@ -33,9 +34,9 @@ class PrefillRows:
         for layer in self.layers:
             layer.end()
 
-    def row(self, index: int, length: int) -> list[Pieces]:
-        """What the slots need of a row after its ``length`` tokens."""
-        return [layer.row(index, length) for layer in self.layers]
+    def row(self, index: int, length: int, stem_tokens: int = 0) -> list[Pieces]:
+        """What the slots need of a row after its ``length`` tokens, behind a stem or none."""
+        return [layer.row(index, length, stem_tokens) for layer in self.layers]
 
     def block(self, index: int, start: int, end: int) -> list[Pieces | None]:
         """A row's tokens [start, end) in every layer; None from layers without a time axis."""

@@ -107,17 +107,25 @@ def disagreement(
     for count in sorted({2, min(max(heads, 2), len(LENGTHS)), len(LENGTHS)}):
         rows = [[1 + (5 * i + j) % 17 for j in range(n + STEPS)] for i, n in enumerate(LENGTHS)]
         rows = rows[:count]
-        together = _logits(model, tree, kinds, traits, rows)
-        for index, row in enumerate(rows):
-            if alone is None:
-                expected = _own_logits(model, row)
-            else:
-                expected = _logits(model, tree, alone, traits, [row])[0]
-            scale = mx.maximum(mx.abs(expected).max(), 1e-6)
-            difference = mx.abs(together[index] - expected).max() / scale
-            worst = max(worst, float(difference.item()))
-            if difference.item() != difference.item():  # not a number: never equal
-                return float("inf")
+        together = logits_of(model, tree, kinds, traits, rows)
+        expected = [
+            _own_logits(model, row)
+            if alone is None
+            else logits_of(model, tree, alone, traits, [row])[0]
+            for row in rows
+        ]
+        worst = max(worst, worst_difference(together, expected))
+    return worst
+
+
+def worst_difference(found: mx.array, expected: Sequence[mx.array]) -> float:
+    """The largest difference of any row, over its largest logit; infinite for no number."""
+    worst = 0.0
+    for row, other in zip(found, expected, strict=True):
+        difference = mx.abs(row - other).max() / mx.maximum(mx.abs(other).max(), 1e-6)
+        if difference.item() != difference.item():  # not a number: never equal
+            return float("inf")
+        worst = max(worst, float(difference.item()))
     return worst
 
 
@@ -129,14 +137,14 @@ def _own_logits(model: Any, row: list[int]) -> mx.array:
     return mx.stack(found).astype(mx.float32)
 
 
-def _logits(
+def logits_of(
     model: Any,
     tree: CacheTree,
     kinds: Sequence[LayerKind],
     traits: Traits,
     rows: list[list[int]],
 ) -> mx.array:
-    """The same on our caches, all rows together: ``[rows, STEPS, vocabulary]``."""
+    """Of the rows' last ``STEPS`` tokens on our caches, together: ``[rows, STEPS, vocabulary]``."""
     slots = DecodeSlots(kinds, tree, len(rows), Shapes(group_cost=1, mask_rank=traits.mask_rank))
     places: dict[int, int] = {}  # row by slot
     groups = [list(range(len(rows)))] if traits.ragged else [[i] for i in range(len(rows))]
@@ -155,6 +163,13 @@ def _logits(
             if move is not None:
                 places[move.target] = places.pop(move.source)
             places[slot] = index
+    return logits_in(model, slots, rows, places)
+
+
+def logits_in(
+    model: Any, slots: DecodeSlots, rows: list[list[int]], places: dict[int, int]
+) -> mx.array:
+    """Decode the last ``STEPS`` tokens of rows that stand in slots; ``places``: row by slot."""
     found = []
     for step in range(STEPS):
         frame = slots.begin_step()

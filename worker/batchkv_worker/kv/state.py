@@ -86,7 +86,7 @@ class StatePrefill(_Arrays, PrefillLayer):
         for (place, _, _), piece in zip(self._shape.used, pieces, strict=True):
             self.cache[place] = piece
 
-    def row(self, index: int, length: int) -> Pieces:
+    def row(self, index: int, length: int, stem_tokens: int = 0) -> Pieces:
         return self.state(index)
 
     def state(self, index: int) -> Pieces:

@@ -36,7 +36,7 @@ class Access:
     adopts_float: bool = False
     patience_seconds: float = 30.0
     held_seconds: float = 60.0
-    close_seconds: float = 10.0
+    close_seconds: float = 3.0  # the engine's thread is waited for no longer than five
 
 
 def open_access(settings: WorkerSettings) -> Access | None:

@@ -9,13 +9,15 @@ namespace; so a block needs no other table of contents, and one that differs is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Sequence, Set
 from typing import Any
 
 import mlx.core as mx
 
 from batchkv_cache_store.block import Block, Kind, Tensor
 from batchkv_cache_store.keys import BLOCK_TOKENS
+from batchkv_cache_store.lookup import Piece, Wanted
 from batchkv_worker.kv.bundle import Bundle
 from batchkv_worker.kv.layer import LayerKind, Pieces
 
@@ -71,6 +73,25 @@ class Anatomy:
             self._templates[kind] = self.part(kind, pieces)
         return self._templates[kind]
 
+    @property
+    def largest(self) -> int:
+        """Bytes of a block's arrays, of the kind that has most."""
+        return max(self.template(kind).nbytes for kind in self.kinds)
+
+    def wanted(
+        self, namespace: bytes, keys: Sequence[bytes], prompt: Sequence[int], had: Set[Piece]
+    ) -> Wanted:
+        """What to look up for a prompt whose first full blocks have these keys."""
+        return Wanted(
+            namespace,
+            keys,
+            packed_tokens(prompt[: len(keys) * BLOCK_TOKENS], BLOCK_TOKENS),
+            has_kv=self.has_kv,
+            num_window_blocks=self.num_window_blocks,
+            has_state=self.has_state,
+            had=had,
+        )
+
     def is_like(self, kind: Kind, bundle: Bundle) -> bool:
         """Whether another worker of this namespace would accept these arrays."""
         return _looks(bundle.arrays) == _looks(self.template(kind).arrays)
@@ -112,3 +133,10 @@ def _array(tensor: Tensor) -> mx.array:
     plain = memoryview(tensor.data).cast("B")
     array = mx.array(plain.cast(code, tensor.shape))
     return array if array.dtype == dtype else array.view(dtype)
+
+
+def packed_tokens(tokens: Sequence[int], block_tokens: int) -> list[bytes]:
+    """Token ids as little-endian u32, block by block, full blocks only."""
+    packed = struct.pack(f"<{len(tokens)}I", *tokens)
+    size = 4 * block_tokens
+    return [packed[at : at + size] for at in range(0, len(packed) - size + 1, size)]

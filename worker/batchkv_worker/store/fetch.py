@@ -9,7 +9,6 @@ that whoever gets a lease among several workers looks once more.
 from __future__ import annotations
 
 import logging
-import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from batchkv_cache_store.store import Store
 log = logging.getLogger("batchkv.cache")
 
 NUM_THREADS = 2
+MAX_LEASES = 64  # of one prompt at once: its blocks are computed in order
 _MAX_LOOKS = 4  # at one prompt, while others publish what it was about to lease
 
 
@@ -49,7 +49,6 @@ class Answer:
     depth: int = 0
     pieces: dict[Piece, Block] = field(default_factory=dict)
     floats: Mapping[Piece, Block] = field(default_factory=dict)
-    float_depth: int = 0
     leases: list[Lease] = field(default_factory=list)
     is_held: bool = False
     stop: str = ""
@@ -66,16 +65,30 @@ class Fetcher:
         self._questions: SimpleQueue[Question | None] = SimpleQueue()
         self._answers: SimpleQueue[Answer] = SimpleQueue()
         self._has_answers = threading.Event()
+        self._lock = threading.Lock()
+        self._abandoned: set[int] = set()
+        self._leavings: SimpleQueue[Sequence[Lease] | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, name=f"batchkv-fetch-{n}", daemon=True)
             for n in range(NUM_THREADS)
         ]
+        self._threads.append(
+            threading.Thread(target=self._let_go, name="batchkv-leases-out", daemon=True)
+        )
         for thread in self._threads:
             thread.start()
 
     def ask(self, question: Question) -> None:
         """Queue a lookup; its answer comes, whatever happens."""
         self._questions.put(question)
+
+    def abandon(self, ticket: int) -> None:
+        """Nobody waits for this answer any more: its leases are let go as soon as it is there.
+
+        It comes all the same; one that is there already still has them.
+        """
+        with self._lock:
+            self._abandoned.add(ticket)
 
     def answers(self) -> list[Answer]:
         """What has been answered since the last call."""
@@ -91,10 +104,16 @@ class Fetcher:
         """Wait for an answer."""
         self._has_answers.wait(timeout_seconds)
 
+    def release(self, leases: Sequence[Lease]) -> None:
+        """Let leases go, on a thread that may wait for it."""
+        if leases:
+            self._leavings.put(leases)
+
     def close(self, timeout_seconds: float) -> None:
         """End the threads; one that a tier keeps longer is left behind."""
-        for _ in self._threads:
+        for _ in range(NUM_THREADS):
             self._questions.put(None)
+        self._leavings.put(None)
         deadline = time.monotonic() + timeout_seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -109,8 +128,22 @@ class Fetcher:
                 log.exception("a lookup failed")
                 answer.stop = "trouble lookup"
             answer.seconds = time.monotonic() - start
-            self._answers.put(answer)
+            with self._lock:
+                self._answers.put(answer)
+                is_abandoned = answer.ticket in self._abandoned
+                self._abandoned.discard(answer.ticket)
+                if is_abandoned:
+                    leases, answer.leases = answer.leases, []
+            if is_abandoned:
+                self.release(leases)
             self._has_answers.set()
+
+    def _let_go(self) -> None:
+        while (leases := self._leavings.get()) is not None:
+            try:
+                self._leases.release_many(leases)
+            except Exception:  # they lapse by themselves
+                log.exception("leases could not be let go")
 
     def _look(self, question: Question, answer: Answer) -> None:
         wanted = question.wanted
@@ -120,7 +153,7 @@ class Fetcher:
             if answer.leases and not is_deeper:
                 break  # nobody published meanwhile: they are ours to compute
             self._release(answer)
-            missing = wanted.keys[found.depth :]
+            missing = wanted.keys[found.depth : found.depth + MAX_LEASES]
             if not missing or found.stop == "gated":
                 break
             answer.leases = self._leases.acquire_chain(missing)
@@ -132,7 +165,9 @@ class Fetcher:
             had = question.floats.had | answer.pieces.keys()
             found = self._store.lookup(replace(question.floats, had=had))
             if found.depth > answer.depth:
-                answer.floats, answer.float_depth = found.pieces, found.depth
+                answer.floats = found.pieces
+                self._release(answer)  # what rests on converted blocks is never published
+                answer.is_held = False
 
     def _take(self, found: Found, answer: Answer) -> bool:
         """Add what was found; whether that goes deeper than what was found before."""
@@ -144,13 +179,5 @@ class Fetcher:
         return is_deeper
 
     def _release(self, answer: Answer) -> None:
-        for lease in answer.leases:
-            self._leases.release(lease)
+        self._leases.release_many(answer.leases)
         answer.leases = []
-
-
-def packed_tokens(tokens: Sequence[int], block_tokens: int) -> list[bytes]:
-    """Token ids as little-endian u32, block by block, full blocks only."""
-    packed = struct.pack(f"<{len(tokens)}I", *tokens)
-    size = 4 * block_tokens
-    return [packed[at : at + size] for at in range(0, len(packed) - size + 1, size)]

@@ -15,11 +15,11 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
 
 from batchkv_cache_store.block import Block
 from batchkv_cache_store.keys import BLOCK_TOKENS, chain, namespace, root_key
-from batchkv_cache_store.lookup import Piece, Wanted
+from batchkv_cache_store.lookup import Piece
 from batchkv_producer.cache_note import CacheNote, token_marks
 from batchkv_worker.kv.bundle import Bundle
 from batchkv_worker.kv.plan import KvPlan
@@ -30,25 +30,15 @@ from batchkv_worker.store.access import Access
 from batchkv_worker.store.anatomy import Anatomy
 from batchkv_worker.store.convert import FloatBlocks
 from batchkv_worker.store.face import SharedPrefixes
-from batchkv_worker.store.fetch import Answer, Fetcher, Question, packed_tokens
+from batchkv_worker.store.fetch import Answer, Fetcher, Question
 from batchkv_worker.store.identity import manifest
 from batchkv_worker.store.outbox import Outbox
+from batchkv_worker.store.questions import Asked, Questions
 
 log = logging.getLogger("batchkv.cache")
 
-AHEAD_ROWS = 32  # waiting rows whose lookups may be under way
-RETRY_SECONDS = 0.1  # between looks at what another worker computes
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    row: Sequence
-    missing: bytes  # the first block that is not here: nobody else need ask for it now
-
-    @property
-    def is_given_up(self) -> bool:
-        """Whether the row has gone on without its answer."""
-        return self.row.fetch is None or self.row.fetch.state is not FetchState.ASKED
+AHEAD_ROWS = 64  # waiting rows that are looked up, the oldest
+TAKE_BYTES = 128 * 2**20  # of answers taken in between two steps, and one more
 
 
 class Link(SharedPrefixes):
@@ -66,43 +56,62 @@ class Link(SharedPrefixes):
             self._float_namespace = namespace(self._floats.manifest(own))
         self._fetcher = Fetcher(access.store, access.leases, is_shared=access.is_shared)
         self.outbox = Outbox(
-            *(access.store, access.leases, self.anatomy),
+            *(access.store, self._fetcher.release, self.anatomy),
             *(self.namespace, self.root, access.writer),
         )
-        self._tickets = itertools.count()
-        self._asked: dict[int, _Asked] = {}
-        self._ahead_bytes = 0  # fetched for rows that still wait
+        self._questions = Questions(self._fetcher)
+        self._ahead_bytes = 0  # fetched for rows that still wait, or expected
         self._prefixes: PrefixCache | None = None
-        self.on_new = self.outbox.add
-        access.store.publish_manifest(own)
+        self._is_on = self._fits()
+        if self._is_on:
+            self.on_new = self.outbox.add
+            access.store.publish_manifest(own)
+
+    def _fits(self) -> bool:
+        """Whether this model's blocks can be stored at all."""
+        limits, size = self._store.limits, self.anatomy.largest
+        if size + limits.max_header_bytes <= limits.max_block_bytes:
+            return True
+        log.warning(
+            "prefixes are not shared: a block of this model takes %.0f MB, and may take %.0f; "
+            "another KV scheme takes less",
+            *(size / 1e6, limits.max_block_bytes / 1e6),
+        )
+        return False
 
     def attach(self, prefixes: PrefixCache) -> None:
         self._prefixes = prefixes
+        if not prefixes.max_blocks:
+            self._is_on = False
+            log.warning("prefixes are not shared: the memory for prefixes holds not one block")
 
     @property
     def is_busy(self) -> bool:
-        return len(self.outbox) > 0
+        return len(self.outbox) > 0 or self._questions.has_answers
 
     def begin(self, row: Sequence) -> None:
-        if row.block_keys:
+        if row.block_keys and self._is_on:
             row.fetch = Fetch()
 
     def advance(self, waiting: Iterable[Sequence]) -> None:
-        answers = self._fetcher.answers()
-        for answer in answers:
-            self._take_in(answer)
-        version = self._prefix_memory.version
-        for row in itertools.islice(waiting, AHEAD_ROWS):
+        self._take_answers()
+        now = time.monotonic()
+        for place, row in enumerate(itertools.islice(waiting, AHEAD_ROWS)):
             fetch = row.fetch
-            if fetch is None or fetch.state is FetchState.DONE:
+            if fetch is None or fetch.state in (FetchState.DONE, FetchState.ASKED):
                 continue
-            # Looking through a chain at every step would cost more than the step's own work.
-            if answers or fetch.seen != version or fetch.state is FetchState.HELD:
-                self.is_ready(row)
-                fetch.seen = version
+            if self.is_ready(row):
+                continue
+            depth = self._prefix_memory.depth_of(row)
+            if not self._questions.may_ask(row.block_keys[depth], now):
+                continue
+            if not self._has_room(row, fetch, depth, is_first=place == 0):
+                break  # a younger row must not take the room that this one waits for
+            self._ask(row, fetch, depth, now)
 
     def wait(self, timeout_seconds: float) -> None:
-        self._fetcher.wait(timeout_seconds)
+        if not self._questions.has_answers:
+            self._fetcher.wait(timeout_seconds)
 
     def send(self, *, is_idle: bool) -> None:
         self.outbox.send(is_idle=is_idle)
@@ -115,92 +124,90 @@ class Link(SharedPrefixes):
         if fetch.state is FetchState.ASKED:
             is_late = now - fetch.asked_at > self._access.patience_seconds
             return is_late and self._give_up(fetch, "slow")
-        depth = self._prefix_memory.depth(row.block_keys)
+        depth = self._prefix_memory.depth_of(row)
         # What is computed here, the scheduler sees to it that it is computed once.
         if depth == len(row.block_keys) or self.outbox.is_held(row.block_keys[depth]):
             return True
-        if fetch.state is FetchState.HELD and now - fetch.held_since > self._access.held_seconds:
-            return self._give_up(fetch, "held")
-        if any(asked.is_given_up for asked in self._asked.values()):
-            return True  # the store hangs: nobody else waits for it
-        if now >= fetch.retry_at and self._may_ask(row, fetch, depth):
-            self._ask(row, fetch, depth, now)
+        if self._questions.is_hung:
+            return self._give_up(fetch, "slow")  # the store hangs: nobody else waits for it
+        if self._questions.is_held(row.block_keys[depth]):
+            self._see_held(fetch, depth, now)
+            if now - fetch.held_since > self._access.held_seconds:
+                return self._give_up(fetch, "held")
         return False
 
-    def _may_ask(self, row: Sequence, fetch: Fetch, depth: int) -> bool:
-        """Whether nobody asks for this block, and there is room for what may come."""
-        missing = row.block_keys[depth]
-        if any(asked.missing == missing for asked in self._asked.values()):
-            return False
-        others = self._ahead_bytes - fetch.num_bytes
-        wanted = (len(row.block_keys) - depth) * self._prefix_memory.block_bytes
-        if others and others + wanted > self._prefix_memory.max_bytes // 2:
-            return False
-        self._expect(fetch, wanted)
-        return True
-
-    def _expect(self, fetch: Fetch, num_bytes: int) -> None:
-        """That much was or will be fetched for a row, and is not used yet."""
-        self._ahead_bytes += num_bytes - fetch.num_bytes
-        fetch.num_bytes = num_bytes
+    def _see_held(self, fetch: Fetch, depth: int, now: float) -> None:
+        """Another worker computes the row's next block: since when has that not got on?"""
+        if fetch.state is not FetchState.HELD or depth > fetch.deepest:
+            fetch.state, fetch.stop = FetchState.HELD, "held"
+            fetch.held_since, fetch.deepest = now, depth
 
     def _give_up(self, fetch: Fetch, why: str) -> bool:
         """Nothing is waited for any longer than its limit."""
-        self._expect(fetch, 0)
+        self._questions.give_up(fetch)
+        self._expect(fetch, 0, 0)
         fetch.state, fetch.stop = FetchState.DONE, why
         self._store.count(f"gave_up.{why}")
         return True
 
+    def _has_room(self, row: Sequence, fetch: Fetch, depth: int, *, is_first: bool) -> bool:
+        """Room for what may come; the oldest row that waits always has it."""
+        memory = self._prefix_memory
+        others = self._ahead_bytes - fetch.num_bytes
+        wanted = (len(row.block_keys) - depth) * memory.block_bytes
+        if not is_first and others + wanted > memory.max_bytes // 2:
+            return False
+        self._expect(fetch, fetch.num_bytes, wanted)
+        return True
+
+    def _expect(self, fetch: Fetch, num_bytes: int, num_expected: int) -> None:
+        """That much was fetched for a row and is not used yet, and that much may still come."""
+        self._ahead_bytes += num_bytes + num_expected - fetch.num_bytes - fetch.num_expected
+        fetch.num_bytes, fetch.num_expected = num_bytes, num_expected
+
     def _ask(self, row: Sequence, fetch: Fetch, depth: int, now: float) -> None:
-        if fetch.state is FetchState.NEW:
-            fetch.local = depth
         fetch.state, fetch.asked_at = FetchState.ASKED, now
-        ticket = next(self._tickets)
-        self._asked[ticket] = _Asked(row, row.block_keys[depth])
-        wanted = self._wanted(row, self.namespace, row.block_keys)
+        fetch.deepest = max(fetch.deepest, depth)
+        had = self._prefix_memory.pieces(row.block_keys)
+        wanted = self.anatomy.wanted(self.namespace, row.block_keys, row.prompt, had)
         floats = None
         if self._floats is not None and self._floats.is_needed:
             root = root_key(self._float_namespace, self._access.salt)
-            prompt = row.prompt[: len(row.block_keys) * BLOCK_TOKENS]
-            floats = self._wanted(row, self._float_namespace, chain(root, prompt))
-        self._fetcher.ask(Question(ticket, wanted, floats))
-
-    def _wanted(self, row: Sequence, space: bytes, keys: list[bytes]) -> Wanted:
-        return Wanted(
-            space,
-            keys,
-            packed_tokens(row.prompt[: len(keys) * BLOCK_TOKENS], BLOCK_TOKENS),
-            has_kv=self.anatomy.has_kv,
-            num_window_blocks=self.anatomy.num_window_blocks,
-            has_state=self.anatomy.has_state,
-            had=self._prefix_memory.pieces(row.block_keys),
+            keys = chain(root, row.prompt[: len(row.block_keys) * BLOCK_TOKENS])
+            floats = self.anatomy.wanted(self._float_namespace, keys, row.prompt, had)
+        self._questions.ask(
+            row, row.block_keys[depth], lambda ticket: Question(ticket, wanted, floats)
         )
 
-    def _take_in(self, answer: Answer) -> None:
-        row = self._asked.pop(answer.ticket).row
-        fetch = row.fetch
-        if fetch is None or row.is_ended:  # nobody wants it any more
-            for lease in answer.leases:
-                self._access.leases.release(lease)
-            return
-        was = self._prefix_memory.depth(row.block_keys)
+    def _take_answers(self) -> None:
+        """Take in what came, as much as a step can bear."""
+        taken = 0
+        for asked, answer in self._questions.answers():
+            taken += self._take_in(asked, answer)
+            if taken > TAKE_BYTES:
+                return
+
+    def _take_in(self, asked: Asked, answer: Answer) -> int:
+        """Bytes that an answer brought."""
+        row, fetch = asked.row, asked.row.fetch
+        if fetch is None or row.is_ended or fetch.state is not FetchState.ASKED:
+            self._fetcher.release(answer.leases)  # nobody waits for it any more
+            return 0
+        was = self._prefix_memory.depth_of(row)
         num_bytes = self._adopt(row, answer)
-        if fetch.state is FetchState.ASKED:
-            self._expect(fetch, num_bytes)
-        depth = self._prefix_memory.depth(row.block_keys)
-        fetch.found += max(0, depth - was)
-        fetch.stop = answer.stop
+        depth = self._prefix_memory.depth_of(row)
+        fetch.found += max(0, depth - max(was, fetch.deepest))
+        self._expect(fetch, fetch.num_bytes + num_bytes, 0)
         self.outbox.hold(answer.leases, fetch)
-        if fetch.state is not FetchState.ASKED:  # it went on without us, or is in its slot already
-            self.outbox.forget(fetch)
-            return
-        now = time.monotonic()
         if not answer.is_held or depth == len(row.block_keys):
-            fetch.state = FetchState.DONE
-            return
-        if depth > was or not fetch.held_since:
-            fetch.held_since = now
-        fetch.state, fetch.retry_at, fetch.stop = FetchState.HELD, now + RETRY_SECONDS, "held"
+            fetch.state, fetch.stop = FetchState.DONE, answer.stop
+            return num_bytes
+        self._questions.hold_off(row.block_keys[depth])
+        now = time.monotonic()
+        if depth > fetch.deepest or not fetch.held_since:
+            fetch.held_since, fetch.deepest = now, max(depth, fetch.deepest)
+        fetch.state, fetch.stop = FetchState.HELD, "held"
+        return num_bytes
 
     def _adopt(self, row: Sequence, answer: Answer) -> int:
         """Put what came into the prefix memory; its bytes there."""
@@ -268,16 +275,19 @@ class Link(SharedPrefixes):
         fetch = row.fetch
         if fetch is None:
             return
-        self._expect(fetch, 0)
-        fetch.state = FetchState.DONE
+        self._expect(fetch, 0, 0)
+        was, fetch.state = fetch.state, FetchState.DONE
+        if was is FetchState.ASKED:
+            self._questions.abandon(fetch)
+            self._take_answers()  # one that was there already has leases
         self.outbox.forget(fetch)
 
     def close(self) -> None:
-        self.outbox.send(is_idle=True)
-        self._fetcher.close(1.0)
-        self._access.leases.close()
-        self._access.store.close(self._access.close_seconds)
-        self.outbox.close()
+        with ExitStack() as steps:  # the last first, and each whatever became of those before
+            steps.callback(self._access.leases.close)  # not before the blocks are written
+            steps.callback(self._access.store.close, self._access.close_seconds)
+            steps.callback(self._fetcher.close, 1.0)
+            steps.callback(self.outbox.send_all)
         told = ", ".join(f"{name} {count}" for name, count in self.counters.items() if count)
         log.info("cache: %s", told or "not used")
 

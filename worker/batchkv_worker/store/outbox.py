@@ -12,21 +12,22 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from batchkv_cache_store.block import Block, Kind
 from batchkv_cache_store.keys import BLOCK_TOKENS
-from batchkv_cache_store.lease import Lease, Leases
+from batchkv_cache_store.lease import Lease
 from batchkv_cache_store.store import Store
 from batchkv_worker.kv.bundle import Bundle
 from batchkv_worker.sequence import Fetch, Sequence
-from batchkv_worker.store.anatomy import Anatomy
-from batchkv_worker.store.fetch import packed_tokens
+from batchkv_worker.store.anatomy import Anatomy, packed_tokens
 
 log = logging.getLogger("batchkv.cache")
 
-SEND_BYTES = 64 * 2**20  # copied out between two steps, at most
+SEND_BYTES = 64 * 2**20  # copied out between two steps; a quarter of what waits, if that is more
+MAX_BYTES = 512 * 2**20  # of parcels that wait: they keep arrays alive that nothing else counts
 _AGE_STEPS = 2  # after which what was started is surely computed
 
 
@@ -60,19 +61,20 @@ class Outbox:
     def __init__(
         self,
         store: Store,
-        leases: Leases,
+        release: Callable[[Items[Lease]], None],
         anatomy: Anatomy,
         namespace: bytes,
         root: bytes,
         writer: str,
     ) -> None:
         self._store = store
-        self._leases = leases
+        self._release = release  # returns at once
         self._anatomy = anatomy
         self._namespace = namespace
         self._root = root
         self._writer = writer
         self._parcels: deque[_Parcel] = deque()
+        self._num_bytes = 0
         self._held: dict[bytes, _Held] = {}
         self._lock = threading.Lock()
         self._step = 0
@@ -89,7 +91,8 @@ class Outbox:
 
     def is_held(self, key: bytes) -> bool:
         """Whether this worker has the lease on a block: it is being computed here."""
-        return key in self._held
+        held = self._held.get(key)
+        return held is not None and not held.lease.is_lost
 
     def forget(self, owner: Fetch) -> None:
         """A row is computed or gone: what it leased and nobody computed may be another's."""
@@ -100,8 +103,7 @@ class Outbox:
                 if held.owner is owner and not held.num_pending
             ]
             leases = [self._held.pop(key).lease for key in gone]
-        for lease in leases:
-            self._leases.release(lease)
+        self._release(leases)
 
     def add(self, row: Sequence, number: int, kind: Kind, bundle: Bundle) -> None:
         """Take in a part that was computed just now (``prefix.OnNew``)."""
@@ -111,48 +113,65 @@ class Outbox:
                 log.warning("prefixes are not shared: this model's %s arrays vary", kind)
             self._store.count("unlike")
             return
+        if self._num_bytes + bundle.nbytes > MAX_BYTES:
+            self._store.count("dropped")
+            return  # its lease goes with its owner
         parcel = _Parcel(self._step, row, number, kind, bundle)
         with self._lock:
             if (held := self._held.get(parcel.key)) is not None:
                 held.num_pending += 1
         self._parcels.append(parcel)
+        self._num_bytes += bundle.nbytes
 
     def send(self, *, is_idle: bool) -> None:
         """After a step: copy out what is computed by now; all of it when nothing else is to do."""
         self._step += 1
-        sent = 0
-        while self._parcels and sent < SEND_BYTES:
+        left = max(SEND_BYTES, self._num_bytes // 4)
+        while self._parcels and left > 0:
             if not is_idle and self._parcels[0].step > self._step - _AGE_STEPS:
                 return
             parcel = self._parcels.popleft()
-            sent += parcel.bundle.nbytes
+            self._num_bytes -= parcel.bundle.nbytes
+            left -= parcel.bundle.nbytes
             self._send(parcel)
 
+    def send_all(self) -> None:
+        """The engine ends."""
+        while self._parcels:
+            self.send(is_idle=True)
+
     def _send(self, parcel: _Parcel) -> None:
-        low = parcel.number * BLOCK_TOKENS
-        keys = parcel.row.block_keys
+        key = parcel.key  # the write must not keep the parcel, and so its arrays, alive
 
         def end() -> None:
-            self._written(parcel.key)
+            self._written(key)
 
         is_queued = False
-        if self._store.has_room(parcel.bundle.nbytes):
-            block = Block(
-                namespace=self._namespace,
-                key=parcel.key,
-                parent=keys[parcel.number - 1] if parcel.number else self._root,
-                index=parcel.number,
-                kind=parcel.kind,
-                tokens=packed_tokens(parcel.row.prompt[low : low + BLOCK_TOKENS], BLOCK_TOKENS)[0],
-                tensors=self._anatomy.tensors(parcel.kind, parcel.bundle),
-                writer=self._writer,
-                time_ms=time.time_ns() // 1_000_000,
-            )
-            is_queued = self._store.publish(block, end)
-        else:
+        try:
+            if self._store.has_room(parcel.bundle.nbytes):
+                is_queued = self._store.publish(self._block(parcel), end)
+            else:
+                self._store.count("dropped")
+        except Exception:  # whatever broke, rows go on
+            log.exception("a block could not be handed to the store")
             self._store.count("dropped")
         if not is_queued:
             end()
+
+    def _block(self, parcel: _Parcel) -> Block:
+        low = parcel.number * BLOCK_TOKENS
+        keys = parcel.row.block_keys
+        return Block(
+            namespace=self._namespace,
+            key=parcel.key,
+            parent=keys[parcel.number - 1] if parcel.number else self._root,
+            index=parcel.number,
+            kind=parcel.kind,
+            tokens=packed_tokens(parcel.row.prompt[low : low + BLOCK_TOKENS], BLOCK_TOKENS)[0],
+            tensors=self._anatomy.tensors(parcel.kind, parcel.bundle),
+            writer=self._writer,
+            time_ms=time.time_ns() // 1_000_000,
+        )
 
     def _written(self, key: bytes) -> None:
         with self._lock:
@@ -163,10 +182,4 @@ class Outbox:
             if held.num_pending > 0:
                 return
             del self._held[key]
-        self._leases.release(held.lease)
-
-    def close(self) -> None:
-        """Nothing more is sent; leases go with ``Leases.close``."""
-        self._parcels.clear()
-        with self._lock:
-            self._held.clear()
+        self._release([held.lease])

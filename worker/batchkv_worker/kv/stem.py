@@ -1,0 +1,120 @@
+"""A prefix that several rows share, held once and attended once for all of them.
+
+The layers that keep every token hold a row's own tokens only; what stands before them is the stem.
+Its keys are multiplied with the queries of all its rows in one product, so that they are read once
+and not once a row. Layers with a window or a state keep what they need of it in each row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import mlx.core as mx
+
+from batchkv_worker.kv.attention import Path
+from batchkv_worker.kv.layer import Both
+from batchkv_worker.kv.schemes import LayerScheme
+
+MAX_SCORES = 2**24  # numbers that may stand at once: 64 MiB in float32
+_ranks = count(1)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Stem:
+    """``key`` names its last block. By leaf of the model's caches: ``packed`` parts, as prefill
+    reads them, and ``slots`` parts, as decode does. ``rank`` orders stems among each other.
+    """
+
+    key: bytes
+    num_tokens: int
+    packed: dict[int, Both]
+    slots: dict[int, Both]
+    rank: int = field(default_factory=lambda: next(_ranks))
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All that it holds."""
+        found = [*self.packed.values(), *self.slots.values()]
+        return [array for both in found for parts in both for array in parts]
+
+
+def attend(
+    path: Path | None,
+    scheme: LayerScheme,
+    dtype: mx.Dtype,
+    queries: mx.array,
+    stem: Both,
+    own: Both,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Attention of ``queries`` ``[rows, heads, tokens, size]`` over the stem and each row's own.
+
+    ``mask`` says which of their own columns tokens see, ``[rows or 1, 1, tokens or 1, columns]``;
+    of the stem they see all. ``path`` is how a row's own part is read. Returns what
+    ``attention.attend`` does.
+    """
+    rows, heads, num_tokens, size = queries.shape
+    columns = stem[0][0].shape[-2] + own[0][0].shape[-2]
+    few = max(1, MAX_SCORES // (rows * heads * columns))
+    if num_tokens > few:
+        # Scores stand in memory as a whole here: of as many tokens at once as is bearable.
+        one_for_all = mask is not None and mask.shape[-2] == 1
+        parts = [
+            attend(
+                *(path, scheme, dtype, queries[:, :, low : low + few], stem, own, scale),
+                mask if mask is None or one_for_all else mask[..., low : low + few, :],
+                sinks,
+            )
+            for low in range(0, num_tokens, few)
+        ]
+        return mx.concatenate(parts, axis=2)
+    kv_heads = scheme.shape.num_heads
+    lines = heads // kv_heads * num_tokens
+    turned = scheme.keys.rotate(queries, scale).reshape(rows, kv_heads, lines, size)
+    far_keys = scheme.keys.unpack_stored(stem[0], dtype)
+    far = _by_head(turned) @ far_keys.swapaxes(-1, -2)
+    packed = path is not None and path.endswith("packed")
+    if packed:
+        near = scheme.keys.times(turned, own[0], transpose=True)
+    else:
+        near = turned @ scheme.keys.unpack_stored(own[0], dtype).swapaxes(-1, -2)
+    if mask is not None:
+        split = near.reshape(rows, heads, num_tokens, near.shape[-1])
+        near = mx.where(mask, split, mx.finfo(near.dtype).min).reshape(near.shape)
+    far_weights, near_weights = _softmax(far, near, sinks, num_tokens)
+    out = far_weights @ scheme.values.unpack_stored(stem[1], dtype)
+    out = out.reshape(kv_heads, rows, lines, -1).swapaxes(0, 1)
+    if packed:
+        out = out + scheme.values.times(near_weights, own[1], transpose=False)
+    else:
+        out = out + near_weights @ scheme.values.unpack_stored(own[1], dtype)
+    return scheme.values.unrotate(out.reshape(rows, heads, num_tokens, scheme.shape.value_size))
+
+
+def _softmax(
+    far: mx.array, near: mx.array, sinks: mx.array | None, num_tokens: int
+) -> tuple[mx.array, mx.array]:
+    """Weights of the stem's and of the rows' own scores, each in the shape of its scores.
+
+    ``far`` is ``[1, kv heads, rows * lines, columns]``, ``near`` ``[rows, kv heads, lines,
+    columns]``. Put together heads first, the large part is copied once.
+    """
+    rows, kv_heads, lines, _ = near.shape
+    columns = far.shape[-1]
+    parts = [far.reshape(kv_heads, rows, lines, columns), near.swapaxes(0, 1)]
+    if sinks is not None:
+        column = mx.repeat(sinks.astype(near.dtype), num_tokens).reshape(kv_heads, 1, lines, 1)
+        parts.append(mx.broadcast_to(column, (kv_heads, rows, lines, 1)))
+    weights = mx.softmax(mx.concatenate(parts, axis=-1), axis=-1, precise=True)
+    own = weights[..., columns : columns + near.shape[-1]]
+    return weights[..., :columns].reshape(far.shape), own.swapaxes(0, 1)
+
+
+def _by_head(x: mx.array) -> mx.array:
+    """``[rows, kv heads, lines, size]`` as ``[1, kv heads, rows * lines, size]``."""
+    rows, kv_heads, lines, size = x.shape
+    return x.swapaxes(0, 1).reshape(1, kv_heads, rows * lines, size)
