@@ -17,7 +17,7 @@ from batchkv_worker.events import Completed
 from batchkv_worker.kv import attention, stem
 from batchkv_worker.kv.attention import Path
 from batchkv_worker.kv.attention_kind import AttentionKind
-from batchkv_worker.kv.decode import DecodeSlots
+from batchkv_worker.kv.decode import DecodeSlots, costs_of
 from batchkv_worker.kv.discover import CacheTree
 from batchkv_worker.kv.frame import Framer, Shapes
 from batchkv_worker.kv.layer import Both, Chunk, LayerKind, Pieces
@@ -339,7 +339,7 @@ def test_a_stem_dies_with_its_last_row() -> None:
 
 
 def test_stems_are_bit_for_bit_what_prefill_packed() -> None:
-    """Prefill reads the very pieces; decode those that slots would hold."""
+    """Prefill reads the very pieces, decode those that slots would hold; both are reckoned with."""
     for path in ("fused", "spread-packed"):
         kind = attention_kind("turbo3.5", path=path)
         slots = DecodeSlots([kind], CacheTree((), (0,)), 2, Shapes())
@@ -352,6 +352,9 @@ def test_stems_are_bit_for_bit_what_prefill_packed() -> None:
         buffers: Any = slots.layers[0].arrays
         write = slots.layouts.main.write
         wanted = tuple(part[:1, ..., write - 40 : write, :] for part in buffers)
+        costs = costs_of([kind])
+        held = {id(array): array.nbytes for array in found.arrays}
+        assert sum(held.values()) == 40 * (costs.per_token + costs.beside_stem)
         assert bits((*found.slots[0][0], *found.slots[0][1])) == bits(wanted)
 
 
@@ -460,9 +463,9 @@ def prompts() -> dict[str, list[int]]:
     for index, length in enumerate((9, 1, 30, 3, 17)):
         found[f"long {index}"] = long + random_prompt(10 + index, length)
         found[f"short {index}"] = short + random_prompt(20 + index, length + 1)
-    for index, length in enumerate((5, 1, 280)):
+    for index, (length, other) in enumerate(((5, 1), (1, 40), (270, 2))):
         found[f"part {index}"] = long[:BLOCK] + random_prompt(30 + index, length)
-        found[f"other {index}"] = random_prompt(40 + index, length)
+        found[f"other {index}"] = random_prompt(40 + index, other)
     # Their last token is fed by the first step: these have a block less, and a token less.
     found |= {"exact long": long, "exact short": short}
     found["one after"] = [*long, 7]
@@ -526,13 +529,21 @@ def check_same(crowd: Crowd, expected: dict[str, Completed], scheme: str) -> Non
             assert abs(one.logprob - other.logprob) <= bound, (name, step, one, other)
 
 
+def shares(model: Any) -> bool:
+    caches = tiny_models.loaded(model).caches
+    fixed: dict[str, Any] = {"num_rows": 2, "path": "fused", "group_cost": 64}
+    return make_plan("tiny", model, caches, "float", mx.float32, **fixed).shares
+
+
 @pytest.mark.parametrize("family", sorted(APART))
 def test_who_does_not_share(family: str) -> None:
     """Where attention passes the caches by, no prefix is taken out of a row's line."""
-    model = model_of(family)
-    caches = tiny_models.loaded(model).caches
-    fixed: dict[str, Any] = {"num_rows": 2, "path": "fused", "group_cost": 64}
-    assert not make_plan(family, model, caches, "float", mx.float32, **fixed).shares
+    assert not shares(model_of(family))
+
+
+def test_gemma4_without_shared_layers_shares() -> None:
+    """Its layers without keys of their own attend without a cache; sizes that have none share."""
+    assert shares(tiny_models.build("gemma4_text", num_kv_shared_layers=0))
 
 
 def test_every_family_is_known() -> None:
@@ -615,10 +626,10 @@ def bytes_held(crowd: Crowd) -> int:
     return crowd.engine.kv_bytes + shared + crowd.engine.prefixes.num_bytes
 
 
-@pytest.mark.parametrize("scheme", ["affine8", "turbo3.5"])
-def test_more_rows_decode_at_once_when_they_share(scheme: str) -> None:
+@pytest.mark.parametrize(("scheme", "path"), [("affine8", "fused"), ("turbo3", "spread-packed")])
+def test_more_rows_decode_at_once_when_they_share(scheme: str, path: Path) -> None:
     """Memory for few copies of a prefix: the rows that share it are all in at once, in it."""
-    costs = engine_of("llama", scheme).engine.plan.costs
+    costs = engine_of("llama", scheme, path=path).engine.plan.costs
     prefix = random_prompt(1, 4 * BLOCK)
     most: dict[bool, int] = {}
     for share in (True, False):
@@ -627,6 +638,7 @@ def test_more_rows_decode_at_once_when_they_share(scheme: str) -> None:
             scheme,
             slots=16,
             share=share,
+            path=path,
             prefix_bytes=5 * BLOCK * costs.per_new_token,
             memory_bytes=(5 * BLOCK + 9000) * costs.per_new_token,
         )
@@ -657,7 +669,7 @@ def test_a_closed_engine_holds_no_stem() -> None:
     assert held[0]() is None
 
 
-@pytest.mark.parametrize(("family", "blocks"), [("llama", 1), ("llama", 3), ("qwen3_next", 2)])
+@pytest.mark.parametrize(("family", "blocks"), [("llama", 1), ("qwen3_next", 2)])
 def test_small_prefix_memory(family: str, blocks: int) -> None:
     """Blocks go before those who wait for them come: rows are right, behind stems or not."""
     costs = engine_of(family, "affine8").engine.plan.costs

@@ -14,7 +14,7 @@ import mlx.core as mx
 from batchkv_worker.kv.discover import CacheTree
 from batchkv_worker.kv.frame import Frame, Framer, Shapes
 from batchkv_worker.kv.layer import LayerKind, Pieces, SlotLayer
-from batchkv_worker.kv.layout import Demand, SlotLayout
+from batchkv_worker.kv.layout import STEP, Demand, SlotLayout
 from batchkv_worker.kv.layouts import Changes, Costs, Move, SlotLayouts
 from batchkv_worker.kv.stem import Stem
 
@@ -22,13 +22,21 @@ from batchkv_worker.kv.stem import Stem
 def costs_of(kinds: Sequence[LayerKind]) -> Costs:
     """Bytes of all layers together."""
     windows: dict[int, int] = {}
-    per_token = 0
+    per_token = beside_stem = 0
     for kind in kinds:
         if kind.window is None:
             per_token += kind.bytes_per_token
+            beside_stem += 0 if kind.has_state else _bytes_in_stem(kind) - kind.bytes_per_token
         else:
             windows[kind.window] = windows.get(kind.window, 0) + kind.bytes_per_token
-    return Costs(per_token, windows, sum(kind.bytes_per_row for kind in kinds))
+    return Costs(per_token, windows, sum(kind.bytes_per_row for kind in kinds), beside_stem)
+
+
+def _bytes_in_stem(kind: LayerKind) -> int:
+    """Bytes of one token in a stem; nothing is computed."""
+    packed, slots = kind.slots().stem(kind.template(STEP))
+    arrays = {id(array): array for parts in (*packed, *slots) for array in parts}
+    return sum(int(array.nbytes) for array in arrays.values()) // STEP
 
 
 class DecodeSlots:

@@ -25,12 +25,14 @@ class Costs:
     """Bytes of a model's caches under a scheme.
 
     ``per_token``: of all layers that keep every token; ``per_window``: bytes a token of the layers
-    with a window, by window; ``per_row``: of what has no time axis.
+    with a window, by window; ``per_row``: of what has no time axis; ``beside_stem``: what a token
+    of a stem takes beside ``per_token``, where prefill reads it in another form than slots do.
     """
 
     per_token: int
     per_window: dict[int, int] = field(default_factory=dict)
     per_row: int = 0
+    beside_stem: int = 0
 
     @property
     def per_new_token(self) -> int:
@@ -82,8 +84,8 @@ class SlotLayouts:
         """
         stems = {stem.key: stem.num_tokens for stem in self.stems.values()}
         shared = sum(stems.values()) + max((demand.shared for demand in extra), default=0)
-        needed = self.main.cells_needed([demand.own for demand in extra]) + shared
-        needed *= costs.per_token
+        needed = self.main.cells_needed([demand.own for demand in extra]) * costs.per_token
+        needed += shared * (costs.per_token + costs.beside_stem)
         # States stand in every row up to the highest slot, whether anybody is in it or not.
         rows = self.main.rows_for(self.num_active + len(extra))
         needed += max(self.main.num_rows, rows) * costs.per_row
