@@ -8,7 +8,6 @@ from batchkv_worker.errors import SettingsError
 from batchkv_worker.settings import (
     SETTINGS,
     WorkerSettings,
-    parse_bytes,
     unknown_variables,
 )
 
@@ -123,15 +122,6 @@ def test_heartbeats_must_fit_into_a_lease() -> None:
     """A heartbeat of more than half a lease is refused: one late one would lose the jobs."""
     with pytest.raises(SettingsError, match=r"BATCHKV_HEARTBEAT_SECONDS=15 .*LEASE_SECONDS=20"):
         WorkerSettings.from_env({**BASE, "BATCHKV_LEASE_SECONDS": "20"})
-
-
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [("4GB", 4 * 10**9), ("512 MiB", 512 * 2**20), ("1.5g", 1_500_000_000), ("2ti", 2 * 2**40)],
-)
-def test_sizes(text: str, num_bytes: int) -> None:
-    """Decimal and binary units, with or without the B, with or without a space."""
-    assert parse_bytes(text) == num_bytes
 
 
 def test_unknown_variables_are_warned_of() -> None:

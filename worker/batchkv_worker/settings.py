@@ -7,12 +7,12 @@ that names the variable or the flag, the value, and what is allowed.
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from batchkv_cache_store import opening
+from batchkv_cache_store.sizes import parse_size
 from batchkv_worker.errors import SettingsError
 from batchkv_worker.kv.spec import SchemeSpec
 
@@ -27,9 +27,6 @@ CACHE_VARIABLES = frozenset(
     for name in ("BATCHKV_CACHE", "BATCHKV_CACHE_SECRET", "BATCHKV_CACHE_SALT")
     for ending in ("", "_FILE")
 )
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,15 +189,6 @@ def _switch(text: str) -> bool:
     raise ValueError(text)
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes of "4GB", "512 MiB", "1.5g" or a plain number; raises ValueError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
-    num_bytes = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
-    if num_bytes < 2**20:
-        raise ValueError(text)
-    return num_bytes
-
-
 _DAY = 86_400
 
 SETTINGS = (
@@ -210,7 +198,7 @@ SETTINGS = (
     Setting("slots", "BATCHKV_SLOTS", "--slots", _whole(1, 4096), "a whole number, 1 to 4096"),
     Setting("prefetch", "BATCHKV_PREFETCH", "--prefetch", _whole(0, 4096),
             "a whole number, 0 to 4096"),
-    Setting("memory_bytes", "BATCHKV_MEMORY", "--memory", parse_bytes,
+    Setting("memory_bytes", "BATCHKV_MEMORY", "--memory", parse_size,
             "a size of at least 1MiB, like 4GB or 512MiB"),
     Setting("prefill_chunk", "BATCHKV_PREFILL_CHUNK", "--prefill-chunk",
             _whole(BLOCK_TOKENS, 65_536, BLOCK_TOKENS),

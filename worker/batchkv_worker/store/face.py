@@ -1,6 +1,6 @@
 """What the engine asks of the prefixes that workers share; ``Alone`` is a worker that shares none.
 
-All of it is called on the engine's thread, and nothing of it waits, but for ``wait``. A row's way:
+All of it is called on the engine's thread, and only ``wait`` and ``close`` wait. A row's way:
 ``begin`` when it comes in; ``advance`` at each step, and ``is_ready`` until it is; ``note`` when it
 ends; ``forget`` once its prompt is computed or nobody wants it.
 """
