@@ -52,7 +52,6 @@ class Answer:
     leases: list[Lease] = field(default_factory=list)
     is_held: bool = False
     stop: str = ""
-    seconds: float = 0.0
 
 
 class Fetcher:
@@ -98,7 +97,10 @@ class Fetcher:
             while True:
                 found.append(self._answers.get_nowait())
         except Empty:
-            return found
+            pass
+        with self._lock:  # abandoned when they were there already
+            self._abandoned -= {answer.ticket for answer in found}
+        return found
 
     def wait(self, timeout_seconds: float) -> None:
         """Wait for an answer."""
@@ -120,14 +122,12 @@ class Fetcher:
 
     def _work(self) -> None:
         while (question := self._questions.get()) is not None:
-            start = time.monotonic()
             answer = Answer(question.ticket)
             try:
                 self._look(question, answer)
             except Exception:  # whatever broke here, the row is computed
                 log.exception("a lookup failed")
                 answer.stop = "trouble lookup"
-            answer.seconds = time.monotonic() - start
             with self._lock:
                 self._answers.put(answer)
                 is_abandoned = answer.ticket in self._abandoned
