@@ -16,7 +16,6 @@ that cannot be used is a TierMisconfigured.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -147,10 +146,12 @@ def _read(environ: Mapping[str, str], variable: str, *, is_private: bool) -> byt
     source = f"{variable}_FILE names {path}"
     try:
         with open(Path(path).expanduser(), "rb") as file:
-            status = os.fstat(file.fileno())
-            if is_private and stat.S_IMODE(status.st_mode) & 0o077:
-                raise ValueError(f"{source}, which others may open: chmod 600 it")
+            mode = os.fstat(file.fileno()).st_mode
             content = file.read(_MAX_FILE_BYTES + 1).strip()
+            # What has no password may be read by others, but nobody else may say what it is.
+            is_secret = is_private or b"@" in content
+            if mode & (0o077 if is_secret else 0o022):
+                raise ValueError(f"{source}, which others may open: chmod 600 it")
     except OSError as fault:
         raise ValueError(f"{source}: {fault.strerror or fault}") from fault
     except RuntimeError as fault:

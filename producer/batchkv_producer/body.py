@@ -10,13 +10,18 @@ import json
 from dataclasses import fields
 from typing import Any
 
-from batchkv_producer.checks import MAX_SHOWN, NumberRule, invalid, shown, unsupported
+from batchkv_producer.checks import (
+    MAX_SHOWN,
+    NumberRule,
+    check_stop,
+    invalid,
+    shown,
+    unsupported,
+)
 from batchkv_producer.errors import UsageError
 from batchkv_producer.job import Endpoint, Request, SamplingParams
 from batchkv_producer.messages import check_messages, check_template_variables, check_tools
 
-MAX_STOPS = 16
-MAX_STOP_BYTES = 1024
 MAX_LOGPROBS = 20
 MAX_NAME_CHARS = 80
 
@@ -106,7 +111,7 @@ def check_defaults(params: SamplingParams) -> None:
         if rule is not None and value is not None and not rule.admits(value):
             raise UsageError(rule.complaint(item.name, value))
     try:
-        _stop(list(params.stop))
+        check_stop(list(params.stop))
     except ValueError as fault:
         raise UsageError(str(fault)) from fault
 
@@ -124,7 +129,7 @@ def params_of(body: dict[str, Any], endpoint: Endpoint) -> SamplingParams:
         elif not _is_neutral(name, value):
             raise _refusal(name, value, endpoint)
     if body.get("stop") is not None:
-        values["stop"] = _stop(body["stop"])
+        values["stop"] = check_stop(body["stop"])
     _join_max_tokens(values)
     _add_logprobs(body, endpoint, values)
     if values.get("top_k") == -1:  # other engines write "all of them" so; ours is 0
@@ -163,18 +168,6 @@ def _join_max_tokens(values: dict[str, Any]) -> None:
     newer = values.pop("max_completion_tokens", None)
     if newer is not None and values.setdefault("max_tokens", newer) != newer:
         raise invalid("max_tokens and max_completion_tokens differ")
-
-
-def _stop(value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(item, str) for item in stops):
-        raise invalid("stop must be a string or a list of strings")
-    if len(stops) > MAX_STOPS:
-        raise invalid(f"stop has {len(stops)} strings; at most {MAX_STOPS} are accepted")
-    for item in stops:
-        if not 0 < len(item.encode("utf-8", "replace")) <= MAX_STOP_BYTES:
-            raise invalid(f"a stop string must have 1 to {MAX_STOP_BYTES} bytes")
-    return tuple(stops)
 
 
 def _add_logprobs(body: dict[str, Any], endpoint: Endpoint, values: dict[str, Any]) -> None:

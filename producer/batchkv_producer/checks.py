@@ -13,6 +13,8 @@ MAX_CUSTOM_ID_CHARS = 1024
 MAX_SHOWN = 60
 MAX_LOGICAL = 2**16  # above it an upper bound is a matter of storage: not worth a mention
 MAX_DEPTH = 32  # nesting of values that go to the chat template as they are
+MAX_STOPS = 16
+MAX_STOP_BYTES = 1024
 
 
 class RowFault(ValueError):
@@ -80,6 +82,19 @@ class NumberRule:
         if self.is_whole and self.high > MAX_LOGICAL and not is_too_large:
             return f"{name} must be {kind} {low}, got {shown(value)}"
         return f"{name} must be {kind} {low} and <= {self.high}, got {shown(value)}"
+
+
+def check_stop(value: Any) -> tuple[str, ...]:
+    """The stop strings that a text or a list of texts asks for; RowFault when they cannot be."""
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(item, str) for item in stops):
+        raise invalid("stop must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise invalid(f"stop has {len(stops)} strings; at most {MAX_STOPS} are accepted")
+    for item in stops:
+        if not 0 < len(item.encode("utf-8", "replace")) <= MAX_STOP_BYTES:
+            raise invalid(f"a stop string must have 1 to {MAX_STOP_BYTES} bytes")
+    return tuple(stops)
 
 
 def check_depth(name: str, value: Any) -> None:

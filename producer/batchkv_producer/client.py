@@ -108,7 +108,9 @@ class Client:
     def list_batches(self) -> list[BatchStatus]:
         """All batches of the server, newest first."""
         raw_ids: Any = self._connection.zrevrange(redis_keys.BATCHES, 0, -1)
-        return status.read_batches(self._connection, [raw.decode() for raw in raw_ids])
+        return status.read_batches(
+            self._connection, [raw.decode("utf-8", "replace") for raw in raw_ids]
+        )
 
     def workers(self) -> list[WorkerInfo]:
         """All live workers."""

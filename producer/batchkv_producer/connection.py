@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from redis import Redis
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
@@ -38,8 +40,10 @@ from batchkv_producer.server_home import home_from_environment
 
 URL_VARIABLE = "BATCHKV_REDIS_URL"
 URL_FILE_VARIABLE = "BATCHKV_REDIS_URL_FILE"
+CA_VARIABLE = "BATCHKV_REDIS_CA_FILE"
 SCHEMES = ("redis://", "rediss://", "unix://")
 
+MAX_URL_CHARS = 4096
 PROBE_CONNECT_SECONDS = 0.8  # a server that is not there fails within a second
 PROBE_REPLY_SECONDS = 3.0
 CONNECT_SECONDS = 5.0
@@ -49,7 +53,31 @@ Warn = Callable[[str], None]
 
 
 def resolve_url(url: str | None) -> str | None:
-    """The URL that the flag, else the environment, names; None means the embedded server."""
+    """The URL that the flag, else the environment, names; None means the embedded server.
+
+    The file with the authority's certificate, if one is named, is made a part of it.
+    """
+    found = _named_url(url)
+    return None if found is None else _with_authority(found)
+
+
+def _with_authority(url: str) -> str:
+    path = os.environ.get(CA_VARIABLE, "").strip()
+    if not path or "ssl_ca_certs=" in url:
+        return url
+    if not url.startswith("rediss://"):
+        raise UsageError(
+            f"{CA_VARIABLE} is set, but {masked(url)} is no rediss:// URL: there is no TLS to check"
+        )
+    file = Path(path).expanduser().absolute()
+    try:
+        file.open("rb").close()
+    except OSError as fault:
+        raise UsageError(f"{CA_VARIABLE} names {path}: {fault.strerror}") from fault
+    return f"{url}{'&' if '?' in url else '?'}ssl_ca_certs={quote(str(file))}"
+
+
+def _named_url(url: str | None) -> str | None:
     if url:
         return url
     from_variable = os.environ.get(URL_VARIABLE, "").strip()
@@ -62,13 +90,20 @@ def resolve_url(url: str | None) -> str | None:
         return None
     try:
         path = str(Path(path).expanduser())
-        found = Path(path).read_text("utf-8").strip()
+        with open(path, encoding="utf-8") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            found = file.read(MAX_URL_CHARS).strip()
     except (OSError, UnicodeDecodeError, RuntimeError) as fault:
         kinds = {UnicodeDecodeError: "it is not text", RuntimeError: "there is no such user"}
         problem = getattr(fault, "strerror", None) or kinds.get(type(fault), str(fault))
         raise UsageError(f"{URL_FILE_VARIABLE} names {path}: {problem}") from fault
     if not found:
         raise UsageError(f"{URL_FILE_VARIABLE} names {path}, which is empty")
+    # Without a password others may read it, but nobody else may say which server we obey.
+    if stat.S_IMODE(mode) & (0o077 if "@" in found else 0o022):
+        raise UsageError(
+            f"{URL_FILE_VARIABLE} names {path}, which others may open: chmod 600 {path}"
+        )
     return found
 
 
@@ -131,8 +166,11 @@ _FAULTS: tuple[tuple[tuple[type[Exception], ...], str, str], ...] = (
      "URL (redis://:PASSWORD@host:6379/0), best in the file that BATCHKV_REDIS_URL_FILE names"),
     (_ANY, "WRONGPASS|invalid password|invalid username-password|without any password", "refuses "
      "the password or user of the URL: correct it"),
-    ((*_AUTH, NoPermissionError), "", "does not let this user do that: its ACL needs ~rq:* "
-     "~batchkv:* &rq:* and the commands of a worker"),
+    ((*_AUTH, NoPermissionError), "", "does not let this user do that (NOPERM): use the URL of the "
+     "right role, producer, worker or admin; deploy/hub/queue.acl has what each of them may do"),
+    (_ANY, "NOPERM|ACL failure|No permissions", "does not let this user do that (NOPERM): use the "
+     "URL of the right role, producer, worker or admin; deploy/hub/queue.acl has what each of them "
+     "may do"),
     ((ReadOnlyError,), "", "is a read-only replica: use the URL of its primary"),
     (_ANY, "READONLY", "is a read-only replica: use the URL of its primary"),
     ((OutOfMemoryError,), "", "is full (maxmemory): raise maxmemory or remove what is not needed. "
@@ -153,6 +191,12 @@ _FAULTS: tuple[tuple[tuple[type[Exception], ...], str, str], ...] = (
     (_ANY, "protected mode", "is in protected mode and refuses other machines: set a password and "
      "a bind address there"),
     ((TimeoutError,), "", "does not answer: is the address right, and the machine awake?"),
+    ((ConnectionError,), "certificate has expired", "has a certificate that has expired: renew it "
+     "there"),
+    ((ConnectionError,), "(?i)(hostname|ip address) mismatch|not valid for", "has a certificate "
+     "for another name: use the name in the URL that the certificate is for"),
+    ((ConnectionError,), "(?i)self.signed|issuer certificate", "has a certificate that no "
+     "authority known here has signed: name your authority's file in BATCHKV_REDIS_CA_FILE"),
     ((ConnectionError,), "CERTIFICATE|SSL|TLS", "cannot be reached over TLS: check the scheme "
      "(redis:// or rediss://) and the certificate"),
     ((ConnectionError,), "(?i)closed by server|reset by peer|broken pipe", "closed the "

@@ -184,6 +184,8 @@ def decode_result(data: bytes) -> Result:
 
 
 def _inflate(data: bytes, limit: int, what: str) -> bytes:
+    if len(data) > limit:
+        raise WireError(f"{what} data is larger than {limit} bytes, compressed as it is")
     inflater = zlib.decompressobj()
     try:
         raw = inflater.decompress(data, limit)

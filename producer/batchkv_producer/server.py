@@ -85,6 +85,7 @@ def stop(home: Home) -> bool:
     """Stop the server and wait until it is gone; False when none ran. What it held is on disk."""
     if not home.path.is_dir():
         return False
+    refuse_foreign(home.path)  # its files say which process to end
     with _start_lock(home):
         if not _is_alive(home):
             return False

@@ -83,12 +83,14 @@ def make_folders(home: Home) -> None:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Refuse a folder that somebody else owns or may write: its socket could be anybody's."""
+    """Refuse a folder that somebody else owns or may open: its socket could be anybody's, and
+    whoever reaches the socket reads every prompt."""
     found = folder.lstat() if folder.parent == Path("/tmp") else folder.stat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise UsageError(f"{folder} is not a folder of yours. Set {HOME_VARIABLE} to another one")
-    if found.st_mode & 0o022:
+    if found.st_mode & 0o077:
+        verb = "written" if found.st_mode & 0o022 else "opened"
         raise UsageError(
-            f"{folder} can be written by other users. Run `chmod 700 {folder}` "
+            f"{folder} can be {verb} by other users. Run `chmod 700 {folder}` "
             f"or set {HOME_VARIABLE} to another one"
         )

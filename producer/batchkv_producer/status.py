@@ -12,11 +12,12 @@ from redis import Redis
 from batchkv_producer import redis_keys
 from batchkv_producer.errors import NotFoundError, WireError
 from batchkv_producer.job import decode_job, decode_result
-from batchkv_producer.workers import live_workers, text_map
+from batchkv_producer.workers import MAX_DIGITS, live_workers, text_map
 
 JobStatus = Literal["queued", "running", "ok", "failed", "canceled"]
 
 MIN_PREFIX_CHARS = 6
+MAX_COUNT = 2**53  # of anything; no batch comes near, and arithmetic with it stays exact
 
 _PREFIX = re.compile(f"[0-9a-f]{{{MIN_PREFIX_CHARS},16}}")
 _FROM_RQ: dict[bytes, JobStatus] = {
@@ -109,7 +110,7 @@ def find_batch(connection: Redis, wanted: str) -> str:
     if len(wanted) == 16 and connection.exists(redis_keys.batch(wanted)):
         return wanted
     raw_ids: Any = connection.zrange(redis_keys.BATCHES, 0, -1)
-    ids: list[str] = [raw.decode() for raw in raw_ids]
+    ids: list[str] = [raw.decode("utf-8", "replace") for raw in raw_ids]
     matches = [batch_id for batch_id in ids if batch_id.startswith(wanted)]
     if not matches:
         raise NotFoundError(f"no batch {wanted} on this server")
@@ -143,7 +144,10 @@ def read_batches(connection: Redis, batch_ids: Sequence[str]) -> list[BatchStatu
 
 def _batch_status(batch_id: str, values: dict[str, str], num_workers: int) -> BatchStatus:
     def count(name: str) -> int:
-        return int(values.get(name, 0))
+        value = int(values.get(name, 0))
+        if abs(value) > MAX_COUNT:
+            raise ValueError(f"{name} is out of range")
+        return value
 
     try:
         return BatchStatus(
@@ -161,9 +165,9 @@ def _batch_status(batch_id: str, values: dict[str, str], num_workers: int) -> Ba
             completion_tokens=count("completion_tokens"),
             cached_tokens=count("cached_tokens"),
             busy_ms=count("busy_ms"),
-            is_submitted=count("chunks") == int(values["num_chunks"]),
+            is_submitted="num_chunks" in values and count("chunks") == count("num_chunks"),
             num_workers=num_workers,
-            last_line=int(values.get("last_line", values["total"])),
+            last_line=count("last_line" if "last_line" in values else "total"),
             job_timeout_seconds=count("job_timeout"),
             saved_ms=count("saved_ms"),
         )
@@ -192,7 +196,7 @@ def read_job(connection: Redis, job_id: str) -> JobInfo:
         batch_id,
         line,
         _custom_id(data or b""),
-        int(deaths or 0),
+        int(deaths) if deaths and deaths.isdigit() and len(deaths) < MAX_DIGITS else 0,
         (worker or b"").decode("utf-8", "replace"),
     )
 

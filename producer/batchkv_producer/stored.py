@@ -10,11 +10,14 @@ from typing import Any
 from redis import Redis
 
 from batchkv_producer import redis_keys
+from batchkv_producer.errors import WireError
 from batchkv_producer.job import Result, decode_result
 from batchkv_producer.patience import Pace, patiently
 from batchkv_producer.status import BatchStatus, read_batch
 
 PAGE_ROWS = 200
+MAX_BIT_LINE = 2**30  # 128 MiB of bits
+MAX_LINE_DIGITS = 12  # as in a job's id
 NO_POSITION = -1
 
 
@@ -78,16 +81,20 @@ def in_input_order(
 
 
 class _LineSet:
-    """A set of line numbers, one bit each."""
+    """A set of line numbers, one bit each; far out, where no file reaches, one entry each."""
 
     def __init__(self) -> None:
         self._bits = bytearray()
+        self._far: set[int] = set()
 
     def __contains__(self, line: int) -> bool:
         index, bit = divmod(line, 8)
-        return index < len(self._bits) and bool(self._bits[index] >> bit & 1)
+        return line in self._far or (index < len(self._bits) and bool(self._bits[index] >> bit & 1))
 
     def add(self, line: int) -> None:
+        if line >= MAX_BIT_LINE:
+            self._far.add(line)
+            return
         index, bit = divmod(line, 8)
         if index >= len(self._bits):
             self._bits.extend(bytes(max(index + 1 - len(self._bits), len(self._bits))))
@@ -100,7 +107,10 @@ def _is_done(connection: Redis, batch_id: str) -> bool:
 
 def _ended_lines(connection: Redis, batch_id: str, position: int) -> list[int]:
     raw = connection.lrange(redis_keys.done(batch_id), position, position + PAGE_ROWS - 1)
-    return [int(line) for line in raw]
+    lines = [int(line) if line.isdigit() and len(line) <= MAX_LINE_DIGITS else 0 for line in raw]
+    if not all(lines):
+        raise WireError(f"the finish order of batch {batch_id} on the server cannot be read")
+    return lines
 
 
 def _by_line(connection: Redis, batch_id: str, lines: Sequence[int]) -> Iterator[StoredRow]:

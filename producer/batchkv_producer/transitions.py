@@ -138,7 +138,8 @@ class Transitions:
         flat = [item for pair in batch_fields.items() for item in pair]
         keys = [redis_keys.batch(batch_id), redis_keys.BATCHES]
         digest, chunks, num_chunks, order = self._run("create", keys, [batch_id, *flat])
-        return Standing(digest.decode(), int(chunks), int(num_chunks), int(order or 1))
+        name = digest.decode("utf-8", "replace")
+        return Standing(name, int(chunks), int(num_chunks), int(order or 1))
 
     def submit(
         self,
@@ -227,7 +228,7 @@ class Transitions:
         keys = [redis_keys.registry(target, queue), redis_keys.registry("wip", queue)]
         flat = [item for row in rows for item in row]
         args: list[Any] = [target, iso_now(), FAILURE_TTL_SECONDS, *flat]
-        return [verdict.decode() for verdict in self._run("settle", keys, args)]
+        return [v.decode("utf-8", "replace") for v in self._run("settle", keys, args)]
 
     def retry(
         self,

@@ -11,6 +11,7 @@ from redis import Redis
 
 from batchkv_producer import redis_keys
 
+MAX_DIGITS = 19  # of a count: Redis's own are of 64 bits
 MAX_HELD_READ = 10_000  # leases looked at to count what a worker holds
 
 
@@ -40,7 +41,7 @@ def live_workers(connection: Redis, queue: str) -> list[str]:
     RQ's sets keep the keys of workers that were killed; their hashes expire.
     """
     members: Any = connection.smembers(f"rq:workers:{queue}" if queue else "rq:workers")
-    keys = sorted(key.decode() for key in members)
+    keys = sorted(key.decode("utf-8", "replace") for key in members)
     with connection.pipeline(transaction=False) as pipeline:
         for key in keys:
             pipeline.hmget(key, "birth", "death")
@@ -74,22 +75,28 @@ def _worker_info(name: str, values: dict[str, str], num_running: int) -> WorkerI
     return WorkerInfo(
         name=name,
         hostname=values.get("hostname", ""),
-        pid=int(values.get("pid") or 0),
+        pid=_whole(values, "pid"),
         queues=tuple(values.get("queues", "").split(",")),
         state=values.get("state", ""),
         last_heartbeat=_seconds(values.get("last_heartbeat", "")),
         num_running=num_running,
-        num_successful=int(values.get("successful_job_count") or 0),
-        num_failed=int(values.get("failed_job_count") or 0),
+        num_successful=_whole(values, "successful_job_count"),
+        num_failed=_whole(values, "failed_job_count"),
     )
+
+
+def _whole(values: dict[str, str], name: str) -> int:
+    """A number of a record that anybody may have written: 0 when it is none."""
+    text = values.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < MAX_DIGITS else 0
 
 
 def _seconds(iso: str) -> float:
     try:
         moment = datetime.fromisoformat(iso)
-    except ValueError:
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
         return 0.0
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _count_held(connection: Redis, queues: Iterable[str]) -> dict[str, int]:
@@ -99,8 +106,9 @@ def _count_held(connection: Redis, queues: Iterable[str]) -> dict[str, int]:
         leases: Any = connection.zrange(redis_keys.registry("wip", queue), 0, MAX_HELD_READ - 1)
         with connection.pipeline(transaction=False) as pipeline:
             for lease in leases:
-                pipeline.hget(redis_keys.job(lease.decode().rpartition(":")[0]), "worker_name")
+                job_id = lease.decode("utf-8", "replace").rpartition(":")[0]
+                pipeline.hget(redis_keys.job(job_id), "worker_name")
             for holder in pipeline.execute():
-                name = (holder or b"").decode()
+                name = (holder or b"").decode("utf-8", "replace")
                 counts[name] = counts.get(name, 0) + 1
     return counts

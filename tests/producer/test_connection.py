@@ -61,6 +61,7 @@ def test_flag_wins_over_variable_and_file(tmp_path: Path, monkeypatch: pytest.Mo
     """--url, else BATCHKV_REDIS_URL, else the file; two variables at once are refused."""
     path = tmp_path / "url"
     path.write_text("redis://:secret@file:1/0\n", "utf-8")
+    path.chmod(0o600)
     assert connection.resolve_url(None) is None
     monkeypatch.setenv("BATCHKV_REDIS_URL_FILE", str(path))
     assert connection.resolve_url(None) == "redis://:secret@file:1/0"
@@ -184,7 +185,7 @@ def test_passwords(locked: RedisServer) -> None:
 def test_a_user_without_rights(locked: RedisServer) -> None:
     """A user whose ACL forbids writing is told which rights are needed."""
     url = f"redis://reader:r@{locked.url}"
-    with refused("does not let this user .*ACL", url) as redis:
+    with refused("does not let this user .*NOPERM.*URL of the right role", url) as redis:
         redis.set("k", "v")
 
 

@@ -31,6 +31,7 @@ def test_the_url_may_stand_in_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     """A password then stands in no process list and no environment."""
     path = tmp_path / "url"
     path.write_text("rediss://:secret@h:1\n")
+    path.chmod(0o600)
     found = load(monkeypatch, BATCHKV_REDIS_URL_FILE=str(path))
     assert found == {"REDIS_URL": "rediss://:secret@h:1"}
 

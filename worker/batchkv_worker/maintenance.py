@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from redis import Redis
@@ -17,8 +18,14 @@ from rq.worker_registration import clean_worker_registry
 
 from batchkv_producer import redis_keys
 from batchkv_producer.errors import WireError
-from batchkv_producer.job import ErrorCode, Result, decode_job, encode_result
-from batchkv_producer.transitions import Transitions
+from batchkv_producer.job import (
+    MAX_JOB_BYTES,
+    ErrorCode,
+    Result,
+    decode_job,
+    encode_result,
+)
+from batchkv_producer.transitions import ENOUGH_BYTES, Transitions
 
 log = logging.getLogger("batchkv.worker")
 
@@ -82,14 +89,35 @@ class Maintenance:
         missing = self._without_result(ids)
         if not missing:
             return
-        pipeline = self._connection.pipeline(transaction=False)
-        for job_id in missing:
-            pipeline.hget(redis_keys.job(job_id), "data")
-        data = pipeline.execute()
-        rows = [(job_id, _row(kind, blob)) for job_id, blob in zip(missing, data, strict=True)]
+        rows = [(job_id, _row(kind, blob)) for job_id, blob in self._data(missing)]
         done = sum(bool(verdict) for verdict in self._moves.settle(self._queue, "failed", rows))
         if done:
             log.warning("gave %d %s jobs without a result their error row", done, kind)
+
+    def _data(self, ids: list[str]) -> Iterator[tuple[str, bytes | None]]:
+        """Each id with its job's data, of which no more than ``ENOUGH_BYTES`` or one is here."""
+        pipeline = self._connection.pipeline(transaction=False)
+        for job_id in ids:
+            pipeline.hstrlen(redis_keys.job(job_id), "data")
+        sizes = pipeline.execute()
+        waiting: list[str] = []
+        num_bytes = 0
+        for job_id, size in zip(ids, sizes, strict=True):
+            if size > MAX_JOB_BYTES:
+                yield job_id, None
+                continue
+            if waiting and num_bytes + size > ENOUGH_BYTES:
+                yield from self._fetch(waiting)
+                waiting, num_bytes = [], 0
+            waiting.append(job_id)
+            num_bytes += size
+        yield from self._fetch(waiting)
+
+    def _fetch(self, ids: list[str]) -> Iterator[tuple[str, bytes | None]]:
+        pipeline = self._connection.pipeline(transaction=False)
+        for job_id in ids:
+            pipeline.hget(redis_keys.job(job_id), "data")
+        return zip(ids, pipeline.execute() if ids else [], strict=True)
 
     def _without_result(self, ids: list[str]) -> list[str]:
         parsed = [(job_id, redis_keys.parse_job_id(job_id)) for job_id in ids]

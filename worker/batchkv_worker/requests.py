@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
+from batchkv_producer.checks import RowFault, check_stop
 from batchkv_producer.job import ErrorCode, Request, SamplingParams
-from batchkv_producer.messages import TEMPLATE_VARIABLES
+from batchkv_producer.messages import check_messages, check_template_variables, check_tools
 from batchkv_worker.events import Work
 from batchkv_worker.model import LoadedModel
 from batchkv_worker.sequence import Generation, Sequence
@@ -44,8 +47,9 @@ class RowRefused(Exception):
 def prepare(work: Work, loaded: LoadedModel) -> Sequence:
     """The row as the engine runs it; raises RowRefused."""
     _check_ranges(work.request.params)
-    _check_size(work.request, loaded)
-    prompt = _tokens(work.request, loaded.tokenizer)
+    request = _checked(work.request)
+    _check_size(request, loaded)
+    prompt = _tokens(request, loaded.tokenizer)
     if not prompt:
         raise RowRefused(ErrorCode.INVALID_REQUEST, "the prompt has no tokens")
     if max(prompt) >= loaded.vocabulary or min(prompt) < 0:
@@ -64,16 +68,40 @@ def _check_ranges(asked: SamplingParams) -> None:
             raise RowRefused(ErrorCode.INVALID_REQUEST, message)
 
 
+def _checked(request: Request) -> Request:
+    """The row held to the producer's own rules: shapes, depths, names, stop strings."""
+    try:
+        check_stop(list(request.params.stop))
+        return replace(
+            request,
+            messages=None if request.messages is None else check_messages(request.messages),
+            tools=None if request.tools is None else check_tools(request.tools),
+            chat_template_kwargs=check_template_variables(request.chat_template_kwargs),
+        )
+    except RowFault as fault:
+        raise RowRefused(fault.code, str(fault)) from fault
+
+
 def _check_size(request: Request, loaded: LoadedModel) -> None:
-    if request.prompt is not None:
-        num_chars = len(request.prompt)
-    else:
-        num_chars = sum(len(str(message.get("content"))) for message in request.messages or ())
+    texts = _texts([request.prompt, request.messages, request.tools])
+    num_chars = sum(map(len, texts))
     if num_chars > loaded.context * MAX_TOKEN_CHARS:
         raise RowRefused(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
             f"{num_chars} characters cannot fit the model's context of {loaded.context} tokens",
         )
+
+
+def _texts(values: Iterable[Any]) -> Iterable[str]:
+    """Every string in lists and objects; their depth was checked before."""
+    for value in values:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
+            yield from _texts(value)
+        elif isinstance(value, dict):
+            yield from _texts(value)  # the names
+            yield from _texts(value.values())
 
 
 def _tokens(request: Request, tokenizer: Any) -> list[int]:
@@ -84,10 +112,6 @@ def _tokens(request: Request, tokenizer: Any) -> list[int]:
             ErrorCode.INVALID_REQUEST,
             "this model has no chat template: send a prompt instead",
         )
-    unknown = set(request.chat_template_kwargs) - set(TEMPLATE_VARIABLES)
-    if unknown:
-        message = f"chat_template_kwargs: {sorted(unknown)[0]!r} is not a variable that may be set"
-        raise RowRefused(ErrorCode.UNSUPPORTED_PARAMETER, message)
     options: dict[str, Any] = {"add_generation_prompt": True, **request.chat_template_kwargs}
     if request.tools:
         options["tools"] = request.tools

@@ -224,8 +224,8 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
         """A command of RQ's: stop-job for any job in flight, shutdown. On RQ's pubsub thread."""
         try:
             payload = dict(parse_payload(message))
-        except (ValueError, TypeError, KeyError, AttributeError) as fault:
-            self.log.warning("Worker %s: command that cannot be read: %s", self.name, fault)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as fault:
+            self.log.warning("Worker %s: command that cannot be read: %r", self.name, fault)
             return
         command, job_id = payload.get("command"), payload.get("job_id")
         if command == "stop-job" and isinstance(job_id, str) and self._session is not None:

@@ -20,7 +20,9 @@ PREFIX = "BATCHKV_"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_TOKENS = 256  # prefill chunks end on block boundaries
 # Variables that other parts read, and that a worker's environment may well hold.
-FOREIGN = frozenset({"BATCHKV_HOME", "BATCHKV_DATA", "BATCHKV_REDIS_URL", "BATCHKV_REDIS_URL_FILE"})
+FOREIGN = frozenset(
+    f"BATCHKV_{name}" for name in ("HOME", "DATA", "REDIS_URL", "REDIS_URL_FILE", "REDIS_CA_FILE")
+)
 # Read by ``opening``: what may hold a password is no flag, or can be given in a file.
 CACHE_VARIABLES = frozenset(
     f"{name}{ending}"

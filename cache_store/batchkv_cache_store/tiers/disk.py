@@ -221,10 +221,12 @@ class DiskTier(Tier):
             number = next(self._count)  # the folder's lock keeps threads apart too
             temporary = self._folder.temporary / f"{name}.{os.getpid()}.{number}.{room}"
             try:
-                temporary.touch(mode=0o600)
+                # Whatever a process of the same id left there, or somebody put there, goes.
+                temporary.unlink(missing_ok=True)
+                temporary.touch(mode=0o600, exist_ok=False)
             except FileNotFoundError:
                 self._folder.make()
-                temporary.touch(mode=0o600)
+                temporary.touch(mode=0o600, exist_ok=False)
             ledger.num_bytes += room
             return temporary
 

@@ -54,8 +54,12 @@ def read_file(path: Path, max_bytes: int | None = None) -> bytes:
 
 
 def write_file(path: Path, buffers: Sequence[Buffer], *, is_synced: bool) -> None:
-    """Write the buffers one after the other, to the disk itself if ``is_synced``."""
-    with open(path, "wb", buffering=0) as file:
+    """Write the buffers one after the other, to the disk itself if ``is_synced``.
+
+    The file is there already, and empty: a link that somebody put in its place is not followed.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(descriptor, "wb", buffering=0) as file:
         waiting = [memoryview(buffer) for buffer in buffers if len(buffer)]
         while waiting:
             written = os.writev(file.fileno(), waiting[:_MAX_VECTORS])

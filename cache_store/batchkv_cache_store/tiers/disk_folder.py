@@ -34,6 +34,7 @@ from pathlib import Path
 
 from batchkv_cache_store.errors import TierError
 from batchkv_cache_store.names import is_name
+from batchkv_cache_store.tiers.disk_files import read_file
 from batchkv_cache_store.tiers.disk_survey import Rank, Survey, entries, walk_blocks
 
 LOCK_TIMEOUT_SECONDS = 10.0
@@ -108,7 +109,7 @@ class DiskFolder:
             os.close(descriptor)
 
     def _open_usage(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             return os.open(self.root / _USAGE, flags, 0o600)
         except FileNotFoundError:
@@ -167,7 +168,7 @@ class DiskFolder:
     def num_evicted(self) -> int:
         """Blocks that were ever evicted, by any process."""
         with suppress(FileNotFoundError):
-            return _read_usage((self.root / _USAGE).read_bytes()[:_USAGE_BYTES])[1]
+            return _read_usage(read_file(self.root / _USAGE, _USAGE_BYTES))[1]
         return 0
 
 

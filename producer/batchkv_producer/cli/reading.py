@@ -216,7 +216,10 @@ def _state(batch: BatchStatus) -> str:
 
 
 def _moment(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return "unknown"
 
 
 def tokens_per_second(client: Client, batch: BatchStatus) -> float | None:

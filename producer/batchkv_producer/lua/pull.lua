@@ -1,7 +1,8 @@
 -- queued -> started: take up to `count` jobs from the head of a queue and register each with RQ, all
 -- in one step, so that no crash can leave a job between the queue and its holder.
 -- An id whose job is gone, ended, or held by somebody whose lease still runs (stock tools can queue
--- an id twice, or revive a job that ended while they looked at it) is dropped.
+-- an id twice, or revive a job that ended while they looked at it) is dropped, and so is what is no
+-- id at all: RQ's have letters, digits, "_" and "-" only.
 -- KEYS: queue list, wip zset.
 -- ARGV: worker name, lease (s), count, time in ISO 8601, largest data accepted (bytes), prefix of the
 --       new execution ids, bytes of data after which no further job is taken.
@@ -19,8 +20,9 @@ for attempt = 1, count + 1000 do
   if #taken >= count or num_bytes >= enough_bytes then break end
   local id = redis.call('LPOP', KEYS[1])
   if not id then break end
+  local is_id = #id <= 200 and string.match(id, '^[%w_%-]+$')
   local key = 'rq:job:' .. id
-  local job = redis.call('HMGET', key, 'status', 'bkv_exec', 'bkv_deaths', 'timeout')
+  local job = is_id and redis.call('HMGET', key, 'status', 'bkv_exec', 'bkv_deaths', 'timeout') or {}
   local live = false
   if job[2] and job[2] ~= '' then
     local ends = redis.call('ZSCORE', KEYS[2], id .. ':' .. job[2])

@@ -15,10 +15,12 @@ else
 end
 local requeued, failed = 0, 0
 for index = #members, 1, -1 do
-  local id, execution = string.match(members[index], '^(.*):([^:]*)$')
-  local key = 'rq:job:' .. id
-  local job = redis.call('HMGET', key, 'bkv_exec', 'worker_name')
-  if dead == '' or job[2] == dead then
+  local id, execution = string.match(members[index], '^([%w_%-]+):([^:]*)$')
+  local key = 'rq:job:' .. (id or '')
+  local job = id and redis.call('HMGET', key, 'bkv_exec', 'worker_name') or {}
+  if not id then
+    redis.call('ZREM', KEYS[2], members[index])  -- not a lease
+  elseif dead == '' or job[2] == dead then
     redis.call('ZREM', KEYS[2], members[index])
     redis.call('DEL', 'rq:executions:' .. id, 'rq:execution:' .. id .. ':' .. execution)
     if job[1] == execution then
