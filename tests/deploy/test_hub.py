@@ -37,14 +37,19 @@ def set_up(hub: Path, host: str = "studio.local") -> subprocess.CompletedProcess
     )
 
 
-def password(hub: Path, name: str) -> str:
-    """The password that setup.sh made for one of the servers."""
-    return (hub / "secrets" / f"{name}-password.conf").read_text().split()[1]
+def password(hub: Path, name: str, user: str = "admin") -> str:
+    """The password that setup.sh made for a user of one of the servers."""
+    return (hub / "secrets" / "passwords" / f"{name}-{user}").read_text()
 
 
 def connect(socket: str, secret: str | None) -> Redis:
-    """A client on the server's unix socket that does not retry."""
-    return Redis(unix_socket_path=socket, password=secret, retry=Retry(NoBackoff(), 0))
+    """A client of the admin's on the server's unix socket that does not retry."""
+    return Redis(
+        unix_socket_path=socket,
+        username="admin" if secret else None,
+        password=secret,
+        retry=Retry(NoBackoff(), 0),
+    )
 
 
 @contextmanager
@@ -146,14 +151,14 @@ def test_a_wrong_password_is_refused(hub: Path, name: str, secret: str | None) -
 
 @pytest.mark.parametrize("name", ["queue", "cache"])
 def test_no_password_file_no_server(hub: Path, name: str) -> None:
-    """Without the password's file the server does not start: it can never stand open."""
-    (hub / "secrets" / f"{name}-password.conf").unlink()
+    """Without the users' file the server does not start: it can never stand open."""
+    (hub / "secrets" / f"{name}-users.acl").unlink()
     command = [str(get_binary_path()), f"{name}.conf", "--port", "0"]
     result = subprocess.run(
         command, cwd=hub, capture_output=True, text=True, timeout=10, check=False
     )
     assert result.returncode == 1
-    assert f"secrets/{name}-password.conf" in result.stdout + result.stderr
+    assert f"secrets/{name}-users.acl" in result.stdout + result.stderr
 
 
 def test_the_queue_survives_a_kill(hub: Path) -> None:
@@ -194,14 +199,17 @@ def test_a_full_queue_refuses_and_a_full_cache_evicts(hub: Path) -> None:
 
 def test_setup_keeps_what_it_made(hub: Path) -> None:
     """A second run keeps the passwords and renews the URLs; nobody else can read any file."""
-    before = password(hub, "queue")
+    before = {role: password(hub, "queue", role) for role in ("producer", "worker", "admin")}
+    assert len(set(before.values())) == 3
     assert set_up(hub, "10.0.0.7").returncode == 0
-    assert password(hub, "queue") == before
-    assert (hub / "secrets" / "queue.url").read_text() == f"redis://:{before}@10.0.0.7:6379/0\n"
-    assert re.fullmatch(r"[0-9a-f]{32}", before)
+    for role, secret in before.items():
+        assert password(hub, "queue", role) == secret and re.fullmatch(r"[0-9a-f]{32}", secret)
+        url = f"redis://{role}:{secret}@10.0.0.7:6379/0\n"
+        assert (hub / "secrets" / f"{role}.url").read_text() == url
+        assert secret not in (hub / "secrets" / "queue-users.acl").read_text()
     tiers = parse_tiers((hub / "secrets" / "cache.tiers").read_text())
     assert [str(tier) for tier in tiers][1] == "redis://10.0.0.7:6380/0" and len(tiers) == 2
-    assert password(hub, "cache") != before
+    assert password(hub, "cache") not in before.values()
     for path in [hub, *hub.rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
 
@@ -230,8 +238,8 @@ def test_compose_mounts_what_setup_makes(hub: Path, name: str) -> None:
         assert (hub / source).exists(), source
         targets.add(target.removeprefix(service["working_dir"] + "/"))
     text = (hub / f"{name}.conf").read_text()
-    named = re.findall(r"^(?:include|dir) (\S+)$", text, re.MULTILINE)
-    assert {f"{name}.conf", *named} == targets
+    named = re.findall(r"^(?:aclfile|dir) (\S+)$", text, re.MULTILINE)
+    assert {f"{name}.conf", *(path.removeprefix("../../") for path in named)} == targets
     assert service["entrypoint"] + service["command"] == ["valkey-server", f"{name}.conf"]
 
 

@@ -258,7 +258,7 @@ def test_the_hub_on_a_mac(mac: Mac) -> None:
         assert agent["WorkingDirectory"] == str(hub)
     assert mac.run("install-hub.sh", "--uninstall").returncode == 0
     assert list(mac.agents.iterdir()) == []
-    assert (hub / "secrets" / "queue.url").exists()
+    assert (hub / "secrets" / "worker.url").exists()
 
 
 def test_the_hub_needs_its_directory(mac: Mac) -> None:

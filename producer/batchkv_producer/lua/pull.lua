@@ -22,7 +22,10 @@ for attempt = 1, count + 1000 do
   if not id then break end
   local is_id = #id <= 200 and string.match(id, '^[%w_%-]+$')
   local key = 'rq:job:' .. id
-  local job = is_id and redis.call('HMGET', key, 'status', 'bkv_exec', 'bkv_deaths', 'timeout') or {}
+  local job = {}
+  if is_id then  -- pcall: the key may be of another type, and others' jobs are still to be taken
+    job = redis.pcall('HMGET', key, 'status', 'bkv_exec', 'bkv_deaths', 'timeout')
+  end
   local live = false
   if job[2] and job[2] ~= '' then
     local ends = redis.call('ZSCORE', KEYS[2], id .. ':' .. job[2])

