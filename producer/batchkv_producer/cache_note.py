@@ -43,10 +43,11 @@ class CacheNote:
     def unpacked(cls, values: Sequence[Any]) -> CacheNote:
         """Inverse of ``packed``; TypeError or ValueError for anything else."""
         namespace, wanted, local, found, stop, *last = values
-        key, parent, marks = map(bytes, last or (b"", b"", b""))
-        return cls(
-            bytes(namespace), int(wanted), int(local), int(found), str(stop), key, parent, marks
-        )
+        key, parent, marks = last or (b"", b"", b"")
+        for digest in (namespace, key, parent, marks):
+            if not isinstance(digest, bytes):  # bytes() of a number would make as many zeros
+                raise TypeError("a digest is not bytes")
+        return cls(namespace, int(wanted), int(local), int(found), str(stop), key, parent, marks)
 
 
 def token_marks(tokens: Sequence[int]) -> bytes:
