@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import ssl
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -71,7 +72,9 @@ def _with_authority(url: str) -> str:
         )
     file = Path(path).expanduser().absolute()
     try:
-        file.open("rb").close()
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(file)
+    except ssl.SSLError as fault:
+        raise UsageError(f"{CA_VARIABLE} names {path}, which holds no certificate") from fault
     except OSError as fault:
         raise UsageError(f"{CA_VARIABLE} names {path}: {fault.strerror}") from fault
     return f"{url}{'&' if '?' in url else '?'}ssl_ca_certs={quote(str(file))}"

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from redis import Redis
 from redis.backoff import NoBackoff
@@ -224,10 +224,14 @@ def _answers(home: Home) -> bool:
         return False
 
 
+def _open_lock(path: Path) -> IO[bytes]:
+    return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
 @contextmanager
 def _start_lock(home: Home) -> Iterator[None]:
     try:
-        file = (home.path / "start.lock").open("ab")
+        file = _open_lock(home.path / "start.lock")
     except OSError as fault:
         raise UsageError(f"cannot write in {home.path}: {fault.strerror}") from fault
     with file:
@@ -238,7 +242,7 @@ def _start_lock(home: Home) -> Iterator[None]:
 def _is_alive(home: Home) -> bool:
     """Whether some server (or a child that writes its data) holds ``running.lock``."""
     try:
-        file = (home.path / "running.lock").open("ab")
+        file = _open_lock(home.path / "running.lock")
     except OSError:
         return False
     with file:

@@ -35,7 +35,7 @@ class Trap:
     def hear(self, event: str, args: tuple[Any, ...]) -> None:
         """An audit event: of unpickling any is kept, of others those that name the mark."""
         if event == "pickle.find_class" or (
-            event in (*_PROCESS_EVENTS, "os.mkdir", "open", "import", "exec", "compile")
+            event in (*_PROCESS_EVENTS, "os.mkdir", "open", "import")
             and self.mark.name in repr(args)
         ):
             self.heard.append(f"{event} {args!r}"[:200])

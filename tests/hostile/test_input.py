@@ -177,7 +177,7 @@ def test_names_that_a_terminal_obeys_are_spelled_out(
 def test_a_models_name_is_a_word_in_a_key(
     redis_connection: Redis, redis_url: str, tmp_path: Path, model: str
 ) -> None:
-    """Whatever a model is called, its queue is letters, digits and dashes, and no file is opened."""
+    """Whatever a model is called, its queue is letters, digits and dashes; no file is opened."""
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "p"}\n')
     assert batchkv("submit", source, f"--model={model}", url=redis_url).exit_code == 0

@@ -254,7 +254,8 @@ class DiskTier(Tier):
             try:
                 temporary.rename(path)
             except FileNotFoundError:  # the first block with these two digits
-                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                for folder in (path.parent.parent, path.parent):
+                    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 temporary.rename(path)
             ledger.num_bytes += num_bytes - room
         if self._durability is Durability.FULL:

@@ -124,7 +124,8 @@ class Survey:
     def count_temporary(self, entry: os.DirEntry[str], max_age_seconds: float) -> None:
         """Count a file that is being written: ``<name>.<pid>.<count>.<bytes reserved>``."""
         name, _, reserved = entry.name.rpartition(".")
-        if not is_name(".".join(name.split(".")[:2])) or not reserved.isdigit():
+        is_ours = is_name(".".join(name.split(".")[:2])) and entry.is_file(follow_symlinks=False)
+        if not is_ours or not (reserved.isascii() and reserved.isdigit()):
             self.count_foreign(entry)
             return
         with suppress(FileNotFoundError):
@@ -149,11 +150,11 @@ def entries(folder: Path | str) -> list[os.DirEntry[str]]:
 def walk_blocks(blocks: Path) -> Iterator[tuple[os.DirEntry[str], Rank | None]]:
     """Everything below the folder of blocks, leaf by leaf; rank None for what is foreign."""
     for entry in entries(blocks):
-        if entry.name not in _HEX:
+        if entry.name not in _HEX or entry.is_symlink():  # a link may lead out of the folder
             yield entry, None
             continue
         for leaf in entries(entry.path):
-            if leaf.name not in _HEX:
+            if leaf.name not in _HEX or leaf.is_symlink():
                 yield leaf, None
                 continue
             for file in entries(leaf.path):
