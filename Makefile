@@ -14,7 +14,7 @@ LOCKED = pyproject.toml tools/bootstrap.sh $(wildcard requirements/*.txt)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test parity lint bench wheel-check format lock clean distclean
+.PHONY: help venv demo test parity fuzz lint bench wheel-check format lock clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -35,6 +35,9 @@ test: $(DEV_STAMP) ## Run the whole suite against a real server (ARGS='tests/pro
 
 parity: $(DEV_STAMP) ## Compare every family of caches under every KV scheme, row by row (ARGS='-k llama')
 	BATCHKV_PARITY=all $(PYTHON) -m pytest tests/parity $(ARGS)
+
+fuzz: $(DEV_STAMP) ## Any bytes into the readers of lines, jobs, results, blocks (FUZZ_SECONDS=60 each)
+	$(PYTHON) tests/fuzz/long.py $(ARGS)
 
 lint: $(DEV_STAMP) ## ruff, mypy, the tree's own rules, and the built wheel without MLX
 	$(PYTHON) -m ruff check .

@@ -1,0 +1,135 @@
+"""The three readers of bytes that others wrote, each with the one thing that it may end in.
+
+``check_*`` takes any bytes and raises AssertionError, or whatever the reader should not have
+raised. They are shared by the suite's short runs and by ``make fuzz``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+
+from batchkv_cache_store.block import Expected, Kind, decode, decode_any
+from batchkv_cache_store.errors import BlockRejected
+from batchkv_cache_store.keys import next_key
+from batchkv_cache_store.peek import peek, peek_links
+from batchkv_cache_store.seal import SEAL_BYTES, Sealer
+from batchkv_producer.error_codes import ErrorCode
+from batchkv_producer.errors import WireError
+from batchkv_producer.formats import Row, RowError, read_rows
+from batchkv_producer.job import (
+    MAX_JOB_BYTES,
+    Request,
+    decode_job,
+    decode_result,
+    encode_job,
+    encode_result,
+)
+from batchkv_producer.output import output_line, text_line
+from batchkv_worker.events import Work
+from batchkv_worker.requests import RowRefused, prepare
+from support import tiny_models
+
+CODES = {value for name, value in vars(ErrorCode).items() if name.isupper()}
+PLAIN = Sealer()
+SEALERS = (PLAIN, Sealer(b"sixteen bytes or more"))
+MAX_MESSAGE_CHARS = 2000
+
+
+def check_lines(data: bytes) -> None:
+    """Every line that is not blank becomes a row or an error with a code; no row is lost."""
+    stream = io.BytesIO(data)
+    seen = []
+    for item in read_rows(stream):
+        seen.append(item.line)
+        if isinstance(item, RowError):
+            assert item.code in CODES
+            assert item.message and len(item.message) < MAX_MESSAGE_CHARS
+            item.message.encode("utf-8")
+        else:
+            assert isinstance(item, Row)
+            assert decode_job(encode_job(item.request)) == item.request
+    assert seen == sorted(set(seen))
+    lines = data.removeprefix(b"\xef\xbb\xbf").splitlines() if b"\r" not in data else None
+    if lines is not None and not set(data) & {0x0B, 0x0C, 0x1C, 0x1D, 0x1E, 0x85}:
+        assert len(seen) == sum(bool(line.strip()) for line in lines)
+
+
+class Tokenizer(tiny_models.NumberTokenizer):
+    """Has a template that joins what it is given, and no model behind it."""
+
+    has_chat_template = True
+
+    def encode(self, text: str) -> list[int]:
+        return [len(text) % 500 + 1]
+
+    def apply_chat_template(self, messages: object, **options: object) -> list[int]:
+        json.dumps([messages, options], default=str)
+        return [1, 2]
+
+
+class Loaded:
+    """What ``prepare`` asks of a model."""
+
+    tokenizer = Tokenizer()
+    context = 4096
+    vocabulary = 512
+    defaults: dict[str, float] = {}  # noqa: RUF012 - never changed
+
+
+def check_job(data: bytes) -> None:
+    """A WireError, or a request; and that a RowRefused, or a sequence that the engine may run."""
+    try:
+        request = decode_job(data)
+    except WireError as fault:
+        assert len(str(fault)) < MAX_MESSAGE_CHARS
+        return
+    assert isinstance(request, Request) and len(data) <= MAX_JOB_BYTES
+    encode_job(request)
+    try:
+        sequence = prepare(Work("b-1", request), Loaded())  # type: ignore[arg-type]
+    except RowRefused as fault:
+        assert fault.code in CODES and len(str(fault)) < MAX_MESSAGE_CHARS
+        return
+    generation = sequence.generation
+    assert 1 <= generation.max_tokens <= Loaded.context
+    assert 0 <= generation.temperature <= 100 and 0 <= generation.top_p <= 1
+    assert all(0 < len(stop) <= 1024 for stop in generation.stop) and len(generation.stop) <= 16
+
+
+def check_result(data: bytes) -> None:
+    """A WireError, or a result that can be printed as JSON and as text, each on one line."""
+    try:
+        result = decode_result(data)
+    except WireError:
+        return
+    for line in (output_line("0123456789abcdef-1", result), text_line(result)):
+        line.encode("utf-8")
+        assert "\n" not in line and "\r" not in line
+    encode_result(result)
+
+
+def check_block(data: bytes) -> None:
+    """A BlockRejected, also when whoever made the bytes can compute a checksum, or a block."""
+    for content in (data, data[:-SEAL_BYTES] + PLAIN.seal((data[:-SEAL_BYTES],))):
+        for sealer in SEALERS:
+            try:
+                block = decode_any(content, sealer)
+            except BlockRejected:
+                continue
+            inside = sum(tensor.num_bytes for tensor in block.tensors)
+            assert inside <= len(content) and len(block.tokens) <= len(content)
+            other = Expected(block.namespace, next_key(block.key, [1]), Kind.KV, block.tokens)
+            try:
+                decode(content, sealer, other)
+            except BlockRejected:
+                continue
+            raise AssertionError("a block of another key was taken")
+        for look in (peek, peek_links):
+            try:
+                look(content)
+            except BlockRejected:
+                continue
+
+
+CHECKS = {"lines": check_lines, "job": check_job, "result": check_result, "block": check_block}

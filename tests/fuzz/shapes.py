@@ -1,0 +1,185 @@
+"""Strategies: bytes that come close to what the readers are for, so that they get far."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from typing import Any
+
+import msgpack
+from hypothesis import strategies as st
+
+from batchkv_producer.job import FUNCTION_NAME
+from cache_store.blocks import PLAIN, encoded, make_block
+
+TEXTS = st.one_of(
+    st.text(max_size=20),
+    st.sampled_from(["", "user", "system", "x", "{{ 1 }}", "/v1/completions", "POST", "\x1b[31m"]),
+)
+NUMBERS = st.one_of(
+    st.integers(-3, 3),
+    st.integers(),
+    st.floats(),
+    st.sampled_from([10**400, 2**63, 2**64, -(2**63) - 1, 1e308, 0.5, -0.0]),
+)
+PLAIN_VALUES = st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS)
+VALUES = st.recursive(
+    PLAIN_VALUES,
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(TEXTS, inner, max_size=4)),
+    max_leaves=12,
+)
+PARAMS = {
+    name: VALUES
+    for name in (
+        *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logprobs"),
+        *("repetition_penalty", "top_logprobs", "max_completion_tokens"),
+    )
+}
+MESSAGES = st.lists(
+    st.one_of(
+        st.fixed_dictionaries(
+            {"role": TEXTS, "content": st.one_of(TEXTS, VALUES)},
+            optional={"name": VALUES, "tool_calls": VALUES, "tool_call_id": TEXTS},
+        ),
+        VALUES,
+    ),
+    max_size=3,
+)
+BODIES = st.fixed_dictionaries(
+    {},
+    optional={
+        **PARAMS,
+        "prompt": st.one_of(TEXTS, VALUES),
+        "messages": st.one_of(MESSAGES, VALUES),
+        "model": VALUES,
+        "tools": VALUES,
+        "tool_choice": VALUES,
+        "chat_template_kwargs": VALUES,
+        "n": VALUES,
+        "metadata": VALUES,
+    },
+)
+LINES = st.one_of(
+    BODIES,
+    st.fixed_dictionaries(
+        {"body": st.one_of(BODIES, VALUES)},
+        optional={"custom_id": VALUES, "url": VALUES, "method": VALUES},
+    ),
+    VALUES,
+)
+
+
+def as_json(value: Any) -> bytes:
+    """JSON as a careless writer has it: NaN, halves of characters and all."""
+    return json.dumps(value).encode()
+
+
+def input_files() -> st.SearchStrategy[bytes]:
+    """A few lines, some of them JSON."""
+    line = st.one_of(LINES.map(as_json), st.binary(max_size=40), mutated(LINES.map(as_json)))
+    ends = st.sampled_from([b"\n", b"\r\n", b"\n\n", b""])
+    return st.lists(st.tuples(line, ends), max_size=4).map(lambda p: b"".join(a + b for a, b in p))
+
+
+def mutated(source: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+    """The same with some bytes put in, left out or changed."""
+    change = st.tuples(st.integers(0, 2**16), st.integers(0, 3), st.binary(max_size=4))
+
+    def apply(pair: tuple[bytes, list[tuple[int, int, bytes]]]) -> bytes:
+        data = bytearray(pair[0])
+        for place, length, piece in pair[1]:
+            at = place % (len(data) + 1)
+            data[at : at + length] = piece
+        return bytes(data)
+
+    return st.tuples(source, st.lists(change, min_size=1, max_size=3)).map(apply)
+
+
+REQUESTS = st.fixed_dictionaries(
+    {"custom_id": TEXTS, "endpoint": st.sampled_from(["chat", "completion"])},
+    optional={
+        "prompt": st.one_of(TEXTS, VALUES),
+        "messages": st.one_of(MESSAGES, VALUES),
+        "tools": VALUES,
+        "chat_template_kwargs": VALUES,
+        "params": st.one_of(st.fixed_dictionaries({}, optional=PARAMS), VALUES),
+        "surprise": VALUES,
+    },
+)
+
+
+def job_data() -> st.SearchStrategy[bytes]:
+    """A job's data: mostly our own call, compressed."""
+    calls = st.one_of(
+        REQUESTS.map(lambda request: [FUNCTION_NAME, None, [request], {}]),
+        st.tuples(TEXTS, VALUES, VALUES, VALUES).map(list),
+        VALUES,
+    )
+    packed = st.one_of(calls.map(as_json), mutated(calls.map(as_json))).map(zlib.compress)
+    return st.one_of(packed, mutated(packed), st.binary(max_size=60))
+
+
+MSGPACK_NUMBERS = st.one_of(st.integers(-(2**63), 2**64 - 1), st.floats())
+MSGPACK = st.recursive(
+    st.one_of(st.none(), st.booleans(), MSGPACK_NUMBERS, TEXTS, st.binary(max_size=40)),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(TEXTS, inner, max_size=3)),
+    max_leaves=10,
+)
+
+
+def packb(value: Any) -> bytes:
+    packed: bytes = msgpack.packb(value, unicode_errors="surrogatepass")
+    return packed
+
+
+def result_data() -> st.SearchStrategy[bytes]:
+    """A stored result: mostly a map with our letters, compressed."""
+    maps = st.fixed_dictionaries(
+        {"o": st.sampled_from(["ok", "failed", "canceled"]), "e": st.just("chat")},
+        optional={letter: MSGPACK for letter in "cmtfuxwabnl"},
+    ).map(packb)
+    packed = st.one_of(maps, mutated(maps), MSGPACK.map(packb)).map(zlib.compress)
+    return st.one_of(packed, mutated(packed), st.binary(max_size=60))
+
+
+BLOCK = encoded(make_block())
+(HEADER_BYTES,) = struct.unpack_from("<I", BLOCK, 12)
+FIELDS: dict[str, Any] = msgpack.unpackb(BLOCK[32 : 32 + HEADER_BYTES])
+PAYLOAD = BLOCK[-(-(32 + HEADER_BYTES) // 64) * 64 : -16]
+
+
+def _with_header(header: bytes) -> bytes:
+    prefix = BLOCK[:12] + struct.pack("<IQQ", len(header), len(PAYLOAD), 0)
+    content = prefix + header + bytes(-(32 + len(header)) % 64) + PAYLOAD
+    return content + PLAIN.seal((content,))
+
+
+def block_data() -> st.SearchStrategy[bytes]:
+    """A block: mostly a real one with another header."""
+    row = st.one_of(
+        st.tuples(
+            st.integers(-2, 3),
+            TEXTS,
+            st.sampled_from(["uint32", "uint8", "float16", "O"]),
+            st.lists(st.integers(-1, 2**40) | st.integers(0, 8), max_size=9),
+            st.sampled_from([0, 64, 1, 2**63]),
+            st.integers(0, 2**64 - 1) | st.sampled_from([24, 3]),
+        ).map(list),
+        MSGPACK,
+        st.sampled_from(FIELDS["tensors"]),
+    )
+    changes = st.fixed_dictionaries(
+        {}, optional={**dict.fromkeys(FIELDS, MSGPACK), "tensors": st.lists(row, max_size=3)}
+    )
+    headers = changes.map(lambda c: packb({**FIELDS, **c}))
+    made = st.one_of(headers, mutated(headers)).map(_with_header)
+    return st.one_of(made, mutated(made), mutated(st.just(BLOCK)), st.binary(max_size=120))
+
+
+SHAPES = {
+    "lines": input_files(),
+    "job": job_data(),
+    "result": result_data(),
+    "block": block_data(),
+}

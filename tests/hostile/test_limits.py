@@ -1,0 +1,50 @@
+"""SECURITY.md names every limit in one table; here its numbers are held to the code's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from batchkv_cache_store import header, lookup, manifests
+from batchkv_cache_store.tiers.base import MAX_OBJECT_BYTES
+from batchkv_producer import body, checks, formats, job, messages, transitions
+from batchkv_worker import requests
+
+TEXT = (Path(__file__).resolve().parents[2] / "SECURITY.md").read_text("utf-8")
+LIMITS = header.Limits()
+MIB, KIB = 2**20, 2**10
+
+
+@pytest.mark.parametrize(
+    ("row", "numbers"),
+    [
+        ("a line of the input", [formats.MAX_LINE_BYTES // MIB]),
+        ("a `custom_id`", [checks.MAX_CUSTOM_ID_CHARS]),
+        ("a prompt; all texts", [requests.MAX_TOKEN_CHARS]),
+        ("stop strings of a row", [checks.MAX_STOPS, checks.MAX_STOP_BYTES]),
+        (
+            "tools of a row",
+            [messages.MAX_TOOLS, messages.MAX_VARIABLE_CHARS, checks.MAX_DEPTH],
+        ),
+        ("`top_logprobs`", [body.MAX_LOGPROBS]),
+        ("a job's data", [job.MAX_JOB_BYTES // MIB]),
+        ("a result", [job.MAX_RESULT_BYTES // MIB]),
+        ("jobs that a worker takes", [transitions.ENOUGH_BYTES // MIB]),
+        ("a block; its header", [LIMITS.max_block_bytes // MIB, LIMITS.max_header_bytes // KIB]),
+        (
+            "tensors, tokens and dimensions",
+            [LIMITS.max_tensors, LIMITS.max_tokens, header.MAX_DIMENSIONS, header.MAX_TEXT_BYTES],
+        ),
+        ("blocks fetched at once", [lookup.MAX_FETCH_BYTES // MIB]),
+        ("an object of a tier", [MAX_OBJECT_BYTES // MIB]),
+        ("a manifest", [manifests.MAX_MANIFEST_BYTES // KIB]),
+    ],
+)
+def test_the_table_says_what_the_code_does(row: str, numbers: list[int]) -> None:
+    """Each number of the table is the constant's."""
+    (line,) = [line for line in TEXT.splitlines() if line.startswith(f"| {row}")]
+    said = line.split("|")[2]
+    found = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", said)]
+    assert found == numbers
