@@ -49,12 +49,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The right to compute a block. ``is_lost``: somebody else has it by now; go on, or stop."""
+    """The right to compute a block. ``is_lost``: somebody else has it by now; go on, or stop.
+
+    ``is_settled``: it was really given, and is not just being asked for.
+    """
 
     key: bytes
     taken_at: float
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     is_lost: bool = False
+    is_settled: bool = False
 
 
 class Leases(Protocol):
@@ -170,6 +174,7 @@ class RedisLeases:
             lambda: self._redis.set(_name(key), lease.token, nx=True, px=self._ttl_ms)
         )
         if is_ours or is_ours is _NO_ANSWER:
+            lease.is_settled = True
             return lease
         self._local.release(lease)
         return None
@@ -181,10 +186,11 @@ class RedisLeases:
         rest = [lease for key in keys[1:] if (lease := self._local.acquire(key)) is not None]
         answers = self._ask(lambda: self._set_many(rest))
         if not isinstance(answers, list):
-            return [first, *rest]
+            answers = [True] * len(rest)
         held = [first]
         for lease, is_ours in zip(rest, answers, strict=True):
             if is_ours:
+                lease.is_settled = True
                 held.append(lease)
             else:
                 self._local.release(lease)
@@ -230,9 +236,13 @@ class RedisLeases:
 
     def _renew_all(self, interval_seconds: float) -> None:
         while not self._stop.wait(interval_seconds):
-            held = self._local.held()
+            held = self._renewable()
             if held:
                 self._renew(held)
+
+    def _renewable(self) -> list[Lease]:
+        """What is held; not what is being asked for: taken here, it would be refused there."""
+        return [lease for lease in self._local.held() if lease.is_settled]
 
     def _renew(self, leases: Sequence[Lease]) -> None:
         """All of them in one round trip, and once more those that were not ours any more."""

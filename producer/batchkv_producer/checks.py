@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from batchkv_producer.job import MAX_CUSTOM_ID_CHARS as MAX_CUSTOM_ID_CHARS
 from batchkv_producer.job import ErrorCode
 
-MAX_CUSTOM_ID_CHARS = 1024
 MAX_SHOWN = 60
 MAX_LOGICAL = 2**16  # above it an upper bound is a matter of storage: not worth a mention
 MAX_DEPTH = 32  # nesting of values that go to the chat template as they are

@@ -26,6 +26,7 @@ from batchkv_producer.errors import WireError
 FUNCTION_NAME = "batchkv.generate"
 MAX_JOB_BYTES = 64 * 2**20  # decompressed; the line limit of the reader is lower
 MAX_RESULT_BYTES = 64 * 2**20
+MAX_CUSTOM_ID_CHARS = 1024
 
 Endpoint = Literal["chat", "completion"]
 Outcome = Literal["ok", "failed", "canceled"]
@@ -144,7 +145,7 @@ def decode_job(data: bytes) -> Request:
 
 
 def encode_result(result: Result) -> bytes:
-    """A result as stored: msgpack with one-letter keys and defaults left out, compressed."""
+    """A result as stored: msgpack, one-letter keys, compressed; WireError when it is too large."""
     usage = result.usage
     packed: dict[str, Any] = {
         "o": result.outcome,
@@ -163,7 +164,10 @@ def encode_result(result: Result) -> bytes:
     if result.logprobs is not None:
         packed["l"] = [(item.token, item.logprob, item.top) for item in result.logprobs]
     kept = {key: value for key, value in packed.items() if value or key == "l"}
-    return isal_zlib.compress(msgpack.packb(kept, unicode_errors="surrogatepass"), 3)
+    raw = msgpack.packb(kept, unicode_errors="surrogatepass")
+    if len(raw) > MAX_RESULT_BYTES:
+        raise WireError(f"the result is larger than {MAX_RESULT_BYTES} bytes")
+    return isal_zlib.compress(raw, 3)
 
 
 # What a map of the wrong shape makes its reader raise (int() of infinity overflows).
@@ -232,6 +236,8 @@ def _request(payload: Any) -> Request:
         chat_template_kwargs=_typed(payload, "chat_template_kwargs", dict, {}),
         params=_params(_typed(payload, "params", dict, {})),
     )
+    if len(request.custom_id) > MAX_CUSTOM_ID_CHARS:  # it stands in the row's result, too
+        raise WireError("job payload: custom_id is too long")
     if request.endpoint not in ("chat", "completion"):
         raise WireError("job payload names an unknown endpoint")
     if (request.messages is None) == (request.prompt is None):

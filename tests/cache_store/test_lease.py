@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -48,6 +49,20 @@ def test_one_holder_at_a_time(leases: Leases) -> None:
     assert again is not None
     leases.release(lease)  # the old holder, once more: it has nothing to release
     assert leases.acquire(KEY) is None and not again.is_lost
+
+
+def test_a_lease_that_is_being_asked_for_is_not_taken_by_its_own_renewal(redis_url: str) -> None:
+    """A renewal that falls between asking and the answer leaves the answer to who asked."""
+    with closing(RedisLeases(redis_url)) as leases:
+        ask = leases._redis.set
+
+        def renewed_meanwhile(*args: Any, **options: Any) -> Any:
+            leases._renew(leases._renewable())
+            return ask(*args, **options)
+
+        leases._redis.set = renewed_meanwhile  # type: ignore[method-assign]
+        assert leases.acquire(KEY) is not None
+        assert [lease.key for lease in leases._renewable()] == [KEY]
 
 
 def test_a_chain_is_leased_from_its_first_block_on(leases: Leases) -> None:

@@ -97,6 +97,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], bytes], str]] = {
     "no list": (lambda m: zlib.compress(b'{"func_name":"os.mkdir"}'), "not a call"),
     "five parts": (lambda m: call(wire.FUNCTION_NAME, None, [{}], {}, 1), "not a call"),
     "a field of ours too many": (lambda m: payload(__class__="os.mkdir"), "fields that"),
+    "a custom_id of a million": (lambda m: payload(custom_id="x" * 10**6), "custom_id is too long"),
     "a template as a field": (lambda m: payload(chat_template="{{ 1 }}"), "fields that"),
     "an endpoint that is a module": (lambda m: payload(endpoint="os"), "unknown endpoint"),
     "neither prompt nor messages": (lambda m: payload(prompt=None), "prompt"),

@@ -9,6 +9,7 @@ import zlib
 
 import pytest
 
+from batchkv_producer import job
 from batchkv_producer.job import ErrorCode, Request, Usage, decode_result, encode_job
 from batchkv_producer.transitions import Ending, Held, Pulled
 from batchkv_worker.events import Completed, Rejected, Work
@@ -62,6 +63,20 @@ def test_a_payload_that_is_not_ours_is_a_failed_row(data: bytes, says: str) -> N
     assert says in result.error[1]
     assert len(flights) == 0
     assert not Bomb.exploded
+
+
+def test_an_answer_too_large_to_be_read_back_is_a_failed_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What no reader would take is not stored: the row says what to ask less of."""
+    flights = Flights("m", "w")
+    flights.admit(pulled())
+    monkeypatch.setattr(job, "MAX_RESULT_BYTES", 1000)
+    ending = flights.end(Completed("j", "x" * 2000, "stop", Usage(1, 2, 0)))
+    assert ending is not None and ending.outcome == "failed"
+    error = decode_result(ending.result).error
+    assert error is not None and error[0] == ErrorCode.ENGINE_ERROR
+    assert "larger than 1000 bytes: ask for fewer tokens or logprobs" in error[1]
 
 
 def test_a_finished_row_carries_everything() -> None:

@@ -141,10 +141,16 @@ class Flights:
             busy_ms=busy_ms,
             note=event.note,
         )
+        try:
+            blob = encode_result(result)
+        except WireError as fault:
+            return self._failed(
+                flight, ErrorCode.ENGINE_ERROR, f"{fault}: ask for fewer tokens or logprobs"
+            )
         return Ending(
             lease=flight.lease,
             outcome="ok",
-            result=encode_result(result),
+            result=blob,
             prompt_tokens=usage.prompt,
             completion_tokens=usage.completion,
             cached_tokens=usage.cached,
