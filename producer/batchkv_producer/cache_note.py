@@ -12,6 +12,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 
@@ -47,7 +48,8 @@ class CacheNote:
         for digest in (namespace, key, parent, marks):
             if not isinstance(digest, bytes):  # bytes() of a number would make as many zeros
                 raise TypeError("a digest is not bytes")
-        return cls(namespace, int(wanted), int(local), int(found), str(stop), key, parent, marks)
+        counts = index(wanted), index(local), index(found)
+        return cls(namespace, *counts, str(stop), key, parent, marks)
 
 
 def token_marks(tokens: Sequence[int]) -> bytes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import zlib
 from dataclasses import dataclass, field, fields
-from operator import attrgetter
+from operator import attrgetter, index
 from typing import Any, Literal
 
 import msgpack
@@ -284,12 +284,12 @@ def _result(packed: dict[str, Any]) -> Result:
         model=str(packed.get("m", "")),
         text=str(packed.get("t", "")),
         finish_reason=str(packed.get("f", "")),
-        usage=Usage(*(int(count) for count in packed.get("u") or ())),
+        usage=Usage(*(index(count) for count in packed.get("u") or ())),
         error=(str(error[0]), str(error[1])) if error else None,
         logprobs=None if logprobs is None else tuple(_token_logprob(item) for item in logprobs),
         worker=str(packed.get("w", "")),
-        created=int(packed.get("a", 0)),
-        busy_ms=int(packed.get("b", 0)),
+        created=index(packed.get("a", 0)),
+        busy_ms=index(packed.get("b", 0)),
         note=CacheNote.unpacked(packed["n"]) if "n" in packed else None,
     )
 
