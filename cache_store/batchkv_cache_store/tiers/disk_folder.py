@@ -85,7 +85,9 @@ class DiskFolder:
 
     def make(self) -> None:
         """Make the folders that are always there; prompts are private, so nobody else may look."""
-        for folder in (self.root, self.temporary, self.aside, self._pins, self.blocks):
+        above = [folder for folder in self.root.parents if not folder.exists()]
+        own = (self.root, self.temporary, self.aside, self._pins, self.blocks)
+        for folder in (*reversed(above), *own):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @contextmanager
