@@ -159,9 +159,9 @@ def test_a_worker_through_rqs_own_command_unpickles_nothing(
     command = (sys.executable, "-c", WITHOUT)
     worker = WorkerProcess(redis_url, tmp_path / "log", settings=settings, command=command)
     with workers(worker):
-        wait_until(lambda: num_ended(redis_connection, batch) == 4 or worker.process.poll())
+        wait_until(lambda: num_ended(redis_connection, batch) == 4 or worker.process.poll(), 60)
         worker.process.terminate()
-        assert worker.wait() == 0, worker.said
+        assert worker.wait(60) == 0, worker.said
     assert "UNPICKLED" not in worker.said
     assert_reconciled(redis_connection, batch)
     assert not (tmp_path / "made-by-a-payload").exists()
@@ -173,5 +173,5 @@ def test_that_worker_would_have_told(redis_url: str, tmp_path: Path) -> None:
     command = (sys.executable, "-c", spoiled)
     worker = WorkerProcess(redis_url, tmp_path / "log", command=command)
     with workers(worker):
-        assert worker.wait() == 99
+        assert worker.wait(60) == 99
     assert "UNPICKLED" in worker.said
