@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from batchkv_producer.client import Client
     from batchkv_producer.errors import (
         BatchkvError,
+        ExpiredError,
         InputFileError,
         NotFoundError,
         ServerError,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from batchkv_producer.status import BatchStatus, JobInfo
     from batchkv_producer.stored import StoredRow
     from batchkv_producer.submission import Checked, Submitted
+    from batchkv_producer.terms import Deadline, Terms
     from batchkv_producer.workers import WorkerInfo
 
 __all__ = [
@@ -31,7 +33,9 @@ __all__ = [
     "BatchkvError",
     "Checked",
     "Client",
+    "Deadline",
     "ErrorCode",
+    "ExpiredError",
     "InputFileError",
     "JobInfo",
     "NotFoundError",
@@ -41,6 +45,7 @@ __all__ = [
     "ServerError",
     "StoredRow",
     "Submitted",
+    "Terms",
     "TokenLogprob",
     "Usage",
     "UsageError",
@@ -52,6 +57,7 @@ _HOMES = {
     "client": ("Client",),
     "errors": (
         "BatchkvError",
+        "ExpiredError",
         "InputFileError",
         "NotFoundError",
         "ServerError",
@@ -74,6 +80,10 @@ _HOMES = {
     "submission": (
         "Checked",
         "Submitted",
+    ),
+    "terms": (
+        "Deadline",
+        "Terms",
     ),
     "workers": ("WorkerInfo",),
 }

@@ -25,6 +25,8 @@ from batchkv_producer.source import Source
 from batchkv_producer.status import BatchStatus, JobInfo
 from batchkv_producer.stored import StoredRow
 from batchkv_producer.submission import Checked, Identified, Submitted
+from batchkv_producer.tending import Tender
+from batchkv_producer.terms import NO_TERMS, Deadline, Terms
 from batchkv_producer.transitions import Transitions
 from batchkv_producer.workers import WorkerInfo
 
@@ -32,9 +34,11 @@ __all__ = [
     "BatchStatus",
     "Checked",
     "Client",
+    "Deadline",
     "JobInfo",
     "StoredRow",
     "Submitted",
+    "Terms",
     "Unanswered",
     "WorkerInfo",
 ]
@@ -60,6 +64,7 @@ class Client:
 
     def __init__(self, connection: Redis) -> None:
         self._connection = connection
+        self._tender = Tender(connection)
 
     def submit(
         self,
@@ -72,8 +77,12 @@ class Client:
         on_progress: Progress | None = None,
         default_model: str | None = None,
         on_identified: Identified | None = None,
+        terms: Terms = NO_TERMS,
     ) -> Submitted:
         """Queue a file; the same file, model and defaults again join the batch that is there.
+
+        ``terms``: priority, deadline, dedupe, how long the results stay. A batch that is there
+        keeps its own.
 
         ``default_model`` serves when neither ``model`` nor the lines name one. ``on_identified``
         gets the batch's id and model before anything is changed, and may refuse by raising.
@@ -88,6 +97,7 @@ class Client:
             on_progress=on_progress,
             default_model=default_model,
             on_identified=on_identified,
+            terms=terms,
         )
 
     def check(
@@ -97,20 +107,24 @@ class Client:
         model: str | None = None,
         defaults: SamplingParams = NO_DEFAULTS,
         default_model: str | None = None,
+        dedupe: bool = False,
     ) -> Checked:
         """Read and check a file, change nothing; it also tells the id that its batch has."""
-        return submission.check(source, model=model, defaults=defaults, default_model=default_model)
+        return submission.check(
+            source, model=model, defaults=defaults, default_model=default_model, dedupe=dedupe
+        )
 
     def status(self, batch_id: str) -> BatchStatus:
-        """Where one batch stands."""
-        return status.read_batch(self._connection, self._find(batch_id))
+        """Where one batch stands, after rows past its deadline were ended."""
+        return self._tender.look(self._find(batch_id))
 
     def list_batches(self) -> list[BatchStatus]:
         """All batches of the server, newest first."""
         raw_ids: Any = self._connection.zrevrange(redis_keys.BATCHES, 0, -1)
-        return status.read_batches(
+        found = status.read_batches(
             self._connection, [raw.decode("utf-8", "replace") for raw in raw_ids]
         )
+        return [self._tender.tend(batch) for batch in found]
 
     def workers(self) -> list[WorkerInfo]:
         """All live workers."""
@@ -125,6 +139,8 @@ class Client:
         batch_id, line = status.split_job_id(job_id)
         deadline = time.monotonic() + wait_seconds
         pace = Pace(first_seconds=0.05, longest_seconds=0.5)
+        if self._stored(batch_id, line) is None:
+            self._tender.look(batch_id)
         while (value := self._stored(batch_id, line)) is None:
             status.read_job(self._connection, job_id)  # raises when there is no such job
             left = deadline - time.monotonic()
@@ -147,9 +163,15 @@ class Client:
         the batch is done; with ``order="input"`` it waits for each line in turn.
         """
         full_id = self._find(batch_id)
+
+        def look(_: Redis, batch: str) -> BatchStatus:
+            return self._tender.look(batch)
+
         if order == "input":
-            return stored.in_input_order(self._connection, full_id, follow=follow)
-        return stored.in_finish_order(self._connection, full_id, follow=follow, after=after)
+            return stored.in_input_order(self._connection, full_id, follow=follow, look=look)
+        return stored.in_finish_order(
+            self._connection, full_id, follow=follow, after=after, look=look
+        )
 
     def wait(
         self,
@@ -163,7 +185,7 @@ class Client:
         deadline = float("inf") if timeout_seconds is None else time.monotonic() + timeout_seconds
         pace, last_num_ended = Pace(), -1
         while True:
-            now = patiently(partial(status.read_batch, self._connection, full_id))
+            now = patiently(partial(self._tender.look, full_id))
             if on_progress is not None:
                 on_progress(now)
             left = deadline - time.monotonic()
@@ -181,17 +203,24 @@ class Client:
         return intervention.cancel_batch(self._connection, self.status(target))
 
     def retry(
-        self, batch_id: str, canceled: bool = False, *, job_timeout_seconds: int | None = None
+        self,
+        batch_id: str,
+        canceled: bool = False,
+        *,
+        job_timeout_seconds: int | None = None,
+        expires: Deadline | None = None,
     ) -> int:
         """Queue a batch's failed rows again, and those canceled if asked; how many could be.
 
-        They keep their timeout unless a new one is given.
+        They keep their timeout unless a new one is given, and the batch its deadline: one that is
+        past must be given anew (``terms.NEVER``: none).
         """
         return intervention.retry_batch(
             self._connection,
             self.status(batch_id),
             canceled=canceled,
             job_timeout_seconds=_checked_timeout(job_timeout_seconds),
+            expires=expires,
         )
 
     def unanswered(self, batch_id: str) -> Unanswered:

@@ -14,7 +14,8 @@ from batchkv_producer.formats import RowError
 from batchkv_producer.job import Result, SamplingParams, encode_result
 from batchkv_producer.order import ORDER_VERSION
 from batchkv_producer.planner import Chunk, Plan, PlanCounts
-from batchkv_producer.transitions import Transitions
+from batchkv_producer.terms import NO_TERMS, Terms, differences
+from batchkv_producer.transitions import Standing, Transitions
 
 DEFAULT_JOB_TIMEOUT_SECONDS = 3600
 MAX_IN_FLIGHT = 2  # chunks: Redis works on one while the next is read and packed
@@ -30,6 +31,7 @@ class BatchSpec:
     defaults: SamplingParams
     job_timeout_seconds: int = DEFAULT_JOB_TIMEOUT_SECONDS
     name: str = ""
+    terms: Terms = NO_TERMS
 
 
 def enqueue(
@@ -39,14 +41,15 @@ def enqueue(
     digest: str,
     spec: BatchSpec,
     on_progress: Progress | None = None,
-) -> bool:
-    """Queue what of the plan is not in the queue yet; True when the batch had been begun before.
+) -> tuple[bool, tuple[str, ...]]:
+    """Queue what of the plan is not in the queue yet; whether the batch had been begun before.
 
-    ``on_progress`` gets (rows in the queue, rows in all). Raises BatchkvError when the server
-    holds a batch that is not this one.
+    Also, in words, which of its own terms a batch keeps that was there. ``on_progress`` gets (rows
+    in the queue, rows in all). Raises BatchkvError when the server holds a batch that is not this
+    one.
     """
     batch_id = digest[:16]
-    start = _create_or_join(transitions, batch_id, counts, digest, spec)
+    there, start = _create_or_join(transitions, batch_id, counts, digest, spec)
     num_rows = plan.num_rows_before(start)
     in_flight: deque[tuple[Chunk, Future[int]]] = deque()
 
@@ -54,7 +57,7 @@ def enqueue(
         nonlocal num_rows
         chunk, future = in_flight.popleft()
         _check_reply(batch_id, chunk.number, future.result())
-        num_rows += len(chunk.jobs) + len(chunk.bad_rows)
+        num_rows += len(chunk)
         if on_progress is not None:
             on_progress(num_rows, counts.total)
 
@@ -66,13 +69,13 @@ def enqueue(
             in_flight.append((chunk, pool.submit(_send, transitions, batch_id, spec, chunk)))
         while in_flight:
             confirm_oldest()
-    return start > 0
+    return start > 0, (differences(there, spec.terms) if start else ())
 
 
 def _create_or_join(
     transitions: Transitions, batch_id: str, counts: PlanCounts, digest: str, spec: BatchSpec
-) -> int:
-    """The number of the first chunk that is not in the queue yet."""
+) -> tuple[Standing, int]:
+    """The batch on the server, and the number of the first chunk that is not in the queue yet."""
     there = transitions.create(
         batch_id,
         {
@@ -85,22 +88,29 @@ def _create_or_join(
             "order": ORDER_VERSION,
             "last_line": counts.last_line,
             "job_timeout": spec.job_timeout_seconds,
+            **spec.terms.as_fields(transitions.server_seconds),
         },
     )
     if there.digest != digest:
         raise BatchkvError(f"another batch has the id {batch_id} (its digest is {there.digest})")
     if there.num_enqueued == there.num_chunks:
-        return counts.num_chunks  # all is there, in whatever order
+        return there, counts.num_chunks  # all is there, in whatever order
+    if there.is_deduped != spec.terms.dedupe:
+        how = "with --dedupe" if there.is_deduped else "without --dedupe"
+        raise BatchkvError(f"batch {batch_id} was begun {how}: finish the submit the same way")
     if (there.num_chunks, there.order) != (counts.num_chunks, ORDER_VERSION):
         raise BatchkvError(
             f"batch {batch_id} was begun by a version of batchkv that orders rows differently; "
             "finish the submit with that version"
         )
-    return there.num_enqueued
+    return there, there.num_enqueued
 
 
 def _send(transitions: Transitions, batch_id: str, spec: BatchSpec, chunk: Chunk) -> int:
     queue = redis_keys.queue_name(spec.model)
+    if chunk.twins:
+        seconds = spec.job_timeout_seconds
+        return transitions.follow(batch_id, queue, chunk.number, chunk.twins, seconds)
     bad_rows = [(row.line, encode_result(_as_result(row, spec.model))) for row in chunk.bad_rows]
     return transitions.submit(
         batch_id, queue, chunk.number, chunk.jobs, bad_rows, spec.job_timeout_seconds

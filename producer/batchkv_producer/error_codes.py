@@ -13,4 +13,6 @@ class ErrorCode:
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     TIMEOUT = "timeout"
     CANCELED = "canceled"
+    EXPIRED = "expired"
+    LOST = "lost"
     ENGINE_ERROR = "engine_error"

@@ -4,6 +4,7 @@
     ├── UsageError            the caller's arguments or settings: nothing was changed
     │   ├── InputFileError    the input file as a whole cannot be used
     │   └── NotFoundError     no batch or job by that id
+    │       └── ExpiredError  its results are no longer kept
     ├── ServerError           Redis is missing, refuses us, is full or read-only
     └── WireError             bytes from Redis are not what batchkv writes
 
@@ -30,6 +31,10 @@ class InputFileError(UsageError):
 
 class NotFoundError(UsageError):
     """No batch or job is known by that id."""
+
+
+class ExpiredError(NotFoundError):
+    """The batch ended longer ago than its results are kept."""
 
 
 class ServerError(BatchkvError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,11 +11,12 @@ from typing import Any
 from redis import Redis
 
 from batchkv_producer import redis_keys
-from batchkv_producer.errors import WireError
-from batchkv_producer.formats import default_custom_id
-from batchkv_producer.job import ErrorCode, Request, Result, decode_job, encode_result
+from batchkv_producer.errors import UsageError
+from batchkv_producer.job import ErrorCode
 from batchkv_producer.status import BatchStatus, read_batch, split_job_id
 from batchkv_producer.stored import in_finish_order
+from batchkv_producer.tending import error_row, jobs_in, pages
+from batchkv_producer.terms import NEVER, Deadline, moment_text
 from batchkv_producer.transitions import Transitions
 
 PAGE_ROWS = 500
@@ -31,6 +31,7 @@ INPUT_FAULTS = frozenset(
 )
 
 _OPEN = (b"queued", b"started", b"deferred", b"scheduled")
+_CANCELED = (ErrorCode.CANCELED, "canceled before it was finished")
 
 
 def cancel_batch(connection: Redis, status: BatchStatus) -> int:
@@ -39,10 +40,7 @@ def cancel_batch(connection: Redis, status: BatchStatus) -> int:
     Rows of a submit that is still going on, or was interrupted, are not there to be canceled:
     they come in with the rest of the submit.
     """
-    num_canceled = 0
-    for start in range(1, status.last_line + 1, PAGE_ROWS):
-        lines = range(start, min(start + PAGE_ROWS, status.last_line + 1))
-        num_canceled += _cancel_lines(connection, status, lines)
+    num_canceled = sum(_cancel_lines(connection, status, lines) for lines in pages(status))
     Transitions(connection).sweep(status.queue, status.batch_id)
     return num_canceled
 
@@ -53,7 +51,7 @@ def cancel_job(connection: Redis, job_id: str) -> int:
     status = read_batch(connection, batch_id)
     num_canceled = _cancel_lines(connection, status, [line])
     if num_canceled:
-        connection.lrem(redis_keys.queue(status.queue), 0, job_id)
+        connection.lrem(redis_keys.waiting(status.queue, status.priority), 0, job_id)
     return num_canceled
 
 
@@ -73,12 +71,20 @@ def retry_batch(
     *,
     canceled: bool = False,
     job_timeout_seconds: int | None = None,
+    expires: Deadline | None = None,
 ) -> int:
     """Queue failed (and canceled) rows again, in the order in which they ended; how many could be.
 
-    A row that never was a job (bad input), or whose job has expired, stays as it is.
+    A row that never was a job (bad input), or whose job has expired, stays as it is. Raises
+    UsageError when the batch's deadline is past and none is given.
     """
     transitions = Transitions(connection)
+    moment = None if expires is None else _moment(transitions, expires)
+    if moment is None and 0 < status.expires <= status.read_at:
+        raise UsageError(
+            f"the deadline of batch {status.batch_id} was {moment_text(status.expires)}: give its "
+            "rows another with --expires 8h, or none with --expires never"
+        )
     num_queued = 0
     for outcome in ("failed", "canceled") if canceled else ("failed",):
         for lines in _ended_lines(connection, status.batch_id, outcome):
@@ -88,8 +94,13 @@ def retry_batch(
                 lines,
                 outcome=outcome,
                 timeout_seconds=job_timeout_seconds or 0,
+                expires=moment,
             )
     return num_queued
+
+
+def _moment(transitions: Transitions, expires: Deadline) -> int:
+    return 0 if expires == NEVER else expires.moment(transitions.server_seconds)
 
 
 def count_unanswered(connection: Redis, batch_id: str) -> Unanswered:
@@ -121,8 +132,8 @@ def _ended_lines(connection: Redis, batch_id: str, outcome: str) -> Iterator[lis
 
 def _cancel_lines(connection: Redis, status: BatchStatus, lines: Sequence[int]) -> int:
     rows = [
-        (job_id, encode_result(_canceled(status.model, line, request)))
-        for job_id, line, request in _open_jobs(connection, status.batch_id, lines)
+        (job_id, error_row(status.model, line, request, _CANCELED, "canceled"))
+        for job_id, line, request in jobs_in(connection, status.batch_id, lines, _OPEN)
     ]
     if not rows:
         return 0
@@ -132,34 +143,3 @@ def _cancel_lines(connection: Redis, status: BatchStatus, lines: Sequence[int]) 
             command = json.dumps({"command": "stop-job", "job_id": job_id})
             connection.publish(f"rq:pubsub:{verdict}", command)
     return sum(verdict != "" for verdict in verdicts)
-
-
-def _open_jobs(
-    connection: Redis, batch_id: str, lines: Sequence[int]
-) -> Iterator[tuple[str, int, Request | None]]:
-    """Jobs among these lines that have not ended, with what they ask for (None: unreadable)."""
-    with connection.pipeline(transaction=False) as pipeline:
-        for line in lines:
-            pipeline.hmget(redis_keys.job(redis_keys.job_id(batch_id, line)), "status", "data")
-        replies = pipeline.execute()
-    for line, (status, data) in zip(lines, replies, strict=True):
-        if status in _OPEN:
-            yield redis_keys.job_id(batch_id, line), line, _request(data or b"")
-
-
-def _request(data: bytes) -> Request | None:
-    try:
-        return decode_job(data)
-    except WireError:
-        return None
-
-
-def _canceled(model: str, line: int, request: Request | None) -> Result:
-    return Result(
-        custom_id=request.custom_id if request else default_custom_id(line),
-        endpoint=request.endpoint if request else "chat",
-        outcome="canceled",
-        model=model,
-        error=(ErrorCode.CANCELED, "canceled before it was finished"),
-        created=int(time.time()),
-    )

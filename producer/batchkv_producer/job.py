@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter, index
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from isal import isal_zlib
 from batchkv_producer.cache_note import CacheNote
 from batchkv_producer.error_codes import ErrorCode as ErrorCode
 from batchkv_producer.errors import WireError
+from batchkv_producer.stamp import unstamped
 
 FUNCTION_NAME = "batchkv.generate"
 MAX_JOB_BYTES = 64 * 2**20  # decompressed; the line limit of the reader is lower
@@ -178,13 +179,18 @@ _UNREADABLE = (
 
 
 def decode_result(data: bytes) -> Result:
-    """Inverse of encode_result; raises WireError on anything else."""
+    """Inverse of encode_result; raises WireError on anything else.
+
+    A twin's result is its leader's behind a custom_id of its own (``twins``).
+    """
+    custom_id, data = unstamped(data)
     raw = _inflate(data, MAX_RESULT_BYTES, "result")
     try:
         packed = msgpack.unpackb(raw, unicode_errors="surrogatepass", strict_map_key=True)
-        return _result(packed)
+        result = _result(packed)
     except _UNREADABLE as fault:
         raise WireError(f"stored result cannot be read: {fault}") from fault
+    return result if custom_id is None else replace(result, custom_id=custom_id)
 
 
 def _inflate(data: bytes, limit: int, what: str) -> bytes:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import chain
 from types import TracebackType
@@ -25,6 +25,7 @@ from batchkv_producer.errors import BatchkvError
 from batchkv_producer.formats import Row, RowError
 from batchkv_producer.job import ErrorCode, Request, SamplingParams, encode_job
 from batchkv_producer.order import Entry, in_windows, text_key, work_of
+from batchkv_producer.twins import twin_key
 
 CHUNK_ROWS = 500
 CHUNK_BYTES = 8 * 2**20  # of text: a chunk ends after the row that reaches it
@@ -36,24 +37,36 @@ PRAGMA temp_store = FILE;
 PRAGMA cache_size = -16384;
 CREATE TABLE rows (
     line INTEGER PRIMARY KEY, custom_id TEXT, sort_key BLOB, num_chars INTEGER,
-    endpoint TEXT, code TEXT, message TEXT, data BLOB, size INTEGER, work INTEGER);
+    endpoint TEXT, code TEXT, message TEXT, data BLOB, size INTEGER, work INTEGER,
+    twin BLOB);
+CREATE TABLE followers (line INTEGER PRIMARY KEY, leader INTEGER);
 CREATE TABLE plan (chunk INTEGER, line INTEGER);
 BEGIN;
 """
-_ADD = "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_ADD = "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _BY_CUSTOM_ID = "SELECT custom_id, line, code FROM rows ORDER BY custom_id, line"
 _REFUSE = """
 UPDATE rows SET code = ?, message = ?, sort_key = x'', work = -1, data = NULL WHERE line = ?
 """
+_BY_TWIN = """
+SELECT twin, line FROM rows WHERE twin IS NOT NULL AND code IS NULL ORDER BY twin, line
+"""
+_FOLLOW = "INSERT INTO followers VALUES (?, ?)"
+_FOLLOWERS = """
+SELECT line, size FROM followers CROSS JOIN rows USING (line) ORDER BY followers.line
+"""
+_NO_FOLLOWER = "line NOT IN (SELECT line FROM followers)"
 _BY_KEY = """
-SELECT line, sort_key, size, work FROM rows ORDER BY sort_key, work >= 0, line
+SELECT line, sort_key, size, work FROM rows WHERE {condition}
+ORDER BY sort_key, work >= 0, line
 """  # a bad row has an empty key and less than no work: bad rows come first
 _IN_ORDER = """
 SELECT rows.line, sort_key, size, work FROM plan CROSS JOIN rows ON rows.line = plan.line
-WHERE work >= 0 ORDER BY plan.rowid
+WHERE work >= 0 AND rows.line NOT IN (SELECT line FROM followers) ORDER BY plan.rowid
 """
+_LEADER = "(SELECT leader FROM followers WHERE followers.line = plan.line)"
 _FROM_CHUNK = """
-SELECT plan.chunk, rows.line, custom_id, endpoint, code, message, data
+SELECT plan.chunk, rows.line, custom_id, endpoint, code, message, data, {leader}
 FROM plan CROSS JOIN rows ON rows.line = plan.line WHERE plan.chunk >= ? ORDER BY plan.rowid
 """  # a cross join keeps SQLite from turning the loops around
 _ERRORS = """
@@ -65,22 +78,33 @@ _COUNTS = "SELECT COUNT(*), COUNT(code), SUM(num_chars), MAX(line) FROM rows"
 
 @dataclass(frozen=True, slots=True)
 class PlanCounts:
-    """What a plan holds. ``num_chars`` counts the text of the rows that can be run."""
+    """What a plan holds. ``num_chars`` counts the text of the rows that can be run.
+
+    ``num_twins`` rows wait for one that asks for the same.
+    """
 
     total: int
     num_bad: int
     num_chars: int
     last_line: int
     num_chunks: int
+    num_twins: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rows that are queued in one step: (line, job data), and the bad ones among them."""
+    """Rows that are queued in one step: (line, job data), and the bad ones among them.
+
+    Or ``twins`` alone: (line, job data, custom_id, line of the row that it waits for).
+    """
 
     number: int
     jobs: list[tuple[int, bytes]]
     bad_rows: list[RowError]
+    twins: list[tuple[int, bytes, str, int]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.jobs) + len(self.bad_rows) + len(self.twins)
 
 
 def canonical_text(request: Request) -> str:
@@ -112,9 +136,13 @@ def with_defaults(defaults: SamplingParams) -> Callable[[SamplingParams], Sampli
 
 
 class Plan:
-    """A batch on its way to the queue: fill it once, seal it, then read its chunks in order."""
+    """A batch on its way to the queue: fill it once, seal it, then read its chunks in order.
 
-    def __init__(self, defaults: SamplingParams) -> None:
+    ``dedupe``: rows that ask for the same wait for the first of them (``twins``).
+    """
+
+    def __init__(self, defaults: SamplingParams, *, dedupe: bool = False) -> None:
+        self._dedupe = dedupe
         self._fill = with_defaults(defaults)
         self._is_plain = defaults == SamplingParams()
         self._database = sqlite3.connect("", isolation_level=None)  # "": a file that is unlinked
@@ -143,11 +171,14 @@ class Plan:
     def seal(self) -> PlanCounts:
         """Refuse repeated ids, put the rows in order and cut them into chunks."""
         self._database.executemany(_REFUSE, self._duplicates())
+        if self._dedupe:
+            self._database.executemany(_FOLLOW, self._followers())
         self._database.executemany("INSERT INTO plan VALUES (?, ?)", self._cut())
         total, num_bad, num_chars, last_line = self._database.execute(_COUNTS).fetchone()
+        num_twins = self._database.execute("SELECT COUNT(*) FROM followers").fetchone()[0]
         last_chunk = self._database.execute("SELECT MAX(chunk) FROM plan").fetchone()[0]
         num_chunks = 0 if last_chunk is None else last_chunk + 1
-        return PlanCounts(total, num_bad, num_chars or 0, last_line or 0, num_chunks)
+        return PlanCounts(total, num_bad, num_chars or 0, last_line or 0, num_chunks, num_twins)
 
     def errors(self, limit: int) -> tuple[RowError, ...]:
         """The first bad rows in the order of their lines."""
@@ -156,17 +187,27 @@ class Plan:
     def chunks(self, start: int = 0) -> Iterator[Chunk]:
         """The chunks from number ``start`` on, one in memory at a time."""
         chunk = Chunk(start, [], [])
-        for number, line, custom_id, endpoint, code, message, data in self._database.execute(
-            _FROM_CHUNK, (start,)
-        ):
+        query = _FROM_CHUNK.format(leader=_LEADER if self._dedupe else "NULL")
+        for (
+            number,
+            line,
+            custom_id,
+            endpoint,
+            code,
+            message,
+            data,
+            leader,
+        ) in self._database.execute(query, (start,)):
             if number != chunk.number:
                 yield chunk
                 chunk = Chunk(number, [], [])
-            if code is None:
+            if leader is not None:
+                chunk.twins.append((line, data, custom_id, leader))
+            elif code is None:
                 chunk.jobs.append((line, data))
             else:
                 chunk.bad_rows.append(RowError(line, custom_id, endpoint, code, message))
-        if chunk.jobs or chunk.bad_rows:
+        if chunk:
             yield chunk
 
     def entries(self) -> Iterator[Entry]:
@@ -182,7 +223,7 @@ class Plan:
         """A row of the table. A bad row's key is empty: it goes first, and is known at once."""
         if isinstance(row, RowError):
             line, endpoint = row.line, row.endpoint
-            return line, row.custom_id, b"", 0, endpoint, row.code, row.message, None, 0, -1
+            return line, row.custom_id, b"", 0, endpoint, row.code, row.message, None, 0, -1, None
         line, request = row.line, row.request
         text = canonical_text(request)
         raw = text.encode("utf-8")
@@ -192,7 +233,8 @@ class Plan:
         key, size, num_chars = text_key(raw), len(raw), len(text)
         work = work_of(size, request.params.max_tokens)
         custom_id, endpoint = request.custom_id, request.endpoint
-        return line, custom_id, key, num_chars, endpoint, None, None, data, size, work
+        twin = twin_key(request) if self._dedupe else None
+        return line, custom_id, key, num_chars, endpoint, None, None, data, size, work, twin
 
     def _duplicates(self) -> Iterator[tuple[str, str, int]]:
         """The good rows whose id an earlier line has. A bad line holds on to its id, too."""
@@ -205,17 +247,39 @@ class Plan:
                 message = f"custom_id {shown} is taken by line {first_line}"
                 yield ErrorCode.DUPLICATE_CUSTOM_ID, message, line
 
+    def _followers(self) -> Iterator[tuple[int, int]]:
+        """(line, line of the first) of every row that asks for what an earlier one does."""
+        first_key, first_line = None, 0
+        for key, line in self._database.execute(_BY_TWIN):
+            if key != first_key:
+                first_key, first_line = key, line
+            else:
+                yield line, first_line
+
     def _cut(self) -> Iterator[tuple[int, int]]:
+        """(chunk, line) of every row.
+
+        Rows that wait for another come before all others, in chunks of their own: so that none is
+        submitted when the one that it waits for has ended already.
+        """
         chunk = num_rows = num_bytes = 0
-        for line, _, size, _ in self._ordered():
-            if num_rows == CHUNK_ROWS or num_bytes >= CHUNK_BYTES:
+        waiting = self._database.execute(_FOLLOWERS) if self._dedupe else ()
+        for is_first_part, rows in ((True, waiting), (False, self._sizes())):
+            for line, size in rows:
+                if num_rows == CHUNK_ROWS or num_bytes >= CHUNK_BYTES:
+                    chunk, num_rows, num_bytes = chunk + 1, 0, 0
+                num_rows, num_bytes = num_rows + 1, num_bytes + size
+                yield chunk, line
+            if is_first_part and num_rows:
                 chunk, num_rows, num_bytes = chunk + 1, 0, 0
-            num_rows, num_bytes = num_rows + 1, num_bytes + size
-            yield chunk, line
+
+    def _sizes(self) -> Iterator[tuple[int, int]]:
+        return ((entry.line, entry.size) for entry in self._ordered())
 
     def _ordered(self) -> Iterator[Entry]:
         """Every row as they are queued, bad rows first."""
-        rows = map(Entry._make, self._database.execute(_BY_KEY))
+        by_key = _BY_KEY.format(condition=_NO_FOLLOWER if self._dedupe else "TRUE")
+        rows = map(Entry._make, self._database.execute(by_key))
         for entry in rows:
             if entry.work >= 0:
                 yield from in_windows(chain((entry,), rows))

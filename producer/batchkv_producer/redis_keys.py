@@ -11,26 +11,39 @@ key                        type    content
                                    ``last_line`` (above ``total`` if the file has blank lines),
                                    ``order`` (version of the rows' order; missing: 1),
                                    ``job_timeout`` (seconds; that of the last submit or retry);
+                                   only if asked for: ``priority`` (``high``, ``low``), ``expires``
+                                   (the deadline, seconds since 1970), ``dedupe`` (1), ``keep``
+                                   (seconds after the end), then ``kept_until`` and ``kept_jobs``;
                                    counters ``ok failed canceled running prompt_tokens
-                                   completion_tokens cached_tokens busy_ms saved_ms``
+                                   completion_tokens cached_tokens busy_ms saved_ms copied``
 ``batchkv:res:B``          hash    line number -> encoded result (``job.encode_result``)
 ``batchkv:done:B``         list    line numbers in the order in which they ended. Append only: a
                                    retried row stands in it again at its second end
+``batchkv:held:B``         hash    line number -> execution, of the rows that count as ``running``
+``batchkv:twins:B:<n>``    list    lines that wait for the end of line n, which asks for the same
+``batchkv:due:Q``          hash    job id -> outcome: ended rows some of whose twins still wait
 ``batchkv:lock:Q``         string  name of the worker that cleaned queue ``Q`` last; expires, so
                                    that one worker cleans in each interval
 =========================  ======  ==============================================================
 
-``queued`` is never stored: it is ``total - ok - failed - canceled - running``.
+``queued`` is never stored: it is ``total - ok - failed - canceled - running``. A batch that says
+how long it is kept has its first three keys expire together; its id stays in ``batchkv:batches``,
+so that it can be told from one that never was.
 
 RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``B-<line>`` in queue
 ``Q``:
 
 =========================  ======  ==============================================================
 ``rq:queues``              set     ``rq:queue:Q``
-``rq:queue:Q``             list    ids waiting; the left end is the head
+``rq:queue:Q``             list    ids waiting; the left end is the head. ``rq:queue:Q:high`` and
+                                   ``rq:queue:Q:low`` are those of other priorities; jobs and
+                                   registries are the queue's all the same
 ``rq:job:J``               hash    RQ's job. Two fields are ours: ``bkv_exec``, the execution that
                                    holds the job now (the lease: only its holder may end the job),
-                                   and ``bkv_deaths``, how many holders died with it
+                                   and ``bkv_deaths``, how many holders died with it. Of rows that
+                                   wait for a twin: ``bkv_custom_id``, ``bkv_first`` (line of the
+                                   group's first row), and in that one's hash ``bkv_lead`` (the line
+                                   that runs, if it is another)
 ``rq:wip:Q``               zset    ``J:<execution>`` -> the second at which its lease ends
 ``rq:executions:J``        zset    execution -> expiry, for RQ's tools
 ``rq:execution:J:<exec>``  hash    the execution, for RQ's tools; expires
@@ -48,6 +61,7 @@ import re
 BATCHES = "batchkv:batches"
 QUEUE_PREFIX = "batchkv:"
 RQ_QUEUES = "rq:queues"
+PRIORITIES = ("high", "normal", "low")
 
 _JOB_ID = re.compile(r"([0-9a-f]{16})-([1-9][0-9]{0,11})")
 
@@ -80,6 +94,21 @@ def job(job_id: str) -> str:
 def queue(name: str) -> str:
     """Key of RQ's list of waiting ids."""
     return f"rq:queue:{name}"
+
+
+def waiting(name: str, priority: str) -> str:
+    """Key of the list in which a queue's jobs of this priority wait."""
+    return queue(name) if priority == "normal" else f"{queue(name)}:{priority}"
+
+
+def waiting_lists(name: str) -> list[str]:
+    """Keys of a queue's lists, the highest priority first."""
+    return [waiting(name, priority) for priority in PRIORITIES]
+
+
+def due(name: str) -> str:
+    """Key of the ended rows whose twins have not all ended with them."""
+    return f"batchkv:due:{name}"
 
 
 def registry(kind: str, name: str) -> str:

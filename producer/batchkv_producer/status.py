@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from redis import Redis
 
 from batchkv_producer import redis_keys
-from batchkv_producer.errors import NotFoundError, WireError
+from batchkv_producer.errors import ExpiredError, NotFoundError, WireError
 from batchkv_producer.job import decode_job, decode_result
+from batchkv_producer.terms import moment_text
 from batchkv_producer.workers import MAX_DIGITS, live_workers, text_map
 
 JobStatus = Literal["queued", "running", "ok", "failed", "canceled"]
@@ -35,11 +36,16 @@ _FROM_RQ: dict[bytes, JobStatus] = {
 
 @dataclass(frozen=True, slots=True)
 class BatchStatus:
-    """One batch at one moment. ``created`` is seconds since 1970, ``busy_ms`` summed over rows;
-    ``saved_ms`` is what computing the cached tokens would have taken, as workers measured it.
+    """One batch at one moment, read in one transaction.
 
-    ``last_line`` is the number of the file's last row; it is more than ``total`` when the file has
-    blank lines. ``is_submitted``: all rows are in, none is still on its way.
+    ``created`` is seconds since 1970, ``busy_ms`` summed over rows; ``saved_ms`` is what computing
+    the cached tokens would have taken, as workers measured it. ``last_line`` is the number of the
+    file's last row; it is more than ``total`` when the file has blank lines. ``is_submitted``: all
+    rows are in, none is still on its way.
+
+    ``expires`` is the deadline, ``kept_until`` when the results go, ``read_at`` the moment of this
+    status: seconds since 1970 by the server's clock, 0 is none. ``num_results`` are stored: as many
+    as rows have ended. ``copied`` rows got the answer of another that asked for the same.
     """
 
     batch_id: str
@@ -61,6 +67,15 @@ class BatchStatus:
     last_line: int
     job_timeout_seconds: int = 0  # 0: not known
     saved_ms: int = 0
+    priority: str = "normal"
+    expires: int = 0
+    keep_seconds: int = 0
+    kept_until: int = 0
+    is_deduped: bool = False
+    has_aligned_jobs: bool = False  # what RQ keeps of the jobs goes with the results
+    copied: int = 0
+    num_results: int = 0
+    read_at: float = field(default=0.0, compare=False)
 
     @property
     def num_ended(self) -> int:
@@ -76,6 +91,18 @@ class BatchStatus:
     def is_done(self) -> bool:
         """True when every row has a result."""
         return self.is_submitted and self.num_ended == self.total
+
+    @property
+    def is_overdue(self) -> bool:
+        """True when rows that have not started are past the batch's deadline."""
+        return 0 < self.expires <= self.read_at and self.queued > 0
+
+    def whole_sum(self) -> str:
+        """Every row in one sum: ``5 = 1 ok + 1 failed + 0 canceled + 2 queued + 1 running``."""
+        return (
+            f"{self.total:,} = {self.ok:,} ok + {self.failed:,} failed + {self.canceled:,} canceled"
+            f" + {self.queued:,} queued + {self.running:,} running"
+        )
 
     def reconciliation(self) -> str:
         """The sum in one line: ``20,000 = 19,959 ok + 41 failed + 0 canceled``."""
@@ -113,9 +140,11 @@ def find_batch(connection: Redis, wanted: str) -> str:
     ids: list[str] = [raw.decode("utf-8", "replace") for raw in raw_ids]
     matches = [batch_id for batch_id in ids if batch_id.startswith(wanted)]
     if not matches:
-        raise NotFoundError(f"no batch {wanted} on this server")
+        raise gone(connection, wanted)
     if len(matches) > 1:
         raise NotFoundError(f"{wanted} could be any of {', '.join(sorted(matches)[:5])}")
+    if not connection.exists(redis_keys.batch(matches[0])):
+        raise gone(connection, matches[0])
     return matches[0]
 
 
@@ -123,17 +152,36 @@ def read_batch(connection: Redis, batch_id: str) -> BatchStatus:
     """The status of one batch by its full id; raises NotFoundError."""
     found = read_batches(connection, [batch_id])
     if not found:
-        raise NotFoundError(f"no batch {batch_id} on this server")
+        raise gone(connection, batch_id)
     return found[0]
+
+
+def gone(connection: Redis, batch_id: str) -> NotFoundError:
+    """What to raise for a batch that is not there: was it ever?"""
+    created: Any = connection.zscore(redis_keys.BATCHES, batch_id)
+    if created is None:
+        return NotFoundError(f"no batch {batch_id} on this server")
+    return ExpiredError(
+        f"batch {batch_id} (of {moment_text(created)}) is no longer kept: its results have expired,"
+        " as --keep said at its submit; submit the file again to run it anew"
+    )
 
 
 def read_batches(connection: Redis, batch_ids: Sequence[str]) -> list[BatchStatus]:
     """The status of several batches; those that are gone are left out."""
-    with connection.pipeline(transaction=False) as pipeline:
+    with connection.pipeline(transaction=True) as pipeline:
+        pipeline.time()
         for batch_id in batch_ids:
             pipeline.hgetall(redis_keys.batch(batch_id))
-        replies = pipeline.execute()
-    known = {batch: text_map(raw) for batch, raw in zip(batch_ids, replies, strict=True) if raw}
+            pipeline.hlen(redis_keys.results(batch_id))
+        (seconds, micros), *replies = pipeline.execute()
+    read_at = seconds + micros / 1e6
+    pairs = zip(batch_ids, replies[::2], replies[1::2], strict=True)
+    known = {
+        batch: {**text_map(raw), "num_results": str(num), "read_at": str(read_at)}
+        for batch, raw, num in pairs
+        if raw
+    }
     queues = {values["queue"] for values in known.values() if "queue" in values}
     num_workers = {queue: len(live_workers(connection, queue)) for queue in queues}
     return [
@@ -170,6 +218,15 @@ def _batch_status(batch_id: str, values: dict[str, str], num_workers: int) -> Ba
             last_line=count("last_line" if "last_line" in values else "total"),
             job_timeout_seconds=count("job_timeout"),
             saved_ms=count("saved_ms"),
+            priority=values.get("priority", "normal"),
+            expires=count("expires"),
+            keep_seconds=count("keep"),
+            kept_until=count("kept_until"),
+            has_aligned_jobs="kept_jobs" in values,
+            is_deduped="dedupe" in values,
+            copied=count("copied"),
+            num_results=count("num_results"),
+            read_at=float(values["read_at"]),
         )
     except (KeyError, ValueError) as fault:
         raise WireError(f"batch {batch_id} on the server cannot be read: {fault!r}") from fault
@@ -189,6 +246,8 @@ def read_job(connection: Redis, job_id: str) -> JobInfo:
             job_id, result.outcome, batch_id, line, result.custom_id, worker=result.worker
         )
     if status is None:
+        if not connection.exists(redis_keys.batch(batch_id)):
+            raise gone(connection, batch_id)
         raise NotFoundError(f"no job {job_id} on this server")
     return JobInfo(
         job_id,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ PAGE_ROWS = 200
 MAX_BIT_LINE = 2**30  # 128 MiB of bits
 MAX_LINE_DIGITS = 12  # as in a job's id
 NO_POSITION = -1
+Look = Callable[[Redis, str], BatchStatus]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +33,23 @@ class StoredRow:
 
 
 def in_finish_order(
-    connection: Redis, batch_id: str, *, follow: bool = False, after: int = 0
+    connection: Redis,
+    batch_id: str,
+    *,
+    follow: bool = False,
+    after: int = 0,
+    look: Look = read_batch,
 ) -> Iterator[StoredRow]:
     """Each row that has ended, once, from index ``after`` of the finish order on.
 
     A retried row stands in that order twice and comes at the first place at which it has a result.
-    ``follow`` goes on until the batch is done.
+    ``follow`` goes on until the batch is done, by what ``look`` says.
     """
     seen = _LineSet()
     position, pace = after, Pace()
     while True:
         # Read before the page: what ends after this look is in a later page.
-        is_over = not follow or _is_done(connection, batch_id)
+        is_over = not follow or patiently(partial(look, connection, batch_id)).is_done
         lines = patiently(partial(_ended_lines, connection, batch_id, position))
         fresh = [(index, line) for index, line in enumerate(lines, position) if line not in seen]
         for row in _stored(connection, batch_id, fresh):
@@ -60,13 +66,13 @@ def in_finish_order(
 
 
 def in_input_order(
-    connection: Redis, batch_id: str, *, follow: bool = False
+    connection: Redis, batch_id: str, *, follow: bool = False, look: Look = read_batch
 ) -> Iterator[StoredRow]:
     """Each row that has ended, by line; ``follow`` waits at each line until it has."""
     status = patiently(partial(read_batch, connection, batch_id))
     line, pace = 1, Pace()
     while line <= status.last_line:
-        is_over = not follow or _is_done(connection, batch_id)
+        is_over = not follow or patiently(partial(look, connection, batch_id)).is_done
         lines = range(line, min(line + PAGE_ROWS, status.last_line + 1))
         found = {row.line: row for row in _by_line(connection, batch_id, lines)}
         until = lines.stop
@@ -99,10 +105,6 @@ class _LineSet:
         if index >= len(self._bits):
             self._bits.extend(bytes(max(index + 1 - len(self._bits), len(self._bits))))
         self._bits[index] |= 1 << bit
-
-
-def _is_done(connection: Redis, batch_id: str) -> bool:
-    return patiently(partial(read_batch, connection, batch_id)).is_done
 
 
 def _ended_lines(connection: Redis, batch_id: str, position: int) -> list[int]:

@@ -24,6 +24,7 @@ from batchkv_producer.job import SamplingParams
 from batchkv_producer.outlook import Outlook, look_ahead
 from batchkv_producer.planner import Plan, PlanCounts
 from batchkv_producer.source import HashingReader, Source, is_text_file, opened, source_name
+from batchkv_producer.terms import NO_TERMS, Terms
 from batchkv_producer.transitions import Transitions
 
 MAX_SHOWN_ERRORS = 20
@@ -39,7 +40,8 @@ _ID_VERSION = b"batchkv batch 1"
 class Submitted:
     """A batch that is in the queue. ``joined``: it (or a part of it) had been there before.
 
-    ``errors`` are the first few of the rows that are wrong.
+    ``errors`` are the first few of the rows that are wrong. ``num_twins`` rows get the answer
+    of one that asks for the same. ``notes``: what was asked for and stays as the batch had it.
     """
 
     batch_id: str
@@ -50,6 +52,8 @@ class Submitted:
     num_bad: int
     joined: bool
     errors: tuple[RowError, ...] = ()
+    num_twins: int = 0
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class Checked:
     num_chars: int
     model: str
     batch_id: str
+    num_twins: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +88,11 @@ def check(
     model: str | None = None,
     defaults: SamplingParams | None = None,
     default_model: str | None = None,
+    dedupe: bool = False,
 ) -> Checked:
     """Read and check a file without a server; raises UsageError for the file as a whole."""
     said = defaults or SamplingParams()
-    with Plan(said) as plan:
+    with Plan(said, dedupe=dedupe) as plan:
         return _checked(source, plan, said, model, default_model)
 
 
@@ -116,6 +122,7 @@ def submit(
     on_progress: Progress | None = None,
     default_model: str | None = None,
     on_identified: Identified | None = None,
+    terms: Terms = NO_TERMS,
 ) -> Submitted:
     """Put a file into the queue of its model; raises UsageError before anything was changed.
 
@@ -125,15 +132,15 @@ def submit(
     if job_timeout_seconds < 1:
         raise UsageError(f"the job timeout must be at least 1 second, got {job_timeout_seconds}")
     said = defaults or SamplingParams()
-    with Plan(said) as plan:
+    with Plan(said, dedupe=terms.dedupe) as plan:
         facts, counts = _read(source, plan, said, lambda vote: vote.need(model, default_model))
         shown_name = (name or source_name(source))[:MAX_NAME_CHARS]
-        spec = BatchSpec(facts.model, said, job_timeout_seconds, shown_name)
+        spec = BatchSpec(facts.model, said, job_timeout_seconds, shown_name, terms)
         digest = batch_digest(facts, said)
         if on_identified is not None:
             on_identified(digest[:16], facts.model)
         errors = plan.errors(MAX_TOLD_ERRORS)
-        joined = enqueue(Transitions(connection), plan, counts, digest, spec, on_progress)
+        joined, notes = enqueue(Transitions(connection), plan, counts, digest, spec, on_progress)
     return Submitted(
         batch_id=digest[:16],
         queue=redis_keys.queue_name(spec.model),
@@ -143,6 +150,8 @@ def submit(
         num_bad=counts.num_bad,
         joined=joined,
         errors=errors,
+        num_twins=counts.num_twins,
+        notes=notes,
     )
 
 
@@ -158,6 +167,7 @@ def _checked(
         num_chars=counts.num_chars,
         model=facts.model,
         batch_id=batch_digest(facts, said)[:16] if facts.model else "",
+        num_twins=counts.num_twins,
     )
 
 

@@ -4,29 +4,44 @@
 
             submit            pull               finish
     (none) --------> queued ---------> started ----------> finished | failed
-       |               ^  ^              |  |
-       | submit        |  '--------------'  | settle(canceled): the client, also from queued
-       v               |     give_back      v
-    failed             |     reap        canceled
-    (bad row)          |
-                       |--- retry --- failed <-- settle(failed): heals what stock tools failed
-                       '--- retry --- canceled
+      |  |            ^  ^              |  |
+      |  | submit     |  '--------------'  | settle(canceled): the client, also from queued
+      |  v            |     give_back      v                   and deferred
+      | failed        |     reap        canceled
+      | (bad row)     |
+      |               |--- retry --- failed <-- settle(failed): heals what stock tools failed
+      |               '--- retry --- canceled
+      | follow
+      '--------> deferred ----------> finished | failed   with its leader: in finish, or by copy
+                   ^  '-------------> queued              it leads: settle(canceled | lost), mend
+                   '--- retry --- failed | canceled       while its leader is open
+
+    queued | deferred --- settle(expired) ---> failed     past the batch's deadline
+    (gone) -------------- settle(lost) ------> failed     somebody deleted the job
+    started | queued ---- mend --------------> queued     in no list, and nobody holds it
 
 =============  ==========================  =======================================================
 move           made by                     guard
 =============  ==========================  =======================================================
 submit         the producer                the chunk is the batch's next: enqueued exactly once
+follow         the producer                the same, for rows that wait for a twin (``--dedupe``)
 pull           a worker                    status is queued, the line has no result, and no living
                                            lease holds the job
 finish         the worker that holds it    the job's ``bkv_exec`` is the worker's execution, and the
                                            line has no result yet
-give_back      the worker that holds it    as above; a death too many ends in failed
+copy           any worker's maintenance,   the twin is deferred, its leader has a result, the line
+               the client                  has none yet (as within finish)
+give_back      the worker that holds it    as for finish; a death too many ends in failed
 reap           any worker's maintenance,   the lease has lapsed (or its worker is known to be dead);
                ``batchkv run``             more than ``MAX_DEATHS`` deaths end in failed
-settle         the client (cancel), any    no result yet; to heal a failed job nobody may hold it
-               worker's maintenance
+settle         the client, any worker's    no result yet, and for canceled: has not ended; failed:
+               maintenance                 ended, nobody holds it; expired: has not started, the
+                                           deadline is past by the server's clock; lost: no job, and
+                                           the batch is submitted
+mend           the client, any worker's    no result and no lease; called for rows in no list
+               maintenance
 retry          the client                  status is failed (canceled, if that is asked for) and the
-                                           job's data is still there
+                                           job's data is still there; deferred if a twin is open
 =============  ==========================  =======================================================
 
 Each move is one Lua script, which Redis runs as one step: result, counters, finish order and RQ's
@@ -39,15 +54,20 @@ never touch ``bkv_exec``.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from batchkv_producer import redis_keys
 from batchkv_producer.job import MAX_JOB_BYTES
+from batchkv_producer.moved import Ending as Ending
+from batchkv_producer.moved import Held as Held
+from batchkv_producer.moved import Pulled as Pulled
+from batchkv_producer.moved import Run as Run
+from batchkv_producer.moved import Standing as Standing
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -59,59 +79,12 @@ FAILURE_TTL_SECONDS = 7 * 86400  # as long as a failed row can be retried
 ENOUGH_BYTES = 16 * 2**20  # of job data in one pull: a worker holds it, and the server sends it
 SWEEP_ENTRIES = 5000  # of a queue's list, looked at in one step
 SWEPT = "batchkv:swept"  # stands in a queue's list for an entry that is about to be removed
+COPIES = 1000  # of a result to twins, made in one step
 
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """A batch on the server: chunks enqueued so far and in all, the version of their order."""
-
-    digest: str
-    num_enqueued: int
-    num_chunks: int
-    order: int
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A lease: this execution holds this job."""
-
-    job_id: str
-    execution: str
-
-
-@dataclass(frozen=True, slots=True)
-class Pulled:
-    """A job just taken: its lease, its raw data (empty when too large), its earlier deaths.
-
-    ``timeout_seconds`` is RQ's timeout of the job; 0 or less means none.
-    """
-
-    lease: Held
-    data: bytes
-    num_deaths: int = 0
-    timeout_seconds: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Neighbours just taken from the queue's head, and how many entries it still has."""
-
-    jobs: list[Pulled]
-    num_queued: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a held job ended, ready to be stored."""
-
-    lease: Held
-    outcome: str  # "ok" or "failed"
-    result: bytes
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    busy_ms: int = 0
-    saved_ms: int = 0
+# Text that stands before a script; ``pull`` and the others need none.
+_PRELUDES: dict[str, tuple[str, ...]]
+_PRELUDES = dict.fromkeys(("submit", "give_back", "reap", "retry", "mend"), ("common",))
+_PRELUDES |= dict.fromkeys(("finish", "settle", "copy", "follow"), ("common", "twins"))
 
 
 def iso_now() -> str:
@@ -129,17 +102,22 @@ class Transitions:
     def _run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         script = self._scripts.get(name)
         if script is None:
-            source = files("batchkv_producer").joinpath(f"lua/{name}.lua").read_text("utf-8")
+            folder = files("batchkv_producer").joinpath("lua")
+            parts = (*_PRELUDES.get(name, ()), name)
+            source = "".join(folder.joinpath(f"{part}.lua").read_text("utf-8") for part in parts)
             script = self._scripts[name] = self._connection.register_script(source)
         return script(keys=keys, args=args)
+
+    def server_seconds(self) -> int:
+        """The server's clock, in seconds since 1970."""
+        now: Any = self._connection.time()
+        return int(now[0])
 
     def create(self, batch_id: str, batch_fields: dict[str, str | int]) -> Standing:
         """Create the batch or join it; how it stands."""
         flat = [item for pair in batch_fields.items() for item in pair]
         keys = [redis_keys.batch(batch_id), redis_keys.BATCHES]
-        digest, chunks, num_chunks, order = self._run("create", keys, [batch_id, *flat])
-        name = digest.decode("utf-8", "replace")
-        return Standing(name, int(chunks), int(num_chunks), int(order or 1))
+        return Standing.of(self._run("create", keys, [batch_id, *flat]))
 
     def submit(
         self,
@@ -165,24 +143,53 @@ class Transitions:
         keys += [redis_keys.results(batch_id), redis_keys.done(batch_id), redis_keys.RQ_QUEUES]
         return int(self._run("submit", keys, args))
 
+    def follow(
+        self,
+        batch_id: str,
+        queue: str,
+        chunk: int,
+        rows: Sequence[tuple[int, bytes, str, int]],
+        timeout_seconds: int,
+    ) -> int:
+        """Store chunk number ``chunk`` of rows that wait for a twin; returns what submit does.
+
+        A row is (line, data, custom_id, line of the row that it waits for).
+        """
+        args: list[Any] = [queue, chunk, iso_now(), timeout_seconds, RESULT_TTL_SECONDS]
+        args += [FAILURE_TTL_SECONDS, f"batchkv {batch_id}"]
+        for line, data, custom_id, leader in rows:
+            raw_id = custom_id.encode("utf-8", "surrogatepass")
+            args += (f"{batch_id}-{line}", data, raw_id, leader)
+        return int(self._run("follow", [redis_keys.batch(batch_id)], args))
+
     def pull(self, queue: str, worker: str, count: int, lease_seconds: int) -> list[Pulled]:
         """``pull_run`` without the length of the queue."""
         return self.pull_run(queue, worker, count, lease_seconds).jobs
 
-    def pull_run(self, queue: str, worker: str, count: int, lease_seconds: int) -> Run:
-        """Take up to ``count`` jobs from the head of the queue and hold them.
+    def pull_run(
+        self, queue: str, worker: str, count: int, lease_seconds: int, num_workers: int = 1
+    ) -> Run:
+        """Take up to ``count`` jobs of one priority from the head of the queue and hold them.
 
-        Fewer when the queue has no more, or when those taken have ``ENOUGH_BYTES`` of data.
+        Fewer when there are no more, when those taken have ``ENOUGH_BYTES`` of data, or when of a
+        high priority this is the share of one among ``num_workers``.
         """
         args: list[Any] = [worker, lease_seconds, count, iso_now(), MAX_JOB_BYTES]
-        args += [secrets.token_hex(8), ENOUGH_BYTES]
-        keys = [redis_keys.queue(queue), redis_keys.registry("wip", queue)]
-        num_queued, taken = self._run("pull", keys, args)
+        args += [secrets.token_hex(8), ENOUGH_BYTES, num_workers]
+        keys = [*redis_keys.waiting_lists(queue), redis_keys.registry("wip", queue)]
+        lengths, place, taken = self._run("pull", keys, args)
         jobs = [
-            Pulled(Held(job.decode(), execution.decode()), data, int(deaths), int(timeout))
-            for job, execution, data, deaths, timeout in taken
+            Pulled(
+                Held(job.decode(), execution.decode()),
+                data,
+                int(deaths),
+                int(timeout),
+                float(left) if left else math.inf,
+                int(place) - 1,
+            )
+            for job, execution, data, deaths, timeout, left in taken
         ]
-        return Run(jobs, int(num_queued))
+        return Run(jobs, tuple(map(int, lengths)))
 
     def renew(
         self, queue: str, worker: str, held: Iterable[Held], lease_seconds: int, worker_ttl: int
@@ -194,7 +201,7 @@ class Transitions:
 
     def finish(self, queue: str, worker: str, endings: Sequence[Ending]) -> list[str]:
         """End held jobs; for each "ok", "lost" or "duplicate" (nothing was written)."""
-        args: list[Any] = [iso_now(), RESULT_TTL_SECONDS, FAILURE_TTL_SECONDS]
+        args: list[Any] = [iso_now(), RESULT_TTL_SECONDS, FAILURE_TTL_SECONDS, queue, COPIES]
         for end in endings:
             args += (end.lease.job_id, end.lease.execution, end.outcome, end.result)
             args += (end.prompt_tokens, end.completion_tokens, end.cached_tokens)
@@ -221,14 +228,32 @@ class Transitions:
         return int(requeued), int(failed)
 
     def settle(self, queue: str, target: str, rows: Sequence[tuple[str, bytes]]) -> list[str]:
-        """Write (job id, result) rows as "canceled" or "failed" without holding them.
+        """End (job id, result) rows without holding them; ``target`` as in the script.
 
         For each: "" when there was nothing to do, "done", or the worker that was running it.
         """
-        keys = [redis_keys.registry(target, queue), redis_keys.registry("wip", queue)]
+        kind = "canceled" if target == "canceled" else "failed"
+        keys = [redis_keys.registry(kind, queue), redis_keys.registry("wip", queue)]
         flat = [item for row in rows for item in row]
-        args: list[Any] = [target, iso_now(), FAILURE_TTL_SECONDS, *flat]
+        args: list[Any] = [target, iso_now(), FAILURE_TTL_SECONDS, queue, RESULT_TTL_SECONDS]
+        args += [COPIES, *flat]
+        keys.append(redis_keys.queue(queue))
         return [v.decode("utf-8", "replace") for v in self._run("settle", keys, args)]
+
+    def copy(self, queue: str) -> None:
+        """End the twins of rows that ended: what a step of ``finish`` had no time for."""
+        args = [queue, iso_now(), RESULT_TTL_SECONDS, FAILURE_TTL_SECONDS, COPIES]
+        while int(self._run("copy", [redis_keys.due(queue)], args)):
+            pass
+
+    def forget(self, batch_id: str, job_ids: Sequence[str]) -> bool:
+        """Let jobs expire with their batch; whether it has ended. No ids: that was all of them."""
+        return bool(self._run("forget", [redis_keys.batch(batch_id)], job_ids))
+
+    def mend(self, queue: str, job_ids: Sequence[str]) -> int:
+        """Queue rows that have no result, no lease and stand in no list; how many."""
+        keys = [redis_keys.queue(queue), redis_keys.registry("wip", queue)]
+        return int(self._run("mend", keys, [iso_now(), *job_ids]))
 
     def retry(
         self,
@@ -238,9 +263,14 @@ class Transitions:
         *,
         outcome: str = "failed",
         timeout_seconds: int = 0,
+        expires: int | None = None,
     ) -> int:
-        """Queue failed (or canceled) lines again; how many could be. Timeout 0 is the old one."""
-        args: list[Any] = [outcome, iso_now(), timeout_seconds]
+        """Queue failed (or canceled) lines again; how many could be. Timeout 0 is the old one.
+
+        ``expires`` is a new deadline in seconds since 1970; 0 is none, None the old one.
+        """
+        deadline: str | int = "" if expires is None else expires
+        args: list[Any] = [outcome, iso_now(), timeout_seconds, deadline, queue]
         for line in lines:
             args += (redis_keys.job_id(batch_id, line), line)
         keys = [redis_keys.batch(batch_id), redis_keys.results(batch_id)]
@@ -248,12 +278,14 @@ class Transitions:
         return int(self._run("retry", keys, args))
 
     def sweep(self, queue: str, batch_id: str) -> None:
-        """Remove a batch's ended jobs from the queue's list; one that is left does no harm."""
-        key, first, num_seen = redis_keys.queue(queue), 0, SWEEP_ENTRIES
-        while num_seen == SWEEP_ENTRIES:
-            num_seen = int(self._run("sweep", [key], [batch_id, first, SWEEP_ENTRIES, SWEPT]))
-            first += num_seen
-        self._connection.lrem(key, 0, SWEPT)
+        """Remove a batch's ended jobs from the queue's lists; one that is left does no harm."""
+        for key in redis_keys.waiting_lists(queue):
+            first, num_seen = 0, SWEEP_ENTRIES
+            while num_seen == SWEEP_ENTRIES:
+                num_seen = int(self._run("sweep", [key], [batch_id, first, SWEEP_ENTRIES, SWEPT]))
+                first += num_seen
+            if first:
+                self._connection.lrem(key, 0, SWEPT)
 
 
 def _flat(held: Iterable[Held]) -> list[str]:

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from batchkv_producer.errors import WireError
 from batchkv_producer.job import (
@@ -39,6 +39,14 @@ class Flight:
     deadline: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """One row of the backlog, and until when it may start (monotonic seconds, or infinity)."""
+
+    pulled: Pulled
+    until: float
+
+
 class Flights:
     """Job id -> row: those that the engine has, and the backlog, each as they were pulled."""
 
@@ -46,7 +54,7 @@ class Flights:
         self._model = model
         self._worker = worker
         self._rows: dict[str, Flight] = {}
-        self._backlog: dict[str, Pulled] = {}
+        self._backlog: dict[str, _Waiting] = {}
 
     def __len__(self) -> int:
         return len(self._rows) + len(self._backlog)
@@ -77,23 +85,39 @@ class Flights:
     @property
     def backlog(self) -> list[Held]:
         """The leases of the rows that have not started, in their order."""
-        return [pulled.lease for pulled in self._backlog.values()]
+        return [row.pulled.lease for row in self._backlog.values()]
+
+    @property
+    def backlog_rank(self) -> int:
+        """The lowest priority in the backlog, by its index among them; 0 when there is none."""
+        return max((row.pulled.rank for row in self._backlog.values()), default=0)
 
     @property
     def next_deadline(self) -> float:
         """Monotonic seconds; infinity when no row has one."""
-        return min((flight.deadline for flight in self._rows.values()), default=math.inf)
+        started = (flight.deadline for flight in self._rows.values())
+        waiting = (row.until for row in self._backlog.values())
+        return min(chain(started, waiting), default=math.inf)
 
     def hold(self, pulled: Iterable[Pulled]) -> None:
         """Add to the backlog what was pulled."""
-        self._backlog.update((row.lease.job_id, row) for row in pulled)
+        now = time.monotonic()
+        for row in pulled:
+            self._backlog[row.lease.job_id] = _Waiting(row, now + row.seconds_left)
 
     def start(self, count: int) -> list[Work | Ending]:
-        """Take the first rows out of the backlog; see ``admit`` for what becomes of each."""
+        """Take the first rows out of the backlog; see ``admit`` for what becomes of each.
+
+        One whose batch's deadline is past ends as failed.
+        """
+        now = time.monotonic()
         chosen = list(islice(self._backlog.values(), count))
         for row in chosen:
-            del self._backlog[row.lease.job_id]
-        return [self.admit(row) for row in chosen]
+            del self._backlog[row.pulled.lease.job_id]
+        return [
+            self.admit(row.pulled) if row.until > now else self._expired(row.pulled)
+            for row in chosen
+        ]
 
     def admit(self, pulled: Pulled) -> Work | Ending:
         """Decode what was pulled: work for the engine, or a failed row when it is not ours."""
@@ -159,14 +183,17 @@ class Flights:
         )
 
     def expire(self, now: float) -> list[Ending]:
-        """End the rows whose deadline is past."""
+        """End the rows whose own time is over, and those too late to be started."""
+        unstarted = [row.pulled for row in self._backlog.values() if row.until <= now]
+        for pulled in unstarted:
+            del self._backlog[pulled.lease.job_id]
         late = [row for row in self._rows.values() if row.deadline <= now]
         for flight in late:
             del self._rows[flight.lease.job_id]
         return [
             self._failed(row, ErrorCode.TIMEOUT, f"not done in {row.deadline - row.started:g} s")
             for row in late
-        ]
+        ] + [self._expired(pulled) for pulled in unstarted]
 
     def cancel(self, job_ids: Iterable[str]) -> list[tuple[str, bytes]]:
         """Drop rows that were stopped; (job id, canceled result) of those that we held."""
@@ -174,11 +201,15 @@ class Flights:
         for job_id in job_ids:
             flight, words = self._rows.pop(job_id, None), "stopped while it was running"
             if flight is None and (waiting := self._backlog.pop(job_id, None)) is not None:
-                flight, words = _unstarted(waiting), "stopped before it was started"
+                flight, words = _unstarted(waiting.pulled), "stopped before it was started"
             if flight is not None:
                 result = self._error(flight, "canceled", (ErrorCode.CANCELED, words))
                 rows.append((job_id, encode_result(result)))
         return rows
+
+    def _expired(self, pulled: Pulled) -> Ending:
+        words = "not started by the batch's deadline"
+        return self._failed(_unstarted(pulled), ErrorCode.EXPIRED, words)
 
     def _failed(self, flight: Flight, code: str, message: str) -> Ending:
         result = self._error(flight, "failed", (code, message))

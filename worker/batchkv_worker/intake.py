@@ -58,22 +58,26 @@ class Intake:
         self.next_pull = 0.0
         self._one_by_one = False  # suspects stand at the head of the queue
         self._is_wary = False  # jobs that saw their holder die were in the last pull
-        self._num_queued = 0
+        self._lengths: tuple[int, ...] = (0, 0, 0)  # of the queue's lists, by priority
         self._num_workers = 1
         self._idle_since: float | None = None
 
     def look(self, poll: Poll) -> None:
-        """What the queue looks like now; give back what others could do, if they may be idle."""
-        self._num_queued, self._num_workers = poll.num_queued, poll.num_workers
+        """What the queue looks like now; give back what is in the way of more urgent jobs, or what
+        others could do, if they may be idle."""
+        self._lengths, self._num_workers = poll.lengths, poll.num_workers
+        if dispatch.must_yield(self._flights.backlog_rank, self._lengths):
+            self._release(self._flights.num_waiting)
+            self.next_pull = 0.0
         self._release(dispatch.jobs_to_return(self._view()))
 
     def wants_jobs(self) -> bool:
         """Whether to pull now or at ``next_pull``.
 
         Not for every single row that ends: half of what waits in the engine may run out first, so
-        that a round trip brings several jobs.
+        that a round trip brings several jobs. Jobs of high priority are not kept waiting for that.
         """
-        few = min(self._prefetch, self._engine.max_in_flight) // 2
+        few = min(self._prefetch, self._engine.max_in_flight) // 2 if not self._lengths[0] else 1
         return self._wanted() > 0 and (not self._flights or self._view().room >= few)
 
     def refill(self) -> None:
@@ -84,12 +88,12 @@ class Intake:
         """
         if not self._flights and not self._limits.burst and self.is_exhausted:
             self._idle()
-            self._num_queued = self._side.wait_for_job(IDLE_WAIT_SECONDS)
-            if not self._num_queued:
+            self._lengths = self._side.wait_for_job(IDLE_WAIT_SECONDS)
+            if not any(self._lengths):
                 return
-        run = self._side.pull(self._wanted())
+        run = self._side.pull(self._wanted(), self._num_workers)
         now = time.monotonic()
-        self._num_queued = run.num_queued
+        self._lengths = run.lengths
         self.is_exhausted = not run.jobs
         if not run.jobs:
             self.next_pull = now + (EMPTY_QUEUE_SECONDS if self._flights else BEATEN_SECONDS)
@@ -162,7 +166,7 @@ class Intake:
             prefetch=self._prefetch,
             num_started=self._flights.num_started,
             backlog=self._flights.num_waiting,
-            queued=self._num_queued,
+            queued=dispatch.queued_first(self._lengths),
             num_workers=self._num_workers,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from redis import Redis
@@ -25,11 +25,14 @@ from batchkv_producer.job import (
     decode_job,
     encode_result,
 )
+from batchkv_producer.status import BatchStatus, read_batches
+from batchkv_producer.tending import Tender, find_lost, settle_lost
 from batchkv_producer.transitions import ENOUGH_BYTES, Transitions
 
 log = logging.getLogger("batchkv.worker")
 
 PAGE = 1000  # ids looked at in one round trip
+PATIENCE_SECONDS = 3.0  # for the overdue rows of one batch: leases must be renewed meanwhile
 _REASONS = {
     "failed": (
         ErrorCode.ENGINE_ERROR,
@@ -48,6 +51,9 @@ class Maintenance:
         self._worker = worker
         self._moves = Transitions(connection)
         self._offsets = dict.fromkeys(_REASONS, 0)
+        self._tender = Tender(connection, PATIENCE_SECONDS)
+        self._batch_offset = 0
+        self._audited, self._audited_lines = "", 0  # a batch, and how many of its lines
 
     def run(self, interval_seconds: float) -> bool:
         """Clean, unless another worker did in this interval; whether we did. Raises RedisError."""
@@ -62,12 +68,54 @@ class Maintenance:
             )
         for kind in _REASONS:
             self._heal(kind)
+        self._tend()
         self._forget()
         # RQ's Queue knows the key of the set of its workers; the serializer is never used here.
         clean_worker_registry(
             Queue(self._queue, connection=self._connection, serializer=JSONSerializer)
         )
         return True
+
+    def _tend(self) -> None:
+        """Look after the batches of the queue, a page of all batches in turn.
+
+        Beside what a batch asks for itself, some of the lines of one that is open are looked at:
+        while others keep the queue full, nothing else tells that its jobs were deleted.
+        """
+        ids: list[Any] = self._connection.zrevrange(
+            redis_keys.BATCHES, self._batch_offset, self._batch_offset + PAGE - 1
+        )
+        self._batch_offset = self._batch_offset + PAGE if len(ids) == PAGE else 0
+        self._moves.copy(self._queue)
+        ours = [s for s in self._readable([raw.decode() for raw in ids]) if s.queue == self._queue]
+        tended = [self._tender.tend(status) for status in ours]
+        self._audit([s for s in tended if not s.is_done and s.is_submitted])
+
+    def _readable(self, batch_ids: Sequence[str]) -> list[BatchStatus]:
+        """The batches that are there, without those that somebody else wrote into."""
+        try:
+            return read_batches(self._connection, batch_ids)
+        except WireError as fault:
+            if len(batch_ids) == 1:
+                log.warning("a batch is not looked after: %s", fault)
+                return []
+            return [found for one in batch_ids for found in self._readable([one])]
+
+    def _audit(self, open_batches: Sequence[BatchStatus]) -> None:
+        """Look at some lines of the batch whose turn it is; a file's blank lines are no rows."""
+        whole = [status for status in open_batches if status.total == status.last_line]
+        status = next((s for s in whole if s.batch_id == self._audited), None)
+        if status is None or self._audited_lines >= status.last_line:
+            later = [s for s in whole if s.batch_id > self._audited]
+            status = min(later or whole, key=lambda s: s.batch_id, default=None)
+            self._audited, self._audited_lines = status.batch_id if status else "", 0
+        if status is not None:
+            first = self._audited_lines + 1
+            lines = range(first, min(first + PAGE, status.last_line + 1))
+            self._audited_lines = lines.stop - 1
+            if lost := find_lost(self._connection, status, lines):
+                num_lost = settle_lost(self._connection, status, lost)
+                log.warning("gave %d rows their error row: their jobs were deleted", num_lost)
 
     def _heal(self, kind: str) -> None:
         """Give ids that stock tools or ``reap`` failed or canceled their row.

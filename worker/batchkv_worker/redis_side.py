@@ -34,12 +34,13 @@ def is_outage(fault: RedisError) -> bool:
 class Poll:
     """What a look at the server showed: is RQ suspended, and which jobs are no longer ours.
 
-    ``num_queued`` counts the entries of our queue, ``num_workers`` the workers that serve it.
+    ``lengths`` are those of our queue's lists by priority, ``num_workers`` counts the workers that
+    serve it.
     """
 
     is_suspended: bool
     lost: list[str]
-    num_queued: int
+    lengths: tuple[int, ...]
     num_workers: int
 
 
@@ -68,21 +69,25 @@ class RedisSide:
         # one is not listed for minutes.
         self._worker_ttl = settings.lease_seconds + int(settings.heartbeat_seconds) + 15
 
-    def wait_for_job(self, timeout_seconds: int) -> int:
-        """Wait until the queue has a job; how many it has, 0 when none came. Nothing is taken.
+    def wait_for_job(self, timeout_seconds: int) -> tuple[int, ...]:
+        """Wait until the queue has a job; the lengths of its lists by priority. Nothing is taken.
 
         Moving the head of a list to its own head changes nothing, but blocks while there is none.
+        That is the list of normal priority: a job of another is seen when the wait is over.
         """
         key = redis_keys.queue(self._queue)
         pipeline = self._connection.pipeline(transaction=False)
         pipeline.blmove(key, key, timeout_seconds, "LEFT", "LEFT")
-        pipeline.llen(key)
-        head, num_queued = pipeline.execute()
-        return 0 if head is None else int(num_queued)
+        for each in redis_keys.waiting_lists(self._queue):
+            pipeline.llen(each)
+        _, *lengths = pipeline.execute()
+        return tuple(lengths)
 
-    def pull(self, count: int) -> Run:
+    def pull(self, count: int, num_workers: int = 1) -> Run:
         """See Transitions.pull_run."""
-        return self._moves.pull_run(self._queue, self._worker, count, self._settings.lease_seconds)
+        return self._moves.pull_run(
+            self._queue, self._worker, count, self._settings.lease_seconds, num_workers
+        )
 
     def finish(self, endings: Sequence[Ending]) -> list[str]:
         """See Transitions.finish."""
@@ -100,17 +105,18 @@ class RedisSide:
         """Look, in one round trip and without writing, whether our leases are still ours."""
         pipeline = self._connection.pipeline(transaction=False)
         pipeline.exists(SUSPENDED_KEY)
-        pipeline.llen(redis_keys.queue(self._queue))
+        for key in redis_keys.waiting_lists(self._queue):
+            pipeline.llen(key)
         pipeline.scard(f"rq:workers:{self._queue}")
         for lease in held:
             pipeline.hget(redis_keys.job(lease.job_id), "bkv_exec")
-        suspended, num_queued, num_workers, *holders = pipeline.execute()
+        suspended, high, normal, low, num_workers, *holders = pipeline.execute()
         lost = [
             lease.job_id
             for lease, holder in zip(held, holders, strict=True)
             if holder != lease.execution.encode()
         ]
-        return Poll(bool(suspended), lost, num_queued, num_workers)
+        return Poll(bool(suspended), lost, (high, normal, low), num_workers)
 
     def beat(self, held: Sequence[Held], busy_seconds: float) -> list[str]:
         """Prolong the leases and the worker's own record; the ids of jobs that are lost."""

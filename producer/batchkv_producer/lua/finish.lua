@@ -1,15 +1,16 @@
 -- started -> finished | failed: end jobs that this worker holds; result, counters, finish order and
 -- RQ's bookkeeping in one step. Only the holder of the job's current execution may end it, and a
--- line gets at most one result.
+-- line gets at most one result. Rows that waited for one of them end with it (`twins.lua`).
 -- KEYS: wip, finished, failed zsets, worker hash.
--- ARGV: time in ISO 8601, result ttl (s), failure ttl (s), then for each job:
+-- ARGV: time in ISO 8601, result ttl (s), failure ttl (s), queue name, most copies, then for each job:
 --       id, execution, 'ok' or 'failed', result, prompt, completion, cached tokens, busy ms,
 --       ms that the cached tokens saved.
 -- Returns for each job 'ok', 'lost' (somebody else holds or ended it) or 'duplicate'.
 local iso, result_ttl, failure_ttl = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local now = tonumber(redis.call('TIME')[1])
-local verdicts, ok, failed, busy = {}, 0, 0, 0
-for position = 4, #ARGV, 9 do
+local queue, budget = ARGV[4], tonumber(ARGV[5])
+local verdicts, ok, failed, ended = {}, 0, 0, {}
+for position = 6, #ARGV, 9 do
   local id, execution, outcome, result = unpack(ARGV, position, position + 3)
   local key = 'rq:job:' .. id
   local verdict = 'lost'
@@ -19,7 +20,7 @@ for position = 4, #ARGV, 9 do
     redis.call('ZREM', KEYS[1], id .. ':' .. execution)
     redis.call('DEL', 'rq:executions:' .. id, 'rq:execution:' .. id .. ':' .. execution)
     redis.call('HDEL', key, 'bkv_exec')
-    if batch then redis.call('HINCRBY', hash, 'running', -1) end
+    release(batch, line)
     verdict = 'duplicate'
     if not batch then
       verdict = 'ok'  -- somebody else's job in our queue: RQ's record is all it gets
@@ -33,7 +34,8 @@ for position = 4, #ARGV, 9 do
         local amount = ARGV[position + 3 + offset]
         if amount ~= '0' then redis.call('HINCRBY', hash, field, amount) end
       end
-      busy = busy + tonumber(ARGV[position + 7])
+      ended[batch] = ended[batch] or {}
+      table.insert(ended[batch], {line, outcome})
     end
     if outcome == 'ok' then
       ok = ok + 1
@@ -49,6 +51,16 @@ for position = 4, #ARGV, 9 do
     end
   end
   verdicts[#verdicts + 1] = verdict
+end
+for batch, rows in pairs(ended) do
+  if redis.call('HEXISTS', 'batchkv:batch:' .. batch, 'dedupe') == 1 then
+    for _, row in ipairs(rows) do
+      if redis.call('EXISTS', twins_key(batch, row[1])) == 1 then
+        budget = copy_to_twins(queue, batch, row[1], row[2], iso, now, result_ttl, failure_ttl, budget)
+      end
+    end
+  end
+  keep_if_done(batch, now)
 end
 if redis.call('EXISTS', KEYS[4]) == 1 then
   if ok > 0 then redis.call('HINCRBY', KEYS[4], 'successful_job_count', ok) end

@@ -1,4 +1,4 @@
--- started -> queued, at the head and in the order given: a worker that stops hands its jobs back.
+-- started -> queued, at the head of its priority's list and in the order given: a worker that stops hands its jobs back.
 -- When the holder died with them, the death is counted, and a job that has cost more than
 -- `max_deaths` holders is failed in RQ's terms, as in `reap`.
 -- KEYS: queue list, wip, failed zsets.
@@ -12,18 +12,18 @@ for position = #ARGV - 1, 4, -2 do
   local id, execution = ARGV[position], ARGV[position + 1]
   local key = 'rq:job:' .. id
   if redis.call('HGET', key, 'bkv_exec') == execution then
-    local batch = string.match(id, '^(%x+)%-%d+$')
+    local batch, line = string.match(id, '^(%x+)%-(%d+)$')
     redis.call('ZREM', KEYS[2], id .. ':' .. execution)
     redis.call('DEL', 'rq:executions:' .. id, 'rq:execution:' .. id .. ':' .. execution)
     redis.call('HDEL', key, 'bkv_exec')
-    if batch then redis.call('HINCRBY', 'batchkv:batch:' .. batch, 'running', -1) end
+    release(batch, line)
     if died and redis.call('HINCRBY', key, 'bkv_deaths', 1) > max_deaths then
       redis.call('HSET', key, 'status', 'failed')
       redis.call('EXPIRE', key, failure_ttl)
       redis.call('ZADD', KEYS[3], now + failure_ttl, id)
     else
       redis.call('HSET', key, 'status', 'queued', 'worker_name', '')
-      redis.call('LPUSH', KEYS[1], id)
+      redis.call('LPUSH', list_of(KEYS[1], batch), id)
       given = given + 1
     end
   end

@@ -1,24 +1,56 @@
 -- queued -> started: take up to `count` jobs from the head of a queue and register each with RQ, all
--- in one step, so that no crash can leave a job between the queue and its holder.
+-- in one step, so that no crash can leave a job between the queue and its holder. All are of one
+-- priority, the highest that has any; of high ones no worker takes more than an equal share.
 -- An id whose job is gone, ended, or held by somebody whose lease still runs (stock tools can queue
 -- an id twice, or revive a job that ended while they looked at it) is dropped, and so is what is no
 -- id at all: RQ's have letters, digits, "_" and "-" only.
--- KEYS: queue list, wip zset.
+-- KEYS: lists of high, normal and low priority, wip zset.
 -- ARGV: worker name, lease (s), count, time in ISO 8601, largest data accepted (bytes), prefix of the
---       new execution ids, bytes of data after which no further job is taken.
--- Returns {length of the queue afterwards, jobs}, a job being {id, execution, data or '' when too
--- large, deaths, timeout (s, 0: none)}; no jobs while RQ's workers are suspended.
+--       new execution ids, bytes of data after which no further job is taken, number of workers.
+-- Returns {lengths of the lists afterwards, which of them the jobs are from (1 to 3), jobs}, a job
+-- being {id, execution, data or '' when too large, deaths, timeout (s, 0: none), seconds to the
+-- batch's deadline or ''}; no jobs while RQ's workers are suspended.
 local worker, lease, count, iso, max_bytes, prefix, enough_bytes = ARGV[1], tonumber(ARGV[2]),
   tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
+local wip, num_workers = KEYS[4], math.max(1, tonumber(ARGV[8]))
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
-local taken, num_bytes = {}, 0
+local taken, num_bytes, from, deadlines = {}, 0, 2, {}
+
+local function lengths()
+  return {redis.call('LLEN', KEYS[1]), redis.call('LLEN', KEYS[2]), redis.call('LLEN', KEYS[3])}
+end
+
+local function seconds_left(batch)
+  if deadlines[batch] == nil then
+    deadlines[batch] = redis.call('HGET', 'batchkv:batch:' .. batch, 'expires') or ''
+  end
+  local at = tonumber(deadlines[batch])
+  return at and tostring(at - now) or ''
+end
+
+-- The next job, from the first list that has any; once one is taken, from no other list.
+local function next_id()
+  local id = redis.call('LPOP', KEYS[from])
+  while not id and #taken == 0 and from < 3 do
+    from = from + 1
+    id = redis.call('LPOP', KEYS[from])
+  end
+  return id
+end
+
 if redis.call('EXISTS', 'rq:suspended') == 1 then
-  return {redis.call('LLEN', KEYS[1]), taken}
+  return {lengths(), from, taken}
+end
+local num_high = redis.call('LLEN', KEYS[1])
+local share = count
+if num_high > 0 then
+  from = 1
+  share = math.min(count, math.ceil(num_high / num_workers))
 end
 for attempt = 1, count + 1000 do
-  if #taken >= count or num_bytes >= enough_bytes then break end
-  local id = redis.call('LPOP', KEYS[1])
+  if #taken >= (from == 1 and share or count) or num_bytes >= enough_bytes then break end
+  local id = next_id()
   if not id then break end
   local is_id = #id <= 200 and string.match(id, '^[%w_%-]+$')
   local key = 'rq:job:' .. id
@@ -28,7 +60,7 @@ for attempt = 1, count + 1000 do
   end
   local live = false
   if job[2] and job[2] ~= '' then
-    local ends = redis.call('ZSCORE', KEYS[2], id .. ':' .. job[2])
+    local ends = redis.call('ZSCORE', wip, id .. ':' .. job[2])
     live = ends and tonumber(ends) > now
   end
   local batch, line = string.match(id, '^(%x+)%-(%d+)$')
@@ -43,27 +75,29 @@ for attempt = 1, count + 1000 do
     -- A lease that has lapsed goes only now that another takes its place: without a lease `reap`
     -- would never find a job that still counts as started.
     if held then
-      redis.call('ZREM', KEYS[2], id .. ':' .. job[2])
+      redis.call('ZREM', wip, id .. ':' .. job[2])
       redis.call('DEL', 'rq:executions:' .. id, 'rq:execution:' .. id .. ':' .. job[2])
     end
     redis.call('HSET', key, 'status', 'started', 'started_at', iso, 'last_heartbeat', iso,
       'worker_name', worker, 'bkv_exec', execution)
     redis.call('PERSIST', key)
-    redis.call('ZADD', KEYS[2], now + lease, id .. ':' .. execution)
+    redis.call('ZADD', wip, now + lease, id .. ':' .. execution)
     redis.call('ZADD', 'rq:executions:' .. id, now + lease + 60, execution)
     redis.call('EXPIRE', 'rq:executions:' .. id, lease + 60)
     local execution_key = 'rq:execution:' .. id .. ':' .. execution
     redis.call('HSET', execution_key, 'id', execution, 'created_at', now, 'last_heartbeat', now,
       'worker_name', worker)
     redis.call('EXPIRE', execution_key, lease)
-    if batch and not held then redis.call('HINCRBY', 'batchkv:batch:' .. batch, 'running', 1) end
+    if batch and redis.call('HSET', 'batchkv:held:' .. batch, line, execution) == 1 then
+      redis.call('HINCRBY', 'batchkv:batch:' .. batch, 'running', 1)
+    end
     local data = ''
     if redis.call('HSTRLEN', key, 'data') <= max_bytes then
       data = redis.call('HGET', key, 'data') or ''
     end
     num_bytes = num_bytes + #data
     taken[#taken + 1] = {id, execution, data, tonumber(job[3] or '0') or 0,
-      tonumber(job[4] or '0') or 0}
+      tonumber(job[4] or '0') or 0, batch and seconds_left(batch) or ''}
   end
 end
-return {redis.call('LLEN', KEYS[1]), taken}
+return {lengths(), from, taken}

@@ -1,4 +1,4 @@
--- started -> queued at the head, or failed: take back the jobs whose holder let its lease lapse.
+-- started -> queued at the head of its priority's list, or failed: take back the jobs whose holder let its lease lapse.
 -- A job that has cost `max_deaths` holders is failed in RQ's terms; `heal` gives it its error row.
 -- KEYS: queue list, wip, failed zsets.
 -- ARGV: largest number of leases to look at, max_deaths, failure ttl (s), and either '' or the name
@@ -18,15 +18,16 @@ for index = #members, 1, -1 do
   local id, execution = string.match(members[index], '^([%w_%-]+):([^:]*)$')
   local key = 'rq:job:' .. (id or '')
   local job = id and redis.call('HMGET', key, 'bkv_exec', 'worker_name') or {}
+  local gone = id and not job[1] and not job[2] and redis.call('EXISTS', key) == 0
   if not id then
     redis.call('ZREM', KEYS[2], members[index])  -- not a lease
-  elseif dead == '' or job[2] == dead then
+  elseif dead == '' or job[2] == dead or gone then
     redis.call('ZREM', KEYS[2], members[index])
     redis.call('DEL', 'rq:executions:' .. id, 'rq:execution:' .. id .. ':' .. execution)
     if job[1] == execution then
-      local batch = string.match(id, '^(%x+)%-%d+$')
+      local batch, line = string.match(id, '^(%x+)%-(%d+)$')
       redis.call('HDEL', key, 'bkv_exec')
-      if batch then redis.call('HINCRBY', 'batchkv:batch:' .. batch, 'running', -1) end
+      release(batch, line)
       if redis.call('HINCRBY', key, 'bkv_deaths', 1) > max_deaths then
         redis.call('HSET', key, 'status', 'failed')
         redis.call('EXPIRE', key, failure_ttl)
@@ -34,7 +35,7 @@ for index = #members, 1, -1 do
         failed = failed + 1
       else
         redis.call('HSET', key, 'status', 'queued', 'worker_name', '')
-        redis.call('LPUSH', KEYS[1], id)
+        redis.call('LPUSH', list_of(KEYS[1], batch), id)
         requeued = requeued + 1
       end
     end

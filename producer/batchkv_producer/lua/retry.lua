@@ -1,10 +1,32 @@
--- failed | canceled -> queued: run rows again whose job is still there. Their old result goes.
+-- failed | canceled -> queued: run rows again whose job is still there. Their old result goes. One
+-- whose twin runs, or will, waits for it.
 -- KEYS: batch hash, results, queue list, failed or canceled zset.
--- ARGV: 'failed' or 'canceled', time in ISO 8601, new timeout (s; 0 keeps the old one),
---       then id, line for each row.  Returns how many were queued.
+-- ARGV: 'failed' or 'canceled', time in ISO 8601, new timeout (s; 0 keeps the old one), new deadline
+--       (s since 1970; '' keeps the old one, 0 is none), queue name, then id, line for each row.  Returns how many were queued.
 local outcome, iso, timeout = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local expires, queue = ARGV[4], ARGV[5]
+local batch = string.match(KEYS[1], '%x+$')
+local list = list_of(KEYS[3], batch)
 local queued = 0
-for position = 4, #ARGV, 2 do
+
+-- The line whose end this row is to wait for, if there is one; else it leads itself. So does a row
+-- that never waited: nothing here can read its custom_id.
+local function open_leader(key, line)
+  local first = redis.call('HGET', key, 'bkv_first') or line
+  local first_key = 'rq:job:' .. batch .. '-' .. first
+  local lead = redis.call('HGET', first_key, 'bkv_lead') or first
+  local can_wait = redis.call('HEXISTS', key, 'bkv_custom_id') == 1
+  if can_wait and lead ~= line and redis.call('HEXISTS', KEYS[2], lead) == 0 then
+    local status = redis.call('HGET', 'rq:job:' .. batch .. '-' .. lead, 'status')
+    if status == 'queued' or status == 'started' then return lead end
+  end
+  if lead ~= line and redis.call('EXISTS', first_key) == 1 then
+    redis.call('HSET', first_key, 'bkv_lead', line)
+  end
+end
+
+local has_twins = redis.call('HEXISTS', KEYS[1], 'dedupe') == 1
+for position = 6, #ARGV, 2 do
   local id, line = ARGV[position], ARGV[position + 1]
   local key = 'rq:job:' .. id
   if redis.call('HGET', key, 'status') == outcome and redis.call('HSTRLEN', key, 'data') > 0
@@ -12,12 +34,34 @@ for position = 4, #ARGV, 2 do
     redis.call('HINCRBY', KEYS[1], outcome, -1)
     redis.call('ZREM', KEYS[4], id)
     redis.call('HDEL', key, 'bkv_deaths', 'ended_at')
-    redis.call('HSET', key, 'status', 'queued', 'enqueued_at', iso, 'retries_left', 3)
+    redis.call('HDEL', 'batchkv:due:' .. queue, id)
+    local leader = has_twins and open_leader(key, line)
+    local status = leader and 'deferred' or 'queued'
+    redis.call('HSET', key, 'status', status, 'enqueued_at', iso, 'retries_left', 3)
     if timeout > 0 then redis.call('HSET', key, 'timeout', timeout) end
     redis.call('PERSIST', key)
-    redis.call('RPUSH', KEYS[3], id)
+    if leader then
+      local twins = 'batchkv:twins:' .. batch .. ':' .. leader
+      redis.call('RPUSH', twins, line)
+      -- Who waited for this row (it led, and not all were told of its end) waits with it now.
+      while redis.call('RPOPLPUSH', 'batchkv:twins:' .. batch .. ':' .. line, twins) do end
+    else
+      redis.call('RPUSH', list, id)
+    end
     queued = queued + 1
   end
 end
-if queued > 0 and timeout > 0 then redis.call('HSET', KEYS[1], 'job_timeout', timeout) end
+if queued > 0 then
+  if timeout > 0 then redis.call('HSET', KEYS[1], 'job_timeout', timeout) end
+  if expires == '0' then
+    redis.call('HDEL', KEYS[1], 'expires')
+  elseif expires ~= '' then
+    redis.call('HSET', KEYS[1], 'expires', expires)
+  end
+  if redis.call('HDEL', KEYS[1], 'kept_until', 'kept_jobs') > 0 then
+    for _, key in ipairs({KEYS[1], KEYS[2], 'batchkv:done:' .. batch}) do
+      redis.call('PERSIST', key)
+    end
+  end
+end
 return queued

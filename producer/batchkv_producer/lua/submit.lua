@@ -1,6 +1,7 @@
 -- Enqueue one chunk of a batch, exactly once: a chunk whose turn is not now is left alone, so that
 -- an interrupted submit, or two at once, end with every job queued one time.
--- KEYS: batch hash, queue list, results, done, set of queues.
+-- KEYS: batch hash, queue list, results, done, set of queues.  The list of the batch's priority is
+-- derived.
 -- ARGV: queue name, chunk number (from 0), time in ISO 8601, job timeout (s), result ttl (s),
 --       failure ttl (s), description, number of jobs, then id, data for each job,
 --       then line, result for each row that failed before it was queued.
@@ -10,7 +11,9 @@ local queue, chunk, now, timeout, result_ttl, failure_ttl, description, num_jobs
 local chunks = redis.call('HGET', KEYS[1], 'chunks')
 if not chunks then return -1 end
 if tonumber(chunks) ~= chunk then return tonumber(chunks) end
-redis.call('SADD', KEYS[5], 'rq:queue:' .. queue)
+local batch = string.match(KEYS[1], '%x+$')
+local list = list_of(KEYS[2], batch)
+redis.call('SADD', KEYS[5], KEYS[2], list)
 local ids, position = {}, 9
 for _ = 1, num_jobs do
   local id = ARGV[position]
@@ -22,7 +25,7 @@ for _ = 1, num_jobs do
 end
 -- Many at once is faster; unpack takes some thousands at most.
 for first = 1, num_jobs, 1000 do
-  redis.call('RPUSH', KEYS[2], unpack(ids, first, math.min(first + 999, num_jobs)))
+  redis.call('RPUSH', list, unpack(ids, first, math.min(first + 999, num_jobs)))
 end
 while position < #ARGV do
   if redis.call('HSETNX', KEYS[3], ARGV[position], ARGV[position + 1]) == 1 then
@@ -31,4 +34,6 @@ while position < #ARGV do
   end
   position = position + 2
 end
-return redis.call('HINCRBY', KEYS[1], 'chunks', 1)
+chunks = redis.call('HINCRBY', KEYS[1], 'chunks', 1)
+keep_if_done(batch, redis.call('TIME')[1])
+return chunks

@@ -1,0 +1,32 @@
+-- Put before the scripts that need it (`transitions.py`).
+-- The list in which a batch's rows wait: the queue's own, or that of the batch's priority.
+local function list_of(queue_key, batch)
+  local priority = batch and redis.call('HGET', 'batchkv:batch:' .. batch, 'priority')
+  if priority == 'high' or priority == 'low' then return queue_key .. ':' .. priority end
+  return queue_key
+end
+
+-- Nobody holds this row any more. Who held it stands beside the job too, so that the count stays
+-- right when a tool deletes a job that runs.
+local function release(batch, line)
+  if batch and redis.call('HDEL', 'batchkv:held:' .. batch, line) == 1 then
+    redis.call('HINCRBY', 'batchkv:batch:' .. batch, 'running', -1)
+  end
+end
+
+-- If the batch has ended and says how long it is kept, all its keys expire at one moment.
+local function keep_if_done(batch, now)
+  local hash = 'batchkv:batch:' .. batch
+  local keep = redis.call('HGET', hash, 'keep')
+  if not keep then return end
+  local counts = redis.call('HMGET', hash, 'total', 'ok', 'failed', 'canceled', 'chunks', 'num_chunks')
+  if tonumber(counts[2]) + tonumber(counts[3]) + tonumber(counts[4]) < tonumber(counts[1])
+      or counts[5] ~= counts[6] then
+    return
+  end
+  local at = math.floor(tonumber(now)) + tonumber(keep)
+  redis.call('HSET', hash, 'kept_until', at)
+  for _, key in ipairs({hash, 'batchkv:res:' .. batch, 'batchkv:done:' .. batch}) do
+    redis.call('EXPIREAT', key, at)
+  end
+end

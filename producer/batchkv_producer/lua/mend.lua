@@ -1,0 +1,25 @@
+-- queued | deferred | started -> queued: a row that a stock tool took out of where it waited, or
+-- whose lease it took away, waits again. To be called for rows that stand in no list; one that does
+-- is then there twice, and the second entry is dropped by `pull`.
+-- KEYS: queue list, wip zset.  ARGV: time in ISO 8601, then id for each row.
+-- Returns how many were queued.
+local iso = ARGV[1]
+local queued = 0
+for position = 2, #ARGV do
+  local id = ARGV[position]
+  local key = 'rq:job:' .. id
+  local batch, line = string.match(id, '^(%x+)%-(%d+)$')
+  local job = redis.call('HMGET', key, 'status', 'bkv_exec')
+  local held = job[2] and job[2] ~= ''
+  local leased = held and redis.call('ZSCORE', KEYS[2], id .. ':' .. job[2])
+  if batch and job[1] and not leased
+      and redis.call('HEXISTS', 'batchkv:res:' .. batch, line) == 0 then
+    redis.call('HDEL', key, 'bkv_exec')
+    release(batch, line)
+    redis.call('HSET', key, 'status', 'queued', 'enqueued_at', iso, 'worker_name', '')
+    redis.call('PERSIST', key)
+    redis.call('RPUSH', list_of(KEYS[1], batch), id)
+    queued = queued + 1
+  end
+end
+return queued

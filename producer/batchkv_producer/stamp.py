@@ -1,0 +1,25 @@
+"""The custom_id before a result that was copied to a twin: ``=<bytes of it>:<custom_id><result>``.
+
+Redis makes these copies itself (``lua/twins.lua``) and cannot rewrite what is compressed. No result
+begins with ``=``: zlib's first byte is ``x``.
+"""
+
+from __future__ import annotations
+
+from batchkv_producer.errors import WireError
+
+MAX_DIGITS = 8
+
+
+def unstamped(data: bytes) -> tuple[str | None, bytes]:
+    """(custom_id, result) of a copy; (None, data) of any other result. Raises WireError."""
+    if data[:1] != b"=":
+        return None, data
+    size, colon, rest = data[1:].partition(b":")
+    if not colon or not size.isdigit() or len(size) > MAX_DIGITS or int(size) > len(rest):
+        raise WireError("stored result cannot be read: the copy's custom_id is cut short")
+    end = int(size)
+    try:
+        return rest[:end].decode("utf-8", "surrogatepass"), rest[end:]
+    except UnicodeDecodeError as fault:
+        raise WireError(f"stored result cannot be read: {fault}") from fault

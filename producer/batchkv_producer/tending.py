@@ -1,0 +1,288 @@
+"""What nobody else does for a batch: end rows past the deadline, find those that fell out of it.
+
+Workers do it in their maintenance, the client whenever it looks at a batch: a batch ends although
+no worker is alive, and although other tools deleted or moved its jobs. Every change is a move of
+``transitions`` with its guard, so that it does not matter who looks, or how many at once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from redis import Redis
+from redis.exceptions import ResponseError
+
+from batchkv_producer import redis_keys
+from batchkv_producer.error_codes import ErrorCode
+from batchkv_producer.errors import WireError
+from batchkv_producer.formats import default_custom_id
+from batchkv_producer.job import Outcome, Request, Result, decode_job, encode_result
+from batchkv_producer.status import BatchStatus, read_batch
+from batchkv_producer.terms import moment_text
+from batchkv_producer.transitions import FAILURE_TTL_SECONDS, Transitions
+
+PAGE_ROWS = 500
+REST_SECONDS = 5.0  # between two times that one process goes through the lines of a batch
+
+_NOT_STARTED = (b"queued", b"deferred")
+_ENDED = (b"failed", b"stopped", b"canceled", b"finished")
+_TOOL = (ErrorCode.ENGINE_ERROR, "ended by a tool other than batchkv, without a result")
+_CANCELED = (ErrorCode.CANCELED, "canceled with one of RQ's own tools")
+
+
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """What is in a queue: entries that wait, leases, and whether copies to twins are due."""
+
+    num_waiting: int
+    num_leased: int
+    has_due: bool
+
+
+def read_queue(connection: Redis, name: str) -> QueueState:
+    """Where a queue stands, in one transaction."""
+    with connection.pipeline(transaction=True) as pipeline:
+        for key in redis_keys.waiting_lists(name):
+            pipeline.llen(key)
+        pipeline.zcard(redis_keys.registry("wip", name))
+        pipeline.exists(redis_keys.due(name))
+        high, normal, low, num_leased, has_due = pipeline.execute()
+    return QueueState(high + normal + low, num_leased, bool(has_due))
+
+
+class Tender:
+    """Looks at batches and does what is to be done; one for each process.
+
+    Ending many overdue rows takes a while: ``patience_seconds`` bounds each look, and the next one
+    goes on.
+    """
+
+    def __init__(self, connection: Redis, patience_seconds: float = math.inf) -> None:
+        self._connection = connection
+        self._patience = patience_seconds
+        self._next_lines: dict[str, int] = {}
+        self._looked: dict[str, tuple[float, tuple[int, int, int]]] = {}
+
+    def look(self, batch_id: str) -> BatchStatus:
+        """The status of a batch by its full id, after what was to be done."""
+        return self.tend(read_batch(self._connection, batch_id))
+
+    def tend(self, status: BatchStatus) -> BatchStatus:
+        """Do what this status asks for; the status afterwards.
+
+        A server that takes no writes (from us) is only read.
+        """
+        try:
+            return self._after(status) if self._tend(status) else status
+        except ResponseError:
+            return status
+
+    def _tend(self, status: BatchStatus) -> bool:
+        """Whether anything was done."""
+        connection = self._connection
+        if status.is_done:
+            return self._is_rested(status) and align_jobs(connection, status)
+        state = read_queue(connection, status.queue)
+        if state.has_due:
+            Transitions(connection).copy(status.queue)
+        is_stranded = _is_stranded(status, state)
+        if not (status.is_overdue or is_stranded) or not self._is_rested(status):
+            return state.has_due
+        num_done = self._expire(status) if status.is_overdue else 0
+        if is_stranded:
+            again = read_batch(connection, status.batch_id)
+            if num_done or (again.num_ended, again.running) == (status.num_ended, status.running):
+                num_done += mend_rows(connection, again)
+        return state.has_due or num_done > 0
+
+    def _expire(self, status: BatchStatus) -> int:
+        until = time.monotonic() + self._patience
+        first = self._next_lines.pop(status.batch_id, 1)
+        num_expired, left_at = expire_rows(self._connection, status, first, until)
+        if left_at:
+            self._next_lines[status.batch_id] = left_at
+            self._looked.pop(status.batch_id, None)
+        return num_expired
+
+    def _after(self, status: BatchStatus) -> BatchStatus:
+        return read_batch(self._connection, status.batch_id)
+
+    def _is_rested(self, status: BatchStatus) -> bool:
+        """Whether to go through this batch's lines: once, and again when something has changed."""
+        if status.is_done and not (status.kept_until and not status.has_aligned_jobs):
+            return False
+        now, shown = time.monotonic(), (status.queued, status.expires, status.kept_until)
+        until, seen = self._looked.get(status.batch_id, (0.0, None))
+        if now < until and shown == seen:
+            return False
+        self._looked[status.batch_id] = (now + REST_SECONDS, shown)
+        return True
+
+
+def _is_stranded(status: BatchStatus, state: QueueState) -> bool:
+    """Whether rows are open that stand nowhere: nothing waits and nobody holds anything."""
+    return status.is_submitted and not state.num_waiting and not state.num_leased
+
+
+def expire_rows(
+    connection: Redis, status: BatchStatus, first_line: int = 1, until: float = math.inf
+) -> tuple[int, int]:
+    """End the rows from a line on that have not started by the batch's deadline.
+
+    Returns how many, and the line to go on from if ``until`` (monotonic seconds) came first, or 0.
+    """
+    words = f"not started by {moment_text(status.expires)}"
+    moves, num_expired = Transitions(connection), 0
+    left_at = 0
+    for lines in pages(status, first_line):
+        if time.monotonic() > until:
+            left_at = lines.start
+            break
+        rows = [
+            (job_id, error_row(status.model, line, request, (ErrorCode.EXPIRED, words)))
+            for job_id, line, request in jobs_in(connection, status.batch_id, lines, _NOT_STARTED)
+        ]
+        if rows:
+            verdicts = moves.settle(status.queue, "expired", rows)
+            num_expired += sum(verdict != "" for verdict in verdicts)
+    if num_expired:
+        moves.sweep(status.queue, status.batch_id)
+    return num_expired, left_at
+
+
+def mend_rows(connection: Redis, status: BatchStatus) -> int:
+    """Give rows that stand nowhere their error row, or queue them again; how many.
+
+    To be called when nothing waits in the queue and nobody holds anything. Rows that wait for
+    a twin are left for the next time, for theirs may be among those that go on.
+    """
+    num_mended, num_there, missing = 0, 0, list[int]()
+    deferred: list[str] = []
+    for lines in pages(status):
+        found = _without_result(connection, status.batch_id, lines)
+        missing += [line for line, state in found if state is None]
+        there = [(line, state) for line, state in found if state is not None]
+        num_there += len(there)
+        ids = {line: redis_keys.job_id(status.batch_id, line) for line, _ in there}
+        deferred += [ids[line] for line, state in there if state == b"deferred"]
+        num_mended += _settle_ended(connection, status, lines, there)
+        fallen = [ids[line] for line, s in there if s not in (*_ENDED, b"deferred")]
+        num_mended += Transitions(connection).mend(status.queue, fallen) if fallen else 0
+    # Blank lines of the file have no job either. So many of these lines are rows:
+    num_lost = status.total - status.num_ended - num_there
+    num_mended += settle_lost(connection, status, missing[: max(0, num_lost)])
+    if not num_mended:
+        for start in range(0, len(deferred), PAGE_ROWS):
+            page = deferred[start : start + PAGE_ROWS]
+            num_mended += Transitions(connection).mend(status.queue, page)
+    return num_mended
+
+
+def settle_lost(connection: Redis, status: BatchStatus, lines: Sequence[int]) -> int:
+    """Give rows whose job was deleted their error row; how many."""
+    num_done = 0
+    for start in range(0, len(lines), PAGE_ROWS):
+        rows = []
+        for line in lines[start : start + PAGE_ROWS]:
+            words = f"the job of input line {line} was deleted from Redis by another tool"
+            row = error_row(status.model, line, None, (ErrorCode.LOST, words))
+            rows.append((redis_keys.job_id(status.batch_id, line), row))
+        num_done += sum(map(bool, Transitions(connection).settle(status.queue, "lost", rows)))
+    return num_done
+
+
+def find_lost(connection: Redis, status: BatchStatus, lines: range) -> list[int]:
+    """Lines that have neither a job nor a result, of a batch without blank lines."""
+    found = _without_result(connection, status.batch_id, lines)
+    return [line for line, state in found if state is None]
+
+
+def align_jobs(connection: Redis, status: BatchStatus) -> bool:
+    """Let what RQ keeps of an ended batch's jobs expire with the batch; whether it has ended."""
+    moves = Transitions(connection)
+    if status.keep_seconds < FAILURE_TTL_SECONDS:
+        for lines in pages(status):
+            ids = [redis_keys.job_id(status.batch_id, line) for line in lines]
+            if not moves.forget(status.batch_id, ids):
+                return False
+    return moves.forget(status.batch_id, [])
+
+
+def pages(status: BatchStatus, first_line: int = 1) -> Iterator[range]:
+    """The lines of a batch's file, some hundred at a time."""
+    for start in range(first_line, status.last_line + 1, PAGE_ROWS):
+        yield range(start, min(start + PAGE_ROWS, status.last_line + 1))
+
+
+def jobs_in(
+    connection: Redis, batch_id: str, lines: Sequence[int], states: Sequence[bytes]
+) -> Iterator[tuple[str, int, Request | None]]:
+    """Jobs among these lines in one of these states, with what they ask for (None: unreadable)."""
+    with connection.pipeline(transaction=False) as pipeline:
+        for line in lines:
+            pipeline.hmget(redis_keys.job(redis_keys.job_id(batch_id, line)), "status", "data")
+        replies = pipeline.execute()
+    for line, (status, data) in zip(lines, replies, strict=True):
+        if status in states:
+            yield redis_keys.job_id(batch_id, line), line, _request(data or b"")
+
+
+def error_row(
+    model: str,
+    line: int,
+    request: Request | None,
+    error: tuple[str, str],
+    outcome: Outcome = "failed",
+) -> bytes:
+    """The result of a row that no worker ended."""
+    result = Result(
+        custom_id=request.custom_id if request else default_custom_id(line),
+        endpoint=request.endpoint if request else "chat",
+        outcome=outcome,
+        model=model,
+        error=error,
+        created=int(time.time()),
+    )
+    return encode_result(result)
+
+
+def _settle_ended(
+    connection: Redis, status: BatchStatus, lines: range, there: Sequence[tuple[int, bytes]]
+) -> int:
+    """Rows whose job RQ's tools ended get their error row; how many."""
+    states = {line: state for line, state in there if state in _ENDED}
+    if not states:
+        return 0
+    rows = [
+        (job_id, error_row(status.model, line, request, _reason(states[line])))
+        for job_id, line, request in jobs_in(connection, status.batch_id, lines, _ENDED)
+        if line in states
+    ]
+    return sum(map(bool, Transitions(connection).settle(status.queue, "failed", rows)))
+
+
+def _reason(state: bytes) -> tuple[str, str]:
+    return _CANCELED if state == b"canceled" else _TOOL
+
+
+def _without_result(
+    connection: Redis, batch_id: str, lines: range
+) -> list[tuple[int, bytes | None]]:
+    """(line, state of its job or None) of the lines that have no result, read in one step."""
+    with connection.pipeline(transaction=True) as pipeline:
+        pipeline.hmget(redis_keys.results(batch_id), [str(line) for line in lines])
+        for line in lines:
+            pipeline.hget(redis_keys.job(redis_keys.job_id(batch_id, line)), "status")
+        results, *states = pipeline.execute()
+    triples = zip(lines, results, states, strict=True)
+    return [(line, state) for line, result, state in triples if result is None]
+
+
+def _request(data: bytes) -> Request | None:
+    try:
+        return decode_job(data)
+    except WireError:
+        return None
