@@ -170,6 +170,21 @@ def test_cancel_frees_the_slot_and_spares_the_neighbours() -> None:
         assert list(event.token_ids) == expected
 
 
+def test_a_cancelled_row_leaves_its_slot_to_the_next_in_one_step() -> None:
+    """The slot is free at once, and the step after the cancel has the row that waited."""
+    running = engine(tiny_models.build("llama"), slots=2)
+    for job_id in "abc":
+        running.submit_row(Sequence(job_id, [1, 2, 3], Generation(50, temperature=0.0)))
+    while len(running._rows) < 2:
+        running.step()
+    assert {row.job_id for row in running._rows.values()} == {"a", "b"}
+    running.cancel("a")
+    assert [row.job_id for row in running._rows.values()] == ["b"]
+    running.step()
+    assert {row.job_id for row in running._rows.values()} == {"b", "c"}
+    running.check_integrity()
+
+
 def test_cancel_everything_leaves_the_engine_idle() -> None:
     """Rows may be cancelled in every state: waiting, in prefill, decoding, at the last token."""
     model = tiny_models.build("llama")
