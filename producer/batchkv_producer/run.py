@@ -23,7 +23,7 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from batchkv_producer import outfile
-from batchkv_producer.client import BatchStatus, Client
+from batchkv_producer.client import BatchStatus, Client, Submitted
 from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
 from batchkv_producer.errors import BatchkvError, ServerError
 from batchkv_producer.expected import Expected
@@ -40,6 +40,7 @@ from batchkv_producer.patience import outages_watched, patiently
 from batchkv_producer.progress import Reporter, Snapshot, rows
 from batchkv_producer.run_support import Outage, reclaim, reclaim_dead
 from batchkv_producer.server_home import home_from_environment, make_folders
+from batchkv_producer.terms import NO_TERMS, Terms
 
 TURN_SECONDS = 0.1
 MAX_SIGNALS_NOTED = 2
@@ -66,6 +67,7 @@ class RunOptions:
     num_workers: int = 1
     worker_arguments: tuple[str, ...] = ()
     job_timeout_seconds: int | None = None
+    terms: Terms = NO_TERMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +124,12 @@ def run(
         job_timeout_seconds=options.job_timeout_seconds or DEFAULT_JOB_TIMEOUT_SECONDS,
         on_progress=lambda done, total: reporter.update(Snapshot(total)),
         on_identified=partial(_refuse_early, options),
+        terms=options.terms,
     )
     batch_id, queue = submitted.batch_id, submitted.queue
     verb = "goes on" if submitted.joined else "starts"
     reporter.note(f"batch {batch_id} {verb}: {rows(submitted.total)}, results in {options.out}")
-    there = client.status(batch_id).job_timeout_seconds
-    if options.job_timeout_seconds and there not in (0, options.job_timeout_seconds):
-        reporter.note(
-            f"the rows of this batch keep their timeout of {there} s; for those that failed "
-            f"`batchkv retry {batch_id} --job-timeout {options.job_timeout_seconds}` sets another"
-        )
+    _tell_what_stays(client, submitted, options, reporter)
     reclaim_dead(client, queue)
     home = home_from_environment()
     make_folders(home)
@@ -154,6 +152,21 @@ def run(
             report = _Run(client, batch_id, workers, follower, reporter, plan, outage).to_the_end()
         follower.refresh(stale)
     return replace(report, num_wrong=submitted.num_bad)
+
+
+def _tell_what_stays(
+    client: Client, submitted: Submitted, options: RunOptions, reporter: Reporter
+) -> None:
+    """What was asked for now, and is otherwise in the batch that was there."""
+    for note in submitted.notes:
+        reporter.note(f"it was there before: {note}")
+    there = client.status(submitted.batch_id).job_timeout_seconds
+    if options.job_timeout_seconds and there not in (0, options.job_timeout_seconds):
+        reporter.note(
+            f"the rows of this batch keep their timeout of {there} s; for those that failed "
+            f"`batchkv retry {submitted.batch_id} --job-timeout {options.job_timeout_seconds}` "
+            "sets another"
+        )
 
 
 def _refuse_early(options: RunOptions, batch_id: str, model: str) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import click
 
 from batchkv_producer.cli.shared import say, session, url_option
+from batchkv_producer.cli.terms_options import new_deadline_option
 from batchkv_producer.client import Unanswered
 from batchkv_producer.progress import rows
+from batchkv_producer.terms import Deadline
 
 
 @click.command()
@@ -34,19 +36,29 @@ def cancel(target: str, url: str | None) -> None:
     metavar="SECONDS",
     help="Give these rows a new timeout.  [default: the one they had]",
 )
+@new_deadline_option
 @url_option
-def retry(batch_id: str, canceled: bool, job_timeout: int | None, url: str | None) -> None:
+def retry(
+    batch_id: str,
+    canceled: bool,
+    job_timeout: int | None,
+    expires: Deadline | None,
+    url: str | None,
+) -> None:
     """Queue the failed rows of a batch again (rows that were wrong in the input stay failed).
 
     \b
     Examples:
       batchkv retry 3f2a9c51d07be684 --canceled
       batchkv retry 3f2a9c51d07be684 --job-timeout 7200
+      batchkv retry 3f2a9c51d07be684 --expires 8h
       batchkv retry 3f2a9c51d07be684
       batchkv retry 3f2a9c51d07be684 && batchkv wait 3f2a9c51d07be684
     """
     with session(url) as opened:
-        num = opened.client.retry(batch_id, canceled, job_timeout_seconds=job_timeout)
+        num = opened.client.retry(
+            batch_id, canceled, job_timeout_seconds=job_timeout, expires=expires
+        )
         why = "" if num else _why_none(batch_id, opened.client.unanswered(batch_id))
     say(f"{rows(num)} queued again{why}")
 

@@ -20,10 +20,11 @@ from batchkv_producer.cli.shared import (
     session,
     url_option,
 )
+from batchkv_producer.cli.terms_options import exit_code, on_done_option
 from batchkv_producer.client import BatchStatus, Client, StoredRow
 from batchkv_producer.following import Unserved, snapshot_of
 from batchkv_producer.job import Result
-from batchkv_producer.progress import reporter
+from batchkv_producer.progress import duration, reporter
 
 MAX_BAD_ROWS_SKIPPED = 200  # to find the first row that was really run
 
@@ -67,9 +68,11 @@ def list_batches(url: str | None, as_json: bool) -> None:
         if as_json:
             print_json([_batch_fields(batch) for batch in batches])
             return
-        rows = [(b.batch_id, _moment(b.created), b.total, _state(b), b.model, b.name)
+        rows = [(b.batch_id, _moment(b.created), b.total, _state(b), b.priority,
+                 _moment(b.expires) if b.expires else "", b.model, b.name)
                 for b in batches]  # fmt: skip
-        print_table(("BATCH", "CREATED", "ROWS", "STATE", "MODEL", "NAME"), rows)
+        titles = ("BATCH", "CREATED", "ROWS", "STATE", "PRIORITY", "EXPIRES", "MODEL", "NAME")
+        print_table(titles, rows)
 
 
 @click.command()
@@ -94,18 +97,27 @@ def workers(url: str | None, as_json: bool) -> None:
 @click.command()
 @click.argument("batch_id", metavar="BATCH")
 @click.option("--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="Wait no longer.")
+@on_done_option
 @url_option
 @json_option
 @click.pass_context
 def wait(
-    ctx: click.Context, batch_id: str, timeout: float | None, url: str | None, as_json: bool
+    ctx: click.Context,
+    batch_id: str,
+    timeout: float | None,
+    on_done: str | None,
+    url: str | None,
+    as_json: bool,
 ) -> None:
     """Wait until a batch is done. Exit code 1 if some row failed, or the time was over.
+
+    With --on-done the exit code is 5 if that command failed; it is not run when the time was over.
 
     \b
     Examples:
       batchkv wait 3f2a9c51d07be684
       batchkv wait 3f2a9c51d07be684 --timeout 3600 && echo done
+      batchkv wait 3f2a9c51d07be684 --on-done 'say "$BATCHKV_OK of $BATCHKV_TOTAL"'
     """
     with session(url) as opened:
         with reporter() as progress:
@@ -123,7 +135,7 @@ def wait(
     if not last.is_done:
         say(f"batch {last.batch_id} is not done yet")
     say_canceled(last)
-    ctx.exit(0 if last.is_done and last.ok == last.total else 1)
+    ctx.exit(exit_code(last, on_done))
 
 
 def _print_overview(client: Client, as_json: bool) -> None:
@@ -165,12 +177,24 @@ def _print_batch(client: Client, batch_id: str, as_json: bool) -> None:
             ("canceled", batch.canceled),
             ("running", batch.running),
             ("queued", batch.queued),
+            ("sum", batch.whole_sum()),
+            ("priority", batch.priority),
+            ("expires", _moment(batch.expires) if batch.expires else None),
+            ("copied", f"{batch.copied:,} rows asked for the same" if batch.is_deduped else None),
+            ("kept", _kept(batch)),
             ("prompt tokens", _prompt_tokens(batch)),
             ("generated", f"{batch.completion_tokens:,} tokens"),
             ("speed", None if rate is None else f"{rate:,.0f} tok/s so far"),
             ("workers", serving or "none"),
         ]
     )
+
+
+def _kept(batch: BatchStatus) -> str | None:
+    """How long the results stay, where that has an end."""
+    if batch.kept_until:
+        return f"until {_moment(batch.kept_until)}"
+    return f"{duration(batch.keep_seconds)} after the end" if batch.keep_seconds else None
 
 
 def _prompt_tokens(batch: BatchStatus) -> str:
@@ -204,6 +228,7 @@ def _batch_fields(batch: BatchStatus) -> dict[str, Any]:
         "queued": batch.queued,
         "num_ended": batch.num_ended,
         "is_done": batch.is_done,
+        "is_reconciled": batch.num_results == batch.num_ended,
     }
 
 

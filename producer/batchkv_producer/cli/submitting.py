@@ -25,6 +25,7 @@ from batchkv_producer.cli.shared import (
     session,
     url_option,
 )
+from batchkv_producer.cli.terms_options import exit_code, on_done_option, terms_options
 from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
 from batchkv_producer.errors import UsageError
 from batchkv_producer.job import SamplingParams
@@ -33,6 +34,7 @@ from batchkv_producer.progress import Snapshot, printable, reporter, rows
 from batchkv_producer.server import ensure_running
 from batchkv_producer.server_home import home_from_environment
 from batchkv_producer.submission import Checked, Submitted
+from batchkv_producer.terms import Terms
 
 MAX_SLOTS = 4096
 MIN_MEMORY_BYTES = 2**20
@@ -103,6 +105,8 @@ dry_run_option = click.option(
 )
 @generation_options
 @timeout_option
+@terms_options
+@on_done_option
 @dry_run_option
 @url_option
 @click.pass_context
@@ -117,6 +121,8 @@ def run(
     memory: str | None,
     defaults: SamplingParams,
     job_timeout: int | None,
+    terms: Terms,
+    on_done: str | None,
     dry_run: bool,
     url: str | None,
 ) -> None:
@@ -125,7 +131,7 @@ def run(
     Results are appended to OUT as rows end, failed rows to OUT.errors.jsonl too. Interrupted or
     killed at any point, the same command goes on from there: each row is in OUT once. The batch is
     known by the file's content, the model and the generation flags; other settings may change.
-    Exit code 1 if some row failed.
+    Exit code 1 if some row failed, 5 if the command of --on-done did.
 
     \b
     Examples:
@@ -137,7 +143,7 @@ def run(
     if str(file) == "-":
         raise UsageError("run needs a file, to go on from if it is interrupted; see batchkv submit")
     if dry_run:
-        _dry_run(file, model, defaults, as_json=False)
+        _dry_run(file, model, defaults, dedupe=terms.dedupe, as_json=False)
         return
     settings = (("--kv-scheme", kv_scheme), ("--slots", slots), ("--memory", memory))
     arguments = [word for name, value in settings if value for word in (name, str(value))]
@@ -154,12 +160,13 @@ def run(
             num_workers=num_workers,
             worker_arguments=tuple(arguments),
             job_timeout_seconds=job_timeout,
+            terms=terms,
         )
         report = running.run(
             opened.client, opened.connection, opened.url, options, progress, revive=revive
         )
     _tell(report)
-    ctx.exit(0 if report.status.ok == report.status.total else 1)
+    ctx.exit(exit_code(report.status, on_done, report.out))
 
 
 def _tell(report: running.RunReport) -> None:
@@ -177,6 +184,11 @@ def _tell(report: running.RunReport) -> None:
     click.echo(report.summary())
 
 
+def _refuse_on_done(_context: object, _option: object, command: str | None) -> None:
+    if command is not None:
+        raise UsageError("submit does not wait: give --on-done to `batchkv wait`, or to run")
+
+
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
 @model_option
@@ -184,6 +196,8 @@ def _tell(report: running.RunReport) -> None:
 @click.option("--name", metavar="TEXT", help="A name for people.  [default: that of the file]")
 @generation_options
 @timeout_option
+@terms_options
+@click.option("--on-done", hidden=True, expose_value=False, callback=_refuse_on_done)
 @dry_run_option
 @url_option
 @json_option
@@ -194,6 +208,7 @@ def submit(
     name: str | None,
     defaults: SamplingParams,
     job_timeout: int | None,
+    terms: Terms,
     dry_run: bool,
     url: str | None,
     as_json: bool,
@@ -208,13 +223,14 @@ def submit(
       batchkv submit prompts.jsonl -m mlx-community/Qwen3-4B-4bit
       batchkv submit prompts.jsonl --dry-run
       batchkv submit prompts.txt -m demo --max-tokens 64 --stop END --ids
+      batchkv submit prompts.jsonl -m demo --priority high --expires 8h --keep 7d
       generate-prompts | batchkv submit - -m demo
     """  # fmt: skip
     if as_json and not dry_run:
         raise UsageError("--json goes with --dry-run; submit prints ids")
     source = source_of(file)
     if dry_run:
-        _dry_run(source, model, defaults, as_json=as_json)
+        _dry_run(source, model, defaults, dedupe=terms.dedupe, as_json=as_json)
         return
     with session(url) as opened:
         with reporter() as progress:
@@ -225,12 +241,16 @@ def submit(
                 defaults=defaults,
                 job_timeout_seconds=job_timeout or DEFAULT_JOB_TIMEOUT_SECONDS,
                 name=name,
+                terms=terms,
                 on_progress=lambda done, total: progress.update(Snapshot(total, ok=done)),
             )
         tell_wrong(submitted)
         bad = f", {submitted.num_bad:,} of them wrong" if submitted.num_bad else ""
+        twins = f", {submitted.num_twins:,} as another" if submitted.num_twins else ""
         verb = "joined" if submitted.joined else "queued"
-        say(f"{verb} {rows(submitted.total)}{bad}, in queue {submitted.queue}")
+        say(f"{verb} {rows(submitted.total)}{bad}{twins}, in queue {submitted.queue}")
+        for note in submitted.notes:
+            say(f"batch {submitted.batch_id} was there: {note}")
         if ids:
             for job_id in opened.client.job_ids(submitted.batch_id):
                 click.echo(job_id)
@@ -252,10 +272,15 @@ def tell_wrong(found: Checked | Submitted) -> None:
 
 
 def _dry_run(
-    source: Path | BinaryIO, model: str | None, defaults: SamplingParams, *, as_json: bool
+    source: Path | BinaryIO,
+    model: str | None,
+    defaults: SamplingParams,
+    *,
+    dedupe: bool,
+    as_json: bool,
 ) -> None:
     checked = submission.check(
-        source, model=model, defaults=defaults, default_model=default_model()
+        source, model=model, defaults=defaults, default_model=default_model(), dedupe=dedupe
     )
     if as_json:
         print_json(checked)
@@ -267,7 +292,8 @@ def _dry_run(
 def checked_line(checked: Checked) -> str:
     """What a file holds, in one line."""
     model = f"model {checked.model}" if checked.model else "no model named"
+    twins = f"{rows(checked.num_twins)} as another, " if checked.num_twins else ""
     return printable(
         f"{rows(checked.total)} = {checked.num_jobs:,} good + {checked.num_bad:,} wrong, "
-        f"{checked.num_chars:,} characters of prompts, {model}"
+        f"{twins}{checked.num_chars:,} characters of prompts, {model}"
     )
