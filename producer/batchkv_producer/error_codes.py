@@ -15,4 +15,5 @@ class ErrorCode:
     CANCELED = "canceled"
     EXPIRED = "expired"
     LOST = "lost"
+    OUT_OF_MEMORY = "out_of_memory"
     ENGINE_ERROR = "engine_error"

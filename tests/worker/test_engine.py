@@ -140,7 +140,8 @@ def test_planted_fault_is_seen() -> None:
     running = engine(model)
     for index, prompt in enumerate(rows):
         running.submit_row(Sequence(str(index), prompt, Generation(24, temperature=0.0)))
-    running.step()
+    for _ in range(4):
+        running.step()
     for layer in running._slots.layers:
         layer.arrays[0][:, :, running._slots.layouts.main.write - 3] = 0.0
     ended = drain(running)
@@ -411,8 +412,8 @@ def test_one_long_row_after_many_short_ones_keeps_to_the_memory() -> None:
     """Buffers that nobody is in shrink to the row that comes, instead of growing with all rows."""
     model = tiny_models.build("llama")
     running = engine(model, slots=16, prefix_bytes=0)
-    per_token = running.bytes_per_token
-    running = engine(model, slots=16, prefix_bytes=0, memory_bytes=6000 * per_token)
+    per_token = running.bytes_per_token  # and half as much again while a buffer is rebuilt
+    running = engine(model, slots=16, prefix_bytes=0, memory_bytes=9000 * per_token)
     for index in range(16):
         running.submit_row(Sequence(str(index), [1, 2], Generation(4, temperature=0.0)))
     drain(running)
@@ -420,14 +421,14 @@ def test_one_long_row_after_many_short_ones_keeps_to_the_memory() -> None:
     running.submit_row(row)
     while not running.is_idle:
         running.step()
-        assert running.kv_bytes <= 6000 * per_token
+        assert running.kv_bytes <= 9000 * per_token
 
 
 def test_old_buffers_make_way_for_a_row_that_fits_only_alone() -> None:
     """A row that fits an empty engine fits it after a wider one too; nothing exceeds the memory."""
     model = tiny_models.build("llama")
     per_token = engine(model).bytes_per_token
-    limit = 2560 * per_token
+    limit = 3840 * per_token  # half of it again stands there while a buffer is rebuilt
     running = engine(model, slots=1, prefix_bytes=0, memory_bytes=limit)
     for name, length, count in (("wide", 2, 2300), ("long", 1100, 50)):
         running.submit_row(

@@ -232,7 +232,7 @@ def test_shared_tokens_count_once_in_the_memory() -> None:
         assert layouts.bytes_needed(costs, demands) == 4096 + count * 256
         twofold = Costs(1, beside_stem=2)  # prefill reads it in another form than decode does
         assert layouts.bytes_needed(twofold, demands) == 3 * 4096 + count * 256
-    assert costs.prefill(demands[0], 99) == 10
+    assert costs.prefill(4096 + 10, 4096, 99) == 10
     plan = sharing()
     for keys in ("ab", "abc", "ab"):
         behind(plan, keys)

@@ -22,16 +22,16 @@ from batchkv_worker.device import shape_step
 from batchkv_worker.engine_config import EngineConfig
 from batchkv_worker.events import Completed, Event, Rejected, Work
 from batchkv_worker.kv.decode import DecodeSlots
-from batchkv_worker.kv.layout import Demand
-from batchkv_worker.kv.layouts import Move
 from batchkv_worker.kv.plan import make_plan
 from batchkv_worker.model import LoadedModel
 from batchkv_worker.prefill import Prefill
 from batchkv_worker.prefix import PrefixCache
-from batchkv_worker.requests import RowRefused, prepare
+from batchkv_worker.requests import RowRefused, check_memory, prepare
 from batchkv_worker.sampling import sample
-from batchkv_worker.scheduler import Budget, PrefillGroup, Scheduler
+from batchkv_worker.scheduler import Budget, Scheduler
 from batchkv_worker.sequence import Sequence
+from batchkv_worker.shortage import Shortage, is_at_once, is_out_of_memory
+from batchkv_worker.slot_rows import SlotRows
 from batchkv_worker.stems import Stems
 from batchkv_worker.steps import Step, inputs
 from batchkv_worker.store.access import Access
@@ -42,7 +42,7 @@ __all__ = ["Engine", "EngineConfig"]
 
 log = logging.getLogger("batchkv.engine")
 
-CHUNKS_PER_STEP = 8  # prompt chunks between two decode steps, at most
+CHUNKS_PER_STEP = 8  # prompt chunks in a step without rows that decode; with such it is one
 STILL_SECONDS = 0.02  # waited for the store at once, when there is nothing else to do
 
 
@@ -73,7 +73,7 @@ class Engine:
         )
         link.attach(self.prefixes)
         memory_bytes = config.memory_bytes - self.prefixes.max_bytes
-        budget = Budget(config.chunk_tokens, memory_bytes, plan.costs)
+        budget = Budget(config.chunk_tokens, memory_bytes, plan.costs, plan.shapes.step)
         self._slots = DecodeSlots(plan.kinds, plan.tree, config.slots, plan.shapes)
         self._scheduler = Scheduler(
             self._slots.layouts,
@@ -84,6 +84,7 @@ class Engine:
             ragged=plan.traits.ragged,
             drop_buffers=self._slots.drop,
             state_blocks=self.prefixes.max_blocks if plan.has_state else 0,
+            is_optimistic=config.admission == "optimistic",
         )
         self._stems = Stems(self._slots, self.prefixes, self._scheduler)
         self._prefill = Prefill(
@@ -91,8 +92,15 @@ class Engine:
             *(config.chunk_tokens, link, self._stems.of),
         )
         self._audit = Audit(config.audit, link.count)
-        self._rows: dict[int, Sequence] = {}  # by slot
+        self._slot_rows = SlotRows(
+            self._slots, self._scheduler, self.prefixes, self._prefill, self._stems
+        )
+        self._rows = self._slot_rows.by_slot
+        self._budget = budget
+        self._shortage = Shortage(self._prefill, self._slot_rows, self.prefixes, link)
+        self._is_in_prefill = False
         self._in_flight: Step | None = None
+        self._upcoming: Step | None = None  # built, and not started
         self._events: list[Event] = []
 
     # -- what the thread that owns the engine calls
@@ -120,7 +128,7 @@ class Engine:
 
     def submit_row(self, row: Sequence) -> None:
         """Take in a row that is tokenized already; raises RowRefused when it can never fit."""
-        self._check_memory(row)
+        check_memory(row, self._budget)
         row.block_keys = self.prefixes.keys(row.prompt)
         self.link.begin(row)
         self._scheduler.add(row)
@@ -129,6 +137,7 @@ class Engine:
         """Forget a row wherever it is; unknown ids are ignored."""
         waited = self._scheduler.cancel(job_id)
         if waited is not None:
+            self.prefixes.forget(waited.parked)
             if not waited.is_ended:  # one in prefill is left later
                 self.link.forget(waited)
             return
@@ -136,7 +145,7 @@ class Engine:
         row = next((row for row in rows if row.job_id == job_id), None)
         if row is not None:
             row.finish_reason = "canceled"
-            self._free(row)
+            self._slot_rows.free(row)
         elif self._in_flight is not None:  # its last token is being computed
             for flying in self._in_flight.rows:
                 if flying is not None and flying.job_id == job_id and flying.twin_of is None:
@@ -144,21 +153,53 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Compute some prompt chunks and one decode step; what ended since the last call."""
+        try:
+            self._step()
+        except (RuntimeError, MemoryError) as fault:
+            if not is_out_of_memory(fault):
+                raise
+            self._run_out(fault)
+        events, self._events = self._events, []
+        return events
+
+    def _step(self) -> None:
         self.link.advance(self._scheduler.waiting)
         self._run_prefill()
+        self._slot_rows.make_room(self._land)
         upcoming = self._build_step() if self._rows else None
-        landed, self._in_flight = self._in_flight, upcoming
+        landed = self._in_flight
         if landed is not None:
             mx.eval(landed.sampled.arrays)
         if upcoming is not None:
             mx.async_eval(upcoming.sampled.arrays, self._slots.arrays)
+        self._in_flight, self._upcoming = upcoming, None
         if landed is not None:
             self._finish(landed)
         if not self._scheduler.num_waiting:
-            self._close_gaps()
+            self._slot_rows.close_gaps()
         self._serve_link(is_still=landed is None and upcoming is None)
-        events, self._events = self._events, []
-        return events
+
+    def _run_out(self, fault: Exception) -> None:
+        """Memory ran out: rows are set back, and those that it is too little for end."""
+        steps = [step for step in (self._in_flight, self._upcoming) if step]
+        in_prefill = self._is_in_prefill and is_at_once(fault)
+        self._is_in_prefill = False
+        if not in_prefill:
+            self._in_flight = self._upcoming = None
+        for row in self._shortage.recover(fault, steps, in_prefill=in_prefill):
+            row.finish_reason = "error"
+            if row.twin_of is None:
+                code, message = ErrorCode.OUT_OF_MEMORY, f"alone, twice: {fault}"[:300]
+                self._events.append(Rejected(row.job_id, code, message))
+
+    def _land(self) -> bool:
+        """Read the step in flight back before the next one is built; whether there was one."""
+        landed, self._in_flight = self._in_flight, None
+        if landed is None:
+            return False
+        mx.eval(landed.sampled.arrays)
+        self._finish(landed)
+        return True
 
     def _serve_link(self, *, is_still: bool) -> None:
         """Hand computed blocks on; wait for the store when every row that waits, waits for it."""
@@ -197,44 +238,19 @@ class Engine:
         """Bytes that a token takes while every layer keeps it."""
         return self.plan.costs.per_new_token
 
-    def _check_memory(self, row: Sequence) -> None:
-        demand = Demand(row.num_prefill, row.num_remaining)
-        budget = self._scheduler.budget
-        if not budget.can_ever_hold(demand):
-            raise RowRefused(
-                ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-                f"{len(row.prompt)} prompt tokens and up to {row.generation.max_tokens} more do "
-                f"not fit the {budget.memory_bytes} bytes for keys and values, at "
-                f"{budget.costs.per_new_token} bytes a token; lower max_tokens or raise the memory",
-            )
-
     def _run_prefill(self) -> None:
+        """Chunks of prompts; rows that decode wait for one at most."""
         for _ in range(CHUNKS_PER_STEP):
+            is_decoding = bool(self._rows)
+            self._is_in_prefill = True
             group = self._prefill.advance()
+            self._is_in_prefill = False
             if group is None:
                 return
             if group.is_computed:
-                self._admit(group)
-
-    def _admit(self, group: PrefillGroup) -> None:
-        """Rows whose prompts are computed move into decode slots."""
-        for row in self._scheduler.finish_group():
-            stem = group.stem or self._stems.of_leader(row)
-            shared = stem.num_tokens if stem else 0
-            pieces = self._prefill.pieces(group, row, shared)
-            demand = Demand(row.num_prefill, row.num_remaining, shared)
-            slot, move = self._slots.admit(demand, pieces, stem)
-            self._follow(move)
-            row.slot = slot
-            self._rows[slot] = row
-        self._prefill.drop()
-
-    def _follow(self, move: Move | None) -> None:
-        """A row went to another slot."""
-        if move is not None:
-            row = self._rows.pop(move.source)
-            row.slot = move.target
-            self._rows[move.target] = row
+                self._slot_rows.join(group)
+            if is_decoding:
+                return
 
     def _build_step(self) -> Step:
         """The graph of the next step; a row's input is the token that the last step sampled."""
@@ -244,30 +260,13 @@ class Engine:
         logits = self.loaded.model(tokens.reshape(-1, 1), cache=self._slots.model_cache)[:, -1]
         sampled = sample(logits, tokens, rows)
         self._slots.end_step()
+        step = self._upcoming = Step(rows, sampled)
         for row in rows:
             if row is not None:
                 row.num_dispatched += 1
                 if row.num_remaining == 0:  # known now: the slot is free for the next step
-                    self._free(row)
-        return Step(rows, sampled)
-
-    def _free(self, row: Sequence) -> None:
-        """The row's way back: its slot, wherever it ends."""
-        if row.slot is not None:
-            self._slots.release(row.slot)
-            del self._rows[row.slot]
-            row.slot = None
-
-    def _close_gaps(self) -> None:
-        """With nobody waiting, keep the rows dense, so that steps compute few free slots.
-
-        A move copies a row, so it waits until a quarter of the rows are free.
-        """
-        main = self._slots.layouts.main
-        if main.num_active > 0.75 * main.num_rows:
-            return
-        while (move := self._slots.close_gap()) is not None:
-            self._follow(move)
+                    self._slot_rows.free(row)
+        return step
 
     def _finish(self, step: Step) -> None:
         """Read a computed step back and end the rows that it completes."""
@@ -283,7 +282,7 @@ class Engine:
                 row.finish_reason = "error"
                 event = Rejected(row.job_id, ErrorCode.ENGINE_ERROR, f"{type(fault).__name__}")
             if event is not None:
-                self._free(row)
+                self._slot_rows.free(row)
                 self._end(row, event)
 
     def _end(self, row: Sequence, event: Event) -> None:
@@ -292,6 +291,8 @@ class Engine:
             self._audit.compare(row)
             return
         if isinstance(event, Completed):
+            self._scheduler.answers.add(len(row.generated))
+            self._shortage.relax()
             saved_ms = round(row.num_cached * self._prefill.seconds_per_token * 1000)
             event = replace(event, saved_ms=saved_ms, note=self.link.note(row))
             if (twin := self._audit.twin(row, self.loaded.tokenizer)) is not None:

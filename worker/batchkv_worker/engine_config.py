@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchkv_worker.kv import attention
+from batchkv_worker.settings import Admission
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,4 +22,5 @@ class EngineConfig:
     group_cost: int | None = None  # cells that one more group of rows costs; None: measured
     share: bool = True  # hold a prefix that rows share once and attend it once, where that is right
     shape_step: int | None = None  # None: what the backend likes, see device.shape_step
+    admission: Admission = "optimistic"
     audit: float = 0.0  # share of the rows with a cached prefix that are computed again without it

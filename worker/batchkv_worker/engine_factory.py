@@ -34,6 +34,7 @@ def build_engine(settings: WorkerSettings) -> Engine:
         prefetch=settings.prefetch,
         chunk_tokens=settings.prefill_chunk,
         memory_bytes=settings.memory_bytes or kv_memory_bytes(loaded.weight_bytes),
+        admission=settings.admission,
         audit=settings.cache_audit,
     )
     engine = Engine(loaded, config, access)

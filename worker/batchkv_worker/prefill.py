@@ -46,6 +46,7 @@ class Prefill:
         self.seconds_per_token = 0.0  # of computing prompts, a moving average; 0 before the first
         self._group: PrefillGroup | None = None  # whose prompts are in _rows
         self._rows: PrefillRows | None = None
+        self._parked: list[Pieces] | None = None  # of a row that was computed before
 
     @property
     def is_active(self) -> bool:
@@ -60,14 +61,20 @@ class Prefill:
             self._group = group
         if group is None:
             return None
-        if group.width and self._rows is None:
+        if group.rows[0].parked and self._parked is None:
+            self._parked = self._prefixes.parked(group.rows[0].parked)
+            group.stem = self._stem_of(group)
+        elif group.width and self._rows is None and self._parked is None:
             self._rows = PrefillRows(self._plan.kinds, self._width(group), self._chunk_tokens)
-            if group.stem_blocks:
-                group.stem = self._make_stem(group.rows[0].block_keys[: group.stem_blocks])
+            group.stem = self._stem_of(group)
             self._prefixes.fill(group.rows, self._rows, group.stem)
         if not group.is_computed:
             self._compute_chunk(group)
         return group
+
+    def _stem_of(self, group: PrefillGroup) -> Stem | None:
+        keys = group.rows[0].block_keys[: group.stem_blocks]
+        return self._make_stem(keys) if keys else None
 
     def _width(self, group: PrefillGroup) -> int:
         ragged = self._plan.traits.ragged  # else no row may have a pad
@@ -83,7 +90,7 @@ class Prefill:
         started = self._start_watch()
         self._rows.begin(Chunk(start, width, None if min(lengths) == width else lengths))
         tokens = [
-            row.prompt[start : start + length] + [0] * (width - length)
+            row.tokens(start, start + length) + [0] * (width - length)
             for row, length in zip(group.rows, lengths, strict=True)
         ]
         self._model(mx.array(tokens), cache=self._plan.tree.nested(self._rows.layers))
@@ -116,6 +123,8 @@ class Prefill:
         """What the slots need of a row of the computed group; None if it had nothing to compute."""
         if not row.num_prefill:
             return None
+        if self._parked is not None:
+            return self._parked
         assert self._rows is not None
         return self._rows.row(group.rows.index(row), row.num_prefill, stem_tokens)
 
@@ -123,4 +132,4 @@ class Prefill:
         """The group's rows have moved, or nobody wants them."""
         for row in self._group.rows if self._group else ():
             self._link.forget(row)
-        self._group = self._rows = None
+        self._group = self._rows = self._parked = None

@@ -105,6 +105,12 @@ class PrefixCache:
 
     def num_cached(self, row: Sequence) -> int:
         """Tokens of the row's longest prefix that is here and can be gone on from."""
+        if row.parked:
+            stem = row.block_keys[: row.num_shared // BLOCK_TOKENS]
+            if row.parked in self._blocks and self.has_stem(stem):
+                return row.num_prefill
+            self.forget(row.parked)
+            row.parked = b""
         return self.depth_of(row) * BLOCK_TOKENS
 
     def depth_of(self, row: Sequence) -> int:
@@ -123,11 +129,15 @@ class PrefixCache:
         block = self._blocks.get(key)
         return None if block is None else block.parts
 
+    def has_stem(self, keys: Items[bytes]) -> bool:
+        """Whether ``stem_pieces`` finds every block."""
+        return all(Kind.KV in (self._parts(key) or ()) for key in keys)
+
     def stem_pieces(self, keys: Items[bytes]) -> dict[int, Pieces] | None:
         """The blocks of a chain as one, of each layer that keeps every token; None if one lacks."""
-        blocks = [self._blocks[key] for key in keys if Kind.KV in (self._parts(key) or ())]
-        if len(blocks) < len(keys):
+        if not self.has_stem(keys):
             return None
+        blocks = [self._blocks[key] for key in keys]
         return {
             index: _assemble([_pieces(block, Kind.KV, index) for block in blocks], -2)
             for index, kind in enumerate(self._kinds)
@@ -183,7 +193,7 @@ class PrefixCache:
                 parts = self._computed(row, prefill, index, number, end, known)
                 if parts or keys[number] not in self._blocks:
                     self._insert(keys[number], parts, row.is_converted)
-                if self._on_new is not None and not row.is_converted:
+                if self._on_new is not None and not (row.is_converted or row.num_resumed):
                     for kind, part in parts.items():
                         self._on_new(row, number, kind, part)
             self._touch(keys)
@@ -201,6 +211,31 @@ class PrefixCache:
             if new or not self.anatomy.has_kv:
                 self._insert(keys[number], new, is_converted)
         self._touch(keys[:depth])
+
+    def can_park(self, num_bytes: int) -> bool:
+        """Whether a row of that many bytes may be held; while it comes in it stands twice."""
+        return 2 * num_bytes <= self.max_bytes
+
+    def park(self, key: bytes, num_bytes: int, make: Callable[[], list[Pieces]]) -> None:
+        """Hold what ``make`` copies out of a slot, as one more block that no chain leads to."""
+        self._make_way(2 * num_bytes)
+        bundle = Bundle(make())
+        mx.eval(bundle.arrays)
+        self._insert(key, {Kind.KV: bundle}, False)
+
+    def parked(self, key: bytes) -> list[Pieces] | None:
+        """A row's pieces as they were copied; None when they had to go."""
+        parts = self._parts(key)
+        if parts is None:
+            return None
+        self._touch([key])
+        pieces = map(parts[Kind.KV].layer, range(len(self._kinds)))
+        return [found or () for found in pieces]
+
+    def forget(self, key: bytes) -> None:
+        """Let go of a row, if it is here."""
+        if (block := self._blocks.pop(key, None)) is not None:
+            self.num_bytes -= block.num_bytes
 
     def _touch(self, keys: Items[bytes]) -> None:
         for key in reversed(keys):
@@ -240,11 +275,14 @@ class PrefixCache:
             block = _Block({**old.parts, **parts}, is_converted or old.is_converted)
         if block.num_bytes > self.max_bytes:
             return
-        while self._blocks and self.num_bytes + block.num_bytes > self.max_bytes:
-            _, oldest = self._blocks.popitem(last=False)
-            self.num_bytes -= oldest.num_bytes
+        self._make_way(block.num_bytes)
         self._blocks[key] = block
         self.num_bytes += block.num_bytes
+
+    def _make_way(self, num_bytes: int) -> None:
+        while self._blocks and self.num_bytes + num_bytes > self.max_bytes:
+            _, oldest = self._blocks.popitem(last=False)
+            self.num_bytes -= oldest.num_bytes
 
 
 def _pieces(block: _Block, kind: Kind, layer: int) -> Pieces:

@@ -16,7 +16,9 @@ from typing import Any
 from batchkv_producer.checks import RowFault, check_stop
 from batchkv_producer.job import ErrorCode, Request, SamplingParams
 from batchkv_producer.messages import check_messages, check_template_variables, check_tools
+from batchkv_worker.admission import Budget
 from batchkv_worker.events import Work
+from batchkv_worker.kv.layout import Demand
 from batchkv_worker.model import LoadedModel
 from batchkv_worker.sequence import Generation, Sequence
 
@@ -58,6 +60,17 @@ def prepare(work: Work, loaded: LoadedModel) -> Sequence:
     generation = _generation(work, len(prompt), loaded)
     detokenizer = loaded.tokenizer.detokenizer if generation.stop else None
     return Sequence(work.job_id, prompt, generation, detokenizer=detokenizer)
+
+
+def check_memory(row: Sequence, budget: Budget) -> None:
+    """Refuse a row that does not fit the memory even when it is alone."""
+    if not budget.can_ever_hold(Demand(row.num_prefill, row.num_remaining)):
+        raise RowRefused(
+            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+            f"{len(row.prompt)} prompt tokens and up to {row.generation.max_tokens} more do "
+            f"not fit the {budget.memory_bytes} bytes for keys and values, at "
+            f"{budget.costs.per_new_token} bytes a token; lower max_tokens or raise the memory",
+        )
 
 
 def _check_ranges(asked: SamplingParams) -> None:

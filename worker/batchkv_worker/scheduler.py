@@ -9,16 +9,20 @@ from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
+from batchkv_worker.admission import AnswerLengths, Budget
 from batchkv_worker.kv.layout import Demand
-from batchkv_worker.kv.layouts import Costs, SlotLayouts
+from batchkv_worker.kv.layouts import SlotLayouts
 from batchkv_worker.sequence import Sequence
 
 if TYPE_CHECKING:
     from batchkv_worker.kv.stem import Stem
 
+__all__ = ["Budget", "PrefillGroup", "Scheduler"]
+
 LOOKAHEAD = 256  # waiting rows among which a group of like length is sought
 STEM_ROWS = 4  # rows from which a prefix is worth holding once
 STATE_INTERVAL = 16  # blocks after which a state is kept wherever prompts part
+MAX_PREEMPTIONS = 2  # after which a row is admitted by its worst case and left in peace
 
 
 @dataclass(slots=True)
@@ -51,29 +55,6 @@ class PrefillGroup:
         return self.position >= self.width
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """What the scheduler may spend: tokens a prefill chunk, and bytes of KV."""
-
-    chunk_tokens: int
-    memory_bytes: int
-    costs: Costs
-
-    def can_ever_hold(self, demand: Demand) -> bool:
-        """Whether the row fits when it is alone."""
-        return self.holds(SlotLayouts(1, self.costs.per_window), [demand])
-
-    def holds(self, layouts: SlotLayouts, demands: list[Demand]) -> bool:
-        """Whether these rows fit beside those in the slots.
-
-        Their prefill stands beside the slots until they have moved.
-        """
-        needed = layouts.bytes_needed(self.costs, demands)
-        margin = self.chunk_tokens + BLOCK_TOKENS
-        needed += sum(self.costs.prefill(demand, margin) for demand in demands)
-        return needed <= self.memory_bytes
-
-
 class Scheduler:
     """Rows that wait, the group in prefill, and which group comes next."""
 
@@ -88,6 +69,7 @@ class Scheduler:
         state_blocks: int = 0,
         shares: bool = False,
         drop_buffers: Callable[[], None] | None = None,
+        is_optimistic: bool = False,
     ) -> None:
         self.layouts = layouts
         self.budget = budget
@@ -97,6 +79,8 @@ class Scheduler:
         self._drop_buffers = drop_buffers or layouts.drop  # called when no row is in a slot
         self._shares = shares  # whether rows may share stems
         self._state_blocks = state_blocks  # blocks after which states are worth keeping, at most
+        self._is_optimistic = is_optimistic
+        self.answers = AnswerLengths()
         self.group: PrefillGroup | None = None
         self._waiting: deque[Sequence] = deque()
         self._demand: Counter[bytes] = Counter()  # how many waiting rows want a block
@@ -117,6 +101,31 @@ class Scheduler:
     def add(self, row: Sequence) -> None:
         self._waiting.append(row)
         self._demand.update(row.block_keys)
+
+    def requeue(self, rows: Iterable[Sequence]) -> None:
+        """Rows that were begun wait again, before all others, in this order."""
+        found = list(rows)
+        self._waiting.extendleft(reversed(found))
+        for row in found:
+            self._demand.update(row.block_keys)
+
+    def abandon_group(self) -> list[Sequence]:
+        """Forget the group in prefill; its rows that are still wanted."""
+        group, self.group = self.group, None
+        return [row for row in group.rows if not row.is_ended] if group else []
+
+    def prefill_bytes(self, group: PrefillGroup | None) -> int:
+        """What the group in prefill holds beside the slots, at most."""
+        if group is None:
+            return 0
+        shared = group.stem_blocks * BLOCK_TOKENS
+        demands = [Demand(row.num_prefill, row.num_remaining, shared) for row in group.rows]
+        return self.budget.prefill_bytes(demands)
+
+    def ahead(self, rows: Iterable[Sequence]) -> int | None:
+        """Tokens to reckon with for each row when these are admitted; None: all that may come."""
+        is_sure = any(row.num_preempted >= MAX_PREEMPTIONS for row in rows)
+        return self.answers.expected if self._is_optimistic and not is_sure else None
 
     def cancel(self, job_id: str) -> Sequence | None:
         """Forget a row that waits or is in prefill, and return it; None when it is neither."""
@@ -193,13 +202,17 @@ class Scheduler:
             row.num_cached = self._num_cached(row)
         if not window:
             return [], 0
+        if window[0].parked:  # computed already: it only has to find room
+            return window[:1], window[0].num_shared // BLOCK_TOKENS
         cached, goal = window[0].num_cached, window[0].num_prefill
         stem_blocks = self.stem_blocks(window[0], window[0].num_cached)
         last = window[0].block_keys[:stem_blocks][-1:]
         window = [
             row
             for row in window
-            if row.num_cached == cached and row.block_keys[:stem_blocks][-1:] == last
+            if row.num_cached == cached
+            and not row.parked
+            and row.block_keys[:stem_blocks][-1:] == last
         ]
         if stem_blocks:  # a row needs a token of its own
             window = [row for row in window if row.num_prefill > stem_blocks * BLOCK_TOKENS]
@@ -242,7 +255,7 @@ class Scheduler:
     def _fits_memory(self, rows: list[Sequence], stem_blocks: int) -> bool:
         shared = stem_blocks * BLOCK_TOKENS
         demands = [Demand(row.num_prefill, row.num_remaining, shared) for row in rows]
-        if self.budget.holds(self.layouts, demands):
+        if self.budget.holds(self.layouts, demands, self.ahead(rows)):
             return True
         if len(rows) > 1 or self.layouts.num_active:
             return False

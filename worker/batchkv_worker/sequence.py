@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_producer.job import TokenLogprob
 
 SMALLEST_TEMPERATURE = 1e-5  # below, logits over temperature are no longer numbers: greedy
@@ -66,7 +67,8 @@ class Sequence:
     """A row from admission to its end.
 
     ``num_dispatched`` counts the tokens whose computation has been started; ``generated`` those
-    that have been read back. They differ while a step is in flight.
+    that have been read back. They differ while a step is in flight. A row that left its slot for a
+    while comes back as if its ``num_resumed`` first generated tokens had been its prompt's last.
     """
 
     job_id: str
@@ -84,12 +86,25 @@ class Sequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     detokenizer: Any = None  # only rows with stop strings follow their text as it grows
     finish_reason: str = ""
+    num_resumed: int = 0
+    num_shared: int = 0  # tokens that stood in a stem when it left its slot
+    parked: bytes = b""  # under which its slot's content is held until it comes back
+    num_preempted: int = 0  # how often it had to leave its slot
+    first_cached: int = -1  # ``num_cached`` when it came in first; -1: it never had to leave
+    num_failures: int = 0  # how often memory ran out while it was alone
     twin_of: Sequence | None = None  # the row that this one repeats without the cache, see audit
 
     @property
     def num_prefill(self) -> int:
         """Tokens to compute before decoding: all but the last, which the first step takes."""
-        return len(self.prompt) - 1
+        return len(self.prompt) + self.num_resumed - 1
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Tokens [start, end) of the prompt and the answer after it."""
+        length = len(self.prompt)
+        return (
+            self.prompt[start:end] + self.generated[max(0, start - length) : max(0, end - length)]
+        )
 
     @property
     def num_remaining(self) -> int:
@@ -100,8 +115,26 @@ class Sequence:
     def is_ended(self) -> bool:
         return bool(self.finish_reason)
 
+    def set_back(self) -> None:
+        """It leaves its slot and waits again: what it has generated is kept, as more of a prompt.
+
+        Everything that was sampled must have been read back, or is sampled again.
+        """
+        if self.first_cached < 0:
+            self.first_cached = self.num_cached
+        self.num_resumed = self.num_dispatched = len(self.generated)
+        self.depth_seen = (-1, 0)
+
+    def come_back(self) -> None:
+        """It is in a slot again: its books tell of its prompt alone."""
+        if self.first_cached >= 0:
+            self.num_cached = self.first_cached
+            self.block_keys = self.block_keys[: (len(self.prompt) - 1) // BLOCK_TOKENS]
+            self.depth_seen = (-1, 0)
+
     def last_tokens(self, count: int) -> list[int]:
         """The last ``count`` tokens before the one being fed; short rows repeat their first."""
-        prompt = self.prompt if self.num_dispatched else self.prompt[:-1]
-        known = (prompt[-count:] + self.generated)[-count:] if count else []
+        is_read = len(self.generated) == self.num_dispatched  # the one being fed, too
+        known = self.prompt[-count - 1 :] + self.generated[-count - 1 :] if count else []
+        known = (known[:-1] if is_read else known)[-count:] if count else []
         return [known[0]] * (count - len(known)) + known if known else [self.prompt[0]] * count

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 from batchkv_cache_store import opening
 from batchkv_cache_store.sizes import parse_size
@@ -17,6 +17,7 @@ from batchkv_worker.errors import SettingsError
 from batchkv_worker.kv.spec import SchemeSpec
 
 PREFIX = "BATCHKV_"
+Admission = Literal["worst", "optimistic"]  # how much of a row's answer memory is kept for
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_TOKENS = 256  # prefill chunks end on block boundaries
 # Variables that other parts read, and that a worker's environment may well hold.
@@ -40,6 +41,7 @@ class WorkerSettings:
     slots: int = 32
     prefetch: int = 8
     memory_bytes: int | None = None
+    admission: Admission = "optimistic"
     prefill_chunk: int = 512
     dtype: str = "auto"
     wired_limit: bool = False
@@ -202,6 +204,8 @@ SETTINGS = (
             "a whole number, 0 to 4096"),
     Setting("memory_bytes", "BATCHKV_MEMORY", "--memory", parse_size,
             "a size of at least 1MiB, like 4GB or 512MiB"),
+    Setting("admission", "BATCHKV_ADMISSION", "--admission", _one_of(*get_args(Admission)),
+            f"one of {', '.join(get_args(Admission))}"),
     Setting("prefill_chunk", "BATCHKV_PREFILL_CHUNK", "--prefill-chunk",
             _whole(BLOCK_TOKENS, 65_536, BLOCK_TOKENS),
             f"a multiple of {BLOCK_TOKENS} tokens, {BLOCK_TOKENS} to 65536"),

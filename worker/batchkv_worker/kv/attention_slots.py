@@ -85,6 +85,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
 
     def drop(self) -> None:
         self._keys, self._values = [], []
+        self.end()
 
     def check(self, rows: int, capacity: int) -> None:
         for part in self.arrays:

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from batchkv_worker.kv.discover import CacheTree
 from batchkv_worker.kv.frame import Frame, Framer, Shapes
+from batchkv_worker.kv.growth import NoRoom
 from batchkv_worker.kv.layer import LayerKind, Pieces, SlotLayer
 from batchkv_worker.kv.layout import STEP, Demand, SlotLayout
 from batchkv_worker.kv.layouts import Changes, Costs, Move, SlotLayouts
@@ -29,7 +30,9 @@ def costs_of(kinds: Sequence[LayerKind]) -> Costs:
             beside_stem += 0 if kind.has_state else _bytes_in_stem(kind) - kind.bytes_per_token
         else:
             windows[kind.window] = windows.get(kind.window, 0) + kind.bytes_per_token
-    return Costs(per_token, windows, sum(kind.bytes_per_row for kind in kinds), beside_stem)
+    per_row = sum(kind.bytes_per_row for kind in kinds)
+    largest = max((kind.bytes_per_token for kind in kinds if kind.window is None), default=0)
+    return Costs(per_token, windows, per_row, beside_stem, largest)
 
 
 def _bytes_in_stem(kind: LayerKind) -> int:
@@ -78,18 +81,26 @@ class DecodeSlots:
         return stem
 
     def admit(
-        self, demand: Demand, pieces: Sequence[Pieces] | None, stem: Stem | None = None
+        self,
+        demand: Demand,
+        pieces: Sequence[Pieces] | None,
+        stem: Stem | None = None,
+        max_cells: int | None = None,
     ) -> tuple[int, Move | None]:
         """Give a row a slot and copy it in; None for a row without any token yet.
 
         With a stem the pieces of the layers that keep every token are of what comes after it.
         Returns the slot, and how another row moved out of its way. Raises ValueError when no slot
-        is free.
+        is free, NoRoom when the layers with every token would have more than ``max_cells``.
         """
         slot, move = self.layouts.make_way(demand, stem)
         if move is not None:
             self._move(move)
-        self._relayout(self.layouts.admit(demand, slot, stem))
+        try:
+            changes = self.layouts.admit(demand, slot, stem, max_cells)
+        except NoRoom:
+            raise NoRoom(move) from None
+        self._relayout(changes)
         for index, (layer, layout) in enumerate(self._with_layouts()):
             layer.admit(slot, layout.write, None if pieces is None else pieces[index])
         # One row at a time: MLX writes in place only into a buffer that nothing waits for.
@@ -103,6 +114,11 @@ class DecodeSlots:
             for layer, layout in self._with_layouts()
         ]
 
+    def row_bytes(self, slot: int) -> int:
+        """Bytes of a row's snapshot, at most."""
+        sizes = ((layout.length(slot), kind) for layout, kind in self._kinds_with_layouts())
+        return sum(n * kind.bytes_per_token + kind.bytes_per_row for n, kind in sizes)
+
     def release(self, slot: int) -> None:
         """Take a row's slot back; costs nothing."""
         self.layouts.release(slot)
@@ -114,9 +130,21 @@ class DecodeSlots:
             self._move(move)
         return move
 
+    def make_room(self, max_cells: int | None) -> None:
+        """Make sure that the next step has its columns; raises NoRoom."""
+        self._relayout(self.layouts.before_step(max_cells))
+
+    def shrink(self) -> list[Move]:
+        """Bring the rows together and let go of the buffers' other rows; how rows moved."""
+        moves = []
+        while (move := self.close_gap()) is not None:
+            moves.append(move)
+        self._relayout(self.layouts.shrink())
+        return moves
+
     def begin_step(self) -> Frame:
         """Make room for one token a row; the model may then be run on ``model_cache``."""
-        self._relayout(self.layouts.before_step())
+        self.make_room(None)
         frame = self._framer.frame(self.layouts)
         for layer in self.layers:
             layer.begin(frame)
@@ -150,6 +178,9 @@ class DecodeSlots:
     def _with_layouts(self) -> list[tuple[SlotLayer, SlotLayout]]:
         layouts = self.layouts.all
         return [(a, layouts[b.window]) for a, b in zip(self.layers, self._kinds, strict=True)]
+
+    def _kinds_with_layouts(self) -> list[tuple[SlotLayout, LayerKind]]:
+        return [(self.layouts.all[kind.window], kind) for kind in self._kinds]
 
     def _move(self, move: Move) -> None:
         """The layouts know already: the row's columns are found at its new slot."""

@@ -20,17 +20,14 @@ beyond the window and a step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-STEP = 256  # capacities are multiples of this
-_APART = 1 << 32  # what rows of different rank differ by: more than any row has tokens
-_Line = tuple[int, int]  # a row's rank and length
+from batchkv_worker.kv import growth
+from batchkv_worker.kv.growth import STEP, round_up
+from batchkv_worker.kv.neighbours import strain_of
 
-
-def round_up(value: int, step: int = STEP) -> int:
-    """The smallest multiple of ``step`` that holds ``value``."""
-    return -(-value // step) * step
+__all__ = ["STEP", "Demand", "Relayout", "SlotLayout", "round_up"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,23 +110,36 @@ class SlotLayout:
         return length if self.window is None else min(length, self.window - 1)
 
     @property
-    def _ceiling(self) -> int | None:
+    def ceiling(self) -> int | None:
         """Columns that a windowed buffer never grows beyond."""
         return None if self.window is None else round_up(self.window) + STEP
 
-    def cells_needed(self, extra: list[Demand]) -> int:
-        """Rows times columns that the buffers would grow to with ``extra`` rows admitted."""
+    @property
+    def last_end(self) -> int:
+        """The column at which the last of the rows must have ended."""
+        return max(self._ends.values(), default=self.write)
+
+    def cells_needed(self, extra: list[Demand], ahead: int | None = None) -> int:
+        """Rows times columns that the buffers would grow to with ``extra`` rows admitted.
+
+        ``ahead`` tokens are reckoned with for each row at most; None: all that may still come.
+        """
         lengths = [self.length(slot) for slot in self._starts]
         lengths += [self.kept(demand.length) for demand in extra]
         remaining = [end - self.write for end in self._ends.values()]
         remaining += [demand.remaining for demand in extra]
-        columns = round_up(max(lengths, default=0) + max(remaining, default=0))
-        if self._ceiling is not None:
-            columns = min(columns, self._ceiling)
+        coming = max(remaining, default=0)
+        columns = round_up(
+            max(lengths, default=0) + (coming if ahead is None else min(coming, ahead))
+        )
+        if self.ceiling is not None:  # nobody limits how these grow: they may be a step ahead
+            columns = min(columns + STEP, self.ceiling)
+        count = self.rows_for(self.num_active + len(extra))
         if not self._starts and not self._keeps_for(extra):
-            return self.rows_for(len(extra)) * columns
-        rows = max(self.rows, self.rows_for(self.num_active + len(extra)))
-        return rows * max(self.capacity, columns)
+            return count * columns
+        if self.window is None and self._starts:  # told to, these do with what they need
+            return max(self.num_rows, count) * columns
+        return max(self.rows, count) * max(self.capacity, columns)
 
     def _is_kept(self, columns: int) -> bool:
         """Whether buffers that nobody is in stay as they are for a row that needs ``columns``."""
@@ -172,29 +182,34 @@ class SlotLayout:
         used = [slot for slot, line in enumerate(lines) if line is not None]
         free = min(
             (slot for slot, line in enumerate(lines) if line is None),
-            key=lambda slot: _strain(lines, slot, new),
+            key=lambda slot: strain_of(lines, slot, new),
         )
         best: tuple[int, int | None] = free, None
-        least = _strain(lines, free, new)
+        least = strain_of(lines, free, new)
         if least <= STEP or free >= self.rows:
             return best
         for slot in used:
             moved = lines[slot]
             assert moved is not None
             without = [*lines[:slot], None, *lines[slot + 1 :]]
-            strain = _strain(without, free, moved) - _strain(without, slot, moved)
-            strain += _strain(without, slot, new) + moved[1]
+            strain = strain_of(without, free, moved) - strain_of(without, slot, moved)
+            strain += strain_of(without, slot, new) + moved[1]
             if strain < least:
                 best, least = (slot, free), strain
         return best
 
     def admit(
-        self, demand: Demand, slot: int | None = None, rows: int | None = None
+        self,
+        demand: Demand,
+        slot: int | None = None,
+        rows: int | None = None,
+        max_cells: int | None = None,
     ) -> tuple[int, Relayout | None]:
         """Give a row a slot; its tokens belong at ``[start(slot), write)`` after the relayout.
 
         ``rows`` is how many rows the buffers must have, None leaves it to the layout. Raises
-        ValueError when no slot is free, or the wanted one is not.
+        ValueError when no slot is free, or the wanted one is not; NoRoom when rows times columns
+        would exceed ``max_cells``. A row that is alone always gets its room.
         """
         length = self.kept(demand.length)
         if slot is None:
@@ -203,45 +218,40 @@ class SlotLayout:
             raise ValueError("no slot is free")
         if slot in self._starts:
             raise ValueError(f"slot {slot} is not free")
-        change = self._make_room(Demand(length, demand.remaining), slot, rows)
+        kept = Demand(length, demand.remaining)
+        if self._starts:
+            change = self._move(growth.before_join(self, kept, slot, rows, max_cells))
+        else:
+            change = self._start_afresh(kept, slot, rows)
         self._starts[slot] = self.write - length
         self._ends[slot] = self.write + demand.remaining
         self.version += 1
         return slot, change
 
-    def _make_room(self, demand: Demand, slot: int, wanted_rows: int | None) -> Relayout | None:
-        """Columns for a new row's tokens and at least one step after them; a row for its slot."""
-        if not self._starts:  # nobody's tokens to keep: start afresh, unless the buffers fit
-            self.write = demand.length
-            fits = self.rows > slot if wanted_rows is None else self.rows == wanted_rows
-            if fits and self._is_kept(round_up(demand.length + demand.remaining)):
-                return None
-            wanted = round_up(demand.length + min(demand.remaining, STEP))
-            return self._move(Relayout(0, 0, 0, wanted_rows or self.rows_for(slot + 1), wanted))
-        rows = wanted_rows or max(self.rows, self.rows_for(slot + 1))
-        shift = max(0, demand.length - self.write)
-        capacity = max(self.capacity, round_up(self.write + shift + 1))
-        low = self.lowest
-        if low >= STEP and capacity > self.capacity:  # rather than grow, drop what nobody owns
-            shift = max(demand.length - self.write, -low)
-            capacity = max(self.capacity, round_up(self.write + shift + 1))
-        return self._move(Relayout(low, self.write, shift, rows, capacity))
-
-    def before_step(self) -> Relayout | None:
-        """Make sure that the write column exists."""
-        if self.write < self.capacity:
+    def _start_afresh(self, demand: Demand, slot: int, wanted_rows: int | None) -> Relayout | None:
+        """With nobody's tokens to keep: new buffers, unless those that are there fit."""
+        self.write = demand.length
+        fits = self.rows > slot if wanted_rows is None else self.rows == wanted_rows
+        if fits and self._is_kept(round_up(demand.length + demand.remaining)):
             return None
-        low, last = self.lowest, max(self._ends.values(), default=self.write)
-        enough = self.window is not None or low >= self.capacity // 4
-        if low >= STEP and (enough or last - low <= self.capacity):
-            return self._move(Relayout(low, self.write, -low, self.rows, self.capacity))
-        wanted = round_up(min(self.capacity * 3 // 2, last))
-        if self._ceiling is not None:
-            wanted = min(wanted, self._ceiling)
-        capacity = max(wanted, self.capacity + STEP)
-        return self._move(Relayout(low, self.write, 0, self.rows, capacity))
+        wanted = round_up(demand.length + min(demand.remaining, STEP))
+        return self._move(Relayout(0, 0, 0, wanted_rows or self.rows_for(slot + 1), wanted))
 
-    def _move(self, change: Relayout) -> Relayout | None:
+    def before_step(self, max_cells: int | None = None) -> Relayout | None:
+        """Make sure that the write column exists; raises NoRoom."""
+        return self._move(growth.before_step(self, max_cells))
+
+    def shrink(self) -> Relayout | None:
+        """Let go of the rows above the highest slot in use."""
+        return self._move(self.rebuilt(self.num_rows, self.capacity, 0))
+
+    def rebuilt(self, rows: int, capacity: int, shift: int) -> Relayout:
+        """New buffers that keep every column that somebody owns."""
+        return Relayout(self.lowest, self.write, shift, rows, capacity)
+
+    def _move(self, change: Relayout | None) -> Relayout | None:
+        if change is None:
+            return None
         before = (self.rows, self.capacity)
         self.write += change.shift
         self._starts = {slot: start + change.shift for slot, start in self._starts.items()}
@@ -284,17 +294,3 @@ class SlotLayout:
         assert all(0 <= slot < self.num_slots for slot in self._starts)
         assert self.write <= self.capacity
         assert self.num_rows <= self.rows <= self.num_slots or not self._starts
-
-
-def _strain(lines: Sequence[_Line | None], slot: int, new: _Line) -> int:
-    """What a row in ``slot`` adds to the differences between neighbours in use."""
-    before = next((line for line in reversed(lines[:slot]) if line is not None), None)
-    after = next((line for line in lines[slot + 1 :] if line is not None), None)
-    if before is None or after is None:
-        known = before or after
-        return 0 if known is None else _difference(new, known)
-    return _difference(new, before) + _difference(new, after) - _difference(before, after)
-
-
-def _difference(one: _Line, other: _Line) -> int:
-    return abs(one[1] - other[1]) + (_APART if one[0] != other[0] else 0)

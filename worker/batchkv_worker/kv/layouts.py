@@ -26,26 +26,33 @@ class Costs:
 
     ``per_token``: of all layers that keep every token; ``per_window``: bytes a token of the layers
     with a window, by window; ``per_row``: of what has no time axis; ``beside_stem``: what a token
-    of a stem takes beside ``per_token``, where prefill reads it in another form than slots do.
+    of a stem takes beside ``per_token``, where prefill reads it in another form than slots do;
+    ``largest``: a token's share of ``per_token`` in the layer that has most, of which two copies
+    stand while a buffer is rebuilt.
     """
 
     per_token: int
     per_window: dict[int, int] = field(default_factory=dict)
     per_row: int = 0
     beside_stem: int = 0
+    largest: int = 0
 
     @property
     def per_new_token(self) -> int:
         """Bytes that a token takes while it is in every window."""
         return self.per_token + sum(self.per_window.values())
 
-    def prefill(self, demand: Demand, margin: int) -> int:
-        """Bytes of a row's prompt in prefill, ``margin`` tokens beside a window."""
-        length = demand.length
+    def prefill(self, length: int, shared: int, margin: int) -> int:
+        """Bytes of one row in prefill among rows of up to ``length`` tokens.
+
+        ``shared`` of them stand in a stem; ``margin`` tokens are held beside a window.
+        """
         windows = sum(
             size * min(length, window + margin) for window, size in self.per_window.items()
         )
-        return demand.own.length * self.per_token + windows + self.per_row
+        # Prefill reads a stem where it stands only when that is most of the prompt.
+        own = length - shared if 2 * shared >= length else length
+        return own * (self.per_token + self.largest) + windows + self.per_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +84,63 @@ class SlotLayouts:
     def num_free(self) -> int:
         return self.main.num_free
 
-    def bytes_needed(self, costs: Costs, extra: list[Demand]) -> int:
+    def bytes_needed(self, costs: Costs, extra: list[Demand], ahead: int | None = None) -> int:
         """Bytes that the slots would grow to with ``extra`` rows admitted, who share a stem if any.
 
-        The stem counts although it may be there already.
+        The stem counts although it may be there already. ``ahead`` is how many tokens are reckoned
+        with for each row at most; None: all that may still come.
+        """
+        shared = max((demand.shared for demand in extra), default=0)
+        needed = self.main.cells_needed([demand.own for demand in extra], ahead) * costs.per_token
+        needed += self._copied(costs, extra, ahead)
+        return needed + shared * (costs.per_token + costs.beside_stem) + self._beside(costs, extra)
+
+    def _copied(self, costs: Costs, extra: list[Demand], ahead: int | None) -> int:
+        """Bytes of the largest layer as it will be: it stands twice while it is rebuilt."""
+        return self.main.cells_needed([demand.own for demand in extra], ahead) * costs.largest
+
+    def _beside(self, costs: Costs, extra: list[Demand], count: int | None = None) -> int:
+        """Bytes of everything but the layers that keep every token: windows, states, stems.
+
+        ``count`` None: of all rows; else as if only so many were left.
         """
         stems = {stem.key: stem.num_tokens for stem in self.stems.values()}
-        shared = sum(stems.values()) + max((demand.shared for demand in extra), default=0)
-        needed = self.main.cells_needed([demand.own for demand in extra]) * costs.per_token
-        needed += shared * (costs.per_token + costs.beside_stem)
+        needed = sum(stems.values()) * (costs.per_token + costs.beside_stem)
         # States stand in every row up to the highest slot, whether anybody is in it or not.
         rows = self.main.rows_for(self.num_active + len(extra))
-        needed += max(self.main.num_rows, rows) * costs.per_row
+        rows = max(self.main.num_rows, rows) if count is None else count
+        needed += rows * costs.per_row
         for window, size in costs.per_window.items():
             layout = self.all.get(window) or SlotLayout(self.num_slots, window)
-            needed += layout.cells_needed(extra) * size
+            cells = layout.cells_needed(extra)
+            needed += (cells if count is None else cells * count // max(1, layout.rows)) * size
         return needed
+
+    def bytes_held(self, costs: Costs) -> int:
+        """Bytes of the slots as they are now, stems among them."""
+        main = self.main.rows * self.main.capacity * (costs.per_token + costs.largest)
+        return main + self._beside(costs, [])
+
+    def max_cells(
+        self,
+        costs: Costs,
+        num_bytes: int,
+        extra: list[Demand],
+        stem: Stem | None = None,
+        count: int | None = None,
+    ) -> int | None:
+        """Cells that the layers with every token may have for all to stay within ``num_bytes``.
+
+        ``extra`` rows are to come in, behind ``stem``; or only ``count`` rows are to be left. None:
+        these layers take nothing.
+        """
+        each = costs.per_token + costs.largest
+        if not each:
+            return None
+        left = num_bytes - self._beside(costs, extra, count)
+        if stem is not None and stem not in self.stems.values():
+            left -= stem.num_tokens * (costs.per_token + costs.beside_stem)
+        return max(0, left // each)
 
     def drop(self) -> None:
         """With nobody in: the next row starts with buffers of its own size."""
@@ -113,11 +161,18 @@ class SlotLayouts:
         self._move(move)
         return slot, move
 
-    def admit(self, demand: Demand, slot: int, stem: Stem | None = None) -> Changes:
-        """Give a row the free slot ``slot``; all buffers then have equally many rows."""
+    def admit(
+        self, demand: Demand, slot: int, stem: Stem | None = None, max_cells: int | None = None
+    ) -> Changes:
+        """Give a row the free slot ``slot``; all buffers then have equally many rows.
+
+        Raises NoRoom, before anything is changed, when main's cells would exceed ``max_cells``.
+        """
         if demand.shared != (0 if stem is None else stem.num_tokens):
             raise ValueError(f"a row that shares {demand.shared} tokens does not fit its stem")
-        found: dict[Window, Relayout | None] = {None: self.main.admit(demand.own, slot)[1]}
+        found: dict[Window, Relayout | None] = {
+            None: self.main.admit(demand.own, slot, None, max_cells)[1]
+        }
         if stem is not None:
             self.stems[slot] = stem
         for window, layout in self.all.items():
@@ -131,9 +186,15 @@ class SlotLayouts:
         if (stem := self.stems.pop(move.source, None)) is not None:
             self.stems[move.target] = stem
 
-    def before_step(self) -> Changes:
-        """Make sure that every write column exists."""
-        found = {window: layout.before_step() for window, layout in self.all.items()}
+    def before_step(self, max_cells: int | None = None) -> Changes:
+        """Make sure that every write column exists; raises NoRoom before anything is changed."""
+        found: dict[Window, Relayout | None] = {None: self.main.before_step(max_cells)}
+        found |= {window: self.all[window].before_step() for window in self.all if window}
+        return {window: change for window, change in found.items() if change is not None}
+
+    def shrink(self) -> Changes:
+        """Let go of the rows above the highest slot in use."""
+        found = {window: layout.shrink() for window, layout in self.all.items()}
         return {window: change for window, change in found.items() if change is not None}
 
     def after_step(self) -> None:

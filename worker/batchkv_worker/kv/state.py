@@ -133,7 +133,8 @@ class StateSlots(_Arrays, SlotLayer):
         """Nothing to do: there are no columns, and rows follow the steps."""
 
     def drop(self) -> None:
-        self._fit(0)
+        for place, row, dtype in self._shape.used:  # new ones: the old may never be computed
+            self.cache[place] = mx.zeros((0, *row), dtype)
 
     def check(self, rows: int, capacity: int) -> None:
         for array, (_, shape, dtype) in zip(self.arrays, self._shape.used, strict=True):

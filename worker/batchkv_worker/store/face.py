@@ -54,6 +54,10 @@ class SharedPrefixes(ABC):
         """After a step: hand on what is computed by now; all of it when nothing else is to do."""
 
     @abstractmethod
+    def drop_unsent(self) -> None:
+        """Hand on nothing of what was computed lately: it cannot be trusted."""
+
+    @abstractmethod
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """Computing that many prompt tokens took that long."""
 
@@ -98,6 +102,9 @@ class Alone(SharedPrefixes):
 
     def send(self, *, is_idle: bool) -> None:
         """Nothing to hand on."""
+
+    def drop_unsent(self) -> None:
+        """Nothing is ever sent."""
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """Nobody weighs loading against computing."""

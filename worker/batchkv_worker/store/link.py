@@ -251,6 +251,9 @@ class Link(SharedPrefixes):
     def count(self, name: str) -> None:
         self._store.count(name)
 
+    def drop_unsent(self) -> None:
+        self.outbox.drop_all()
+
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         self._store.gate.observe_prefill(num_tokens, seconds)
 

@@ -135,6 +135,14 @@ class Outbox:
             left -= parcel.bundle.nbytes
             self._send(parcel)
 
+    def drop_all(self) -> None:
+        """What was computed lately cannot be trusted: none of it is handed on."""
+        while self._parcels:
+            parcel = self._parcels.popleft()
+            self._num_bytes -= parcel.bundle.nbytes
+            self._store.count("dropped")
+            self._written(parcel.key)
+
     def send_all(self) -> None:
         """The engine ends."""
         while self._parcels:

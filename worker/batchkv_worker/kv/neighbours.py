@@ -1,0 +1,22 @@
+"""How much neighbouring rows differ in length: what a row adds to it by standing somewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_APART = 1 << 32  # what rows of different rank differ by: more than any row has tokens
+Line = tuple[int, int]  # a row's rank and length
+
+
+def strain_of(lines: Sequence[Line | None], slot: int, new: Line) -> int:
+    """What a row in ``slot`` adds to the differences between neighbours in use."""
+    before = next((line for line in reversed(lines[:slot]) if line is not None), None)
+    after = next((line for line in lines[slot + 1 :] if line is not None), None)
+    if before is None or after is None:
+        known = before or after
+        return 0 if known is None else _difference(new, known)
+    return _difference(new, before) + _difference(new, after) - _difference(before, after)
+
+
+def _difference(one: Line, other: Line) -> int:
+    return abs(one[1] - other[1]) + (_APART if one[0] != other[0] else 0)
