@@ -61,13 +61,19 @@ class Budget:
         """Whether the row fits when it is alone."""
         return self.holds(SlotLayouts(1, self.costs.per_window), [demand])
 
-    def holds(self, layouts: SlotLayouts, demands: list[Demand], ahead: int | None = None) -> bool:
+    def holds(
+        self,
+        layouts: SlotLayouts,
+        demands: list[Demand],
+        ahead: int | None = None,
+        stem_key: bytes | None = None,
+    ) -> bool:
         """Whether these rows fit beside those in the slots, ``ahead`` tokens from now at most.
 
         Their prefill stands beside the slots, as they are now and as they grow, until they have
         moved.
         """
-        needed = layouts.bytes_needed(self.costs, demands, ahead)
+        needed = layouts.bytes_needed(self.costs, demands, ahead, stem_key)
         needed = max(needed, layouts.bytes_held(self.costs))
         return needed + self.prefill_bytes(demands) <= self.memory_bytes
 

@@ -255,7 +255,8 @@ class Scheduler:
     def _fits_memory(self, rows: list[Sequence], stem_blocks: int) -> bool:
         shared = stem_blocks * BLOCK_TOKENS
         demands = [Demand(row.num_prefill, row.num_remaining, shared) for row in rows]
-        if self.budget.holds(self.layouts, demands, self.ahead(rows)):
+        stem_key = rows[0].block_keys[stem_blocks - 1] if stem_blocks else None
+        if self.budget.holds(self.layouts, demands, self.ahead(rows), stem_key):
             return True
         if len(rows) > 1 or self.layouts.num_active:
             return False

@@ -84,13 +84,21 @@ class SlotLayouts:
     def num_free(self) -> int:
         return self.main.num_free
 
-    def bytes_needed(self, costs: Costs, extra: list[Demand], ahead: int | None = None) -> int:
+    def bytes_needed(
+        self,
+        costs: Costs,
+        extra: list[Demand],
+        ahead: int | None = None,
+        stem_key: bytes | None = None,
+    ) -> int:
         """Bytes that the slots would grow to with ``extra`` rows admitted, who share a stem if any.
 
-        The stem counts although it may be there already. ``ahead`` is how many tokens are reckoned
-        with for each row at most; None: all that may still come.
+        The stem counts unless it is there already, which ``stem_key`` tells. ``ahead`` is how many
+        tokens are reckoned with for each row at most; None: all that may still come.
         """
         shared = max((demand.shared for demand in extra), default=0)
+        if any(stem.key == stem_key for stem in self.stems.values()):
+            shared = 0
         needed = self.main.cells_needed([demand.own for demand in extra], ahead) * costs.per_token
         needed += self._copied(costs, extra, ahead)
         return needed + shared * (costs.per_token + costs.beside_stem) + self._beside(costs, extra)
