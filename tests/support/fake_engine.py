@@ -1,13 +1,15 @@
 """An engine without MLX, and a worker class that runs it: ``rq worker -w support.fake_engine...``.
 
 What a row does is in its prompt: any text is echoed, after ``plan.steps`` steps. The words
-``slow:N`` (N steps), ``reject:CODE``, ``crash`` (the step raises), ``hang`` (the step never ends)
-and ``die`` (the process ends at once) do what they say. The plan of a worker in another process
-comes from the variable FAKE_PLAN, which the product does not know.
+``slow:N`` (N steps), ``reject:CODE``, ``crash`` (the step raises), ``hang`` (the step never ends;
+also ``hang in C`` and ``hang with the interpreter``) and ``die`` (the process ends at once) do what
+they say. The plan of a worker in another process comes from the variable FAKE_PLAN, which the
+product does not know.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import threading
@@ -83,6 +85,9 @@ class FakeEngine:
     def close(self) -> None:
         pass
 
+    def report(self) -> str:
+        return f"{len(self._waiting)} rows wait, {len(self._decoding)} rows decode"
+
     def _end(self, work: Work) -> Event:
         text = prompt_of(work)
         match text.split(":")[0]:
@@ -92,6 +97,10 @@ class FakeEngine:
                 raise RuntimeError("crashed as asked")
             case "hang":
                 threading.Event().wait()
+            case "hang in C":  # ctypes lets go of the interpreter around the call
+                ctypes.CDLL(None).pause()
+            case "hang with the interpreter":
+                ctypes.PyDLL(None).pause()
             case "die":
                 os._exit(9)
         usage = Usage(prompt=len(text), completion=2, cached=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -499,3 +500,28 @@ def test_a_model_that_disagrees_with_itself_is_refused() -> None:
         patch.setattr(llama.Attention, "__call__", unmasked)
         with pytest.raises(ModelError, match="not served"):
             engine(model, "affine8")
+
+
+def test_rows_that_decode_wait_for_one_chunk_at_most() -> None:
+    """Between two decode steps one chunk of a prompt is computed, however many prompts wait."""
+    running = engine(tiny_models.build("llama"), slots=4)
+    seen: list[str] = []
+    advance, build = running._prefill._compute_chunk, running._build_step
+
+    def chunk(group: Any) -> None:
+        seen.append("chunk" if running._rows else "chunk for nobody who decodes")
+        advance(group)
+
+    def decode() -> Any:
+        seen.append("decode")
+        return build()
+
+    running._prefill._compute_chunk = chunk  # type: ignore[method-assign]
+    running._build_step = decode  # type: ignore[method-assign]
+    running.submit_row(Sequence("first", [1, 2], Generation(60, temperature=0.0)))
+    for index in range(6):
+        row = Sequence(str(index), [index] * (256 * 5), Generation(20, temperature=0.0))
+        running.submit_row(row)
+    drain(running)
+    assert seen.count("chunk") > 10
+    assert ("chunk", "chunk") not in set(pairwise(seen))

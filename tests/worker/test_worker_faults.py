@@ -167,17 +167,34 @@ def test_a_poisonous_row_does_not_take_its_neighbours_along(
     assert results_of(redis_connection, batch)[11].outcome == "failed"
 
 
-def test_a_hung_engine_is_exit_code_71(redis_connection: Redis, start: Start) -> None:
-    """The watchdog shows the stacks, gives the jobs back and ends the process."""
-    batch = submit(redis_connection, ["slow:2", "hang", "p"])
+@pytest.mark.parametrize("how", ["hang", "hang in C"])
+def test_a_hung_engine_is_exit_code_71(redis_connection: Redis, start: Start, how: str) -> None:
+    """The watchdog tells what was going on, gives the jobs back and ends the process."""
+    batch = submit(redis_connection, ["slow:2", f"{how}: my secret words", "p"])
     with workers(start(settings={"SLOTS": 1, "ENGINE_TIMEOUT": 1})) as (worker,):
         assert worker.wait() == 71
     assert "no step for" in worker.said
-    assert "in step" in worker.said
+    assert "in step" in worker.said and worker.said.count("Thread 0x") >= 2
+    assert "rows wait, 1 rows decode" in worker.said or "rows wait, 0 rows decode" in worker.said
+    assert f"go back: {batch}-2" in worker.said
+    assert "secret" not in worker.said
     assert counts_of(redis_connection, batch) == {
         **{"total": 3, "ok": 1, "failed": 0, "canceled": 0, "running": 0}
     }
     assert redis_connection.llen(redis_keys.queue(QUEUE)) == 2
+
+
+def test_a_hang_that_keeps_the_interpreter_is_told(redis_connection: Redis, start: Start) -> None:
+    """Nobody else can run then: stacks are written all the same, and the leases lapse."""
+    batch = submit(redis_connection, ["hang with the interpreter"])
+    settings = {"ENGINE_TIMEOUT": 2, "LEASE_SECONDS": 2, "HEARTBEAT_SECONDS": 1}
+    with workers(start(settings=settings)) as (worker,):
+        wait_until(lambda: "Timeout" in worker.said and "in step" in worker.said)
+        with workers(start(log="other", settings=settings)) as (other,):
+            deaths = f"rq:job:{batch}-1"
+            wait_until(lambda: redis_connection.hget(deaths, "bkv_deaths") == b"1", 30)
+            other.process.kill()
+        worker.process.kill()
 
 
 def test_a_model_that_cannot_be_loaded(redis_connection: Redis, start: Start) -> None:

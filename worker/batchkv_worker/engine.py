@@ -37,6 +37,7 @@ from batchkv_worker.steps import Step, inputs
 from batchkv_worker.store.access import Access
 from batchkv_worker.store.face import Alone, SharedPrefixes
 from batchkv_worker.store.link import Link
+from batchkv_worker.vitals import Vitals
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -73,11 +74,11 @@ class Engine:
         )
         link.attach(self.prefixes)
         memory_bytes = config.memory_bytes - self.prefixes.max_bytes
-        budget = Budget(config.chunk_tokens, memory_bytes, plan.costs, plan.shapes.step)
+        self._budget = Budget(config.chunk_tokens, memory_bytes, plan.costs, plan.shapes.step)
         self._slots = DecodeSlots(plan.kinds, plan.tree, config.slots, plan.shapes)
         self._scheduler = Scheduler(
             self._slots.layouts,
-            budget,
+            self._budget,
             self.prefixes.num_cached,
             link.is_ready,
             shares=config.share and plan.shares,
@@ -93,10 +94,11 @@ class Engine:
         )
         self._audit = Audit(config.audit, link.count)
         self._slot_rows = SlotRows(
-            self._slots, self._scheduler, self.prefixes, self._prefill, self._stems
+            *(self._slots, self._scheduler, self.prefixes, self._prefill, self._stems)
         )
         self._rows = self._slot_rows.by_slot
-        self._budget = budget
+        self._vitals = Vitals(self._scheduler, self._slot_rows)
+        self.report = self._vitals.report
         self._shortage = Shortage(self._prefill, self._slot_rows, self.prefixes, link)
         self._is_in_prefill = False
         self._in_flight: Step | None = None
@@ -159,6 +161,7 @@ class Engine:
             if not is_out_of_memory(fault):
                 raise
             self._run_out(fault)
+        self._vitals.beat()
         events, self._events = self._events, []
         return events
 
@@ -182,24 +185,22 @@ class Engine:
     def _run_out(self, fault: Exception) -> None:
         """Memory ran out: rows are set back, and those that it is too little for end."""
         steps = [step for step in (self._in_flight, self._upcoming) if step]
-        in_prefill = self._is_in_prefill and is_at_once(fault)
-        self._is_in_prefill = False
+        in_prefill, self._is_in_prefill = self._is_in_prefill and is_at_once(fault), False
         if not in_prefill:
             self._in_flight = self._upcoming = None
         for row in self._shortage.recover(fault, steps, in_prefill=in_prefill):
             row.finish_reason = "error"
             if row.twin_of is None:
-                code, message = ErrorCode.OUT_OF_MEMORY, f"alone, twice: {fault}"[:300]
-                self._events.append(Rejected(row.job_id, code, message))
+                message = f"memory ran out twice for this row alone: {fault}"[:300]
+                self._events.append(Rejected(row.job_id, ErrorCode.OUT_OF_MEMORY, message))
 
     def _land(self) -> bool:
         """Read the step in flight back before the next one is built; whether there was one."""
         landed, self._in_flight = self._in_flight, None
-        if landed is None:
-            return False
-        mx.eval(landed.sampled.arrays)
-        self._finish(landed)
-        return True
+        if landed is not None:
+            mx.eval(landed.sampled.arrays)
+            self._finish(landed)
+        return landed is not None
 
     def _serve_link(self, *, is_still: bool) -> None:
         """Hand computed blocks on; wait for the store when every row that waits, waits for it."""

@@ -57,6 +57,7 @@ class EngineThread:
         self._inbox: SimpleQueue[Work | _Cancel | None] = SimpleQueue()
         self._outbox: SimpleQueue[Sequence[Notice]] = SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="batchkv-engine", daemon=True)
+        self._engine: EngineLike | None = None
         self.num_steps = 0
         self.max_in_flight = 0
 
@@ -82,6 +83,15 @@ class EngineThread:
         """Ask the thread to end after the step that it is in."""
         self._inbox.put(None)
 
+    def report(self) -> str:
+        """What the engine was doing; of one that hangs, too."""
+        if self._engine is None:
+            return "it was being built"
+        try:
+            return self._engine.report()
+        except Exception as fault:  # noqa: BLE001 - it may be half way through anything
+            return f"its state cannot be read: {type(fault).__name__}"
+
     def join(self, timeout_seconds: float) -> bool:
         """Wait for the thread's end; whether it came."""
         if self._thread.ident is not None:
@@ -105,7 +115,7 @@ class EngineThread:
     def _main(self) -> None:
         engine: EngineLike | None = None
         try:
-            engine = self._factory()
+            engine = self._engine = self._factory()
             self._serve(engine)
         except WorkerError as error:
             self._outbox.put((LoadFailed(error),))

@@ -6,7 +6,7 @@ import faulthandler
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from redis.exceptions import RedisError
 
@@ -96,6 +96,7 @@ class Watchdog:
         self._last_look = time.monotonic()
         self._num_steps = 0
         self._stalled = 0.0
+        self._arm_at = 0.0
 
     def is_hung(self, num_steps: int, has_work: bool) -> bool:
         """One look. Loading and the first step (compilation) have the longer limit."""
@@ -108,10 +109,30 @@ class Watchdog:
         self._stalled += look
         return self._stalled > (self._step_limit if num_steps else self._load_limit)
 
-    def dump(self) -> None:
-        """Write every thread's stack to standard error."""
+    def arm(self) -> None:
+        """Have stacks written by a thread of its own should this one never come to look.
+
+        That is so when a hanging call does not let go of the interpreter. Nothing more can be done
+        then: the process stays, its leases lapse, and its jobs go back.
+        """
+        now = time.monotonic()
+        if now >= self._arm_at:
+            faulthandler.dump_traceback_later(1.25 * self._step_limit, file=sys.__stderr__ or 2)
+            self._arm_at = now + 0.25 * self._step_limit
+
+    def disarm(self) -> None:
+        """Nobody will look any more."""
+        faulthandler.cancel_dump_traceback_later()
+
+    def dump(self, report: str, job_ids: Sequence[str]) -> None:
+        """Write what the engine was doing to the log, and every thread's stack to standard error.
+
+        Ids of jobs alone: what is in them is nobody's business.
+        """
         log.critical(
             "the engine has made no step for %.0f s; its stacks are on standard error",
             self._stalled,
         )
+        log.critical("the engine: %s", report)
+        log.critical("%d jobs go back: %s", len(job_ids), ", ".join(job_ids) or "none")
         faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)

@@ -91,6 +91,7 @@ class Session:
     def leave(self) -> int:
         """Store what has ended and give back the rest; the exit code. Tries for a while."""
         self._engine.stop()
+        self._watchdog.disarm()
         in_haste = self._stop.is_cold or self._stop.is_orphaned or not self._endings
         patience = LEAVE_SECONDS if in_haste else float(self._settings.lease_seconds)
         deadline = time.monotonic() + patience
@@ -196,9 +197,11 @@ class Session:
         if self._flights.num_started:
             self._busy_seconds += now - self._last_turn
         self._last_turn = now
+        self._watchdog.arm()
         has_work = not self._is_ready or self._flights.num_started > 0
         if self._death is None and self._watchdog.is_hung(self._engine.num_steps, has_work):
-            self._watchdog.dump()
+            job_ids = [lease.job_id for lease in self._flights.started]
+            self._watchdog.dump(self._engine.report(), job_ids)
             self._death = "it hung"
             self.leave()
             self._hard_exit(EXIT_ENGINE_HUNG)
