@@ -153,7 +153,7 @@ class Play:
 def test_every_row_ends_within_the_budget(is_optimistic: bool) -> None:
     """No row is lost, none starves or leaves too often, and bytes never exceed the budget."""
     num_preempted = 0
-    for seed in range(50):
+    for seed in range(24):
         rng = random.Random(seed)
         play = Play(rng, rng.choice(COSTS), is_optimistic)
         if rng.random() < 0.7:
@@ -171,7 +171,7 @@ def test_every_row_ends_within_the_budget(is_optimistic: bool) -> None:
         assert play.scheduler.is_idle and play.num_ended == rows, seed
         assert not play.scheduler._demand and not play.layouts.main.slots
         num_preempted += play.num_preempted
-    assert (num_preempted > 5) == is_optimistic
+    assert (num_preempted > 2) == is_optimistic
 
 
 def test_what_most_answers_take() -> None:

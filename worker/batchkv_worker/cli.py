@@ -41,7 +41,7 @@ Exit codes: 0 done or stopped, 2 configuration, 3 Redis, 70 the engine died, 71 
 @click.option("--prefetch", metavar="N", help="Rows that wait in the engine beside them.  [8]")
 @click.option("--memory", "memory_bytes", metavar="SIZE", help="KV memory, like 4GB.  [device's]")
 @click.option("--admission", metavar="worst|optimistic", help="What memory rows need to enter.")
-@click.option("--prefill-chunk", metavar="TOKENS", help="Prompt tokens computed at once.  [512]")
+@click.option("--prefill-chunk", metavar="TOKENS", help="Prompt tokens computed at once.  [auto]")
 @click.option("--dtype", metavar="|".join(DTYPES), help="What the model computes in.  [auto]")
 @click.option("--wired-limit", metavar="on|off", help="Let MLX wire memory (macOS).  [off]")
 @click.option("--drain-seconds", metavar="S", help="How long a stop lets rows finish.  [30]")

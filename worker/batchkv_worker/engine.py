@@ -18,6 +18,7 @@ import mlx.core as mx
 from batchkv_producer.job import ErrorCode
 from batchkv_worker import answers
 from batchkv_worker.audit import Audit
+from batchkv_worker.chunk_probe import choose_chunk
 from batchkv_worker.device import shape_step
 from batchkv_worker.engine_config import EngineConfig
 from batchkv_worker.events import Completed, Event, Rejected, Work
@@ -67,14 +68,12 @@ class Engine:
         prefix_bytes = config.prefix_bytes
         self.prefixes = PrefixCache(
             config.memory_bytes // 8 if prefix_bytes is None else prefix_bytes,
-            plan.costs,
-            plan.kinds,
-            link.root,
-            link.on_new,
+            *(plan.costs, plan.kinds, link.root, link.on_new),
         )
         link.attach(self.prefixes)
         memory_bytes = config.memory_bytes - self.prefixes.max_bytes
-        self._budget = Budget(config.chunk_tokens, memory_bytes, plan.costs, plan.shapes.step)
+        chunk = config.chunk_tokens or choose_chunk(loaded, plan)
+        self._budget = Budget(chunk, memory_bytes, plan.costs, plan.shapes.step)
         self._slots = DecodeSlots(plan.kinds, plan.tree, config.slots, plan.shapes)
         self._scheduler = Scheduler(
             self._slots.layouts,
@@ -89,8 +88,7 @@ class Engine:
         )
         self._stems = Stems(self._slots, self.prefixes, self._scheduler)
         self._prefill = Prefill(
-            *(loaded.model, plan, self._scheduler, self.prefixes),
-            *(config.chunk_tokens, link, self._stems.of),
+            *(loaded.model, plan, self._scheduler, self.prefixes, chunk, link, self._stems.of)
         )
         self._audit = Audit(config.audit, link.count)
         self._slot_rows = SlotRows(

@@ -42,7 +42,7 @@ class WorkerSettings:
     prefetch: int = 8
     memory_bytes: int | None = None
     admission: Admission = "optimistic"
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None  # measured at start
     dtype: str = "auto"
     wired_limit: bool = False
     lease_seconds: int = 60
@@ -168,6 +168,10 @@ def _whole(low: int, high: int, multiple: int = 1) -> Callable[[str], int]:
     return parse
 
 
+def _chunk(text: str) -> int | None:
+    return None if text == "auto" else _whole(BLOCK_TOKENS, 65_536, BLOCK_TOKENS)(text)
+
+
 def _seconds(low: float, high: float) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = float(text)
@@ -207,8 +211,7 @@ SETTINGS = (
     Setting("admission", "BATCHKV_ADMISSION", "--admission", _one_of(*get_args(Admission)),
             f"one of {', '.join(get_args(Admission))}"),
     Setting("prefill_chunk", "BATCHKV_PREFILL_CHUNK", "--prefill-chunk",
-            _whole(BLOCK_TOKENS, 65_536, BLOCK_TOKENS),
-            f"a multiple of {BLOCK_TOKENS} tokens, {BLOCK_TOKENS} to 65536"),
+            _chunk, f"auto, or a multiple of {BLOCK_TOKENS} tokens, {BLOCK_TOKENS} to 65536"),
     Setting("dtype", "BATCHKV_DTYPE", "--dtype", _one_of(*DTYPES), f"one of {', '.join(DTYPES)}"),
     Setting("wired_limit", "BATCHKV_WIRED_LIMIT", "--wired-limit", _switch, "on or off"),
     Setting("lease_seconds", "BATCHKV_LEASE_SECONDS", "--lease-seconds", _whole(1, _DAY),
