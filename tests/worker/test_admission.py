@@ -83,12 +83,10 @@ def run(running: Engine, wanted: list[Sequence]) -> dict[str, Completed]:
         ("llama", "float", 9),
         ("llama", "float", 0),
         ("llama", "turbo4", 2),
-        ("gemma3_text", "float", 0),
         ("gemma3_text", "affine8", 9),
         ("qwen3_next", "float", 0),
         ("qwen3_next", "turbo4", 9),
-        ("deepseek_v3", "float", 2),
-        ("deepseek_v3", "affine8", 9),
+        ("deepseek_v3", "affine8", 2),
     ],
 )
 def test_rows_that_leave_and_come_back(family: str, scheme: str, num_parked: int) -> None:

@@ -109,17 +109,17 @@ def test_allocated_bytes_keep_to_the_budget(family: str, scheme: str, admission:
 
 
 def test_rows_behind_a_prefix_are_in_where_copies_need_ten_times_the_bytes() -> None:
-    """64 rows of 6,150 tokens behind one prefix decode at once, in a tenth of the bytes."""
+    """64 rows of 4,100 tokens behind one prefix decode at once, in a tenth of the bytes."""
     costs = Crowd("llama", slots=64, scheme="affine8").engine.plan.costs
-    prefix = random_prompt(1, 24 * BLOCK_TOKENS)
+    prefix = random_prompt(1, 16 * BLOCK_TOKENS)
     copied = 64 * (len(prefix) + BLOCK_TOKENS) * costs.per_token
-    prefix_bytes = 25 * BLOCK_TOKENS * costs.per_token
+    prefix_bytes = 17 * BLOCK_TOKENS * costs.per_token
     crowd = Crowd(
         *("llama",), slots=64, scheme="affine8", chunk_tokens=2048,
         prefix_bytes=prefix_bytes, memory_bytes=prefix_bytes + copied // 8,
     )  # fmt: skip
     for index in range(64):
-        crowd.add(str(index), [*prefix, *random_prompt(9 + index, 2)], count=24)
+        crowd.add(str(index), [*prefix, *random_prompt(9 + index, 2)], count=12)
     most = num_bytes = 0
     while not crowd.engine.is_idle:
         crowd.step()

@@ -153,13 +153,13 @@ class Play:
 def test_every_row_ends_within_the_budget(is_optimistic: bool) -> None:
     """No row is lost, none starves or leaves too often, and bytes never exceed the budget."""
     num_preempted = 0
-    for seed in range(24):
+    for seed in range(14):
         rng = random.Random(seed)
         play = Play(rng, rng.choice(COSTS), is_optimistic)
         if rng.random() < 0.7:
             for _ in range(FEWEST_ANSWERS):
                 play.scheduler.answers.add(rng.choice([1, 20]))
-        rows = rng.randrange(1, 40)
+        rows = rng.randrange(1, 30)
         for number in range(rows):
             play.add(number)
             if rng.random() < 0.3:

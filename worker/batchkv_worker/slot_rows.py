@@ -161,7 +161,7 @@ class SlotRows:
         ``land`` reads back the step in flight, and says whether there was one.
         """
         main = self._slots.layouts.main
-        while self.by_slot:
+        while self.by_slot and main.write == main.capacity:
             held = self.scheduler.prefill_bytes(self.scheduler.group)
             try:
                 self._slots.make_room(self._max_cells(held))
