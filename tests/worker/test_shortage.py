@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from batchkv_producer.job import ErrorCode
+from batchkv_worker import answers
 from batchkv_worker.engine import Engine, EngineConfig
 from batchkv_worker.events import Completed, Rejected
 from batchkv_worker.kv.attention_slots import AttentionSlots
@@ -65,12 +66,13 @@ def failing(call: Callable[..., Any], at: set[int], fault: Exception) -> Callabl
     return wrapped
 
 
-PLACES: dict[str, tuple[type, str, set[int]]] = {
+PLACES: dict[str, tuple[Any, str, set[int]]] = {
     "a chunk of a prompt": (Prefill, "_compute_chunk", {3, 4}),
     "a row that joins": (AttentionSlots, "admit", {4, 9}),
     "a buffer that grows": (AttentionSlots, "relayout", {4, 8}),
     "a decode step's graph": (AttentionSlots, "update_and_fetch", {7, 40}),
     "a decode step": (DecodeSlots, "end_step", {5, 11, 12}),
+    "a step that is read back": (answers, "read_back", {3, 20, 41, 42, 60}),
 }
 
 
@@ -143,7 +145,7 @@ def test_memory_is_allowed_again_as_rows_end() -> None:
         drain(running)
     shrunk = running._scheduler.budget.memory_bytes
     assert shrunk < allowed
-    for _ in range(400):
+    for _ in range(256):
         running._shortage.relax()
     assert running._scheduler.budget.memory_bytes == allowed
 

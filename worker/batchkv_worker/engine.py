@@ -173,9 +173,9 @@ class Engine:
             mx.eval(landed.sampled.arrays)
         if upcoming is not None:
             mx.async_eval(upcoming.sampled.arrays, self._slots.arrays)
-        self._in_flight, self._upcoming = upcoming, None
         if landed is not None:
             self._finish(landed)
+        self._in_flight, self._upcoming = upcoming, None
         if not self._scheduler.num_waiting:
             self._slot_rows.close_gaps()
         self._serve_link(is_still=landed is None and upcoming is None)
@@ -194,10 +194,11 @@ class Engine:
 
     def _land(self) -> bool:
         """Read the step in flight back before the next one is built; whether there was one."""
-        landed, self._in_flight = self._in_flight, None
+        landed = self._in_flight
         if landed is not None:
             mx.eval(landed.sampled.arrays)
             self._finish(landed)
+            self._in_flight = None
         return landed is not None
 
     def _serve_link(self, *, is_still: bool) -> None:

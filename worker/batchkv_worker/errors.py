@@ -13,7 +13,7 @@ exit code   meaning
 2           configuration: a restart will not help
 3           Redis cannot be reached or refuses us at the start
 70          the engine died; what it held went back to the queue
-71          the engine hung; stacks are on standard error, what it held went back to the queue
+71          the engine hung; counts and stacks are in the log, what it held went back to the queue
 72          the parent is gone and the worker could not leave in time: leases bring its jobs back
 ==========  =====================================================================================
 """

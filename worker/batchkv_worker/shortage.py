@@ -110,5 +110,5 @@ class Shortage:
         """A row has ended well."""
         budget = self._scheduler.budget
         if budget.memory_bytes < self._allowed:
-            grown = int(budget.memory_bytes * GROW) + 1
+            grown = int(budget.memory_bytes * GROW) + self._allowed // 256 + 1
             self._scheduler.budget = budget.shrunk_to(min(self._allowed, grown))
