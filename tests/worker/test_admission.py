@@ -127,3 +127,29 @@ def test_penalties_look_at_the_tokens_before_the_one_being_fed() -> None:
     assert (row.num_dispatched, row.num_prefill, row.tokens(1, 5)) == (2, 4, [2, 3, 4, 5])
     assert row.last_tokens(4) == [1, 2, 3, 4]
     assert row.last_tokens(6) == [1, 1, 1, 2, 3, 4]
+
+
+def test_a_row_that_waits_to_come_back_may_be_cancelled() -> None:
+    """What was kept for it goes at once; the others end as if it had never been there."""
+    model = model_of("llama")
+    costs = engine(model, scheme="affine8").plan.costs
+    prefix_bytes = 9 * 360 * costs.per_token
+    running = engine(
+        *(model, room(costs, 2000) + prefix_bytes), prefix_bytes=prefix_bytes, scheme="affine8"
+    )
+    expect_short_answers(running)
+    for row in rows():
+        running.submit_row(row)
+    ended = set()
+    left = None
+    while not running.is_idle:
+        ended |= {event.job_id for event in running.step() if isinstance(event, Completed)}
+        if left is None:
+            left = next((row for row in running._scheduler.waiting if row.parked), None)
+            if left is not None:
+                assert running.prefixes.parked(left.parked)
+                running.cancel(left.job_id)
+                assert running.prefixes.parked(left.parked) is None
+        running.check_integrity()
+    assert left is not None
+    assert ended == {str(index) for index in range(ROWS)} - {left.job_id}
