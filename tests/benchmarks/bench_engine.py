@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Sequence_
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ BLAS = blas.load()
 import mlx.core as mx  # noqa: E402
 import mlx_lm  # noqa: E402
 from mlx_lm.generate import BatchGenerator  # noqa: E402
+from mlx_lm.models.cache import KVCache, make_prompt_cache  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent))
 from workloads import MODELS, WORKLOADS, Workload, build_model  # noqa: E402
@@ -59,7 +61,11 @@ class NoText:
 
 
 def run_engine(
-    model: Any, workload: Workload, slots: int, scheme: str, chunk_tokens: int
+    model: Any,
+    workload: Workload,
+    slots: int,
+    scheme: str,
+    chunk_tokens: int,
 ) -> tuple[float, Tokens, int]:
     """(seconds, tokens of each row, peak bytes) of our engine."""
     loaded = LoadedModel(
@@ -73,7 +79,10 @@ def run_engine(
         {},
     )
     config = EngineConfig(
-        scheme=scheme, slots=slots, memory_bytes=16 * 2**30, chunk_tokens=chunk_tokens
+        scheme=scheme,
+        slots=slots,
+        memory_bytes=16 * 2**30,
+        chunk_tokens=chunk_tokens,
     )
     engine = Engine(loaded, config)
     mx.reset_peak_memory()
@@ -126,12 +135,58 @@ def run_baseline(
     return spent, tokens, peak
 
 
+def run_floor(
+    model: Any, workload: Workload, slots: int, chunk_tokens: int
+) -> tuple[float, Tokens, int]:
+    """The same of bare forward passes, for rows of equal lengths: what no engine can do without.
+
+    Prompts without their last token in chunks, then steps of ``slots`` rows on mlx-lm's own caches,
+    each started as soon as the one before it is built. Nothing joins, leaves, ends or is sampled
+    but the likeliest token.
+    """
+    if len({*map(len, workload.prompts)}) > 1 or len({*workload.max_tokens}) > 1:
+        raise SystemExit("the floor is of rows of equal lengths")
+    length, count = len(workload.prompts[0]), workload.max_tokens[0]
+    together = max(1, chunk_tokens // length)
+    mx.reset_peak_memory()
+    begin = time.perf_counter()
+    tokens: Tokens = []
+    for begun in range(0, len(workload.prompts), slots):
+        wave = workload.prompts[begun : begun + slots]
+        caches = []
+        for low in range(0, len(wave), together):
+            part = [prompt[:-1] for prompt in wave[low : low + together]]
+            caches.append(make_prompt_cache(model))
+            model(mx.array(part), cache=caches[-1])
+            mx.async_eval([cache.state for cache in caches[-1]])
+        cache = [_side_by_side(layers) for layers in zip(*caches, strict=True)]
+        tokens_in = mx.array([prompt[-1] for prompt in wave])
+        steps = []
+        for _ in range(count):
+            tokens_in = mx.argmax(model(tokens_in[:, None], cache=cache)[:, -1], axis=-1)
+            mx.async_eval(tokens_in)
+            steps.append(tokens_in)
+        tokens += mx.stack(steps, axis=1).tolist()
+    return time.perf_counter() - begin, tokens, mx.get_peak_memory()
+
+
+def _side_by_side(caches: Sequence_[Any]) -> Any:
+    """One cache of all the rows of some."""
+    cache, used = KVCache(), caches[0].offset
+    cache.keys = mx.concatenate([other.keys[..., :used, :] for other in caches], axis=0)
+    cache.values = mx.concatenate([other.values[..., :used, :] for other in caches], axis=0)
+    cache.offset = used
+    return cache
+
+
 def compare(model: Any, workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
     """Both sides ``repeats`` times, alternating; medians and equality of the tokens."""
     sides: dict[str, Callable[[], tuple[float, Tokens, int]]] = {
         "engine": lambda: run_engine(model, workload, args.slots, args.scheme, args.chunk_tokens),
         "baseline": lambda: run_baseline(model, workload, args.slots),
     }
+    if args.floor:
+        sides["floor"] = lambda: run_floor(model, workload, args.slots, args.chunk_tokens)
     if args.baseline_best:
         for size in (8, 32):
             sides[f"baseline sorted, prefill {size}"] = lambda size=size: run_baseline(
@@ -139,10 +194,11 @@ def compare(model: Any, workload: Workload, args: argparse.Namespace) -> dict[st
             )
     times: dict[str, list[float]] = {name: [] for name in sides}
     last: dict[str, tuple[float, Tokens, int]] = {}
-    for _ in range(args.repeats):
+    for turn in range(args.repeats + args.warm_up):
         for name, run in sides.items():
             last[name] = run()
-            times[name].append(last[name][0])
+            if turn >= args.warm_up:
+                times[name].append(last[name][0])
             mx.clear_cache()
     medians = {name: statistics.median(spent) for name, spent in times.items()}
     equal = sum(a == b for a, b in zip(last["engine"][1], last["baseline"][1], strict=True))
@@ -167,6 +223,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--scheme", default="float")
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--warm-up", action="store_true", help="once without the clock: kernels compile then"
+    )
+    parser.add_argument(
+        "--floor", action="store_true", help="bare forward passes too, for rows of equal lengths"
+    )
     parser.add_argument("--baseline-best", action="store_true")
     parser.add_argument("--quick", action="store_true", help="48 jobs, once")
     parser.add_argument("--json", type=Path)
@@ -206,7 +268,7 @@ def main() -> None:
             f"{name:8} engine {row['seconds']['engine']:8.2f} s  baseline "
             f"{row['seconds']['baseline']:8.2f} s  ratio {row['ratio']['baseline']:5.2f}x  peak MB "
             f"{row['peak_mb']['engine']:.0f} / {row['peak_mb']['baseline']:.0f}  equal rows "
-            f"{row['rows_equal']}/{row['jobs']}  {row['ratio'] if args.baseline_best else ''}",
+            f"{row['rows_equal']}/{row['jobs']}  {row['ratio'] if len(row['ratio']) > 1 else ''}",
             flush=True,
         )
     if args.json:

@@ -1,10 +1,11 @@
 """Faults that are planted in the engine's caches, to see that answers show them.
 
 Assumed of the engine, here and nowhere else in this folder: ``Engine._prefill.pieces(group, row,
-stem_tokens)`` is what goes into a slot when a prompt is done, behind a stem of so many tokens (no
-prompt here shares one), one item for each of ``Engine.plan.kinds``, time at axis -2 unless the kind
-has a state; ``Engine._slots._framer.frame(layouts)`` makes each step's frame, with ``offsets``, and
-``spans`` by window, whose ``_starts`` are the rows' first columns.
+stem_tokens, count)`` is what goes into slots when prompts are done, behind a stem of so many tokens
+(no prompt here shares one), of so many neighbours of one length from ``row`` on, one item for each
+of ``Engine.plan.kinds``, time at axis -2 unless the kind has a state;
+``Engine._slots._framer.frame(layouts)`` makes each step's frame, with ``offsets``, and ``spans`` by
+window, whose ``_starts`` are the rows' first columns.
 """
 
 from __future__ import annotations
@@ -28,10 +29,17 @@ def _at_handover(running: Engine, change: Change) -> None:
     """From now on rows go into their slots as `change` leaves them."""
     pieces_of = running._prefill.pieces
 
-    def changed(group: Any, row: Sequence, stem_tokens: int) -> Any:
-        pieces = pieces_of(group, row, stem_tokens)
-        assert pieces is not None
-        return change(row, pieces)
+    def changed(group: Any, row: Sequence, stem_tokens: int, count: int = 1) -> Any:
+        first = group.rows.index(row)
+        lines = []
+        for one in group.rows[first : first + count]:
+            pieces = pieces_of(group, one, stem_tokens)
+            assert pieces is not None
+            lines.append(change(one, pieces))
+        return [
+            tuple(mx.concatenate(parts, axis=0) for parts in zip(*layer, strict=True))
+            for layer in zip(*lines, strict=True)
+        ]
 
     running._prefill.pieces = changed  # type: ignore[method-assign]
 

@@ -248,7 +248,7 @@ class Engine:
             if group is None:
                 return
             if group.is_computed:
-                self._slot_rows.join(group)
+                self._slot_rows.join(group, self._in_flight)
             if is_decoding:
                 return
 

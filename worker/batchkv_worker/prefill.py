@@ -119,14 +119,19 @@ class Prefill:
         self.seconds_per_token = new if not old else old + NEW_SHARE * (new - old)
         self._link.observe_prefill(num_tokens, seconds)
 
-    def pieces(self, group: PrefillGroup, row: Sequence, stem_tokens: int) -> list[Pieces] | None:
-        """What the slots need of a row of the computed group; None if it had nothing to compute."""
+    def pieces(
+        self, group: PrefillGroup, row: Sequence, stem_tokens: int, count: int = 1
+    ) -> list[Pieces] | None:
+        """What the slots need of a row of the computed group; None if it had nothing to compute.
+
+        With a ``count``, of so many neighbours in the group, which are of one length.
+        """
         if not row.num_prefill:
             return None
         if self._parked is not None:
             return self._parked
         assert self._rows is not None
-        return self._rows.row(group.rows.index(row), row.num_prefill, stem_tokens)
+        return self._rows.row(group.rows.index(row), row.num_prefill, stem_tokens, count)
 
     def drop(self) -> None:
         """The group's rows have moved, or nobody wants them."""

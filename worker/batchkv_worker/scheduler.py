@@ -13,6 +13,7 @@ from batchkv_worker.admission import AnswerLengths, Budget
 from batchkv_worker.kv.layout import Demand
 from batchkv_worker.kv.layouts import SlotLayouts
 from batchkv_worker.sequence import Sequence
+from batchkv_worker.turns import longest_first
 
 if TYPE_CHECKING:
     from batchkv_worker.kv.stem import Stem
@@ -159,7 +160,7 @@ class Scheduler:
         return free >= min(enough, waiting) or not self.layouts.num_active
 
     def _form_group(self) -> PrefillGroup | None:
-        """The oldest ready row and those nearest to it in length that fit one chunk with it.
+        """The row whose turn it is and those nearest to it in length that fit one chunk with it.
 
         A row that would compute the same next block as a row already chosen stays behind: it finds
         that block in the cache when the group is done.
@@ -193,15 +194,16 @@ class Scheduler:
         return PrefillGroup(rows, cached, stem_blocks)
 
     def _alike(self) -> tuple[list[Sequence], int]:
-        """Ready rows that may be computed with the oldest of them, those of its length first.
+        """Ready rows that may be computed with the one whose turn it is, of its length first.
 
         And how many blocks all of them have in common that are worth a stem.
         """
         window = [row for row in islice(self._waiting, LOOKAHEAD) if self._is_ready(row)]
-        for row in window:
-            row.num_cached = self._num_cached(row)
         if not window:
             return [], 0
+        window = longest_first(window, self.layouts.num_slots)
+        for row in window:
+            row.num_cached = self._num_cached(row)
         if window[0].parked:  # computed already: it only has to find room
             return window[:1], window[0].num_shared // BLOCK_TOKENS
         cached, goal = window[0].num_cached, window[0].num_prefill

@@ -76,6 +76,7 @@ class Sequence:
     generation: Generation
     slot: int | None = None
     num_dispatched: int = 0
+    num_overtaken: int = 0  # groups that were formed before it while it was the oldest
     num_cached: int = 0  # prompt tokens that were here already
     depth_seen: tuple[int, int] = (-1, 0)  # version of the prefix memory, and blocks it had then
     block_keys: list[bytes] = field(default_factory=list)  # of the prompt's full blocks
@@ -110,6 +111,11 @@ class Sequence:
     def num_remaining(self) -> int:
         """Tokens that may still be dispatched."""
         return self.generation.max_tokens - self.num_dispatched
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it was computed before, and had to wait again."""
+        return self.num_preempted > 0 or self.num_failures > 0 or bool(self.generated)
 
     @property
     def is_ended(self) -> bool:

@@ -15,7 +15,10 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 
+import mlx.core as mx
+
 from batchkv_cache_store.keys import BLOCK_TOKENS
+from batchkv_worker.joining import Placed, runs
 from batchkv_worker.kv.decode import DecodeSlots
 from batchkv_worker.kv.growth import NoRoom, fits
 from batchkv_worker.kv.layout import Demand
@@ -26,6 +29,7 @@ from batchkv_worker.prefix import PrefixCache
 from batchkv_worker.scheduler import MAX_PREEMPTIONS, PrefillGroup, Scheduler
 from batchkv_worker.sequence import Sequence
 from batchkv_worker.stems import Stems
+from batchkv_worker.steps import Step
 
 _parked = count(1)
 log = logging.getLogger("batchkv.engine")
@@ -53,37 +57,46 @@ class SlotRows:
 
     # -- coming in
 
-    def join(self, group: PrefillGroup) -> None:
-        """Rows whose prompts are computed move in; those that find no room wait again."""
-        rows = self._between = self.scheduler.finish_group()
-        num_joined = 0
-        for row in rows:
-            if not self._join(group, row):
-                break
-            num_joined += 1
-        self._prefill.drop()
-        self._wait_again(rows[num_joined:])
+    def join(self, group: PrefillGroup, flying: Step | None = None) -> None:
+        """Rows whose prompts are computed move in; those that find no room wait again.
 
-    def _join(self, group: PrefillGroup, row: Sequence) -> bool:
+        ``flying`` is the step in flight: buffers that it still reads would be copied.
+        """
+        if flying is not None:
+            mx.eval(flying.sampled.arrays)
+        rows = self._between = self.scheduler.finish_group()
+        placed: list[Placed] = []
+        for row in rows:
+            one = self._place(group, row)
+            if one is None:
+                break
+            placed.append(one)
+        for first, *others in runs(placed):
+            pieces = self._prefill.pieces(group, first.row, first.shared, 1 + len(others))
+            self._slots.fill(first.slot, pieces)
+        self._slots.settle()
+        for one in placed:
+            one.row.come_back()
+            self._prefixes.forget(one.row.parked)
+            one.row.parked = b""
+        self._prefill.drop()
+        self._wait_again(rows[len(placed) :])
+
+    def _place(self, group: PrefillGroup, row: Sequence) -> Placed | None:
+        """Give a row a slot; None when there is no room."""
         held = self.scheduler.prefill_bytes(group)
         stem = group.stem or self._leaders_stem(row, held)
-        shared = stem.num_tokens if stem else 0
-        demand = Demand(row.num_prefill, row.num_remaining, shared)
-        pieces = self._prefill.pieces(group, row, shared)
+        one = Placed(row, group, stem.num_tokens if stem else 0)
+        max_cells = self._max_cells(held, one.demand, stem)
         try:
-            slot, move = self._slots.admit(
-                demand, pieces, stem, self._max_cells(held, demand, stem)
-            )
+            slot, move = self._slots.place(one.demand, stem, max_cells)
         except NoRoom as short:
             self._follow(short.move)
-            return False
+            return None
         self._follow(move)
-        row.come_back()
-        self._prefixes.forget(row.parked)
-        row.parked = b""
         row.slot = slot
         self.by_slot[slot] = row
-        return True
+        return one
 
     def _leaders_stem(self, row: Sequence, held: int) -> Stem | None:
         """A stem for a row that has computed what others wait for, if there is room for one."""

@@ -80,15 +80,18 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         self.base = self.offset = num_tokens
         self._capacity -= num_tokens
 
-    def row(self, index: int, length: int, stem_tokens: int = 0) -> Pieces:
+    def row(self, index: int, length: int, stem_tokens: int = 0, count: int = 1) -> Pieces:
         start = stem_tokens if self._window is None else max(0, length - self._window + 1)
-        return self.block(index, start, length)
+        return self._cut(index, count, start, length)
 
     def block(self, index: int, start: int, end: int) -> Pieces:
+        return self._cut(index, 1, start, end)
+
+    def _cut(self, index: int, count: int, start: int, end: int) -> Pieces:
         if not self.base <= start <= end <= self.offset:
             raise ValueError(f"tokens {start} to {end} are not in {self.base} to {self.offset}")
         low, high = start - self.base, end - self.base
-        return tuple(part[index : index + 1, ..., low:high, :] for part in self.arrays)
+        return tuple(part[index : index + count, ..., low:high, :] for part in self.arrays)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -132,8 +135,10 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
 
     @property
     def attend(self) -> attention.Attend | None:
-        """What the hook calls instead of the model's attention; None where nothing is packed."""
-        return self._attend if self._scheme.is_packed or self._stem is not None else None
+        """What the hook calls instead of the model's attention; None where that does as well."""
+        if self._scheme.is_packed or self._stem is not None or attention.cuts_triangles():
+            return self._attend
+        return None
 
     def _attend(
         self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None

@@ -54,9 +54,9 @@ class AttentionSlots(OrderedByUs, SlotLayer):
                 part[slot] = mx.zeros(part.shape[1:], part.dtype)
                 continue
             row = rows[index]
-            sides = [(0, 0)] * row.ndim
-            sides[-2] = (write - row.shape[-2], part.shape[-2] - write)
-            part[slot : slot + 1] = mx.pad(row, sides)
+            last = slot + row.shape[0]
+            part[slot:last] = 0
+            part[slot:last, ..., write - row.shape[-2] : write, :] = row
 
     def snapshot(self, slot: int, start: int, write: int) -> Pieces:
         keys, values = (

@@ -93,6 +93,18 @@ class DecodeSlots:
         Returns the slot, and how another row moved out of its way. Raises ValueError when no slot
         is free, NoRoom when the layers with every token would have more than ``max_cells``.
         """
+        slot, move = self.place(demand, stem, max_cells)
+        self.fill(slot, pieces)
+        self.settle()
+        return slot, move
+
+    def place(
+        self, demand: Demand, stem: Stem | None = None, max_cells: int | None = None
+    ) -> tuple[int, Move | None]:
+        """The first half of ``admit``: a slot, which is to be filled before the next step.
+
+        Rows that are placed later may move it.
+        """
         slot, move = self.layouts.make_way(demand, stem)
         if move is not None:
             self._move(move)
@@ -101,11 +113,16 @@ class DecodeSlots:
         except NoRoom:
             raise NoRoom(move) from None
         self._relayout(changes)
+        return slot, move
+
+    def fill(self, slot: int, pieces: Sequence[Pieces] | None) -> None:
+        """The second half: copy a row in, or rows of one length into neighbouring slots."""
         for index, (layer, layout) in enumerate(self._with_layouts()):
             layer.admit(slot, layout.write, None if pieces is None else pieces[index])
-        # One row at a time: MLX writes in place only into a buffer that nothing waits for.
+
+    def settle(self) -> None:
+        """After rows were filled in: MLX writes in place only into what nothing waits for."""
         mx.eval(self.arrays)
-        return slot, move
 
     def snapshot(self, slot: int) -> list[Pieces]:
         """A copy of a row in every layer: what ``admit`` takes, with the same stem."""

@@ -30,8 +30,8 @@ from batchkv_worker.kv.layout import Relayout
 from batchkv_worker.kv.layouts import Window
 
 Both = tuple[tuple[mx.array, ...], tuple[mx.array, ...]]  # parts of keys, parts of values
-# One row's share of a layer, each ``[1, ...]``: packed parts of keys, then of values, with the time
-# axis at -2; or the arrays of a state.
+# One row's share of a layer, each ``[1, ...]``, or that of several rows of one length, ``[rows,
+# ...]``: packed parts of keys, then of values, with the time axis at -2; or the arrays of a state.
 Pieces = tuple[mx.array, ...]
 
 
@@ -76,10 +76,11 @@ class PrefillLayer(ABC):
         raise ValueError("this kind of layer has no stem")
 
     @abstractmethod
-    def row(self, index: int, length: int, stem_tokens: int = 0) -> Pieces:
+    def row(self, index: int, length: int, stem_tokens: int = 0, count: int = 1) -> Pieces:
         """What a slot needs of row ``index`` after its ``length`` tokens (at least one).
 
         A slot with a stem needs of a layer that keeps every token only what comes after the stem.
+        With a ``count``, ``[count, ...]``: of so many rows of that length, neighbours.
         """
 
     @abstractmethod
@@ -112,7 +113,10 @@ class SlotLayer(ABC):
 
     @abstractmethod
     def admit(self, slot: int, write: int, pieces: Pieces | None) -> None:
-        """Copy a row in, to end before column ``write``; None is a row without any token yet."""
+        """Copy a row in, to end before column ``write``; None is a row without any token yet.
+
+        Pieces ``[count, ...]`` are of as many rows, from ``slot`` on.
+        """
 
     @abstractmethod
     def snapshot(self, slot: int, start: int, write: int) -> Pieces:

@@ -86,15 +86,15 @@ class StatePrefill(_Arrays, PrefillLayer):
         for (place, _, _), piece in zip(self._shape.used, pieces, strict=True):
             self.cache[place] = piece
 
-    def row(self, index: int, length: int, stem_tokens: int = 0) -> Pieces:
-        return self.state(index)
+    def row(self, index: int, length: int, stem_tokens: int = 0, count: int = 1) -> Pieces:
+        return self.state(index, count)
 
-    def state(self, index: int) -> Pieces:
-        """Copies of one row's arrays as they are after the last chunk.
+    def state(self, index: int, count: int = 1) -> Pieces:
+        """Copies of one row's arrays, or of ``count`` rows', as they are after the last chunk.
 
         Copies, because models store slices of large temporaries, which a view would keep alive.
         """
-        return tuple(mx.contiguous(array[index : index + 1]) for array in self.arrays)
+        return tuple(mx.contiguous(array[index : index + count]) for array in self.arrays)
 
     def block(self, index: int, start: int, end: int) -> Pieces | None:
         return None
@@ -121,7 +121,8 @@ class StateSlots(_Arrays, SlotLayer):
         """Nothing belongs to a step alone."""
 
     def admit(self, slot: int, write: int, pieces: Pieces | None) -> None:
-        self._fit(max(slot + 1, self._rows))
+        count = 1 if pieces is None else pieces[0].shape[0]
+        self._fit(max(slot + count, self._rows))
         for index, (place, row, dtype) in enumerate(self._shape.used):
             piece = mx.zeros((1, *row), dtype) if pieces is None else pieces[index].astype(dtype)
             self._replace(place, slot, piece)
@@ -164,7 +165,9 @@ class StateSlots(_Arrays, SlotLayer):
     def _replace(self, place: int, slot: int, piece: mx.array) -> None:
         array = self.cache[place]
         assert array is not None
-        self.cache[place] = mx.concatenate([array[:slot], piece, array[slot + 1 :]], axis=0)
+        self.cache[place] = mx.concatenate(
+            [array[:slot], piece, array[slot + piece.shape[0] :]], axis=0
+        )
 
 
 @dataclass(frozen=True, slots=True)

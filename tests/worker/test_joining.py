@@ -1,0 +1,130 @@
+"""Rows whose turn it is, rows that join the slots with one copy, and triangles that are cut."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from batchkv_worker.engine import Engine, EngineConfig
+from batchkv_worker.events import Completed
+from batchkv_worker.joining import Placed, runs
+from batchkv_worker.kv import attention
+from batchkv_worker.kv.decode import DecodeSlots
+from batchkv_worker.kv.layouts import Costs, SlotLayouts
+from batchkv_worker.scheduler import Budget, PrefillGroup, Scheduler
+from batchkv_worker.sequence import Generation, Sequence
+from batchkv_worker.turns import MOST_OVERTAKEN
+from support import tiny_models
+
+
+def row(name: str, length: int, max_tokens: int = 10) -> Sequence:
+    return Sequence(name, list(range(length + 1)), Generation(max_tokens))
+
+
+def scheduler(slots: int = 4) -> Scheduler:
+    return Scheduler(SlotLayouts(slots), Budget(512, 10**9, Costs(1)))
+
+
+def computed(plan: Scheduler) -> list[str]:
+    """Form the next group and take it as computed."""
+    group = plan.next_group()
+    if group is None:
+        return []
+    group.position = group.width
+    return [row.job_id for row in plan.finish_group()]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("scheme", ["float", "turbo4"])
+def test_rows_that_join_with_one_copy_are_as_if_they_joined_alone(
+    family: str, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of like and of equal length: the same tokens, and fewer copies than rows."""
+    rng = random.Random(3)
+    model = tiny_models.build(family)
+    prompts = [
+        [rng.randrange(tiny_models.VOCABULARY) for _ in range(length)]
+        for length in (40, 40, 40, 40, 41, 41, 300, 300, 1, 1, 40, 40)
+    ]
+    fill = DecodeSlots.fill
+    seen: list[dict[str, Any]] = []
+    num_copies = []
+    for together in (True, False):
+        copies = []
+
+        def counted(slots: DecodeSlots, slot: int, pieces: Any, copies: Any = copies) -> None:
+            copies.append(slot)
+            fill(slots, slot, pieces)
+
+        config = EngineConfig(scheme=scheme, slots=8, chunk_tokens=256, memory_bytes=2**30)
+        running = Engine(tiny_models.loaded(model), config)
+        with monkeypatch.context() as patch:
+            patch.setattr(DecodeSlots, "fill", counted)
+            if not together:
+                patch.setattr(Placed, "is_followed_by", lambda one, other: False)
+            for index, prompt in enumerate(prompts):
+                generation = Generation(3 + index, temperature=0.0)
+                running.submit_row(Sequence(str(index), prompt, generation))
+            ended = {}
+            while not running.is_idle:
+                for event in running.step():
+                    assert isinstance(event, Completed)
+                    ended[event.job_id] = tuple(event.token_ids)
+                running.check_integrity()
+            running.close()
+        seen.append(ended)
+        num_copies.append(len(copies))
+    assert seen[0] == seen[1] and len(seen[0]) == len(prompts)
+    assert num_copies[0] < num_copies[1] == len(prompts)
+
+
+def test_the_longest_answers_come_first_and_nobody_starves() -> None:
+    """A row that may generate much starts early; one that others overtake has its turn in time."""
+    plan = scheduler(slots=1)
+    plan.add(row("short", 600, 1))
+    plan.add(row("long", 600, 500))
+    assert computed(plan) == ["long"]
+    for index in range(MOST_OVERTAKEN + 2):
+        plan.add(row(f"later{index}", 600, 400))
+    order = ["long"]
+    while "short" not in order:
+        order += computed(plan)
+    assert 2 <= len(order) <= MOST_OVERTAKEN + 2
+
+
+def test_rows_of_one_length_in_neighbouring_slots_are_one_copy() -> None:
+    """Runs end where a length, a stem, a group or a slot differs; an empty row is for itself."""
+    rows = [row(str(i), n) for i, n in enumerate((5, 5, 5, 7, 7, 0, 0))]
+    for slot, one in enumerate(rows):
+        one.slot = slot
+    group = PrefillGroup(rows)
+    other = PrefillGroup([row("x", 7)])
+    other.rows[0].slot = 7
+    placed = [Placed(one, group, 0) for one in rows] + [Placed(other.rows[0], other, 0)]
+    lengths = [[one.row.num_prefill for one in run] for run in runs(placed[::-1])]
+    assert lengths == [[5, 5, 5], [7, 7], [0], [0], [7]]
+    rows[1].slot = 20
+    lengths = [[one.slot for one in run] for run in runs(placed)]
+    assert lengths == [[0], [2], [3, 4], [5], [6], [7], [20]]
+
+
+@pytest.mark.parametrize(("count", "past"), [(65, 0), (200, 0), (128, 77), (64, 9), (300, 500)])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_triangle_that_is_cut_is_the_whole(
+    count: int, past: int, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Causal attention in pieces equals MLX's own in one; without the cut it is that."""
+    mx.random.seed(count)
+    queries = mx.random.normal((2, 4, count, 32))
+    keys, values = (mx.random.normal((2, 2, past + count, 32)) for _ in range(2))
+    sink = mx.random.normal((4,)) if sinks else None
+    found = []
+    for cuts in (True, False):
+        monkeypatch.setattr(attention, "cuts_triangles", lambda cuts=cuts: cuts)
+        found.append(attention._fused(queries, keys, values, 0.2, "causal", sink))
+    assert mx.abs(found[0] - found[1]).max().item() < 2e-6
+    wrong = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.2, sinks=sink)
+    assert mx.abs(found[0] - wrong).max().item() > 1e-3
