@@ -53,6 +53,7 @@ class Pulled:
 
     ``timeout_seconds`` is RQ's timeout of the job; 0 or less means none. ``seconds_left`` are those
     to the batch's deadline. ``rank`` is the index of its priority in ``redis_keys.PRIORITIES``.
+    ``shared_bytes``: see ``planner.Chunk``; None for a job of a producer that did not say it.
     """
 
     lease: Held
@@ -61,6 +62,7 @@ class Pulled:
     timeout_seconds: int = 0
     seconds_left: float = math.inf
     rank: int = 1
+    shared_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,13 +50,15 @@ _STEP_KEY = FINE_BYTES + 4 * ((STEP_BYTES - FINE_BYTES) // FINE_BYTES)
 class Entry(NamedTuple):
     """A row as the order sees it.
 
-    ``size`` is that of its text in UTF-8 bytes, ``work`` what it may cost in prompt tokens.
+    ``size`` is that of its text in UTF-8 bytes, ``work`` what it may cost in prompt tokens,
+    ``shared`` how many bytes of its text another row begins with (``with_shared``).
     """
 
     line: int
     key: bytes
     size: int
     work: int
+    shared: int = 0
 
 
 def text_key(raw: bytes) -> bytes:
@@ -98,6 +100,31 @@ def shared_bytes(left: Entry, right: Entry) -> int:
         end = left.size  # also the checksum of all the rest is equal
     end = min(end, left.size, right.size)
     return end if end >= STEP_BYTES else 0
+
+
+def with_shared(rows: Iterable[Entry]) -> Iterator[Entry]:
+    """Sorted rows, each with how much of it another one begins with: one of its two neighbours.
+
+    Keys tell that to within a piece. Of the small ones at the beginning of a text it is the end, so
+    that nothing shared is missed; of the large ones behind them the beginning, for they may hold
+    all the rest of a prompt.
+    """
+    before = 0
+    row: Entry | None = None
+    for after in rows:
+        if row is not None:
+            shared = _most_shared(row, after) if row.key[:_STEP_KEY] == after.key[:_STEP_KEY] else 0
+            most = max(before, shared)
+            yield row._replace(shared=min(most, row.size)) if most else row
+            before = shared
+        row = after
+    if row is not None:
+        yield row._replace(shared=min(before, row.size))
+
+
+def _most_shared(left: Entry, right: Entry) -> int:
+    shared = shared_bytes(left, right)
+    return shared + FINE_BYTES if 0 < shared < FINE_END else shared
 
 
 @dataclass(slots=True)

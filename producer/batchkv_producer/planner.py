@@ -24,7 +24,7 @@ from typing import Any
 from batchkv_producer.errors import BatchkvError
 from batchkv_producer.formats import Row, RowError
 from batchkv_producer.job import ErrorCode, Request, SamplingParams, encode_job
-from batchkv_producer.order import Entry, in_windows, text_key, work_of
+from batchkv_producer.order import Entry, in_windows, text_key, with_shared, work_of
 from batchkv_producer.twins import twin_key
 
 CHUNK_ROWS = 500
@@ -40,7 +40,7 @@ CREATE TABLE rows (
     endpoint TEXT, code TEXT, message TEXT, data BLOB, size INTEGER, work INTEGER,
     twin BLOB);
 CREATE TABLE followers (line INTEGER PRIMARY KEY, leader INTEGER);
-CREATE TABLE plan (chunk INTEGER, line INTEGER);
+CREATE TABLE plan (chunk INTEGER, line INTEGER, shared INTEGER);
 BEGIN;
 """
 _ADD = "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -53,20 +53,21 @@ SELECT twin, line FROM rows WHERE twin IS NOT NULL AND code IS NULL ORDER BY twi
 """
 _FOLLOW = "INSERT INTO followers VALUES (?, ?)"
 _FOLLOWERS = """
-SELECT line, size FROM followers CROSS JOIN rows USING (line) ORDER BY followers.line
+SELECT line, size, 0 FROM followers CROSS JOIN rows USING (line) ORDER BY followers.line
 """
 _NO_FOLLOWER = "line NOT IN (SELECT line FROM followers)"
 _BY_KEY = """
-SELECT line, sort_key, size, work FROM rows WHERE {condition}
+SELECT line, sort_key, size, work, 0 FROM rows WHERE {condition}
 ORDER BY sort_key, work >= 0, line
 """  # a bad row has an empty key and less than no work: bad rows come first
 _IN_ORDER = """
-SELECT rows.line, sort_key, size, work FROM plan CROSS JOIN rows ON rows.line = plan.line
+SELECT rows.line, sort_key, size, work, shared
+FROM plan CROSS JOIN rows ON rows.line = plan.line
 WHERE work >= 0 AND rows.line NOT IN (SELECT line FROM followers) ORDER BY plan.rowid
 """
 _LEADER = "(SELECT leader FROM followers WHERE followers.line = plan.line)"
 _FROM_CHUNK = """
-SELECT plan.chunk, rows.line, custom_id, endpoint, code, message, data, {leader}
+SELECT plan.chunk, rows.line, custom_id, endpoint, code, message, data, shared, {leader}
 FROM plan CROSS JOIN rows ON rows.line = plan.line WHERE plan.chunk >= ? ORDER BY plan.rowid
 """  # a cross join keeps SQLite from turning the loops around
 _ERRORS = """
@@ -93,13 +94,15 @@ class PlanCounts:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rows that are queued in one step: (line, job data), and the bad ones among them.
+    """Rows that are queued in one step, and the bad ones among them.
 
+    A job is (line, data, shared bytes); the last says how much of its text another row of the batch
+    begins with, so that a worker knows what of it is worth writing for others.
     Or ``twins`` alone: (line, job data, custom_id, line of the row that it waits for).
     """
 
     number: int
-    jobs: list[tuple[int, bytes]]
+    jobs: list[tuple[int, bytes, int]]
     bad_rows: list[RowError]
     twins: list[tuple[int, bytes, str, int]] = field(default_factory=list)
 
@@ -173,7 +176,7 @@ class Plan:
         self._database.executemany(_REFUSE, self._duplicates())
         if self._dedupe:
             self._database.executemany(_FOLLOW, self._followers())
-        self._database.executemany("INSERT INTO plan VALUES (?, ?)", self._cut())
+        self._database.executemany("INSERT INTO plan VALUES (?, ?, ?)", self._cut())
         total, num_bad, num_chars, last_line = self._database.execute(_COUNTS).fetchone()
         num_twins = self._database.execute("SELECT COUNT(*) FROM followers").fetchone()[0]
         last_chunk = self._database.execute("SELECT MAX(chunk) FROM plan").fetchone()[0]
@@ -196,6 +199,7 @@ class Plan:
             code,
             message,
             data,
+            shared,
             leader,
         ) in self._database.execute(query, (start,)):
             if number != chunk.number:
@@ -204,7 +208,7 @@ class Plan:
             if leader is not None:
                 chunk.twins.append((line, data, custom_id, leader))
             elif code is None:
-                chunk.jobs.append((line, data))
+                chunk.jobs.append((line, data, shared))
             else:
                 chunk.bad_rows.append(RowError(line, custom_id, endpoint, code, message))
         if chunk:
@@ -256,8 +260,8 @@ class Plan:
             else:
                 yield line, first_line
 
-    def _cut(self) -> Iterator[tuple[int, int]]:
-        """(chunk, line) of every row.
+    def _cut(self) -> Iterator[tuple[int, int, int]]:
+        """(chunk, line, shared bytes) of every row.
 
         Rows that wait for another come before all others, in chunks of their own: so that none is
         submitted when the one that it waits for has ended already.
@@ -265,16 +269,16 @@ class Plan:
         chunk = num_rows = num_bytes = 0
         waiting = self._database.execute(_FOLLOWERS) if self._dedupe else ()
         for is_first_part, rows in ((True, waiting), (False, self._sizes())):
-            for line, size in rows:
+            for line, size, shared in rows:
                 if num_rows == CHUNK_ROWS or num_bytes >= CHUNK_BYTES:
                     chunk, num_rows, num_bytes = chunk + 1, 0, 0
                 num_rows, num_bytes = num_rows + 1, num_bytes + size
-                yield chunk, line
+                yield chunk, line, shared
             if is_first_part and num_rows:
                 chunk, num_rows, num_bytes = chunk + 1, 0, 0
 
-    def _sizes(self) -> Iterator[tuple[int, int]]:
-        return ((entry.line, entry.size) for entry in self._ordered())
+    def _sizes(self) -> Iterator[tuple[int, int, int]]:
+        return ((entry.line, entry.size, entry.shared) for entry in self._ordered())
 
     def _ordered(self) -> Iterator[Entry]:
         """Every row as they are queued, bad rows first."""
@@ -282,6 +286,6 @@ class Plan:
         rows = map(Entry._make, self._database.execute(by_key))
         for entry in rows:
             if entry.work >= 0:
-                yield from in_windows(chain((entry,), rows))
+                yield from in_windows(with_shared(chain((entry,), rows)))
                 return
             yield entry

@@ -38,9 +38,10 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
 ``rq:queue:Q``             list    ids waiting; the left end is the head. ``rq:queue:Q:high`` and
                                    ``rq:queue:Q:low`` are those of other priorities; jobs and
                                    registries are the queue's all the same
-``rq:job:J``               hash    RQ's job. Two fields are ours: ``bkv_exec``, the execution that
+``rq:job:J``               hash    RQ's job. Some fields are ours: ``bkv_exec``, the execution that
                                    holds the job now (the lease: only its holder may end the job),
-                                   and ``bkv_deaths``, how many holders died with it. Of rows that
+                                   ``bkv_deaths``, how many holders died with it, ``bkv_shared``,
+                                   bytes of its text that others begin with. Of rows that
                                    wait for a twin: ``bkv_custom_id``, ``bkv_first`` (line of the
                                    group's first row), and in that one's hash ``bkv_lead`` (the line
                                    that runs, if it is another)

@@ -124,19 +124,19 @@ class Transitions:
         batch_id: str,
         queue: str,
         chunk: int,
-        jobs: Sequence[tuple[int, bytes]],
+        jobs: Sequence[tuple[int, bytes, int]],
         bad_rows: Sequence[tuple[int, bytes]],
         timeout_seconds: int,
     ) -> int:
-        """Enqueue chunk number ``chunk``: (line, data) of jobs, (line, result) of bad rows.
+        """Enqueue a chunk: (line, data, shared bytes) of jobs, (line, result) of bad rows.
 
         Returns the number of chunks enqueued so far: chunk + 1, or more when another submit of the
         same file was ahead. Raises nothing when it was; -1 means that the batch is gone.
         """
         args: list[Any] = [queue, chunk, iso_now(), timeout_seconds, RESULT_TTL_SECONDS]
         args += [FAILURE_TTL_SECONDS, f"batchkv {batch_id}", len(jobs)]
-        for line, data in jobs:
-            args += (f"{batch_id}-{line}", data)
+        for line, data, shared_bytes in jobs:
+            args += (f"{batch_id}-{line}", data, shared_bytes)
         for line, result in bad_rows:
             args += (line, result)
         keys = [redis_keys.batch(batch_id), redis_keys.queue(queue)]
@@ -186,8 +186,9 @@ class Transitions:
                 int(timeout),
                 float(left) if left else math.inf,
                 int(place) - 1,
+                int(shared) if shared.isdigit() else None,
             )
-            for job, execution, data, deaths, timeout, left in taken
+            for job, execution, data, deaths, timeout, left, shared in taken
         ]
         return Run(jobs, tuple(map(int, lengths)))
 

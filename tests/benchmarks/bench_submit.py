@@ -31,7 +31,7 @@ from support.redis_server import RedisServer, running_server
 MIB = 2**20
 
 
-def write_prompts(path: Path, num_jobs: int, num_chars: int) -> None:
+def write_prompts(path: Path, num_jobs: int, num_chars: int, model: str | None = "demo") -> None:
     """OpenAI Batch lines: English-like words, a fifth of the prompts behind a common prefix."""
     rng = random.Random(1)
     letters = "etaoinshrdlucmfwypvbgkjqxz"
@@ -44,11 +44,12 @@ def write_prompts(path: Path, num_jobs: int, num_chars: int) -> None:
             start = 0 if index % 5 == 0 else rng.randrange(len(text) - num_chars)
             prompt = f"{text[start : start + num_chars - 8]}{index:08}"
             body = {
-                "model": "demo",
                 "messages": [{"role": "user", "content": prompt}],
                 "max_tokens": 100,
                 "temperature": 0.7,
             }
+            if model is not None:
+                body = {"model": model, **body}
             row = {
                 "custom_id": f"request-{index}",
                 "method": "POST",

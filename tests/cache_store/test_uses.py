@@ -21,19 +21,34 @@ def chain(path: str) -> Chain:
 CHAINS = st.lists(st.text("ab", min_size=1, max_size=5).map(chain), max_size=12)
 
 
-def test_only_what_somebody_wants_is_written() -> None:
-    """The prefix that a waiting job shares goes to the store, a prompt's own end does not."""
+def test_only_what_others_can_use_is_written() -> None:
+    """What the batch shares, as its producer says, or what rows want that wait here."""
     uses: Uses[str] = Uses()
-    for path in ("abcd", "abx"):
-        uses.add(chain(path))
-    uses.remove(chain("abcd"))
-    assert uses.worth_writing(chain("abcd")) == ("a", "ab")
+    uses.add(chain("abx"))
+    assert uses.num_worth_writing(chain("abcd"), 0) == 2
+    assert uses.num_worth_writing(chain("abcd"), 1) == 2
+    assert uses.num_worth_writing(chain("abcd"), 3) == 3
+    assert uses.num_worth_writing(chain("abcd"), 9) == 4
     uses.remove(chain("abx"))
-    assert uses.worth_writing(chain("abx")) == ()
+    assert uses.num_worth_writing(chain("abx"), 0) == 0
     assert len(uses) == 0
 
 
-def test_a_job_that_leaves_twice_is_a_fault() -> None:
+def test_what_nobody_knows_of_is_written() -> None:
+    """A row whose producer said nothing: all of it may be of use."""
+    assert Uses[str]().num_worth_writing(chain("abc"), None) == 3
+
+
+def test_a_row_that_waits_does_not_count_itself() -> None:
+    """It looks up its prompt while it waits: one use is its own."""
+    uses: Uses[str] = Uses()
+    uses.add(chain("abc"))
+    assert uses.num_worth_writing(chain("abc"), 0, num_own=1) == 0
+    uses.add(chain("ab"))
+    assert uses.num_worth_writing(chain("abc"), 0, num_own=1) == 2
+
+
+def test_a_row_that_leaves_twice_is_a_fault() -> None:
     """Counts never go below nothing."""
     uses: Uses[str] = Uses()
     uses.add(chain("ab"))
@@ -42,9 +57,11 @@ def test_a_job_that_leaves_twice_is_a_fault() -> None:
         uses.remove(chain("ab"))
 
 
-@given(CHAINS, st.integers(0, 11))
-def test_what_is_written_is_a_prefix_that_is_wanted(chains: list[Chain], number: int) -> None:
-    """Of any backlog: exactly the blocks with a use left, and they are the first ones."""
+@given(CHAINS, st.integers(0, 11), st.integers(0, 5))
+def test_what_is_written_is_what_is_wanted_or_shared(
+    chains: list[Chain], number: int, num_shared: int
+) -> None:
+    """Of any waiting rows: the blocks with a use left, and the shared ones; they are the first."""
     if not chains:
         return
     uses: Uses[str] = Uses()
@@ -52,84 +69,103 @@ def test_what_is_written_is_a_prefix_that_is_wanted(chains: list[Chain], number:
         uses.add(each)
     mine = chains.pop(number % len(chains))
     uses.remove(mine)
-    wanted = {key for each in chains for key in each}
-    assert list(uses.worth_writing(mine)) == [key for key in mine if key in wanted]
+    wanted = {key for each in chains for key in each} | set(mine[:num_shared])
+    worth = uses.num_worth_writing(mine, num_shared)
+    assert list(mine[:worth]) == [key for key in mine if key in wanted]
     assert all(uses.remaining(key) == sum(key in each for each in chains) for key in mine)
+
+
+def given_up(kept: Kept[str]) -> list[str]:
+    """All blocks in the order in which they go."""
+    return [kept.give_up() for _ in range(kept.num_kept)]
 
 
 def test_unwanted_blocks_go_first() -> None:
     """A block that is wanted outlives younger ones that nobody wants."""
-    uses: Uses[str] = Uses()
-    kept = Kept(uses, 3)
-    uses.add(["old"])
-    assert kept.touch(["old"]) == []
-    assert kept.touch(["x", "y"]) == []
-    assert kept.touch(["z"]) == ["y"]
-    uses.remove(["old"])
-    kept.settle(["old"])
-    assert kept.touch(["w"]) == ["x"]
-    assert "old" in kept
+    kept: Kept[str] = Kept()
+    kept.add(["old"])
+    for key in ("old", "x", "y"):
+        kept.touch([key])
+    assert kept.give_up() == "x"
+    kept.touch(["w"])
+    kept.remove(["old"])  # now it was used before w, and after y
+    assert given_up(kept) == ["y", "w", "old"]
 
 
 def test_the_end_of_a_prompt_goes_before_its_beginning() -> None:
     """A block is of no use without those before it."""
-    kept: Kept[str] = Kept(Uses(), 3)
-    assert kept.touch(chain("abcde")) == ["abcde", "abcd"]
-    assert kept.num_held(chain("abcde")) == 3
-    assert kept.touch(["x"]) == ["abc"]
+    kept: Kept[str] = Kept()
+    kept.touch(chain("abc"))
+    assert kept.num_held(chain("abcd")) == 3
+    assert given_up(kept) == ["abc", "ab", "a"]
 
 
-def test_a_memory_without_room_keeps_nothing() -> None:
-    """Zero blocks are allowed, less are not."""
-    kept: Kept[str] = Kept(Uses(), 0)
-    assert kept.touch(chain("a")) == ["a"]
-    with pytest.raises(ValueError, match="-1 blocks"):
-        Kept(Uses(), -1)
+def test_ends_that_nobody_begins_with_go_before_all() -> None:
+    """Though they came last; but not while a waiting row wants them."""
+    kept: Kept[str] = Kept()
+    kept.touch(chain("xy"))
+    kept.touch(chain("abcd"))
+    kept.leave(chain("abcd")[2:])
+    assert given_up(kept) == ["abcd", "abc", "xy", "x", "ab", "a"]
+    kept.add(["q"])
+    kept.touch(["q"])
+    kept.leave(["q"])
+    kept.touch(["r"])
+    assert given_up(kept) == ["r", "q"]
+
+
+def test_nothing_kept_is_nothing_to_give_up() -> None:
+    """A memory that asks for more than there is has miscounted."""
+    kept: Kept[str] = Kept()
+    kept.touch(["a"])
+    kept.drop()
+    assert not kept.has("a")
+    with pytest.raises(KeyError):
+        kept.give_up()
 
 
 @given(CHAINS, st.integers(0, 8), st.randoms(use_true_random=False))
-def test_kept_never_overflows_and_holds_whole_prefixes(
-    chains: list[Chain], room: int, rng: random.Random
-) -> None:
-    """Whatever comes and goes, sizes add up, and every block that is kept has its predecessors."""
-    uses: Uses[str] = Uses()
-    kept = Kept(uses, room)
+def test_kept_holds_whole_prefixes(chains: list[Chain], room: int, rng: random.Random) -> None:
+    """Whatever comes and goes, every block that is kept has its predecessors."""
+    kept: Kept[str] = Kept()
     waiting = list(chains)
     for each in waiting:
-        uses.add(each)
-        kept.settle(each)
+        kept.add(each)
     held: set[str] = set()
     while waiting:
         mine = waiting.pop(rng.randrange(len(waiting)))
-        uses.remove(mine)
-        kept.settle(mine)
+        kept.remove(mine)
+        kept.touch(mine)
         held |= set(mine)
-        held -= set(kept.touch(mine))
-        assert len(kept) == len(held) <= room
-        assert all(key in kept for key in held)
+        others = {key for each in chains if each != mine for key in each}
+        kept.leave([key for key in mine if key not in others])
+        while kept.num_kept > room:
+            held.remove(kept.give_up())
+        assert kept.num_kept == len(held)
+        assert all(kept.has(key) for key in held)
         assert all(set(chain(key)) <= held for key in held)
 
 
 def test_knowing_the_future_beats_recency() -> None:
-    """In no good order a memory that knows the next jobs hits more than one that does not."""
+    """In no good order a memory that knows the next rows hits more than one that does not."""
     rng = random.Random(2)
     heads = ["".join(rng.choices("abcdefgh", k=4)) for _ in range(12)]
     jobs = [chain(rng.choice(heads) + f"{number:04}") for number in range(600)]
 
     def num_hits(lookahead: int) -> int:
-        uses: Uses[str] = Uses()
-        kept, hits = Kept(uses, 30), 0
+        kept: Kept[str] = Kept()
+        hits = 0
+        for job in jobs[:lookahead]:
+            kept.add(job)
         for number, job in enumerate(jobs):
-            uses.remove(job) if lookahead and number else None
-            first = 0 if not number else number + lookahead - 1
-            for coming in jobs[first : number + lookahead] if lookahead else ():
-                uses.add(coming)
-                kept.settle(coming)
-            if lookahead and not number:
-                uses.remove(job)
-            kept.settle(job)
+            if lookahead:
+                kept.remove(job)
+                for coming in jobs[number + lookahead : number + lookahead + 1]:
+                    kept.add(coming)
             hits += kept.num_held(job)
             kept.touch(job)
+            while kept.num_kept > 30:
+                kept.give_up()
         return hits
 
     assert num_hits(8) > num_hits(0)

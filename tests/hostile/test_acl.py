@@ -154,7 +154,7 @@ def test_a_stopped_worker_gives_back_and_reaps_with_its_rights(hub: Hub) -> None
         moves, queue = Transitions(connection), "batchkv:other"
         sender = Transitions(producer)
         sender.create("ab" * 8, {"digest": "0", "total": 2, "num_chunks": 1, "queue": queue})
-        sender.submit("ab" * 8, queue, 0, [(1, b"x"), (2, b"x")], [], 60)
+        sender.submit("ab" * 8, queue, 0, [(1, b"x", 0), (2, b"x", 0)], [], 60)
         held = [row.lease for row in moves.pull(queue, "w", 2, 60)]
         assert moves.renew(queue, "w", held, 60, 60) == {}
         assert moves.give_back(queue, held[:1], died=True) == 1
@@ -219,7 +219,7 @@ def test_a_producer_takes_no_leases_and_ends_no_job_it_was_not_given(hub: Hub) -
         moves = Transitions(connection)
         sent = {"digest": "0", "total": 1, "num_chunks": 1, "queue": "batchkv:q"}
         moves.create("cd" * 8, sent)
-        moves.submit("cd" * 8, "batchkv:q", 0, [(1, b"x")], [], 60)
+        moves.submit("cd" * 8, "batchkv:q", 0, [(1, b"x", 0)], [], 60)
         with pytest.raises(ResponseError):
             moves.pull("batchkv:q", "w", 1, 60)
         connection.hset(f"rq:job:{'cd' * 8}-1", "bkv_exec", "e")

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchkv_producer import order
-from batchkv_producer.order import Entry, arrange, in_windows, shared_bytes, text_key, work_of
+from batchkv_producer.order import (
+    Entry,
+    arrange,
+    in_windows,
+    shared_bytes,
+    text_key,
+    with_shared,
+    work_of,
+)
 
 
 def entry(line: int, text: str, max_tokens: int | None = None) -> Entry:
@@ -24,6 +32,12 @@ def in_key_order(entries: list[Entry]) -> list[Entry]:
 
 def words(rng: random.Random, length: int) -> str:
     return "".join(rng.choices("etaoin shrdlu", k=length))
+
+
+def num_common(left: str, right: str) -> int:
+    """Characters that both begin with."""
+    pairs = zip(left, right, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
 def total_shared(rows: list[Entry]) -> int:
@@ -47,6 +61,26 @@ def test_sharing_less_than_a_step_is_none() -> None:
     assert shared_bytes(entry(1, "x" * 511 + "a"), entry(2, "x" * 511 + "b")) == 0
     assert shared_bytes(entry(1, "x" * 512 + "a"), entry(2, "x" * 512 + "b")) == 512
     assert shared_bytes(entry(1, "short"), entry(2, "short")) == 0
+
+
+@pytest.mark.parametrize("num_rows", range(1, 13))
+def test_every_row_knows_how_much_others_begin_with(num_rows: int) -> None:
+    """The longest beginning that another row has, from a step on; up to a small piece more, or,
+    where pieces are large, up to a piece less."""
+    rng = random.Random(num_rows)
+    heads = [words(rng, rng.choice((100, 700, 5_000, 40_000))) for _ in range(3)]
+    texts = [rng.choice(heads) + words(rng, rng.randrange(900)) for _ in range(num_rows)]
+    rows = in_key_order([entry(line, text) for line, text in enumerate(texts)])
+    found = {row.line: row.shared for row in with_shared(rows)}
+    assert len(found) == num_rows
+    for line, text in enumerate(texts):
+        others = [other for index, other in enumerate(texts) if index != line]
+        most = max((num_common(text, other) for other in others), default=0)
+        if most < order.STEP_BYTES:
+            assert found[line] == 0
+        else:
+            least = most if most < order.FINE_END else most - order.COARSE_BYTES
+            assert least <= found[line] <= min(len(text), most + order.FINE_BYTES)
 
 
 @given(st.data())

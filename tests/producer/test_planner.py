@@ -39,7 +39,7 @@ def planned(
 def order_of(*prompts: str) -> list[str]:
     """The prompts in the order in which they would be queued."""
     _, chunks = planned(*(prompt_row(line, prompt) for line, prompt in enumerate(prompts, 1)))
-    return [decode_job(data).prompt or "" for chunk in chunks for _, data in chunk.jobs]
+    return [decode_job(data).prompt or "" for chunk in chunks for _, data, _ in chunk.jobs]
 
 
 # ---- order ----
@@ -74,7 +74,16 @@ def test_short_prompts_are_in_alphabetical_order() -> None:
 def test_equal_prompts_keep_the_order_of_the_file() -> None:
     """Lines decide between equal prompts."""
     _, (chunk,) = planned(*(prompt_row(line, "same") for line in (1, 2, 3)))
-    assert [line for line, _ in chunk.jobs] == [1, 2, 3]
+    assert [line for line, _, _ in chunk.jobs] == [1, 2, 3]
+
+
+def test_jobs_say_how_much_of_them_others_begin_with() -> None:
+    """Bytes of text, to within a piece; nothing for a row that is alone, and none for bad rows."""
+    system = "".join(random.Random(5).choices("abc ", k=3000))
+    rows = [prompt_row(1, system + "one"), prompt_row(2, "alone"), bad_row(3)]
+    _, (chunk,) = planned(*rows, prompt_row(4, system + "another"))
+    shared = {line: num_bytes for line, _, num_bytes in chunk.jobs}
+    assert shared == {1: 3003, 2: 0, 4: 3007}
 
 
 def test_canonical_text_has_all_that_a_template_renders() -> None:
@@ -117,7 +126,7 @@ def test_chunks_cover_every_row_once() -> None:
     assert [chunk.number for chunk in chunks] == [0, 1, 2]
     assert [len(chunk.jobs) + len(chunk.bad_rows) for chunk in chunks] == [500, 500, 250]
     assert [row.line for row in chunks[0].bad_rows] == list(range(1200, 1251))
-    lines = [line for chunk in chunks for line, _ in chunk.jobs]
+    lines = [line for chunk in chunks for line, _, _ in chunk.jobs]
     assert lines == list(range(1, 1200))
 
 
@@ -153,7 +162,7 @@ def test_defaults_fill_what_a_row_has_not_said() -> None:
     ]
     defaults = SamplingParams(max_tokens=9, temperature=0.7, seed=4, stop=("b", "c"))
     _, (chunk,) = planned(*rows, defaults=defaults)
-    first, second = (decode_job(data).params for _, data in sorted(chunk.jobs))
+    first, second = (decode_job(data).params for _, data, _ in sorted(chunk.jobs))
     assert first == SamplingParams(max_tokens=3, temperature=0.0, seed=4, stop=("a",))
     assert second == defaults
 

@@ -70,7 +70,7 @@ class House:
         )
 
     def submit(self, chunk: int, lines: range, bad: range = range(0)) -> int:
-        jobs = [(line, job_bytes(line)) for line in lines]
+        jobs = [(line, job_bytes(line), 7 * line) for line in lines]
         bad_rows = [(line, result_bytes(line, "failed")) for line in bad]
         return self.transitions.submit(BATCH, QUEUE, chunk, jobs, bad_rows, 3600)
 
@@ -128,6 +128,13 @@ class House:
 
     def ended(self) -> list[int]:
         return [int(line) for line in self.connection.lrange(redis_keys.done(BATCH), 0, -1)]
+
+
+def test_a_worker_hears_what_the_producer_said(house: House) -> None:
+    """How much of a row's text others begin with; None for jobs that say nothing, or nonsense."""
+    house.connection.hdel(redis_keys.job(job_id(2)), "bkv_shared")
+    house.connection.hset(redis_keys.job(job_id(3)), "bkv_shared", "-1 or so")
+    assert [job.shared_bytes for job in house.pull(4)] == [7, None, None, 28]
 
 
 def job_id(line: int) -> str:
@@ -201,7 +208,7 @@ def test_a_chunk_is_enqueued_once(redis_connection: Redis) -> None:
 
 def test_a_chunk_of_a_lost_batch(transitions: Transitions) -> None:
     """A chunk of a batch that the server does not know is answered with -1."""
-    assert transitions.submit(BATCH, QUEUE, 0, [(1, job_bytes(1))], [], 60) == -1
+    assert transitions.submit(BATCH, QUEUE, 0, [(1, job_bytes(1), 0)], [], 60) == -1
 
 
 def test_bad_rows_end_at_once(redis_connection: Redis) -> None:

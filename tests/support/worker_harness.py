@@ -40,7 +40,7 @@ def submit(
     jobs = []
     for line, prompt in enumerate(prompts, 1):
         request = Request(custom_id=f"c{line}", endpoint="completion", prompt=prompt)
-        jobs.append((line, data(prompt) if data else encode_job(request)))
+        jobs.append((line, data(prompt) if data else encode_job(request), 0))
     moves.submit(batch_id, QUEUE, 0, jobs, [], timeout_seconds)
     return batch_id
 

@@ -113,7 +113,7 @@ def test_shared_prefixes_are_hit_in_any_crowd() -> None:
     jobs = documents(60, 20)
     order, best = prefix_order(jobs), ceiling(jobs)
     shipped = Simulation(
-        order, write=WRITES["wanted again"], slots=8, prefetch=4, memory_blocks=100
+        order, write=WRITES["shared"], slots=8, prefetch=4, memory_blocks=100
     ).run()
     single = Simulation(order, by_runs(1), slots=8, prefetch=4, memory_blocks=100).run()
     assert best - shipped.local < 0.03

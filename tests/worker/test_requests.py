@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import pytest
 
 from batchkv_producer.job import Request, SamplingParams
+from batchkv_producer.planner import canonical_text
 from batchkv_worker.events import Work
 from batchkv_worker.model import LoadedModel, load
-from batchkv_worker.requests import RowRefused, prepare
+from batchkv_worker.requests import SHARED_SLACK, RowRefused, prepare
 from support import tiny_models  # first: it loads the BLAS
 
 
@@ -22,8 +26,18 @@ def chat(messages: list[dict[str, Any]], **changes: Any) -> Work:
     return Work("b-1", Request("c", "chat", messages=messages, **changes))
 
 
+def chat_of(system: str, question: str, tools: Any) -> Request:
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    return Request("c", "chat", messages=messages, tools=tools)
+
+
 def completion(prompt: str = "hello", **params: Any) -> Work:
     return Work("b-1", Request("c", "completion", prompt=prompt, params=SamplingParams(**params)))
+
+
+def num_common(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many items both begin with."""
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))))
 
 
 def refused(work: Work, loaded: LoadedModel) -> RowRefused:
@@ -52,6 +66,31 @@ def test_numbers_out_of_range_end_their_row(params: dict[str, Any], demo: Loaded
     """The producer checks ranges; whatever else writes to Redis does not get past the worker."""
     fault = refused(completion(**params), demo)
     assert fault.code == "invalid_request" and next(iter(params)) in str(fault)
+
+
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f"}}]])
+def test_shared_text_is_counted_in_tokens(tools: Any, demo: LoadedModel) -> None:
+    """Never fewer than the prompts have in common, whatever the template puts around the text."""
+    system = "The keys of the ledger are made of words, 123 456. " * 40
+    questions = ["What is it? " * 30, "Ist das 98765432101234567890? " * 30]
+    requests = [chat_of(system, question, tools) for question in questions]
+    num_bytes = num_common(*(canonical_text(request).encode() for request in requests))
+    works = [Work("b-1", request, num_bytes) for request in requests]
+    rows = [prepare(work, demo, counts_shared=True) for work in works]
+    common = num_common(*(row.prompt for row in rows))
+    assert common > 256
+    for row in rows:
+        assert row.num_common is not None
+        assert common <= row.num_common <= common + 2 * SHARED_SLACK
+
+
+def test_nobody_asks_and_nobody_knows(demo: LoadedModel) -> None:
+    """Nothing is counted where nobody wants it, or where the producer said nothing."""
+    work = completion("word " * 600)
+    assert prepare(work, demo, counts_shared=True).num_common is None
+    assert prepare(replace(work, shared_bytes=5), demo).num_common is None
+    alone = prepare(replace(work, shared_bytes=0), demo, counts_shared=True)
+    assert alone.num_common is not None and alone.num_common <= SHARED_SLACK
 
 
 def test_defaults_come_from_the_model_then_from_us(demo: LoadedModel) -> None:

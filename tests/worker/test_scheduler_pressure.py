@@ -169,7 +169,7 @@ def test_every_row_ends_within_the_budget(is_optimistic: bool) -> None:
                 break
             play.step()
         assert play.scheduler.is_idle and play.num_ended == rows, seed
-        assert not play.scheduler._demand and not play.layouts.main.slots
+        assert not len(play.scheduler._uses) and not play.layouts.main.slots
         num_preempted += play.num_preempted
     assert (num_preempted > 2) == is_optimistic
 

@@ -65,6 +65,7 @@ Exit codes: 0 done or stopped, 2 configuration, 3 Redis, 70 the engine died, 71 
     metavar="TIERS",
     help='Shared prefixes, like "disk:/var/cache/batchkv?max=50GB".  [off]',
 )
+@click.option("--cache-write", metavar="shared|all", help="Which blocks to write.  [shared]")
 @click.option("--cache-audit", metavar="SHARE", help="Recompute this share of the hits.  [0]")
 @click.option(
     "--cache-lease-seconds", metavar="S", help="How long a lost worker keeps a prefix.  [30]"

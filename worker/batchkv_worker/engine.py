@@ -76,15 +76,13 @@ class Engine:
         self._budget = Budget(chunk, memory_bytes, plan.costs, plan.shapes.step)
         self._slots = DecodeSlots(plan.kinds, plan.tree, config.slots, plan.shapes)
         self._scheduler = Scheduler(
-            self._slots.layouts,
-            self._budget,
-            self.prefixes.num_cached,
-            link.is_ready,
+            *(self._slots.layouts, self._budget, self.prefixes.num_cached, link.is_ready),
             shares=config.share and plan.shares,
             ragged=plan.traits.ragged,
             drop_buffers=self._slots.drop,
             state_blocks=self.prefixes.max_blocks if plan.has_state else 0,
             is_optimistic=config.admission == "optimistic",
+            uses=self.prefixes.kept,
         )
         self._stems = Stems(self._slots, self.prefixes, self._scheduler)
         self._prefill = Prefill(
@@ -118,7 +116,7 @@ class Engine:
     def add(self, work: Work) -> None:
         """Take a row in; one that can never run is rejected with the next step's events."""
         try:
-            self.submit_row(prepare(work, self.loaded))
+            self.submit_row(prepare(work, self.loaded, counts_shared=self.link.counts_shared))
         except RowRefused as refusal:
             self._events.append(Rejected(work.job_id, refusal.code, str(refusal)))
         except Exception as fault:  # noqa: BLE001 - templates and tokenizers may raise anything

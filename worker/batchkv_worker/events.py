@@ -16,10 +16,15 @@ from batchkv_producer.job import Request, TokenLogprob, Usage
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One row to generate. ``job_id`` names it in every event."""
+    """One row to generate. ``job_id`` names it in every event.
+
+    ``shared_bytes``: how much of its text another row of its batch begins with; None when nobody
+    knows.
+    """
 
     job_id: str
     request: Request
+    shared_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ class Flights:
             started=now,
             deadline=deadline,
         )
-        return Work(job_id, request)
+        return Work(job_id, request, pulled.shared_bytes)
 
     def drop(self, job_id: str) -> bool:
         """Forget a row without an end of our making; whether it was held."""

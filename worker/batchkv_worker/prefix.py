@@ -3,7 +3,7 @@
 A block is 256 tokens of all layers, exactly as prefill packed them. Blocks are found by the key
 chain of ``batchkv_cache_store.keys``, so that a key names a block and all that came before it; a
 row takes the longest chain that is here and computes the rest. What is taken is copied bit for bit:
-a hit computes what a miss would have. Least recently used blocks go first when the bytes are up.
+a hit computes what a miss would have. ``cache_store.uses`` says what goes when the bytes are up.
 
 A block has up to three parts (``store.anatomy``). Those computed here have all that their model
 has layers for; those that came from the shared store only what a row needed to go on: the layers
@@ -14,7 +14,6 @@ longest chain at whose end everything is there.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ import mlx.core as mx
 
 from batchkv_cache_store.block import Kind
 from batchkv_cache_store.keys import BLOCK_TOKENS, chain, root_key
+from batchkv_cache_store.uses import Kept
 from batchkv_worker.kv.bundle import Bundle
 from batchkv_worker.kv.layer import LayerKind, Pieces
 from batchkv_worker.kv.layouts import Costs
@@ -51,7 +51,7 @@ class _Block:
 
 
 class PrefixCache:
-    """Blocks by key, least recently used first.
+    """Blocks by key; ``kept`` has the order in which they go, and who waits for them.
 
     ``max_blocks`` is the longest chain that there is room for, with its state at the end; no room
     for one keeps nothing. ``root`` starts the chain; ``on_new`` hears of what may be shared.
@@ -75,7 +75,7 @@ class PrefixCache:
         self._root = root
         self._on_new = on_new
         self._kinds = kinds
-        self._blocks: OrderedDict[bytes, _Block] = OrderedDict()
+        self._blocks, self.kept = dict[bytes, _Block](), Kept[bytes]()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -84,6 +84,7 @@ class PrefixCache:
         """Drop everything."""
         self.version += 1
         self._blocks.clear()
+        self.kept.drop()
         self.num_bytes = 0
 
     def keys(self, prompt: list[int]) -> list[bytes]:
@@ -177,8 +178,7 @@ class PrefixCache:
 
     def _chain(self, keys: Items[bytes]) -> list[_Block]:
         """Blocks of a chain, now the latest used: its head last, for a tail is nothing alone."""
-        for key in reversed(keys):
-            self._blocks.move_to_end(key)
+        self.kept.touch(keys)
         return [self._blocks[key] for key in keys]
 
     def publish(self, rows: Items[Sequence], prefill: PrefillRows, start: int, end: int) -> None:
@@ -197,6 +197,7 @@ class PrefixCache:
                     for kind, part in parts.items():
                         self._on_new(row, number, kind, part)
             self._touch(keys)
+            self.kept.leave(keys[row.num_common_blocks :])
 
     def adopt(
         self,
@@ -219,6 +220,7 @@ class PrefixCache:
     def park(self, key: bytes, num_bytes: int, make: Callable[[], list[Pieces]]) -> None:
         """Hold what ``make`` copies out of a slot, as one more block that no chain leads to."""
         self._make_way(2 * num_bytes)
+        self.kept.add([key])  # its row waits
         bundle = Bundle(make())
         mx.eval(bundle.arrays)
         self._insert(key, {Kind.KV: bundle}, False)
@@ -236,11 +238,10 @@ class PrefixCache:
         """Let go of a row, if it is here."""
         if (block := self._blocks.pop(key, None)) is not None:
             self.num_bytes -= block.num_bytes
+        self.kept.forget(key)
 
     def _touch(self, keys: Items[bytes]) -> None:
-        for key in reversed(keys):
-            if key in self._blocks:
-                self._blocks.move_to_end(key)
+        self.kept.touch([key for key in keys if key in self._blocks])
 
     def _computed(
         self,
@@ -269,6 +270,7 @@ class PrefixCache:
     def _insert(self, key: bytes, parts: Mapping[Kind, Bundle], is_converted: bool) -> None:
         self.version += 1
         old = self._blocks.pop(key, None)
+        self.kept.discard(key)
         block = _Block(dict(parts), is_converted)
         if old is not None:
             self.num_bytes -= old.num_bytes
@@ -277,12 +279,12 @@ class PrefixCache:
             return
         self._make_way(block.num_bytes)
         self._blocks[key] = block
+        self.kept.touch([key])
         self.num_bytes += block.num_bytes
 
     def _make_way(self, num_bytes: int) -> None:
         while self._blocks and self.num_bytes + num_bytes > self.max_bytes:
-            _, oldest = self._blocks.popitem(last=False)
-            self.num_bytes -= oldest.num_bytes
+            self.num_bytes -= self._blocks.pop(self.kept.give_up()).num_bytes
 
 
 def _pieces(block: _Block, kind: Kind, layer: int) -> Pieces:

@@ -13,9 +13,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_producer.checks import RowFault, check_stop
 from batchkv_producer.job import ErrorCode, Request, SamplingParams
 from batchkv_producer.messages import check_messages, check_template_variables, check_tools
+from batchkv_producer.planner import canonical_text
 from batchkv_worker.admission import Budget
 from batchkv_worker.events import Work
 from batchkv_worker.kv.layout import Demand
@@ -26,6 +28,7 @@ DEFAULT_MAX_TOKENS = 512
 # No token is longer, so that a text beyond this many characters for each of the context's tokens
 # cannot fit: it is refused before it is tokenized, which would take minutes.
 MAX_TOKEN_CHARS = 128
+SHARED_SLACK = 16  # tokens by which a text counts otherwise alone than behind its prefix
 
 _RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, 2**31 - 1),
@@ -46,8 +49,11 @@ class RowRefused(Exception):
         self.code = code
 
 
-def prepare(work: Work, loaded: LoadedModel) -> Sequence:
-    """The row as the engine runs it; raises RowRefused."""
+def prepare(work: Work, loaded: LoadedModel, *, counts_shared: bool = False) -> Sequence:
+    """The row as the engine runs it; raises RowRefused.
+
+    ``counts_shared``: whether to find out how many of its tokens others of its batch begin with.
+    """
     _check_ranges(work.request.params)
     request = _checked(work.request)
     _check_size(request, loaded)
@@ -59,7 +65,22 @@ def prepare(work: Work, loaded: LoadedModel) -> Sequence:
         raise RowRefused(ErrorCode.INVALID_REQUEST, message)
     generation = _generation(work, len(prompt), loaded)
     detokenizer = loaded.tokenizer.detokenizer if generation.stop else None
-    return Sequence(work.job_id, prompt, generation, detokenizer=detokenizer)
+    num_common = _num_common(work, len(prompt), loaded.tokenizer) if counts_shared else None
+    return Sequence(work.job_id, prompt, generation, num_common=num_common, detokenizer=detokenizer)
+
+
+def _num_common(work: Work, num_prompt: int, tokenizer: Any) -> int | None:
+    """Tokens of the prompt that another row of the batch begins with; None if unknown.
+
+    The rest of the text is what is counted: what a template adds stands before it mostly, and is
+    alike in all rows. Shared text is so not taken for fewer tokens than it is.
+    """
+    if work.shared_bytes is None or num_prompt <= BLOCK_TOKENS:
+        return work.shared_bytes and num_prompt
+    raw = canonical_text(work.request).encode("utf-8", "surrogatepass")
+    rest = raw[work.shared_bytes :].decode("utf-8", "ignore")
+    num_rest = len(tokenizer.encode(rest)) if rest else 0
+    return max(0, min(num_prompt, num_prompt - num_rest + SHARED_SLACK))
 
 
 def check_memory(row: Sequence, budget: Budget) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
+from batchkv_cache_store.uses import Uses
 from batchkv_worker.admission import AnswerLengths, Budget
 from batchkv_worker.kv.layout import Demand
 from batchkv_worker.kv.layouts import SlotLayouts
@@ -71,6 +72,7 @@ class Scheduler:
         shares: bool = False,
         drop_buffers: Callable[[], None] | None = None,
         is_optimistic: bool = False,
+        uses: Uses[bytes] | None = None,
     ) -> None:
         self.layouts = layouts
         self.budget = budget
@@ -84,7 +86,7 @@ class Scheduler:
         self.answers = AnswerLengths()
         self.group: PrefillGroup | None = None
         self._waiting: deque[Sequence] = deque()
-        self._demand: Counter[bytes] = Counter()  # how many waiting rows want a block
+        self._uses = Uses() if uses is None else uses  # how many waiting rows want a block
 
     @property
     def num_waiting(self) -> int:
@@ -101,14 +103,14 @@ class Scheduler:
 
     def add(self, row: Sequence) -> None:
         self._waiting.append(row)
-        self._demand.update(row.block_keys)
+        self._uses.add(row.block_keys)
 
     def requeue(self, rows: Iterable[Sequence]) -> None:
         """Rows that were begun wait again, before all others, in this order."""
         found = list(rows)
         self._waiting.extendleft(reversed(found))
         for row in found:
-            self._demand.update(row.block_keys)
+            self._uses.add(row.block_keys)
 
     def abandon_group(self) -> list[Sequence]:
         """Forget the group in prefill; its rows that are still wanted."""
@@ -133,7 +135,7 @@ class Scheduler:
         for row in self._waiting:
             if row.job_id == job_id and row.twin_of is None:
                 self._waiting.remove(row)
-                self._demand.subtract(row.block_keys)
+                self._uses.remove(row.block_keys)
                 return row
         rows = self.group.rows if self.group else []
         for row in rows:
@@ -189,8 +191,7 @@ class Scheduler:
         for row in rows:
             if self._state_blocks:
                 row.state_stops = self._stops(row)
-            self._demand.subtract(row.block_keys)
-        self._demand = +self._demand
+            self._uses.remove(row.block_keys)
         return PrefillGroup(rows, cached, stem_blocks)
 
     def _alike(self) -> tuple[list[Sequence], int]:
@@ -236,22 +237,24 @@ class Scheduler:
         for number, key in enumerate(row.block_keys[:most], start=1):
             if key in here:
                 best, saved = number, 1 << 60
-            elif self._demand[key] >= STEM_ROWS and (self._demand[key] - 1) * number > saved:
-                best, saved = number, (self._demand[key] - 1) * number
+            elif (uses := self._uses.remaining(key)) >= STEM_ROWS and (uses - 1) * number > saved:
+                best, saved = number, (uses - 1) * number
         return best
 
     def _stops(self, row: Sequence) -> frozenset[int]:
         """Where the row's states are worth keeping: where others part from it, and at its end.
 
-        Both at the ends of full blocks; states of every block would be gigabytes.
+        Others wait here, or the producer knows of them. All at the ends of full blocks; states of
+        every block would be gigabytes.
         """
-        wanted = [self._demand[key] for key in row.block_keys[: self._state_blocks]]
+        wanted = [self._uses.remaining(key) for key in row.block_keys[: self._state_blocks]]
         stops = {
             number * BLOCK_TOKENS
             for number, (count, after) in enumerate(pairwise(wanted), start=1)
             if count > after or number % STATE_INTERVAL == 0
         }
         stops.add(len(wanted) * BLOCK_TOKENS)
+        stops.add(min(row.num_common_blocks, len(wanted)) * BLOCK_TOKENS)
         return frozenset(stop for stop in stops if stop > row.num_cached)
 
     def _fits_memory(self, rows: list[Sequence], stem_blocks: int) -> bool:

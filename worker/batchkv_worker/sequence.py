@@ -80,6 +80,7 @@ class Sequence:
     num_cached: int = 0  # prompt tokens that were here already
     depth_seen: tuple[int, int] = (-1, 0)  # version of the prefix memory, and blocks it had then
     block_keys: list[bytes] = field(default_factory=list)  # of the prompt's full blocks
+    num_common: int | None = None  # tokens that another row of the batch begins with
     state_stops: frozenset[int] = frozenset()  # tokens after which states are kept
     fetch: Fetch | None = None  # its lookup in the shared store
     is_converted: bool = False  # it goes on from blocks that another scheme rounded first
@@ -106,6 +107,12 @@ class Sequence:
         return (
             self.prompt[start:end] + self.generated[max(0, start - length) : max(0, end - length)]
         )
+
+    @property
+    def num_common_blocks(self) -> int:
+        """Full blocks that others of the batch begin with; all, if nobody knows."""
+        known = self.num_common is not None
+        return (self.num_common or 0) // BLOCK_TOKENS if known else len(self.block_keys)
 
     @property
     def num_remaining(self) -> int:

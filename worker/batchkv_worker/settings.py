@@ -7,7 +7,7 @@ that names the variable or the flag, the value, and what is allowed.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args
 
@@ -54,6 +54,7 @@ class WorkerSettings:
     cache: str | None = field(default=None, repr=False)
     cache_secret: bytes | None = field(default=None, repr=False)
     cache_salt: bytes = field(default=b"", repr=False)
+    cache_write: str = "shared"
     cache_lease_seconds: float = 30.0
     cache_audit: float = 0.0
     kv_adopt_float: bool = False
@@ -81,17 +82,19 @@ class WorkerSettings:
             )
         settings = cls(**values)
         settings._check_lease()
-        settings._check_cache("cache_lease_seconds" in values)
+        settings._check_cache(values.keys())
         return settings
 
-    def _check_cache(self, says_lease_seconds: bool) -> None:
+    def _check_cache(self, said: Set[str]) -> None:
         """What needs a cache, or a kind of tier, is refused without."""
         specs = opening.parse_tiers(self.cache) if self.cache else ()
-        if says_lease_seconds and opening.lease_url(specs) is None:
+        if "cache_lease_seconds" in said and opening.lease_url(specs) is None:
             raise SettingsError(
                 "BATCHKV_CACHE_LEASE_SECONDS: leases between workers need a Redis tier in "
                 "BATCHKV_CACHE"
             )
+        if "cache_write" in said and not specs:
+            raise SettingsError("BATCHKV_CACHE_WRITE: there is no cache to write to")
         if self.kv_adopt_float and not specs:
             raise SettingsError("BATCHKV_KV_ADOPT_FLOAT: there is no cache to take blocks from")
         if self.kv_adopt_float and self.kv_scheme == "float":
@@ -226,6 +229,8 @@ SETTINGS = (
             _seconds(0.1, 7 * _DAY), "seconds, 0.1 to 604800"),
     Setting("drain_seconds", "BATCHKV_DRAIN_SECONDS", "--drain-seconds", _seconds(0, _DAY),
             "seconds, 0 to 86400"),
+    Setting("cache_write", "BATCHKV_CACHE_WRITE", "--cache-write", _one_of("shared", "all"),
+            "shared or all"),
     Setting("cache_lease_seconds", "BATCHKV_CACHE_LEASE_SECONDS", "--cache-lease-seconds",
             _seconds(1, 3600), "seconds, 1 to 3600"),
     Setting("cache_audit", "BATCHKV_CACHE_AUDIT", "--cache-audit", _seconds(0, 1),

@@ -9,7 +9,7 @@
 --       new execution ids, bytes of data after which no further job is taken, number of workers.
 -- Returns {lengths of the lists afterwards, which of them the jobs are from (1 to 3), jobs}, a job
 -- being {id, execution, data or '' when too large, deaths, timeout (s, 0: none), seconds to the
--- batch's deadline or ''}; no jobs while RQ's workers are suspended.
+-- batch's deadline or '', shared bytes or ''}; no jobs while RQ's workers are suspended.
 local worker, lease, count, iso, max_bytes, prefix, enough_bytes = ARGV[1], tonumber(ARGV[2]),
   tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
 local wip, num_workers = KEYS[4], math.max(1, tonumber(ARGV[8]))
@@ -56,7 +56,8 @@ for attempt = 1, count + 1000 do
   local key = 'rq:job:' .. id
   local job = {}
   if is_id then  -- pcall: the key may be of another type, and others' jobs are still to be taken
-    job = redis.pcall('HMGET', key, 'status', 'bkv_exec', 'bkv_deaths', 'timeout')
+    job = redis.pcall('HMGET', key, 'status', 'bkv_exec', 'bkv_deaths', 'timeout',
+      'bkv_shared')
   end
   local live = false
   if job[2] and job[2] ~= '' then
@@ -97,7 +98,7 @@ for attempt = 1, count + 1000 do
     end
     num_bytes = num_bytes + #data
     taken[#taken + 1] = {id, execution, data, tonumber(job[3] or '0') or 0,
-      tonumber(job[4] or '0') or 0, batch and seconds_left(batch) or ''}
+      tonumber(job[4] or '0') or 0, batch and seconds_left(batch) or '', job[5] or ''}
   end
 end
 return {lengths(), from, taken}

@@ -3,7 +3,7 @@
 -- KEYS: batch hash, queue list, results, done, set of queues.  The list of the batch's priority is
 -- derived.
 -- ARGV: queue name, chunk number (from 0), time in ISO 8601, job timeout (s), result ttl (s),
---       failure ttl (s), description, number of jobs, then id, data for each job,
+--       failure ttl (s), description, number of jobs, then id, data, shared bytes for each job,
 --       then line, result for each row that failed before it was queued.
 -- Returns the number of chunks enqueued so far.
 local queue, chunk, now, timeout, result_ttl, failure_ttl, description, num_jobs =
@@ -19,9 +19,10 @@ for _ = 1, num_jobs do
   local id = ARGV[position]
   redis.call('HSET', 'rq:job:' .. id, 'data', ARGV[position + 1], 'created_at', now,
     'enqueued_at', now, 'origin', queue, 'status', 'queued', 'description', description,
-    'timeout', timeout, 'result_ttl', result_ttl, 'failure_ttl', failure_ttl, 'retries_left', 3)
+    'timeout', timeout, 'result_ttl', result_ttl, 'failure_ttl', failure_ttl, 'retries_left', 3,
+    'bkv_shared', ARGV[position + 2])
   ids[#ids + 1] = id
-  position = position + 2
+  position = position + 3
 end
 -- Many at once is faster; unpack takes some thousands at most.
 for first = 1, num_jobs, 1000 do

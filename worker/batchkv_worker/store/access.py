@@ -25,7 +25,8 @@ class Access:
 
     ``is_shared``: other processes take leases too. ``patience_seconds``: how long a row waits for
     one answer; ``held_seconds``: for another worker that publishes nothing meanwhile.
-    ``close_seconds``: how long a worker that ends still writes.
+    ``close_seconds``: how long a worker that ends still writes. ``writes_all``: also the ends of
+    prompts that no other row of their batch begins with.
     """
 
     store: Store
@@ -34,6 +35,7 @@ class Access:
     salt: bytes = b""
     writer: str = ""
     adopts_float: bool = False
+    writes_all: bool = False
     patience_seconds: float = 30.0
     held_seconds: float = 60.0
     close_seconds: float = 3.0  # the engine's thread is waited for no longer than five
@@ -76,4 +78,5 @@ def open_access(settings: WorkerSettings) -> Access | None:
         salt=settings.cache_salt,
         writer=socket.gethostname()[:100],
         adopts_float=settings.kv_adopt_float,
+        writes_all=settings.cache_write == "all",
     )

@@ -19,11 +19,13 @@ class SharedPrefixes(ABC):
     """One engine's end of the shared store.
 
     ``root`` starts the key chains of its prompts; ``on_new`` hears of parts of blocks that were
-    computed; ``is_busy`` says that something is to be done at the next step though no row is there.
+    computed; ``is_busy`` says that something is to be done at the next step though no row is there;
+    ``counts_shared`` that rows must say how much of them their batch shares.
     """
 
     root: bytes = LOCAL_ROOT
     on_new: OnNew | None = None
+    counts_shared = False
 
     @abstractmethod
     def attach(self, prefixes: PrefixCache) -> None:

@@ -29,10 +29,15 @@ _MAX_LOOKS = 4  # at one prompt, while others publish what it was about to lease
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A lookup to make. ``floats``: the same prompt's blocks in the float namespace, if wanted."""
+    """A lookup to make.
+
+    ``num_worth``: blocks that will be written once they are computed; the others are not leased.
+    ``floats``: the same prompt's blocks in the float namespace, if wanted.
+    """
 
     ticket: int
     wanted: Wanted
+    num_worth: int
     floats: Wanted | None = None
 
 
@@ -153,7 +158,8 @@ class Fetcher:
             if answer.leases and not is_deeper:
                 break  # nobody published meanwhile: they are ours to compute
             self._release(answer)
-            missing = wanted.keys[found.depth : found.depth + MAX_LEASES]
+            most = min(found.depth + MAX_LEASES, question.num_worth)
+            missing = wanted.keys[found.depth : most]
             if not missing or found.stop == "gated":
                 break
             answer.leases = self._leases.acquire_chain(missing)

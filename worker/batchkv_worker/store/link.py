@@ -64,7 +64,7 @@ class Link(SharedPrefixes):
         self._prefixes: PrefixCache | None = None
         self._is_on = self._fits()
         if self._is_on:
-            self.on_new = self.outbox.add
+            self.on_new, self.counts_shared = self.outbox.add, not access.writes_all
             access.store.publish_manifest(own)
 
     def _fits(self) -> bool:
@@ -80,7 +80,7 @@ class Link(SharedPrefixes):
         return False
 
     def attach(self, prefixes: PrefixCache) -> None:
-        self._prefixes = prefixes
+        self._prefixes, self.outbox.uses = prefixes, prefixes.kept
         if not prefixes.max_blocks:
             self._is_on = False
             log.warning("prefixes are not shared: the memory for prefixes holds not one block")
@@ -175,9 +175,9 @@ class Link(SharedPrefixes):
             root = root_key(self._float_namespace, self._access.salt)
             keys = chain(root, row.prompt[: len(row.block_keys) * BLOCK_TOKENS])
             floats = self.anatomy.wanted(self._float_namespace, keys, row.prompt, had)
-        self._questions.ask(
-            row, row.block_keys[depth], lambda ticket: Question(ticket, wanted, floats)
-        )
+        worth = self.outbox.num_worth(row, num_own=1)  # leases on no more: they make others wait
+        missing = row.block_keys[depth]
+        self._questions.ask(row, missing, lambda n: Question(n, wanted, worth, floats))
 
     def _take_answers(self) -> None:
         """Take in what came, as much as a step can bear."""

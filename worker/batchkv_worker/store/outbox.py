@@ -20,6 +20,7 @@ from batchkv_cache_store.block import Block, Kind
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_cache_store.lease import Lease
 from batchkv_cache_store.store import Store
+from batchkv_cache_store.uses import Uses
 from batchkv_worker.kv.bundle import Bundle
 from batchkv_worker.sequence import Fetch, Sequence
 from batchkv_worker.store.anatomy import Anatomy, packed_tokens
@@ -79,6 +80,7 @@ class Outbox:
         self._lock = threading.Lock()
         self._step = 0
         self._has_warned = False
+        self.uses: Uses[bytes] = Uses()  # of the rows that wait here
 
     def __len__(self) -> int:
         return len(self._parcels)
@@ -105,8 +107,14 @@ class Outbox:
             leases = [self._held.pop(key).lease for key in gone]
         self._release(leases)
 
+    def num_worth(self, row: Sequence, num_own: int = 0) -> int:
+        """How many of a row's first blocks others can use; ``num_own``: 1 while it waits itself."""
+        return self.uses.num_worth_writing(row.block_keys, row.num_common_blocks, num_own)
+
     def add(self, row: Sequence, number: int, kind: Kind, bundle: Bundle) -> None:
-        """Take in a part that was computed just now (``prefix.OnNew``)."""
+        """Take in a part that was computed just now, if others can use it (``prefix.OnNew``)."""
+        if number >= self.num_worth(row):
+            return
         if not self._anatomy.is_like(kind, bundle):
             if not self._has_warned:
                 self._has_warned = True

@@ -282,7 +282,10 @@ def _never(case: _Case) -> Explanation:
         return _part(case)
     evicted = case.look.num_evicted.items()
     told = ", ".join(f"{name} has evicted {count(number, 'block')}" for name, number in evicted)
-    text = f"block {case.block} was never stored, or was evicted with all that followed it"
+    text = (
+        f"block {case.block} was never stored (BATCHKV_CACHE_WRITE says what is), or was evicted "
+        "with all that followed it"
+    )
     return Explanation("absent", f"{text} ({told} so far)" if told else text)
 
 
