@@ -98,6 +98,7 @@ class Transitions:
     def __init__(self, connection: Redis) -> None:
         self._connection = connection
         self._scripts: dict[str, Script] = {}
+        self.pull_prefix = ""  # the last pull's executions are called <prefix>-<number>
 
     def _run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         script = self._scripts.get(name)
@@ -174,8 +175,9 @@ class Transitions:
         Fewer when there are no more, when those taken have ``ENOUGH_BYTES`` of data, or when of a
         high priority this is the share of one among ``num_workers``.
         """
+        self.pull_prefix = secrets.token_hex(8)
         args: list[Any] = [worker, lease_seconds, count, iso_now(), MAX_JOB_BYTES]
-        args += [secrets.token_hex(8), ENOUGH_BYTES, num_workers]
+        args += [self.pull_prefix, ENOUGH_BYTES, num_workers]
         keys = [*redis_keys.waiting_lists(queue), redis_keys.registry("wip", queue)]
         lengths, place, taken = self._run("pull", keys, args)
         jobs = [
@@ -193,11 +195,17 @@ class Transitions:
         return Run(jobs, tuple(map(int, lengths)))
 
     def renew(
-        self, queue: str, worker: str, held: Iterable[Held], lease_seconds: int, worker_ttl: int
+        self,
+        queue: str,
+        worker: str,
+        held: Iterable[Held],
+        lease_seconds: int,
+        worker_ttl: int,
+        now: str = "",
     ) -> dict[str, str]:
-        """Prolong leases; job id -> status ("deleted" when gone) of those that were lost."""
+        """Prolong leases, at ``now``; job id -> status ("deleted" when gone) of those lost."""
         keys = [redis_keys.registry("wip", queue), redis_keys.worker(worker)]
-        args: list[Any] = [lease_seconds, worker_ttl, iso_now(), *_flat(held)]
+        args: list[Any] = [lease_seconds, worker_ttl, now or iso_now(), *_flat(held)]
         return {job.decode(): status.decode() for job, status in self._run("renew", keys, args)}
 
     def finish(self, queue: str, worker: str, endings: Sequence[Ending]) -> list[str]:

@@ -279,6 +279,23 @@ def test_a_job_that_kills_its_holders_fails(house: House) -> None:
     assert house.outcomes() == {1: "failed"}
 
 
+def test_a_pull_whose_answer_is_lost_is_no_death(house: House) -> None:
+    """A worker that renews all it knows of, but not this job, lives: the job was not its death."""
+    house.connection.hset(redis_keys.worker("w"), "last_heartbeat", "2000-01-01T00:00:00.000000Z")
+    (known,) = house.pull(1)
+    (unknown,) = house.pull(1)
+    for _ in range(MAX_DEATHS + 1):
+        house.transitions.renew(QUEUE, "w", [known.lease], LEASE_SECONDS, 90)
+        house.lapse(unknown.lease)
+        assert house.transitions.reap(QUEUE) == (1, 0)
+        (unknown,) = house.pull(1)
+    assert unknown.num_deaths == 0
+    house.lapse(unknown.lease)  # pulled after the last heartbeat: that may have been the end
+    house.lapse(known.lease)
+    assert house.transitions.reap(QUEUE) == (2, 0)
+    assert [pulled.num_deaths for pulled in house.pull(2)] == [1, 1]
+
+
 def test_reap_of_a_dead_worker_takes_only_its_jobs(house: House) -> None:
     """Leases of a worker known to be dead are taken back although they still run."""
     house.pull(2, worker="dead")

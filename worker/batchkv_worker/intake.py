@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from batchkv_producer.transitions import Ending, Pulled
 from batchkv_worker import dispatch
+from batchkv_worker.beside import Beside
 from batchkv_worker.engine_thread import EngineThread
 from batchkv_worker.flights import Flights
 from batchkv_worker.redis_side import Poll, RedisSide
@@ -45,6 +47,7 @@ class Intake:
         endings: list[Ending],
         limits: Limits,
         prefetch: int,
+        beside: Beside,
     ) -> None:
         self._side = side
         self._engine = engine
@@ -52,6 +55,7 @@ class Intake:
         self._endings = endings
         self._limits = limits
         self._prefetch = prefetch
+        self._beside = beside
         self.is_open = False  # the engine is ready, RQ is not suspended, nobody asked to stop
         self.is_exhausted = False  # the last pull found nothing
         self.num_taken = 0
@@ -86,12 +90,13 @@ class Intake:
         What was pulled is in the flights before Redis is asked anything else: should that fail,
         nothing is forgotten.
         """
+        self._side.return_unanswered()  # it may be all that there is to wait for
         if not self._flights and not self._limits.burst and self.is_exhausted:
             self._idle()
             self._lengths = self._side.wait_for_job(IDLE_WAIT_SECONDS)
             if not any(self._lengths):
                 return
-        run = self._side.pull(self._wanted(), self._num_workers)
+        run = self._beside(partial(self._side.pull, self._wanted(), self._num_workers))
         now = time.monotonic()
         self._lengths = run.lengths
         self.is_exhausted = not run.jobs

@@ -50,6 +50,11 @@ class Outage:
         """Whether the last attempt failed."""
         return self._since is not None
 
+    @property
+    def seconds(self) -> float:
+        """How long it has been on; 0 when it is not."""
+        return 0.0 if self._since is None else time.monotonic() - self._since
+
     def attempt(self, action: Callable[[], None]) -> None:
         """Run ``action`` unless it is too early; an error that will not pass is raised."""
         if time.monotonic() < self.retry_at:

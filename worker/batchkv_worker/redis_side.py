@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -11,12 +13,13 @@ from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from batchkv_producer import redis_keys
-from batchkv_producer.transitions import Ending, Held, Run, Transitions
+from batchkv_producer.transitions import Ending, Held, Run, Transitions, iso_now
 from batchkv_worker.maintenance import Maintenance
 from batchkv_worker.settings import WorkerSettings
 
 FINISH_GROUP = 200  # endings in one script call: a few milliseconds of the server's time
 RENEW_GROUP = 500  # leases in one script call, for the same reason
+_LEASE = re.compile(rb"([\w-]{1,200}):([0-9a-f]{1,64})-([0-9]{1,12})")
 SUSPENDED_KEY = "rq:suspended"
 # Errors of a server that will be well again: full, a replica for now, its disk full, loading.
 _PASSING = ("OOM", "READONLY", "MISCONF", "LOADING", "MASTERDOWN", "NOREPLICAS", "BUSY", "TRYAGAIN")
@@ -45,7 +48,7 @@ class Poll:
 
 
 class RedisSide:
-    """The worker's moves. Every method may raise RedisError; none keeps state of a job."""
+    """The worker's moves. Every method may raise RedisError; none knows of a job."""
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class RedisSide:
         self._register = register
         self._set_state = set_state
         self._state = ""
+        self._is_unanswered = False  # Redis may have made the last pull without our knowing
         self._moves = Transitions(connection)
         self._maintenance = Maintenance(connection, queue, worker)
         # Long enough that one late heartbeat does not hide the worker, short enough that a dead
@@ -85,9 +89,24 @@ class RedisSide:
 
     def pull(self, count: int, num_workers: int = 1) -> Run:
         """See Transitions.pull_run."""
-        return self._moves.pull_run(
+        self._is_unanswered = True
+        run = self._moves.pull_run(
             self._queue, self._worker, count, self._settings.lease_seconds, num_workers
         )
+        self._is_unanswered = False
+        return run
+
+    def return_unanswered(self) -> None:
+        """Give back what the last pull took, if its answer never came."""
+        if self._is_unanswered:
+            wip = redis_keys.registry("wip", self._queue)
+            members: Any = self._connection.zrange(wip, 0, -1)
+            found = [match for match in map(_LEASE.fullmatch, members) if match is not None]
+            lost = [match for match in found if match[2].decode() == self._moves.pull_prefix]
+            lost.sort(key=lambda match: int(match[3]))
+            leases = [Held(m[1].decode(), f"{m[2].decode()}-{m[3].decode()}") for m in lost]
+            self._moves.give_back(self._queue, leases)
+            self._is_unanswered = False
 
     def finish(self, endings: Sequence[Ending]) -> list[str]:
         """See Transitions.finish."""
@@ -128,11 +147,12 @@ class RedisSide:
                 redis_keys.worker(self._worker), "total_working_time", round(busy_seconds, 3)
             )
         lost: list[str] = []
+        now = iso_now()  # one for all: `reap` compares it with the worker's
         for start in range(0, max(1, len(held)), RENEW_GROUP):  # one call even without leases
             group = held[start : start + RENEW_GROUP]
             lease_seconds = self._settings.lease_seconds
             lost += self._moves.renew(
-                self._queue, self._worker, group, lease_seconds, self._worker_ttl
+                self._queue, self._worker, group, lease_seconds, self._worker_ttl, now
             )
         return lost
 

@@ -1,8 +1,8 @@
 """The main loop: between the queue and the engine, until it is asked to stop.
 
-Each turn takes what the engine has to say (never waiting for Redis), then does its business with
-Redis in one go: finish what ended, stop what was canceled, look after the leases, fill up. While
-Redis is away only the first half runs, and what ended waits in a list.
+Each turn takes what the engine has to say, then does its business with Redis in one go: finish what
+ended, stop what was canceled, look after the leases, fill up. While Redis is slow to answer (see
+``beside``) or away only the first half runs, and what ended waits in a list.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from queue import Empty, SimpleQueue
 
 from redis.exceptions import RedisError
 
 from batchkv_producer.transitions import Ending, Held
+from batchkv_worker.beside import Beside
 from batchkv_worker.engine_thread import EngineThread, LoadFailed, Notice, Ready
 from batchkv_worker.errors import EXIT_ENGINE_DIED, EXIT_ENGINE_HUNG
 from batchkv_worker.events import Completed, EngineDied, Rejected
@@ -30,6 +32,7 @@ log = logging.getLogger("batchkv.worker")
 
 TURN_SECONDS = 1.0  # the longest wait of one turn
 POLL_SECONDS = 1.0  # how often to look whether a lease was lost
+OTHERS_SECONDS = 15.0  # by when after an outage every worker has noticed that Redis is back
 LEAVE_SECONDS = 5.0  # how long to try to give jobs back when Redis is away
 
 
@@ -53,7 +56,10 @@ class Session:
         self._stop = stop
         self._hard_exit = hard_exit
         self._endings: list[Ending] = []
-        self._intake = Intake(side, engine, flights, self._endings, limits, settings.prefetch)
+        self._beside = Beside(engine.wake, lambda: self._tend_engine(TURN_SECONDS))
+        self._intake = Intake(
+            side, engine, flights, self._endings, limits, settings.prefetch, self._beside
+        )
         self._outage = Outage()
         self._watchdog = Watchdog(settings)
         self._poll_timer = Timer(min(POLL_SECONDS, settings.heartbeat_seconds))
@@ -80,11 +86,7 @@ class Session:
     def run(self) -> int:
         """Work until told to stop or out of work; the exit code. May raise WorkerError."""
         while not self._is_over():
-            self._hear(self._engine.notices(self._patience()))
-            self._cancel_wanted()
-            self._expire()
-            self._start_some()
-            self._check_engine()
+            self._tend_engine(self._patience())
             self._outage.attempt(self._exchange)
         return self.leave()
 
@@ -92,6 +94,7 @@ class Session:
         """Store what has ended and give back the rest; the exit code. Tries for a while."""
         self._engine.stop()
         self._watchdog.disarm()
+        self._beside.close()
         in_haste = self._stop.is_cold or self._stop.is_orphaned or not self._endings
         patience = LEAVE_SECONDS if in_haste else float(self._settings.lease_seconds)
         deadline = time.monotonic() + patience
@@ -106,6 +109,7 @@ class Session:
         try:
             self._finish()
             self._cancel_in_redis()
+            self._side.return_unanswered()
             self._give_back(self._flights.backlog, died=False)  # it had no part in a death
             self._give_back(self._flights.started, died=self._death is not None)
         except RedisError as fault:
@@ -147,6 +151,14 @@ class Session:
             until = min(until, self._intake.next_pull)
         timers = (self._poll_timer, self._beat_timer, self._maintenance_timer)
         return max(0.0, min(until, *(timer.at for timer in timers)) - now)
+
+    def _tend_engine(self, patience_seconds: float) -> None:
+        """All but Redis: hear what the engine says, and give it what it has room for."""
+        self._hear(self._engine.notices(patience_seconds))
+        self._cancel_wanted()
+        self._expire()
+        self._start_some()
+        self._check_engine()
 
     def _hear(self, notices: list[Notice]) -> None:
         for notice in notices:
@@ -210,17 +222,19 @@ class Session:
 
     def _exchange(self) -> None:
         now = time.monotonic()
+        if self._outage.seconds > self._settings.lease_seconds - self._settings.heartbeat_seconds:
+            # Leases lapsed meanwhile, and their holders may be a moment behind us.
+            self._maintenance_timer.at = max(self._maintenance_timer.at, now + OTHERS_SECONDS)
         self._finish()
         self._cancel_in_redis()
         if self._poll_timer.is_due(now):
             self._poll()
             self._poll_timer.restart(now)
         if self._beat_timer.is_due(now):
-            self._forget(self._side.beat(self._flights.leases, self._busy_seconds))
-            self._busy_seconds = 0.0
+            self._beat()
             self._beat_timer.restart(now)
         if self._maintenance_timer.is_due(now):
-            self._side.maintain()
+            self._beside(self._side.maintain)
             self._maintenance_timer.restart(now)
         if not self._update_intake():
             self._intake.close()
@@ -230,7 +244,7 @@ class Session:
     def _finish(self) -> None:
         while self._endings:
             group = self._endings[:FINISH_GROUP]
-            verdicts = self._side.finish(group)
+            verdicts = self._beside(partial(self._side.finish, group))
             del self._endings[: len(group)]
             num_dropped = len(verdicts) - verdicts.count("ok")
             if num_dropped:
@@ -244,12 +258,21 @@ class Session:
             self._canceled.clear()
 
     def _poll(self) -> None:
-        poll = self._side.poll(self._flights.leases)
+        poll = self._beside(partial(self._side.poll, self._flights.leases))
         self._forget(poll.lost)
         self._is_suspended = poll.is_suspended
         self._intake.look(poll)
         if poll.is_suspended and not self._flights:
             self._intake.suspend()
+
+    def _beat(self) -> None:
+        busy, self._busy_seconds = self._busy_seconds, 0.0
+        try:
+            beat = partial(self._side.beat, self._flights.leases, busy)
+            self._forget(self._beside(beat))
+        except RedisError:
+            self._busy_seconds += busy
+            raise
 
     def _forget(self, job_ids: list[str]) -> None:
         """Drop jobs that are no longer ours: canceled, deleted, or taken over."""

@@ -1,5 +1,8 @@
--- started -> queued at the head of its priority's list, or failed: take back the jobs whose holder let its lease lapse.
+-- started -> queued at the head of its priority's list, or failed: take back the jobs whose holder
+-- let its lease lapse, in the order in which they were pulled, for neighbours share prefixes.
 -- A job that has cost `max_deaths` holders is failed in RQ's terms; `heal` gives it its error row.
+-- No death is counted when the holder was heard of after it last spoke of the job: it lives, and
+-- does not know that it holds it, for the answer to its pull, or its giving back, was lost.
 -- KEYS: queue list, wip, failed zsets.
 -- ARGV: largest number of leases to look at, max_deaths, failure ttl (s), and either '' or the name
 --       of a worker known to be dead, whose leases are taken back although they still run.
@@ -13,22 +16,36 @@ if dead == '' then
 else
   members = redis.call('ZRANGE', KEYS[2], 0, limit - 1)
 end
+local found = {}
+for index, member in ipairs(members) do
+  local id, execution = string.match(member, '^([%w_%-]+):([^:]*)$')
+  local job = id and redis.call('HMGET', 'rq:job:' .. id, 'bkv_exec', 'worker_name',
+    'last_heartbeat', 'started_at') or {}
+  local place = tonumber(string.match(execution or '', '(%d+)$') or '0')  -- `pull` counts them
+  found[index] = {member, id or false, execution or false, job, job[4] or '', place}
+end
+table.sort(found, function(a, b)
+  if a[5] ~= b[5] then return a[5] < b[5] end
+  return a[6] < b[6]
+end)
 local requeued, failed = 0, 0
-for index = #members, 1, -1 do
-  local id, execution = string.match(members[index], '^([%w_%-]+):([^:]*)$')
+for index = #found, 1, -1 do
+  local member, id, execution, job = unpack(found[index], 1, 4)
   local key = 'rq:job:' .. (id or '')
-  local job = id and redis.call('HMGET', key, 'bkv_exec', 'worker_name') or {}
   local gone = id and not job[1] and not job[2] and redis.call('EXISTS', key) == 0
   if not id then
-    redis.call('ZREM', KEYS[2], members[index])  -- not a lease
+    redis.call('ZREM', KEYS[2], member)  -- not a lease
   elseif dead == '' or job[2] == dead or gone then
-    redis.call('ZREM', KEYS[2], members[index])
+    redis.call('ZREM', KEYS[2], member)
     redis.call('DEL', 'rq:executions:' .. id, 'rq:execution:' .. id .. ':' .. execution)
     if job[1] == execution then
       local batch, line = string.match(id, '^(%x+)%-(%d+)$')
       redis.call('HDEL', key, 'bkv_exec')
       release(batch, line)
-      if redis.call('HINCRBY', key, 'bkv_deaths', 1) > max_deaths then
+      local heard = job[2] and redis.pcall('HGET', 'rq:worker:' .. job[2], 'last_heartbeat')
+      local lives = dead == '' and type(heard) == 'string' and job[3] and heard > job[3]
+      local deaths = lives and 0 or redis.call('HINCRBY', key, 'bkv_deaths', 1)
+      if deaths > max_deaths then
         redis.call('HSET', key, 'status', 'failed')
         redis.call('EXPIRE', key, failure_ttl)
         redis.call('ZADD', KEYS[3], tonumber(time[1]) + failure_ttl, id)
