@@ -129,7 +129,8 @@ def connect(url: str | None, warn: Warn | None = None) -> Redis:
         socket_timeout=REPLY_SECONDS,
         socket_keepalive=None if resolved.startswith("unix://") else True,
         # About four seconds in all: a server that restarts is waited for, one that is gone is not.
-        retry=Retry(ExponentialWithJitterBackoff(base=0.1, cap=1.0), 6),
+        # Nor is one that was silent for a minute asked seven times.
+        retry=Retry(ExponentialWithJitterBackoff(base=0.1, cap=1.0), 6, (ConnectionError,)),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from redis import Redis
@@ -14,6 +15,7 @@ from batchkv_producer.client import BatchStatus, Client
 from batchkv_producer.expected import Expected
 from batchkv_producer.job import Result, decode_result
 from batchkv_producer.outfile import LineSet, ResultsFile
+from batchkv_producer.patience import patiently
 from batchkv_producer.progress import Snapshot
 
 UNSERVED_SECONDS = 30.0
@@ -55,9 +57,16 @@ class Follower:
         return num_seen
 
     def refresh(self, stale: outfile.Stale) -> None:
-        """At the end: give rows that were retried meanwhile their new line."""
+        """At the end: give rows that were retried meanwhile their new line.
+
+        A server that lost its last second in a crash has rows at places that were read before:
+        they are found when all is read again.
+        """
         if self._is_behind:
             self.results.refresh(stale)
+        status = patiently(partial(self._client.status, self._batch_id))
+        has_passed_some = status.is_done and len(self.results.present) < status.num_ended
+        if self._is_behind or has_passed_some:
             self._position, self._is_behind = 0, False
             self.collect()
 

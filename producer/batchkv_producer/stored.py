@@ -43,10 +43,12 @@ def in_finish_order(
     """Each row that has ended, once, from index ``after`` of the finish order on.
 
     A retried row stands in that order twice and comes at the first place at which it has a result.
-    ``follow`` goes on until the batch is done, by what ``look`` says.
+    ``follow`` goes on until the batch is done, by what ``look`` says. A server that lost its last
+    second in a crash has other rows now at places that were read: then the order is read once more
+    from its beginning.
     """
-    seen = _LineSet()
-    position, pace = after, Pace()
+    seen, num_seen = _LineSet(), 0
+    position, pace, may_lack = after, Pace(), follow and after == 0
     while True:
         # Read before the page: what ends after this look is in a later page.
         is_over = not follow or patiently(partial(look, connection, batch_id)).is_done
@@ -55,14 +57,18 @@ def in_finish_order(
         for row in _stored(connection, batch_id, fresh):
             if row.line not in seen:
                 seen.add(row.line)
+                num_seen += 1
                 yield row
         position += len(lines)
         if lines:
             pace.reset()
         if len(lines) < PAGE_ROWS:
-            if is_over:
+            if not is_over:
+                pace.sleep()
+            elif may_lack and num_seen < patiently(partial(_num_stored, connection, batch_id)):
+                position, may_lack = 0, False
+            else:
                 return
-            pace.sleep()
 
 
 def in_input_order(
@@ -105,6 +111,10 @@ class _LineSet:
         if index >= len(self._bits):
             self._bits.extend(bytes(max(index + 1 - len(self._bits), len(self._bits))))
         self._bits[index] |= 1 << bit
+
+
+def _num_stored(connection: Redis, batch_id: str) -> int:
+    return int(connection.hlen(redis_keys.results(batch_id)))
 
 
 def _ended_lines(connection: Redis, batch_id: str, position: int) -> list[int]:
