@@ -1,11 +1,12 @@
 """The shared store: what a hit saves, what the store costs when nothing is shared, the codec.
 
-    python tests/benchmarks/bench_cache.py [--quick] [--only ttft|gate|unique|codec] [--json FILE]
+    python tests/benchmarks/bench_cache.py [--quick] [--only PART] [--json FILE]
 
 ``ttft``    time to the first token of a prompt with a 4,096-token prefix: computed, and with the
             prefix in the worker's own memory, the memory tier, on disk, in Redis, in S3's protocol
 ``gate``    the same with a tier that is too slow to pay, against no store, in turns
 ``unique``  prompts that share nothing, with the store on and off, in turns: 95 % interval
+``breaker`` the same prompts with a store whose tier is in trouble and left alone, against no store
 ``codec``   10 MB encoded and decoded, without and with a secret; 64 keys looked up
 
 Both sides of every ratio alternate in one process. S3 is a server of moto's on this machine, Redis
@@ -42,12 +43,13 @@ from bench_engine import NoText  # noqa: E402
 from workloads import VOCABULARY, build_model  # noqa: E402
 
 from batchkv_cache_store.block import Block, Expected, Kind, Tensor, decode, encode, join  # noqa: E402
+from batchkv_cache_store.errors import TierError  # noqa: E402
 from batchkv_cache_store.keys import next_key, root_key  # noqa: E402
 from batchkv_cache_store.lease import LocalLeases  # noqa: E402
 from batchkv_cache_store.lookup import Wanted  # noqa: E402
 from batchkv_cache_store.seal import Buffer, Sealer  # noqa: E402
 from batchkv_cache_store.store import Store  # noqa: E402
-from batchkv_cache_store.tiers.base import Tier  # noqa: E402
+from batchkv_cache_store.tiers.base import Put, Tier  # noqa: E402
 from batchkv_cache_store.tiers.disk import DiskTier  # noqa: E402
 from batchkv_cache_store.tiers.memory import MemoryTier  # noqa: E402
 from batchkv_cache_store.tiers.redis import RedisTier  # noqa: E402
@@ -220,8 +222,44 @@ def bench_gate(house: House) -> dict[str, Any]:
 
 def bench_unique(house: House) -> dict[str, Any]:
     """Prompts of 300 to 900 tokens that share nothing: throughput with the store over without."""
-    args = house.args
     folder = Path(tempfile.mkdtemp(prefix="batchkv-bench-"))
+    try:
+        found, counters = unique_pairs(house, [DiskTier(folder, 2 * GIB)])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(f"\nunique prompts, {house.args.jobs} jobs a run, throughput with the store over without")
+    print(f"  {show(found)}; {counters}")
+    return {"ratio": found, "counters": counters}
+
+
+class BrokenTier(MemoryTier):
+    """A tier whose every call fails, as a server's that is gone."""
+
+    def contains_many(self, names: Sequence[str]) -> dict[str, int]:
+        raise TierError("it is gone")
+
+    def get_many(self, names: Sequence[str]) -> dict[str, Buffer]:
+        raise TierError("it is gone")
+
+    def put(self, name: str, buffers: Sequence[Buffer]) -> Put:
+        raise TierError("it is gone")
+
+
+def bench_breaker(house: House) -> dict[str, Any]:
+    """The prompts of ``unique``, with the breaker of the store's only tier open."""
+    logging.getLogger("batchkv_cache_store").setLevel(logging.ERROR)  # each failure is a warning
+    found, counters = unique_pairs(house, [BrokenTier(GIB)])
+    assert counters["skipped.memory"] > counters["error.memory"], counters
+    print(
+        f"\nthe same with the breaker open, {house.args.jobs} jobs a run, throughput over without"
+    )
+    print(f"  {show(found)}; {counters}")
+    return {"ratio": found, "counters": counters}
+
+
+def unique_pairs(house: House, tiers: Sequence[Tier]) -> tuple[dict[str, float], dict[str, int]]:
+    """(throughput with a store over without, in turns; the store's counters)."""
+    args = house.args
     seeds = iter(range(10**6))
 
     def one(engine: Engine) -> float:
@@ -238,7 +276,7 @@ def bench_unique(house: House) -> dict[str, Any]:
         return spent / lengths
 
     off = house.engine(None)
-    on = house.engine([DiskTier(folder, 2 * GIB)])
+    on = house.engine(tiers)
     one(off), one(on)
     pairs: list[tuple[float, float]] = []
     try:
@@ -250,11 +288,7 @@ def bench_unique(house: House) -> dict[str, Any]:
         counters = on.link.counters
         off.close()
         on.close()
-        shutil.rmtree(folder, ignore_errors=True)
-    found = interval(pairs)
-    print(f"\nunique prompts, {args.jobs} jobs a run, throughput with the store over without")
-    print(f"  {show(found)}; {counters}")
-    return {"ratio": found, "counters": counters}
+    return interval(pairs), counters
 
 
 def bench_codec(house: House) -> dict[str, Any]:
@@ -323,7 +357,13 @@ def show(found: dict[str, float]) -> str:
     )
 
 
-PARTS = {"ttft": bench_ttft, "gate": bench_gate, "unique": bench_unique, "codec": bench_codec}
+PARTS = {
+    "ttft": bench_ttft,
+    "gate": bench_gate,
+    "unique": bench_unique,
+    "breaker": bench_breaker,
+    "codec": bench_codec,
+}
 
 
 def main() -> None:
