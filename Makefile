@@ -14,7 +14,7 @@ LOCKED = pyproject.toml tools/bootstrap.sh $(wildcard requirements/*.txt)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test parity fuzz lint bench wheel-check format lock clean distclean
+.PHONY: help venv demo test parity fuzz chaos soak lint bench wheel-check format lock clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -38,6 +38,12 @@ parity: $(DEV_STAMP) ## Compare every family of caches under every KV scheme, ro
 
 fuzz: $(DEV_STAMP) ## Any bytes into the readers of lines, jobs, results, blocks (FUZZ_SECONDS=60 each)
 	$(PYTHON) tests/fuzz/long.py $(ARGS)
+
+chaos: $(DEV_STAMP) ## Kills, outages, bad lines, broken caches, at length (ARGS='--seed 7', '--only line')
+	$(PYTHON) tests/chaos/weather.py $(ARGS)
+
+soak: $(DEV_STAMP) ## A worker under mixed load for half an hour: what it holds stays (ARGS='--minutes 8')
+	$(PYTHON) tests/chaos/soak.py $(ARGS)
 
 lint: $(DEV_STAMP) ## ruff, mypy, the tree's own rules, and the built wheel without MLX
 	$(PYTHON) -m ruff check .

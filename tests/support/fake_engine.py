@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from batchkv_producer.job import Usage
 from batchkv_worker.errors import ModelError
@@ -33,6 +34,7 @@ class FakePlan:
     load_seconds: float = 0.0
     load_error: str = ""
     answer: str = ""  # instead of the echo
+    tally: str = ""  # a file that is told, at each step, how many rows have ended
 
 
 @dataclass(slots=True)
@@ -56,6 +58,7 @@ class FakeEngine:
         self._waiting: deque[_Row] = deque()
         self._decoding: list[_Row] = []
         self.seen: list[str] = []
+        self._num_ended = 0
 
     @property
     def is_idle(self) -> bool:
@@ -80,6 +83,9 @@ class FakeEngine:
             row.steps_left -= 1
         ended = [row for row in self._decoding if row.steps_left <= 0]
         self._decoding = [row for row in self._decoding if row.steps_left > 0]
+        if self._plan.tally and ended:
+            self._num_ended += len(ended)
+            Path(self._plan.tally).write_text(str(self._num_ended))
         return [self._end(row.work) for row in ended]
 
     def close(self) -> None:

@@ -66,6 +66,13 @@ class RedisServer:
             self._process.wait(STOP_TIMEOUT_SECONDS)
         self._process = None
 
+    def kill(self) -> None:
+        """End the process with no chance to write; may be started again."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(STOP_TIMEOUT_SECONDS)
+            self._process = None
+
     def remove(self) -> None:
         """Stop and delete the directory."""
         self.stop()

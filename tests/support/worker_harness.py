@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from batchkv_producer.transitions import Transitions
 TESTS = Path(__file__).parent.parent
 MODEL = "fake"
 QUEUE = redis_keys.queue_name(MODEL)
+FAKE_CLASS = "support.fake_engine.FakeWorker"
 
 
 def submit(
@@ -98,13 +99,16 @@ class WorkerProcess:
         settings: dict[str, object] | None = None,
         command: Sequence[str] = (),
         stdin: int = subprocess.DEVNULL,
+        environ: Mapping[str, str] | None = None,
+        worker_class: str = FAKE_CLASS,
     ) -> None:
-        environ = {key: value for key, value in os.environ.items() if "BATCHKV" not in key}
+        kept = {key: value for key, value in os.environ.items() if "BATCHKV" not in key}
+        environ = {**kept, **(environ or {})}
         environ |= {"BATCHKV_REDIS_URL": url, "BATCHKV_MODEL": MODEL}
         environ |= {"PYTHONPATH": str(TESTS), "FAKE_PLAN": json.dumps(plan or {})}
         environ |= {f"BATCHKV_{key}": str(value) for key, value in (settings or {}).items()}
         rq_worker = (sys.executable, "-m", "rq.cli", "worker", "-c", "batchkv_worker.rq_config")
-        chosen = command or (*rq_worker, "-w", "support.fake_engine.FakeWorker")
+        chosen = command or (*rq_worker, "-w", worker_class)
         self.log = log
         with log.open("ab") as output:
             self.process = subprocess.Popen(

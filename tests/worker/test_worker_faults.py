@@ -1,21 +1,19 @@
-"""Real worker processes that are killed, stopped, hung, cut off: every row ends exactly once."""
+"""Real worker processes that are killed, stopped, hung, cut off: every row ends exactly once.
+
+All of it at random and at once is in ``tests/chaos``.
+"""
 
 from __future__ import annotations
 
-import os
-import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from redis import Redis
-from rq import Queue
-from rq.serializers import JSONSerializer
 
 from batchkv_producer import redis_keys
 from batchkv_producer.transitions import MAX_DEATHS
@@ -39,8 +37,6 @@ QUICK_LEASES: dict[str, object] = {
     "MAINTENANCE_SECONDS": 0.5,
 }
 Start = Callable[..., WorkerProcess]
-# The long form: CHAOS_SEEDS="1 2 3 4" pytest -k random
-CHAOS_SEEDS = os.environ.get("CHAOS_SEEDS", "1").split()
 
 
 @pytest.fixture
@@ -273,58 +269,3 @@ def test_a_worker_ends_with_its_parent(redis_connection: Redis, start: Start) ->
         assert worker.wait() == 0
         assert time.monotonic() - begun < 2
     assert redis_connection.llen(redis_keys.queue(QUEUE)) == 10
-
-
-# -- everything at once ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", [int(seed) for seed in CHAOS_SEEDS])
-def test_kills_and_rqs_own_tools_at_random(
-    redis_connection: Redis, start: Start, seed: int
-) -> None:
-    """Three workers, random kills and freezes, RQ's clean-up running twice over all the time as
-    ``rq info`` does: every row still ends exactly once."""
-    rng = random.Random(seed)
-    prompts = [f"slow:{rng.randint(1, 20)}" for _ in range(600)]
-    batch = submit(redis_connection, prompts)
-    is_over = threading.Event()
-
-    def clean_up() -> None:
-        registry = Queue(
-            QUEUE, connection=redis_connection, serializer=JSONSerializer
-        ).started_job_registry
-        while not is_over.wait(0.02):
-            registry.cleanup()
-
-    cleaners = [threading.Thread(target=clean_up) for _ in range(2)]
-    plan: dict[str, object] = {"step_seconds": 0.02}
-    alive = [start(plan=plan, log=f"w{number}") for number in range(3)]
-    for thread in cleaners:
-        thread.start()
-    try:
-        number, deadline = 3, time.monotonic() + 10
-        while time.monotonic() < deadline and num_ended(redis_connection, batch) < 600:
-            time.sleep(rng.uniform(0.3, 1.2))
-            victim = alive.pop(rng.randrange(len(alive)))
-            if rng.random() < 0.3:
-                victim.process.send_signal(signal.SIGSTOP)
-                time.sleep(rng.uniform(0.1, 2.5))
-                victim.process.send_signal(signal.SIGCONT)
-                alive.append(victim)
-                continue
-            victim.end()
-            alive.append(start(plan=plan, log=f"w{number}"))
-            number += 1
-        wait_until(lambda: num_ended(redis_connection, batch) == 600, 30)
-        for worker in alive:
-            worker.process.send_signal(signal.SIGTERM)
-        # One that was started a moment ago may have been met before it had a handler.
-        codes = {worker.wait() for worker in alive if "engine is ready" in worker.said}
-        assert codes == {0}
-    finally:
-        is_over.set()
-        for thread in cleaners:
-            thread.join()
-        for worker in alive:
-            worker.end()
-    assert_reconciled(redis_connection, batch)

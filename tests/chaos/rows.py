@@ -1,0 +1,105 @@
+"""The rows of a storm: how they come into the queue, and what each must have come to at the end."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from batchkv_producer import redis_keys
+from batchkv_producer.job import Request, SamplingParams, decode_result, encode_job
+from batchkv_producer.transitions import MAX_DEATHS, Transitions
+from chaos import audit
+from support.worker_harness import MODEL, QUEUE
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be answered: a prompt for each line, and the answer that is right for it."""
+
+    prompts: Sequence[str]
+    answers: Sequence[str]
+    max_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class Ends:
+    """How rows ended: those that cost too many holders, and how many cost how many."""
+
+    num_failed: int = 0
+    deaths: Counter[int] = field(default_factory=Counter)
+
+
+class Rows:
+    """One batch, submitted in chunks as they fall due."""
+
+    def __init__(self, work: Work, name: str, chunk_rows: int) -> None:
+        self._work = work
+        self._chunk_rows = chunk_rows
+        self.total = len(work.prompts)
+        self.num_chunks = -(-self.total // chunk_rows)
+        self.batch_id = hashlib.sha256(name.encode()).hexdigest()[:16]
+        self.num_due = self._most_submitted = 0
+        self.num_resubmitted = 0
+
+    def submit_to(self, connection: Redis, num_due: int) -> None:
+        """Submit the first chunks. A server that lost its last second gets them again."""
+        self.num_due = min(self.num_chunks, max(self.num_due, num_due))
+        with suppress(RedisError):
+            moves = Transitions(connection)
+            fields: dict[str, str | int] = {"digest": "0" * 64, "name": "storm", "model": MODEL}
+            fields |= {"queue": QUEUE, "total": self.total, "num_chunks": self.num_chunks}
+            there = moves.create(self.batch_id, fields).num_enqueued
+            self.num_resubmitted += max(0, self._most_submitted - there)
+            for chunk in range(there, self.num_due):
+                moves.submit(self.batch_id, QUEUE, chunk, self._jobs(chunk), [], 0)
+            self._most_submitted = self.num_due
+
+    def _jobs(self, chunk: int) -> list[tuple[int, bytes]]:
+        params = SamplingParams(max_tokens=self._work.max_tokens)
+        first = chunk * self._chunk_rows
+        jobs = []
+        for index in range(first, min(first + self._chunk_rows, self.total)):
+            prompt = self._work.prompts[index]
+            request = Request(f"c{index + 1}", "completion", prompt=prompt, params=params)
+            jobs.append((index + 1, encode_job(request)))
+        return jobs
+
+    def is_done(self, connection: Redis) -> bool:
+        """Whether all rows have ended, and stale ids have left the queue too."""
+        num_ended = connection.hlen(redis_keys.results(self.batch_id))
+        return num_ended == self.total and not connection.exists(redis_keys.queue(QUEUE))
+
+    def books(self, connection: Redis) -> audit.Books | None:
+        """See ``audit.look``; None when the batch is not there."""
+        if not connection.exists(redis_keys.batch(self.batch_id)):
+            return None
+        return audit.look(connection, self.batch_id, QUEUE, self.total, self._chunk_rows)
+
+    def check(self, connection: Redis) -> Ends:
+        """Each line has one result, the right one, and nothing of any job is left anywhere."""
+        books = self.books(connection)
+        assert books is not None and books.faults(self.total) == []
+        assert (books.ended, books.num_done, books.lost) == (self.total, self.total, [])
+        found = connection.hgetall(redis_keys.results(self.batch_id))
+        ends = Ends()
+        for line, answer in enumerate(self._work.answers, 1):
+            key = redis_keys.job(redis_keys.job_id(self.batch_id, line))
+            deaths, retries_left = (
+                int(value or 0) for value in connection.hmget(key, "bkv_deaths", "retries_left")
+            )
+            ends.deaths[deaths] += 1
+            result = decode_result(found[str(line).encode()])
+            assert result.custom_id == f"c{line}"
+            if result.outcome == "failed" and (deaths > MAX_DEATHS or retries_left == 0):
+                # It lost four holders, by our count or by that of RQ's clean-up, which was quicker.
+                ends.num_failed += 1
+                continue
+            assert (result.outcome, result.text) == ("ok", answer), (line, result)
+        assert audit.leftovers(connection, QUEUE) == []
+        return ends

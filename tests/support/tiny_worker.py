@@ -1,0 +1,71 @@
+"""A worker whose engine is the real one, on a tiny model with random weights.
+
+``rq worker -w support.tiny_worker.TinyWorker``: all of the product but the loading of a model from
+files. The cache, the KV scheme and the slots are those of the settings. Prompts and answers are
+numbers, as ``tiny_models.NumberTokenizer`` writes them. The plan in the variable FAKE_PLAN may say
+``step_seconds``, a pause before each step, and ``vitals``, a file that gets a line of JSON now and
+then: what MLX holds.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from typing import Any
+
+from batchkv_worker.rq_worker import BatchWorker
+from batchkv_worker.settings import WorkerSettings
+
+FAMILY = "llama"
+VITALS_SECONDS = 0.5
+COMMAND_CLASS = "support.tiny_worker.TinyWorker"
+
+
+def build_tiny(settings: WorkerSettings, family: str = FAMILY) -> Any:
+    """The engine; called on the engine's thread, where MLX may be imported."""
+    from batchkv_worker.engine import Engine, EngineConfig
+    from batchkv_worker.store.access import open_access
+    from support import tiny_models
+
+    config = EngineConfig(
+        scheme=settings.kv_scheme,
+        slots=settings.slots,
+        prefetch=settings.prefetch,
+        chunk_tokens=settings.prefill_chunk,
+        memory_bytes=settings.memory_bytes or 2**28,
+        path="fused",  # measuring the paths would take longer than the tests
+        group_cost=64,
+    )
+    access = open_access(settings)
+    engine = Engine(tiny_models.loaded(tiny_models.build(family)), config, access)
+    plan = json.loads(os.environ.get("FAKE_PLAN", "{}"))
+    pause, vitals = plan.get("step_seconds", 0.0), plan.get("vitals")
+    step, tell_at = engine.step, [0.0]
+
+    def paced() -> Any:
+        time.sleep(pause)
+        if vitals and time.monotonic() >= tell_at[0]:
+            _tell(vitals)
+            tell_at[0] = time.monotonic() + VITALS_SECONDS
+        return step()
+
+    engine.step = paced  # type: ignore[method-assign]
+    return engine
+
+
+def _tell(path: str) -> None:
+    import mlx.core as mx
+
+    gc.collect()
+    arrays = sum(isinstance(thing, mx.array) for thing in gc.get_objects())
+    line = {"arrays": arrays, "active": mx.get_active_memory(), "cached": mx.get_cache_memory()}
+    with open(path, "a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+class TinyWorker(BatchWorker):
+    """BatchWorker on a tiny model."""
+
+    engine_factory = staticmethod(build_tiny)
