@@ -109,8 +109,7 @@ class Result:
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _write_json = msgspec.json.Encoder().encode
 _PARAM_NAMES = tuple(item.name for item in fields(SamplingParams))
-_param_values = attrgetter(*_PARAM_NAMES)
-_NO_USAGE = Usage()
+_param_values, _NO_USAGE = attrgetter(*_PARAM_NAMES), Usage()
 
 
 def encode_job(request: Request) -> bytes:
@@ -225,9 +224,8 @@ _OPTIONAL_TYPES: dict[str, tuple[type, ...]] = {
     "seed": (int,),
     "logprobs": (int,),
 }
-
-
 _REQUEST_FIELDS = frozenset(item.name for item in fields(Request))
+_REQUIRED = object()
 
 
 def _request(payload: Any) -> Request:
@@ -249,9 +247,6 @@ def _request(payload: Any) -> Request:
     if (request.messages is None) == (request.prompt is None):
         raise WireError("job payload needs either messages or a prompt")
     return request
-
-
-_REQUIRED = object()
 
 
 def _typed(payload: dict[str, Any], name: str, kind: type, default: Any = _REQUIRED) -> Any:

@@ -81,8 +81,7 @@ SWEEP_ENTRIES = 5000  # of a queue's list, looked at in one step
 SWEPT = "batchkv:swept"  # stands in a queue's list for an entry that is about to be removed
 COPIES = 1000  # of a result to twins, made in one step
 
-# Text that stands before a script; ``pull`` and the others need none.
-_PRELUDES: dict[str, tuple[str, ...]]
+_PRELUDES: dict[str, tuple[str, ...]]  # what stands before a script
 _PRELUDES = dict.fromkeys(("submit", "give_back", "reap", "retry", "mend"), ("common",))
 _PRELUDES |= dict.fromkeys(("finish", "settle", "copy", "follow"), ("common", "twins"))
 

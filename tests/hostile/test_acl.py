@@ -148,6 +148,33 @@ def test_each_role_does_all_its_work(hub: Hub, tmp_path: Path) -> None:
     assert "NOPERM" not in log.read_text() and "Traceback" not in log.read_text()
 
 
+def test_twins_and_terms_need_no_further_rights(hub: Hub, tmp_path: Path) -> None:
+    """Twins, a deadline, an urgent batch and a leader that is canceled, each with its role."""
+    source, url = tmp_path / "twins.jsonl", hub.url("producer")
+    line = '{"prompt": "same", "temperature": 0, "max_tokens": 4}\n'
+    source.write_text(line * 4)
+    terms = ("--dedupe", "--priority", "high", "--expires", "8h", "--keep", "1d")
+    found = batchkv("submit", source, "-m", MODEL, *terms, url=url)
+    assert found.exit_code == 0, found.output
+    batch = found.stdout.strip()
+    found = batchkv("cancel", f"{batch}-1", url=url)
+    assert found.exit_code == 0, found.output
+    log = tmp_path / "log"
+    settings: dict[str, object] = {"HEARTBEAT_SECONDS": 0.1, "MAINTENANCE_SECONDS": 0.1}
+    settings |= {"LEASE_SECONDS": 60, "DRAIN_SECONDS": 0}
+    worker = WorkerProcess(hub.url("worker"), log, settings=settings, plan={"step_seconds": 0.001})
+    with workers(worker), hub.connect("admin") as admin:
+        wait_until(lambda: num_ended(admin, batch) == 4, PATIENCE)
+        assert batchkv("status", batch, url=url).exit_code == 0
+        outcomes = [row.outcome for _, row in sorted(results_of(admin, batch).items())]
+        assert outcomes == ["canceled", "ok", "ok", "ok"]
+        found = batchkv("retry", batch, "--canceled", url=url)
+        assert found.exit_code == 0, found.output
+        wait_until(lambda: num_ended(admin, batch) == 4, PATIENCE)
+        assert results_of(admin, batch)[1].outcome == "ok"
+    assert "NOPERM" not in log.read_text() and "permission" not in log.read_text()
+
+
 def test_a_stopped_worker_gives_back_and_reaps_with_its_rights(hub: Hub) -> None:
     """give_back, reap, renew and settle as a worker; none of them is refused."""
     with hub.connect("worker") as connection, hub.connect("producer") as producer:
@@ -170,7 +197,7 @@ REFUSED = {
         *("GET rq:job:x", "SET other 1", "HSET other a 1", "HGETALL other", "SUBSCRIBE secret"),
         *("PUBLISH other x", "LPOP rq:queue:q", "BLMOVE rq:queue:q rq:queue:q LEFT LEFT 1"),
         *("HSET rq:worker:w state x", "SADD rq:workers rq:worker:w", "DEL rq:workers"),
-        *("ZADD rq:wip:q 1 a", "ZADD rq:finished:q 1 a", "SET batchkv:lock:q w"),
+        *("ZADD rq:wip:q 1 a", "LPOP batchkv:done:x", "SET batchkv:lock:q w"),
         *("SET rq:suspended 1", "EVAL return 1 0", "FUNCTION LIST", "MODULE LIST"),
         "SUBSCRIBE rq:pubsub:w",
     ],
