@@ -411,7 +411,10 @@ def test_the_command_needs_no_cache_where_the_result_tells(
 def test_a_job_without_an_answer_is_one_sentence(server: str, redis_connection: Redis) -> None:
     """Unknown, running, failed."""
     shown = why(server)
-    assert (shown.exit_code, shown.stderr) == (2, f"batchkv: no job {JOB_ID} on this server\n")
+    assert (shown.exit_code, shown.stderr) == (
+        2,
+        f"batchkv: no batch {JOB_ID.partition('-')[0]} on this server\n",
+    )
     redis_connection.hset(redis_keys.job(JOB_ID), "status", "started")
     shown = why(server)
     assert shown.exit_code == 1
