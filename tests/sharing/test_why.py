@@ -26,6 +26,7 @@ from batchkv_producer import redis_keys
 from batchkv_producer.cache_note import CacheNote, token_marks
 from batchkv_producer.cli import cli
 from batchkv_producer.job import Result, Usage, encode_result
+from batchkv_producer.transitions import Transitions
 from batchkv_worker.store.why import Explanation, from_look, from_result
 from batchkv_worker.store.why_look import Look
 from cache_store.blocks import NAMESPACE, ROOT, make_block
@@ -415,9 +416,11 @@ def test_a_job_without_an_answer_is_one_sentence(server: str, redis_connection: 
         2,
         f"batchkv: no batch {JOB_ID.partition('-')[0]} on this server\n",
     )
+    batch = {"digest": "0", "name": "n", "model": "m", "queue": "q", "total": 7, "num_chunks": 1}
+    Transitions(redis_connection).create(JOB_ID.partition("-")[0], {**batch, "created": 1})
     redis_connection.hset(redis_keys.job(JOB_ID), "status", "started")
     shown = why(server)
-    assert shown.exit_code == 1
+    assert shown.exit_code == 1, shown.stderr
     assert shown.stderr == f"batchkv: no result yet: job {JOB_ID} is running\n"
     failed = ended(0, "", note=None, outcome="failed", error=("too_long", "much too long"))
     record(redis_connection, failed)
