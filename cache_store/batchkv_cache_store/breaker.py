@@ -39,6 +39,12 @@ class Breaker:
         """Is the tier in ordinary use?"""
         return self._ask_again_at is None
 
+    @property
+    def is_resting(self) -> bool:
+        """Would nobody be told now that the tier may be asked?"""
+        with self._lock:
+            return self._ask_again_at is not None and self._clock() < self._ask_again_at
+
     def may_ask(self) -> bool:
         """May the tier be asked? Whoever is told so while it is open makes the one probe."""
         with self._lock:

@@ -122,7 +122,9 @@ class Store:
         return self._settings.limits
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether that many more bytes may wait to be written."""
+        """Whether that many more bytes may wait to be written, and any tier would take them now."""
+        if all(tier.breaker.is_resting for tier in self._tiers):
+            return False
         return self._writer.num_bytes + num_bytes <= self._settings.max_queued_bytes
 
     def count(self, name: str, amount: int = 1) -> None:

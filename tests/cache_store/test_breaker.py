@@ -75,3 +75,16 @@ def test_a_probe_that_never_reports_is_replaced() -> None:
     assert breaker.may_ask() and not breaker.may_ask()
     clock.now += 5.1
     assert breaker.may_ask()
+
+
+def test_it_rests_until_somebody_may_ask() -> None:
+    """Closed it does not rest; open it does, but for the moment of the probe."""
+    clock = Clock()
+    assert not Breaker(3, 5.0, 15.0, clock).is_resting
+    breaker = opened(clock)
+    assert breaker.is_resting
+    clock.now += 5
+    assert not breaker.is_resting
+    assert breaker.may_ask() and breaker.is_resting
+    breaker.succeeded()
+    assert not breaker.is_resting

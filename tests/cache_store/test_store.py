@@ -471,3 +471,16 @@ def test_two_machines_share_blocks_through_redis(tmp_path: Path) -> None:
         publish(first, other)
         assert second.lookup(wanted(other)).depth == 10
         assert first.close(FLUSH_SECONDS) and second.close(FLUSH_SECONDS)
+
+
+def test_nothing_is_copied_out_for_tiers_that_rest(tmp_path: Path) -> None:
+    """There is no room for what no tier would take now; one of two that works is enough."""
+    store = Store([MemoryTier(2**20), DiskTier(tmp_path, 2**20)])
+    for tier in store._tiers:
+        assert store.has_room(100)
+        for _ in range(10):
+            tier.breaker.failed()
+    assert len(store.open_breakers()) == 2 and not store.has_room(100)
+    store._tiers[1].breaker.succeeded()
+    assert store.has_room(100)
+    store.close(FLUSH_SECONDS)
