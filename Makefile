@@ -6,6 +6,8 @@
 VENV ?= .venv
 SET ?= dev
 ARGS ?=
+# Processes that share the tests' files among them; 0: all in one, which shows what is printed.
+TESTERS ?= 2
 PYTHON = $(VENV)/bin/python
 # One stamp for each set: a venv of a smaller set does not pass for the developer's.
 STAMP = $(VENV)/.batchkv-$(SET)
@@ -31,7 +33,7 @@ demo: $(DEV_STAMP) ## Answer the quickstart's prompts on this machine, from an e
 	@sh tools/demo.sh '$(VENV)/bin/batchkv' $(ARGS)
 
 test: $(DEV_STAMP) ## Run the whole suite against a real server (ARGS='tests/producer -k name')
-	$(PYTHON) -m pytest $(ARGS)
+	$(PYTHON) -m pytest -n '$(TESTERS)' --dist loadfile $(ARGS)
 
 parity: $(DEV_STAMP) ## Compare every family of caches under every KV scheme, row by row (ARGS='-k llama')
 	BATCHKV_PARITY=all $(PYTHON) -m pytest tests/parity $(ARGS)

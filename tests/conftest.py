@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from batchkv_worker import blas
 from support.redis_server import RedisServer, running_server
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # several at once: a core for each
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 blas.load()  # before any test imports MLX: a BLAS can only be exchanged then
 
 # A busy machine is slow at times; that is no fault of the code.

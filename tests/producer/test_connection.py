@@ -31,11 +31,11 @@ def free_port() -> int:
 
 
 def complaint(url: str) -> str:
-    """What connecting says; it must not take a second."""
+    """What connecting says; not the four seconds of tries that redis-py makes."""
     started = time.monotonic()
     with pytest.raises(ServerError) as caught:
         connection.connect(url)
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 3.0
     return str(caught.value)
 
 

@@ -101,10 +101,10 @@ def test_the_backlog_is_canceled_like_all_else(redis_connection: Redis) -> None:
 
 def test_time_runs_from_the_start(redis_connection: Redis) -> None:
     """A row that waited longer than its timeout has all of it when it starts."""
-    batch = submit(redis_connection, ["slow:300", "slow:300", "slow:300"], timeout_seconds=1)
+    batch = submit(redis_connection, ["slow:300"] * 6, timeout_seconds=3)
     work(make_worker(redis_connection, SLOW, slots=1, prefetch=0))
     assert_reconciled(redis_connection, batch)
-    assert counts_of(redis_connection, batch)["ok"] == 3
+    assert counts_of(redis_connection, batch)["ok"] == 6
 
 
 def test_leases_of_the_backlog_are_renewed(redis_connection: Redis) -> None:

@@ -243,7 +243,7 @@ def test_a_second_signal_is_a_cold_stop(redis_connection: Redis, start: Start) -
         begun = time.monotonic()
         worker.process.send_signal(signal.SIGTERM)
         assert worker.wait() == 0
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < 20
     assert redis_connection.llen(redis_keys.queue(QUEUE)) == 10
 
 
@@ -267,5 +267,5 @@ def test_a_worker_ends_with_its_parent(redis_connection: Redis, start: Start) ->
         begun = time.monotonic()
         worker.process.stdin.close()
         assert worker.wait() == 0
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < 20
     assert redis_connection.llen(redis_keys.queue(QUEUE)) == 10
