@@ -397,7 +397,7 @@ def test_an_empty_file(tmp_path: Path, data: bytes) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (gzip.compress(b"{}"), "gzip-compressed"),
+        (gzip.compress(b"{}", mtime=0), "gzip-compressed"),
         ('{"prompt": "a"}'.encode("utf-16"), "is UTF-16 text: save it as UTF-8$"),
         (b"PK\x03\x04rest", "zip"),
         (b"\x7fELF\x00\x00", "binary"),
