@@ -60,14 +60,14 @@ class Rows:
                 moves.submit(self.batch_id, QUEUE, chunk, self._jobs(chunk), [], 0)
             self._most_submitted = self.num_due
 
-    def _jobs(self, chunk: int) -> list[tuple[int, bytes]]:
+    def _jobs(self, chunk: int) -> list[tuple[int, bytes, int]]:
         params = SamplingParams(max_tokens=self._work.max_tokens)
         first = chunk * self._chunk_rows
         jobs = []
         for index in range(first, min(first + self._chunk_rows, self.total)):
             prompt = self._work.prompts[index]
             request = Request(f"c{index + 1}", "completion", prompt=prompt, params=params)
-            jobs.append((index + 1, encode_job(request)))
+            jobs.append((index + 1, encode_job(request), 0))
         return jobs
 
     def is_done(self, connection: Redis) -> bool:

@@ -104,7 +104,7 @@ class Load:
         for line in range(1, BATCH_ROWS + 1):
             params = SamplingParams(max_tokens=self._random.choice((1, 8, 30, 60)))
             request = Request(f"c{line}", "completion", prompt=self._prompt(), params=params)
-            jobs.append((line, encode_job(request)))
+            jobs.append((line, encode_job(request), 0))
         self._moves.submit(batch, QUEUE, 0, jobs, [], 3600)
         self.batches.append(batch)
         self.num_rows += BATCH_ROWS

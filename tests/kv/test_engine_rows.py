@@ -104,13 +104,16 @@ def test_states_of_free_slots_are_counted() -> None:
     crowd = Crowd("qwen3_next", slots=16, prefix_bytes=0)
     layouts, costs = crowd.engine._slots.layouts, crowd.engine.plan.costs
     for index in range(16):
-        crowd.add(str(index), [1, 2, 3], count=40 if index == 15 else 3)
+        crowd.add(str(index), [1, 2, 3], count=40)
     crowd.step()
     crowd.add("waits", [1, 2, 3])  # so that gaps are not closed
+    for index in range(15):
+        crowd.engine.cancel(str(index))
     crowd.engine._scheduler._fits_memory = lambda *_: False  # type: ignore[method-assign]
     crowd.step(10)
-    assert layouts.num_active == 1
-    assert crowd.engine.kv_bytes <= layouts.bytes_needed(costs, [])
+    assert layouts.num_active == 1 and layouts.main.num_rows == 16
+    reckoned = max(layouts.bytes_needed(costs, []), layouts.bytes_held(costs))
+    assert crowd.engine.kv_bytes <= reckoned
 
 
 def test_rows_too_long_are_refused_at_once() -> None:

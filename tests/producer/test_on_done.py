@@ -144,10 +144,12 @@ def test_an_interrupted_wait_runs_nothing(source: Path, tmp_path: Path) -> None:
         f"touch {mark}",
     ]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as waiting:
+        assert waiting.stderr is not None
+        waiting.stderr.readline()  # it says how the batch stands: it waits now
         with pytest.raises(subprocess.TimeoutExpired):
-            waiting.wait(1.5)
+            waiting.wait(0.5)
         waiting.send_signal(signal.SIGINT)
-        assert waiting.wait(20) == 130
+        assert waiting.wait(60) == 130
     assert not mark.exists()
 
 

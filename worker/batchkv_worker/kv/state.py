@@ -121,7 +121,7 @@ class StateSlots(_Arrays, SlotLayer):
         """Nothing belongs to a step alone."""
 
     def admit(self, slot: int, write: int, pieces: Pieces | None) -> None:
-        count = 1 if pieces is None else pieces[0].shape[0]
+        count = pieces[0].shape[0] if pieces else 1
         self._fit(max(slot + count, self._rows))
         for index, (place, row, dtype) in enumerate(self._shape.used):
             piece = mx.zeros((1, *row), dtype) if pieces is None else pieces[index].astype(dtype)
