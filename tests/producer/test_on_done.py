@@ -143,7 +143,12 @@ def test_an_interrupted_wait_runs_nothing(source: Path, tmp_path: Path) -> None:
         "--on-done",
         f"touch {mark}",
     ]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as waiting:
+    # A test in the background of a shell has SIGINT ignored, and children inherit that.
+    with subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as waiting:
         assert waiting.stderr is not None
         waiting.stderr.readline()  # it says how the batch stands: it waits now
         with pytest.raises(subprocess.TimeoutExpired):
