@@ -27,13 +27,14 @@ from batchkv_producer import redis_keys
 from chaos.faults import Fault, write_log
 from chaos.rows import Rows, Work
 from support.redis_server import RedisServer, running_server
-from support.worker_harness import FAKE_CLASS, QUEUE, WorkerProcess, wait_until
+from support.worker_harness import (
+    FAKE_CLASS,
+    QUEUE,
+    QUICK_LEASES,
+    WorkerProcess,
+    wait_until,
+)
 
-QUICK_LEASES: dict[str, object] = {
-    "LEASE_SECONDS": 2,
-    "HEARTBEAT_SECONDS": 0.5,
-    "MAINTENANCE_SECONDS": 0.5,
-}
 AOF = ("--appendonly", "yes", "--appendfsync", "everysec")
 WORK_SECONDS = 8.0
 READY = "the engine is ready"

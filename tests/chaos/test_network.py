@@ -25,6 +25,7 @@ from support.redis_server import RedisServer
 from support.worker_harness import (
     MODEL,
     QUEUE,
+    QUICK_LEASES,
     WorkerProcess,
     assert_reconciled,
     counts_of,
@@ -35,11 +36,6 @@ from support.worker_harness import (
     workers,
 )
 
-QUICK_LEASES: dict[str, object] = {
-    "LEASE_SECONDS": 2,
-    "HEARTBEAT_SECONDS": 0.5,
-    "MAINTENANCE_SECONDS": 0.5,
-}
 IS_LONG = os.environ.get("BATCHKV_CHAOS", "") == "long"
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 

@@ -23,6 +23,7 @@ from support.redis_server import RedisServer, running_server
 from support.worker_harness import (
     MODEL,
     QUEUE,
+    QUICK_LEASES,
     WorkerProcess,
     assert_reconciled,
     counts_of,
@@ -33,11 +34,6 @@ from support.worker_harness import (
     workers,
 )
 
-QUICK_LEASES: dict[str, object] = {
-    "LEASE_SECONDS": 2,
-    "HEARTBEAT_SECONDS": 0.5,
-    "MAINTENANCE_SECONDS": 0.5,
-}
 AOF = ("--appendonly", "yes", "--appendfsync", "always")
 
 

@@ -22,6 +22,11 @@ TESTS = Path(__file__).parent.parent
 MODEL = "fake"
 QUEUE = redis_keys.queue_name(MODEL)
 FAKE_CLASS = "support.fake_engine.FakeWorker"
+QUICK_LEASES: dict[str, object] = {  # settings under which a lost worker is missed soon
+    "LEASE_SECONDS": 2,
+    "HEARTBEAT_SECONDS": 0.5,
+    "MAINTENANCE_SECONDS": 0.5,
+}
 
 
 def submit(

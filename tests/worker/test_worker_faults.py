@@ -21,6 +21,7 @@ from batchkv_worker.maintenance import Maintenance
 from support.redis_server import running_server
 from support.worker_harness import (
     QUEUE,
+    QUICK_LEASES,
     WorkerProcess,
     assert_reconciled,
     counts_of,
@@ -31,11 +32,6 @@ from support.worker_harness import (
     workers,
 )
 
-QUICK_LEASES: dict[str, object] = {
-    "LEASE_SECONDS": 2,
-    "HEARTBEAT_SECONDS": 0.5,
-    "MAINTENANCE_SECONDS": 0.5,
-}
 Start = Callable[..., WorkerProcess]
 
 
