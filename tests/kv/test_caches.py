@@ -43,6 +43,18 @@ def test_states_of_any_number_of_arrays(count: int) -> None:
     slots.check(2, 0)
 
 
+def test_states_of_several_rows_take_their_slots_and_no_others() -> None:
+    """A copy of two rows between others: those keep what is theirs, and no row is added."""
+    kind = StateKind(StateShape(((3,),), (mx.float32,)))
+    layer = kind.prefill(8, 8)
+    layer[0] = mx.arange(5.0)[:, None] * mx.ones((5, 3))
+    slots = kind.slots()
+    slots.admit(0, 0, layer.row(0, 1, count=5))
+    slots.admit(1, 0, layer.row(3, 1, count=2))
+    slots.check(5, 0)
+    assert slots.arrays[0][:, 0].tolist() == [0.0, 3.0, 4.0, 3.0, 4.0]
+
+
 def test_nothing_held_is_no_bytes() -> None:
     """S4: empty layers count nothing and can be asked."""
     for kind in (attention_kind("affine8"), attention_kind("float", 24), state_kind()):

@@ -16,7 +16,7 @@ from batchkv_worker.kv.decode import DecodeSlots
 from batchkv_worker.kv.layouts import Costs, SlotLayouts
 from batchkv_worker.scheduler import Budget, PrefillGroup, Scheduler
 from batchkv_worker.sequence import Generation, Sequence
-from batchkv_worker.turns import MOST_OVERTAKEN
+from batchkv_worker.turns import MOST_OVERTAKEN, longest_first
 from support import tiny_models
 
 
@@ -109,6 +109,45 @@ def test_rows_of_one_length_in_neighbouring_slots_are_one_copy() -> None:
     rows[1].slot = 20
     lengths = [[one.slot for one in run] for run in runs(placed)]
     assert lengths == [[0], [2], [3, 4], [5], [6], [7], [20]]
+    pair = PrefillGroup([row("a", 5), row("b", 5)])
+    for one, slot in zip(pair.rows, (0, 5), strict=True):
+        one.slot = slot
+    assert [len(run) for run in runs([Placed(one, pair, 0) for one in pair.rows])] == [1, 1]
+
+
+def test_a_row_that_was_begun_goes_before_longer_ones() -> None:
+    """Who had to leave a slot is not overtaken by rows that may generate more."""
+    begun, long = row("begun", 5, 1), row("long", 5, 500)
+    assert longest_first([begun, long], 4) == [long, begun]
+    begun.num_preempted = 1
+    assert longest_first([begun, long], 4) == [begun, long]
+
+
+def test_what_stood_in_a_slot_before_does_no_harm() -> None:
+    """Not even numbers that are none: a weight of 0 times such a number would be none, too."""
+    model = tiny_models.build("llama")
+    config = EngineConfig(scheme="float", slots=4, chunk_tokens=256, memory_bytes=2**30)
+    running = Engine(tiny_models.loaded(model), config)
+    for index in range(4):
+        prompt = [index + 1] * 60
+        running.submit_row(Sequence(str(index), prompt, Generation(40, temperature=0.0)))
+    for _ in range(4):
+        running.step()
+    for index in (1, 2, 3):
+        running.cancel(str(index))
+    free = [slot for slot in range(4) if slot not in running._rows]
+    assert len(free) == 3
+    for array in running._slots.arrays:
+        for slot in free:
+            array[slot] = float("nan")
+    prompt = [7, 8, 9, 10]
+    running.submit_row(Sequence("new", prompt, Generation(8, temperature=0.0)))
+    found = {}
+    while not running.is_idle:
+        for event in running.step():
+            assert isinstance(event, Completed)
+            found[event.job_id] = list(event.token_ids)
+    assert found["new"] == tiny_models.alone(model, prompt, 8)
 
 
 @pytest.mark.parametrize(("count", "past"), [(65, 0), (200, 0), (128, 77), (64, 9), (300, 500)])
