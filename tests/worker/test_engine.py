@@ -504,13 +504,17 @@ def test_a_model_that_disagrees_with_itself_is_refused() -> None:
 
 
 def test_rows_that_decode_wait_for_one_chunk_at_most() -> None:
-    """Between two decode steps one chunk of a prompt is computed, however many prompts wait."""
+    """Between two decode steps one chunk of a prompt is computed, however many prompts wait.
+
+    A row that has only just come in does not decode yet.
+    """
     running = engine(tiny_models.build("llama"), slots=4)
     seen: list[str] = []
     advance, build = running._prefill._compute_chunk, running._build_step
 
     def chunk(group: Any) -> None:
-        seen.append("chunk" if running._rows else "chunk for nobody who decodes")
+        decoding = [row for row in running._rows.values() if row.num_dispatched]
+        seen.append("chunk" if decoding else "chunk for nobody who decodes")
         advance(group)
 
     def decode() -> Any:
@@ -526,3 +530,25 @@ def test_rows_that_decode_wait_for_one_chunk_at_most() -> None:
     drain(running)
     assert seen.count("chunk") > 10
     assert ("chunk", "chunk") not in set(pairwise(seen))
+
+
+def test_rows_that_come_in_together_start_together() -> None:
+    """Before anybody decodes, chunk after chunk is computed, so that rows of one length end at once
+
+    and their attention needs no mask.
+    """
+    running = engine(tiny_models.build("llama"), slots=4, chunk_tokens=32)
+    frames: list[tuple[int, bool]] = []
+    frame = running._slots._framer.frame
+
+    def watched(layouts: Any) -> Any:
+        made = frame(layouts)
+        frames.append((made.num_rows, made.spans[None].mask is None))
+        return made
+
+    running._slots._framer.frame = watched  # type: ignore[method-assign]
+    for index in range(8):  # a chunk takes two of them
+        row = Sequence(str(index), [index + 1] * 16, Generation(5, temperature=0.0))
+        running.submit_row(row)
+    drain(running)
+    assert frames == [(4, True)] * 10

@@ -237,9 +237,13 @@ class Engine:
         return self.plan.costs.per_new_token
 
     def _run_prefill(self) -> None:
-        """Chunks of prompts; rows that decode wait for one at most."""
+        """Chunks of prompts; rows that decode wait for one at most.
+
+        Rows that have just come in wait for others: those that start together end together, and
+        need no mask on the way.
+        """
+        is_decoding = any(row.num_dispatched > row.num_resumed for row in self._rows.values())
         for _ in range(CHUNKS_PER_STEP):
-            is_decoding = bool(self._rows)
             self._is_in_prefill = True
             group = self._prefill.advance()
             self._is_in_prefill = False

@@ -163,10 +163,10 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         assert self._path is not None
         span = self.span
         found = []
-        for group in span.groups:
+        for group in span.exact_groups if self._path.endswith("fused") else span.groups:
             rows = slice(group.first, group.last)
             keys, values = (
-                tuple(part[rows, ..., group.low : span.high, :] for part in parts)
+                tuple(part[rows, ..., group.low : group.high, :] for part in parts)
                 for parts in (self._keys, self._values)
             )
             how = (self._path, self._scheme, self._dtype, queries[rows])
