@@ -125,6 +125,36 @@ def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(stem, "MAX_SCORES", request.param)
 
 
+@pytest.mark.parametrize("few", [1, 2**14, 2**26], ids=["row by row", "some rows", "all rows"])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_chunk_on_copies_of_its_stem(
+    name: str, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU computes of a chunk is what a CPU computes: causal, in as many rows at once."""
+    monkeypatch.setattr(stem, "MAX_DENSE", few)
+    kind = attention_kind(name)
+    for rows, tokens, columns, own_columns in ((3, 7, 40, 7), (2, 5, 9, 30), (4, 1, 33, 12)):
+        mx.random.seed(rows)
+        first, own = (
+            (
+                kind.scheme.keys.pack(normal(lines, HEADS, count, SIZE)),
+                kind.scheme.values.pack(normal(lines, HEADS, count, VALUE_SIZE)),
+            )
+            for lines, count in ((1, columns), (rows, own_columns))
+        )
+        queries = 2.0 * normal(rows, QUERY_HEADS, tokens, SIZE)
+        mask = "causal" if tokens > 1 else None
+        for sinks in (None, normal(QUERY_HEADS)):
+            what = (kind.scheme, mx.float32, queries, first, own, SCALE, mask, sinks)
+            got = []
+            for copies in (True, False):
+                monkeypatch.setattr(stem, "copies_stems", lambda copies=copies: copies)
+                got.append(stem.attend_chunk(*what))
+            assert got[0].shape == got[1].shape == (rows, QUERY_HEADS, tokens, VALUE_SIZE)
+            apart = mx.abs(got[0] - got[1]).max().item()
+            assert apart <= BOUNDS[mx.float32] * mx.abs(got[1]).max().item(), (rows, apart)
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_decode_is_attention_over_both_parts(name: str, dtype: mx.Dtype) -> None:
@@ -582,6 +612,47 @@ def test_schemes_behind_stems(family: str, scheme: str) -> None:
     expected = unshared_first(crowd)
     assert {BLOCK, 2 * BLOCK} <= herded(crowd) and len(crowd.ended) == len(prompts())
     check_same(crowd, expected, scheme)
+
+
+@pytest.mark.parametrize(("family", "scheme"), [("llama", "affine8"), ("gemma3_text", "float")])
+def test_chunks_on_copies_of_their_stems(
+    family: str, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole engines that compute prompts as a GPU does: the same tokens."""
+    monkeypatch.setattr(stem, "copies_stems", lambda: True)
+    crowd = engine_of(family, scheme)
+    expected = unshared_first(crowd)
+    assert {BLOCK, 2 * BLOCK} <= herded(crowd) and len(crowd.ended) == len(prompts())
+    check_same(crowd, expected, scheme)
+
+
+@pytest.mark.parametrize(("scheme", "path"), [("affine8", "folded"), ("turbo3.5", "spread-folded")])
+def test_rows_of_one_length_behind_a_stem_need_no_mask(scheme: str, path: Path) -> None:
+    """Columns are rounded, but not for rows that start together: the same tokens, no mask."""
+    prefix = random_prompt(1, BLOCK)
+    rows = {f"row {n}": prefix + random_prompt(10 + n, 20) for n in range(9)}
+    crowd = engine_of("llama", scheme, path=path, shape_step=64, slots=9, chunk_tokens=BLOCK)
+    exact: set[tuple[bool, bool]] = set()
+    frame = crowd.engine._slots._framer.frame
+
+    def watched(layouts: SlotLayouts) -> Any:
+        made = frame(layouts)
+        exact.update((g.is_exact, g.stem is not None) for g in made.spans[None].exact_groups)
+        return made
+
+    crowd.engine._slots._framer.frame = watched  # type: ignore[method-assign]
+    for name, prompt in rows.items():
+        crowd.add(name, prompt, count=12)
+    while not crowd.engine.is_idle:
+        crowd.step()
+    assert (True, True) in exact
+    alone = engine_of("llama", scheme, path=path, slots=1, share=False)
+    for name, prompt in rows.items():
+        alone.add(name, prompt, count=12)
+    while not alone.engine.is_idle:
+        alone.step()
+    for name in rows:
+        assert crowd.ended[name].token_ids == alone.ended[name].token_ids, name
 
 
 def test_rows_behind_stems_equal_themselves_alone() -> None:

@@ -122,14 +122,41 @@ def test_chunk_size_and_slots_change_nothing() -> None:
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_rounded_shapes_change_nothing() -> None:
+@pytest.mark.parametrize("path", ["folded", "fused", "packed"])
+def test_rounded_shapes_change_nothing(path: Path) -> None:
     """Columns, rows and widths rounded up for a backend that likes few shapes: the same tokens."""
     model = tiny_models.build("llama")
     rows = prompts(10, seed=7)
-    running = engine(model, "affine8", shape_step=64)
+    running = engine(model, "affine8", shape_step=64, path=path)
     for index, prompt in enumerate(rows):
         running.submit_row(Sequence(str(index), prompt, Generation(8, temperature=0.0)))
     ended = drain(running)
+    for index, prompt in enumerate(rows):
+        assert list(ended[str(index)].token_ids) == tiny_models.alone(model, prompt, 8, 8)
+
+
+@pytest.mark.parametrize("path", ["folded", "fused", "packed"])
+def test_rows_of_one_length_need_no_mask_where_shapes_are_rounded(path: Path) -> None:
+    """They are read as they are, by the fused kernel unless the codes are; the same tokens."""
+    model = tiny_models.build("llama")
+    rows = [[index + 3 * place for place in range(30)] for index in range(4)]
+    running = engine(model, "affine8", shape_step=64, path=path)
+    masks: list[bool] = []
+    frame = running._slots._framer.frame
+
+    def watched(layouts: Any) -> Any:
+        made = frame(layouts)
+        masks.append(made.spans[None].mask is not None)
+        assert [(g.mask, g.high - g.low) for g in made.spans[None].exact_groups] == [
+            (None, 30 + len(masks) - 1)
+        ]
+        return made
+
+    running._slots._framer.frame = watched  # type: ignore[method-assign]
+    for index, prompt in enumerate(rows):
+        running.submit_row(Sequence(str(index), prompt, Generation(8, temperature=0.0)))
+    ended = drain(running)
+    assert masks == [True] * 8  # rounded columns would need one
     for index, prompt in enumerate(rows):
         assert list(ended[str(index)].token_ids) == tiny_models.alone(model, prompt, 8, 8)
 

@@ -77,6 +77,14 @@ def in_slots(scheme: LayerScheme, path: Path | None) -> LayerScheme:
     return scheme.in_slots(spread=path is not None and _spreads(path))
 
 
+def without_mask(path: Path) -> Path:
+    """The path of the same slots for rows that need no mask, where ``path`` won with one.
+
+    Only where shapes are rounded, that is on CUDA: its fused kernel has no equal then.
+    """
+    return "spread-fused" if _spreads(path) else "fused"
+
+
 def _spreads(path: Path) -> bool:
     return path.startswith("spread-")
 

@@ -154,9 +154,7 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         if self._stem is None:
             out = attention.attend("fused", *how, keys, values, scale, mask, sinks)
         else:
-            if isinstance(mask, str):
-                mask = create_causal_mask(queries.shape[2], end - queries.shape[2])
-            out = stem.attend(None, *how, self._stem, (keys, values), scale, mask, sinks)
+            out = stem.attend_chunk(*how, self._stem, (keys, values), scale, mask, sinks)
         if self.pace is not None:
             self.pace.follow(out)
         return out

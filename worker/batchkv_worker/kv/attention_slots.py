@@ -161,20 +161,21 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array:
         assert self._path is not None
-        span = self.span
+        span, path = self.span, self._path
         found = []
-        for group in span.exact_groups if self._path.endswith("fused") else span.groups:
+        for group in span.groups if path.endswith("packed") else span.exact_groups:
             rows = slice(group.first, group.last)
             keys, values = (
                 tuple(part[rows, ..., group.low : group.high, :] for part in parts)
                 for parts in (self._keys, self._values)
             )
-            how = (self._path, self._scheme, self._dtype, queries[rows])
-            if group.stem is None:
-                out = attention.attend(*how, keys, values, scale, group.mask, sinks)
-            else:
+            how = (self._scheme, self._dtype, queries[rows])
+            if group.stem is not None:
                 shared = group.stem.slots[self.place]
-                out = stem.attend(*how, shared, (keys, values), scale, group.mask, sinks)
+                out = stem.attend(path, *how, shared, (keys, values), scale, group.mask, sinks)
+            else:
+                best = attention.without_mask(path) if group.is_exact else path
+                out = attention.attend(best, *how, keys, values, scale, group.mask, sinks)
             found.append(out)
         return found[0] if len(found) == 1 else mx.concatenate(found, axis=0)
 

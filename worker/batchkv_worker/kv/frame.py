@@ -40,7 +40,10 @@ class Shapes:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows [first, last) read columns [low, high); ``mask`` as in ``Span``. They share ``stem``."""
+    """Rows [first, last) read columns [low, high); ``mask`` as in ``Span``. They share ``stem``.
+
+    ``is_exact``: its columns are as many as they are, where others are rounded.
+    """
 
     first: int
     last: int
@@ -48,6 +51,7 @@ class Group:
     high: int
     mask: mx.array | None
     stem: Stem | None = None
+    is_exact: bool = False
 
 
 class Span:
@@ -108,9 +112,9 @@ class Span:
 
     def _exact(self, group: Group) -> Group:
         starts = {*self._starts[group.first : group.last]}
-        if group.mask is None or group.stem is not None or len(starts) > 1:
+        if group.mask is None or len(starts) > 1:
             return group
-        return replace(group, low=starts.pop(), high=self.write + 1, mask=None)
+        return replace(group, low=starts.pop(), high=self.write + 1, mask=None, is_exact=True)
 
     def _masked(self, first: int, last: int, low: int, window: int | None) -> mx.array | None:
         starts = self._starts[first:last]
