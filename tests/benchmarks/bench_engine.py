@@ -200,6 +200,7 @@ def compare(model: Any, workload: Workload, args: argparse.Namespace) -> dict[st
             if turn >= args.warm_up:
                 times[name].append(last[name][0])
             mx.clear_cache()
+            mx.synchronize()  # what one side held is gone before the other begins
     medians = {name: statistics.median(spent) for name, spent in times.items()}
     equal = sum(a == b for a, b in zip(last["engine"][1], last["baseline"][1], strict=True))
     return {

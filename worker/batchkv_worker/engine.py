@@ -237,10 +237,9 @@ class Engine:
         return self.plan.costs.per_new_token
 
     def _run_prefill(self) -> None:
-        """Chunks of prompts; rows that decode wait for one at most.
+        """Chunks of prompts; rows that decode wait for one, rows that have just come in for more.
 
-        Rows that have just come in wait for others: those that start together end together, and
-        need no mask on the way.
+        Those that start together end together, and need no mask on the way.
         """
         is_decoding = any(row.num_dispatched > row.num_resumed for row in self._rows.values())
         for _ in range(CHUNKS_PER_STEP):
@@ -276,9 +275,8 @@ class Engine:
         for index, row in enumerate(step.rows):
             if row is None or row.is_ended:
                 continue
-            event: Event | None
             try:
-                event = answers.take(row, index, read, self.loaded.tokenizer)
+                event: Event | None = answers.take(row, index, read, self.loaded.tokenizer)
             except Exception as fault:
                 log.exception("row %s: its answer cannot be read back", row.job_id)
                 row.finish_reason = "error"

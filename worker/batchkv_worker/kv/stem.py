@@ -19,7 +19,7 @@ from batchkv_worker.kv.layer import Both
 from batchkv_worker.kv.schemes import LayerScheme
 
 MAX_SCORES = 2**24  # numbers that may stand at once: 64 MiB in float32
-MAX_DENSE = 2**26  # numbers of keys and values side by side: 128 MiB in half precision
+MAX_DENSE = 2**25  # numbers of keys and values side by side: 64 MiB in half precision
 _ranks = count(1)
 
 
