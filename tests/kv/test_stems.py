@@ -522,7 +522,7 @@ def lengths_of(crowd: Crowd) -> set[int]:
 
 
 def engine_of(family: str, scheme: str, **changes: Any) -> Crowd:
-    values = {"slots": 12, "group_cost": 64, "chunk_tokens": 512, **changes}
+    values = {"slots": 12, "group_cost": 64, "chunk_tokens": 512, "stem_cells": 768, **changes}
     return Crowd(family, scheme=scheme, **values)
 
 

@@ -7,7 +7,7 @@ import sys
 from batchkv_worker.kv.layout import Demand
 from batchkv_worker.kv.layouts import Costs, SlotLayouts
 from batchkv_worker.kv.stem import Stem
-from batchkv_worker.scheduler import STEM_ROWS, Budget, Scheduler
+from batchkv_worker.scheduler import Budget, Scheduler
 from batchkv_worker.sequence import Generation, Sequence
 
 
@@ -106,14 +106,17 @@ def test_windows_and_states_count_in_the_memory() -> None:
     assert not Budget(512, 999, states).can_ever_hold(short)
 
 
-def sharing(slots: int = 8, cached: int = 10**6, shares: bool = True) -> Scheduler:
+def sharing(
+    slots: int = 8, cached: int = 10**6, shares: bool = True, stem_cost: int = 3 * 256
+) -> Scheduler:
     """All full blocks of a row are here, up to ``cached`` tokens."""
     budget = Budget(512, 10**9, Costs(1))
 
     def num_cached(row: Sequence) -> int:
         return min(cached, 256 * len(row.block_keys))
 
-    return Scheduler(SlotLayouts(slots), budget, num_cached, shares=shares)
+    layouts = SlotLayouts(slots)
+    return Scheduler(layouts, budget, num_cached, shares=shares, stem_cost=stem_cost)
 
 
 def keyed(name: str, keys: str, own: int = 9) -> Sequence:
@@ -133,22 +136,22 @@ def behind(plan: Scheduler, keys: str) -> None:
 
 
 def test_few_rows_share_nothing() -> None:
-    """A prefix is held once when enough rows wait for it, and where sharing is allowed."""
+    """A prefix is held once when enough is saved, and where sharing is allowed."""
     for shares in (True, False):
-        for count in range(1, STEM_ROWS + 3):
-            plan = sharing(shares=shares)
+        for count in range(1, 7):
+            plan = sharing(shares=shares, stem_cost=3 * 512)
             rows = [keyed(str(number), "ab") for number in range(count)]
             for one in rows:
                 plan.add(one)
             group = plan.next_group()
             assert group is not None and len(group.rows) == count
-            assert group.stem_blocks == (2 if shares and count >= STEM_ROWS else 0)
+            assert group.stem_blocks == (2 if shares and count >= 4 else 0)
 
 
 def test_rows_that_left_do_not_count() -> None:
     """Cancelled rows, and rows of a group that was formed, wait for nothing any more."""
-    plan = sharing()
-    rows = [keyed(str(number), "ab") for number in range(STEM_ROWS + 1)]
+    plan = sharing(stem_cost=3 * 512)
+    rows = [keyed(str(number), "ab") for number in range(5)]
     for one in rows:
         plan.add(one)
     assert plan.stem_blocks(rows[0], 512) == 2
@@ -198,7 +201,7 @@ def test_a_stem_that_is_there_is_taken() -> None:
     lonely = keyed("x", "abcd")
     plan.add(lonely)
     assert plan.stem_blocks(lonely, 1024) == 1
-    for number in range(STEM_ROWS):
+    for number in range(4):
         plan.add(keyed(str(number), "abcd"))
     assert plan.stem_blocks(lonely, 1024) == 1  # rather than another one of four blocks
     behind(plan, "abc")

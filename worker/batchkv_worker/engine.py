@@ -54,30 +54,30 @@ class Engine:
     def __init__(
         self, loaded: LoadedModel, config: EngineConfig, access: Access | None = None
     ) -> None:
-        self.loaded = loaded
-        self.config = config
+        self.loaded, self.config = loaded, config
         self.plan = plan = make_plan(
             *(loaded.name, loaded.model, loaded.caches, config.scheme, loaded.dtype),
             num_rows=min(16, config.slots),
             path=config.path,
             group_cost=config.group_cost,
+            stem_cells=config.stem_cells,
             shape_step=config.shape_step or shape_step(),
         )
         self.link: SharedPrefixes = Alone() if access is None else Link(access, loaded, plan)
-        link = self.link
-        prefix_bytes = config.prefix_bytes
+        link, prefix_bytes = self.link, config.prefix_bytes
         self.prefixes = PrefixCache(
             config.memory_bytes // 8 if prefix_bytes is None else prefix_bytes,
             *(plan.costs, plan.kinds, link.root, link.on_new),
         )
         link.attach(self.prefixes)
-        memory_bytes = config.memory_bytes - self.prefixes.max_bytes
         chunk = config.chunk_tokens or choose_chunk(loaded, plan)
+        memory_bytes = config.memory_bytes - self.prefixes.max_bytes
         self._budget = Budget(chunk, memory_bytes, plan.costs, plan.shapes.step)
         self._slots = DecodeSlots(plan.kinds, plan.tree, config.slots, plan.shapes)
         self._scheduler = Scheduler(
             *(self._slots.layouts, self._budget, self.prefixes.num_cached, link.is_ready),
             shares=config.share and plan.shares,
+            stem_cost=plan.stem_cost,
             ragged=plan.traits.ragged,
             drop_buffers=self._slots.drop,
             state_blocks=self.prefixes.max_blocks if plan.has_state else 0,

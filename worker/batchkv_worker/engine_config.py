@@ -20,6 +20,7 @@ class EngineConfig:
     prefix_bytes: int | None = None  # of memory_bytes, for prefixes; None: an eighth
     path: attention.Path | None = None  # None: the fastest by measurement
     group_cost: int | None = None  # cells that one more group of rows costs; None: measured
+    stem_cells: int | None = None  # cells that a stem must save; None: measured
     share: bool = True  # hold a prefix that rows share once and attend it once, where that is right
     shape_step: int | None = None  # None: what the backend likes, see device.shape_step
     admission: Admission = "optimistic"

@@ -13,6 +13,7 @@ from batchkv_cache_store.uses import Uses
 from batchkv_worker.admission import AnswerLengths, Budget
 from batchkv_worker.kv.layout import Demand
 from batchkv_worker.kv.layouts import SlotLayouts
+from batchkv_worker.kv.stem_cost import UNMEASURED
 from batchkv_worker.sequence import Sequence
 from batchkv_worker.turns import longest_first
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["Budget", "PrefillGroup", "Scheduler"]
 
 LOOKAHEAD = 256  # waiting rows among which a group of like length is sought
-STEM_ROWS = 4  # rows from which a prefix is worth holding once
 STATE_INTERVAL = 16  # blocks after which a state is kept wherever prompts part
 MAX_PREEMPTIONS = 2  # after which a row is admitted by its worst case and left in peace
 
@@ -70,6 +70,7 @@ class Scheduler:
         ragged: bool = True,
         state_blocks: int = 0,
         shares: bool = False,
+        stem_cost: int = UNMEASURED,
         drop_buffers: Callable[[], None] | None = None,
         is_optimistic: bool = False,
         uses: Uses[bytes] | None = None,
@@ -81,6 +82,7 @@ class Scheduler:
         self._ragged = ragged  # whether rows of unequal length may share a chunk
         self._drop_buffers = drop_buffers or layouts.drop  # called when no row is in a slot
         self._shares = shares  # whether rows may share stems
+        self._stem_cost = stem_cost  # cells that a stem must save to be worth its kernels
         self._state_blocks = state_blocks  # blocks after which states are worth keeping, at most
         self._is_optimistic = is_optimistic
         self.answers = AnswerLengths()
@@ -227,7 +229,7 @@ class Scheduler:
         """Of a row's cached tokens, how many blocks to share with others; 0 for none.
 
         A stem that rows in slots have is there already. A new one must save most: its length, once
-        for every other row that waits for it.
+        for every other row that waits for it; and more than attending it apart costs.
         """
         if not self._shares:
             return 0
@@ -237,8 +239,10 @@ class Scheduler:
         for number, key in enumerate(row.block_keys[:most], start=1):
             if key in here:
                 best, saved = number, 1 << 60
-            elif (uses := self._uses.remaining(key)) >= STEM_ROWS and (uses - 1) * number > saved:
-                best, saved = number, (uses - 1) * number
+            else:
+                cells = (self._uses.remaining(key) - 1) * number * BLOCK_TOKENS
+                if cells > saved and cells >= self._stem_cost:
+                    best, saved = number, cells
         return best
 
     def _stops(self, row: Sequence) -> frozenset[int]:

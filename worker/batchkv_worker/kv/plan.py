@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from batchkv_worker.errors import ModelError, SettingsError
-from batchkv_worker.kv import attention, probe
+from batchkv_worker.kv import attention, probe, stem_cost
 from batchkv_worker.kv.attention_kind import AttentionKind
 from batchkv_worker.kv.decode import costs_of
 from batchkv_worker.kv.discover import AttentionShape, CacheTree, Leaf
@@ -36,6 +36,7 @@ class KvPlan:
     shapes: Shapes
     costs: Costs
     shares: bool = False  # whether rows may hold a common prefix once, as a stem
+    stem_cost: int = stem_cost.UNMEASURED  # cells that a stem must save, see there
 
     @property
     def has_state(self) -> bool:
@@ -64,12 +65,14 @@ def make_plan(
     num_rows: int,
     path: attention.Path | None = None,
     group_cost: int | None = None,
+    stem_cells: int | None = None,
     shape_step: int = 1,
 ) -> KvPlan:
     """Decide for ``model``, measuring with ``num_rows`` rows.
 
     ``path`` None takes the fastest; ``group_cost`` None what starting a group of rows was measured
-    to cost, in cells (``frame.Shapes``; without a measurement, its default).
+    to cost, in cells (``frame.Shapes``; without a measurement, its default); ``stem_cells`` None
+    what a stem was measured to need.
     Raises ModelError for a model that cannot be served, SettingsError for a scheme that does not
     fit it.
     """
@@ -86,12 +89,10 @@ def make_plan(
     paths: dict[LayerScheme, attention.Path | None] = dict.fromkeys(fitted)
     costs: list[int] = []
     if is_hooked:
-        heads = attention.num_query_heads(model, tree.shapes[0].num_heads) if tree.shapes else 1
         for layer in paths:
             paths[layer] = path
             if path is None:
-                count = heads if heads % layer.shape.num_heads == 0 else layer.shape.num_heads
-                choice = _choose(name, layer, count, dtype, num_rows)
+                choice = _choose(name, layer, _query_heads(model, tree, layer), dtype, num_rows)
                 paths[layer] = choice.path
                 costs.append(choice.group_cost)
     kinds = _kinds(tree.leaves, fitted, dtype, paths)
@@ -104,7 +105,27 @@ def make_plan(
         mask_rank=traits.mask_rank,
     )
     shares = can_share(model, tree, kinds, traits)
-    return KvPlan(tree, kinds, traits, shapes, costs_of(kinds), shares)
+    least = stem_cost.UNMEASURED if stem_cells is None else stem_cells
+    if shares and stem_cells is None and path is None:
+        least = _stem_cost(model, tree, kinds, dtype, num_rows)
+    return KvPlan(tree, kinds, traits, shapes, costs_of(kinds), shares, least)
+
+
+def _stem_cost(
+    model: Any, tree: CacheTree, kinds: Iterable[LayerKind], dtype: mx.Dtype, num_rows: int
+) -> int:
+    """What a stem must save, by a layer that would keep one."""
+    attended = (kind for kind in kinds if isinstance(kind, AttentionKind) and kind.window is None)
+    kind = next(attended)
+    assert kind.path is not None  # else its rows could not share
+    heads = _query_heads(model, tree, kind.scheme)
+    return stem_cost.measure(kind.scheme, heads, dtype, kind.path, num_rows=num_rows)
+
+
+def _query_heads(model: Any, tree: CacheTree, layer: LayerScheme) -> int:
+    """Query heads of a layer: the model's, if they are a multiple of the layer's own."""
+    heads = attention.num_query_heads(model, tree.shapes[0].num_heads)
+    return heads if heads % layer.shape.num_heads == 0 else layer.shape.num_heads
 
 
 def _choose(

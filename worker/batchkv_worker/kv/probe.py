@@ -41,7 +41,7 @@ def choose(scheme: LayerScheme, num_query_heads: int, dtype: mx.Dtype, *, num_ro
     for path in paths_of(scheme):
         sizes = (_SHORT, _LONG)
         samples = (_Sample(path, scheme, num_query_heads, dtype, num_rows, n) for n in sizes)
-        short, long = (_time(sample.run) for sample in samples)
+        short, long = (least_time(sample.run) for sample in samples)
         if short is not None and long is not None:
             shorts[path], times[path] = short, long
     if not times:
@@ -105,7 +105,7 @@ class _Sample:
         )
 
 
-def _time(run: Callable[[], mx.array], repeats: int = 7) -> float | None:
+def least_time(run: Callable[[], mx.array], repeats: int = 7) -> float | None:
     """Least milliseconds; None for a path that the backend refuses.
 
     The least, since what else the machine does can only add, and does so by turns.

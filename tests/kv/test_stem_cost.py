@@ -1,0 +1,65 @@
+"""From how many saved cells on a prefix is held once: measured at start."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from batchkv_worker.engine import Engine, EngineConfig
+from batchkv_worker.kv import stem_cost
+from batchkv_worker.kv.attention import Path
+from batchkv_worker.kv.stem_cost import LEAST, MOST, UNMEASURED, crossover
+from kv.reference import HEADS, attention_kind
+from support import tiny_models
+
+
+@pytest.mark.parametrize(
+    ("short", "long", "cost"),
+    [
+        (-1.0, 1.0, 4000),  # half way between 1,000 and 7,000
+        (-0.1, 1.1, 1500),
+        (0.5, 6.5, 500),  # even the few pay
+        (2.0, 4.0, LEAST),
+        (-5.0, -4.0, MOST),  # never within what a clock shows: memory is saved all the same
+        (-1.0, -1.0, MOST),
+        (1.0, 0.5, MOST),  # noise
+    ],
+)
+def test_the_gain_grows_in_a_line(short: float, long: float, cost: int) -> None:
+    assert crossover(1000, short, 7000, long) == cost
+
+
+@pytest.mark.parametrize(
+    ("name", "path"), [("float", "fused"), ("affine8", "packed"), ("turbo3.5", "spread-folded")]
+)
+def test_a_measurement_is_within_its_bounds(name: str, path: Path) -> None:
+    """Every kind of codec, as slots keep it, for few rows and for many."""
+    kind = attention_kind(name, None, mx.float32, path=path)
+    for rows in (1, 16):
+        cost = stem_cost.measure(kind.scheme, 3 * HEADS, mx.float32, path, num_rows=rows)
+        assert LEAST <= cost <= MOST
+
+
+def test_what_is_measured_is_what_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine asks its own layers once, unless it is told; a path that is given measures none."""
+    asked: list[int] = []
+
+    def measure(*_: object, num_rows: int) -> int:
+        asked.append(num_rows)
+        return 5000
+
+    monkeypatch.setattr(stem_cost, "measure", measure)
+    loaded = tiny_models.loaded(tiny_models.build("llama"))
+    found = [
+        Engine(loaded, EngineConfig(scheme="affine8", slots=4, memory_bytes=2**28, **changes))
+        for changes in ({}, {"stem_cells": 900}, {"path": "fused"}, {"stem_cells": 0})
+    ]
+    assert [engine._scheduler._stem_cost for engine in found] == [5000, 900, UNMEASURED, 0]
+    assert asked == [4]
+
+
+def test_a_backend_that_refuses_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a measurement the old rule holds: a block that four rows have."""
+    monkeypatch.setattr(stem_cost, "least_time", lambda run: None)
+    kind = attention_kind("affine8")
+    assert stem_cost.measure(kind.scheme, HEADS, mx.float32, "fused", num_rows=8) == UNMEASURED
