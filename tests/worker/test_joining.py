@@ -14,7 +14,7 @@ from batchkv_worker.joining import Placed, runs
 from batchkv_worker.kv import attention
 from batchkv_worker.kv.decode import DecodeSlots
 from batchkv_worker.kv.layouts import Costs, SlotLayouts
-from batchkv_worker.scheduler import Budget, PrefillGroup, Scheduler
+from batchkv_worker.scheduler import Budget, Scheduler
 from batchkv_worker.sequence import Generation, Sequence
 from batchkv_worker.turns import MOST_OVERTAKEN, longest_first
 from support import tiny_models
@@ -96,23 +96,22 @@ def test_the_longest_answers_come_first_and_nobody_starves() -> None:
 
 
 def test_rows_of_one_length_in_neighbouring_slots_are_one_copy() -> None:
-    """Runs end where a length, a stem, a group or a slot differs; an empty row is for itself."""
+    """Runs end where a length, a stem, a place or a slot differs; an empty row is for itself."""
     rows = [row(str(i), n) for i, n in enumerate((5, 5, 5, 7, 7, 0, 0))]
     for slot, one in enumerate(rows):
         one.slot = slot
-    group = PrefillGroup(rows)
-    other = PrefillGroup([row("x", 7)])
-    other.rows[0].slot = 7
-    placed = [Placed(one, group, 0) for one in rows] + [Placed(other.rows[0], other, 0)]
+    placed = [Placed(one, place, 0) for place, one in enumerate(rows)]
     lengths = [[one.row.num_prefill for one in run] for run in runs(placed[::-1])]
-    assert lengths == [[5, 5, 5], [7, 7], [0], [0], [7]]
+    assert lengths == [[5, 5, 5], [7, 7], [0], [0]]
     rows[1].slot = 20
     lengths = [[one.slot for one in run] for run in runs(placed)]
-    assert lengths == [[0], [2], [3, 4], [5], [6], [7], [20]]
-    pair = PrefillGroup([row("a", 5), row("b", 5)])
-    for one, slot in zip(pair.rows, (0, 5), strict=True):
+    assert lengths == [[0], [2], [3, 4], [5], [6], [20]]
+    pair = [row("a", 5), row("b", 5)]
+    for one, slot in zip(pair, (0, 5), strict=True):
         one.slot = slot
-    assert [len(run) for run in runs([Placed(one, pair, 0) for one in pair.rows])] == [1, 1]
+    assert [len(run) for run in runs([Placed(o, n, 0) for n, o in enumerate(pair)])] == [1, 1]
+    pair[1].slot = 1  # but there is one between them in the group, which has no slot
+    assert [len(run) for run in runs([Placed(pair[0], 0, 0), Placed(pair[1], 2, 0)])] == [1, 1]
 
 
 def test_a_row_that_was_begun_goes_before_longer_ones() -> None:

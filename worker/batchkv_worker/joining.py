@@ -6,16 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from batchkv_worker.kv.layout import Demand
-from batchkv_worker.scheduler import PrefillGroup
 from batchkv_worker.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A row that has a slot and is not there yet, and how many of its tokens stand in a stem."""
+    """A row that has a slot and is not there yet.
+
+    ``place`` is its own among the rows of its group, ``shared`` how many of its tokens stand in a
+    stem.
+    """
 
     row: Sequence
-    group: PrefillGroup
+    place: int
     shared: int
 
     @property
@@ -30,19 +33,15 @@ class Placed:
 
     def is_followed_by(self, other: Placed) -> bool:
         """Whether the other can be copied with it: next in the group, in the slots, and as long."""
-        index = self.group.rows.index(self.row) + 1
         return (
-            other.group is self.group
-            and other.slot == self.slot + 1
-            and index < len(self.group.rows)
-            and self.group.rows[index] is other.row
+            (other.place, other.slot) == (self.place + 1, self.slot + 1)
             and (self.row.num_prefill, self.shared) == (other.row.num_prefill, other.shared)
             and self.row.num_prefill > 0
         )
 
 
 def runs(placed: list[Placed]) -> Iterator[list[Placed]]:
-    """The rows by slot, cut where one cannot be copied with the one before it."""
+    """The rows of a group by slot, cut where one cannot be copied with the one before it."""
     run: list[Placed] = []
     for one in sorted(placed, key=lambda one: one.slot):
         if run and not run[-1].is_followed_by(one):

@@ -86,7 +86,7 @@ class SlotRows:
         """Give a row a slot; None when there is no room."""
         held = self.scheduler.prefill_bytes(group)
         stem = group.stem or self._leaders_stem(row, held)
-        one = Placed(row, group, stem.num_tokens if stem else 0)
+        one = Placed(row, group.rows.index(row), stem.num_tokens if stem else 0)
         max_cells = self._max_cells(held, one.demand, stem)
         try:
             slot, move = self._slots.place(one.demand, stem, max_cells)
