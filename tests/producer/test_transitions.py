@@ -296,6 +296,22 @@ def test_a_pull_whose_answer_is_lost_is_no_death(house: House) -> None:
     assert [pulled.num_deaths for pulled in house.pull(2)] == [1, 1]
 
 
+@pytest.mark.parametrize("count", ["x", "1e3", "", "9" * 30, "-5"])
+def test_a_count_of_deaths_that_is_none_begins_anew(house: House, count: str) -> None:
+    """What somebody wrote there keeps no lease from being taken back."""
+    key = redis_keys.job(job_id(1))
+    house.connection.hset(key, "bkv_deaths", count)
+    (pulled, other) = house.pull(2)
+    assert pulled.num_deaths == 0
+    house.transitions.give_back(QUEUE, [pulled.lease], died=True)
+    assert house.connection.hget(key, "bkv_deaths") in (b"1", b"-4")
+    house.lapse(other.lease)
+    assert house.transitions.reap(QUEUE) == (1, 0)
+    house.connection.hset(key, "bkv_deaths", count)
+    house.pull(1)
+    assert house.transitions.reap(QUEUE, "w") == (1, 0)
+
+
 def test_reap_of_a_dead_worker_takes_only_its_jobs(house: House) -> None:
     """Leases of a worker known to be dead are taken back although they still run."""
     house.pull(2, worker="dead")

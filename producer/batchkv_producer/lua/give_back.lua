@@ -17,7 +17,7 @@ for position = #ARGV - 1, 4, -2 do
     redis.call('DEL', 'rq:executions:' .. id, 'rq:execution:' .. id .. ':' .. execution)
     redis.call('HDEL', key, 'bkv_exec')
     release(batch, line)
-    if died and redis.call('HINCRBY', key, 'bkv_deaths', 1) > max_deaths then
+    if died and count_death(key) > max_deaths then
       redis.call('HSET', key, 'status', 'failed')
       redis.call('EXPIRE', key, failure_ttl)
       redis.call('ZADD', KEYS[3], now + failure_ttl, id)

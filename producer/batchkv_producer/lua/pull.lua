@@ -66,6 +66,7 @@ for attempt = 1, count + 1000 do
   end
   local batch, line = string.match(id, '^(%x+)%-(%d+)$')
   local ended = batch and redis.call('HEXISTS', 'batchkv:res:' .. batch, line) == 1
+  local deaths = tonumber(string.match(job[3] or '', '^%d%d?%d?%d?$') or '0')
   if ended and job[1] == 'queued' then
     -- Its result stands. As a failed job it can still be retried, if that is what it was.
     redis.call('HSET', key, 'status', 'failed')
@@ -97,7 +98,7 @@ for attempt = 1, count + 1000 do
       data = redis.call('HGET', key, 'data') or ''
     end
     num_bytes = num_bytes + #data
-    taken[#taken + 1] = {id, execution, data, tonumber(job[3] or '0') or 0,
+    taken[#taken + 1] = {id, execution, data, deaths,
       tonumber(job[4] or '0') or 0, batch and seconds_left(batch) or '', job[5] or ''}
   end
 end

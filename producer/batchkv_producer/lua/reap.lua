@@ -44,7 +44,7 @@ for index = #found, 1, -1 do
       release(batch, line)
       local heard = job[2] and redis.pcall('HGET', 'rq:worker:' .. job[2], 'last_heartbeat')
       local lives = dead == '' and type(heard) == 'string' and job[3] and heard > job[3]
-      local deaths = lives and 0 or redis.call('HINCRBY', key, 'bkv_deaths', 1)
+      local deaths = lives and 0 or count_death(key)
       if deaths > max_deaths then
         redis.call('HSET', key, 'status', 'failed')
         redis.call('EXPIRE', key, failure_ttl)
