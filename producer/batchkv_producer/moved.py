@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
+
+
+def iso_now() -> str:
+    """The present as RQ writes it in job hashes."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,7 @@ class Pulled:
     ``timeout_seconds`` is RQ's timeout of the job; 0 or less means none. ``seconds_left`` are those
     to the batch's deadline. ``rank`` is the index of its priority in ``redis_keys.PRIORITIES``.
     ``shared_bytes``: see ``planner.Chunk``; None for a job of a producer that did not say it.
+    ``has_begun``: whether Redis takes it for begun already; ``finish`` says so of others.
     """
 
     lease: Held
@@ -63,14 +70,38 @@ class Pulled:
     seconds_left: float = math.inf
     rank: int = 1
     shared_bytes: int | None = None
+    has_begun: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbours just taken from the queue's head, and how many entries its lists still have."""
+    """Neighbours just taken from the queue's head, and how many entries its lists still have.
+
+    ``num_passed``: suspects among these that were passed by.
+    """
 
     jobs: list[Pulled]
     lengths: tuple[int, ...]
+    num_passed: int = 0
+
+    @classmethod
+    def of(cls, reply: list[Any], num_begin: int) -> Run:
+        """From what the script answers, whose first ``num_begin`` jobs have begun."""
+        lengths, place, taken, num_passed = reply
+        jobs = [
+            Pulled(
+                Held(job.decode(), execution.decode()),
+                data,
+                int(deaths),
+                int(timeout),
+                float(left) if left else math.inf,
+                int(place) - 1,
+                int(shared) if shared.isdigit() else None,
+                index < num_begin,
+            )
+            for index, (job, execution, data, deaths, timeout, left, shared) in enumerate(taken)
+        ]
+        return cls(jobs, tuple(map(int, lengths)), int(num_passed))
 
     @property
     def num_queued(self) -> int:

@@ -40,11 +40,12 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
                                    registries are the queue's all the same
 ``rq:job:J``               hash    RQ's job. Some fields are ours: ``bkv_exec``, the execution that
                                    holds the job now (the lease: only its holder may end the job),
-                                   ``bkv_deaths``, how many holders died with it, ``bkv_shared``,
-                                   bytes of its text that others begin with. Of rows that
-                                   wait for a twin: ``bkv_custom_id``, ``bkv_first`` (line of the
-                                   group's first row), and in that one's hash ``bkv_lead`` (the line
-                                   that runs, if it is another)
+                                   ``bkv_begun``, 1 once it was handed to its holder's engine,
+                                   ``bkv_deaths``, how many holders died with it begun,
+                                   ``bkv_shared``, bytes of its text that others begin with. Of
+                                   rows that wait for a twin: ``bkv_custom_id``, ``bkv_first``
+                                   (line of the group's first row), and in that one's hash
+                                   ``bkv_lead`` (the line that runs, if it is another)
 ``rq:wip:Q``               zset    ``J:<execution>`` -> the second at which its lease ends
 ``rq:executions:J``        zset    execution -> expiry, for RQ's tools
 ``rq:execution:J:<exec>``  hash    the execution, for RQ's tools; expires

@@ -33,7 +33,7 @@ copy           any worker's maintenance,   the twin is deferred, its leader has 
                the client                  has none yet (as within finish)
 give_back      the worker that holds it    as for finish; a death too many ends in failed
 reap           any worker's maintenance,   the lease has lapsed (or its worker is known to be dead);
-               ``batchkv run``             more than ``MAX_DEATHS`` deaths end in failed
+               ``batchkv run``             if begun, that is a death; above ``MAX_DEATHS`` it fails
 settle         the client, any worker's    no result yet, and for canceled: has not ended; failed:
                maintenance                 ended, nobody holds it; expired: has not started, the
                                            deadline is past by the server's clock; lost: no job, and
@@ -54,10 +54,8 @@ never touch ``bkv_exec``.
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +66,7 @@ from batchkv_producer.moved import Held as Held
 from batchkv_producer.moved import Pulled as Pulled
 from batchkv_producer.moved import Run as Run
 from batchkv_producer.moved import Standing as Standing
+from batchkv_producer.moved import iso_now as iso_now
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -84,11 +83,6 @@ COPIES = 1000  # of a result to twins, made in one step
 _PRELUDES: dict[str, tuple[str, ...]]  # what stands before a script
 _PRELUDES = dict.fromkeys(("submit", "give_back", "reap", "retry", "mend"), ("common",))
 _PRELUDES |= dict.fromkeys(("finish", "settle", "copy", "follow"), ("common", "twins"))
-
-
-def iso_now() -> str:
-    """The present as RQ writes it in job hashes."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 class Transitions:
@@ -162,36 +156,38 @@ class Transitions:
             args += (f"{batch_id}-{line}", data, raw_id, leader)
         return int(self._run("follow", [redis_keys.batch(batch_id)], args))
 
-    def pull(self, queue: str, worker: str, count: int, lease_seconds: int) -> list[Pulled]:
-        """``pull_run`` without the length of the queue."""
-        return self.pull_run(queue, worker, count, lease_seconds).jobs
+    def pull(
+        self, queue: str, worker: str, count: int, lease_seconds: int, num_begin: int | None = None
+    ) -> list[Pulled]:
+        """The jobs of ``pull_run``, whatever deaths they have seen."""
+        return self.pull_run(queue, worker, count, lease_seconds, num_begin=num_begin).jobs
 
     def pull_run(
-        self, queue: str, worker: str, count: int, lease_seconds: int, num_workers: int = 1
+        self,
+        queue: str,
+        worker: str,
+        count: int,
+        lease_seconds: int,
+        num_workers: int = 1,
+        *,
+        num_begin: int | None = None,
+        suspect_deaths: int = 0,
+        may_be_alone: bool = False,
     ) -> Run:
         """Take up to ``count`` jobs of one priority from the head of the queue and hold them.
 
         Fewer when there are no more, when those taken have ``ENOUGH_BYTES`` of data, or when of a
-        high priority this is the share of one among ``num_workers``.
+        high priority this is the share of one among ``num_workers``. The first ``num_begin`` (None:
+        all) begin at once. Jobs with ``suspect_deaths`` (0: none) are passed by; the head of the
+        queue, if it is one and ``may_be_alone``, is taken alone.
         """
         self.pull_prefix = secrets.token_hex(8)
         args: list[Any] = [worker, lease_seconds, count, iso_now(), MAX_JOB_BYTES]
-        args += [self.pull_prefix, ENOUGH_BYTES, num_workers]
+        num_begin = count if num_begin is None else num_begin
+        args += [self.pull_prefix, ENOUGH_BYTES, num_workers, num_begin]
+        args += [suspect_deaths, int(may_be_alone)]
         keys = [*redis_keys.waiting_lists(queue), redis_keys.registry("wip", queue)]
-        lengths, place, taken = self._run("pull", keys, args)
-        jobs = [
-            Pulled(
-                Held(job.decode(), execution.decode()),
-                data,
-                int(deaths),
-                int(timeout),
-                float(left) if left else math.inf,
-                int(place) - 1,
-                int(shared) if shared.isdigit() else None,
-            )
-            for job, execution, data, deaths, timeout, left, shared in taken
-        ]
-        return Run(jobs, tuple(map(int, lengths)))
+        return Run.of(self._run("pull", keys, args), num_begin)
 
     def renew(
         self,
@@ -207,9 +203,15 @@ class Transitions:
         args: list[Any] = [lease_seconds, worker_ttl, now or iso_now(), *_flat(held)]
         return {job.decode(): status.decode() for job, status in self._run("renew", keys, args)}
 
-    def finish(self, queue: str, worker: str, endings: Sequence[Ending]) -> list[str]:
-        """End held jobs; for each "ok", "lost" or "duplicate" (nothing was written)."""
+    def finish(
+        self, queue: str, worker: str, endings: Sequence[Ending], begun: Sequence[Held] = ()
+    ) -> list[str]:
+        """End held jobs; for each "ok", "lost" or "duplicate" (nothing was written).
+
+        ``begun`` are other held jobs, which did not begin when they were pulled and now have.
+        """
         args: list[Any] = [iso_now(), RESULT_TTL_SECONDS, FAILURE_TTL_SECONDS, queue, COPIES]
+        args += (len(begun), *_flat(begun))
         for end in endings:
             args += (end.lease.job_id, end.lease.execution, end.outcome, end.result)
             args += (end.prompt_tokens, end.completion_tokens, end.cached_tokens)
@@ -240,12 +242,10 @@ class Transitions:
 
         For each: "" when there was nothing to do, "done", or the worker that was running it.
         """
-        kind = "canceled" if target == "canceled" else "failed"
-        keys = [redis_keys.registry(kind, queue), redis_keys.registry("wip", queue)]
-        flat = [item for row in rows for item in row]
+        kinds = ("canceled" if target == "canceled" else "failed", "wip")
+        keys = [*(redis_keys.registry(kind, queue) for kind in kinds), redis_keys.queue(queue)]
         args: list[Any] = [target, iso_now(), FAILURE_TTL_SECONDS, queue, RESULT_TTL_SECONDS]
-        args += [COPIES, *flat]
-        keys.append(redis_keys.queue(queue))
+        args += [COPIES, *(item for row in rows for item in row)]
         return [v.decode("utf-8", "replace") for v in self._run("settle", keys, args)]
 
     def copy(self, queue: str) -> None:

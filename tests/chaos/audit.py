@@ -92,6 +92,6 @@ def leftovers(connection: Redis, queue: str) -> list[str]:
     if connection.exists(redis_keys.queue(queue)):
         found.append(redis_keys.queue(queue))
     for key in connection.scan_iter("rq:job:*", count=1000):
-        if connection.hget(key, "bkv_exec"):
-            found.append(f"{key.decode()} is held")
+        if any(connection.hmget(key, "bkv_exec", "bkv_begun")):
+            found.append(f"{key.decode()} is held, or said to have begun")
     return found

@@ -186,6 +186,11 @@ def test_a_stopped_worker_gives_back_and_reaps_with_its_rights(hub: Hub) -> None
         assert moves.renew(queue, "w", held, 60, 60) == {}
         assert moves.give_back(queue, held[:1], died=True) == 1
         assert moves.reap(queue, dead_worker="w") == (1, 0)
+        run = moves.pull_run(queue, "w", 2, 60, num_begin=0, suspect_deaths=1)
+        assert (run.jobs, run.num_passed) == ([], 2)
+        held = [row.lease for row in moves.pull(queue, "w", 2, 60, num_begin=0)]
+        assert moves.finish(queue, "w", [], held) == []
+        assert moves.give_back(queue, held) == 2
         assert moves.settle(queue, "failed", [(f"{'ab' * 8}-1", b"")]) == [""]
         sender.sweep(queue, "ab" * 8)
 

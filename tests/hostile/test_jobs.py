@@ -301,6 +301,35 @@ def test_a_lease_that_is_none_is_removed(redis_connection: Redis, lease: bytes) 
     assert_reconciled(redis_connection, batch)
 
 
+@pytest.mark.parametrize("mark", ["", "x", "01", "1 ", "\xff", "9" * 400, "1" * 100_000])
+def test_a_mark_of_having_begun_that_is_none(redis_connection: Redis, mark: str) -> None:
+    """It counts no death, stops no taking back, and is gone with the lease."""
+    key = f"rq:job:{submit(redis_connection, ['fine'])}-1"
+    redis_connection.hset(key, "bkv_begun", mark)
+    moves = Transitions(redis_connection)
+    moves.pull(QUEUE, "w", 1, 60, num_begin=0)
+    redis_connection.hset(key, "bkv_begun", mark)
+    assert moves.reap(QUEUE, "w") == (1, 0)
+    assert redis_connection.hmget(key, "bkv_begun", "bkv_deaths") == [None, None]
+    redis_connection.hset(key, "bkv_begun", mark)
+    burst(redis_connection)
+    assert redis_connection.hget(key, "bkv_begun") is None
+    assert redis_connection.zcard(redis_keys.registry("wip", QUEUE)) == 0
+
+
+@pytest.mark.parametrize("deaths", ["x", "1e400", "nan", "9" * 400, "-1", ""])
+def test_a_count_of_deaths_that_is_none(redis_connection: Redis, deaths: str) -> None:
+    """It makes no suspect, and does not stop the taking back of this row and of others."""
+    batch = submit(redis_connection, ["planted", "fine"])
+    redis_connection.hset(f"rq:job:{batch}-1", "bkv_deaths", deaths)
+    moves = Transitions(redis_connection)
+    run = moves.pull_run(QUEUE, "w", 2, 60, suspect_deaths=1, may_be_alone=True)
+    assert [job.num_deaths for job in run.jobs] == [0, 0]
+    assert moves.reap(QUEUE, "w") == (2, 0)
+    burst(redis_connection)
+    assert_reconciled(redis_connection, batch)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -74,8 +74,10 @@ class House:
         bad_rows = [(line, result_bytes(line, "failed")) for line in bad]
         return self.transitions.submit(BATCH, QUEUE, chunk, jobs, bad_rows, 3600)
 
-    def pull(self, count: int = 10, worker: str = "w") -> list[Pulled]:
-        return self.transitions.pull(QUEUE, worker, count, LEASE_SECONDS)
+    def pull(
+        self, count: int = 10, worker: str = "w", num_begin: int | None = None
+    ) -> list[Pulled]:
+        return self.transitions.pull(QUEUE, worker, count, LEASE_SECONDS, num_begin)
 
     def finish(self, pulled: list[Pulled], outcome: str = "ok", worker: str = "w") -> list[str]:
         endings = [
@@ -296,6 +298,86 @@ def test_a_pull_whose_answer_is_lost_is_no_death(house: House) -> None:
     assert [pulled.num_deaths for pulled in house.pull(2)] == [1, 1]
 
 
+# ---- begun, and suspects ----
+
+
+def begun(house: House) -> list[int]:
+    """The lines that Redis takes for begun."""
+    lines = range(1, house.total + 1)
+    field = "bkv_begun"
+    return [n for n in lines if house.connection.hget(redis_keys.job(job_id(n)), field) == b"1"]
+
+
+def deaths(house: House) -> list[int]:
+    """Line by line, how many holders died with it."""
+    keys = [redis_keys.job(job_id(line)) for line in range(1, house.total + 1)]
+    return [int(house.connection.hget(key, "bkv_deaths") or 0) for key in keys]
+
+
+def test_only_what_had_begun_counts_a_death(house: House) -> None:
+    """Of five jobs of a dead worker two began at once, one later; the others saw no engine."""
+    pulled = house.pull(5, num_begin=2)
+    assert [job.has_begun for job in pulled] == [True, True, False, False, False]
+    assert house.transitions.finish(QUEUE, "w", [], [pulled[3].lease]) == []
+    assert begun(house) == [1, 2, 4]
+    house.lapse(pulled[0].lease)
+    house.lapse(pulled[4].lease)
+    assert house.transitions.reap(QUEUE) == (2, 0)
+    assert house.transitions.reap(QUEUE, "w") == (3, 0)
+    assert (deaths(house), begun(house)) == ([1, 1, 0, 1, 0], [])
+
+
+def test_what_begins_is_said_as_others_end(house: House) -> None:
+    """In one call, again if its answer was lost; nobody else's job is marked, nor what ended."""
+    one, two, three = house.pull(3, num_begin=1)
+    ending = Ending(one.lease, "ok", result_bytes(1, "ok"))
+    stale = Held(three.lease.job_id, "another-1")
+    for verdict in ("ok", "lost"):
+        told = [one.lease, two.lease, stale]
+        assert house.transitions.finish(QUEUE, "w", [ending], told) == [verdict]
+        assert begun(house) == [2]
+    assert (house.ended(), house.count("running")) == ([1], 2)
+
+
+@pytest.mark.parametrize("how", ["finish", "give back", "died", "reap", "cancel", "lost", "mend"])
+def test_the_mark_goes_with_the_lease(house: House, how: str) -> None:
+    """However a job is left, nothing says any more that it has begun."""
+    (pulled,) = house.pull(1)
+    assert begun(house) == [1]
+    if how == "finish":
+        house.finish([pulled])
+    elif how in ("give back", "died"):
+        house.transitions.give_back(QUEUE, [pulled.lease], died=how == "died")
+    elif how == "reap":
+        house.transitions.reap(QUEUE, "w")
+    elif how == "cancel":
+        house.cancel([1])
+    elif how == "lost":  # a stock tool failed it
+        house.connection.hset(redis_keys.job(job_id(1)), "status", "failed")
+        house.lapse(pulled.lease)
+        house.transitions.settle(QUEUE, "failed", [(job_id(1), result_bytes(1, "failed"))])
+    else:
+        house.connection.zrem(redis_keys.registry("wip", QUEUE), *_members(house))
+        assert house.transitions.mend(QUEUE, [job_id(1)]) == 1
+    assert not house.connection.hexists(redis_keys.job(job_id(1)), "bkv_begun")
+
+
+def _members(house: House) -> list[bytes]:
+    return list(house.connection.zrange(redis_keys.registry("wip", QUEUE), 0, -1))
+
+
+def test_a_tool_that_queues_a_job_again_leaves_no_mark(house: House) -> None:
+    """Whom RQ's clean-up took it from had begun it; who has it in its backlog now has not."""
+    (pulled, *_) = house.pull(5)
+    house.lapse(pulled.lease)
+    house.clean_up()
+    assert begun(house) == [1, 2, 3, 4, 5]
+    assert [line_of(p.lease) for p in house.pull(5, worker="v", num_begin=0)] == [1]
+    assert begun(house) == [2, 3, 4, 5]
+    assert house.transitions.reap(QUEUE, "v") == (1, 0)
+    assert deaths(house)[0] == 0
+
+
 @pytest.mark.parametrize("count", ["x", "1e3", "", "9" * 30, "-5"])
 def test_a_count_of_deaths_that_is_none_begins_anew(house: House, count: str) -> None:
     """What somebody wrote there keeps no lease from being taken back."""
@@ -310,6 +392,45 @@ def test_a_count_of_deaths_that_is_none_begins_anew(house: House, count: str) ->
     house.connection.hset(key, "bkv_deaths", count)
     house.pull(1)
     assert house.transitions.reap(QUEUE, "w") == (1, 0)
+
+
+def test_suspects_are_passed_by_and_keep_their_place(house: House) -> None:
+    """Who holds rows is given the others; with no others, nothing, and the queue is as it was."""
+    for line in (1, 3, 4):
+        house.connection.hset(redis_keys.job(job_id(line)), "bkv_deaths", 1)
+    run = house.transitions.pull_run(QUEUE, "w", 5, LEASE_SECONDS, num_begin=1, suspect_deaths=1)
+    assert [line_of(job.lease) for job in run.jobs] == [2, 5]
+    assert (run.num_passed, run.lengths, house.waiting()) == (3, (0, 3, 0), [1, 3, 4])
+    assert begun(house) == [2]
+    run = house.transitions.pull_run(QUEUE, "w", 5, LEASE_SECONDS, suspect_deaths=1)
+    assert (run.jobs, run.num_passed, house.waiting()) == ([], 3, [1, 3, 4])
+    assert house.count("running") == 2
+
+
+def test_a_suspect_at_the_head_is_taken_alone(house: House) -> None:
+    """By who holds nothing, and marked as begun; one that stands behind others is not."""
+    house.transitions.give_back(QUEUE, [job.lease for job in house.pull(2)], died=True)
+
+    def pull() -> tuple[list[int], int]:
+        run = house.transitions.pull_run(
+            *(QUEUE, "w", 5, LEASE_SECONDS), num_begin=1, suspect_deaths=1, may_be_alone=True
+        )
+        return [line_of(job.lease) for job in run.jobs], run.num_passed
+
+    assert pull() == ([1], 0)
+    assert begun(house) == [1]
+    house.connection.rpush(redis_keys.queue(QUEUE), house.connection.lpop(redis_keys.queue(QUEUE)))
+    assert house.waiting() == [3, 4, 5, 2]
+    assert pull() == ([3, 4, 5], 1)
+    assert pull() == ([2], 0)
+
+
+def test_no_lower_priority_is_taken_for_a_suspect(house: House) -> None:
+    """A worker that would fill its backlog with what is less urgent would give it back at once."""
+    house.transitions.give_back(QUEUE, [job.lease for job in house.pull(1)], died=True)
+    house.connection.lmove(*[redis_keys.waiting(QUEUE, name) for name in ("normal", "high")])
+    run = house.transitions.pull_run(QUEUE, "w", 5, LEASE_SECONDS, suspect_deaths=1)
+    assert (run.jobs, run.num_passed, run.lengths) == ([], 1, (1, 4, 0))
 
 
 def test_reap_of_a_dead_worker_takes_only_its_jobs(house: House) -> None:
@@ -478,7 +599,8 @@ class Actors:
 
     def pull(self) -> None:
         worker = self.worker()
-        self.held[worker] += self.house.pull(self.random.randint(1, 6), worker)
+        num_begin = self.random.choice((None, 0, 2))
+        self.held[worker] += self.house.pull(self.random.randint(1, 6), worker, num_begin)
 
     def finish(self) -> None:
         worker = self.worker()
@@ -632,6 +754,7 @@ def finish_and_check(house: House, actors: Actors) -> None:
     assert house.waiting() == []
     assert house.connection.zcard(redis_keys.registry("wip", QUEUE)) == 0
     assert list(house.connection.scan_iter("rq:execution*")) == []
+    assert begun(house) == []
 
 
 def test_a_lease_of_one_second_lapses_by_itself(house: House) -> None:

@@ -64,6 +64,12 @@ def counts_of(connection: Redis, batch_id: str) -> dict[str, int]:
     return {name: int(value or 0) for name, value in zip(names, values, strict=True)}
 
 
+def waiting_lines(connection: Redis) -> list[int]:
+    """Line numbers in the queue, from its head on."""
+    ids = connection.lrange(redis_keys.queue(QUEUE), 0, -1)
+    return [int(raw.decode().rpartition("-")[2]) for raw in ids]
+
+
 def num_ended(connection: Redis, batch_id: str) -> int:
     """How many rows of the batch have a result."""
     return int(connection.hlen(redis_keys.results(batch_id)))

@@ -15,7 +15,7 @@ from batchkv_producer import redis_keys
 from batchkv_producer.transitions import Transitions
 from batchkv_worker.dispatch import RUN_JOBS
 from support.fake_engine import FakePlan
-from support.redis_server import RedisServer
+from support.redis_server import RedisServer, running_server
 from support.worker_harness import (
     QUEUE,
     WorkerProcess,
@@ -25,17 +25,13 @@ from support.worker_harness import (
     results_of,
     submit,
     wait_until,
+    waiting_lines,
     workers,
 )
 from worker.test_rq_worker import make_worker, work
 
 SLOW = FakePlan(step_seconds=0.002)
 QUEUE_KEY = redis_keys.queue(QUEUE)
-
-
-def waiting_lines(connection: Redis) -> list[int]:
-    """Line numbers in the queue, from its head on."""
-    return [int(raw.decode().rpartition("-")[2]) for raw in connection.lrange(QUEUE_KEY, 0, -1)]
 
 
 @contextmanager
@@ -175,21 +171,145 @@ def test_max_jobs_is_exact_with_a_backlog(redis_connection: Redis) -> None:
     assert waiting_lines(redis_connection) == list(range(46, 101))
 
 
-def test_after_a_death_there_is_no_backlog(redis_connection: Redis) -> None:
-    """Jobs that saw their worker die are taken as the engine can hold them, so that the next death
-    costs no more than these; the rest stays in the queue, in order."""
-    batch = submit(redis_connection, ["slow:100000"] * 50)
-    moves = Transitions(redis_connection)
-    moves.give_back(QUEUE, [job.lease for job in moves.pull(QUEUE, "dead", 50, 60)], died=True)
+def deaths_of(connection: Redis, batch: str, total: int) -> list[int]:
+    """Lines that are said to have cost a life, each as often as it did."""
+    lines = range(1, total + 1)
+    counts = [int(connection.hget(f"rq:job:{batch}-{n}", "bkv_deaths") or 0) for n in lines]
+    return [line for line, count in zip(lines, counts, strict=True) for _ in range(count)]
+
+
+def has_begun(connection: Redis, batch: str, line: int) -> bool:
+    """Whether Redis knows that the line has been handed to an engine."""
+    return connection.hget(f"rq:job:{batch}-{line}", "bkv_begun") == b"1"
+
+
+def test_a_kill_counts_what_had_begun(
+    redis_server: RedisServer, redis_connection: Redis, tmp_path: Path
+) -> None:
+    """Of the 38 rows that a killed worker held: the three that its engine had, two of which had
+    come out of its backlog."""
+    batch = submit(redis_connection, ["slow:1", "slow:100000", "slow:2"] + ["slow:100000"] * 37)
+    worker = WorkerProcess(
+        *(redis_server.url, tmp_path / "log", "--name", "victim"),
+        plan={"step_seconds": 0.05},
+        settings={"SLOTS": 2, "PREFETCH": 1},
+    )
+    with workers(worker):
+        wait_until(lambda: num_ended(redis_connection, batch) == 2)
+        wait_until(lambda: has_begun(redis_connection, batch, 5))
+        assert counts_of(redis_connection, batch)["running"] == 38
+    assert Transitions(redis_connection).reap(QUEUE, "victim") == (38, 0)
+    assert deaths_of(redis_connection, batch, 40) == [2, 4, 5]
+    assert waiting_lines(redis_connection) == [2, *range(4, 41)]
+
+
+def test_what_begins_in_place_of_canceled_rows_is_told(redis_connection: Redis) -> None:
+    """Also where there is no end to tell: within the next exchange with Redis."""
+    batch = submit(redis_connection, ["slow:100000"] * 9)
 
     def act() -> None:
-        wait_until(lambda: counts_of(redis_connection, batch)["running"] == 3)
-        time.sleep(0.3)
-        assert counts_of(redis_connection, batch)["running"] == 3
-        assert waiting_lines(redis_connection) == list(range(4, 51))
+        wait_until(lambda: has_begun(redis_connection, batch, 3))
+        assert not has_begun(redis_connection, batch, 4)
+        moves = Transitions(redis_connection)
+        moves.settle(QUEUE, "canceled", [(f"{batch}-1", b"x"), (f"{batch}-3", b"x")])
+        wait_until(lambda: has_begun(redis_connection, batch, 5))
+        assert has_begun(redis_connection, batch, 4) and not has_begun(redis_connection, batch, 6)
 
     work(make_worker(redis_connection, SLOW, slots=2, prefetch=1, drain_seconds=0), act)
-    assert waiting_lines(redis_connection) == list(range(1, 51))
+    assert not any(has_begun(redis_connection, batch, line) for line in range(1, 10))
+
+
+def test_what_begins_while_redis_is_away_is_told_then(tmp_path: Path) -> None:
+    """The list of what has begun outlives the calls that fail."""
+    with running_server("--appendonly", "yes", "--appendfsync", "always") as server:
+        batch = submit(server.connect(), ["slow:40", "slow:40", *["slow:100000"] * 5])
+        worker = WorkerProcess(
+            *(server.url, tmp_path / "log"),
+            plan={"step_seconds": 0.02},
+            settings={"SLOTS": 2, "PREFETCH": 0},
+        )
+        with workers(worker):
+            wait_until(lambda: counts_of(server.connect(), batch)["running"] == 7)
+            server.stop()
+            wait_until(lambda: "Redis is away" in worker.said)
+            time.sleep(1)
+            server.start()
+            wait_until(lambda: has_begun(server.connect(), batch, 4))
+            assert has_begun(server.connect(), batch, 3)
+            assert num_ended(server.connect(), batch) == 2
+
+
+def make_suspects(connection: Redis, count: int) -> None:
+    """Let a worker die with the first rows of the queue."""
+    moves = Transitions(connection)
+    moves.give_back(QUEUE, [j.lease for j in moves.pull(QUEUE, "dead", count, 60)], died=True)
+
+
+def test_suspects_run_one_by_one(redis_connection: Redis) -> None:
+    """Rows that saw a worker die run before the others, each alone; then all is as it was."""
+    batch = submit(redis_connection, ["slow:100"] * 3 + ["slow:100000"] * 47)
+    make_suspects(redis_connection, 3)
+    most = 0
+
+    def act() -> None:
+        nonlocal most
+        while num_ended(redis_connection, batch) < 3:
+            running = counts_of(redis_connection, batch)["running"]
+            most = max(most, running if num_ended(redis_connection, batch) < 3 else 0)
+        wait_until(lambda: counts_of(redis_connection, batch)["running"] == 47)
+
+    work(make_worker(redis_connection, SLOW, slots=2, prefetch=1, drain_seconds=0), act)
+    assert most == 1
+    assert redis_connection.lrange(redis_keys.done(batch), 0, -1) == [b"1", b"2", b"3"]
+    assert waiting_lines(redis_connection) == list(range(4, 51))
+
+
+def test_a_busy_worker_passes_suspects_by(redis_connection: Redis) -> None:
+    """It takes what stands behind them and asks no more until it holds nothing; then it takes them,
+    or goes on as soon as others did. In between it does not ask again and again."""
+    first = submit(redis_connection, ["slow:100000"], name="first")
+    num_calls = 0
+
+    def calls() -> int:
+        found = redis_connection.info("commandstats")
+        return int(found["cmdstat_evalsha"]["calls"])
+
+    def act() -> None:
+        nonlocal num_calls
+        wait_until(lambda: has_begun(redis_connection, first, 1))
+        redis_connection.set("rq:suspended", 1)
+        time.sleep(1.2)
+        batch = submit(redis_connection, ["slow:100000"] * 20)
+        for line in (1, 2, 4):
+            redis_connection.hset(f"rq:job:{batch}-{line}", "bkv_deaths", 1)
+        redis_connection.delete("rq:suspended")
+        wait_until(lambda: counts_of(redis_connection, batch)["running"] == 17)
+        assert waiting_lines(redis_connection) == [1, 2, 4]
+        more = submit(redis_connection, ["slow:100000"] * 6, name="more")
+        others = [(f"{batch}-{n}", b"x") for n in range(1, 21) if n not in (1, 2, 4, 20)]
+        Transitions(redis_connection).settle(QUEUE, "canceled", others)
+        wait_until(lambda: has_begun(redis_connection, batch, 20))  # there is room now
+        before = calls()
+        time.sleep(1.5)
+        num_calls = calls() - before
+        assert counts_of(redis_connection, more)["running"] == 0
+        assert len(Transitions(redis_connection).pull(QUEUE, "other", 3, 60)) == 3
+        wait_until(lambda: counts_of(redis_connection, more)["running"] == 6)
+
+    settings = {"slots": 8, "prefetch": 1, "drain_seconds": 0, "maintenance_seconds": 600}
+    work(make_worker(redis_connection, SLOW, **settings), act)
+    assert num_calls < 10
+
+
+def test_a_burst_does_not_end_before_the_suspects(redis_connection: Redis) -> None:
+    """Passed by is not exhausted."""
+    batch = submit(redis_connection, ["slow:20"] * 30)
+    for line in (2, 3, 29, 30):
+        redis_connection.hset(f"rq:job:{batch}-{line}", "bkv_deaths", 1)
+    work(make_worker(redis_connection, SLOW, slots=4, prefetch=1))
+    assert_reconciled(redis_connection, batch)
+    done = [int(raw) for raw in redis_connection.lrange(redis_keys.done(batch), 0, -1)]
+    assert done[-4:] == [2, 3, 29, 30]
 
 
 def test_a_dead_engine_is_no_fault_of_the_backlog(redis_connection: Redis) -> None:

@@ -6,6 +6,7 @@ import json
 import pickle
 import time
 import zlib
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +64,25 @@ def test_a_payload_that_is_not_ours_is_a_failed_row(data: bytes, says: str) -> N
     assert says in result.error[1]
     assert len(flights) == 0
     assert not Bomb.exploded
+
+
+def test_what_started_later_is_told_until_somebody_heard() -> None:
+    """Rows that had begun when they were pulled need not be told, nor those that have left."""
+    flights = Flights("m", "w")
+    flights.hold([pulled("known")])
+    flights.hold([replace(pulled(job_id), has_begun=False) for job_id in "abcd"])
+    flights.hold([replace(pulled("bad", b""), has_begun=False)])
+    assert flights.untold == []
+    flights.start(3)
+    assert flights.untold == flights.untold == [Held("a", "e"), Held("b", "e")]
+    flights.drop("a")
+    flights.start(3)
+    heard = flights.untold[:1]
+    flights.note_told(heard)
+    assert (heard, flights.untold) == ([Held("b", "e")], [Held("c", "e"), Held("d", "e")])
+    flights.end(Rejected("c", "engine_error", "no"))
+    flights.cancel(["d"])
+    assert flights.untold == []
 
 
 def test_an_answer_too_large_to_be_read_back_is_a_failed_row(

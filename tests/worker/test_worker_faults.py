@@ -144,7 +144,7 @@ def test_a_dead_engine_is_exit_code_70(redis_connection: Redis, start: Start) ->
 def test_a_poisonous_row_does_not_take_its_neighbours_along(
     redis_connection: Redis, start: Start
 ) -> None:
-    """After two deaths the rows run one by one: only the one that kills the engine is failed."""
+    """After a death the rows run one by one: only the one that kills the engine is failed."""
     batch = submit(redis_connection, ["p"] * 10 + ["crash"] + ["slow:3"] * 10)
     for _ in range(MAX_DEATHS + 1):
         with workers(start(plan={"steps": 5})) as (worker,):
@@ -157,6 +157,10 @@ def test_a_poisonous_row_does_not_take_its_neighbours_along(
     assert_reconciled(redis_connection, batch)
     assert counts_of(redis_connection, batch)["ok"] == 20
     assert results_of(redis_connection, batch)[11].outcome == "failed"
+    deaths = [
+        redis_connection.hget(f"rq:job:{batch}-{line}", "bkv_deaths") for line in range(1, 22)
+    ]
+    assert max(int(count or 0) for count in deaths[:10] + deaths[11:]) <= 1
 
 
 @pytest.mark.parametrize("how", ["hang", "hang in C"])

@@ -2,7 +2,9 @@
 
 A row is held, with a lease, from the moment it is pulled. It stands in the *backlog* first, as the
 bytes that it came as, and *starts* when the engine has room: only then it is decoded, and only
-then its time runs. A worker that stops can give its backlog back at once.
+then its time runs. A worker that stops can give its backlog back at once. Redis is to know which
+rows have started, for only those can have cost their worker's life; of rows that started later
+than it was said when they were pulled it is told.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ class Flights:
         self._worker = worker
         self._rows: dict[str, Flight] = {}
         self._backlog: dict[str, _Waiting] = {}
+        self._untold: dict[str, Held] = {}
 
     def __len__(self) -> int:
         return len(self._rows) + len(self._backlog)
@@ -86,6 +89,11 @@ class Flights:
     def backlog(self) -> list[Held]:
         """The leases of the rows that have not started, in their order."""
         return [row.pulled.lease for row in self._backlog.values()]
+
+    @property
+    def untold(self) -> list[Held]:
+        """The leases of rows that have started without Redis knowing it."""
+        return list(self._untold.values())
 
     @property
     def backlog_rank(self) -> int:
@@ -136,16 +144,23 @@ class Flights:
             started=now,
             deadline=deadline,
         )
+        if not pulled.has_begun:
+            self._untold[job_id] = pulled.lease
         return Work(job_id, request, pulled.shared_bytes)
+
+    def note_told(self, begun: Iterable[Held]) -> None:
+        """Redis knows that these have started."""
+        for lease in begun:
+            self._untold.pop(lease.job_id, None)
 
     def drop(self, job_id: str) -> bool:
         """Forget a row without an end of our making; whether it was held."""
         was_waiting = self._backlog.pop(job_id, None) is not None
-        return self._rows.pop(job_id, None) is not None or was_waiting
+        return self._leave(job_id) is not None or was_waiting
 
     def end(self, event: Completed | Rejected) -> Ending | None:
         """The end that the engine reports; None when the row is no longer ours."""
-        flight = self._rows.pop(event.job_id, None)
+        flight = self._leave(event.job_id)
         if flight is None:
             return None
         if isinstance(event, Rejected):
@@ -189,7 +204,7 @@ class Flights:
             del self._backlog[pulled.lease.job_id]
         late = [row for row in self._rows.values() if row.deadline <= now]
         for flight in late:
-            del self._rows[flight.lease.job_id]
+            self._leave(flight.lease.job_id)
         return [
             self._failed(row, ErrorCode.TIMEOUT, f"not done in {row.deadline - row.started:g} s")
             for row in late
@@ -199,13 +214,17 @@ class Flights:
         """Drop rows that were stopped; (job id, canceled result) of those that we held."""
         rows = []
         for job_id in job_ids:
-            flight, words = self._rows.pop(job_id, None), "stopped while it was running"
+            flight, words = self._leave(job_id), "stopped while it was running"
             if flight is None and (waiting := self._backlog.pop(job_id, None)) is not None:
                 flight, words = _unstarted(waiting.pulled), "stopped before it was started"
             if flight is not None:
                 result = self._error(flight, "canceled", (ErrorCode.CANCELED, words))
                 rows.append((job_id, encode_result(result)))
         return rows
+
+    def _leave(self, job_id: str) -> Flight | None:
+        self._untold.pop(job_id, None)  # what has ended need not be said to have begun
+        return self._rows.pop(job_id, None)
 
     def _expired(self, pulled: Pulled) -> Ending:
         words = "not started by the batch's deadline"

@@ -3,18 +3,20 @@
 ``dispatch`` says how many; here it is done. Jobs that the engine has no room for yet wait in the
 flights' backlog, leased and renewed like all others.
 
-A job that has cost several workers may be the one that kills them: it runs alone, so that those
-beside it do not die with it again and again until they are failed too. From the first death on,
-jobs are taken without a backlog, so that the next one costs no more jobs than the engine has.
+A job whose worker died with it may be the one that kills them, a *suspect*: it runs alone, so that
+those beside it do not die with it again. A worker that holds rows passes suspects by, takes what
+stands behind them, and takes nothing more until it holds none, or until others have taken the
+suspects. One that holds nothing takes what comes first, and a suspect alone.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from batchkv_producer.transitions import Ending, Pulled
+from batchkv_producer.transitions import Ending, Run
 from batchkv_worker import dispatch
 from batchkv_worker.beside import Beside
 from batchkv_worker.engine_thread import EngineThread
@@ -23,7 +25,7 @@ from batchkv_worker.redis_side import Poll, RedisSide
 
 IDLE_WAIT_SECONDS = 1  # how long the server holds our question while the queue is empty
 EMPTY_QUEUE_SECONDS = 0.1  # how soon to ask again while rows are decoding
-SUSPECT_DEATHS = 2  # from here on a job runs alone; one death may be a closed lid
+SUSPECT_DEATHS = 1  # from here on a job runs alone
 BEATEN_SECONDS = 0.05  # how soon to ask again when another worker was faster
 
 
@@ -60,8 +62,8 @@ class Intake:
         self.is_exhausted = False  # the last pull found nothing
         self.num_taken = 0
         self.next_pull = 0.0
-        self._one_by_one = False  # suspects stand at the head of the queue
-        self._is_wary = False  # jobs that saw their holder die were in the last pull
+        self._is_draining = False  # suspects were passed by, or one is at work
+        self._is_alone = False  # the last pull brought a suspect
         self._lengths: tuple[int, ...] = (0, 0, 0)  # of the queue's lists, by priority
         self._num_workers = 1
         self._idle_since: float | None = None
@@ -74,6 +76,8 @@ class Intake:
             self._release(self._flights.num_waiting)
             self.next_pull = 0.0
         self._release(dispatch.jobs_to_return(self._view()))
+        if self._is_draining and self._flights and not self._is_alone:
+            self._is_draining = self._beside(self._side.deaths_of_next) >= SUSPECT_DEATHS
 
     def wants_jobs(self) -> bool:
         """Whether to pull now or at ``next_pull``.
@@ -96,20 +100,19 @@ class Intake:
             self._lengths = self._side.wait_for_job(IDLE_WAIT_SECONDS)
             if not any(self._lengths):
                 return
-        run = self._beside(partial(self._side.pull, self._wanted(), self._num_workers))
+        run = self._beside(self._pull())
         now = time.monotonic()
         self._lengths = run.lengths
-        self.is_exhausted = not run.jobs
+        self.is_exhausted = not run.jobs and not run.num_passed
+        self._is_alone = any(job.num_deaths >= SUSPECT_DEATHS for job in run.jobs)
+        self._is_draining = self._is_alone or run.num_passed > 0
         if not run.jobs:
             self.next_pull = now + (EMPTY_QUEUE_SECONDS if self._flights else BEATEN_SECONDS)
             return
         self.next_pull = 0.0 if run.num_queued else now + EMPTY_QUEUE_SECONDS
-        kept, unwanted = self._sift(run.jobs)
-        self._flights.hold(kept)
-        self.num_taken += len(kept)
+        self._flights.hold(run.jobs)
+        self.num_taken += len(run.jobs)
         self.feed()
-        if unwanted:
-            self._side.give_back([job.lease for job in unwanted], died=False)
         if self._flights:
             self._idle_since = None
             self._side.set_state("busy")
@@ -125,18 +128,21 @@ class Intake:
         """Nothing may be started: give the backlog back."""
         self._release(self._flights.num_waiting)
 
-    def _sift(self, pulled: list[Pulled]) -> tuple[list[Pulled], list[Pulled]]:
-        """(jobs to keep, jobs to give back) because of those among them that saw deaths."""
-        suspects = {job.lease for job in pulled if job.num_deaths >= SUSPECT_DEATHS}
-        self._one_by_one = bool(suspects)
-        self._is_wary = any(job.num_deaths for job in pulled)
-        if len(pulled) == 1 and not self._flights:
-            return pulled, []  # alone: it may run
-        kept = [job for job in pulled if job.lease not in suspects]
-        if self._is_wary:
-            kept = kept[: self._view().room]
-        leases = {job.lease for job in kept}
-        return kept, [job for job in pulled if job.lease not in leases]
+    def _pull(self) -> Callable[[], Run]:
+        """The question for jobs, as things stand now."""
+        view = self._view()
+        return partial(
+            self._side.pull,
+            self._wanted(),
+            self._num_workers,
+            num_begin=max(0, view.room - view.backlog),
+            suspect_deaths=SUSPECT_DEATHS,
+            may_be_alone=not self._holds_any(),
+        )
+
+    def _holds_any(self) -> bool:
+        """Whether Redis thinks that we hold rows: what has ended may not be stored yet."""
+        return bool(self._flights or self._endings)
 
     def _release(self, count: int) -> None:
         """Give back the last of the backlog. They are ours until the server has them."""
@@ -181,10 +187,8 @@ class Intake:
             return 0
         view = self._view()
         count = dispatch.jobs_to_take(view)
-        if self._one_by_one:
-            count = 0 if self._flights else 1
-        elif self._is_wary:
-            count = min(count, view.room - view.backlog)
+        if self._is_draining and self._holds_any():
+            return 0
         if self._limits.max_jobs is not None:
             count = min(count, self._limits.max_jobs - self.num_taken)
         return max(0, count)

@@ -87,11 +87,20 @@ class RedisSide:
         _, *lengths = pipeline.execute()
         return tuple(lengths)
 
-    def pull(self, count: int, num_workers: int = 1) -> Run:
+    def pull(
+        self, count: int, num_workers: int, num_begin: int, suspect_deaths: int, may_be_alone: bool
+    ) -> Run:
         """See Transitions.pull_run."""
         self._is_unanswered = True
         run = self._moves.pull_run(
-            self._queue, self._worker, count, self._settings.lease_seconds, num_workers
+            self._queue,
+            self._worker,
+            count,
+            self._settings.lease_seconds,
+            num_workers,
+            num_begin=num_begin,
+            suspect_deaths=suspect_deaths,
+            may_be_alone=may_be_alone,
         )
         self._is_unanswered = False
         return run
@@ -108,9 +117,20 @@ class RedisSide:
             self._moves.give_back(self._queue, leases)
             self._is_unanswered = False
 
-    def finish(self, endings: Sequence[Ending]) -> list[str]:
+    def deaths_of_next(self) -> int:
+        """How many deaths the job at the head of the queue has seen, 0 if there is none."""
+        pipeline = self._connection.pipeline(transaction=False)
+        for key in redis_keys.waiting_lists(self._queue):
+            pipeline.lrange(key, 0, 0)
+        head = next((ids[0] for ids in pipeline.execute() if ids), b"")
+        pipeline.hget(b"rq:job:" + head, "bkv_deaths")
+        (deaths,) = pipeline.execute(raise_on_error=False)  # the key may be of another type
+        is_count = isinstance(deaths, bytes) and re.fullmatch(rb"[0-9]{1,4}", deaths)
+        return int(deaths) if is_count else 0
+
+    def finish(self, endings: Sequence[Ending], begun: Sequence[Held]) -> list[str]:
         """See Transitions.finish."""
-        return self._moves.finish(self._queue, self._worker, endings)
+        return self._moves.finish(self._queue, self._worker, endings, begun)
 
     def give_back(self, held: Sequence[Held], *, died: bool) -> int:
         """See Transitions.give_back."""

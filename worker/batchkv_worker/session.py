@@ -145,7 +145,7 @@ class Session:
             until = min(until, self._stop.warm_since + self._settings.drain_seconds)
         if self._outage.is_on:
             return max(0.0, min(until, self._outage.retry_at) - now)
-        if self._endings or self._canceled:
+        if self._endings or self._canceled or self._flights.untold:
             return 0.0
         if self._intake.wants_jobs():
             until = min(until, self._intake.next_pull)
@@ -242,10 +242,12 @@ class Session:
             self._intake.refill()
 
     def _finish(self) -> None:
-        while self._endings:
-            group = self._endings[:FINISH_GROUP]
-            verdicts = self._beside(partial(self._side.finish, group))
+        """Store what has ended, and tell in the same call which rows have begun since."""
+        while self._endings or self._flights.untold:
+            group, begun = self._endings[:FINISH_GROUP], self._flights.untold[:FINISH_GROUP]
+            verdicts = self._beside(partial(self._side.finish, group, begun))
             del self._endings[: len(group)]
+            self._flights.note_told(begun)
             num_dropped = len(verdicts) - verdicts.count("ok")
             if num_dropped:
                 log.info("%d results dropped: their jobs were taken over or ended", num_dropped)

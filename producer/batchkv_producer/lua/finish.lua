@@ -1,16 +1,25 @@
 -- started -> finished | failed: end jobs that this worker holds; result, counters, finish order and
 -- RQ's bookkeeping in one step. Only the holder of the job's current execution may end it, and a
--- line gets at most one result. Rows that waited for one of them end with it (`twins.lua`).
+-- line gets at most one result. Rows that waited for one of them end with it (`twins.lua`). Jobs that
+-- have begun because others ended are marked as such, for `reap`.
 -- KEYS: wip, finished, failed zsets, worker hash.
--- ARGV: time in ISO 8601, result ttl (s), failure ttl (s), queue name, most copies, then for each job:
---       id, execution, 'ok' or 'failed', result, prompt, completion, cached tokens, busy ms,
+-- ARGV: time in ISO 8601, result ttl (s), failure ttl (s), queue name, most copies, number of jobs
+--       that have begun, then id, execution for each of these, then for each job that ends: id,
+--       execution, 'ok' or 'failed', result, prompt, completion, cached tokens, busy ms,
 --       ms that the cached tokens saved.
--- Returns for each job 'ok', 'lost' (somebody else holds or ended it) or 'duplicate'.
+-- Returns for each job that ends 'ok', 'lost' (somebody else holds or ended it) or 'duplicate'.
 local iso, result_ttl, failure_ttl = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local now = tonumber(redis.call('TIME')[1])
 local queue, budget = ARGV[4], tonumber(ARGV[5])
 local verdicts, ok, failed, ended = {}, 0, 0, {}
-for position = 6, #ARGV, 9 do
+local first = 7 + 2 * tonumber(ARGV[6])
+for position = 7, first - 1, 2 do
+  local key = 'rq:job:' .. ARGV[position]
+  if redis.call('HGET', key, 'bkv_exec') == ARGV[position + 1] then
+    redis.call('HSET', key, 'bkv_begun', '1')
+  end
+end
+for position = first, #ARGV, 9 do
   local id, execution, outcome, result = unpack(ARGV, position, position + 3)
   local key = 'rq:job:' .. id
   local verdict = 'lost'
@@ -19,7 +28,7 @@ for position = 6, #ARGV, 9 do
     local hash = batch and 'batchkv:batch:' .. batch
     redis.call('ZREM', KEYS[1], id .. ':' .. execution)
     redis.call('DEL', 'rq:executions:' .. id, 'rq:execution:' .. id .. ':' .. execution)
-    redis.call('HDEL', key, 'bkv_exec')
+    redis.call('HDEL', key, 'bkv_exec', 'bkv_begun')
     release(batch, line)
     verdict = 'duplicate'
     if not batch then

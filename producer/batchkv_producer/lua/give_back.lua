@@ -15,7 +15,7 @@ for position = #ARGV - 1, 4, -2 do
     local batch, line = string.match(id, '^(%x+)%-(%d+)$')
     redis.call('ZREM', KEYS[2], id .. ':' .. execution)
     redis.call('DEL', 'rq:executions:' .. id, 'rq:execution:' .. id .. ':' .. execution)
-    redis.call('HDEL', key, 'bkv_exec')
+    redis.call('HDEL', key, 'bkv_exec', 'bkv_begun')
     release(batch, line)
     if died and count_death(key) > max_deaths then
       redis.call('HSET', key, 'status', 'failed')

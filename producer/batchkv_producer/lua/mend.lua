@@ -14,7 +14,7 @@ for position = 2, #ARGV do
   local leased = held and redis.call('ZSCORE', KEYS[2], id .. ':' .. job[2])
   if batch and job[1] and not leased
       and redis.call('HEXISTS', 'batchkv:res:' .. batch, line) == 0 then
-    redis.call('HDEL', key, 'bkv_exec')
+    redis.call('HDEL', key, 'bkv_exec', 'bkv_begun')
     release(batch, line)
     redis.call('HSET', key, 'status', 'queued', 'enqueued_at', iso, 'worker_name', '')
     redis.call('PERSIST', key)

@@ -4,18 +4,25 @@
 -- An id whose job is gone, ended, or held by somebody whose lease still runs (stock tools can queue
 -- an id twice, or revive a job that ended while they looked at it) is dropped, and so is what is no
 -- id at all: RQ's have letters, digits, "_" and "-" only.
+-- Suspects, jobs that saw deaths enough, stay where they are, and what stands behind them is taken;
+-- but one that comes first is taken alone, if the worker may. While any wait, no lower priority is.
 -- KEYS: lists of high, normal and low priority, wip zset.
 -- ARGV: worker name, lease (s), count, time in ISO 8601, largest data accepted (bytes), prefix of the
---       new execution ids, bytes of data after which no further job is taken, number of workers.
--- Returns {lengths of the lists afterwards, which of them the jobs are from (1 to 3), jobs}, a job
--- being {id, execution, data or '' when too large, deaths, timeout (s, 0: none), seconds to the
--- batch's deadline or '', shared bytes or ''}; no jobs while RQ's workers are suspended.
+--       new execution ids, bytes of data after which no further job is taken, number of workers,
+--       how many of the jobs begin at once, deaths that make a suspect (0: none is), 1 if one may be
+--       taken.
+-- Returns {lengths of the lists afterwards, which of them the jobs are from (1 to 3), jobs, number of
+-- suspects passed by}, a job being {id, execution, data or '' when too large, deaths, timeout (s, 0:
+-- none), seconds to the batch's deadline or '', shared bytes or ''}; no jobs while RQ's workers are
+-- suspended.
 local worker, lease, count, iso, max_bytes, prefix, enough_bytes = ARGV[1], tonumber(ARGV[2]),
   tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
 local wip, num_workers = KEYS[4], math.max(1, tonumber(ARGV[8]))
+local num_begin, suspect_deaths, may_be_alone = tonumber(ARGV[9]), tonumber(ARGV[10]), ARGV[11] == '1'
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
-local taken, num_bytes, from, deadlines = {}, 0, 2, {}
+local taken, passed, num_bytes, from, deadlines = {}, {}, 0, 2, {}
+local is_alone = false
 
 local function lengths()
   return {redis.call('LLEN', KEYS[1]), redis.call('LLEN', KEYS[2]), redis.call('LLEN', KEYS[3])}
@@ -29,10 +36,10 @@ local function seconds_left(batch)
   return at and tostring(at - now) or ''
 end
 
--- The next job, from the first list that has any; once one is taken, from no other list.
+-- The next job, from the first list that has any; once one was met there, from no other list.
 local function next_id()
   local id = redis.call('LPOP', KEYS[from])
-  while not id and #taken == 0 and from < 3 do
+  while not id and #taken + #passed == 0 and from < 3 do
     from = from + 1
     id = redis.call('LPOP', KEYS[from])
   end
@@ -40,7 +47,7 @@ local function next_id()
 end
 
 if redis.call('EXISTS', 'rq:suspended') == 1 then
-  return {lengths(), from, taken}
+  return {lengths(), from, taken, 0}
 end
 local num_high = redis.call('LLEN', KEYS[1])
 local share = count
@@ -49,7 +56,7 @@ if num_high > 0 then
   share = math.min(count, math.ceil(num_high / num_workers))
 end
 for attempt = 1, count + 1000 do
-  if #taken >= (from == 1 and share or count) or num_bytes >= enough_bytes then break end
+  if is_alone or #taken >= (from == 1 and share or count) or num_bytes >= enough_bytes then break end
   local id = next_id()
   if not id then break end
   local is_id = #id <= 200 and string.match(id, '^[%w_%-]+$')
@@ -67,10 +74,14 @@ for attempt = 1, count + 1000 do
   local batch, line = string.match(id, '^(%x+)%-(%d+)$')
   local ended = batch and redis.call('HEXISTS', 'batchkv:res:' .. batch, line) == 1
   local deaths = tonumber(string.match(job[3] or '', '^%d%d?%d?%d?$') or '0')
+  local is_suspect = suspect_deaths > 0 and deaths >= suspect_deaths
+  local may_be_taken = not is_suspect or (may_be_alone and #taken + #passed == 0)
   if ended and job[1] == 'queued' then
     -- Its result stands. As a failed job it can still be retried, if that is what it was.
     redis.call('HSET', key, 'status', 'failed')
     redis.call('EXPIRE', key, 7 * 86400)
+  elseif job[1] == 'queued' and not live and not may_be_taken then
+    passed[#passed + 1] = id
   elseif job[1] == 'queued' and not live then
     local execution = prefix .. '-' .. attempt
     local held = job[2] and job[2] ~= ''
@@ -82,6 +93,12 @@ for attempt = 1, count + 1000 do
     end
     redis.call('HSET', key, 'status', 'started', 'started_at', iso, 'last_heartbeat', iso,
       'worker_name', worker, 'bkv_exec', execution)
+    -- A stock tool that queued the job again has left the field as it was.
+    if #taken < num_begin then
+      redis.call('HSET', key, 'bkv_begun', '1')
+    else
+      redis.call('HDEL', key, 'bkv_begun')
+    end
     redis.call('PERSIST', key)
     redis.call('ZADD', wip, now + lease, id .. ':' .. execution)
     redis.call('ZADD', 'rq:executions:' .. id, now + lease + 60, execution)
@@ -98,8 +115,10 @@ for attempt = 1, count + 1000 do
       data = redis.call('HGET', key, 'data') or ''
     end
     num_bytes = num_bytes + #data
-    taken[#taken + 1] = {id, execution, data, deaths,
-      tonumber(job[4] or '0') or 0, batch and seconds_left(batch) or '', job[5] or ''}
+    taken[#taken + 1] = {id, execution, data, deaths, tonumber(job[4] or '0') or 0,
+      batch and seconds_left(batch) or '', job[5] or ''}
+    is_alone = is_suspect
   end
 end
-return {lengths(), from, taken}
+for index = #passed, 1, -1 do redis.call('LPUSH', KEYS[from], passed[index]) end
+return {lengths(), from, taken, #passed}

@@ -2,7 +2,8 @@
 -- let its lease lapse, in the order in which they were pulled, for neighbours share prefixes.
 -- A job that has cost `max_deaths` holders is failed in RQ's terms; `heal` gives it its error row.
 -- No death is counted when the holder was heard of after it last spoke of the job: it lives, and
--- does not know that it holds it, for the answer to its pull, or its giving back, was lost.
+-- does not know that it holds it, for the answer to its pull, or its giving back, was lost. Nor is
+-- one for a job that had not begun: no engine has seen it.
 -- KEYS: queue list, wip, failed zsets.
 -- ARGV: largest number of leases to look at, max_deaths, failure ttl (s), and either '' or the name
 --       of a worker known to be dead, whose leases are taken back although they still run.
@@ -20,7 +21,7 @@ local found = {}
 for index, member in ipairs(members) do
   local id, execution = string.match(member, '^([%w_%-]+):([^:]*)$')
   local job = id and redis.call('HMGET', 'rq:job:' .. id, 'bkv_exec', 'worker_name',
-    'last_heartbeat', 'started_at') or {}
+    'last_heartbeat', 'started_at', 'bkv_begun') or {}
   local place = tonumber(string.match(execution or '', '(%d+)$') or '0')  -- `pull` counts them
   found[index] = {member, id or false, execution or false, job, job[4] or '', place}
 end
@@ -40,11 +41,11 @@ for index = #found, 1, -1 do
     redis.call('DEL', 'rq:executions:' .. id, 'rq:execution:' .. id .. ':' .. execution)
     if job[1] == execution then
       local batch, line = string.match(id, '^(%x+)%-(%d+)$')
-      redis.call('HDEL', key, 'bkv_exec')
+      redis.call('HDEL', key, 'bkv_exec', 'bkv_begun')
       release(batch, line)
       local heard = job[2] and redis.pcall('HGET', 'rq:worker:' .. job[2], 'last_heartbeat')
       local lives = dead == '' and type(heard) == 'string' and job[3] and heard > job[3]
-      local deaths = lives and 0 or count_death(key)
+      local deaths = job[5] == '1' and not lives and count_death(key) or 0
       if deaths > max_deaths then
         redis.call('HSET', key, 'status', 'failed')
         redis.call('EXPIRE', key, failure_ttl)

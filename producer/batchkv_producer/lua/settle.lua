@@ -59,7 +59,7 @@ for position = 7, #ARGV, 2 do
     if held then
       redis.call('ZREM', KEYS[2], id .. ':' .. execution)
       redis.call('DEL', 'rq:executions:' .. id, 'rq:execution:' .. id .. ':' .. execution)
-      redis.call('HDEL', key, 'bkv_exec')
+      redis.call('HDEL', key, 'bkv_exec', 'bkv_begun')
     end
     if target == 'lost' then
       local held_by = redis.call('HGET', 'batchkv:held:' .. batch, line)

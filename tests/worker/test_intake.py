@@ -1,0 +1,156 @@
+"""What the intake asks for while suspects wait: one turn after the other, without a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from batchkv_producer import redis_keys
+from batchkv_producer.job import Usage
+from batchkv_producer.transitions import Ending
+from batchkv_worker.beside import Beside
+from batchkv_worker.engine_thread import EngineThread
+from batchkv_worker.events import Completed
+from batchkv_worker.flights import Flights
+from batchkv_worker.intake import Intake, Limits
+from batchkv_worker.redis_side import RedisSide
+from batchkv_worker.settings import WorkerSettings
+from support.fake_engine import FakeEngine, FakePlan
+from support.worker_harness import MODEL, QUEUE, submit, waiting_lines
+
+
+class Desk:
+    """An intake between a real queue and an engine that never starts."""
+
+    def __init__(self, connection: Redis) -> None:
+        self.flights, self.endings = Flights(MODEL, "w"), list[Ending]()
+        engine = EngineThread(lambda: FakeEngine(8, 0, FakePlan()))
+        engine.max_in_flight = 8
+        settings = WorkerSettings(model=MODEL)
+        self.side = RedisSide(
+            *(connection, QUEUE, "w", settings), register=lambda: None, set_state=lambda state: None
+        )
+        beside = Beside(lambda: None, lambda: None)
+        beside.close()  # every call is made here and now
+        self.intake = Intake(
+            self.side, engine, self.flights, self.endings, Limits(burst=True), 0, beside
+        )
+        self.intake.is_open = True
+
+    def look(self) -> bool:
+        """What a turn does once a second; whether jobs are wanted then."""
+        self.intake.look(self.side.poll(self.flights.leases))
+        return self.intake.wants_jobs()
+
+    def refill(self) -> list[int]:
+        """Ask for jobs; the lines that are held then."""
+        self.intake.refill()
+        return [int(lease.job_id.split("-")[1]) for lease in self.flights.leases]
+
+    def end(self, *lines: int) -> None:
+        """Rows end in the engine; Redis does not know it yet."""
+        for lease in self.flights.started:
+            if int(lease.job_id.split("-")[1]) in lines:
+                ending = self.flights.end(Completed(lease.job_id, "x", "stop", Usage(1, 1, 0)))
+                assert ending is not None
+                self.endings.append(ending)
+
+    def store(self) -> None:
+        """Redis is told what has ended."""
+        self.side.finish(self.endings, self.flights.untold)
+        self.endings.clear()
+
+
+@pytest.fixture
+def desk(redis_connection: Redis) -> Desk:
+    return Desk(redis_connection)
+
+
+@pytest.fixture
+def queue(redis_connection: Redis) -> Callable[..., str]:
+    """Queues so many rows, some of which saw a death."""
+
+    def make(total: int, suspects: list[int], name: str = "batch") -> str:
+        batch = submit(redis_connection, ["p"] * total, name=name)
+        for line in suspects:
+            redis_connection.hset(f"rq:job:{batch}-{line}", "bkv_deaths", 1)
+        return batch
+
+    return make
+
+
+def test_nothing_runs_beside_a_suspect(desk: Desk, queue: Any, redis_connection: Redis) -> None:
+    """Not even when no other suspect waits any more; what comes after it waits until Redis knows
+    how it ended, lest that counts for the next one's death."""
+    queue(5, [1, 2])
+    assert desk.look() and desk.refill() == [1]
+    assert not desk.look()
+    desk.end(1)
+    assert not desk.look()
+    desk.store()
+    assert desk.look() and desk.refill() == [2]
+    assert waiting_lines(redis_connection) == [3, 4, 5]
+    assert not desk.look()
+    desk.end(2)
+    desk.store()
+    assert desk.look() and desk.refill() == [3, 4, 5]
+
+
+def test_who_holds_rows_lets_suspects_wait(desk: Desk, queue: Any, redis_connection: Redis) -> None:
+    """It holds some as long as Redis thinks so; a burst does not end with suspects in the queue."""
+    queue(1, [], name="first")
+    assert desk.refill() == [1]
+    queue(2, [1, 2])
+    assert desk.look() and desk.refill() == [1]
+    assert waiting_lines(redis_connection) == [1, 2]
+    assert not desk.look()
+    assert not desk.intake.is_exhausted and not desk.intake.is_spent()
+    desk.end(1)
+    assert not desk.look()
+    desk.store()
+    assert desk.look() and desk.refill() == [1]
+
+
+def test_what_has_ended_is_stored_before_a_suspect_runs(desk: Desk, queue: Any) -> None:
+    """Else it would count for the suspect's death."""
+    queue(1, [], name="first")
+    assert desk.refill() == [1]
+    queue(2, [1])
+    desk.end(1)
+    assert desk.look() and desk.refill() == [2]
+    desk.end(2)
+    assert not desk.look()
+    desk.store()
+    assert desk.look() and desk.refill() == [1]
+
+
+def test_a_worker_goes_on_when_others_took_the_suspects(
+    desk: Desk, queue: Any, redis_connection: Redis
+) -> None:
+    """Seen once a second; it does not have to be empty for that."""
+    queue(1, [], name="first")
+    assert desk.refill() == [1]
+    queue(4, [1, 2])
+    assert desk.look() and desk.refill() == [1, 3, 4]
+    queue(2, [], name="more")
+    assert not desk.look()
+    for _ in range(2):
+        redis_connection.lpop(redis_keys.queue(QUEUE))
+    assert desk.look() and len(desk.refill()) == 5
+
+
+@pytest.mark.parametrize("head", ["planted", "x" * 500, "\u202e"])
+def test_a_head_that_is_no_job_is_no_suspect(
+    desk: Desk, queue: Any, redis_connection: Redis, head: str
+) -> None:
+    """What stands at the head of the queue, and under its name, may be anything."""
+    queue(2, [2])
+    assert desk.refill() == [1]
+    redis_connection.set(f"rq:job:{head}", "text")
+    redis_connection.lpush(redis_keys.queue(QUEUE), head)
+    assert desk.look() and desk.refill() == [1]
+    assert waiting_lines(redis_connection) == [2]
+    assert not desk.look()
