@@ -69,10 +69,10 @@ class NumberRule:
         return self.low <= value <= self.high
 
     def check(self, name: str, value: Any) -> Any:
-        """The value; raises RowFault when it is not what the rule says."""
+        """The value, -0.0 as 0.0; raises RowFault when it is not what the rule says."""
         if not self.admits(value):
             raise invalid(self.complaint(name, value))
-        return value
+        return value + 0  # two readings of a line must give the same, and 0.0 == -0.0
 
     def complaint(self, name: str, value: Any) -> str:
         """Why ``admits`` said no, in a sentence."""

@@ -582,6 +582,16 @@ def test_a_number_keeps_its_kind() -> None:
     assert kinds == [int, float, int]
 
 
+def test_a_zero_has_no_sign() -> None:
+    """What one row says is remembered for the next, and -0.0 equals 0.0: both are 0.0."""
+    for raw in (b'{"prompt": "a", "temperature": -0.0}', b'{"prompt": "a", "temperature": 0.0}'):
+        quick = plain.read_plain(raw, "line-1")
+        careful = formats._careful_row(1, raw)
+        assert quick is not None and isinstance(careful, Row)
+        for params in (quick[0].params, careful.request.params):
+            assert repr(params.temperature) == "0.0"
+
+
 def test_a_role_that_is_renamed_is_not_plain() -> None:
     """The template gets another word for it, which the schema does not know."""
     line = {"messages": [{"role": "developer", "content": "a"}]}
