@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 from batchkv_worker.kv.layout import Demand
@@ -248,3 +249,10 @@ def test_scheduler_needs_no_tensors() -> None:
     assert source is not None
     with open(source) as file:
         assert "mlx" not in file.read().lower().replace("tested without mlx", "")
+
+
+def test_it_knows_no_tensors() -> None:
+    """Nothing that it imports brings MLX in."""
+    code = "import sys, batchkv_worker.scheduler; print('mlx.core' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == "False\n"

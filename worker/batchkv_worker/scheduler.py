@@ -13,7 +13,6 @@ from batchkv_cache_store.uses import Uses
 from batchkv_worker.admission import AnswerLengths, Budget
 from batchkv_worker.kv.layout import Demand
 from batchkv_worker.kv.layouts import SlotLayouts
-from batchkv_worker.kv.stem_cost import UNMEASURED
 from batchkv_worker.sequence import Sequence
 from batchkv_worker.turns import longest_first
 
@@ -70,7 +69,7 @@ class Scheduler:
         ragged: bool = True,
         state_blocks: int = 0,
         shares: bool = False,
-        stem_cost: int = UNMEASURED,
+        stem_cost: int = 0,
         drop_buffers: Callable[[], None] | None = None,
         is_optimistic: bool = False,
         uses: Uses[bytes] | None = None,
