@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from batchkv_worker.kv.frame import Shapes, Span
 from batchkv_worker.kv.layout import Demand, Relayout, SlotLayout, round_up
 
 
@@ -206,3 +207,17 @@ def test_contents_survive_random_histories(window: int | None) -> None:
 def test_round_up() -> None:
     """Capacities are multiples of a block."""
     assert [round_up(n) for n in (0, 1, 256, 257)] == [0, 256, 256, 512]
+
+
+def test_rows_of_one_length_are_read_from_their_own_column() -> None:
+    """Columns are rounded down and up where rows differ, and not at all where they do not."""
+    layout = SlotLayout(4)
+    for slot, length in enumerate((100, 30, 30, 90)):
+        layout.admit(Demand(length, 10), slot)
+    span = Span(layout, 4, [1, 3], Shapes(step=64))
+    assert [(group.low, group.high) for group in span.groups] == [(0, 128), (64, 128), (0, 128)]
+    assert all(group.mask is not None for group in span.groups)
+    exact = [(group.low, group.high, group.mask) for group in span.exact_groups]
+    assert exact == [(0, 101, None), (70, 101, None), (10, 101, None)]
+    ragged = Span(layout, 4, [2], Shapes(step=64)).exact_groups[0]
+    assert not ragged.is_exact and ragged.mask is not None

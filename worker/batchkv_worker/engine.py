@@ -241,7 +241,7 @@ class Engine:
 
         Those that start together end together, and need no mask on the way.
         """
-        is_decoding = any(row.num_dispatched > row.num_resumed for row in self._rows.values())
+        is_decoding = bool(self._rows)  # those that come in below have not begun to
         for _ in range(CHUNKS_PER_STEP):
             self._is_in_prefill = True
             group = self._prefill.advance()
