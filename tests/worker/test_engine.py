@@ -564,7 +564,7 @@ def test_rows_that_come_in_together_start_together() -> None:
 
     and their attention needs no mask.
     """
-    running = engine(tiny_models.build("llama"), slots=4, chunk_tokens=32)
+    running = engine(tiny_models.build("llama"), slots=8, chunk_tokens=32)
     frames: list[tuple[int, bool]] = []
     frame = running._slots._framer.frame
 
@@ -574,8 +574,8 @@ def test_rows_that_come_in_together_start_together() -> None:
         return made
 
     running._slots._framer.frame = watched  # type: ignore[method-assign]
-    for index in range(8):  # a chunk takes two of them
+    for index in range(16):  # a chunk takes two of them
         row = Sequence(str(index), [index + 1] * 16, Generation(5, temperature=0.0))
         running.submit_row(row)
     drain(running)
-    assert frames == [(4, True)] * 10
+    assert frames == [(8, True)] * 10
