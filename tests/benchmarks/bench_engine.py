@@ -1,16 +1,18 @@
-"""The engine against mlx-lm's BatchGenerator: same process, model, prompts, slots; alternating.
+"""The engine against mlx-lm's BatchGenerator: same model, prompts, slots; alternating.
 
     python tests/benchmarks/bench_engine.py [--quick] [--workload mixed] [--json FILE]
 
 Prints, for each workload, the median wall time of both sides, their ratio (above 1 the engine is
 faster) and how many rows have equal greedy tokens; ``--baseline-best`` adds the baseline sorted by
-length with its best ``prefill_batch_size``.
+length with its best ``prefill_batch_size``. Each side has a process of its own, which waits while
+another runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import platform
 import random
 import statistics
@@ -18,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,13 @@ from batchkv_worker.model import LoadedModel  # noqa: E402
 from batchkv_worker.sequence import Generation, Sequence  # noqa: E402
 
 Tokens = list[list[int]]
+Run = tuple[float, Tokens, int]  # seconds, tokens of each row, peak bytes
+Side = Callable[[Any, Workload], Run]
+
+
+def on_gpu() -> bool:
+    """Whether MLX computes on a GPU here."""
+    return bool(mx.default_device() == mx.Device(mx.gpu))
 
 
 class NoText:
@@ -66,7 +76,7 @@ def run_engine(
     slots: int,
     scheme: str,
     chunk_tokens: int,
-) -> tuple[float, Tokens, int]:
+) -> Run:
     """(seconds, tokens of each row, peak bytes) of our engine."""
     loaded = LoadedModel(
         "bench",
@@ -109,7 +119,7 @@ def run_baseline(
     prefill_batch_size: int = 8,
     *,
     by_length: bool = False,
-) -> tuple[float, Tokens, int]:
+) -> Run:
     """The same of mlx-lm's BatchGenerator, in arrival order or sorted by prompt length."""
     order = list(range(len(workload.prompts)))
     if by_length:
@@ -135,9 +145,7 @@ def run_baseline(
     return spent, tokens, peak
 
 
-def run_floor(
-    model: Any, workload: Workload, slots: int, chunk_tokens: int
-) -> tuple[float, Tokens, int]:
+def run_floor(model: Any, workload: Workload, slots: int, chunk_tokens: int) -> Run:
     """The same of bare forward passes, for rows of equal lengths: what no engine can do without.
 
     Prompts without their last token in chunks, then steps of ``slots`` rows on mlx-lm's own caches,
@@ -179,38 +187,86 @@ def _side_by_side(caches: Sequence_[Any]) -> Any:
     return cache
 
 
-def compare(model: Any, workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
-    """Both sides ``repeats`` times, alternating; medians and equality of the tokens."""
-    sides: dict[str, Callable[[], tuple[float, Tokens, int]]] = {
-        "engine": lambda: run_engine(model, workload, args.slots, args.scheme, args.chunk_tokens),
-        "baseline": lambda: run_baseline(model, workload, args.slots),
+def sides_of(args: argparse.Namespace) -> dict[str, Side]:
+    """What is compared, by name: each runs a workload on a model."""
+    slots = args.slots
+    sides: dict[str, Side] = {
+        "engine": lambda model, workload: run_engine(
+            model, workload, slots, args.scheme, args.chunk_tokens
+        ),
+        "baseline": lambda model, workload: run_baseline(model, workload, slots),
     }
     if args.floor:
-        sides["floor"] = lambda: run_floor(model, workload, args.slots, args.chunk_tokens)
+        sides["floor"] = lambda model, workload: run_floor(
+            model, workload, slots, args.chunk_tokens
+        )
     if args.baseline_best:
         for size in (8, 32):
-            sides[f"baseline sorted, prefill {size}"] = lambda size=size: run_baseline(
-                model, workload, args.slots, size, by_length=True
+            sides[f"baseline sorted, prefill {size}"] = lambda model, workload, size=size: (
+                run_baseline(model, workload, slots, size, by_length=True)
             )
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    last: dict[str, tuple[float, Tokens, int]] = {}
+    return sides
+
+
+def serve(name: str, args: argparse.Namespace, connection: Connection) -> None:
+    """A process of one side: runs the workload that it is told, until it is told none."""
+    model = build_model(args.model, mx.bfloat16 if on_gpu() else mx.float32)
+    run = sides_of(args)[name]
+    while (workload := connection.recv()) is not None:
+        end = time.perf_counter() + args.settle
+        while time.perf_counter() < end:
+            pass
+        result = run(model, WORKLOADS[workload](args.jobs, random.Random(7)))
+        mx.clear_cache()
+        mx.synchronize()  # the device is free before the other side begins
+        connection.send(result)
+
+
+class Sides:
+    """A process for each side, so that none meets what another left in heap, caches and device."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ends: dict[str, Connection] = {}
+        for name in sides_of(args):
+            ours, theirs = context.Pipe()
+            context.Process(target=serve, args=(name, args, theirs), daemon=True).start()
+            theirs.close()  # a process that dies is then read as an end of file
+            self._ends[name] = ours
+
+    def run(self, name: str, workload: str) -> Run:
+        """One run of one side, the others waiting."""
+        self._ends[name].send(workload)
+        result: Run = self._ends[name].recv()
+        return result
+
+    def close(self) -> None:
+        """End the processes."""
+        for end in self._ends.values():
+            end.send(None)
+
+
+def compare(sides: Sides, name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Every side ``repeats`` times, alternating; medians and equality of the tokens."""
+    workload = WORKLOADS[name](args.jobs, random.Random(7))
+    times: dict[str, list[float]] = {side: [] for side in sides_of(args)}
+    last: dict[str, Run] = {}
     for turn in range(args.repeats + args.warm_up):
-        for name, run in sides.items():
-            last[name] = run()
+        for side, spent in times.items():
+            last[side] = sides.run(side, name)
             if turn >= args.warm_up:
-                times[name].append(last[name][0])
-            mx.clear_cache()
-            mx.synchronize()  # what one side held is gone before the other begins
-    medians = {name: statistics.median(spent) for name, spent in times.items()}
+                spent.append(last[side][0])
+    medians = {side: statistics.median(spent) for side, spent in times.items()}
     equal = sum(a == b for a, b in zip(last["engine"][1], last["baseline"][1], strict=True))
     return {
-        "workload": workload.name,
+        "workload": name,
         "jobs": len(workload.prompts),
         "prompt_tokens": sum(map(len, workload.prompts)),
         "generated_tokens": workload.num_generated,
-        "seconds": {name: round(value, 3) for name, value in medians.items()},
+        "seconds": {side: round(value, 3) for side, value in medians.items()},
+        "all_seconds": {side: [round(s, 3) for s in spent] for side, spent in times.items()},
         "ratio": {n: round(v / medians["engine"], 2) for n, v in medians.items() if n != "engine"},
-        "peak_mb": {name: round(run[2] / 1e6, 1) for name, run in last.items()},
+        "peak_mb": {side: round(run[2] / 1e6, 1) for side, run in last.items()},
         "rows_equal": equal,
     }
 
@@ -228,6 +284,14 @@ def arguments() -> argparse.Namespace:
         "--warm-up", action="store_true", help="once without the clock: kernels compile then"
     )
     parser.add_argument(
+        "--settle",
+        type=float,
+        default=0,
+        metavar="SECONDS",
+        help="keep a core busy before each run of either side: a host that waited for the device "
+        "may be slow for seconds, which a worker at work never meets",
+    )
+    parser.add_argument(
         "--floor", action="store_true", help="bare forward passes too, for rows of equal lengths"
     )
     parser.add_argument("--baseline-best", action="store_true")
@@ -241,11 +305,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    gpu = mx.default_device() == mx.Device(mx.gpu)
-    model = build_model(args.model, mx.bfloat16 if gpu else mx.float32)
     names = [args.workload]
     if args.workload == "all":  # the long one would take a CPU an hour
-        names = [name for name in WORKLOADS if gpu or name != "shared-long"]
+        names = [name for name in WORKLOADS if on_gpu() or name != "shared-long"]
     header = {
         "mlx": mx.__version__,
         "mlx_lm": mlx_lm.__version__,
@@ -257,13 +319,13 @@ def main() -> None:
         "slots": args.slots,
         "chunk_tokens": args.chunk_tokens,
         "repeats": args.repeats,
+        "settle": args.settle,
         "baseline": "mlx_lm.generate.BatchGenerator, arrival order, prefill_batch_size 8",
     }
     print(json.dumps(header))
-    rows = []
+    rows, sides = [], Sides(args)
     for name in names:
-        workload = WORKLOADS[name](args.jobs, random.Random(7))
-        row = compare(model, workload, args)
+        row = compare(sides, name, args)
         rows.append(row)
         print(
             f"{name:8} engine {row['seconds']['engine']:8.2f} s  baseline "
@@ -272,6 +334,7 @@ def main() -> None:
             f"{row['rows_equal']}/{row['jobs']}  {row['ratio'] if len(row['ratio']) > 1 else ''}",
             flush=True,
         )
+    sides.close()
     if args.json:
         args.json.write_text(json.dumps({**header, "results": rows}, indent=1) + "\n")
 
