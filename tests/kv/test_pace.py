@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from batchkv_worker.kv import attention, pace
+from batchkv_worker.kv import pace, triangles
 from batchkv_worker.kv.attention_prefill import AttentionPrefill
 from batchkv_worker.kv.rows import PrefillRows
 from kv.crowd import Crowd, random_prompt
@@ -72,7 +72,7 @@ def test_attention_of_prompts_reads_what_is_packed(monkeypatch: pytest.MonkeyPat
         return answer(self, *question)
 
     monkeypatch.setattr(AttentionPrefill, "_attend", noting)
-    monkeypatch.setattr(attention, "cuts_triangles", lambda: False)  # a CPU's reason to answer
+    monkeypatch.setattr(triangles, "are_cut", lambda: False)  # a CPU's reason to answer
     for scheme in ("affine8", "nvfp4", "float"):
         asked.clear()
         Crowd("llama", scheme=scheme).run("a", random_prompt(1, 40))

@@ -1,17 +1,15 @@
-"""Rows whose turn it is, rows that join the slots with one copy, and triangles that are cut."""
+"""Rows whose turn it is, and rows that join the slots with one copy."""
 
 from __future__ import annotations
 
 import random
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from batchkv_worker.engine import Engine, EngineConfig
 from batchkv_worker.events import Completed
 from batchkv_worker.joining import Placed, runs
-from batchkv_worker.kv import attention
 from batchkv_worker.kv.decode import DecodeSlots
 from batchkv_worker.kv.layouts import Costs, SlotLayouts
 from batchkv_worker.scheduler import Budget, Scheduler
@@ -147,22 +145,3 @@ def test_what_stood_in_a_slot_before_does_no_harm() -> None:
             assert isinstance(event, Completed)
             found[event.job_id] = list(event.token_ids)
     assert found["new"] == tiny_models.alone(model, prompt, 8)
-
-
-@pytest.mark.parametrize(("count", "past"), [(65, 0), (200, 0), (128, 77), (64, 9), (300, 500)])
-@pytest.mark.parametrize("sinks", [False, True])
-def test_a_triangle_that_is_cut_is_the_whole(
-    count: int, past: int, sinks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Causal attention in pieces equals MLX's own in one; without the cut it is that."""
-    mx.random.seed(count)
-    queries = mx.random.normal((2, 4, count, 32))
-    keys, values = (mx.random.normal((2, 2, past + count, 32)) for _ in range(2))
-    sink = mx.random.normal((4,)) if sinks else None
-    found = []
-    for cuts in (True, False):
-        monkeypatch.setattr(attention, "cuts_triangles", lambda cuts=cuts: cuts)
-        found.append(attention._fused(queries, keys, values, 0.2, "causal", sink))
-    assert mx.abs(found[0] - found[1]).max().item() < 2e-6
-    wrong = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.2, sinks=sink)
-    assert mx.abs(found[0] - wrong).max().item() > 1e-3

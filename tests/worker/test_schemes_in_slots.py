@@ -97,9 +97,12 @@ def test_slots_take_columns_of_a_buffer() -> None:
     assert mx.array_equal(scheme.unpack_stored(cut, mx.float32), whole[:1, :, 3:9])
 
 
-@pytest.mark.parametrize(
-    ("name", "spreads"), [("float", 0), ("affine3r", 0), ("turbo4", 0), ("turbo3.5", 1)]
-)
+def test_floats_have_no_packed_path() -> None:
+    """It would be the folded one by another name."""
+    assert paths_of(layer("float")) == ("fused", "folded")
+
+
+@pytest.mark.parametrize(("name", "spreads"), [("affine3r", 0), ("turbo4", 0), ("turbo3.5", 1)])
 def test_only_codes_of_three_bits_spread(name: str, spreads: int) -> None:
     """Other schemes have three paths, and slots keep them alike for each."""
     scheme = layer(name)

@@ -16,21 +16,20 @@ Which is fastest, or exists at all, differs by backend and scheme, so ``probe`` 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import mlx.core as mx
 from mlx_lm.models import base
 
+from batchkv_worker.kv import softmax, triangles
+from batchkv_worker.kv.rebind import rebind
 from batchkv_worker.kv.schemes import LayerScheme, Parts
 
 Path = Literal["fused", "folded", "packed", "spread-fused", "spread-folded", "spread-packed"]
 
 # queries, scale, mask, sinks
 Attend = Callable[[mx.array, float, Any, "mx.array | None"], mx.array]
-
-TRIANGLE = 64  # tokens that see a triangle of each other, where triangles are cut
 
 _NAME = "scaled_dot_product_attention"
 _original = base.scaled_dot_product_attention
@@ -58,18 +57,17 @@ def attention(
 
 def install_hook(model: Any) -> bool:
     """Rebind the function in the modules that define ``model``; False when none uses it."""
-    found = False
-    for module_name in {type(module).__module__ for module in model.modules()}:
-        module = sys.modules.get(module_name)
-        if module is not None and getattr(module, _NAME, None) in (_original, attention):
-            setattr(module, _NAME, attention)
-            found = True
-    return found
+    return rebind(model, _NAME, _original, attention)
 
 
 def paths_of(scheme: LayerScheme) -> tuple[Path, ...]:
     """The paths that differ under ``scheme``."""
-    return tuple(path for path in get_args(Path) if scheme.can_spread or not _spreads(path))
+    return tuple(
+        path
+        for path in get_args(Path)
+        if (scheme.can_spread or not _spreads(path))
+        and (scheme.is_packed or not path.endswith("packed"))
+    )
 
 
 def in_slots(scheme: LayerScheme, path: Path | None) -> LayerScheme:
@@ -123,11 +121,6 @@ def attend(
     return scheme.values.unrotate(out)
 
 
-def cuts_triangles() -> bool:
-    """Whether a causal mask is worth cutting: MLX's CPU backend computes what it masks."""
-    return bool(mx.default_device() == mx.Device(mx.cpu))
-
-
 def _fused(
     queries: mx.array,
     keys: mx.array,
@@ -136,24 +129,11 @@ def _fused(
     mask: Any,
     sinks: mx.array | None,
 ) -> mx.array:
-    """MLX's own attention; on a CPU, of a triangle only little more than is seen."""
+    """MLX's own attention; of a triangle only little more than is seen, where MLX computes all."""
+    if isinstance(mask, str) and triangles.are_cut():
+        return triangles.attend(queries, keys, values, scale, sinks)
     attention = mx.fast.scaled_dot_product_attention
-    count = queries.shape[2]
-    if not (isinstance(mask, str) and count > TRIANGLE and cuts_triangles()):
-        return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-    past = keys.shape[2] - count
-    parts = [
-        attention(
-            queries[:, :, low : low + TRIANGLE],
-            keys[:, :, : past + low + TRIANGLE],
-            values[:, :, : past + low + TRIANGLE],
-            scale=scale,
-            mask=mask,
-            sinks=sinks,
-        )
-        for low in range(0, count, TRIANGLE)
-    ]
-    return mx.concatenate(parts, axis=2)
+    return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
 def _two_products(
@@ -173,30 +153,25 @@ def _two_products(
     """
     rows, heads, _, size = queries.shape
     kv_heads = scheme.shape.num_heads
-    folded = scheme.keys.rotate(queries, scale).reshape(rows, kv_heads, heads // kv_heads, size)
+    powers = softmax.by_powers(queries.dtype)
+    turned = scheme.keys.rotate(queries, scale * softmax.unit(powers=powers))
+    folded = turned.reshape(rows, kv_heads, heads // kv_heads, size)
+    if sinks is not None:
+        sinks = sinks.reshape(1, kv_heads, heads // kv_heads, 1)
     if packed:
         scores = scheme.keys.times(folded, keys, transpose=True)
     else:
         scores = folded @ scheme.keys.unpack_stored(keys, dtype).swapaxes(-1, -2)
     if mask is not None:
         scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
-    weights = _softmax(scores, sinks)
+    (weights,), total = softmax.weigh([scores], sinks, powers=powers)
     if packed:
         out = scheme.values.times(weights, values, transpose=False)
     else:
         out = weights @ scheme.values.unpack_stored(values, dtype)
+    if total is not None:
+        out = out / total
     return out.reshape(rows, heads, 1, scheme.shape.value_size)
-
-
-def _softmax(scores: mx.array, sinks: mx.array | None) -> mx.array:
-    """Weights ``[rows, kv heads, heads a kv head, columns]``; a sink takes its share of them."""
-    if sinks is None:
-        return mx.softmax(scores, axis=-1, precise=True)
-    rows, kv_heads, heads, _ = scores.shape
-    column = sinks.astype(scores.dtype).reshape(1, kv_heads, heads, 1)
-    column = mx.broadcast_to(column, (rows, kv_heads, heads, 1))
-    weights = mx.softmax(mx.concatenate([scores, column], axis=-1), axis=-1, precise=True)
-    return weights[..., :-1]
 
 
 def num_query_heads(model: Any, default: int) -> int:

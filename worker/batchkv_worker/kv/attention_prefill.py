@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
-from batchkv_worker.kv import attention, stem
+from batchkv_worker.kv import attention, stem, triangles
 from batchkv_worker.kv.layer import Both, Chunk, Pieces, PrefillLayer
 from batchkv_worker.kv.layouts import Window
 from batchkv_worker.kv.model_face import OrderedByUs
@@ -136,7 +136,7 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
     @property
     def attend(self) -> attention.Attend | None:
         """What the hook calls instead of the model's attention; None where that does as well."""
-        if self._scheme.is_packed or self._stem is not None or attention.cuts_triangles():
+        if self._scheme.is_packed or self._stem is not None or triangles.are_cut():
             return self._attend
         return None
 

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from batchkv_worker.errors import ModelError, SettingsError
-from batchkv_worker.kv import attention, probe, stem_cost
+from batchkv_worker.kv import attention, gate, probe, stem_cost
 from batchkv_worker.kv.attention_kind import AttentionKind
 from batchkv_worker.kv.decode import costs_of
 from batchkv_worker.kv.discover import AttentionShape, CacheTree, Leaf
@@ -84,6 +84,7 @@ def make_plan(
     indexes = [leaf.is_index for leaf in tree.leaves if isinstance(leaf, AttentionShape)]
     fitted = tuple(b if c else a for a, b, c in zip(fitted, exact, indexes, strict=True))
     is_hooked = attention.install_hook(model)
+    gate.install(model, dtype)
     if tree.shapes and not is_hooked:
         log.warning("model %s computes attention itself: it decodes on dense keys and values", name)
     paths: dict[LayerScheme, attention.Path | None] = dict.fromkeys(fitted)

@@ -7,14 +7,13 @@ one more group of rows costs, in cells of keys and values.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from batchkv_worker.kv.attention import Path, attend, in_slots, paths_of
 from batchkv_worker.kv.schemes import LayerScheme
+from batchkv_worker.kv.timing import least_time
 
 log = logging.getLogger("batchkv.engine")
 
@@ -22,6 +21,7 @@ log = logging.getLogger("batchkv.engine")
 # packed keys only where they are a multiple of 128.
 _SHORT, _LONG = 64, 576
 _SPARE = 64  # columns of a buffer that are not read: some paths copy what is not in one piece
+_CHAIN = 4  # times in a row, so that the host's wait for the end is not taken for a group's cost
 _MIN_GROUP_COST, _MAX_GROUP_COST = 256, 1 << 20  # whatever a busy machine makes of it
 
 
@@ -41,7 +41,7 @@ def choose(scheme: LayerScheme, num_query_heads: int, dtype: mx.Dtype, *, num_ro
     for path in paths_of(scheme):
         sizes = (_SHORT, _LONG)
         samples = (_Sample(path, scheme, num_query_heads, dtype, num_rows, n) for n in sizes)
-        short, long = (least_time(sample.run) for sample in samples)
+        short, long = (sample.time() for sample in samples)
         if short is not None and long is not None:
             shorts[path], times[path] = short, long
     if not times:
@@ -93,30 +93,23 @@ class _Sample:
         mx.eval(self._queries, self._mask, self._keys, self._values)
 
     def run(self) -> mx.array:
-        return attend(
-            self._path,
-            self._scheme,
-            self._dtype,
-            self._queries,
-            self._keys,
-            self._values,
-            0.125,  # a scale that is not 1: what models do
-            self._mask,
-        )
+        """Several times, one after the other: layers wait for each other, and for no host."""
+        queries = self._queries
+        for _ in range(_CHAIN):
+            out = attend(
+                self._path,
+                self._scheme,
+                self._dtype,
+                queries,
+                self._keys,
+                self._values,
+                0.125,  # a scale that is not 1: what models do
+                self._mask,
+            )
+            (queries,) = mx.depends([self._queries], [out])
+        return out
 
-
-def least_time(run: Callable[[], mx.array], repeats: int = 7) -> float | None:
-    """Least milliseconds; None for a path that the backend refuses.
-
-    The least, since what else the machine does can only add, and does so by turns.
-    """
-    try:
-        mx.eval(run())
-        spent: list[float] = []
-        for _ in range(repeats):
-            begin = time.perf_counter()
-            mx.eval(run())
-            spent.append(time.perf_counter() - begin)
-    except (ValueError, RuntimeError):  # what MLX raises for a kernel that a backend lacks
-        return None
-    return min(spent) * 1e3
+    def time(self) -> float | None:
+        """Milliseconds for one time; None where the backend refuses."""
+        spent = least_time(self.run)
+        return None if spent is None else spent / _CHAIN

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
+from batchkv_worker.kv import softmax
 from batchkv_worker.kv.attention import Path
 from batchkv_worker.kv.layer import Both
 from batchkv_worker.kv.schemes import LayerScheme
@@ -76,7 +77,9 @@ def attend(
         return mx.concatenate(parts, axis=2)
     kv_heads = scheme.shape.num_heads
     lines = heads // kv_heads * num_tokens
-    turned = scheme.keys.rotate(queries, scale).reshape(rows, kv_heads, lines, size)
+    powers = softmax.by_powers(queries.dtype)
+    turned = scheme.keys.rotate(queries, scale * softmax.unit(powers=powers))
+    turned = turned.reshape(rows, kv_heads, lines, size)
     far_keys = scheme.keys.unpack_stored(stem[0], dtype)
     far = _by_head(turned) @ far_keys.swapaxes(-1, -2)
     packed = path is not None and path.endswith("packed")
@@ -87,13 +90,15 @@ def attend(
     if mask is not None:
         split = near.reshape(rows, heads, num_tokens, near.shape[-1])
         near = mx.where(mask, split, mx.finfo(near.dtype).min).reshape(near.shape)
-    far_weights, near_weights = _softmax(far, near, sinks, num_tokens)
+    far_weights, near_weights, total = _weigh(far, near, sinks, num_tokens, powers=powers)
     out = far_weights @ scheme.values.unpack_stored(stem[1], dtype)
     out = out.reshape(kv_heads, rows, lines, -1).swapaxes(0, 1)
     if packed:
         out = out + scheme.values.times(near_weights, own[1], transpose=False)
     else:
         out = out + near_weights @ scheme.values.unpack_stored(own[1], dtype)
+    if total is not None:
+        out = out / total
     return scheme.values.unrotate(out.reshape(rows, heads, num_tokens, scheme.shape.value_size))
 
 
@@ -160,23 +165,22 @@ def _behind(shared: mx.array, own: mx.array) -> mx.array:
     return mx.concatenate([line, own], axis=2)
 
 
-def _softmax(
-    far: mx.array, near: mx.array, sinks: mx.array | None, num_tokens: int
-) -> tuple[mx.array, mx.array]:
+def _weigh(
+    far: mx.array, near: mx.array, sinks: mx.array | None, num_tokens: int, *, powers: bool
+) -> tuple[mx.array, mx.array, mx.array | None]:
     """Weights of the stem's and of the rows' own scores, each in the shape of its scores.
 
     ``far`` is ``[1, kv heads, rows * lines, columns]``, ``near`` ``[rows, kv heads, lines,
-    columns]``. Put together heads first, the large part is copied once.
+    columns]``. Put together heads first, the large part is copied once. With them what the weighted
+    values are to be divided by, ``[rows, kv heads, lines, 1]``, or None.
     """
     rows, kv_heads, lines, _ = near.shape
-    columns = far.shape[-1]
-    parts = [far.reshape(kv_heads, rows, lines, columns), near.swapaxes(0, 1)]
     if sinks is not None:
-        column = mx.repeat(sinks.astype(near.dtype), num_tokens).reshape(kv_heads, 1, lines, 1)
-        parts.append(mx.broadcast_to(column, (kv_heads, rows, lines, 1)))
-    weights = mx.softmax(mx.concatenate(parts, axis=-1), axis=-1, precise=True)
-    own = weights[..., columns : columns + near.shape[-1]]
-    return weights[..., :columns].reshape(far.shape), own.swapaxes(0, 1)
+        sinks = mx.repeat(sinks, num_tokens).reshape(kv_heads, 1, lines, 1)
+    parts = [far.reshape(kv_heads, rows, lines, far.shape[-1]), near.swapaxes(0, 1)]
+    weights, total = softmax.weigh(parts, sinks, powers=powers)
+    total = None if total is None else total.swapaxes(0, 1)
+    return weights[0].reshape(far.shape), weights[1].swapaxes(0, 1), total
 
 
 def _by_head(x: mx.array) -> mx.array:

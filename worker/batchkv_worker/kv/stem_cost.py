@@ -13,8 +13,8 @@ import mlx.core as mx
 
 from batchkv_worker.kv import stem
 from batchkv_worker.kv.attention import Path, attend, in_slots
-from batchkv_worker.kv.probe import least_time
 from batchkv_worker.kv.schemes import LayerScheme, Parts
+from batchkv_worker.kv.timing import least_time
 
 log = logging.getLogger("batchkv.engine")
 

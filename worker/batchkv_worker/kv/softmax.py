@@ -1,0 +1,86 @@
+"""Weights of scores that stand in memory: by MLX's softmax, or by powers of two.
+
+MLX's CPU backend is not vectorized on x86: an exponential takes it about 16 ns there, a power 5. So
+where that is measured, softmax is put together from powers: 2 to the score times log2(e), less the
+highest. Half precision, and every device that has a fast exponential, keep MLX's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import mlx.core as mx
+
+from batchkv_worker.kv.timing import least_time
+
+LOG2_E = math.log2(math.e)
+# What is masked counts as 2 to this, which no float32 notices; powers below 2**-126 are slow.
+_LEAST = -100.0
+_MARGIN = 1.5  # by which powers have to be faster: they take three passes more
+
+
+def by_powers(dtype: mx.Dtype) -> bool:
+    """Whether scores of ``dtype`` are weighed by powers of two on the device that serves."""
+    is_cpu = mx.default_device() == mx.Device(mx.cpu)
+    return bool(is_cpu and dtype == mx.float32 and _powers_are_faster())
+
+
+@cache
+def _powers_are_faster() -> bool:
+    """Measured once: at most a few milliseconds."""
+    scores = -mx.random.uniform(0, 20, (128, 256))
+    mx.eval(scores)
+    by_exp = least_time(lambda: mx.exp(scores))
+    by_power = least_time(lambda: mx.power(2.0, scores))
+    return by_exp is not None and by_power is not None and by_exp > by_power * _MARGIN
+
+
+def unit(*, powers: bool) -> float:
+    """What scores are to be multiplied with, beyond their scale, to be weighed by powers or not."""
+    return LOG2_E if powers else 1.0
+
+
+def weigh(
+    parts: Sequence[mx.array], sinks: mx.array | None = None, *, powers: bool
+) -> tuple[list[mx.array], mx.array | None]:
+    """Weights of scores ``[..., columns]`` that stand in several arrays, each in its shape.
+
+    Scores are in ``unit(powers=powers)``. ``sinks``, as the model has them and such that they
+    broadcast to ``[..., 1]``, take their share. Returns the weights, and what the sum of weighted
+    values is still to be divided by, ``[..., 1]``, or None.
+    """
+    if powers:
+        return _weigh_by_powers(parts, sinks)
+    joined = list(parts)
+    if sinks is not None:
+        lines = (*parts[0].shape[:-1], 1)
+        joined.append(mx.broadcast_to(sinks.astype(parts[0].dtype), lines))
+    if len(joined) == 1:
+        return [mx.softmax(joined[0], axis=-1, precise=True)], None
+    weights = mx.softmax(mx.concatenate(joined, axis=-1), axis=-1, precise=True)
+    found, low = [], 0
+    for part in parts:
+        found.append(weights[..., low : low + part.shape[-1]])
+        low += part.shape[-1]
+    return found, None
+
+
+def _weigh_by_powers(
+    parts: Sequence[mx.array], sinks: mx.array | None
+) -> tuple[list[mx.array], mx.array]:
+    tops = [part.max(axis=-1, keepdims=True) for part in parts]
+    if sinks is not None:
+        sinks = sinks.astype(parts[0].dtype) * LOG2_E
+        tops.append(sinks)
+    top = tops[0]
+    for other in tops[1:]:
+        top = mx.maximum(top, other)
+    weights = [mx.power(2.0, mx.maximum(part - top, _LEAST)) for part in parts]
+    total = weights[0].sum(axis=-1, keepdims=True)
+    for other in weights[1:]:
+        total = total + other.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + mx.power(2.0, sinks - top)
+    return weights, total

@@ -1,0 +1,25 @@
+"""How long MLX takes for something, on the device that serves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import mlx.core as mx
+
+
+def least_time(run: Callable[[], mx.array], repeats: int = 7) -> float | None:
+    """Least milliseconds; None for what the backend refuses.
+
+    The least, since what else the machine does can only add, and does so by turns.
+    """
+    try:
+        mx.eval(run())
+        spent: list[float] = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            mx.eval(run())
+            spent.append(time.perf_counter() - begin)
+    except (ValueError, RuntimeError):  # what MLX raises for a kernel that a backend lacks
+        return None
+    return min(spent) * 1e3

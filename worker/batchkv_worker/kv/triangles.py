@@ -1,0 +1,84 @@
+"""Causal attention of a chunk, cut into tiles of its tokens, for a CPU.
+
+MLX's CPU backend computes the whole of a causal attention and then masks half of it. A tile of
+tokens is attended to what stands before it, which needs no mask, and to itself, a triangle.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from batchkv_worker.kv import softmax
+
+TILE = 64  # tokens
+
+
+def are_cut() -> bool:
+    """Whether that is worth it: where no fused kernel is."""
+    return bool(mx.default_device() == mx.Device(mx.cpu))
+
+
+def attend(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """``queries`` ``[rows, heads, tokens, size]`` over ``keys`` and ``values`` ``[rows, kv heads,
+    columns, size]``, whose last columns are of the same tokens: as MLX's own with a causal mask.
+    """
+    tokens = queries.shape[2]
+    past = keys.shape[2] - tokens
+    powers = softmax.by_powers(queries.dtype)
+    if not powers:
+        tiles = [
+            mx.fast.scaled_dot_product_attention(
+                queries[:, :, low : low + TILE],
+                keys[:, :, : past + low + TILE],
+                values[:, :, : past + low + TILE],
+                scale=scale,
+                mask="causal",
+                sinks=sinks,
+            )
+            for low in range(0, tokens, TILE)
+        ]
+        return tiles[0] if len(tiles) == 1 else mx.concatenate(tiles, axis=2)
+    rows, heads, _, size = queries.shape
+    kv_heads = keys.shape[1]
+    folded = (queries * (scale * softmax.unit(powers=powers))).reshape(
+        rows, kv_heads, heads // kv_heads, tokens, size
+    )
+    if sinks is not None:
+        sinks = sinks.reshape(1, kv_heads, heads // kv_heads, 1, 1)
+    tiles = [
+        _tile(folded[:, :, :, low : low + TILE], keys, values, past + low, sinks)
+        for low in range(0, tokens, TILE)
+    ]
+    out = tiles[0] if len(tiles) == 1 else mx.concatenate(tiles, axis=3)
+    return out.reshape(rows, heads, tokens, values.shape[-1])
+
+
+def _tile(
+    queries: mx.array, keys: mx.array, values: mx.array, past: int, sinks: mx.array | None
+) -> mx.array:
+    """``queries`` ``[rows, kv heads, heads a kv head, tokens, size]``, the first at ``past``.
+
+    Heads that share a KV head are lines of one product, so that it is packed once for them.
+    """
+    rows, kv_heads, shared, count, size = queries.shape
+    lines = queries.reshape(rows, kv_heads, shared * count, size)
+    ends = [(past, past + count), *([(0, past)] if past else [])]
+    parts = []
+    for low, high in ends:
+        scores = lines @ keys[:, :, low:high].swapaxes(-1, -2)
+        parts.append(scores.reshape(rows, kv_heads, shared, count, high - low))
+    sees = mx.arange(count)[:, None] >= mx.arange(count)
+    parts[0] = mx.where(sees, parts[0], mx.finfo(parts[0].dtype).min)
+    weights, total = softmax.weigh(parts, sinks, powers=True)
+    out = None
+    for (low, high), part in zip(ends, weights, strict=True):
+        product = part.reshape(rows, kv_heads, shared * count, high - low) @ values[:, :, low:high]
+        out = product if out is None else out + product
+    assert out is not None and total is not None
+    return out.reshape(rows, kv_heads, shared, count, values.shape[-1]) / total
