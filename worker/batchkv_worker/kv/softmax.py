@@ -23,8 +23,9 @@ _MARGIN = 1.5  # by which powers have to be faster: they take three passes more
 
 def by_powers(dtype: mx.Dtype) -> bool:
     """Whether scores of ``dtype`` are weighed by powers of two on the device that serves."""
-    is_cpu = mx.default_device() == mx.Device(mx.cpu)
-    return bool(is_cpu and dtype == mx.float32 and _powers_are_faster())
+    if dtype != mx.float32 or mx.default_device() != mx.Device(mx.cpu):
+        return False
+    return _powers_are_faster()
 
 
 @cache
