@@ -31,42 +31,32 @@ def attend(
     tokens = queries.shape[2]
     past = keys.shape[2] - tokens
     powers = softmax.by_powers(queries.dtype)
-    if not powers:
-        tiles = [
-            mx.fast.scaled_dot_product_attention(
-                queries[:, :, low : low + TILE],
-                keys[:, :, : past + low + TILE],
-                values[:, :, : past + low + TILE],
-                scale=scale,
-                mask="causal",
-                sinks=sinks,
-            )
-            for low in range(0, tokens, TILE)
-        ]
-        return tiles[0] if len(tiles) == 1 else mx.concatenate(tiles, axis=2)
-    rows, heads, _, size = queries.shape
-    kv_heads = keys.shape[1]
-    folded = (queries * (scale * softmax.unit(powers=powers))).reshape(
-        rows, kv_heads, heads // kv_heads, tokens, size
-    )
-    if sinks is not None:
-        sinks = sinks.reshape(1, kv_heads, heads // kv_heads, 1, 1)
-    tiles = [
-        _tile(folded[:, :, :, low : low + TILE], keys, values, past + low, sinks)
-        for low in range(0, tokens, TILE)
-    ]
-    out = tiles[0] if len(tiles) == 1 else mx.concatenate(tiles, axis=3)
-    return out.reshape(rows, heads, tokens, values.shape[-1])
+    if powers:
+        queries = queries * (scale * softmax.unit(powers=True))
+    tiles = []
+    for low in range(0, tokens, TILE):
+        tile, seen = queries[:, :, low : low + TILE], past + low + TILE
+        both = keys[:, :, :seen], values[:, :, :seen]
+        if powers:
+            tiles.append(_weighed(tile, *both, sinks))
+        else:
+            attention = mx.fast.scaled_dot_product_attention
+            tiles.append(attention(tile, *both, scale=scale, mask="causal", sinks=sinks))
+    return tiles[0] if len(tiles) == 1 else mx.concatenate(tiles, axis=2)
 
 
-def _tile(
-    queries: mx.array, keys: mx.array, values: mx.array, past: int, sinks: mx.array | None
+def _weighed(
+    queries: mx.array, keys: mx.array, values: mx.array, sinks: mx.array | None
 ) -> mx.array:
-    """``queries`` ``[rows, kv heads, heads a kv head, tokens, size]``, the first at ``past``.
+    """One tile by powers of two, its queries scaled; the last columns are its own tokens.
 
     Heads that share a KV head are lines of one product, so that it is packed once for them.
     """
-    rows, kv_heads, shared, count, size = queries.shape
+    rows, heads, count, size = queries.shape
+    kv_heads = keys.shape[1]
+    past, shared = keys.shape[2] - count, heads // kv_heads
+    if sinks is not None:
+        sinks = sinks.reshape(1, kv_heads, shared, 1, 1)
     lines = queries.reshape(rows, kv_heads, shared * count, size)
     ends = [(past, past + count), *([(0, past)] if past else [])]
     parts = []
@@ -81,4 +71,5 @@ def _tile(
         product = part.reshape(rows, kv_heads, shared * count, high - low) @ values[:, :, low:high]
         out = product if out is None else out + product
     assert out is not None and total is not None
-    return out.reshape(rows, kv_heads, shared, count, values.shape[-1]) / total
+    out = out.reshape(rows, kv_heads, shared, count, values.shape[-1]) / total
+    return out.reshape(rows, heads, count, values.shape[-1])
