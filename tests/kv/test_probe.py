@@ -1,0 +1,64 @@
+"""Which path decodes, and what a group of rows costs, from what a clock says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from batchkv_worker.kv import probe
+from kv.reference import HEADS, attention_kind
+
+SCHEME = attention_kind("affine8").scheme
+
+
+def choose() -> probe.Choice:
+    return probe.choose(SCHEME, HEADS, mx.float32, num_rows=16)
+
+
+def test_times_are_of_one_layer_and_a_groups_cost_is_in_cells(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A row of 512 tokens more takes 8 ms: of the 2 ms of the short one, 1 is its start."""
+
+    def least_time(run: Any) -> float:
+        is_long = run.__self__._keys[0].shape[-2] > 100
+        return 4 * (10.0 if is_long else 2.0)
+
+    monkeypatch.setattr(probe, "least_time", least_time)
+    found = choose()
+    assert found.milliseconds == dict.fromkeys(("fused", "folded", "packed"), 10.0)
+    assert found.group_cost == 16 * 512 // 8
+
+
+def test_layers_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the one before: what a device does side by side is not what decode does."""
+    asked: list[mx.array] = []
+    attend = probe.attend
+
+    def noting(path: Any, scheme: Any, dtype: Any, queries: mx.array, *rest: Any) -> mx.array:
+        asked.append(queries)
+        return attend(path, scheme, dtype, queries, *rest)
+
+    monkeypatch.setattr(probe, "attend", noting)
+    sample = probe._Sample("folded", SCHEME, HEADS, mx.float32, 2, 64)
+    mx.eval(sample.run())
+    assert len({id(queries) for queries in asked}) == 4
+    assert all(mx.array_equal(queries, asked[0]).item() for queries in asked)
+
+
+def test_a_path_that_is_refused_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And without any there is no choice."""
+    attend, refused = probe.attend, ["fused"]
+
+    def picky(path: Any, *rest: Any) -> mx.array:
+        if path in refused:
+            raise ValueError("no kernel")
+        return attend(path, *rest)
+
+    monkeypatch.setattr(probe, "attend", picky)
+    assert set(choose().milliseconds) == {"folded", "packed"}
+    refused += ["folded", "packed"]
+    with pytest.raises(RuntimeError, match="no attention path"):
+        choose()
