@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ import pytest
 from mlx_lm.models import activations, llama
 
 from batchkv_worker.kv import attention, gate, softmax, triangles
+from batchkv_worker.kv import powers as powers_of_two
 from batchkv_worker.kv.attention import Path
 from kv.crowd import Crowd, random_prompt
 from kv.reference import HEADS, SIZE, VALUE_SIZE, attention_kind
@@ -18,7 +20,7 @@ WAYS = pytest.mark.parametrize("powers", [True, False], ids=["powers", "softmax"
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, *, powers: bool) -> None:
-    monkeypatch.setattr(softmax, "by_powers", lambda dtype: powers and dtype == mx.float32)
+    monkeypatch.setattr(powers_of_two, "_are_measured_faster", lambda: powers)
 
 
 def as_before(parts: list[mx.array], sinks: mx.array | None, *, powers: bool) -> list[mx.array]:
@@ -27,6 +29,18 @@ def as_before(parts: list[mx.array], sinks: mx.array | None, *, powers: bool) ->
     weights, total = softmax.weigh(scores, sinks, powers=powers)
     assert (total is not None) is powers
     return weights if total is None else [part / total for part in weights]
+
+
+def test_powers_are_powers() -> None:
+    """To the last bits, whole ones exactly, and at both ends of what float32 holds."""
+    wholes = mx.arange(-126, 128).astype(mx.float32)
+    assert powers_of_two.exp2(wholes).tolist() == [2.0**n for n in range(-126, 128)]
+    steps = mx.linspace(-125.9, 127.4, 100_003)
+    found = powers_of_two.exp2(steps).tolist()
+    worst = max(abs(y / 2.0**x - 1) for x, y in zip(steps.tolist(), found, strict=True))
+    assert worst < 2e-7
+    assert powers_of_two.exp2(mx.array([powers_of_two.HIGHEST])).item() == math.inf
+    assert powers_of_two.exp2(mx.array([powers_of_two.LOWEST])).item() == 2.0**-126
 
 
 @WAYS
@@ -68,11 +82,11 @@ def test_what_is_masked_has_no_weight(powers: bool) -> None:
 def test_only_single_precision_on_a_cpu_is_weighed_by_powers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(softmax, "_powers_are_faster", lambda: True)
+    choose(monkeypatch, powers=True)
     assert softmax.by_powers(mx.float32)
     assert not softmax.by_powers(mx.bfloat16)
     assert not softmax.by_powers(mx.float16)
-    monkeypatch.setattr(softmax, "_powers_are_faster", lambda: False)
+    choose(monkeypatch, powers=False)
     assert not softmax.by_powers(mx.float32)
 
 

@@ -23,7 +23,7 @@ def manifest_of(model: Any, scheme: str = "affine8", **changes: Any) -> dict[str
     loaded = tiny_models.loaded(model, **changes)
     plan = make_plan(
         *("tiny", model, loaded.caches, scheme, loaded.dtype),
-        num_rows=2,
+        slots=2,
         path="fused",
         group_cost=1,
         shape_step=shape_step(),

@@ -113,7 +113,7 @@ def test_the_error_is_that_of_rounded_keys_and_values() -> None:
     model = build("llama", num_hidden_layers=1)
     ready = loaded(model)
     plans = [
-        make_plan("tiny", model, ready.caches, name, mx.float32, num_rows=2, path="fused")
+        make_plan("tiny", model, ready.caches, name, mx.float32, slots=2, path="fused")
         for name in ("float", "affine4")
     ]
     calls = type(model.layers[0].self_attn).__call__
@@ -143,7 +143,7 @@ def test_perplexity_is_the_models_own() -> None:
     model = build("gemma3_text")
     ready = loaded(model)
     tokens = TOKENS * 4  # more than one chunk, and longer than the window
-    plan = make_plan("tiny", model, ready.caches, "float", mx.float32, num_rows=2, path="fused")
+    plan = make_plan("tiny", model, ready.caches, "float", mx.float32, slots=2, path="fused")
     found = read(model, ready.caches, plan.kinds, tokens)
     logits = model(mx.array([tokens]))[0, :-1]
     said = mx.take_along_axis(logits, mx.array(tokens[1:])[:, None], axis=-1)[:, 0]

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _CANDIDATES = ("libopenblas.so.0", "libopenblas.so")
+_loaded: list[ctypes.CDLL] = []
 
 
 def load() -> str:
@@ -22,11 +25,31 @@ def load() -> str:
         return "BLAS: as loaded with MLX earlier"
     for name in _CANDIDATES:
         try:
-            ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+            library = ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
         except OSError:
             continue
+        _loaded.append(library)
         return f"BLAS: OpenBLAS ({name})"
     return (
         "BLAS: MLX's reference BLAS, about 50 times slower in float32 than OpenBLAS "
         "(Debian, Ubuntu: apt install libopenblas0-pthread)"
     )
+
+
+def is_openblas() -> bool:
+    """Whether MLX multiplies with OpenBLAS."""
+    return bool(_loaded)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """OpenBLAS with one thread for a while; nothing where it was not loaded."""
+    if not _loaded:
+        yield
+        return
+    count = _loaded[0].openblas_get_num_threads()
+    _loaded[0].openblas_set_num_threads(1)
+    try:
+        yield
+    finally:
+        _loaded[0].openblas_set_num_threads(count)

@@ -57,7 +57,7 @@ class Engine:
         self.loaded, self.config = loaded, config
         self.plan = plan = make_plan(
             *(loaded.name, loaded.model, loaded.caches, config.scheme, loaded.dtype),
-            num_rows=min(16, config.slots),
+            slots=config.slots,
             path=config.path,
             group_cost=config.group_cost,
             stem_cells=config.stem_cells,

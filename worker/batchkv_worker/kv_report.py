@@ -154,7 +154,7 @@ class _Measuring:
             loaded.caches,
             name,
             loaded.dtype,
-            num_rows=self._rows,
+            slots=self._rows,
             shape_step=shape_step(),
         )
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from batchkv_worker.kv.angles import ANGLES
 from batchkv_worker.kv.layout import SlotLayout, round_up
 from batchkv_worker.kv.layouts import SlotLayouts, Window
 
@@ -163,6 +164,7 @@ class Framer:
             for window, layout in layouts.all.items()
         }
         offsets = mx.array([layouts.size(slot) for slot in range(rows)], dtype=mx.int32)
+        ANGLES.begin(offsets)
         return Frame(rows, offsets, spans)
 
     def _cut(self, layout: SlotLayout, rows: int) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from batchkv_worker.errors import ModelError, SettingsError
-from batchkv_worker.kv import attention, gate, probe, stem_cost
+from batchkv_worker.kv import angles, attention, gate, narrow, probe, stem_cost
 from batchkv_worker.kv.attention_kind import AttentionKind
 from batchkv_worker.kv.decode import costs_of
 from batchkv_worker.kv.discover import AttentionShape, CacheTree, Leaf
@@ -24,6 +24,8 @@ from batchkv_worker.kv.spec import SchemeSpec
 from batchkv_worker.kv.state import StateKind
 
 log = logging.getLogger("batchkv.engine")
+
+_PROBE_ROWS = 16  # at most, of the slots, when paths are timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +64,13 @@ def make_plan(
     scheme: str,
     dtype: mx.Dtype,
     *,
-    num_rows: int,
+    slots: int,
     path: attention.Path | None = None,
     group_cost: int | None = None,
     stem_cells: int | None = None,
     shape_step: int = 1,
 ) -> KvPlan:
-    """Decide for ``model``, measuring with ``num_rows`` rows.
+    """Decide for ``model`` and steps of up to ``slots`` rows.
 
     ``path`` None takes the fastest; ``group_cost`` None what starting a group of rows was measured
     to cost, in cells (``frame.Shapes``; without a measurement, its default); ``stem_cells`` None
@@ -85,6 +87,9 @@ def make_plan(
     fitted = tuple(b if c else a for a, b, c in zip(fitted, exact, indexes, strict=True))
     is_hooked = attention.install_hook(model)
     gate.install(model, dtype)
+    angles.install(model, dtype)
+    narrow.install(model, dtype, slots)
+    num_rows = min(_PROBE_ROWS, slots)
     if tree.shapes and not is_hooked:
         log.warning("model %s computes attention itself: it decodes on dense keys and values", name)
     paths: dict[LayerScheme, attention.Path | None] = dict.fromkeys(fitted)

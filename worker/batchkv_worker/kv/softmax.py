@@ -1,41 +1,21 @@
 """Weights of scores that stand in memory: by MLX's softmax, or by powers of two.
 
-MLX's CPU backend is not vectorized on x86: an exponential takes it about 16 ns there, a power 5. So
-where that is measured, softmax is put together from powers: 2 to the score times log2(e), less the
-highest. Half precision, and every device that has a fast exponential, keep MLX's own.
+Where ``powers`` finds those faster, softmax is put together from them: 2 to the score times
+log2(e), less the highest. Half precision, and every device that has a fast exponential, keep MLX's
+own.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import cache
 
 import mlx.core as mx
 
-from batchkv_worker.kv.timing import least_time
+from batchkv_worker.kv.powers import LOG2_E, are_faster, exp2
 
-LOG2_E = math.log2(math.e)
-# What is masked counts as 2 to this, which no float32 notices; powers below 2**-126 are slow.
+by_powers = are_faster
+# What is masked counts as 2 to this, which no float32 notices.
 _LEAST = -100.0
-_MARGIN = 1.5  # by which powers have to be faster: they take three passes more
-
-
-def by_powers(dtype: mx.Dtype) -> bool:
-    """Whether scores of ``dtype`` are weighed by powers of two on the device that serves."""
-    if dtype != mx.float32 or mx.default_device() != mx.Device(mx.cpu):
-        return False
-    return _powers_are_faster()
-
-
-@cache
-def _powers_are_faster() -> bool:
-    """Measured once: at most a few milliseconds."""
-    scores = -mx.random.uniform(0, 20, (128, 256))
-    mx.eval(scores)
-    by_exp = least_time(lambda: mx.exp(scores))
-    by_power = least_time(lambda: mx.power(2.0, scores))
-    return by_exp is not None and by_power is not None and by_exp > by_power * _MARGIN
 
 
 def unit(*, powers: bool) -> float:
@@ -78,10 +58,10 @@ def _weigh_by_powers(
     top = tops[0]
     for other in tops[1:]:
         top = mx.maximum(top, other)
-    weights = [mx.power(2.0, mx.maximum(part - top, _LEAST)) for part in parts]
+    weights = [exp2(mx.maximum(part - top, _LEAST)) for part in parts]
     total = weights[0].sum(axis=-1, keepdims=True)
     for other in weights[1:]:
         total = total + other.sum(axis=-1, keepdims=True)
     if sinks is not None:
-        total = total + mx.power(2.0, sinks - top)
+        total = total + exp2(mx.maximum(sinks - top, _LEAST))
     return weights, total
