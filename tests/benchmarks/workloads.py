@@ -43,6 +43,17 @@ def shared(jobs: int, rng: random.Random) -> Workload:
     return Workload("shared", [prefix + _tokens(rng, 40) for _ in range(jobs)], [16] * jobs)
 
 
+def tree(jobs: int, rng: random.Random) -> Workload:
+    """A prefix of 1,024 tokens common to all, 512 more common to an eighth, 40 of each row's own.
+
+    32 generated. The rows of an eighth stand together, as a planner would send them.
+    """
+    everyone = _tokens(rng, 1024)
+    branches = [everyone + _tokens(rng, 512) for _ in range(8)]
+    prompts = [branches[index * 8 // jobs] + _tokens(rng, 40) for index in range(jobs)]
+    return Workload("tree", prompts, [32] * jobs)
+
+
 def shared_long(jobs: int, rng: random.Random) -> Workload:
     """A prefix of 4,096 tokens common to all, 64 of each row's own, 64 generated."""
     prefix = _tokens(rng, 4096)
@@ -53,7 +64,13 @@ def _lognormal(rng: random.Random, median: int, sigma: float, low: int, high: in
     return max(low, min(high, round(median * rng.lognormvariate(0, sigma))))
 
 
-WORKLOADS = {"equal": equal, "mixed": mixed, "shared": shared, "shared-long": shared_long}
+WORKLOADS = {
+    "equal": equal,
+    "mixed": mixed,
+    "shared": shared,
+    "shared-long": shared_long,
+    "tree": tree,
+}
 
 # Shapes by name, so that a table row can be run again anywhere; weights are random, seed 0.
 MODELS: dict[str, dict[str, Any]] = {

@@ -7,6 +7,7 @@ import random
 import weakref
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -75,6 +76,17 @@ def joined(first: Both, own: Both, rows: int) -> Both:
     return sides[0], sides[1]
 
 
+def chains(first: Both) -> list[list[Both]]:
+    """The same columns as one stem, and as three that stand on each other."""
+    columns = first[0][0].shape[-2]
+    ends = [1, columns // 2, columns]
+    cut: list[Both] = []
+    for low, high in pairwise([0, *ends]):
+        sides = [tuple(part[..., low:high, :] for part in parts) for parts in first]
+        cut.append((sides[0], sides[1]))
+    return [[first], cut]
+
+
 def check_attend(
     kind: AttentionKind,
     path: Path | None,
@@ -98,7 +110,6 @@ def check_attend(
     )
     queries = (2.0 * normal(rows, QUERY_HEADS, tokens, SIZE)).astype(dtype)
     sinks = normal(QUERY_HEADS).astype(dtype) if with_sinks else None
-    got = stem.attend(path, scheme, dtype, queries, first, own, SCALE, mask, sinks)
     whole = None
     if mask is not None:
         seen = mx.ones((*mask.shape[:-1], columns), mx.bool_)
@@ -107,9 +118,11 @@ def check_attend(
     wanted = attention.attend(
         "fused", scheme, dtype, queries, *joined(first, own, rows), SCALE, whole, sinks
     )
-    assert got.shape == wanted.shape == (rows, QUERY_HEADS, tokens, VALUE_SIZE)
-    apart = mx.abs(got.astype(mx.float32) - wanted.astype(mx.float32)).max().item()
-    assert apart <= BOUNDS[dtype] * mx.abs(wanted).max().item(), (path, sizes, apart)
+    for shared in chains(first):
+        got = stem.attend(path, scheme, dtype, queries, shared, own, SCALE, mask, sinks)
+        assert got.shape == wanted.shape == (rows, QUERY_HEADS, tokens, VALUE_SIZE)
+        apart = mx.abs(got.astype(mx.float32) - wanted.astype(mx.float32)).max().item()
+        assert apart <= BOUNDS[dtype] * mx.abs(wanted).max().item(), (path, sizes, apart)
 
 
 def ragged(rows: int, columns: int) -> mx.array:
@@ -145,14 +158,16 @@ def test_a_chunk_on_copies_of_its_stem(
         queries = 2.0 * normal(rows, QUERY_HEADS, tokens, SIZE)
         mask = "causal" if tokens > 1 else None
         for sinks in (None, normal(QUERY_HEADS)):
-            what = (kind.scheme, mx.float32, queries, first, own, SCALE, mask, sinks)
             got = []
             for copies in (True, False):
                 monkeypatch.setattr(stem, "copies_stems", lambda copies=copies: copies)
-                got.append(stem.attend_chunk(*what))
-            assert got[0].shape == got[1].shape == (rows, QUERY_HEADS, tokens, VALUE_SIZE)
-            apart = mx.abs(got[0] - got[1]).max().item()
-            assert apart <= BOUNDS[mx.float32] * mx.abs(got[1]).max().item(), (rows, apart)
+                for shared in chains(first):
+                    what = (kind.scheme, mx.float32, queries, shared, own, SCALE, mask, sinks)
+                    got.append(stem.attend_chunk(*what))
+            for one in got:
+                assert one.shape == (rows, QUERY_HEADS, tokens, VALUE_SIZE)
+                apart = mx.abs(one - got[-1]).max().item()
+                assert apart <= BOUNDS[mx.float32] * mx.abs(got[-1]).max().item(), (rows, apart)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])
@@ -194,7 +209,8 @@ def test_prompts_go_on_after_a_stem(name: str, restored: int) -> None:
     whole = prefilled([kind], rows, ()).layers[0]
     first = 48 + restored
     layer = kind.prefill(88, 88)
-    layer.share(kind.scheme.split(whole.block(0, 0, 48) or ()), 48)
+    stems = [kind.scheme.split(whole.block(0, *ends) or ()) for ends in ((0, 30), (30, 48))]
+    layer.share(stems, 48)
     if restored:
         cached = [whole.block(index, 48, first) or () for index in range(2)]
         own = tuple(mx.concatenate(parts) for parts in zip(*cached, strict=True))
@@ -243,11 +259,13 @@ class Herd:
     def tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self.rng.randrange(1, 4096) for _ in range(count))
 
-    def stem(self, key: bytes, length: int) -> Stem:
-        self.prefixes[key] = prefix = self.tokens(length)
-        pieces = prefilled(self.kinds, [prefix], ()).block(0, 0, length)
+    def stem(self, key: bytes, length: int, parent: Stem | None = None) -> Stem:
+        """Of ``length`` tokens after its parent's."""
+        before = self.prefixes[parent.key] if parent else ()
+        self.prefixes[key] = prefix = (*before, *self.tokens(length))
+        pieces = prefilled(self.kinds, [prefix], ()).block(0, len(before), len(prefix))
         shared: dict[int, Pieces] = {place: pieces[place] or () for place in (0, 3)}
-        return self.slots.stem(key, length, shared)
+        return self.slots.stem(key, len(prefix), shared, parent)
 
     def join(self, shared: Stem | None, length: int) -> int:
         """A row of ``length`` tokens of its own."""
@@ -318,10 +336,15 @@ class Herd:
 
 @pytest.mark.parametrize("name", ["float", "affine8"])
 def test_rows_take_their_stem_along(name: str) -> None:
-    """Rows of two stems and of none come, go, move and decode; none ever reads another's stem."""
+    """Rows of stems, of stems on these, and of none come, go, move and decode.
+
+    None ever reads another's stem.
+    """
     herd = Herd(name)
     stems = [herd.stem(b"a", 48), herd.stem(b"b", 21), None]
-    for _ in range(60):
+    stems += [herd.stem(b"ac", 9, stems[0]), herd.stem(b"ad", 70, stems[0])]
+    stems.append(herd.stem(b"ade", 1, stems[-1]))
+    for _ in range(90):
         choice = herd.rng.random()
         if herd.slots.layouts.num_free and choice < 0.4:
             herd.join(herd.rng.choice(stems), herd.rng.choice([1, 2, 39, 60, 300]))
@@ -561,7 +584,7 @@ def check_same(crowd: Crowd, expected: dict[str, Completed], scheme: str) -> Non
 
 def shares(model: Any) -> bool:
     caches = tiny_models.loaded(model).caches
-    fixed: dict[str, Any] = {"num_rows": 2, "path": "fused", "group_cost": 64}
+    fixed: dict[str, Any] = {"slots": 2, "path": "fused", "group_cost": 64}
     return make_plan("tiny", model, caches, "float", mx.float32, **fixed).shares
 
 
@@ -691,7 +714,7 @@ def test_cancels_behind_stems() -> None:
 
 def bytes_held(crowd: Crowd) -> int:
     """Of slots, of stems, counted once each, and of prefixes."""
-    stems = {id(held): held for held in crowd.engine._slots.layouts.stems.values()}
+    stems = {id(held): held for held in crowd.engine._slots.layouts.all_stems.values()}
     arrays = {id(array): array for held in stems.values() for array in held.arrays}
     shared = sum(array.nbytes for array in arrays.values())
     return crowd.engine.kv_bytes + shared + crowd.engine.prefixes.num_bytes

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
+from itertools import combinations, pairwise
 
 from batchkv_worker.kv.layout import Demand
 from batchkv_worker.kv.layouts import Costs, SlotLayouts
 from batchkv_worker.kv.stem import Stem
 from batchkv_worker.scheduler import Budget, Scheduler
 from batchkv_worker.sequence import Generation, Sequence
+from batchkv_worker.shared_parts import MAX_STEMS, Cuts, StemCosts, cuts_of
 
 
 def row(name: str, length: int, max_tokens: int = 10) -> Sequence:
@@ -108,7 +111,11 @@ def test_windows_and_states_count_in_the_memory() -> None:
 
 
 def sharing(
-    slots: int = 8, cached: int = 10**6, shares: bool = True, stem_cost: int = 3 * 256
+    slots: int = 8,
+    cached: int = 10**6,
+    shares: bool = True,
+    stem_cost: int = 3 * 256,
+    most: int = MAX_STEMS,
 ) -> Scheduler:
     """All full blocks of a row are here, up to ``cached`` tokens."""
     budget = Budget(512, 10**9, Costs(1))
@@ -117,7 +124,8 @@ def sharing(
         return min(cached, 256 * len(row.block_keys))
 
     layouts = SlotLayouts(slots)
-    return Scheduler(layouts, budget, num_cached, shares=shares, stem_cost=stem_cost)
+    costs = StemCosts(stem_cost, stem_cost, most)
+    return Scheduler(layouts, budget, num_cached, shares=shares, stem_costs=costs)
 
 
 def keyed(name: str, keys: str, own: int = 9) -> Sequence:
@@ -127,13 +135,22 @@ def keyed(name: str, keys: str, own: int = 9) -> Sequence:
     return found
 
 
-def behind(plan: Scheduler, keys: str) -> None:
-    """A row in a slot with a stem of these blocks."""
-    here = {stem.key: stem for stem in plan.layouts.stems.values()}
-    stem = here.get(keys.encode()) or Stem(keys.encode(), 256 * len(keys), {}, {})
+def depth(plan: Scheduler, row: Sequence, num_cached: int) -> int:
+    """Blocks of the row in stems."""
+    return max(plan.stem_cuts(row, num_cached), default=0)
+
+
+def behind(plan: Scheduler, keys: str, *cuts: int) -> Stem:
+    """A row in a slot with stems of these blocks, the first of them ending at ``cuts``."""
+    here, stem = plan.layouts.all_stems, None
+    for end in (*cuts, len(keys)):
+        key = keys[:end].encode()
+        stem = here.get(key) or Stem(key, 256 * end, {}, {}, stem)
+    assert stem is not None
     demand = Demand(stem.num_tokens + 5, 10, stem.num_tokens)
     slot, _ = plan.layouts.make_way(demand, stem)
     plan.layouts.admit(demand, slot, stem)
+    return stem
 
 
 def test_few_rows_share_nothing() -> None:
@@ -155,28 +172,28 @@ def test_rows_that_left_do_not_count() -> None:
     rows = [keyed(str(number), "ab") for number in range(5)]
     for one in rows:
         plan.add(one)
-    assert plan.stem_blocks(rows[0], 512) == 2
+    assert depth(plan, rows[0], 512) == 2
     plan.cancel("1")
-    assert plan.stem_blocks(rows[0], 512) == 2
+    assert depth(plan, rows[0], 512) == 2
     plan.cancel("2")
-    assert plan.stem_blocks(rows[0], 512) == 0
+    assert depth(plan, rows[0], 512) == 0
 
 
 def test_the_depth_that_saves_most_is_shared() -> None:
     """A block that eight rows have against three that four have; a longer tail wins the other way.
 
-    Only cached blocks count, and a row keeps a token of its own.
+    Only cached blocks count, and a row keeps a token of its own. So it is with one stem for each.
     """
-    plan = sharing()
+    plan = sharing(most=1)
     deep = [keyed(f"d{number}", "abc") for number in range(4)]
     for one in (*deep, *(keyed(f"s{number}", "ax") for number in range(4))):
         plan.add(one)
-    assert plan.stem_blocks(deep[0], 10**6) == 3  # 3 * 3 against 7 * 1
-    assert plan.stem_blocks(deep[0], 767) == 1  # two blocks would save 6
+    assert depth(plan, deep[0], 10**6) == 3  # 3 * 3 against 7 * 1
+    assert depth(plan, deep[0], 767) == 1  # two blocks would save 6
     for number in range(4):
         plan.add(keyed(f"t{number}", "ay"))
-    assert plan.stem_blocks(deep[0], 10**6) == 1  # 11 against 9
-    assert plan.stem_blocks(deep[0], 255) == 0
+    assert depth(plan, deep[0], 10**6) == 1  # 11 against 9
+    assert depth(plan, deep[0], 255) == 0
 
 
 def test_a_row_keeps_a_token_of_its_own() -> None:
@@ -185,7 +202,7 @@ def test_a_row_keeps_a_token_of_its_own() -> None:
     rows = [keyed(str(number), "ab", own=0 if number < 2 else 1) for number in range(6)]
     for one in rows:
         plan.add(one)
-    assert [plan.stem_blocks(one, 512) for one in rows] == [1, 1, 2, 2, 2, 2]
+    assert [depth(plan, one, 512) for one in rows] == [1, 1, 2, 2, 2, 2]
     group = plan.next_group()
     assert group is not None and group.stem_blocks == 1 and len(group.rows) == 6
     for one in reversed(rows):
@@ -197,19 +214,124 @@ def test_a_row_keeps_a_token_of_its_own() -> None:
 
 def test_a_stem_that_is_there_is_taken() -> None:
     """One row is enough for a stem that rows in slots have; of several the longest."""
-    plan = sharing()
+    plan = sharing(most=1)
     behind(plan, "a")
     lonely = keyed("x", "abcd")
     plan.add(lonely)
-    assert plan.stem_blocks(lonely, 1024) == 1
+    assert depth(plan, lonely, 1024) == 1
     for number in range(4):
         plan.add(keyed(str(number), "abcd"))
-    assert plan.stem_blocks(lonely, 1024) == 1  # rather than another one of four blocks
+    assert depth(plan, lonely, 1024) == 1  # rather than another one of four blocks
     behind(plan, "abc")
-    assert plan.stem_blocks(lonely, 1024) == 3
+    assert depth(plan, lonely, 1024) == 3
     behind(plan, "zzzz")
-    assert plan.stem_blocks(lonely, 1024) == 3
-    assert plan.stem_blocks(lonely, 700) == 1
+    assert depth(plan, lonely, 1024) == 3
+    assert depth(plan, lonely, 700) == 1
+
+
+def test_stems_grow_on_stems() -> None:
+    """What some of a stem's rows share beyond it stands on it, if it saves enough by itself."""
+    plan = sharing()
+    deep = [keyed(f"d{number}", "abcd") for number in range(4)]
+    rest = [keyed(f"s{number}", "axyz"[: 1 + number]) for number in range(4)]
+    for one in (*deep, *rest):
+        plan.add(one)
+    assert plan.stem_cuts(deep[0], 10**6) == (1, 4)  # 7 * 1 and 3 * 3
+    assert plan.stem_cuts(rest[3], 10**6) == (1,)
+    assert plan.stem_cuts(deep[0], 600) == (1, 2)  # 3 * 1 more is just enough
+    assert plan.stem_cuts(deep[0], 500) == (1,)
+    assert sharing(most=0).stem_cuts(deep[0], 10**6) == ()
+    dear = sharing(stem_cost=9 * 256)
+    for one in (*deep, *rest):
+        dear.add(one)
+    assert dear.stem_cuts(deep[0], 10**6) == (4,)  # 3 * 4 at once
+
+
+def test_what_is_held_is_grown_on() -> None:
+    """The stems of rows in slots stay as they are, those that others stand on among them."""
+    plan = sharing()
+    leaf = behind(plan, "abc", 1)
+    assert [stem.key for stem in leaf.chain] == [b"a", b"abc"]
+    lonely = keyed("x", "abcdefg")
+    plan.add(lonely)
+    assert plan.stem_cuts(lonely, 10**6) == (1, 3)
+    assert plan.stem_cuts(keyed("y", "aq"), 10**6) == (1,)
+    assert plan.stem_cuts(keyed("z", "ab"), 10**6) == (1,)  # the second block stands inside one
+    for number in range(2):
+        plan.add(keyed(str(number), "abcdefg"))
+    assert plan.stem_cuts(lonely, 10**6) == (1, 3, 7)
+    behind(plan, "abcdefg", 1, 3)
+    assert len(plan.layouts.all_stems) == 3
+
+
+def test_a_chain_has_so_many_stems_at_most() -> None:
+    for most in (1, 2, 3, 4):
+        plan = sharing(stem_cost=0, most=most)
+        for number in range(6):
+            plan.add(keyed(str(number), "abcdefgh"[: 8 - number]))
+        cuts = plan.stem_cuts(keyed("x", "abcdefgh"), 10**6)
+        assert len(cuts) == most
+        behind(plan, "abcdefgh"[: cuts[-1]], *cuts[:-1])
+        assert plan.stem_cuts(keyed("x", "abcdefgh"), 10**6) == cuts
+
+
+def worth(cuts: Cuts, wanted: list[int], held: Cuts, costs: StemCosts) -> int | None:
+    """Cells that these cuts save; None when one of them saves less than it costs."""
+    total = 0
+    for low, high in pairwise((0, *cuts)):
+        if high in held:
+            continue
+        cells = (wanted[high - 1] - 1) * (high - low) * 256
+        cost = costs.another if low else costs.first
+        if cells < max(1, cost):
+            return None
+        total += cells - cost
+    return total
+
+
+def test_of_all_ways_to_cut_the_best_is_taken() -> None:
+    """Against all there are, of random prompts."""
+    rng = random.Random(5)
+    for _ in range(300):
+        wanted = sorted((rng.randrange(1, 9) for _ in range(rng.randrange(8))), reverse=True)
+        costs = StemCosts(rng.randrange(2000), rng.randrange(2000), rng.randrange(1, 4))
+        held = (1,) if wanted and rng.random() < 0.3 else ()
+        ends = range(len(held) + 1, len(wanted) + 1)
+        ways = [
+            (*held, *cuts)
+            for count in range(costs.most - len(held) + 1)
+            for cuts in combinations(ends, count)
+        ]
+        best = max(
+            value
+            for value in (worth(cuts, wanted, held, costs) for cuts in ways)
+            if value is not None
+        )
+        assert worth(cuts_of(wanted, held, costs), wanted, held, costs) == best, (
+            wanted,
+            held,
+            costs,
+        )
+
+
+def test_only_the_places_where_rows_part_are_tried() -> None:
+    """A long prompt is cut in no time: 2,000 blocks, parted at each."""
+    cuts = cuts_of(range(4000, 2000, -1), (), StemCosts(1000, 1000, 4))
+    assert 1 <= len(cuts) <= 4
+    assert cuts_of([5] * 2000, (), StemCosts(1000, 1000, 4)) == (2000,)
+
+
+def test_a_parked_row_comes_back_behind_as_many_tokens() -> None:
+    plan = sharing()
+    behind(plan, "abc", 1)
+    for shared, cuts in ((0, ()), (1, (1,)), (2, (1, 2)), (3, (1, 3)), (4, (1, 3, 4))):
+        one = keyed("x", "abcde")
+        one.parked, one.num_shared = b"row", 256 * shared
+        plan.add(one)
+        group = plan.next_group()
+        assert group is not None
+        assert (group.stem_cuts, group.stem_blocks) == (cuts, shared)
+        plan.group = None
 
 
 def test_rows_of_another_prefix_are_not_in_the_group() -> None:
@@ -225,6 +347,24 @@ def test_rows_of_another_prefix_are_not_in_the_group() -> None:
         seen.append("".join(sorted(one.job_id for one in group.rows)))
         plan.group = None
     assert seen == ["a0a1a2a3a4", "b0b1b2b3b4", "c0c1c2c3c4"]
+
+
+def test_what_stems_stand_on_counts_once_in_the_memory() -> None:
+    costs = Costs(1)
+    plan = sharing()
+    leaves = [behind(plan, keys, 2) for keys in ("abc", "abde")]
+    cells = plan.layouts.main.rows * plan.layouts.main.capacity
+    assert plan.layouts.bytes_held(costs) == cells + 256 * (2 + 1 + 2)
+    demands = [Demand(5 * 256 + 10, 10, 5 * 256)]
+    before = plan.layouts.bytes_needed(costs, demands, stem_keys=[b"q", b"qr", b"qrs", b"4", b"5"])
+    keys = [b"a", b"ab", b"abd", b"abde", b"abdef"]
+    assert before - plan.layouts.bytes_needed(costs, demands, stem_keys=keys) == 4 * 256
+    assert plan.layouts.tokens_held(keys) == 4 * 256
+    assert plan.layouts.tokens_held([b"a"]) == 0
+    new = Stem(b"abdef", 5 * 256, {}, {}, leaves[1])
+    apart = Stem(b"qrstu", 5 * 256, {}, {})
+    room = [plan.layouts.max_cells(costs, 10**6, demands, one) or 0 for one in (None, new, apart)]
+    assert [room[0] - left for left in room[1:]] == [256, 5 * 256]
 
 
 def test_shared_tokens_count_once_in_the_memory() -> None:

@@ -66,14 +66,14 @@ class Budget:
         layouts: SlotLayouts,
         demands: list[Demand],
         ahead: int | None = None,
-        stem_key: bytes | None = None,
+        stem_keys: Items[bytes] = (),
     ) -> bool:
         """Whether these rows fit beside those in the slots, ``ahead`` tokens from now at most.
 
         Their prefill stands beside the slots, as they are now and as they grow, until they have
         moved.
         """
-        needed = layouts.bytes_needed(self.costs, demands, ahead, stem_key)
+        needed = layouts.bytes_needed(self.costs, demands, ahead, stem_keys)
         needed = max(needed, layouts.bytes_held(self.costs))
         return needed + self.prefill_bytes(demands) <= self.memory_bytes
 

@@ -77,14 +77,14 @@ class Engine:
         self._scheduler = Scheduler(
             *(self._slots.layouts, self._budget, self.prefixes.num_cached, link.is_ready),
             shares=config.share and plan.shares,
-            stem_cost=plan.stem_cost,
+            stem_costs=config.stem_costs(plan),
             ragged=plan.traits.ragged,
             drop_buffers=self._slots.drop,
             state_blocks=self.prefixes.max_blocks if plan.has_state else 0,
             is_optimistic=config.admission == "optimistic",
             uses=self.prefixes.kept,
         )
-        self._stems = Stems(self._slots, self.prefixes, self._scheduler)
+        self._stems = Stems(self._slots, self.prefixes)
         self._prefill = Prefill(
             *(loaded.model, plan, self._scheduler, self.prefixes, chunk, link, self._stems.of)
         )

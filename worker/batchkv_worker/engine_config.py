@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchkv_worker.kv import attention
+from batchkv_worker.kv.plan import KvPlan
 from batchkv_worker.settings import Admission
+from batchkv_worker.shared_parts import MAX_STEMS, StemCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,13 @@ class EngineConfig:
     path: attention.Path | None = None  # None: the fastest by measurement
     group_cost: int | None = None  # cells that one more group of rows costs; None: measured
     stem_cells: int | None = None  # cells that a stem must save; None: measured
+    max_stems: int = MAX_STEMS  # that grow on each other, in the chain that a row reads
     share: bool = True  # hold a prefix that rows share once and attend it once, where that is right
     shape_step: int | None = None  # None: what the backend likes, see device.shape_step
     admission: Admission = "optimistic"
     audit: float = 0.0  # share of the rows with a cached prefix that are computed again without it
+
+    def stem_costs(self, plan: KvPlan) -> StemCosts:
+        """What stems must save under a plan."""
+        another = plan.stem_cost + plan.shapes.group_cost
+        return StemCosts(plan.stem_cost, another, self.max_stems)

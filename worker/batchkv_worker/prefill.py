@@ -16,6 +16,7 @@ from batchkv_worker.kv.stem import Stem
 from batchkv_worker.prefix import PrefixCache
 from batchkv_worker.scheduler import PrefillGroup, Scheduler
 from batchkv_worker.sequence import Sequence
+from batchkv_worker.shared_parts import Cuts
 from batchkv_worker.store.face import SharedPrefixes
 
 TIMED_EVERY = 32  # chunks
@@ -33,7 +34,7 @@ class Prefill:
         prefixes: PrefixCache,
         chunk_tokens: int,
         link: SharedPrefixes,
-        make_stem: Callable[[list[bytes]], Stem | None],
+        make_stem: Callable[[list[bytes], Cuts], Stem | None],
     ) -> None:
         self._model = model
         self._plan = plan
@@ -73,8 +74,7 @@ class Prefill:
         return group
 
     def _stem_of(self, group: PrefillGroup) -> Stem | None:
-        keys = group.rows[0].block_keys[: group.stem_blocks]
-        return self._make_stem(keys) if keys else None
+        return self._make_stem(group.rows[0].block_keys, group.stem_cuts)
 
     def _width(self, group: PrefillGroup) -> int:
         ragged = self._plan.traits.ragged  # else no row may have a pad

@@ -166,7 +166,7 @@ class PrefixCache:
             if stem is not None and kind.window is None:
                 # Without it the fused kernel serves, which a long rest of a prompt needs more.
                 if 2 * stem.num_tokens >= prefill.capacity:
-                    layer.share(stem.packed[index], stem.num_tokens)
+                    layer.share([one.packed[index] for one in stem.chain], stem.num_tokens)
                     first = stem.num_tokens // BLOCK_TOKENS
                 if first == count:
                     continue

@@ -14,6 +14,7 @@ from batchkv_worker.admission import AnswerLengths, Budget
 from batchkv_worker.kv.layout import Demand
 from batchkv_worker.kv.layouts import SlotLayouts
 from batchkv_worker.sequence import Sequence
+from batchkv_worker.shared_parts import Cuts, StemCosts, cuts_of
 from batchkv_worker.turns import longest_first
 
 if TYPE_CHECKING:
@@ -37,8 +38,13 @@ class PrefillGroup:
 
     rows: list[Sequence]
     position: int = 0  # tokens computed, or taken from the cache, so far
-    stem_blocks: int = 0  # blocks at its beginning that all its rows share with others
+    stem_cuts: Cuts = ()  # of what all its rows share with others: blocks up to each stem's end
     stem: Stem | None = None
+
+    @property
+    def stem_blocks(self) -> int:
+        """Blocks at its beginning that stand in stems."""
+        return self.stem_cuts[-1] if self.stem_cuts else 0
 
     def chunk_end(self, chunk_tokens: int, width: int) -> int:
         """Where the next chunk ends: at the latest where a row's states are to be kept."""
@@ -69,7 +75,7 @@ class Scheduler:
         ragged: bool = True,
         state_blocks: int = 0,
         shares: bool = False,
-        stem_cost: int = 0,
+        stem_costs: StemCosts | None = None,
         drop_buffers: Callable[[], None] | None = None,
         is_optimistic: bool = False,
         uses: Uses[bytes] | None = None,
@@ -81,7 +87,7 @@ class Scheduler:
         self._ragged = ragged  # whether rows of unequal length may share a chunk
         self._drop_buffers = drop_buffers or layouts.drop  # called when no row is in a slot
         self._shares = shares  # whether rows may share stems
-        self._stem_cost = stem_cost  # cells that a stem must save to be worth its kernels
+        self._stem_costs = stem_costs or StemCosts()
         self._state_blocks = state_blocks  # blocks after which states are worth keeping, at most
         self._is_optimistic = is_optimistic
         self.answers = AnswerLengths()
@@ -168,7 +174,7 @@ class Scheduler:
         A row that would compute the same next block as a row already chosen stays behind: it finds
         that block in the cache when the group is done.
         """
-        window, stem_blocks = self._alike()
+        window, cuts = self._alike()
         cached = window[0].num_cached if window else 0
         rows: list[Sequence] = []
         upcoming: set[bytes] = set()
@@ -180,7 +186,7 @@ class Scheduler:
             width = max(width, row.num_prefill - cached)
             fits_chunk = not rows or (len(rows) + 1) * width <= self.budget.chunk_tokens
             room = len(rows) < self.layouts.num_free
-            if not (room and fits_chunk and self._fits_memory([*rows, row], stem_blocks)):
+            if not (room and fits_chunk and self._fits_memory([*rows, row], cuts)):
                 break
             rows.append(row)
             if block is not None:
@@ -193,23 +199,24 @@ class Scheduler:
             if self._state_blocks:
                 row.state_stops = self._stops(row)
             self._uses.remove(row.block_keys)
-        return PrefillGroup(rows, cached, stem_blocks)
+        return PrefillGroup(rows, cached, cuts)
 
-    def _alike(self) -> tuple[list[Sequence], int]:
+    def _alike(self) -> tuple[list[Sequence], Cuts]:
         """Ready rows that may be computed with the one whose turn it is, of its length first.
 
-        And how many blocks all of them have in common that are worth a stem.
+        And the stems that all of them have in common.
         """
         window = [row for row in islice(self._waiting, LOOKAHEAD) if self._is_ready(row)]
         if not window:
-            return [], 0
+            return [], ()
         window = longest_first(window, self.layouts.num_slots)
         for row in window:
             row.num_cached = self._num_cached(row)
         if window[0].parked:  # computed already: it only has to find room
-            return window[:1], window[0].num_shared // BLOCK_TOKENS
+            return window[:1], self._cuts_of_parked(window[0])
         cached, goal = window[0].num_cached, window[0].num_prefill
-        stem_blocks = self.stem_blocks(window[0], window[0].num_cached)
+        cuts = self.stem_cuts(window[0], window[0].num_cached)
+        stem_blocks = cuts[-1] if cuts else 0
         last = window[0].block_keys[:stem_blocks][-1:]
         window = [
             row
@@ -222,27 +229,32 @@ class Scheduler:
             window = [row for row in window if row.num_prefill > stem_blocks * BLOCK_TOKENS]
         if not self._ragged:
             window = [row for row in window if row.num_prefill == goal]
-        return sorted(window, key=lambda row: abs(row.num_prefill - goal)), stem_blocks
+        return sorted(window, key=lambda row: abs(row.num_prefill - goal)), cuts
 
-    def stem_blocks(self, row: Sequence, num_cached: int) -> int:
-        """Of a row's cached tokens, how many blocks to share with others; 0 for none.
+    def stem_cuts(self, row: Sequence, num_cached: int) -> Cuts:
+        """Of a row's cached tokens, what to share with others: where each of its stems ends.
 
-        A stem that rows in slots have is there already. A new one must save most: its length, once
-        for every other row that waits for it; and more than attending it apart costs.
+        Stems that are held stay as they are, and new ones grow on them where they save most.
         """
         if not self._shares:
-            return 0
+            return ()
         most = min(num_cached, row.num_prefill - 1) // BLOCK_TOKENS
-        here = {stem.key for stem in self.layouts.stems.values()}
-        best, saved = 0, 0
-        for number, key in enumerate(row.block_keys[:most], start=1):
-            if key in here:
-                best, saved = number, 1 << 60
-            else:
-                cells = (self._uses.remaining(key) - 1) * number * BLOCK_TOKENS
-                if cells > saved and cells >= self._stem_cost:
-                    best, saved = number, cells
-        return best
+        keys = row.block_keys[:most]
+        held = self._cuts_held(keys)
+        wanted = [self._uses.remaining(key) for key in keys]
+        return cuts_of(wanted, held, self._stem_costs)
+
+    def _cuts_held(self, keys: list[bytes]) -> Cuts:
+        """The deepest stem that is held of a chain of blocks, and those that it stands on."""
+        held = self.layouts.all_stems
+        last = next((held[key] for key in reversed(keys) if key in held), None)
+        return tuple(stem.num_tokens // BLOCK_TOKENS for stem in last.chain) if last else ()
+
+    def _cuts_of_parked(self, row: Sequence) -> Cuts:
+        """A row comes back behind as many tokens as it left."""
+        num_blocks = row.num_shared // BLOCK_TOKENS
+        held = self._cuts_held(row.block_keys[:num_blocks])
+        return held if num_blocks in (0, *held) else (*held, num_blocks)
 
     def _stops(self, row: Sequence) -> frozenset[int]:
         """Where the row's states are worth keeping: where others part from it, and at its end.
@@ -260,11 +272,12 @@ class Scheduler:
         stops.add(min(row.num_common_blocks, len(wanted)) * BLOCK_TOKENS)
         return frozenset(stop for stop in stops if stop > row.num_cached)
 
-    def _fits_memory(self, rows: list[Sequence], stem_blocks: int) -> bool:
+    def _fits_memory(self, rows: list[Sequence], cuts: Cuts) -> bool:
+        stem_blocks = cuts[-1] if cuts else 0
         shared = stem_blocks * BLOCK_TOKENS
         demands = [Demand(row.num_prefill, row.num_remaining, shared) for row in rows]
-        stem_key = rows[0].block_keys[stem_blocks - 1] if stem_blocks else None
-        if self.budget.holds(self.layouts, demands, self.ahead(rows), stem_key):
+        keys = rows[0].block_keys[:stem_blocks]
+        if self.budget.holds(self.layouts, demands, self.ahead(rows), keys):
             return True
         if len(rows) > 1 or self.layouts.num_active:
             return False

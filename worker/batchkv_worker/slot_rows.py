@@ -85,7 +85,7 @@ class SlotRows:
     def _place(self, group: PrefillGroup, row: Sequence) -> Placed | None:
         """Give a row a slot; None when there is no room."""
         held = self.scheduler.prefill_bytes(group)
-        stem = group.stem or self._leaders_stem(row, held)
+        stem = self._leaders_stem(row, held, group.stem)
         one = Placed(row, group.rows.index(row), stem.num_tokens if stem else 0)
         max_cells = self._max_cells(held, one.demand, stem)
         try:
@@ -98,14 +98,22 @@ class SlotRows:
         self.by_slot[slot] = row
         return one
 
-    def _leaders_stem(self, row: Sequence, held: int) -> Stem | None:
-        """A stem for a row that has computed what others wait for, if there is room for one."""
+    def _leaders_stem(self, row: Sequence, held: int, stem: Stem | None) -> Stem | None:
+        """A longer stem for a row that has computed what others wait for, if there is room for one.
+
+        Else its long line in the slots would make those of all its followers as long. ``stem`` is
+        the one that it was computed behind; a row that comes back has its tokens as it left.
+        """
         budget, layouts = self.scheduler.budget, self._slots.layouts
-        num_blocks = self.scheduler.stem_blocks(row, row.num_prefill)
-        wanted = num_blocks * BLOCK_TOKENS * (budget.costs.per_token + budget.costs.beside_stem)
+        cuts = self.scheduler.stem_cuts(row, row.num_prefill)
+        num_blocks = cuts[-1] if cuts else 0
+        if row.parked or num_blocks * BLOCK_TOKENS <= (stem.num_tokens if stem else 0):
+            return stem
+        new = num_blocks * BLOCK_TOKENS - layouts.tokens_held(row.block_keys[:num_blocks])
+        wanted = new * (budget.costs.per_token + budget.costs.beside_stem)
         if wanted + held + layouts.bytes_held(budget.costs) > budget.memory_bytes:
-            return None
-        return self._stems.of_leader(row)
+            return stem
+        return self._stems.of(row.block_keys, cuts) or stem
 
     def _max_cells(
         self, held: int, demand: Demand | None = None, stem: Stem | None = None

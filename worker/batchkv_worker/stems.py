@@ -10,32 +10,30 @@ from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_worker.kv.decode import DecodeSlots
 from batchkv_worker.kv.stem import Stem
 from batchkv_worker.prefix import PrefixCache
-from batchkv_worker.scheduler import Scheduler
-from batchkv_worker.sequence import Sequence
+from batchkv_worker.shared_parts import Cuts
 
 
 class Stems:
     """Makes stems of blocks that are here."""
 
-    def __init__(self, slots: DecodeSlots, prefixes: PrefixCache, scheduler: Scheduler) -> None:
+    def __init__(self, slots: DecodeSlots, prefixes: PrefixCache) -> None:
         self._slots = slots
         self._prefixes = prefixes
-        self._scheduler = scheduler
 
-    def of_leader(self, row: Sequence) -> Stem | None:
-        """For a row that has computed what others wait for: it shares it with them from now on.
+    def of(self, keys: list[bytes], cuts: Cuts) -> Stem | None:
+        """A chain of stems of the blocks ``keys``, ending after as many as ``cuts`` say each.
 
-        Else its long line in the slots would make those of all its followers as long.
+        Those that are held already, and new ones on them. None for no cuts, and when a block that
+        is needed is gone.
         """
-        keys = row.block_keys[: self._scheduler.stem_blocks(row, row.num_prefill)]
-        return self.of(keys) if keys else None
-
-    def of(self, keys: list[bytes]) -> Stem | None:
-        """The stem that rows in slots have already, or a new one; None when a block is gone."""
-        for stem in self._slots.layouts.stems.values():
-            if stem.key == keys[-1]:
-                return stem
-        pieces = self._prefixes.stem_pieces(keys)
-        if pieces is None:
-            return None
-        return self._slots.stem(keys[-1], len(keys) * BLOCK_TOKENS, pieces)
+        held = self._slots.layouts.all_stems
+        stem, low = None, 0
+        for high in cuts:
+            found = held.get(keys[high - 1])
+            if found is None:
+                pieces = self._prefixes.stem_pieces(keys[low:high])
+                if pieces is None:
+                    return None
+                found = self._slots.stem(keys[high - 1], high * BLOCK_TOKENS, pieces, stem)
+            stem, low = found, high
+        return stem

@@ -8,6 +8,7 @@ for its history), so that neither chunk size nor batch changes what is computed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -48,7 +49,7 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         self._keys: list[mx.array] = []
         self._values: list[mx.array] = []
         self._handed: tuple[mx.array, mx.array] | None = None
-        self._stem: Both | None = None
+        self._shared: tuple[Both, ...] = ()
 
     # -- what the engine calls
 
@@ -71,12 +72,12 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         self._keys, self._values = map(list, self._scheme.split(pieces))
         self.base, self.offset = first, end
 
-    def share(self, stem: Both, num_tokens: int) -> None:
-        """Start after a stem; pieces that are restored after it come behind it.
+    def share(self, stems: Sequence[Both], num_tokens: int) -> None:
+        """Start after a chain of stems; pieces that are restored after it come behind it.
 
-        Only where the model leaves attention to ``attend``: what it is handed lacks the stem.
+        Only where the model leaves attention to ``attend``: what it is handed lacks the stems.
         """
-        self._stem = stem
+        self._shared = tuple(stems)
         self.base = self.offset = num_tokens
         self._capacity -= num_tokens
 
@@ -136,7 +137,7 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
     @property
     def attend(self) -> attention.Attend | None:
         """What the hook calls instead of the model's attention; None where that does as well."""
-        if self._scheme.is_packed or self._stem is not None or triangles.are_cut():
+        if self._scheme.is_packed or self._shared or triangles.are_cut():
             return self._attend
         return None
 
@@ -151,10 +152,10 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         end = self.offset - self.base
         keys, values = _columns(self._keys, end), _columns(self._values, end)
         how = (self._scheme, self._dtype, queries)
-        if self._stem is None:
+        if not self._shared:
             out = attention.attend("fused", *how, keys, values, scale, mask, sinks)
         else:
-            out = stem.attend_chunk(*how, self._stem, (keys, values), scale, mask, sinks)
+            out = stem.attend_chunk(*how, self._shared, (keys, values), scale, mask, sinks)
         if self.pace is not None:
             self.pace.follow(out)
         return out

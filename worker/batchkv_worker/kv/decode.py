@@ -71,12 +71,22 @@ class DecodeSlots:
         """Tokens of the row in ``slot``."""
         return self.layouts.size(slot)
 
-    def stem(self, key: bytes, num_tokens: int, pieces: Mapping[int, Pieces]) -> Stem:
-        """A prefix to be shared: ``pieces`` ``[1, ...]`` of each leaf that keeps every token."""
+    def stem(
+        self,
+        key: bytes,
+        num_tokens: int,
+        pieces: Mapping[int, Pieces],
+        parent: Stem | None = None,
+    ) -> Stem:
+        """A prefix of ``num_tokens`` to be shared.
+
+        ``pieces`` ``[1, ...]`` are of each leaf that keeps every token, of what comes after
+        ``parent``.
+        """
         packed, slots = {}, {}
         for place, piece in pieces.items():
             packed[place], slots[place] = self.layers[place].stem(piece)
-        stem = Stem(key, num_tokens, packed, slots)
+        stem = Stem(key, num_tokens, packed, slots, parent)
         mx.eval(stem.arrays)
         return stem
 

@@ -21,6 +21,7 @@ prefill to blocks to slots as they are.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -68,8 +69,8 @@ class PrefillLayer(ABC):
         Only before the first chunk.
         """
 
-    def share(self, stem: Both, num_tokens: int) -> None:
-        """Start after a stem of that many tokens; only layers that keep every token can.
+    def share(self, stems: Sequence[Both], num_tokens: int) -> None:
+        """Start after a chain of stems of that many tokens; only layers with every token can.
 
         Only before the first chunk; what is restored comes behind it.
         """

@@ -84,21 +84,30 @@ class SlotLayouts:
     def num_free(self) -> int:
         return self.main.num_free
 
+    @property
+    def all_stems(self) -> dict[bytes, Stem]:
+        """The stems that are held, by key: those of rows, and those that these stand on."""
+        return {stem.key: stem for leaf in {*self.stems.values()} for stem in leaf.chain}
+
+    def tokens_held(self, keys: Iterable[bytes]) -> int:
+        """How many tokens of a chain of blocks stand in stems that are held."""
+        held = self.all_stems
+        return max((held[key].num_tokens for key in keys if key in held), default=0)
+
     def bytes_needed(
         self,
         costs: Costs,
         extra: list[Demand],
         ahead: int | None = None,
-        stem_key: bytes | None = None,
+        stem_keys: Iterable[bytes] = (),
     ) -> int:
-        """Bytes that the slots would grow to with ``extra`` rows admitted, who share a stem if any.
+        """Bytes that the slots would grow to with ``extra`` rows admitted, who share stems if any.
 
-        The stem counts unless it is there already, which ``stem_key`` tells. ``ahead`` is how many
-        tokens are reckoned with for each row at most; None: all that may still come.
+        ``stem_keys`` are the blocks of those: what is held already does not count. ``ahead`` is how
+        many tokens are reckoned with for each row at most; None: all that may still come.
         """
         shared = max((demand.shared for demand in extra), default=0)
-        if any(stem.key == stem_key for stem in self.stems.values()):
-            shared = 0
+        shared -= min(shared, self.tokens_held(stem_keys))
         needed = self.main.cells_needed([demand.own for demand in extra], ahead) * costs.per_token
         needed += self._copied(costs, extra, ahead)
         return needed + shared * (costs.per_token + costs.beside_stem) + self._beside(costs, extra)
@@ -112,8 +121,8 @@ class SlotLayouts:
 
         ``count`` None: of all rows; else as if only so many were left.
         """
-        stems = {stem.key: stem.num_tokens for stem in self.stems.values()}
-        needed = sum(stems.values()) * (costs.per_token + costs.beside_stem)
+        in_stems = sum(stem.num_own for stem in self.all_stems.values())
+        needed = in_stems * (costs.per_token + costs.beside_stem)
         # States stand in every row up to the highest slot, whether anybody is in it or not.
         rows = self.main.rows_for(self.num_active + len(extra))
         rows = max(self.main.num_rows, rows) if count is None else count
@@ -146,8 +155,9 @@ class SlotLayouts:
         if not each:
             return None
         left = num_bytes - self._beside(costs, extra, count)
-        if stem is not None and stem not in self.stems.values():
-            left -= stem.num_tokens * (costs.per_token + costs.beside_stem)
+        held = self.all_stems
+        new = sum(one.num_own for one in (stem.chain if stem else ()) if one.key not in held)
+        left -= new * (costs.per_token + costs.beside_stem)
         return max(0, left // each)
 
     def drop(self) -> None:

@@ -113,7 +113,7 @@ def _behind(
     rows = PrefillRows(kinds, max(lengths), max(lengths))
     for place, layer in enumerate(rows.layers):
         if place in stem.packed:
-            layer.share(stem.packed[place], stem.num_tokens)
+            layer.share([stem.packed[place]], stem.num_tokens)
             continue
         own = tuple(mx.repeat(piece, count, axis=0) for piece in _some(pieces[place]))
         first = stem.num_tokens if kinds[place].has_state else 0

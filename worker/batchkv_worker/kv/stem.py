@@ -3,10 +3,14 @@
 The layers that keep every token hold a row's own tokens only; what stands before them is the stem.
 Its keys are multiplied with the queries of all its rows in one product, so that they are read once
 and not once a row. Layers with a window or a state keep what they need of it in each row.
+
+Stems grow on stems: what only some of a stem's rows have in common, after it, is a stem of theirs
+whose ``parent`` it is. Rows read the whole chain of them, and each is held once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -26,7 +30,9 @@ _ranks = count(1)
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Stem:
-    """``key`` names its last block. By leaf of the model's caches: ``packed`` parts, as prefill
+    """``key`` names its last block, ``num_tokens`` stand up to its end, its parents' among them.
+
+    By leaf of the model's caches, of what comes after the parent: ``packed`` parts, as prefill
     reads them, and ``slots`` parts, as decode does. ``rank`` orders stems among each other.
     """
 
@@ -34,11 +40,22 @@ class Stem:
     num_tokens: int
     packed: dict[int, Both]
     slots: dict[int, Both]
+    parent: Stem | None = None
     rank: int = field(default_factory=lambda: next(_ranks))
 
     @property
+    def chain(self) -> list[Stem]:
+        """Its parents, the first of them first, and itself."""
+        return [*(self.parent.chain if self.parent else []), self]
+
+    @property
+    def num_own(self) -> int:
+        """Tokens that it holds itself."""
+        return self.num_tokens - (self.parent.num_tokens if self.parent else 0)
+
+    @property
     def arrays(self) -> list[mx.array]:
-        """All that it holds."""
+        """All that it holds itself."""
         found = [*self.packed.values(), *self.slots.values()]
         return [array for both in found for parts in both for array in parts]
 
@@ -48,27 +65,27 @@ def attend(
     scheme: LayerScheme,
     dtype: mx.Dtype,
     queries: mx.array,
-    stem: Both,
+    shared: Sequence[Both],
     own: Both,
     scale: float,
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attention of ``queries`` ``[rows, heads, tokens, size]`` over the stem and each row's own.
+    """Attention of ``queries`` ``[rows, heads, tokens, size]`` over what rows share and their own.
 
-    ``mask`` says which of their own columns tokens see, ``[rows or 1, 1, tokens or 1, columns]``;
-    of the stem they see all. ``path`` is how a row's own part is read. Returns what
-    ``attention.attend`` does.
+    ``shared`` has a chain of stems. ``mask`` says which of their own columns tokens see, ``[rows or
+    1, 1, tokens or 1, columns]``; of the stems they see all. ``path`` is how a row's own part is
+    read. Returns what ``attention.attend`` does.
     """
     rows, heads, num_tokens, size = queries.shape
-    columns = stem[0][0].shape[-2] + own[0][0].shape[-2]
+    columns = sum(keys[0].shape[-2] for keys, _ in (*shared, own))
     few = max(1, MAX_SCORES // (rows * heads * columns))
     if num_tokens > few:
         # Scores stand in memory as a whole here: of as many tokens at once as is bearable.
         one_for_all = mask is not None and mask.shape[-2] == 1
         parts = [
             attend(
-                *(path, scheme, dtype, queries[:, :, low : low + few], stem, own, scale),
+                *(path, scheme, dtype, queries[:, :, low : low + few], shared, own, scale),
                 mask if mask is None or one_for_all else mask[..., low : low + few, :],
                 sinks,
             )
@@ -80,8 +97,8 @@ def attend(
     powers = softmax.by_powers(queries.dtype)
     turned = scheme.keys.rotate(queries, scale * softmax.unit(powers=powers))
     turned = turned.reshape(rows, kv_heads, lines, size)
-    far_keys = scheme.keys.unpack_stored(stem[0], dtype)
-    far = _by_head(turned) @ far_keys.swapaxes(-1, -2)
+    together = _by_head(turned)
+    far = [together @ scheme.keys.unpack_stored(keys, dtype).swapaxes(-1, -2) for keys, _ in shared]
     packed = path is not None and path.endswith("packed")
     if packed:
         near = scheme.keys.times(turned, own[0], transpose=True)
@@ -91,8 +108,11 @@ def attend(
         split = near.reshape(rows, heads, num_tokens, near.shape[-1])
         near = mx.where(mask, split, mx.finfo(near.dtype).min).reshape(near.shape)
     far_weights, near_weights, total = _weigh(far, near, sinks, num_tokens, powers=powers)
-    out = far_weights @ scheme.values.unpack_stored(stem[1], dtype)
-    out = out.reshape(kv_heads, rows, lines, -1).swapaxes(0, 1)
+    products = [
+        weights @ scheme.values.unpack_stored(values, dtype)
+        for weights, (_, values) in zip(far_weights, shared, strict=True)
+    ]
+    out = sum(products[1:], products[0]).reshape(kv_heads, rows, lines, -1).swapaxes(0, 1)
     if packed:
         out = out + scheme.values.times(near_weights, own[1], transpose=False)
     else:
@@ -111,7 +131,7 @@ def attend_chunk(
     scheme: LayerScheme,
     dtype: mx.Dtype,
     queries: mx.array,
-    stem: Both,
+    shared: Sequence[Both],
     own: Both,
     scale: float,
     mask: Any,
@@ -119,32 +139,35 @@ def attend_chunk(
 ) -> mx.array:
     """``attend`` for a chunk of prompts; a ``mask`` of a word is causal.
 
-    A GPU is faster with its fused kernel on a copy of the stem for each of a few rows, made for one
-    layer and dropped, than with scores that stand in memory. A CPU has no such kernel.
+    A GPU is faster with its fused kernel on a copy of the stems for each of a few rows, made for
+    one layer and dropped, than with scores that stand in memory. A CPU has no such kernel.
     """
     if copies_stems() and (isinstance(mask, str) or mask is None):
-        return _attend_dense(scheme, dtype, queries, stem, own, scale, mask, sinks)
+        return _attend_dense(scheme, dtype, queries, shared, own, scale, mask, sinks)
     if isinstance(mask, str):
         num_tokens, columns = queries.shape[2], own[0][0].shape[-2]
         mask = create_causal_mask(num_tokens, columns - num_tokens)
-    return attend(None, scheme, dtype, queries, stem, own, scale, mask, sinks)
+    return attend(None, scheme, dtype, queries, shared, own, scale, mask, sinks)
 
 
 def _attend_dense(
     scheme: LayerScheme,
     dtype: mx.Dtype,
     queries: mx.array,
-    stem: Both,
+    shared: Sequence[Both],
     own: Both,
     scale: float,
     mask: str | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """The fused kernel over the stem and what comes after it, of a few rows at once."""
+    """The fused kernel over the stems and what comes after them, of a few rows at once."""
     turned = scheme.keys.rotate(queries)
     both = [
-        (tensor.unpack_stored(shared, dtype), tensor.unpack_stored(parts, dtype))
-        for tensor, shared, parts in zip((scheme.keys, scheme.values), stem, own, strict=True)
+        (
+            mx.concatenate([tensor.unpack_stored(one[side], dtype) for one in shared], axis=2),
+            tensor.unpack_stored(own[side], dtype),
+        )
+        for side, tensor in enumerate((scheme.keys, scheme.values))
     ]
     few = max(1, MAX_DENSE // sum(far[0].size + near[0].size for far, near in both))
     found = []
@@ -166,21 +189,23 @@ def _behind(shared: mx.array, own: mx.array) -> mx.array:
 
 
 def _weigh(
-    far: mx.array, near: mx.array, sinks: mx.array | None, num_tokens: int, *, powers: bool
-) -> tuple[mx.array, mx.array, mx.array | None]:
-    """Weights of the stem's and of the rows' own scores, each in the shape of its scores.
+    far: list[mx.array], near: mx.array, sinks: mx.array | None, num_tokens: int, *, powers: bool
+) -> tuple[list[mx.array], mx.array, mx.array | None]:
+    """Weights of the stems' and of the rows' own scores, each in the shape of its scores.
 
-    ``far`` is ``[1, kv heads, rows * lines, columns]``, ``near`` ``[rows, kv heads, lines,
-    columns]``. Put together heads first, the large part is copied once. With them what the weighted
-    values are to be divided by, ``[rows, kv heads, lines, 1]``, or None.
+    ``far`` are ``[1, kv heads, rows * lines, columns]``, ``near`` ``[rows, kv heads, lines,
+    columns]``. Put together heads first, the large parts are copied once. With them what the
+    weighted values are to be divided by, ``[rows, kv heads, lines, 1]``, or None.
     """
     rows, kv_heads, lines, _ = near.shape
     if sinks is not None:
         sinks = mx.repeat(sinks, num_tokens).reshape(kv_heads, 1, lines, 1)
-    parts = [far.reshape(kv_heads, rows, lines, far.shape[-1]), near.swapaxes(0, 1)]
-    weights, total = softmax.weigh(parts, sinks, powers=powers)
+    parts = [part.reshape(kv_heads, rows, lines, part.shape[-1]) for part in far]
+    weights, total = softmax.weigh([*parts, near.swapaxes(0, 1)], sinks, powers=powers)
     total = None if total is None else total.swapaxes(0, 1)
-    return weights[0].reshape(far.shape), weights[1].swapaxes(0, 1), total
+    *shared, own = weights
+    shared = [part.reshape(scores.shape) for part, scores in zip(shared, far, strict=True)]
+    return shared, own.swapaxes(0, 1), total
 
 
 def _by_head(x: mx.array) -> mx.array:
