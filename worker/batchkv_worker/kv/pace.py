@@ -11,7 +11,7 @@ from collections import deque
 
 import mlx.core as mx
 
-LAYERS_AHEAD = 4  # of which dense copies may exist at once
+LAYERS_AHEAD = 2  # of which dense copies may exist at once
 
 
 class Pace:
