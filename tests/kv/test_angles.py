@@ -74,7 +74,7 @@ def test_one_chunk_is_kept() -> None:
         chunk = kept.of(turn, tokens, offset)
         assert kept.of(turn, tokens, offset) is chunk
         assert chunk is not None and chunk[0].shape[-2] == tokens
-        assert kept._of_chunk == {turn: chunk}
+        assert kept._of_chunk == ((tokens, offset), {turn: chunk})
 
 
 def test_a_layer_takes_what_is_known_and_else_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,14 +84,14 @@ def test_a_layer_takes_what_is_known_and_else_computes(monkeypatch: pytest.Monke
     wanted = nn.RoPE(64)(x, offsets)
     monkeypatch.setattr(angles, "ANGLES", kept := Angles())
     assert mx.array_equal(layer(x, offsets), wanted).item()  # not the step's
-    assert not kept._of_step
+    assert not kept._of_step[1]
     kept.begin(offsets)
     assert mx.allclose(layer(x, offsets), wanted, atol=2e-6).item()
-    assert len(kept._of_step) == 1
+    assert len(kept._of_step[1]) == 1
     for other in (x.astype(mx.bfloat16), x[0]):
         offset = offsets if other.ndim == 4 else 7
         assert mx.array_equal(layer(other, offset), nn.RoPE(64)(other, offset)).item()
-    assert (len(kept._of_step), len(kept._of_chunk)) == (1, 0)
+    assert (len(kept._of_step[1]), len(kept._of_chunk[1])) == (1, 0)
 
 
 def test_layers_are_replaced_only_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +123,12 @@ def test_whole_engines_give_the_same_tokens_both_ways(
     for wins in (True, False):
         choose(monkeypatch, wins=wins)
         crowd = Crowd(family, path="folded", chunk_tokens=64)
+        monkeypatch.setattr(angles.ANGLES, "_of_chunk", ((0, 0), {}))
         for name, prompt in prompts.items():
             crowd.add(name, prompt)
+        crowd.step(3)
+        assert bool(angles.ANGLES._of_step[1]) is wins
+        assert bool(angles.ANGLES._of_chunk[1]) is wins
         crowd.drain()
         found.append({name: crowd.tokens(name) for name in prompts})
     assert found[0] == found[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -32,6 +33,7 @@ class Layers(nn.Module):
         self.odd = nn.Linear(64, 30)  # no block of 16 columns fits
         self.table = nn.Embedding(32, 64)
         self.quantized = nn.QuantizedLinear(64, 64)
+        self.args = SimpleNamespace(tie_word_embeddings=True)
 
 
 @pytest.mark.parametrize(
@@ -129,16 +131,35 @@ def test_a_model_that_gains_nothing_is_left_alone(
     assert type(layers.table) is nn.Embedding
 
 
+def test_an_embedding_that_is_no_head_has_no_blocks(faster: None) -> None:
+    layers = Layers()
+    layers.args.tie_word_embeddings = False
+    assert narrow.install(layers, mx.float32, ROWS) == 4 * (48 * 96 + 96 * 64)
+    assert type(layers.table) is nn.Embedding
+
+
+def test_blocks_take_little_memory(faster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be more than they may take has none."""
+    monkeypatch.setattr(narrow, "MAX_BYTES", 4 * 48 * 96)
+    layers = Layers()
+    found = narrow.install(layers, mx.float32, ROWS)
+    assert 0 < found <= narrow.MAX_BYTES
+    blocks = [m._blocks.nbytes for m in layers.modules() if type(m) in narrow._NARROW.values()]
+    assert sum(blocks) == found
+
+
 def test_the_measurement_ends_with_a_verdict_and_all_threads() -> None:
     if not blas.is_openblas():
         pytest.skip("without OpenBLAS nothing is measured")
     before = blas._loaded[0].openblas_get_num_threads()
     assert narrow._is_faster(64, 64, 32, 4) in (True, False)
     assert blas._loaded[0].openblas_get_num_threads() == before
-    with pytest.raises(RuntimeError, match="on the way"), blas.one_thread():
+    with pytest.raises(RuntimeError, match="on the way"), blas.threads(1):
         assert blas._loaded[0].openblas_get_num_threads() == 1
         raise RuntimeError("on the way")
     assert blas._loaded[0].openblas_get_num_threads() == before
+    with blas.threads(10**6):
+        assert blas._loaded[0].openblas_get_num_threads() == before
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma3_text", "qwen3_next"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import pytest
 
@@ -9,6 +11,7 @@ from batchkv_worker.engine import Engine, EngineConfig
 from batchkv_worker.kv import stem_cost
 from batchkv_worker.kv.attention import Path
 from batchkv_worker.kv.stem_cost import LEAST, MOST, UNMEASURED, crossover
+from batchkv_worker.kv.timing import least_time
 from kv.reference import HEADS, attention_kind
 from support import tiny_models
 
@@ -30,14 +33,32 @@ def test_the_gain_grows_in_a_line(short: float, long: float, cost: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "path"), [("float", "fused"), ("affine8", "packed"), ("turbo3.5", "spread-folded")]
+    ("name", "path"),
+    [
+        ("float", "fused"),
+        ("float", "folded"),
+        ("affine8", "packed"),
+        ("mxfp8", "folded"),
+        ("turbo3.5", "spread-folded"),
+    ],
 )
-def test_a_measurement_is_within_its_bounds(name: str, path: Path) -> None:
-    """Every kind of codec, as slots keep it, for few rows and for many."""
+def test_a_measurement_is_within_its_bounds(
+    name: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every kind of codec, as slots keep it, for few rows and for many; nothing is refused."""
+    spent: list[float | None] = []
+
+    def timed(run: Callable[[], mx.array]) -> float | None:
+        mx.eval(run())  # which raises what is taken for a refusal else
+        spent.append(least_time(run))
+        return spent[-1]
+
+    monkeypatch.setattr(stem_cost, "least_time", timed)
     kind = attention_kind(name, None, mx.float32, path=path)
     for rows in (1, 16):
         cost = stem_cost.measure(kind.scheme, 3 * HEADS, mx.float32, path, num_rows=rows)
         assert LEAST <= cost <= MOST
+    assert len(spent) == 8 and None not in spent
 
 
 def test_what_is_measured_is_what_decides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,20 +175,42 @@ def test_rows_of_a_tree_leave_and_come_back() -> None:
     for name in tree():  # short answers, so that long ones are not reckoned with
         crowd.add(f"{name} before", random_prompt(9, 5), count=2)
     crowd.drain()
-    rows = {name: prompt for name, prompt in tree().items() if name[-1] in "0123"}
+    rows = {name: prompt for name, prompt in tree().items() if name[:3] in ("fir", "sec")}
     for name, prompt in rows.items():
         crowd.add(name, prompt, count=230 if name[-1] == "0" else 260)
-    most = 0
+    most = parked = 0
     while not crowd.engine.is_idle:
         crowd.step()
         crowd.engine.check_integrity()
         most = max(most, *map(len, shapes_of(crowd)), 0)
+        waiting = crowd.engine._scheduler.waiting
+        parked = max([parked, *(row.num_shared for row in waiting if row.parked)])
         assert bytes_held(crowd) <= crowd.engine.config.memory_bytes
     assert most >= 2
-    assert crowd.engine._slot_rows.num_preempted
+    assert parked >= 3 * BLOCK  # behind a stem that stands on another
     for name in rows:
         start = expected[name].token_ids
         assert crowd.ended[name].token_ids[: len(start)] == start, name
+
+
+def test_what_a_group_was_computed_behind_is_grown_on() -> None:
+    """A stem that no slot holds yet: its leader and its followers stand on one and the same."""
+    crowd = grown("llama", "float", slots=24, chunk_tokens=2048)
+    first = random_prompt(1, 2 * BLOCK)
+    second = first + random_prompt(2, BLOCK)
+    crowd.add("before", [*first, 1, 2], count=1)
+    crowd.drain()
+    rows = {f"deep {n}": second + random_prompt(10 + n, 60) for n in range(6)}
+    rows |= {f"flat {n}": first + random_prompt(30 + n, 270) for n in range(10)}
+    for name, prompt in rows.items():
+        crowd.add(name, prompt, count=9)
+    seen: set[Shape] = set()
+    while not crowd.engine.is_idle:
+        crowd.step()
+        crowd.engine.check_integrity()  # one object for each key
+        seen |= shapes_of(crowd)
+    assert seen == {(2 * BLOCK,), (2 * BLOCK, BLOCK)}
+    crowd.check_alone("deep 0", "deep 4", "flat 3")
 
 
 @pytest.mark.parametrize("seed", range(4))

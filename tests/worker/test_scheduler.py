@@ -233,13 +233,12 @@ def test_stems_grow_on_stems() -> None:
     """What some of a stem's rows share beyond it stands on it, if it saves enough by itself."""
     plan = sharing()
     deep = [keyed(f"d{number}", "abcd") for number in range(4)]
-    rest = [keyed(f"s{number}", "axyz"[: 1 + number]) for number in range(4)]
+    rest = [keyed(f"s{number}", "axyz"[: 1 + number % 4]) for number in range(6)]
     for one in (*deep, *rest):
         plan.add(one)
-    assert plan.stem_cuts(deep[0], 10**6) == (1, 4)  # 7 * 1 and 3 * 3
+    assert plan.stem_cuts(deep[0], 10**6) == (1, 4)  # 9 * 1 and 3 * 3
     assert plan.stem_cuts(rest[3], 10**6) == (1,)
-    assert plan.stem_cuts(deep[0], 600) == (1, 2)  # 3 * 1 more is just enough
-    assert plan.stem_cuts(deep[0], 500) == (1,)
+    assert plan.stem_cuts(deep[0], 600) == (1,)  # 3 * 1 more: the first is read once more, too
     assert sharing(most=0).stem_cuts(deep[0], 10**6) == ()
     dear = sharing(stem_cost=9 * 256)
     for one in (*deep, *rest):
@@ -266,13 +265,14 @@ def test_what_is_held_is_grown_on() -> None:
 
 def test_a_chain_has_so_many_stems_at_most() -> None:
     for most in (1, 2, 3, 4):
-        plan = sharing(stem_cost=0, most=most)
-        for number in range(6):
-            plan.add(keyed(str(number), "abcdefgh"[: 8 - number]))
-        cuts = plan.stem_cuts(keyed("x", "abcdefgh"), 10**6)
+        plan = sharing(slots=16, stem_cost=0, most=most)
+        for depth, count in ((1, 40), (2, 20), (3, 10), (4, 8)):
+            for number in range(count):
+                plan.add(keyed(f"{depth} {number}", "abcd"[:depth]))
+        cuts = plan.stem_cuts(keyed("x", "abcde"), 10**6)
         assert len(cuts) == most
-        behind(plan, "abcdefgh"[: cuts[-1]], *cuts[:-1])
-        assert plan.stem_cuts(keyed("x", "abcdefgh"), 10**6) == cuts
+        behind(plan, "abcd"[: cuts[-1]], *cuts[:-1])
+        assert plan.stem_cuts(keyed("x", "abcde"), 10**6) == cuts
 
 
 def worth(cuts: Cuts, wanted: list[int], held: Cuts, costs: StemCosts) -> int | None:
@@ -282,7 +282,7 @@ def worth(cuts: Cuts, wanted: list[int], held: Cuts, costs: StemCosts) -> int | 
         if high in held:
             continue
         cells = (wanted[high - 1] - 1) * (high - low) * 256
-        cost = costs.another if low else costs.first
+        cost = costs.another + low * 256 if low else costs.first
         if cells < max(1, cost):
             return None
         total += cells - cost

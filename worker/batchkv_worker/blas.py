@@ -42,14 +42,14 @@ def is_openblas() -> bool:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """OpenBLAS with one thread for a while; nothing where it was not loaded."""
+def threads(count: int) -> Iterator[None]:
+    """OpenBLAS with at most so many threads for a while; nothing where it was not loaded."""
     if not _loaded:
         yield
         return
-    count = _loaded[0].openblas_get_num_threads()
-    _loaded[0].openblas_set_num_threads(1)
+    before = _loaded[0].openblas_get_num_threads()
+    _loaded[0].openblas_set_num_threads(min(count, before))
     try:
         yield
     finally:
-        _loaded[0].openblas_set_num_threads(count)
+        _loaded[0].openblas_set_num_threads(before)

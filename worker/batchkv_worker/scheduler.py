@@ -231,22 +231,23 @@ class Scheduler:
             window = [row for row in window if row.num_prefill == goal]
         return sorted(window, key=lambda row: abs(row.num_prefill - goal)), cuts
 
-    def stem_cuts(self, row: Sequence, num_cached: int) -> Cuts:
+    def stem_cuts(self, row: Sequence, num_cached: int, behind: Stem | None = None) -> Cuts:
         """Of a row's cached tokens, what to share with others: where each of its stems ends.
 
-        Stems that are held stay as they are, and new ones grow on them where they save most.
+        Stems that are held, and the one that the row was computed ``behind``, stay as they are; new
+        ones grow on them where they save most.
         """
         if not self._shares:
             return ()
         most = min(num_cached, row.num_prefill - 1) // BLOCK_TOKENS
         keys = row.block_keys[:most]
-        held = self._cuts_held(keys)
+        held = self._cuts_held(keys, behind)
         wanted = [self._uses.remaining(key) for key in keys]
         return cuts_of(wanted, held, self._stem_costs)
 
-    def _cuts_held(self, keys: list[bytes]) -> Cuts:
+    def _cuts_held(self, keys: list[bytes], behind: Stem | None = None) -> Cuts:
         """The deepest stem that is held of a chain of blocks, and those that it stands on."""
-        held = self.layouts.all_stems
+        held = self.layouts.all_stems | ({behind.key: behind} if behind else {})
         last = next((held[key] for key in reversed(keys) if key in held), None)
         return tuple(stem.num_tokens // BLOCK_TOKENS for stem in last.chain) if last else ()
 

@@ -17,8 +17,9 @@ Cuts = tuple[int, ...]  # blocks up to the end of each stem of a chain, ascendin
 class StemCosts:
     """What a stem must save, in cells: the first of a chain, and one that grows on another.
 
-    The latter parts the rows of the one that it grows on into groups, whose kernels cost, too.
-    ``most`` is how many stems a chain may have.
+    The latter parts the rows of the one that it grows on into groups, whose kernels cost, too; and
+    what it stands on is read once more, which comes on top. ``most`` is how many stems a chain may
+    have.
     """
 
     first: int = 0
@@ -30,7 +31,7 @@ def cuts_of(wanted: Sequence[int], held: Cuts, costs: StemCosts) -> Cuts:
     """Where the stems of a prompt should end; it begins with those that are ``held`` already.
 
     ``wanted`` says of each block how many waiting rows have it. A stem saves what it holds, once
-    for every row but one; of all ways to cut, the one that saves most, costs deducted.
+    for every row but one; of the ways in which every stem pays, the one that saves most.
     """
     # What ways to cut save, each the best of those that end where it does with as many cuts.
     best: list[tuple[int, Cuts]] = [(0, held)]
@@ -38,7 +39,7 @@ def cuts_of(wanted: Sequence[int], held: Cuts, costs: StemCosts) -> Cuts:
         found: dict[int, tuple[int, Cuts]] = {}
         for saved, cuts in best:
             cells = (wanted[end - 1] - 1) * (end - (cuts[-1] if cuts else 0)) * BLOCK_TOKENS
-            cost = costs.another if cuts else costs.first
+            cost = costs.another + cuts[-1] * BLOCK_TOKENS if cuts else costs.first
             if cells >= max(1, cost) and len(cuts) < costs.most:
                 way = saved + cells - cost, (*cuts, end)
                 found[len(cuts)] = max(way, found.get(len(cuts), way))
@@ -47,7 +48,10 @@ def cuts_of(wanted: Sequence[int], held: Cuts, costs: StemCosts) -> Cuts:
 
 
 def _places(wanted: Sequence[int], held: int) -> list[int]:
-    """Blocks after which rows part, ascending: a stem that ends elsewhere could go on for free."""
+    """Blocks after which rows part, ascending: a stem that ends elsewhere could go on for free.
+
+    Of very many, those where most tokens part.
+    """
     ends = [
         number
         for number in range(held + 1, len(wanted) + 1)
@@ -55,6 +59,6 @@ def _places(wanted: Sequence[int], held: int) -> list[int]:
     ]
 
     def parting(end: int) -> int:
-        return wanted[end - 1] - (wanted[end] if end < len(wanted) else 0)
+        return end * (wanted[end - 1] - (wanted[end] if end < len(wanted) else 0))
 
     return sorted(sorted(ends, key=parting, reverse=True)[:MAX_PLACES])

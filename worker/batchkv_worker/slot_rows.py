@@ -105,15 +105,16 @@ class SlotRows:
         the one that it was computed behind; a row that comes back has its tokens as it left.
         """
         budget, layouts = self.scheduler.budget, self._slots.layouts
-        cuts = self.scheduler.stem_cuts(row, row.num_prefill)
+        cuts = self.scheduler.stem_cuts(row, row.num_prefill, stem)
         num_blocks = cuts[-1] if cuts else 0
         if row.parked or num_blocks * BLOCK_TOKENS <= (stem.num_tokens if stem else 0):
             return stem
-        new = num_blocks * BLOCK_TOKENS - layouts.tokens_held(row.block_keys[:num_blocks])
+        keys = row.block_keys[:num_blocks]
+        new = num_blocks * BLOCK_TOKENS - layouts.tokens_held(keys)
         wanted = new * (budget.costs.per_token + budget.costs.beside_stem)
         if wanted + held + layouts.bytes_held(budget.costs) > budget.memory_bytes:
             return stem
-        return self._stems.of(row.block_keys, cuts) or stem
+        return self._stems.of(keys, cuts, stem) or stem
 
     def _max_cells(
         self, held: int, demand: Demand | None = None, stem: Stem | None = None

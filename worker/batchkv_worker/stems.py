@@ -20,13 +20,14 @@ class Stems:
         self._slots = slots
         self._prefixes = prefixes
 
-    def of(self, keys: list[bytes], cuts: Cuts) -> Stem | None:
+    def of(self, keys: list[bytes], cuts: Cuts, behind: Stem | None = None) -> Stem | None:
         """A chain of stems of the blocks ``keys``, ending after as many as ``cuts`` say each.
 
-        Those that are held already, and new ones on them. None for no cuts, and when a block that
-        is needed is gone.
+        Those that are held already, by slots or by rows that were computed ``behind`` them, and new
+        ones on them. None for no cuts, and when a block that is needed is gone.
         """
         held = self._slots.layouts.all_stems
+        held |= {stem.key: stem for stem in (behind.chain if behind else ())}
         stem, low = None, 0
         for high in cuts:
             found = held.get(keys[high - 1])

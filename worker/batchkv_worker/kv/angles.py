@@ -39,29 +39,28 @@ class Angles:
     """Tables of the step and of the chunk at hand."""
 
     def __init__(self) -> None:
-        self._offsets: mx.array | None = None
-        self._chunk = (0, 0)  # tokens of the latest, and where it began
-        self._of_step: dict[Turn, Table] = {}
-        self._of_chunk: dict[Turn, Table] = {}
+        # Each with what it is of, in one piece: another thread's begin must not come between.
+        self._of_step: tuple[mx.array | None, dict[Turn, Table]] = None, {}
+        self._of_chunk: tuple[tuple[int, int], dict[Turn, Table]] = (0, 0), {}
 
     def begin(self, offsets: mx.array) -> None:
         """A step begins; ``offsets`` ``[rows]`` will not be changed.
 
         Other arrays may be, by whoever made them, so they are never taken for known.
         """
-        self._of_step.clear()
-        self._offsets = offsets
+        self._of_step = offsets, {}
 
     def of(self, turn: Turn, num_tokens: int, offset: int | mx.array) -> Table | None:
         """The table of tokens from ``offset`` on; None for an array that is not the step's."""
-        known = self._of_chunk
         if isinstance(offset, mx.array):
-            if offset is not self._offsets or num_tokens != 1:
+            offsets, known = self._of_step
+            if offset is not offsets or num_tokens != 1:
                 return None
-            known = self._of_step
-        elif self._chunk != (num_tokens, offset):
-            self._chunk = num_tokens, offset
-            known.clear()
+        else:
+            chunk, known = self._of_chunk
+            if chunk != (num_tokens, offset):
+                known = {}
+                self._of_chunk = (num_tokens, offset), known
         if turn not in known:
             known[turn] = table(turn, num_tokens, offset)
         return known[turn]

@@ -171,7 +171,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
             )
             how = (self._scheme, self._dtype, queries[rows])
             if group.stem is not None:
-                shared = [stem.slots[self.place] for stem in group.stem.chain]
+                shared = [one.slots[self.place] for one in group.stem.chain]
                 out = stem.attend(path, *how, shared, (keys, values), scale, group.mask, sinks)
             else:
                 best = attention.without_mask(path) if group.is_exact else path

@@ -253,3 +253,5 @@ class SlotLayouts:
             layout.check()
             assert (layout.slots, layout.rows) == (self.main.slots, self.main.rows)
         assert self.stems.keys() <= self.main.slots
+        held = self.all_stems
+        assert all(held[stem.key] is stem for leaf in self.stems.values() for stem in leaf.chain)

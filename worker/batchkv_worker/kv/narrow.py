@@ -3,12 +3,13 @@
 A BLAS packs both sides of a product before it multiplies. For the few rows of a decode step that
 costs as much as multiplying, at every step anew. OpenBLAS has kernels for small products that read
 both sides as they lie; so weights are kept a second time in blocks of so few columns that each
-block's product is a small one. Models whose layers are wide find no such block, and are left alone.
+block's product is a small one, as long as that takes little memory: it is meant for small models.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from functools import cache
 from typing import Any
 
@@ -21,6 +22,7 @@ from batchkv_worker.kv.timing import least_time
 log = logging.getLogger("batchkv.engine")
 
 MAX_SMALL = 10**6  # multiplications of a product that OpenBLAS counts as small
+MAX_BYTES = 64 * 2**20  # of all blocks: nobody reckons with them
 _MULTIPLE = 16  # columns: a block of fewer is not worth its call
 _MARGIN = 1.1  # by which blocks have to be faster
 _TIMES = 8  # products that are timed together
@@ -96,9 +98,13 @@ def install(model: Any, dtype: mx.Dtype, rows: int) -> int:
         kind = _NARROW.get(type(module))
         if kind is None or module.weight.dtype != dtype:
             continue
+        if kind is NarrowEmbedding and not _is_tied(model):
+            continue
         outputs, inputs = module.weight.shape
         columns = columns_of(outputs, inputs, rows)
-        if columns is None or not _is_faster(outputs, inputs, columns, rows):
+        if columns is None or found + module.weight.nbytes > MAX_BYTES:
+            continue
+        if not _is_faster(outputs, inputs, columns, rows):
             continue
         module._blocks, module._rows = in_blocks(module.weight, columns), rows
         mx.eval(module._blocks)
@@ -111,6 +117,11 @@ def install(model: Any, dtype: mx.Dtype, rows: int) -> int:
     return found
 
 
+def _is_tied(model: Any) -> bool:
+    """Whether the model's embedding is also its head."""
+    return bool(getattr(getattr(model, "args", None), "tie_word_embeddings", False))
+
+
 def _forget(module: Any) -> None:
     for plain, narrow in _NARROW.items():
         if type(module) is narrow:
@@ -120,11 +131,11 @@ def _forget(module: Any) -> None:
 
 @cache
 def _is_faster(outputs: int, inputs: int, columns: int, rows: int) -> bool:
-    """Measured once a shape, with one thread: the others are the engine's own."""
+    """Measured once a shape, as it will be in a step, beside which Python builds the next one."""
     x, weight = mx.random.normal((rows, inputs)), mx.random.normal((outputs, inputs))
     blocks = in_blocks(weight, columns)
     mx.eval(x, weight, blocks)
-    with blas.one_thread():
+    with blas.threads(max(1, (os.cpu_count() or 1) - 1)):
         plain = least_time(lambda: x @ weight.T, times=_TIMES)
         narrow = least_time(lambda: product(x, blocks), times=_TIMES)
     return plain is not None and narrow is not None and plain > narrow * _MARGIN

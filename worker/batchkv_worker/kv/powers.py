@@ -24,7 +24,7 @@ _MARGIN = 1.5  # by which powers have to be faster: they take passes more
 _ROUNDER = 1.5 * 2**23
 _MANTISSA_BITS = 23
 _EXPONENT_BIAS = 127
-# 2 to the x for x within half of zero, to 1e-7: the polynomial through 4,000 Chebyshev points.
+# 2 to the x for x within half of zero, to 1e-7: fitted to 4,000 Chebyshev points.
 _TERMS = (
     1.0,
     0.6931472067106216,

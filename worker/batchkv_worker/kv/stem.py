@@ -164,12 +164,13 @@ def _attend_dense(
     turned = scheme.keys.rotate(queries)
     both = [
         (
-            mx.concatenate([tensor.unpack_stored(one[side], dtype) for one in shared], axis=2),
+            [tensor.unpack_stored(one[side], dtype) for one in shared],
             tensor.unpack_stored(own[side], dtype),
         )
         for side, tensor in enumerate((scheme.keys, scheme.values))
     ]
-    few = max(1, MAX_DENSE // sum(far[0].size + near[0].size for far, near in both))
+    of_row = sum(part[0].size for far, near in both for part in (*far, near))
+    few = max(1, MAX_DENSE // of_row)
     found = []
     for low in range(0, queries.shape[0], few):
         keys, values = (_behind(far, near[low : low + few]) for far, near in both)
@@ -182,10 +183,10 @@ def _attend_dense(
     return scheme.values.unrotate(mx.concatenate(found, axis=0))
 
 
-def _behind(shared: mx.array, own: mx.array) -> mx.array:
+def _behind(shared: list[mx.array], own: mx.array) -> mx.array:
     """What each row has of its own after what all have, ``[rows, heads, tokens, size]``."""
-    line = mx.broadcast_to(shared, (own.shape[0], *shared.shape[1:]))
-    return mx.concatenate([line, own], axis=2)
+    lines = [mx.broadcast_to(part, (own.shape[0], *part.shape[1:])) for part in shared]
+    return mx.concatenate([*lines, own], axis=2)
 
 
 def _weigh(

@@ -73,7 +73,7 @@ class _Sample:
         how = (self._path, self._scheme, self._dtype, self._queries)
         scale = 0.125  # not 1: what models do
         apart = least_time(lambda: attend(*how, *lines, scale, whole))
-        together = least_time(lambda: stem.attend(*how, shared, own, scale, rest))
+        together = least_time(lambda: stem.attend(*how, [shared], own, scale, rest))
         return None if apart is None or together is None else apart - together
 
     def _line(self, rows: int, tokens: int) -> tuple[Parts, Parts]:
