@@ -103,6 +103,8 @@ def test_a_worker_behind_a_bad_line_loses_and_repeats_nothing(
             for n, line in enumerate(lines)
         ]
         stack.enter_context(workers(*crew))
+        # One that is reset while it registers itself ends: whoever started it may do so again.
+        wait_until(lambda: all("the engine is ready" in worker.said for worker in crew))
         wait_until(lambda: num_ended(redis_connection, batch) > 0)
         for _ in range(num_faults):
             disturb(rng.choice(lines), rng)
