@@ -83,11 +83,11 @@ def test_only_single_precision_on_a_cpu_is_weighed_by_powers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     choose(monkeypatch, powers=True)
-    assert softmax.by_powers(mx.float32)
-    assert not softmax.by_powers(mx.bfloat16)
-    assert not softmax.by_powers(mx.float16)
+    assert powers_of_two.powers_are_faster(mx.float32)
+    assert not powers_of_two.powers_are_faster(mx.bfloat16)
+    assert not powers_of_two.powers_are_faster(mx.float16)
     choose(monkeypatch, powers=False)
-    assert not softmax.by_powers(mx.float32)
+    assert not powers_of_two.powers_are_faster(mx.float32)
 
 
 @pytest.mark.parametrize("name", ["float", "affine8", "turbo3.5"])

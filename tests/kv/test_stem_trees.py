@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from batchkv_worker.events import Completed
 from batchkv_worker.kv import stem
 from batchkv_worker.kv.attention import Path
 from batchkv_worker.shared_parts import StemCosts
 from kv.crowd import Crowd, random_prompt
-from kv.test_stems import BLOCK, bytes_held, check_same, engine_of
+from kv.test_stems import BLOCK, bytes_held, check_same, engine_of, unshared_first
 
 Shape = tuple[int, ...]  # tokens that a chain of stems holds, each for itself
 
@@ -68,17 +67,6 @@ def run(crowd: Crowd, late: int = 5) -> set[Shape]:
     return seen
 
 
-def without_stems(crowd: Crowd) -> dict[str, Completed]:
-    """What the same engine gives when every row has its whole prompt in its own line."""
-    scheduler = crowd.engine._scheduler
-    shares, scheduler._shares = scheduler._shares, False
-    assert not run(crowd)
-    expected = dict(crowd.ended)
-    crowd.ended.clear()
-    scheduler._shares = shares
-    return expected
-
-
 @pytest.mark.parametrize(
     ("family", "scheme", "path"),
     [
@@ -99,7 +87,7 @@ def test_rows_of_a_tree(
     if copies:
         monkeypatch.setattr(stem, "copies_stems", lambda: True)
     crowd = grown(family, scheme, path=path)
-    expected = without_stems(crowd)
+    expected = unshared_first(crowd, run)
     assert run(crowd) >= ALL
     check_same(crowd, expected, scheme)
     assert not crowd.engine._slots.layouts.all_stems
@@ -108,7 +96,7 @@ def test_rows_of_a_tree(
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_chains_are_as_long_as_they_may_be(most: int) -> None:
     crowd = grown("llama", "float", most)
-    expected = without_stems(crowd)
+    expected = unshared_first(crowd, run)
     assert max(map(len, run(crowd))) == most
     check_same(crowd, expected, "float")
 
@@ -163,7 +151,7 @@ def test_a_stem_lives_as_long_as_what_stands_on_it() -> None:
 def test_rows_of_a_tree_leave_and_come_back() -> None:
     """Too little memory for all answers: rows are parked behind their stems, and go on there."""
     whole = grown("llama", "float")
-    expected = without_stems(whole)
+    expected = unshared_first(whole, run)
     costs = whole.engine.plan.costs
     crowd = grown(
         "llama",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -557,11 +557,13 @@ def unshared(family: str, scheme: str, slots: int = 12) -> dict[str, Completed]:
     return crowd.ended
 
 
-def unshared_first(crowd: Crowd) -> dict[str, Completed]:
+def unshared_first(
+    crowd: Crowd, run: Callable[[Crowd], Collection[Any]] = herded
+) -> dict[str, Completed]:
     """The same of the very engine, before anybody shares: prefixes are in its memory then."""
     scheduler = crowd.engine._scheduler
     shares, scheduler._shares = scheduler._shares, False
-    assert not herded(crowd)
+    assert not run(crowd)
     expected = dict(crowd.ended)
     crowd.ended.clear()
     scheduler._shares = shares

@@ -30,6 +30,11 @@ def shape_step() -> int:
     return 64 if is_cuda else 1
 
 
+def is_float32_on_cpu(dtype: mx.Dtype) -> bool:
+    """Whether MLX's CPU kernels serve, in the type that they are fast in."""
+    return bool(dtype == mx.float32 and mx.default_device() == mx.Device(mx.cpu))
+
+
 def kv_memory_bytes(weight_bytes: int) -> int:
     """Bytes for keys and values: what the device recommends to use, less weights and a reserve."""
     total = _recommended_bytes()

@@ -14,7 +14,7 @@ from batchkv_worker.admission import AnswerLengths, Budget
 from batchkv_worker.kv.layout import Demand
 from batchkv_worker.kv.layouts import SlotLayouts
 from batchkv_worker.sequence import Sequence
-from batchkv_worker.shared_parts import Cuts, StemCosts, cuts_of
+from batchkv_worker.shared_parts import Cuts, StemCosts, cuts_of, num_blocks
 from batchkv_worker.turns import longest_first
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class PrefillGroup:
     @property
     def stem_blocks(self) -> int:
         """Blocks at its beginning that stand in stems."""
-        return self.stem_cuts[-1] if self.stem_cuts else 0
+        return num_blocks(self.stem_cuts)
 
     def chunk_end(self, chunk_tokens: int, width: int) -> int:
         """Where the next chunk ends: at the latest where a row's states are to be kept."""
@@ -216,7 +216,7 @@ class Scheduler:
             return window[:1], self._cuts_of_parked(window[0])
         cached, goal = window[0].num_cached, window[0].num_prefill
         cuts = self.stem_cuts(window[0], window[0].num_cached)
-        stem_blocks = cuts[-1] if cuts else 0
+        stem_blocks = num_blocks(cuts)
         last = window[0].block_keys[:stem_blocks][-1:]
         window = [
             row
@@ -247,15 +247,15 @@ class Scheduler:
 
     def _cuts_held(self, keys: list[bytes], behind: Stem | None = None) -> Cuts:
         """The deepest stem that is held of a chain of blocks, and those that it stands on."""
-        held = self.layouts.all_stems | ({behind.key: behind} if behind else {})
+        held = self.layouts.stems_with(behind)
         last = next((held[key] for key in reversed(keys) if key in held), None)
         return tuple(stem.num_tokens // BLOCK_TOKENS for stem in last.chain) if last else ()
 
     def _cuts_of_parked(self, row: Sequence) -> Cuts:
         """A row comes back behind as many tokens as it left."""
-        num_blocks = row.num_shared // BLOCK_TOKENS
-        held = self._cuts_held(row.block_keys[:num_blocks])
-        return held if num_blocks in (0, *held) else (*held, num_blocks)
+        depth = row.num_shared // BLOCK_TOKENS
+        held = self._cuts_held(row.block_keys[:depth])
+        return held if depth in (0, *held) else (*held, depth)
 
     def _stops(self, row: Sequence) -> frozenset[int]:
         """Where the row's states are worth keeping: where others part from it, and at its end.
@@ -274,7 +274,7 @@ class Scheduler:
         return frozenset(stop for stop in stops if stop > row.num_cached)
 
     def _fits_memory(self, rows: list[Sequence], cuts: Cuts) -> bool:
-        stem_blocks = cuts[-1] if cuts else 0
+        stem_blocks = num_blocks(cuts)
         shared = stem_blocks * BLOCK_TOKENS
         demands = [Demand(row.num_prefill, row.num_remaining, shared) for row in rows]
         keys = rows[0].block_keys[:stem_blocks]

@@ -13,6 +13,11 @@ MAX_PLACES = 16  # at which stems may end: those before which most rows part
 Cuts = tuple[int, ...]  # blocks up to the end of each stem of a chain, ascending
 
 
+def num_blocks(cuts: Cuts) -> int:
+    """Blocks that stand in stems."""
+    return cuts[-1] if cuts else 0
+
+
 @dataclass(frozen=True, slots=True)
 class StemCosts:
     """What a stem must save, in cells: the first of a chain, and one that grows on another.
@@ -35,10 +40,10 @@ def cuts_of(wanted: Sequence[int], held: Cuts, costs: StemCosts) -> Cuts:
     """
     # What ways to cut save, each the best of those that end where it does with as many cuts.
     best: list[tuple[int, Cuts]] = [(0, held)]
-    for end in _places(wanted, held[-1] if held else 0):
+    for end in _places(wanted, num_blocks(held)):
         found: dict[int, tuple[int, Cuts]] = {}
         for saved, cuts in best:
-            cells = (wanted[end - 1] - 1) * (end - (cuts[-1] if cuts else 0)) * BLOCK_TOKENS
+            cells = (wanted[end - 1] - 1) * (end - num_blocks(cuts)) * BLOCK_TOKENS
             cost = costs.another + cuts[-1] * BLOCK_TOKENS if cuts else costs.first
             if cells >= max(1, cost) and len(cuts) < costs.most:
                 way = saved + cells - cost, (*cuts, end)

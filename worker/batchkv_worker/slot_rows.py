@@ -28,6 +28,7 @@ from batchkv_worker.prefill import Prefill
 from batchkv_worker.prefix import PrefixCache
 from batchkv_worker.scheduler import MAX_PREEMPTIONS, PrefillGroup, Scheduler
 from batchkv_worker.sequence import Sequence
+from batchkv_worker.shared_parts import num_blocks
 from batchkv_worker.stems import Stems
 from batchkv_worker.steps import Step
 
@@ -106,11 +107,11 @@ class SlotRows:
         """
         budget, layouts = self.scheduler.budget, self._slots.layouts
         cuts = self.scheduler.stem_cuts(row, row.num_prefill, stem)
-        num_blocks = cuts[-1] if cuts else 0
-        if row.parked or num_blocks * BLOCK_TOKENS <= (stem.num_tokens if stem else 0):
+        keys = row.block_keys[: num_blocks(cuts)]
+        num_tokens = len(keys) * BLOCK_TOKENS
+        if row.parked or num_tokens <= (stem.num_tokens if stem else 0):
             return stem
-        keys = row.block_keys[:num_blocks]
-        new = num_blocks * BLOCK_TOKENS - layouts.tokens_held(keys)
+        new = num_tokens - layouts.tokens_held(keys)
         wanted = new * (budget.costs.per_token + budget.costs.beside_stem)
         if wanted + held + layouts.bytes_held(budget.costs) > budget.memory_bytes:
             return stem

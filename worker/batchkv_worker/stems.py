@@ -26,8 +26,7 @@ class Stems:
         Those that are held already, by slots or by rows that were computed ``behind`` them, and new
         ones on them. None for no cuts, and when a block that is needed is gone.
         """
-        held = self._slots.layouts.all_stems
-        held |= {stem.key: stem for stem in (behind.chain if behind else ())}
+        held = self._slots.layouts.stems_with(behind)
         stem, low = None, 0
         for high in cuts:
             found = held.get(keys[high - 1])

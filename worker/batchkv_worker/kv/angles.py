@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from batchkv_worker.device import is_float32_on_cpu
 from batchkv_worker.kv.timing import least_time
 
 _MARGIN = 1.2  # by which kept angles have to be faster
@@ -128,19 +129,13 @@ def _swap(size: int, dims: int, traditional: bool) -> mx.array:
 
 def install(model: Any, dtype: mx.Dtype) -> bool:
     """Let the model's plain rotary layers keep angles, if that is worth it."""
-    is_worth_it = _is_worth_it(dtype)
+    is_worth_it = is_float32_on_cpu(dtype) and _is_faster()
     found = False
     for module in model.modules():
         if type(module) in (nn.RoPE, KeptRoPE):
             module.__class__ = KeptRoPE if is_worth_it else nn.RoPE
             found = True
     return found and is_worth_it
-
-
-def _is_worth_it(dtype: mx.Dtype) -> bool:
-    if dtype != mx.float32 or mx.default_device() != mx.Device(mx.cpu):
-        return False
-    return _is_faster()
 
 
 @cache

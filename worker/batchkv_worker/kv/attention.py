@@ -23,6 +23,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 
 from batchkv_worker.kv import softmax, triangles
+from batchkv_worker.kv.powers import powers_are_faster
 from batchkv_worker.kv.rebind import rebind
 from batchkv_worker.kv.schemes import LayerScheme, Parts
 
@@ -153,7 +154,7 @@ def _two_products(
     """
     rows, heads, _, size = queries.shape
     kv_heads = scheme.shape.num_heads
-    powers = softmax.by_powers(queries.dtype)
+    powers = powers_are_faster(queries.dtype)
     turned = scheme.keys.rotate(queries, scale * softmax.unit(powers=powers))
     folded = turned.reshape(rows, kv_heads, heads // kv_heads, size)
     if sinks is not None:

@@ -43,9 +43,9 @@ def _gated(gate: mx.array, divisor: mx.array, x: mx.array) -> mx.array:
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """Stands where mlx-lm's function stood: same arguments, same result but for rounding."""
-    return _by_powers(gate, x) if powers.are_faster(gate.dtype) else _original(gate, x)
+    return _by_powers(gate, x) if powers.powers_are_faster(gate.dtype) else _original(gate, x)
 
 
 def install(model: Any, dtype: mx.Dtype) -> bool:
     """Rebind the function in the modules that define ``model``, if that is worth it."""
-    return powers.are_faster(dtype) and rebind(model, _NAME, _original, swiglu)
+    return powers.powers_are_faster(dtype) and rebind(model, _NAME, _original, swiglu)

@@ -89,6 +89,10 @@ class SlotLayouts:
         """The stems that are held, by key: those of rows, and those that these stand on."""
         return {stem.key: stem for leaf in {*self.stems.values()} for stem in leaf.chain}
 
+    def stems_with(self, other: Stem | None) -> dict[bytes, Stem]:
+        """The same, with ``other`` and what it stands on, which no row may have yet."""
+        return self.all_stems | {stem.key: stem for stem in (other.chain if other else ())}
+
     def tokens_held(self, keys: Iterable[bytes]) -> int:
         """How many tokens of a chain of blocks stand in stems that are held."""
         held = self.all_stems

@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from batchkv_worker import blas
+from batchkv_worker.device import is_float32_on_cpu
 from batchkv_worker.kv.timing import least_time
 
 log = logging.getLogger("batchkv.engine")
@@ -91,7 +92,7 @@ def install(model: Any, dtype: mx.Dtype, rows: int) -> int:
     """
     for module in model.modules():
         _forget(module)
-    if dtype != mx.float32 or mx.default_device() != mx.Device(mx.cpu) or not blas.is_openblas():
+    if not (is_float32_on_cpu(dtype) and blas.is_openblas()):
         return 0
     found = 0
     for module in model.modules():

@@ -13,6 +13,7 @@ from functools import cache, partial
 
 import mlx.core as mx
 
+from batchkv_worker.device import is_float32_on_cpu
 from batchkv_worker.kv.timing import least_time
 
 LOG2_E = math.log2(math.e)
@@ -36,11 +37,9 @@ _TERMS = (
 )
 
 
-def are_faster(dtype: mx.Dtype) -> bool:
+def powers_are_faster(dtype: mx.Dtype) -> bool:
     """Whether ``exp2`` is to be used for numbers of ``dtype`` on the device that serves."""
-    if dtype != mx.float32 or mx.default_device() != mx.Device(mx.cpu):
-        return False
-    return _are_measured_faster()
+    return is_float32_on_cpu(dtype) and _are_measured_faster()
 
 
 @cache

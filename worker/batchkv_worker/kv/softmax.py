@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from batchkv_worker.kv.powers import LOG2_E, are_faster, exp2
+from batchkv_worker.kv.powers import LOG2_E, exp2
 
-by_powers = are_faster
 # What is masked counts as 2 to this, which no float32 notices.
 _LEAST = -100.0
 

@@ -21,6 +21,7 @@ from mlx_lm.models.base import create_causal_mask
 from batchkv_worker.kv import softmax
 from batchkv_worker.kv.attention import Path
 from batchkv_worker.kv.layer import Both
+from batchkv_worker.kv.powers import powers_are_faster
 from batchkv_worker.kv.schemes import LayerScheme
 
 MAX_SCORES = 2**24  # numbers that may stand at once: 64 MiB in float32
@@ -94,7 +95,7 @@ def attend(
         return mx.concatenate(parts, axis=2)
     kv_heads = scheme.shape.num_heads
     lines = heads // kv_heads * num_tokens
-    powers = softmax.by_powers(queries.dtype)
+    powers = powers_are_faster(queries.dtype)
     turned = scheme.keys.rotate(queries, scale * softmax.unit(powers=powers))
     turned = turned.reshape(rows, kv_heads, lines, size)
     together = _by_head(turned)

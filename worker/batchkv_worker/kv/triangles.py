@@ -9,6 +9,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from batchkv_worker.kv import softmax
+from batchkv_worker.kv.powers import powers_are_faster
 
 TILE = 64  # tokens
 
@@ -30,7 +31,7 @@ def attend(
     """
     tokens = queries.shape[2]
     past = keys.shape[2] - tokens
-    powers = softmax.by_powers(queries.dtype)
+    powers = powers_are_faster(queries.dtype)
     if powers:
         queries = queries * (scale * softmax.unit(powers=True))
     tiles = []
