@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from itertools import pairwise
@@ -25,7 +26,7 @@ from batchkv_worker.kv.layer import Both, Chunk, LayerKind, Pieces
 from batchkv_worker.kv.layout import Demand
 from batchkv_worker.kv.layouts import Move, SlotLayouts
 from batchkv_worker.kv.plan import make_plan
-from batchkv_worker.kv.schemes import LayerScheme
+from batchkv_worker.kv.schemes import LayerScheme, Parts, TensorScheme
 from batchkv_worker.kv.stem import Stem
 from kv.crowd import Crowd, model_of, random_prompt
 from kv.reference import (
@@ -118,11 +119,18 @@ def check_attend(
     wanted = attention.attend(
         "fused", scheme, dtype, queries, *joined(first, own, rows), SCALE, whole, sinks
     )
+    how = scheme, dtype, queries
     for shared in chains(first):
-        got = stem.attend(path, scheme, dtype, queries, shared, own, SCALE, mask, sinks)
-        assert got.shape == wanted.shape == (rows, QUERY_HEADS, tokens, VALUE_SIZE)
-        apart = mx.abs(got.astype(mx.float32) - wanted.astype(mx.float32)).max().item()
-        assert apart <= BOUNDS[dtype] * mx.abs(wanted).max().item(), (path, sizes, apart)
+        # With one token a row, the first stems of a chain may have been attended before.
+        for count in range(len(shared) + 1 if tokens == 1 else 1):
+            before = [stem.sum_up(*how, one, SCALE) for one in shared[:count]]
+            rest = shared[count:]
+            got = stem.attend(path, *how, rest, own, SCALE, mask, sinks, before)
+            assert got.shape == wanted.shape == (rows, QUERY_HEADS, tokens, VALUE_SIZE)
+            assert got.dtype == wanted.dtype
+            apart = mx.abs(got.astype(mx.float32) - wanted.astype(mx.float32)).max().item()
+            bound = BOUNDS[dtype] * mx.abs(wanted).max().item()
+            assert apart <= bound, (path, sizes, count, apart)
 
 
 def ragged(rows: int, columns: int) -> mx.array:
@@ -434,6 +442,85 @@ def num_groups(layouts: SlotLayouts) -> int:
     return len(groups)
 
 
+def readings(layouts: SlotLayouts) -> Counter[Stem]:
+    """How often each stem is read in the next step, in which lengths cut groups, too.
+
+    Every group reads the chain of its stem, each of it once.
+    """
+    layouts.before_step()
+    span = Framer(Shapes(group_cost=40)).frame(layouts).spans[None]
+    for group in span.groups:
+        before = [common.stem for common in span.common if common.has(group)]
+        chain = group.stem.chain if group.stem else []
+        assert sorted(s.rank for s in (*before, *group.stems)) == sorted(s.rank for s in chain)
+    for common in span.common:
+        inside = [group for group in span.groups if common.has(group)]
+        assert (inside[0].first, inside[-1].last) == (common.first, common.last)
+        assert len(inside) > 1 and all(common.stem in g.stem.chain for g in inside if g.stem)
+    read = [stem for group in span.groups for stem in group.stems]
+    return Counter([*read, *(common.stem for common in span.common)])
+
+
+def test_groups_read_what_they_have_in_common_once() -> None:
+    layouts = SlotLayouts(16)
+    root = Stem(b"r", 512, {}, {})
+    branches = [Stem(bytes([number]), 768, {}, {}, root) for number in range(3)]
+    twig = Stem(b"t", 1024, {}, {}, branches[1])
+    order = [root, branches[0], branches[0], branches[1], twig, twig, branches[2], None, None]
+    for slot, one in enumerate(order):
+        depth = one.num_tokens if one else 0
+        layouts.admit(Demand(depth + 10 + 100 * (slot % 2), 5, depth), slot, one)
+    assert readings(layouts) == dict.fromkeys([root, *branches, twig], 1)
+    layouts.release(3)  # between others of the root's
+    layouts.admit(Demand(10, 5), 3)
+    assert readings(layouts) == {root: 2, branches[0]: 1, branches[1]: 1, twig: 1, branches[2]: 1}
+
+
+def test_a_stem_is_read_once_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once a group: what is multiplied with it has the rows of all groups."""
+    herd = Herd()
+    root = herd.stem(b"r", 48)
+    leaves = [herd.stem(b"ra", 20, root), herd.stem(b"rb", 30, root)]
+    for slot in [herd.join(None, 3) for _ in range(6)]:  # so that there are buffers to move rows in
+        herd.leave(slot)
+    order = [root, *leaves, *leaves]
+    for one, length in zip(order, (5, 90, 7, 60, 33), strict=True):
+        herd.join(one, length)
+    read: Counter[int] = Counter()
+    unpack = TensorScheme.unpack_stored
+    known = {id(both[0]): one for one in (root, *leaves) for both in one.slots.values()}
+
+    def counted(self: TensorScheme, parts: Parts, dtype: mx.Dtype) -> mx.array:
+        if id(parts) in known:
+            read[known[id(parts)].num_tokens] += 1
+        return unpack(self, parts, dtype)
+
+    monkeypatch.setattr(TensorScheme, "unpack_stored", counted)
+    herd.step()
+    assert read == {48: 2, 68: 2, 78: 2}  # two layers keep every token
+
+
+def test_branches_of_a_stem_are_neighbours() -> None:
+    """Rows of a tree that come and go in any order: each of two roots is read twice at most."""
+    more = []
+    for seed in range(8):
+        rng = random.Random(seed)
+        layouts = SlotLayouts(16)
+        roots = [Stem(bytes([number]), 512, {}, {}) for number in range(2)]
+        leaves = [Stem(bytes([n, m]), 768, {}, {}, roots[n]) for n in range(2) for m in range(2)]
+        for _ in range(300):
+            if layouts.num_free and rng.random() < 0.65:
+                sharing(layouts, rng.choice([*roots, *leaves, None]), rng.randrange(1, 200))
+            elif layouts.num_active:
+                layouts.release(rng.choice(list(layouts.main.slots)))
+            if layouts.num_active:
+                read = readings(layouts)
+                assert set(read) == set(layouts.all_stems.values())
+                more.append(sum(read[one] - 1 for one in roots if one in read))
+                layouts.after_step()
+    assert sum(more) / len(more) <= 2.0
+
+
 def test_rows_of_a_stem_are_neighbours() -> None:
     """Rows that join in turns behind two stems, or none, are attended in three groups."""
     layouts = SlotLayouts(16)
@@ -715,8 +802,10 @@ def test_cancels_behind_stems() -> None:
 
 
 def bytes_held(crowd: Crowd) -> int:
-    """Of slots, of stems, counted once each, and of prefixes."""
-    stems = {id(held): held for held in crowd.engine._slots.layouts.all_stems.values()}
+    """Of slots, of stems, counted once each, those of the rows in prefill, too, and of prefixes."""
+    group = crowd.engine._scheduler.group
+    held = crowd.engine._slots.layouts.stems_with(group.stem if group else None)
+    stems = {id(one): one for one in held.values()}
     arrays = {id(array): array for held in stems.values() for array in held.arrays}
     shared = sum(array.nbytes for array in arrays.values())
     return crowd.engine.kv_bytes + shared + crowd.engine.prefixes.num_bytes

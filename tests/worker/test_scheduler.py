@@ -237,8 +237,8 @@ def test_stems_grow_on_stems() -> None:
     for one in (*deep, *rest):
         plan.add(one)
     assert plan.stem_cuts(deep[0], 10**6) == (1, 4)  # 9 * 1 and 3 * 3
-    assert plan.stem_cuts(rest[3], 10**6) == (1,)
-    assert plan.stem_cuts(deep[0], 600) == (1,)  # 3 * 1 more: the first is read once more, too
+    assert plan.stem_cuts(rest[3], 10**6) == (1, 2)  # 3 * 1: what it stands on is read for all
+    assert plan.stem_cuts(deep[0], 600) == (1, 2)  # 3 * 1 more
     assert sharing(most=0).stem_cuts(deep[0], 10**6) == ()
     dear = sharing(stem_cost=9 * 256)
     for one in (*deep, *rest):
@@ -282,7 +282,7 @@ def worth(cuts: Cuts, wanted: list[int], held: Cuts, costs: StemCosts) -> int | 
         if high in held:
             continue
         cells = (wanted[high - 1] - 1) * (high - low) * 256
-        cost = costs.another + low * 256 if low else costs.first
+        cost = costs.another if low else costs.first
         if cells < max(1, cost):
             return None
         total += cells - cost
@@ -362,9 +362,30 @@ def test_what_stems_stand_on_counts_once_in_the_memory() -> None:
     assert plan.layouts.tokens_held(keys) == 4 * 256
     assert plan.layouts.tokens_held([b"a"]) == 0
     new = Stem(b"abdef", 5 * 256, {}, {}, leaves[1])
+    assert plan.layouts.tokens_held([*keys, b"abdefg"], new) == 5 * 256
+    newer = Stem(b"abdefgh", 7 * 256, {}, {}, new)
     apart = Stem(b"qrstu", 5 * 256, {}, {})
-    room = [plan.layouts.max_cells(costs, 10**6, demands, one) or 0 for one in (None, new, apart)]
-    assert [room[0] - left for left in room[1:]] == [256, 5 * 256]
+    chains = (None, leaves[0], new, newer, apart)
+    assert [plan.layouts.bytes_of_new(costs, one) // 256 for one in chains] == [0, 0, 1, 3, 5]
+    assert [plan.layouts.bytes_of_new(costs, one, new) // 256 for one in chains] == [0, 0, 0, 2, 5]
+    assert plan.layouts.bytes_of_new(Costs(2, beside_stem=3), new) == 5 * 256
+
+
+def test_a_groups_stem_counts_while_its_prompts_are_computed() -> None:
+    """Nobody has it yet, but it stands there: decoding rows must not grow into its place."""
+    plan = sharing()
+    for number in range(4):
+        plan.add(keyed(str(number), "abcd"))
+    group = plan.next_group()
+    assert group is not None and group.stem_blocks == 4
+    before = plan.prefill_bytes(group)
+    root = Stem(b"ab", 2 * 256, {}, {})
+    group.stem = Stem(b"abcd", 4 * 256, {}, {}, root)
+    assert plan.prefill_bytes(group) - before == 4 * 256
+    for one, new in ((root, 2), (group.stem, 0)):  # rows take it over
+        demand = Demand(one.num_tokens + 1, 1, one.num_tokens)
+        plan.layouts.admit(demand, plan.layouts.num_active, one)
+        assert plan.prefill_bytes(group) - before == new * 256
 
 
 def test_shared_tokens_count_once_in_the_memory() -> None:

@@ -77,7 +77,7 @@ class Play:
         budget, group = self.scheduler.budget, self.scheduler.group
         left = budget.memory_bytes - self.scheduler.prefill_bytes(group)
         extra = [] if demand is None else [demand]
-        return self.layouts.max_cells(budget.costs, left, extra, None, count)
+        return self.layouts.max_cells(budget.costs, left, extra, count)
 
     def join(self) -> None:
         group = self.scheduler.group

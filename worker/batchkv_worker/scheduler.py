@@ -125,12 +125,13 @@ class Scheduler:
         return [row for row in group.rows if not row.is_ended] if group else []
 
     def prefill_bytes(self, group: PrefillGroup | None) -> int:
-        """What the group in prefill holds beside the slots, at most."""
+        """What the group in prefill holds beside the slots, at most; its stem, if that is new."""
         if group is None:
             return 0
         shared = group.stem_blocks * BLOCK_TOKENS
         demands = [Demand(row.num_prefill, row.num_remaining, shared) for row in group.rows]
-        return self.budget.prefill_bytes(demands)
+        new = self.layouts.bytes_of_new(self.budget.costs, group.stem)
+        return self.budget.prefill_bytes(demands) + new
 
     def ahead(self, rows: Iterable[Sequence]) -> int | None:
         """Tokens to reckon with for each row when these are admitted; None: all that may come."""

@@ -22,9 +22,8 @@ def num_blocks(cuts: Cuts) -> int:
 class StemCosts:
     """What a stem must save, in cells: the first of a chain, and one that grows on another.
 
-    The latter parts the rows of the one that it grows on into groups, whose kernels cost, too; and
-    what it stands on is read once more, which comes on top. ``most`` is how many stems a chain may
-    have.
+    The latter parts the rows of the one that it grows on into groups, whose kernels cost, too.
+    ``most`` is how many stems a chain may have.
     """
 
     first: int = 0
@@ -44,7 +43,7 @@ def cuts_of(wanted: Sequence[int], held: Cuts, costs: StemCosts) -> Cuts:
         found: dict[int, tuple[int, Cuts]] = {}
         for saved, cuts in best:
             cells = (wanted[end - 1] - 1) * (end - num_blocks(cuts)) * BLOCK_TOKENS
-            cost = costs.another + cuts[-1] * BLOCK_TOKENS if cuts else costs.first
+            cost = costs.another if cuts else costs.first
             if cells >= max(1, cost) and len(cuts) < costs.most:
                 way = saved + cells - cost, (*cuts, end)
                 found[len(cuts)] = max(way, found.get(len(cuts), way))

@@ -88,7 +88,10 @@ class SlotRows:
         held = self.scheduler.prefill_bytes(group)
         stem = self._leaders_stem(row, held, group.stem)
         one = Placed(row, group.rows.index(row), stem.num_tokens if stem else 0)
-        max_cells = self._max_cells(held, one.demand, stem)
+        # A group's own stem is in what it holds; one that has grown on it is not.
+        costs, layouts = self.scheduler.budget.costs, self._slots.layouts
+        held += layouts.bytes_of_new(costs, stem, group.stem)
+        max_cells = self._max_cells(held, one.demand)
         try:
             slot, move = self._slots.place(one.demand, stem, max_cells)
         except NoRoom as short:
@@ -111,19 +114,17 @@ class SlotRows:
         num_tokens = len(keys) * BLOCK_TOKENS
         if row.parked or num_tokens <= (stem.num_tokens if stem else 0):
             return stem
-        new = num_tokens - layouts.tokens_held(keys)
+        new = num_tokens - layouts.tokens_held(keys, stem)
         wanted = new * (budget.costs.per_token + budget.costs.beside_stem)
         if wanted + held + layouts.bytes_held(budget.costs) > budget.memory_bytes:
             return stem
         return self._stems.of(keys, cuts, stem) or stem
 
-    def _max_cells(
-        self, held: int, demand: Demand | None = None, stem: Stem | None = None
-    ) -> int | None:
-        """Cells that the slots may have while prefill holds ``held`` bytes."""
+    def _max_cells(self, held: int, demand: Demand | None = None) -> int | None:
+        """Cells that the slots may have while ``held`` bytes are held beside them."""
         budget = self.scheduler.budget
         extra = [] if demand is None else [demand]
-        return self._slots.layouts.max_cells(budget.costs, budget.memory_bytes - held, extra, stem)
+        return self._slots.layouts.max_cells(budget.costs, budget.memory_bytes - held, extra)
 
     def _follow(self, move: Move | None) -> None:
         """A row went to another slot."""
@@ -235,7 +236,7 @@ class SlotRows:
                 layouts.main.length(slot) for slot in (r.slot for r in left) if slot is not None
             ]
             num_bytes = budget.memory_bytes - held
-            cells = layouts.max_cells(budget.costs, num_bytes, [], None, len(left))
+            cells = layouts.max_cells(budget.costs, num_bytes, [], len(left))
             remaining = max((row.num_remaining for row in left), default=0)
             if cells is None or fits(lengths, remaining, cells):
                 return order[:place]

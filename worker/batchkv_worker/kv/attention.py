@@ -159,20 +159,32 @@ def _two_products(
     folded = turned.reshape(rows, kv_heads, heads // kv_heads, size)
     if sinks is not None:
         sinks = sinks.reshape(1, kv_heads, heads // kv_heads, 1)
-    if packed:
-        scores = scheme.keys.times(folded, keys, transpose=True)
-    else:
-        scores = folded @ scheme.keys.unpack_stored(keys, dtype).swapaxes(-1, -2)
+    scores = scores_of(packed, scheme, dtype, folded, keys)
     if mask is not None:
         scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
     (weights,), total = softmax.weigh([scores], sinks, powers=powers)
-    if packed:
-        out = scheme.values.times(weights, values, transpose=False)
-    else:
-        out = weights @ scheme.values.unpack_stored(values, dtype)
+    out = weighted(packed, scheme, dtype, weights, values)
     if total is not None:
         out = out / total
     return out.reshape(rows, heads, 1, scheme.shape.value_size)
+
+
+def scores_of(
+    packed: bool, scheme: LayerScheme, dtype: mx.Dtype, queries: mx.array, keys: Parts
+) -> mx.array:
+    """Products ``[..., lines, columns]`` of rotated queries with keys, read packed or dense."""
+    if packed:
+        return scheme.keys.times(queries, keys, transpose=True)
+    return queries @ scheme.keys.unpack_stored(keys, dtype).swapaxes(-1, -2)
+
+
+def weighted(
+    packed: bool, scheme: LayerScheme, dtype: mx.Dtype, weights: mx.array, values: Parts
+) -> mx.array:
+    """Sums ``[..., lines, size]`` of values, read packed or dense, in the basis of storage."""
+    if packed:
+        return scheme.values.times(weights, values, transpose=False)
+    return weights @ scheme.values.unpack_stored(values, dtype)
 
 
 def num_query_heads(model: Any, default: int) -> int:

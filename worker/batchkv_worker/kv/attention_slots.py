@@ -7,12 +7,13 @@ from typing import Any
 import mlx.core as mx
 
 from batchkv_worker.kv import attention, stem
-from batchkv_worker.kv.frame import Frame, Span
+from batchkv_worker.kv.frame import Common, Frame, Span
 from batchkv_worker.kv.layer import Both, Pieces, SlotLayer
 from batchkv_worker.kv.layout import Relayout
 from batchkv_worker.kv.layouts import Window
 from batchkv_worker.kv.model_face import OrderedByUs
 from batchkv_worker.kv.schemes import LayerScheme, Parts, TensorScheme
+from batchkv_worker.kv.stem import Summary
 
 
 class AttentionSlots(OrderedByUs, SlotLayer):
@@ -162,6 +163,10 @@ class AttentionSlots(OrderedByUs, SlotLayer):
     ) -> mx.array:
         assert self._path is not None
         span, path = self.span, self._path
+        together = [
+            (common, self._sum_up(common, queries[common.first : common.last], scale))
+            for common in span.common
+        ]
         found = []
         for group in span.groups if path.endswith("packed") else span.exact_groups:
             rows = slice(group.first, group.last)
@@ -171,13 +176,24 @@ class AttentionSlots(OrderedByUs, SlotLayer):
             )
             how = (self._scheme, self._dtype, queries[rows])
             if group.stem is not None:
-                shared = [one.slots[self.place] for one in group.stem.chain]
-                out = stem.attend(path, *how, shared, (keys, values), scale, group.mask, sinks)
+                shared = [one.slots[self.place] for one in group.stems]
+                before = [
+                    found.of(slice(group.first - common.first, group.last - common.first))
+                    for common, found in together
+                    if common.has(group)
+                ]
+                own = keys, values
+                out = stem.attend(path, *how, shared, own, scale, group.mask, sinks, before)
             else:
                 best = attention.without_mask(path) if group.is_exact else path
                 out = attention.attend(best, *how, keys, values, scale, group.mask, sinks)
             found.append(out)
         return found[0] if len(found) == 1 else mx.concatenate(found, axis=0)
+
+    def _sum_up(self, common: Common, queries: mx.array, scale: float) -> Summary:
+        """What rows of several groups find in a stem that all of them read."""
+        shared = common.stem.slots[self.place]
+        return stem.sum_up(self._scheme, self._dtype, queries, shared, scale)
 
     def _visible(self, parts: list[mx.array]) -> Parts:
         span = self.span

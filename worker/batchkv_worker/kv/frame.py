@@ -8,9 +8,10 @@ but start more kernels, so each counts as ``group_cost`` cells.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -43,7 +44,8 @@ class Shapes:
 class Group:
     """Rows [first, last) read columns [low, high); ``mask`` as in ``Span``. They share ``stem``.
 
-    ``is_exact``: its columns are as many as they are, where others are rounded.
+    ``stems`` are those of its chain that no neighbouring group reads with it. ``is_exact``: its
+    columns are as many as they are, where others are rounded.
     """
 
     first: int
@@ -52,7 +54,39 @@ class Group:
     high: int
     mask: mx.array | None
     stem: Stem | None = None
+    stems: tuple[Stem, ...] = ()
     is_exact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """A stem that several groups have in common: those of rows [first, last)."""
+
+    stem: Stem
+    first: int
+    last: int
+
+    def has(self, group: Group) -> bool:
+        """Whether it is one of these."""
+        return self.first <= group.first < self.last
+
+
+Run = tuple[int, int, "Stem | None"]  # the rows of a group, and their stem
+
+
+def stems_in_common(runs: Sequence[Run]) -> list[Common]:
+    """The stems that neighbouring groups stand on together."""
+    found = []
+    chains = [stem.chain if stem else [] for *_, stem in runs]
+    for depth in range(max(map(len, chains), default=0)):
+        first = 0
+        at_depth = groupby(chain[depth] if depth < len(chain) else None for chain in chains)
+        for stem, same in at_depth:
+            last = first + sum(1 for _ in same) - 1
+            if stem is not None and last > first:
+                found.append(Common(stem, runs[first][0], runs[last][1]))
+            first = last + 1
+    return found
 
 
 class Span:
@@ -93,13 +127,27 @@ class Span:
     def groups(self) -> list[Group]:
         found = []
         step = self._shapes.step
-        for first, last in zip([0, *self._cuts], [*self._cuts, self.num_rows], strict=True):
+        for first, last, stem in self._runs:
             low = min(self._starts[first:last]) // step * step
-            stems = (self._stems[slot] for slot in range(first, last) if slot in self._stems)
             mask = self._masked(first, last, low, None)
-            found.append(Group(first, last, low, self.high, mask, next(stems, None)))
+            taken = {one.stem for one in self.common if one.first <= first < one.last}
+            alone = tuple(one for one in (stem.chain if stem else ()) if one not in taken)
+            found.append(Group(first, last, low, self.high, mask, stem, alone))
         if len(found) == 1:
             found[0] = replace(found[0], low=self.low, mask=self.mask)
+        return found
+
+    @cached_property
+    def common(self) -> list[Common]:
+        """The stems that are attended once for the rows of several groups."""
+        return stems_in_common(self._runs)
+
+    @cached_property
+    def _runs(self) -> list[Run]:
+        found = []
+        for first, last in pairwise([0, *self._cuts, self.num_rows]):
+            stems = (self._stems[slot] for slot in range(first, last) if slot in self._stems)
+            found.append((first, last, next(stems, None)))
         return found
 
     @cached_property

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from batchkv_worker.kv import growth
 from batchkv_worker.kv.growth import STEP, round_up
-from batchkv_worker.kv.neighbours import strain_of
+from batchkv_worker.kv.neighbours import Ranks, strain_of
 
 __all__ = ["STEP", "Demand", "Relayout", "SlotLayout", "round_up"]
 
@@ -160,25 +160,26 @@ class SlotLayout:
         return min(self.num_slots, 1 << max(0, count - 1).bit_length())
 
     def choose(
-        self, length: int, rank: int = 0, ranks: Mapping[int, int] | None = None
+        self, length: int, new_ranks: Ranks = (), ranks: Mapping[int, Ranks] | None = None
     ) -> tuple[int, int | None]:
         """A slot for a row of ``length`` columns, and the free slot to move its present row to.
 
         Attention reads groups of neighbouring rows, each from the group's first column on, so rows
         of like length belong side by side. Of all slots, taking a free one or moving one row out
         of the way, the one that adds least to the differences between neighbours is chosen; a
-        move must save what it copies. The second value is None when no row has to move. Rows of one
-        rank (by slot; the new row's is ``rank``) are attended together, so they come before all.
+        move must save what it copies. The second value is None when no row has to move. Rows of the
+        same stems (their ranks, by slot; ``new_ranks`` are the new row's) are attended together, so
+        those come before all.
         """
         if not self.num_free:
             raise ValueError("no slot is free")
         rows = min(self.num_slots, max(1, self.rows_for(self.num_active + 1)))
         ranks = ranks or {}
         lines = [
-            (ranks.get(slot, 0), self.length(slot)) if slot in self._starts else None
+            (ranks.get(slot, ()), self.length(slot)) if slot in self._starts else None
             for slot in range(rows)
         ]
-        new = rank, length
+        new = new_ranks, length
         used = [slot for slot, line in enumerate(lines) if line is not None]
         free = min(
             (slot for slot, line in enumerate(lines) if line is None),

@@ -93,10 +93,16 @@ class SlotLayouts:
         """The same, with ``other`` and what it stands on, which no row may have yet."""
         return self.all_stems | {stem.key: stem for stem in (other.chain if other else ())}
 
-    def tokens_held(self, keys: Iterable[bytes]) -> int:
-        """How many tokens of a chain of blocks stand in stems that are held."""
-        held = self.all_stems
+    def tokens_held(self, keys: Iterable[bytes], behind: Stem | None = None) -> int:
+        """How many tokens of a chain of blocks stand in stems that are held, or are ``behind``."""
+        held = self.stems_with(behind)
         return max((held[key].num_tokens for key in keys if key in held), default=0)
+
+    def bytes_of_new(self, costs: Costs, stem: Stem | None, behind: Stem | None = None) -> int:
+        """Bytes of those of a chain of stems that no row has yet, and that are not ``behind``."""
+        held = self.stems_with(behind)
+        new = sum(one.num_own for one in (stem.chain if stem else ()) if one.key not in held)
+        return new * (costs.per_token + costs.beside_stem)
 
     def bytes_needed(
         self,
@@ -147,21 +153,17 @@ class SlotLayouts:
         costs: Costs,
         num_bytes: int,
         extra: list[Demand],
-        stem: Stem | None = None,
         count: int | None = None,
     ) -> int | None:
         """Cells that the layers with every token may have for all to stay within ``num_bytes``.
 
-        ``extra`` rows are to come in, behind ``stem``; or only ``count`` rows are to be left. None:
-        these layers take nothing.
+        ``extra`` rows are to come in; or only ``count`` rows are to be left. None: these layers
+        take nothing.
         """
         each = costs.per_token + costs.largest
         if not each:
             return None
         left = num_bytes - self._beside(costs, extra, count)
-        held = self.all_stems
-        new = sum(one.num_own for one in (stem.chain if stem else ()) if one.key not in held)
-        left -= new * (costs.per_token + costs.beside_stem)
         return max(0, left // each)
 
     def drop(self) -> None:
@@ -174,9 +176,8 @@ class SlotLayouts:
 
         Raises ValueError when no slot is free.
         """
-        ranks = {slot: other.rank for slot, other in self.stems.items()}
-        rank = 0 if stem is None else stem.rank
-        slot, free = self.main.choose(demand.own.length, rank, ranks)
+        ranks = {slot: other.ranks for slot, other in self.stems.items()}
+        slot, free = self.main.choose(demand.own.length, stem.ranks if stem else (), ranks)
         if free is None:
             return slot, None
         move = Move(slot, free)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_APART = 1 << 32  # what rows of different rank differ by: more than any row has tokens
-Line = tuple[int, int]  # a row's rank and length
+_APART = 1 << 32  # what a stem makes rows differ by: more than any row has tokens
+Ranks = tuple[int, ...]  # of the stems that a row reads
+Line = tuple[Ranks, int]  # and its length
 
 
 def strain_of(lines: Sequence[Line | None], slot: int, new: Line) -> int:
@@ -19,4 +20,6 @@ def strain_of(lines: Sequence[Line | None], slot: int, new: Line) -> int:
 
 
 def _difference(one: Line, other: Line) -> int:
-    return abs(one[1] - other[1]) + (_APART if one[0] != other[0] else 0)
+    """By how much two rows differ in length, and by how many stems, of the longer chain."""
+    same = len({*one[0]} & {*other[0]})
+    return abs(one[1] - other[1]) + _APART * (max(len(one[0]), len(other[0])) - same)

@@ -47,6 +47,24 @@ def weigh(
     return found, None
 
 
+def weigh_alone(scores: mx.array, *, powers: bool) -> tuple[mx.array, mx.array | None, mx.array]:
+    """``weigh`` for scores ``[..., columns]`` of which others are weighed elsewhere.
+
+    Returns the weights, what the sum of weighted values is to be divided by, and, ``[..., 1]`` in
+    float32, the one score that has the weight of them all.
+    """
+    if not powers:
+        # That score stands for all, so that half precision would not do: its error is nobody's
+        # average.
+        scores, dtype = scores.astype(mx.float32), scores.dtype
+        weights = mx.softmax(scores, axis=-1).astype(dtype)
+        return weights, None, mx.logsumexp(scores, axis=-1, keepdims=True)
+    top = scores.max(axis=-1, keepdims=True)
+    weights = exp2(mx.maximum(scores - top, _LEAST))
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights, total, top + mx.log2(total)
+
+
 def _weigh_by_powers(
     parts: Sequence[mx.array], sinks: mx.array | None
 ) -> tuple[list[mx.array], mx.array]:

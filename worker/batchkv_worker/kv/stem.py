@@ -6,6 +6,11 @@ and not once a row. Layers with a window or a state keep what they need of it in
 
 Stems grow on stems: what only some of a stem's rows have in common, after it, is a stem of theirs
 whose ``parent`` it is. Rows read the whole chain of them, and each is held once.
+
+Rows are attended in groups, of one stem and of like length. What several groups have in common is
+attended once for the rows of all of them (``sum_up``), and each group takes what came of it like
+one more token of its rows: attention over many tokens is attention over one, whose score is the
+logarithm of the sum of their exponentials and whose value is what attention over them alone gives.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
 from batchkv_worker.kv import softmax
-from batchkv_worker.kv.attention import Path
+from batchkv_worker.kv.attention import Path, scores_of, weighted
 from batchkv_worker.kv.layer import Both
 from batchkv_worker.kv.powers import powers_are_faster
 from batchkv_worker.kv.schemes import LayerScheme
@@ -45,6 +50,11 @@ class Stem:
     rank: int = field(default_factory=lambda: next(_ranks))
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of its chain."""
+        return tuple(stem.rank for stem in self.chain)
+
+    @property
     def chain(self) -> list[Stem]:
         """Its parents, the first of them first, and itself."""
         return [*(self.parent.chain if self.parent else []), self]
@@ -61,6 +71,48 @@ class Stem:
         return [array for both in found for parts in both for array in parts]
 
 
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What one token of each row found in a stem, as if it were one token there.
+
+    ``score`` is ``[kv heads, rows, lines, 1]`` in float32, ``value`` ``[kv heads, rows, lines,
+    size]`` as stored; ``lines`` are the query heads that share a KV head.
+    """
+
+    score: mx.array
+    value: mx.array
+
+    def of(self, rows: slice) -> Summary:
+        """What some of the rows found."""
+        return Summary(self.score[:, rows], self.value[:, rows])
+
+
+def sum_up(
+    scheme: LayerScheme, dtype: mx.Dtype, queries: mx.array, shared: Both, scale: float
+) -> Summary:
+    """What ``queries`` ``[rows, heads, 1, size]`` find in one stem."""
+    rows, heads, _, size = queries.shape
+    few = max(1, MAX_SCORES // (heads * shared[0][0].shape[-2]))
+    if rows > few:
+        parts = [
+            sum_up(scheme, dtype, queries[low : low + few], shared, scale)
+            for low in range(0, rows, few)
+        ]
+        scores, found = zip(*((part.score, part.value) for part in parts), strict=True)
+        return Summary(mx.concatenate(scores, axis=1), mx.concatenate(found, axis=1))
+    kv_heads = scheme.shape.num_heads
+    powers = powers_are_faster(queries.dtype)
+    turned = scheme.keys.rotate(queries, scale * softmax.unit(powers=powers))
+    together = _by_head(turned.reshape(rows, kv_heads, heads // kv_heads, size))
+    scores = scores_of(False, scheme, dtype, together, shared[0])
+    weights, total, score = softmax.weigh_alone(scores, powers=powers)
+    value = weighted(False, scheme, dtype, weights, shared[1])
+    if total is not None:
+        value = value / total
+    shape = (kv_heads, rows, heads // kv_heads, -1)
+    return Summary(score.reshape(shape), value.reshape(shape))
+
+
 def attend(
     path: Path | None,
     scheme: LayerScheme,
@@ -71,12 +123,14 @@ def attend(
     scale: float,
     mask: Any,
     sinks: mx.array | None = None,
+    before: Sequence[Summary] = (),
 ) -> mx.array:
     """Attention of ``queries`` ``[rows, heads, tokens, size]`` over what rows share and their own.
 
-    ``shared`` has a chain of stems. ``mask`` says which of their own columns tokens see, ``[rows or
-    1, 1, tokens or 1, columns]``; of the stems they see all. ``path`` is how a row's own part is
-    read. Returns what ``attention.attend`` does.
+    ``shared`` has a chain of stems; of others, attended ``before``, there is what was found, for
+    one token a row. ``mask`` says which of their own columns tokens see, ``[rows or 1, 1, tokens or
+    1, columns]``; of the stems they see all. ``path`` is how a row's own part is read. Returns what
+    ``attention.attend`` does.
     """
     rows, heads, num_tokens, size = queries.shape
     columns = sum(keys[0].shape[-2] for keys, _ in (*shared, own))
@@ -99,25 +153,21 @@ def attend(
     turned = scheme.keys.rotate(queries, scale * softmax.unit(powers=powers))
     turned = turned.reshape(rows, kv_heads, lines, size)
     together = _by_head(turned)
-    far = [together @ scheme.keys.unpack_stored(keys, dtype).swapaxes(-1, -2) for keys, _ in shared]
+    far = [scores_of(False, scheme, dtype, together, keys) for keys, _ in shared]
     packed = path is not None and path.endswith("packed")
-    if packed:
-        near = scheme.keys.times(turned, own[0], transpose=True)
-    else:
-        near = turned @ scheme.keys.unpack_stored(own[0], dtype).swapaxes(-1, -2)
+    near = scores_of(packed, scheme, dtype, turned, own[0])
     if mask is not None:
         split = near.reshape(rows, heads, num_tokens, near.shape[-1])
         near = mx.where(mask, split, mx.finfo(near.dtype).min).reshape(near.shape)
-    far_weights, near_weights, total = _weigh(far, near, sinks, num_tokens, powers=powers)
-    products = [
-        weights @ scheme.values.unpack_stored(values, dtype)
-        for weights, (_, values) in zip(far_weights, shared, strict=True)
+    weights, total = _weigh(far, before, near, sinks, num_tokens, powers=powers)
+    found = [
+        weighted(False, scheme, dtype, of_stem, values).reshape(kv_heads, rows, lines, -1)
+        for of_stem, (_, values) in zip(weights, shared, strict=False)
     ]
-    out = sum(products[1:], products[0]).reshape(kv_heads, rows, lines, -1).swapaxes(0, 1)
-    if packed:
-        out = out + scheme.values.times(near_weights, own[1], transpose=False)
-    else:
-        out = out + near_weights @ scheme.values.unpack_stored(own[1], dtype)
+    of_tokens = weights[len(shared) : -1]
+    found += [weight * one.value for weight, one in zip(of_tokens, before, strict=True)]
+    out = sum(found[1:], found[0]).swapaxes(0, 1)
+    out = out + weighted(packed, scheme, dtype, weights[-1], own[1])
     if total is not None:
         out = out / total
     return scheme.values.unrotate(out.reshape(rows, heads, num_tokens, scheme.shape.value_size))
@@ -191,9 +241,15 @@ def _behind(shared: list[mx.array], own: mx.array) -> mx.array:
 
 
 def _weigh(
-    far: list[mx.array], near: mx.array, sinks: mx.array | None, num_tokens: int, *, powers: bool
-) -> tuple[list[mx.array], mx.array, mx.array | None]:
-    """Weights of the stems' and of the rows' own scores, each in the shape of its scores.
+    far: list[mx.array],
+    before: Sequence[Summary],
+    near: mx.array,
+    sinks: mx.array | None,
+    num_tokens: int,
+    *,
+    powers: bool,
+) -> tuple[list[mx.array], mx.array | None]:
+    """Weights of the stems', the summaries' and the rows' own scores, each in its scores' shape.
 
     ``far`` are ``[1, kv heads, rows * lines, columns]``, ``near`` ``[rows, kv heads, lines,
     columns]``. Put together heads first, the large parts are copied once. With them what the
@@ -203,11 +259,15 @@ def _weigh(
     if sinks is not None:
         sinks = mx.repeat(sinks, num_tokens).reshape(kv_heads, 1, lines, 1)
     parts = [part.reshape(kv_heads, rows, lines, part.shape[-1]) for part in far]
+    parts += [one.score for one in before]
     weights, total = softmax.weigh([*parts, near.swapaxes(0, 1)], sinks, powers=powers)
-    total = None if total is None else total.swapaxes(0, 1)
-    *shared, own = weights
-    shared = [part.reshape(scores.shape) for part, scores in zip(shared, far, strict=True)]
-    return shared, own.swapaxes(0, 1), total
+    if before:  # their scores are in float32, and so is what was weighed with them
+        weights = [part.astype(near.dtype) for part in weights]
+    weights[: len(far)] = [
+        part.reshape(scores.shape) for part, scores in zip(weights, far, strict=False)
+    ]
+    weights[-1] = weights[-1].swapaxes(0, 1)
+    return weights, None if total is None else total.swapaxes(0, 1)
 
 
 def _by_head(x: mx.array) -> mx.array:
