@@ -1,4 +1,4 @@
-"""The host waits for the device while a prompt is computed, where it is told to."""
+"""The host waits for the device while a prompt is computed, and starts each layer of a step."""
 
 from __future__ import annotations
 
@@ -7,11 +7,24 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from batchkv_worker.kv import pace, triangles
+from batchkv_worker.kv import attention_slots, pace, triangles
 from batchkv_worker.kv.attention_prefill import AttentionPrefill
+from batchkv_worker.kv.attention_slots import AttentionSlots
+from batchkv_worker.kv.decode import DecodeSlots
+from batchkv_worker.kv.discover import CacheTree
+from batchkv_worker.kv.frame import Shapes
+from batchkv_worker.kv.layout import Demand
 from batchkv_worker.kv.rows import PrefillRows
 from kv.crowd import Crowd, random_prompt
-from kv.reference import attention_kind, state_kind
+from kv.reference import (
+    HEADS,
+    SIZE,
+    attention_kind,
+    keys_of,
+    prefilled,
+    state_kind,
+    values_of,
+)
 
 
 def is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,3 +90,97 @@ def test_attention_of_prompts_reads_what_is_packed(monkeypatch: pytest.MonkeyPat
         asked.clear()
         Crowd("llama", scheme=scheme).run("a", random_prompt(1, 40))
         assert all(asked) and bool(asked) is (scheme != "float")
+
+
+# -- decode
+
+
+def start_layers(monkeypatch: pytest.MonkeyPatch, *, starts: bool) -> None:
+    monkeypatch.setattr(attention_slots, "starts_layers", lambda: starts)
+
+
+def test_a_cpu_is_given_layers() -> None:
+    device = mx.default_device()
+    assert pace.starts_layers() is (device == mx.Device(mx.cpu))
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        ("llama", "float"),
+        ("llama", "turbo3.5"),
+        ("gemma3_text", "affine8"),
+        ("gemma3n", "float"),  # layers that attend over another's keys
+        ("gpt_oss", "float"),
+        ("qwen3_next", "affine8"),  # states
+        ("deepseek_v3", "float"),  # answers for itself: started as a whole
+    ],
+)
+def test_starting_layers_changes_no_token(
+    family: str, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that come, go, grow and share, the same either way; and who waits for whole steps."""
+    found = []
+    for starts in (True, False):
+        start_layers(monkeypatch, starts=starts)
+        crowd = Crowd(family, scheme=scheme, slots=5, chunk_tokens=256, prefix_bytes=2**25)
+        prefix = random_prompt(1, 300)
+        for index in range(14):
+            prompt = prefix[: 300 * (index % 2)] + random_prompt(2 + index, 3 + 40 * (index % 5))
+            crowd.add(str(index), prompt, count=3 + 7 * (index % 4), logprobs=1)
+        started = set()
+        while not crowd.engine.is_idle:
+            crowd.step()
+            if crowd.engine._in_flight is not None:
+                started.add(crowd.engine._slots.are_started)
+            crowd.engine.check_integrity()
+        assert started == {starts and family != "deepseek_v3"}
+        found.append({job: crowd.tokens(job) for job in crowd.prompts})
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("joins", [True, False])
+@pytest.mark.parametrize("starts", [True, False])
+def test_buffers_are_written_in_place(
+    starts: bool, joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far the device is behind: who does not wait for it has the buffers copied.
+
+    One layer of few operations, for MLX's CPU backend makes the host wait by itself for many.
+    """
+    start_layers(monkeypatch, starts=starts)
+    kind = attention_kind("float", path="fused")
+    slots = DecodeSlots([kind], CacheTree((), (0,)), 4, Shapes())
+    rows = [tuple(range(1 + row, 601 + row)) for row in range(4)]
+    for row in rows:
+        slots.admit(Demand(600, 200), prefilled([kind], [row], ()).row(0, 600))
+    (layer,) = slots.layers
+    assert isinstance(layer, AttentionSlots) and layer.attend is not None
+    large = mx.random.normal((900, 900))
+    pieces = prefilled([kind], [rows[3]], ()).row(0, 600)
+    fed = [[row] for row in range(1, 5)]
+    asked, keys, values = mx.ones((4, 3 * HEADS, 1, SIZE)), keys_of(fed), values_of(fed)
+    mx.eval(large, pieces, asked, keys, values, slots.arrays)
+    for step in range(4):
+        mx.synchronize()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        busy = (large @ large)[0, 0] * 1e-30  # what stands before all else in the device's queue
+        mx.async_eval(busy)
+        for joining in (step, (step + 1) % 4) if joins else ():  # one after the other
+            slots.release(joining)
+            slots.place(Demand(600, 200))
+            slots.fill(joining, [tuple(part + busy for part in pieces[0])])
+            slots.settle()
+        for _ in range(2):
+            slots.begin_step()
+            assert not slots.are_started
+            layer.update_and_fetch(keys + busy, values + busy)
+            out = layer.attend(asked, 0.1, None, None)
+            slots.end_step()
+            assert slots.are_started is starts
+            if not starts:
+                mx.eval(out, slots.arrays)
+        mx.eval(slots.arrays)
+        taken = mx.get_peak_memory() - before - large.nbytes
+        assert taken < min(array.nbytes for array in slots.arrays), (step, taken)

@@ -167,7 +167,7 @@ class Engine:
         self._slot_rows.make_room(self._land)
         upcoming = self._build_step() if self._rows else None
         landed = self._in_flight
-        if landed is not None:
+        if landed is not None and not (upcoming and self._slots.are_started):
             mx.eval(landed.sampled.arrays)
         if upcoming is not None:
             mx.async_eval(upcoming.sampled.arrays, self._slots.arrays)

@@ -12,6 +12,7 @@ from batchkv_worker.kv.layer import Both, Pieces, SlotLayer
 from batchkv_worker.kv.layout import Relayout
 from batchkv_worker.kv.layouts import Window
 from batchkv_worker.kv.model_face import OrderedByUs
+from batchkv_worker.kv.pace import starts_layers
 from batchkv_worker.kv.schemes import LayerScheme, Parts, TensorScheme
 from batchkv_worker.kv.stem import Summary
 
@@ -21,6 +22,10 @@ class AttentionSlots(OrderedByUs, SlotLayer):
 
     Dense keys and values are handed out lazily: MLX computes them only if somebody reads them, so
     that ``attend`` can answer from the packed parts at no cost.
+
+    MLX writes in place only into what nothing waits for; else it copies the buffer. Where layers
+    start their part of a step themselves (``pace``), each waits for what still touches its own
+    buffers, so that the device is never without work in the meantime.
     """
 
     def __init__(
@@ -33,6 +38,9 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         self._path = path
         self._keys: list[mx.array] = []
         self._values: list[mx.array] = []
+        self._starts = starts_layers()
+        self._is_started = False
+        self._started: list[mx.array] = []  # once computed, nothing touches the buffers
         self._handed: tuple[mx.array, mx.array] | None = None
         self._span: Span | None = None
         self._offsets = mx.array([], mx.int32)
@@ -42,13 +50,30 @@ class AttentionSlots(OrderedByUs, SlotLayer):
     def begin(self, frame: Frame) -> None:
         self._span = frame.spans[self._window]
         self._offsets = frame.offsets
+        self._is_started = False
 
     def end(self) -> None:
         self._handed = self._span = None
 
+    def _wait(self) -> None:
+        """Until the buffers may be written in place."""
+        mx.eval(self._started)
+        self._started = []
+
+    def settle(self) -> bool:
+        if self._starts:
+            mx.async_eval(self.arrays)
+            self._started = self.arrays
+        return self._starts
+
+    @property
+    def is_started(self) -> bool:
+        return self._is_started
+
     def admit(self, slot: int, write: int, pieces: Pieces | None) -> None:
         # The whole line is written: what a former row left is masked, but a weight of 0 times a
         # number that is none is none, and would stay in the slot for ever.
+        self._wait()
         rows = None if pieces is None else self._take(pieces)
         for index, part in enumerate(self.arrays):
             if rows is None:
@@ -76,6 +101,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         return (*self._scheme.keys.take(keys), *self._scheme.values.take(values))
 
     def relayout(self, change: Relayout) -> None:
+        self._wait()
         if not self._keys:
             shape = self._scheme.shape
             self._keys = self._empty(self._scheme.keys, shape.key_size, change)
@@ -85,7 +111,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         self._values = [_rebuilt(part, change) for part in self._values]
 
     def drop(self) -> None:
-        self._keys, self._values = [], []
+        self._keys, self._values, self._started = [], [], []
         self.end()
 
     def check(self, rows: int, capacity: int) -> None:
@@ -129,6 +155,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write one token a row, ``[rows, heads, 1, size]``; dense views of all visible columns."""
+        self._wait()
         span = self.span
         for parts, piece in (
             (self._keys, self._scheme.keys.pack(keys)),
@@ -188,7 +215,12 @@ class AttentionSlots(OrderedByUs, SlotLayer):
                 best = attention.without_mask(path) if group.is_exact else path
                 out = attention.attend(best, *how, keys, values, scale, group.mask, sinks)
             found.append(out)
-        return found[0] if len(found) == 1 else mx.concatenate(found, axis=0)
+        out = found[0] if len(found) == 1 else mx.concatenate(found, axis=0)
+        if self._starts:
+            mx.async_eval(out, self.arrays)
+            self._started.append(out)  # layers without keys of their own attend here, too
+            self._is_started = True
+        return out
 
     def _sum_up(self, common: Common, queries: mx.array, scale: float) -> Summary:
         """What rows of several groups find in a stem that all of them read."""

@@ -1,8 +1,12 @@
-"""How far the host may run ahead of the device while a prompt is computed.
+"""How far the host may run ahead of the device.
 
-Dense copies of packed keys and values are freed when the device is done with them, not when the
-host has queued their use. CUDA takes in whole chunks of a long prompt before it has computed the
-first layer, and the copies of many layers then stand side by side.
+While a prompt is computed: dense copies of packed keys and values are freed when the device is done
+with them, not when the host has queued their use. CUDA takes in whole chunks of a long prompt
+before it has computed the first layer, and the copies of many layers then stand side by side.
+
+While rows decode: MLX's CPU backend takes in about a hundred operations, and holds the host until
+no more than these are left. They take less time than the host needs to build the next step, so a
+CPU is given each layer of a step as soon as that is built (``starts_layers``).
 """
 
 from __future__ import annotations
@@ -12,6 +16,14 @@ from collections import deque
 import mlx.core as mx
 
 LAYERS_AHEAD = 2  # of which dense copies may exist at once
+
+
+def starts_layers() -> bool:
+    """Whether each layer of a decode step is started when it is built, or the step as a whole.
+
+    A GPU takes in a whole step at once, and each start would cost the host time.
+    """
+    return bool(mx.default_device() == mx.Device(mx.cpu))
 
 
 class Pace:
