@@ -119,7 +119,7 @@ def test_a_cpu_is_given_layers() -> None:
 def test_starting_layers_changes_no_token(
     family: str, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that come, go, grow and share, the same either way; and who waits for whole steps."""
+    """Rows that come, go, grow and share, the same either way."""
     found = []
     for starts in (True, False):
         start_layers(monkeypatch, starts=starts)
@@ -128,13 +128,9 @@ def test_starting_layers_changes_no_token(
         for index in range(14):
             prompt = prefix[: 300 * (index % 2)] + random_prompt(2 + index, 3 + 40 * (index % 5))
             crowd.add(str(index), prompt, count=3 + 7 * (index % 4), logprobs=1)
-        started = set()
         while not crowd.engine.is_idle:
             crowd.step()
-            if crowd.engine._in_flight is not None:
-                started.add(crowd.engine._slots.are_started)
             crowd.engine.check_integrity()
-        assert started == {starts and family != "deepseek_v3"}
         found.append({job: crowd.tokens(job) for job in crowd.prompts})
     assert found[0] == found[1]
 
@@ -174,11 +170,9 @@ def test_buffers_are_written_in_place(
             slots.settle()
         for _ in range(2):
             slots.begin_step()
-            assert not slots.are_started
             layer.update_and_fetch(keys + busy, values + busy)
             out = layer.attend(asked, 0.1, None, None)
             slots.end_step()
-            assert slots.are_started is starts
             if not starts:
                 mx.eval(out, slots.arrays)
         mx.eval(slots.arrays)

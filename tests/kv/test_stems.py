@@ -469,10 +469,11 @@ def test_groups_read_what_they_have_in_common_once() -> None:
     order = [root, branches[0], branches[0], branches[1], twig, twig, branches[2], None, None]
     for slot, one in enumerate(order):
         depth = one.num_tokens if one else 0
-        layouts.admit(Demand(depth + 10 + 100 * (slot % 2), 5, depth), slot, one)
+        layouts.admit(Demand(depth + 60 + 50 * (slot % 2), 5, depth), slot, one)
     assert readings(layouts) == dict.fromkeys([root, *branches, twig], 1)
     layouts.release(3)  # between others of the root's
-    layouts.admit(Demand(10, 5), 3)
+    assert readings(layouts) == dict.fromkeys([root, *branches[::2], branches[1], twig], 1)
+    layouts.admit(Demand(0, 5), 3)  # without any token yet, but there
     assert readings(layouts) == {root: 2, branches[0]: 1, branches[1]: 1, twig: 1, branches[2]: 1}
 
 

@@ -371,6 +371,26 @@ def test_what_stems_stand_on_counts_once_in_the_memory() -> None:
     assert plan.layouts.bytes_of_new(Costs(2, beside_stem=3), new) == 5 * 256
 
 
+def test_a_new_stem_needs_room_beside_buffers_that_are_larger_than_needed() -> None:
+    """Long rows have left; what they had stands there still, and the stem comes on top."""
+    costs = Costs(1)
+    plan = sharing()
+    for slot, length in enumerate((4000, 4000, 4000, 10)):
+        plan.layouts.admit(Demand(length, 10), slot)
+    for slot in range(3):
+        plan.layouts.release(slot)
+    demands = [Demand(4 * 256 + 10, 10, 4 * 256)]
+    held = plan.layouts.bytes_held(costs)
+    assert plan.layouts.bytes_needed(costs, demands) < held
+    room = held + 4 * 256 + Budget(512, 0, costs).prefill_bytes(demands)
+    assert Budget(512, room, costs).holds(plan.layouts, demands)
+    assert not Budget(512, room - 1, costs).holds(plan.layouts, demands)
+    behind(plan, "abcd")
+    keys = [b"a", b"ab", b"abc", b"abcd"]
+    room += plan.layouts.bytes_held(costs) - held - 4 * 256
+    assert Budget(512, room, costs).holds(plan.layouts, demands, None, keys)
+
+
 def test_a_groups_stem_counts_while_its_prompts_are_computed() -> None:
     """Nobody has it yet, but it stands there: decoding rows must not grow into its place."""
     plan = sharing()

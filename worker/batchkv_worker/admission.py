@@ -74,7 +74,8 @@ class Budget:
         moved.
         """
         needed = layouts.bytes_needed(self.costs, demands, ahead, stem_keys)
-        needed = max(needed, layouts.bytes_held(self.costs))
+        held = layouts.bytes_held(self.costs) + layouts.stem_bytes(self.costs, demands, stem_keys)
+        needed = max(needed, held)
         return needed + self.prefill_bytes(demands) <= self.memory_bytes
 
     def prefill_bytes(self, demands: Items[Demand]) -> int:

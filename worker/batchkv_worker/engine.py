@@ -4,8 +4,8 @@ One thread owns it and all of MLX. A step (a) computes prompt chunks while slots
 builds the next decode step's graph while the last one still runs, (c) waits for the last one, then
 starts the next and only now looks at the tokens that came back. Building, which is most of
 Python's work, therefore overlaps with the device; and because a step starts when the one before it
-has ended, nothing else refers to the slot buffers then, so MLX writes into them in place. Starting
-it earlier would have MLX copy every buffer at every step.
+has ended, nothing else refers to the slot buffers then, so MLX writes into them in place; earlier,
+it would copy every buffer. On a CPU, (b) starts each layer as it is built (``kv.pace``).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Engine:
         self._shortage = Shortage(self._prefill, self._slot_rows, self.prefixes, link)
         self._is_in_prefill = False
         self._in_flight: Step | None = None
-        self._upcoming: Step | None = None  # built, and not started
+        self._upcoming: Step | None = None  # built, and not started as a whole
         self._events: list[Event] = []
 
     # -- what the thread that owns the engine calls
@@ -167,7 +167,7 @@ class Engine:
         self._slot_rows.make_room(self._land)
         upcoming = self._build_step() if self._rows else None
         landed = self._in_flight
-        if landed is not None and not (upcoming and self._slots.are_started):
+        if landed is not None:
             mx.eval(landed.sampled.arrays)
         if upcoming is not None:
             mx.async_eval(upcoming.sampled.arrays, self._slots.arrays)

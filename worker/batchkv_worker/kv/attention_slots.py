@@ -25,7 +25,8 @@ class AttentionSlots(OrderedByUs, SlotLayer):
 
     MLX writes in place only into what nothing waits for; else it copies the buffer. Where layers
     start their part of a step themselves (``pace``), each waits for what still touches its own
-    buffers, so that the device is never without work in the meantime.
+    buffers, so that the device is never without work in the meantime. A model whose
+    later layers read what was handed out, without asking here, may cost a copy of the buffer.
     """
 
     def __init__(
@@ -39,8 +40,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         self._keys: list[mx.array] = []
         self._values: list[mx.array] = []
         self._starts = starts_layers()
-        self._is_started = False
-        self._started: list[mx.array] = []  # once computed, nothing touches the buffers
+        self._started: list[mx.array] = []  # once they are there, nothing touches the buffers
         self._handed: tuple[mx.array, mx.array] | None = None
         self._span: Span | None = None
         self._offsets = mx.array([], mx.int32)
@@ -50,7 +50,6 @@ class AttentionSlots(OrderedByUs, SlotLayer):
     def begin(self, frame: Frame) -> None:
         self._span = frame.spans[self._window]
         self._offsets = frame.offsets
-        self._is_started = False
 
     def end(self) -> None:
         self._handed = self._span = None
@@ -65,10 +64,6 @@ class AttentionSlots(OrderedByUs, SlotLayer):
             mx.async_eval(self.arrays)
             self._started = self.arrays
         return self._starts
-
-    @property
-    def is_started(self) -> bool:
-        return self._is_started
 
     def admit(self, slot: int, write: int, pieces: Pieces | None) -> None:
         # The whole line is written: what a former row left is masked, but a weight of 0 times a
@@ -218,8 +213,9 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         out = found[0] if len(found) == 1 else mx.concatenate(found, axis=0)
         if self._starts:
             mx.async_eval(out, self.arrays)
-            self._started.append(out)  # layers without keys of their own attend here, too
-            self._is_started = True
+            # All that is started together ends together. Layers without keys of their own attend
+            # here, too, later.
+            self._started += [out] if self._started else self.arrays
         return out
 
     def _sum_up(self, common: Common, queries: mx.array, scale: float) -> Summary:

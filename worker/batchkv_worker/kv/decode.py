@@ -134,11 +134,6 @@ class DecodeSlots:
         """After rows were filled in: MLX writes in place only into what nothing waits for."""
         mx.eval([layer.arrays for layer in self.layers if not layer.settle()])
 
-    @property
-    def are_started(self) -> bool:
-        """Whether all layers have started their part of the step that was built last."""
-        return all(layer.is_started for layer in self.layers)
-
     def snapshot(self, slot: int) -> list[Pieces]:
         """A copy of a row in every layer: what ``admit`` takes, with the same stem."""
         return [

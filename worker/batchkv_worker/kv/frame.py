@@ -89,6 +89,17 @@ def stems_in_common(runs: Sequence[Run]) -> list[Common]:
     return found
 
 
+def _joint(runs: Sequence[Run], place: int) -> Stem | None:
+    """The last stem that the runs before and after one have in common."""
+    chains = [
+        run[2].chain if run[2] else [] for run in (*runs[:place][-1:], *runs[place + 1 :][:1])
+    ]
+    if len(chains) < 2:
+        return None
+    same = [one for one, other in zip(*chains, strict=False) if one is other]
+    return same[-1] if same else None
+
+
 class Span:
     """Columns of the step at hand in the layers that share a layout.
 
@@ -111,6 +122,7 @@ class Span:
         self.low = layout.lowest // step * step
         self.high = min(layout.capacity, round_up(self.write + 1, step))
         self._starts = [layout.start(slot) for slot in range(rows)]
+        self._used = layout.slots
         self._cuts = cuts
         self._shapes = shapes
         self._stems = stems or {}
@@ -144,11 +156,19 @@ class Span:
 
     @cached_property
     def _runs(self) -> list[Run]:
-        found = []
+        found: list[Run] = []
         for first, last in pairwise([0, *self._cuts, self.num_rows]):
             stems = (self._stems[slot] for slot in range(first, last) if slot in self._stems)
             found.append((first, last, next(stems, None)))
-        return found
+        # Free rows between two branches must not keep what these have in common apart.
+        return [
+            (
+                first,
+                last,
+                _joint(found, place) if self._used.isdisjoint(range(first, last)) else stem,
+            )
+            for place, (first, last, stem) in enumerate(found)
+        ]
 
     @cached_property
     def exact_groups(self) -> list[Group]:

@@ -127,15 +127,6 @@ class SlotLayer(ABC):
         """Rows were filled in: whether the layer has started that, and will wait for it itself."""
         return False
 
-    @property
-    def is_started(self) -> bool:
-        """Whether the layer has started its part of the step that was built last.
-
-        It has then waited for the step before, as far as that touches its buffers. One that never
-        writes in place need not.
-        """
-        return True
-
     def stem(self, pieces: Pieces) -> tuple[Both, Both]:
         """A stem's parts as prefill and as decode read them; only of layers with every token."""
         raise ValueError("this kind of layer has no stem")

@@ -116,11 +116,15 @@ class SlotLayouts:
         ``stem_keys`` are the blocks of those: what is held already does not count. ``ahead`` is how
         many tokens are reckoned with for each row at most; None: all that may still come.
         """
-        shared = max((demand.shared for demand in extra), default=0)
-        shared -= min(shared, self.tokens_held(stem_keys))
         needed = self.main.cells_needed([demand.own for demand in extra], ahead) * costs.per_token
         needed += self._copied(costs, extra, ahead)
-        return needed + shared * (costs.per_token + costs.beside_stem) + self._beside(costs, extra)
+        return needed + self.stem_bytes(costs, extra, stem_keys) + self._beside(costs, extra)
+
+    def stem_bytes(self, costs: Costs, extra: list[Demand], stem_keys: Iterable[bytes] = ()) -> int:
+        """Bytes of what ``extra`` rows share and no stem holds yet, as in ``bytes_needed``."""
+        shared = max((demand.shared for demand in extra), default=0)
+        shared -= min(shared, self.tokens_held(stem_keys))
+        return shared * (costs.per_token + costs.beside_stem)
 
     def _copied(self, costs: Costs, extra: list[Demand], ahead: int | None) -> int:
         """Bytes of the largest layer as it will be: it stands twice while it is rebuilt."""

@@ -1,4 +1,4 @@
-"""How much neighbouring rows differ in length: what a row adds to it by standing somewhere."""
+"""How much neighbouring rows differ, in stems and length: what a row adds by standing somewhere."""
 
 from __future__ import annotations
 
