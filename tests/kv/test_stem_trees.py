@@ -181,6 +181,24 @@ def test_rows_of_a_tree_leave_and_come_back() -> None:
         assert crowd.ended[name].token_ids[: len(start)] == start, name
 
 
+def test_a_row_that_comes_back_grows_no_stem() -> None:
+    """It has its tokens as it left, whatever others wait for by now."""
+    crowd = grown("llama", "float", slots=24)
+    prefix = random_prompt(1, 2 * BLOCK)
+    crowd.add("before", [*prefix, 1, 2], count=1)
+    crowd.drain()
+    for number in range(6):
+        crowd.add(str(number), prefix + random_prompt(2 + number, 9), count=3)
+    row = next(iter(crowd.engine._scheduler.waiting))
+    grow = crowd.engine._slot_rows._leaders_stem
+    found = grow(row, 0, None)
+    assert found is not None and found.num_tokens == 2 * BLOCK
+    row.parked = b"row"
+    assert grow(row, 0, None) is None
+    row.parked = b""
+    crowd.drain()
+
+
 def test_what_a_group_was_computed_behind_is_grown_on() -> None:
     """A stem that no slot holds yet: its leader and its followers stand on one and the same."""
     crowd = grown("llama", "float", slots=24, chunk_tokens=2048)

@@ -259,6 +259,8 @@ def test_what_is_held_is_grown_on() -> None:
     for number in range(2):
         plan.add(keyed(str(number), "abcdefg"))
     assert plan.stem_cuts(lonely, 10**6) == (1, 3, 7)
+    computed = Stem(b"abcd", 4 * 256, {}, {}, leaf)  # that no row in a slot has yet
+    assert plan.stem_cuts(lonely, 10**6, computed) == (1, 3, 4, 7)
     behind(plan, "abcdefg", 1, 3)
     assert len(plan.layouts.all_stems) == 3
 
