@@ -472,7 +472,7 @@ def test_groups_read_what_they_have_in_common_once() -> None:
         layouts.admit(Demand(depth + 60 + 50 * (slot % 2), 5, depth), slot, one)
     assert readings(layouts) == dict.fromkeys([root, *branches, twig], 1)
     layouts.release(3)  # between others of the root's
-    assert readings(layouts) == dict.fromkeys([root, *branches[::2], branches[1], twig], 1)
+    assert readings(layouts) == dict.fromkeys([root, *branches, twig], 1)
     layouts.admit(Demand(0, 5), 3)  # without any token yet, but there
     assert readings(layouts) == {root: 2, branches[0]: 1, branches[1]: 1, twig: 1, branches[2]: 1}
 
@@ -502,7 +502,7 @@ def test_a_stem_is_read_once_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_branches_of_a_stem_are_neighbours() -> None:
-    """Rows of a tree that come and go in any order: each of two roots is read twice at most."""
+    """Rows of a tree that come and go in any order: each of two roots is read twice, on average."""
     more = []
     for seed in range(8):
         rng = random.Random(seed)

@@ -115,7 +115,7 @@ class SlotRows:
         if row.parked or num_tokens <= (stem.num_tokens if stem else 0):
             return stem
         new = num_tokens - layouts.tokens_held(keys, stem)
-        wanted = new * (budget.costs.per_token + budget.costs.beside_stem)
+        wanted = new * budget.costs.per_stem_token
         if wanted + held + layouts.bytes_held(budget.costs) > budget.memory_bytes:
             return stem
         return self._stems.of(keys, cuts, stem) or stem

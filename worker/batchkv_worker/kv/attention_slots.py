@@ -25,8 +25,8 @@ class AttentionSlots(OrderedByUs, SlotLayer):
 
     MLX writes in place only into what nothing waits for; else it copies the buffer. Where layers
     start their part of a step themselves (``pace``), each waits for what still touches its own
-    buffers, so that the device is never without work in the meantime. A model whose
-    later layers read what was handed out, without asking here, may cost a copy of the buffer.
+    buffers, so that the device is never without work in the meantime. A model whose later
+    layers read what was handed out, without asking here, may cost a copy of the buffer.
     """
 
     def __init__(

@@ -38,6 +38,11 @@ class Costs:
     largest: int = 0
 
     @property
+    def per_stem_token(self) -> int:
+        """Bytes that a token takes in a stem."""
+        return self.per_token + self.beside_stem
+
+    @property
     def per_new_token(self) -> int:
         """Bytes that a token takes while it is in every window."""
         return self.per_token + sum(self.per_window.values())
@@ -102,7 +107,7 @@ class SlotLayouts:
         """Bytes of those of a chain of stems that no row has yet, and that are not ``behind``."""
         held = self.stems_with(behind)
         new = sum(one.num_own for one in (stem.chain if stem else ()) if one.key not in held)
-        return new * (costs.per_token + costs.beside_stem)
+        return new * costs.per_stem_token
 
     def bytes_needed(
         self,
@@ -124,7 +129,7 @@ class SlotLayouts:
         """Bytes of what ``extra`` rows share and no stem holds yet, as in ``bytes_needed``."""
         shared = max((demand.shared for demand in extra), default=0)
         shared -= min(shared, self.tokens_held(stem_keys))
-        return shared * (costs.per_token + costs.beside_stem)
+        return shared * costs.per_stem_token
 
     def _copied(self, costs: Costs, extra: list[Demand], ahead: int | None) -> int:
         """Bytes of the largest layer as it will be: it stands twice while it is rebuilt."""
@@ -136,7 +141,7 @@ class SlotLayouts:
         ``count`` None: of all rows; else as if only so many were left.
         """
         in_stems = sum(stem.num_own for stem in self.all_stems.values())
-        needed = in_stems * (costs.per_token + costs.beside_stem)
+        needed = in_stems * costs.per_stem_token
         # States stand in every row up to the highest slot, whether anybody is in it or not.
         rows = self.main.rows_for(self.num_active + len(extra))
         rows = max(self.main.num_rows, rows) if count is None else count

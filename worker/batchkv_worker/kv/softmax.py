@@ -32,17 +32,18 @@ def weigh(
     values is still to be divided by, ``[..., 1]``, or None.
     """
     if powers:
-        return _weigh_by_powers(parts, sinks)
+        weights, total, _ = _weigh_by_powers(parts, sinks)
+        return weights, total
     joined = list(parts)
     if sinks is not None:
         lines = (*parts[0].shape[:-1], 1)
         joined.append(mx.broadcast_to(sinks.astype(parts[0].dtype), lines))
     if len(joined) == 1:
         return [mx.softmax(joined[0], axis=-1, precise=True)], None
-    weights = mx.softmax(mx.concatenate(joined, axis=-1), axis=-1, precise=True)
+    whole = mx.softmax(mx.concatenate(joined, axis=-1), axis=-1, precise=True)
     found, low = [], 0
     for part in parts:
-        found.append(weights[..., low : low + part.shape[-1]])
+        found.append(whole[..., low : low + part.shape[-1]])
         low += part.shape[-1]
     return found, None
 
@@ -59,15 +60,14 @@ def weigh_alone(scores: mx.array, *, powers: bool) -> tuple[mx.array, mx.array |
         scores, dtype = scores.astype(mx.float32), scores.dtype
         weights = mx.softmax(scores, axis=-1).astype(dtype)
         return weights, None, mx.logsumexp(scores, axis=-1, keepdims=True)
-    top = scores.max(axis=-1, keepdims=True)
-    weights = exp2(mx.maximum(scores - top, _LEAST))
-    total = weights.sum(axis=-1, keepdims=True)
+    (weights,), total, top = _weigh_by_powers([scores], None)
     return weights, total, top + mx.log2(total)
 
 
 def _weigh_by_powers(
     parts: Sequence[mx.array], sinks: mx.array | None
-) -> tuple[list[mx.array], mx.array]:
+) -> tuple[list[mx.array], mx.array, mx.array]:
+    """Weights, their sum, and the highest score, which has the weight 1."""
     tops = [part.max(axis=-1, keepdims=True) for part in parts]
     if sinks is not None:
         sinks = sinks.astype(parts[0].dtype) * LOG2_E
@@ -81,4 +81,4 @@ def _weigh_by_powers(
         total = total + other.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total = total + exp2(mx.maximum(sinks - top, _LEAST))
-    return weights, total
+    return weights, total, top
