@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from batchkv_worker.kv import stem
+from batchkv_worker.kv import stem_chunk
 from batchkv_worker.kv.attention import Path
 from batchkv_worker.shared_parts import StemCosts
 from kv.crowd import Crowd, random_prompt
@@ -85,7 +85,7 @@ def test_rows_of_a_tree(
 ) -> None:
     """The tokens that rows have without stems; chunks computed as on a CPU, and as on a GPU."""
     if copies:
-        monkeypatch.setattr(stem, "copies_stems", lambda: True)
+        monkeypatch.setattr(stem_chunk, "copies_stems", lambda: True)
     crowd = grown(family, scheme, path=path)
     expected = unshared_first(crowd, run)
     assert run(crowd) >= ALL

@@ -16,7 +16,7 @@ import pytest
 from mlx_lm.models.base import create_causal_mask
 
 from batchkv_worker.events import Completed
-from batchkv_worker.kv import attention, stem
+from batchkv_worker.kv import attention, stem, stem_chunk
 from batchkv_worker.kv.attention import Path
 from batchkv_worker.kv.attention_kind import AttentionKind
 from batchkv_worker.kv.decode import DecodeSlots, costs_of
@@ -152,7 +152,7 @@ def test_a_chunk_on_copies_of_its_stem(
     name: str, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a GPU computes of a chunk is what a CPU computes: causal, in as many rows at once."""
-    monkeypatch.setattr(stem, "MAX_DENSE", few)
+    monkeypatch.setattr(stem_chunk, "MAX_DENSE", few)
     kind = attention_kind(name)
     for rows, tokens, columns, own_columns in ((3, 7, 40, 7), (2, 5, 9, 30), (4, 1, 33, 12)):
         mx.random.seed(rows)
@@ -168,10 +168,10 @@ def test_a_chunk_on_copies_of_its_stem(
         for sinks in (None, normal(QUERY_HEADS)):
             got = []
             for copies in (True, False):
-                monkeypatch.setattr(stem, "copies_stems", lambda copies=copies: copies)
+                monkeypatch.setattr(stem_chunk, "copies_stems", lambda copies=copies: copies)
                 for shared in chains(first):
                     what = (kind.scheme, mx.float32, queries, shared, own, SCALE, mask, sinks)
-                    got.append(stem.attend_chunk(*what))
+                    got.append(stem_chunk.attend_chunk(*what))
             for one in got:
                 assert one.shape == (rows, QUERY_HEADS, tokens, VALUE_SIZE)
                 apart = mx.abs(one - got[-1]).max().item()
@@ -732,7 +732,7 @@ def test_chunks_on_copies_of_their_stems(
     family: str, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole engines that compute prompts as a GPU does: the same tokens."""
-    monkeypatch.setattr(stem, "copies_stems", lambda: True)
+    monkeypatch.setattr(stem_chunk, "copies_stems", lambda: True)
     crowd = engine_of(family, scheme)
     expected = unshared_first(crowd)
     assert {BLOCK, 2 * BLOCK} <= herded(crowd) and len(crowd.ended) == len(prompts())

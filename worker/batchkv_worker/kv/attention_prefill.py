@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
-from batchkv_worker.kv import attention, stem, triangles
+from batchkv_worker.kv import attention, stem_chunk, triangles
 from batchkv_worker.kv.layer import Both, Chunk, Pieces, PrefillLayer
 from batchkv_worker.kv.layouts import Window
 from batchkv_worker.kv.model_face import OrderedByUs
@@ -155,7 +155,7 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         if not self._shared:
             out = attention.attend("fused", *how, keys, values, scale, mask, sinks)
         else:
-            out = stem.attend_chunk(*how, self._shared, (keys, values), scale, mask, sinks)
+            out = stem_chunk.attend_chunk(*how, self._shared, (keys, values), scale, mask, sinks)
         if self.pace is not None:
             self.pace.follow(out)
         return out

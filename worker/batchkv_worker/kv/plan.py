@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from batchkv_worker.errors import ModelError, SettingsError
-from batchkv_worker.kv import angles, attention, gate, narrow, probe, stem_cost
+from batchkv_worker.kv import angles, attention, gate, narrow, probe, siblings, stem_cost
 from batchkv_worker.kv.attention_kind import AttentionKind
 from batchkv_worker.kv.decode import costs_of
 from batchkv_worker.kv.discover import AttentionShape, CacheTree, Leaf
@@ -86,9 +86,7 @@ def make_plan(
     indexes = [leaf.is_index for leaf in tree.leaves if isinstance(leaf, AttentionShape)]
     fitted = tuple(b if c else a for a, b, c in zip(fitted, exact, indexes, strict=True))
     is_hooked = attention.install_hook(model)
-    gate.install(model, dtype)
-    angles.install(model, dtype)
-    narrow.install(model, dtype, slots)
+    _install_faster_parts(model, dtype, slots)
     num_rows = min(_PROBE_ROWS, slots)
     if tree.shapes and not is_hooked:
         log.warning("model %s computes attention itself: it decodes on dense keys and values", name)
@@ -110,6 +108,7 @@ def make_plan(
         group_cost=min(costs, default=Shapes().group_cost) if group_cost is None else group_cost,
         mask_rank=traits.mask_rank,
     )
+    _choose_kernel(model, tree, kinds, dtype, num_rows)
     shares = can_share(model, tree, kinds, traits)
     least = stem_cost.UNMEASURED if stem_cells is None else stem_cells
     if shares and stem_cells is None and path is None:
@@ -117,15 +116,38 @@ def make_plan(
     return KvPlan(tree, kinds, traits, shapes, costs_of(kinds), shares, least)
 
 
+def _install_faster_parts(model: Any, dtype: mx.Dtype, slots: int) -> None:
+    """Replace what this device computes faster otherwise."""
+    gate.install(model, dtype)
+    angles.install(model, dtype)
+    siblings.forget(model)  # else their layers would not be taken for linear ones
+    narrow.install(model, dtype, slots)
+    siblings.install(model, slots)
+
+
 def _stem_cost(
     model: Any, tree: CacheTree, kinds: Iterable[LayerKind], dtype: mx.Dtype, num_rows: int
 ) -> int:
     """What a stem must save, by a layer that would keep one."""
-    attended = (kind for kind in kinds if isinstance(kind, AttentionKind) and kind.window is None)
-    kind = next(attended)
+    kind = next(_attended(kinds))
     assert kind.path is not None  # else its rows could not share
     heads = _query_heads(model, tree, kind.scheme)
     return stem_cost.measure(kind.scheme, heads, dtype, kind.path, num_rows=num_rows)
+
+
+def _choose_kernel(
+    model: Any, tree: CacheTree, kinds: Iterable[LayerKind], dtype: mx.Dtype, num_rows: int
+) -> None:
+    """Decide how layers that may keep a stem weigh what it holds."""
+    for scheme, path in {kind.scheme: kind.path for kind in _attended(kinds)}.items():
+        if path is not None:
+            heads = _query_heads(model, tree, scheme)
+            stem_cost.choose_kernel(scheme, heads, dtype, path, num_rows=num_rows)
+
+
+def _attended(kinds: Iterable[LayerKind]) -> Iterator[AttentionKind]:
+    """Those that keep keys and values of every token."""
+    return (kind for kind in kinds if isinstance(kind, AttentionKind) and kind.window is None)
 
 
 def _query_heads(model: Any, tree: CacheTree, layer: LayerScheme) -> int:

@@ -21,16 +21,14 @@ from itertools import count
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.base import create_causal_mask
 
-from batchkv_worker.kv import softmax
+from batchkv_worker.kv import softmax, stem_kernel
 from batchkv_worker.kv.attention import Path, scores_of, weighted
 from batchkv_worker.kv.layer import Both
 from batchkv_worker.kv.powers import powers_are_faster
 from batchkv_worker.kv.schemes import LayerScheme
 
 MAX_SCORES = 2**24  # numbers that may stand at once: 64 MiB in float32
-MAX_DENSE = 2**25  # numbers of keys and values side by side: 64 MiB in half precision
 _ranks = count(1)
 
 
@@ -155,6 +153,8 @@ def attend(
     together = _by_head(turned)
     far = [scores_of(False, scheme, dtype, together, keys) for keys, _ in shared]
     packed = path is not None and path.endswith("packed")
+    if num_tokens == 1 and not packed and _has_kernel(scheme, lines, queries.dtype):
+        return _by_kernel(scheme, dtype, turned, far, shared, own, mask, sinks, before)
     near = scores_of(packed, scheme, dtype, turned, own[0])
     if mask is not None:
         split = near.reshape(rows, heads, num_tokens, near.shape[-1])
@@ -173,71 +173,35 @@ def attend(
     return scheme.values.unrotate(out.reshape(rows, heads, num_tokens, scheme.shape.value_size))
 
 
-def copies_stems() -> bool:
-    """Whether chunks of prompts are attended on copies of their stem: where a fused kernel is."""
-    return bool(mx.default_device() == mx.Device(mx.gpu))
+def _has_kernel(scheme: LayerScheme, lines: int, dtype: mx.Dtype) -> bool:
+    shape = scheme.shape
+    layer = stem_kernel.Layer(lines, shape.key_size, shape.value_size, dtype)
+    return stem_kernel.is_chosen(layer)
 
 
-def attend_chunk(
+def _by_kernel(
     scheme: LayerScheme,
     dtype: mx.Dtype,
     queries: mx.array,
+    far: list[mx.array],
     shared: Sequence[Both],
     own: Both,
-    scale: float,
-    mask: Any,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """``attend`` for a chunk of prompts; a ``mask`` of a word is causal.
-
-    A GPU is faster with its fused kernel on a copy of the stems for each of a few rows, made for
-    one layer and dropped, than with scores that stand in memory. A CPU has no such kernel.
-    """
-    if copies_stems() and (isinstance(mask, str) or mask is None):
-        return _attend_dense(scheme, dtype, queries, shared, own, scale, mask, sinks)
-    if isinstance(mask, str):
-        num_tokens, columns = queries.shape[2], own[0][0].shape[-2]
-        mask = create_causal_mask(num_tokens, columns - num_tokens)
-    return attend(None, scheme, dtype, queries, shared, own, scale, mask, sinks)
-
-
-def _attend_dense(
-    scheme: LayerScheme,
-    dtype: mx.Dtype,
-    queries: mx.array,
-    shared: Sequence[Both],
-    own: Both,
-    scale: float,
-    mask: str | None,
+    mask: mx.array | None,
     sinks: mx.array | None,
+    before: Sequence[Summary],
 ) -> mx.array:
-    """The fused kernel over the stems and what comes after them, of a few rows at once."""
-    turned = scheme.keys.rotate(queries)
-    both = [
-        (
-            [tensor.unpack_stored(one[side], dtype) for one in shared],
-            tensor.unpack_stored(own[side], dtype),
-        )
-        for side, tensor in enumerate((scheme.keys, scheme.values))
-    ]
-    of_row = sum(part[0].size for far, near in both for part in (*far, near))
-    few = max(1, MAX_DENSE // of_row)
-    found = []
-    for low in range(0, queries.shape[0], few):
-        keys, values = (_behind(far, near[low : low + few]) for far, near in both)
-        some = turned[low : low + few]
-        found.append(
-            mx.fast.scaled_dot_product_attention(
-                some, keys, values, scale=scale, mask=mask, sinks=sinks
-            )
-        )
-    return scheme.values.unrotate(mx.concatenate(found, axis=0))
-
-
-def _behind(shared: list[mx.array], own: mx.array) -> mx.array:
-    """What each row has of its own after what all have, ``[rows, heads, tokens, size]``."""
-    lines = [mx.broadcast_to(part, (own.shape[0], *part.shape[1:])) for part in shared]
-    return mx.concatenate([*lines, own], axis=2)
+    """The rest of ``attend`` where one kernel weighs; ``queries`` are by KV head, and scaled."""
+    rows, kv_heads, lines, _ = queries.shape
+    keys, values = (
+        tensor.unpack_stored(parts, dtype)
+        for tensor, parts in ((scheme.keys, own[0]), (scheme.values, own[1]))
+    )
+    summaries = [(one.score, one.value) for one in before]
+    out, weights = stem_kernel.weigh(queries, far, summaries, keys, values, mask, sinks)
+    for of_stem, (_, stored) in zip(weights, shared, strict=True):
+        out = mx.addmm(out, of_stem, scheme.values.unpack_stored(stored, dtype))
+    out = out.reshape(kv_heads, rows, lines, -1).swapaxes(0, 1)
+    return scheme.values.unrotate(out.reshape(rows, kv_heads * lines, 1, -1))
 
 
 def _weigh(

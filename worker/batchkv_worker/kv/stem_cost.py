@@ -8,10 +8,11 @@ and for a long prefix; between them lies the number of cells that must be saved.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.kv import stem
+from batchkv_worker.kv import stem, stem_kernel
 from batchkv_worker.kv.attention import Path, attend, in_slots
 from batchkv_worker.kv.schemes import LayerScheme, Parts
 from batchkv_worker.kv.timing import least_time
@@ -23,6 +24,11 @@ UNMEASURED = 768  # cells: a block of 256 tokens that four rows share
 LEAST, MOST = 256, 16_384
 SHORT, LONG = 64, 1024  # tokens of the prefixes that are timed
 OWN = 64  # tokens that each row has beside them
+SCALE = 0.125  # not 1: what models do
+
+_MARGIN = 1.1  # by which the kernel has to be faster
+_TIMES = 8  # of it that are timed together
+_CLOSE = 0.02  # of the largest number: rounding in half precision stays below
 
 
 def measure(
@@ -41,6 +47,21 @@ def measure(
     cost = crossover((rows - 1) * SHORT, short, (rows - 1) * LONG, long)
     log.info("a prefix is held once where that saves %d cells or more", cost)
     return cost
+
+
+def choose_kernel(
+    scheme: LayerScheme, num_query_heads: int, dtype: mx.Dtype, path: Path, *, num_rows: int
+) -> bool:
+    """Whether layers like that weigh with the kernel from now on: if it is right, and faster."""
+    shape = scheme.shape
+    lines = num_query_heads // shape.num_heads
+    layer = stem_kernel.Layer(lines, shape.key_size, shape.value_size, dtype)
+    is_used = False
+    if stem_kernel.fits(layer) and not path.endswith("packed"):
+        sample = _Sample(scheme, num_query_heads, dtype, path, max(2, num_rows))
+        is_used = sample.gains_by_kernel(layer)
+    stem_kernel.choose(layer, is_used=is_used)
+    return is_used
 
 
 def crossover(few: int, gain_of_few: float, many: int, gain_of_many: float) -> int:
@@ -71,10 +92,36 @@ class _Sample:
         whole, rest = (mx.arange(count) >= self._first for count in (tokens + OWN, OWN))
         mx.eval(self._queries, lines, shared, own, whole, rest)
         how = (self._path, self._scheme, self._dtype, self._queries)
-        scale = 0.125  # not 1: what models do
-        apart = least_time(lambda: attend(*how, *lines, scale, whole))
-        together = least_time(lambda: stem.attend(*how, [shared], own, scale, rest))
+        apart = least_time(lambda: attend(*how, *lines, SCALE, whole))
+        together = least_time(lambda: self._attend([shared], own, SCALE, rest))
         return None if apart is None or together is None else apart - together
+
+    def gains_by_kernel(self, layer: stem_kernel.Layer) -> bool:
+        """Whether the kernel gives what MLX's own do, and in less time."""
+        shared, other, own = self._line(1, LONG), self._line(1, SHORT), self._line(self._rows, OWN)
+        how = (self._scheme, self._dtype)
+        # As a group has it: some of the rows that have a stem in common.
+        twice = mx.concatenate([self._queries, self._queries])
+        summary = stem.sum_up(*how, twice, other, SCALE).of(slice(1, self._rows + 1))
+        sinks = mx.random.normal((self._queries.shape[1],)).astype(self._dtype)
+        mask = mx.arange(OWN) >= self._first
+        rest = ([shared], own, SCALE, mask, sinks, [summary])
+        answers, times = [], []
+        for is_used in (False, True):
+            stem_kernel.choose(layer, is_used=is_used)
+            spent = least_time(lambda: self._attend(*rest), times=_TIMES)
+            if spent is None:
+                return False
+            times.append(spent)
+            answers.append(self._attend(*rest).astype(mx.float32))
+        plain, found = answers
+        if not (mx.abs(plain - found).max() <= _CLOSE * mx.abs(plain).max()).item():
+            log.warning("the kernel for stems answers otherwise than MLX's own: it is not used")
+            return False
+        return times[0] > times[1] * _MARGIN
+
+    def _attend(self, *rest: Any) -> mx.array:
+        return stem.attend(self._path, self._scheme, self._dtype, self._queries, *rest)
 
     def _line(self, rows: int, tokens: int) -> tuple[Parts, Parts]:
         shape = self._scheme.shape
