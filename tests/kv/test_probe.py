@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from batchkv_worker.kv import probe
+from batchkv_worker.kv import attention, probe
 from kv.reference import HEADS, attention_kind
 
 SCHEME = attention_kind("affine8").scheme
@@ -62,3 +63,21 @@ def test_a_path_that_is_refused_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
     refused += ["folded", "packed"]
     with pytest.raises(RuntimeError, match="no attention path"):
         choose()
+
+
+@pytest.mark.parametrize(
+    ("args", "heads"),
+    [
+        (SimpleNamespace(num_attention_heads=8), 8),
+        (SimpleNamespace(num_attention_heads=[4, 8]), 4),
+        (SimpleNamespace(text_config={"num_attention_heads": 6}), 6),
+        (SimpleNamespace(text_config=SimpleNamespace(num_attention_heads=6)), 6),
+        (SimpleNamespace(num_attention_heads=7), 2),  # no multiple of the layer's own
+        (SimpleNamespace(text_config={}), 2),
+        (None, 2),
+    ],
+)
+def test_query_heads_stand_in_the_arguments_of_a_model_or_of_its_text_part(
+    args: Any, heads: int
+) -> None:
+    assert attention.num_query_heads(SimpleNamespace(args=args), 2) == heads

@@ -12,8 +12,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from batchkv_worker import blas
-from batchkv_worker.kv import joint, narrow, siblings
+from batchkv_worker.kv import joint, siblings
 from batchkv_worker.store.identity import weights_digest
 from kv.crowd import Crowd, model_of, random_prompt
 
@@ -66,14 +65,8 @@ FAMILIES = [("q", "k", "v"), ("gate", "up"), ("packed_gate", "packed_up")]
 @pytest.fixture
 def faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """One product wins every comparison, on every machine."""
+    monkeypatch.setattr(joint, "is_start_dear", lambda: True)
     monkeypatch.setattr(joint, "is_faster", lambda *shape: True)
-
-
-@pytest.fixture
-def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So do weights in blocks."""
-    monkeypatch.setattr(narrow, "_is_faster", lambda *shape: True)
-    monkeypatch.setattr(blas, "is_openblas", lambda: True)
 
 
 @pytest.fixture
@@ -99,18 +92,13 @@ def test_only_layers_of_one_input_and_one_kind_are_a_family(faster: None) -> Non
     assert {type(toy[name]) for name in alone} == {nn.Linear, nn.QuantizedLinear}
 
 
-@pytest.mark.parametrize("is_narrow", [True, False])
-def test_answers_and_parameters_stay_what_they_were(
-    is_narrow: bool, faster: None, blocks: None
-) -> None:
+def test_answers_and_parameters_stay_what_they_were(faster: None) -> None:
     toy = Toy()
     few, many = mx.random.normal((ROWS, 1, SIZE)), mx.random.normal((1, ROWS + 1, SIZE))
     before = toy.parts(few), toy.parts(many)
     names = [name for name, _ in tree_flatten(toy.parameters())]
     digest = weights_digest(toy)
 
-    if is_narrow:
-        narrow.install(toy, mx.float32, ROWS)
     assert siblings.install(toy, ROWS) == len(FAMILIES)
 
     for x, expected in zip((few, many), before, strict=True):
@@ -119,15 +107,11 @@ def test_answers_and_parameters_stay_what_they_were(
             assert mx.allclose(part, expected[name], atol=1e-5).item(), name
     assert [name for name, _ in tree_flatten(toy.parameters())] == names
     assert weights_digest(toy) == digest
-    assert "_blocks" not in toy.q
 
 
-@pytest.mark.parametrize("is_narrow", [True, False])
-def test_one_product_serves_few_rows_alone(is_narrow: bool, faster: None, blocks: None) -> None:
+def test_one_product_serves_few_rows_alone(faster: None) -> None:
     """Which of both serves shows when one is spoilt."""
     toy = Toy()
-    if is_narrow:
-        narrow.install(toy, mx.float32, ROWS)
     siblings.install(toy, ROWS)
     for names in FAMILIES:
         family = family_of(toy, names[0])
@@ -192,67 +176,121 @@ def test_a_second_engine_of_the_model_decides_anew(
     plain = toy.parts(x)
     mx.eval(plain)
     for _ in range(2):
-        siblings.forget(toy)
-        assert {type(module) for module in toy.modules()} <= {
-            *(Toy, nn.Embedding, nn.Linear, nn.QuantizedLinear),
-        }
-        assert not hasattr(toy.q, "_family")
         assert siblings.install(toy, ROWS) == len(FAMILIES)
         assert all(mx.allclose(toy.parts(x)[name], plain[name], atol=1e-5) for name in plain)
     siblings.forget(toy)
+    assert not hasattr(toy.q, "_family")
+    assert siblings.install(toy, ROWS) == len(FAMILIES)
     monkeypatch.setattr(joint, "is_faster", lambda *shape: False)
+    assert siblings.install(toy, ROWS) == 0
+    assert {type(module) for module in toy.modules()} == {
+        *(Toy, nn.Embedding, nn.Linear, nn.QuantizedLinear),
+    }
+
+
+@pytest.mark.parametrize("wrong", ["queries", "keys", "gate"])
+def test_products_that_answer_otherwise_are_not_kept(
+    wrong: str, faster: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever part it is: what queries find shows from the second token on."""
+    place = {"queries": 0, "keys": 1, "gate": 0}[wrong]
+    right = joint.product_of
+
+    def product_of(family: Any, whole: Any) -> joint.Product:
+        product = right(family, whole)
+        is_wrong = (len(family) == 3) == (wrong != "gate")
+        return lambda x: [
+            part[..., ::-1] if is_wrong and n == place else part
+            for n, part in enumerate(product(x))
+        ]
+
+    model = model_of("llama")
+    assert siblings.install(model, ROWS) == 2 * len(model.layers)
+    monkeypatch.setattr(joint, "product_of", product_of)
+    with caplog.at_level(logging.WARNING, "batchkv.engine"):
+        assert siblings.install(model, ROWS) == 0
+    assert "otherwise" in caplog.text
+    assert siblings.SiblingLinear not in {type(module) for module in model.modules()}
+
+
+@pytest.mark.parametrize("where", ["is_faster", "whole_of", "product_of"])
+def test_a_device_that_refuses_multiplies_as_before(
+    where: str, faster: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("[malloc] Unable to allocate")
+
+    toy = Toy()
+    x = mx.random.normal((2, 1, SIZE))
+    plain = toy.parts(x)
+    monkeypatch.setattr(joint, where, refuse)
+    with caplog.at_level(logging.WARNING, "batchkv.engine"):
+        assert siblings.install(toy, ROWS) == 0
+    assert "Unable to allocate" in caplog.text
+    assert all(mx.array_equal(toy.parts(x)[name], plain[name]) for name in plain)
+
+
+@pytest.mark.skipif(joint.is_start_dear(), reason="there is a GPU")
+def test_on_a_cpu_each_layer_multiplies_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint, "is_faster", lambda *shape: True)
+    toy = Toy()
     assert siblings.install(toy, ROWS) == 0
     assert type(toy.q) is nn.Linear
 
 
-def test_products_that_answer_otherwise_are_not_kept(
-    faster: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    right = joint.product_of
-
-    def swapped(family: Any, whole: Any, rows: int) -> joint.Product:
-        product = right(family, whole, rows)
-        return lambda x: [part + 1000 for part in product(x)]
-
-    monkeypatch.setattr(joint, "product_of", swapped)
-    toy = Toy()
-    with caplog.at_level(logging.WARNING, "batchkv.engine"):
-        assert siblings.install(toy, ROWS) == 0
-    assert "otherwise" in caplog.text
-    assert type(toy.q) is nn.Linear
+def like_of(module: Any, dtype: mx.Dtype) -> joint.Likeness:
+    module.set_dtype(dtype)
+    return joint.likeness_of(module, mx.zeros((1, 64), dtype))
 
 
-def test_blocks_of_a_family_belong_to_one_layer_each(blocks: None, faster: None) -> None:
-    """Whatever sizes are narrow, sixteen columns go into all of them."""
-    toy = Toy()
-    few = mx.random.normal((ROWS, 1, SIZE))
-    expected = toy.parts(few)
-    narrow.install(toy, mx.float32, ROWS)
-    assert {type(toy[name]) for name in FAMILIES[0]} == {narrow.NarrowLinear}
-    assert narrow.columns_of(16, SIZE, ROWS) == 16
-    assert siblings.install(toy, ROWS) == len(FAMILIES)
-    for name in FAMILIES[0]:
-        assert mx.allclose(toy.parts(few)[name], expected[name], atol=1e-5).item()
+KINDS = {
+    "float": lambda: like_of(nn.Linear(64, 32, bias=False), mx.float32),
+    "half": lambda: like_of(nn.Linear(64, 32), mx.bfloat16),
+    "affine": lambda: like_of(nn.QuantizedLinear(64, 32, bits=4), mx.float32),
+    "mxfp4": lambda: like_of(nn.QuantizedLinear(64, 32, False, 32, 4, mode="mxfp4"), mx.bfloat16),
+}
 
 
-KINDS = [
-    joint.Likeness(nn.Linear, 64, mx.float32, has_bias=False),
-    joint.Likeness(nn.Linear, 64, mx.bfloat16, has_bias=True),
-    joint.Likeness(narrow.NarrowLinear, 64, mx.float32, has_bias=True),
-    joint.Likeness(nn.QuantizedLinear, 64, mx.float32, True, (4, 64, "affine")),
-    joint.Likeness(nn.QuantizedLinear, 64, mx.bfloat16, False, (4, 32, "mxfp4")),
-]
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_faster_one_wins_if_it_is_right(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is timed is played, first the layers apart, then at once; what they answer is real."""
+    like = KINDS[kind]()
+
+    def verdict(*times: float | None) -> bool:
+        left = iter(times)
+        monkeypatch.setattr(joint, "least_time", lambda run, **how: (run(), next(left))[1])
+        joint.is_faster.cache_clear()
+        return joint.is_faster(like, (64, 32), ROWS)
+
+    assert verdict(1.0, 1.3, 1.0)
+    assert not verdict(1.0, 1.1, 1.0)
+    assert not verdict(None)
+    assert not verdict(1.0, 1.3, None)
+    assert not verdict(2 * joint._LONGEST)
+    wrong = joint.product_of
+    monkeypatch.setattr(
+        joint,
+        "product_of",
+        lambda *how: lambda x: [part * (1 + n) for n, part in enumerate(wrong(*how)(x))],
+    )
+    assert not verdict(1.0, 1.3, 1.0)
+    monkeypatch.setattr(joint, "MAX_WEIGHTS", 64 * 96 - 1)
+    assert not verdict()  # not even timed
+    joint.is_faster.cache_clear()
 
 
-@pytest.mark.parametrize("like", KINDS, ids=str)
-def test_the_measurement_ends_with_a_verdict(like: joint.Likeness) -> None:
-    assert joint.is_faster(like, (64, 32), ROWS) in (True, False)
+def test_layers_that_hold_other_dtypes_are_not_alike() -> None:
+    x = mx.zeros((1, 64))
+    layers = [nn.QuantizedLinear(64, 32, bias=False, bits=4) for _ in range(2)]
+    assert joint.likeness_of(layers[0], x) == joint.likeness_of(layers[1], x)
+    layers[1].scales = layers[1].scales.astype(mx.bfloat16)
+    assert joint.likeness_of(layers[0], x) != joint.likeness_of(layers[1], x)
 
 
 @pytest.mark.parametrize("is_quantized", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma3_text", "qwen3_next"])
 def test_whole_engines_give_the_same_tokens_both_ways(
-    family: str, is_quantized: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, is_quantized: bool, faster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = {f"row {n}": random_prompt(n, 30 + 37 * n) for n in range(5)}
     model = model_of(family)
@@ -261,7 +299,7 @@ def test_whole_engines_give_the_same_tokens_both_ways(
         nn.quantize(model, group_size=32, bits=8)
     found, kinds = [], []
     for wins in (True, False):
-        monkeypatch.setattr(joint, "is_faster", lambda *shape, wins=wins: wins)
+        monkeypatch.setattr(joint, "is_start_dear", lambda wins=wins: wins)
         crowd: Any = Crowd(model, path="folded")
         for name, prompt in prompts.items():
             crowd.add(name, prompt)

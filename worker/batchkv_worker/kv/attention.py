@@ -16,7 +16,7 @@ Which is fastest, or exists at all, differs by backend and scheme, so ``probe`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import mlx.core as mx
@@ -190,7 +190,9 @@ def weighted(
 def num_query_heads(model: Any, default: int) -> int:
     """Query heads of the model's attention; ``default`` when its arguments do not say."""
     args = getattr(model, "args", None)
-    value: Any = getattr(args, "num_attention_heads", default)
+    text = getattr(args, "text_config", None)  # of a model that also sees
+    inner: Mapping[str, Any] = text if isinstance(text, Mapping) else getattr(text, "__dict__", {})
+    value: Any = getattr(args, "num_attention_heads", None) or inner.get("num_attention_heads")
     if isinstance(value, Sequence):
         value = value[0]
     return int(value) if isinstance(value, int) and value % default == 0 else default

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,13 +11,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from batchkv_worker import blas
-from batchkv_worker.kv import narrow
 from batchkv_worker.kv.timing import least_time
 
-_MARGIN = 1.1  # by which one product has to be faster
+_MARGIN = 1.2  # by which one product has to be faster: some copy their part first
 _TIMES = 8  # products that are timed together
+_LONGEST = 4.0  # milliseconds: where the products take longer, starting them is no matter
+_CLOSE = 0.05  # of the largest number: rounding stays below, a wrong product does not
 _ARRAYS = ("weight", "scales", "biases", "bias")  # with a line for each output
+
+MAX_WEIGHTS = 2**25  # of a family
 
 Product = Callable[[mx.array], list[mx.array]]  # of an input: what each of the layers answers
 Whole = dict[str, mx.array]
@@ -29,24 +29,35 @@ Whole = dict[str, mx.array]
 class Likeness:
     """What layers must have in common to be multiplied at once.
 
-    ``dtype`` is that of their inputs; ``packing`` has the bits, group size and mode of quantized
-    weights.
+    ``dtype`` is that of their inputs, ``dtypes`` are those of what they hold, by name; ``packing``
+    has the bits, group size and mode of quantized weights.
     """
 
     kind: type[nn.Module]
     inputs: int
     dtype: mx.Dtype
-    has_bias: bool
+    dtypes: tuple[tuple[str, mx.Dtype], ...]
     packing: tuple[int, int, str] | None = None
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether something is added to the product."""
+        return "bias" in dict(self.dtypes)
+
+
+def is_start_dear() -> bool:
+    """Whether starting a product takes long beside multiplying a few rows: on GPUs."""
+    return bool(mx.default_device() == mx.Device(mx.gpu))
 
 
 def likeness_of(module: Any, x: mx.array) -> Likeness:
     """Of a linear layer that is given ``x``."""
-    size = x.shape[-1]
+    held = {name: module.get(name) for name in _ARRAYS}
+    dtypes = tuple((name, array.dtype) for name, array in held.items() if array is not None)
+    packing = None
     if isinstance(module, nn.QuantizedLinear):
         packing = (module.bits, module.group_size, module.mode)
-        return Likeness(type(module), size, x.dtype, "bias" in module, packing)
-    return Likeness(type(module), size, x.dtype, "bias" in module)
+    return Likeness(type(module), x.shape[-1], x.dtype, dtypes, packing)
 
 
 def outputs_of(module: Any) -> int:
@@ -63,11 +74,9 @@ def whole_of(family: Sequence[Any]) -> Whole:
     return whole
 
 
-def product_of(family: Sequence[Any], whole: Whole, rows: int) -> Product:
+def product_of(family: Sequence[Any], whole: Whole) -> Product:
     """What computes all parts at once."""
     first, bias = family[0], whole.get("bias")
-    if isinstance(first, narrow.NarrowLinear):
-        return _narrow_product(family, whole, rows)
     ends = list(accumulate(map(outputs_of, family)))[:-1]
     weight = whole["weight"]
     packed = {name: whole.get(name) for name in ("scales", "biases")}
@@ -79,63 +88,49 @@ def product_of(family: Sequence[Any], whole: Whole, rows: int) -> Product:
     def product(x: mx.array) -> list[mx.array]:
         is_dense = packed["scales"] is None
         found = x @ weight if is_dense else mx.quantized_matmul(x, weight, **packed)
-        return _split(found if bias is None else found + bias, ends, axis=-1)
-
-    return product
-
-
-def _split(found: mx.array, ends: list[int], axis: int) -> list[mx.array]:
-    parts: list[mx.array] = mx.split(found, ends, axis=axis)
-    return parts
-
-
-def _narrow_product(family: Sequence[Any], whole: Whole, rows: int) -> Product:
-    """The same in blocks of one size, none of which belongs to two layers."""
-    outputs = [outputs_of(module) for module in family]
-    weight, bias = whole["weight"], whole.get("bias")
-    columns = narrow.columns_of(math.gcd(*outputs), weight.shape[1], rows)
-    assert columns is not None  # each has a multiple of the same few columns
-    blocks = narrow.in_blocks(weight, columns)
-    mx.eval(blocks)
-    ends = [end // columns for end in accumulate(outputs)][:-1]
-    if bias is not None:
-        bias = bias.reshape(-1, 1, columns)
-
-    def product(x: mx.array) -> list[mx.array]:
-        found = x.reshape(x.size // x.shape[-1], x.shape[-1]) @ blocks
-        parts = _split(found if bias is None else found + bias, ends, axis=0)
-        return [
-            part.swapaxes(0, 1).reshape(*x.shape[:-1], size)
-            for part, size in zip(parts, outputs, strict=True)
-        ]
+        parts: list[mx.array] = mx.split(found if bias is None else found + bias, ends, axis=-1)
+        return parts
 
     return product
 
 
 @cache
 def is_faster(like: Likeness, outputs: tuple[int, ...], rows: int) -> bool:
-    """Whether one product of ``rows`` rows is, for layers with so many outputs each.
+    """Whether one product of ``rows`` rows is, and gives the same, for layers of so many outputs.
 
-    Measured once a shape, as it will be in a step, beside which Python builds the next one.
+    Measured once a shape, as it will be in a step, beside which Python builds the next one. Not of
+    weights so large that multiplying, and not starting, is what takes time.
     """
-    family = [_sample(like, size, rows) for size in outputs]
-    product = product_of(family, whole_of(family), rows)
+    if like.inputs * sum(outputs) > MAX_WEIGHTS:
+        return False
+    family = [_sample(like, size) for size in outputs]
+    product = product_of(family, whole_of(family))
     x = mx.random.normal((rows, 1, like.inputs)).astype(like.dtype)
     mx.eval(x, [module.parameters() for module in family])
 
-    # Whoever asked reads the parts, wherever they lie.
-    def apart() -> mx.array:
-        return mx.concatenate([module(x) for module in family], axis=-1)
+    # Whoever asked reads its part, which is a view of what all have.
+    def apart() -> list[mx.array]:
+        return [module(x) + 1 for module in family]
 
-    def at_once() -> mx.array:
-        return mx.concatenate(product(x), axis=-1)
+    def at_once() -> list[mx.array]:
+        return [part + 1 for part in product(x)]
 
-    with blas.threads(max(1, (os.cpu_count() or 1) - 1)):
-        alone, together = (least_time(run, times=_TIMES) for run in (apart, at_once))
-    return alone is not None and together is not None and alone > together * _MARGIN
+    once = least_time(apart, repeats=1)
+    if once is None or once > _LONGEST:
+        return False
+    alone, together = (least_time(run, times=_TIMES) for run in (apart, at_once))
+    if alone is None or together is None or alone <= together * _MARGIN:
+        return False
+    return all(are_close(*parts) for parts in zip(apart(), at_once(), strict=True))
 
 
-def _sample(like: Likeness, outputs: int, rows: int) -> Any:
+def are_close(one: mx.array, other: mx.array) -> bool:
+    """Whether they differ by no more than rounding explains."""
+    one, other = one.astype(mx.float32), other.astype(mx.float32)
+    return bool((mx.abs(one - other).max() <= _CLOSE * mx.abs(one).max()).item())
+
+
+def _sample(like: Likeness, outputs: int) -> Any:
     """A layer of that kind with weights that mean nothing."""
     module: Any
     if like.packing is None:
@@ -144,8 +139,4 @@ def _sample(like: Likeness, outputs: int, rows: int) -> Any:
         bits, group_size, mode = like.packing
         module = nn.QuantizedLinear(like.inputs, outputs, like.has_bias, group_size, bits, mode)
     module.set_dtype(like.dtype)
-    if like.kind is narrow.NarrowLinear:
-        columns = narrow.columns_of(outputs, like.inputs, rows)
-        assert columns is not None  # it has some in the layer that this is a sample of
-        narrow.make_narrow(module, columns, rows)
     return module

@@ -91,7 +91,7 @@ def install(model: Any, dtype: mx.Dtype, rows: int) -> int:
     Returns how many bytes they take. What was decided for the model before is forgotten.
     """
     for module in model.modules():
-        forget(module)
+        _forget(module)
     if not (is_float32_on_cpu(dtype) and blas.is_openblas()):
         return 0
     found = 0
@@ -107,7 +107,9 @@ def install(model: Any, dtype: mx.Dtype, rows: int) -> int:
             continue
         if not _is_faster(outputs, inputs, columns, rows):
             continue
-        make_narrow(module, columns, rows)
+        module._blocks, module._rows = in_blocks(module.weight, columns), rows
+        mx.eval(module._blocks)
+        module.__class__ = kind
         found += module._blocks.nbytes
     if found:
         log.info(
@@ -121,15 +123,7 @@ def _is_tied(model: Any) -> bool:
     return bool(getattr(getattr(model, "args", None), "tie_word_embeddings", False))
 
 
-def make_narrow(module: Any, columns: int, rows: int) -> None:
-    """Keep a layer's weights in blocks, too, for inputs of up to ``rows`` rows."""
-    module._blocks, module._rows = in_blocks(module.weight, columns), rows
-    mx.eval(module._blocks)
-    module.__class__ = _NARROW[type(module)]
-
-
-def forget(module: Any) -> None:
-    """Make a layer what it was before ``make_narrow``; nothing happens to others."""
+def _forget(module: Any) -> None:
     for plain, narrow in _NARROW.items():
         if type(module) is narrow:
             module.__class__ = plain

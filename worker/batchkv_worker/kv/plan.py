@@ -120,7 +120,6 @@ def _install_faster_parts(model: Any, dtype: mx.Dtype, slots: int) -> None:
     """Replace what this device computes faster otherwise."""
     gate.install(model, dtype)
     angles.install(model, dtype)
-    siblings.forget(model)  # else their layers would not be taken for linear ones
     narrow.install(model, dtype, slots)
     siblings.install(model, slots)
 

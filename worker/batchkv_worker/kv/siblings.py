@@ -1,13 +1,14 @@
-"""Linear layers that read the same input, multiplied at once while rows decode.
+"""Linear layers that read the same input, multiplied at once for the few rows of a decode step.
 
 Models ask for queries, keys and values one after another, and for a gate beside what it gates: for
 each a product of the same few rows. What such a product costs is not so much multiplying as being
 started: CUDA's host is at it for most of a decode step. Here the first of the layers multiplies
-with the weights of all of them, and the others take their parts of that.
+with the weights of all of them, and the others take their parts of that. On a CPU a start costs
+next to nothing.
 
 Which layers read the same input is seen, not told by their names: one token runs through the model.
-Weights stand once in memory: those of the single layers, which prompts are still multiplied with,
-become views of the whole.
+Weights stand once in memory: what the single layers hold, with which prompts are still multiplied,
+becomes views of the whole.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from batchkv_worker.kv import joint, narrow
+from batchkv_worker.kv import joint
 
 log = logging.getLogger("batchkv.engine")
 
-_TOLERANCE = 0.1  # of the largest logit: rounding stays far below, a wrong product does not
+_TOKENS = (1, 3, 2)
 
 
 class Family:
@@ -58,31 +59,29 @@ class Family:
         return part
 
 
-class SiblingLinear(nn.Linear):  # type: ignore[misc]  # MLX does not say what its layers are
-    """An ``nn.Linear`` with a ``_family``, and its ``_place`` there."""
+class _Sibling:
+    """A linear layer with a ``_family``, and its ``_place`` there."""
 
     _family: Family
     _place: int
 
     def __call__(self, x: mx.array) -> mx.array:
         part = self._family.take(self._place, x)
-        return super().__call__(x) if part is None else part
+        if part is None:
+            part = super().__call__(x)  # type: ignore[misc]
+        return part
 
 
-class SiblingQuantizedLinear(nn.QuantizedLinear):  # type: ignore[misc]
-    """The same of an ``nn.QuantizedLinear``."""
+class SiblingLinear(_Sibling, nn.Linear):  # type: ignore[misc]  # MLX does not say what it is
+    """An ``nn.Linear`` of a family."""
 
-    _family: Family
-    _place: int
 
-    def __call__(self, x: mx.array) -> mx.array:
-        part = self._family.take(self._place, x)
-        return super().__call__(x) if part is None else part
+class SiblingQuantizedLinear(_Sibling, nn.QuantizedLinear):  # type: ignore[misc]
+    """An ``nn.QuantizedLinear`` of a family."""
 
 
 _SIBLINGS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: SiblingLinear,
-    narrow.NarrowLinear: SiblingLinear,  # its blocks go into those of the family
     nn.QuantizedLinear: SiblingQuantizedLinear,
 }
 _ALONE: dict[type[nn.Module], type[nn.Module]] = {
@@ -92,7 +91,7 @@ _ALONE: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def forget(model: Any) -> None:
-    """Let every layer of the model multiply for itself, as if ``install`` had not been called."""
+    """Let every layer of the model multiply for itself."""
     for module in model.modules():
         if type(module) in _ALONE:
             module.__class__ = _ALONE[type(module)]
@@ -102,9 +101,23 @@ def forget(model: Any) -> None:
 def install(model: Any, rows: int) -> int:
     """Let layers of the same input be multiplied at once for up to ``rows`` rows, where faster.
 
-    Returns how many such families there are. None may be left from before (``forget``); layers
-    that ``narrow`` has changed multiply in blocks here, too.
+    Returns how many such families there are. What was decided for the model before is forgotten. A
+    device that refuses something, or has no memory left for it, multiplies as before.
     """
+    forget(model)
+    if not joint.is_start_dear():
+        return 0
+    found = 0
+    try:
+        found = _install(model, rows)
+    except (ValueError, RuntimeError) as fault:
+        log.warning("layers of one input are multiplied one by one: %s", fault)
+        forget(model)
+    mx.clear_cache()  # what was measured, and what layers held before: as much as the model
+    return found
+
+
+def _install(model: Any, rows: int) -> int:
     families = [
         family
         for like, family in _of_one_input(model)
@@ -115,23 +128,20 @@ def install(model: Any, rows: int) -> int:
     before = _logits(model)
     for family in families:
         _join(family, rows)
-    if not _are_close(before, _logits(model)):
+    if not joint.are_close(before, _logits(model)):
         log.warning("layers of one input answer otherwise at once than apart: they stay apart")
         forget(model)
         return 0
-    log.info("%d families of layers are multiplied at once while rows decode", len(families))
+    log.info("%d families of layers of one input are multiplied at once", len(families))
     return len(families)
 
 
 def _logits(model: Any) -> mx.array:
-    """What the model answers to one token."""
-    logits = model(mx.array([[0]]), cache=make_prompt_cache(model)).astype(mx.float32)
+    """What the model answers to a few tokens, one by one: the last look back at the others."""
+    cache = make_prompt_cache(model)
+    logits = [model(mx.array([[token]]), cache=cache) for token in _TOKENS]
     mx.eval(logits)
-    return logits
-
-
-def _are_close(one: mx.array, other: mx.array) -> bool:
-    return bool((mx.abs(one - other).max() <= _TOLERANCE * mx.abs(one).max()).item())
+    return mx.concatenate(logits, axis=1)
 
 
 def _of_one_input(model: Any) -> list[tuple[joint.Likeness, list[Any]]]:
@@ -149,7 +159,7 @@ def _of_one_input(model: Any) -> list[tuple[joint.Likeness, list[Any]]]:
 
 
 def _multiplies_as_given(module: Any, x: mx.array) -> bool:
-    """Whether the outcome of the product has the input's dtype."""
+    """Whether neither input nor weights are converted first."""
     return isinstance(module, nn.QuantizedLinear) or module.weight.dtype == x.dtype
 
 
@@ -178,14 +188,13 @@ def _watched(model: Any, calls: list[tuple[mx.array, Any]]) -> Iterator[None]:
 def _join(family: Sequence[Any], rows: int) -> None:
     """Make one product of a family; what each layer holds becomes a view of what all hold."""
     whole = joint.whole_of(family)
-    product = joint.product_of(family, whole, rows)
+    product = joint.product_of(family, whole)
     edges = [0, *accumulate(map(joint.outputs_of, family))]
     together = Family(product, len(family), rows)
     for place, (module, (low, high)) in enumerate(zip(family, pairwise(edges), strict=True)):
         for name, array in whole.items():
             module[name] = array[low:high]
         mx.eval(module.parameters())
-        narrow.forget(module)
         module.__class__ = _SIBLINGS[type(module)]
         module._family, module._place = together, place
     mx.clear_cache()  # what the layers held before is as large as the model in the end

@@ -135,11 +135,10 @@ def attend(
     few = max(1, MAX_SCORES // (rows * heads * columns))
     if num_tokens > few:
         # Scores stand in memory as a whole here: of as many tokens at once as is bearable.
-        one_for_all = mask is not None and mask.shape[-2] == 1
         parts = [
             attend(
                 *(path, scheme, dtype, queries[:, :, low : low + few], shared, own, scale),
-                mask if mask is None or one_for_all else mask[..., low : low + few, :],
+                mask if mask is None or mask.shape[-2] == 1 else mask[..., low : low + few, :],
                 sinks,
             )
             for low in range(0, num_tokens, few)
@@ -153,7 +152,8 @@ def attend(
     together = _by_head(turned)
     far = [scores_of(False, scheme, dtype, together, keys) for keys, _ in shared]
     packed = path is not None and path.endswith("packed")
-    if num_tokens == 1 and not packed and _has_kernel(scheme, lines, queries.dtype):
+    layer = stem_kernel.Layer(scheme, lines, queries.dtype)
+    if num_tokens == 1 and not packed and stem_kernel.is_chosen(layer):
         return _by_kernel(scheme, dtype, turned, far, shared, own, mask, sinks, before)
     near = scores_of(packed, scheme, dtype, turned, own[0])
     if mask is not None:
@@ -171,12 +171,6 @@ def attend(
     if total is not None:
         out = out / total
     return scheme.values.unrotate(out.reshape(rows, heads, num_tokens, scheme.shape.value_size))
-
-
-def _has_kernel(scheme: LayerScheme, lines: int, dtype: mx.Dtype) -> bool:
-    shape = scheme.shape
-    layer = stem_kernel.Layer(lines, shape.key_size, shape.value_size, dtype)
-    return stem_kernel.is_chosen(layer)
 
 
 def _by_kernel(

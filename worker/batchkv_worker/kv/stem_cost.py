@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from batchkv_worker.kv import stem, stem_kernel
 from batchkv_worker.kv.attention import Path, attend, in_slots
+from batchkv_worker.kv.joint import are_close
 from batchkv_worker.kv.schemes import LayerScheme, Parts
 from batchkv_worker.kv.timing import least_time
 
@@ -26,9 +27,11 @@ SHORT, LONG = 64, 1024  # tokens of the prefixes that are timed
 OWN = 64  # tokens that each row has beside them
 SCALE = 0.125  # not 1: what models do
 
+FEW = 24  # tokens that show whether the kernel is right
+# Of stems and summaries, with a mask, with sinks: those that a step may ask for, and all at once.
+_KINDS = [(1, 0, False, False), (1, 0, True, False), (0, 1, True, False), (2, 1, True, True)]
 _MARGIN = 1.1  # by which the kernel has to be faster
 _TIMES = 8  # of it that are timed together
-_CLOSE = 0.02  # of the largest number: rounding in half precision stays below
 
 
 def measure(
@@ -52,15 +55,22 @@ def measure(
 def choose_kernel(
     scheme: LayerScheme, num_query_heads: int, dtype: mx.Dtype, path: Path, *, num_rows: int
 ) -> bool:
-    """Whether layers like that weigh with the kernel from now on: if it is right, and faster."""
-    shape = scheme.shape
-    lines = num_query_heads // shape.num_heads
-    layer = stem_kernel.Layer(lines, shape.key_size, shape.value_size, dtype)
+    """Whether such layers weigh with the kernel from now on: if it is right, and faster."""
+    if path.endswith("packed"):
+        return False
+    sample = _Sample(scheme, num_query_heads, dtype, path, max(2, num_rows))
+    layer = sample.layer
     is_used = False
-    if stem_kernel.fits(layer) and not path.endswith("packed"):
-        sample = _Sample(scheme, num_query_heads, dtype, path, max(2, num_rows))
-        is_used = sample.gains_by_kernel(layer)
-    stem_kernel.choose(layer, is_used=is_used)
+    try:
+        is_used = (
+            stem_kernel.fits(layer)
+            and all(sample.is_faster_by_kernel(own) for own in (OWN, LONG))
+            and all(sample.is_right_by_kernel(*kind) for kind in _KINDS)
+        )
+    except (ValueError, RuntimeError) as fault:  # what MLX raises for what it cannot compile
+        log.warning("the kernel for stems is not used: %s", fault)
+    finally:
+        stem_kernel.choose(layer, is_used=is_used)
     return is_used
 
 
@@ -96,29 +106,45 @@ class _Sample:
         together = least_time(lambda: self._attend([shared], own, SCALE, rest))
         return None if apart is None or together is None else apart - together
 
-    def gains_by_kernel(self, layer: stem_kernel.Layer) -> bool:
-        """Whether the kernel gives what MLX's own do, and in less time."""
-        shared, other, own = self._line(1, LONG), self._line(1, SHORT), self._line(self._rows, OWN)
-        how = (self._scheme, self._dtype)
+    @property
+    def layer(self) -> stem_kernel.Layer:
+        """What it is a sample of, for the kernel."""
+        lines = self._queries.shape[1] // self._scheme.shape.num_heads
+        return stem_kernel.Layer(self._scheme, lines, self._dtype)
+
+    def is_faster_by_kernel(self, own: int) -> bool:
+        """Whether rows with so many tokens of their own are attended in less time."""
+        what = [self._line(1, LONG)], self._line(self._rows, own), SCALE, None
+        times = []
+        for is_used in (False, True):
+            stem_kernel.choose(self.layer, is_used=is_used)
+            times.append(least_time(lambda: self._attend(*what), times=_TIMES))
+        plain, by_kernel = times
+        return plain is not None and by_kernel is not None and plain > by_kernel * _MARGIN
+
+    def is_right_by_kernel(
+        self, stems: int, summaries: int, has_mask: bool, has_sinks: bool
+    ) -> bool:
+        """Whether the kernel answers what MLX's own do, on few tokens, of which each matters."""
+        shared = [self._line(1, FEW) for _ in range(stems)]
         # As a group has it: some of the rows that have a stem in common.
         twice = mx.concatenate([self._queries, self._queries])
-        summary = stem.sum_up(*how, twice, other, SCALE).of(slice(1, self._rows + 1))
-        sinks = mx.random.normal((self._queries.shape[1],)).astype(self._dtype)
-        mask = mx.arange(OWN) >= self._first
-        rest = ([shared], own, SCALE, mask, sinks, [summary])
-        answers, times = [], []
+        some = slice(1, self._rows + 1)
+        before = [
+            stem.sum_up(self._scheme, self._dtype, twice, self._line(1, FEW), SCALE).of(some)
+            for _ in range(summaries)
+        ]
+        mask = mx.arange(FEW) >= self._first if has_mask else None
+        sinks = mx.random.normal((self._queries.shape[1],)) if has_sinks else None
+        what = shared, self._line(self._rows, FEW), SCALE, mask, sinks, before
+        answers = []
         for is_used in (False, True):
-            stem_kernel.choose(layer, is_used=is_used)
-            spent = least_time(lambda: self._attend(*rest), times=_TIMES)
-            if spent is None:
-                return False
-            times.append(spent)
-            answers.append(self._attend(*rest).astype(mx.float32))
-        plain, found = answers
-        if not (mx.abs(plain - found).max() <= _CLOSE * mx.abs(plain).max()).item():
-            log.warning("the kernel for stems answers otherwise than MLX's own: it is not used")
-            return False
-        return times[0] > times[1] * _MARGIN
+            stem_kernel.choose(self.layer, is_used=is_used)
+            answers.append(self._attend(*what))
+        if are_close(*answers):
+            return True
+        log.warning("the kernel for stems answers otherwise than MLX's own: it is not used")
+        return False
 
     def _attend(self, *rest: Any) -> mx.array:
         return stem.attend(self._path, self._scheme, self._dtype, self._queries, *rest)

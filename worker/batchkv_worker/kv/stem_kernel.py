@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from batchkv_worker.kv.schemes import LayerScheme
 from batchkv_worker.kv.stem_source import WARPS, Kind
 
 MAX_NUMBERS = 1280  # values of the query heads of one KV head: they stand in shared memory, by warp
@@ -53,7 +54,7 @@ def weigh(
         columns = keys.shape[2]
         rest.append(mx.contiguous(mx.broadcast_to(mask.reshape(-1, columns), (rows, columns))))
     if sinks is not None:
-        rest.append(sinks)
+        rest.append(sinks.astype(queries.dtype))
     near, *weights = _kernel(kind)(
         inputs=[mx.contiguous(queries), keys, values, *far, *sum(before, ()), *rest],
         template=[
@@ -73,11 +74,10 @@ def weigh(
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What of a layer decides about the kernel; ``lines`` are the query heads of one KV head."""
+    """What decides about the kernel: ``scheme`` in slots, query heads of one KV head, dtype."""
 
+    scheme: LayerScheme
     lines: int
-    key_size: int
-    value_size: int
     dtype: mx.Dtype
 
 
@@ -97,5 +97,6 @@ def choose(layer: Layer, *, is_used: bool) -> None:
 def fits(layer: Layer) -> bool:
     """Whether there is a kernel for such layers on this device."""
     is_cuda = mx.default_device() == mx.Device(mx.gpu) and not mx.metal.is_available()
-    whole_warps = layer.key_size % 32 == 0 and layer.value_size % 32 == 0
-    return is_cuda and whole_warps and layer.lines * layer.value_size <= MAX_NUMBERS
+    shape = layer.scheme.shape
+    whole_warps = shape.key_size % 32 == 0 and shape.value_size % 32 == 0
+    return is_cuda and whole_warps and layer.lines * shape.value_size <= MAX_NUMBERS

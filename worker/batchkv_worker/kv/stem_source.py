@@ -198,9 +198,8 @@ class Kind:
         return "".join(_SCORES.format(n=n, what=what.format(n=n)) for n in range(self.stems))
 
 
-def _at(name: str, last: str = "0") -> str:
+def _at(name: str, last: str | None = None) -> str:
     """A number of what lies heads first, of some of its rows."""
-    place = [
-        f"{index} * {name}_strides[{axis}]" for axis, index in enumerate(("head", "row", "line"))
-    ]
-    return f"{name}[{' + '.join(place)} + {last} * {name}_strides[3]]"
+    indexes = ["head", "row", "line", *([last] if last else [])]
+    places = [f"{index} * {name}_strides[{axis}]" for axis, index in enumerate(indexes)]
+    return f"{name}[{' + '.join(places)}]"

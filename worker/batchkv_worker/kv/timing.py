@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 
 
-def least_time(run: Callable[[], mx.array], repeats: int = 7, times: int = 1) -> float | None:
-    """Least milliseconds; None for what the backend refuses.
+def least_time(run: Callable[[], Any], repeats: int = 7, times: int = 1) -> float | None:
+    """Least milliseconds that the arrays of ``run`` take; None for what the backend refuses.
 
     ``times`` of it are started together: for what is shorter than a wait.
 
