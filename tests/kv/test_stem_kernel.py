@@ -1,7 +1,7 @@
 """The kernel for stems: what surrounds it anywhere, the kernel itself where there is CUDA.
 
 Elsewhere its place is taken by the same sums put together from MLX's, which read their inputs by
-the names that the kernel gives them.
+the names that the kernel gives them; and its source is compiled for a CPU.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from itertools import cycle, product
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from batchkv_worker.kv import attention, stem, stem_cost, stem_kernel
-from batchkv_worker.kv.attention import Path
+from batchkv_worker.kv.attention import Path as AttentionPath
 from batchkv_worker.kv.layer import Both
 from batchkv_worker.kv.schemes import LayerScheme, LayerShape, fit_model
 from batchkv_worker.kv.spec import SchemeSpec
 from batchkv_worker.kv.stem_source import Kind
+from kv.block_of_threads import in_threads, is_there_a_compiler
 from kv.crowd import Crowd, random_prompt
 
 SCALE = 0.2
@@ -87,7 +89,7 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     stem_kernel._chosen.clear()
 
 
-def scheme_of(name: str, shape: LayerShape, path: Path = "folded") -> LayerScheme:
+def scheme_of(name: str, shape: LayerShape, path: AttentionPath = "folded") -> LayerScheme:
     return attention.in_slots(fit_model(SchemeSpec.parse(name), [shape])[0], path)
 
 
@@ -100,17 +102,20 @@ def line(scheme: LayerScheme, rows: int, columns: int, dtype: mx.Dtype) -> Both:
     return scheme.keys.pack(keys), scheme.values.pack(values)
 
 
-def check(scheme: LayerScheme, dtype: mx.Dtype, lines: int, kind: Kind, rows: int = 5) -> None:
-    """``stem.attend`` answers the same with the kernel as without."""
+def check(
+    scheme: LayerScheme, dtype: mx.Dtype, lines: int, kind: Kind, *, rows: int = 5, loud: float = 1
+) -> None:
+    """``stem.attend`` answers the same with and without it; ``loud`` scores are far apart."""
     mx.random.seed(rows)
     heads, columns = scheme.shape.num_heads * lines, 21
-    queries = mx.random.normal((rows, heads, 1, scheme.shape.key_size)).astype(dtype)
+    queries = (loud * mx.random.normal((rows, heads, 1, scheme.shape.key_size))).astype(dtype)
     shared = [line(scheme, 1, 9 + 40 * n, dtype) for n in range(kind.stems)]
     # As slots have it: some of their columns.
     wide = line(scheme, rows, columns + 7, dtype)
     own = tuple(tuple(part[..., 3 : 3 + columns, :] for part in parts) for parts in wide)
     mask = mx.arange(columns) >= 4 * mx.arange(rows).reshape(-1, 1, 1, 1)
-    sinks = mx.random.normal((heads,)) if kind.has_sinks else None  # models may keep them exact
+    # Models may keep them exact. They are to take some of the weight.
+    sinks = 6 + mx.random.normal((heads,)) if kind.has_sinks else None
     # As groups have it: some of the rows that have a stem in common.
     more = mx.concatenate([queries[:1], queries, queries[:1]])
     before = [
@@ -144,6 +149,30 @@ def test_the_rest_of_attention_fits_the_kernel(
 ) -> None:
     for lines, kind in product((1, 3), KINDS):
         check(scheme_of(name, shape), mx.float32, lines, kind)
+
+
+@pytest.mark.skipif(not is_there_a_compiler(), reason="there is no compiler of C++20")
+@pytest.mark.parametrize(
+    ("kind", "shape", "lines"),
+    [
+        (Kind(1, 0, has_mask=False, has_sinks=False), SHAPES[0], 2),
+        (Kind(0, 1, has_mask=True, has_sinks=False), SHAPES[1], 4),
+        (Kind(2, 2, has_mask=True, has_sinks=True), SHAPES[2], 1),
+    ],
+    ids=str,
+)
+def test_the_source_computes_what_mlx_does(
+    kind: Kind,
+    shape: LayerShape,
+    lines: int,
+    anywhere: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """On a CPU, with a thread for each of the kernel's."""
+    monkeypatch.setattr(stem_kernel, "_kernel", in_threads(tmp_path))
+    for scheme, loud in (("float", 1), ("affine8", 1), ("float", 20)):
+        check(scheme_of(scheme, shape), mx.float32, lines, kind, loud=loud)
 
 
 @pytest.mark.skipif(not has_cuda, reason="the kernel is CUDA's")
@@ -197,7 +226,7 @@ def test_each_kind_has_a_source_of_its_own() -> None:
         assert kind.source.count("{") == kind.source.count("}")
 
 
-def choice(name: str = "float", path: Path = "folded") -> bool:
+def choice(name: str = "float", path: AttentionPath = "folded") -> bool:
     shape = SHAPES[0]
     scheme = fit_model(SchemeSpec.parse(name), [shape])[0]
     return stem_cost.choose_kernel(scheme, 2 * shape.num_heads, mx.float32, path, num_rows=4)

@@ -71,6 +71,8 @@ def choose_kernel(
         log.warning("the kernel for stems is not used: %s", fault)
     finally:
         stem_kernel.choose(layer, is_used=is_used)
+    if is_used:
+        log.info("one kernel weighs what prefixes and rows hold, for %s", layer.scheme)
     return is_used
 
 
@@ -135,7 +137,7 @@ class _Sample:
             for _ in range(summaries)
         ]
         mask = mx.arange(FEW) >= self._first if has_mask else None
-        sinks = mx.random.normal((self._queries.shape[1],)) if has_sinks else None
+        sinks = 4 + mx.random.normal((self._queries.shape[1],)) if has_sinks else None
         what = shared, self._line(self._rows, FEW), SCALE, mask, sinks, before
         answers = []
         for is_used in (False, True):
