@@ -105,6 +105,13 @@ class Crowd:
     def tokens(self, job_id: str) -> list[int]:
         return list(self.ended[job_id].token_ids)
 
+    def answers(self, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
+        """What each of several rows gives that come at once."""
+        for job_id, prompt in prompts.items():
+            self.add(job_id, prompt)
+        self.drain()
+        return {job_id: self.tokens(job_id) for job_id in prompts}
+
     def check_alone(self, *job_ids: str) -> None:
         """Float rows gave what mlx-lm gives for each alone."""
         for job_id in job_ids or self.ended:

@@ -301,10 +301,7 @@ def test_whole_engines_give_the_same_tokens_both_ways(
     for wins in (True, False):
         monkeypatch.setattr(joint, "is_start_dear", lambda wins=wins: wins)
         crowd: Any = Crowd(model, path="folded")
-        for name, prompt in prompts.items():
-            crowd.add(name, prompt)
-        crowd.drain()
-        found.append({name: crowd.tokens(name) for name in prompts})
+        found.append(crowd.answers(prompts))
         kinds.append({type(module) for module in crowd.model.modules()})
     assert found[0] == found[1]
     sibling = siblings.SiblingQuantizedLinear if is_quantized else siblings.SiblingLinear

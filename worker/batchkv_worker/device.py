@@ -24,10 +24,14 @@ def prepare_device(*, wired_limit: bool) -> None:
         mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
 
 
+def is_cuda() -> bool:
+    """Whether MLX computes on a GPU that is not Metal's."""
+    return bool(mx.default_device() == mx.Device(mx.gpu) and not mx.metal.is_available())
+
+
 def shape_step() -> int:
     """What to round shapes up to: CUDA prepares kernels for each new shape, the others do not."""
-    is_cuda = mx.default_device() == mx.Device(mx.gpu) and not mx.metal.is_available()
-    return 64 if is_cuda else 1
+    return 64 if is_cuda() else 1
 
 
 def is_float32_on_cpu(dtype: mx.Dtype) -> bool:

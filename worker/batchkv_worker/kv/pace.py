@@ -15,6 +15,8 @@ from collections import deque
 
 import mlx.core as mx
 
+from batchkv_worker.device import is_cuda
+
 LAYERS_AHEAD = 2  # of which dense copies may exist at once
 
 
@@ -34,8 +36,7 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        is_gpu = mx.default_device() == mx.Device(mx.gpu)
-        self._is_kept = is_gpu and not mx.metal.is_available()
+        self._is_kept = is_cuda()
         self._started: deque[mx.array] = deque()
 
     def follow(self, output: mx.array) -> None:

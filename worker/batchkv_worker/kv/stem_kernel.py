@@ -1,6 +1,6 @@
 """What a decode step does between the two products of a stem, as one kernel: on CUDA.
 
-Put together from MLX's own kernels that is ten starts a layer, two of them products of a few lines
+Put together from MLX's own kernels that is six starts a layer, two of them products of a few lines
 each, which cost a host more than all else. The kernel takes the scores of stems, attends to what
 each row has of its own, and gives the stems' weights, with which the values of stems are multiplied
 next. It is used where it compiles, answers what the other way does, and is faster.
@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from batchkv_worker.device import is_cuda
 from batchkv_worker.kv.schemes import LayerScheme
 from batchkv_worker.kv.stem_source import WARPS, Kind
 
@@ -96,7 +97,6 @@ def choose(layer: Layer, *, is_used: bool) -> None:
 
 def fits(layer: Layer) -> bool:
     """Whether there is a kernel for such layers on this device."""
-    is_cuda = mx.default_device() == mx.Device(mx.gpu) and not mx.metal.is_available()
     shape = layer.scheme.shape
     whole_warps = shape.key_size % 32 == 0 and shape.value_size % 32 == 0
-    return is_cuda and whole_warps and layer.lines * shape.value_size <= MAX_NUMBERS
+    return is_cuda() and whole_warps and layer.lines * shape.value_size <= MAX_NUMBERS
