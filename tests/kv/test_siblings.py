@@ -36,7 +36,9 @@ class Toy(nn.Module):
         self.packed_up = nn.QuantizedLinear(SIZE, 64, bias=False, bits=4)
         self.other_bits = nn.QuantizedLinear(SIZE, 32, bias=False, bits=8)
         self.other_dtype = nn.Linear(SIZE, 32, bias=False)
-        self.other_dtype.set_dtype(mx.bfloat16)
+        self.other_dtype_too = nn.Linear(SIZE, 32, bias=False)
+        for module in (self.other_dtype, self.other_dtype_too):
+            module.set_dtype(mx.bfloat16)  # alike, but not like their input
         self.other_input = nn.Linear(SIZE, 32, bias=False)
         self.twice = nn.Linear(SIZE, 32, bias=False)
         self.head = nn.Linear(SIZE, 16, bias=False)
@@ -49,7 +51,7 @@ class Toy(nn.Module):
 
     def parts(self, x: mx.array) -> dict[str, mx.array]:
         names = ("q", "k", "v", "gate", "up", "packed_gate", "packed_up")
-        others = ("other_bits", "other_dtype", "twice", "twice")
+        others = ("other_bits", "other_dtype", "other_dtype_too", "twice", "twice")
         found = {name: self[name](x) for name in (*names, *others)}
         return {**found, "other_input": self.other_input(x + 0)}
 
@@ -88,7 +90,7 @@ def test_only_layers_of_one_input_and_one_kind_are_a_family(faster: None) -> Non
     for names in FAMILIES:
         assert len({id(family_of(toy, name)) for name in names}) == 1
         assert [toy[name]._place for name in names] == list(range(len(names)))
-    alone = ("other_bits", "other_dtype", "other_input", "twice", "head")
+    alone = ("other_bits", "other_dtype", "other_dtype_too", "other_input", "twice", "head")
     assert {type(toy[name]) for name in alone} == {nn.Linear, nn.QuantizedLinear}
 
 

@@ -277,6 +277,8 @@ def test_schemes_of_one_shape_are_chosen_apart(
     monkeypatch.setattr(stem_cost, "_MARGIN", float("inf"))
     assert not choice("affine8")
     assert not choice("affine4", "packed")
+    other = stem_kernel.Layer(scheme_of("affine8", SHAPES[0]), 2, mx.float32)
+    assert not stem_kernel.is_chosen(other)
     assert stem_kernel.is_chosen(LAYER)
 
 
