@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -258,26 +258,32 @@ def test_the_faster_one_wins_if_it_is_right(kind: str, monkeypatch: pytest.Monke
     """What is timed is played, first the layers apart, then at once; what they answer is real."""
     like = KINDS[kind]()
 
-    def verdict(*times: float | None) -> bool:
-        left = iter(times)
-        monkeypatch.setattr(joint, "least_time", lambda run, **how: (run(), next(left))[1])
+    def verdict(once: float | None = None, won: float | None = None) -> bool:
+        def play_gain(*ways: Callable[[], Any], times: int) -> float:
+            mx.eval([way() for way in ways])
+            assert times > 1
+            assert won is not None, "timed in vain"
+            return won
+
+        monkeypatch.setattr(joint, "least_times", lambda ways, repeats: [once])
+        monkeypatch.setattr(joint, "gain", play_gain)
         joint.is_faster.cache_clear()
         return joint.is_faster(like, (64, 32), ROWS)
 
-    assert verdict(1.0, 1.3, 1.0)
-    assert not verdict(1.0, 1.1, 1.0)
+    assert verdict(1.0, 1.2)
+    assert not verdict(1.0, 1.05)
     assert not verdict(None)
-    assert not verdict(1.0, 1.3, None)
     assert not verdict(2 * joint._LONGEST)
+    with monkeypatch.context() as less:
+        less.setattr(joint, "MAX_WEIGHTS", 64 * 96 - 1)
+        assert not verdict(1.0, 1.2)
     wrong = joint.product_of
     monkeypatch.setattr(
         joint,
         "product_of",
         lambda *how: lambda x: [part * (1 + n) for n, part in enumerate(wrong(*how)(x))],
     )
-    assert not verdict(1.0, 1.3, 1.0)
-    monkeypatch.setattr(joint, "MAX_WEIGHTS", 64 * 96 - 1)
-    assert not verdict()  # not even timed
+    assert not verdict(1.0, 1.2)
     joint.is_faster.cache_clear()
 
 

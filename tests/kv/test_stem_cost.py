@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import mlx.core as mx
 import pytest
@@ -11,7 +11,7 @@ from batchkv_worker.engine import Engine, EngineConfig
 from batchkv_worker.kv import stem_cost
 from batchkv_worker.kv.attention import Path
 from batchkv_worker.kv.stem_cost import LEAST, MOST, UNMEASURED, crossover
-from batchkv_worker.kv.timing import least_time
+from batchkv_worker.kv.timing import Run, least_times
 from kv.reference import HEADS, attention_kind
 from support import tiny_models
 
@@ -48,12 +48,13 @@ def test_a_measurement_is_within_its_bounds(
     """Every kind of codec, as slots keep it, for few rows and for many; nothing is refused."""
     spent: list[float | None] = []
 
-    def timed(run: Callable[[], mx.array]) -> float | None:
-        mx.eval(run())  # which raises what is taken for a refusal else
-        spent.append(least_time(run))
-        return spent[-1]
+    def timed(runs: Sequence[Run]) -> list[float | None]:
+        mx.eval([run() for run in runs])  # which raises what is taken for a refusal else
+        found = least_times(runs)
+        spent.extend(found)
+        return found
 
-    monkeypatch.setattr(stem_cost, "least_time", timed)
+    monkeypatch.setattr(stem_cost, "least_times", timed)
     kind = attention_kind(name, None, mx.float32, path=path)
     for rows in (1, 16):
         cost = stem_cost.measure(kind.scheme, 3 * HEADS, mx.float32, path, num_rows=rows)
@@ -81,6 +82,6 @@ def test_what_is_measured_is_what_decides(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_backend_that_refuses_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a measurement the old rule holds: a block that four rows have."""
-    monkeypatch.setattr(stem_cost, "least_time", lambda run: None)
+    monkeypatch.setattr(stem_cost, "least_times", lambda runs: [1.0, None])
     kind = attention_kind("affine8")
     assert stem_cost.measure(kind.scheme, HEADS, mx.float32, "fused", num_rows=8) == UNMEASURED

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from batchkv_worker.device import is_float32_on_cpu
-from batchkv_worker.kv.timing import least_time
+from batchkv_worker.kv.timing import gain
 
 _MARGIN = 1.2  # by which kept angles have to be faster
 _TIMES = 8  # rotations that are timed together
@@ -146,6 +146,5 @@ def _is_faster() -> bool:
     known = table(turn, 1, offsets)
     mx.eval(x, known)
     plain = nn.RoPE(64)
-    anew = least_time(lambda: plain(x, offsets), times=_TIMES)
-    kept = least_time(lambda: turned(x, turn, known), times=_TIMES)
-    return anew is not None and kept is not None and anew > kept * _MARGIN
+    won = gain(lambda: plain(x, offsets), lambda: turned(x, turn, known), times=_TIMES)
+    return won > _MARGIN

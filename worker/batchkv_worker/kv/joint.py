@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,9 +12,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from batchkv_worker.kv.timing import least_time
+from batchkv_worker.kv.timing import gain, least_times
 
-_MARGIN = 1.2  # by which one product has to be faster: some copy their part first
+log = logging.getLogger("batchkv.engine")
+
+_MARGIN = 1.1  # by which one product has to be faster: some copy their part first
 _TIMES = 8  # products that are timed together
 _LONGEST = 4.0  # milliseconds: where the products take longer, starting them is no matter
 _CLOSE = 0.05  # of the largest number: rounding stays below, a wrong product does not
@@ -115,13 +118,14 @@ def is_faster(like: Likeness, outputs: tuple[int, ...], rows: int) -> bool:
     def at_once() -> list[mx.array]:
         return [part + 1 for part in product(x)]
 
-    once = least_time(apart, repeats=1)
+    (once,) = least_times([apart], repeats=1)
     if once is None or once > _LONGEST:
         return False
-    alone, together = (least_time(run, times=_TIMES) for run in (apart, at_once))
-    if alone is None or together is None or alone <= together * _MARGIN:
-        return False
-    return all(are_close(*parts) for parts in zip(apart(), at_once(), strict=True))
+    won = gain(apart, at_once, times=_TIMES)
+    log.debug("layers of %s answer %.2f times as fast at once", outputs, won)
+    return won > _MARGIN and all(
+        are_close(*parts) for parts in zip(apart(), at_once(), strict=True)
+    )
 
 
 def are_close(one: mx.array, other: mx.array) -> bool:

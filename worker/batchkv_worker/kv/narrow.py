@@ -18,7 +18,7 @@ import mlx.nn as nn
 
 from batchkv_worker import blas
 from batchkv_worker.device import is_float32_on_cpu
-from batchkv_worker.kv.timing import least_time
+from batchkv_worker.kv.timing import gain
 
 log = logging.getLogger("batchkv.engine")
 
@@ -137,6 +137,4 @@ def _is_faster(outputs: int, inputs: int, columns: int, rows: int) -> bool:
     blocks = in_blocks(weight, columns)
     mx.eval(x, weight, blocks)
     with blas.threads(max(1, (os.cpu_count() or 1) - 1)):
-        plain = least_time(lambda: x @ weight.T, times=_TIMES)
-        narrow = least_time(lambda: product(x, blocks), times=_TIMES)
-    return plain is not None and narrow is not None and plain > narrow * _MARGIN
+        return gain(lambda: x @ weight.T, lambda: product(x, blocks), times=_TIMES) > _MARGIN

@@ -14,7 +14,7 @@ from functools import cache, partial
 import mlx.core as mx
 
 from batchkv_worker.device import is_float32_on_cpu
-from batchkv_worker.kv.timing import least_time
+from batchkv_worker.kv.timing import gain
 
 LOG2_E = math.log2(math.e)
 LOWEST, HIGHEST = -126.0, 128.0  # what the bits of an exponent can say; the highest is infinity
@@ -47,9 +47,7 @@ def _are_measured_faster() -> bool:
     """Measured once: a few milliseconds, and a second for the compiler where it is the first."""
     numbers = -mx.random.uniform(0, 20, (128, 256))
     mx.eval(numbers)
-    by_exp = least_time(lambda: mx.exp(numbers))
-    by_power = least_time(lambda: exp2(numbers))
-    return by_exp is not None and by_power is not None and by_exp > by_power * _MARGIN
+    return gain(lambda: mx.exp(numbers), lambda: exp2(numbers)) > _MARGIN
 
 
 def exp2(x: mx.array) -> mx.array:

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from batchkv_worker.kv.attention import Path, attend, in_slots, paths_of
 from batchkv_worker.kv.schemes import LayerScheme
-from batchkv_worker.kv.timing import least_time
+from batchkv_worker.kv.timing import least_times
 
 log = logging.getLogger("batchkv.engine")
 
@@ -22,6 +22,7 @@ log = logging.getLogger("batchkv.engine")
 _SHORT, _LONG = 64, 576
 _SPARE = 64  # columns of a buffer that are not read: some paths copy what is not in one piece
 _CHAIN = 4  # times in a row, so that the host's wait for the end is not taken for a group's cost
+_REPEATS = 15
 _MIN_GROUP_COST, _MAX_GROUP_COST = 256, 1 << 20  # whatever a busy machine makes of it
 
 
@@ -36,14 +37,18 @@ class Choice:
 
 def choose(scheme: LayerScheme, num_query_heads: int, dtype: mx.Dtype, *, num_rows: int) -> Choice:
     """Time every path for ``num_rows`` rows of such a layer."""
+    paths = paths_of(scheme)
+    samples = [
+        _Sample(path, scheme, num_query_heads, dtype, num_rows, tokens)
+        for tokens in (_SHORT, _LONG)
+        for path in paths
+    ]
+    spent = least_times([sample.run for sample in samples], _REPEATS)
     shorts: dict[Path, float] = {}
     times: dict[Path, float] = {}
-    for path in paths_of(scheme):
-        sizes = (_SHORT, _LONG)
-        samples = (_Sample(path, scheme, num_query_heads, dtype, num_rows, n) for n in sizes)
-        short, long = (sample.time() for sample in samples)
+    for path, short, long in zip(paths, spent[: len(paths)], spent[len(paths) :], strict=True):
         if short is not None and long is not None:
-            shorts[path], times[path] = short, long
+            shorts[path], times[path] = short / _CHAIN, long / _CHAIN
     if not times:
         raise RuntimeError(f"no attention path of this backend takes {scheme.keys}")
     path = min(times, key=lambda name: times[name])
@@ -108,8 +113,3 @@ class _Sample:
             )
             (queries,) = mx.depends([self._queries], [out])
         return out
-
-    def time(self) -> float | None:
-        """Milliseconds for one time; None where the backend refuses."""
-        spent = least_time(self.run)
-        return None if spent is None else spent / _CHAIN

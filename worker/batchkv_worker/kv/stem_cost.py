@@ -8,6 +8,7 @@ and for a long prefix; between them lies the number of cells that must be saved.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ from batchkv_worker.kv import stem, stem_kernel
 from batchkv_worker.kv.attention import Path, attend, in_slots
 from batchkv_worker.kv.joint import are_close
 from batchkv_worker.kv.schemes import LayerScheme, Parts
-from batchkv_worker.kv.timing import least_time
+from batchkv_worker.kv.timing import gain, least_times
 
 log = logging.getLogger("batchkv.engine")
 
@@ -30,7 +31,7 @@ SCALE = 0.125  # not 1: what models do
 FEW = 24  # tokens that show whether the kernel is right
 # Of stems and summaries, with a mask, with sinks: those that a step may ask for, and all at once.
 _KINDS = [(1, 0, False, False), (1, 0, True, False), (0, 1, True, False), (2, 1, True, True)]
-_MARGIN = 1.1  # by which the kernel has to be faster
+_MARGIN = 1.05  # by which the kernel has to be faster
 _TIMES = 8  # of it that are timed together
 
 
@@ -104,8 +105,12 @@ class _Sample:
         whole, rest = (mx.arange(count) >= self._first for count in (tokens + OWN, OWN))
         mx.eval(self._queries, lines, shared, own, whole, rest)
         how = (self._path, self._scheme, self._dtype, self._queries)
-        apart = least_time(lambda: attend(*how, *lines, SCALE, whole))
-        together = least_time(lambda: self._attend([shared], own, SCALE, rest))
+        apart, together = least_times(
+            (
+                lambda: attend(*how, *lines, SCALE, whole),
+                lambda: self._attend([shared], own, SCALE, rest),
+            )
+        )
         return None if apart is None or together is None else apart - together
 
     @property
@@ -117,12 +122,15 @@ class _Sample:
     def is_faster_by_kernel(self, own: int) -> bool:
         """Whether rows with so many tokens of their own are attended in less time."""
         what = [self._line(1, LONG)], self._line(self._rows, own), SCALE, None
-        times = []
-        for is_used in (False, True):
+
+        def run(*, is_used: bool) -> mx.array:
             stem_kernel.choose(self.layer, is_used=is_used)
-            times.append(least_time(lambda: self._attend(*what), times=_TIMES))
-        plain, by_kernel = times
-        return plain is not None and by_kernel is not None and plain > by_kernel * _MARGIN
+            return self._attend(*what)
+
+        ways = partial(run, is_used=False), partial(run, is_used=True)
+        won = gain(*ways, times=_TIMES)
+        log.debug("one kernel behind stems is %.2f times as fast for %d own tokens", won, own)
+        return won > _MARGIN
 
     def is_right_by_kernel(
         self, stems: int, summaries: int, has_mask: bool, has_sinks: bool

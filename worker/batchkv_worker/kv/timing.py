@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
+Run = Callable[[], Any]  # builds what is timed, anew each time
 
-def least_time(run: Callable[[], Any], repeats: int = 7, times: int = 1) -> float | None:
-    """Least milliseconds that the arrays of ``run`` take; None for what the backend refuses.
 
-    ``times`` of it are started together: for what is shorter than a wait.
+def least_times(runs: Sequence[Run], repeats: int = 7, times: int = 1) -> list[float | None]:
+    """Least milliseconds that the arrays of each run take; None for what the backend refuses.
 
-    The least, since what else the machine does can only add, and does so by turns.
+    ``times`` of one are started together: for what is shorter than a wait. Once before, unread:
+    what is new is compiled then.
+
+    The least, since what else the machine does can only add. In turns, since a machine may be
+    slower for whole seconds: each is to have as many chances in a good one as the others.
     """
+    spent: list[list[float] | None] = [[] for _ in runs]
+    for _ in range(1 + repeats):
+        for place, run in enumerate(runs):
+            known = spent[place]
+            if known is not None:
+                found = _time(run, times)
+                spent[place] = None if found is None else [*known, found]
+    return [None if known is None else min(known[1:]) for known in spent]
+
+
+def gain(plain: Run, other: Run, repeats: int = 15, times: int = 1) -> float:
+    """How many times as long ``plain`` takes as ``other``; 0 if the backend refuses either."""
+    before, after = least_times((plain, other), repeats, times)
+    return 0.0 if before is None or after is None else before / after
+
+
+def _time(run: Run, times: int) -> float | None:
+    begin = time.perf_counter()
     try:
         mx.eval([run() for _ in range(times)])
-        spent: list[float] = []
-        for _ in range(repeats):
-            begin = time.perf_counter()
-            mx.eval([run() for _ in range(times)])
-            spent.append(time.perf_counter() - begin)
     except (ValueError, RuntimeError):  # what MLX raises for a kernel that a backend lacks
         return None
-    return min(spent) * 1e3
+    return (time.perf_counter() - begin) * 1e3
