@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import mlx.core as mx
 
+from batchkv_worker.kv import softmax
 from batchkv_worker.kv.attention import Path as AttentionPath
 from batchkv_worker.kv.attention import attend, in_slots, paths_of
 from batchkv_worker.kv.names import TensorNames
@@ -42,7 +43,8 @@ class Layer:
         self._queries = mx.random.normal((rows, _QUERY_HEADS, 1, 128)).astype(dtype)
         self._packed = self._scheme.keys.pack(keys), self._scheme.values.pack(values)
         # Rows of unequal length, as they mostly are.
-        self._mask = mx.arange(tokens) >= mx.arange(rows).reshape(-1, 1, 1, 1)
+        seen = mx.arange(tokens) >= mx.arange(rows).reshape(-1, 1, 1, 1)
+        self._mask = softmax.as_in_steps(seen, dtype)
         mx.eval(self._queries, self._packed, self._mask)
 
     def run(self) -> None:

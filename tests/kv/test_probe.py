@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from batchkv_worker.kv import attention, probe
+from batchkv_worker.kv import attention, probe, softmax
 from kv.reference import HEADS, attention_kind
 
 SCHEME = attention_kind("affine8").scheme
@@ -24,7 +24,7 @@ def test_times_are_of_one_layer_and_a_groups_cost_is_in_cells(
     """A row of 512 tokens more takes 8 ms: of the 2 ms of the short one, 1 is its start."""
 
     def least_times(runs: list[Any], repeats: int) -> list[float]:
-        lengths = [run.__self__._keys[0].shape[-2] for run in runs]
+        lengths = [run.func.__self__._keys[0].shape[-2] for run in runs]
         return [4 * (10.0 if length > 100 else 2.0) for length in lengths]
 
     monkeypatch.setattr(probe, "least_times", least_times)
@@ -43,10 +43,20 @@ def test_layers_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
         return attend(path, scheme, dtype, queries, *rest)
 
     monkeypatch.setattr(probe, "attend", noting)
-    sample = probe._Sample("folded", SCHEME, HEADS, mx.float32, 2, 64)
-    mx.eval(sample.run())
+    sample = probe._Sample(attention.in_slots(SCHEME, "folded"), HEADS, mx.float32, 2, 64)
+    mx.eval(sample.run("folded"))
     assert len({id(queries) for queries in asked}) == 4
     assert all(mx.array_equal(queries, asked[0]).item() for queries in asked)
+
+
+@pytest.mark.parametrize("powers", [True, False])
+def test_masks_are_as_in_steps(powers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(softmax, "powers_are_faster", lambda dtype: powers)
+    sample = probe._Sample(attention.in_slots(SCHEME, "folded"), HEADS, mx.float32, 4, 64)
+    seen = mx.arange(64) >= mx.arange(4).reshape(-1, 1, 1, 1)
+    wanted = softmax.to_add(seen) if powers else seen
+    assert sample._mask.dtype == wanted.dtype
+    assert mx.array_equal(sample._mask, wanted).item()
 
 
 def test_a_path_that_is_refused_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,14 +258,28 @@ def test_the_faster_one_wins_if_it_is_right(kind: str, monkeypatch: pytest.Monke
     """What is timed is played, first the layers apart, then at once; what they answer is real."""
     like = KINDS[kind]()
 
+    products, asked = joint.product_of, []
+
+    def noting(*how: Any) -> joint.Product:
+        product = products(*how)
+        return lambda x: (asked.append("at once"), product(x))[1]
+
     def verdict(once: float | None = None, won: float | None = None) -> bool:
-        def play_gain(*ways: Callable[[], Any], times: int) -> float:
-            mx.eval([way() for way in ways])
-            assert times > 1
-            assert won is not None, "timed in vain"
+        def play_least_times(ways: list[Any], repeats: int) -> list[float | None]:
+            asked.append("once")
+            return [once]
+
+        def play_gain(plain: Callable[[], Any], other: Callable[[], Any], times: int) -> float:
+            asked.clear()
+            mx.eval(plain())
+            assert times > 1 and won is not None and not asked
+            mx.eval(other())
+            assert asked == ["at once"]
             return won
 
-        monkeypatch.setattr(joint, "least_times", lambda ways, repeats: [once])
+        asked.clear()
+        monkeypatch.setattr(joint, "product_of", noting)
+        monkeypatch.setattr(joint, "least_times", play_least_times)
         monkeypatch.setattr(joint, "gain", play_gain)
         joint.is_faster.cache_clear()
         return joint.is_faster(like, (64, 32), ROWS)
@@ -277,12 +291,9 @@ def test_the_faster_one_wins_if_it_is_right(kind: str, monkeypatch: pytest.Monke
     with monkeypatch.context() as less:
         less.setattr(joint, "MAX_WEIGHTS", 64 * 96 - 1)
         assert not verdict(1.0, 1.2)
-    wrong = joint.product_of
-    monkeypatch.setattr(
-        joint,
-        "product_of",
-        lambda *how: lambda x: [part * (1 + n) for n, part in enumerate(wrong(*how)(x))],
-    )
+        assert not asked  # not even timed
+    right = products
+    products = lambda *how: lambda x: [part * (1 + n) for n, part in enumerate(right(*how)(x))]  # noqa: E731
     assert not verdict(1.0, 1.2)
     joint.is_faster.cache_clear()
 

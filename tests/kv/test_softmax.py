@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from types import ModuleType
 
 import mlx.core as mx
@@ -66,11 +67,13 @@ def test_weights_are_those_of_a_softmax(spread: float, with_sinks: bool, powers:
 
 
 @WAYS
-def test_what_is_masked_has_no_weight(powers: bool) -> None:
+@pytest.mark.parametrize("is_added", [False, True])
+def test_what_is_masked_has_no_weight(is_added: bool, powers: bool) -> None:
     """And a line that is masked whole, a free slot's, has finite weights."""
     scores = mx.array([[1.0, 2.0, 500.0, -500.0], [0.0, 0.0, 0.0, 0.0]])
-    seen = mx.array([[True, True, False, True], [False, False, False, False]])
-    scores = mx.where(seen, scores * softmax.unit(powers=powers), mx.finfo(mx.float32).min)
+    mask = mx.array([[True, True, False, True], [False, False, False, False]])
+    mask = softmax.to_add(mask) if is_added else mask
+    scores = softmax.hide(scores * softmax.unit(powers=powers), mask)
     (weights,), total = softmax.weigh([scores], powers=powers)
     weights = weights if total is None else weights / total
     assert weights[0, 2].item() < 1e-29
@@ -91,7 +94,7 @@ def test_only_single_precision_on_a_cpu_is_weighed_by_powers(
 
 
 @pytest.mark.parametrize("name", ["float", "affine8", "turbo3.5"])
-@pytest.mark.parametrize("path", ["folded", "packed"])
+@pytest.mark.parametrize("path", ["fused", "folded", "packed"])
 def test_decode_is_the_same_both_ways(
     name: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,15 +109,16 @@ def test_decode_is_the_same_both_ways(
         )
     )
     queries = 2.0 * mx.random.normal((4, QUERY_HEADS, 1, SIZE))
-    mask = mx.arange(40) >= mx.array([0, 3, 20, 39]).reshape(4, 1, 1, 1)
+    seen = mx.arange(40) >= mx.array([0, 3, 20, 39]).reshape(4, 1, 1, 1)
     for sinks in (None, mx.random.normal((QUERY_HEADS,))):
-        found = []
-        for powers in (True, False):
+        what, found = (path, scheme, mx.float32, queries, keys, values, 0.2), []
+        for powers, mask in product((True, False), (seen, softmax.to_add(seen))):
             choose(monkeypatch, powers=powers)
-            found.append(
-                attention.attend(path, scheme, mx.float32, queries, keys, values, 0.2, mask, sinks)
-            )
-        assert mx.abs(found[0] - found[1]).max().item() < 1e-5
+            found.append(attention.attend(*what, mask, sinks))
+        for other in found[1:]:
+            assert mx.abs(found[0] - other).max().item() < 1e-5
+        unmasked = attention.attend(*what, None, sinks)
+        assert mx.abs(found[0] - unmasked)[2:].max().item() > 1e-2
 
 
 @pytest.mark.parametrize(
@@ -197,6 +201,7 @@ def test_whole_engines_give_the_same_tokens_both_ways(
         crowd = Crowd(family, scheme=scheme, path="folded")
         for name, prompt in prompts.items():
             crowd.add(name, prompt)
+        assert crowd.engine.plan.shapes.adds_masks == powers
         crowd.drain()
         found.append({name: crowd.tokens(name) for name in prompts})
     assert found[0] == found[1]

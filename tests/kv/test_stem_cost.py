@@ -10,8 +10,8 @@ import pytest
 from batchkv_worker.engine import Engine, EngineConfig
 from batchkv_worker.kv import stem_cost
 from batchkv_worker.kv.attention import Path
-from batchkv_worker.kv.stem_cost import LEAST, MOST, UNMEASURED, crossover
-from batchkv_worker.kv.timing import Run, least_times
+from batchkv_worker.kv.stem_cost import LEAST, LONG, MOST, SHORT, UNMEASURED, crossover
+from batchkv_worker.kv.timing import Way, least_times
 from kv.reference import HEADS, attention_kind
 from support import tiny_models
 
@@ -48,7 +48,7 @@ def test_a_measurement_is_within_its_bounds(
     """Every kind of codec, as slots keep it, for few rows and for many; nothing is refused."""
     spent: list[float | None] = []
 
-    def timed(runs: Sequence[Run]) -> list[float | None]:
+    def timed(runs: Sequence[Way]) -> list[float | None]:
         mx.eval([run() for run in runs])  # which raises what is taken for a refusal else
         found = least_times(runs)
         spent.extend(found)
@@ -60,6 +60,27 @@ def test_a_measurement_is_within_its_bounds(
         cost = stem_cost.measure(kind.scheme, 3 * HEADS, mx.float32, path, num_rows=rows)
         assert LEAST <= cost <= MOST
     assert len(spent) == 8 and None not in spent
+
+
+def test_what_a_stem_saves_is_what_lines_take_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ways that are timed: a short and a long prefix in each line, and as a stem."""
+    kind, asked = attention_kind("float", None, mx.float32, path="folded"), []
+    attend = stem_cost.stem.attend
+    monkeypatch.setattr(stem_cost.stem, "attend", lambda *how: (asked.append(how), attend(*how))[1])
+
+    def timed(runs: Sequence[Way]) -> list[float | None]:
+        found, tokens = [], []
+        for run in runs:
+            asked.clear()
+            mx.eval(run())
+            found.append(bool(asked))
+            tokens += [how[4][0][0][0].shape[-2] for how in asked]
+        assert (found, tokens) == ([False, True, False, True], [SHORT, LONG])
+        return [1.0, 2.0, 12.0, 9.0]  # the short one costs 1 ms, the long one saves 3
+
+    monkeypatch.setattr(stem_cost, "least_times", timed)
+    found = stem_cost.measure(kind.scheme, HEADS, mx.float32, "folded", num_rows=5)
+    assert found == 4 * (SHORT + (LONG - SHORT) // 4)
 
 
 def test_what_is_measured_is_what_decides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,13 @@ import mlx.core as mx
 import pytest
 
 from batchkv_worker.device import is_cuda
-from batchkv_worker.kv import attention, stem, stem_cost, stem_kernel
+from batchkv_worker.kv import attention, plan, stem, stem_cost, stem_kernel
 from batchkv_worker.kv.attention import Path as AttentionPath
 from batchkv_worker.kv.layer import Both
 from batchkv_worker.kv.schemes import LayerScheme, LayerShape, fit_model
 from batchkv_worker.kv.spec import SchemeSpec
 from batchkv_worker.kv.stem_source import Kind
+from batchkv_worker.shared_parts import StemCosts
 from kv.block_of_threads import in_threads, is_there_a_compiler
 from kv.crowd import Crowd, random_prompt
 
@@ -83,7 +84,8 @@ def in_place_of(kind: Kind) -> Callable[..., list[mx.array]]:
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Something stands for the kernel, and may be chosen; scores are as on a GPU."""
-    monkeypatch.setattr(stem, "powers_are_faster", lambda dtype: False)
+    for module in (stem, plan):
+        monkeypatch.setattr(module, "powers_are_faster", lambda dtype: False)
     monkeypatch.setattr(stem_kernel, "_kernel", in_place_of)
     monkeypatch.setattr(stem_kernel, "fits", lambda layer: True)
     yield
@@ -243,6 +245,23 @@ def test_it_is_chosen_where_it_is_faster(anywhere: None, monkeypatch: pytest.Mon
         assert stem_kernel.is_chosen(LAYER) == is_chosen
 
 
+def test_with_the_kernel_is_timed_against_without(
+    anywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for won, is_chosen in ((1.2, True), (1.0, False)):
+
+        def play_gain(*ways: Callable[[], mx.array], times: int, won: float = won) -> float:
+            states = []
+            for way in ways:
+                mx.eval(way())
+                states.append(stem_kernel.is_chosen(LAYER))
+            assert states == [False, True] and times > 1
+            return won
+
+        monkeypatch.setattr(stem_cost, "gain", play_gain)
+        assert choice() == is_chosen
+
+
 @pytest.mark.parametrize("why", ["it answers otherwise", "it does not compile", "no CUDA"])
 def test_it_is_not_chosen(
     why: str, anywhere: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -294,11 +313,14 @@ def test_packed_parts_are_read_packed(anywhere: None, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("scheme", ["float", "affine8"])
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize(("family", "group_cost"), [("llama", 1), ("gpt_oss", 1), ("llama", 10**6)])
 def test_whole_engines_give_the_same_tokens_both_ways(
-    family: str, scheme: str, anywhere: None, monkeypatch: pytest.MonkeyPatch
+    family: str, group_cost: int, scheme: str, anywhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tree of prompts, so that there are chains, summaries and rows of several lengths."""
+    """A tree of prompts, so that there are chains, summaries and rows of several lengths.
+
+    Where groups are dear, these stand in one, with a mask.
+    """
     root, branches = random_prompt(1, 512), [random_prompt(2 + n, 256) for n in range(2)]
     prompts = {
         f"row {n}": [*root, *branches[n % 2], *random_prompt(9 + n, 5 + 31 * n)] for n in range(6)
@@ -306,14 +328,18 @@ def test_whole_engines_give_the_same_tokens_both_ways(
     asked: list[Kind] = []
     kernel = stem_kernel._kernel
     monkeypatch.setattr(stem_kernel, "_kernel", lambda kind: (asked.append(kind), kernel(kind))[1])
-    found = []
+    found, served = [], []
     for margin in (0.0, float("inf")):
         monkeypatch.setattr(stem_cost, "_MARGIN", margin)
         crowd: Any = Crowd(
-            family, group_cost=1, path="folded", scheme=scheme, slots=6, stem_cells=1
+            family, group_cost=group_cost, path="folded", scheme=scheme, slots=6, stem_cells=1
         )
+        crowd.engine._scheduler._stem_costs = StemCosts(1, 1)
         at_start = len(asked)
         found.append(crowd.answers(prompts))
-        assert (len(asked) > at_start) == (margin == 0.0)
+        served.append(asked[at_start:])
     assert found[0] == found[1]
-    assert max(kind.stems for kind in asked) > 0 < max(kind.summaries for kind in asked)
+    by_kernel, plain = served
+    assert not plain
+    assert max(kind.stems for kind in by_kernel) > 0 < max(kind.summaries for kind in by_kernel)
+    assert any(kind.has_mask for kind in by_kernel) == (group_cost > 1)

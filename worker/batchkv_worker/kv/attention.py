@@ -161,7 +161,7 @@ def _two_products(
         sinks = sinks.reshape(1, kv_heads, heads // kv_heads, 1)
     scores = scores_of(packed, scheme, dtype, folded, keys)
     if mask is not None:
-        scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
+        scores = softmax.hide(scores, mask)
     (weights,), total = softmax.weigh([scores], sinks, powers=powers)
     out = weighted(packed, scheme, dtype, weights, values)
     if total is not None:

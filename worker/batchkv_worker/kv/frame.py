@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from batchkv_worker.kv import softmax
 from batchkv_worker.kv.angles import ANGLES
+from batchkv_worker.kv.cuts import cut
 from batchkv_worker.kv.layout import SlotLayout, round_up
 from batchkv_worker.kv.layouts import SlotLayouts, Window
 
 if TYPE_CHECKING:
     from batchkv_worker.kv.stem import Stem
-
-MAX_GROUPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +31,22 @@ class Shapes:
     """How shapes are chosen: ``step`` columns and ``rows`` rows are rounded up to.
 
     ``group_cost`` is what one more group costs, in cells (one row's keys and values of one column).
-    ``mask_rank`` is 4, or 5 for a model that folds its query heads itself.
+    ``mask_rank`` is 4, or 5 for a model that folds its query heads itself. ``adds_masks``: those of
+    groups are what is added to scores.
     """
 
     step: int = 1
     rows: int = 1
     group_cost: int = 2048
     mask_rank: int = 4
+    adds_masks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows [first, last) read columns [low, high); ``mask`` as in ``Span``. They share ``stem``.
+    """Rows [first, last) read columns [low, high). They share ``stem``.
 
+    ``mask`` is as in ``Span``, or what is added to scores instead (``softmax.to_add``).
     ``stems`` are those of its chain that no neighbouring group reads with it. ``is_exact``: its
     columns are as many as they are, where others are rounded.
     """
@@ -147,7 +150,12 @@ class Span:
             found.append(Group(first, last, low, self.high, mask, stem, alone))
         if len(found) == 1:
             found[0] = replace(found[0], low=self.low, mask=self.mask)
-        return found
+        if not self._shapes.adds_masks:
+            return found
+        return [
+            group if group.mask is None else replace(group, mask=softmax.to_add(group.mask))
+            for group in found
+        ]
 
     @cached_property
     def common(self) -> list[Common]:
@@ -254,42 +262,3 @@ class Framer:
             inner = cut(lengths[low:high], self.shapes.group_cost, self.shapes.rows)
             cuts += [low + place for place in inner]
         return sorted(cuts)
-
-
-def cut(lengths: list[int], group_cost: int, multiple: int = 1) -> list[int]:
-    """Where to cut rows of these lengths into groups; each group reads its longest row's cells.
-
-    Greedy: the cut that saves most cells first, as long as it saves more than ``group_cost``. Cuts
-    stand at multiples of ``multiple`` rows.
-    """
-    cuts: list[int] = []
-    parts = [(0, len(lengths))]
-    while len(cuts) < MAX_GROUPS - 1:
-        saved, place, part = max((*_best_cut(lengths, p, multiple), p) for p in parts)
-        if saved <= group_cost:
-            break
-        first, last = part
-        parts.remove(part)
-        parts += [(first, place), (place, last)]
-        cuts.append(place)
-    return sorted(cuts)
-
-
-def _best_cut(lengths: list[int], part: tuple[int, int], multiple: int) -> tuple[int, int]:
-    """(cells saved, place) of the best single cut within rows [first, last)."""
-    first, last = part
-    rows = lengths[first:last]
-    if len(rows) < 2:
-        return 0, first
-    whole = max(rows) * len(rows)
-    after = [0] * (len(rows) + 1)  # longest of the rows from a place on
-    for index in reversed(range(len(rows))):
-        after[index] = max(after[index + 1], rows[index])
-    best, before = (0, first), 0
-    for index in range(1, len(rows)):
-        before = max(before, rows[index - 1])
-        if (first + index) % multiple:
-            continue
-        saved = whole - before * index - after[index] * (len(rows) - index)
-        best = max(best, (saved, first + index))
-    return best

@@ -16,7 +16,7 @@ from batchkv_worker.kv.timing import gain, least_times
 
 log = logging.getLogger("batchkv.engine")
 
-_MARGIN = 1.1  # by which one product has to be faster: some copy their part first
+_MARGIN = 1.1  # by which one product has to be faster: some layers copy their part first
 _TIMES = 8  # products that are timed together
 _LONGEST = 4.0  # milliseconds: where the products take longer, starting them is no matter
 _CLOSE = 0.05  # of the largest number: rounding stays below, a wrong product does not

@@ -17,6 +17,7 @@ from batchkv_worker.kv.discover import AttentionShape, CacheTree, Leaf
 from batchkv_worker.kv.frame import Shapes
 from batchkv_worker.kv.layer import LayerKind
 from batchkv_worker.kv.layouts import Costs
+from batchkv_worker.kv.powers import powers_are_faster
 from batchkv_worker.kv.schemes import LayerScheme, fit_model
 from batchkv_worker.kv.selfcheck import Traits, find_traits
 from batchkv_worker.kv.sharecheck import can_share
@@ -107,6 +108,7 @@ def make_plan(
         rows=8 if shape_step > 1 else 1,
         group_cost=min(costs, default=Shapes().group_cost) if group_cost is None else group_cost,
         mask_rank=traits.mask_rank,
+        adds_masks=powers_are_faster(dtype),
     )
     _choose_kernel(model, tree, kinds, dtype, num_rows)
     shares = can_share(model, tree, kinds, traits)

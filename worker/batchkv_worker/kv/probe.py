@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 
 import mlx.core as mx
 
+from batchkv_worker.kv import softmax
 from batchkv_worker.kv.attention import Path, attend, in_slots, paths_of
 from batchkv_worker.kv.schemes import LayerScheme
 from batchkv_worker.kv.timing import least_times
@@ -38,12 +41,17 @@ class Choice:
 def choose(scheme: LayerScheme, num_query_heads: int, dtype: mx.Dtype, *, num_rows: int) -> Choice:
     """Time every path for ``num_rows`` rows of such a layer."""
     paths = paths_of(scheme)
-    samples = [
-        _Sample(path, scheme, num_query_heads, dtype, num_rows, tokens)
-        for tokens in (_SHORT, _LONG)
-        for path in paths
-    ]
-    spent = least_times([sample.run for sample in samples], _REPEATS)
+    samples: dict[tuple[LayerScheme, int], _Sample] = {}
+    ways = []
+    for tokens, path in product((_SHORT, _LONG), paths):
+        kept = in_slots(scheme, path), tokens  # which some paths have in common
+        if kept not in samples:
+            samples[kept] = _Sample(kept[0], num_query_heads, dtype, num_rows, tokens)
+        ways.append(partial(samples[kept].run, path))
+    spent = least_times(ways, _REPEATS)
+    samples.clear()
+    ways.clear()
+    mx.clear_cache()  # nobody reckons with them
     shorts: dict[Path, float] = {}
     times: dict[Path, float] = {}
     for path, short, long in zip(paths, spent[: len(paths)], spent[len(paths) :], strict=True):
@@ -71,16 +79,10 @@ def _group_cost(long: float, short: float, num_rows: int) -> int:
 
 
 class _Sample:
-    """Random rows of a layer, as slots keep them for a path: columns of a longer buffer."""
+    """Random rows of a layer, as slots keep them: columns of a longer buffer."""
 
     def __init__(
-        self,
-        path: Path,
-        scheme: LayerScheme,
-        num_query_heads: int,
-        dtype: mx.Dtype,
-        rows: int,
-        tokens: int,
+        self, scheme: LayerScheme, num_query_heads: int, dtype: mx.Dtype, rows: int, tokens: int
     ) -> None:
         shape = scheme.shape
         keys, values = (
@@ -88,21 +90,21 @@ class _Sample:
             for size in (shape.key_size, shape.value_size)
         )
         self._queries = mx.random.normal((rows, num_query_heads, 1, shape.key_size)).astype(dtype)
-        self._mask = mx.arange(tokens) >= mx.arange(rows).reshape(-1, 1, 1, 1)
-        self._path, self._dtype = path, dtype
-        self._scheme = in_slots(scheme, path)
+        seen = mx.arange(tokens) >= mx.arange(rows).reshape(-1, 1, 1, 1)
+        self._mask = softmax.as_in_steps(seen, dtype)
+        self._dtype, self._scheme = dtype, scheme
         self._keys, self._values = (
             tuple(part[..., _SPARE:, :] for part in parts)
-            for parts in (self._scheme.keys.pack(keys), self._scheme.values.pack(values))
+            for parts in (scheme.keys.pack(keys), scheme.values.pack(values))
         )
         mx.eval(self._queries, self._mask, self._keys, self._values)
 
-    def run(self) -> mx.array:
+    def run(self, path: Path) -> mx.array:
         """Several times, one after the other: layers wait for each other, and for no host."""
         queries = self._queries
         for _ in range(_CHAIN):
             out = attend(
-                self._path,
+                path,
                 self._scheme,
                 self._dtype,
                 queries,

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from batchkv_worker.kv.powers import LOG2_E, exp2
+from batchkv_worker.kv.powers import LOG2_E, exp2, powers_are_faster
 
+# What is added to scores that nobody is to see, in ``unit`` or not.
+HIDDEN = -1e30
 # What is masked counts as 2 to this, which no float32 notices.
 _LEAST = -100.0
 
@@ -20,6 +22,27 @@ _LEAST = -100.0
 def unit(*, powers: bool) -> float:
     """What scores are to be multiplied with, beyond their scale, to be weighed by powers or not."""
     return LOG2_E if powers else 1.0
+
+
+def to_add(mask: mx.array) -> mx.array:
+    """What is added to scores, in float32, for those that a bool ``mask`` hides not to count."""
+    return mx.where(mask, mx.array(0.0), mx.array(HIDDEN))
+
+
+def as_in_steps(mask: mx.array, dtype: mx.Dtype) -> mx.array:
+    """A bool mask in the form that groups of rows have it in, where keys are of ``dtype``."""
+    return to_add(mask) if powers_are_faster(dtype) else mask
+
+
+def hide(scores: mx.array, mask: mx.array) -> mx.array:
+    """Scores of which those that ``mask`` hides count as nothing.
+
+    The mask is bool, true where scores are seen, or made by ``to_add``: that is less work where
+    choices are not vectorized, but it hides neither NaN nor what is infinite.
+    """
+    if mask.dtype == mx.bool_:
+        return mx.where(mask, scores, mx.finfo(scores.dtype).min)
+    return scores + mask
 
 
 def weigh(
@@ -76,9 +99,14 @@ def _weigh_by_powers(
     for other in tops[1:]:
         top = mx.maximum(top, other)
     weights = [exp2(mx.maximum(part - top, _LEAST)) for part in parts]
-    total = weights[0].sum(axis=-1, keepdims=True)
+    total = _sum(weights[0])
     for other in weights[1:]:
-        total = total + other.sum(axis=-1, keepdims=True)
+        total = total + _sum(other)
     if sinks is not None:
         total = total + exp2(mx.maximum(sinks - top, _LEAST))
     return weights, total, top
+
+
+def _sum(weights: mx.array) -> mx.array:
+    """Over the columns, ``[..., 1]``: as a product, since MLX adds one number after another."""
+    return weights @ mx.ones((weights.shape[-1], 1), weights.dtype)

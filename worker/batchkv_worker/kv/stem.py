@@ -158,7 +158,7 @@ def attend(
     near = scores_of(packed, scheme, dtype, turned, own[0])
     if mask is not None:
         split = near.reshape(rows, heads, num_tokens, near.shape[-1])
-        near = mx.where(mask, split, mx.finfo(near.dtype).min).reshape(near.shape)
+        near = softmax.hide(split, mask).reshape(near.shape)
     weights, total = _weigh(far, before, near, sinks, num_tokens, powers=powers)
     found = [
         weighted(False, scheme, dtype, of_stem, values).reshape(kv_heads, rows, lines, -1)

@@ -13,11 +13,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.kv import stem, stem_kernel
+from batchkv_worker.kv import softmax, stem, stem_kernel
 from batchkv_worker.kv.attention import Path, attend, in_slots
 from batchkv_worker.kv.joint import are_close
 from batchkv_worker.kv.schemes import LayerScheme, Parts
-from batchkv_worker.kv.timing import gain, least_times
+from batchkv_worker.kv.timing import Way, gain, least_times
 
 log = logging.getLogger("batchkv.engine")
 
@@ -31,7 +31,7 @@ SCALE = 0.125  # not 1: what models do
 FEW = 24  # tokens that show whether the kernel is right
 # Of stems and summaries, with a mask, with sinks: those that a step may ask for, and all at once.
 _KINDS = [(1, 0, False, False), (1, 0, True, False), (0, 1, True, False), (2, 1, True, True)]
-_MARGIN = 1.05  # by which the kernel has to be faster
+_MARGIN = 1.05  # by which the kernel has to be faster: timed in turns, it varies by less
 _TIMES = 8  # of it that are timed together
 
 
@@ -44,11 +44,13 @@ def measure(
     """
     rows = max(2, num_rows)
     sample = _Sample(scheme, num_query_heads, dtype, path, rows)
-    gains = [sample.gain(tokens) for tokens in (SHORT, LONG)]
-    short, long = gains
-    if short is None or long is None:
+    spent = least_times([*sample.ways(SHORT), *sample.ways(LONG)])
+    mx.clear_cache()
+    if None in spent:
         return UNMEASURED
-    cost = crossover((rows - 1) * SHORT, short, (rows - 1) * LONG, long)
+    short, short_by_stem, long, long_by_stem = (one or 0.0 for one in spent)
+    gains = short - short_by_stem, long - long_by_stem
+    cost = crossover((rows - 1) * SHORT, gains[0], (rows - 1) * LONG, gains[1])
     log.info("a prefix is held once where that saves %d cells or more", cost)
     return cost
 
@@ -98,20 +100,20 @@ class _Sample:
         # As in slots, where rows begin at columns of their own.
         self._first = mx.arange(rows).reshape(-1, 1, 1, 1)
 
-    def gain(self, tokens: int) -> float | None:
-        """Milliseconds that a stem of so many tokens saves; None if the backend refuses."""
+    def ways(self, tokens: int) -> tuple[Way, Way]:
+        """Attention over so many tokens and their own in each row's line, and with a stem."""
         lines = self._line(self._rows, tokens + OWN)
         shared, own = self._line(1, tokens), self._line(self._rows, OWN)
-        whole, rest = (mx.arange(count) >= self._first for count in (tokens + OWN, OWN))
+        whole, rest = (
+            softmax.as_in_steps(mx.arange(count) >= self._first, self._dtype)
+            for count in (tokens + OWN, OWN)
+        )
         mx.eval(self._queries, lines, shared, own, whole, rest)
         how = (self._path, self._scheme, self._dtype, self._queries)
-        apart, together = least_times(
-            (
-                lambda: attend(*how, *lines, SCALE, whole),
-                lambda: self._attend([shared], own, SCALE, rest),
-            )
+        return (
+            lambda: attend(*how, *lines, SCALE, whole),
+            lambda: self._attend([shared], own, SCALE, rest),
         )
-        return None if apart is None or together is None else apart - together
 
     @property
     def layer(self) -> stem_kernel.Layer:

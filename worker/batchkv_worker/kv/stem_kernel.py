@@ -52,6 +52,7 @@ def weigh(
     kind = Kind(len(far), len(before), mask is not None, sinks is not None)
     rest = []
     if mask is not None:
+        assert mask.dtype == mx.bool_  # what is added would be read as its opposite
         columns = keys.shape[2]
         rest.append(mx.contiguous(mx.broadcast_to(mask.reshape(-1, columns), (rows, columns))))
     if sinks is not None:

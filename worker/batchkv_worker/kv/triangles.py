@@ -65,7 +65,7 @@ def _weighed(
         scores = lines @ keys[:, :, low:high].swapaxes(-1, -2)
         parts.append(scores.reshape(rows, kv_heads, shared, count, high - low))
     sees = mx.arange(count)[:, None] >= mx.arange(count)
-    parts[0] = mx.where(sees, parts[0], mx.finfo(parts[0].dtype).min)
+    parts[0] = softmax.hide(parts[0], sees)
     weights, total = softmax.weigh(parts, sinks, powers=True)
     out = None
     for (low, high), part in zip(ends, weights, strict=True):
