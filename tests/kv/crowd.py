@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from batchkv_worker.engine import Engine, EngineConfig
 from batchkv_worker.events import Completed
+from batchkv_worker.kv import narrow, siblings
 from batchkv_worker.sequence import Generation, Sequence
 from parity.families import VOCABULARY
 from support import tiny_models
@@ -35,9 +36,19 @@ _GEAR: dict[str, Any] = {
 }
 
 
-@cache
 def model_of(family: str) -> Any:
-    """One of ``tiny_models``, or ``gear``; built once."""
+    """One of ``tiny_models``, or ``gear``; built once, its layers as mlx-lm has them.
+
+    Whatever an engine before chose for them was by a clock.
+    """
+    model = _built(family)
+    narrow.forget(model)
+    siblings.forget(model)
+    return model
+
+
+@cache
+def _built(family: str) -> Any:
     if family != "gear":
         return tiny_models.build(family)
     module = import_module("mlx_lm.models.gear")

@@ -90,8 +90,7 @@ def install(model: Any, dtype: mx.Dtype, rows: int) -> int:
 
     Returns how many bytes they take. What was decided for the model before is forgotten.
     """
-    for module in model.modules():
-        _forget(module)
+    forget(model)
     if not (is_float32_on_cpu(dtype) and blas.is_openblas()):
         return 0
     found = 0
@@ -123,11 +122,13 @@ def _is_tied(model: Any) -> bool:
     return bool(getattr(getattr(model, "args", None), "tie_word_embeddings", False))
 
 
-def _forget(module: Any) -> None:
-    for plain, narrow in _NARROW.items():
-        if type(module) is narrow:
-            module.__class__ = plain
-            del module._blocks, module._rows
+def forget(model: Any) -> None:
+    """Let every layer of the model multiply with its weights as they are."""
+    for module in model.modules():
+        for plain, narrow in _NARROW.items():
+            if type(module) is narrow:
+                module.__class__ = plain
+                del module._blocks, module._rows
 
 
 @cache
