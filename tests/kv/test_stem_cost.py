@@ -101,8 +101,8 @@ def test_what_is_measured_is_what_decides(monkeypatch: pytest.MonkeyPatch) -> No
     assert asked == [4]
 
 
-def test_a_backend_that_refuses_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a measurement the old rule holds: a block that four rows have."""
+def test_a_backend_that_refuses_leaves_the_old_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that four rows have."""
     monkeypatch.setattr(stem_cost, "least_times", lambda runs: [1.0, None])
     kind = attention_kind("affine8")
     assert stem_cost.measure(kind.scheme, HEADS, mx.float32, "fused", num_rows=8) == UNMEASURED
