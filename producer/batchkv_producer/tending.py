@@ -206,9 +206,9 @@ def align_jobs(connection: Redis, status: BatchStatus) -> bool:
     if status.keep_seconds < FAILURE_TTL_SECONDS:
         for lines in pages(status):
             ids = [redis_keys.job_id(status.batch_id, line) for line in lines]
-            if not moves.forget(status.batch_id, ids):
+            if not moves.align(status.batch_id, ids):
                 return False
-    return moves.forget(status.batch_id, [])
+    return moves.align(status.batch_id, [])
 
 
 def pages(status: BatchStatus, first_line: int = 1) -> Iterator[range]:

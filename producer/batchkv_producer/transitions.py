@@ -254,9 +254,9 @@ class Transitions:
         while int(self._run("copy", [redis_keys.due(queue)], args)):
             pass
 
-    def forget(self, batch_id: str, job_ids: Sequence[str]) -> bool:
+    def align(self, batch_id: str, job_ids: Sequence[str]) -> bool:
         """Let jobs expire with their batch; whether it has ended. No ids: that was all of them."""
-        return bool(self._run("forget", [redis_keys.batch(batch_id)], job_ids))
+        return bool(self._run("align", [redis_keys.batch(batch_id)], job_ids))
 
     def mend(self, queue: str, job_ids: Sequence[str]) -> int:
         """Queue rows that have no result, no lease and stand in no list; how many."""
