@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from batchkv_worker import blas
 from support.redis_server import RedisServer, running_server
 
+# Processes that tests start buffer their output as anybody's do.
+os.environ.pop("PYTHONUNBUFFERED", None)
 if "PYTEST_XDIST_WORKER" in os.environ:  # several at once: a core for each
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 blas.load()  # before any test imports MLX: a BLAS can only be exchanged then

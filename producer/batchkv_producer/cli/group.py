@@ -65,10 +65,21 @@ class Cli(click.Group):
 
 
 def guarded(run: Callable[[], Any]) -> int:
-    """Run a command; its exit code. Every error that we know becomes one line."""
+    """Run a command; its exit code. Every error that we know becomes one line.
+
+    Standard output is flushed here, where a disk that is full can still be told of: at its own end
+    Python could only complain, and exit with 120.
+    """
+    code = _guarded(run)
+    if sys.stdout is None:  # closed by whoever started us
+        return code
+    flushed = _guarded(sys.stdout.flush)
+    return code or flushed
+
+
+def _guarded(run: Callable[[], Any]) -> int:
     try:
         code = run()
-        sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except click.exceptions.NoArgsIsHelpError as fault:
         fault.show()
@@ -86,7 +97,10 @@ def guarded(run: Callable[[], Any]) -> int:
         return EXIT_BROKEN_PIPE
     except OSError as fault:
         where = f"{fault.filename}: " if fault.filename else "cannot write the output: "
-        return _complain(f"{where}{fault.strerror or fault}", EXIT_OUTPUT)
+        code = _complain(f"{where}{fault.strerror or fault}", EXIT_OUTPUT)
+        if not fault.filename:
+            _silence_stdout()  # what is left in its buffer has nowhere to go
+        return code
 
 
 def _usage_message(fault: click.ClickException) -> str:
