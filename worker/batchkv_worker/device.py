@@ -34,6 +34,13 @@ def shape_step() -> int:
     return 64 if is_cuda() else 1
 
 
+def usual_chunk() -> int:
+    """Tokens of a prompt to compute at once where nothing was measured."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        return 512
+    return 2048 if is_cuda() else 1024
+
+
 def is_float32_on_cpu(dtype: mx.Dtype) -> bool:
     """Whether MLX's CPU kernels serve, in the type that they are fast in."""
     return bool(dtype == mx.float32 and mx.default_device() == mx.Device(mx.cpu))
