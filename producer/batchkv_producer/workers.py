@@ -12,12 +12,19 @@ from redis import Redis
 from batchkv_producer import redis_keys
 
 MAX_DIGITS = 19  # of a count: Redis's own are of 64 bits
+# How what a worker does begins before it takes its first row.
+LOADING = ("loading", "downloading", "measuring")
 MAX_HELD_READ = 10_000  # leases looked at to count what a worker holds
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """One live worker. ``last_heartbeat`` is seconds since 1970; ``num_running`` jobs it holds."""
+    """One live worker. ``last_heartbeat`` is seconds since 1970; ``num_running`` jobs it holds.
+
+    From ``doing`` on it is what the worker tells of itself; older workers do not, and it is empty.
+    ``doing`` is more than RQ's state says: ``loading 2.1 of 7.3 GB``, ``finishing 12 rows``.
+    ``tokens_per_second`` are those generated in the last minute, while there were rows.
+    """
 
     name: str
     hostname: str
@@ -28,6 +35,17 @@ class WorkerInfo:
     num_running: int
     num_successful: int
     num_failed: int
+    doing: str = ""
+    version: str = ""
+    model: str = ""
+    scheme: str = ""
+    tokens_per_second: int | None = None
+    memory_bytes: int | None = None
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether it takes no rows yet."""
+        return self.doing.startswith(LOADING)
 
 
 def text_map(raw: dict[bytes, bytes]) -> dict[str, str]:
@@ -82,6 +100,12 @@ def _worker_info(name: str, values: dict[str, str], num_running: int) -> WorkerI
         num_running=num_running,
         num_successful=_whole(values, "successful_job_count"),
         num_failed=_whole(values, "failed_job_count"),
+        doing=values.get("bkv_state", ""),
+        version=values.get("bkv_version", ""),
+        model=values.get("bkv_model", ""),
+        scheme=values.get("bkv_scheme", ""),
+        tokens_per_second=_whole_if_said(values, "bkv_tokens_per_second"),
+        memory_bytes=_whole_if_said(values, "bkv_memory"),
     )
 
 
@@ -89,6 +113,10 @@ def _whole(values: dict[str, str], name: str) -> int:
     """A number of a record that anybody may have written: 0 when it is none."""
     text = values.get(name, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < MAX_DIGITS else 0
+
+
+def _whole_if_said(values: dict[str, str], name: str) -> int | None:
+    return _whole(values, name) if name in values else None
 
 
 def _seconds(iso: str) -> float:

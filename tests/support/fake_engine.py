@@ -21,6 +21,7 @@ from pathlib import Path
 from batchkv_producer.job import Usage
 from batchkv_worker.errors import ModelError
 from batchkv_worker.events import Completed, Event, Rejected, Work
+from batchkv_worker.loading import say
 from batchkv_worker.rq_worker import BatchWorker
 from batchkv_worker.settings import WorkerSettings
 
@@ -32,6 +33,7 @@ class FakePlan:
     steps: int = 1
     step_seconds: float = 0.0
     load_seconds: float = 0.0
+    loading: str = ""  # what it says of itself meanwhile
     load_error: str = ""
     answer: str = ""  # instead of the echo
     tally: str = ""  # a file that is told, at each step, how many rows have ended
@@ -47,6 +49,7 @@ class FakeEngine:
     """Slots and a waiting list, as the real one has; one step moves every row in a slot."""
 
     def __init__(self, slots: int, prefetch: int, plan: FakePlan) -> None:
+        say(plan.loading)
         time.sleep(plan.load_seconds)
         if plan.load_error == "crash":
             raise RuntimeError("the loader broke")
@@ -90,6 +93,9 @@ class FakeEngine:
 
     def close(self) -> None:
         pass
+
+    def memory_bytes(self) -> int:
+        return 3_100_000_000
 
     def report(self) -> str:
         return f"{len(self._waiting)} rows wait, {len(self._decoding)} rows decode"

@@ -94,7 +94,7 @@ class Engine:
         )
         self._rows = self._slot_rows.by_slot
         self._vitals = Vitals(self._scheduler, self._slot_rows)
-        self.report = self._vitals.report
+        self.report, self.memory_bytes = self._vitals.report, self._vitals.memory_bytes
         self._shortage = Shortage(self._prefill, self._slot_rows, self.prefixes, link)
         self._is_in_prefill = False
         self._in_flight: Step | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from batchkv_worker import blas
+from batchkv_worker import blas, loading
 
 if TYPE_CHECKING:
     from batchkv_worker.engine import Engine
@@ -37,6 +37,7 @@ def build_engine(settings: WorkerSettings) -> Engine:
         admission=settings.admission,
         audit=settings.cache_audit,
     )
+    loading.say("measuring what this machine does best")
     engine = Engine(loaded, config, access)
     log.info(
         "model %s: %s, %s, context %d, %.1f MB of weights; KV %s: %d bytes a token, "

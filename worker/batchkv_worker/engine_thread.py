@@ -18,6 +18,7 @@ from queue import Empty, SimpleQueue
 
 from batchkv_worker.errors import WorkerError
 from batchkv_worker.events import EngineDied, EngineLike, Event, Work
+from batchkv_worker.loading import heard
 
 log = logging.getLogger("batchkv.worker")
 
@@ -60,6 +61,7 @@ class EngineThread:
         self._engine: EngineLike | None = None
         self.num_steps = 0
         self.max_in_flight = 0
+        self.loading = ""  # how far building the engine is; empty once it is there
 
     def start(self) -> None:
         """Start the thread, which builds the engine first and then says Ready."""
@@ -82,6 +84,11 @@ class EngineThread:
     def stop(self) -> None:
         """Ask the thread to end after the step that it is in."""
         self._inbox.put(None)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the engine has allocated, as of its last step; 0 while there is none."""
+        return 0 if self._engine is None else self._engine.memory_bytes()
 
     def report(self) -> str:
         """What the engine was doing; of one that hangs, too."""
@@ -115,7 +122,9 @@ class EngineThread:
     def _main(self) -> None:
         engine: EngineLike | None = None
         try:
-            engine = self._engine = self._factory()
+            with heard(self._note_loading):
+                engine = self._engine = self._factory()
+            self.loading = ""
             self._serve(engine)
         except WorkerError as error:
             self._outbox.put((LoadFailed(error),))
@@ -128,6 +137,9 @@ class EngineThread:
                     engine.close()
             finally:
                 _end_streams()
+
+    def _note_loading(self, text: str) -> None:
+        self.loading = text
 
     def _serve(self, engine: EngineLike) -> None:
         self.max_in_flight = engine.max_in_flight

@@ -91,3 +91,7 @@ class EngineLike(Protocol):
     def report(self) -> str:
         """What it was doing, in a line without any content. From any thread; never waits."""
         ...
+
+    def memory_bytes(self) -> int:
+        """What it has allocated on the device, as of its last step. From any thread."""
+        ...

@@ -16,11 +16,13 @@ import mlx.core as mx
 import mlx_lm.utils
 from mlx.utils import tree_flatten
 
+from batchkv_worker import loading
 from batchkv_worker.demo import MODEL_PATH as DEMO_PATH
 from batchkv_worker.errors import ModelError
 from batchkv_worker.kv.discover import CacheTree, discover
 
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+READ_BYTES = 2**28  # of weights, between two words about how many there are
 _DEFAULT_CONTEXT = 8192  # for a config that names no limit
 
 
@@ -57,15 +59,16 @@ def load(name: str, dtype: str = "auto") -> LoadedModel:
 
     ``dtype`` "auto" is float32 on a CPU, where half precision is slow, else the weights' own.
     """
+    loading.say("loading")
     path = _find(name)
     try:
         model, tokenizer, config = mlx_lm.utils.load(
-            str(path), tokenizer_config={"trust_remote_code": False}, return_config=True
+            str(path), tokenizer_config={"trust_remote_code": False}, return_config=True, lazy=True
         )
         _cast(model, dtype)
         model.eval()
         weights = [array for _, array in tree_flatten(model.parameters())]
-        mx.eval(weights)
+        _read(weights)
     except ModelError:
         raise
     except Exception as fault:  # tokenizers, missing packages and model code raise anything
@@ -85,6 +88,18 @@ def load(name: str, dtype: str = "auto") -> LoadedModel:
     )
 
 
+def _read(weights: list[mx.array]) -> None:
+    """Read the weights, a group at a time, and say how far that is."""
+    total, num_done, group = sum(array.nbytes for array in weights), 0, 0
+    first = 0
+    for index, array in enumerate(weights, 1):
+        group += array.nbytes
+        if group >= READ_BYTES or index == len(weights):
+            mx.eval(weights[first:index])
+            first, num_done, group = index, num_done + group, 0
+            loading.say(f"loading {loading.amount(num_done, total)}")
+
+
 def _find(name: str) -> Path:
     """The folder of a model; downloads a repository that is not here yet."""
     if name == "demo":
@@ -96,12 +111,21 @@ def _find(name: str) -> Path:
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(f"model {name!r} is not a folder; give a model folder or a repository")
     try:
-        return Path(mlx_lm.utils._download(name))
+        return _downloaded(name)
     except Exception as fault:  # the client's own errors derive from nothing in particular
         raise ModelError(
             f"model {name!r} is neither a folder here nor a repository that can be downloaded: "
             f"{_first(fault)}"
         ) from fault
+
+
+def _downloaded(name: str) -> Path:
+    """Where the repository is, once it is here. As mlx-lm does it, with progress that is said."""
+    fetch = mlx_lm.utils.snapshot_download
+    if not fetch.__module__.startswith("huggingface_hub"):  # another hub's client, if asked for
+        return Path(mlx_lm.utils._download(name))
+    patterns = mlx_lm.utils.DEFAULT_ALLOW_PATTERNS
+    return Path(fetch(name, allow_patterns=patterns, tqdm_class=loading.download_bar()))
 
 
 def _check_folder(name: str, path: Path) -> None:

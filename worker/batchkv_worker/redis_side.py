@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,15 +157,29 @@ class RedisSide:
         ]
         return Poll(bool(suspended), lost, (high, normal, low), num_workers)
 
-    def beat(self, held: Sequence[Held], busy_seconds: float) -> list[str]:
-        """Prolong the leases and the worker's own record; the ids of jobs that are lost."""
-        if not self._connection.exists(redis_keys.worker(self._worker)):
+    def publish(self, fields: Mapping[Any, Any]) -> None:
+        """Write fields of our own record, which others may read; see ``redis_keys``."""
+        self._connection.hset(redis_keys.worker(self._worker), mapping=fields)
+
+    def beat(
+        self, held: Sequence[Held], busy_seconds: float, fields: Mapping[Any, Any] | None = None
+    ) -> list[str]:
+        """Prolong the leases and the worker's own record; the ids of jobs that are lost.
+
+        ``fields`` are written to that record in the same round trip as the time that it worked.
+        """
+        if not self._connection.hexists(redis_keys.worker(self._worker), "birth"):
             self._register()
             self._state = ""
+        pipeline, key = (
+            self._connection.pipeline(transaction=False),
+            redis_keys.worker(self._worker),
+        )
+        if fields:
+            pipeline.hset(key, mapping=fields)
         if busy_seconds > 0:
-            self._connection.hincrbyfloat(
-                redis_keys.worker(self._worker), "total_working_time", round(busy_seconds, 3)
-            )
+            pipeline.hincrbyfloat(key, "total_working_time", round(busy_seconds, 3))
+        pipeline.execute()
         lost: list[str] = []
         now = iso_now()  # one for all: `reap` compares it with the worker's
         for start in range(0, max(1, len(held)), RENEW_GROUP):  # one call even without leases

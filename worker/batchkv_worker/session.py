@@ -27,6 +27,7 @@ from batchkv_worker.patience import Outage, Timer, Watchdog
 from batchkv_worker.redis_side import FINISH_GROUP, RedisSide, is_outage
 from batchkv_worker.settings import WorkerSettings
 from batchkv_worker.stop import StopRequest
+from batchkv_worker.telling import Telling
 
 log = logging.getLogger("batchkv.worker")
 
@@ -60,6 +61,7 @@ class Session:
         self._intake = Intake(
             side, engine, flights, self._endings, limits, settings.prefetch, self._beside
         )
+        self._telling = Telling(settings, engine, flights, self._publish)
         self._outage = Outage()
         self._watchdog = Watchdog(settings)
         self._poll_timer = Timer(min(POLL_SECONDS, settings.heartbeat_seconds))
@@ -155,6 +157,9 @@ class Session:
     def _tend_engine(self, patience_seconds: float) -> None:
         """All but Redis: hear what the engine says, and give it what it has room for."""
         self._hear(self._engine.notices(patience_seconds))
+        self._telling.log_loading()
+        if self._stop.is_asked and not self._stop.is_orphaned:
+            self._telling.stop()
         self._cancel_wanted()
         self._expire()
         self._start_some()
@@ -164,6 +169,8 @@ class Session:
         for notice in notices:
             match notice:
                 case Completed() | Rejected():
+                    if isinstance(notice, Completed):
+                        self._telling.count(notice)
                     ending = self._flights.end(notice)
                     if ending is not None:
                         self._endings.append(ending)
@@ -227,6 +234,7 @@ class Session:
             self._maintenance_timer.at = max(self._maintenance_timer.at, now + OTHERS_SECONDS)
         self._finish()
         self._cancel_in_redis()
+        self._telling.look()
         if self._poll_timer.is_due(now):
             self._poll()
             self._poll_timer.restart(now)
@@ -270,11 +278,15 @@ class Session:
     def _beat(self) -> None:
         busy, self._busy_seconds = self._busy_seconds, 0.0
         try:
-            beat = partial(self._side.beat, self._flights.leases, busy)
+            fields = self._telling.fields()
+            beat = partial(self._side.beat, self._flights.leases, busy, fields)
             self._forget(self._beside(beat))
         except RedisError:
             self._busy_seconds += busy
             raise
+
+    def _publish(self, fields: dict[str, str]) -> None:
+        self._beside(partial(self._side.publish, fields))
 
     def _forget(self, job_ids: list[str]) -> None:
         """Drop jobs that are no longer ours: canceled, deleted, or taken over."""

@@ -18,10 +18,15 @@ class Vitals:
         self._scheduler = scheduler
         self._slot_rows = slot_rows
         self._memory = (0, 0, 0)
+        self.beat()
 
     def beat(self) -> None:
         """A step has ended."""
         self._memory = mx.get_active_memory(), mx.get_cache_memory(), mx.get_peak_memory()
+
+    def memory_bytes(self) -> int:
+        """What MLX had allocated at the last beat."""
+        return self._memory[0]
 
     def report(self) -> str:
         """One line; numbers may be of different moments."""
