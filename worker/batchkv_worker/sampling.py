@@ -1,10 +1,10 @@
 """Choosing tokens: one call for all rows, whatever their parameters.
 
 Randomness comes from the host: a row's n-th token is drawn with the n-th number of a stream that
-depends on the row's seed alone (SplitMix64), by inverting the cumulative distribution. A row's
-tokens therefore do not depend on its neighbours, its slot, or the backend's generator. Filters
-follow mlx-lm's ``make_sampler``: top_p, min_p and top_k look at the untempered distribution, the
-temperature applies to what they leave.
+depends on the row's seed alone (SplitMix64), by inverting the cumulative distribution. The same
+logits therefore give the same token, whatever the neighbours, the slot, or the backend's generator.
+Filters follow mlx-lm's ``make_sampler``: top_p, min_p and top_k see the untempered distribution,
+the temperature applies to what they leave.
 """
 
 from __future__ import annotations
