@@ -110,10 +110,11 @@ def _send(transitions: Transitions, batch_id: str, spec: BatchSpec, chunk: Chunk
     queue = redis_keys.queue_name(spec.model)
     if chunk.twins:
         seconds = spec.job_timeout_seconds
-        return transitions.follow(batch_id, queue, chunk.number, chunk.twins, seconds)
+        return transitions.follow(batch_id, queue, chunk.number, chunk.twins, seconds, chunk.needs)
     bad_rows = [(row.line, encode_result(_as_result(row, spec.model))) for row in chunk.bad_rows]
+    seconds = spec.job_timeout_seconds
     return transitions.submit(
-        batch_id, queue, chunk.number, chunk.jobs, bad_rows, spec.job_timeout_seconds
+        batch_id, queue, chunk.number, chunk.jobs, bad_rows, seconds, chunk.needs
     )
 
 

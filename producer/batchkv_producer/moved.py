@@ -17,7 +17,8 @@ def iso_now() -> str:
 class Standing:
     """A batch on the server: chunks enqueued so far and in all, the version of their order.
 
-    ``expires`` is seconds since 1970, ``keep_seconds`` counts from the end; 0 is none.
+    ``expires`` is seconds since 1970, ``keep_seconds`` counts from the end; 0 is none. ``fits``:
+    it is computed with what was asked for, as far as either is known.
     """
 
     digest: str
@@ -28,11 +29,12 @@ class Standing:
     expires: int = 0
     keep_seconds: int = 0
     is_deduped: bool = False
+    fits: bool = True
 
     @classmethod
     def of(cls, reply: list[Any]) -> Standing:
         """From what the script answers."""
-        digest, chunks, num_chunks, order, priority, expires, keep, dedupe = reply
+        fits, digest, chunks, num_chunks, order, priority, expires, keep, dedupe = reply
         return cls(
             digest.decode("utf-8", "replace"),
             int(chunks),
@@ -42,6 +44,7 @@ class Standing:
             int(expires or 0),
             int(keep or 0),
             bool(dedupe),
+            bool(fits),
         )
 
 
@@ -77,17 +80,21 @@ class Pulled:
 class Run:
     """Neighbours just taken from the queue's head, and how many entries its lists still have.
 
-    ``num_passed``: suspects among these that were passed by.
+    ``num_passed``: suspects among these that were passed by. ``unfit``: how many entries of each
+    list were seen that other workers must compute. ``has_more``: what stands behind these was not
+    looked at.
     """
 
     jobs: list[Pulled]
     lengths: tuple[int, ...]
     num_passed: int = 0
+    unfit: tuple[int, ...] = (0, 0, 0)
+    has_more: bool = False
 
     @classmethod
     def of(cls, reply: list[Any], num_begin: int) -> Run:
         """From what the script answers, whose first ``num_begin`` jobs have begun."""
-        lengths, place, taken, num_passed = reply
+        lengths, place, taken, num_passed, unfit, has_more = reply
         jobs = [
             Pulled(
                 Held(job.decode(), execution.decode()),
@@ -101,7 +108,8 @@ class Run:
             )
             for index, (job, execution, data, deaths, timeout, left, shared) in enumerate(taken)
         ]
-        return cls(jobs, tuple(map(int, lengths)), int(num_passed))
+        counts = tuple(map(int, lengths)), int(num_passed), tuple(map(int, unfit))
+        return cls(jobs, *counts, bool(has_more))
 
     @property
     def num_queued(self) -> int:

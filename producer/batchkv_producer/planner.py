@@ -24,6 +24,7 @@ from typing import Any
 from batchkv_producer.errors import BatchkvError
 from batchkv_producer.formats import Row, RowError
 from batchkv_producer.job import ErrorCode, Request, SamplingParams, encode_job
+from batchkv_producer.maker import needs_of
 from batchkv_producer.order import Entry, in_windows, text_key, with_shared, work_of
 from batchkv_producer.twins import twin_key
 
@@ -38,12 +39,12 @@ PRAGMA cache_size = -16384;
 CREATE TABLE rows (
     line INTEGER PRIMARY KEY, custom_id TEXT, sort_key BLOB, num_chars INTEGER,
     endpoint TEXT, code TEXT, message TEXT, data BLOB, size INTEGER, work INTEGER,
-    twin BLOB);
+    twin BLOB, needs TEXT);
 CREATE TABLE followers (line INTEGER PRIMARY KEY, leader INTEGER);
 CREATE TABLE plan (chunk INTEGER, line INTEGER, shared INTEGER);
 BEGIN;
 """
-_ADD = "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_ADD = "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _BY_CUSTOM_ID = "SELECT custom_id, line, code FROM rows ORDER BY custom_id, line"
 _REFUSE = """
 UPDATE rows SET code = ?, message = ?, sort_key = x'', work = -1, data = NULL WHERE line = ?
@@ -67,7 +68,7 @@ WHERE work >= 0 AND rows.line NOT IN (SELECT line FROM followers) ORDER BY plan.
 """
 _LEADER = "(SELECT leader FROM followers WHERE followers.line = plan.line)"
 _FROM_CHUNK = """
-SELECT plan.chunk, rows.line, custom_id, endpoint, code, message, data, shared, {leader}
+SELECT plan.chunk, rows.line, custom_id, endpoint, code, message, data, shared, {leader}, needs
 FROM plan CROSS JOIN rows ON rows.line = plan.line WHERE plan.chunk >= ? ORDER BY plan.rowid
 """  # a cross join keeps SQLite from turning the loops around
 _ERRORS = """
@@ -98,13 +99,15 @@ class Chunk:
 
     A job is (line, data, shared bytes); the last says how much of its text another row of the batch
     begins with, so that a worker knows what of it is worth writing for others.
-    Or ``twins`` alone: (line, job data, custom_id, line of the row that it waits for).
+    Or ``twins`` alone: (line, job data, custom_id, line of the row that it waits for). ``needs``:
+    line -> what it asks of a worker, of rows that ask for more than every version can do.
     """
 
     number: int
     jobs: list[tuple[int, bytes, int]]
     bad_rows: list[RowError]
     twins: list[tuple[int, bytes, str, int]] = field(default_factory=list)
+    needs: dict[int, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.jobs) + len(self.bad_rows) + len(self.twins)
@@ -201,10 +204,13 @@ class Plan:
             data,
             shared,
             leader,
+            needs,
         ) in self._database.execute(query, (start,)):
             if number != chunk.number:
                 yield chunk
                 chunk = Chunk(number, [], [])
+            if needs:
+                chunk.needs[line] = needs
             if leader is not None:
                 chunk.twins.append((line, data, custom_id, leader))
             elif code is None:
@@ -227,7 +233,8 @@ class Plan:
         """A row of the table. A bad row's key is empty: it goes first, and is known at once."""
         if isinstance(row, RowError):
             line, endpoint = row.line, row.endpoint
-            return line, row.custom_id, b"", 0, endpoint, row.code, row.message, None, 0, -1, None
+            wrong = (endpoint, row.code, row.message)
+            return line, row.custom_id, b"", 0, *wrong, None, 0, -1, None, ""
         line, request = row.line, row.request
         text = canonical_text(request)
         raw = text.encode("utf-8")
@@ -238,7 +245,8 @@ class Plan:
         work = work_of(size, request.params.max_tokens)
         custom_id, endpoint = request.custom_id, request.endpoint
         twin = twin_key(request) if self._dedupe else None
-        return line, custom_id, key, num_chars, endpoint, None, None, data, size, work, twin
+        needs = " ".join(needs_of(request))
+        return line, custom_id, key, num_chars, endpoint, None, None, data, size, work, twin, needs
 
     def _duplicates(self) -> Iterator[tuple[str, str, int]]:
         """The good rows whose id an earlier line has. A bad line holds on to its id, too."""

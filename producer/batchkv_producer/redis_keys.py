@@ -14,6 +14,12 @@ key                        type    content
                                    only if asked for: ``priority`` (``high``, ``low``), ``expires``
                                    (the deadline, seconds since 1970), ``dedupe`` (1), ``keep``
                                    (seconds after the end), then ``kept_until`` and ``kept_jobs``;
+                                   what it is computed with, as far as it is known:
+                                   ``fingerprint`` (of the model's files, 32 hex digits),
+                                   ``scheme`` (of keys and values), ``dtype`` (``float32``,
+                                   ``half``); ``mixed`` (1: several schemes and dtypes may);
+                                   of later generations: ``generation`` (2, 3 ...) and ``base``
+                                   (id of the first);
                                    counters ``ok failed canceled running prompt_tokens
                                    completion_tokens cached_tokens busy_ms saved_ms copied``
 ``batchkv:res:B``          hash    line number -> encoded result (``job.encode_result``)
@@ -42,7 +48,8 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
                                    holds the job now (the lease: only its holder may end the job),
                                    ``bkv_begun``, 1 once it was handed to its holder's engine,
                                    ``bkv_deaths``, how many holders died with it begun,
-                                   ``bkv_shared``, bytes of its text that others begin with. Of
+                                   ``bkv_shared``, bytes of its text that others begin with,
+                                   ``bkv_needs``, what its worker must be able to do. Of
                                    rows that wait for a twin: ``bkv_custom_id``, ``bkv_first``
                                    (line of the group's first row), and in that one's hash
                                    ``bkv_lead`` (the line that runs, if it is another)

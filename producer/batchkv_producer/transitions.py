@@ -25,10 +25,12 @@ move           made by                     guard
 =============  ==========================  =======================================================
 submit         the producer                the chunk is the batch's next: enqueued exactly once
 follow         the producer                the same, for rows that wait for a twin (``--dedupe``)
-pull           a worker                    status is queued, the line has no result, and no living
-                                           lease holds the job
+pull           a worker                    status is queued, the line has no result, no living
+                                           lease holds the job, and the worker has the weights, KV
+                                           scheme, dtype and abilities that batch and job name
 finish         the worker that holds it    the job's ``bkv_exec`` is the worker's execution, and the
-                                           line has no result yet
+                                           line has no result yet; queued again where batch and
+                                           worker do not fit
 copy           any worker's maintenance,   the twin is deferred, its leader has a result, the line
                the client                  has none yet (as within finish)
 give_back      the worker that holds it    as for finish; a death too many ends in failed
@@ -56,11 +58,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from batchkv_producer import redis_keys
+from batchkv_producer.arrivals import FAILURE_TTL_SECONDS as FAILURE_TTL_SECONDS
+from batchkv_producer.arrivals import RESULT_TTL_SECONDS as RESULT_TTL_SECONDS
+from batchkv_producer.arrivals import Arrivals
 from batchkv_producer.job import MAX_JOB_BYTES
+from batchkv_producer.maker import ABILITIES, ANYBODY, Maker
 from batchkv_producer.moved import Ending as Ending
 from batchkv_producer.moved import Held as Held
 from batchkv_producer.moved import Pulled as Pulled
@@ -70,96 +75,30 @@ from batchkv_producer.moved import iso_now as iso_now
 
 if TYPE_CHECKING:
     from redis import Redis
-    from redis.commands.core import Script
 
 MAX_DEATHS = 3
-RESULT_TTL_SECONDS = 600  # how long RQ's own record of a finished job stays
-FAILURE_TTL_SECONDS = 7 * 86400  # as long as a failed row can be retried
 ENOUGH_BYTES = 16 * 2**20  # of job data in one pull: a worker holds it, and the server sends it
 SWEEP_ENTRIES = 5000  # of a queue's list, looked at in one step
 SWEPT = "batchkv:swept"  # stands in a queue's list for an entry that is about to be removed
 COPIES = 1000  # of a result to twins, made in one step
 
-_PRELUDES: dict[str, tuple[str, ...]]  # what stands before a script
-_PRELUDES = dict.fromkeys(("submit", "give_back", "reap", "retry", "mend"), ("common",))
-_PRELUDES |= dict.fromkeys(("finish", "settle", "copy", "follow"), ("common", "twins"))
 
-
-class Transitions:
+class Transitions(Arrivals):
     """The moves, bound to one connection (which must return bytes, as RQ's do)."""
 
     def __init__(self, connection: Redis) -> None:
-        self._connection = connection
-        self._scripts: dict[str, Script] = {}
+        super().__init__(connection)
         self.pull_prefix = ""  # the last pull's executions are called <prefix>-<number>
-
-    def _run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        script = self._scripts.get(name)
-        if script is None:
-            folder = files("batchkv_producer").joinpath("lua")
-            parts = (*_PRELUDES.get(name, ()), name)
-            source = "".join(folder.joinpath(f"{part}.lua").read_text("utf-8") for part in parts)
-            script = self._scripts[name] = self._connection.register_script(source)
-        return script(keys=keys, args=args)
 
     def server_seconds(self) -> int:
         """The server's clock, in seconds since 1970."""
         now: Any = self._connection.time()
         return int(now[0])
 
-    def create(self, batch_id: str, batch_fields: dict[str, str | int]) -> Standing:
-        """Create the batch or join it; how it stands."""
-        flat = [item for pair in batch_fields.items() for item in pair]
-        keys = [redis_keys.batch(batch_id), redis_keys.BATCHES]
-        return Standing.of(self._run("create", keys, [batch_id, *flat]))
-
-    def submit(
-        self,
-        batch_id: str,
-        queue: str,
-        chunk: int,
-        jobs: Sequence[tuple[int, bytes, int]],
-        bad_rows: Sequence[tuple[int, bytes]],
-        timeout_seconds: int,
-    ) -> int:
-        """Enqueue a chunk: (line, data, shared bytes) of jobs, (line, result) of bad rows.
-
-        Returns the number of chunks enqueued so far: chunk + 1, or more when another submit of the
-        same file was ahead. Raises nothing when it was; -1 means that the batch is gone.
-        """
-        args: list[Any] = [queue, chunk, iso_now(), timeout_seconds, RESULT_TTL_SECONDS]
-        args += [FAILURE_TTL_SECONDS, f"batchkv {batch_id}", len(jobs)]
-        for line, data, shared_bytes in jobs:
-            args += (f"{batch_id}-{line}", data, shared_bytes)
-        for line, result in bad_rows:
-            args += (line, result)
-        keys = [redis_keys.batch(batch_id), redis_keys.queue(queue)]
-        keys += [redis_keys.results(batch_id), redis_keys.done(batch_id), redis_keys.RQ_QUEUES]
-        return int(self._run("submit", keys, args))
-
-    def follow(
-        self,
-        batch_id: str,
-        queue: str,
-        chunk: int,
-        rows: Sequence[tuple[int, bytes, str, int]],
-        timeout_seconds: int,
-    ) -> int:
-        """Store chunk number ``chunk`` of rows that wait for a twin; returns what submit does.
-
-        A row is (line, data, custom_id, line of the row that it waits for).
-        """
-        args: list[Any] = [queue, chunk, iso_now(), timeout_seconds, RESULT_TTL_SECONDS]
-        args += [FAILURE_TTL_SECONDS, f"batchkv {batch_id}"]
-        for line, data, custom_id, leader in rows:
-            raw_id = custom_id.encode("utf-8", "surrogatepass")
-            args += (f"{batch_id}-{line}", data, raw_id, leader)
-        return int(self._run("follow", [redis_keys.batch(batch_id)], args))
-
     def pull(
         self, queue: str, worker: str, count: int, lease_seconds: int, num_begin: int | None = None
     ) -> list[Pulled]:
-        """The jobs of ``pull_run``, whatever deaths they have seen."""
+        """The jobs of ``pull_run``, whatever deaths they have seen, whoever may compute them."""
         return self.pull_run(queue, worker, count, lease_seconds, num_begin=num_begin).jobs
 
     def pull_run(
@@ -173,19 +112,22 @@ class Transitions:
         num_begin: int | None = None,
         suspect_deaths: int = 0,
         may_be_alone: bool = False,
+        maker: Maker = ANYBODY,
+        abilities: Sequence[str] = ABILITIES,
     ) -> Run:
         """Take up to ``count`` jobs of one priority from the head of the queue and hold them.
 
         Fewer when there are no more, when those taken have ``ENOUGH_BYTES`` of data, or when of a
         high priority this is the share of one among ``num_workers``. The first ``num_begin`` (None:
         all) begin at once. Jobs with ``suspect_deaths`` (0: none) are passed by; the head of the
-        queue, if it is one and ``may_be_alone``, is taken alone.
+        queue, if it is one and ``may_be_alone``, is taken alone. Jobs of batches that are computed
+        with something else than ``maker`` says, or that need other ``abilities``, are passed by.
         """
         self.pull_prefix = secrets.token_hex(8)
         args: list[Any] = [worker, lease_seconds, count, iso_now(), MAX_JOB_BYTES]
         num_begin = count if num_begin is None else num_begin
         args += [self.pull_prefix, ENOUGH_BYTES, num_workers, num_begin]
-        args += [suspect_deaths, int(may_be_alone)]
+        args += [suspect_deaths, int(may_be_alone), *maker.values(), " ".join(abilities)]
         keys = [*redis_keys.waiting_lists(queue), redis_keys.registry("wip", queue)]
         return Run.of(self._run("pull", keys, args), num_begin)
 
@@ -204,20 +146,27 @@ class Transitions:
         return {job.decode(): status.decode() for job, status in self._run("renew", keys, args)}
 
     def finish(
-        self, queue: str, worker: str, endings: Sequence[Ending], begun: Sequence[Held] = ()
+        self,
+        queue: str,
+        worker: str,
+        endings: Sequence[Ending],
+        begun: Sequence[Held] = (),
+        maker: Maker = ANYBODY,
     ) -> list[str]:
-        """End held jobs; for each "ok", "lost" or "duplicate" (nothing was written).
+        """End held jobs; for each "ok", or "lost", "duplicate", "unfit" (nothing was written).
 
-        ``begun`` are other held jobs, which did not begin when they were pulled and now have.
+        ``begun`` are other held jobs, which did not begin when they were pulled and now have. A job
+        whose batch is computed with something else than ``maker`` says waits again.
         """
         args: list[Any] = [iso_now(), RESULT_TTL_SECONDS, FAILURE_TTL_SECONDS, queue, COPIES]
-        args += (len(begun), *_flat(begun))
+        args += (*maker.values(), len(begun), *_flat(begun))
         for end in endings:
             args += (end.lease.job_id, end.lease.execution, end.outcome, end.result)
             args += (end.prompt_tokens, end.completion_tokens, end.cached_tokens)
             args += (end.busy_ms, end.saved_ms)
         keys = [redis_keys.registry(kind, queue) for kind in ("wip", "finished", "failed")]
-        return [v.decode() for v in self._run("finish", [*keys, redis_keys.worker(worker)], args)]
+        keys += [redis_keys.worker(worker), redis_keys.queue(queue)]
+        return [v.decode() for v in self._run("finish", keys, args)]
 
     def give_back(self, queue: str, held: Iterable[Held], *, died: bool = False) -> int:
         """Put held jobs back at the head of the queue; how many went.

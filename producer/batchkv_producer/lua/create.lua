@@ -1,12 +1,32 @@
--- Create a batch, or join the one that exists.
--- KEYS: batch hash, zset of batches.  ARGV: batch id, then field, value, ...
--- Returns {digest, chunks, num_chunks, order, priority, expires, keep, dedupe} as they stand
--- afterwards; the last five may be nil.
+-- Create a batch, or join the one that exists, unless that is computed with something else: another
+-- model, KV scheme, dtype or prompt style than is asked for. What it does not say yet it says then.
+-- KEYS: batch hash, zset of batches.
+-- ARGV: batch id, 1 if several schemes and dtypes may compute it, number of the next pairs, field and
+--       value of what it is computed with, then field, value, ... for a new batch.
+-- Returns {1 if it fits, digest, chunks, num_chunks, order, priority, expires, keep, dedupe} as they
+-- stand afterwards; the last five may be nil.
+local is_mixed, first = ARGV[2] == '1', 4 + 2 * tonumber(ARGV[3])
+local fits = 1
 if redis.call('EXISTS', KEYS[1]) == 0 then
   local now = redis.call('TIME')[1]
   redis.call('HSET', KEYS[1], 'created', now, 'chunks', 0, 'ok', 0, 'failed', 0, 'canceled', 0,
-    'running', 0, unpack(ARGV, 2))
+    'running', 0, unpack(ARGV, first))
   redis.call('ZADD', KEYS[2], now, ARGV[1])
+else
+  local was_mixed = redis.call('HEXISTS', KEYS[1], 'mixed') == 1
+  for position = 4, first - 1, 2 do
+    local there = redis.call('HGET', KEYS[1], ARGV[position])
+    local may_vary = ARGV[position] == 'scheme' or ARGV[position] == 'dtype'
+    if may_vary and not is_mixed and was_mixed then fits = 0 end
+    if there and there ~= ARGV[position + 1] and not (may_vary and is_mixed) then fits = 0 end
+  end
 end
-return redis.call('HMGET', KEYS[1], 'digest', 'chunks', 'num_chunks', 'order', 'priority',
+if fits == 1 then
+  for position = 4, first - 1, 2 do
+    redis.call('HSETNX', KEYS[1], ARGV[position], ARGV[position + 1])
+  end
+  if is_mixed then redis.call('HSET', KEYS[1], 'mixed', 1) end
+end
+local standing = redis.call('HMGET', KEYS[1], 'digest', 'chunks', 'num_chunks', 'order', 'priority',
   'expires', 'keep', 'dedupe')
+return {fits, unpack(standing, 1, 8)}

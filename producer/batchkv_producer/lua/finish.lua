@@ -2,18 +2,30 @@
 -- RQ's bookkeeping in one step. Only the holder of the job's current execution may end it, and a
 -- line gets at most one result. Rows that waited for one of them end with it (`twins.lua`). Jobs that
 -- have begun because others ended are marked as such, for `reap`.
--- KEYS: wip, finished, failed zsets, worker hash.
--- ARGV: time in ISO 8601, result ttl (s), failure ttl (s), queue name, most copies, number of jobs
---       that have begun, then id, execution for each of these, then for each job that ends: id,
---       execution, 'ok' or 'failed', result, prompt, completion, cached tokens, busy ms,
---       ms that the cached tokens saved.
--- Returns for each job that ends 'ok', 'lost' (somebody else holds or ended it) or 'duplicate'.
+-- A row whose batch is computed with something else than this worker's goes back to the queue.
+-- KEYS: wip, finished, failed zsets, worker hash, queue list.
+-- ARGV: time in ISO 8601, result ttl (s), failure ttl (s), queue name, most copies, fingerprint, KV
+--       scheme and dtype's class of the worker ('*' each: compare nothing), number of jobs that have
+--       begun, then id, execution for each of these, then for each job that ends: id, execution, 'ok'
+--       or 'failed', result, prompt, completion, cached tokens, busy ms, ms that the cached tokens
+--       saved.
+-- Returns for each job that ends 'ok', 'lost' (somebody else holds or ended it), 'duplicate', or
+-- 'unfit' (it waits again).
 local iso, result_ttl, failure_ttl = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local now = tonumber(redis.call('TIME')[1])
 local queue, budget = ARGV[4], tonumber(ARGV[5])
+local maker, batches = {ARGV[6], ARGV[7], ARGV[8]}, {}
 local verdicts, ok, failed, ended = {}, 0, 0, {}
-local first = 7 + 2 * tonumber(ARGV[6])
-for position = 7, first - 1, 2 do
+local first = 10 + 2 * tonumber(ARGV[9])
+
+-- What the batch says: {fingerprint, scheme, dtype, mixed, dedupe}; read once.
+local function said_by(batch)
+  batches[batch] = batches[batch] or redis.call('HMGET', 'batchkv:batch:' .. batch, 'fingerprint',
+    'scheme', 'dtype', 'mixed', 'dedupe')
+  return batches[batch]
+end
+
+for position = 10, first - 1, 2 do
   local key = 'rq:job:' .. ARGV[position]
   if redis.call('HGET', key, 'bkv_exec') == ARGV[position + 1] then
     redis.call('HSET', key, 'bkv_begun', '1')
@@ -31,7 +43,9 @@ for position = first, #ARGV, 9 do
     redis.call('HDEL', key, 'bkv_exec', 'bkv_begun')
     release(batch, line)
     verdict = 'duplicate'
-    if not batch then
+    if batch and not suits(maker, said_by(batch)) then
+      verdict = 'unfit'
+    elseif not batch then
       verdict = 'ok'  -- somebody else's job in our queue: RQ's record is all it gets
     elseif redis.call('HSETNX', 'batchkv:res:' .. batch, line, result) == 1 then
       verdict = 'ok'
@@ -46,7 +60,10 @@ for position = first, #ARGV, 9 do
       ended[batch] = ended[batch] or {}
       table.insert(ended[batch], {line, outcome})
     end
-    if outcome == 'ok' then
+    if verdict == 'unfit' then
+      redis.call('HSET', key, 'status', 'queued', 'worker_name', '')
+      redis.call('LPUSH', list_of(KEYS[5], batch), id)
+    elseif outcome == 'ok' then
       ok = ok + 1
       redis.call('ZREM', KEYS[3], id)
       redis.call('HSET', key, 'status', 'finished', 'ended_at', iso, 'data', '')
@@ -62,7 +79,7 @@ for position = first, #ARGV, 9 do
   verdicts[#verdicts + 1] = verdict
 end
 for batch, rows in pairs(ended) do
-  if redis.call('HEXISTS', 'batchkv:batch:' .. batch, 'dedupe') == 1 then
+  if said_by(batch)[5] then
     for _, row in ipairs(rows) do
       if redis.call('EXISTS', twins_key(batch, row[1])) == 1 then
         budget = copy_to_twins(queue, batch, row[1], row[2], iso, now, result_ttl, failure_ttl, budget)

@@ -2,20 +2,23 @@
 -- `submit` does. Such chunks come before those of the rows that they wait for.
 -- KEYS: batch hash.
 -- ARGV: queue name, chunk number (from 0), time in ISO 8601, job timeout (s), result ttl (s),
---       failure ttl (s), description, then id, data, custom_id, line of the leader for each.
+--       failure ttl (s), description, then id, data, custom_id, line of the leader, needs for each.
 -- Returns the number of chunks submitted so far.
 local queue, chunk, now, timeout, result_ttl, failure_ttl, description =
   ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
 local chunks = redis.call('HGET', KEYS[1], 'chunks')
 if not chunks then return -1 end
 if tonumber(chunks) ~= chunk then return tonumber(chunks) end
-for position = 8, #ARGV, 4 do
+for position = 8, #ARGV, 5 do
   local id, leader = ARGV[position], ARGV[position + 3]
   local batch, line = string.match(id, '^(%x+)%-(%d+)$')
   redis.call('HSET', 'rq:job:' .. id, 'data', ARGV[position + 1], 'created_at', now,
     'enqueued_at', now, 'origin', queue, 'status', 'deferred', 'description', description,
     'timeout', timeout, 'result_ttl', result_ttl, 'failure_ttl', failure_ttl, 'retries_left', 3,
     'bkv_custom_id', ARGV[position + 2], 'bkv_first', leader)
+  if ARGV[position + 4] ~= '' then
+    redis.call('HSET', 'rq:job:' .. id, 'bkv_needs', ARGV[position + 4])
+  end
   redis.call('RPUSH', twins_key(batch, leader), line)
 end
 return redis.call('HINCRBY', KEYS[1], 'chunks', 1)

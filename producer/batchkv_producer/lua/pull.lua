@@ -4,50 +4,121 @@
 -- An id whose job is gone, ended, or held by somebody whose lease still runs (stock tools can queue
 -- an id twice, or revive a job that ended while they looked at it) is dropped, and so is what is no
 -- id at all: RQ's have letters, digits, "_" and "-" only.
+-- Rows of a batch that is computed with another model, KV scheme or dtype than this worker's go
+-- behind the others when any of those may be taken, and stay where they are otherwise; so do rows that
+-- need what the worker lacks. They keep nobody from what stands behind them, or waits less urgently.
+-- What a batch does not say of these yet is written with the first row that is taken of it.
 -- Suspects, jobs that saw deaths enough, stay where they are, and what stands behind them is taken;
 -- but one that comes first is taken alone, if the worker may. While any wait, no lower priority is.
 -- KEYS: lists of high, normal and low priority, wip zset.
 -- ARGV: worker name, lease (s), count, time in ISO 8601, largest data accepted (bytes), prefix of the
 --       new execution ids, bytes of data after which no further job is taken, number of workers,
 --       how many of the jobs begin at once, deaths that make a suspect (0: none is), 1 if one may be
---       taken.
+--       taken, the model's fingerprint, KV scheme and dtype's class ('*' each: compare nothing), names
+--       of what the worker can do, between blanks.
 -- Returns {lengths of the lists afterwards, which of them the jobs are from (1 to 3), jobs, number of
--- suspects passed by}, a job being {id, execution, data or '' when too large, deaths, timeout (s, 0:
+-- suspects passed by, numbers of rows of each list that others must compute, 1 if there may be more of
+-- these in front of some that fit}, a job being {id, execution, data or '' when too large, deaths, timeout (s, 0:
 -- none), seconds to the batch's deadline or '', shared bytes or ''}; no jobs while RQ's workers are
 -- suspended.
 local worker, lease, count, iso, max_bytes, prefix, enough_bytes = ARGV[1], tonumber(ARGV[2]),
   tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
 local wip, num_workers = KEYS[4], math.max(1, tonumber(ARGV[8]))
 local num_begin, suspect_deaths, may_be_alone = tonumber(ARGV[9]), tonumber(ARGV[10]), ARGV[11] == '1'
+local maker, abilities = {ARGV[12], ARGV[13], ARGV[14]}, ' ' .. ARGV[15] .. ' '
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
-local taken, passed, num_bytes, from, deadlines = {}, {}, 0, 2, {}
+local taken, passed, num_bytes, from, batches = {}, {}, 0, 2, {}
+local unfit, lacking, budget, has_more = {0, 0, 0}, {}, 10000, 0
 local is_alone = false
 
 local function lengths()
   return {redis.call('LLEN', KEYS[1]), redis.call('LLEN', KEYS[2]), redis.call('LLEN', KEYS[3])}
 end
 
-local function seconds_left(batch)
-  if deadlines[batch] == nil then
-    deadlines[batch] = redis.call('HGET', 'batchkv:batch:' .. batch, 'expires') or ''
+-- What the batch says: {fingerprint, scheme, dtype, mixed, deadline, model}; read once.
+local function said_by(batch)
+  local said = batches[batch]
+  if not said then
+    said = redis.call('HMGET', 'batchkv:batch:' .. batch, 'fingerprint', 'scheme', 'dtype', 'mixed',
+      'expires', 'model')
+    said.fits = suits(maker, said)
+    batches[batch] = said
   end
-  local at = tonumber(deadlines[batch])
+  return said
+end
+
+-- A row of this batch is taken: from now on the batch is computed with what this worker has.
+local function claim(batch)
+  local said = said_by(batch)
+  if said.is_claimed then return end
+  said.is_claimed = true
+  for index, name in ipairs({'fingerprint', 'scheme', 'dtype'}) do
+    local is_known = maker[index] ~= '' and maker[index] ~= '*'
+    if said[6] and not said[index] and is_known and (index == 1 or not said[4]) then
+      redis.call('HSET', 'batchkv:batch:' .. batch, name, maker[index])
+    end
+  end
+end
+
+local function seconds_left(batch)
+  local at = tonumber(said_by(batch)[5] or '')
   return at and tostring(at - now) or ''
+end
+
+local function is_for_others(id)
+  local batch = #id <= 200 and string.match(id, '^(%x+)%-%d+$')
+  return batch and not said_by(batch).fits
+end
+
+local function lacks_ability(needs)
+  for need in string.gmatch(needs or '', '%S+') do
+    if not string.find(abilities, ' ' .. need .. ' ', 1, true) then return true end
+  end
+  return false
+end
+
+-- The head of the list is for others: put all like it behind the rest. Returns whether what now comes
+-- first may be taken. When all are for others nothing moves.
+local function pass_by()
+  local key = KEYS[from]
+  local length, count, found = redis.call('LLEN', key), 0, false
+  while count < length and count < budget and not found do
+    for _, id in ipairs(redis.call('LRANGE', key, count, count + 999)) do
+      found = not is_for_others(id)
+      if found then break end
+      count = count + 1
+    end
+  end
+  budget = budget - count
+  if count >= length then
+    unfit[from] = length
+    return false
+  end
+  unfit[from] = unfit[from] + count
+  if not found and #taken + #passed > 0 then return false end  -- the next pull looks further
+  for start = 1, count, 1000 do
+    redis.call('RPUSH', key, unpack(redis.call('LPOP', key, math.min(1000, count - start + 1))))
+  end
+  if not found then has_more = 1 end
+  return found
 end
 
 -- The next job, from the first list that has any; once one was met there, from no other list.
 local function next_id()
-  local id = redis.call('LPOP', KEYS[from])
-  while not id and #taken + #passed == 0 and from < 3 do
+  while true do
+    local id = redis.call('LPOP', KEYS[from])
+    if id and is_for_others(id) then
+      redis.call('LPUSH', KEYS[from], id)
+      id = pass_by() and redis.call('LPOP', KEYS[from])
+    end
+    if id or #taken + #passed > 0 or from == 3 then return id end
     from = from + 1
-    id = redis.call('LPOP', KEYS[from])
   end
-  return id
 end
 
 if redis.call('EXISTS', 'rq:suspended') == 1 then
-  return {lengths(), from, taken, 0}
+  return {lengths(), from, taken, 0, unfit, has_more}
 end
 local num_high = redis.call('LLEN', KEYS[1])
 local share = count
@@ -64,7 +135,7 @@ for attempt = 1, count + 1000 do
   local job = {}
   if is_id then  -- pcall: the key may be of another type, and others' jobs are still to be taken
     job = redis.pcall('HMGET', key, 'status', 'bkv_exec', 'bkv_deaths', 'timeout',
-      'bkv_shared')
+      'bkv_shared', 'bkv_needs')
   end
   local live = false
   if job[2] and job[2] ~= '' then
@@ -80,9 +151,12 @@ for attempt = 1, count + 1000 do
     -- Its result stands. As a failed job it can still be retried, if that is what it was.
     redis.call('HSET', key, 'status', 'failed')
     redis.call('EXPIRE', key, 7 * 86400)
+  elseif job[1] == 'queued' and not live and lacks_ability(job[6]) then
+    lacking[#lacking + 1] = {from, id}
   elseif job[1] == 'queued' and not live and not may_be_taken then
     passed[#passed + 1] = id
   elseif job[1] == 'queued' and not live then
+    if batch then claim(batch) end
     local execution = prefix .. '-' .. attempt
     local held = job[2] and job[2] ~= ''
     -- A lease that has lapsed goes only now that another takes its place: without a lease `reap`
@@ -121,4 +195,9 @@ for attempt = 1, count + 1000 do
   end
 end
 for index = #passed, 1, -1 do redis.call('LPUSH', KEYS[from], passed[index]) end
-return {lengths(), from, taken, #passed}
+for _, row in ipairs(lacking) do
+  redis.call('RPUSH', KEYS[row[1]], row[2])
+  unfit[row[1]] = unfit[row[1]] + 1
+end
+if #lacking >= 1000 and #taken + #passed == 0 then has_more = 1 end
+return {lengths(), from, taken, #passed, unfit, has_more}

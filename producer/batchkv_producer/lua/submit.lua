@@ -3,8 +3,8 @@
 -- KEYS: batch hash, queue list, results, done, set of queues.  The list of the batch's priority is
 -- derived.
 -- ARGV: queue name, chunk number (from 0), time in ISO 8601, job timeout (s), result ttl (s),
---       failure ttl (s), description, number of jobs, then id, data, shared bytes for each job,
---       then line, result for each row that failed before it was queued.
+--       failure ttl (s), description, number of jobs, then id, data, shared bytes, needs for
+--       each job ('' for none), then line, result for each row that failed before it was queued.
 -- Returns the number of chunks enqueued so far.
 local queue, chunk, now, timeout, result_ttl, failure_ttl, description, num_jobs =
   ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7], tonumber(ARGV[8])
@@ -21,8 +21,11 @@ for _ = 1, num_jobs do
     'enqueued_at', now, 'origin', queue, 'status', 'queued', 'description', description,
     'timeout', timeout, 'result_ttl', result_ttl, 'failure_ttl', failure_ttl, 'retries_left', 3,
     'bkv_shared', ARGV[position + 2])
+  if ARGV[position + 3] ~= '' then
+    redis.call('HSET', 'rq:job:' .. id, 'bkv_needs', ARGV[position + 3])
+  end
   ids[#ids + 1] = id
-  position = position + 3
+  position = position + 4
 end
 -- Many at once is faster; unpack takes some thousands at most.
 for first = 1, num_jobs, 1000 do

@@ -1,0 +1,12 @@
+-- Put before the scripts that need it (`transitions.py`). What makes a worker's answers, {fingerprint
+-- of the model, KV scheme, dtype's class}, against what a batch says: {the same three, mixed}. What a
+-- batch does not say fits; a mixed batch takes any scheme and dtype; '*' compares nothing.
+local function suits(maker, said)
+  for index = 1, 3 do
+    if said[index] and said[index] ~= maker[index] and maker[index] ~= '*'
+        and (index == 1 or not said[4]) then
+      return false
+    end
+  end
+  return true
+end

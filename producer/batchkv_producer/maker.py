@@ -1,0 +1,50 @@
+"""What makes a worker's answers: the model's files, the KV scheme, the dtype's class.
+
+A batch keeps what it is computed with, as fields of its hash: what its submit knows, and from the
+first ``pull`` on the rest. A worker that is otherwise passes the batch's rows by. None of it is a
+part of the batch's id.
+
+Rows may ask for what workers of older versions cannot do: they say so (``needs_of``), and a worker
+that lacks it passes them by, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+
+from batchkv_producer.job import Request
+
+# What a row may need beyond what every worker of the first version can do, and which rows do.
+_NEEDS: tuple[tuple[str, Callable[[Request], bool]], ...] = ()
+ABILITIES = tuple(name for name, _ in _NEEDS)
+
+SHOWN_DIGITS = 4  # of a fingerprint, to people
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Fingerprint of the model's files, KV scheme, and "float32" or "half"; "" is not known."""
+
+    fingerprint: str = ""
+    scheme: str = ""
+    dtype: str = ""
+
+    def values(self) -> tuple[str, str, str]:
+        """The three, in the order in which scripts take them."""
+        fingerprint, scheme, dtype = astuple(self)
+        return fingerprint, scheme, dtype
+
+    def words(self) -> str:
+        """``weights 3f2a, affine8, half``, as far as it is known."""
+        weights = f"weights {self.fingerprint[:SHOWN_DIGITS]}" if self.fingerprint else ""
+        return ", ".join(word for word in (weights, self.scheme, self.dtype) if word)
+
+
+NOBODY = Maker()
+ANYBODY = Maker("*", "*", "*")  # compares nothing, and writes nothing
+
+
+def needs_of(request: Request) -> tuple[str, ...]:
+    """What a worker must be able to do for this row, beyond what every version can."""
+    return tuple(name for name, is_needed in _NEEDS if is_needed(request))

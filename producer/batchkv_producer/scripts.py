@@ -1,0 +1,33 @@
+"""The scripts of ``lua/``, sent to one server and run there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from redis import Redis
+    from redis.commands.core import Script
+
+_PRELUDES: dict[str, tuple[str, ...]]  # what stands before a script
+_PRELUDES = dict.fromkeys(("submit", "give_back", "reap", "retry", "mend"), ("common",))
+_PRELUDES |= dict.fromkeys(("settle", "copy", "follow"), ("common", "twins"))
+_PRELUDES |= {"pull": ("maker",), "finish": ("common", "twins", "maker")}
+
+
+class Scripts:
+    """Runs scripts by name; each travels to the server once."""
+
+    def __init__(self, connection: Redis) -> None:
+        self._connection = connection
+        self._scripts: dict[str, Script] = {}
+
+    def _run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        script = self._scripts.get(name)
+        if script is None:
+            folder = files("batchkv_producer").joinpath("lua")
+            parts = (*_PRELUDES.get(name, ()), name)
+            source = "".join(folder.joinpath(f"{part}.lua").read_text("utf-8") for part in parts)
+            script = self._scripts[name] = self._connection.register_script(source)
+        return script(keys=keys, args=args)
