@@ -15,7 +15,15 @@ from typing import Any, Literal, cast
 
 from redis import Redis
 
-from batchkv_producer import intervention, redis_keys, status, stored, submission, workers
+from batchkv_producer import (
+    forgetting,
+    intervention,
+    redis_keys,
+    status,
+    stored,
+    submission,
+    workers,
+)
 from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, Progress
 from batchkv_producer.errors import UsageError
 from batchkv_producer.intervention import Unanswered
@@ -116,7 +124,8 @@ class Client:
 
     def status(self, batch_id: str) -> BatchStatus:
         """Where one batch stands, after rows past its deadline were ended."""
-        return self._tender.look(self._find(batch_id))
+        found = status.find_batch(self._connection, batch_id, or_forgotten=True)
+        return self._tender.look(found)
 
     def list_batches(self) -> list[BatchStatus]:
         """All batches of the server, newest first."""
@@ -124,7 +133,7 @@ class Client:
         found = status.read_batches(
             self._connection, [raw.decode("utf-8", "replace") for raw in raw_ids]
         )
-        return [self._tender.tend(batch) for batch in found]
+        return self._tender.look_at_all(found)
 
     def workers(self) -> list[WorkerInfo]:
         """All live workers."""
@@ -222,6 +231,22 @@ class Client:
             job_timeout_seconds=_checked_timeout(job_timeout_seconds),
             expires=expires,
         )
+
+    def match(self, batch_id: str) -> str:
+        """The full id of a batch that is on the server, is being forgotten, or has expired."""
+        return status.match_batch(self._connection, batch_id)
+
+    def peek(self, batch_id: str) -> BatchStatus | None:
+        """Where a batch stands by its full id, and nothing done about it; None if it is gone."""
+        found = status.read_batches(self._connection, [batch_id])
+        return found[0] if found else None
+
+    def forget(self, batch_id: str) -> str:
+        """Take a batch off the server, its queued and running rows too; its full id.
+
+        Workers drop its rows within a second. One whose results have expired is forgotten, too.
+        """
+        return forgetting.forget_batch(self._connection, batch_id)
 
     def unanswered(self, batch_id: str) -> Unanswered:
         """Count a batch's rows without an answer, by what can be done about them."""

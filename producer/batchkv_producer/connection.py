@@ -27,7 +27,6 @@ from redis.exceptions import (
     ConnectionError,
     MaxConnectionsError,
     NoPermissionError,
-    OutOfMemoryError,
     ReadOnlyError,
     RedisError,
     TimeoutError,
@@ -36,6 +35,7 @@ from redis.retry import Retry
 
 from batchkv_producer import server
 from batchkv_producer.errors import ServerError, UsageError
+from batchkv_producer.room import full_sentence, is_full
 from batchkv_producer.server_binary import MIN_VERSION
 from batchkv_producer.server_home import home_from_environment
 
@@ -156,6 +156,8 @@ def server_errors(url: str) -> Iterator[None]:
 def explain(fault: RedisError, url: str) -> str:
     """One line: which server, what is wrong with it, what to do."""
     text = " ".join(str(fault).split())
+    if is_full(fault):
+        return f"Redis at {masked(url)} {full_sentence(text)}"
     for kinds, pattern, sentence in _FAULTS:
         if isinstance(fault, kinds) and re.search(pattern, text):
             return f"Redis at {masked(url)} {sentence}"
@@ -177,10 +179,6 @@ _FAULTS: tuple[tuple[tuple[type[Exception], ...], str, str], ...] = (
      "may do"),
     ((ReadOnlyError,), "", "is a read-only replica: use the URL of its primary"),
     (_ANY, "READONLY", "is a read-only replica: use the URL of its primary"),
-    ((OutOfMemoryError,), "", "is full (maxmemory): raise maxmemory or remove what is not needed. "
-     "Nothing queued so far is lost; the same command goes on from there"),
-    (_ANY, r"\bOOM\b", "is full (maxmemory): raise maxmemory or remove what is not needed. "
-     "Nothing queued so far is lost; the same command goes on from there"),
     (_ANY, "MISCONF", "cannot write to its disk and takes no more writes (MISCONF): free space "
      "there, its log tells more"),
     (_ANY, "NOREPLICAS", "has too few replicas to take writes (min-replicas-to-write)"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from batchkv_producer import redis_keys
 from batchkv_producer.errors import BatchkvError
+from batchkv_producer.forgetting import forget_batch
 from batchkv_producer.formats import RowError
 from batchkv_producer.job import Result, SamplingParams, encode_result
 from batchkv_producer.order import ORDER_VERSION
@@ -91,6 +92,9 @@ def _create_or_join(
             **spec.terms.as_fields(transitions.server_seconds),
         },
     )
+    if there.is_forgotten:
+        forget_batch(transitions.connection, batch_id)
+        return _create_or_join(transitions, batch_id, counts, digest, spec)
     if there.digest != digest:
         raise BatchkvError(f"another batch has the id {batch_id} (its digest is {there.digest})")
     if there.num_enqueued == there.num_chunks:

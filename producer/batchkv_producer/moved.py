@@ -30,11 +30,12 @@ class Standing:
     keep_seconds: int = 0
     is_deduped: bool = False
     fits: bool = True
+    is_forgotten: bool = False  # `batchkv forget` is at work on it
 
     @classmethod
     def of(cls, reply: list[Any]) -> Standing:
         """From what the script answers."""
-        fits, digest, chunks, num_chunks, order, priority, expires, keep, dedupe = reply
+        fits, digest, chunks, num_chunks, order, priority, expires, keep, dedupe, forgotten = reply
         return cls(
             digest.decode("utf-8", "replace"),
             int(chunks),
@@ -45,6 +46,7 @@ class Standing:
             int(keep or 0),
             bool(dedupe),
             bool(fits),
+            bool(forgotten),
         )
 
 

@@ -20,6 +20,8 @@ key                        type    content
                                    ``half``); ``mixed`` (1: several schemes and dtypes may);
                                    of later generations: ``generation`` (2, 3 ...) and ``base``
                                    (id of the first);
+                                   ``forgotten`` (1: `batchkv forget` is at work), and then
+                                   ``forgotten_lines``, how many lines are gone;
                                    counters ``ok failed canceled running prompt_tokens
                                    completion_tokens cached_tokens busy_ms saved_ms copied``
 ``batchkv:res:B``          hash    line number -> encoded result (``job.encode_result``)
@@ -34,7 +36,7 @@ key                        type    content
 
 ``queued`` is never stored: it is ``total - ok - failed - canceled - running``. A batch that says
 how long it is kept has its first three keys expire together; its id stays in ``batchkv:batches``,
-so that it can be told from one that never was.
+so that it can be told from one that never was. A batch that was forgotten leaves nothing.
 
 RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``B-<line>`` in queue
 ``Q``:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _PRELUDES: dict[str, tuple[str, ...]]  # what stands before a script
 _PRELUDES = dict.fromkeys(("submit", "give_back", "reap", "retry", "mend"), ("common",))
+_PRELUDES |= dict.fromkeys(("forget", "sweep"), ("common",))
 _PRELUDES |= dict.fromkeys(("settle", "copy", "follow"), ("common", "twins"))
 _PRELUDES |= {"pull": ("maker",), "finish": ("common", "twins", "maker")}
 
@@ -20,7 +21,7 @@ class Scripts:
     """Runs scripts by name; each travels to the server once."""
 
     def __init__(self, connection: Redis) -> None:
-        self._connection = connection
+        self.connection = connection
         self._scripts: dict[str, Script] = {}
 
     def _run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
@@ -29,5 +30,5 @@ class Scripts:
             folder = files("batchkv_producer").joinpath("lua")
             parts = (*_PRELUDES.get(name, ()), name)
             source = "".join(folder.joinpath(f"{part}.lua").read_text("utf-8") for part in parts)
-            script = self._scripts[name] = self._connection.register_script(source)
+            script = self._scripts[name] = self.connection.register_script(source)
         return script(keys=keys, args=args)

@@ -75,6 +75,7 @@ class BatchStatus:
     has_aligned_jobs: bool = False  # what RQ keeps of the jobs goes with the results
     copied: int = 0
     num_results: int = 0
+    is_forgotten: bool = False  # `batchkv forget` is at work on it
     read_at: float = field(default=0.0, compare=False)
 
     @property
@@ -96,6 +97,12 @@ class BatchStatus:
     def is_overdue(self) -> bool:
         """True when rows that have not started are past the batch's deadline."""
         return 0 < self.expires <= self.read_at and self.queued > 0
+
+    @property
+    def is_untouched(self) -> bool:
+        """True when rows wait, nobody serves them, and no worker has ever taken one of them."""
+        has_run = self.running or self.ok or self.busy_ms or self.prompt_tokens
+        return not (self.is_done or self.num_workers or has_run)
 
     def whole_sum(self) -> str:
         """Every row in one sum: ``5 = 1 ok + 1 failed + 0 canceled + 2 queued + 1 running``."""
@@ -127,8 +134,21 @@ class JobInfo:
     worker: str = ""
 
 
-def find_batch(connection: Redis, wanted: str) -> str:
-    """The full id of a batch given whole or by a prefix; raises NotFoundError."""
+def find_batch(connection: Redis, wanted: str, *, or_forgotten: bool = False) -> str:
+    """The full id of a batch given whole or by a prefix; raises NotFoundError.
+
+    A batch that is being forgotten is found only if that is asked for.
+    """
+    batch_id = match_batch(connection, wanted)
+    if not connection.exists(redis_keys.batch(batch_id)):
+        raise gone(connection, batch_id)
+    if not or_forgotten and connection.hexists(redis_keys.batch(batch_id), "forgotten"):
+        raise being_forgotten(batch_id)
+    return batch_id
+
+
+def match_batch(connection: Redis, wanted: str) -> str:
+    """The full id of a batch that is there or was; raises NotFoundError."""
     if not _PREFIX.fullmatch(wanted):
         raise NotFoundError(
             f"{wanted!r} is no batch id: give its 16 hex digits, or at least the first "
@@ -143,8 +163,6 @@ def find_batch(connection: Redis, wanted: str) -> str:
         raise gone(connection, wanted)
     if len(matches) > 1:
         raise NotFoundError(f"{wanted} could be any of {', '.join(sorted(matches)[:5])}")
-    if not connection.exists(redis_keys.batch(matches[0])):
-        raise gone(connection, matches[0])
     return matches[0]
 
 
@@ -154,6 +172,11 @@ def read_batch(connection: Redis, batch_id: str) -> BatchStatus:
     if not found:
         raise gone(connection, batch_id)
     return found[0]
+
+
+def being_forgotten(batch_id: str) -> NotFoundError:
+    """What to raise for a batch that is on its way out."""
+    return NotFoundError(f"batch {batch_id} is being forgotten (`batchkv forget`)")
 
 
 def gone(connection: Redis, batch_id: str) -> NotFoundError:
@@ -226,6 +249,7 @@ def _batch_status(batch_id: str, values: dict[str, str], num_workers: int) -> Ba
             is_deduped="dedupe" in values,
             copied=count("copied"),
             num_results=count("num_results"),
+            is_forgotten="forgotten" in values,
             read_at=float(values["read_at"]),
         )
     except (KeyError, ValueError) as fault:

@@ -9,48 +9,31 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 
 from redis import Redis
 from redis.exceptions import ResponseError
 
 from batchkv_producer import redis_keys
 from batchkv_producer.error_codes import ErrorCode
-from batchkv_producer.errors import WireError
+from batchkv_producer.errors import NotFoundError, WireError
+from batchkv_producer.forgetting import go_on
 from batchkv_producer.formats import default_custom_id
 from batchkv_producer.job import Outcome, Request, Result, decode_job, encode_result
-from batchkv_producer.status import BatchStatus, read_batch
+from batchkv_producer.queue_state import QueueState, read_queue
+from batchkv_producer.status import BatchStatus, being_forgotten, read_batch
 from batchkv_producer.terms import moment_text
 from batchkv_producer.transitions import FAILURE_TTL_SECONDS, Transitions
 
 PAGE_ROWS = 500
+FORGET_SECONDS = 2.0  # of a look, for a batch that somebody began to forget
 REST_SECONDS = 5.0  # between two times that one process goes through the lines of a batch
 
 _NOT_STARTED = (b"queued", b"deferred")
 _ENDED = (b"failed", b"stopped", b"canceled", b"finished")
 _TOOL = (ErrorCode.ENGINE_ERROR, "ended by a tool other than batchkv, without a result")
 _CANCELED = (ErrorCode.CANCELED, "canceled with one of RQ's own tools")
-
-
-@dataclass(frozen=True, slots=True)
-class QueueState:
-    """What is in a queue: entries that wait, leases, and whether copies to twins are due."""
-
-    num_waiting: int
-    num_leased: int
-    has_due: bool
-
-
-def read_queue(connection: Redis, name: str) -> QueueState:
-    """Where a queue stands, in one transaction."""
-    with connection.pipeline(transaction=True) as pipeline:
-        for key in redis_keys.waiting_lists(name):
-            pipeline.llen(key)
-        pipeline.zcard(redis_keys.registry("wip", name))
-        pipeline.exists(redis_keys.due(name))
-        high, normal, low, num_leased, has_due = pipeline.execute()
-    return QueueState(high + normal + low, num_leased, bool(has_due))
 
 
 class Tender:
@@ -68,7 +51,18 @@ class Tender:
 
     def look(self, batch_id: str) -> BatchStatus:
         """The status of a batch by its full id, after what was to be done."""
-        return self.tend(read_batch(self._connection, batch_id))
+        found = self.tend(read_batch(self._connection, batch_id))
+        if found.is_forgotten:
+            raise being_forgotten(batch_id)
+        return found
+
+    def look_at_all(self, batches: Iterable[BatchStatus]) -> list[BatchStatus]:
+        """These, after what was to be done; without those that are gone now."""
+        found = []
+        for status in batches:
+            with suppress(NotFoundError):
+                found.append(self.tend(status))
+        return found
 
     def tend(self, status: BatchStatus) -> BatchStatus:
         """Do what this status asks for; the status afterwards.
@@ -76,13 +70,17 @@ class Tender:
         A server that takes no writes (from us) is only read.
         """
         try:
-            return self._after(status) if self._tend(status) else status
+            is_changed = self._tend(status)
         except ResponseError:
             return status
+        return self._after(status) if is_changed else status
 
     def _tend(self, status: BatchStatus) -> bool:
         """Whether anything was done."""
         connection = self._connection
+        if status.is_forgotten:
+            until = time.monotonic() + min(self._patience, FORGET_SECONDS)
+            return go_on(connection, status.batch_id, status.queue, until)
         if status.is_done:
             return self._is_rested(status) and align_jobs(connection, status)
         state = read_queue(connection, status.queue)

@@ -46,6 +46,9 @@ retry          the client                  status is failed (canceled, if that i
                                            job's data is still there; deferred if a twin is open
 =============  ==========================  =======================================================
 
+`batchkv forget` (``forgetting``) ends the machine from any state: once the batch is marked, no move
+writes anything for it, and a row that a move comes upon is dropped with its lease.
+
 Each move is one Lua script, which Redis runs as one step: result, counters, finish order and RQ's
 bookkeeping change together or not at all, and no crash can fall between. A lease is the pair of
 ``bkv_exec`` in the job's hash (who holds it) and its score in ``rq:wip`` (until when); times are
@@ -92,7 +95,7 @@ class Transitions(Arrivals):
 
     def server_seconds(self) -> int:
         """The server's clock, in seconds since 1970."""
-        now: Any = self._connection.time()
+        now: Any = self.connection.time()
         return int(now[0])
 
     def pull(
@@ -242,7 +245,7 @@ class Transitions(Arrivals):
                 num_seen = int(self._run("sweep", [key], [batch_id, first, SWEEP_ENTRIES, SWEPT]))
                 first += num_seen
             if first:
-                self._connection.lrem(key, 0, SWEPT)
+                self.connection.lrem(key, 0, SWEPT)
 
 
 def _flat(held: Iterable[Held]) -> list[str]:

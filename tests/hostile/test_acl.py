@@ -21,8 +21,9 @@ from batchkv_cache_store.errors import TierMisconfigured
 from batchkv_cache_store.lease import RedisLeases
 from batchkv_cache_store.opening import open_store, open_tiers, parse_tiers
 from batchkv_cache_store.tiers.redis import RedisTier
-from batchkv_producer import redis_keys
+from batchkv_producer import forgetting, redis_keys
 from batchkv_producer.transitions import Ending, Held, Transitions
+from batchkv_worker.maintenance import Maintenance
 from cache_store.blocks import encoded, make_block
 from hostile.house import batchkv
 from support.worker_harness import (
@@ -173,6 +174,28 @@ def test_twins_and_terms_need_no_further_rights(hub: Hub, tmp_path: Path) -> Non
         wait_until(lambda: num_ended(admin, batch) == 4, PATIENCE)
         assert results_of(admin, batch)[1].outcome == "ok"
     assert "NOPERM" not in log.read_text() and "permission" not in log.read_text()
+
+
+def test_forgetting_needs_no_further_rights(hub: Hub, tmp_path: Path) -> None:
+    """A producer forgets its batch and sees what is large; a worker ends what was cut off."""
+    source, url = tmp_path / "forgotten.jsonl", hub.url("producer")
+    source.write_text('{"prompt": "of a model that nobody has"}\n' * 3)
+
+    def submit() -> str:
+        found = batchkv("submit", source, "-m", "another", url=url)
+        assert found.exit_code == 0, found.output
+        return found.stdout.strip()
+
+    batch, queue = submit(), redis_keys.queue_name("another")
+    assert f"{batch} (" in batchkv("status", url=url).stdout  # with what it holds
+    found = batchkv("forget", batch, "--yes", url=url)
+    assert found.exit_code == 0, found.output
+    assert submit() == batch
+    with hub.connect("producer") as producer, hub.connect("worker") as connection:
+        forgetting._step(producer, batch, queue, "mark")
+        Maintenance(connection, queue, "w").run(1)
+        assert not producer.exists(redis_keys.batch(batch), redis_keys.job(f"{batch}-1"))
+        assert producer.zscore(redis_keys.BATCHES, batch) is None
 
 
 def test_a_stopped_worker_gives_back_and_reaps_with_its_rights(hub: Hub) -> None:

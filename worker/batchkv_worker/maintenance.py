@@ -88,8 +88,9 @@ class Maintenance:
         self._batch_offset = self._batch_offset + PAGE if len(ids) == PAGE else 0
         self._moves.copy(self._queue)
         ours = [s for s in self._readable([raw.decode() for raw in ids]) if s.queue == self._queue]
-        tended = [self._tender.tend(status) for status in ours]
-        self._audit([s for s in tended if not s.is_done and s.is_submitted])
+        tended = self._tender.look_at_all(ours)
+        is_open = [s for s in tended if not s.is_done and s.is_submitted and not s.is_forgotten]
+        self._audit(is_open)
 
     def _readable(self, batch_ids: Sequence[str]) -> list[BatchStatus]:
         """The batches that are there, without those that somebody else wrote into."""

@@ -11,6 +11,7 @@ import click
 
 from batchkv_producer.cli.changing import cancel, retry
 from batchkv_producer.cli.fetching import result, results
+from batchkv_producer.cli.forgetting import forget
 from batchkv_producer.cli.group import Cli
 from batchkv_producer.cli.planning import plan
 from batchkv_producer.cli.reading import list_batches, status, wait, workers
@@ -41,7 +42,7 @@ def cli() -> None:
     """
 
 
-for _command in (run, submit, plan, status, wait, results, result, cancel, retry):
+for _command in (run, submit, plan, status, wait, results, result, cancel, retry, forget):
     cli.add_command(_command)
 cli.add_command(list_batches)
 cli.add_command(workers)

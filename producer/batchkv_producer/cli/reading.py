@@ -25,6 +25,7 @@ from batchkv_producer.client import BatchStatus, Client, StoredRow
 from batchkv_producer.following import Unserved, snapshot_of
 from batchkv_producer.job import Result
 from batchkv_producer.progress import duration, reporter
+from batchkv_producer.room import Room, read_room
 
 MAX_BAD_ROWS_SKIPPED = 200  # to find the first row that was really run
 
@@ -45,7 +46,7 @@ def status(target: str | None, url: str | None, as_json: bool) -> None:
     """
     with session(url) as opened:
         if target is None:
-            _print_overview(opened.client, as_json)
+            _print_overview(opened.client, read_room(opened.connection), as_json)
         elif "-" in target:
             _print_job(opened.client, target, as_json)
         else:
@@ -138,11 +139,12 @@ def wait(
     ctx.exit(exit_code(last, on_done))
 
 
-def _print_overview(client: Client, as_json: bool) -> None:
+def _print_overview(client: Client, room: Room | None, as_json: bool) -> None:
     batches = client.list_batches()
     found = client.workers()
     if as_json:
-        print_json({"batches": [_batch_fields(b) for b in batches], "workers": found})
+        shown = {"batches": [_batch_fields(b) for b in batches], "workers": found}
+        print_json({**shown, "server": room})
         return
     rows = [
         (b.batch_id, b.total, b.ok, b.failed, b.canceled, b.running, b.queued, b.num_workers,
@@ -154,6 +156,8 @@ def _print_overview(client: Client, as_json: bool) -> None:
     print_table(titles, rows)
     click.echo("")
     _print_workers(found)
+    if room is not None:
+        click.echo(f"\nserver's memory: {room}")
 
 
 def _print_batch(client: Client, batch_id: str, as_json: bool) -> None:
@@ -185,8 +189,17 @@ def _print_batch(client: Client, batch_id: str, as_json: bool) -> None:
             ("prompt tokens", _prompt_tokens(batch)),
             ("generated", f"{batch.completion_tokens:,} tokens"),
             ("speed", None if rate is None else f"{rate:,.0f} tok/s so far"),
-            ("workers", serving or "none"),
+            ("workers", serving or _nobody(batch)),
         ]
+    )
+
+
+def _nobody(batch: BatchStatus) -> str:
+    if not batch.is_untouched:
+        return "none"
+    return (
+        f"none, and none has ever taken a row of this batch: `batchkv worker -m {batch.model}` "
+        f"serves it, `batchkv forget {batch.batch_id}` takes it back"
     )
 
 
@@ -233,6 +246,8 @@ def _batch_fields(batch: BatchStatus) -> dict[str, Any]:
 
 
 def _state(batch: BatchStatus) -> str:
+    if batch.is_forgotten:
+        return "being forgotten"
     if batch.is_done:
         return "done"
     if not batch.is_submitted:

@@ -19,6 +19,7 @@ from batchkv_producer import connection
 from batchkv_producer.client import BatchStatus, Client
 from batchkv_producer.job import SamplingParams
 from batchkv_producer.progress import printable, rows
+from batchkv_producer.room import full_server_told
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,7 +90,11 @@ def session(url: str | None) -> Iterator[Session]:
     """Connect (to the embedded server by default); inside, faults of Redis are ServerErrors."""
     is_embedded = connection.resolve_url(url) is None
     resolved = connection.url_in_use(url)
-    with connection.server_errors(resolved), connection.connect(resolved, say) as redis:
+    with (
+        connection.server_errors(resolved),
+        connection.connect(resolved, say) as redis,
+        full_server_told(redis),
+    ):
         yield Session(Client(redis), redis, resolved, is_embedded)
 
 

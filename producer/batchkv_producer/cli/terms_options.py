@@ -83,6 +83,12 @@ def terms_options(command: Callable[..., R]) -> Callable[..., R]:
     return wrapped
 
 
+age_option = click.option(
+    "--older-than",
+    callback=_keep,
+    metavar="TIME",
+    help="Batches that were submitted longer ago than that, like 7d.",
+)
 new_deadline_option = click.option(
     "--expires",
     callback=_new_deadline,

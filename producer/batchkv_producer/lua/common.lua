@@ -6,6 +6,19 @@ local function list_of(queue_key, batch)
   return queue_key
 end
 
+-- A server that is full refuses what adds to it, but not in a step that has deleted something: steps
+-- that give memory back, or lead to it, begin with this. No line is called 0.
+local function allow_when_full(batch) redis.call('HDEL', 'batchkv:held:' .. batch, '0') end
+
+-- Whether `batchkv forget` is at work on a batch: nothing more is written for it.
+local marks = {}
+local function is_forgotten(batch)
+  if marks[batch] == nil then
+    marks[batch] = redis.call('HGET', 'batchkv:batch:' .. batch, 'forgotten') == '1'
+  end
+  return marks[batch]
+end
+
 -- Nobody holds this row any more. Who held it stands beside the job too, so that the count stays
 -- right when a tool deletes a job that runs.
 local function release(batch, line)

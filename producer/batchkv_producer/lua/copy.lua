@@ -8,7 +8,7 @@ local now = tonumber(redis.call('TIME')[1])
 local due = redis.call('HGETALL', KEYS[1])
 for position = 1, #due, 2 do
   local batch, line = string.match(due[position], '^(%x+)%-(%d+)$')
-  if not batch or redis.call('HEXISTS', 'batchkv:res:' .. batch, line) == 0 then
+  if not batch or is_forgotten(batch) or redis.call('HEXISTS', 'batchkv:res:' .. batch, line) == 0 then
     redis.call('HDEL', KEYS[1], due[position])
   elseif budget > 0 then
     budget = copy_to_twins(queue, batch, line, due[position + 1], iso, now, result_ttl,

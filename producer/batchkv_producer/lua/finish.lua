@@ -42,12 +42,14 @@ for position = first, #ARGV, 9 do
     redis.call('DEL', 'rq:executions:' .. id, 'rq:execution:' .. id .. ':' .. execution)
     redis.call('HDEL', key, 'bkv_exec', 'bkv_begun')
     release(batch, line)
-    verdict = 'duplicate'
-    if batch and not suits(maker, said_by(batch)) then
+    local is_dropped = batch and is_forgotten(batch)
+    verdict = is_dropped and 'lost' or 'duplicate'
+    if batch and not is_dropped and not suits(maker, said_by(batch)) then
       verdict = 'unfit'
     elseif not batch then
       verdict = 'ok'  -- somebody else's job in our queue: RQ's record is all it gets
-    elseif redis.call('HSETNX', 'batchkv:res:' .. batch, line, result) == 1 then
+    elseif not is_dropped
+        and redis.call('HSETNX', 'batchkv:res:' .. batch, line, result) == 1 then
       verdict = 'ok'
       redis.call('RPUSH', 'batchkv:done:' .. batch, line)
       redis.call('HINCRBY', hash, outcome, 1)
@@ -60,7 +62,9 @@ for position = first, #ARGV, 9 do
       ended[batch] = ended[batch] or {}
       table.insert(ended[batch], {line, outcome})
     end
-    if verdict == 'unfit' then
+    if is_dropped then
+      redis.call('DEL', key)
+    elseif verdict == 'unfit' then
       redis.call('HSET', key, 'status', 'queued', 'worker_name', '')
       redis.call('LPUSH', list_of(KEYS[5], batch), id)
     elseif outcome == 'ok' then

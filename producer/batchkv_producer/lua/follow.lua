@@ -6,8 +6,8 @@
 -- Returns the number of chunks submitted so far.
 local queue, chunk, now, timeout, result_ttl, failure_ttl, description =
   ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
-local chunks = redis.call('HGET', KEYS[1], 'chunks')
-if not chunks then return -1 end
+local chunks, forgotten = unpack(redis.call('HMGET', KEYS[1], 'chunks', 'forgotten'), 1, 2)
+if not chunks or forgotten then return -1 end
 if tonumber(chunks) ~= chunk then return tonumber(chunks) end
 for position = 8, #ARGV, 5 do
   local id, leader = ARGV[position], ARGV[position + 3]

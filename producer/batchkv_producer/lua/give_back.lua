@@ -17,7 +17,9 @@ for position = #ARGV - 1, 4, -2 do
     redis.call('DEL', 'rq:executions:' .. id, 'rq:execution:' .. id .. ':' .. execution)
     redis.call('HDEL', key, 'bkv_exec', 'bkv_begun')
     release(batch, line)
-    if died and count_death(key) > max_deaths then
+    if batch and is_forgotten(batch) then
+      redis.call('DEL', key)
+    elseif died and count_death(key) > max_deaths then
       redis.call('HSET', key, 'status', 'failed')
       redis.call('EXPIRE', key, failure_ttl)
       redis.call('ZADD', KEYS[3], now + failure_ttl, id)

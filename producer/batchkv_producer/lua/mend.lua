@@ -12,7 +12,7 @@ for position = 2, #ARGV do
   local job = redis.call('HMGET', key, 'status', 'bkv_exec')
   local held = job[2] and job[2] ~= ''
   local leased = held and redis.call('ZSCORE', KEYS[2], id .. ':' .. job[2])
-  if batch and job[1] and not leased
+  if batch and job[1] and not leased and not is_forgotten(batch)
       and redis.call('HEXISTS', 'batchkv:res:' .. batch, line) == 0 then
     redis.call('HDEL', key, 'bkv_exec', 'bkv_begun')
     release(batch, line)

@@ -46,7 +46,9 @@ for index = #found, 1, -1 do
       local heard = job[2] and redis.pcall('HGET', 'rq:worker:' .. job[2], 'last_heartbeat')
       local lives = dead == '' and type(heard) == 'string' and job[3] and heard > job[3]
       local deaths = job[5] == '1' and not lives and count_death(key) or 0
-      if deaths > max_deaths then
+      if batch and is_forgotten(batch) then
+        redis.call('DEL', key)
+      elseif deaths > max_deaths then
         redis.call('HSET', key, 'status', 'failed')
         redis.call('EXPIRE', key, failure_ttl)
         redis.call('ZADD', KEYS[3], tonumber(time[1]) + failure_ttl, id)

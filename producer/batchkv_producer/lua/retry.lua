@@ -8,6 +8,7 @@ local expires, queue = ARGV[4], ARGV[5]
 local batch = string.match(KEYS[1], '%x+$')
 local list = list_of(KEYS[3], batch)
 local queued = 0
+if is_forgotten(batch) then return 0 end
 
 -- The line whose end this row is to wait for, if there is one; else it leads itself. So does a row
 -- that never waited: nothing here can read its custom_id.

@@ -54,7 +54,7 @@ for position = 7, #ARGV, 2 do
   local lease = held and redis.call('ZSCORE', KEYS[2], id .. ':' .. execution)
   local live = lease and tonumber(lease) > now
   local verdict = ''
-  if batch and is_wanted(batch, line, status, live) then
+  if batch and not is_forgotten(batch) and is_wanted(batch, line, status, live) then
     local hash = 'batchkv:batch:' .. batch
     if held then
       redis.call('ZREM', KEYS[2], id .. ':' .. execution)

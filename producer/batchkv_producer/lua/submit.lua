@@ -8,8 +8,8 @@
 -- Returns the number of chunks enqueued so far.
 local queue, chunk, now, timeout, result_ttl, failure_ttl, description, num_jobs =
   ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7], tonumber(ARGV[8])
-local chunks = redis.call('HGET', KEYS[1], 'chunks')
-if not chunks then return -1 end
+local chunks, forgotten = unpack(redis.call('HMGET', KEYS[1], 'chunks', 'forgotten'), 1, 2)
+if not chunks or forgotten then return -1 end
 if tonumber(chunks) ~= chunk then return tonumber(chunks) end
 local batch = string.match(KEYS[1], '%x+$')
 local list = list_of(KEYS[2], batch)

@@ -4,6 +4,7 @@
 -- that drops it.
 -- KEYS: queue list.  ARGV: batch id, first index, number of entries, mark.
 -- Returns how many entries were looked at.
+allow_when_full(ARGV[1])
 local prefix = ARGV[1] .. '-'
 local first = tonumber(ARGV[2])
 local ids = redis.call('LRANGE', KEYS[1], first, first + tonumber(ARGV[3]) - 1)

@@ -1,0 +1,52 @@
+-- Take a batch off the server: a mark first, then a page of its rows in each step, its hash last.
+-- What is marked stays marked, so that whoever comes by can go on with it.
+-- KEYS: batch hash, wip, finished, failed, canceled zsets, hash of what is due. The zset of batches is
+-- not said beforehand: workers may take entries out of it, and no more.
+-- ARGV: 'mark' | 'page', number of lines | 'end'.
+-- Returns for a page the number of lines that are gone by now, else 1; -1 when the batch is not
+-- there (any more), or not marked.
+local batch = string.match(KEYS[1], '%x+$')
+allow_when_full(batch)
+if ARGV[1] == 'mark' then
+  if redis.call('EXISTS', KEYS[1]) == 0 then return -1 end
+  redis.call('HSET', KEYS[1], 'forgotten', 1)
+  return 1
+end
+local is_there = redis.call('EXISTS', KEYS[1]) == 1
+if is_there and not is_forgotten(batch) then return -1 end
+local held = 'batchkv:held:' .. batch
+if ARGV[1] == 'end' then
+  redis.call('ZREM', 'batchkv:batches', batch)
+  redis.call('DEL', 'batchkv:res:' .. batch, 'batchkv:done:' .. batch, held, KEYS[1])
+  return 1
+end
+if not is_there then return -1 end
+
+local at = redis.call('HMGET', KEYS[1], 'forgotten_lines', 'last_line', 'total')
+local first = tonumber(at[1] or '0') + 1
+local last = math.min(first + tonumber(ARGV[2]) - 1, tonumber(at[2] or at[3]))
+local lines, ids, keys = {}, {}, {}
+for line = first, last do
+  lines[#lines + 1] = line
+  ids[#ids + 1] = batch .. '-' .. string.format('%.0f', line)
+end
+if #lines == 0 then return last end
+local holders = redis.call('HMGET', held, unpack(lines))
+for index, id in ipairs(ids) do
+  local key = 'rq:job:' .. id
+  for _, execution in ipairs({redis.call('HGET', key, 'bkv_exec') or '', holders[index] or ''}) do
+    if execution ~= '' then
+      redis.call('ZREM', KEYS[2], id .. ':' .. execution)
+      redis.call('DEL', 'rq:executions:' .. id, 'rq:execution:' .. id .. ':' .. execution)
+    end
+  end
+  keys[#keys + 1] = key
+  keys[#keys + 1] = 'batchkv:twins:' .. batch .. ':' .. string.format('%.0f', lines[index])
+end
+redis.call('DEL', unpack(keys))
+for position = 3, 5 do redis.call('ZREM', KEYS[position], unpack(ids)) end
+redis.call('HDEL', KEYS[6], unpack(ids))
+redis.call('HDEL', held, unpack(lines))
+redis.call('HDEL', 'batchkv:res:' .. batch, unpack(lines))
+redis.call('HSET', KEYS[1], 'forgotten_lines', string.format('%.0f', last))
+return last
