@@ -104,6 +104,8 @@ def test_sizes_are_measured_within_the_time(
     """Without any time one size is tried; what is chosen serves, and is in the log."""
     model = tiny_models.build("llama")
     monkeypatch.setattr(chunk_probe.mx, "default_device", lambda: "a GPU")
+    monkeypatch.setattr(chunk_probe, "SECONDS", 0.5)
+    monkeypatch.setattr(chunk_probe, "TURNS", 1)
     config = EngineConfig("affine8", slots=2, chunk_tokens=None, memory_bytes=2**27, path="fused")
     with caplog.at_level("INFO"):
         running = Engine(tiny_models.loaded(model), config)

@@ -1,0 +1,236 @@
+"""The whole product at its defaults, beside the engine alone and what no engine can do without.
+
+    python tests/benchmarks/bench_product.py --shape 4b [--per-group 40] [--out FILE]
+    python tests/benchmarks/bench_product.py --shape 600m --workload gsm8k --rows 200
+    python tests/benchmarks/bench_product.py --sides run,engine,floor --repeats 5
+
+A model folder of random weights is made, and the sides run one after the other, in turns:
+
+- ``run``: ``batchkv run``, which starts and ends its worker; ``workers1``, ``workers2``: workers
+  that are ready, then ``submit`` and ``wait``. Each on an embedded server of its own. Timed is from
+  the moment at which the first row is running to the one at which the last has ended, as the
+  server tells: starting, loading and measuring are told apart.
+- ``engine``: the engine that such a worker builds, with all rows at once and no queue.
+- ``mlx``: mlx-lm's BatchGenerator with as many slots. ``floor``: bare forward passes of the same
+  tokens (see product_sides.py).
+
+Every measurement is of new processes, those of all sides alike. With the first turn, which is not
+counted, kernels are compiled into the caches on disk that later processes use; what a process has
+to prepare for itself counts for each side, but for the floor, which does it untimed.
+``--before`` has the workers and the sides without a queue compute other rows first, untimed.
+
+Settings for the product and the engine: ``--set prefill-chunk=2048`` is BATCHKV_PREFILL_CHUNK.
+Numbers go to --out after each measurement. Exit code 1 when rows are missing, failed or too short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import product_parts as parts
+from product_queue import Lines, Product, TooLong, Watch, run_command
+
+ROOT = Path(__file__).parents[2]
+DATA = Path(os.environ.get("BATCHKV_DATA", ROOT.parent / "shared" / "data"))
+ALONE = ("engine", "mlx", "floor")
+SIDES = ("run", "workers1", "workers2", *ALONE)
+WORKLOADS = ("shared", "gsm8k", "lognormal")
+SEED, SEED_BEFORE = 1, 2
+
+Figures = dict[str, Any]
+
+
+def alone(side: str, model: Path, file: Path, before: Path | None, lines: Lines) -> Figures:
+    """One measurement of a side without a queue."""
+    script = Path(__file__).parent / "product_sides.py"
+    command = [sys.executable, str(script), side, str(model), str(file)]
+    with Watch() as watch:
+        printed = run_command(
+            [*command, *(["--before", str(before)] if before else [])], lines.environment, lines
+        )
+    return {**json.loads(printed.splitlines()[-1]), **watch.found}
+
+
+class Bench:
+    """The measurements, and the file that holds them."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self._args = args
+        self._folder = folder
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("BATCHKV_")}
+        told = {f"BATCHKV_{name.upper().replace('-', '_')}": value for name, value in args.set}
+        self._lines = Lines({**kept, **told}, time.monotonic() + args.seconds_limit)
+        self.found: Figures = {
+            "shape": args.shape,
+            "settings": told,
+            "repeats": args.repeats,
+            "workloads": {},
+        }
+        self.is_good = True
+
+    def make_model(self) -> Path:
+        """The model's folder, made by a process of its own: this one holds no device memory."""
+        model = (self._args.models or self._folder) / f"bench-{self._args.shape}"
+        script = Path(__file__).parent / "product_sides.py"
+        command = [sys.executable, str(script), "make", str(model), self._args.shape]
+        run_command(command, self._lines.environment, self._lines)
+        return model
+
+    def rows(self, workload: str, seed: int) -> list[parts.Line]:
+        """The rows of a workload; another seed gives others of the same kind."""
+        args = self._args
+        if workload == "shared":
+            return parts.shared(seed, args.per_group, args.groups)
+        if workload == "gsm8k":
+            return parts.gsm8k(args.data, args.rows, others=seed == SEED_BEFORE)
+        return parts.lognormal(seed, args.rows or 256)
+
+    def compare(self, workload: str, model: Path) -> None:
+        """Every side in turns; the figures grow with each."""
+        rows = self.rows(workload, SEED)
+        file, before = self._folder / f"{workload}.jsonl", None
+        parts.write(file, rows)
+        if self._args.before:
+            before = self._folder / f"{workload}-before.jsonl"
+            parts.write(before, self.rows(workload, SEED_BEFORE))
+        generated = sum(row["body"]["max_tokens"] for row in rows)
+        told: Figures = {"rows": len(rows), "generated": generated, "sides": {}}
+        self.found["workloads"][workload] = told
+        warm_up = 0 if self._args.no_warm_up else 1
+        for turn in range(self._args.repeats + warm_up):
+            for side in self._args.sides:
+                try:
+                    measured = self._measure(side, model, file, before)
+                except RuntimeError as fault:  # the other sides are still worth their time
+                    self.is_good = False
+                    print(f"  {workload} {side}: {fault}", flush=True)
+                    continue
+                is_right = measured["generated"] == generated
+                self.is_good &= is_right
+                if not is_right:
+                    print(f"{side}: {measured['generated']:,} tokens, not {generated:,}")
+                known = told["sides"].setdefault(side, {"warm_up": [], "runs": []})
+                known["runs" if turn >= warm_up else "warm_up"].append(measured)
+                note = "" if turn >= warm_up else " (not counted)"
+                print(f"  {workload} {side:<9}{measured['seconds']:>9.2f} s{note}", flush=True)
+                self.save()
+
+    def _measure(self, side: str, model: Path, file: Path, before: Path | None) -> Figures:
+        if side in ALONE:
+            return alone(side, model, file, before, self._lines)
+        devices = self._args.devices.split(",") if self._args.devices else []
+        with Product(self._lines, model, devices) as product:
+            if side == "run":
+                return product.run(file)
+            return product.serve(file, before, int(side.removeprefix("workers")))
+
+    def save(self) -> None:
+        """What is known so far, whatever happens next."""
+        if self._args.out:
+            written = self._args.out.with_suffix(".part")
+            written.write_text(json.dumps(self.found, indent=1) + "\n", "utf-8")
+            written.replace(self._args.out)
+
+
+def table(workload: str, told: Figures) -> list[str]:
+    """A line for each side: medians, and how they compare with the engine and the floor."""
+    sides = {name: side["runs"] for name, side in told["sides"].items() if side["runs"]}
+    medians = {
+        name: statistics.median(run["seconds"] for run in runs) for name, runs in sides.items()
+    }
+    lines = [
+        f"{workload}: {told['rows']:,} rows, {told['generated']:,} tokens to generate",
+        f"{'side':<10}{'seconds':>9}{'gen. tok/s':>12}{'to engine':>11}{'to floor':>10}"
+        f"{'start':>9}{'peak MB':>9}{'host MB':>9}{'GPU MB':>9}",
+    ]
+    for name, runs in sides.items():
+        ratios = [
+            f"{medians[name] / medians[other]:.2f}x" if other in medians else "-"
+            for other in ("engine", "floor")
+        ]
+        peaks = [
+            f"{max(run[key] for run in runs):,.0f}" if all(key in run for run in runs) else "-"
+            for key in ("peak_mb", "host_mb", "gpu_mb")
+        ]
+        start = statistics.median(run["start_seconds"] for run in runs)
+        lines.append(
+            f"{name:<10}{medians[name]:>9.2f}{told['generated'] / medians[name]:>12,.0f}"
+            f"{ratios[0]:>11}{ratios[1]:>10}{start:>7.1f} s"
+            f"{peaks[0]:>9}{peaks[1]:>9}{peaks[2]:>9}"
+        )
+    return lines
+
+
+def arguments() -> argparse.Namespace:
+    def setting(text: str) -> tuple[str, str]:
+        name, _, value = text.partition("=")
+        return name, value
+
+    def sides(text: str) -> list[str]:
+        found = text.split(",")
+        if unknown := set(found) - set(SIDES):
+            raise argparse.ArgumentTypeError(f"no such side: {', '.join(sorted(unknown))}")
+        return found
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=list(parts.SHAPES), default="tiny")
+    parser.add_argument("--models", type=Path, help="where model folders stay; else they go")
+    parser.add_argument("--workload", action="append", choices=WORKLOADS, help="[shared]")
+    parser.add_argument("--sides", type=sides, default=list(SIDES), help=",".join(SIDES))
+    parser.add_argument("--per-group", type=int, help="rows behind shared examples [40]")
+    parser.add_argument("--groups", type=int, help=f"of such rows [{parts.GROUPS}]")
+    parser.add_argument("--rows", type=int, help="of gsm8k [all], of lognormal [256]")
+    parser.add_argument("--data", type=Path, default=DATA, help="where gsm8k_8shot.jsonl lies")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--no-warm-up", action="store_true", help="the first turn counts too")
+    parser.add_argument("--before", action="store_true", help="other rows first, untimed")
+    parser.add_argument("--set", type=setting, action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--devices", metavar="0,1", help="a GPU for each worker, by turns")
+    parser.add_argument("--seconds-limit", type=float, default=86_400.0, help="end by then")
+    parser.add_argument("--out", "--json", type=Path, help="numbers, after each measurement")
+    parser.add_argument("--quick", action="store_true", help="few rows, once")
+    args = parser.parse_args()
+    if args.quick:
+        args.groups, args.per_group = args.groups or 3, args.per_group or 4
+        args.rows, args.repeats, args.no_warm_up = args.rows or 20, 1, True
+    if args.before and args.rows is None and "gsm8k" in (args.workload or []):
+        parser.error("--before with gsm8k needs --rows: at most half of the file's")
+    args.groups, args.per_group = args.groups or parts.GROUPS, args.per_group or 40
+    return args
+
+
+def main() -> int:
+    args = arguments()
+    folder = Path(tempfile.mkdtemp(prefix="bkv-bench-", dir="/tmp"))
+    bench = Bench(args, folder)
+    names = args.workload or ["shared"]
+    if "gsm8k" in names and not (args.data / "gsm8k_8shot.jsonl").exists():
+        print(f"{args.data}/gsm8k_8shot.jsonl is not there (--data or BATCHKV_DATA says where)")
+        return 2
+    try:
+        model = bench.make_model()
+        for name in names:
+            bench.compare(name, model)
+    except TooLong as fault:
+        print(f"ended before all was measured: {fault}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    for name, told in bench.found["workloads"].items():
+        print("\n".join(["", *table(name, told)]), flush=True)
+    bench.save()
+    return 0 if bench.is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""The product as a user has it, for its benchmark: commands, an embedded server, real workers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from redis import Redis
+
+from batchkv_producer import Client, server
+from batchkv_producer.server_home import Home
+
+CLI = [sys.executable, "-P", "-m", "batchkv_producer"]
+READY = "the engine is ready"
+LOOK_SECONDS = 0.02  # how often to ask how a batch stands
+WATCH_SECONDS = 0.5  # how often to look at memory
+
+Figures = dict[str, Any]
+
+
+class TooLong(Exception):
+    """The time for all measurements is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """What commands see, and by when (of the monotonic clock) all must be over."""
+
+    environment: dict[str, str]
+    end: float
+
+    @property
+    def left(self) -> float:
+        """Seconds; raises TooLong when there are none."""
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise TooLong("the time is over")
+        return left
+
+
+def run_command(command: Sequence[str], environment: dict[str, str], lines: Lines) -> str:
+    """What a command prints; raises TooLong, and RuntimeError with what it said when it fails."""
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=lines.left
+        )
+    except subprocess.TimeoutExpired as fault:
+        raise TooLong(" ".join(command[:6])) from fault
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+class Watch:
+    """Looks at memory while something runs: ``host_mb`` of this process's descendants, ``gpu_mb``.
+
+    A GPU's is what all its processes use together, as nvidia-smi tells, beyond what was there.
+    """
+
+    def __init__(self) -> None:
+        self.found: Figures = {}
+        self._before = _gpu_mb()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._is_over.wait(WATCH_SECONDS):
+            self._note("host_mb", _host_mb())
+            if self._before is not None and (now := _gpu_mb()) is not None:
+                self._note("gpu_mb", now - self._before)
+
+    def _note(self, name: str, value: float) -> None:
+        self.found[name] = round(max(value, self.found.get(name, 0.0)), 1)
+
+
+def _gpu_mb() -> float | None:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    ask = [tool, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    said = subprocess.run(ask, capture_output=True, text=True).stdout
+    with suppress(ValueError):
+        return sum(map(float, said.split()))
+    return None
+
+
+def _host_mb() -> float:
+    """Resident memory of this process's descendants; the embedded server is none of them."""
+    listed = subprocess.run(["ps", "-axo", "pid=,ppid=,rss="], capture_output=True, text=True)
+    table = [tuple(map(int, line.split())) for line in listed.stdout.splitlines()]
+    family = {os.getpid()}
+    while more := {pid for pid, parent, _ in table if parent in family} - family:
+        family |= more
+    return sum(rss for pid, _, rss in table if pid in family and pid != os.getpid()) / 1e3
+
+
+class Product:
+    """A home with its server, for one measurement."""
+
+    def __init__(self, lines: Lines, model: Path, devices: Sequence[str]) -> None:
+        self._lines = lines
+        self._model = model
+        self._devices = devices
+        self._home = Path(tempfile.mkdtemp(prefix="bkv-home-", dir="/tmp"))
+        self._environment = {**lines.environment, "BATCHKV_HOME": str(self._home)}
+        self._workers: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        self._connection = Redis.from_url(server.ensure_running(Home(self._home)))
+        self._client = Client(self._connection)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            worker.terminate()
+        for worker in self._workers:
+            try:
+                worker.wait(60)
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
+        self._connection.close()
+        server.stop(Home(self._home))
+        shutil.rmtree(self._home, ignore_errors=True)
+
+    def run(self, file: Path) -> Figures:
+        """``batchkv run``, timed from its first row to its last."""
+        out = self._home / "out.jsonl"
+        command = ["run", str(file), "-m", str(self._model), "-o", str(out)]
+        if self._devices:
+            self._environment["CUDA_VISIBLE_DEVICES"] = self._devices[0]
+        begun = time.monotonic()
+        found = self._timed(lambda: self._command(*command))
+        found["start_seconds"] = found.pop("first") - begun
+        found["command_seconds"] = found.pop("end") - begun
+        return found
+
+    def serve(self, file: Path, before: Path | None, num_workers: int) -> Figures:
+        """So many workers, all ready; then ``submit`` and ``wait``, timed in the same way."""
+        begun = time.monotonic()
+        logs = [self._start_worker(number) for number in range(num_workers)]
+        while not all(READY in log.read_text("utf-8", "replace") for log in logs):
+            self._check_workers(logs)
+            time.sleep(0.1)
+        ready = time.monotonic()
+        if before is not None:
+            self._submit_and_wait(before)
+        asked = time.monotonic()
+        found = self._timed(lambda: self._submit_and_wait(file))
+        found["start_seconds"] = ready - begun
+        found["command_seconds"] = found.pop("end") - asked
+        found["to_first_row_seconds"] = found.pop("first") - asked
+        return found
+
+    def _submit_and_wait(self, file: Path) -> None:
+        batch = self._command("submit", str(file), "-m", str(self._model)).strip()
+        self._command("wait", batch)
+
+    def _start_worker(self, number: int) -> Path:
+        log = self._home / f"worker-{number}.log"
+        environment = dict(self._environment)
+        if self._devices:
+            environment["CUDA_VISIBLE_DEVICES"] = self._devices[number % len(self._devices)]
+        command = [*CLI, "worker", "-m", str(self._model)]
+        with log.open("wb") as stream:
+            self._workers.append(
+                subprocess.Popen(command, env=environment, stdout=stream, stderr=stream)
+            )
+        return log
+
+    def _check_workers(self, logs: Sequence[Path]) -> None:
+        assert self._lines.left
+        for worker, log in zip(self._workers, logs, strict=True):
+            if worker.poll() is not None:
+                raise RuntimeError(f"a worker ended: {log.read_text('utf-8', 'replace')[-3000:]}")
+
+    def _command(self, *words: str) -> str:
+        return run_command([*CLI, *words], self._environment, self._lines)
+
+    def _timed(self, work: Callable[[], object]) -> Figures:
+        """Do it, and look from outside when the newest batch's first row ran and its last ended."""
+        known = {batch.batch_id for batch in self._client.list_batches()}
+        is_over = threading.Event()
+        moments: dict[str, float] = {}
+
+        def look() -> None:
+            while "end" not in moments:
+                last_look = is_over.is_set()
+                new = [b for b in self._client.list_batches() if b.batch_id not in known]
+                if new and new[0].running + new[0].num_ended:
+                    moments.setdefault("first", time.monotonic())
+                if new and new[0].is_done:
+                    moments["end"] = time.monotonic()
+                elif last_look:
+                    return
+                time.sleep(LOOK_SECONDS)
+
+        looker = threading.Thread(target=look)
+        looker.start()
+        try:
+            with Watch() as watch:
+                work()
+        finally:
+            is_over.set()
+            looker.join()
+        status = next(b for b in self._client.list_batches() if b.batch_id not in known)
+        if status.ok != status.total:
+            raise RuntimeError(f"rows did not end well: {status.reconciliation()}")
+        return {
+            **{"seconds": moments["end"] - moments["first"], **moments},
+            **{"generated": status.completion_tokens, "cached": status.cached_tokens},
+            **watch.found,
+        }

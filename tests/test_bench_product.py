@@ -1,0 +1,28 @@
+"""The product's benchmark, in its smallest form."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+BENCH = Path(__file__).parent / "benchmarks" / "bench_product.py"
+
+
+def test_the_benchmark_of_the_product_measures_every_kind_of_side(tmp_path: Path) -> None:
+    """`batchkv run` at defaults, the engine and the floor generate every token, and are timed."""
+    out = tmp_path / "out.json"
+    sides = "run,engine,floor"
+    command = [sys.executable, str(BENCH), "--quick", "--sides", sides, "--out", str(out)]
+    done = subprocess.run(
+        [*command, "--groups", "2", "--per-group", "2"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(out.read_text())["workloads"]["shared"]
+    assert told["rows"] == 4 and told["generated"] == 64
+    for side in sides.split(","):
+        (run,) = told["sides"][side]["runs"]
+        assert run["generated"] == 64
+        assert run["seconds"] > 0 and run["start_seconds"] > 0
+    assert "1.00x" in done.stdout
