@@ -260,11 +260,15 @@ class Client:
             for line in self._rows_among(batch, lines):
                 yield redis_keys.job_id(batch.batch_id, line)
 
-    def reclaim(self, queue: str, worker_name: str) -> int:
-        """Take back at once what a worker holds that is known to be dead; how many jobs."""
+    def reclaim(self, queue: str, worker_name: str, *, is_death: bool = True) -> int:
+        """Take back at once what a worker holds that is no more; how many jobs.
+
+        What it had begun is under suspicion, unless its end was no death (it was ended by us).
+        """
         if not worker_name:
             raise UsageError("reclaim needs the name of a worker")
-        requeued, failed = Transitions(self._connection).reap(queue, worker_name, MAX_RECLAIMED)
+        moves = Transitions(self._connection)
+        requeued, failed = moves.reap(queue, worker_name, MAX_RECLAIMED, is_death=is_death)
         return requeued + failed
 
     def _stored(self, batch_id: str, line: int) -> bytes | None:

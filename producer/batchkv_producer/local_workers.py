@@ -26,24 +26,27 @@ from redis.exceptions import RedisError
 from batchkv_producer import connection, server
 from batchkv_producer.errors import BatchkvError, UsageError
 from batchkv_producer.progress import rows
-from batchkv_producer.transitions import MAX_DEATHS
+from batchkv_producer.suspects import deaths_until_failed
 
 # -P: a file called redis.py in the folder that the user stands in must not be imported.
 WORKER_COMMAND = (sys.executable, "-P", "-m", "batchkv_producer", "worker")
 EXIT_CONFIGURATION = 2
+READY_WORDS = b"the engine is ready"  # in a worker's log, once it takes rows
 EXIT_REASONS = {70: "its engine died", 71: "its engine hung"}
 
 MAX_IDLE_DEATHS = 3  # in a row, holding nothing: it cannot start
-# A row that kills whoever takes it is failed at its death number MAX_DEATHS + 1; giving up must
-# come after that, or such a row would end every run.
-MAX_BUSY_DEATHS = MAX_DEATHS + 2
+# Giving up must come after a row that kills whoever takes it was failed, or such a row would end
+# every run. No engine has more rows than that: slots and prefetch end at 4,096 each.
+MAX_BUSY_DEATHS = deaths_until_failed(8192) + 1
 RESTART_SECONDS = 1.0  # doubled with each death in a row
+MAX_RESTART_SECONDS = 16.0
+MAX_BUSY_RESTART_SECONDS = 4.0  # the group that killed it is looked into meanwhile
 WARM_STOP_SECONDS = 45.0  # a worker finishes what it can in 30 and gives back the rest
 COLD_STOP_SECONDS = 4.0
 ABANDON_SECONDS = 1.0  # without the server a worker can give nothing back
 LOG_TTL_SECONDS = 7 * 86400
 
-Reclaim = Callable[[str], int]
+Reclaim = Callable[[str, bool], int]
 Note = Callable[[str], None]
 
 
@@ -86,7 +89,8 @@ class _Slot:
 class LocalWorkers:
     """Starts them, notices deaths, starts them again, stops them. One thread calls all of it.
 
-    ``reclaim`` puts the jobs of a dead worker back into the queue and says how many there were.
+    ``reclaim`` puts the jobs of a worker that is no more back into the queue and says how many
+    there were; it is told whether that was a death, or an end that we made.
     """
 
     def __init__(self, plan: WorkerPlan, reclaim: Reclaim, note: Note) -> None:
@@ -165,11 +169,11 @@ class LocalWorkers:
             if was_killed or process.returncode != 0:
                 # Without the server the leases lapse by themselves, within a minute or two.
                 with suppress(RedisError, BatchkvError):
-                    self._reclaim(slot.name)
+                    self._reclaim(slot.name, not was_killed)
 
     def _spawn(self, slot: _Slot) -> None:
         if slot.name:  # what its predecessor had on the wire may have arrived after its death
-            self._reclaim(slot.name)
+            self._reclaim(slot.name, False)
         slot.name = f"{self._plan.name_prefix}-{slot.index}-{secrets.token_hex(4)}"
         slot.log = self._plan.logs / f"{slot.name}.log"
         environment = {**os.environ, connection.URL_VARIABLE: self._plan.url}
@@ -190,16 +194,19 @@ class LocalWorkers:
         process, slot.process = slot.process, None
         if process.stdin:
             process.stdin.close()
-        num_held = self._reclaim(slot.name)
+        num_held = self._reclaim(slot.name, True)
         if process.returncode == EXIT_CONFIGURATION:
             lines = server.tail(slot.log, 1)
             raise UsageError(lines[0].removeprefix("batchkv: ") if lines else "worker: bad setting")
-        if num_held:
+        # A worker whose engine died has given back what it held.
+        is_busy = num_held > 0 or (process.returncode in EXIT_REASONS and _was_ready(slot.log))
+        if is_busy:
             slot.num_busy_deaths += 1
         else:
             slot.num_idle_deaths += 1
         num_deaths = slot.num_busy_deaths + slot.num_idle_deaths
-        slot.restart_at = time.monotonic() + RESTART_SECONDS * min(2 ** (num_deaths - 1), 16)
+        longest = MAX_BUSY_RESTART_SECONDS if is_busy else MAX_RESTART_SECONDS
+        slot.restart_at = time.monotonic() + min(RESTART_SECONDS * 2 ** (num_deaths - 1), longest)
         self._note(
             f"worker {slot.name} ended ({_how(process.returncode)}); back to the "
             f"queue: {rows(num_held)}. Its last words ({slot.log}): {_joined(slot.log, 1)}"
@@ -211,6 +218,15 @@ class LocalWorkers:
             f"the workers died {slot.num_idle_deaths + slot.num_busy_deaths} times in a row and "
             f"nothing moved; no row is lost. The end of {slot.log}: {_joined(slot.log)}"
         )
+
+
+def _was_ready(log: Path) -> bool:
+    """Whether a worker's engine came to stand, as it said itself."""
+    try:
+        with log.open("rb") as file:
+            return any(READY_WORDS in line for line in file)
+    except OSError:
+        return False
 
 
 def check_model_folder(model: str) -> None:

@@ -84,7 +84,8 @@ class Run:
 
     ``num_passed``: suspects among these that were passed by. ``unfit``: how many entries of each
     list were seen that other workers must compute. ``has_more``: what stands behind these was not
-    looked at.
+    looked at. ``is_apart``: the jobs are suspects, all of one group, beside which nothing else may
+    run.
     """
 
     jobs: list[Pulled]
@@ -92,11 +93,12 @@ class Run:
     num_passed: int = 0
     unfit: tuple[int, ...] = (0, 0, 0)
     has_more: bool = False
+    is_apart: bool = False
 
     @classmethod
     def of(cls, reply: list[Any], num_begin: int) -> Run:
         """From what the script answers, whose first ``num_begin`` jobs have begun."""
-        lengths, place, taken, num_passed, unfit, has_more = reply
+        lengths, place, taken, num_passed, unfit, has_more, is_apart = reply
         jobs = [
             Pulled(
                 Held(job.decode(), execution.decode()),
@@ -111,7 +113,7 @@ class Run:
             for index, (job, execution, data, deaths, timeout, left, shared) in enumerate(taken)
         ]
         counts = tuple(map(int, lengths)), int(num_passed), tuple(map(int, unfit))
-        return cls(jobs, *counts, bool(has_more))
+        return cls(jobs, *counts, bool(has_more), bool(is_apart))
 
     @property
     def num_queued(self) -> int:

@@ -32,6 +32,8 @@ key                        type    content
 ``batchkv:due:Q``          hash    job id -> outcome: ended rows some of whose twins still wait
 ``batchkv:lock:Q``         string  name of the worker that cleaned queue ``Q`` last; expires, so
                                    that one worker cleans in each interval
+``batchkv:lock:Q:apart``   string  name of the worker that empties itself to take the suspects of
+                                   queue ``Q``, so that no other does; expires
 =========================  ======  ==============================================================
 
 ``queued`` is never stored: it is ``total - ok - failed - canceled - running``. A batch that says
@@ -50,6 +52,8 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
                                    holds the job now (the lease: only its holder may end the job),
                                    ``bkv_begun``, 1 once it was handed to its holder's engine,
                                    ``bkv_deaths``, how many holders died with it begun,
+                                   ``bkv_suspect``, the group with which it runs apart since, and
+                                   ``bkv_halves``, half deaths counted in it (``suspects.lua``),
                                    ``bkv_shared``, bytes of its text that others begin with,
                                    ``bkv_needs``, what its worker must be able to do. Of
                                    rows that wait for a twin: ``bkv_custom_id``, ``bkv_first``
@@ -99,6 +103,11 @@ def done(batch_id: str) -> str:
 def maintenance_lock(queue: str) -> str:
     """Key whose presence says that the queue was cleaned in this interval."""
     return f"batchkv:lock:{queue}"
+
+
+def apart_lock(queue: str) -> str:
+    """Key whose presence says that a worker empties itself to take the queue's suspects."""
+    return f"{maintenance_lock(queue)}:apart"
 
 
 def job(job_id: str) -> str:

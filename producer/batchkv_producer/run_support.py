@@ -35,8 +35,9 @@ class Outage:
             self._note("the server is back")
 
 
-def reclaim(client: Client, queue: str, worker_name: str) -> int:
-    return patiently(lambda: client.reclaim(queue, worker_name))
+def reclaim(client: Client, queue: str, worker_name: str, is_death: bool) -> int:
+    """Take back what a worker of ours held."""
+    return patiently(lambda: client.reclaim(queue, worker_name, is_death=is_death))
 
 
 def reclaim_dead(client: Client, queue: str) -> int:

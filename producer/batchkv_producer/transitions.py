@@ -34,8 +34,9 @@ finish         the worker that holds it    the job's ``bkv_exec`` is the worker'
 copy           any worker's maintenance,   the twin is deferred, its leader has a result, the line
                the client                  has none yet (as within finish)
 give_back      the worker that holds it    as for finish; a death too many ends in failed
-reap           any worker's maintenance,   the lease has lapsed (or its worker is known to be dead);
-               ``batchkv run``             if begun, that is a death; above ``MAX_DEATHS`` it fails
+reap           any worker's maintenance,   the lease has lapsed, or its worker is known to be dead.
+               ``batchkv run``, the        If begun, the first is half a death and the second one;
+               machine's next worker       ``MAX_DEATHS`` alone (``lua/suspects.lua``), and it fails
 settle         the client, any worker's    no result yet, and for canceled: has not ended; failed:
                maintenance                 ended, nobody holds it; expired: has not started, the
                                            deadline is past by the server's clock; lost: no job, and
@@ -79,7 +80,7 @@ from batchkv_producer.moved import iso_now as iso_now
 if TYPE_CHECKING:
     from redis import Redis
 
-MAX_DEATHS = 3
+MAX_DEATHS = 2  # of a row that runs alone: then it is failed
 ENOUGH_BYTES = 16 * 2**20  # of job data in one pull: a worker holds it, and the server sends it
 SWEEP_ENTRIES = 5000  # of a queue's list, looked at in one step
 SWEPT = "batchkv:swept"  # stands in a queue's list for an entry that is about to be removed
@@ -113,8 +114,8 @@ class Transitions(Arrivals):
         num_workers: int = 1,
         *,
         num_begin: int | None = None,
-        suspect_deaths: int = 0,
-        may_be_alone: bool = False,
+        knows_suspects: bool = False,
+        may_be_apart: bool = False,
         maker: Maker = ANYBODY,
         abilities: Sequence[str] = ABILITIES,
     ) -> Run:
@@ -122,15 +123,16 @@ class Transitions(Arrivals):
 
         Fewer when there are no more, when those taken have ``ENOUGH_BYTES`` of data, or when of a
         high priority this is the share of one among ``num_workers``. The first ``num_begin`` (None:
-        all) begin at once. Jobs with ``suspect_deaths`` (0: none) are passed by; the head of the
-        queue, if it is one and ``may_be_alone``, is taken alone. Jobs of batches that are computed
-        with something else than ``maker`` says, or that need other ``abilities``, are passed by.
+        all) begin at once. With ``knows_suspects`` those are passed by; if ``may_be_apart`` and one
+        comes first, as many of its group as begin at once are taken, whatever ``count``, alone.
+        Jobs of batches that are computed with something else than ``maker`` says, or that need
+        other ``abilities``, are passed by.
         """
         self.pull_prefix = secrets.token_hex(8)
         args: list[Any] = [worker, lease_seconds, count, iso_now(), MAX_JOB_BYTES]
         num_begin = count if num_begin is None else num_begin
         args += [self.pull_prefix, ENOUGH_BYTES, num_workers, num_begin]
-        args += [suspect_deaths, int(may_be_alone), *maker.values(), " ".join(abilities)]
+        args += [int(knows_suspects), int(may_be_apart), *maker.values(), " ".join(abilities)]
         keys = [*redis_keys.waiting_lists(queue), redis_keys.registry("wip", queue)]
         return Run.of(self._run("pull", keys, args), num_begin)
 
@@ -174,18 +176,24 @@ class Transitions(Arrivals):
     def give_back(self, queue: str, held: Iterable[Held], *, died: bool = False) -> int:
         """Put held jobs back at the head of the queue; how many went.
 
-        ``died`` counts a death for each; one that has cost too many holders is failed instead.
+        ``died`` counts a death for them; one that has died alone too often is failed instead.
         """
         keys = [redis_keys.queue(queue)]
         keys += [redis_keys.registry("wip", queue), redis_keys.registry("failed", queue)]
         args = [int(died), MAX_DEATHS, FAILURE_TTL_SECONDS, *_flat(held)]
         return int(self._run("give_back", keys, args))
 
-    def reap(self, queue: str, dead_worker: str = "", limit: int = 1000) -> tuple[int, int]:
-        """Take back lapsed leases, or all of a dead worker's; (requeued, failed)."""
+    def reap(
+        self, queue: str, dead_worker: str = "", limit: int = 1000, *, is_death: bool = True
+    ) -> tuple[int, int]:
+        """Take back lapsed leases, or all of a worker that is no more; (requeued, failed).
+
+        The end of that worker is no death if it is not one of its rows' doing.
+        """
         keys = [redis_keys.queue(queue)]
         keys += [redis_keys.registry("wip", queue), redis_keys.registry("failed", queue)]
         args = [limit, MAX_DEATHS, FAILURE_TTL_SECONDS, dead_worker]
+        args += [(2 if is_death else 0) if dead_worker else 1]
         requeued, failed = self._run("reap", keys, args)
         return int(requeued), int(failed)
 

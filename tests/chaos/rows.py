@@ -90,14 +90,15 @@ class Rows:
         ends = Ends()
         for line, answer in enumerate(self._work.answers, 1):
             key = redis_keys.job(redis_keys.job_id(self.batch_id, line))
-            deaths, retries_left = (
-                int(value or 0) for value in connection.hmget(key, "bkv_deaths", "retries_left")
+            names = ("bkv_deaths", "bkv_halves", "retries_left")
+            deaths, halves, retries_left = (
+                int(value or 0) for value in connection.hmget(key, names)
             )
             ends.deaths[deaths] += 1
             result = decode_result(found[str(line).encode()])
             assert result.custom_id == f"c{line}"
-            if result.outcome == "failed" and (deaths > MAX_DEATHS or retries_left == 0):
-                # It lost four holders, by our count or by that of RQ's clean-up, which was quicker.
+            if result.outcome == "failed" and (halves >= 2 * MAX_DEATHS or retries_left == 0):
+                # It died alone, by our count, or by that of RQ's clean-up, which was quicker.
                 ends.num_failed += 1
                 continue
             assert (result.outcome, result.text) == ("ok", answer), (line, result)

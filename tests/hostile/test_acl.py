@@ -209,7 +209,7 @@ def test_a_stopped_worker_gives_back_and_reaps_with_its_rights(hub: Hub) -> None
         assert moves.renew(queue, "w", held, 60, 60) == {}
         assert moves.give_back(queue, held[:1], died=True) == 1
         assert moves.reap(queue, dead_worker="w") == (1, 0)
-        run = moves.pull_run(queue, "w", 2, 60, num_begin=0, suspect_deaths=1)
+        run = moves.pull_run(queue, "w", 2, 60, num_begin=0, knows_suspects=True)
         assert (run.jobs, run.num_passed) == ([], 2)
         held = [row.lease for row in moves.pull(queue, "w", 2, 60, num_begin=0)]
         assert moves.finish(queue, "w", [], held) == []

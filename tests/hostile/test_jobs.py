@@ -240,7 +240,8 @@ def test_abandoned_jobs_are_healed_without_their_callbacks(
     batch = submit(redis_connection, ["a", "b"])
     for line in (1, 2):
         redis_connection.hset(f"rq:job:{batch}-{line}", mapping=hash_fields(sentinel.mark))
-        redis_connection.hset(f"rq:job:{batch}-{line}", "bkv_deaths", 3)
+        last = {"bkv_deaths": 3, "bkv_suspect": f"{line}.1", "bkv_halves": 3}
+        redis_connection.hset(f"rq:job:{batch}-{line}", mapping=last)
     redis_connection.hset(f"rq:job:{batch}-2", "data", pickle.dumps(Evil(sentinel.mark)))
     moves = Transitions(redis_connection)
     for held in [row.lease for row in moves.pull(QUEUE, "w", 2, 60)]:
@@ -323,7 +324,7 @@ def test_a_count_of_deaths_that_is_none(redis_connection: Redis, deaths: str) ->
     batch = submit(redis_connection, ["planted", "fine"])
     redis_connection.hset(f"rq:job:{batch}-1", "bkv_deaths", deaths)
     moves = Transitions(redis_connection)
-    run = moves.pull_run(QUEUE, "w", 2, 60, suspect_deaths=1, may_be_alone=True)
+    run = moves.pull_run(QUEUE, "w", 2, 60, knows_suspects=True, may_be_apart=True)
     assert [job.num_deaths for job in run.jobs] == [0, 0]
     assert moves.reap(QUEUE, "w") == (2, 0)
     burst(redis_connection)

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -27,6 +27,7 @@ from batchkv_producer.progress import PlainReporter, Snapshot
 from batchkv_producer.run import RunOptions, RunReport, run
 from batchkv_producer.run_support import reclaim_dead
 from batchkv_producer.server_home import Home
+from batchkv_producer.suspects import deaths_until_failed
 from batchkv_producer.transitions import Transitions
 from support import fake_worker
 from support.batchkv_with_fake_worker import FAKE_WORKER
@@ -81,7 +82,13 @@ class Notes(PlainReporter):
         self.snapshots.append(snapshot)
 
 
-def run_here(url: str, source: Path, notes: Notes | None = None, **options: object) -> RunReport:
+def run_here(
+    url: str,
+    source: Path,
+    notes: Notes | None = None,
+    command: Sequence[str] = FAKE_WORKER,
+    **options: object,
+) -> RunReport:
     chosen = {"out": source.with_name("out.jsonl"), "model": MODEL, **options}
     with Redis.from_url(url) as connection:
         return run(
@@ -90,7 +97,7 @@ def run_here(url: str, source: Path, notes: Notes | None = None, **options: obje
             url,
             RunOptions(source=source, **chosen),  # type: ignore[arg-type]
             notes or Notes(),
-            worker_command=FAKE_WORKER,
+            worker_command=command,
         )
 
 
@@ -285,6 +292,27 @@ def test_a_worker_that_dies_is_replaced(
     assert sorted(ids(source.with_name("out.jsonl"))) == all_ids()
     deaths = [note for note in notes.notes if "killed by SIGKILL" in note]
     assert len(deaths) == 4 and "back to the queue: 3 rows." in deaths[0]
+
+
+def test_a_row_that_kills_engines_ends_no_run(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that end with 70 have given their rows back: more deaths of them than a worker that
+    cannot start is allowed find the one row that is failed."""
+    monkeypatch.setattr(local_workers, "RESTART_SECONDS", 0.01)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("FAKE_PLAN", json.dumps({"steps": 20}))
+    source = tmp_path / "in.jsonl"
+    prompts = ["p1", "crash", "p3"]
+    rows = [{"custom_id": f"q{n}", "prompt": text} for n, text in enumerate(prompts, 1)]
+    source.write_text("\n".join(map(json.dumps, rows)) + "\n", "utf-8")
+    notes = Notes()
+    command = (sys.executable, "-m", "support.fake_engine")
+    quick = ("--maintenance-seconds", "0.2")
+    report = run_here(redis_url, source, notes, command=command, worker_arguments=quick)
+    assert (report.status.ok, report.status.failed) == (2, 1)
+    num_deaths = sum("its engine died" in note for note in notes.notes)
+    assert local_workers.MAX_IDLE_DEATHS < num_deaths == deaths_until_failed(3)
 
 
 def test_workers_that_cannot_start_end_the_run(
@@ -486,7 +514,7 @@ def test_full_disk_then_a_rerun(redis_url: str, source: Path) -> None:
 def test_kill_survives_a_server_that_is_gone(tmp_path: Path) -> None:
     """Ending the workers never fails because of the server: it may be the reason for ending."""
 
-    def reclaim(name: str) -> int:
+    def reclaim(name: str, is_death: bool) -> int:
         raise WorkerError("gone")
 
     plan = WorkerPlan("m", "unix:///none", tmp_path, "t", command=("sleep", "60"))

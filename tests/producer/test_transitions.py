@@ -271,12 +271,12 @@ def test_give_back_keeps_the_order(house: House) -> None:
 
 
 def test_a_job_that_kills_its_holders_fails(house: House) -> None:
-    """After more than MAX_DEATHS deaths a job fails; maintenance gives it its error row."""
+    """After MAX_DEATHS deaths alone a job fails; maintenance gives it its error row."""
     for _ in range(MAX_DEATHS):
-        house.lapse(house.pull(1)[0].lease)
-        assert house.transitions.reap(QUEUE) == (1, 0)
-    house.lapse(house.pull(1)[0].lease)
-    assert house.transitions.reap(QUEUE) == (0, 1)
+        house.pull(1)
+        assert house.transitions.reap(QUEUE, "w") == (1, 0)
+    house.pull(1)
+    assert house.transitions.reap(QUEUE, "w") == (0, 1)
     assert house.heal() == ["done"]
     assert house.outcomes() == {1: "failed"}
 
@@ -295,7 +295,7 @@ def test_a_pull_whose_answer_is_lost_is_no_death(house: House) -> None:
     house.lapse(unknown.lease)  # pulled after the last heartbeat: that may have been the end
     house.lapse(known.lease)
     assert house.transitions.reap(QUEUE) == (2, 0)
-    assert [pulled.num_deaths for pulled in house.pull(2)] == [1, 1]
+    assert halves(house)[:2] == [1, 1]
 
 
 # ---- begun, and suspects ----
@@ -314,6 +314,12 @@ def deaths(house: House) -> list[int]:
     return [int(house.connection.hget(key, "bkv_deaths") or 0) for key in keys]
 
 
+def halves(house: House) -> list[int]:
+    """Line by line, half deaths that made no suspect of it yet."""
+    keys = [redis_keys.job(job_id(line)) for line in range(1, house.total + 1)]
+    return [int(house.connection.hget(key, "bkv_halves") or 0) for key in keys]
+
+
 def test_only_what_had_begun_counts_a_death(house: House) -> None:
     """Of five jobs of a dead worker two began at once, one later; the others saw no engine."""
     pulled = house.pull(5, num_begin=2)
@@ -324,7 +330,8 @@ def test_only_what_had_begun_counts_a_death(house: House) -> None:
     house.lapse(pulled[4].lease)
     assert house.transitions.reap(QUEUE) == (2, 0)
     assert house.transitions.reap(QUEUE, "w") == (3, 0)
-    assert (deaths(house), begun(house)) == ([1, 1, 0, 1, 0], [])
+    assert (deaths(house), halves(house)) == ([0, 1, 0, 1, 0], [1, 0, 0, 0, 0])
+    assert begun(house) == []
 
 
 def test_what_begins_is_said_as_others_end(house: House) -> None:
@@ -375,7 +382,7 @@ def test_a_tool_that_queues_a_job_again_leaves_no_mark(house: House) -> None:
     assert [line_of(p.lease) for p in house.pull(5, worker="v", num_begin=0)] == [1]
     assert begun(house) == [2, 3, 4, 5]
     assert house.transitions.reap(QUEUE, "v") == (1, 0)
-    assert deaths(house)[0] == 0
+    assert (deaths(house)[0], halves(house)[0]) == (0, 0)
 
 
 @pytest.mark.parametrize("count", ["x", "1e3", "", "9" * 30, "-5"])
@@ -398,38 +405,41 @@ def test_suspects_are_passed_by_and_keep_their_place(house: House) -> None:
     """Who holds rows is given the others; with no others, nothing, and the queue is as it was."""
     for line in (1, 3, 4):
         house.connection.hset(redis_keys.job(job_id(line)), "bkv_deaths", 1)
-    run = house.transitions.pull_run(QUEUE, "w", 5, LEASE_SECONDS, num_begin=1, suspect_deaths=1)
+    run = house.transitions.pull_run(QUEUE, "w", 5, LEASE_SECONDS, num_begin=1, knows_suspects=True)
     assert [line_of(job.lease) for job in run.jobs] == [2, 5]
     assert (run.num_passed, run.lengths, house.waiting()) == (3, (0, 3, 0), [1, 3, 4])
     assert begun(house) == [2]
-    run = house.transitions.pull_run(QUEUE, "w", 5, LEASE_SECONDS, suspect_deaths=1)
+    run = house.transitions.pull_run(QUEUE, "w", 5, LEASE_SECONDS, knows_suspects=True)
     assert (run.jobs, run.num_passed, house.waiting()) == ([], 3, [1, 3, 4])
     assert house.count("running") == 2
 
 
-def test_a_suspect_at_the_head_is_taken_alone(house: House) -> None:
-    """By who holds nothing, and marked as begun; one that stands behind others is not."""
-    house.transitions.give_back(QUEUE, [job.lease for job in house.pull(2)], died=True)
+def test_suspects_at_the_head_are_taken_apart(house: House) -> None:
+    """By who holds nothing, as many as begin; those that stand behind others are not."""
+    house.transitions.give_back(QUEUE, [job.lease for job in house.pull(3)], died=True)
 
-    def pull() -> tuple[list[int], int]:
+    def pull(count: int) -> tuple[list[int], bool, int]:
         run = house.transitions.pull_run(
-            *(QUEUE, "w", 5, LEASE_SECONDS), num_begin=1, suspect_deaths=1, may_be_alone=True
+            *(QUEUE, "w", count, LEASE_SECONDS),
+            num_begin=2,
+            knows_suspects=True,
+            may_be_apart=True,
         )
-        return [line_of(job.lease) for job in run.jobs], run.num_passed
+        return [line_of(job.lease) for job in run.jobs], run.is_apart, run.num_passed
 
-    assert pull() == ([1], 0)
-    assert begun(house) == [1]
+    assert pull(1) == ([1, 2], True, 0)
+    assert begun(house) == [1, 2]
     house.connection.rpush(redis_keys.queue(QUEUE), house.connection.lpop(redis_keys.queue(QUEUE)))
-    assert house.waiting() == [3, 4, 5, 2]
-    assert pull() == ([3, 4, 5], 1)
-    assert pull() == ([2], 0)
+    assert house.waiting() == [4, 5, 3]
+    assert pull(5) == ([4, 5], False, 1)
+    assert pull(5) == ([3], True, 0)
 
 
 def test_no_lower_priority_is_taken_for_a_suspect(house: House) -> None:
     """A worker that would fill its backlog with what is less urgent would give it back at once."""
     house.transitions.give_back(QUEUE, [job.lease for job in house.pull(1)], died=True)
     house.connection.lmove(*[redis_keys.waiting(QUEUE, name) for name in ("normal", "high")])
-    run = house.transitions.pull_run(QUEUE, "w", 5, LEASE_SECONDS, suspect_deaths=1)
+    run = house.transitions.pull_run(QUEUE, "w", 5, LEASE_SECONDS, knows_suspects=True)
     assert (run.jobs, run.num_passed, run.lengths) == ([], 1, (1, 4, 0))
 
 

@@ -69,7 +69,11 @@ class FakeWorker:
         self.connection.sadd("rq:workers", key)
         self.connection.sadd(f"rq:workers:{self.queue}", key)
         while not self.stopping.is_set():
-            pulled = self.transitions.pull(self.queue, self.name, GROUP, LEASE_SECONDS)
+            pulled = self.transitions.pull_run(
+                *(self.queue, self.name, GROUP, LEASE_SECONDS),
+                knows_suspects=True,
+                may_be_apart=True,
+            ).jobs
             if not pulled:
                 time.sleep(0.02)
             for index, row in enumerate(pulled):

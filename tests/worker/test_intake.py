@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from redis import Redis
 from batchkv_producer import redis_keys
 from batchkv_producer.job import Usage
 from batchkv_producer.transitions import Ending
+from batchkv_worker import intake
 from batchkv_worker.beside import Beside
 from batchkv_worker.engine_thread import EngineThread
 from batchkv_worker.events import Completed
@@ -77,60 +79,101 @@ def queue(redis_connection: Redis) -> Callable[..., str]:
         batch = submit(redis_connection, ["p"] * total, name=name)
         for line in suspects:
             redis_connection.hset(f"rq:job:{batch}-{line}", "bkv_deaths", 1)
+        make.batch = batch  # type: ignore[attr-defined]
         return batch
 
     return make
 
 
-def test_nothing_runs_beside_a_suspect(desk: Desk, queue: Any, redis_connection: Redis) -> None:
-    """Not even when no other suspect waits any more; what comes after it waits until Redis knows
-    how it ended, lest that counts for the next one's death."""
-    queue(5, [1, 2])
-    assert desk.look() and desk.refill() == [1]
+def test_nothing_runs_beside_suspects(desk: Desk, queue: Any, redis_connection: Redis) -> None:
+    """Not even when no others wait any more; what comes after them waits until Redis knows how they
+    ended, lest that counts for the next one's death."""
+    queue(6, [1, 2, 4])
+    redis_connection.hset(f"rq:job:{queue.batch}-4", "bkv_suspect", "another")
+    assert desk.look() and desk.refill() == [1, 2]
     assert not desk.look()
     desk.end(1)
-    assert not desk.look()
     desk.store()
-    assert desk.look() and desk.refill() == [2]
-    assert waiting_lines(redis_connection) == [3, 4, 5]
     assert not desk.look()
     desk.end(2)
+    assert not desk.look()
     desk.store()
-    assert desk.look() and desk.refill() == [3, 4, 5]
+    assert waiting_lines(redis_connection) == [3, 4, 5, 6]
+    assert desk.look() and desk.refill() == [3, 5, 6]
+    desk.end(3, 5, 6)
+    desk.store()
+    assert desk.look() and desk.refill() == [4]
+    assert not desk.look()
 
 
 def test_who_holds_rows_lets_suspects_wait(desk: Desk, queue: Any, redis_connection: Redis) -> None:
-    """It holds some as long as Redis thinks so; a burst does not end with suspects in the queue."""
+    """It holds some as long as Redis thinks so, and takes what stands behind the suspects; a burst
+    does not end with suspects in the queue."""
     queue(1, [], name="first")
     assert desk.refill() == [1]
-    queue(2, [1, 2])
-    assert desk.look() and desk.refill() == [1]
+    queue(3, [1, 2])
+    assert desk.look() and desk.refill() == [1, 3]
     assert waiting_lines(redis_connection) == [1, 2]
-    assert not desk.look()
     assert not desk.intake.is_exhausted and not desk.intake.is_spent()
-    desk.end(1)
-    assert not desk.look()
+    queue(1, [], name="more")
+    assert desk.look() and desk.refill() == [1, 3, 1]
+    desk.end(1, 3)
+    assert desk.look() and desk.refill() == []
     desk.store()
-    assert desk.look() and desk.refill() == [1]
+    assert desk.look() and desk.refill() == [1, 2]
 
 
-def test_what_has_ended_is_stored_before_a_suspect_runs(desk: Desk, queue: Any) -> None:
-    """Else it would count for the suspect's death."""
+def test_what_has_ended_is_stored_before_suspects_run(desk: Desk, queue: Any) -> None:
+    """Else it would count for their death."""
     queue(1, [], name="first")
     assert desk.refill() == [1]
     queue(2, [1])
     desk.end(1)
     assert desk.look() and desk.refill() == [2]
     desk.end(2)
-    assert not desk.look()
+    assert desk.look() and desk.refill() == []
     desk.store()
     assert desk.look() and desk.refill() == [1]
 
 
-def test_a_worker_goes_on_when_others_took_the_suspects(
-    desk: Desk, queue: Any, redis_connection: Redis
+def test_who_finds_only_suspects_asks_once_a_second(desk: Desk, queue: Any) -> None:
+    """A worker with room and nothing to take beside them does not ask again and again."""
+    queue(1, [], name="first")
+    assert desk.refill() == [1]
+    queue(2, [1, 2])
+    before = time.monotonic()
+    assert desk.look() and desk.refill() == [1]
+    assert desk.intake.next_pull >= before + intake.PASSED_SECONDS
+
+
+def test_one_worker_empties_itself_for_suspects_that_wait_too_long(
+    queue: Any, redis_connection: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seen once a second; it does not have to be empty for that."""
+    """After a minute one of those that passed them by takes nothing more until it holds nothing;
+    the others go on."""
+    one, two = Desk(redis_connection), Desk(redis_connection)
+    for desk in (one, two):
+        queue(1, [], name=f"first {id(desk)}")
+        assert desk.refill() == [1]
+    queue(3, [1, 2])
+    assert one.look() and one.refill() == [1, 3]
+    assert two.look() and two.refill() == [1]
+    queue(2, [], name="more")
+    assert one.look() and two.look()
+    monkeypatch.setattr(intake, "APART_PATIENCE_SECONDS", 0.0)
+    assert not one.look() and two.look()
+    assert len(two.refill()) == 3
+    one.end(1, 3)
+    one.store()
+    assert one.look() and one.refill() == [1, 2]
+    assert not redis_connection.exists(redis_keys.apart_lock(QUEUE))
+
+
+def test_a_worker_goes_on_when_others_took_the_suspects(
+    desk: Desk, queue: Any, redis_connection: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen once a second by one that empties itself; another may do so for the next ones."""
+    monkeypatch.setattr(intake, "APART_PATIENCE_SECONDS", 0.0)
     queue(1, [], name="first")
     assert desk.refill() == [1]
     queue(4, [1, 2])
@@ -140,6 +183,16 @@ def test_a_worker_goes_on_when_others_took_the_suspects(
     for _ in range(2):
         redis_connection.lpop(redis_keys.queue(QUEUE))
     assert desk.look() and len(desk.refill()) == 5
+    assert not redis_connection.exists(redis_keys.apart_lock(QUEUE))
+
+
+def test_a_group_has_no_backlog(desk: Desk, queue: Any, redis_connection: Redis) -> None:
+    """Of suspects as many are taken as the engine begins at once, whatever a share would be; the
+    rest is the next group's turn."""
+    queue(12, list(range(1, 11)))
+    assert desk.refill() == list(range(1, 9))
+    assert desk.flights.num_waiting == 0
+    assert waiting_lines(redis_connection) == [9, 10, 11, 12]
 
 
 @pytest.mark.parametrize("head", ["planted", "x" * 500, "\u202e"])
@@ -151,6 +204,7 @@ def test_a_head_that_is_no_job_is_no_suspect(
     assert desk.refill() == [1]
     redis_connection.set(f"rq:job:{head}", "text")
     redis_connection.lpush(redis_keys.queue(QUEUE), head)
+    assert not desk.side.is_next_suspect()
     assert desk.look() and desk.refill() == [1]
     assert waiting_lines(redis_connection) == [2]
-    assert not desk.look()
+    assert desk.side.is_next_suspect()

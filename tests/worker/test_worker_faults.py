@@ -16,7 +16,7 @@ import pytest
 from redis import Redis
 
 from batchkv_producer import redis_keys
-from batchkv_producer.transitions import MAX_DEATHS
+from batchkv_producer.suspects import deaths_until_failed
 from batchkv_worker.maintenance import Maintenance
 from support.redis_server import running_server
 from support.worker_harness import (
@@ -144,23 +144,21 @@ def test_a_dead_engine_is_exit_code_70(redis_connection: Redis, start: Start) ->
 def test_a_poisonous_row_does_not_take_its_neighbours_along(
     redis_connection: Redis, start: Start
 ) -> None:
-    """After a death the rows run one by one: only the one that kills the engine is failed."""
-    batch = submit(redis_connection, ["p"] * 10 + ["crash"] + ["slow:3"] * 10)
-    for _ in range(MAX_DEATHS + 1):
-        with workers(start(plan={"steps": 5})) as (worker,):
-            assert worker.wait() == 70
-    with workers(start("--burst")) as (worker,):
-        assert worker.wait() == 0
+    """After a death what had begun is halved: only the row that kills the engine is failed."""
+    batch = submit(redis_connection, ["p"] * 3 + ["crash"] + ["slow:3"] * 10)
+    codes = []
+    while not codes or codes[-1] == 70:
+        with workers(start("--burst", plan={"steps": 5})) as (worker,):
+            codes.append(worker.wait())
+    assert codes == [70] * deaths_until_failed(4) + [0]
     # Whoever died last may have cleaned in this interval: then the row's turn comes in the next.
     redis_connection.delete(redis_keys.maintenance_lock(QUEUE))
     assert Maintenance(redis_connection, QUEUE, "test").run(1.0)
     assert_reconciled(redis_connection, batch)
-    assert counts_of(redis_connection, batch)["ok"] == 20
-    assert results_of(redis_connection, batch)[11].outcome == "failed"
-    deaths = [
-        redis_connection.hget(f"rq:job:{batch}-{line}", "bkv_deaths") for line in range(1, 22)
-    ]
-    assert max(int(count or 0) for count in deaths[:10] + deaths[11:]) <= 1
+    assert counts_of(redis_connection, batch)["ok"] == 13
+    assert results_of(redis_connection, batch)[4].outcome == "failed"
+    deaths = [redis_connection.hget(f"rq:job:{batch}-{line}", "bkv_deaths") for line in (1, 2, 3)]
+    assert deaths == [b"2", b"2", b"3"]
 
 
 @pytest.mark.parametrize("how", ["hang", "hang in C"])
@@ -187,8 +185,8 @@ def test_a_hang_that_keeps_the_interpreter_is_told(redis_connection: Redis, star
     with workers(start(settings=settings)) as (worker,):
         wait_until(lambda: "Timeout" in worker.said and "in step" in worker.said)
         with workers(start(log="other", settings=settings)) as (other,):
-            deaths = f"rq:job:{batch}-1"
-            wait_until(lambda: redis_connection.hget(deaths, "bkv_deaths") == b"1", 30)
+            halves = f"rq:job:{batch}-1"
+            wait_until(lambda: redis_connection.hget(halves, "bkv_halves") == b"1", 30)
             other.process.kill()
         worker.process.kill()
 

@@ -3,14 +3,17 @@
 ``dispatch`` says how many; here it is done. Jobs that the engine has no room for yet wait in the
 flights' backlog, leased and renewed like all others.
 
-A job whose worker died with it may be the one that kills them, a *suspect*: it runs alone, so that
-those beside it do not die with it again. A worker that holds rows passes suspects by, takes what
-stands behind them, and takes nothing more until it holds none, or until others have taken the
-suspects. One that holds nothing takes what comes first, and a suspect alone.
+Rows that a worker had begun when it died are *suspects*: one of them may have killed it. Those of
+one death run together, apart from all others (``lua/suspects.lua``). A worker that holds nothing
+takes what comes first, and of suspects their group, and nothing beside it until all of it has
+ended. A worker that holds rows passes suspects by and takes what stands behind them: most likely
+one that holds nothing will come, such as the one that is started in place of the dead one. If none
+has come within ``APART_PATIENCE_SECONDS``, one worker takes no more until it holds nothing.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +28,8 @@ from batchkv_worker.redis_side import Poll, RedisSide
 
 IDLE_WAIT_SECONDS = 1  # how long the server holds our question while the queue is empty
 EMPTY_QUEUE_SECONDS = 0.1  # how soon to ask again while rows are decoding
-SUSPECT_DEATHS = 1  # from here on a job runs alone
+APART_PATIENCE_SECONDS = 60.0  # how long suspects wait for a worker that holds nothing
+PASSED_SECONDS = 1.0  # how soon to ask again when nothing but suspects waits
 BEATEN_SECONDS = 0.05  # how soon to ask again when another worker was faster
 
 
@@ -62,8 +66,9 @@ class Intake:
         self.is_exhausted = False  # the last pull found nothing
         self.num_taken = 0
         self.next_pull = 0.0
-        self._is_draining = False  # suspects were passed by, or one is at work
-        self._is_alone = False  # the last pull brought a suspect
+        self._is_apart = False  # the last pull brought suspects
+        self._is_draining = False  # no more is taken before the suspects that were passed by
+        self._passed_since = math.inf  # monotonic seconds
         self._lengths: tuple[int, ...] = (0, 0, 0)  # of the queue's lists, by priority
         self._num_workers = 1
         self._idle_since: float | None = None
@@ -76,8 +81,21 @@ class Intake:
             self._release(self._flights.num_waiting)
             self.next_pull = 0.0
         self._release(dispatch.jobs_to_return(self._view()))
-        if self._is_draining and self._flights and not self._is_alone:
-            self._is_draining = self._beside(self._side.deaths_of_next) >= SUSPECT_DEATHS
+        self._look_at_suspects()
+
+    def _look_at_suspects(self) -> None:
+        """Make room for those that have waited too long, unless others do, or took them."""
+        if self._is_draining:
+            if self._flights and not self._beside(self._side.is_next_suspect):
+                self._end_draining()
+        elif time.monotonic() - self._passed_since >= APART_PATIENCE_SECONDS:
+            self._is_draining = self._beside(self._side.claim_suspects)
+
+    def _end_draining(self) -> None:
+        if self._is_draining:
+            self._is_draining = False
+            self._passed_since = math.inf
+            self._beside(self._side.release_suspects)
 
     def wants_jobs(self) -> bool:
         """Whether to pull now or at ``next_pull``.
@@ -104,10 +122,11 @@ class Intake:
         now = time.monotonic()
         self._lengths = run.lengths
         self.is_exhausted = not run.jobs and not run.num_passed
-        self._is_alone = any(job.num_deaths >= SUSPECT_DEATHS for job in run.jobs)
-        self._is_draining = self._is_alone or run.num_passed > 0
+        self._is_apart = run.is_apart
         if not run.jobs:
-            self.next_pull = now + (EMPTY_QUEUE_SECONDS if self._flights else BEATEN_SECONDS)
+            pause = PASSED_SECONDS if run.num_passed else EMPTY_QUEUE_SECONDS
+            self.next_pull = now + (pause if self._flights else BEATEN_SECONDS)
+            self._note_passed(run)
             return
         self.next_pull = 0.0 if run.num_queued else now + EMPTY_QUEUE_SECONDS
         self._flights.hold(run.jobs)
@@ -116,6 +135,14 @@ class Intake:
         if self._flights:
             self._idle_since = None
             self._side.set_state("busy")
+        self._note_passed(run)
+
+    def _note_passed(self, run: Run) -> None:
+        if run.is_apart or not run.num_passed:
+            self._passed_since = math.inf
+            self._end_draining()
+        elif self._passed_since == math.inf:
+            self._passed_since = time.monotonic()
 
     def feed(self) -> None:
         """Start rows of the backlog. Those that cannot be run at all are added to the endings."""
@@ -127,6 +154,7 @@ class Intake:
     def close(self) -> None:
         """Nothing may be started: give the backlog back."""
         self._release(self._flights.num_waiting)
+        self._end_draining()
 
     def _pull(self) -> Callable[[], Run]:
         """The question for jobs, as things stand now."""
@@ -135,9 +163,8 @@ class Intake:
             self._side.pull,
             self._wanted(),
             self._num_workers,
-            num_begin=max(0, view.room - view.backlog),
-            suspect_deaths=SUSPECT_DEATHS,
-            may_be_alone=not self._holds_any(),
+            num_begin=self._within_limit(max(0, view.room - view.backlog)),
+            may_be_apart=not self._holds_any(),
         )
 
     def _holds_any(self) -> bool:
@@ -185,13 +212,13 @@ class Intake:
         """How many jobs to ask for now, 0 for not to ask."""
         if not self.is_open:
             return 0
-        view = self._view()
-        count = dispatch.jobs_to_take(view)
-        if self._is_draining and self._holds_any():
+        if (self._is_apart or self._is_draining) and self._holds_any():
             return 0
-        if self._limits.max_jobs is not None:
-            count = min(count, self._limits.max_jobs - self.num_taken)
-        return max(0, count)
+        return max(0, self._within_limit(dispatch.jobs_to_take(self._view())))
+
+    def _within_limit(self, count: int) -> int:
+        most = self._limits.max_jobs
+        return count if most is None else min(count, most - self.num_taken)
 
     def _idle(self) -> None:
         if self._idle_since is None:

@@ -13,11 +13,13 @@ from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from batchkv_producer import redis_keys
+from batchkv_producer.suspects import is_suspect
 from batchkv_producer.transitions import Ending, Held, Run, Transitions, iso_now
 from batchkv_worker.maintenance import Maintenance
 from batchkv_worker.settings import WorkerSettings
 
 FINISH_GROUP = 200  # endings in one script call: a few milliseconds of the server's time
+APART_SECONDS = 300  # within which a worker should have emptied itself; then another tries
 RENEW_GROUP = 500  # leases in one script call, for the same reason
 _LEASE = re.compile(rb"([\w-]{1,200}):([0-9a-f]{1,64})-([0-9]{1,12})")
 SUSPENDED_KEY = "rq:suspended"
@@ -87,9 +89,7 @@ class RedisSide:
         _, *lengths = pipeline.execute()
         return tuple(lengths)
 
-    def pull(
-        self, count: int, num_workers: int, num_begin: int, suspect_deaths: int, may_be_alone: bool
-    ) -> Run:
+    def pull(self, count: int, num_workers: int, num_begin: int, *, may_be_apart: bool) -> Run:
         """See Transitions.pull_run."""
         self._is_unanswered = True
         run = self._moves.pull_run(
@@ -99,8 +99,8 @@ class RedisSide:
             self._settings.lease_seconds,
             num_workers,
             num_begin=num_begin,
-            suspect_deaths=suspect_deaths,
-            may_be_alone=may_be_alone,
+            knows_suspects=True,
+            may_be_apart=may_be_apart,
         )
         self._is_unanswered = False
         return run
@@ -117,16 +117,24 @@ class RedisSide:
             self._moves.give_back(self._queue, leases)
             self._is_unanswered = False
 
-    def deaths_of_next(self) -> int:
-        """How many deaths the job at the head of the queue has seen, 0 if there is none."""
+    def claim_suspects(self) -> bool:
+        """Say that we empty ourselves to take the suspects; False when another worker does."""
+        key = redis_keys.apart_lock(self._queue)
+        return bool(self._connection.set(key, self._worker, nx=True, ex=APART_SECONDS))
+
+    def release_suspects(self) -> None:
+        """What we claimed was taken, by us or by others."""
+        self._connection.delete(redis_keys.apart_lock(self._queue))
+
+    def is_next_suspect(self) -> bool:
+        """Whether the job at the head of the queue is a suspect."""
         pipeline = self._connection.pipeline(transaction=False)
         for key in redis_keys.waiting_lists(self._queue):
             pipeline.lrange(key, 0, 0)
         head = next((ids[0] for ids in pipeline.execute() if ids), b"")
-        pipeline.hget(b"rq:job:" + head, "bkv_deaths")
-        (deaths,) = pipeline.execute(raise_on_error=False)  # the key may be of another type
-        is_count = isinstance(deaths, bytes) and re.fullmatch(rb"[0-9]{1,4}", deaths)
-        return int(deaths) if is_count else 0
+        pipeline.hmget(b"rq:job:" + head, "bkv_suspect", "bkv_deaths")
+        (found,) = pipeline.execute(raise_on_error=False)  # the key may be of another type
+        return isinstance(found, list) and is_suspect(*found)
 
     def finish(self, endings: Sequence[Ending], begun: Sequence[Held]) -> list[str]:
         """See Transitions.finish."""

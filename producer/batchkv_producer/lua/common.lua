@@ -27,15 +27,6 @@ local function release(batch, line)
   end
 end
 
--- One more holder died with the job that it was at work on; how many that makes. A count that is
--- none begins anew.
-local function count_death(key)
-  local deaths = redis.pcall('HINCRBY', key, 'bkv_deaths', 1)
-  if type(deaths) == 'number' then return deaths end
-  redis.call('HSET', key, 'bkv_deaths', '1')
-  return 1
-end
-
 -- If the batch has ended and says how long it is kept, all its keys expire at one moment.
 local function keep_if_done(batch, now)
   local hash = 'batchkv:batch:' .. batch

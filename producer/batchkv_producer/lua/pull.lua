@@ -9,29 +9,32 @@
 -- behind the others when any of those may be taken, and stay where they are otherwise; so do rows that
 -- need what the worker lacks. They keep nobody from what stands behind them, or waits less urgently.
 -- What a batch does not say of these yet is written with the first row that is taken of it.
--- Suspects, jobs that saw deaths enough, stay where they are, and what stands behind them is taken;
--- but one that comes first is taken alone, if the worker may. While any wait, no lower priority is.
+-- Suspects (`suspects.lua`) stay where they are, and what stands behind them is taken; but a worker
+-- that may have them takes the group of the first that it meets, and nothing else, as many of it as
+-- begin at once. While any wait, no lower priority is taken.
 -- KEYS: lists of high, normal and low priority, wip zset.
 -- ARGV: worker name, lease (s), count, time in ISO 8601, largest data accepted (bytes), prefix of the
 --       new execution ids, bytes of data after which no further job is taken, number of workers,
---       how many of the jobs begin at once, deaths that make a suspect (0: none is), 1 if one may be
+--       how many of the jobs begin at once, 1 if suspects are to be told apart, 1 if they may be
 --       taken, the model's fingerprint, KV scheme and dtype's class ('*' each: compare nothing), names
 --       of what the worker can do, between blanks.
 -- Returns {lengths of the lists afterwards, which of them the jobs are from (1 to 3), jobs, number of
 -- suspects passed by, numbers of rows of each list that others must compute, 1 if there may be more of
--- these in front of some that fit}, a job being {id, execution, data or '' when too large, deaths, timeout (s, 0:
--- none), seconds to the batch's deadline or '', shared bytes or ''}; no jobs while RQ's workers are
--- suspended.
+-- these in front of some that fit, 1 if the jobs are suspects}, a job being {id, execution, data or ''
+-- when too large, deaths, timeout (s, 0: none), seconds to the batch's deadline or '', shared bytes or
+-- ''}; no jobs while RQ's workers are suspended.
 local worker, lease, count, iso, max_bytes, prefix, enough_bytes = ARGV[1], tonumber(ARGV[2]),
   tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
 local wip, num_workers = KEYS[4], math.max(1, tonumber(ARGV[8]))
-local num_begin, suspect_deaths, may_be_alone = tonumber(ARGV[9]), tonumber(ARGV[10]), ARGV[11] == '1'
+local num_begin, knows_suspects, may_be_apart = tonumber(ARGV[9]), ARGV[10] == '1', ARGV[11] == '1'
 local maker, abilities = {ARGV[12], ARGV[13], ARGV[14]}, ' ' .. ARGV[15] .. ' '
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 local taken, passed, num_bytes, from, batches = {}, {}, 0, 2, {}
 local unfit, lacking, budget, has_more = {0, 0, 0}, {}, 10000, 0
-local is_alone = false
+local num_passed = 0
+local apart = nil  -- the group of suspects that is taken
+local STRAY = 200  -- other jobs among which its members are looked for
 
 local function lengths()
   return {redis.call('LLEN', KEYS[1]), redis.call('LLEN', KEYS[2]), redis.call('LLEN', KEYS[3])}
@@ -119,7 +122,7 @@ local function next_id()
 end
 
 if redis.call('EXISTS', 'rq:suspended') == 1 then
-  return {lengths(), from, taken, 0, unfit, has_more}
+  return {lengths(), from, taken, 0, unfit, has_more, 0}
 end
 local num_high = redis.call('LLEN', KEYS[1])
 local share = count
@@ -127,8 +130,10 @@ if num_high > 0 then
   from = 1
   share = math.min(count, math.ceil(num_high / num_workers))
 end
-for attempt = 1, count + 1000 do
-  if is_alone or #taken >= (from == 1 and share or count) or num_bytes >= enough_bytes then break end
+for attempt = 1, math.max(count, num_begin) + 1000 do
+  local most = from == 1 and share or count
+  if apart then most = math.max(1, is_of_one(apart) and 1 or num_begin) end
+  if #taken >= most or num_bytes >= enough_bytes or (apart and #passed >= STRAY) then break end
   local id = next_id()
   if not id then break end
   local is_id = #id <= 200 and string.match(id, '^[%w_%-]+$')
@@ -136,7 +141,7 @@ for attempt = 1, count + 1000 do
   local job = {}
   if is_id then  -- pcall: the key may be of another type, and others' jobs are still to be taken
     job = redis.pcall('HMGET', key, 'status', 'bkv_exec', 'bkv_deaths', 'timeout',
-      'bkv_shared', 'bkv_needs')
+      'bkv_shared', 'bkv_needs', 'bkv_suspect')
   end
   local live = false
   if job[2] and job[2] ~= '' then
@@ -146,8 +151,8 @@ for attempt = 1, count + 1000 do
   local batch, line = string.match(id, '^(%x+)%-(%d+)$')
   local ended = batch and redis.call('HEXISTS', 'batchkv:res:' .. batch, line) == 1
   local deaths = tonumber(string.match(job[3] or '', '^%d%d?%d?%d?$') or '0')
-  local is_suspect = suspect_deaths > 0 and deaths >= suspect_deaths
-  local may_be_taken = not is_suspect or (may_be_alone and #taken + #passed == 0)
+  local group = knows_suspects and suspect_group(id, job[7], job[3]) or nil
+  local may_be_taken = group == apart or (not apart and may_be_apart and #taken == 0)
   if ended and job[1] == 'queued' then
     -- Its result stands. As a failed job it can still be retried, if that is what it was.
     redis.call('HSET', key, 'status', 'failed')
@@ -158,6 +163,7 @@ for attempt = 1, count + 1000 do
     lacking[#lacking + 1] = {from, id}
   elseif job[1] == 'queued' and not live and not may_be_taken then
     passed[#passed + 1] = id
+    if group then num_passed = num_passed + 1 end
   elseif job[1] == 'queued' and not live then
     if batch then claim(batch) end
     local execution = prefix .. '-' .. attempt
@@ -194,7 +200,7 @@ for attempt = 1, count + 1000 do
     num_bytes = num_bytes + #data
     taken[#taken + 1] = {id, execution, data, deaths, tonumber(job[4] or '0') or 0,
       batch and seconds_left(batch) or '', job[5] or ''}
-    is_alone = is_suspect
+    apart = group
   end
 end
 for index = #passed, 1, -1 do redis.call('LPUSH', KEYS[from], passed[index]) end
@@ -203,4 +209,4 @@ for _, row in ipairs(lacking) do
   unfit[row[1]] = unfit[row[1]] + 1
 end
 if #lacking >= 1000 and #taken + #passed == 0 then has_more = 1 end
-return {lengths(), from, taken, #passed, unfit, has_more}
+return {lengths(), from, taken, num_passed, unfit, has_more, apart and 1 or 0}

@@ -1,14 +1,17 @@
 -- started -> queued at the head of its priority's list, or failed: take back the jobs whose holder
 -- let its lease lapse, in the order in which they were pulled, for neighbours share prefixes.
--- A job that has cost `max_deaths` holders is failed in RQ's terms; `heal` gives it its error row.
--- No death is counted when the holder was heard of after it last spoke of the job: it lives, and
+-- What the holder's end means for them is in `suspects.lua`: a death if that is known, else half of
+-- one. A job that has died alone `max_deaths` times is failed in RQ's terms; `heal` gives it its error
+-- row. Nothing is counted when the holder was heard of after it last spoke of the job: it lives, and
 -- does not know that it holds it, for the answer to its pull, or its giving back, was lost. Nor is
--- one for a job that had not begun: no engine has seen it.
+-- anything for a job that had not begun: no engine has seen it.
 -- KEYS: queue list, wip, failed zsets.
--- ARGV: largest number of leases to look at, max_deaths, failure ttl (s), and either '' or the name
---       of a worker known to be dead, whose leases are taken back although they still run.
+-- ARGV: largest number of leases to look at, max_deaths, failure ttl (s), either '' or the name of a
+--       worker that is no more, whose leases are taken back although they still run, and the half
+--       deaths that its end counts.
 -- Returns {requeued, failed}.
-local limit, max_deaths, failure_ttl, dead = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
+local limit, max_deaths, failure_ttl = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
+local dead, halves = ARGV[4], tonumber(ARGV[5])
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 local members
@@ -29,6 +32,27 @@ table.sort(found, function(a, b)
   if a[5] ~= b[5] then return a[5] < b[5] end
   return a[6] < b[6]
 end)
+-- Whose end took which jobs along, in their order.
+local begun, doomed, holders = {}, {}, {}
+for _, entry in ipairs(found) do
+  local id, execution, job = entry[2], entry[3], entry[4]
+  if id and job[1] == execution and job[5] == '1' and (dead == '' or job[2] == dead) then
+    local heard = job[2] and redis.pcall('HGET', 'rq:worker:' .. job[2], 'last_heartbeat')
+    local lives = dead == '' and type(heard) == 'string' and job[3] and heard > job[3]
+    local holder = job[2] or ''
+    if not lives and not begun[holder] then
+      begun[holder] = {}
+      holders[#holders + 1] = holder
+    end
+    redis.call('ZREM', KEYS[2], entry[1])  -- see `allow_when_full`
+    if not lives then table.insert(begun[holder], id) end
+  end
+end
+for _, holder in ipairs(halves > 0 and holders or {}) do
+  for id, is_doomed in pairs(count_death(begun[holder], halves, max_deaths)) do
+    doomed[id] = is_doomed
+  end
+end
 local requeued, failed = 0, 0
 for index = #found, 1, -1 do
   local member, id, execution, job = unpack(found[index], 1, 4)
@@ -43,12 +67,9 @@ for index = #found, 1, -1 do
       local batch, line = string.match(id, '^(%x+)%-(%d+)$')
       redis.call('HDEL', key, 'bkv_exec', 'bkv_begun')
       release(batch, line)
-      local heard = job[2] and redis.pcall('HGET', 'rq:worker:' .. job[2], 'last_heartbeat')
-      local lives = dead == '' and type(heard) == 'string' and job[3] and heard > job[3]
-      local deaths = job[5] == '1' and not lives and count_death(key) or 0
       if batch and is_forgotten(batch) then
         redis.call('DEL', key)
-      elseif deaths > max_deaths then
+      elseif doomed[id] then
         redis.call('HSET', key, 'status', 'failed')
         redis.call('EXPIRE', key, failure_ttl)
         redis.call('ZADD', KEYS[3], tonumber(time[1]) + failure_ttl, id)
