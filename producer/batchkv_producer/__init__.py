@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     )
     from batchkv_producer.formats import RowError
     from batchkv_producer.job import ErrorCode, Result, SamplingParams, TokenLogprob, Usage
-    from batchkv_producer.status import BatchStatus, JobInfo
+    from batchkv_producer.one_job import JobInfo
+    from batchkv_producer.status import BatchStatus
     from batchkv_producer.stored import StoredRow
     from batchkv_producer.submission import Checked, Submitted
     from batchkv_producer.terms import Deadline, Terms
@@ -72,10 +73,8 @@ _HOMES = {
         "TokenLogprob",
         "Usage",
     ),
-    "status": (
-        "BatchStatus",
-        "JobInfo",
-    ),
+    "one_job": ("JobInfo",),
+    "status": ("BatchStatus",),
     "stored": ("StoredRow",),
     "submission": (
         "Checked",

@@ -18,6 +18,7 @@ from redis import Redis
 from batchkv_producer import (
     forgetting,
     intervention,
+    one_job,
     redis_keys,
     status,
     stored,
@@ -26,11 +27,13 @@ from batchkv_producer import (
 )
 from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, Progress
 from batchkv_producer.errors import UsageError
+from batchkv_producer.failures import Failures, read_failures
 from batchkv_producer.intervention import Unanswered
 from batchkv_producer.job import Result, SamplingParams, decode_result
+from batchkv_producer.one_job import JobInfo
 from batchkv_producer.patience import Pace, patiently
 from batchkv_producer.source import Source
-from batchkv_producer.status import BatchStatus, JobInfo
+from batchkv_producer.status import BatchStatus
 from batchkv_producer.stored import StoredRow
 from batchkv_producer.submission import Checked, Identified, Submitted
 from batchkv_producer.tending import Tender
@@ -43,6 +46,7 @@ __all__ = [
     "Checked",
     "Client",
     "Deadline",
+    "Failures",
     "JobInfo",
     "StoredRow",
     "Submitted",
@@ -54,12 +58,6 @@ __all__ = [
 PAGE_ROWS = 500
 MAX_RECLAIMED = 1_000_000
 NO_DEFAULTS = SamplingParams()
-
-
-def _checked_timeout(seconds: int | None) -> int | None:
-    if seconds is not None and seconds < 1:
-        raise UsageError(f"the job timeout must be at least 1 second, got {seconds}")
-    return seconds
 
 
 class Client:
@@ -139,19 +137,27 @@ class Client:
         """All live workers."""
         return workers.read_workers(self._connection)
 
+    def serving(self, queue: str) -> list[WorkerInfo]:
+        """The live workers of one queue; what they hold is not counted."""
+        return workers.serving_workers(self._connection, queue)
+
+    def failures(self, batch: BatchStatus) -> list[Failures]:
+        """Why rows of a batch failed, by code, the most frequent first."""
+        return read_failures(self._connection, batch)
+
     def job(self, job_id: str) -> JobInfo:
         """Where one job stands."""
-        return status.read_job(self._connection, job_id)
+        return one_job.read_job(self._connection, job_id)
 
     def result(self, job_id: str, wait_seconds: float = 0) -> Result | None:
         """One job's result, or None when it has none after ``wait_seconds``."""
-        batch_id, line = status.split_job_id(job_id)
+        batch_id, line = one_job.split_job_id(job_id)
         deadline = time.monotonic() + wait_seconds
         pace = Pace(first_seconds=0.05, longest_seconds=0.5)
         if self._stored(batch_id, line) is None:
             self._tender.look(batch_id)
         while (value := self._stored(batch_id, line)) is None:
-            status.read_job(self._connection, job_id)  # raises when there is no such job
+            one_job.read_job(self._connection, job_id)  # raises when there is no such job
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
@@ -228,7 +234,7 @@ class Client:
             self._connection,
             self.status(batch_id),
             canceled=canceled,
-            job_timeout_seconds=_checked_timeout(job_timeout_seconds),
+            job_timeout_seconds=job_timeout_seconds,
             expires=expires,
         )
 

@@ -166,17 +166,19 @@ def explain(fault: RedisError, url: str) -> str:
 
 _ANY: tuple[type[Exception], ...] = (RedisError,)
 _AUTH = (AuthenticationError, AuthorizationError, AuthenticationWrongNumberOfArgsError)
+_NOT_ALLOWED = (
+    "does not let this user do that (NOPERM): use the URL of the right role, producer, worker or "
+    "admin; if that is it, the hub's users are older than this batchkv: run deploy/hub/setup.sh "
+    "of this version there and start it again (deploy/README.md, Upgrade)"
+)
 # The first that fits is used. A fault inside a script keeps the word, not always the class.
 _FAULTS: tuple[tuple[tuple[type[Exception], ...], str, str], ...] = (
     (_ANY, "NOAUTH|Authentication required|HELLO must be called", "wants a password: put it in the "
      "URL (redis://:PASSWORD@host:6379/0), best in the file that BATCHKV_REDIS_URL_FILE names"),
     (_ANY, "WRONGPASS|invalid password|invalid username-password|without any password", "refuses "
      "the password or user of the URL: correct it"),
-    ((*_AUTH, NoPermissionError), "", "does not let this user do that (NOPERM): use the URL of the "
-     "right role, producer, worker or admin; deploy/hub/queue.acl has what each of them may do"),
-    (_ANY, "NOPERM|ACL failure|No permissions", "does not let this user do that (NOPERM): use the "
-     "URL of the right role, producer, worker or admin; deploy/hub/queue.acl has what each of them "
-     "may do"),
+    ((*_AUTH, NoPermissionError), "", _NOT_ALLOWED),
+    (_ANY, "NOPERM|ACL failure|No permissions", _NOT_ALLOWED),
     ((ReadOnlyError,), "", "is a read-only replica: use the URL of its primary"),
     (_ANY, "READONLY", "is a read-only replica: use the URL of its primary"),
     (_ANY, "MISCONF", "cannot write to its disk and takes no more writes (MISCONF): free space "

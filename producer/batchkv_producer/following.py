@@ -1,10 +1,9 @@
-"""Following a batch: its results into OUT, its progress, a word when nobody serves it."""
+"""Following a batch: its results into OUT, and its progress."""
 
 from __future__ import annotations
 
-import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,8 +16,6 @@ from batchkv_producer.job import Result, decode_result
 from batchkv_producer.outfile import LineSet, ResultsFile
 from batchkv_producer.patience import patiently
 from batchkv_producer.progress import Snapshot
-
-UNSERVED_SECONDS = 30.0
 
 
 class Follower:
@@ -75,36 +72,8 @@ class Follower:
             self.num_right += self.expected.is_right(line, result.text)
 
 
-class Unserved:
-    """Says once, after 30 seconds, that nobody works on a queue."""
-
-    def __init__(
-        self, note: Callable[[str], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._note = note
-        self._clock = clock
-        self._since = clock()
-        self._is_said = False
-
-    def look(self, status: BatchStatus, *, num_local: int = 0) -> None:
-        """``num_local`` workers were started here: then it is a matter of waiting for them."""
-        if status.num_workers or status.running or status.is_done:
-            self._since = self._clock()
-            return
-        if self._is_said or self._clock() - self._since < UNSERVED_SECONDS:
-            return
-        self._is_said = True
-        if num_local:
-            self._note("no worker is ready yet: a large model takes its time to load")
-            return
-        self._note(
-            f"nobody serves the queue {status.queue}. On a machine with the model run: "
-            f"batchkv worker -m {status.model}"
-        )
-
-
-def snapshot_of(status: BatchStatus) -> Snapshot:
-    """The part of a batch's status that progress shows."""
+def snapshot_of(status: BatchStatus, delay: str = "") -> Snapshot:
+    """The part of a batch's status that progress shows, and why it is slow if it is."""
     return Snapshot(
         total=status.total,
         ok=status.ok,
@@ -112,6 +81,7 @@ def snapshot_of(status: BatchStatus) -> Snapshot:
         canceled=status.canceled,
         running=status.running,
         completion_tokens=status.completion_tokens,
+        delay=delay,
     )
 
 

@@ -13,7 +13,8 @@ from redis import Redis
 from batchkv_producer import redis_keys
 from batchkv_producer.errors import UsageError
 from batchkv_producer.job import ErrorCode
-from batchkv_producer.status import BatchStatus, read_batch, split_job_id
+from batchkv_producer.one_job import split_job_id
+from batchkv_producer.status import BatchStatus, read_batch
 from batchkv_producer.stored import in_finish_order
 from batchkv_producer.tending import error_row, jobs_in, pages
 from batchkv_producer.terms import NEVER, Deadline, moment_text
@@ -78,6 +79,8 @@ def retry_batch(
     A row that never was a job (bad input), or whose job has expired, stays as it is. Raises
     UsageError when the batch's deadline is past and none is given.
     """
+    if job_timeout_seconds is not None and job_timeout_seconds < 1:
+        raise UsageError(f"the job timeout must be at least 1 second, got {job_timeout_seconds}")
     transitions = Transitions(connection)
     moment = None if expires is None else _moment(transitions, expires)
     if moment is None and 0 < status.expires <= status.read_at:

@@ -21,10 +21,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from redis.exceptions import RedisError
+from redis import Redis
+from redis.exceptions import NoPermissionError, RedisError
 
-from batchkv_producer import connection, server
-from batchkv_producer.errors import BatchkvError, UsageError
+from batchkv_producer import connection, redis_keys, server
+from batchkv_producer.errors import BatchkvError, ServerError, UsageError
 from batchkv_producer.progress import rows
 from batchkv_producer.suspects import deaths_until_failed
 
@@ -240,6 +241,18 @@ def check_model_folder(model: str) -> None:
         raise UsageError(f"there is no model folder {model}")
     if (is_place or ("/" in model and folder.is_dir())) and not (folder / "config.json").is_file():
         raise UsageError(f"the model folder {model} has no config.json")
+
+
+def check_rights(redis: Redis, url: str, model: str) -> None:
+    """Refuse a user who may not run workers, before they die of it; nothing is changed."""
+    try:
+        redis.lpop(f"{redis_keys.queue(redis_keys.queue_name(model))}:none")  # where nothing is
+    except NoPermissionError as fault:
+        raise ServerError(
+            f"Redis at {connection.masked(url)} lets this user run no workers (NOPERM): `batchkv "
+            "run` needs the admin's URL; with a producer's, use `batchkv submit`, or run "
+            "--workers 0, and leave the work to workers with theirs"
+        ) from fault
 
 
 def remove_old_logs(logs: Path) -> None:

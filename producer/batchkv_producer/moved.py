@@ -133,3 +133,9 @@ class Ending:
     cached_tokens: int = 0
     busy_ms: int = 0
     saved_ms: int = 0
+    is_cut: bool = False  # ok, but its answer ends where max_tokens did
+
+    @property
+    def kind(self) -> str:
+        """What ``finish.lua`` calls it."""
+        return "cut" if self.is_cut and self.outcome == "ok" else self.outcome

@@ -41,6 +41,7 @@ class Snapshot:
     canceled: int = 0
     running: int = 0
     completion_tokens: int = 0
+    delay: str = ""  # why it is slow
 
     @property
     def num_ended(self) -> int:
@@ -90,7 +91,7 @@ class Reporter(Protocol):
 
 
 class PlainReporter:
-    """A line when something changed, at most one every few seconds."""
+    """A line when something changed, at most one every few seconds; a new delay is told at once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -107,6 +108,9 @@ class PlainReporter:
     def update(self, snapshot: Snapshot) -> None:
         self._rates.add(snapshot)
         is_due = self._clock() - self._shown_at >= PLAIN_INTERVAL_SECONDS
+        before = self._shown.delay if self._shown else ""
+        if snapshot.delay and snapshot.delay.split()[0] not in before:
+            is_due = True
         if is_due and snapshot != self._shown:
             self._shown_at, self._shown = self._clock(), snapshot
             click.echo(
@@ -154,7 +158,7 @@ def reporter() -> Reporter:
 
 
 def details(snapshot: Snapshot, rates: Rates) -> str:
-    """What stands behind the count: in flight, failures, tokens a second, time left."""
+    """What stands behind the count: in flight, failures, tokens a second, time left, delay."""
     parts = [f"{snapshot.running} in flight"]
     if snapshot.failed:
         parts.append(f"{snapshot.failed} failed")
@@ -165,6 +169,8 @@ def details(snapshot: Snapshot, rates: Rates) -> str:
     if rates.rows_per_second:
         left = (snapshot.total - snapshot.num_ended) / rates.rows_per_second
         parts.append(f"{duration(left)} left")
+    if snapshot.delay:
+        parts.append(printable(snapshot.delay))
     return ", ".join(parts)
 
 

@@ -23,7 +23,7 @@ key                        type    content
                                    ``forgotten`` (1: `batchkv forget` is at work), and then
                                    ``forgotten_lines``, how many lines are gone;
                                    counters ``ok failed canceled running prompt_tokens
-                                   completion_tokens cached_tokens busy_ms saved_ms copied``
+                                   completion_tokens cached_tokens busy_ms saved_ms copied cut``
 ``batchkv:res:B``          hash    line number -> encoded result (``job.encode_result``)
 ``batchkv:done:B``         list    line numbers in the order in which they ended. Append only: a
                                    retried row stands in it again at its second end
@@ -58,7 +58,8 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
                                    ``bkv_needs``, what its worker must be able to do. Of
                                    rows that wait for a twin: ``bkv_custom_id``, ``bkv_first``
                                    (line of the group's first row), and in that one's hash
-                                   ``bkv_lead`` (the line that runs, if it is another)
+                                   ``bkv_lead`` (the line that runs, if it is another); ``bkv_cut``
+                                   (1) of a row that ended at max_tokens and had twins
 ``rq:wip:Q``               zset    ``J:<execution>`` -> the second at which its lease ends
 ``rq:executions:J``        zset    execution -> expiry, for RQ's tools
 ``rq:execution:J:<exec>``  hash    the execution, for RQ's tools; expires

@@ -18,27 +18,27 @@ from pathlib import Path
 from types import FrameType
 
 from redis import Redis
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
-from redis.retry import Retry
 
 from batchkv_producer import outfile
 from batchkv_producer.client import BatchStatus, Client, Submitted
+from batchkv_producer.delays import Delays
 from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
-from batchkv_producer.errors import BatchkvError, ServerError
+from batchkv_producer.errors import BatchkvError
 from batchkv_producer.expected import Expected
-from batchkv_producer.following import Follower, Unserved, snapshot_of, stale_rows
+from batchkv_producer.following import Follower, snapshot_of, stale_rows
 from batchkv_producer.job import SamplingParams
 from batchkv_producer.local_workers import (
     WORKER_COMMAND,
     LocalWorkers,
     WorkerPlan,
     check_model_folder,
+    check_rights,
     remove_old_logs,
 )
 from batchkv_producer.patience import outages_watched, patiently
 from batchkv_producer.progress import Reporter, Snapshot, rows
-from batchkv_producer.run_support import Outage, reclaim, reclaim_dead
+from batchkv_producer.run_support import Outage, give_up, impatient, reclaim, reclaim_dead
 from batchkv_producer.server_home import home_from_environment, make_folders
 from batchkv_producer.terms import NO_TERMS, Terms
 
@@ -123,7 +123,7 @@ def run(
         defaults=options.defaults,
         job_timeout_seconds=options.job_timeout_seconds or DEFAULT_JOB_TIMEOUT_SECONDS,
         on_progress=lambda done, total: reporter.update(Snapshot(total)),
-        on_identified=partial(_refuse_early, options),
+        on_identified=partial(_refuse_early, options, connection, url),
         terms=options.terms,
     )
     batch_id, queue = submitted.batch_id, submitted.queue
@@ -148,7 +148,7 @@ def run(
     with outfile.open_results(options.out, batch_id, stale) as results:
         follower = Follower(client, batch_id, results, expected)
         outage = Outage(reporter.note, revive)
-        with _impatient(connection):
+        with impatient(connection):
             report = _Run(client, batch_id, workers, follower, reporter, plan, outage).to_the_end()
         follower.refresh(stale)
     return replace(report, num_wrong=submitted.num_bad)
@@ -169,11 +169,14 @@ def _tell_what_stays(
         )
 
 
-def _refuse_early(options: RunOptions, batch_id: str, model: str) -> None:
+def _refuse_early(
+    options: RunOptions, connection: Redis, url: str, batch_id: str, model: str
+) -> None:
     """What would end the run as soon as it has begun ends it before anything is queued."""
     outfile.check_batch(options.out, batch_id)
     if options.num_workers:
         check_model_folder(model)
+        check_rights(connection, url, model)
 
 
 class _Run:
@@ -196,7 +199,7 @@ class _Run:
         self._follower = follower
         self._reporter = reporter
         self._plan = plan
-        self._unserved = Unserved(reporter.note)
+        self._delays = Delays(client.serving, reporter.note, plan.num_workers)
 
     def to_the_end(self) -> RunReport:
         started, before = time.monotonic(), self._client.status(self._batch_id)
@@ -208,7 +211,7 @@ class _Run:
                 self._stop(caught)
                 raise
             seconds = time.monotonic() - started
-            with outages_watched(_give_up):
+            with outages_watched(give_up):
                 self._workers.stop(lambda: bool(caught))
         return RunReport(
             status=status,
@@ -223,13 +226,12 @@ class _Run:
         while True:
             num_new = patiently(self._follower.collect)  # what it has written it skips
             self._outage.end()
-            self._reporter.update(snapshot_of(status))
+            self._reporter.update(snapshot_of(status, self._delays.look(status)))
             if status.is_done:  # it was so before everything was collected: nothing is missing
                 return status
             if caught:
                 raise self._interrupted(caught[0])
             self._workers.supervise(status.num_ended)
-            self._unserved.look(status, num_local=self._plan.num_workers)
             time.sleep(TURN_SECONDS if num_new == 0 else 0)
             status = patiently(partial(self._client.status, self._batch_id))
 
@@ -248,7 +250,7 @@ class _Run:
     def _stop(self, caught: list[int]) -> None:
         """After a fault or a signal: workers give back what they hold, results are kept."""
         num_heeded = min(1, len(caught))
-        with outages_watched(_give_up):
+        with outages_watched(give_up):
             if self._outage.is_on:
                 self._workers.abandon()
                 return
@@ -258,22 +260,6 @@ class _Run:
             # The first fault is the one to tell: what fails now fails because of it, or can wait.
             with suppress(BatchkvError, RedisError):
                 self._follower.collect()
-
-
-def _give_up() -> None:
-    raise ServerError("the server is away")
-
-
-@contextmanager
-def _impatient(connection: Redis) -> Iterator[None]:
-    """Inside, a server that is away is seen at once: whether to wait is decided here."""
-    before = connection.get_retry()
-    connection.set_retry(Retry(NoBackoff(), 1))
-    try:
-        yield
-    finally:
-        if before is not None:
-            connection.set_retry(before)
 
 
 @contextmanager

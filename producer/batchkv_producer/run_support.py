@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from batchkv_producer.client import Client
+from batchkv_producer.errors import ServerError
 from batchkv_producer.patience import patiently
 
 
@@ -58,3 +65,20 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def give_up() -> NoReturn:
+    """For who watches an outage that is not worth waiting for."""
+    raise ServerError("the server is away")
+
+
+@contextmanager
+def impatient(connection: Redis) -> Iterator[None]:
+    """Inside, a server that is away is seen at once: whether to wait is decided by who asks."""
+    before = connection.get_retry()
+    connection.set_retry(Retry(NoBackoff(), 1))
+    try:
+        yield
+    finally:
+        if before is not None:
+            connection.set_retry(before)

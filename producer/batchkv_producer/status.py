@@ -1,37 +1,23 @@
-"""Where batches and jobs stand: read from Redis, changed by nobody here."""
+"""Where batches stand: read from Redis, changed by nobody here."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from redis import Redis
 
 from batchkv_producer import redis_keys
 from batchkv_producer.errors import ExpiredError, NotFoundError, WireError
-from batchkv_producer.job import decode_job, decode_result
 from batchkv_producer.terms import moment_text
-from batchkv_producer.workers import MAX_DIGITS, live_workers, text_map
-
-JobStatus = Literal["queued", "running", "ok", "failed", "canceled"]
+from batchkv_producer.workers import live_workers, text_map
 
 MIN_PREFIX_CHARS = 6
 MAX_COUNT = 2**53  # of anything; no batch comes near, and arithmetic with it stays exact
 
 _PREFIX = re.compile(f"[0-9a-f]{{{MIN_PREFIX_CHARS},16}}")
-_FROM_RQ: dict[bytes, JobStatus] = {
-    b"queued": "queued",
-    b"deferred": "queued",
-    b"scheduled": "queued",
-    b"created": "queued",
-    b"started": "running",
-    b"finished": "ok",
-    b"failed": "failed",
-    b"stopped": "failed",
-    b"canceled": "canceled",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +60,7 @@ class BatchStatus:
     is_deduped: bool = False
     has_aligned_jobs: bool = False  # what RQ keeps of the jobs goes with the results
     copied: int = 0
+    cut: int = 0  # ok, their answer ends at max_tokens; older workers do not count them
     num_results: int = 0
     is_forgotten: bool = False  # `batchkv forget` is at work on it
     read_at: float = field(default=0.0, compare=False)
@@ -107,31 +94,22 @@ class BatchStatus:
     def whole_sum(self) -> str:
         """Every row in one sum: ``5 = 1 ok + 1 failed + 0 canceled + 2 queued + 1 running``."""
         return (
-            f"{self.total:,} = {self.ok:,} ok + {self.failed:,} failed + {self.canceled:,} canceled"
+            f"{self.total:,} = {self._ok()} + {self.failed:,} failed + {self.canceled:,} canceled"
             f" + {self.queued:,} queued + {self.running:,} running"
         )
+
+    def _ok(self) -> str:
+        cut = f" ({self.cut:,} cut at max_tokens)" if self.cut else ""
+        return f"{self.ok:,} ok{cut}"
 
     def reconciliation(self) -> str:
         """The sum in one line: ``20,000 = 19,959 ok + 41 failed + 0 canceled``."""
         open_rows = self.total - self.num_ended
         tail = f" + {open_rows:,} open" if open_rows else ""
         return (
-            f"{self.total:,} = {self.ok:,} ok + {self.failed:,} failed "
+            f"{self.total:,} = {self._ok()} + {self.failed:,} failed "
             f"+ {self.canceled:,} canceled{tail}"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class JobInfo:
-    """One job. ``custom_id`` is None when nothing that is left of the job tells it."""
-
-    job_id: str
-    status: JobStatus
-    batch_id: str
-    line: int
-    custom_id: str | None
-    num_deaths: int = 0
-    worker: str = ""
 
 
 def find_batch(connection: Redis, wanted: str, *, or_forgotten: bool = False) -> str:
@@ -248,52 +226,10 @@ def _batch_status(batch_id: str, values: dict[str, str], num_workers: int) -> Ba
             has_aligned_jobs="kept_jobs" in values,
             is_deduped="dedupe" in values,
             copied=count("copied"),
+            cut=count("cut"),
             num_results=count("num_results"),
             is_forgotten="forgotten" in values,
             read_at=float(values["read_at"]),
         )
     except (KeyError, ValueError) as fault:
         raise WireError(f"batch {batch_id} on the server cannot be read: {fault!r}") from fault
-
-
-def read_job(connection: Redis, job_id: str) -> JobInfo:
-    """Where one job stands; raises NotFoundError."""
-    batch_id, line = split_job_id(job_id)
-    with connection.pipeline(transaction=False) as pipeline:
-        pipeline.hget(redis_keys.results(batch_id), str(line))
-        names = ("status", "data", "bkv_deaths", "worker_name")
-        pipeline.hmget(redis_keys.job(job_id), *names)
-        stored, (status, data, deaths, worker) = pipeline.execute()
-    if stored is not None:
-        result = decode_result(stored)
-        return JobInfo(
-            job_id, result.outcome, batch_id, line, result.custom_id, worker=result.worker
-        )
-    if status is None:
-        if not connection.exists(redis_keys.batch(batch_id)):
-            raise gone(connection, batch_id)
-        raise NotFoundError(f"no job {job_id} on this server")
-    return JobInfo(
-        job_id,
-        _FROM_RQ.get(status, "queued"),
-        batch_id,
-        line,
-        _custom_id(data or b""),
-        int(deaths) if deaths and deaths.isdigit() and len(deaths) < MAX_DIGITS else 0,
-        (worker or b"").decode("utf-8", "replace"),
-    )
-
-
-def split_job_id(job_id: str) -> tuple[str, int]:
-    """(batch id, line) of a job id; raises NotFoundError when it is none."""
-    parsed = redis_keys.parse_job_id(job_id)
-    if parsed is None:
-        raise NotFoundError(f"{job_id!r} is no job id: it looks like 0123456789abcdef-1")
-    return parsed
-
-
-def _custom_id(data: bytes) -> str | None:
-    try:
-        return decode_job(data).custom_id
-    except WireError:
-        return None

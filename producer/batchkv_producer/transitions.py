@@ -166,7 +166,7 @@ class Transitions(Arrivals):
         args: list[Any] = [iso_now(), RESULT_TTL_SECONDS, FAILURE_TTL_SECONDS, queue, COPIES]
         args += (*maker.values(), len(begun), *_flat(begun))
         for end in endings:
-            args += (end.lease.job_id, end.lease.execution, end.outcome, end.result)
+            args += (end.lease.job_id, end.lease.execution, end.kind, end.result)
             args += (end.prompt_tokens, end.completion_tokens, end.cached_tokens)
             args += (end.busy_ms, end.saved_ms)
         keys = [redis_keys.registry(kind, queue) for kind in ("wip", "finished", "failed")]

@@ -72,21 +72,31 @@ def live_workers(connection: Redis, queue: str) -> list[str]:
     ]
 
 
+def serving_workers(connection: Redis, queue: str) -> list[WorkerInfo]:
+    """The live workers of one queue; ``num_running``, which takes long to count, is 0."""
+    return [_worker_info(name, values, 0) for name, values in _records(connection, queue)]
+
+
 def read_workers(connection: Redis) -> list[WorkerInfo]:
     """All live workers that serve a batchkv queue."""
-    names = live_workers(connection, "")
+    pairs = _records(connection, "")
+    queues = {queue for _, values in pairs for queue in values["queues"].split(",")}
+    num_held = _count_held(connection, queues)
+    return [_worker_info(name, values, num_held.get(name, 0)) for name, values in pairs]
+
+
+def _records(connection: Redis, queue: str) -> list[tuple[str, dict[str, str]]]:
+    """(name, record) of the live workers of a queue, or for "" of all of ours."""
+    names = live_workers(connection, queue)
     with connection.pipeline(transaction=False) as pipeline:
         for name in names:
             pipeline.hgetall(redis_keys.worker(name))
         hashes = [text_map(raw) for raw in pipeline.execute()]
-    pairs = [
+    return [
         (name, values)
         for name, values in zip(names, hashes, strict=True)
         if redis_keys.QUEUE_PREFIX in values.get("queues", "")
     ]
-    queues = {queue for _, values in pairs for queue in values["queues"].split(",")}
-    num_held = _count_held(connection, queues)
-    return [_worker_info(name, values, num_held.get(name, 0)) for name, values in pairs]
 
 
 def _worker_info(name: str, values: dict[str, str], num_running: int) -> WorkerInfo:

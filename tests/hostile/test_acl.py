@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -301,6 +302,7 @@ def test_a_refusal_says_what_to_do(hub: Hub, tmp_path: Path) -> None:
     found = batchkv("submit", source, "-m", MODEL, url=hub.url("worker"))
     assert found.exit_code == 3
     assert "does not let this user do that (NOPERM): use the URL of the right role" in found.stderr
+    assert "deploy/hub/setup.sh" in found.stderr
     log = tmp_path / "log"
     worker = WorkerProcess(
         hub.url("producer"), log, "--burst", command=(sys.executable, "-m", "support.fake_engine")
@@ -312,6 +314,19 @@ def test_a_refusal_says_what_to_do(hub: Hub, tmp_path: Path) -> None:
     for text in (found.output, worker.said):
         for role in ("worker", "producer"):
             assert (hub.folder / "secrets" / "passwords" / f"queue-{role}").read_text() not in text
+
+
+def test_run_with_a_producers_url_is_one_sentence(hub: Hub, tmp_path: Path) -> None:
+    """It may queue rows and run no worker: said before a row is queued or a worker started."""
+    source = tmp_path / "mine.jsonl"
+    source.write_text('{"prompt": "run with the wrong URL"}\n')
+    found = batchkv("run", source, "-m", MODEL, url=hub.url("producer"))
+    assert found.exit_code == 3
+    assert found.stderr.count("\n") == 1 and "lets this user run no workers" in found.stderr
+    assert "batchkv submit" in found.stderr and "Traceback" not in found.stderr
+    batch = batchkv("submit", source, "--dry-run", "-m", MODEL, "--json", url=hub.url("producer"))
+    with hub.connect("admin") as admin:
+        assert admin.zscore(redis_keys.BATCHES, json.loads(batch.stdout)["batch_id"]) is None
 
 
 def test_the_cache_user_does_all_that_a_tier_and_leases_do(

@@ -20,7 +20,6 @@ from batchkv_producer import local_workers, redis_keys, server
 from batchkv_producer.client import BatchStatus, Client
 from batchkv_producer.errors import UsageError
 from batchkv_producer.expected import Expected
-from batchkv_producer.following import Unserved
 from batchkv_producer.local_workers import LocalWorkers, WorkerError, WorkerPlan
 from batchkv_producer.outfile import errors_path
 from batchkv_producer.progress import PlainReporter, Snapshot
@@ -532,18 +531,6 @@ def status(**values: object) -> BatchStatus:
     base: dict[str, object] = dict.fromkeys(names, 0)
     base |= {"queue": "batchkv:m-1", "model": "m", "total": 2, "is_submitted": True, **values}
     return BatchStatus(**base)  # type: ignore[arg-type]
-
-
-def test_nobody_serving_is_said_once_after_thirty_seconds() -> None:
-    """A queue without workers is told of once, with the command that would start one."""
-    said: list[str] = []
-    now = [0.0]
-    unserved = Unserved(said.append, lambda: now[0])
-    for second in range(100):
-        now[0] = float(second)
-        unserved.look(status(num_workers=1 if second < 10 else 0))
-        assert len(said) == (second >= 39)
-    assert "batchkv worker -m m" in said[0]
 
 
 def test_expected_answers_are_found_wherever_they_stand(tmp_path: Path) -> None:

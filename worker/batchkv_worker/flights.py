@@ -195,6 +195,7 @@ class Flights:
             cached_tokens=usage.cached,
             busy_ms=busy_ms,
             saved_ms=event.saved_ms,
+            is_cut=event.finish_reason == "length",
         )
 
     def expire(self, now: float) -> list[Ending]:

@@ -10,19 +10,20 @@ from typing import Any
 
 import click
 
+from batchkv_producer.cli.outcome import say_canceled, say_failures
 from batchkv_producer.cli.shared import (
     json_option,
     print_fields,
     print_json,
     print_table,
     say,
-    say_canceled,
     session,
     url_option,
 )
 from batchkv_producer.cli.terms_options import exit_code, on_done_option
 from batchkv_producer.client import BatchStatus, Client, StoredRow
-from batchkv_producer.following import Unserved, snapshot_of
+from batchkv_producer.delays import Delays
+from batchkv_producer.following import snapshot_of
 from batchkv_producer.job import Result
 from batchkv_producer.progress import duration, reporter
 from batchkv_producer.room import Room, read_room
@@ -122,15 +123,16 @@ def wait(
     """
     with session(url) as opened:
         with reporter() as progress:
-            unserved = Unserved(progress.note)
+            delays = Delays(opened.client.serving, progress.note)
 
             def look(now: BatchStatus) -> None:
-                progress.update(snapshot_of(now))
-                unserved.look(now)
+                progress.update(snapshot_of(now, delays.look(now)))
 
             last = opened.client.wait(batch_id, timeout_seconds=timeout, on_progress=look)
+        failures = opened.client.failures(last)
+        say_failures(failures, last.failed)
         if as_json:
-            print_json(_batch_fields(last))
+            print_json({**_batch_fields(last), "failures": failures})
         else:
             click.echo(last.reconciliation())
     if not last.is_done:

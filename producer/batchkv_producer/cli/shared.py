@@ -16,9 +16,9 @@ import click
 from redis import Redis
 
 from batchkv_producer import connection
-from batchkv_producer.client import BatchStatus, Client
+from batchkv_producer.client import Client
 from batchkv_producer.job import SamplingParams
-from batchkv_producer.progress import printable, rows
+from batchkv_producer.progress import printable
 from batchkv_producer.room import full_server_told
 
 P = ParamSpec("P")
@@ -101,15 +101,6 @@ def session(url: str | None) -> Iterator[Session]:
 def default_model() -> str | None:
     """The model for rows that name none: BATCHKV_MODEL's."""
     return os.environ.get(MODEL_VARIABLE, "").strip() or None
-
-
-def say_canceled(batch: BatchStatus) -> None:
-    """Canceled rows stay so, whatever is run: tell how to get them back."""
-    if batch.canceled:
-        say(
-            f"{rows(batch.canceled)} canceled: `batchkv retry {batch.batch_id} --canceled` "
-            "queues them again"
-        )
 
 
 def say(text: str) -> None:

@@ -13,6 +13,7 @@ import click
 
 from batchkv_producer import run as running
 from batchkv_producer import submission
+from batchkv_producer.cli.outcome import say_end, say_unserved
 from batchkv_producer.cli.shared import (
     default_model,
     generation_options,
@@ -21,7 +22,6 @@ from batchkv_producer.cli.shared import (
     out_option,
     print_json,
     say,
-    say_canceled,
     session,
     url_option,
 )
@@ -29,7 +29,6 @@ from batchkv_producer.cli.terms_options import exit_code, on_done_option, terms_
 from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
 from batchkv_producer.errors import UsageError
 from batchkv_producer.job import SamplingParams
-from batchkv_producer.outfile import errors_path
 from batchkv_producer.progress import Snapshot, printable, reporter, rows
 from batchkv_producer.server import ensure_running
 from batchkv_producer.server_home import home_from_environment
@@ -165,23 +164,9 @@ def run(
         report = running.run(
             opened.client, opened.connection, opened.url, options, progress, revive=revive
         )
-    _tell(report)
+        failures = opened.client.failures(report.status)
+    say_end(report, failures)
     ctx.exit(exit_code(report.status, on_done, report.out))
-
-
-def _tell(report: running.RunReport) -> None:
-    failed, wrong = report.status.failed, report.num_wrong
-    if failed:
-        hints = [f"{errors_path(report.out)} says why"]
-        if wrong:
-            hints.append(f"{rows(wrong)} wrong in the input: mend the file")
-        if failed > wrong:
-            retried = "the others" if wrong else "them"
-            hints.append(f"`batchkv retry {report.status.batch_id}` queues {retried} again")
-        say(f"{rows(failed)} failed: {'; '.join(hints)}")
-    say_canceled(report.status)
-    say(f"results are in {report.out}")
-    click.echo(report.summary())
 
 
 def _refuse_on_done(_context: object, _option: object, command: str | None) -> None:
@@ -251,6 +236,7 @@ def submit(
         say(f"{verb} {rows(submitted.total)}{bad}{twins}, in queue {submitted.queue}")
         for note in submitted.notes:
             say(f"batch {submitted.batch_id} was there: {note}")
+        say_unserved(opened.client, submitted.batch_id)
         if ids:
             for job_id in opened.client.job_ids(submitted.batch_id):
                 click.echo(job_id)

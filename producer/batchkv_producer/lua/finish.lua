@@ -6,9 +6,9 @@
 -- KEYS: wip, finished, failed zsets, worker hash, queue list.
 -- ARGV: time in ISO 8601, result ttl (s), failure ttl (s), queue name, most copies, fingerprint, KV
 --       scheme and dtype's class of the worker ('*' each: compare nothing), number of jobs that have
---       begun, then id, execution for each of these, then for each job that ends: id, execution, 'ok'
---       or 'failed', result, prompt, completion, cached tokens, busy ms, ms that the cached tokens
---       saved.
+--       begun, then id, execution for each of these, then for each job that ends: id, execution, 'ok',
+--       'cut' (ok, and cut at max_tokens) or 'failed', result, prompt, completion, cached tokens, busy
+--       ms, ms that the cached tokens saved.
 -- Returns for each job that ends 'ok', 'lost' (somebody else holds or ended it), 'duplicate', or
 -- 'unfit' (it waits again).
 local iso, result_ttl, failure_ttl = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -34,6 +34,8 @@ end
 for position = first, #ARGV, 9 do
   local id, execution, outcome, result = unpack(ARGV, position, position + 3)
   local key = 'rq:job:' .. id
+  local is_cut = outcome == 'cut'
+  if is_cut then outcome = 'ok' end
   local verdict = 'lost'
   if redis.call('HGET', key, 'bkv_exec') == execution then
     local batch, line = string.match(id, '^(%x+)%-(%d+)$')
@@ -53,6 +55,13 @@ for position = first, #ARGV, 9 do
       verdict = 'ok'
       redis.call('RPUSH', 'batchkv:done:' .. batch, line)
       redis.call('HINCRBY', hash, outcome, 1)
+      if is_cut then
+        redis.call('HINCRBY', hash, 'cut', 1)
+        -- For the copies to its twins, which other steps may make.
+        if redis.call('EXISTS', twins_key(batch, line)) == 1 then
+          redis.call('HSET', key, 'bkv_cut', '1')
+        end
+      end
       for offset, field in ipairs(
         {'prompt_tokens', 'completion_tokens', 'cached_tokens', 'busy_ms', 'saved_ms'}
       ) do

@@ -36,6 +36,9 @@ local function copy_to_twins(queue, batch, line, outcome, iso, now, result_ttl, 
   if copied > 0 then
     redis.call('HINCRBY', hash, outcome, copied)
     redis.call('HINCRBY', hash, 'copied', copied)
+    if outcome == 'ok' and redis.call('HGET', 'rq:job:' .. batch .. '-' .. line, 'bkv_cut') then
+      redis.call('HINCRBY', hash, 'cut', copied)
+    end
   end
   if result and redis.call('EXISTS', twins) == 1 then
     redis.call('HSET', due, batch .. '-' .. line, outcome)

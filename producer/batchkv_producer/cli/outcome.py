@@ -1,0 +1,57 @@
+"""What a person is told about how a batch went, or why it does not go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import click
+
+from batchkv_producer.cli.shared import say
+from batchkv_producer.client import BatchStatus, Client
+from batchkv_producer.delays import unserved_note
+from batchkv_producer.failures import Failures, told
+from batchkv_producer.outfile import errors_path
+from batchkv_producer.progress import rows
+
+if TYPE_CHECKING:
+    from batchkv_producer.run import RunReport
+
+
+def say_unserved(client: Client, batch_id: str) -> None:
+    """Nobody serves the queue of a batch that was just submitted: tell at once."""
+    found = client.status(batch_id)
+    if not (found.is_done or found.num_workers):
+        say(unserved_note(found))
+
+
+def say_canceled(batch: BatchStatus) -> None:
+    """Canceled rows stay so, whatever is run: tell how to get them back."""
+    if batch.canceled:
+        say(
+            f"{rows(batch.canceled)} canceled: `batchkv retry {batch.batch_id} --canceled` "
+            "queues them again"
+        )
+
+
+def say_failures(failures: Iterable[Failures], num_failed: int) -> None:
+    """Why rows failed, by code."""
+    for line in told(failures, num_failed):
+        say(line)
+
+
+def say_end(report: RunReport, failures: Iterable[Failures]) -> None:
+    """The last lines of ``batchkv run``."""
+    failed, wrong = report.status.failed, report.num_wrong
+    say_failures(failures, failed)
+    if failed:
+        hints = [f"{errors_path(report.out)} says why"]
+        if wrong:
+            hints.append(f"{rows(wrong)} wrong in the input: mend the file")
+        if failed > wrong:
+            retried = "the others" if wrong else "them"
+            hints.append(f"`batchkv retry {report.status.batch_id}` queues {retried} again")
+        say(f"{rows(failed)} failed: {'; '.join(hints)}")
+    say_canceled(report.status)
+    say(f"results are in {report.out}")
+    click.echo(report.summary())

@@ -1,0 +1,105 @@
+"""Why a batch is slow, when it is: a few words for the progress, a sentence for what has a way out.
+
+Each reason is one function of the table below; the first that has something to say is shown.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from batchkv_producer.patience import patiently
+from batchkv_producer.status import BatchStatus
+from batchkv_producer.workers import WorkerInfo
+
+LOOK_SECONDS = 1.0  # between two looks at the workers
+GONE_SECONDS = 30.0  # a worker that was there is given this long to come back
+
+
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """``words`` stand in the progress as long as it lasts; ``note`` is said once, if not empty."""
+
+    words: str
+    note: str = ""
+
+
+Reason = Callable[[BatchStatus, Sequence[WorkerInfo], int], Delay | None]
+
+
+def unserved_note(status: BatchStatus) -> str:
+    """What to do when nobody serves a batch's queue."""
+    return (
+        f"nobody serves the queue {status.queue}. On a machine with the model run: "
+        f"batchkv worker -m {status.model}"
+    )
+
+
+def _unserved(status: BatchStatus, serving: Sequence[WorkerInfo], num_local: int) -> Delay | None:
+    if serving:
+        return None
+    if num_local:
+        return Delay("a worker is starting")
+    return Delay("nobody serves the queue", unserved_note(status))
+
+
+def _loading(_: BatchStatus, serving: Sequence[WorkerInfo], __: int) -> Delay | None:
+    if not all(worker.is_loading for worker in serving):
+        return None
+    return Delay(next(worker.doing for worker in serving))
+
+
+# A reason gets the batch, the workers that serve its queue, and how many of them are our own.
+REASONS: tuple[Reason, ...] = (_unserved, _loading)
+
+
+def find_delay(
+    status: BatchStatus, serving: Sequence[WorkerInfo], num_local: int = 0
+) -> Delay | None:
+    """Why rows of this batch wait, if it is known."""
+    if status.is_done:
+        return None
+    found = (reason(status, serving, num_local) for reason in REASONS)
+    return next((delay for delay in found if delay is not None), None)
+
+
+class Delays:
+    """Looks now and then; ``words`` is what the progress shows. Each note is said once."""
+
+    def __init__(
+        self,
+        read: Callable[[str], Sequence[WorkerInfo]],
+        note: Callable[[str], None],
+        num_local: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.words = ""
+        self._read = read
+        self._note = note
+        self._num_local = num_local
+        self._clock = clock
+        self._look_at = -float("inf")
+        self._served_at = -float("inf")
+        self._said: set[str] = set()
+
+    def look(self, status: BatchStatus) -> str:
+        """The words for this moment; ``read`` gives the workers of a queue."""
+        now = self._clock()
+        if status.is_done:
+            self.words = ""
+        elif now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            serving = patiently(lambda: self._read(status.queue))
+            if serving:
+                self._served_at = now
+            delay = find_delay(status, serving, self._num_local)
+            self.words = delay.words if delay else ""
+            if delay and (serving or now - self._served_at >= GONE_SECONDS):
+                self._say(delay.note)
+        return self.words
+
+    def _say(self, note: str) -> None:
+        if note and note not in self._said:
+            self._said.add(note)
+            self._note(note)

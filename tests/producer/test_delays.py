@@ -1,0 +1,214 @@
+"""Why a batch is slow, and why rows of it failed: what run and wait tell of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from redis import Redis
+
+from batchkv_producer import Client, redis_keys
+from batchkv_producer.cli import cli
+from batchkv_producer.delays import Delays
+from batchkv_producer.failures import MAX_LINES_SHOWN, grouped, told
+from batchkv_producer.job import Result as RowResult
+from batchkv_producer.job import decode_job, encode_result
+from batchkv_producer.progress import PlainReporter, Snapshot
+from batchkv_producer.status import BatchStatus
+from batchkv_producer.terms import Terms
+from batchkv_producer.transitions import Ending, Transitions
+from batchkv_producer.workers import WorkerInfo
+
+MODEL = "m"
+QUEUE = redis_keys.queue_name(MODEL)
+Write = Callable[..., Path]
+
+
+def status(**values: object) -> BatchStatus:
+    names = BatchStatus.__dataclass_fields__
+    base: dict[str, object] = dict.fromkeys(names, 0)
+    base |= {"queue": "batchkv:m-1", "model": "m", "total": 2, "is_submitted": True, **values}
+    return BatchStatus(**base)  # type: ignore[arg-type]
+
+
+def worker(doing: str = "") -> WorkerInfo:
+    return WorkerInfo("w", "host", 1, ("batchkv:m-1",), "idle", 0.0, 0, 0, 0, doing=doing)
+
+
+class House:
+    """Delays of one batch, workers that come and go, a clock that is moved by hand."""
+
+    def __init__(self, num_local: int = 0) -> None:
+        self.now = 0.0
+        self.serving: list[WorkerInfo] = []
+        self.said: list[str] = []
+        self.delays = Delays(
+            lambda _: self.serving, self.said.append, num_local, clock=lambda: self.now
+        )
+
+    def after(self, seconds: float, *serving: WorkerInfo) -> str:
+        self.now += seconds
+        self.serving = list(serving)
+        return self.delays.look(status())
+
+
+def test_nobody_serving_is_said_at_once_and_once() -> None:
+    """A queue without workers is told of at the first look, with the command that starts one."""
+    house = House()
+    assert house.after(0) == "nobody serves the queue"
+    assert len(house.said) == 1 and "batchkv worker -m m" in house.said[0]
+    for _ in range(100):
+        house.after(1)
+    assert len(house.said) == 1
+
+
+def test_a_worker_that_was_there_has_time_to_come_back() -> None:
+    """The bar says at once that nobody is there; the sentence waits for half a minute."""
+    house = House()
+    assert house.after(0, worker()) == ""
+    for second in range(1, 60):
+        assert house.after(1) == "nobody serves the queue"
+        assert len(house.said) == (second >= 30)
+
+
+def test_loading_is_shown_while_no_worker_is_ready() -> None:
+    """What the first of them says of itself; once one takes rows there is nothing to say."""
+    house = House(num_local=1)
+    assert house.after(0) == "a worker is starting" and not house.said
+    assert house.after(2, worker("downloading 1.2 of 7.3 GB")) == "downloading 1.2 of 7.3 GB"
+    assert house.after(2, worker("loading 2.1 of 7.3 GB"), worker()) == ""
+    assert house.after(0.5, worker("loading 2.1 of 7.3 GB")) == ""  # not looked again so soon
+    assert house.after(2, worker("loading 2.1 of 7.3 GB")) == "loading 2.1 of 7.3 GB"
+    assert house.delays.look(status(ok=2)) == ""
+    assert not house.said
+
+
+def test_a_plain_line_comes_at_once_for_a_new_delay(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first words about a delay do not wait for the interval; more of the same do."""
+    now = [0.0]
+    plain = PlainReporter(lambda: now[0])
+    for text in ("", "loading 1.0 of 7.3 GB", "loading 2.0 of 7.3 GB", "measuring"):
+        now[0] += 0.5
+        plain.update(Snapshot(5, delay=text))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["0/5 0 in flight, loading 1.0 of 7.3 GB", "0/5 0 in flight, measuring"]
+
+
+# ---- the command line ----
+
+
+@pytest.fixture
+def at_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, redis_url: str) -> None:
+    for name in [name for name in os.environ if name.startswith("BATCHKV_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("BATCHKV_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("BATCHKV_REDIS_URL", redis_url)
+
+
+def batchkv(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+
+
+def end(connection: Redis, outcomes: dict[str, tuple[str, str] | str]) -> None:
+    """End queued rows as a worker would: with an error by custom_id, or with a finish reason."""
+    moves = Transitions(connection)
+    endings = []
+    for row in moves.pull(QUEUE, "w", 100, 60):
+        custom_id = decode_job(row.data).custom_id
+        how = outcomes.get(custom_id, "stop")
+        outcome = "ok" if isinstance(how, str) else "failed"
+        result = RowResult(
+            custom_id,
+            "completion",
+            outcome,  # type: ignore[arg-type]
+            MODEL,
+            error=None if isinstance(how, str) else how,
+        )
+        is_cut = how == "length"
+        endings.append(Ending(row.lease, outcome, encode_result(result), is_cut=is_cut))
+    moves.finish(QUEUE, "w", endings)
+
+
+@pytest.mark.usefixtures("at_server")
+def test_submit_says_at_once_that_nobody_serves(
+    write_lines: Write, redis_connection: Redis
+) -> None:
+    """With no worker submit names the command that starts one; with a worker it says nothing."""
+    source = write_lines({"prompt": "a"})
+    found = batchkv("submit", source, "-m", MODEL)
+    assert found.exit_code == 0 and "nobody serves the queue" in found.stderr
+    assert "batchkv worker -m m" in found.stderr
+    key = redis_keys.worker("w")
+    redis_connection.hset(key, mapping={"birth": "2026-01-01T00:00:00Z", "queues": QUEUE})
+    redis_connection.sadd(f"rq:workers:{QUEUE}", key)
+    assert "nobody" not in batchkv("submit", source, "-m", MODEL).stderr
+
+
+@pytest.mark.usefixtures("at_server")
+def test_wait_says_at_once_that_nobody_serves(write_lines: Write) -> None:
+    """Not after half a minute: a wait of a tenth of a second is long enough to be told."""
+    batch = batchkv("submit", write_lines({"prompt": "a"}), "-m", MODEL).stdout.strip()
+    found = batchkv("wait", batch, "--timeout", "0.1")
+    assert "nobody serves the queue" in found.stderr and "batchkv worker -m m" in found.stderr
+
+
+@pytest.mark.usefixtures("at_server")
+def test_wait_gives_the_reasons_of_failed_rows(write_lines: Write, redis_connection: Redis) -> None:
+    """By code, with lines and a message, wrong rows of the input too; --json has them as well."""
+    rows = [{"custom_id": f"c{n}", "prompt": "p"} for n in range(1, 8)]
+    source = write_lines(*rows, {"prompt": 5})
+    batch = batchkv("submit", source, "-m", MODEL).stdout.strip()
+    long = ("context_length_exceeded", "too\nlong")
+    end(redis_connection, {"c2": long, "c4": ("engine_error", "it broke"), "c6": long})
+    found = batchkv("wait", batch)
+    assert "batchkv: 2 rows context_length_exceeded: lines 2, 6: too long\n" in found.stderr
+    assert "batchkv: 1 row engine_error: line 4: it broke\n" in found.stderr
+    assert "1 row invalid_request: line 8: " in found.stderr
+    as_json = json.loads(batchkv("wait", batch, "--json").stdout)
+    first = as_json["failures"][0]
+    assert (first["code"], first["count"], first["lines"]) == ("context_length_exceeded", 2, [2, 6])
+
+
+def test_many_failures_are_a_few_lines() -> None:
+    """Twenty lines are named of a code, the number of the others is told, and of codes too."""
+
+    def failed(code: str) -> RowResult:
+        return RowResult("c", "chat", "failed", "m", error=(code, "why"))
+
+    groups = grouped((line, failed("timeout")) for line in range(100, 0, -1))
+    (line, rest) = told(groups, 103)
+    assert line.startswith("100 rows timeout: lines 1, 2, 3, ")
+    assert line.endswith(f"{MAX_LINES_SHOWN} and 80 more: why")
+    assert rest == "3 rows failed besides these"
+    assert len(grouped((n, failed(f"code{n:03}")) for n in range(100))) == 20
+
+
+@pytest.mark.usefixtures("at_server")
+def test_answers_that_were_cut_are_counted(write_lines: Write, redis_connection: Redis) -> None:
+    """Of the rows that ended well, those cut at max_tokens stand in the sum and in --json."""
+    source = write_lines(*({"custom_id": f"c{n}", "prompt": "p"} for n in range(3)))
+    batch = batchkv("submit", source, "-m", MODEL).stdout.strip()
+    end(redis_connection, {"c0": "length", "c2": "length"})
+    assert batchkv("wait", batch).stdout == (
+        "3 = 3 ok (2 cut at max_tokens) + 0 failed + 0 canceled\n"
+    )
+    assert json.loads(batchkv("status", batch, "--json").stdout)["cut"] == 2
+    assert "3 ok (2 cut at max_tokens)" in batchkv("status", batch).stdout
+
+
+@pytest.mark.parametrize("copies", [1, 1000])
+def test_copies_of_a_cut_answer_are_cut(
+    client: Client, write_lines: Write, monkeypatch: pytest.MonkeyPatch, copies: int
+) -> None:
+    """Twins of a cut row count as cut, those too that a later step copies to."""
+    monkeypatch.setattr("batchkv_producer.transitions.COPIES", copies)
+    lines = [{"prompt": "p", "temperature": 0}] * 4
+    batch = client.submit(write_lines(*lines), model=MODEL, terms=Terms(dedupe=True)).batch_id
+    end(client._connection, {"line-1": "length"})
+    Transitions(client._connection).copy(QUEUE)
+    found = client.status(batch)
+    assert (found.ok, found.cut, found.copied) == (4, 4, 3)
