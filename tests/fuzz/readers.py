@@ -27,7 +27,8 @@ from batchkv_producer.job import (
 )
 from batchkv_producer.output import output_line, text_line
 from batchkv_worker.events import Work
-from batchkv_worker.requests import RowRefused, prepare
+from batchkv_worker.requests import prepare
+from batchkv_worker.tokens import RowRefused
 from support import tiny_models
 
 CODES = {value for name, value in vars(ErrorCode).items() if name.isupper()}

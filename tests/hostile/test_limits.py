@@ -10,7 +10,7 @@ import pytest
 from batchkv_cache_store import header, lookup, manifests
 from batchkv_cache_store.tiers.base import MAX_OBJECT_BYTES
 from batchkv_producer import body, checks, formats, job, messages, transitions
-from batchkv_worker import requests
+from batchkv_worker import tokens
 
 TEXT = (Path(__file__).resolve().parents[2] / "SECURITY.md").read_text("utf-8")
 LIMITS = header.Limits()
@@ -22,7 +22,7 @@ MIB, KIB = 2**20, 2**10
     [
         ("a line of the input", [formats.MAX_LINE_BYTES // MIB]),
         ("a `custom_id`", [checks.MAX_CUSTOM_ID_CHARS]),
-        ("a prompt; all texts", [requests.MAX_TOKEN_CHARS]),
+        ("a prompt; a chat", [tokens.MAX_TOKEN_CHARS]),
         ("stop strings of a row", [checks.MAX_STOPS, checks.MAX_STOP_BYTES]),
         (
             "tools of a row",

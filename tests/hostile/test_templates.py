@@ -18,7 +18,8 @@ from batchkv_worker.demo import MODEL_PATH
 from batchkv_worker.errors import ModelError
 from batchkv_worker.events import Work
 from batchkv_worker.model import LoadedModel, load
-from batchkv_worker.requests import RowRefused, prepare
+from batchkv_worker.requests import prepare
+from batchkv_worker.tokens import RowRefused
 from hostile.house import Trap
 from support import tiny_models  # noqa: F401  (first: it loads the BLAS)
 

@@ -14,8 +14,8 @@ from batchkv_worker.engine import Engine, EngineConfig
 from batchkv_worker.events import Completed, Work
 from batchkv_worker.kv.layout import Demand
 from batchkv_worker.model import load
-from batchkv_worker.requests import RowRefused
 from batchkv_worker.sequence import Generation, Sequence
+from batchkv_worker.tokens import RowRefused
 from kv.crowd import Crowd, random_prompt
 
 

@@ -13,7 +13,8 @@ from batchkv_producer.job import Request, SamplingParams
 from batchkv_producer.planner import canonical_text
 from batchkv_worker.events import Work
 from batchkv_worker.model import LoadedModel, load
-from batchkv_worker.requests import SHARED_SLACK, RowRefused, prepare
+from batchkv_worker.requests import SHARED_SLACK, prepare
+from batchkv_worker.tokens import RowRefused
 from support import tiny_models  # first: it loads the BLAS
 
 

@@ -27,7 +27,7 @@ from batchkv_worker.kv.plan import make_plan
 from batchkv_worker.model import LoadedModel
 from batchkv_worker.prefill import Prefill
 from batchkv_worker.prefix import PrefixCache
-from batchkv_worker.requests import RowRefused, check_memory, prepare
+from batchkv_worker.requests import check_memory, prepare
 from batchkv_worker.sampling import sample
 from batchkv_worker.scheduler import Budget, Scheduler
 from batchkv_worker.sequence import Sequence
@@ -38,6 +38,7 @@ from batchkv_worker.steps import Step, inputs
 from batchkv_worker.store.access import Access
 from batchkv_worker.store.face import Alone, SharedPrefixes
 from batchkv_worker.store.link import Link
+from batchkv_worker.tokens import RowRefused, refusals
 from batchkv_worker.vitals import Vitals
 
 __all__ = ["Engine", "EngineConfig"]
@@ -116,13 +117,11 @@ class Engine:
     def add(self, work: Work) -> None:
         """Take a row in; one that can never run is rejected with the next step's events."""
         try:
-            self.submit_row(prepare(work, self.loaded, counts_shared=self.link.counts_shared))
+            with refusals("the prompt cannot be prepared"):
+                shared = self.link.counts_shared
+                self.submit_row(prepare(work, self.loaded, counts_shared=shared))
         except RowRefused as refusal:
             self._events.append(Rejected(work.job_id, refusal.code, str(refusal)))
-        except Exception as fault:  # noqa: BLE001 - templates and tokenizers may raise anything
-            code = ErrorCode.INVALID_REQUEST
-            message = f"the prompt cannot be prepared: {type(fault).__name__}: {fault}"[:300]
-            self._events.append(Rejected(work.job_id, code, message))
 
     def submit_row(self, row: Sequence) -> None:
         """Take in a row that is tokenized already; raises RowRefused when it can never fit."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +22,9 @@ from batchkv_worker.events import Work
 from batchkv_worker.kv.layout import Demand
 from batchkv_worker.model import LoadedModel
 from batchkv_worker.sequence import Generation, Sequence
+from batchkv_worker.tokens import SLICE_CHARS, RowRefused, check_text, check_values, is_within
 
 DEFAULT_MAX_TOKENS = 512
-# No token is longer, so that a text beyond this many characters for each of the context's tokens
-# cannot fit: it is refused before it is tokenized, which would take minutes.
-MAX_TOKEN_CHARS = 128
 SHARED_SLACK = 16  # tokens by which a text counts otherwise alone than behind its prefix
 
 _RANGES: dict[str, tuple[float, float]] = {
@@ -41,23 +38,16 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 
 
-class RowRefused(Exception):
-    """This row cannot be generated; ``code`` is one of ``job.ErrorCode``."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
 def prepare(work: Work, loaded: LoadedModel, *, counts_shared: bool = False) -> Sequence:
     """The row as the engine runs it; raises RowRefused.
 
     ``counts_shared``: whether to find out how many of its tokens others of its batch begin with.
     """
     _check_ranges(work.request.params)
-    request = _checked(work.request)
-    _check_size(request, loaded)
-    prompt = _tokens(request, loaded.tokenizer)
+    asked = work.request
+    num_chars = check_values([asked.prompt, asked.messages, asked.tools], loaded.context)
+    request = _checked(asked)
+    prompt = _tokens(request, loaded, is_long=num_chars > SLICE_CHARS)
     if not prompt:
         raise RowRefused(ErrorCode.INVALID_REQUEST, "the prompt has no tokens")
     if max(prompt) >= loaded.vocabulary or min(prompt) < 0:
@@ -79,6 +69,8 @@ def _num_common(work: Work, num_prompt: int, tokenizer: Any) -> int | None:
         return work.shared_bytes and num_prompt
     raw = canonical_text(work.request).encode("utf-8", "surrogatepass")
     rest = raw[work.shared_bytes :].decode("utf-8", "ignore")
+    if not is_within(rest, tokenizer, num_prompt):
+        return 0
     num_rest = len(tokenizer.encode(rest)) if rest else 0
     return max(0, min(num_prompt, num_prompt - num_rest + SHARED_SLACK))
 
@@ -116,30 +108,10 @@ def _checked(request: Request) -> Request:
         raise RowRefused(fault.code, str(fault)) from fault
 
 
-def _check_size(request: Request, loaded: LoadedModel) -> None:
-    texts = _texts([request.prompt, request.messages, request.tools])
-    num_chars = sum(map(len, texts))
-    if num_chars > loaded.context * MAX_TOKEN_CHARS:
-        raise RowRefused(
-            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-            f"{num_chars} characters cannot fit the model's context of {loaded.context} tokens",
-        )
-
-
-def _texts(values: Iterable[Any]) -> Iterable[str]:
-    """Every string in lists and objects; their depth was checked before."""
-    for value in values:
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, list):
-            yield from _texts(value)
-        elif isinstance(value, dict):
-            yield from _texts(value)  # the names
-            yield from _texts(value.values())
-
-
-def _tokens(request: Request, tokenizer: Any) -> list[int]:
+def _tokens(request: Request, loaded: LoadedModel, *, is_long: bool) -> list[int]:
+    tokenizer = loaded.tokenizer
     if request.prompt is not None:
+        check_text(request.prompt, tokenizer, loaded.context)
         return list(tokenizer.encode(request.prompt))
     if not tokenizer.has_chat_template:
         raise RowRefused(
@@ -151,7 +123,12 @@ def _tokens(request: Request, tokenizer: Any) -> list[int]:
         options["tools"] = request.tools
     messages = [_with_parsed_arguments(message) for message in request.messages or ()]
     try:
+        if is_long:  # looked at as text first: tokens take much more memory
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            check_text(text, tokenizer, loaded.context)
         return list(tokenizer.apply_chat_template(messages, tokenize=True, **options))
+    except RowRefused:
+        raise
     except Exception as fault:  # a template may raise anything
         message = f"the model's chat template refused the messages: {str(fault)[:300]}"
         raise RowRefused(ErrorCode.INVALID_REQUEST, message) from fault
