@@ -68,7 +68,8 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
                                    ``bkv_version``, ``bkv_model``, ``bkv_scheme``, ``bkv_state``
                                    (``loading 2.1 of 7.3 GB``, ``finishing 12 rows`` or empty),
                                    ``bkv_tokens_per_second`` (of the last minute), ``bkv_memory``
-                                   (bytes)
+                                   (bytes), ``bkv_beat_ms`` (how often it is to be heard of) and
+                                   ``bkv_seen`` (when it was, by the server's clock)
 ``rq:pubsub:<name>``       channel RQ's commands to a worker (``stop-job``)
 =========================  ======  ==============================================================
 """

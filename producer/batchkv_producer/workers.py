@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,6 +15,8 @@ from batchkv_producer import redis_keys
 MAX_DIGITS = 19  # of a count: Redis's own are of 64 bits
 # How what a worker does begins before it takes its first row.
 LOADING = ("loading", "downloading", "measuring")
+HEARTBEAT_SECONDS = 15.0  # of a worker that does not say otherwise
+MISSED_HEARTBEATS = 2
 MAX_HELD_READ = 10_000  # leases looked at to count what a worker holds
 
 
@@ -24,6 +27,9 @@ class WorkerInfo:
     From ``doing`` on it is what the worker tells of itself; older workers do not, and it is empty.
     ``doing`` is more than RQ's state says: ``loading 2.1 of 7.3 GB``, ``finishing 12 rows``.
     ``tokens_per_second`` are those generated in the last minute, while there were rows.
+
+    ``silent_seconds`` have passed, by the server's clock, since it was heard of, which should be
+    every ``heartbeat_seconds``; ``is_away``: it has missed two.
     """
 
     name: str
@@ -41,6 +47,14 @@ class WorkerInfo:
     scheme: str = ""
     tokens_per_second: int | None = None
     memory_bytes: int | None = None
+    silent_seconds: float = 0.0
+    heartbeat_seconds: float = HEARTBEAT_SECONDS
+    is_away: bool = False
+
+    @property
+    def shown_state(self) -> str:
+        """The state, for people."""
+        return "asleep or away" if self.is_away else self.doing or self.state
 
     @property
     def is_loading(self) -> bool:
@@ -74,32 +88,43 @@ def live_workers(connection: Redis, queue: str) -> list[str]:
 
 def serving_workers(connection: Redis, queue: str) -> list[WorkerInfo]:
     """The live workers of one queue; ``num_running``, which takes long to count, is 0."""
-    return [_worker_info(name, values, 0) for name, values in _records(connection, queue)]
+    now, pairs = _records(connection, queue)
+    return [_worker_info(name, values, 0, now) for name, values in pairs]
 
 
 def read_workers(connection: Redis) -> list[WorkerInfo]:
     """All live workers that serve a batchkv queue."""
-    pairs = _records(connection, "")
+    now, pairs = _records(connection, "")
     queues = {queue for _, values in pairs for queue in values["queues"].split(",")}
     num_held = _count_held(connection, queues)
-    return [_worker_info(name, values, num_held.get(name, 0)) for name, values in pairs]
+    return [_worker_info(name, values, num_held.get(name, 0), now) for name, values in pairs]
 
 
-def _records(connection: Redis, queue: str) -> list[tuple[str, dict[str, str]]]:
-    """(name, record) of the live workers of a queue, or for "" of all of ours."""
+def _records(connection: Redis, queue: str) -> tuple[int, list[tuple[str, dict[str, str]]]]:
+    """The server's time, and (name, record) of a queue's live workers; for "" of all of ours."""
     names = live_workers(connection, queue)
     with connection.pipeline(transaction=False) as pipeline:
+        pipeline.time()
         for name in names:
             pipeline.hgetall(redis_keys.worker(name))
-        hashes = [text_map(raw) for raw in pipeline.execute()]
-    return [
+        (now, _), *found = pipeline.execute()
+    hashes = [text_map(raw) for raw in found]
+    pairs = [
         (name, values)
         for name, values in zip(names, hashes, strict=True)
         if redis_keys.QUEUE_PREFIX in values.get("queues", "")
     ]
+    return now, pairs
 
 
-def _worker_info(name: str, values: dict[str, str], num_running: int) -> WorkerInfo:
+def _worker_info(name: str, values: dict[str, str], num_running: int, now: int) -> WorkerInfo:
+    """``now`` is the server's time."""
+    if "bkv_seen" in values:
+        silent = max(0.0, float(now - _whole(values, "bkv_seen")))
+    else:  # an older worker, or one that has just begun
+        last = _seconds(values.get("last_heartbeat", ""))
+        silent = max(0.0, time.time() - last) if last else 0.0
+    beat = _whole(values, "bkv_beat_ms") / 1000 or HEARTBEAT_SECONDS
     return WorkerInfo(
         name=name,
         hostname=values.get("hostname", ""),
@@ -116,6 +141,9 @@ def _worker_info(name: str, values: dict[str, str], num_running: int) -> WorkerI
         scheme=values.get("bkv_scheme", ""),
         tokens_per_second=_whole_if_said(values, "bkv_tokens_per_second"),
         memory_bytes=_whole_if_said(values, "bkv_memory"),
+        silent_seconds=silent,
+        heartbeat_seconds=beat,
+        is_away=silent > MISSED_HEARTBEATS * beat + 1,  # the server's time is in whole seconds
     )
 
 

@@ -156,6 +156,34 @@ def test_workers_that_live(desk: Desk) -> None:
     assert desk.client.status(desk.batch).num_workers == 0
 
 
+@pytest.mark.parametrize(
+    ("record", "is_away"),
+    [
+        ({"bkv_seen": 20}, False),
+        ({"bkv_seen": 33}, True),
+        ({"bkv_seen": 33, "bkv_beat_ms": "60000"}, False),
+        ({"bkv_seen": 4, "bkv_beat_ms": "500"}, True),
+        ({"bkv_seen": -9}, False),
+        ({"last_heartbeat": "2026-01-01T00:00:00.000000Z"}, True),
+        ({"last_heartbeat": "yesterday"}, False),
+        ({"last_heartbeat": "2026-01-01T00:00:00.000000Z", "bkv_seen": 1}, False),
+    ],
+)
+def test_a_worker_that_missed_two_heartbeats(
+    desk: Desk, record: dict[str, Any], is_away: bool
+) -> None:
+    """It is asleep or away; the server's clock counts, for its own may be wrong."""
+    key = redis_keys.worker("mac-1")
+    fields = {"birth": "x", "queues": desk.queue, "state": "busy", **record}
+    if "bkv_seen" in record:
+        fields["bkv_seen"] = desk.connection.time()[0] - record["bkv_seen"]
+    desk.connection.hset(key, mapping=fields)
+    desk.connection.sadd("rq:workers", key)
+    (info,) = desk.client.workers()
+    assert info.is_away == is_away
+    assert info.shown_state == ("asleep or away" if is_away else "busy")
+
+
 def test_workers_that_were_killed(desk: Desk) -> None:
     """A worker whose record has expired is not counted, although RQ's sets still name it."""
     desk.connection.sadd(f"rq:workers:{desk.queue}", redis_keys.worker("ghost"))

@@ -298,6 +298,16 @@ def test_a_pull_whose_answer_is_lost_is_no_death(house: House) -> None:
     assert halves(house)[:2] == [1, 1]
 
 
+def test_a_heartbeat_tells_the_servers_time(house: House) -> None:
+    """A worker's own clock may be wrong; who wants to know how long it is silent needs one."""
+    key = redis_keys.worker("w")
+    house.transitions.renew(QUEUE, "w", [], LEASE_SECONDS, 90)
+    assert not house.connection.exists(key)
+    house.connection.hset(key, "birth", "x")
+    house.transitions.renew(QUEUE, "w", [], LEASE_SECONDS, 90)
+    assert abs(int(house.connection.hget(key, "bkv_seen")) - house.connection.time()[0]) <= 1
+
+
 # ---- begun, and suspects ----
 
 

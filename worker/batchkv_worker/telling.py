@@ -118,6 +118,7 @@ class Telling:
             "bkv_state": self._published,
             "bkv_tokens_per_second": f"{self._minute.tokens_per_second:.0f}",
             "bkv_memory": str(self._engine.memory_bytes),
+            "bkv_beat_ms": f"{1000 * self._settings.heartbeat_seconds:.0f}",
         }
 
     def log_loading(self) -> None:

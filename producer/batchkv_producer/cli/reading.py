@@ -227,10 +227,9 @@ def _print_job(client: Client, job_id: str, as_json: bool) -> None:
 
 
 def _print_workers(found: Iterable[Any]) -> None:
-    now = time.time()
     rows = [
-        (w.name, w.hostname, str(w.pid), w.state, w.num_running, w.num_successful, w.num_failed,
-         f"{max(0, now - w.last_heartbeat):.0f} s ago", w.queues)
+        (w.name, w.hostname, str(w.pid), w.shown_state, w.num_running, w.num_successful,
+         w.num_failed, f"{w.silent_seconds:.0f} s ago", w.queues)
         for w in found
     ]  # fmt: skip
     titles = ("WORKER", "HOST", "PID", "STATE", "RUNNING", "OK", "FAILED", "SEEN", "QUEUES")

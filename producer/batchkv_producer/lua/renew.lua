@@ -6,7 +6,7 @@ local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 local lost = {}
 if redis.call('EXISTS', KEYS[2]) == 1 then
-  redis.call('HSET', KEYS[2], 'last_heartbeat', iso)
+  redis.call('HSET', KEYS[2], 'last_heartbeat', iso, 'bkv_seen', time[1])
   redis.call('EXPIRE', KEYS[2], tonumber(ARGV[2]))
 end
 for position = 4, #ARGV, 2 do
