@@ -13,7 +13,8 @@ from batchkv_producer import outfile, output, redis_keys
 from batchkv_producer.client import BatchStatus, Client
 from batchkv_producer.expected import Expected
 from batchkv_producer.job import Result, decode_result
-from batchkv_producer.outfile import LineSet, ResultsFile
+from batchkv_producer.line_set import LineSet
+from batchkv_producer.outfile import ResultsFile
 from batchkv_producer.patience import patiently
 from batchkv_producer.progress import Snapshot
 
@@ -35,6 +36,7 @@ class Follower:
         self._batch_id = batch_id
         self._position = 0
         self._scored = LineSet()
+        self._seen_failed = LineSet()
         self._is_behind = False
 
     def collect(self) -> int:
@@ -44,17 +46,17 @@ class Follower:
             num_seen += 1
             self._position = row.position + 1
             self._score(row.line, row.result)
-            if row.line in self.results.present:
-                # Failed, written, and then retried: known once its second end comes by.
-                self._is_behind |= row.result.outcome == "ok" and self.results.has_failed(row.line)
-                continue
-            text = output.output_line(row.job_id, row.result)
-            self.results.append(row.line, text, is_failed=row.result.outcome != "ok")
+            is_failed = row.result.outcome != "ok"
+            if is_failed and not self._seen_failed.add(row.line):
+                self._is_behind = True  # it may have failed anew, of something else
+            if self.results.lacks(row.line, is_failed=is_failed):
+                text = output.output_line(row.job_id, row.result)
+                self.results.append(row.line, text, is_failed=is_failed)
         self.results.flush()
         return num_seen
 
     def refresh(self, stale: outfile.Stale) -> None:
-        """At the end: give rows that were retried meanwhile their new line.
+        """At the end: give rows that were retried meanwhile, and failed again, their new line.
 
         A server that lost its last second in a crash has rows at places that were read before:
         they are found when all is read again.
@@ -62,9 +64,9 @@ class Follower:
         if self._is_behind:
             self.results.refresh(stale)
         status = patiently(partial(self._client.status, self._batch_id))
-        has_passed_some = status.is_done and len(self.results.present) < status.num_ended
+        has_passed_some = status.is_done and self.results.num_rows < status.num_ended
         if self._is_behind or has_passed_some:
-            self._position, self._is_behind = 0, False
+            self._position, self._is_behind, self._seen_failed = 0, False, LineSet()
             self.collect()
 
     def _score(self, line: int, result: Result) -> None:
@@ -86,7 +88,7 @@ def snapshot_of(status: BatchStatus, delay: str = "") -> Snapshot:
 
 
 def stale_rows(connection: Redis, batch_id: str) -> outfile.Stale:
-    """Tells which failed rows of OUT have since been queued again, or ended otherwise."""
+    """Tells which rows of the errors file have been queued again since, or have another line."""
 
     def stale(lines: Sequence[int], rows: Sequence[bytes]) -> set[int]:
         stored: list[Any] = connection.hmget(redis_keys.results(batch_id), [*map(str, lines)])

@@ -13,6 +13,7 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -63,6 +64,11 @@ class LineFile:
             except FileNotFoundError:
                 pass
             os.close(descriptor)
+
+    def clear(self) -> None:
+        """Let nothing be in it."""
+        os.ftruncate(self._descriptor, 0)
+        self._end = 0
 
     def close(self, *, remove_if_empty: bool = False) -> None:
         """Let the file and its lock go."""
@@ -125,10 +131,27 @@ class LineFile:
 
     def rewrite(self, batch_id: str, is_kept: Callable[[int], bool]) -> None:
         """Keep some rows only. The new file takes the place of the old one in one step."""
-        kept = (row for line, row in self.rows(batch_id) if is_kept(line))
-        fresh, _ = write_beside(self.path, kept)
+        self.flush()
+        with beside(self.path) as fresh:
+            for line, row in self.rows(batch_id):
+                if is_kept(line):
+                    fresh.write(row)
+            fresh.put_in_place_of(self.path)
+        self.adopt(fresh)
+
+    def adopt(self, fresh: LineFile) -> None:
+        """Go on with the file that has been put in the place of this one."""
         os.close(self._descriptor)
         self._descriptor, self._end = fresh._descriptor, fresh._end
+
+    def put_in_place_of(self, path: Path) -> None:
+        """Give a file that was written ``beside`` another the other's name, in one step."""
+        self.flush()
+        self.sync()
+        target = Path(os.path.realpath(path))
+        self.path.replace(target)
+        _sync_folder(target)
+        self.path = path
 
     def _reader(self) -> BinaryIO:
         return open(self.path, "rb", buffering=BUFFER_BYTES)
@@ -211,26 +234,36 @@ def _other_batch(path: Path, found: str, batch_id: str) -> str:
     )
 
 
-def write_beside(path: Path, rows: Iterable[bytes]) -> tuple[LineFile, int]:
-    """Write a file beside ``path`` and put it in its place; (that file, still open; its rows)."""
+@contextmanager
+def beside(path: Path) -> Iterator[LineFile]:
+    """An empty file in the folder of ``path``, to be put in its place; gone if that fails.
+
+    Its name is always the same, so that what a killed process leaves is used by the next.
+    """
     target = Path(os.path.realpath(path))
-    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    beside.unlink(missing_ok=True)
-    file = LineFile.open(beside)
-    num_rows = 0
+    place = target.with_name(f".{target.name}.tmp")
+    if place.is_symlink():  # somebody else's: what it points to is not to be written
+        place.unlink()
+    file = LineFile.open(place)
     try:
+        file.clear()
         if target.exists():
-            beside.chmod(stat.S_IMODE(target.stat().st_mode))
+            file.path.chmod(stat.S_IMODE(target.stat().st_mode))
+        yield file
+    except BaseException:
+        if file.path != path:
+            file.path.unlink(missing_ok=True)
+        file.close()
+        raise
+
+
+def write_whole(path: Path, rows: Iterable[bytes]) -> int:
+    """Write a file whole and put it in the place of ``path``; how many rows."""
+    num_rows = 0
+    with beside(path) as file:
         for row in rows:
             file.write(row)
             num_rows += 1
-        file.flush()
-        file.sync()
-        beside.replace(target)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        file.close()
-        raise
-    _sync_folder(target)
-    file.path = path
-    return file, num_rows
+        file.put_in_place_of(path)
+    file.close()
+    return num_rows

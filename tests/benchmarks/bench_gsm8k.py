@@ -202,7 +202,9 @@ def measure(source: Path, home: Path) -> dict[str, Any]:
         time.sleep(1)
     seconds = time.monotonic() - begin
     last_line = (run.communicate()[0] or "").strip()
-    results = [json.loads(line) for line in out.read_text().splitlines()]
+    errors = out.with_name(out.name + ".errors.jsonl")
+    files = [path.read_text().splitlines() if path.exists() else [] for path in (out, errors)]
+    results = [json.loads(line) for lines in files for line in lines]
     batch = results[0]["id"].split("-")[0]
     ordered = subprocess.run(
         [*CLI, "results", batch, "--ordered"], env=environment, capture_output=True, text=True
@@ -217,7 +219,7 @@ def measure(source: Path, home: Path) -> dict[str, Any]:
         "last_line": last_line,
         "seconds": round(seconds, 1),
         "each_id_once": sorted(r["custom_id"] for r in results) == sorted(wanted),
-        "all_ok": all(r["error"] is None for r in results),
+        "all_ok": not files[1],
         "order_kept": [json.loads(line)["custom_id"] for line in ordered] == wanted,
         "worker_mb_second_quarter_on": round(max(settled[:half], default=0.0)),
         "worker_mb_last_half": round(max(settled[half:], default=0.0)),

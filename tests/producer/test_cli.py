@@ -347,26 +347,56 @@ def test_results_to_standard_output(at_server: str, redis_connection: Redis, sou
     ordered = batchkv("results", batch_id, "--ordered", "--format", "text").stdout.splitlines()
     assert ordered[0] == ordered[2] == "one\\ntwo" and ordered[1].startswith("[invalid_json]")
     assert batchkv("results", batch_id, "--follow").stdout.count("\n") == 3
+    (wrong,) = batchkv("results", batch_id, "--errors").stdout.splitlines()
+    response = json.loads(wrong)["response"]
+    assert (response["status_code"], response["body"]["error"]["code"]) == (400, "invalid_json")
     assert_complains(batchkv("results", batch_id, "--follow", "--ordered"), 2, "choose one")
     assert_complains(batchkv("results", batch_id, "--json", "--format", "text"), 2, "exclude")
 
 
-def test_results_to_a_file(at_server: str, redis_connection: Redis, source: Path) -> None:
-    """-o appends what is missing, with the errors beside; --ordered and text write a new file."""
+def ids_in(path: Path) -> list[str]:
+    return [json.loads(line)["id"] for line in path.read_text("utf-8").splitlines()]
+
+
+def test_results_of_an_older_version_are_migrated(
+    at_server: str, redis_connection: Redis, source: Path
+) -> None:
+    """An OUT with failed rows of the old shape ends as a new one does, and stays so."""
     batch_id, out = submitted(source), source.with_name("out")
+    finish(redis_connection, "m")
+    batchkv("results", batch_id, "-o", out)
+    errors = source.with_name("out.errors.jsonl")
+    new = [out.read_bytes(), errors.read_bytes()]
+    error = {"code": "invalid_json", "message": "as it was said before"}
+    row = {"id": f"{batch_id}-2", "custom_id": "line-2", "response": None, "error": error}
+    old = json.dumps(row, separators=(",", ":")) + "\n"
+    out.write_bytes(old.encode() + new[0])
+    errors.write_text(old, "utf-8")
+    for _ in range(2):
+        assert "3 of 3 rows" in batchkv("results", batch_id, "-o", out).stderr
+        assert [out.read_bytes(), errors.read_bytes()] == new
+
+
+def test_results_to_a_file(at_server: str, redis_connection: Redis, source: Path) -> None:
+    """-o appends what is missing, answers and errors apart; --ordered and text write anew."""
+    batch_id, out = submitted(source), source.with_name("out")
+    errors = source.with_name("out.errors.jsonl")
     first = batchkv("results", batch_id, "-o", out)
     assert (first.exit_code, first.stdout) == (0, "")
-    assert "1 of 3 rows" in first.stderr and "2 have not ended yet" in first.stderr
+    assert f"1 of 3 rows: 0 in {out}, 1 in {errors}; 2 have not ended yet" in first.stderr
     finish(redis_connection, "m")
     for _ in range(2):
-        assert "3 of 3 rows" in batchkv("results", batch_id, "-o", out, "--follow").stderr
-    assert out.read_text("utf-8").count("\n") == 3
-    errors = source.with_name("out.errors.jsonl")
-    assert errors.read_text("utf-8").count("\n") == 1
-    assert batchkv("results", batch_id, "-o", out, "--ordered").exit_code == 0
-    ids = [json.loads(line)["id"] for line in out.read_text("utf-8").splitlines()]
-    assert ids == [f"{batch_id}-{n}" for n in (1, 2, 3)]
-    assert errors.read_text("utf-8").count("\n") == 1
+        told = batchkv("results", batch_id, "-o", out, "--follow").stderr
+        assert told == f"batchkv: 3 of 3 rows: 2 in {out}, 1 in {errors}\n"
+    assert out.read_text("utf-8").count("\n") == 2
+    assert ids_in(errors) == [f"{batch_id}-2"]
+    backwards = out.read_text("utf-8").splitlines(keepends=True)[::-1]
+    out.write_text("".join(backwards), "utf-8")
+    ordered = batchkv("results", batch_id, "-o", out, "--ordered")
+    assert ordered.stderr == f"batchkv: 3 rows: 2 in {out}, 1 in {errors}\n"
+    assert ids_in(out) == [f"{batch_id}-1", f"{batch_id}-3"]
+    assert ids_in(errors) == [f"{batch_id}-2"]
+    assert_complains(batchkv("results", batch_id, "-o", out, "--errors"), 2, "standard output")
     text = source.with_name("out.txt")
     assert batchkv("results", batch_id, "-o", text, "--format", "text").exit_code == 0
     assert text.read_text("utf-8").count("the answer\n") == 2
@@ -387,7 +417,7 @@ def test_result_of_one_job(at_server: str, redis_connection: Redis, source: Path
     assert batchkv("result", f"{batch_id}-1", "--format", "text").stdout == "the answer\n"
     failed = batchkv("result", f"{batch_id}-2")
     assert failed.exit_code == 1
-    assert json.loads(failed.stdout)["error"]["code"] == "invalid_json"
+    assert json.loads(failed.stdout)["response"]["body"]["error"]["code"] == "invalid_json"
 
 
 def test_cancel_and_retry_say_how_many(

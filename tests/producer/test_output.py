@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from batchkv_producer.job import Result, TokenLogprob, Usage
-from batchkv_producer.output import output_line, text_line
+from batchkv_producer.job import ErrorCode, Outcome, Result, TokenLogprob, Usage
+from batchkv_producer.output import REFUSED_CODES, is_failed_line, output_line, text_line
 
 JOB_ID = "0123456789abcdef-7"
 TOKENS = (
@@ -53,12 +53,83 @@ def test_a_completion() -> None:
     assert body["choices"] == [choice]
 
 
-@pytest.mark.parametrize("outcome", ["failed", "canceled"])
-def test_an_error(outcome: str) -> None:
-    """A row without an answer has a code and a message, and no response."""
-    result = Result("a", "chat", outcome, error=("timeout", "too slow"))  # type: ignore[arg-type]
-    line = json.loads(output_line(JOB_ID, result))
-    assert (line["response"], line["error"]) == (None, {"code": "timeout", "message": "too slow"})
+REFUSED = [
+    "invalid_json",
+    "invalid_request",
+    "duplicate_custom_id",
+    "unsupported_parameter",
+    "context_length_exceeded",
+]
+
+
+@pytest.mark.parametrize("code", REFUSED)
+def test_a_refused_request(code: str) -> None:
+    """A request that was wrong has the answer that a server would have given: 400, and why."""
+    line = json.loads(output_line(JOB_ID, Result("a", "chat", "failed", error=(code, "so it is"))))
+    assert line == {
+        "id": JOB_ID,
+        "custom_id": "a",
+        "response": {
+            "status_code": 400,
+            "request_id": JOB_ID,
+            "body": {
+                "error": {
+                    "message": "so it is",
+                    "type": "invalid_request_error",
+                    "param": None,
+                    "code": code,
+                }
+            },
+        },
+        "error": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "shown"),
+    [
+        ("failed", "expired", "batch_expired"),
+        ("canceled", "canceled", "batch_cancelled"),
+        ("failed", "timeout", "timeout"),
+        ("failed", "lost", "lost"),
+        ("failed", "out_of_memory", "out_of_memory"),
+        ("failed", "engine_error", "engine_error"),
+    ],
+)
+def test_no_answer_at_all(outcome: Outcome, code: str, shown: str) -> None:
+    """What no server has answered has no response, and a code: OpenAI's word where there is one."""
+    line = json.loads(output_line(JOB_ID, Result("a", "chat", outcome, error=(code, "too slow"))))
+    assert (line["response"], line["error"]) == (None, {"code": shown, "message": "too slow"})
+    shown_text = text_line(Result("a", "chat", outcome, error=(code, "too slow")))
+    assert shown_text == f"[{code}] too slow"
+
+
+def test_every_code_has_its_shape() -> None:
+    """Each code that a row can have is either a refusal or the lack of an answer, by decision."""
+    codes = {code for name, code in vars(ErrorCode).items() if name.isupper()}
+    others = {"timeout", "canceled", "expired", "lost", "out_of_memory", "engine_error"}
+    assert codes == REFUSED_CODES | others and set(REFUSED) == REFUSED_CODES
+
+
+TRICKY = (
+    '","response":{"status_code":200,"x":"',
+    'a","error":null}',
+    "\\",
+    '\\","response":{"status_code":200,',
+)
+
+
+@pytest.mark.parametrize("text", TRICKY)
+@pytest.mark.parametrize("code", ["timeout", "invalid_json"])
+def test_answers_and_failures_are_told_apart(text: str, code: str) -> None:
+    """Whatever ids and answers hold, a line tells by itself whether the row has an answer."""
+    ok = output_line(JOB_ID, Result(text, "chat", "ok", text=text)).encode()
+    failed = output_line(JOB_ID, Result(text, "chat", "failed", error=(code, text))).encode()
+    assert not is_failed_line(ok + b"\n") and is_failed_line(failed + b"\n")
+    for spaced, is_failed in ((ok, False), (failed, True)):  # as another tool writes it
+        value = json.loads(spaced)
+        assert is_failed_line(json.dumps(value).encode()) == is_failed
+        assert is_failed_line(json.dumps(value, sort_keys=True, indent=1).encode()) == is_failed
 
 
 def test_chat_logprobs() -> None:

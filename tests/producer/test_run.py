@@ -187,19 +187,23 @@ def test_a_finished_batch_starts_no_worker(
 
 
 def test_killed_again_and_again_each_row_is_there_once(redis_url: str, source: Path) -> None:
-    """kill -9 of run in the middle, several times: the same command ends with each id once."""
+    """kill -9 of run in the middle, several times: the same command ends with each id in OUT or in
+    the errors file, once."""
+    with source.open("a", encoding="utf-8") as file:
+        file.write("{broken\n")
     out = source.with_name("out.jsonl")
     for num_lines in (3, 9, 17, 30):
-        killed = start(redis_url, source, DELAY=0.03)
+        killed = start(redis_url, source, DELAY=0.03, FAIL="q7")
         wait_for_lines(out, num_lines)
         killed.kill()
         killed.communicate()
         wait_until_no_worker_lives()
-    last = start(redis_url, source)
+    last = start(redis_url, source, FAIL="q7")
     stdout, stderr = last.communicate(timeout=DEADLINE_SECONDS)
-    assert last.returncode == 0, stderr
-    assert stdout.startswith("40 = 40 ok + 0 failed + 0 canceled")
-    assert sorted(ids(out)) == all_ids()
+    assert last.returncode == 1, stderr
+    assert stdout.startswith("41 = 39 ok + 2 failed + 0 canceled")
+    assert sorted(ids(out)) == [name for name in all_ids() if name != "q7"]
+    assert sorted(ids(errors_path(out))) == ["line-41", "q7"]
 
 
 def test_ctrl_c_gives_rows_back_and_says_how_to_go_on(
@@ -362,7 +366,7 @@ def test_rows_of_a_dead_worker_of_this_host_are_taken_back(
 
 
 def test_failed_rows_and_retry(redis_url: str, redis_connection: Redis, source: Path) -> None:
-    """Failed rows: exit code 1, both files; after a retry OUT has the new line in their place."""
+    """Failed rows: exit code 1, the errors file; what a retry answers moves from there to OUT."""
     with source.open("a", encoding="utf-8") as file:
         file.write("{broken\n")
     out = source.with_name("out.jsonl")
@@ -373,11 +377,12 @@ def test_failed_rows_and_retry(redis_url: str, redis_connection: Redis, source: 
     assert "2 rows failed" in stderr and "1 row wrong in the input: mend the file" in stderr
     assert "` queues the others again" in stderr
     assert ids(errors_path(out)) == ["line-41", "q7"]
+    assert sorted(ids(out)) == [name for name in all_ids() if name != "q7"]
     client = Client(redis_connection)
     assert client.retry(client.list_batches()[0].batch_id) == 1
     second = start(redis_url, source)
     assert second.communicate(timeout=DEADLINE_SECONDS)[0].startswith("41 = 40 ok + 1 failed")
-    assert sorted(ids(out)) == sorted([*all_ids(), "line-41"])
+    assert sorted(ids(out)) == all_ids()
     assert ids(errors_path(out)) == ["line-41"]
 
 
@@ -404,10 +409,10 @@ def test_a_retry_during_the_run_reaches_out(
     """A row that failed, was written and was retried while the run went on ends ok in OUT."""
     out = source.with_name("out.jsonl")
     running = start(redis_url, source, FAIL="q1", DELAY=0.1)
-    wait_for_lines(out, 4)
+    wait_for_lines(errors_path(out), 1)
     client = Client(redis_connection)
     batch_id = client.list_batches()[0].batch_id
-    assert "q1" in ids(out)
+    assert ids(errors_path(out)) == ["q1"]
     for pid in living_workers():
         os.kill(pid, signal.SIGSTOP)
     assert client.retry(batch_id) == 1

@@ -32,9 +32,16 @@ format_option = click.option(
 
 @click.command()
 @click.argument("batch_id", metavar="BATCH")
-@out_option("FILE", "Append to FILE what it lacks, as `batchkv run` does; else standard output.")
+@out_option(
+    "FILE",
+    "Append to FILE and FILE.errors.jsonl what they lack, as `batchkv run` does; without it all "
+    "rows go to standard output.",
+)
 @click.option("--follow", is_flag=True, help="Go on, in the order in which rows end, to the end.")
-@click.option("--ordered", is_flag=True, help="In the order of the input (FILE is written anew).")
+@click.option(
+    "--ordered", is_flag=True, help="In the order of the input (both files are written anew)."
+)
+@click.option("--errors", "only_errors", is_flag=True, help="Only rows that have no answer.")
 @format_option
 @url_option
 @json_option
@@ -43,32 +50,43 @@ def results(
     out: Path | None,
     follow: bool,
     ordered: bool,
+    only_errors: bool,
     form: str,
     url: str | None,
     as_json: bool,
 ) -> None:
     """Print or save the results of a batch that are there, or all of them with --follow.
 
+    FILE gets the answers, FILE.errors.jsonl the rows that have none: each row is in one of them.
+
     \b
     Examples:
       batchkv results 3f2a9c51d07be684 -o out.jsonl
       batchkv results 3f2a9c51d07be684 --ordered --format text
+      batchkv results 3f2a9c51d07be684 --errors --format text
       batchkv results 3f2a9c51d07be684 --follow | jq -r .response.body.choices[0].message.content
     """  # fmt: skip
     if follow and ordered:
         raise UsageError("--follow gives rows as they end, --ordered as they stood: choose one")
+    is_printed = out is None or str(out) == "-"
+    if only_errors and not is_printed:
+        raise UsageError("--errors is for standard output: FILE.errors.jsonl has these rows anyway")
     _check_format(form, as_json)
     with session(url) as opened:
         batch_id = opened.client.status(batch_id).batch_id
         order: Literal["finish", "input"] = "input" if ordered else "finish"
-        if out is None or str(out) == "-":
+        if out is None or is_printed:
             rows = opened.client.results(batch_id, order=order, follow=follow)
-            _print_rows(rows, form, is_flushed=follow)
+            shown = (row for row in rows if not (only_errors and row.result.outcome == "ok"))
+            _print_rows(shown, form, is_flushed=follow)
         elif form == "openai" and order == "finish":
             _append(opened, batch_id, out, follow=follow)
         else:
             rows = opened.client.results(batch_id, order=order, follow=follow)
-            _write_whole(out, batch_id, rows, form)
+            if form == "text":
+                _write_text(out, rows)
+            else:
+                _write_in_order(out, batch_id, rows)
 
 
 @click.command()
@@ -149,26 +167,31 @@ def _append(opened: Session, batch_id: str, out: Path, *, follow: bool) -> None:
                 break
             time.sleep(TURN_SECONDS if num_new == 0 else 0)
         follower.refresh(stale)
-    _say_written(out, len(target.present), now.total)
+    missing = now.total - target.num_rows
+    later = f"; {missing:,} have not ended yet" if missing else ""
+    say(f"{target.num_rows:,} of {rows_text(now.total)}: {_places(target)}{later}")
 
 
-def _write_whole(out: Path, batch_id: str, rows: Iterator[StoredRow], form: str) -> None:
-    """A file in the order of the input, or of text: it has no ids to go on from."""
+def _write_in_order(out: Path, batch_id: str, rows: Iterator[StoredRow]) -> None:
     outfile.check_target(out)
-    if form == "text":
-        lines = (outfile.encoded(_formatted(row.job_id, row.result, form)) for row in rows)
-        num_rows = outfile.write_new(out, lines)
-    else:
-        with outfile.open_results(out, batch_id):
-            pass  # it is ours, or empty
-        lines = (outfile.encoded(_formatted(row.job_id, row.result, form)) for row in rows)
-        num_rows = outfile.write_new(out, lines, is_replaced=True)
-        with outfile.open_results(out, batch_id):
-            pass  # brings the errors file up to date
+    with outfile.open_results(out, batch_id) as target:
+        target.replace(
+            (row.line, output.output_line(row.job_id, row.result), row.result.outcome != "ok")
+            for row in rows
+        )
+    say(f"{rows_text(target.num_rows)}: {_places(target)}")
+
+
+def _write_text(out: Path, rows: Iterator[StoredRow]) -> None:
+    """A file of texts, which has no ids to go on from."""
+    outfile.check_target(out)
+    num_rows = outfile.write_new(
+        out, (outfile.encoded(output.text_line(row.result)) for row in rows)
+    )
     say(f"{rows_text(num_rows)} in {out}")
 
 
-def _say_written(out: Path, num_rows: int, total: int) -> None:
-    missing = total - num_rows
-    later = f"; {missing:,} have not ended yet" if missing else ""
-    say(f"{num_rows:,} of {rows_text(total)} in {out}{later}")
+def _places(target: outfile.ResultsFile) -> str:
+    """How many rows are where."""
+    failed = f", {target.num_failed:,} in {outfile.errors_path(target.path)}"
+    return f"{target.num_ok:,} in {target.path}{failed if target.num_failed else ''}"

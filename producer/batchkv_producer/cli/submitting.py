@@ -127,10 +127,10 @@ def run(
 ) -> None:
     """Run a file of prompts to its end, with workers of its own, and save the results.
 
-    Results are appended to OUT as rows end, failed rows to OUT.errors.jsonl too. Interrupted or
-    killed at any point, the same command goes on from there: each row is in OUT once. The batch is
-    known by the file's content, the model and the generation flags; other settings may change.
-    Exit code 1 if some row failed, 5 if the command of --on-done did.
+    Answers are appended to OUT as rows end, rows without one to OUT.errors.jsonl. Interrupted or
+    killed at any point, the same command goes on from there: each row is in one of the two. The
+    batch is known by the file's content, the model and the generation flags; other settings may
+    change. Exit code 1 if some row failed, 5 if the command of --on-done did.
 
     \b
     Examples:
