@@ -10,7 +10,6 @@ field: any fault is a ``WireError``.
 from __future__ import annotations
 
 import json
-import zlib
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter, index
 from typing import Any, Literal
@@ -22,6 +21,7 @@ from isal import isal_zlib
 from batchkv_producer.cache_note import CacheNote
 from batchkv_producer.error_codes import ErrorCode as ErrorCode
 from batchkv_producer.errors import WireError
+from batchkv_producer.inflating import inflate
 from batchkv_producer.stamp import unstamped
 
 FUNCTION_NAME = "batchkv.generate"
@@ -88,7 +88,8 @@ class Result:
     """How one row ended. ``error`` is (code, message) unless the outcome is ok.
 
     ``created`` is seconds since 1970 and ``busy_ms`` the wall time from admission to the end.
-    ``note`` tells what the shared cache had, where a worker has one.
+    ``note`` tells what the shared cache had, where a worker has one. ``fingerprint`` and ``scheme``
+    are those of the worker (``maker``); empty from workers of the first version.
     """
 
     custom_id: str
@@ -104,6 +105,8 @@ class Result:
     created: int = 0
     busy_ms: int = 0
     note: CacheNote | None = None
+    fingerprint: str = ""
+    scheme: str = ""
 
 
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
@@ -133,7 +136,7 @@ def encode_job(request: Request) -> bytes:
 
 def decode_job(data: bytes) -> Request:
     """The request in a job's ``data``; raises WireError on anything that we did not write."""
-    call = _load_json(_inflate(data, MAX_JOB_BYTES, "job"))
+    call = _load_json(inflate(data, MAX_JOB_BYTES, "job"))
     if not (isinstance(call, list) and len(call) == 4):
         raise WireError("job data is not a call")
     name, instance, args, kwargs = call
@@ -160,6 +163,8 @@ def encode_result(result: Result) -> bytes:
         "a": result.created,
         "b": result.busy_ms,
         "n": result.note.packed() if result.note is not None else None,
+        "p": result.fingerprint,
+        "s": result.scheme,
     }
     if result.logprobs is not None:
         packed["l"] = [(item.token, item.logprob, item.top) for item in result.logprobs]
@@ -183,28 +188,13 @@ def decode_result(data: bytes) -> Result:
     A twin's result is its leader's behind a custom_id of its own (``twins``).
     """
     custom_id, data = unstamped(data)
-    raw = _inflate(data, MAX_RESULT_BYTES, "result")
+    raw = inflate(data, MAX_RESULT_BYTES, "result")
     try:
         packed = msgpack.unpackb(raw, unicode_errors="surrogatepass", strict_map_key=True)
         result = _result(packed)
     except _UNREADABLE as fault:
         raise WireError(f"stored result cannot be read: {fault}") from fault
     return result if custom_id is None else replace(result, custom_id=custom_id)
-
-
-def _inflate(data: bytes, limit: int, what: str) -> bytes:
-    if len(data) > limit:
-        raise WireError(f"{what} data is larger than {limit} bytes, compressed as it is")
-    inflater = zlib.decompressobj()
-    try:
-        raw = inflater.decompress(data, limit)
-    except zlib.error as fault:
-        raise WireError(f"{what} data is not compressed as batchkv does: {fault}") from fault
-    if inflater.unconsumed_tail:
-        raise WireError(f"{what} data is larger than {limit} bytes")
-    if not inflater.eof:
-        raise WireError(f"{what} data is cut short")
-    return raw
 
 
 def _load_json(raw: bytes) -> Any:
@@ -292,6 +282,8 @@ def _result(packed: dict[str, Any]) -> Result:
         created=index(packed.get("a", 0)),
         busy_ms=index(packed.get("b", 0)),
         note=CacheNote.unpacked(packed["n"]) if "n" in packed else None,
+        fingerprint=str(packed.get("p", "")),
+        scheme=str(packed.get("s", "")),
     )
 
 

@@ -11,7 +11,7 @@ that lacks it passes them by, too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 
 from batchkv_producer.job import Request
 
@@ -34,6 +34,10 @@ class Maker:
         """The three, in the order in which scripts take them."""
         fingerprint, scheme, dtype = astuple(self)
         return fingerprint, scheme, dtype
+
+    def fields(self) -> dict[str, str]:
+        """What is known of it, as the fields of a batch are called."""
+        return {name: value for name, value in asdict(self).items() if value}
 
     def words(self) -> str:
         """``weights 3f2a, affine8, half``, as far as it is known."""

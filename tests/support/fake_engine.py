@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batchkv_producer.job import Usage
+from batchkv_producer.maker import Maker
 from batchkv_worker.errors import ModelError
 from batchkv_worker.events import Completed, Event, Rejected, Work
 from batchkv_worker.loading import say
@@ -36,6 +37,9 @@ class FakePlan:
     loading: str = ""  # what it says of itself meanwhile
     load_error: str = ""
     answer: str = ""  # instead of the echo
+    fingerprint: str = ""  # of the model that it says it has
+    scheme: str = "affine8"
+    changed: str = ""  # a file: once it is there, the model on the disk is another
     tally: str = ""  # a file that is told, at each step, how many rows have ended
 
 
@@ -58,6 +62,7 @@ class FakeEngine:
         self._slots = slots
         self._plan = plan
         self.max_in_flight = slots + prefetch
+        self.maker = Maker(plan.fingerprint, plan.scheme, "float32")
         self._waiting: deque[_Row] = deque()
         self._decoding: list[_Row] = []
         self.seen: list[str] = []
@@ -93,6 +98,9 @@ class FakeEngine:
 
     def close(self) -> None:
         pass
+
+    def has_changed(self) -> bool:
+        return bool(self._plan.changed) and Path(self._plan.changed).exists()
 
     def memory_bytes(self) -> int:
         return 3_100_000_000

@@ -19,7 +19,9 @@ import time
 from redis import Redis
 
 from batchkv_producer import redis_keys
+from batchkv_producer.fingerprint import of_model
 from batchkv_producer.job import Result, Usage, decode_job, encode_result
+from batchkv_producer.maker import Maker
 from batchkv_producer.transitions import Ending, Pulled, Transitions, iso_now
 
 GROUP = 4
@@ -40,7 +42,7 @@ def main() -> None:
     if "FAKE_EXIT" in os.environ:
         sys.stderr.write(os.environ.get("FAKE_WORDS", "batchkv: no such model") + "\n")
         sys.exit(int(os.environ["FAKE_EXIT"]))
-    worker = FakeWorker(options.model, options.name)
+    worker = FakeWorker(options.model, options.name, options.kv_scheme or "affine8")
     signal.signal(signal.SIGTERM, lambda *_: worker.stopping.set())
     if options.exit_with_parent:
         threading.Thread(target=worker.watch_parent, daemon=True).start()
@@ -48,7 +50,8 @@ def main() -> None:
 
 
 class FakeWorker:
-    def __init__(self, model: str, name: str) -> None:
+    def __init__(self, model: str, name: str, scheme: str) -> None:
+        self.maker = Maker(of_model(model), scheme, "float32")
         self.model, self.name = model, name
         self.queue = redis_keys.queue_name(model)
         self.connection = Redis.from_url(os.environ["BATCHKV_REDIS_URL"])
@@ -63,6 +66,7 @@ class FakeWorker:
     def work(self) -> None:
         key = redis_keys.worker(self.name)
         about = {"birth": iso_now(), "queues": self.queue, "hostname": socket.gethostname()}
+        about |= {f"bkv_{name}": value for name, value in self.maker.fields().items()}
         about |= {"pid": str(os.getpid()), "state": "busy", "last_heartbeat": iso_now()}
         self.connection.hset(key, mapping=about)
         self.connection.expire(key, 90)
@@ -73,6 +77,7 @@ class FakeWorker:
                 *(self.queue, self.name, GROUP, LEASE_SECONDS),
                 knows_suspects=True,
                 may_be_apart=True,
+                maker=self.maker,
             ).jobs
             if not pulled:
                 time.sleep(0.02)
@@ -103,9 +108,11 @@ class FakeWorker:
             worker=self.name,
             created=int(time.time()),
             busy_ms=10,
+            fingerprint=self.maker.fingerprint,
+            scheme=self.maker.scheme,
         )
         ending = Ending(row.lease, result.outcome, encode_result(result), 5, 3, 1, 10)
-        self.transitions.finish(self.queue, self.name, [ending])
+        self.transitions.finish(self.queue, self.name, [ending], maker=self.maker)
         self.num_done += 1
         if self.num_done == int(os.environ.get("FAKE_DIE_AFTER", "-1")):
             os.kill(os.getpid(), signal.SIGKILL)

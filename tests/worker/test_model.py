@@ -11,8 +11,10 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ConcatenateKVCache, KVCache, RotatingKVCache
 
+from batchkv_producer.fingerprint import of_model
+from batchkv_worker import model
 from batchkv_worker.demo import MODEL_PATH
-from batchkv_worker.errors import ModelError
+from batchkv_worker.errors import EXIT_MODEL_CHANGED, ModelChangedError, ModelError
 from batchkv_worker.kv.discover import AttentionShape, discover
 from batchkv_worker.kv.schemes import LayerShape
 from batchkv_worker.kv.state import StateShape
@@ -35,6 +37,43 @@ def test_dtype_can_be_chosen() -> None:
     assert load("demo", "bfloat16").dtype == mx.bfloat16
     with pytest.raises(ModelError, match="unknown dtype"):
         load("demo", "int3")
+
+
+def test_a_model_knows_what_its_answers_are_made_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fingerprint is what a producer computes; both 16-bit dtypes are one class; and a file
+    that is written to later is noticed."""
+    monkeypatch.setenv("BATCHKV_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL_PATH, folder)
+    loaded = load(str(folder), "bfloat16")
+    assert loaded.maker("affine4").values() == (of_model("demo"), "affine4", "half")
+    assert load("demo", "float32").maker("float").dtype == "float32"
+    assert not loaded.has_changed()
+    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+    assert loaded.has_changed()
+    shutil.rmtree(folder)
+    assert not loaded.has_changed()  # a worker started again would find nothing
+
+
+def test_files_that_change_while_they_are_loaded_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows what was read: the worker ends, to be started again."""
+    monkeypatch.setenv("BATCHKV_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL_PATH, folder)
+    read = model._read
+
+    def meddled(weights: list[mx.array]) -> None:
+        read(weights)
+        (folder / "generation_config.json").write_text("{}")
+
+    monkeypatch.setattr(model, "_read", meddled)
+    with pytest.raises(ModelChangedError, match="changed while they were loaded") as fault:
+        load(str(folder))
+    assert fault.value.exit_code == EXIT_MODEL_CHANGED
 
 
 @pytest.mark.parametrize(

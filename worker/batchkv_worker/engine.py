@@ -2,10 +2,10 @@
 
 One thread owns it and all of MLX. A step (a) computes prompt chunks while slots are free, (b)
 builds the next decode step's graph while the last one still runs, (c) waits for the last one, then
-starts the next and only now looks at the tokens that came back. Building, which is most of
-Python's work, therefore overlaps with the device; and because a step starts when the one before it
-has ended, nothing else refers to the slot buffers then, so MLX writes into them in place; earlier,
-it would copy every buffer. On a CPU, (b) starts each layer as it is built (``kv.pace``).
+starts the next and only now looks at the tokens that came back. Building, most of Python's work,
+thus overlaps with the device; and because a step starts when the one before it has ended, nothing
+else refers to the slot buffers then: MLX writes into them in place, and copies none. On a CPU, (b)
+starts each layer as it is built (``kv.pace``).
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ class Engine:
         self._rows = self._slot_rows.by_slot
         self._vitals = Vitals(self._scheduler, self._slot_rows)
         self.report, self.memory_bytes = self._vitals.report, self._vitals.memory_bytes
+        self.maker, self.has_changed = loaded.maker(config.scheme), loaded.has_changed
         self._shortage = Shortage(self._prefill, self._slot_rows, self.prefixes, link)
         self._is_in_prefill = False
         self._in_flight: Step | None = None

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
+from batchkv_producer.maker import NOBODY, Maker
 from batchkv_worker.errors import WorkerError
 from batchkv_worker.events import EngineDied, EngineLike, Event, Work
 from batchkv_worker.loading import heard
@@ -61,6 +62,7 @@ class EngineThread:
         self._engine: EngineLike | None = None
         self.num_steps = 0
         self.max_in_flight = 0
+        self.maker: Maker = NOBODY  # until it is built
         self.loading = ""  # how far building the engine is; empty once it is there
 
     def start(self) -> None:
@@ -89,6 +91,10 @@ class EngineThread:
     def memory_bytes(self) -> int:
         """What the engine has allocated, as of its last step; 0 while there is none."""
         return 0 if self._engine is None else self._engine.memory_bytes()
+
+    def has_changed(self) -> bool:
+        """Whether the model's files are others now than were loaded. May take seconds."""
+        return self._engine is not None and self._engine.has_changed()
 
     def report(self) -> str:
         """What the engine was doing; of one that hangs, too."""
@@ -142,7 +148,7 @@ class EngineThread:
         self.loading = text
 
     def _serve(self, engine: EngineLike) -> None:
-        self.max_in_flight = engine.max_in_flight
+        self.max_in_flight, self.maker = engine.max_in_flight, engine.maker
         self._outbox.put((Ready(),))
         while self._take_orders(engine):
             if engine.is_idle:

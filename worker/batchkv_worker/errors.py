@@ -4,6 +4,7 @@
     └── WorkerError              configuration: nothing was taken from the queue; exit code 2
         ├── SettingsError        a variable or a flag has a value that it cannot have
         ├── ModelError           the model is unknown, incomplete or not supported
+        ├── ModelChangedError    its files changed while they were loaded; exit code 72
         └── QueueMismatchError   told to serve a queue that belongs to another model
 
 ==========  =====================================================================================
@@ -14,7 +15,8 @@ exit code   meaning
 3           Redis cannot be reached or refuses us at the start
 70          the engine died; what it held went back to the queue
 71          the engine hung; counts and stacks are in the log, what it held went back to the queue
-72          the parent is gone and the worker could not leave in time: leases bring its jobs back
+72          the model's files changed since they were loaded: start the worker again
+73          the parent is gone and the worker could not leave in time: leases bring its jobs back
 ==========  =====================================================================================
 """
 
@@ -24,7 +26,8 @@ from batchkv_producer.errors import BatchkvError
 
 EXIT_ENGINE_DIED = 70
 EXIT_ENGINE_HUNG = 71
-EXIT_ORPHANED = 72
+EXIT_MODEL_CHANGED = 72
+EXIT_ORPHANED = 73
 
 
 class WorkerError(BatchkvError):
@@ -39,6 +42,12 @@ class SettingsError(WorkerError):
 
 class ModelError(WorkerError):
     """The model is unknown, incomplete, or of a kind that is not supported."""
+
+
+class ModelChangedError(WorkerError):
+    """The model's files were written to while they were loaded: nobody knows what was read."""
+
+    exit_code = EXIT_MODEL_CHANGED
 
 
 class QueueMismatchError(WorkerError):

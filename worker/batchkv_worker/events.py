@@ -12,6 +12,7 @@ from typing import Protocol
 
 from batchkv_producer.cache_note import CacheNote
 from batchkv_producer.job import Request, TokenLogprob, Usage
+from batchkv_producer.maker import Maker
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,11 @@ class EngineLike(Protocol):
     def max_in_flight(self) -> int: ...
 
     @property
+    def maker(self) -> Maker:
+        """What its answers are made with; never changes."""
+        ...
+
+    @property
     def is_idle(self) -> bool: ...
 
     def add(self, work: Work) -> None: ...
@@ -90,6 +96,10 @@ class EngineLike(Protocol):
 
     def report(self) -> str:
         """What it was doing, in a line without any content. From any thread; never waits."""
+        ...
+
+    def has_changed(self) -> bool:
+        """Whether the model's files are others now than were loaded. From any thread."""
         ...
 
     def memory_bytes(self) -> int:

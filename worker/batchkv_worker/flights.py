@@ -26,6 +26,7 @@ from batchkv_producer.job import (
     decode_job,
     encode_result,
 )
+from batchkv_producer.maker import NOBODY, Maker
 from batchkv_producer.transitions import Ending, Held, Pulled
 from batchkv_worker.events import Completed, Rejected, Work
 
@@ -55,6 +56,7 @@ class Flights:
     def __init__(self, model: str, worker: str) -> None:
         self._model = model
         self._worker = worker
+        self.maker: Maker = NOBODY  # the engine's, once it is there
         self._rows: dict[str, Flight] = {}
         self._backlog: dict[str, _Waiting] = {}
         self._untold: dict[str, Held] = {}
@@ -179,6 +181,8 @@ class Flights:
             created=int(time.time()),
             busy_ms=busy_ms,
             note=event.note,
+            fingerprint=self.maker.fingerprint,
+            scheme=self.maker.scheme,
         )
         try:
             blob = encode_result(result)

@@ -24,6 +24,7 @@ from batchkv_worker import dispatch
 from batchkv_worker.beside import Beside
 from batchkv_worker.engine_thread import EngineThread
 from batchkv_worker.flights import Flights
+from batchkv_worker.passing import Passing
 from batchkv_worker.redis_side import Poll, RedisSide
 
 IDLE_WAIT_SECONDS = 1  # how long the server holds our question while the queue is empty
@@ -71,13 +72,16 @@ class Intake:
         self._passed_since = math.inf  # monotonic seconds
         self._lengths: tuple[int, ...] = (0, 0, 0)  # of the queue's lists, by priority
         self._num_workers = 1
+        self._passing = Passing(engine, beside)
         self._idle_since: float | None = None
 
     def look(self, poll: Poll) -> None:
         """What the queue looks like now; give back what is in the way of more urgent jobs, or what
         others could do, if they may be idle."""
+        if self._passing.is_news(self._lengths, poll.lengths):
+            self.next_pull = 0.0
         self._lengths, self._num_workers = poll.lengths, poll.num_workers
-        if dispatch.must_yield(self._flights.backlog_rank, self._lengths):
+        if dispatch.must_yield(self._flights.backlog_rank, self._ours):
             self._release(self._flights.num_waiting)
             self.next_pull = 0.0
         self._release(dispatch.jobs_to_return(self._view()))
@@ -97,13 +101,23 @@ class Intake:
             self._passed_since = math.inf
             self._beside(self._side.release_suspects)
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the model on the disk is another now: the worker is to be started again."""
+        return self._passing.is_outdated
+
+    @property
+    def _ours(self) -> tuple[int, ...]:
+        """The lengths of the queue's lists, less what is known to be for other workers."""
+        return self._passing.ours(self._lengths)
+
     def wants_jobs(self) -> bool:
         """Whether to pull now or at ``next_pull``.
 
         Not for every single row that ends: half of what waits in the engine may run out first, so
         that a round trip brings several jobs. Jobs of high priority are not kept waiting for that.
         """
-        few = min(self._prefetch, self._engine.max_in_flight) // 2 if not self._lengths[0] else 1
+        few = min(self._prefetch, self._engine.max_in_flight) // 2 if not self._ours[0] else 1
         return self._wanted() > 0 and (not self._flights or self._view().room >= few)
 
     def refill(self) -> None:
@@ -121,11 +135,13 @@ class Intake:
         run = self._beside(self._pull())
         now = time.monotonic()
         self._lengths = run.lengths
-        self.is_exhausted = not run.jobs and not run.num_passed
+        self._passing.note(run)
+        self.is_exhausted = not (run.jobs or run.num_passed or self._passing.may_find_more(run))
         self._is_apart = run.is_apart
         if not run.jobs:
             pause = PASSED_SECONDS if run.num_passed else EMPTY_QUEUE_SECONDS
-            self.next_pull = now + (pause if self._flights else BEATEN_SECONDS)
+            usual = pause if self._flights else BEATEN_SECONDS
+            self.next_pull = now + self._passing.pause(run, usual)
             self._note_passed(run)
             return
         self.next_pull = 0.0 if run.num_queued else now + EMPTY_QUEUE_SECONDS
@@ -188,8 +204,10 @@ class Intake:
         self._side.set_state("suspended")
 
     def is_spent(self) -> bool:
-        """Whether the limits say that a worker with nothing in flight may end."""
+        """Whether a worker with nothing in flight may end."""
         limits = self._limits
+        if self.is_outdated:
+            return True
         if limits.max_jobs is not None and self.num_taken >= limits.max_jobs:
             return True
         if limits.burst and self.is_exhausted:
@@ -204,7 +222,7 @@ class Intake:
             prefetch=self._prefetch,
             num_started=self._flights.num_started,
             backlog=self._flights.num_waiting,
-            queued=dispatch.queued_first(self._lengths),
+            queued=dispatch.queued_first(self._ours),
             num_workers=self._num_workers,
         )
 

@@ -16,9 +16,11 @@ import mlx.core as mx
 import mlx_lm.utils
 from mlx.utils import tree_flatten
 
+from batchkv_producer import fingerprint
+from batchkv_producer.maker import Maker
 from batchkv_worker import loading
 from batchkv_worker.demo import MODEL_PATH as DEMO_PATH
-from batchkv_worker.errors import ModelError
+from batchkv_worker.errors import ModelChangedError, ModelError
 from batchkv_worker.kv.discover import CacheTree, discover
 
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
@@ -34,6 +36,8 @@ class LoadedModel:
     its parameters occupy; ``defaults`` the sampling values of its ``generation_config.json``;
     ``vocabulary`` the number of token ids that it has rows for; ``config`` its ``config.json`` and
     ``adapter`` what names an adapter in its weights: both are part of the cache's identity.
+    ``fingerprint`` is that of the files that were loaded, ``named`` that of what the name stood for
+    on this machine then; "" is not known.
     """
 
     name: str
@@ -47,11 +51,26 @@ class LoadedModel:
     vocabulary: int = 2**31 - 1
     config: dict[str, Any] = field(default_factory=dict)
     adapter: str = ""
+    fingerprint: str = ""
+    named: str = ""
 
     @property
     def float_bytes(self) -> int:
         """Bytes of one number in the model's dtype."""
         return int(self.dtype.size)
+
+    def maker(self, scheme: str) -> Maker:
+        """What the answers under a KV scheme are made with."""
+        return Maker(self.fingerprint, scheme, dtype_class(self.dtype))
+
+    def has_changed(self) -> bool:
+        """Whether other files stand behind the name by now. From any thread; may read them all."""
+        return bool(self.named) and fingerprint.of_model(self.name) not in ("", self.named)
+
+
+def dtype_class(dtype: mx.Dtype) -> str:
+    """``float32``, or ``half`` for the two of 16 bits, whose answers differ by rounding alone."""
+    return "float32" if dtype == mx.float32 else "half"
 
 
 def load(name: str, dtype: str = "auto") -> LoadedModel:
@@ -61,6 +80,7 @@ def load(name: str, dtype: str = "auto") -> LoadedModel:
     """
     loading.say("loading")
     path = _find(name)
+    before, named = _fingerprint(path), fingerprint.of_model(name)
     try:
         model, tokenizer, config = mlx_lm.utils.load(
             str(path), tokenizer_config={"trust_remote_code": False}, return_config=True, lazy=True
@@ -73,6 +93,8 @@ def load(name: str, dtype: str = "auto") -> LoadedModel:
         raise
     except Exception as fault:  # tokenizers, missing packages and model code raise anything
         raise ModelError(f"model {name!r} cannot be loaded from {path}: {_first(fault)}") from fault
+    if _fingerprint(path) != before:
+        raise ModelChangedError(f"the files of model {name!r} changed while they were loaded")
     kind = _float_dtype(weights)
     return LoadedModel(
         name=name,
@@ -85,7 +107,16 @@ def load(name: str, dtype: str = "auto") -> LoadedModel:
         defaults=_generation_defaults(path),
         vocabulary=_vocabulary(name, model),
         config=config,
+        fingerprint=before,
+        named=named,
     )
+
+
+def _fingerprint(path: Path) -> str:
+    try:
+        return fingerprint.of_folder(path)
+    except OSError as fault:
+        raise ModelError(f"{fault.filename or path}: {fault.strerror or fault}") from fault
 
 
 def _read(weights: list[mx.array]) -> None:

@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from batchkv_producer import redis_keys
+from batchkv_producer.maker import NOBODY, Maker
 from batchkv_producer.suspects import is_suspect
 from batchkv_producer.transitions import Ending, Held, Run, Transitions, iso_now
 from batchkv_worker.maintenance import Maintenance
@@ -68,6 +69,7 @@ class RedisSide:
         self._register = register
         self._set_state = set_state
         self._state = ""
+        self.maker: Maker = NOBODY  # the engine's, once it is there
         self._is_unanswered = False  # Redis may have made the last pull without our knowing
         self._moves = Transitions(connection)
         self._maintenance = Maintenance(connection, queue, worker)
@@ -101,6 +103,7 @@ class RedisSide:
             num_begin=num_begin,
             knows_suspects=True,
             may_be_apart=may_be_apart,
+            maker=self.maker,
         )
         self._is_unanswered = False
         return run
@@ -138,7 +141,7 @@ class RedisSide:
 
     def finish(self, endings: Sequence[Ending], begun: Sequence[Held]) -> list[str]:
         """See Transitions.finish."""
-        return self._moves.finish(self._queue, self._worker, endings, begun)
+        return self._moves.finish(self._queue, self._worker, endings, begun, self.maker)
 
     def give_back(self, held: Sequence[Held], *, died: bool) -> int:
         """See Transitions.give_back."""

@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 from batchkv_producer.transitions import Ending, Held
 from batchkv_worker.beside import Beside
 from batchkv_worker.engine_thread import EngineThread, LoadFailed, Notice, Ready
-from batchkv_worker.errors import EXIT_ENGINE_DIED, EXIT_ENGINE_HUNG
+from batchkv_worker.errors import EXIT_ENGINE_DIED, EXIT_ENGINE_HUNG, EXIT_MODEL_CHANGED
 from batchkv_worker.events import Completed, EngineDied, Rejected
 from batchkv_worker.flights import Flights
 from batchkv_worker.intake import Intake, Limits
@@ -103,7 +103,8 @@ class Session:
         while not self._try_to_leave(deadline):
             time.sleep(0.2)
         if self._death is None:
-            return 0
+            is_asked = self._stop.is_asked
+            return EXIT_MODEL_CHANGED if self._intake.is_outdated and not is_asked else 0
         log.critical("the engine died (%s); its jobs went back to the queue", self._death)
         return EXIT_ENGINE_DIED
 
@@ -176,6 +177,7 @@ class Session:
                         self._endings.append(ending)
                 case Ready():
                     self._is_ready = True
+                    self._side.maker = self._flights.maker = self._engine.maker
                     log.info("the engine is ready: up to %d jobs", self._engine.max_in_flight)
                 case EngineDied(reason):
                     self._death = reason
@@ -205,7 +207,8 @@ class Session:
     def _update_intake(self) -> bool:
         """Whether jobs may be taken and started."""
         intake, is_well = self._intake, self._is_ready and self._death is None
-        intake.is_open = is_well and not self._is_suspended and not self._stop.is_asked
+        is_barred = self._is_suspended or self._intake.is_outdated or self._stop.is_asked
+        intake.is_open = is_well and not is_barred
         return intake.is_open
 
     def _check_engine(self) -> None:

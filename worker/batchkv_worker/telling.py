@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
+from batchkv_producer.maker import ABILITIES
 from batchkv_worker.engine_thread import EngineThread
 from batchkv_worker.events import Completed
 from batchkv_worker.flights import Flights
@@ -114,7 +115,10 @@ class Telling:
         return {
             "bkv_version": own_version(),
             "bkv_model": self._settings.model,
+            "bkv_fingerprint": self._engine.maker.fingerprint,
             "bkv_scheme": self._settings.kv_scheme,
+            "bkv_dtype": self._engine.maker.dtype,
+            "bkv_abilities": " ".join(ABILITIES),
             "bkv_state": self._published,
             "bkv_tokens_per_second": f"{self._minute.tokens_per_second:.0f}",
             "bkv_memory": str(self._engine.memory_bytes),

@@ -1,0 +1,23 @@
+"""Reading what was compressed, up to a limit: whoever wrote it may not mean well."""
+
+from __future__ import annotations
+
+import zlib
+
+from batchkv_producer.errors import WireError
+
+
+def inflate(data: bytes, limit: int, what: str) -> bytes:
+    """What ``data`` holds; WireError when it is damaged, or larger than ``limit`` either way."""
+    if len(data) > limit:
+        raise WireError(f"{what} data is larger than {limit} bytes, compressed as it is")
+    inflater = zlib.decompressobj()
+    try:
+        raw = inflater.decompress(data, limit)
+    except zlib.error as fault:
+        raise WireError(f"{what} data is not compressed as batchkv does: {fault}") from fault
+    if inflater.unconsumed_tail:
+        raise WireError(f"{what} data is larger than {limit} bytes")
+    if not inflater.eof:
+        raise WireError(f"{what} data is cut short")
+    return raw
