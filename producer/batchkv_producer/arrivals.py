@@ -7,6 +7,7 @@ from typing import Any
 
 from batchkv_producer import redis_keys
 from batchkv_producer.moved import Standing, iso_now
+from batchkv_producer.row_facts import NO_FACTS, RowFacts
 from batchkv_producer.scripts import Scripts
 
 RESULT_TTL_SECONDS = 600  # how long RQ's own record of a finished job stays
@@ -45,16 +46,18 @@ class Arrivals(Scripts):
         bad_rows: Sequence[tuple[int, bytes]],
         timeout_seconds: int,
         needs: Mapping[int, str] | None = None,
+        facts: RowFacts = NO_FACTS,
     ) -> int:
         """Enqueue a chunk: (line, data, shared bytes) of jobs, (line, result) of bad rows.
 
-        ``needs``: line -> what a worker must be able to do for it, separated by blanks.
+        ``needs``: line -> what a worker must be able to do for it, separated by blanks. ``facts``:
+        see ``row_facts``.
 
         Returns the number of chunks enqueued so far: chunk + 1, or more when another submit of the
         same file was ahead. Raises nothing when it was; -1 means that the batch is gone.
         """
         args: list[Any] = [queue, chunk, iso_now(), timeout_seconds, RESULT_TTL_SECONDS]
-        args += [FAILURE_TTL_SECONDS, f"batchkv {batch_id}", len(jobs)]
+        args += [FAILURE_TTL_SECONDS, f"batchkv {batch_id}", facts.digests, facts.names, len(jobs)]
         for line, data, shared_bytes in jobs:
             args += (f"{batch_id}-{line}", data, shared_bytes, (needs or {}).get(line, ""))
         for line, result in bad_rows:
@@ -62,6 +65,28 @@ class Arrivals(Scripts):
         keys = [redis_keys.batch(batch_id), redis_keys.queue(queue)]
         keys += [redis_keys.results(batch_id), redis_keys.done(batch_id), redis_keys.RQ_QUEUES]
         return int(self._run("submit", keys, args))
+
+    def restore(
+        self,
+        batch_id: str,
+        queue: str,
+        outcome: str,
+        jobs: Sequence[tuple[int, bytes, int]],
+        needs: Mapping[int, str],
+        timeout_seconds: int,
+        expires: int | None = None,
+    ) -> int:
+        """Make jobs of ended rows anew, where they are gone, and queue them; how many.
+
+        ``outcome``: failed or canceled, as the rows ended. ``expires``: see ``Transitions.retry``.
+        """
+        deadline: str | int = "" if expires is None else expires
+        args: list[Any] = [outcome, iso_now(), timeout_seconds, deadline, queue]
+        args += [RESULT_TTL_SECONDS, FAILURE_TTL_SECONDS, f"batchkv {batch_id}"]
+        for line, data, shared_bytes in jobs:
+            args += (f"{batch_id}-{line}", line, data, shared_bytes, needs.get(line, ""))
+        keys = [redis_keys.batch(batch_id), redis_keys.results(batch_id), redis_keys.queue(queue)]
+        return int(self._run("restore", [*keys, redis_keys.registry(outcome, queue)], args))
 
     def follow(
         self,
@@ -71,13 +96,14 @@ class Arrivals(Scripts):
         rows: Sequence[tuple[int, bytes, str, int]],
         timeout_seconds: int,
         needs: Mapping[int, str] | None = None,
+        facts: RowFacts = NO_FACTS,
     ) -> int:
         """Store chunk number ``chunk`` of rows that wait for a twin; returns what submit does.
 
         A row is (line, data, custom_id, line of the row that it waits for).
         """
         args: list[Any] = [queue, chunk, iso_now(), timeout_seconds, RESULT_TTL_SECONDS]
-        args += [FAILURE_TTL_SECONDS, f"batchkv {batch_id}"]
+        args += [FAILURE_TTL_SECONDS, f"batchkv {batch_id}", facts.digests, facts.names]
         for line, data, custom_id, leader in rows:
             raw_id = custom_id.encode("utf-8", "surrogatepass")
             args += (f"{batch_id}-{line}", data, raw_id, leader, (needs or {}).get(line, ""))

@@ -20,6 +20,7 @@ from batchkv_producer import (
     intervention,
     one_job,
     redis_keys,
+    restoring,
     status,
     stored,
     submission,
@@ -224,28 +225,25 @@ class Client:
         *,
         job_timeout_seconds: int | None = None,
         expires: Deadline | None = None,
+        source: Source | None = None,
+        defaults: SamplingParams | None = None,
     ) -> int:
         """Queue a batch's failed rows again, and those canceled if asked; how many could be.
 
         They keep their timeout unless a new one is given, and the batch its deadline: one that is
-        past must be given anew (``terms.NEVER``: none).
+        past must be given anew (``terms.NEVER``: none). With ``source``, the file of the submit,
+        rows are made anew whose jobs are gone; ``defaults`` are those of the submit, which batches
+        of older versions do not know.
         """
-        return intervention.retry_batch(
+        return restoring.retry_batch(
             self._connection,
             self.status(batch_id),
+            source,
+            defaults=defaults,
             canceled=canceled,
             job_timeout_seconds=job_timeout_seconds,
             expires=expires,
         )
-
-    def match(self, batch_id: str) -> str:
-        """The full id of a batch that is on the server, is being forgotten, or has expired."""
-        return status.match_batch(self._connection, batch_id)
-
-    def peek(self, batch_id: str) -> BatchStatus | None:
-        """Where a batch stands by its full id, and nothing done about it; None if it is gone."""
-        found = status.read_batches(self._connection, [batch_id])
-        return found[0] if found else None
 
     def forget(self, batch_id: str) -> str:
         """Take a batch off the server, its queued and running rows too; its full id.

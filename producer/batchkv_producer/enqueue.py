@@ -13,6 +13,7 @@ from batchkv_producer.errors import BatchkvError
 from batchkv_producer.forgetting import forget_batch
 from batchkv_producer.formats import RowError
 from batchkv_producer.job import Result, SamplingParams, encode_result
+from batchkv_producer.kept_defaults import encode_defaults
 from batchkv_producer.order import ORDER_VERSION
 from batchkv_producer.planner import Chunk, Plan, PlanCounts
 from batchkv_producer.terms import NO_TERMS, Terms, differences
@@ -89,6 +90,7 @@ def _create_or_join(
             "order": ORDER_VERSION,
             "last_line": counts.last_line,
             "job_timeout": spec.job_timeout_seconds,
+            "defaults": encode_defaults(spec.defaults),
             **spec.terms.as_fields(transitions.server_seconds),
         },
     )
@@ -112,14 +114,12 @@ def _create_or_join(
 
 def _send(transitions: Transitions, batch_id: str, spec: BatchSpec, chunk: Chunk) -> int:
     queue = redis_keys.queue_name(spec.model)
+    number, seconds = chunk.number, spec.job_timeout_seconds
+    more = (seconds, chunk.needs, chunk.facts)
     if chunk.twins:
-        seconds = spec.job_timeout_seconds
-        return transitions.follow(batch_id, queue, chunk.number, chunk.twins, seconds, chunk.needs)
+        return transitions.follow(batch_id, queue, number, chunk.twins, *more)
     bad_rows = [(row.line, encode_result(_as_result(row, spec.model))) for row in chunk.bad_rows]
-    seconds = spec.job_timeout_seconds
-    return transitions.submit(
-        batch_id, queue, chunk.number, chunk.jobs, bad_rows, seconds, chunk.needs
-    )
+    return transitions.submit(batch_id, queue, number, chunk.jobs, bad_rows, *more)
 
 
 def _as_result(row: RowError, model: str) -> Result:

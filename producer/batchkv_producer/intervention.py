@@ -6,16 +6,16 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
 
 from redis import Redis
 
 from batchkv_producer import redis_keys
 from batchkv_producer.errors import UsageError
-from batchkv_producer.job import ErrorCode
+from batchkv_producer.job import ErrorCode, Result
 from batchkv_producer.one_job import split_job_id
 from batchkv_producer.status import BatchStatus, read_batch
-from batchkv_producer.stored import in_finish_order
+from batchkv_producer.stored import StoredRow, in_finish_order
 from batchkv_producer.tending import error_row, jobs_in, pages
 from batchkv_producer.terms import NEVER, Deadline, moment_text
 from batchkv_producer.transitions import Transitions
@@ -72,22 +72,13 @@ def retry_batch(
     *,
     canceled: bool = False,
     job_timeout_seconds: int | None = None,
-    expires: Deadline | None = None,
+    expires: int | None = None,
 ) -> int:
     """Queue failed (and canceled) rows again, in the order in which they ended; how many could be.
 
-    A row that never was a job (bad input), or whose job has expired, stays as it is. Raises
-    UsageError when the batch's deadline is past and none is given.
+    A row that never was a job (bad input), or whose job has expired, stays as it is.
     """
-    if job_timeout_seconds is not None and job_timeout_seconds < 1:
-        raise UsageError(f"the job timeout must be at least 1 second, got {job_timeout_seconds}")
     transitions = Transitions(connection)
-    moment = None if expires is None else _moment(transitions, expires)
-    if moment is None and 0 < status.expires <= status.read_at:
-        raise UsageError(
-            f"the deadline of batch {status.batch_id} was {moment_text(status.expires)}: give its "
-            "rows another with --expires 8h, or none with --expires never"
-        )
     num_queued = 0
     for outcome in ("failed", "canceled") if canceled else ("failed",):
         for lines in _ended_lines(connection, status.batch_id, outcome):
@@ -97,28 +88,50 @@ def retry_batch(
                 lines,
                 outcome=outcome,
                 timeout_seconds=job_timeout_seconds or 0,
-                expires=moment,
+                expires=expires,
             )
     return num_queued
 
 
-def _moment(transitions: Transitions, expires: Deadline) -> int:
-    return 0 if expires == NEVER else expires.moment(transitions.server_seconds)
+def new_deadline(connection: Redis, status: BatchStatus, expires: Deadline | None) -> int | None:
+    """Seconds since 1970, 0 for none, None for the one that the batch has.
+
+    Raises UsageError when that is past and no other is given.
+    """
+    if expires is not None:
+        return 0 if expires == NEVER else expires.moment(Transitions(connection).server_seconds)
+    if 0 < status.expires <= status.read_at:
+        raise UsageError(
+            f"the deadline of batch {status.batch_id} was {moment_text(status.expires)}: give its "
+            "rows another with --expires 8h, or none with --expires never"
+        )
+    return None
 
 
 def count_unanswered(connection: Redis, batch_id: str) -> Unanswered:
     """Count the rows without an answer, by what can be done about them."""
     counts: Counter[str] = Counter()
-    for row in in_finish_order(connection, batch_id):
-        if row.result.outcome == "ok":
-            continue
-        job: Any = connection.hstrlen(redis_keys.job(row.job_id), "data")
-        if job:
-            counts[row.result.outcome] += 1
-        else:
-            code = row.result.error[0] if row.result.error else ""
-            counts["wrong" if code in INPUT_FAULTS else "expired"] += 1
+    rows = (row for row in in_finish_order(connection, batch_id) if row.result.outcome != "ok")
+    while page := list(islice(rows, PAGE_ROWS)):
+        for row, has_job in zip(page, have_jobs(connection, page), strict=True):
+            if has_job:
+                counts[row.result.outcome] += 1
+            else:
+                counts["expired" if could_run(row.result) else "wrong"] += 1
     return Unanswered(**counts)
+
+
+def have_jobs(connection: Redis, rows: Sequence[StoredRow]) -> list[bool]:
+    """Of each row whether its job is there, with what it asks for."""
+    with connection.pipeline(transaction=False) as pipeline:
+        for row in rows:
+            pipeline.hstrlen(redis_keys.job(row.job_id), "data")
+        return [bool(size) for size in pipeline.execute()]
+
+
+def could_run(result: Result) -> bool:
+    """Whether this row without an answer was right in the input."""
+    return result.error is None or result.error[0] not in INPUT_FAULTS
 
 
 def _ended_lines(connection: Redis, batch_id: str, outcome: str) -> Iterator[list[int]]:

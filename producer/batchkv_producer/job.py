@@ -228,7 +228,7 @@ def _request(payload: Any) -> Request:
         prompt=_typed(payload, "prompt", str, None),
         tools=_typed(payload, "tools", list, None),
         chat_template_kwargs=_typed(payload, "chat_template_kwargs", dict, {}),
-        params=_params(_typed(payload, "params", dict, {})),
+        params=read_params(_typed(payload, "params", dict, {})),
     )
     if len(request.custom_id) > MAX_CUSTOM_ID_CHARS:  # it stands in the row's result, too
         raise WireError("job payload: custom_id is too long")
@@ -246,7 +246,7 @@ def _typed(payload: dict[str, Any], name: str, kind: type, default: Any = _REQUI
     return value
 
 
-def _params(payload: dict[str, Any]) -> SamplingParams:
+def read_params(payload: dict[str, Any]) -> SamplingParams:  # raises WireError
     stop = payload.get("stop", [])
     if not isinstance(stop, list) or not all(isinstance(item, str) for item in stop):
         raise WireError("job payload: stop is not a list of strings")

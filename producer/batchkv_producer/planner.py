@@ -15,18 +15,21 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from itertools import chain
 from types import TracebackType
 from typing import Any
 
+from batchkv_producer.chunk import Chunk as Chunk
+from batchkv_producer.chunk import PlanCounts as PlanCounts
 from batchkv_producer.errors import BatchkvError
 from batchkv_producer.formats import Row, RowError
 from batchkv_producer.job import ErrorCode, Request, SamplingParams, encode_job
 from batchkv_producer.maker import needs_of
 from batchkv_producer.order import Entry, in_windows, text_key, with_shared, work_of
-from batchkv_producer.twins import twin_key
+from batchkv_producer.row_facts import pack, stretch_lines
+from batchkv_producer.twins import can_have_twin, request_digest
 
 CHUNK_ROWS = 500
 CHUNK_BYTES = 8 * 2**20  # of text: a chunk ends after the row that reaches it
@@ -39,12 +42,12 @@ PRAGMA cache_size = -16384;
 CREATE TABLE rows (
     line INTEGER PRIMARY KEY, custom_id TEXT, sort_key BLOB, num_chars INTEGER,
     endpoint TEXT, code TEXT, message TEXT, data BLOB, size INTEGER, work INTEGER,
-    twin BLOB, needs TEXT);
+    twin BLOB, needs TEXT, digest BLOB);
 CREATE TABLE followers (line INTEGER PRIMARY KEY, leader INTEGER);
 CREATE TABLE plan (chunk INTEGER, line INTEGER, shared INTEGER);
 BEGIN;
 """
-_ADD = "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_ADD = "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _BY_CUSTOM_ID = "SELECT custom_id, line, code FROM rows ORDER BY custom_id, line"
 _REFUSE = """
 UPDATE rows SET code = ?, message = ?, sort_key = x'', work = -1, data = NULL WHERE line = ?
@@ -76,41 +79,6 @@ SELECT line, custom_id, endpoint, code, message FROM rows WHERE code IS NOT NULL
 ORDER BY line LIMIT ?
 """
 _COUNTS = "SELECT COUNT(*), COUNT(code), SUM(num_chars), MAX(line) FROM rows"
-
-
-@dataclass(frozen=True, slots=True)
-class PlanCounts:
-    """What a plan holds. ``num_chars`` counts the text of the rows that can be run.
-
-    ``num_twins`` rows wait for one that asks for the same.
-    """
-
-    total: int
-    num_bad: int
-    num_chars: int
-    last_line: int
-    num_chunks: int
-    num_twins: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Rows that are queued in one step, and the bad ones among them.
-
-    A job is (line, data, shared bytes); the last says how much of its text another row of the batch
-    begins with, so that a worker knows what of it is worth writing for others.
-    Or ``twins`` alone: (line, job data, custom_id, line of the row that it waits for). ``needs``:
-    line -> what it asks of a worker, of rows that ask for more than every version can do.
-    """
-
-    number: int
-    jobs: list[tuple[int, bytes, int]]
-    bad_rows: list[RowError]
-    twins: list[tuple[int, bytes, str, int]] = field(default_factory=list)
-    needs: dict[int, str] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.jobs) + len(self.bad_rows) + len(self.twins)
 
 
 def canonical_text(request: Request) -> str:
@@ -151,6 +119,7 @@ class Plan:
         self._dedupe = dedupe
         self._fill = with_defaults(defaults)
         self._is_plain = defaults == SamplingParams()
+        self._stretch = 1  # lines whose facts go with one chunk
         self._database = sqlite3.connect("", isolation_level=None)  # "": a file that is unlinked
         self._database.executescript(_SETUP)
 
@@ -184,6 +153,7 @@ class Plan:
         num_twins = self._database.execute("SELECT COUNT(*) FROM followers").fetchone()[0]
         last_chunk = self._database.execute("SELECT MAX(chunk) FROM plan").fetchone()[0]
         num_chunks = 0 if last_chunk is None else last_chunk + 1
+        self._stretch = stretch_lines(last_line or 0, num_chunks)
         return PlanCounts(total, num_bad, num_chars or 0, last_line or 0, num_chunks, num_twins)
 
     def errors(self, limit: int) -> tuple[RowError, ...]:
@@ -192,7 +162,7 @@ class Plan:
 
     def chunks(self, start: int = 0) -> Iterator[Chunk]:
         """The chunks from number ``start`` on, one in memory at a time."""
-        chunk = Chunk(start, [], [])
+        chunk = self._chunk(start)
         query = _FROM_CHUNK.format(leader=_LEADER if self._dedupe else "NULL")
         for (
             number,
@@ -208,7 +178,7 @@ class Plan:
         ) in self._database.execute(query, (start,)):
             if number != chunk.number:
                 yield chunk
-                chunk = Chunk(number, [], [])
+                chunk = self._chunk(number)
             if needs:
                 chunk.needs[line] = needs
             if leader is not None:
@@ -219,6 +189,9 @@ class Plan:
                 chunk.bad_rows.append(RowError(line, custom_id, endpoint, code, message))
         if chunk:
             yield chunk
+
+    def _chunk(self, number: int) -> Chunk:
+        return Chunk(number, [], [], facts=pack(self._database, number, self._stretch))
 
     def entries(self) -> Iterator[Entry]:
         """The good rows in the order in which they are queued, as the order saw them."""
@@ -234,7 +207,7 @@ class Plan:
         if isinstance(row, RowError):
             line, endpoint = row.line, row.endpoint
             wrong = (endpoint, row.code, row.message)
-            return line, row.custom_id, b"", 0, *wrong, None, 0, -1, None, ""
+            return line, row.custom_id, b"", 0, *wrong, None, 0, -1, None, "", None
         line, request = row.line, row.request
         text = canonical_text(request)
         raw = text.encode("utf-8")
@@ -244,9 +217,10 @@ class Plan:
         key, size, num_chars = text_key(raw), len(raw), len(text)
         work = work_of(size, request.params.max_tokens)
         custom_id, endpoint = request.custom_id, request.endpoint
-        twin = twin_key(request) if self._dedupe else None
-        needs = " ".join(needs_of(request))
-        return line, custom_id, key, num_chars, endpoint, None, None, data, size, work, twin, needs
+        digest = request_digest(request)
+        twin = digest if self._dedupe and can_have_twin(request) else None
+        good = (endpoint, None, None, data, size, work, twin, " ".join(needs_of(request)), digest)
+        return line, custom_id, key, num_chars, *good
 
     def _duplicates(self) -> Iterator[tuple[str, str, int]]:
         """The good rows whose id an earlier line has. A bad line holds on to its id, too."""

@@ -10,7 +10,8 @@ key                        type    content
                                    ``created``, ``chunks`` (enqueued so far), ``num_chunks``,
                                    ``last_line`` (above ``total`` if the file has blank lines),
                                    ``order`` (version of the rows' order; missing: 1),
-                                   ``job_timeout`` (seconds; that of the last submit or retry);
+                                   ``job_timeout`` (seconds; that of the last submit or retry),
+                                   ``defaults`` (JSON: what rows do that do not say otherwise);
                                    only if asked for: ``priority`` (``high``, ``low``), ``expires``
                                    (the deadline, seconds since 1970), ``dedupe`` (1), ``keep``
                                    (seconds after the end), then ``kept_until`` and ``kept_jobs``;
@@ -24,6 +25,8 @@ key                        type    content
                                    ``forgotten_lines``, how many lines are gone;
                                    counters ``ok failed canceled running prompt_tokens
                                    completion_tokens cached_tokens busy_ms saved_ms copied cut``
+``batchkv:batch:B:rows``   hash    of each stretch of lines the digests of what its rows ask for
+                                   and their custom_ids (``row_facts``)
 ``batchkv:res:B``          hash    line number -> encoded result (``job.encode_result``)
 ``batchkv:done:B``         list    line numbers in the order in which they ended. Append only: a
                                    retried row stands in it again at its second end
@@ -37,8 +40,9 @@ key                        type    content
 =========================  ======  ==============================================================
 
 ``queued`` is never stored: it is ``total - ok - failed - canceled - running``. A batch that says
-how long it is kept has its first three keys expire together; its id stays in ``batchkv:batches``,
-so that it can be told from one that never was. A batch that was forgotten leaves nothing.
+how long it is kept has its first keys, up to ``batchkv:done``, expire together; its id stays in
+``batchkv:batches``, so that it can be told from one that never was. A batch that was forgotten
+leaves nothing.
 
 RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``B-<line>`` in queue
 ``Q``:
@@ -95,6 +99,11 @@ def batch(batch_id: str) -> str:
 def results(batch_id: str) -> str:
     """Key of the batch's results by line number."""
     return f"batchkv:res:{batch_id}"
+
+
+def rows(batch_id: str) -> str:
+    """Key of what a batch keeps of every row (``row_facts``)."""
+    return f"batchkv:batch:{batch_id}:rows"
 
 
 def done(batch_id: str) -> str:

@@ -155,6 +155,12 @@ def submit(
     )
 
 
+def identify(source: Source, plan: Plan, defaults: SamplingParams, model: str) -> str:
+    """Fill a plan with a file and seal it; the digest of the batch that these make."""
+    facts, _ = _read(source, plan, defaults, lambda _: model)
+    return batch_digest(facts, defaults)
+
+
 def _checked(
     source: Source, plan: Plan, said: SamplingParams, model: str | None, default: str | None
 ) -> Checked:

@@ -22,6 +22,7 @@ from batchkv_producer.forgetting import go_on
 from batchkv_producer.formats import default_custom_id
 from batchkv_producer.job import Outcome, Request, Result, decode_job, encode_result
 from batchkv_producer.queue_state import QueueState, read_queue
+from batchkv_producer.row_facts import custom_ids, rows_among
 from batchkv_producer.status import BatchStatus, being_forgotten, read_batch
 from batchkv_producer.terms import moment_text
 from batchkv_producer.transitions import FAILURE_TTL_SECONDS, Transitions
@@ -169,9 +170,12 @@ def mend_rows(connection: Redis, status: BatchStatus) -> int:
         num_mended += _settle_ended(connection, status, lines, there)
         fallen = [ids[line] for line, s in there if s not in (*_ENDED, b"deferred")]
         num_mended += Transitions(connection).mend(status.queue, fallen) if fallen else 0
-    # Blank lines of the file have no job either. So many of these lines are rows:
-    num_lost = status.total - status.num_ended - num_there
-    num_mended += settle_lost(connection, status, missing[: max(0, num_lost)])
+    # Blank lines of the file have no job either. Where nothing tells which, so many are rows:
+    num_lost = max(0, status.total - status.num_ended - num_there)
+    if num_lost:
+        known = rows_among(connection, status.batch_id, missing)
+        lost = missing[:num_lost] if known is None else known
+        num_mended += settle_lost(connection, status, lost)
     if not num_mended:
         for start in range(0, len(deferred), PAGE_ROWS):
             page = deferred[start : start + PAGE_ROWS]
@@ -182,11 +186,13 @@ def mend_rows(connection: Redis, status: BatchStatus) -> int:
 def settle_lost(connection: Redis, status: BatchStatus, lines: Sequence[int]) -> int:
     """Give rows whose job was deleted their error row; how many."""
     num_done = 0
+    names = custom_ids(connection, status.batch_id, lines)
     for start in range(0, len(lines), PAGE_ROWS):
         rows = []
         for line in lines[start : start + PAGE_ROWS]:
             words = f"the job of input line {line} was deleted from Redis by another tool"
-            row = error_row(status.model, line, None, (ErrorCode.LOST, words))
+            error = (ErrorCode.LOST, words)
+            row = error_row(status.model, line, None, error, custom_id=names.get(line))
             rows.append((redis_keys.job_id(status.batch_id, line), row))
         num_done += sum(map(bool, Transitions(connection).settle(status.queue, "lost", rows)))
     return num_done
@@ -234,10 +240,12 @@ def error_row(
     request: Request | None,
     error: tuple[str, str],
     outcome: Outcome = "failed",
+    *,
+    custom_id: str | None = None,
 ) -> bytes:
-    """The result of a row that no worker ended."""
+    """The result of a row that no worker ended. ``custom_id``: where the request is gone."""
     result = Result(
-        custom_id=request.custom_id if request else default_custom_id(line),
+        custom_id=request.custom_id if request else custom_id or default_custom_id(line),
         endpoint=request.endpoint if request else "chat",
         outcome=outcome,
         model=model,

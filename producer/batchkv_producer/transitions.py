@@ -18,6 +18,7 @@
 
     queued | deferred --- settle(expired) ---> failed     past the batch's deadline
     (gone) -------------- settle(lost) ------> failed     somebody deleted the job
+    (gone) -------------- restore -----------> queued     failed or canceled, from the file
     started | queued ---- mend --------------> queued     in no list, and nobody holds it
 
 =============  ==========================  =======================================================
@@ -45,6 +46,8 @@ mend           the client, any worker's    no result and no lease; called for ro
                maintenance
 retry          the client                  status is failed (canceled, if that is asked for) and the
                                            job's data is still there; deferred if a twin is open
+restore        the client that has the     the line has a result and its job no data
+               input
 =============  ==========================  =======================================================
 
 `batchkv forget` (``forgetting``) ends the machine from any state: once the batch is marked, no move

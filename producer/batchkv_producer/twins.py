@@ -25,9 +25,18 @@ KEY_BYTES = 16
 
 def twin_key(request: Request) -> bytes | None:
     """16 bytes that only twins have in common; None for a row that has no twin."""
+    return request_digest(request) if can_have_twin(request) else None
+
+
+def can_have_twin(request: Request) -> bool:
+    """Whether a row that asks for the same as another one gets the same answer."""
     params = request.params
-    if params.seed is None and (params.temperature is None or params.temperature > 0):
-        return None
+    return params.seed is not None or params.temperature == 0
+
+
+def request_digest(request: Request) -> bytes | None:
+    """16 bytes that only requests for the same have in common, whatever their ``custom_id``."""
+    params = request.params
     reals = [None if value is None else float(value) for value in _reals(params)]
     parts = (request.endpoint, request.messages, request.prompt, request.tools)
     try:

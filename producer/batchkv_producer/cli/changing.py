@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
-from batchkv_producer.cli.shared import say, session, url_option
+from batchkv_producer.cli.shared import generation_options, say, session, url_option
 from batchkv_producer.cli.terms_options import new_deadline_option
 from batchkv_producer.client import Unanswered
+from batchkv_producer.errors import UsageError
+from batchkv_producer.job import SamplingParams
 from batchkv_producer.progress import rows
 from batchkv_producer.terms import Deadline
 
@@ -37,37 +41,62 @@ def cancel(target: str, url: str | None) -> None:
     help="Give these rows a new timeout.  [default: the one they had]",
 )
 @new_deadline_option
+@click.option(
+    "--from",
+    "source",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The file that was submitted: also rows are queued whose jobs are no longer in Redis.",
+)
+@generation_options
 @url_option
 def retry(
     batch_id: str,
     canceled: bool,
     job_timeout: int | None,
     expires: Deadline | None,
+    source: Path | None,
+    defaults: SamplingParams,
     url: str | None,
 ) -> None:
     """Queue the failed rows of a batch again (rows that were wrong in the input stay failed).
+
+    A failed row's job is kept for 7 days, and other tools may delete it sooner: then --from FILE
+    makes it anew. The flags of generation are needed with --from only, for batches of versions
+    that did not keep them: those of the submit.
 
     \b
     Examples:
       batchkv retry 3f2a9c51d07be684 --canceled
       batchkv retry 3f2a9c51d07be684 --job-timeout 7200
       batchkv retry 3f2a9c51d07be684 --expires 8h
-      batchkv retry 3f2a9c51d07be684
+      batchkv retry 3f2a9c51d07be684 --from prompts.jsonl
       batchkv retry 3f2a9c51d07be684 && batchkv wait 3f2a9c51d07be684
     """
+    said = None if defaults == SamplingParams() else defaults
+    if said and source is None:
+        raise UsageError("retry takes the flags of generation with --from FILE only")
     with session(url) as opened:
         num = opened.client.retry(
-            batch_id, canceled, job_timeout_seconds=job_timeout, expires=expires
+            *(batch_id, canceled),
+            job_timeout_seconds=job_timeout,
+            expires=expires,
+            source=source,
+            defaults=said,
         )
-        why = "" if num else _why_none(batch_id, opened.client.unanswered(batch_id))
-    say(f"{rows(num)} queued again{why}")
+        left = opened.client.unanswered(batch_id)
+        name = opened.client.status(batch_id).name
+    say(f"{rows(num)} queued again{_why_not_all(batch_id, left, num, name)}")
 
 
-def _why_none(batch_id: str, left: Unanswered) -> str:
-    counts = {
-        "wrong in the input: mend the file": left.wrong,
-        "no longer there to be run: submit them anew": left.expired,
-        f"canceled: `batchkv retry {batch_id} --canceled`": left.canceled,
-    }
+def _why_not_all(batch_id: str, left: Unanswered, num_queued: int, name: str) -> str:
+    """What stays as it is, and the command that would change it."""
+    again = f"`batchkv retry {batch_id} --from FILE`, FILE being what was submitted ({name})"
+    counts = {f"no longer have a job in Redis: {again}": left.expired}
+    if not num_queued:
+        counts["wrong in the input: mend the file"] = left.wrong
+        counts[f"canceled: `batchkv retry {batch_id} --canceled`"] = left.canceled
     reasons = [f"{rows(num)} {why}" for why, num in counts.items() if num]
-    return "; " + "; ".join(reasons or ["no row has failed"])
+    if not num_queued and not reasons:
+        reasons = ["no row has failed"]
+    return "".join(f"; {reason}" for reason in reasons)

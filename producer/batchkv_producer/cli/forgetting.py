@@ -12,6 +12,7 @@ from batchkv_producer.cli.terms_options import age_option
 from batchkv_producer.client import BatchStatus
 from batchkv_producer.errors import UsageError
 from batchkv_producer.progress import rows
+from batchkv_producer.status import match_batch, read_batches
 
 
 @click.command()
@@ -49,7 +50,9 @@ def forget(
     with session(url) as opened:
         client = opened.client
         if batch_ids:
-            targets = {batch: client.peek(batch) for batch in map(client.match, batch_ids)}
+            full = dict.fromkeys(match_batch(opened.connection, batch) for batch in batch_ids)
+            there = {found.batch_id: found for found in read_batches(opened.connection, [*full])}
+            targets = {batch: there.get(batch) for batch in full}
         else:
             chosen = forgetting.choose(
                 client.list_batches(),

@@ -16,6 +16,7 @@ from batchkv_producer.progress import rows
 
 if TYPE_CHECKING:
     from batchkv_producer.run import RunReport
+    from batchkv_producer.submission import Submitted
 
 
 def say_unserved(client: Client, batch_id: str) -> None:
@@ -23,6 +24,16 @@ def say_unserved(client: Client, batch_id: str) -> None:
     found = client.status(batch_id)
     if not (found.is_done or found.num_workers):
         say(unserved_note(found))
+
+
+def say_failed_before(client: Client, submitted: Submitted) -> None:
+    """A submit that joins a batch queues none of its failed rows again: tell what does."""
+    found = client.status(submitted.batch_id)
+    if found.failed > submitted.num_bad:
+        say(
+            f"{rows(found.failed - submitted.num_bad)} of it failed before and stay so: `batchkv "
+            f"retry {found.batch_id}` queues them again"
+        )
 
 
 def say_canceled(batch: BatchStatus) -> None:
@@ -40,8 +51,8 @@ def say_failures(failures: Iterable[Failures], num_failed: int) -> None:
         say(line)
 
 
-def say_end(report: RunReport, failures: Iterable[Failures]) -> None:
-    """The last lines of ``batchkv run``."""
+def say_end(report: RunReport, failures: Iterable[Failures], again: str = "") -> None:
+    """The last lines of ``batchkv run``. ``again``: what ``batchkv retry`` needs besides."""
     failed, wrong = report.status.failed, report.num_wrong
     say_failures(failures, failed)
     if failed:
@@ -50,7 +61,7 @@ def say_end(report: RunReport, failures: Iterable[Failures]) -> None:
             hints.append(f"{rows(wrong)} wrong in the input: mend the file")
         if failed > wrong:
             retried = "the others" if wrong else "them"
-            hints.append(f"`batchkv retry {report.status.batch_id}` queues {retried} again")
+            hints.append(f"`batchkv retry {report.status.batch_id}{again}` queues {retried} again")
         say(f"{rows(failed)} failed: {'; '.join(hints)}")
     say_canceled(report.status)
     say(f"results are in {report.out}")

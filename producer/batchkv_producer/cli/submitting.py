@@ -13,7 +13,7 @@ import click
 
 from batchkv_producer import run as running
 from batchkv_producer import submission
-from batchkv_producer.cli.outcome import say_end, say_unserved
+from batchkv_producer.cli.outcome import say_end, say_failed_before, say_unserved
 from batchkv_producer.cli.shared import (
     default_model,
     generation_options,
@@ -30,6 +30,7 @@ from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
 from batchkv_producer.errors import UsageError
 from batchkv_producer.job import SamplingParams
 from batchkv_producer.progress import Snapshot, printable, reporter, rows
+from batchkv_producer.restoring import is_any_gone
 from batchkv_producer.server import ensure_running
 from batchkv_producer.server_home import home_from_environment
 from batchkv_producer.submission import Checked, Submitted
@@ -165,7 +166,8 @@ def run(
             opened.client, opened.connection, opened.url, options, progress, revive=revive
         )
         failures = opened.client.failures(report.status)
-    say_end(report, failures)
+        has_gone = is_any_gone(opened.connection, report.status.batch_id, failures)
+    say_end(report, failures, f" --from {file}" if has_gone else "")
     ctx.exit(exit_code(report.status, on_done, report.out))
 
 
@@ -237,6 +239,8 @@ def submit(
         for note in submitted.notes:
             say(f"batch {submitted.batch_id} was there: {note}")
         say_unserved(opened.client, submitted.batch_id)
+        if submitted.joined:
+            say_failed_before(opened.client, submitted)
         if ids:
             for job_id in opened.client.job_ids(submitted.batch_id):
                 click.echo(job_id)

@@ -19,6 +19,12 @@ local function is_forgotten(batch)
   return marks[batch]
 end
 
+-- What a batch keeps of a stretch of rows, beside their jobs.
+local function store_facts(hash, number, digests, names)
+  if digests ~= '' then redis.call('HSET', hash .. ':rows', 'd' .. number, digests) end
+  if names ~= '' then redis.call('HSET', hash .. ':rows', 'n' .. number, names) end
+end
+
 -- Nobody holds this row any more. Who held it stands beside the job too, so that the count stays
 -- right when a tool deletes a job that runs.
 local function release(batch, line)
@@ -39,7 +45,24 @@ local function keep_if_done(batch, now)
   end
   local at = math.floor(tonumber(now)) + tonumber(keep)
   redis.call('HSET', hash, 'kept_until', at)
-  for _, key in ipairs({hash, 'batchkv:res:' .. batch, 'batchkv:done:' .. batch}) do
+  for _, key in ipairs({hash, hash .. ':rows', 'batchkv:res:' .. batch, 'batchkv:done:' .. batch}) do
     redis.call('EXPIREAT', key, at)
+  end
+end
+
+-- Rows of an ended batch are queued again: under a new timeout and deadline if they are given, and no
+-- longer about to expire.
+local function reopen(batch, timeout, expires)
+  local hash = 'batchkv:batch:' .. batch
+  if tonumber(timeout) > 0 then redis.call('HSET', hash, 'job_timeout', timeout) end
+  if expires == '0' then
+    redis.call('HDEL', hash, 'expires')
+  elseif expires ~= '' then
+    redis.call('HSET', hash, 'expires', expires)
+  end
+  if redis.call('HDEL', hash, 'kept_until', 'kept_jobs') > 0 then
+    for _, key in ipairs({hash, hash .. ':rows', 'batchkv:res:' .. batch, 'batchkv:done:' .. batch}) do
+      redis.call('PERSIST', key)
+    end
   end
 end

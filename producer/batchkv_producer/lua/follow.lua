@@ -2,14 +2,15 @@
 -- `submit` does. Such chunks come before those of the rows that they wait for.
 -- KEYS: batch hash.
 -- ARGV: queue name, chunk number (from 0), time in ISO 8601, job timeout (s), result ttl (s),
---       failure ttl (s), description, then id, data, custom_id, line of the leader, needs for each.
+--       failure ttl (s), description, digests and names of a stretch of rows (`row_facts.py`), then id, data, custom_id, line of the leader, needs for each.
 -- Returns the number of chunks submitted so far.
 local queue, chunk, now, timeout, result_ttl, failure_ttl, description =
   ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
 local chunks, forgotten = unpack(redis.call('HMGET', KEYS[1], 'chunks', 'forgotten'), 1, 2)
 if not chunks or forgotten then return -1 end
 if tonumber(chunks) ~= chunk then return tonumber(chunks) end
-for position = 8, #ARGV, 5 do
+store_facts(KEYS[1], ARGV[2], ARGV[8], ARGV[9])
+for position = 10, #ARGV, 5 do
   local id, leader = ARGV[position], ARGV[position + 3]
   local batch, line = string.match(id, '^(%x+)%-(%d+)$')
   redis.call('HSET', 'rq:job:' .. id, 'data', ARGV[position + 1], 'created_at', now,

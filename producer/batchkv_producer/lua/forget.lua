@@ -17,7 +17,8 @@ if is_there and not is_forgotten(batch) then return -1 end
 local held = 'batchkv:held:' .. batch
 if ARGV[1] == 'end' then
   redis.call('ZREM', 'batchkv:batches', batch)
-  redis.call('DEL', 'batchkv:res:' .. batch, 'batchkv:done:' .. batch, held, KEYS[1])
+  redis.call('DEL', 'batchkv:res:' .. batch, 'batchkv:done:' .. batch, held,
+    KEYS[1] .. ':rows', KEYS[1])
   return 1
 end
 if not is_there then return -1 end

@@ -52,17 +52,5 @@ for position = 6, #ARGV, 2 do
     queued = queued + 1
   end
 end
-if queued > 0 then
-  if timeout > 0 then redis.call('HSET', KEYS[1], 'job_timeout', timeout) end
-  if expires == '0' then
-    redis.call('HDEL', KEYS[1], 'expires')
-  elseif expires ~= '' then
-    redis.call('HSET', KEYS[1], 'expires', expires)
-  end
-  if redis.call('HDEL', KEYS[1], 'kept_until', 'kept_jobs') > 0 then
-    for _, key in ipairs({KEYS[1], KEYS[2], 'batchkv:done:' .. batch}) do
-      redis.call('PERSIST', key)
-    end
-  end
-end
+if queued > 0 then reopen(batch, timeout, expires) end
 return queued

@@ -3,18 +3,20 @@
 -- KEYS: batch hash, queue list, results, done, set of queues.  The list of the batch's priority is
 -- derived.
 -- ARGV: queue name, chunk number (from 0), time in ISO 8601, job timeout (s), result ttl (s),
---       failure ttl (s), description, number of jobs, then id, data, shared bytes, needs for
+--       failure ttl (s), description, digests and names of a stretch of rows (`row_facts.py`),
+--       number of jobs, then id, data, shared bytes, needs for
 --       each job ('' for none), then line, result for each row that failed before it was queued.
 -- Returns the number of chunks enqueued so far.
 local queue, chunk, now, timeout, result_ttl, failure_ttl, description, num_jobs =
-  ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7], tonumber(ARGV[8])
+  ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7], tonumber(ARGV[10])
 local chunks, forgotten = unpack(redis.call('HMGET', KEYS[1], 'chunks', 'forgotten'), 1, 2)
 if not chunks or forgotten then return -1 end
 if tonumber(chunks) ~= chunk then return tonumber(chunks) end
 local batch = string.match(KEYS[1], '%x+$')
 local list = list_of(KEYS[2], batch)
 redis.call('SADD', KEYS[5], KEYS[2], list)
-local ids, position = {}, 9
+store_facts(KEYS[1], ARGV[2], ARGV[8], ARGV[9])
+local ids, position = {}, 11
 for _ = 1, num_jobs do
   local id = ARGV[position]
   redis.call('HSET', 'rq:job:' .. id, 'data', ARGV[position + 1], 'created_at', now,
