@@ -40,8 +40,9 @@ def check_all(
     """A verdict for each entry that is still here. Does not count as a use of any."""
     limits = limits or Limits()
     for batch in batches(entries, MAX_BATCH_BYTES):
-        # One byte more than a block may have shows that it has too many.
-        found = tier.get_heads([entry.name for entry in batch], limits.max_block_bytes + 1)
+        # One byte more than a block has, or may have, shows that it has too many.
+        most = min(limits.max_block_bytes, max(entry.num_bytes for entry in batch))
+        found = tier.get_heads([entry.name for entry in batch], most + 1)
         for entry in batch:
             if entry.name in found:
                 yield _verdict(entry, found[entry.name], sealer, limits)

@@ -33,16 +33,20 @@ _CHAINED = (Kind.KV, Kind.WINDOW)
 
 
 def batches(entries: Iterable[Entry], max_bytes: int | None = None) -> Iterator[list[Entry]]:
-    """Entries in lists of at most 64, and of ``max_bytes`` unless one alone has more."""
+    """Entries in lists of at most 64, and of ``max_bytes`` unless one alone has more.
+
+    Each counts as much as the largest: any of them may have grown to what is read of that one.
+    """
     batch: list[Entry] = []
-    num_bytes = 0
+    largest = 0
     for entry in entries:
-        is_over = max_bytes is not None and num_bytes + entry.num_bytes > max_bytes
+        most = max(largest, entry.num_bytes)
+        is_over = max_bytes is not None and most * (len(batch) + 1) > max_bytes
         if batch and (is_over or len(batch) == NAMES_AT_ONCE):
             yield batch
-            batch, num_bytes = [], 0
+            batch, most = [], entry.num_bytes
         batch.append(entry)
-        num_bytes += entry.num_bytes
+        largest = most
     if batch:
         yield batch
 

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from batchkv_cache_store.breaker import Breaker
@@ -62,11 +62,14 @@ class GuardedTier:
         self._gate.observe_round_trip(self.name, time.perf_counter() - start)
         return found
 
-    def get_many(self, names: Sequence[str]) -> dict[str, Buffer]:
-        """Bytes of the names that are here; none of them when the tier is in trouble."""
-        if not names:
+    def get_many(self, sizes: Mapping[str, int]) -> dict[str, Buffer]:
+        """Bytes of the names that are here, not more than each was said to have, but for one byte.
+
+        None of them when the tier is in trouble.
+        """
+        if not sizes:
             return {}
-        return self._ask(lambda: self.tier.get_many(names)) or {}
+        return self._ask(lambda: self.tier.get_many(list(sizes), sizes)) or {}
 
     def put(self, name: str, buffers: Sequence[Buffer]) -> Put | None:
         """How the put ended; None when the tier is in trouble."""

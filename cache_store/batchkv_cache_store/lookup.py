@@ -234,7 +234,8 @@ class Search:
             if not batch:
                 continue
             start = time.perf_counter()
-            answers = tier.get_many([self._name(piece) for piece in batch])
+            sizes = {self._name(piece): self._places[piece].num_bytes for piece in batch}
+            answers = tier.get_many(sizes)
             for piece in batch:
                 data = answers.get(self._name(piece))
                 if data is None or not self._accept(piece, data, index):

@@ -85,8 +85,8 @@ class SlowTier(MemoryTier):
         time.sleep(0.002)
         return super().contains_many(names)
 
-    def get_many(self, names: Sequence[str]) -> dict[str, Buffer]:
-        found = super().get_many(names)
+    def get_many(self, names: Sequence[str], sizes: Any = None) -> dict[str, Buffer]:
+        found = super().get_many(names, sizes)
         time.sleep(0.002 + sum(map(len, found.values())) * self._seconds_per_byte)
         return found
 

@@ -141,9 +141,9 @@ def test_names_are_found_by_their_first_digits() -> None:
 
 
 def test_batches_are_bounded() -> None:
-    """64 names at most, and no more bytes than allowed unless one alone has them."""
+    """64 names at most, and no more bytes than allowed, were each as large as the largest."""
     entries = [Entry(name(number), size) for number, size in enumerate([5, 5, 50, 1, 9, 1])]
-    assert [[e.num_bytes for e in b] for b in batches(entries, 10)] == [[5, 5], [50], [1, 9], [1]]
+    assert [[e.num_bytes for e in b] for b in batches(entries, 10)] == [[5, 5], [50], [1], [9], [1]]
     assert [len(batch) for batch in batches([entries[0]] * 130)] == [64, 64, 2]
     assert list(batches([])) == []
 

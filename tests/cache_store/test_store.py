@@ -51,8 +51,10 @@ class FaultyTier(MemoryTier):
             "contains", len(names), lambda: super(FaultyTier, self).contains_many(names)
         )
 
-    def get_many(self, names: Sequence[str]) -> dict[str, Buffer]:
-        return self._called("get", len(names), lambda: super(FaultyTier, self).get_many(names))
+    def get_many(self, names: Sequence[str], sizes: Any = None) -> dict[str, Buffer]:
+        return self._called(
+            "get", len(names), lambda: super(FaultyTier, self).get_many(names, sizes)
+        )
 
     def put(self, name: str, buffers: Sequence[Buffer]) -> Put:
         assert self.may_put.wait(FLUSH_SECONDS)
@@ -233,8 +235,9 @@ def test_blocks_that_vanish_between_asking_and_fetching_are_misses() -> None:
     blocks = chain_of(PROMPT)
 
     class Forgetful(FaultyTier):
-        def get_many(self, names: Sequence[str]) -> dict[str, Buffer]:
-            return {name: data for name, data in super().get_many(names).items() if name != gone}
+        def get_many(self, names: Sequence[str], sizes: Any = None) -> dict[str, Buffer]:
+            found = super().get_many(names, sizes)
+            return {name: data for name, data in found.items() if name != gone}
 
     gone = block_name(blocks[6].key, Kind.KV)
     tier = Forgetful()

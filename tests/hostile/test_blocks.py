@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,9 @@ from batchkv_cache_store.errors import BlockRejected
 from batchkv_cache_store.keys import chain, root_key
 from batchkv_cache_store.lookup import Wanted
 from batchkv_cache_store.manifests import decode_manifest
-from batchkv_cache_store.names import checked, is_name
+from batchkv_cache_store.names import block_name, checked, is_name
 from batchkv_cache_store.peek import peek, peek_links
-from batchkv_cache_store.seal import SEAL_BYTES, Sealer
+from batchkv_cache_store.seal import SEAL_BYTES, Buffer, Sealer
 from batchkv_cache_store.store import Store
 from batchkv_cache_store.tiers.memory import MemoryTier
 from cache_store.blocks import NAMESPACE, PLAIN, TOKENS, chain_of, encoded, expected, make_block
@@ -231,6 +233,35 @@ def test_a_chain_that_goes_in_circles_ends() -> None:
     back = {**FIELDS, "key": first.key, "parent": second.key, "index": 5}
     tier.put(block_name(first.key, Kind.KV), [lying(msgpack.packb(back))])
     assert chain_names(tier, first.key)[1] is False
+
+
+def test_a_block_that_grows_after_the_question_takes_no_memory(tmp_path: Path) -> None:
+    """A writer of the cache swaps files between the question for sizes and the read: misses."""
+    from batchkv_cache_store.tiers.disk import DiskTier
+
+    blocks = chain_of(list(range(16)))
+
+    class Swapped(DiskTier):
+        """Every block is a sparse file of 128 MiB once its size was asked for."""
+
+        def get_many(self, names: Sequence[str], sizes: Any = None) -> dict[str, Buffer]:
+            for each in (tmp_path / "blocks-1").rglob("*.kv"):
+                os.truncate(each, 128 * 2**20)
+            return super().get_many(names, sizes)
+
+    tier = Swapped(tmp_path, 2**26)
+    for block in blocks:
+        tier.put(block_name(block.key, Kind.KV), [encoded(block)])
+    wanted = Wanted(NAMESPACE, [b.key for b in blocks], [b.tokens for b in blocks])
+    store = Store([tier])
+    tracemalloc.start()
+    try:
+        assert store.lookup(wanted).depth == 0
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        store.close(5.0)
+    assert peak < 2**24
 
 
 def test_the_limits_come_before_the_checksum(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -46,9 +47,9 @@ class BadTier(MemoryTier):
         self._may_fail()
         return super().contains_many(names)
 
-    def get_many(self, names: Sequence[str]) -> dict[str, Buffer]:
+    def get_many(self, names: Sequence[str], sizes: Any = None) -> dict[str, Buffer]:
         self._may_fail()
-        return {name: self.spoil(data) for name, data in super().get_many(names).items()}
+        return {name: self.spoil(data) for name, data in super().get_many(names, sizes).items()}
 
     def put(self, name: str, buffers: Sequence[Buffer]) -> Put:
         self._may_fail()

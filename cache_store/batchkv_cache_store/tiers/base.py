@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -68,7 +68,8 @@ class Tier(ABC):
     - ``put`` is put-if-absent and atomic: whoever reads sees all of the bytes or none, whatever
       dies meanwhile. Two that put the same name at once both succeed; one of them stays.
     - Buffers given are read during the call and not kept; buffers returned never change.
-    - What is read may be gone by the next call, and may be damaged: the reader checks it.
+    - What is read may be gone by the next call, may be another, and may be damaged: the reader
+      checks it, and says how much it takes.
     - The tier never holds more than its ``max_bytes``, also at start and while it writes.
     - Least recently used goes first, where the tier itself evicts. Of the names read together the
       first counts as the latest used, for a chain's tail is worth nothing without its head.
@@ -96,8 +97,14 @@ class Tier(ABC):
         """Sizes in bytes of those names that are here, in one round trip."""
 
     @abstractmethod
-    def get_many(self, names: Sequence[str]) -> dict[str, Buffer]:
-        """The bytes of those names that are here, in one round trip."""
+    def get_many(
+        self, names: Sequence[str], sizes: Mapping[str, int] | None = None
+    ) -> dict[str, Buffer]:
+        """The bytes of those names that are here, in one round trip.
+
+        ``sizes``: what ``contains_many`` said of each. One that has more by now is read up to one
+        byte more, for its reader to refuse.
+        """
 
     @abstractmethod
     def get_heads(self, names: Sequence[str], num_bytes: int) -> dict[str, Buffer]:
@@ -152,6 +159,11 @@ class Tier(ABC):
 
     def close(self) -> None:  # noqa: B027 - most tiers hold nothing open
         """Give back connections and threads. No other method may be called afterwards."""
+
+
+def bound(sizes: Mapping[str, int] | None, name: str) -> int:
+    """How many bytes of that name are read at most; ``sizes`` as for ``Tier.get_many``."""
+    return MAX_OBJECT_BYTES if sizes is None else min(sizes[name] + 1, MAX_OBJECT_BYTES)
 
 
 def size_of(buffers: Sequence[Buffer]) -> int:

@@ -6,7 +6,7 @@ import errno
 import itertools
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
@@ -14,7 +14,7 @@ from pathlib import Path
 from batchkv_cache_store.errors import TierMisconfigured
 from batchkv_cache_store.names import checked, is_name
 from batchkv_cache_store.seal import Buffer
-from batchkv_cache_store.tiers.base import Entry, Put, Swept, Tier, TierStats, size_of
+from batchkv_cache_store.tiers.base import Entry, Put, Swept, Tier, TierStats, bound, size_of
 from batchkv_cache_store.tiers.disk_files import (
     os_errors,
     physical_bytes,
@@ -103,12 +103,14 @@ class DiskTier(Tier):
                     found[name] = status.st_size
         return found
 
-    def get_many(self, names: Sequence[str]) -> dict[str, Buffer]:
+    def get_many(
+        self, names: Sequence[str], sizes: Mapping[str, int] | None = None
+    ) -> dict[str, Buffer]:
         found: dict[str, Buffer] = {}
         for name in names:
             path = self._folder.path(checked(name))
             with os_errors(path), suppress(FileNotFoundError):
-                found[name] = read_file(path)
+                found[name] = read_file(path, None if sizes is None else bound(sizes, name))
         for name in reversed(found):  # the first is touched last
             self._touch(self._folder.path(name))
         return found

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from batchkv_cache_store.names import checked, is_block_name
 from batchkv_cache_store.seal import Buffer
-from batchkv_cache_store.tiers.base import Entry, Put, Tier, TierStats, size_of
+from batchkv_cache_store.tiers.base import Entry, Put, Tier, TierStats, bound, size_of
 
 
 class MemoryTier(Tier):
@@ -32,12 +32,14 @@ class MemoryTier(Tier):
                 name: len(self._blocks[name]) for name in names if checked(name) in self._blocks
             }
 
-    def get_many(self, names: Sequence[str]) -> dict[str, Buffer]:
+    def get_many(
+        self, names: Sequence[str], sizes: Mapping[str, int] | None = None
+    ) -> dict[str, Buffer]:
         with self._lock:
             found = [name for name in names if checked(name) in self._blocks]
             for name in reversed(found):
                 self._blocks.move_to_end(name)
-            return {name: self._blocks[name] for name in found}
+            return {name: self._blocks[name][: bound(sizes, name)] for name in found}
 
     def get_heads(self, names: Sequence[str], num_bytes: int) -> dict[str, Buffer]:
         with self._lock:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -30,11 +30,11 @@ from batchkv_cache_store.errors import TierError, TierMisconfigured
 from batchkv_cache_store.names import checked, is_block_name, is_name
 from batchkv_cache_store.seal import Buffer
 from batchkv_cache_store.tiers.base import (
-    MAX_OBJECT_BYTES,
     Entry,
     Put,
     Tier,
     TierStats,
+    bound,
     size_of,
 )
 
@@ -101,8 +101,10 @@ class ObjectsTier(Tier):
     def contains_many(self, names: Sequence[str]) -> dict[str, int]:
         return self._for_each(names, self._size)
 
-    def get_many(self, names: Sequence[str]) -> dict[str, Buffer]:
-        return self._for_each(names, self._get)
+    def get_many(
+        self, names: Sequence[str], sizes: Mapping[str, int] | None = None
+    ) -> dict[str, Buffer]:
+        return self._for_each(names, lambda name: self._get(name, bound(sizes, name)))
 
     def get_heads(self, names: Sequence[str], num_bytes: int) -> dict[str, Buffer]:
         return self._for_each(names, lambda name: self._get_head(name, num_bytes))
@@ -166,13 +168,11 @@ class ObjectsTier(Tier):
             return int(answer["ContentLength"])
         return None
 
-    def _get(self, name: str) -> bytes | None:
+    def _get(self, name: str, num_bytes: int) -> bytes | None:
         with _s3_errors(), _absent_is_none():
             answer = self._client.get_object(Bucket=self._bucket, Key=self._key(name))
             with answer["Body"] as body:
-                # One that is larger than any block is cut, for its reader to refuse.
-                is_block = int(answer["ContentLength"]) <= MAX_OBJECT_BYTES
-                content: bytes = body.read() if is_block else body.read(1)
+                content: bytes = body.read(num_bytes)
                 return content
         return None
 

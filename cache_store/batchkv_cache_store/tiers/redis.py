@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +39,7 @@ from batchkv_cache_store.tiers.base import (
     Put,
     Tier,
     TierStats,
+    bound,
     size_of,
 )
 
@@ -60,7 +61,7 @@ class _Server:
 
 
 class RedisTier(Tier):
-    """Blocks in the database that ``url`` names, put with SET NX and fetched with one MGET.
+    """Blocks in the database that ``url`` names, put with SET NX, fetched by ranges.
 
     ``max_bytes`` bounds the memory of the whole server as this tier sees it; None leaves it to the
     server's ``maxmemory``. Nothing is connected before the first call; raises ValueError for a URL
@@ -119,22 +120,23 @@ class RedisTier(Tier):
         with _redis_errors(), self._redis.pipeline(transaction=False) as pipeline:
             for name in names:
                 pipeline.strlen(_key(name))
-            sizes = pipeline.execute(raise_on_error=False)
-            for size in sizes:
-                if isinstance(size, RedisError) and not _is_about_one_key(size):
-                    raise size
+            sizes = _answers(pipeline)
         pairs = zip(names, sizes, strict=True)
         return {name: size for name, size in pairs if isinstance(size, int) and size}
 
-    def get_many(self, names: Sequence[str]) -> dict[str, Buffer]:
+    def get_many(
+        self, names: Sequence[str], sizes: Mapping[str, int] | None = None
+    ) -> dict[str, Buffer]:
         self._checked_server()
         if not names:
             return {}
-        # The head is asked for last and so is the latest used; MGET answers in the order asked.
-        with _redis_errors():
-            values: list[Any] = self._redis.mget([_key(name) for name in reversed(names)])
+        # The head is asked for last and so is the latest used.
+        with _redis_errors(), self._redis.pipeline(transaction=False) as pipeline:
+            for name in reversed(names):
+                pipeline.getrange(_key(name), 0, bound(sizes, name) - 1)
+            values = _answers(pipeline)
         pairs = zip(names, reversed(values), strict=True)
-        return {name: value for name, value in pairs if value is not None}
+        return {name: value for name, value in pairs if isinstance(value, bytes) and value}
 
     def get_heads(self, names: Sequence[str], num_bytes: int) -> dict[str, Buffer]:
         self._checked_server()
@@ -189,11 +191,7 @@ class RedisTier(Tier):
             pipeline.client_no_touch("ON")
             ask(pipeline)
             pipeline.client_no_touch("OFF")
-            answers = pipeline.execute(raise_on_error=False)[1:-1]
-            for answer in answers:
-                if isinstance(answer, RedisError) and not _is_about_one_key(answer):
-                    raise answer
-        return answers
+            return _answers(pipeline)[1:-1]
 
     def put(self, name: str, buffers: Sequence[Buffer]) -> Put:
         server = self._checked_server()
@@ -201,8 +199,7 @@ class RedisTier(Tier):
         if num_bytes > MAX_OBJECT_BYTES:
             return Put.FULL
         with _redis_errors():
-            # A look first: a block is megabytes, and another worker may have been quicker. A queue
-            # may have moved in, too.
+            # A block is megabytes, and another worker may have been quicker; or a queue moved in.
             with self._redis.pipeline(transaction=False) as pipeline:
                 pipeline.exists(key)
                 pipeline.exists(*QUEUE_KEYS)
@@ -282,6 +279,15 @@ def _redis_errors() -> Iterator[None]:
         raise TierMisconfigured(f"the cache's Redis refuses us: {fault}") from fault
     except (RedisError, OSError) as fault:
         raise TierError(f"the cache's Redis: {fault}") from fault
+
+
+def _answers(pipeline: Pipeline) -> list[Any]:
+    """All answers; an error that is about one key is one of them, any other is raised."""
+    answers = pipeline.execute(raise_on_error=False)
+    for answer in answers:
+        if isinstance(answer, RedisError) and not _is_about_one_key(answer):
+            raise answer
+    return answers
 
 
 def _is_about_one_key(fault: RedisError) -> bool:
