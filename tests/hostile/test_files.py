@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,42 @@ def test_what_is_no_file_in_a_blocks_place_is_a_miss(root: Path, foreign: Path, 
     except TierError:
         pass  # named, and the store goes on without the tier
     assert foreign.read_bytes() == PRECIOUS
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "blocks-1",
+        f"blocks-1/{NAME[0]}",
+        f"blocks-1/{NAME[0]}/{NAME[1]}",
+        "temporary",
+        "aside",
+        "pins",
+    ],
+)
+def test_what_a_folder_link_leads_to_is_not_ours(root: Path, tmp_path: Path, folder: str) -> None:
+    """One of the tier's own folders is a link: nothing is read, evicted or written there."""
+    elsewhere = tmp_path / "elsewhere"
+    (root / folder).rename(elsewhere)
+    (root / folder).symlink_to(elsewhere)
+
+    (elsewhere / NAME).write_bytes(PRECIOUS)
+    before = contents(elsewhere)
+    tier = DiskTier(root, 4096)  # less than what lies there: at the start there is too much
+    if folder.startswith("blocks"):
+        assert not tier.get_many([NAME]) and not tier.contains_many([NAME])
+    other = NAME[:2] + "0" * 62 + NAME[64:]
+    uses = [lambda: walk_all(tier), lambda: tier.put(NAME, [DATA]), lambda: tier.put(other, [DATA])]
+    for use in [*uses, lambda: tier.set_aside(NAME), lambda: tier.delete(NAME), tier.sweep]:
+        with suppress(TierError):  # named, and the store goes on without the tier
+            use()
+    assert contents(elsewhere) == before
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file below, with what it has and when it was used last."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
 def test_a_hard_link_is_never_written_to(root: Path, foreign: Path) -> None:

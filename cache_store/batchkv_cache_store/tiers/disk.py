@@ -98,6 +98,7 @@ class DiskTier(Tier):
         for name in names:
             path = self._folder.path(checked(name))
             with os_errors(path), suppress(FileNotFoundError):
+                self._folder.check(path)
                 status = os.stat(path, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
                     found[name] = status.st_size
@@ -110,6 +111,7 @@ class DiskTier(Tier):
         for name in names:
             path = self._folder.path(checked(name))
             with os_errors(path), suppress(FileNotFoundError):
+                self._folder.check(path)
                 found[name] = read_file(path, None if sizes is None else bound(sizes, name))
         for name in reversed(found):  # the first is touched last
             self._touch(self._folder.path(name))
@@ -120,6 +122,7 @@ class DiskTier(Tier):
         for name in names:
             path = self._folder.path(checked(name))
             with os_errors(path), suppress(FileNotFoundError):
+                self._folder.check(path)
                 found[name] = read_file(path, num_bytes)
         return found
 
@@ -135,6 +138,7 @@ class DiskTier(Tier):
     def put(self, name: str, buffers: Sequence[Buffer]) -> Put:
         path = self._folder.path(checked(name))
         with os_errors(path):
+            self._folder.check(path)
             if path.exists():
                 self._touch(path)
                 return Put.PRESENT
@@ -155,6 +159,7 @@ class DiskTier(Tier):
     def delete(self, name: str) -> None:
         path = self._folder.path(checked(name))
         with os_errors(path), self._folder.locked() as ledger, suppress(FileNotFoundError):
+            self._folder.check(path)
             num_bytes = physical_bytes(path)
             path.unlink()
             ledger.num_bytes -= num_bytes
@@ -163,6 +168,7 @@ class DiskTier(Tier):
         """Move the file to ``aside/``, which keeps the latest few."""
         path = self._folder.path(checked(name))
         with os_errors(path), self._folder.locked() as ledger, suppress(FileNotFoundError):
+            self._folder.check(path, self._folder.aside / name)
             path.replace(self._folder.aside / name)
             aside = [file for file in self._folder.aside.iterdir() if is_name(file.name)]
             for file in sorted(aside, key=lambda file: file.stat().st_mtime_ns)[:-MAX_ASIDE]:
@@ -222,6 +228,7 @@ class DiskTier(Tier):
                 return None
             number = next(self._count)  # the folder's lock keeps threads apart too
             temporary = self._folder.temporary / f"{name}.{os.getpid()}.{number}.{room}"
+            self._folder.check(temporary)
             try:
                 # Whatever a process of the same id left there, or somebody put there, goes.
                 temporary.unlink(missing_ok=True)

@@ -24,6 +24,7 @@ bytes too, and left alone.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -88,7 +89,20 @@ class DiskFolder:
         above = [folder for folder in self.root.parents if not folder.exists()]
         own = (self.root, self.temporary, self.aside, self._pins, self.blocks)
         for folder in (*reversed(above), *own):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if folder == self.root or not folder.is_symlink():
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def check(self, *paths: Path) -> None:
+        """Raise FileNotFoundError when a folder of ours on the way to these paths is a link.
+
+        What it leads to is not ours: it is as if nothing were there.
+        """
+        for path in paths:
+            for folder in path.parents:
+                if folder == self.root:
+                    break
+                if folder.is_symlink():
+                    raise FileNotFoundError(errno.ENOTDIR, f"{folder.name} is a link, no folder")
 
     @contextmanager
     def locked(self) -> Iterator[Ledger]:
@@ -122,19 +136,19 @@ class DiskFolder:
         """Walk through everything; old leftovers of writers that died are removed on the way."""
         found = Survey()
         for entry in entries(self.root):
-            if entry.name not in _OURS:
+            if entry.name not in _OURS or entry.is_symlink():
                 found.count_foreign(entry)
         for entry, rank in walk_blocks(self.blocks):
             if rank is None:
                 found.count_foreign(entry)
             else:
                 found.count_file(entry, rank)
-        for entry in entries(self.aside):
+        for entry in self._own(self.aside):
             if is_name(entry.name):
                 found.count_file(entry, Rank.ASIDE)
             else:
                 found.count_foreign(entry)
-        for entry in entries(self.temporary):
+        for entry in self._own(self.temporary):
             found.count_temporary(entry, self._temporary_age_seconds)
         found.hold_pins(self._pins_by_age(found), self.max_pinned_bytes)
         if not self._is_guest:
@@ -144,7 +158,7 @@ class DiskFolder:
 
     def _pins_by_age(self, found: Survey) -> dict[str, int]:
         pins: dict[str, int] = {}
-        for entry in entries(self._pins):
+        for entry in self._own(self._pins):
             if is_name(entry.name):
                 with suppress(FileNotFoundError):
                     pins[entry.name] = entry.stat(follow_symlinks=False).st_mtime_ns
@@ -154,18 +168,26 @@ class DiskFolder:
 
     def pins(self) -> list[str]:
         """Names that are pinned, whether or not the blocks are here."""
-        return sorted(entry.name for entry in entries(self._pins) if is_name(entry.name))
+        return sorted(entry.name for entry in self._own(self._pins) if is_name(entry.name))
+
+    def _own(self, folder: Path) -> list[os.DirEntry[str]]:
+        """Entries of a folder of ours; none of one that a link leads to."""
+        return [] if folder.is_symlink() else entries(folder)
 
     def add_pins(self, names: Iterable[str]) -> None:
         """Pin names."""
-        self._pins.mkdir(mode=0o700, exist_ok=True)
+        if not self._pins.is_symlink():
+            self._pins.mkdir(mode=0o700, exist_ok=True)
         for name in names:
+            self.check(self._pins / name)
             (self._pins / name).touch(mode=0o600)
 
     def remove_pins(self, names: Iterable[str]) -> None:
         """Let pinned names go; one that is not pinned is left as it is."""
         for name in names:
-            (self._pins / name).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                self.check(self._pins / name)
+                (self._pins / name).unlink()
 
     def num_evicted(self) -> int:
         """Blocks that were ever evicted, by any process."""

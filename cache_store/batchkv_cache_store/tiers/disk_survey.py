@@ -149,7 +149,7 @@ def entries(folder: Path | str) -> list[os.DirEntry[str]]:
 
 def walk_blocks(blocks: Path) -> Iterator[tuple[os.DirEntry[str], Rank | None]]:
     """Everything below the folder of blocks, leaf by leaf; rank None for what is foreign."""
-    for entry in entries(blocks):
+    for entry in [] if blocks.is_symlink() else entries(blocks):
         if entry.name not in _HEX or entry.is_symlink():  # a link may lead out of the folder
             yield entry, None
             continue
