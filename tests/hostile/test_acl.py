@@ -114,8 +114,8 @@ def test_each_role_does_all_its_work(hub: Hub, tmp_path: Path) -> None:
         assert found.exit_code == code, (arguments, found.output)
         return found.stdout.strip()
 
-    batch = ok("submit", source, "-m", MODEL)
-    assert ok("submit", source, "-m", MODEL) == batch
+    batch = ok("submit", source, "-m", MODEL, code=1)
+    assert ok("submit", source, "-m", MODEL, code=1) == batch
     settings: dict[str, object] = {"HEARTBEAT_SECONDS": 0.1, "LEASE_SECONDS": 60}
     settings |= {"MAINTENANCE_SECONDS": 0.1, "DRAIN_SECONDS": 0, "SLOTS": 8}
     log = tmp_path / "log"

@@ -75,7 +75,7 @@ def finish(connection: Redis, model: str, text: str = "the answer") -> None:
 
 
 def submitted(source: Path) -> str:
-    found = batchkv("submit", source, "-m", "m")
+    found = batchkv("submit", source, "-m", "m", "--allow-bad")
     assert found.exit_code == 0, found.stderr
     return found.stdout.strip()
 
@@ -238,7 +238,27 @@ def test_bad_worker_flags_are_refused(
     for value in bad:
         assert_complains(batchkv("run", source, "-m", "m", flag, value), 2, flag)
     for value in good:
-        assert batchkv("run", source, "-m", "m", flag, value, "--dry-run").exit_code == 0
+        assert (
+            batchkv("run", source, "-m", "m", flag, value, "--dry-run", "--allow-bad").exit_code
+            == 0
+        )
+
+
+def test_wrong_rows_are_exit_code_1(at_server: str, redis_connection: Redis, source: Path) -> None:
+    """submit prints the id, queues the good rows and ends with 1; with --allow-bad 0. So does a
+    dry run of submit and of run, which changes nothing."""
+    for flags, code in ((["--dry-run"], 1), (["--dry-run", "--allow-bad"], 0)):
+        for command in ("submit", "run"):
+            found = batchkv(command, source, "-m", "m", *flags)
+            assert (found.exit_code, found.stdout[:27]) == (code, "3 rows = 2 good + 1 wrong, ")
+        as_json = batchkv("submit", source, "-m", "m", "--json", *flags)
+        assert (as_json.exit_code, json.loads(as_json.stdout)["num_bad"]) == (code, 1)
+    assert not Client(redis_connection).list_batches()
+    for flags, code in (([], 1), (["--ids"], 1), (["--allow-bad"], 0)):
+        found = batchkv("submit", source, "-m", "m", *flags)
+        assert found.exit_code == code and re.match("[0-9a-f]{16}", found.stdout)
+        assert "line 2: invalid_json" in found.stderr
+    assert Client(redis_connection).status(found.stdout.strip()).queued == 2
 
 
 def test_dry_run_needs_no_model(source: Path) -> None:
@@ -246,7 +266,7 @@ def test_dry_run_needs_no_model(source: Path) -> None:
     source.write_text("{broken\n" * 25, "utf-8")
     for command in ("submit", "run"):
         found = batchkv(command, source, "--dry-run")
-        assert found.exit_code == 0
+        assert found.exit_code == 1
         assert found.stdout.endswith("no model named\n")
         assert found.stderr.count("\n") == 21
         assert found.stderr.splitlines()[-1] == "batchkv: and 5 rows more that are wrong"
@@ -257,7 +277,7 @@ def test_dry_run_needs_no_server(source: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("BATCHKV_REDIS_URL", "redis://127.0.0.1:1/0")
     for command in ("submit", "run"):
         found = batchkv(command, source, "-m", "m", "--dry-run")
-        assert found.exit_code == 0
+        assert found.exit_code == 1
         assert found.stdout.startswith("3 rows = 2 good + 1 wrong, 4 characters of prompts")
         assert "line 2: invalid_json" in found.stderr
     as_json = json.loads(batchkv("submit", source, "-m", "m", "--dry-run", "--json").stdout)
@@ -323,10 +343,10 @@ def test_unknown_ids_are_told_of(at_server: str) -> None:
 
 
 def test_wait_ends_with_the_sum(at_server: str, redis_connection: Redis, source: Path) -> None:
-    """wait prints the sum; exit code 1 when a row failed or the time is over."""
+    """wait prints the sum; exit code 1 when a row failed, 6 when the time is over before that."""
     batch_id = submitted(source)
     early = batchkv("wait", batch_id, "--timeout", "0.1")
-    assert early.exit_code == 1 and "is not done yet" in early.stderr
+    assert early.exit_code == 6 and "is not done yet" in early.stderr
     finish(redis_connection, "m")
     found = batchkv("wait", batch_id)
     assert (found.exit_code, found.stdout) == (1, "3 = 2 ok + 1 failed + 0 canceled\n")
@@ -492,7 +512,7 @@ def test_wait_at_a_terminal_draws_and_cleans_up(
 def test_names_do_not_reach_a_terminal_raw(at_server: str, source: Path) -> None:
     """A batch's name, and a file's in an error, are spelled out too."""
     named = batchkv("submit", source, "-m", f"m{ESCAPE}", "--name", f"n{ESCAPE}")
-    assert named.exit_code == 0
+    assert named.exit_code == 1
     for found in (batchkv("list"), batchkv("status"), batchkv("status", named.stdout.strip()),
                   batchkv("submit", f"none{ESCAPE}", "-m", "m"), named):  # fmt: skip
         assert "\x1b" not in found.output and "\x9b" not in found.output
@@ -540,7 +560,7 @@ def test_embedded_server_serves_when_none_is_named(
     try:
         assert process("server", "status").returncode == 3
         found = process("submit", source, "-m", "m")
-        assert found.returncode == 0 and "batchkv: queued 3 rows" in found.stderr
+        assert found.returncode == 1 and "batchkv: queued 3 rows" in found.stderr
         assert found.stdout.strip() in process("list").stdout
         told = json.loads(process("server", "status", "--json").stdout)
         assert told["is_running"] and told["socket"] == str(home.socket) and told["memory_bytes"]

@@ -103,7 +103,7 @@ def test_it_is_not_run_before_the_end(source: Path, tmp_path: Path) -> None:
     batch = submitted(source)
     mark = tmp_path / "mark"
     done = batchkv("wait", batch, "--timeout", "0.1", "--on-done", f"touch {mark}")
-    assert done.exit_code == 1
+    assert done.exit_code == 6
     assert not mark.exists()
 
 

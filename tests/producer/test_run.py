@@ -100,11 +100,12 @@ def run_here(
         )
 
 
-def start(url: str, source: Path, **fake: object) -> subprocess.Popen[str]:
+def start(url: str, source: Path, *flags: str, **fake: object) -> subprocess.Popen[str]:
     """``batchkv run`` in a process of its own, as a user would have it."""
     environment = {**os.environ, "BATCHKV_REDIS_URL": url}
     environment |= {f"FAKE_{name}": str(value) for name, value in fake.items()}
-    command = [*BATCHKV, "run", str(source), "-m", MODEL, "-o", str(source.parent / "out.jsonl")]
+    out = str(source.parent / "out.jsonl")
+    command = [*BATCHKV, "run", str(source), "-m", MODEL, "-o", out, *flags]
     # The test itself may run in the background of a shell, with SIGINT ignored, and children
     # inherit that: `run` would rightly go on. A user's terminal does not ignore it.
     return subprocess.Popen(
@@ -392,6 +393,21 @@ def test_only_input_errors_are_not_to_be_retried(redis_url: str, source: Path) -
         file.write("{broken\n")
     _, stderr = start(redis_url, source).communicate(timeout=DEADLINE_SECONDS)
     assert "1 row failed" in stderr and "mend the file" in stderr and "retry" not in stderr
+
+
+def test_rows_that_are_wrong_can_be_allowed(redis_url: str, source: Path) -> None:
+    """--allow-bad: rows wrong in the input do not make run's exit code 1, but failed ones do."""
+    with source.open("a", encoding="utf-8") as file:
+        file.write("{broken\n")
+    allowed = start(redis_url, source, "--allow-bad")
+    assert allowed.communicate(timeout=DEADLINE_SECONDS)[0].startswith("41 = 40 ok + 1 failed")
+    assert allowed.returncode == 0
+    source.write_text('{"prompt": "a", "custom_id": "q7"}\n{broken\n', "utf-8")
+    source.with_name("out.jsonl").unlink()
+    errors_path(source.with_name("out.jsonl")).unlink()
+    failing = start(redis_url, source, "--allow-bad", FAIL="q7")
+    failing.communicate(timeout=DEADLINE_SECONDS)
+    assert failing.returncode == 1
 
 
 def test_a_timeout_that_comes_too_late_is_told_of(redis_url: str, source: Path) -> None:

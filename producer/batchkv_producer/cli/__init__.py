@@ -1,8 +1,9 @@
 """The ``batchkv`` command. This package assembles; what is done stands in the modules beside it.
 
 Results and ids go to standard output, everything else to standard error. Exit codes: 0 all is
-well, 1 some row failed or has no answer, 2 wrong use or wrong input, 3 trouble with Redis, 4 the
-work could not go on (disk full, workers that keep dying), 130 interrupted (128 + the signal).
+well, 1 some row failed, was wrong or has no answer, 2 wrong use or wrong input, 3 trouble with
+Redis, 4 the work could not go on (disk full, workers that keep dying), 5 the command of --on-done
+failed, 6 the time to wait is over, 130 interrupted (128 + the signal).
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ def cli() -> None:
     Without --url, BATCHKV_REDIS_URL and BATCHKV_REDIS_URL_FILE a server of its own serves, which
     is started when it is needed (batchkv server status).
     \b
-    Exit codes: 0 all is well, 1 some row failed, 2 wrong use or input, 3 trouble with Redis,
-    4 the work could not go on (disk full, workers that keep dying), 130 interrupted.
+    Exit codes: 0 all is well, 1 some row failed or was wrong, 2 wrong use or input,
+    3 trouble with Redis, 4 the work could not go on (disk full, workers that keep dying),
+    5 the command of --on-done failed, 6 the time of wait --timeout is over, 130 interrupted.
     """
 
 

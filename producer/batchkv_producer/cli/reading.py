@@ -111,9 +111,9 @@ def wait(
     url: str | None,
     as_json: bool,
 ) -> None:
-    """Wait until a batch is done. Exit code 1 if some row failed, or the time was over.
+    """Wait until a batch is done. Exit code 1 if some row failed, 6 if the time is over.
 
-    With --on-done the exit code is 5 if that command failed; it is not run when the time was over.
+    With --on-done the exit code is 5 if that command failed; it is not run when the time is over.
 
     \b
     Examples:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,7 +23,14 @@ from batchkv_producer.cli.shared import (
     session,
     url_option,
 )
-from batchkv_producer.cli.terms_options import exit_code, on_done_option, terms_options
+from batchkv_producer.cli.terms_options import (
+    allow_bad_option,
+    exit_code,
+    input_code,
+    on_done_option,
+    terms_options,
+)
+from batchkv_producer.cli.worker_options import worker_options
 from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
 from batchkv_producer.errors import UsageError
 from batchkv_producer.job import SamplingParams
@@ -35,31 +40,6 @@ from batchkv_producer.server import ensure_running
 from batchkv_producer.server_home import home_from_environment
 from batchkv_producer.submission import Checked, Submitted
 from batchkv_producer.terms import Terms
-
-MAX_SLOTS = 4096
-MIN_MEMORY_BYTES = 2**20
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
-
-
-def _checked_size(text: str | None) -> str | None:
-    if text is not None:
-        match = _SIZE.fullmatch(text.strip())
-        base = 1024 if match and match[3] else 1000
-        power = " kmgt".index((match[2] or " ").lower()) if match else 0
-        if not match or float(match[1]) * base**power < MIN_MEMORY_BYTES:
-            raise click.BadParameter(f"{text!r} is not a size of at least 1MiB, like 4GB or 512MiB")
-    return text
-
-
-def _checked_scheme(text: str | None) -> str | None:
-    """What the worker's package says of a KV scheme; imports go down only, so it is looked up."""
-    for check in entry_points(group="batchkv.checks", name="kv-scheme") if text is not None else ():
-        try:
-            check.load()(text)
-        except ValueError as fault:
-            raise click.BadParameter(str(fault)) from fault
-    return text
-
 
 timeout_option = click.option(
     "--job-timeout",
@@ -77,37 +57,13 @@ dry_run_option = click.option(
 @click.argument("file", type=click.Path(path_type=Path))
 @model_option
 @out_option("OUT", "Where results go.  [default: FILE.results.jsonl]")
-@click.option(
-    "--workers",
-    "num_workers",
-    type=click.IntRange(0, 64),
-    default=1,
-    show_default=True,
-    help="Workers to run here; 0: leave the work to those of other machines.",
-)
-@click.option(
-    "--kv-scheme",
-    metavar="SCHEME",
-    callback=lambda _context, _option, value: _checked_scheme(value),
-    help="How the workers keep keys and values: affine8, affine4, k8v4, turbo4, float ...",
-)
-@click.option(
-    "--slots",
-    type=click.IntRange(1, MAX_SLOTS),
-    metavar="N",
-    help="Rows a worker decodes at once, at most.",
-)
-@click.option(
-    "--memory",
-    metavar="SIZE",
-    callback=lambda _context, _option, value: _checked_size(value),
-    help="Memory that a worker may use, like 12GB.",
-)
+@worker_options
 @generation_options
 @timeout_option
 @terms_options
 @on_done_option
 @dry_run_option
+@allow_bad_option
 @url_option
 @click.pass_context
 def run(
@@ -116,14 +72,13 @@ def run(
     model: str | None,
     out: Path | None,
     num_workers: int,
-    kv_scheme: str | None,
-    slots: int | None,
-    memory: str | None,
+    worker_arguments: tuple[str, ...],
     defaults: SamplingParams,
     job_timeout: int | None,
     terms: Terms,
     on_done: str | None,
     dry_run: bool,
+    allow_bad: bool,
     url: str | None,
 ) -> None:
     """Run a file of prompts to its end, with workers of its own, and save the results.
@@ -131,7 +86,7 @@ def run(
     Answers are appended to OUT as rows end, rows without one to OUT.errors.jsonl. Interrupted or
     killed at any point, the same command goes on from there: each row is in one of the two. The
     batch is known by the file's content, the model and the generation flags; other settings may
-    change. Exit code 1 if some row failed, 5 if the command of --on-done did.
+    change. Exit code 1 if some row failed or was wrong, 5 if the command of --on-done failed.
 
     \b
     Examples:
@@ -143,10 +98,8 @@ def run(
     if str(file) == "-":
         raise UsageError("run needs a file, to go on from if it is interrupted; see batchkv submit")
     if dry_run:
-        _dry_run(file, model, defaults, dedupe=terms.dedupe, as_json=False)
-        return
-    settings = (("--kv-scheme", kv_scheme), ("--slots", slots), ("--memory", memory))
-    arguments = [word for name, value in settings if value for word in (name, str(value))]
+        checked = _dry_run(file, model, defaults, dedupe=terms.dedupe, as_json=False)
+        ctx.exit(input_code(checked.num_bad, allow_bad))
     target = out or file.with_name(file.name + ".results.jsonl")
     with session(url) as opened, reporter() as progress:
         home = home_from_environment() if opened.is_embedded else None
@@ -158,7 +111,7 @@ def run(
             default_model=default_model(),
             defaults=defaults,
             num_workers=num_workers,
-            worker_arguments=tuple(arguments),
+            worker_arguments=worker_arguments,
             job_timeout_seconds=job_timeout,
             terms=terms,
         )
@@ -168,7 +121,8 @@ def run(
         failures = opened.client.failures(report.status)
         has_gone = is_any_gone(opened.connection, report.status.batch_id, failures)
     say_end(report, failures, f" --from {file}" if has_gone else "")
-    ctx.exit(exit_code(report.status, on_done, report.out))
+    num_allowed = report.num_wrong if allow_bad else 0
+    ctx.exit(exit_code(report.status, on_done, report.out, num_allowed=num_allowed))
 
 
 def _refuse_on_done(_context: object, _option: object, command: str | None) -> None:
@@ -186,9 +140,12 @@ def _refuse_on_done(_context: object, _option: object, command: str | None) -> N
 @terms_options
 @click.option("--on-done", hidden=True, expose_value=False, callback=_refuse_on_done)
 @dry_run_option
+@allow_bad_option
 @url_option
 @json_option
+@click.pass_context
 def submit(
+    ctx: click.Context,
     file: Path,
     model: str | None,
     ids: bool,
@@ -197,13 +154,15 @@ def submit(
     job_timeout: int | None,
     terms: Terms,
     dry_run: bool,
+    allow_bad: bool,
     url: str | None,
     as_json: bool,
 ) -> None:
     """Queue a file of prompts and print the batch's id. The same file again joins its batch.
 
     FILE holds OpenAI Batch lines, {"prompt": ..} or {"messages": [..]} lines, or (.txt) one prompt
-    a line; - is standard input. A row that is wrong is told of and stops no other.
+    a line; - is standard input. A row that is wrong is told of and stops no other: the
+    good ones are queued and the id is printed, with exit code 1 (0 with --allow-bad).
 
     \b
     Examples:
@@ -217,8 +176,8 @@ def submit(
         raise UsageError("--json goes with --dry-run; submit prints ids")
     source = source_of(file)
     if dry_run:
-        _dry_run(source, model, defaults, dedupe=terms.dedupe, as_json=as_json)
-        return
+        checked = _dry_run(source, model, defaults, dedupe=terms.dedupe, as_json=as_json)
+        ctx.exit(input_code(checked.num_bad, allow_bad))
     with session(url) as opened:
         with reporter() as progress:
             submitted = opened.client.submit(
@@ -231,13 +190,7 @@ def submit(
                 terms=terms,
                 on_progress=lambda done, total: progress.update(Snapshot(total, ok=done)),
             )
-        tell_wrong(submitted)
-        bad = f", {submitted.num_bad:,} of them wrong" if submitted.num_bad else ""
-        twins = f", {submitted.num_twins:,} as another" if submitted.num_twins else ""
-        verb = "joined" if submitted.joined else "queued"
-        say(f"{verb} {rows(submitted.total)}{bad}{twins}, in queue {submitted.queue}")
-        for note in submitted.notes:
-            say(f"batch {submitted.batch_id} was there: {note}")
+        _say_submitted(submitted)
         say_unserved(opened.client, submitted.batch_id)
         if submitted.joined:
             say_failed_before(opened.client, submitted)
@@ -246,6 +199,17 @@ def submit(
                 click.echo(job_id)
         else:
             click.echo(submitted.batch_id)
+    ctx.exit(input_code(submitted.num_bad, allow_bad))
+
+
+def _say_submitted(submitted: Submitted) -> None:
+    tell_wrong(submitted)
+    bad = f", {submitted.num_bad:,} of them wrong" if submitted.num_bad else ""
+    twins = f", {submitted.num_twins:,} as another" if submitted.num_twins else ""
+    verb = "joined" if submitted.joined else "queued"
+    say(f"{verb} {rows(submitted.total)}{bad}{twins}, in queue {submitted.queue}")
+    for note in submitted.notes:
+        say(f"batch {submitted.batch_id} was there: {note}")
 
 
 def source_of(file: Path) -> Path | BinaryIO:
@@ -268,15 +232,16 @@ def _dry_run(
     *,
     dedupe: bool,
     as_json: bool,
-) -> None:
+) -> Checked:
     checked = submission.check(
         source, model=model, defaults=defaults, default_model=default_model(), dedupe=dedupe
     )
     if as_json:
         print_json(checked)
-        return
-    tell_wrong(checked)
-    click.echo(checked_line(checked))
+    else:
+        tell_wrong(checked)
+        click.echo(checked_line(checked))
+    return checked
 
 
 def checked_line(checked: Checked) -> str:

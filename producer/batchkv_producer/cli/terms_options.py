@@ -17,6 +17,9 @@ from batchkv_producer.terms import NEVER, Deadline, Terms, deadline_of, seconds_
 
 R = TypeVar("R")
 
+EXIT_SOME_FAILED = 1  # or some row is wrong
+EXIT_TIME_OVER = 6  # the batch is not done, and --timeout is over
+
 
 def _keep(_context: object, _option: object, text: str | None) -> int | None:
     return None if text is None else _parsed(seconds_of, text)
@@ -105,12 +108,31 @@ on_done_option = click.option(
 )
 
 
-def exit_code(status: BatchStatus, on_done: str | None, out: Path | None = None) -> int:
-    """The exit code of who waited for a batch, after the command of ``--on-done``."""
-    code = 0 if status.is_done and status.ok == status.total else 1
-    if on_done is None or not status.is_done:
+allow_bad_option = click.option(
+    "--allow-bad",
+    is_flag=True,
+    help="Rows that are wrong in the input are told of, but do not make the exit code 1.",
+)
+
+
+def exit_code(
+    status: BatchStatus, on_done: str | None, out: Path | None = None, *, num_allowed: int = 0
+) -> int:
+    """The exit code of who waited for a batch, after the command of ``--on-done``.
+
+    ``num_allowed`` rows may be without an answer.
+    """
+    if not status.is_done:
+        return EXIT_TIME_OVER
+    code = 0 if status.ok + num_allowed >= status.total else EXIT_SOME_FAILED
+    if on_done is None:
         return code
     fault = run_on_done(on_done, status, out)
     if fault:
         say(fault)
     return EXIT_ON_DONE if fault else code
+
+
+def input_code(num_bad: int, allow_bad: bool) -> int:
+    """The exit code of who read a file."""
+    return EXIT_SOME_FAILED if num_bad and not allow_bad else 0
