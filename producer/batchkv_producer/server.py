@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -90,13 +91,19 @@ def stop(home: Home) -> bool:
         if not _is_alive(home):
             return False
         pid = _pid(home)
-        if pid is None:
-            raise ServerError(f"a server uses {home.data} but its process cannot be told")
-        os.kill(pid, signal.SIGTERM)
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        elif not _shut_down(home):
+            raise ServerError(
+                f"a server uses {home.data} but its process cannot be told: it does not answer, "
+                f"and {home.pid_file} names none that listens at {home.socket}"
+            )
         deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
         while _is_alive(home):
             if time.monotonic() > deadline:
-                raise ServerError(f"the server (process {pid}) does not stop; see {home.log}")
+                named = "" if pid is None else f" (process {pid})"
+                raise ServerError(f"the server{named} does not stop; see {home.log}")
             time.sleep(0.02)
     return True
 
@@ -254,17 +261,33 @@ def _is_alive(home: Home) -> bool:
 
 
 def _pid(home: Home) -> int | None:
-    """The server's process id: what it says itself, else the pid file if that is a server."""
+    """The server's process id: what it says itself, else the pid file.
+
+    None unless that process is this home's server: ids are used again, and differ in containers.
+    """
+    pid: int | None = None
+    with suppress(RedisError), _client(home) as connection:
+        pid = int(connection.info("server")["process_id"])
+    if pid is None:
+        with suppress(OSError, ValueError):
+            pid = int(home.pid_file.read_text("ascii"))
+    return pid if pid is not None and pid > 0 and _is_server_of(home, pid) else None
+
+
+def _is_server_of(home: Home, pid: int) -> bool:
+    """Whether that process is a server whose arguments name this home's socket."""
+    asked = subprocess.run(["ps", "-ww", "-o", "args=", "-p", str(pid)], capture_output=True)
+    # How ``ps`` writes what is not plain ASCII differs.
+    plain = re.split(rb"[^!-~]+", os.fsencode(home.socket))
+    wanted = rb"-server.*unixsocket[: ]" + rb".+?".join(map(re.escape, plain)) + rb"(\s|$)"
+    return re.search(wanted, asked.stdout, re.DOTALL) is not None
+
+
+def _shut_down(home: Home) -> bool:
+    """Ask a server to end that answers at the socket; whether there was one that does."""
     try:
         with _client(home) as connection:
-            return int(connection.info("server")["process_id"])
+            connection.shutdown()
     except RedisError:
-        pass
-    try:
-        pid = int(home.pid_file.read_text("ascii"))
-    except (OSError, ValueError):
-        return None
-    asked = subprocess.run(
-        ["ps", "-ww", "-o", "args=", "-p", str(pid)], capture_output=True, text=True
-    )
-    return pid if "-server" in asked.stdout else None
+        return False
+    return True

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from batchkv_producer.errors import UsageError
 
 HOME_VARIABLE = "BATCHKV_HOME"
 MAX_SOCKET_PATH_BYTES = 103  # macOS allows 104 with the closing NUL, Linux 108
+_UNQUOTABLE = re.compile(r"[%#?\x00-\x1f\x7f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,8 @@ class Home:
 
     @property
     def url(self) -> str:
-        return f"unix://{self.socket}"
+        """What a URL reads otherwise (``%``, ``#``, ``?``, control characters) is quoted."""
+        return "unix://" + _UNQUOTABLE.sub(lambda found: quote(found[0]), str(self.socket))
 
 
 def home_from_environment() -> Home:

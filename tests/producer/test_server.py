@@ -75,6 +75,51 @@ def test_many_at_once_get_one_server(home: Home) -> None:
     assert home.log.read_text("utf-8").count("Ready to accept connections") == 1
 
 
+@pytest.mark.parametrize(
+    "odd", ["a%41b", "a#b", "a?b", "a\nb", "a\tb", "a b", "a\x1bb", "aéb", "-s"]
+)
+def test_a_home_folder_may_have_any_name(home: Home, odd: str) -> None:
+    """The URL leads to the socket, whatever the folder is called, and the server is stopped."""
+    here = Home(home.path / odd)
+    try:
+        with Redis.from_url(server.ensure_running(here)) as connection:
+            assert connection.ping()
+        assert server.stop(here) and not server.status(here).is_running
+    finally:
+        server.stop(here)
+
+
+@pytest.mark.parametrize("disguise", ["x-server", "x-server unixsocket:/tmp/elsewhere.sock"])
+def test_a_strangers_process_is_not_ended(
+    home: Home, disguise: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pid file names a process that is not this home's server: it lives, an error says so."""
+    monkeypatch.setattr(server, "PROBE_TIMEOUT_SECONDS", 0.1)
+    server.ensure_running(home)
+    pid = server.status(home).pid
+    assert pid is not None
+    command = [sys.executable, "-c", "input()", disguise]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as stranger:
+        home.pid_file.write_text(str(stranger.pid))
+        os.kill(pid, signal.SIGSTOP)  # it cannot say who it is
+        try:
+            with pytest.raises(ServerError, match="cannot be told"):
+                server.stop(home)
+            assert stranger.poll() is None
+        finally:
+            os.kill(pid, signal.SIGCONT)
+            stranger.kill()
+
+
+def test_a_server_of_another_name_is_asked_to_end(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that answers, but whose process is not known here (a container), ends all the same."""
+    server.ensure_running(home)
+    monkeypatch.setattr(server, "_is_server_of", lambda *_: False)
+    assert server.stop(home) and not server.status(home).is_running
+
+
 def test_outlives_its_starter_and_a_kill(home: Home) -> None:
     """The server goes on without the process that started it; kill -9 loses no acknowledged key."""
     subprocess.run([sys.executable, "-c", ENSURE, str(home.path)], check=True, capture_output=True)
