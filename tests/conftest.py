@@ -30,6 +30,12 @@ settings.register_profile(
 settings.load_profile("batchkv")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def home_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Nothing is written into the home folder of whoever runs the tests."""
+    os.environ.setdefault("BATCHKV_HOME", str(tmp_path_factory.mktemp("home")))
+
+
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[RedisServer]:
     """The one server of the test session. Do not stop it: make your own with running_server()."""

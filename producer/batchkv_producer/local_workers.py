@@ -24,9 +24,10 @@ from pathlib import Path
 from redis import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
-from batchkv_producer import connection, redis_keys, server
+from batchkv_producer import connection, presence, redis_keys, server
 from batchkv_producer.errors import BatchkvError, ServerError, UsageError
 from batchkv_producer.progress import rows
+from batchkv_producer.server_home import home_from_environment
 from batchkv_producer.suspects import deaths_until_failed
 
 # -P: a file called redis.py in the folder that the user stands in must not be imported.
@@ -163,6 +164,8 @@ class LocalWorkers:
             if not process:
                 continue
             was_killed = process.poll() is None
+            if was_killed:
+                self._withdraw(process.pid)
             process.kill()
             process.wait()
             if process.stdin:
@@ -171,6 +174,10 @@ class LocalWorkers:
                 # Without the server the leases lapse by themselves, within a minute or two.
                 with suppress(RedisError, BatchkvError):
                     self._reclaim(slot.name, not was_killed)
+
+    def _withdraw(self, pid: int) -> None:
+        with suppress(BatchkvError, OSError):
+            presence.withdraw(home_from_environment(), pid)
 
     def _spawn(self, slot: _Slot) -> None:
         if slot.name:  # what its predecessor had on the wire may have arrived after its death

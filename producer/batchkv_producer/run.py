@@ -37,8 +37,9 @@ from batchkv_producer.local_workers import (
     remove_old_logs,
 )
 from batchkv_producer.patience import outages_watched, patiently
+from batchkv_producer.presence import reclaim_dead
 from batchkv_producer.progress import Reporter, Snapshot, rows
-from batchkv_producer.run_support import Outage, give_up, impatient, reclaim, reclaim_dead
+from batchkv_producer.run_support import Outage, give_up, impatient, reclaim
 from batchkv_producer.server_home import home_from_environment, make_folders
 from batchkv_producer.terms import NO_TERMS, Terms
 
@@ -130,9 +131,9 @@ def run(
     verb = "goes on" if submitted.joined else "starts"
     reporter.note(f"batch {batch_id} {verb}: {rows(submitted.total)}, results in {options.out}")
     _tell_what_stays(client, submitted, options, reporter)
-    reclaim_dead(client, queue)
     home = home_from_environment()
     make_folders(home)
+    reclaim_dead(connection, home)
     remove_old_logs(home.logs)
     plan = WorkerPlan(
         model=submitted.model,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -45,26 +43,6 @@ class Outage:
 def reclaim(client: Client, queue: str, worker_name: str, is_death: bool) -> int:
     """Take back what a worker of ours held."""
     return patiently(lambda: client.reclaim(queue, worker_name, is_death=is_death))
-
-
-def reclaim_dead(client: Client, queue: str) -> int:
-    """Take back the jobs of workers of this host whose process is gone; how many there were."""
-    host = socket.gethostname()
-    return sum(
-        client.reclaim(queue, worker.name)
-        for worker in client.workers()
-        if worker.hostname == host and worker.pid and not _is_alive(worker.pid)
-    )
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def give_up() -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -119,11 +120,7 @@ def _records(connection: Redis, queue: str) -> tuple[int, list[tuple[str, dict[s
 
 def _worker_info(name: str, values: dict[str, str], num_running: int, now: int) -> WorkerInfo:
     """``now`` is the server's time."""
-    if "bkv_seen" in values:
-        silent = max(0.0, float(now - _whole(values, "bkv_seen")))
-    else:  # an older worker, or one that has just begun
-        last = _seconds(values.get("last_heartbeat", ""))
-        silent = max(0.0, time.time() - last) if last else 0.0
+    silent = _silent(values, now)
     beat = _whole(values, "bkv_beat_ms") / 1000 or HEARTBEAT_SECONDS
     return WorkerInfo(
         name=name,
@@ -145,6 +142,23 @@ def _worker_info(name: str, values: dict[str, str], num_running: int, now: int) 
         heartbeat_seconds=beat,
         is_away=silent > MISSED_HEARTBEATS * beat + 1,  # the server's time is in whole seconds
     )
+
+
+def seconds_silent(connection: Redis, name: str) -> float:
+    """How long nothing was heard of a worker; infinity when the server has no record of it."""
+    with connection.pipeline(transaction=False) as pipeline:
+        pipeline.time()
+        pipeline.hgetall(redis_keys.worker(name))
+        (now, _), found = pipeline.execute()
+    return _silent(text_map(found), now) if found else math.inf
+
+
+def _silent(values: dict[str, str], now: int) -> float:
+    if "bkv_seen" in values:
+        return max(0.0, float(now - _whole(values, "bkv_seen")))
+    # An older worker, or one that has just begun: by its own clock.
+    last = _seconds(values.get("last_heartbeat", ""))
+    return max(0.0, time.time() - last) if last else 0.0
 
 
 def _whole(values: dict[str, str], name: str) -> int:

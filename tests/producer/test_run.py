@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,9 +21,9 @@ from batchkv_producer.errors import UsageError
 from batchkv_producer.expected import Expected
 from batchkv_producer.local_workers import LocalWorkers, WorkerError, WorkerPlan
 from batchkv_producer.outfile import errors_path
+from batchkv_producer.presence import Presence
 from batchkv_producer.progress import PlainReporter, Snapshot
 from batchkv_producer.run import RunOptions, RunReport, run
-from batchkv_producer.run_support import reclaim_dead
 from batchkv_producer.server_home import Home
 from batchkv_producer.suspects import deaths_until_failed
 from batchkv_producer.transitions import Transitions
@@ -343,27 +342,18 @@ def test_a_wrong_setting_ends_the_run_at_once(
         run_here(redis_url, source)
 
 
-def test_rows_of_a_dead_worker_of_this_host_are_taken_back(
-    redis_url: str, redis_connection: Redis, source: Path
+def test_a_run_takes_back_what_dead_workers_of_this_machine_held(
+    redis_url: str, redis_connection: Redis, source: Path, home: Path
 ) -> None:
-    """At its start the run reclaims what processes of this host held that are gone, no other's."""
+    """At its start, though their leases still run: nobody else would for a minute."""
     client, queue = Client(redis_connection), redis_keys.queue_name(MODEL)
     client.submit(source, model=MODEL)
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    for name, host, pid in (
-        ("gone", socket.gethostname(), gone.pid),
-        ("alive", socket.gethostname(), os.getpid()),
-        ("elsewhere", "another-mac", gone.pid),
-    ):
-        key = redis_keys.worker(name)
-        about = {"birth": "2026-01-01T00:00:00Z", "queues": queue, "hostname": host, "pid": pid}
-        redis_connection.hset(key, mapping=about)  # type: ignore[arg-type]
-        redis_connection.sadd("rq:workers", key)
-        redis_connection.sadd(f"rq:workers:{queue}", key)
-        assert len(Transitions(redis_connection).pull(queue, name, 2, 60)) == 2
-    assert reclaim_dead(client, queue) == 2
-    assert client.list_batches()[0].running == 4
+    assert len(Transitions(redis_connection).pull(queue, "gone", 2, 600)) == 2
+    Presence(redis_connection, "gone", queue, 15.0)
+    (record,) = (home / "workers").iterdir()
+    record.write_text(record.read_text().replace('"started": "', '"started": "no '))
+    assert run_here(redis_url, source).status.ok == 40
+    assert not record.exists()
 
 
 def test_failed_rows_and_retry(redis_url: str, redis_connection: Redis, source: Path) -> None:

@@ -116,6 +116,7 @@ class WorkerProcess:
         kept = {key: value for key, value in os.environ.items() if "BATCHKV" not in key}
         environ = {**kept, **(environ or {})}
         environ |= {"BATCHKV_REDIS_URL": url, "BATCHKV_MODEL": MODEL}
+        environ.setdefault("BATCHKV_HOME", str(log.parent / "home"))
         environ |= {"PYTHONPATH": str(TESTS), "FAKE_PLAN": json.dumps(plan or {})}
         environ |= {f"BATCHKV_{key}": str(value) for key, value in (settings or {}).items()}
         rq_worker = (sys.executable, "-m", "rq.cli", "worker", "-c", "batchkv_worker.rq_config")

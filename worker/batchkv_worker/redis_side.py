@@ -61,6 +61,7 @@ class RedisSide:
         settings: WorkerSettings,
         register: Callable[[], None],
         set_state: Callable[[str], None],
+        look_around: Callable[[], None] = lambda: None,
     ) -> None:
         self._connection = connection
         self._queue = queue
@@ -68,6 +69,7 @@ class RedisSide:
         self._settings = settings
         self._register = register
         self._set_state = set_state
+        self._look_around = look_around
         self._state = ""
         self.maker: Maker = NOBODY  # the engine's, once it is there
         self._is_unanswered = False  # Redis may have made the last pull without our knowing
@@ -208,5 +210,7 @@ class RedisSide:
             self._state = state
 
     def maintain(self) -> None:
-        """Clean the queue's registries, unless another worker just did."""
+        """Clean the queue's registries, unless another worker just did, and look which other
+        workers of this machine have died."""
+        self._look_around()
         self._maintenance.run(self._settings.maintenance_seconds)

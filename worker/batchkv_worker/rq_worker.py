@@ -29,6 +29,7 @@ from rq.serializers import JSONSerializer
 from rq.utils import now
 from rq.worker import BaseWorker
 
+from batchkv_producer.presence import Presence
 from batchkv_worker.engine_thread import EngineThread
 from batchkv_worker.errors import SettingsError, WorkerError
 from batchkv_worker.events import EngineLike
@@ -129,7 +130,10 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             self.log.warning(warning)
         flights = Flights(settings.model, self.name)
         limits = Limits(burst, max_jobs, max_idle_time)
-        side = self._redis_side(settings)
+        presence = Presence(
+            self.connection, self.name, self.queues[0].name, settings.heartbeat_seconds
+        )
+        side = self._redis_side(settings, presence)
         session = self._session = Session(side, engine, flights, settings, self._stop, limits)
         with self._signal_handlers():
             try:
@@ -137,6 +141,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
                 code = self._run(session)
             finally:
                 self.teardown()
+                presence.leave()
                 self._end_engine(engine)
         if code:
             raise SystemExit(code)
@@ -174,7 +179,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
         sys.stderr.flush()
         os._exit(error.code if isinstance(error, SystemExit) and type(error.code) is int else 0)
 
-    def _redis_side(self, settings: WorkerSettings) -> RedisSide:
+    def _redis_side(self, settings: WorkerSettings, presence: Presence) -> RedisSide:
         return RedisSide(
             self.connection,
             self.queues[0].name,
@@ -182,6 +187,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             settings,
             register=self._register_again,
             set_state=self.set_state,
+            look_around=presence.look,
         )
 
     def _register_again(self) -> None:
