@@ -5,8 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
+from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
+
+from batchkv_producer.errors import InputFileError
+from batchkv_producer.formats import MAX_LINE_BYTES
+from batchkv_producer.json_array import elements
+from batchkv_producer.reading import opened_piece
+from batchkv_producer.source import Inputs, Source, inputs_of
 
 
 class Expected:
@@ -17,11 +23,11 @@ class Expected:
         self.num_expected = sum(1 for digest in digests if digest)
 
     @classmethod
-    def read(cls, source: Path) -> Expected:
+    def read(cls, source: Source) -> Expected:
         """Look through the input; what cannot be read is no answer (submitting will tell)."""
         digests = array("Q")
-        with suppress(OSError), source.open("rb") as file:
-            for number, raw in enumerate(file, 1):
+        with suppress(OSError, InputFileError):
+            for number, raw in _rows(inputs_of(source)):
                 text = _expected_text(raw) if b'"expected"' in raw else None
                 if text is not None:
                     digests.extend([0] * (number - len(digests) - 1))
@@ -31,6 +37,17 @@ class Expected:
     def is_right(self, line: int, answer: str) -> bool:
         """Whether the answer is the one expected of that line, blanks around it aside."""
         return line <= len(self._digests) and self._digests[line - 1] == _digest(answer)
+
+
+def _rows(inputs: Inputs) -> Iterator[tuple[int, bytes]]:
+    """Every row's number, as ``reading`` counts them, and its text."""
+    number = 0
+    for piece in inputs.pieces:
+        with opened_piece(piece, inputs.read_as) as (stream, kind):
+            found = elements(stream, MAX_LINE_BYTES) if kind == "array" else stream.lines()
+            for raw in found:
+                number += 1
+                yield number, raw or b""
 
 
 def _expected_text(raw: bytes) -> str | None:

@@ -17,6 +17,7 @@ from batchkv_producer.line_set import LineSet
 from batchkv_producer.outfile import ResultsFile
 from batchkv_producer.patience import patiently
 from batchkv_producer.progress import Snapshot
+from batchkv_producer.target import ResultStream
 
 
 class Follower:
@@ -26,7 +27,7 @@ class Follower:
         self,
         client: Client,
         batch_id: str,
-        results: ResultsFile,
+        results: ResultsFile | ResultStream,
         expected: Expected | None = None,
     ) -> None:
         self.results = results

@@ -10,22 +10,23 @@ a line               means
 any text (``.txt``)  a completion with that line as its prompt
 ===================  ==========================================================================
 
-Lines end with LF or CRLF and are counted from 1. A blank line is counted but is no row. A row
-without ``custom_id`` is called ``line-<its number>``. A row that is wrong becomes a ``RowError``;
-reading never stops at it.
+Lines end with LF or CRLF and are counted from 1. A blank line is counted but is no row. Elements of
+a JSON array are what lines are. A row without ``custom_id`` is called ``line-<its number>``, unless
+the caller names it. A row that is wrong becomes a ``RowError``; reading never stops at it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, NoReturn
 
 from batchkv_producer.body import ENDPOINTS, NO_PARAMS, model_of, read_body
 from batchkv_producer.checks import MAX_CUSTOM_ID_CHARS, RowFault, invalid, shown, unsupported
 from batchkv_producer.job import Endpoint, ErrorCode, Request
+from batchkv_producer.json_array import Readable, elements
 from batchkv_producer.plain import read_plain
 
 MAX_LINE_BYTES = 16 * 2**20
@@ -37,13 +38,17 @@ _BATCH_KEYS = frozenset({"custom_id", "method", "url", "body"})
 
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """A row that cannot be run: a ``job.ErrorCode`` and a sentence that says why."""
+    """A row that cannot be run: a ``job.ErrorCode`` and a sentence that says why.
+
+    ``place`` is where it stands, for people (``line 7``, ``b.jsonl:7``); empty until it is known.
+    """
 
     line: int
     custom_id: str
     endpoint: Endpoint
     code: str
     message: str
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +65,48 @@ def default_custom_id(line: int) -> str:
     return f"line-{line}"
 
 
-def read_rows(stream: BinaryIO, *, is_text: bool = False) -> Iterator[Row | RowError]:
-    """Each row of the stream in order. At most one line is in memory; I/O errors are raised."""
+Name = Callable[[int], str]
+Rows = Generator[Row | RowError, None, int]  # returns how many lines or elements there were
+
+
+def read_rows(
+    stream: BinaryIO, *, is_text: bool = False, start: int = 0, name: Name = default_custom_id
+) -> Rows:
+    """Each row of the stream in order. At most one line is in memory; I/O errors are raised.
+
+    ``start`` is added to each line's number in the file; ``name`` gives a row of that number
+    its id.
+    """
     read = _text_row if is_text else _json_row
-    line = 0
+    number = 0
     while raw := stream.readline(MAX_LINE_BYTES + 1):
-        line += 1
-        if line == 1:
+        number += 1
+        if number == 1:
             raw = raw.removeprefix(BOM)
         if len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):
             _skip_line(stream)
             message = f"the line is longer than {MAX_LINE_BYTES} bytes"
-            yield _error(line, ErrorCode.INVALID_REQUEST, message)
+            yield RowError(start + number, name(number), "chat", ErrorCode.INVALID_REQUEST, message)
         elif not raw.isspace() and raw:
-            yield read(line, raw)
+            yield read(start + number, name(number), raw)
+    return number
+
+
+def read_elements(stream: Readable, *, start: int = 0, name: Name = default_custom_id) -> Rows:
+    """Each element of the JSON array in the stream, as ``read_rows`` gives lines."""
+    number = 0
+    for raw in elements(stream, MAX_LINE_BYTES):
+        number += 1
+        line, own_id = start + number, name(number)
+        if raw is None:
+            message = f"the line is longer than {MAX_LINE_BYTES} bytes"
+            row: Row | RowError = RowError(line, own_id, "chat", ErrorCode.INVALID_REQUEST, message)
+        else:
+            row = _json_row(line, own_id, raw)
+        if isinstance(row, RowError) and row.message.startswith("the line "):
+            row = replace(row, message="the element " + row.message.removeprefix("the line "))
+        yield row
+    return number
 
 
 def _skip_line(stream: BinaryIO) -> None:
@@ -81,52 +114,41 @@ def _skip_line(stream: BinaryIO) -> None:
         pass
 
 
-def _error(
-    line: int,
-    code: str,
-    message: str,
-    custom_id: str | None = None,
-    endpoint: Endpoint = "chat",
-) -> RowError:
-    return RowError(line, custom_id or default_custom_id(line), endpoint, code, message)
-
-
-def _text_row(line: int, raw: bytes) -> Row | RowError:
+def _text_row(line: int, own_id: str, raw: bytes) -> Row | RowError:
     try:
         prompt = raw.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
     except UnicodeDecodeError as fault:
         message = f"the line is not UTF-8 (byte {fault.start + 1})"
-        return _error(line, ErrorCode.INVALID_REQUEST, message, endpoint="completion")
-    request = Request(default_custom_id(line), "completion", prompt=prompt, params=NO_PARAMS)
-    return Row(line, request)
+        return RowError(line, own_id, "completion", ErrorCode.INVALID_REQUEST, message)
+    return Row(line, Request(own_id, "completion", prompt=prompt, params=NO_PARAMS))
 
 
-def _json_row(line: int, raw: bytes) -> Row | RowError:
-    plain = read_plain(raw, default_custom_id(line))
-    return _careful_row(line, raw) if plain is None else Row(line, *plain)
+def _json_row(line: int, own_id: str, raw: bytes) -> Row | RowError:
+    plain = read_plain(raw, own_id)
+    return _careful_row(line, own_id, raw) if plain is None else Row(line, *plain)
 
 
-def _careful_row(line: int, raw: bytes) -> Row | RowError:
+def _careful_row(line: int, own_id: str, raw: bytes) -> Row | RowError:
     """Field by field, for the rows that need it and for the faults that have to be named."""
     try:
         value = _parse(raw)
     except RowFault as fault:
-        return _error(line, fault.code, str(fault))
-    custom_id, endpoint = _identify(value, line)
+        return RowError(line, own_id, "chat", fault.code, str(fault))
+    custom_id, endpoint = _identify(value, own_id)
     try:
         return _row(line, value, custom_id, raw)
     except RowFault as fault:
         safe_id = custom_id.encode("utf-8", "replace").decode("utf-8")
-        return _error(line, fault.code, str(fault), safe_id, endpoint)
+        return RowError(line, safe_id, endpoint, fault.code, str(fault))
 
 
-def _identify(value: Any, line: int) -> tuple[str, Endpoint]:
+def _identify(value: Any, own_id: str) -> tuple[str, Endpoint]:
     """The row's name and kind as well as they can be told, whatever else is wrong with it."""
     if not isinstance(value, dict):
-        return default_custom_id(line), "chat"
+        return own_id, "chat"
     custom_id, url = value.get("custom_id"), value.get("url")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS:
-        custom_id = default_custom_id(line)
+        custom_id = own_id
     is_completion = value.get("prompt") is not None or url == "/v1/completions"
     return custom_id, "completion" if is_completion else "chat"
 

@@ -21,11 +21,12 @@ from itertools import chain
 from types import TracebackType
 from typing import Any
 
+from batchkv_producer.canonical import canonical_text as canonical_text
 from batchkv_producer.chunk import Chunk as Chunk
 from batchkv_producer.chunk import PlanCounts as PlanCounts
 from batchkv_producer.errors import BatchkvError
 from batchkv_producer.formats import Row, RowError
-from batchkv_producer.job import ErrorCode, Request, SamplingParams, encode_job
+from batchkv_producer.job import ErrorCode, SamplingParams, encode_job
 from batchkv_producer.maker import needs_of
 from batchkv_producer.order import Entry, in_windows, text_key, with_shared, work_of
 from batchkv_producer.row_facts import pack, stretch_lines
@@ -78,19 +79,8 @@ _ERRORS = """
 SELECT line, custom_id, endpoint, code, message FROM rows WHERE code IS NOT NULL
 ORDER BY line LIMIT ?
 """
+_OTHER_THAN = "SELECT line FROM rows WHERE code IS NULL OR code != ? LIMIT 1"
 _COUNTS = "SELECT COUNT(*), COUNT(code), SUM(num_chars), MAX(line) FROM rows"
-
-
-def canonical_text(request: Request) -> str:
-    """The request's text in the order in which a template renders it."""
-    if request.prompt is not None:
-        return request.prompt
-    parts = [] if request.tools is None else [json.dumps(request.tools, ensure_ascii=False)]
-    for message in request.messages or ():
-        parts += ("\x1e", message["role"], "\x1f", message["content"])
-        if "tool_calls" in message:
-            parts.append(json.dumps(message["tool_calls"], ensure_ascii=False))
-    return "".join(parts)
 
 
 def with_defaults(defaults: SamplingParams) -> Callable[[SamplingParams], SamplingParams]:
@@ -112,11 +102,13 @@ def with_defaults(defaults: SamplingParams) -> Callable[[SamplingParams], Sampli
 class Plan:
     """A batch on its way to the queue: fill it once, seal it, then read its chunks in order.
 
-    ``dedupe``: rows that ask for the same wait for the first of them (``twins``).
+    ``dedupe``: rows that ask for the same wait for the first of them (``twins``). ``place`` says
+    where a row stands in the input.
     """
 
     def __init__(self, defaults: SamplingParams, *, dedupe: bool = False) -> None:
         self._dedupe = dedupe
+        self.place: Callable[[int], str] = "line {}".format
         self._fill = with_defaults(defaults)
         self._is_plain = defaults == SamplingParams()
         self._stretch = 1  # lines whose facts go with one chunk
@@ -155,6 +147,10 @@ class Plan:
         num_chunks = 0 if last_chunk is None else last_chunk + 1
         self._stretch = stretch_lines(last_line or 0, num_chunks)
         return PlanCounts(total, num_bad, num_chars or 0, last_line or 0, num_chunks, num_twins)
+
+    def is_all(self, code: str) -> bool:
+        """Whether every row is wrong, and in this way."""
+        return not self._database.execute(_OTHER_THAN, (code,)).fetchone()
 
     def errors(self, limit: int) -> tuple[RowError, ...]:
         """The first bad rows in the order of their lines."""
@@ -230,7 +226,7 @@ class Plan:
                 first_id, first_line = custom_id, line
             elif code is None:
                 shown = json.dumps(custom_id)[:80]
-                message = f"custom_id {shown} is taken by line {first_line}"
+                message = f"custom_id {shown} is taken by {self.place(first_line)}"
                 yield ErrorCode.DUPLICATE_CUSTOM_ID, message, line
 
     def _followers(self) -> Iterator[tuple[int, int]]:

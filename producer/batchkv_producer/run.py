@@ -7,20 +7,17 @@ same command after a crash, a kill or a Ctrl-C simply goes on.
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from redis import Redis
 from redis.exceptions import RedisError
 
-from batchkv_producer import outfile
+from batchkv_producer import target
 from batchkv_producer.client import BatchStatus, Client, Submitted
 from batchkv_producer.delays import Delays
 from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
@@ -41,26 +38,22 @@ from batchkv_producer.presence import reclaim_dead
 from batchkv_producer.progress import Reporter, Snapshot, rows
 from batchkv_producer.run_support import Outage, give_up, impatient, reclaim
 from batchkv_producer.server_home import home_from_environment, make_folders
+from batchkv_producer.signals import Interrupted as Interrupted
+from batchkv_producer.signals import noted_signals
+from batchkv_producer.source import Source
 from batchkv_producer.terms import NO_TERMS, Terms
 
 TURN_SECONDS = 0.1
-MAX_SIGNALS_NOTED = 2
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Interrupted(BatchkvError):
-    """A signal ended the run; ``exit_code`` is 128 + its number, as shells have it."""
-
-    def __init__(self, number: int, message: str) -> None:
-        super().__init__(message)
-        self.exit_code = 128 + number
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What ``batchkv run`` was asked for. ``worker_arguments`` are passed on as they are."""
+    """What ``batchkv run`` was asked for. ``worker_arguments`` are passed on as they are.
 
-    source: Path
+    ``out`` may be ``target.STDOUT``. The source is read twice.
+    """
+
+    source: Source
     out: Path
     model: str | None = None
     default_model: str | None = None
@@ -115,7 +108,7 @@ def run(
     Raises UsageError before anything was changed when input, settings or OUT cannot be used;
     OutputError, WorkerError and Interrupted later: then the same call goes on from there.
     """
-    outfile.check_target(options.out, options.source)
+    target.check_target(options.out, options.source)
     expected = Expected.read(options.source)
     submitted = client.submit(
         options.source,
@@ -129,7 +122,8 @@ def run(
     )
     batch_id, queue = submitted.batch_id, submitted.queue
     verb = "goes on" if submitted.joined else "starts"
-    reporter.note(f"batch {batch_id} {verb}: {rows(submitted.total)}, results in {options.out}")
+    where = target.shown(options.out)
+    reporter.note(f"batch {batch_id} {verb}: {rows(submitted.total)}, results in {where}")
     _tell_what_stays(client, submitted, options, reporter)
     home = home_from_environment()
     make_folders(home)
@@ -146,7 +140,7 @@ def run(
     )
     workers = LocalWorkers(plan, partial(reclaim, client, queue), reporter.note)
     stale = stale_rows(connection, batch_id)
-    with outfile.open_results(options.out, batch_id, stale) as results:
+    with target.open_results(options.out, batch_id, stale) as results:
         follower = Follower(client, batch_id, results, expected)
         outage = Outage(reporter.note, revive)
         with impatient(connection):
@@ -161,7 +155,10 @@ def _tell_what_stays(
     """What was asked for now, and is otherwise in the batch that was there."""
     for note in submitted.notes:
         reporter.note(f"it was there before: {note}")
-    there = client.status(submitted.batch_id).job_timeout_seconds
+    batch = client.status(submitted.batch_id)
+    if options.out == target.STDOUT and batch.num_ended > submitted.num_bad:
+        reporter.note(f"{rows(batch.num_ended)} ended before; they are printed again")
+    there = batch.job_timeout_seconds
     if options.job_timeout_seconds and there not in (0, options.job_timeout_seconds):
         reporter.note(
             f"the rows of this batch keep their timeout of {there} s; for those that failed "
@@ -174,7 +171,7 @@ def _refuse_early(
     options: RunOptions, connection: Redis, url: str, batch_id: str, model: str
 ) -> None:
     """What would end the run as soon as it has begun ends it before anything is queued."""
-    outfile.check_batch(options.out, batch_id)
+    target.check_batch(options.out, batch_id)
     if options.num_workers:
         check_model_folder(model)
         check_rights(connection, url, model)
@@ -204,7 +201,7 @@ class _Run:
 
     def to_the_end(self) -> RunReport:
         started, before = time.monotonic(), self._client.status(self._batch_id)
-        with _signals() as caught:
+        with noted_signals() as caught:
             try:
                 with outages_watched(lambda: self._wait_for_server(caught)):
                     status = self._loop(caught, before)
@@ -242,11 +239,7 @@ class _Run:
             raise self._interrupted(caught[0])
 
     def _interrupted(self, number: int) -> Interrupted:
-        return Interrupted(
-            number,
-            f"interrupted; {self._follower.results.path} is in order. "
-            "The same command goes on from here",
-        )
+        return Interrupted(number, target.after_interrupt(self._follower.results.path))
 
     def _stop(self, caught: list[int]) -> None:
         """After a fault or a signal: workers give back what they hold, results are kept."""
@@ -261,26 +254,3 @@ class _Run:
             # The first fault is the one to tell: what fails now fails because of it, or can wait.
             with suppress(BatchkvError, RedisError):
                 self._follower.collect()
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Inside, signals to stop are only noted, in the list that is given."""
-    caught: list[int] = []
-
-    def note(number: int, _: FrameType | None) -> None:
-        caught.append(number)
-        if len(caught) > MAX_SIGNALS_NOTED:  # whatever we wait for: this person means it
-            raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield caught
-        return
-    # A signal that is ignored (nohup, a background job) stays ignored.
-    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in heeded}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

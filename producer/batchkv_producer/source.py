@@ -6,13 +6,15 @@ import errno
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from batchkv_producer.errors import InputFileError
 
-Source = str | Path | BinaryIO  # a string is a path
+ReadAs = Literal["text", "jsonl"]
 STDIN_NAME = "stdin"
+LOOK_BYTES = 2**16
 
 _MAGIC_NUMBERS = {
     b"\x1f\x8b": "gzip-compressed",
@@ -28,23 +30,50 @@ _MAGIC_NUMBERS = {
 
 
 class HashingReader:
-    """The part of a binary stream that ``read_rows`` uses; digests all bytes that pass."""
+    """A binary stream, of which the beginning can be seen first; digests all bytes that pass."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self._digest = hashlib.sha256()
         self._is_first = True
+        self._seen = b""
+
+    def look(self) -> bytes:
+        """The first bytes, which are still to be read."""
+        while len(self._seen) < LOOK_BYTES and (
+            more := self._stream.read(LOOK_BYTES - len(self._seen))
+        ):
+            self._seen += more
+        return self._seen
 
     def readline(self, limit: int) -> bytes:
-        raw = self._stream.readline(limit)
+        if not self._seen:
+            return self._passed(self._stream.readline(limit))
+        raw = self._seen[: self._seen.find(b"\n") + 1 or None]
+        raw = raw if limit < 0 else raw[:limit]
+        self._seen = self._seen[len(raw) :]
+        if not self._seen and not raw.endswith(b"\n"):
+            raw += self._stream.readline(limit if limit < 0 else limit - len(raw))
+        return self._passed(raw)
+
+    def read(self, size: int) -> bytes:
+        raw, self._seen = self._seen, b""
+        return self._passed(raw or self._stream.read(size))
+
+    def lines(self) -> Iterator[bytes]:
+        """Every line, however long."""
+        while raw := self.readline(-1):
+            yield raw
+
+    def digest(self) -> bytes:
+        return self._digest.digest()
+
+    def _passed(self, raw: bytes) -> bytes:
         if self._is_first:
             self._is_first = False
             _refuse_binary(raw)
         self._digest.update(raw)
         return raw
-
-    def digest(self) -> bytes:
-        return self._digest.digest()
 
 
 def _refuse_binary(beginning: bytes) -> None:
@@ -56,26 +85,96 @@ def _refuse_binary(beginning: bytes) -> None:
         raise InputFileError("the input is binary, not lines of JSON or text in UTF-8")
 
 
-def is_text_file(source: Source) -> bool:
-    """True for one prompt a line, which the file's name tells."""
-    return isinstance(source, (str, Path)) and Path(source).suffix.lower() == ".txt"
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One file or stream of an input. ``start``: where to read a stream from, as often as asked."""
+
+    origin: Path | BinaryIO
+    name: str
+    start: int | None = None
+
+    @property
+    def suffix(self) -> str:
+        """What a file's name says of its content; empty for a stream."""
+        return self.origin.suffix.lower() if isinstance(self.origin, Path) else ""
+
+    @contextmanager
+    def opened(self) -> Iterator[BinaryIO]:
+        """The bytes; every fault of the file, at any time, becomes an InputFileError."""
+        try:
+            if isinstance(self.origin, Path):
+                with self.origin.open("rb") as stream:
+                    yield stream
+            else:
+                if self.start is not None:
+                    self.origin.seek(self.start)
+                yield self.origin
+        except OSError as fault:
+            where = str(self.origin) if isinstance(self.origin, Path) else self.name
+            raise InputFileError(_file_fault(where, fault)) from fault
 
 
-@contextmanager
-def opened(source: Source) -> Iterator[BinaryIO]:
-    """The input's bytes; every fault of the file, at any time, becomes an InputFileError."""
-    try:
-        if isinstance(source, (str, Path)):
-            with Path(source).open("rb") as stream:
-                yield stream
-        else:
-            yield source
-    except OSError as fault:
-        raise InputFileError(_file_fault(source_name(source), source, fault)) from fault
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Files and streams that are one batch, in this order.
+
+    ``read_as``: ``text`` takes every line for a prompt, ``jsonl`` for JSON; None: names tell.
+    """
+
+    pieces: tuple[Piece, ...]
+    read_as: ReadAs | None = None
+
+    @classmethod
+    def of(cls, *sources: str | Path | BinaryIO, read_as: ReadAs | None = None) -> Inputs:
+        """The input that these files and streams are."""
+        return cls(tuple(_piece(source) for source in sources), read_as)
+
+    @property
+    def name(self) -> str:
+        """What a batch of these is called."""
+        first, num_more = self.pieces[0].name, len(self.pieces) - 1
+        return f"{first} and {num_more} more" if num_more else first
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """A name for each piece, which no other has: with as much of its path as that takes."""
+        depth = 1
+        names = [piece.name for piece in self.pieces]
+        paths = [p.origin if isinstance(p.origin, Path) else Path(p.name) for p in self.pieces]
+        while len(set(names)) < len(names) and depth < max(len(path.parts) for path in paths):
+            depth += 1
+            names = [_encodable("/".join(path.parts[-depth:])) for path in paths]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InputFileError(f"{twice} is given twice")
+        return tuple(names)
 
 
-def _file_fault(name: str, source: Source, fault: OSError) -> str:
-    where = str(source) if isinstance(source, (str, Path)) else name
+Source = str | Path | BinaryIO | Inputs  # a string is a path
+
+
+def inputs_of(source: Source) -> Inputs:
+    """The source as pieces, whatever it was given as."""
+    return source if isinstance(source, Inputs) else Inputs.of(source)
+
+
+def source_name(source: Source) -> str:
+    """What to call the input in messages and as a batch's name; always encodable."""
+    return inputs_of(source).name
+
+
+def _piece(source: str | Path | BinaryIO) -> Piece:
+    if isinstance(source, str | Path):
+        path = Path(source)
+        return Piece(path, _encodable(path.name))
+    return Piece(source, STDIN_NAME)
+
+
+def _encodable(name: str) -> str:
+    return name.encode("utf-8", "replace").decode("utf-8")
+
+
+def _file_fault(where: str, fault: OSError) -> str:
     if fault.errno == errno.EISDIR:
         return f"{where} is a directory; give a file"
     if fault.errno == errno.ENOENT:
@@ -83,9 +182,3 @@ def _file_fault(name: str, source: Source, fault: OSError) -> str:
     if fault.errno in (errno.EACCES, errno.EPERM):
         return f"{where} cannot be read: permission denied"
     return f"{where} cannot be read: {fault.strerror or fault}"
-
-
-def source_name(source: Source) -> str:
-    """What to call the input in messages and as a batch's name; always encodable."""
-    name = Path(source).name if isinstance(source, (str, Path)) else STDIN_NAME
-    return name.encode("utf-8", "replace").decode("utf-8")

@@ -1,29 +1,31 @@
 """From a file to a batch in the queue: read, identify, enqueue chunk by chunk.
 
 A batch's id is the first 16 of the 64 hex digits of a SHA-256 over the file's bytes, how they are
-read (``.txt`` or JSON lines), the model and the generation defaults. The same file again is
-therefore the same batch: it is joined, and what an interrupted submit left out is added.
+read (``.txt``, JSON lines, an array), the model and the generation defaults; of several files the
+names, too. The same file again is therefore the same batch: it is joined, and what an interrupted
+submit left out is added.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import BinaryIO, cast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 
 from redis import Redis
 
 from batchkv_producer import redis_keys
 from batchkv_producer.body import check_defaults
 from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, BatchSpec, Progress, enqueue
+from batchkv_producer.error_codes import ErrorCode
 from batchkv_producer.errors import InputFileError, UsageError
-from batchkv_producer.formats import Row, RowError, read_rows
+from batchkv_producer.formats import Row, RowError
 from batchkv_producer.job import SamplingParams
 from batchkv_producer.outlook import Outlook, look_ahead
 from batchkv_producer.planner import Plan, PlanCounts
-from batchkv_producer.source import HashingReader, Source, is_text_file, opened, source_name
+from batchkv_producer.reading import Reading
+from batchkv_producer.source import STDIN_NAME, Source, inputs_of, source_name
 from batchkv_producer.terms import NO_TERMS, Terms
 from batchkv_producer.transitions import Transitions
 
@@ -75,11 +77,12 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class _FileFacts:
-    """What reading the file has told: the digest of its bytes, how they were read, its model."""
+    """What reading the input has told: its digest, how it was read, its model, where rows stand."""
 
     digest: bytes
-    is_text: bool
+    kind: bytes
     model: str
+    place: Callable[[int], str]
 
 
 def check(
@@ -139,7 +142,7 @@ def submit(
         digest = batch_digest(facts, said)
         if on_identified is not None:
             on_identified(digest[:16], facts.model)
-        errors = plan.errors(MAX_TOLD_ERRORS)
+        errors = _placed(plan.errors(MAX_TOLD_ERRORS), facts)
         joined, notes = enqueue(Transitions(connection), plan, counts, digest, spec, on_progress)
     return Submitted(
         batch_id=digest[:16],
@@ -169,7 +172,7 @@ def _checked(
         total=counts.total,
         num_jobs=counts.total - counts.num_bad,
         num_bad=counts.num_bad,
-        errors=plan.errors(MAX_SHOWN_ERRORS),
+        errors=_placed(plan.errors(MAX_SHOWN_ERRORS), facts),
         num_chars=counts.num_chars,
         model=facts.model,
         batch_id=batch_digest(facts, said)[:16] if facts.model else "",
@@ -181,7 +184,7 @@ def batch_digest(facts: _FileFacts, defaults: SamplingParams) -> str:
     """64 hex digits that name a batch; every part is preceded by its length."""
     parts = [
         _ID_VERSION,
-        b"text" if facts.is_text else b"jsonl",
+        facts.kind,
         facts.digest,
         facts.model.encode("utf-8", "surrogatepass"),
         _canonical(defaults),
@@ -205,8 +208,9 @@ def _canonical(defaults: SamplingParams) -> bytes:
 class _ModelVote:
     """Passes rows through and remembers which models they name, two at most."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Callable[[int], str]) -> None:
         self.named: dict[str, int] = {}
+        self._place = place
 
     def watch(self, rows: Iterator[Row | RowError]) -> Iterator[Row | RowError]:
         for row in rows:
@@ -230,7 +234,9 @@ class _ModelVote:
             return next(iter(self.named))
         if not self.named:
             return _checked_model(default) if default else ""
-        first, second = (f"{json.dumps(name)} (line {line})" for name, line in self.named.items())
+        first, second = (
+            f"{json.dumps(name)} ({self._place(line)})" for name, line in self.named.items()
+        )
         raise UsageError(
             f"the lines name different models, {first} and {second}; a batch has one model: "
             "split the file, or choose one for all with -m MODEL"
@@ -251,12 +257,21 @@ def _read(
     source: Source, plan: Plan, defaults: SamplingParams, choose: Callable[[_ModelVote], str]
 ) -> tuple[_FileFacts, PlanCounts]:
     check_defaults(defaults)
-    is_text = is_text_file(source)
-    vote = _ModelVote()
-    with opened(source) as stream:
-        reader = HashingReader(stream)
-        plan.add(vote.watch(read_rows(cast(BinaryIO, reader), is_text=is_text)))
+    inputs = inputs_of(source)
+    reading = Reading(inputs)
+    vote = _ModelVote(reading.place)
+    plan.place = reading.place
+    plan.add(vote.watch(reading.rows()))
     counts = plan.seal()
     if counts.total == 0:
-        raise InputFileError(f"{source_name(source)} has no rows")
-    return _FileFacts(reader.digest(), is_text, choose(vote)), counts
+        what = "standard input" if inputs.name == STDIN_NAME else inputs.name
+        raise InputFileError(f"{what} has no rows")
+    if reading.may_be_text and plan.is_all(ErrorCode.INVALID_JSON):
+        raise InputFileError(
+            f"no line of {inputs.name} is JSON: --as text takes each line as a prompt"
+        )
+    return _FileFacts(reading.digest, reading.kind, choose(vote), reading.place), counts
+
+
+def _placed(errors: Sequence[RowError], facts: _FileFacts) -> tuple[RowError, ...]:
+    return tuple(replace(error, place=facts.place(error.line)) for error in errors)

@@ -117,7 +117,7 @@ def test_help_ends_with_worked_examples() -> None:
 
 def test_wrong_use_is_one_line_and_exit_code_2() -> None:
     """Unknown options, missing arguments and unknown commands say where help is."""
-    assert_complains(batchkv("submit"), 2, "Missing argument 'FILE'.*--help")
+    assert_complains(batchkv("submit"), 2, "Missing argument 'FILE.*--help")
     assert_complains(batchkv("status", "--what"), 2, "--what")
     assert_complains(batchkv("fly"), 2, "fly")
     assert batchkv().exit_code == 2
@@ -291,7 +291,7 @@ def test_inputs_that_cannot_be_used_are_told_of(at_server: str, tmp_path: Path) 
     for path, reason in (("none", "does not exist"), ("", "is a directory"), ("empty", "no rows")):
         for command in ("submit", "run"):
             assert_complains(batchkv(command, tmp_path / path, "-m", "m"), 2, reason)
-    assert_complains(batchkv("run", "-", "-m", "m"), 2, "run needs a file")
+    assert_complains(batchkv("run", "-", "-m", "m"), 2, "standard input has no rows")
 
 
 # ---- reading ----

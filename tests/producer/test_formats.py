@@ -570,7 +570,7 @@ def test_both_ways_of_reading_agree(
     raw = json.dumps(line, ensure_ascii=False).encode()
     quick = plain.read_plain(raw, "line-1")
     if quick is not None:
-        careful = formats._careful_row(1, raw)
+        careful = formats._careful_row(1, "line-1", raw)
         assert careful == Row(1, *quick)
         assert repr(careful.request.params) == repr(quick[0].params)
 
@@ -586,7 +586,7 @@ def test_a_zero_has_no_sign() -> None:
     """What one row says is remembered for the next, and -0.0 equals 0.0: both are 0.0."""
     for raw in (b'{"prompt": "a", "temperature": -0.0}', b'{"prompt": "a", "temperature": 0.0}'):
         quick = plain.read_plain(raw, "line-1")
-        careful = formats._careful_row(1, raw)
+        careful = formats._careful_row(1, "line-1", raw)
         assert quick is not None and isinstance(careful, Row)
         for params in (quick[0].params, careful.request.params):
             assert repr(params.temperature) == "0.0"
@@ -618,5 +618,5 @@ def test_a_role_that_is_renamed_is_not_plain() -> None:
 )
 def test_the_schema_takes_nothing_that_is_wrong(raw: bytes) -> None:
     """Bytes that the careful way refuses are refused by the schema, too."""
-    assert isinstance(formats._careful_row(1, raw), RowError)
+    assert isinstance(formats._careful_row(1, "line-1", raw), RowError)
     assert plain.read_plain(raw, "line-1") is None

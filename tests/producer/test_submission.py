@@ -17,6 +17,7 @@ from redis import Redis
 from batchkv_producer import Client, redis_keys, submission
 from batchkv_producer.errors import BatchkvError, InputFileError, UsageError
 from batchkv_producer.job import SamplingParams, decode_job
+from batchkv_producer.source import Inputs
 from batchkv_producer.transitions import Transitions
 
 Write = Callable[..., Path]
@@ -128,7 +129,7 @@ def test_what_makes_another_batch(client: Client, write_lines: Write) -> None:
     batches = [
         client.submit(path, model="demo"),
         client.submit(longer, model="demo"),
-        client.submit(text, model="demo"),
+        client.submit(Inputs.of(text, read_as="text"), model="demo"),
         client.submit(path, model="Demo"),
         client.submit(path, model="demo", defaults=SamplingParams(seed=1)),
         client.submit(path, model="demo", defaults=SamplingParams(top_k=1)),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
 
+from batchkv_producer.cli.input_options import read_as_option, reading
 from batchkv_producer.cli.shared import generation_options, say, session, url_option
 from batchkv_producer.cli.terms_options import new_deadline_option
 from batchkv_producer.client import Unanswered
 from batchkv_producer.errors import UsageError
 from batchkv_producer.job import SamplingParams
 from batchkv_producer.progress import rows
+from batchkv_producer.source import ReadAs
 from batchkv_producer.terms import Deadline
 
 
@@ -43,11 +46,14 @@ def cancel(target: str, url: str | None) -> None:
 @new_deadline_option
 @click.option(
     "--from",
-    "source",
-    type=click.Path(path_type=Path),
+    "files",
+    type=click.Path(path_type=Path, allow_dash=True),
     metavar="FILE",
-    help="The file that was submitted: also rows are queued whose jobs are no longer in Redis.",
+    multiple=True,
+    help="The file that was submitted (several: each with --from, in their order): also rows are "
+    "queued whose jobs are no longer in Redis.",
 )
+@read_as_option
 @generation_options
 @url_option
 def retry(
@@ -55,7 +61,8 @@ def retry(
     canceled: bool,
     job_timeout: int | None,
     expires: Deadline | None,
-    source: Path | None,
+    files: tuple[Path, ...],
+    read_as: ReadAs | None,
     defaults: SamplingParams,
     url: str | None,
 ) -> None:
@@ -74,9 +81,11 @@ def retry(
       batchkv retry 3f2a9c51d07be684 && batchkv wait 3f2a9c51d07be684
     """
     said = None if defaults == SamplingParams() else defaults
-    if said and source is None:
-        raise UsageError("retry takes the flags of generation with --from FILE only")
-    with session(url) as opened:
+    if (said or read_as) and not files:
+        raise UsageError("retry takes the flags of generation and --as with --from FILE only")
+    with ExitStack() as stack:
+        source = stack.enter_context(reading(files, read_as)) if files else None
+        opened = stack.enter_context(session(url))
         num = opened.client.retry(
             *(batch_id, canceled),
             job_timeout_seconds=job_timeout,

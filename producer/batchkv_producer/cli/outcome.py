@@ -13,6 +13,7 @@ from batchkv_producer.delays import unserved_note
 from batchkv_producer.failures import Failures, told
 from batchkv_producer.outfile import errors_path
 from batchkv_producer.progress import rows
+from batchkv_producer.target import STDOUT
 
 if TYPE_CHECKING:
     from batchkv_producer.run import RunReport
@@ -56,7 +57,8 @@ def say_end(report: RunReport, failures: Iterable[Failures], again: str = "") ->
     failed, wrong = report.status.failed, report.num_wrong
     say_failures(failures, failed)
     if failed:
-        hints = [f"{errors_path(report.out)} says why"]
+        place = f"{errors_path(report.out)} says" if report.out != STDOUT else "their lines say"
+        hints = [f"{place} why"]
         if wrong:
             hints.append(f"{rows(wrong)} wrong in the input: mend the file")
         if failed > wrong:
@@ -64,5 +66,8 @@ def say_end(report: RunReport, failures: Iterable[Failures], again: str = "") ->
             hints.append(f"`batchkv retry {report.status.batch_id}{again}` queues {retried} again")
         say(f"{rows(failed)} failed: {'; '.join(hints)}")
     say_canceled(report.status)
+    if report.out == STDOUT:
+        say(report.summary())
+        return
     say(f"results are in {report.out}")
     click.echo(report.summary())

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from batchkv_producer import submission
+from batchkv_producer.cli.input_options import checked_line, input_options, reading, tell_wrong
 from batchkv_producer.cli.shared import (
     default_model,
     generation_options,
@@ -15,14 +16,14 @@ from batchkv_producer.cli.shared import (
     print_json,
     print_table,
 )
-from batchkv_producer.cli.submitting import checked_line, source_of, tell_wrong
 from batchkv_producer.job import SamplingParams
 from batchkv_producer.outlook import BLOCK_TOKENS, Outlook
 from batchkv_producer.progress import rows
+from batchkv_producer.source import ReadAs
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
+@input_options
 @model_option
 @click.option(
     "--workers",
@@ -35,7 +36,12 @@ from batchkv_producer.progress import rows
 @generation_options
 @json_option
 def plan(
-    file: Path, model: str | None, num_workers: int, defaults: SamplingParams, as_json: bool
+    files: tuple[Path, ...],
+    read_as: ReadAs | None,
+    model: str | None,
+    num_workers: int,
+    defaults: SamplingParams,
+    as_json: bool,
 ) -> None:
     """Show what submit would do with a file: groups of rows that begin alike, expected hits.
 
@@ -47,13 +53,14 @@ def plan(
       batchkv plan prompts.jsonl
       batchkv plan prompts.jsonl --workers 3 --json
     """  # fmt: skip
-    checked, outlook = submission.survey(
-        source_of(file),
-        model=model,
-        defaults=defaults,
-        default_model=default_model(),
-        num_workers=num_workers,
-    )
+    with reading(files, read_as) as inputs:
+        checked, outlook = submission.survey(
+            inputs,
+            model=model,
+            defaults=defaults,
+            default_model=default_model(),
+            num_workers=num_workers,
+        )
     if as_json:
         print_json({"checked": checked, "outlook": outlook})
         return

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import sys
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import click
 
 from batchkv_producer import run as running
-from batchkv_producer import submission
+from batchkv_producer.cli.input_options import (
+    again_from,
+    input_options,
+    out_of,
+    reading,
+    tell_checked,
+    tell_wrong,
+)
 from batchkv_producer.cli.outcome import say_end, say_failed_before, say_unserved
 from batchkv_producer.cli.shared import (
     default_model,
@@ -18,7 +24,6 @@ from batchkv_producer.cli.shared import (
     json_option,
     model_option,
     out_option,
-    print_json,
     say,
     session,
     url_option,
@@ -31,14 +36,16 @@ from batchkv_producer.cli.terms_options import (
     terms_options,
 )
 from batchkv_producer.cli.worker_options import worker_options
+from batchkv_producer.client import Submitted
 from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
 from batchkv_producer.errors import UsageError
 from batchkv_producer.job import SamplingParams
-from batchkv_producer.progress import Snapshot, printable, reporter, rows
+from batchkv_producer.progress import Snapshot, reporter, rows
 from batchkv_producer.restoring import is_any_gone
 from batchkv_producer.server import ensure_running
 from batchkv_producer.server_home import home_from_environment
-from batchkv_producer.submission import Checked, Submitted
+from batchkv_producer.source import ReadAs
+from batchkv_producer.target import STDOUT
 from batchkv_producer.terms import Terms
 
 timeout_option = click.option(
@@ -54,9 +61,9 @@ dry_run_option = click.option(
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path))
+@input_options
 @model_option
-@out_option("OUT", "Where results go.  [default: FILE.results.jsonl]")
+@out_option("OUT", "Where results go; - prints them.  [default: FILE.results.jsonl, - for a pipe]")
 @worker_options
 @generation_options
 @timeout_option
@@ -68,7 +75,8 @@ dry_run_option = click.option(
 @click.pass_context
 def run(
     ctx: click.Context,
-    file: Path,
+    files: tuple[Path, ...],
+    read_as: ReadAs | None,
     model: str | None,
     out: Path | None,
     num_workers: int,
@@ -83,6 +91,9 @@ def run(
 ) -> None:
     """Run a file of prompts to its end, with workers of its own, and save the results.
 
+    FILE is as for submit; several are one batch, - is standard input, and what comes through a pipe
+    is printed instead of saved, unless -o names OUT (-o - prints the results of a file, too).
+
     Answers are appended to OUT as rows end, rows without one to OUT.errors.jsonl. Interrupted or
     killed at any point, the same command goes on from there: each row is in one of the two. The
     batch is known by the file's content, the model and the generation flags; other settings may
@@ -93,19 +104,21 @@ def run(
       batchkv run prompts.jsonl -m mlx-community/Qwen3-4B-4bit
       batchkv run prompts.jsonl -m demo -o out.jsonl --temperature 0 --max-tokens 64
       batchkv run prompts.jsonl -m ~/models/mine --kv-scheme affine4 --slots 64
+      batchkv run part-*.jsonl -m demo -o out.jsonl
+      generate-prompts | batchkv run - -m demo | jq -r .response.body.choices[0].text
       batchkv run prompts.jsonl --dry-run
     """  # fmt: skip
-    if str(file) == "-":
-        raise UsageError("run needs a file, to go on from if it is interrupted; see batchkv submit")
-    if dry_run:
-        checked = _dry_run(file, model, defaults, dedupe=terms.dedupe, as_json=False)
-        ctx.exit(input_code(checked.num_bad, allow_bad))
-    target = out or file.with_name(file.name + ".results.jsonl")
-    with session(url) as opened, reporter() as progress:
+    with ExitStack() as stack:
+        inputs = stack.enter_context(reading(files, read_as))
+        if dry_run:
+            checked = tell_checked(inputs, model, defaults, dedupe=terms.dedupe, as_json=False)
+            ctx.exit(input_code(checked.num_bad, allow_bad))
+        target = out_of(inputs, out)
+        opened, progress = stack.enter_context(session(url)), stack.enter_context(reporter())
         home = home_from_environment() if opened.is_embedded else None
         revive = partial(ensure_running, home) if home else None
         options = running.RunOptions(
-            source=file,
+            source=inputs,
             out=target,
             model=model,
             default_model=default_model(),
@@ -120,9 +133,10 @@ def run(
         )
         failures = opened.client.failures(report.status)
         has_gone = is_any_gone(opened.connection, report.status.batch_id, failures)
-    say_end(report, failures, f" --from {file}" if has_gone else "")
+    say_end(report, failures, again_from(files, read_as) if has_gone else "")
+    kept = report.out if report.out != STDOUT else None
     num_allowed = report.num_wrong if allow_bad else 0
-    ctx.exit(exit_code(report.status, on_done, report.out, num_allowed=num_allowed))
+    ctx.exit(exit_code(report.status, on_done, kept, num_allowed=num_allowed))
 
 
 def _refuse_on_done(_context: object, _option: object, command: str | None) -> None:
@@ -131,7 +145,7 @@ def _refuse_on_done(_context: object, _option: object, command: str | None) -> N
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
+@input_options
 @model_option
 @click.option("--ids", is_flag=True, help="Print the ids of the jobs, not that of the batch.")
 @click.option("--name", metavar="TEXT", help="A name for people.  [default: that of the file]")
@@ -146,7 +160,8 @@ def _refuse_on_done(_context: object, _option: object, command: str | None) -> N
 @click.pass_context
 def submit(
     ctx: click.Context,
-    file: Path,
+    files: tuple[Path, ...],
+    read_as: ReadAs | None,
     model: str | None,
     ids: bool,
     name: str | None,
@@ -160,8 +175,9 @@ def submit(
 ) -> None:
     """Queue a file of prompts and print the batch's id. The same file again joins its batch.
 
-    FILE holds OpenAI Batch lines, {"prompt": ..} or {"messages": [..]} lines, or (.txt) one prompt
-    a line; - is standard input. A row that is wrong is told of and stops no other: the
+    FILE holds OpenAI Batch lines, {"prompt": ..} or {"messages": [..]} lines, an array of such
+    objects, or (.txt) one prompt a line; - is standard input. Several FILEs are one batch, whose
+    rows without an id are called FILE:LINE. A row that is wrong is told of and stops no other: the
     good ones are queued and the id is printed, with exit code 1 (0 with --allow-bad).
 
     \b
@@ -174,14 +190,15 @@ def submit(
     """  # fmt: skip
     if as_json and not dry_run:
         raise UsageError("--json goes with --dry-run; submit prints ids")
-    source = source_of(file)
-    if dry_run:
-        checked = _dry_run(source, model, defaults, dedupe=terms.dedupe, as_json=as_json)
-        ctx.exit(input_code(checked.num_bad, allow_bad))
-    with session(url) as opened:
+    with ExitStack() as stack:
+        inputs = stack.enter_context(reading(files, read_as))
+        if dry_run:
+            checked = tell_checked(inputs, model, defaults, dedupe=terms.dedupe, as_json=as_json)
+            ctx.exit(input_code(checked.num_bad, allow_bad))
+        opened = stack.enter_context(session(url))
         with reporter() as progress:
             submitted = opened.client.submit(
-                source,
+                inputs,
                 model=model,
                 default_model=default_model(),
                 defaults=defaults,
@@ -210,45 +227,3 @@ def _say_submitted(submitted: Submitted) -> None:
     say(f"{verb} {rows(submitted.total)}{bad}{twins}, in queue {submitted.queue}")
     for note in submitted.notes:
         say(f"batch {submitted.batch_id} was there: {note}")
-
-
-def source_of(file: Path) -> Path | BinaryIO:
-    """The file that a command names; ``-`` is standard input."""
-    return sys.stdin.buffer if str(file) == "-" else file
-
-
-def tell_wrong(found: Checked | Submitted) -> None:
-    """A line for each of the first rows that are wrong."""
-    for error in found.errors:
-        say(f"line {error.line}: {error.code}: {error.message}")
-    if found.num_bad > len(found.errors):
-        say(f"and {rows(found.num_bad - len(found.errors))} more that are wrong")
-
-
-def _dry_run(
-    source: Path | BinaryIO,
-    model: str | None,
-    defaults: SamplingParams,
-    *,
-    dedupe: bool,
-    as_json: bool,
-) -> Checked:
-    checked = submission.check(
-        source, model=model, defaults=defaults, default_model=default_model(), dedupe=dedupe
-    )
-    if as_json:
-        print_json(checked)
-    else:
-        tell_wrong(checked)
-        click.echo(checked_line(checked))
-    return checked
-
-
-def checked_line(checked: Checked) -> str:
-    """What a file holds, in one line."""
-    model = f"model {checked.model}" if checked.model else "no model named"
-    twins = f"{rows(checked.num_twins)} as another, " if checked.num_twins else ""
-    return printable(
-        f"{rows(checked.total)} = {checked.num_jobs:,} good + {checked.num_bad:,} wrong, "
-        f"{twins}{checked.num_chars:,} characters of prompts, {model}"
-    )

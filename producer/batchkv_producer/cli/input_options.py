@@ -1,0 +1,104 @@
+"""What the commands that read an input share: its arguments, and what is told of it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+from batchkv_producer import submission
+from batchkv_producer.cli.shared import default_model, print_json, say
+from batchkv_producer.errors import UsageError
+from batchkv_producer.job import SamplingParams
+from batchkv_producer.progress import printable, rows
+from batchkv_producer.source import Inputs, ReadAs
+from batchkv_producer.spooling import gathered
+from batchkv_producer.submission import Checked, Submitted
+from batchkv_producer.target import STDOUT
+
+R = TypeVar("R")
+
+files_argument = click.argument(
+    "files",
+    metavar="FILE...",
+    nargs=-1,
+    required=True,
+    type=click.Path(path_type=Path, allow_dash=True),
+)
+read_as_option = click.option(
+    "--as",
+    "read_as",
+    type=click.Choice(["jsonl", "text"]),
+    help="Read every line as JSON, or as a prompt.  [default: .txt is text, the rest JSON]",
+)
+
+
+def input_options(command: Callable[..., R]) -> Callable[..., R]:
+    """Add FILE... and --as; the command gets them as ``files`` and ``read_as``."""
+    return files_argument(read_as_option(command))
+
+
+@contextmanager
+def reading(files: Sequence[Path], read_as: ReadAs | None) -> Iterator[Inputs]:
+    """What a command's FILEs are; pipes are there as often as they are read."""
+    with gathered(files, read_as, say) as inputs:
+        yield inputs
+
+
+def out_of(inputs: Inputs, out: Path | None) -> Path:
+    """Where results go: where the user says, else beside one file; those of a pipe are printed."""
+    if out is not None:
+        return out
+    if len(inputs.pieces) > 1:
+        raise UsageError("several files need a place for their results: -o OUT (-o - prints them)")
+    origin = inputs.pieces[0].origin
+    return origin.with_name(origin.name + ".results.jsonl") if isinstance(origin, Path) else STDOUT
+
+
+def again_from(files: Sequence[Path], read_as: ReadAs | None) -> str:
+    """What ``batchkv retry`` is given to make rows of the same input anew."""
+    words = [word for file in files for word in ("--from", str(file))]
+    words += ["--as", read_as] if read_as else []
+    return f" {shlex.join(words)}"
+
+
+def tell_wrong(found: Checked | Submitted) -> None:
+    """A line for each of the first rows that are wrong."""
+    for error in found.errors:
+        say(f"{error.place}: {error.code}: {error.message}")
+    if found.num_bad > len(found.errors):
+        say(f"and {rows(found.num_bad - len(found.errors))} more that are wrong")
+
+
+def tell_checked(
+    inputs: Inputs,
+    model: str | None,
+    defaults: SamplingParams,
+    *,
+    dedupe: bool,
+    as_json: bool,
+) -> Checked:
+    """``--dry-run``: read and check, change nothing."""
+    checked = submission.check(
+        inputs, model=model, defaults=defaults, default_model=default_model(), dedupe=dedupe
+    )
+    if as_json:
+        print_json(checked)
+    else:
+        tell_wrong(checked)
+        click.echo(checked_line(checked))
+    return checked
+
+
+def checked_line(checked: Checked) -> str:
+    """What a file holds, in one line."""
+    model = f"model {checked.model}" if checked.model else "no model named"
+    twins = f"{rows(checked.num_twins)} as another, " if checked.num_twins else ""
+    return printable(
+        f"{rows(checked.total)} = {checked.num_jobs:,} good + {checked.num_bad:,} wrong, "
+        f"{twins}{checked.num_chars:,} characters of prompts, {model}"
+    )
