@@ -60,7 +60,10 @@ class WorkerError(BatchkvError):
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """How many workers to run, and how. ``name_prefix`` begins the name of each."""
+    """How many workers to run, and how. ``name_prefix`` begins the name of each.
+
+    ``trace`` is the file that the first worker traces into; others get one beside it.
+    """
 
     model: str
     url: str
@@ -69,6 +72,13 @@ class WorkerPlan:
     num_workers: int = 1
     arguments: tuple[str, ...] = ()
     command: tuple[str, ...] = WORKER_COMMAND
+    trace: Path | None = None
+
+    def trace_of(self, number: int) -> Path | None:
+        """Where worker process ``number`` traces, the first being 1: FILE, then FILE-2 and on."""
+        if self.trace is None or number == 1:
+            return self.trace
+        return self.trace.with_name(f"{self.trace.stem}-{number}{self.trace.suffix}")
 
 
 class _Slot:
@@ -101,6 +111,7 @@ class LocalWorkers:
         self._note = note
         self._slots = [_Slot(index) for index in range(1, plan.num_workers + 1)]
         self._num_ended = -1
+        self._num_started = 0
 
     @property
     def pids(self) -> list[int]:
@@ -187,6 +198,9 @@ class LocalWorkers:
         environment = {**os.environ, connection.URL_VARIABLE: self._plan.url}
         environment.pop(connection.URL_FILE_VARIABLE, None)
         arguments = ["--model", self._plan.model, "--name", slot.name, "--exit-with-parent"]
+        self._num_started += 1
+        if (trace := self._plan.trace_of(self._num_started)) is not None:
+            arguments += ["--trace", str(trace)]
         with slot.log.open("ab") as log:
             slot.process = subprocess.Popen(
                 [*self._plan.command, *arguments, *self._plan.arguments],

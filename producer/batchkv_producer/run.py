@@ -60,6 +60,7 @@ class RunOptions:
     defaults: SamplingParams = field(default_factory=SamplingParams)
     num_workers: int = 1
     worker_arguments: tuple[str, ...] = ()
+    trace: Path | None = None  # of the first worker; see WorkerPlan
     job_timeout_seconds: int | None = None
     terms: Terms = NO_TERMS
 
@@ -136,6 +137,7 @@ def run(
         name_prefix=f"run-{batch_id[:8]}",
         num_workers=options.num_workers,
         arguments=options.worker_arguments,
+        trace=options.trace,
         command=tuple(worker_command),
     )
     workers = LocalWorkers(plan, partial(reclaim, client, queue), reporter.note)

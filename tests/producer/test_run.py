@@ -170,6 +170,17 @@ def test_runs_a_file_to_its_end(redis_url: str, source: Path) -> None:
     wait_until_no_worker_lives()
 
 
+def test_each_worker_traces_into_a_file_of_its_own(
+    redis_url: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first has the file that was named; the one that follows it when it died, another."""
+    monkeypatch.setenv("FAKE_DIE_AFTER", "30")
+    run_here(redis_url, source, trace=source.with_name("t.json"))
+    files = {path.name: path.read_text() for path in source.parent.glob("t*.json")}
+    assert files.keys() == {"t.json", "t-2.json"}
+    assert len(set(files.values())) == 2
+
+
 def test_a_finished_batch_starts_no_worker(
     redis_url: str, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 from redis import Redis
 
@@ -35,10 +36,12 @@ def answer(prompt: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for flag in ("--model", "--name", "--kv-scheme", "--slots", "--memory"):
+    for flag in ("--model", "--name", "--kv-scheme", "--slots", "--memory", "--trace"):
         parser.add_argument(flag)
     parser.add_argument("--exit-with-parent", action="store_true")
     options = parser.parse_args()
+    if options.trace:
+        Path(options.trace).write_text(options.name)
     if "FAKE_EXIT" in os.environ:
         sys.stderr.write(os.environ.get("FAKE_WORDS", "batchkv: no such model") + "\n")
         sys.exit(int(os.environ["FAKE_EXIT"]))

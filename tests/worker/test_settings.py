@@ -51,6 +51,7 @@ def test_every_variable_is_read() -> None:
         "BATCHKV_CACHE_LEASE_SECONDS": "11",
         "BATCHKV_CACHE_AUDIT": "0.5",
         "BATCHKV_KV_ADOPT_FLOAT": "on",
+        "BATCHKV_TRACE": "t.json",
     }
     assert {setting.variable for setting in SETTINGS} == set(texts)
     texts["BATCHKV_CACHE"] = "redis://hub:6380/0"
@@ -74,6 +75,7 @@ def test_every_variable_is_read() -> None:
         cache_write="all",
         cache_lease_seconds=11.0,
         cache_audit=0.5,
+        trace="t.json",
         kv_adopt_float=True,
     )
 

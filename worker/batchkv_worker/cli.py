@@ -71,6 +71,7 @@ Exit codes: 0 done or stopped, 2 configuration, 3 Redis, 70 the engine died, 71 
     "--cache-lease-seconds", metavar="S", help="How long a lost worker keeps a prefix.  [30]"
 )
 @click.option("--kv-adopt-float", metavar="on|off", help="Pack float workers' blocks too.  [off]")
+@click.option("--trace", metavar="FILE", help="Write where the time goes, for Perfetto.  [off]")
 @click.option("--burst", is_flag=True, help="End when the queue is empty.")
 @click.option("--max-jobs", type=click.IntRange(min=1), help="End after so many jobs.")
 @click.option("--max-idle-time", type=click.IntRange(min=1), help="End when idle for so many s.")

@@ -167,6 +167,7 @@ class Engine:
         self._slot_rows.make_room(self._land)
         upcoming = self._build_step() if self._rows else None
         landed = self._in_flight
+        self._prefill.settle()
         if landed is not None:
             mx.eval(landed.sampled.arrays)
         if upcoming is not None:
@@ -203,8 +204,7 @@ class Engine:
         """Hand computed blocks on; wait for the store when every row that waits, waits for it."""
         is_still = is_still and not self._prefill.is_active
         self.link.send(is_idle=is_still)
-        is_waiting = self._scheduler.num_waiting or self.link.is_busy
-        if is_still and is_waiting and not self._events:
+        if is_still and not self._events and (self._scheduler.num_waiting or self.link.is_busy):
             self.link.wait(STILL_SECONDS)
 
     def close(self) -> None:

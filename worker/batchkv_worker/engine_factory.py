@@ -9,6 +9,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from batchkv_worker import blas, loading
+from batchkv_worker.trace import ENGINE, LOAD, MEASURE
 
 if TYPE_CHECKING:
     from batchkv_worker.engine import Engine
@@ -27,6 +28,7 @@ def build_engine(settings: WorkerSettings) -> Engine:
 
     access = open_access(settings)  # first: a fault of the settings costs no loading
     prepare_device(wired_limit=settings.wired_limit)
+    ENGINE.enter(LOAD)
     loaded = load(settings.model, settings.dtype)
     config = EngineConfig(
         scheme=settings.kv_scheme,
@@ -38,6 +40,7 @@ def build_engine(settings: WorkerSettings) -> Engine:
         audit=settings.cache_audit,
     )
     loading.say("measuring what this machine does best")
+    ENGINE.enter(MEASURE)
     engine = Engine(loaded, config, access)
     log.info(
         "model %s: %s, %s, context %d, %.1f MB of weights; KV %s: %d bytes a token, "

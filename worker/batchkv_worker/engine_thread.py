@@ -20,6 +20,7 @@ from batchkv_producer.maker import NOBODY, Maker
 from batchkv_worker.errors import WorkerError
 from batchkv_worker.events import EngineDied, EngineLike, Event, Work
 from batchkv_worker.loading import heard
+from batchkv_worker.trace import DECODE, END, ENGINE, IDLE, PREPARE, START, note
 
 log = logging.getLogger("batchkv.worker")
 
@@ -127,6 +128,7 @@ class EngineThread:
 
     def _main(self) -> None:
         engine: EngineLike | None = None
+        ENGINE.enter(START)
         try:
             with heard(self._note_loading):
                 engine = self._engine = self._factory()
@@ -138,11 +140,14 @@ class EngineThread:
             log.error("the engine died:\n%s", traceback.format_exc())
             self._outbox.put((EngineDied(f"{type(error).__name__}: {error}"),))
         finally:
+            ENGINE.enter(END)
+            _note_memory()
             try:
                 if engine is not None:
                     engine.close()
             finally:
                 _end_streams()
+                ENGINE.enter(None)
 
     def _note_loading(self, text: str) -> None:
         self.loading = text
@@ -153,6 +158,7 @@ class EngineThread:
         while self._take_orders(engine):
             if engine.is_idle:
                 continue
+            ENGINE.enter(DECODE)
             events = engine.step()
             self.num_steps += 1
             self.max_in_flight = engine.max_in_flight
@@ -161,8 +167,11 @@ class EngineThread:
 
     def _take_orders(self, engine: EngineLike) -> bool:
         """Carry out what is in the inbox; wait there while the engine is idle. False: stop."""
+        if engine.is_idle:
+            ENGINE.enter(IDLE)
         try:
             order = self._inbox.get(block=engine.is_idle)
+            ENGINE.enter(PREPARE)
             until = time.monotonic() + ORDERS_SECONDS
             while order is not None:
                 if isinstance(order, _Cancel):
@@ -176,6 +185,13 @@ class EngineThread:
         except Empty:
             return True
         return False
+
+
+def _note_memory() -> None:
+    """Write the most that MLX ever held into the trace, if there is one."""
+    mlx = sys.modules.get("mlx.core")
+    if ENGINE.is_traced and mlx is not None:
+        note("memory", peak_mb=round(mlx.get_peak_memory() / 1e6, 1))
 
 
 def _end_streams() -> None:

@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 
 from batchkv_worker.redis_side import is_outage
 from batchkv_worker.settings import WorkerSettings
+from batchkv_worker.trace import IDLE, MAIN, REDIS
 
 log = logging.getLogger("batchkv.worker")
 
@@ -59,6 +60,7 @@ class Outage:
         """Run ``action`` unless it is too early; an error that will not pass is raised."""
         if time.monotonic() < self.retry_at:
             return
+        MAIN.enter(REDIS)
         try:
             action()
         except RedisError as fault:
@@ -67,6 +69,8 @@ class Outage:
             self._note(fault)
         else:
             self._clear()
+        finally:
+            MAIN.enter(IDLE)
 
     def _note(self, fault: RedisError) -> None:
         now = time.monotonic()

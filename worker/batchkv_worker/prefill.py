@@ -18,6 +18,7 @@ from batchkv_worker.scheduler import PrefillGroup, Scheduler
 from batchkv_worker.sequence import Sequence
 from batchkv_worker.shared_parts import Cuts
 from batchkv_worker.store.face import SharedPrefixes
+from batchkv_worker.trace import DECODE, ENGINE, PREFILL
 
 TIMED_EVERY = 32  # chunks
 NEW_SHARE = 0.2  # of a new sample in the moving average
@@ -48,6 +49,8 @@ class Prefill:
         self._group: PrefillGroup | None = None  # whose prompts are in _rows
         self._rows: PrefillRows | None = None
         self._parked: list[Pieces] | None = None  # of a row that was computed before
+        self._untold: list[mx.array] = []  # an array of each chunk, for a trace; see settle
+        self._new_untold: list[mx.array] = []
 
     @property
     def is_active(self) -> bool:
@@ -62,6 +65,7 @@ class Prefill:
             self._group = group
         if group is None:
             return None
+        ENGINE.enter(PREFILL)
         if group.rows[0].parked and self._parked is None:
             self._parked = self._prefixes.parked(group.rows[0].parked)
             group.stem = self._stem_of(group)
@@ -71,7 +75,20 @@ class Prefill:
             self._prefixes.fill(group.rows, self._rows, group.stem)
         if not group.is_computed:
             self._compute_chunk(group)
+        ENGINE.enter(DECODE)
         return group
+
+    def settle(self) -> None:
+        """For a trace: wait for the chunks that were started before the step in flight.
+
+        The device comes to them first, so that nothing is waited for that would not be anyway; what
+        the step is waited for after that is its own. Its time would be told as theirs otherwise.
+        """
+        if self._untold:
+            ENGINE.enter(PREFILL)
+            mx.eval(self._untold)
+            ENGINE.enter(DECODE)
+        self._untold, self._new_untold = self._new_untold, []
 
     def _stem_of(self, group: PrefillGroup) -> Stem | None:
         return self._make_stem(group.rows[0].block_keys, group.stem_cuts)
@@ -96,6 +113,10 @@ class Prefill:
         self._model(mx.array(tokens), cache=self._plan.tree.nested(self._rows.layers))
         self._rows.end()
         mx.async_eval(self._rows.arrays)
+        if ENGINE.is_traced and self._rows.arrays:
+            last = self._rows.arrays[-1].reshape(-1)[:1].astype(mx.float32) + 0  # its own bytes
+            mx.async_eval(last)
+            self._new_untold.append(last)
         if started is not None:
             mx.eval(self._rows.arrays)
             self._observe(sum(lengths), time.perf_counter() - started)

@@ -18,6 +18,7 @@ from batchkv_producer.suspects import is_suspect
 from batchkv_producer.transitions import Ending, Held, Run, Transitions, iso_now
 from batchkv_worker.maintenance import Maintenance
 from batchkv_worker.settings import WorkerSettings
+from batchkv_worker.trace import IDLE, MAIN, REDIS
 
 FINISH_GROUP = 200  # endings in one script call: a few milliseconds of the server's time
 APART_SECONDS = 300  # within which a worker should have emptied itself; then another tries
@@ -90,7 +91,9 @@ class RedisSide:
         pipeline.blmove(key, key, timeout_seconds, "LEFT", "LEFT")
         for each in redis_keys.waiting_lists(self._queue):
             pipeline.llen(each)
+        MAIN.enter(IDLE)
         _, *lengths = pipeline.execute()
+        MAIN.enter(REDIS)
         return tuple(lengths)
 
     def pull(self, count: int, num_workers: int, num_begin: int, *, may_be_apart: bool) -> Run:

@@ -44,8 +44,10 @@ from batchkv_worker.startup import (
     exit_with,
     refuse_options,
     refuse_scheduler,
+    start_trace,
 )
 from batchkv_worker.stop import StopRequest
+from batchkv_worker.trace import close_trace
 
 SOCKET_TIMEOUT_SECONDS = 10
 ENGINE_STOP_SECONDS = 5.0
@@ -122,6 +124,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             self._stop.watch_parent()
         try:
             refuse_scheduler(with_scheduler)
+            start_trace(settings, self.name)
             setup_loghandlers(logging_level or "INFO", date_format, log_format, name="batchkv")
             self.bootstrap(logging_level, date_format, log_format)
         except WorkerError as fault:
@@ -171,7 +174,9 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
     def _end_engine(self, engine: EngineThread) -> None:
         """Let the engine's thread end; MLX must not be running when the interpreter goes."""
         engine.stop()
-        if engine.join(ENGINE_STOP_SECONDS):
+        is_over = engine.join(ENGINE_STOP_SECONDS)
+        close_trace()
+        if is_over:
             return
         self.log.warning("the engine is still in a step; leaving without it")
         error = sys.exception()

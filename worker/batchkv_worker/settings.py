@@ -58,6 +58,7 @@ class WorkerSettings:
     cache_lease_seconds: float = 30.0
     cache_audit: float = 0.0
     kv_adopt_float: bool = False
+    trace: str | None = None  # a file for where the time goes
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], **overrides: Any) -> Self:
@@ -235,6 +236,7 @@ SETTINGS = (
             _seconds(1, 3600), "seconds, 1 to 3600"),
     Setting("cache_audit", "BATCHKV_CACHE_AUDIT", "--cache-audit", _seconds(0, 1),
             "a share of the hits, 0 to 1"),
+    Setting("trace", "BATCHKV_TRACE", "--trace", _nonempty, "a file to write"),
     Setting("kv_adopt_float", "BATCHKV_KV_ADOPT_FLOAT", "--kv-adopt-float", _switch, "on or off"),
 )  # fmt: skip
 

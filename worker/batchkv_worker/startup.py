@@ -13,7 +13,9 @@ from rq.defaults import DEFAULT_RESULT_TTL
 
 from batchkv_producer import redis_keys
 from batchkv_producer.errors import BatchkvError
+from batchkv_worker import trace
 from batchkv_worker.errors import QueueMismatchError, SettingsError
+from batchkv_worker.settings import WorkerSettings
 
 
 def default_name() -> str:
@@ -26,6 +28,18 @@ def exit_with(fault: BatchkvError) -> NoReturn:
     """One line for people, and the fault's exit code."""
     sys.stderr.write(f"batchkv: {fault}\n")
     raise SystemExit(fault.exit_code) from fault
+
+
+def start_trace(settings: WorkerSettings, name: str) -> None:
+    """Begin the trace, if one is wanted; SettingsError when its file cannot be written."""
+    if settings.trace is None:
+        return
+    try:
+        trace.open_trace(settings.trace, f"{name}: {settings.model}")
+    except OSError as fault:
+        problem = fault.strerror or fault
+        raise SettingsError(f"--trace {settings.trace}: it cannot be written: {problem}") from fault
+    trace.MAIN.enter(trace.START)
 
 
 def check_queue(model: str, names: Sequence[str]) -> None:

@@ -26,6 +26,13 @@ R = TypeVar("R")
 
 MODEL_VARIABLE = "BATCHKV_MODEL"
 
+trace_option = click.option(
+    "--trace",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    envvar="BATCHKV_TRACE",
+    help="Write where the worker's time goes, for Perfetto; a second worker writes FILE-2, and on.",
+)
 url_option = click.option(
     "--url",
     metavar="URL",

@@ -26,6 +26,7 @@ from batchkv_producer.cli.shared import (
     out_option,
     say,
     session,
+    trace_option,
     url_option,
 )
 from batchkv_producer.cli.terms_options import (
@@ -65,6 +66,7 @@ dry_run_option = click.option(
 @model_option
 @out_option("OUT", "Where results go; - prints them.  [default: FILE.results.jsonl, - for a pipe]")
 @worker_options
+@trace_option
 @generation_options
 @timeout_option
 @terms_options
@@ -81,6 +83,7 @@ def run(
     out: Path | None,
     num_workers: int,
     worker_arguments: tuple[str, ...],
+    trace: Path | None,
     defaults: SamplingParams,
     job_timeout: int | None,
     terms: Terms,
@@ -125,6 +128,7 @@ def run(
             defaults=defaults,
             num_workers=num_workers,
             worker_arguments=worker_arguments,
+            trace=trace,
             job_timeout_seconds=job_timeout,
             terms=terms,
         )

@@ -19,6 +19,7 @@ from batchkv_cache_store.block import Block
 from batchkv_cache_store.lease import Lease, Leases
 from batchkv_cache_store.lookup import Found, Piece, Wanted
 from batchkv_cache_store.store import Store
+from batchkv_worker.trace import ENGINE, STORE
 
 log = logging.getLogger("batchkv.cache")
 
@@ -109,7 +110,9 @@ class Fetcher:
 
     def wait(self, timeout_seconds: float) -> None:
         """Wait for an answer."""
+        before = ENGINE.enter(STORE)
         self._has_answers.wait(timeout_seconds)
+        ENGINE.enter(before)
 
     def release(self, leases: Sequence[Lease]) -> None:
         """Let leases go, on a thread that may wait for it."""
