@@ -24,6 +24,7 @@ from batchkv_producer import (
     status,
     stored,
     submission,
+    suspects,
     workers,
 )
 from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, Progress
@@ -139,8 +140,12 @@ class Client:
         return workers.read_workers(self._connection)
 
     def serving(self, queue: str) -> list[WorkerInfo]:
-        """The live workers of one queue; what they hold is not counted."""
+        """The live workers of one queue; what they hold is counted of those that are away."""
         return workers.serving_workers(self._connection, queue)
+
+    def count_apart(self, queue: str) -> int:
+        """How many rows wait to run apart, because a worker died with them."""
+        return suspects.count_waiting(self._connection, queue)
 
     def failures(self, batch: BatchStatus) -> list[Failures]:
         """Why rows of a batch failed, by code, the most frequent first."""

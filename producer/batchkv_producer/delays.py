@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from batchkv_producer.patience import patiently
+from batchkv_producer.progress import rows
 from batchkv_producer.status import BatchStatus
 from batchkv_producer.workers import WorkerInfo
 
@@ -50,8 +51,23 @@ def _loading(_: BatchStatus, serving: Sequence[WorkerInfo], __: int) -> Delay | 
     return Delay(next(worker.doing for worker in serving))
 
 
+def _away(_: BatchStatus, serving: Sequence[WorkerInfo], __: int) -> Delay | None:
+    holding = [worker for worker in serving if worker.is_away and worker.num_running]
+    if not holding:
+        return None
+    first = max(holding, key=lambda worker: worker.num_running)
+    return Delay(f"{first.name} is asleep or away and holds {rows(first.num_running)}")
+
+
+def _apart(num_apart: int) -> Delay | None:
+    if not num_apart:
+        return None
+    verb, them = ("waits", "it") if num_apart == 1 else ("wait", "them")
+    return Delay(f"{rows(num_apart)} {verb} to run apart: a worker died with {them}")
+
+
 # A reason gets the batch, the workers that serve its queue, and how many of them are our own.
-REASONS: tuple[Reason, ...] = (_unserved, _loading)
+REASONS: tuple[Reason, ...] = (_unserved, _loading, _away)
 
 
 def find_delay(
@@ -73,8 +89,10 @@ class Delays:
         note: Callable[[str], None],
         num_local: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        count_apart: Callable[[str], int] = lambda _: 0,
     ) -> None:
         self.words = ""
+        self._count_apart = count_apart
         self._read = read
         self._note = note
         self._num_local = num_local
@@ -84,7 +102,8 @@ class Delays:
         self._said: set[str] = set()
 
     def look(self, status: BatchStatus) -> str:
-        """The words for this moment; ``read`` gives the workers of a queue."""
+        """The words for this moment; ``read`` gives the workers of a queue, ``count_apart`` its
+        suspects that wait."""
         now = self._clock()
         if status.is_done:
             self.words = ""
@@ -94,6 +113,8 @@ class Delays:
             if serving:
                 self._served_at = now
             delay = find_delay(status, serving, self._num_local)
+            if delay is None and status.queued:
+                delay = _apart(patiently(lambda: self._count_apart(status.queue)))
             self.words = delay.words if delay else ""
             if delay and (serving or now - self._served_at >= GONE_SECONDS):
                 self._say(delay.note)

@@ -199,7 +199,9 @@ class _Run:
         self._follower = follower
         self._reporter = reporter
         self._plan = plan
-        self._delays = Delays(client.serving, reporter.note, plan.num_workers)
+        self._delays = Delays(
+            client.serving, reporter.note, plan.num_workers, count_apart=client.count_apart
+        )
 
     def to_the_end(self) -> RunReport:
         started, before = time.monotonic(), self._client.status(self._batch_id)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import re
 
+from redis import Redis
+
+from batchkv_producer import redis_keys
 from batchkv_producer.transitions import MAX_DEATHS
 
+FIRST_ENTRIES = 3  # of each list
+HEAD_ENTRIES = 100  # of each list; one death leaves as many suspects as an engine has rows
 _GROUP = re.compile(rb"[0-9A-Za-z-]+\.?1?")
 _COUNT = re.compile(rb"0*[1-9][0-9]{0,3}")
 _MAX_GROUP_CHARS = 50
@@ -19,6 +24,27 @@ def is_suspect(group: bytes | None, deaths: bytes | None) -> bool:
     if group and len(group) <= _MAX_GROUP_CHARS and _GROUP.fullmatch(group):
         return True
     return bool(deaths and len(deaths) <= 4 and _COUNT.fullmatch(deaths))
+
+
+def count_waiting(connection: Redis, queue: str) -> int:
+    """How many suspects wait at the heads of a queue's lists, where they are put.
+
+    To be asked often: where none is among the first few, no more are looked at.
+    """
+    if not _count_among(connection, queue, FIRST_ENTRIES):
+        return 0
+    return _count_among(connection, queue, HEAD_ENTRIES)
+
+
+def _count_among(connection: Redis, queue: str, num_entries: int) -> int:
+    with connection.pipeline(transaction=False) as pipeline:
+        for key in redis_keys.waiting_lists(queue):
+            pipeline.lrange(key, 0, num_entries - 1)
+        ids = [job_id for found in pipeline.execute() for job_id in found]
+        for job_id in ids:
+            pipeline.hmget(b"rq:job:" + job_id, "bkv_suspect", "bkv_deaths")
+        jobs = pipeline.execute(raise_on_error=False)  # a key may be of another type
+    return sum(isinstance(job, list) and is_suspect(*job) for job in jobs)
 
 
 def deaths_until_failed(num_rows: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -88,9 +88,15 @@ def live_workers(connection: Redis, queue: str) -> list[str]:
 
 
 def serving_workers(connection: Redis, queue: str) -> list[WorkerInfo]:
-    """The live workers of one queue; ``num_running``, which takes long to count, is 0."""
+    """The live workers of one queue. ``num_running``, which takes long to count, is 0 but of those
+    that are away."""
     now, pairs = _records(connection, queue)
-    return [_worker_info(name, values, 0, now) for name, values in pairs]
+    found = [_worker_info(name, values, 0, now) for name, values in pairs]
+    num_held = _count_held(connection, [queue]) if any(w.is_away for w in found) else {}
+    return [
+        replace(worker, num_running=num_held.get(worker.name, 0)) if worker.is_away else worker
+        for worker in found
+    ]
 
 
 def read_workers(connection: Redis) -> list[WorkerInfo]:

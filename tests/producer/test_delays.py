@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,46 @@ def test_loading_is_shown_while_no_worker_is_ready() -> None:
     assert house.after(2, worker("loading 2.1 of 7.3 GB")) == "loading 2.1 of 7.3 GB"
     assert house.delays.look(status(ok=2)) == ""
     assert not house.said
+
+
+def test_a_worker_that_is_away_is_named_with_its_rows() -> None:
+    """That of those that holds most; one that holds nothing delays nobody."""
+    house = House()
+    sleepers = [
+        replace(worker(), name=name, is_away=True, num_running=held)
+        for name, held in (("mini1", 0), ("mini2", 78), ("mini3", 1))
+    ]
+    assert house.after(0, worker(), *sleepers) == "mini2 is asleep or away and holds 78 rows"
+    assert house.after(2, worker(), *sleepers[::2]) == "mini3 is asleep or away and holds 1 row"
+    assert house.after(2, worker(), sleepers[0]) == ""
+
+
+def test_suspects_that_wait_are_told_of(redis_connection: Redis) -> None:
+    """Why some rows are not run yet, as long as they wait; nothing of rows that no worker had."""
+    client = Client(redis_connection)
+    source = io.BytesIO(b"".join(b'{"prompt": "p%d"}\n' % n for n in range(9)))
+    batch = client.submit(source, model=MODEL).batch_id
+    moves = Transitions(redis_connection)
+    said: list[str] = []
+    now = [0.0]
+    delays = Delays(
+        *(lambda _: [worker()], said.append, 0, lambda: now[0]), count_apart=client.count_apart
+    )
+
+    def words() -> str:
+        now[0] += 2
+        return delays.look(client.status(batch))
+
+    assert words() == ""
+    moves.give_back(QUEUE, [job.lease for job in moves.pull(QUEUE, "w", 8, 60)], died=True)
+    assert words() == "8 rows wait to run apart: a worker died with them"
+    moves.pull(QUEUE, "w", 7, 60)
+    assert words() == "1 row waits to run apart: a worker died with it"
+    moves.pull(QUEUE, "w", 1, 60)
+    assert words() == ""
+    redis_connection.set("rq:job:planted", "text")
+    redis_connection.lpush(redis_keys.queue(QUEUE), "planted", b"\xff")
+    assert words() == "" and not said
 
 
 def test_a_plain_line_comes_at_once_for_a_new_delay(capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,7 +123,9 @@ def wait(
     """
     with session(url) as opened:
         with reporter() as progress:
-            delays = Delays(opened.client.serving, progress.note)
+            delays = Delays(
+                opened.client.serving, progress.note, count_apart=opened.client.count_apart
+            )
 
             def look(now: BatchStatus) -> None:
                 progress.update(snapshot_of(now, delays.look(now)))
