@@ -96,7 +96,7 @@ def test_markers_stand_in_payloads_alone(locked: tuple[str, Redis], tmp_path: Pa
     rows = [
         {"custom_id": "a", "prompt": f"{PROMPT} one"},
         {"custom_id": "b", "messages": [{"role": "user", "content": f"{PROMPT} two"}]},
-        {"custom_id": "c", "prompt": f"reject:engine_error {PROMPT}"},
+        {"custom_id": "c", "prompt": f"reject:engine_error: {PROMPT}"},
         {"custom_id": "d", "prompt": f"crash:{PROMPT}"},
         {"custom_id": "e", "prompt": f"slow:200 {PROMPT}"},
     ]
