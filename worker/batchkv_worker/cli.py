@@ -200,7 +200,7 @@ def kv_report_command(
     as_json: bool,
 ) -> None:
     """Measure what KV schemes cost and save on one model and this device."""
-    from batchkv_worker import blas
+    from batchkv_worker import blas, open_files
     from batchkv_worker.startup import exit_with
 
     def note(text: str) -> None:
@@ -210,6 +210,7 @@ def kv_report_command(
     try:
         names = scheme_names(schemes)
         blas.load()  # before MLX: a BLAS can only be exchanged then
+        open_files.import_mlx_lm()
         from batchkv_worker.kv_report import Extent, report
         from batchkv_worker.report.show import show
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from batchkv_worker import blas, loading
+from batchkv_worker import blas, loading, open_files
 from batchkv_worker.trace import ENGINE, LOAD, MEASURE
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ log = logging.getLogger("batchkv.engine")
 def build_engine(settings: WorkerSettings) -> Engine:
     """Load the settings' model and make its engine; raises ModelError."""
     log.info(blas.load())
+    open_files.import_mlx_lm()
     from batchkv_worker.device import kv_memory_bytes, prepare_device
     from batchkv_worker.engine import Engine, EngineConfig
     from batchkv_worker.model import load
