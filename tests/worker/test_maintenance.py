@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
 from redis import Redis
 from rq import Queue
 from rq.job import Job
@@ -141,6 +144,18 @@ def test_registries_forget_what_has_expired(redis_connection: Redis) -> None:
     clean(redis_connection)
     for kind in ("finished", "failed", "canceled"):
         assert redis_connection.zrange(redis_keys.registry(kind, QUEUE), 0, -1) == [b"new"]
+
+
+def test_a_worker_whose_clock_is_ahead_forgets_nothing(
+    redis_connection: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has expired is told by the server's clock, not by that of the worker that cleans."""
+    now = time.time()
+    key = redis_keys.registry("failed", QUEUE)
+    redis_connection.zadd(key, {"kept": now + 3600, "gone": now - 3600})
+    monkeypatch.setattr(time, "time", lambda: now + 8 * 86_400)
+    assert clean(redis_connection)
+    assert redis_connection.zrange(key, 0, -1) == [b"kept"]
 
 
 def test_dead_workers_leave_rqs_lists(redis_connection: Redis) -> None:

@@ -178,10 +178,11 @@ class Maintenance:
         return [job_id for (job_id, _), there in zip(ours, found, strict=True) if not there]
 
     def _forget(self) -> None:
-        """Drop what RQ's registries should have forgotten by now."""
+        """Drop what RQ's registries should have forgotten by now, by the server's clock."""
+        now: Any = self._connection.time()
         pipeline = self._connection.pipeline(transaction=False)
         for kind in ("finished", "failed", "canceled"):
-            pipeline.zremrangebyscore(redis_keys.registry(kind, self._queue), 0, int(time.time()))
+            pipeline.zremrangebyscore(redis_keys.registry(kind, self._queue), 0, int(now[0]))
         pipeline.execute()
 
 
