@@ -317,6 +317,7 @@ def test_status_says_that_nobody_ever_served_a_batch(desk: Desk, redis_url_kept:
     """A batch of a model that no worker has: its status says so, and the two ways out."""
     batch = desk.submit().batch_id
     text = batchkv("status", batch, url=redis_url_kept).stdout
+    text = " ".join(text.split())
     assert f"`batchkv worker -m {MODEL}` serves it, `batchkv forget {batch}` takes" in text
     desk.pull(1)
     assert "none has ever taken a row" not in batchkv("status", batch, url=redis_url_kept).stdout

@@ -19,7 +19,14 @@ from batchkv_worker.settings import WorkerSettings
 from batchkv_worker.telling import LastMinute, Telling
 from support import tiny_models  # noqa: F401 - first: it loads the BLAS
 from support.fake_engine import FakeEngine, FakePlan
-from support.worker_harness import QUICK_LEASES, WorkerProcess, submit, wait_until, workers
+from support.worker_harness import (
+    QUICK_LEASES,
+    WorkerProcess,
+    num_ended,
+    submit,
+    wait_until,
+    workers,
+)
 
 PATIENCE = 30.0
 
@@ -61,11 +68,11 @@ def test_a_stop_says_what_becomes_of_the_rows(
     redis_connection: Redis, redis_url: str, tmp_path: Path
 ) -> None:
     """SIGTERM: how many rows are finished, for how long, and what a second signal does."""
-    submit(redis_connection, ["slow:1000000"] * 3)
+    batch = submit(redis_connection, ["quick", *["slow:1000000"] * 3])
     plan: dict[str, object] = {"step_seconds": 0.001}
     worker = WorkerProcess(redis_url, tmp_path / "log", plan=plan, settings={"DRAIN_SECONDS": 1})
     with workers(worker):
-        wait_until(lambda: (w := only_worker(redis_connection)) and w.num_running == 3, PATIENCE)
+        wait_until(lambda: num_ended(redis_connection, batch) == 1, PATIENCE)
         worker.process.send_signal(signal.SIGTERM)
         assert worker.wait(PATIENCE) == 0
     assert "finishing 3 rows, up to 1 s; a second signal gives them back now" in worker.said

@@ -14,8 +14,8 @@ from batchkv_producer.cli.shared import (
     json_option,
     model_option,
     print_json,
-    print_table,
 )
+from batchkv_producer.cli.tables import print_table
 from batchkv_producer.job import SamplingParams
 from batchkv_producer.outlook import BLOCK_TOKENS, Outlook
 from batchkv_producer.progress import rows

@@ -2,63 +2,64 @@
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
-from typing import Any
-
 import click
 
 from batchkv_producer.cli.outcome import say_canceled, say_failures
-from batchkv_producer.cli.shared import (
-    json_option,
-    print_fields,
-    print_json,
-    print_table,
-    say,
-    session,
-    url_option,
+from batchkv_producer.cli.shared import json_option, print_json, say, session, url_option
+from batchkv_producer.cli.showing import (
+    batch_fields,
+    show_batch,
+    show_job,
+    show_list,
+    show_overview,
+    show_workers,
+    worker_dicts,
 )
 from batchkv_producer.cli.terms_options import exit_code, on_done_option
-from batchkv_producer.client import BatchStatus, Client, StoredRow
+from batchkv_producer.cli.watching import shown, watch_option
+from batchkv_producer.client import BatchStatus
 from batchkv_producer.delays import Delays
 from batchkv_producer.following import snapshot_of
-from batchkv_producer.job import Result
-from batchkv_producer.progress import duration, reporter
-from batchkv_producer.room import Room, read_room
-
-MAX_BAD_ROWS_SKIPPED = 200  # to find the first row that was really run
+from batchkv_producer.progress import reporter
+from batchkv_producer.remaining import seconds_left
+from batchkv_producer.room import read_room
 
 
 @click.command()
 @click.argument("target", metavar="[ID]", required=False)
+@watch_option
 @url_option
 @json_option
-def status(target: str | None, url: str | None, as_json: bool) -> None:
+def status(target: str | None, is_watching: bool, url: str | None, as_json: bool) -> None:
     """Tell how everything stands, or one batch, or one job.
+
+    --watch does so every 2 seconds: until the batch or job is done, or until Ctrl-C.
 
     \b
     Examples:
       batchkv status
-      batchkv status 3f2a9c51d07be684
+      batchkv status 3f2a9c51d07be684 --watch
       batchkv status 3f2a9c51d07be684-17
       batchkv status 3f2a9c51d07be684 --json | jq .ok
     """
     with session(url) as opened:
-        if target is None:
-            _print_overview(opened.client, read_room(opened.connection), as_json)
-        elif "-" in target:
-            _print_job(opened.client, target, as_json)
-        else:
-            _print_batch(opened.client, target, as_json)
+
+        def show() -> bool:
+            if target is None:
+                show_overview(opened.client, read_room(opened.connection), as_json=as_json)
+                return False
+            one = show_job if "-" in target else show_batch
+            return one(opened.client, target, as_json=as_json)
+
+        shown(show, is_watching=is_watching, as_json=as_json)
 
 
 @click.command(name="list")
+@watch_option
 @url_option
 @json_option
-def list_batches(url: str | None, as_json: bool) -> None:
-    """List all batches, the newest first.
+def list_batches(is_watching: bool, url: str | None, as_json: bool) -> None:
+    """List all batches, the newest first; with --watch every 2 seconds, until Ctrl-C.
 
     \b
     Examples:
@@ -66,22 +67,27 @@ def list_batches(url: str | None, as_json: bool) -> None:
       batchkv list --json | jq -r '.[] | select(.is_done) | .batch_id'
     """
     with session(url) as opened:
-        batches = opened.client.list_batches()
-        if as_json:
-            print_json([_batch_fields(batch) for batch in batches])
-            return
-        rows = [(b.batch_id, _moment(b.created), b.total, _state(b), b.priority,
-                 _moment(b.expires) if b.expires else "", b.model, b.name)
-                for b in batches]  # fmt: skip
-        titles = ("BATCH", "CREATED", "ROWS", "STATE", "PRIORITY", "EXPIRES", "MODEL", "NAME")
-        print_table(titles, rows)
+
+        def show() -> bool:
+            batches = opened.client.list_batches()
+            left = seconds_left(batches, opened.client.workers())
+            if as_json:
+                print_json([batch_fields(batch, left) for batch in batches])
+            else:
+                show_list(batches, left)
+            return False
+
+        shown(show, is_watching=is_watching, as_json=as_json)
 
 
 @click.command()
+@watch_option
 @url_option
 @json_option
-def workers(url: str | None, as_json: bool) -> None:
-    """List the workers that are alive, on all machines.
+def workers(is_watching: bool, url: str | None, as_json: bool) -> None:
+    """List the workers that are alive, on all machines; with --watch every 2 seconds.
+
+    TOK/S are tokens generated in the last minute, while there were rows.
 
     \b
     Examples:
@@ -89,11 +95,16 @@ def workers(url: str | None, as_json: bool) -> None:
       batchkv workers --json
     """
     with session(url) as opened:
-        found = opened.client.workers()
-        if as_json:
-            print_json(found)
-        else:
-            _print_workers(found)
+
+        def show() -> bool:
+            found = opened.client.workers()
+            if as_json:
+                print_json(worker_dicts(found))
+            else:
+                show_workers(found)
+            return False
+
+        shown(show, is_watching=is_watching, as_json=as_json)
 
 
 @click.command()
@@ -134,159 +145,10 @@ def wait(
         failures = opened.client.failures(last)
         say_failures(failures, last.failed)
         if as_json:
-            print_json({**_batch_fields(last), "failures": failures})
+            print_json({**batch_fields(last), "failures": failures})
         else:
             click.echo(last.reconciliation())
     if not last.is_done:
         say(f"batch {last.batch_id} is not done yet")
     say_canceled(last)
     ctx.exit(exit_code(last, on_done))
-
-
-def _print_overview(client: Client, room: Room | None, as_json: bool) -> None:
-    batches = client.list_batches()
-    found = client.workers()
-    if as_json:
-        shown = {"batches": [_batch_fields(b) for b in batches], "workers": found}
-        print_json({**shown, "server": room})
-        return
-    rows = [
-        (b.batch_id, b.total, b.ok, b.failed, b.canceled, b.running, b.queued, b.num_workers,
-         b.model, b.queue)
-        for b in batches
-    ]  # fmt: skip
-    titles = ("BATCH", "ROWS", "OK", "FAILED", "CANCELED", "RUNNING", "QUEUED", "WORKERS", "MODEL",
-              "QUEUE")  # fmt: skip
-    print_table(titles, rows)
-    click.echo("")
-    _print_workers(found)
-    if room is not None:
-        click.echo(f"\nserver's memory: {room}")
-
-
-def _print_batch(client: Client, batch_id: str, as_json: bool) -> None:
-    batch = client.status(batch_id)
-    rate = tokens_per_second(client, batch)
-    serving = [worker.name for worker in client.workers() if batch.queue in worker.queues]
-    if as_json:
-        print_json({**_batch_fields(batch), "tokens_per_second": rate, "workers": serving})
-        return
-    print_fields(
-        [
-            ("batch", batch.batch_id),
-            ("name", batch.name),
-            ("state", _state(batch)),
-            ("model", batch.model),
-            ("queue", batch.queue),
-            ("created", _moment(batch.created)),
-            ("rows", batch.total),
-            ("ok", batch.ok),
-            ("failed", batch.failed),
-            ("canceled", batch.canceled),
-            ("running", batch.running),
-            ("queued", batch.queued),
-            ("sum", batch.whole_sum()),
-            ("priority", batch.priority),
-            ("expires", _moment(batch.expires) if batch.expires else None),
-            ("copied", f"{batch.copied:,} rows asked for the same" if batch.is_deduped else None),
-            ("kept", _kept(batch)),
-            ("prompt tokens", _prompt_tokens(batch)),
-            ("generated", f"{batch.completion_tokens:,} tokens"),
-            ("speed", None if rate is None else f"{rate:,.0f} tok/s so far"),
-            ("workers", serving or _nobody(batch)),
-        ]
-    )
-
-
-def _nobody(batch: BatchStatus) -> str:
-    if not batch.is_untouched:
-        return "none"
-    return (
-        f"none, and none has ever taken a row of this batch: `batchkv worker -m {batch.model}` "
-        f"serves it, `batchkv forget {batch.batch_id}` takes it back"
-    )
-
-
-def _kept(batch: BatchStatus) -> str | None:
-    """How long the results stay, where that has an end."""
-    if batch.kept_until:
-        return f"until {_moment(batch.kept_until)}"
-    return f"{duration(batch.keep_seconds)} after the end" if batch.keep_seconds else None
-
-
-def _prompt_tokens(batch: BatchStatus) -> str:
-    """How many, how many of them were cached, and what that saved."""
-    saved = f", which saved {batch.saved_ms / 1000:,.1f} s" if batch.saved_ms else ""
-    return f"{batch.prompt_tokens:,} ({batch.cached_tokens:,} cached{saved})"
-
-
-def _print_job(client: Client, job_id: str, as_json: bool) -> None:
-    job = client.job(job_id)
-    if as_json:
-        print_json(job)
-    else:
-        print_fields(list(asdict(job).items()))
-
-
-def _print_workers(found: Iterable[Any]) -> None:
-    rows = [
-        (w.name, w.hostname, str(w.pid), w.shown_state, w.num_running, w.num_successful,
-         w.num_failed, f"{w.silent_seconds:.0f} s ago", w.queues)
-        for w in found
-    ]  # fmt: skip
-    titles = ("WORKER", "HOST", "PID", "STATE", "RUNNING", "OK", "FAILED", "SEEN", "QUEUES")
-    print_table(titles, rows)
-
-
-def _batch_fields(batch: BatchStatus) -> dict[str, Any]:
-    return {
-        **asdict(batch),
-        "queued": batch.queued,
-        "num_ended": batch.num_ended,
-        "is_done": batch.is_done,
-        "is_reconciled": batch.num_results == batch.num_ended,
-    }
-
-
-def _state(batch: BatchStatus) -> str:
-    if batch.is_forgotten:
-        return "being forgotten"
-    if batch.is_done:
-        return "done"
-    if not batch.is_submitted:
-        return "being submitted"
-    return "running" if batch.running else "waiting"
-
-
-def _moment(seconds: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-    except (OverflowError, ValueError, OSError):
-        return "unknown"
-
-
-def tokens_per_second(client: Client, batch: BatchStatus) -> float | None:
-    """Generated tokens a second from the first row's start to the last row's end (or to now).
-
-    None when nothing was generated yet.
-    """
-    if not batch.completion_tokens:
-        return None
-    first = next(_rows_run(client.results(batch.batch_id)), None)
-    if first is None:
-        return None
-    start = first.created - first.busy_ms / 1000
-    end = _last_end(client, batch) if batch.is_done else time.time()
-    return batch.completion_tokens / max(end - start, first.busy_ms / 1000, 0.001)
-
-
-def _rows_run(rows: Iterator[StoredRow]) -> Iterator[Result]:
-    for row in itertools.islice(rows, MAX_BAD_ROWS_SKIPPED):
-        if row.result.busy_ms:
-            yield row.result
-
-
-def _last_end(client: Client, batch: BatchStatus) -> float:
-    ends: Callable[[StoredRow], float] = lambda row: row.result.created  # noqa: E731
-    after = max(0, batch.num_ended - 1)
-    return max(map(ends, client.results(batch.batch_id, after=after)), default=time.time())

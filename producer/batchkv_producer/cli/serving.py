@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from batchkv_producer import server as embedded
-from batchkv_producer.cli.shared import json_option, print_fields, print_json, say
+from batchkv_producer.cli.shared import json_option, print_json, say
+from batchkv_producer.cli.tables import print_fields
 from batchkv_producer.errors import ServerError
 from batchkv_producer.server_home import home_from_environment
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -125,34 +125,3 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in fields(value)}
     return list(value) if isinstance(value, set | frozenset | tuple) else str(value)
-
-
-def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Columns as wide as they must be; numbers to the right."""
-    table: list[Sequence[object]] = [titles, *rows]
-    shown = [[_cell(value) for value in row] for row in table]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    for row, values in zip(shown, table, strict=True):
-        cells = [
-            text.rjust(width) if isinstance(value, int | float) else text.ljust(width)
-            for text, width, value in zip(row, widths, values, strict=True)
-        ]
-        click.echo("  ".join(cells).rstrip())
-
-
-def print_fields(pairs: Iterable[tuple[str, object]]) -> None:
-    """One ``name  value`` line each; a value that is None is left out."""
-    kept = [(name, _cell(value)) for name, value in pairs if value is not None]
-    width = max((len(name) for name, _ in kept), default=0)
-    for name, value in kept:
-        click.echo(f"{name.ljust(width)}  {value}")
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:,.1f}"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    if isinstance(value, list | tuple | set | frozenset):
-        return ", ".join(_cell(item) for item in value)
-    return printable(str(value)).replace("\n", "\\n")

@@ -1,0 +1,270 @@
+"""How batches, jobs and workers are shown: for people in the width of a screen, or as JSON."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from batchkv_producer.cli.shared import print_json
+from batchkv_producer.cli.tables import (
+    CUT,
+    Column,
+    print_fields,
+    shorten_middle,
+    shorten_model,
+    table_lines,
+    width,
+)
+from batchkv_producer.client import BatchStatus, Client, StoredRow
+from batchkv_producer.job import Result
+from batchkv_producer.progress import duration, printable
+from batchkv_producer.remaining import percent_done, seconds_left
+from batchkv_producer.room import Room, size_text
+from batchkv_producer.workers import WorkerInfo
+
+MIN_PART_CHARS = 16  # of a part that is cut; less says nothing
+MAX_BAD_ROWS_SKIPPED = 200  # to find the first row that was really run
+
+Left = Mapping[str, float]  # batch id -> seconds until it is done
+
+
+def show_overview(client: Client, room: Room | None, *, as_json: bool) -> None:
+    """Everything: all batches, all workers, the server's memory."""
+    batches, found = client.list_batches(), client.workers()
+    left = seconds_left(batches, found)
+    if as_json:
+        fields = [batch_fields(batch, left) for batch in batches]
+        print_json({"batches": fields, "workers": worker_dicts(found), "server": room})
+        return
+    click.echo("\n".join(table_lines(_overview_columns(batches, left))))
+    click.echo("")
+    show_workers(found)
+    if room is not None:
+        click.echo("")
+        print_fields([("server's memory:", str(room))])
+
+
+def _overview_columns(batches: Sequence[BatchStatus], left: Left) -> list[Column]:
+    return [
+        Column("BATCH", [b.batch_id for b in batches]),
+        Column("STATE", [state_of(b) for b in batches]),
+        Column("DONE", [f"{percent_done(b)} %" for b in batches]),
+        Column("LEFT", [_left(b, left) for b in batches], drop=4, if_any=True),
+        Column("ROWS", [b.total for b in batches]),
+        Column("OK", [b.ok for b in batches]),
+        Column("FAILED", [b.failed for b in batches], if_any=True),
+        Column("CANCELED", [b.canceled for b in batches], drop=2, if_any=True),
+        Column("RUNNING", [b.running for b in batches], drop=3),
+        Column("QUEUED", [b.queued for b in batches], drop=1),
+        Column("MODEL", [b.model for b in batches], shorten_model, drop=5),
+    ]
+
+
+def show_list(batches: Sequence[BatchStatus], left: Left) -> None:
+    """One line a batch, with its name and what was asked for."""
+    columns = [
+        Column("BATCH", [b.batch_id for b in batches]),
+        Column("CREATED", [_short_moment(b.created) for b in batches], drop=3),
+        Column("STATE", [state_of(b) for b in batches]),
+        Column("DONE", [f"{percent_done(b)} %" for b in batches]),
+        Column("LEFT", [_left(b, left) for b in batches], drop=2, if_any=True),
+        Column("ROWS", [b.total for b in batches]),
+        Column("FAILED", [b.failed for b in batches], if_any=True, drop=1),
+        Column("PRIORITY", [b.priority.replace("normal", "") for b in batches], if_any=True),
+        Column("EXPIRES", [(b.expires and _short_moment(b.expires)) or "" for b in batches],
+               if_any=True),
+        Column("MODEL", [b.model for b in batches], shorten_model, drop=5),
+        Column("NAME", [b.name for b in batches], shorten_middle, drop=4),
+    ]  # fmt: skip
+    click.echo("\n".join(table_lines(columns)))
+
+
+def show_batch(client: Client, batch_id: str, *, as_json: bool) -> bool:
+    """One batch in full; whether it is done."""
+    batch, found = client.status(batch_id), client.workers()
+    rate = tokens_per_second(client, batch)
+    serving = [worker.name for worker in found if batch.queue in worker.queues]
+    others = [batch] if batch.is_done else client.list_batches()
+    left = seconds_left(others, found)
+    if as_json:
+        fields = batch_fields(batch, left)
+        print_json({**fields, "tokens_per_second": rate, "workers": serving})
+        return batch.is_done
+    soon = _left(batch, left)
+    print_fields(
+        [
+            ("batch", batch.batch_id),
+            ("name", batch.name),
+            ("state", state_of(batch)),
+            ("done", f"{percent_done(batch)} %" + (f", about {soon} left" if soon else "")),
+            ("model", batch.model),
+            ("queue", batch.queue),
+            ("created", moment(batch.created)),
+            ("rows", batch.total),
+            ("ok", batch.ok),
+            ("failed", batch.failed),
+            ("canceled", batch.canceled),
+            ("running", batch.running),
+            ("queued", batch.queued),
+            ("sum", batch.whole_sum()),
+            ("priority", batch.priority),
+            ("expires", moment(batch.expires) if batch.expires else None),
+            ("copied", f"{batch.copied:,} rows asked for the same" if batch.is_deduped else None),
+            ("kept", _kept(batch)),
+            ("prompt tokens", _prompt_tokens(batch)),
+            ("generated", f"{batch.completion_tokens:,} tokens"),
+            ("speed", None if rate is None else f"{rate:,.0f} tok/s so far"),
+            ("workers", serving or _nobody(batch)),
+        ]
+    )
+    return batch.is_done
+
+
+def show_job(client: Client, job_id: str, *, as_json: bool) -> bool:
+    """One job; whether it has ended."""
+    job = client.job(job_id)
+    if as_json:
+        print_json(job)
+    else:
+        print_fields(list(asdict(job).items()))
+    return job.status not in ("queued", "running")
+
+
+def show_workers(found: Sequence[WorkerInfo]) -> None:
+    """Two lines a worker: what it does now, and what it is."""
+    columns = [
+        Column("WORKER", [w.name for w in found], shorten_middle, min_width=16),
+        Column("STATE", [w.shown_state for w in found], shorten_middle, min_width=21),
+        Column("ROWS", [w.num_running for w in found]),
+        Column("TOK/S", [w.tokens_per_second for w in found]),
+        Column("MEMORY", [_size(w.memory_bytes) for w in found], if_any=True),
+        Column("SEEN", [f"{w.silent_seconds:.0f}s ago" for w in found], drop=1),
+        Column("MODEL", [w.model or ", ".join(w.queues) for w in found], shorten_model,
+               min_width=10),
+    ]  # fmt: skip
+    title, *lines = table_lines(columns)
+    click.echo(title)
+    for line, worker in zip(lines, found, strict=True):
+        click.echo(line)
+        click.echo(f"  {_about(worker, width() - 2)}")
+
+
+def _about(worker: WorkerInfo, limit: int) -> str:
+    """What a worker is and has done, as much as there is room for."""
+    parts = [worker.scheme, f"batchkv {worker.version}" if worker.version else ""]
+    parts += [f"{worker.num_successful:,} ok, {worker.num_failed:,} failed"]
+    parts += [f"pid {worker.pid} on {worker.hostname}"]
+    text = ""
+    for part in filter(None, parts):
+        longer = f"{text}, {printable(part)}" if text else printable(part)
+        if len(longer) > limit and limit - len(text) < MIN_PART_CHARS:
+            break
+        text = longer
+    return text if len(text) <= limit else text[: limit - len(CUT)] + CUT
+
+
+def _size(num_bytes: int | None) -> str:
+    return size_text(num_bytes) if num_bytes else ""
+
+
+def _left(batch: BatchStatus, left: Left) -> str:
+    return duration(left[batch.batch_id]) if batch.batch_id in left else ""
+
+
+def _nobody(batch: BatchStatus) -> str:
+    if not batch.is_untouched:
+        return "none"
+    return (
+        f"none, and none has ever taken a row of this batch: `batchkv worker -m {batch.model}` "
+        f"serves it, `batchkv forget {batch.batch_id}` takes it back"
+    )
+
+
+def _kept(batch: BatchStatus) -> str | None:
+    """How long the results stay, where that has an end."""
+    if batch.kept_until:
+        return f"until {moment(batch.kept_until)}"
+    return f"{duration(batch.keep_seconds)} after the end" if batch.keep_seconds else None
+
+
+def _prompt_tokens(batch: BatchStatus) -> str:
+    """How many, how many of them were cached, and what that saved."""
+    saved = f", which saved {batch.saved_ms / 1000:,.1f} s" if batch.saved_ms else ""
+    return f"{batch.prompt_tokens:,} ({batch.cached_tokens:,} cached{saved})"
+
+
+def batch_fields(batch: BatchStatus, left: Left | None = None) -> dict[str, Any]:
+    """A batch for ``--json``."""
+    return {
+        **asdict(batch),
+        "queued": batch.queued,
+        "num_ended": batch.num_ended,
+        "is_done": batch.is_done,
+        "is_reconciled": batch.num_results == batch.num_ended,
+        "percent_done": percent_done(batch),
+        "seconds_left": (left or {}).get(batch.batch_id),
+    }
+
+
+def worker_dicts(found: Sequence[WorkerInfo]) -> list[dict[str, Any]]:
+    """Workers for ``--json``."""
+    return [asdict(worker) for worker in found]
+
+
+def state_of(batch: BatchStatus) -> str:
+    """What a batch does, in a word or two."""
+    if batch.is_forgotten:
+        return "being forgotten"
+    if batch.is_done:
+        return "done"
+    if not batch.is_submitted:
+        return "being submitted"
+    return "running" if batch.running else "waiting"
+
+
+def moment(seconds: float) -> str:
+    """Seconds since 1970 in local time."""
+    return _timed("%Y-%m-%d %H:%M:%S", seconds)
+
+
+def _short_moment(seconds: float) -> str:
+    return _timed("%m-%d %H:%M", seconds)
+
+
+def _timed(pattern: str, seconds: float) -> str:
+    try:
+        return time.strftime(pattern, time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return "unknown"
+
+
+def tokens_per_second(client: Client, batch: BatchStatus) -> float | None:
+    """Generated tokens a second from the first row's start to the last row's end (or to now).
+
+    None when nothing was generated yet.
+    """
+    if not batch.completion_tokens:
+        return None
+    first = next(_rows_run(client.results(batch.batch_id)), None)
+    if first is None:
+        return None
+    start = first.created - first.busy_ms / 1000
+    end = _last_end(client, batch) if batch.is_done else time.time()
+    return batch.completion_tokens / max(end - start, first.busy_ms / 1000, 0.001)
+
+
+def _rows_run(rows: Iterator[StoredRow]) -> Iterator[Result]:
+    for row in itertools.islice(rows, MAX_BAD_ROWS_SKIPPED):
+        if row.result.busy_ms:
+            yield row.result
+
+
+def _last_end(client: Client, batch: BatchStatus) -> float:
+    ends: Callable[[StoredRow], float] = lambda row: row.result.created  # noqa: E731
+    after = max(0, batch.num_ended - 1)
+    return max(map(ends, client.results(batch.batch_id, after=after)), default=time.time())
