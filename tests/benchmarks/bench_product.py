@@ -14,6 +14,9 @@ A model folder of random weights is made, and the sides run one after the other,
 - ``mlx``: mlx-lm's BatchGenerator with as many slots. ``floor``: bare forward passes of the same
   tokens (see product_sides.py).
 
+The second table has the shares of the engine's thread by phase, from traces that workers write: on
+a GPU what a decode step waits for is told apart from the chunks of prompts before it.
+
 Every measurement is of new processes, those of all sides alike. With the first turn, which is not
 counted, kernels are compiled into the caches on disk that later processes use; what a process has
 to prepare for itself counts for each side, but for the floor, which does it untimed.
@@ -40,6 +43,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import product_parts as parts
 from product_queue import Lines, Product, TooLong, Watch, run_command
+from product_trace import BEFORE, told
+
+from batchkv_worker.trace import DECODE, IDLE, PREFILL, PREPARE, REDIS, START, STORE
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("BATCHKV_DATA", ROOT.parent / "shared" / "data"))
@@ -54,12 +60,18 @@ Figures = dict[str, Any]
 def alone(side: str, model: Path, file: Path, before: Path | None, lines: Lines) -> Figures:
     """One measurement of a side without a queue."""
     script = Path(__file__).parent / "product_sides.py"
-    command = [sys.executable, str(script), side, str(model), str(file)]
+    trace = file.with_name("trace.json")
+    command = [sys.executable, str(script), side, str(model), str(file), str(trace)]
     with Watch() as watch:
-        printed = run_command(
-            [*command, *(["--before", str(before)] if before else [])], lines.environment, lines
-        )
-    return {**json.loads(printed.splitlines()[-1]), **watch.found}
+        words = [*command, *([str(before)] if before else [])]
+        printed = run_command(words, lines.environment, lines)
+    found = json.loads(printed.splitlines()[-1])
+    window = found.pop("window")
+    if side == "engine":  # the others have no phases
+        found = told([trace], *window) | found
+        others = sum(found["before"].get(phase, 0.0) for phase in BEFORE[1:])
+        found["before"][START] = found["start_seconds"] - others  # imports are a part of it
+    return found | watch.found
 
 
 class Bench:
@@ -69,11 +81,11 @@ class Bench:
         self._args = args
         self._folder = folder
         kept = {key: value for key, value in os.environ.items() if not key.startswith("BATCHKV_")}
-        told = {f"BATCHKV_{name.upper().replace('-', '_')}": value for name, value in args.set}
-        self._lines = Lines({**kept, **told}, time.monotonic() + args.seconds_limit)
+        settings = {f"BATCHKV_{name.upper().replace('-', '_')}": value for name, value in args.set}
+        self._lines = Lines({**kept, **settings}, time.monotonic() + args.seconds_limit)
         self.found: Figures = {
             "shape": args.shape,
-            "settings": told,
+            "settings": settings,
             "repeats": args.repeats,
             "workloads": {},
         }
@@ -105,8 +117,8 @@ class Bench:
             before = self._folder / f"{workload}-before.jsonl"
             parts.write(before, self.rows(workload, SEED_BEFORE))
         generated = sum(row["body"]["max_tokens"] for row in rows)
-        told: Figures = {"rows": len(rows), "generated": generated, "sides": {}}
-        self.found["workloads"][workload] = told
+        figures: Figures = {"rows": len(rows), "generated": generated, "sides": {}}
+        self.found["workloads"][workload] = figures
         warm_up = 0 if self._args.no_warm_up else 1
         for turn in range(self._args.repeats + warm_up):
             for side in self._args.sides:
@@ -120,7 +132,7 @@ class Bench:
                 self.is_good &= is_right
                 if not is_right:
                     print(f"{side}: {measured['generated']:,} tokens, not {generated:,}")
-                known = told["sides"].setdefault(side, {"warm_up": [], "runs": []})
+                known = figures["sides"].setdefault(side, {"warm_up": [], "runs": []})
                 known["runs" if turn >= warm_up else "warm_up"].append(measured)
                 note = "" if turn >= warm_up else " (not counted)"
                 print(f"  {workload} {side:<9}{measured['seconds']:>9.2f} s{note}", flush=True)
@@ -143,14 +155,14 @@ class Bench:
             written.replace(self._args.out)
 
 
-def table(workload: str, told: Figures) -> list[str]:
+def table(workload: str, found: Figures) -> list[str]:
     """A line for each side: medians, and how they compare with the engine and the floor."""
-    sides = {name: side["runs"] for name, side in told["sides"].items() if side["runs"]}
+    sides = {name: side["runs"] for name, side in found["sides"].items() if side["runs"]}
     medians = {
         name: statistics.median(run["seconds"] for run in runs) for name, runs in sides.items()
     }
     lines = [
-        f"{workload}: {told['rows']:,} rows, {told['generated']:,} tokens to generate",
+        f"{workload}: {found['rows']:,} rows, {found['generated']:,} tokens to generate",
         f"{'side':<10}{'seconds':>9}{'gen. tok/s':>12}{'to engine':>11}{'to floor':>10}"
         f"{'start':>9}{'peak MB':>9}{'host MB':>9}{'GPU MB':>9}",
     ]
@@ -165,10 +177,29 @@ def table(workload: str, told: Figures) -> list[str]:
         ]
         start = statistics.median(run["start_seconds"] for run in runs)
         lines.append(
-            f"{name:<10}{medians[name]:>9.2f}{told['generated'] / medians[name]:>12,.0f}"
+            f"{name:<10}{medians[name]:>9.2f}{found['generated'] / medians[name]:>12,.0f}"
             f"{ratios[0]:>11}{ratios[1]:>10}{start:>7.1f} s"
             f"{peaks[0]:>9}{peaks[1]:>9}{peaks[2]:>9}"
         )
+    return lines
+
+
+def phases(found: Figures) -> list[str]:
+    """Where the time of the engine's thread went; what the main one waited for Redis beside it."""
+    columns = (PREPARE, PREFILL, DECODE, STORE, IDLE, REDIS)
+    shorter = {STORE: "store", REDIS: "(Redis)"}
+    heads = [shorter.get(name, name) for name in columns] + [f"{name} s" for name in BEFORE]
+    lines = [f"{'phases':<10}" + "".join(f"{head:>10}" for head in heads)]
+    for name, side in found["sides"].items():
+        runs = [run for run in side["runs"] if "shares" in run]
+        if runs:
+
+            def mean(kind: str, phase: str, runs: list[Figures] = runs) -> float:
+                return statistics.mean(run[kind].get(phase, 0.0) for run in runs)
+
+            shown = [f"{mean('shares', phase):>10.1%}" for phase in columns]
+            shown += [f"{mean('before', phase):>10.2f}" for phase in BEFORE]
+            lines.append(f"{name:<10}" + "".join(shown))
     return lines
 
 
@@ -226,8 +257,8 @@ def main() -> int:
         print(f"ended before all was measured: {fault}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    for name, told in bench.found["workloads"].items():
-        print("\n".join(["", *table(name, told)]), flush=True)
+    for name, found in bench.found["workloads"].items():
+        print("\n".join(["", *table(name, found), "", *phases(found)]), flush=True)
     bench.save()
     return 0 if bench.is_good else 1
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from product_trace import told
 from redis import Redis
 
 from batchkv_producer import Client, server
@@ -129,14 +130,7 @@ class Product:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self._workers:
-            worker.terminate()
-        for worker in self._workers:
-            try:
-                worker.wait(60)
-            except subprocess.TimeoutExpired:
-                worker.kill()
-                worker.wait()
+        self._end_workers()
         self._connection.close()
         server.stop(Home(self._home))
         shutil.rmtree(self._home, ignore_errors=True)
@@ -144,14 +138,15 @@ class Product:
     def run(self, file: Path) -> Figures:
         """``batchkv run``, timed from its first row to its last."""
         out = self._home / "out.jsonl"
-        command = ["run", str(file), "-m", str(self._model), "-o", str(out)]
+        trace = self._home / "trace.json"
+        command = ["run", str(file), "-m", str(self._model), "-o", str(out), "--trace", str(trace)]
         if self._devices:
             self._environment["CUDA_VISIBLE_DEVICES"] = self._devices[0]
         begun = time.monotonic()
         found = self._timed(lambda: self._command(*command))
         found["start_seconds"] = found.pop("first") - begun
         found["command_seconds"] = found.pop("end") - begun
-        return found
+        return found | told([trace], *found.pop("window"))
 
     def serve(self, file: Path, before: Path | None, num_workers: int) -> Figures:
         """So many workers, all ready; then ``submit`` and ``wait``, timed in the same way."""
@@ -168,7 +163,20 @@ class Product:
         found["start_seconds"] = ready - begun
         found["command_seconds"] = found.pop("end") - asked
         found["to_first_row_seconds"] = found.pop("first") - asked
-        return found
+        self._end_workers()
+        traces = [self._home / f"trace-{number}.json" for number in range(num_workers)]
+        return found | told(traces, *found.pop("window"))
+
+    def _end_workers(self) -> None:
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            try:
+                worker.wait(60)
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
 
     def _submit_and_wait(self, file: Path) -> None:
         batch = self._command("submit", str(file), "-m", str(self._model)).strip()
@@ -179,7 +187,8 @@ class Product:
         environment = dict(self._environment)
         if self._devices:
             environment["CUDA_VISIBLE_DEVICES"] = self._devices[number % len(self._devices)]
-        command = [*CLI, "worker", "-m", str(self._model)]
+        trace = self._home / f"trace-{number}.json"
+        command = [*CLI, "worker", "-m", str(self._model), "--trace", str(trace)]
         with log.open("wb") as stream:
             self._workers.append(
                 subprocess.Popen(command, env=environment, stdout=stream, stderr=stream)
@@ -224,7 +233,9 @@ class Product:
         status = next(b for b in self._client.list_batches() if b.batch_id not in known)
         if status.ok != status.total:
             raise RuntimeError(f"rows did not end well: {status.reconciliation()}")
+        since_1970 = time.time() - time.monotonic()
         return {
+            "window": [since_1970 + moments["first"], since_1970 + moments["end"]],
             **{"seconds": moments["end"] - moments["first"], **moments},
             **{"generated": status.completion_tokens, "cached": status.cached_tokens},
             **watch.found,

@@ -1,12 +1,12 @@
 """The sides of the product's benchmark that need no queue, each in a process of its own.
 
-    python tests/benchmarks/product_sides.py SIDE MODEL ROWS [--before ROWS]
+    python tests/benchmarks/product_sides.py SIDE MODEL ROWS TRACE [BEFORE]
 
 SIDE is ``engine`` (the engine that a worker would build from this environment, all rows at once),
 ``mlx`` (mlx-lm's BatchGenerator with as many slots, everything else as it comes) or ``floor``.
-Starting, loading and measuring are told apart from the rows; with ``--before`` the process first
-computes the rows of another file, untimed. The last line printed is JSON. ``make MODEL SHAPE``
-makes the model folder.
+Starting, loading and measuring are told apart from the rows; with BEFORE the process first
+computes the rows of that file, untimed. The engine's phases go into the file TRACE, as a worker's.
+The last line printed is JSON. ``make MODEL SHAPE`` makes the model folder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_parts import make_model  # noqa: E402
 
 from batchkv_producer.formats import Row, read_rows  # noqa: E402
-from batchkv_worker import model  # noqa: E402
+from batchkv_worker import model, trace  # noqa: E402
 from batchkv_worker.device import usual_chunk  # noqa: E402
 from batchkv_worker.engine_factory import build_engine  # noqa: E402
 from batchkv_worker.events import Completed, Work  # noqa: E402
@@ -59,9 +59,11 @@ def engine_side(settings: WorkerSettings) -> Once:
 
     def once(works: list[Work]) -> Figures:
         num_tokens = num_cached = 0
+        trace.ENGINE.enter(trace.PREPARE)
         for work in works:
             engine.add(work)
         while not engine.is_idle:
+            trace.ENGINE.enter(trace.DECODE)
             for event in engine.step():
                 assert isinstance(event, Completed), event
                 num_tokens += event.usage.completion
@@ -192,17 +194,21 @@ def main(arguments: list[str]) -> None:
     if arguments[0] == "make":
         make_model(Path(arguments[1]), arguments[2])
         return
-    side, folder, file, *rest = arguments
+    side, folder, file, traced, *rest = arguments
     settings = WorkerSettings.from_env(os.environ, model=folder)
+    trace.open_trace(traced, side)
+    trace.ENGINE.enter(trace.START)
     once = SIDES[side](settings)
+    trace.ENGINE.enter(trace.IDLE)
     ready = time.perf_counter()
-    for before in rest[1:]:
+    for before in rest:
         once(works_of(Path(before)))
     works = works_of(Path(file))
     mx.reset_peak_memory()
-    begun = time.perf_counter()
+    since_1970, begun = time.time(), time.perf_counter()
     found = once(works)
-    found = {"seconds": time.perf_counter() - begun, **found}
+    found = {"seconds": time.perf_counter() - begun, "window": [since_1970, time.time()], **found}
+    trace.close_trace()
     found |= {
         "start_seconds": ready - STARTED,
         "peak_mb": mx.get_peak_memory() / 1e6,

@@ -96,6 +96,21 @@ def test_short_stretches_become_one_event_and_keep_their_sum(tmp_path: Path, clo
     assert sum(event["args"].get("stretches", 0) for event in events) == 2001
 
 
+def test_a_pause_between_short_stretches_stands_where_it_was(tmp_path: Path, clock: Clock) -> None:
+    """What is not short is an event of its own, at its own time, whatever surrounds it."""
+    path = tmp_path / "t.json"
+    traced(path, clock)
+    for phase, seconds in ((DECODE, 0.01), (PREFILL, 0.02), (IDLE, 0.3), (DECODE, 0.01)):
+        ENGINE.enter(phase)
+        clock.now += seconds
+    ENGINE.enter(None)
+    trace.close_trace()
+    found = [event for event in read(path) if event["ph"] == "X"]
+    assert [event["name"] for event in found] == [DECODE, PREFILL, IDLE, DECODE]
+    assert found[2]["ts"] - found[0]["ts"] == pytest.approx(30_000, abs=2)
+    assert found[2]["dur"] == pytest.approx(300_000, abs=2)
+
+
 def test_a_thread_that_waits_is_written_by_another(tmp_path: Path, clock: Clock) -> None:
     """What a thread has been doing for long stands in the file although it does not come round."""
     path = tmp_path / "t.json"

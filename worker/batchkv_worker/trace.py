@@ -4,10 +4,11 @@ Each thread has a track and is in one phase at a time, so that the phases of a t
 that its thread was there. The file is a JSON array whose end is written last: Perfetto and
 chrome://tracing read it without, as a killed worker leaves it.
 
-A long stretch of one phase is one event. Short ones that take turns are put together: a second of
+A stretch of one phase is an event, but short ones that take turns are put together: a second of
 them is one event for each phase, in the order in which they came first, as long as all its
-stretches together (``args.stretches`` of them). With each ten thousand events that second doubles,
-so that a file grows slower and slower. Off, a phase costs a look whether anybody traces.
+stretches together (``args.stretches`` of them have ended in it). With each ten thousand events
+that second, and what is short, doubles, so that a file grows slower and slower. Off, a phase costs
+a look whether anybody traces.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ PREPARE, PREFILL, DECODE, IDLE, END = "prepare", "prefill", "decode", "idle", "e
 REDIS, STORE = "waiting for Redis", "waiting for the store"
 
 WINDOW_SECONDS = 1.0  # of short stretches that are put together
+OWN_SHARE = 0.05  # of that time, from which on a stretch is an event of its own
 LONGEST_WINDOWS = 10  # that one phase may last before it is written all the same
 EVENTS_PER_DOUBLING = 10_000
 
@@ -67,7 +69,7 @@ class Track:
         """Write what is long enough; all there is when it ``is_over``. Under the trace's lock."""
         if self._phase is None:
             return
-        self._add(now)
+        self._add(now, 0)
         limit = trace.window_seconds * (1 if len(self._sums) > 1 else LONGEST_WINDOWS)
         if is_over or now - self._window_since >= limit:
             self._write(trace)
@@ -75,21 +77,22 @@ class Track:
             self._phase = None
 
     def _turn(self, trace: Trace, phase: str | None, now: float) -> None:
+        """The stretch ends, and one of another phase begins."""
         if self._phase is None:
-            self._window_since = now
+            self._window_since = self._since = now
         else:
-            self._add(now)
-            if phase is None or now - self._window_since >= trace.window_seconds:
+            is_long = now - self._since >= trace.window_seconds * OWN_SHARE
+            if is_long:
                 self._write(trace)
-        if phase is not None:
-            seconds, count = self._sums.get(phase, (0.0, 0))
-            self._sums[phase] = (seconds, count + 1)
-        self._phase, self._since = phase, now
+            self._add(now, 1)
+            if is_long or phase is None or now - self._window_since >= trace.window_seconds:
+                self._write(trace)
+        self._phase = phase
 
-    def _add(self, now: float) -> None:
+    def _add(self, now: float, num_ended: int) -> None:
         assert self._phase is not None
-        seconds, count = self._sums.get(self._phase, (0.0, 1))
-        self._sums[self._phase] = (seconds + now - self._since, count)
+        seconds, count = self._sums.get(self._phase, (0.0, 0))
+        self._sums[self._phase] = (seconds + now - self._since, count + num_ended)
         self._since = now
 
     def _write(self, trace: Trace) -> None:
