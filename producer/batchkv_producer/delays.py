@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from batchkv_producer.misfit import find_misfit
 from batchkv_producer.patience import patiently
 from batchkv_producer.progress import rows
 from batchkv_producer.status import BatchStatus
@@ -66,8 +67,13 @@ def _apart(num_apart: int) -> Delay | None:
     return Delay(f"{rows(num_apart)} {verb} to run apart: a worker died with {them}")
 
 
+def _unfit(status: BatchStatus, serving: Sequence[WorkerInfo], _: int) -> Delay | None:
+    found = find_misfit(status, serving)
+    return Delay(found.words, found.note) if found else None
+
+
 # A reason gets the batch, the workers that serve its queue, and how many of them are our own.
-REASONS: tuple[Reason, ...] = (_unserved, _loading, _away)
+REASONS: tuple[Reason, ...] = (_unserved, _loading, _unfit, _away)
 
 
 def find_delay(

@@ -12,8 +12,10 @@ from batchkv_producer import redis_keys
 from batchkv_producer.errors import BatchkvError
 from batchkv_producer.forgetting import forget_batch
 from batchkv_producer.formats import RowError
+from batchkv_producer.generations import Generation, OtherMakingError
 from batchkv_producer.job import Result, SamplingParams, encode_result
 from batchkv_producer.kept_defaults import encode_defaults
+from batchkv_producer.maker import Maker
 from batchkv_producer.order import ORDER_VERSION
 from batchkv_producer.planner import Chunk, Plan, PlanCounts
 from batchkv_producer.terms import NO_TERMS, Terms, differences
@@ -40,7 +42,7 @@ def enqueue(
     transitions: Transitions,
     plan: Plan,
     counts: PlanCounts,
-    digest: str,
+    generation: Generation,
     spec: BatchSpec,
     on_progress: Progress | None = None,
 ) -> tuple[bool, tuple[str, ...]]:
@@ -48,10 +50,10 @@ def enqueue(
 
     Also, in words, which of its own terms a batch keeps that was there. ``on_progress`` gets (rows
     in the queue, rows in all). Raises BatchkvError when the server holds a batch that is not this
-    one.
+    one, OtherMakingError when it is computed with something else.
     """
-    batch_id = digest[:16]
-    there, start = _create_or_join(transitions, batch_id, counts, digest, spec)
+    batch_id = generation.batch_id
+    there, start = _create_or_join(transitions, generation, counts, spec)
     num_rows = plan.num_rows_before(start)
     in_flight: deque[tuple[Chunk, Future[int]]] = deque()
 
@@ -75,9 +77,10 @@ def enqueue(
 
 
 def _create_or_join(
-    transitions: Transitions, batch_id: str, counts: PlanCounts, digest: str, spec: BatchSpec
+    transitions: Transitions, generation: Generation, counts: PlanCounts, spec: BatchSpec
 ) -> tuple[Standing, int]:
     """The batch on the server, and the number of the first chunk that is not in the queue yet."""
+    batch_id, digest = generation.batch_id, generation.digest
     there = transitions.create(
         batch_id,
         {
@@ -91,14 +94,19 @@ def _create_or_join(
             "last_line": counts.last_line,
             "job_timeout": spec.job_timeout_seconds,
             "defaults": encode_defaults(spec.defaults),
+            **generation.fields(),
             **spec.terms.as_fields(transitions.server_seconds),
         },
+        spec.terms.maker.fields() if not spec.terms.mixed else _weights(spec.terms.maker),
+        is_mixed=spec.terms.mixed,
     )
     if there.is_forgotten:
         forget_batch(transitions.connection, batch_id)
-        return _create_or_join(transitions, batch_id, counts, digest, spec)
+        return _create_or_join(transitions, generation, counts, spec)
     if there.digest != digest:
         raise BatchkvError(f"another batch has the id {batch_id} (its digest is {there.digest})")
+    if not there.fits:
+        raise OtherMakingError(f"batch {batch_id} is computed with something else")
     if there.num_enqueued == there.num_chunks:
         return there, counts.num_chunks  # all is there, in whatever order
     if there.is_deduped != spec.terms.dedupe:
@@ -110,6 +118,11 @@ def _create_or_join(
             "finish the submit with that version"
         )
     return there, there.num_enqueued
+
+
+def _weights(maker: Maker) -> dict[str, str]:
+    """What of it holds for every worker of a mixed batch."""
+    return Maker(maker.fingerprint).fields()
 
 
 def _send(transitions: Transitions, batch_id: str, spec: BatchSpec, chunk: Chunk) -> int:

@@ -5,7 +5,8 @@ When the run ends, however it ends, the pipe does too, and the worker with it. T
 it through the environment, since a command line can be read by everybody.
 
 A worker that dies loses nothing: its jobs go back to the queue at once, and another is started.
-Exit codes of a worker: 0 normal, 2 its configuration is wrong, 70 its engine died, 71 it hung.
+Exit codes of a worker: 0 normal, 2 its configuration is wrong, 70 its engine died, 71 it hung, 72
+its model's files have changed.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from redis import Redis
-from redis.exceptions import NoPermissionError, RedisError
+from redis.exceptions import RedisError
 
-from batchkv_producer import connection, presence, redis_keys, server
-from batchkv_producer.errors import BatchkvError, ServerError, UsageError
+from batchkv_producer import connection, presence, server
+from batchkv_producer.errors import BatchkvError, UsageError
 from batchkv_producer.progress import rows
 from batchkv_producer.server_home import home_from_environment
 from batchkv_producer.suspects import deaths_until_failed
@@ -34,6 +34,7 @@ from batchkv_producer.suspects import deaths_until_failed
 WORKER_COMMAND = (sys.executable, "-P", "-m", "batchkv_producer", "worker")
 EXIT_CONFIGURATION = 2
 READY_WORDS = b"the engine is ready"  # in a worker's log, once it takes rows
+EXIT_MODEL_CHANGED = 72  # it is to be started again, and has the new files then
 EXIT_REASONS = {70: "its engine died", 71: "its engine hung"}
 
 MAX_IDLE_DEATHS = 3  # in a row, holding nothing: it cannot start
@@ -92,6 +93,7 @@ class _Slot:
         self.num_idle_deaths = 0  # in a row, without progress of the batch
         self.num_busy_deaths = 0
         self.restart_at = 0.0
+        self.renewed_at = -RESTART_SECONDS  # when the model's files had changed under it
 
     @property
     def is_given_up(self) -> bool:
@@ -216,6 +218,9 @@ class LocalWorkers:
         process, slot.process = slot.process, None
         if process.stdin:
             process.stdin.close()
+        if process.returncode == EXIT_MODEL_CHANGED:
+            self._renew(slot)
+            return
         num_held = self._reclaim(slot.name, True)
         if process.returncode == EXIT_CONFIGURATION:
             lines = server.tail(slot.log, 1)
@@ -234,6 +239,17 @@ class LocalWorkers:
             f"queue: {rows(num_held)}. Its last words ({slot.log}): {_joined(slot.log, 1)}"
         )
 
+    def _renew(self, slot: _Slot) -> None:
+        """Its model's files have changed: another takes its place at once. No death."""
+        self._reclaim(slot.name, False)
+        # Files that go on changing must not make it spin.
+        slot.restart_at = max(time.monotonic(), slot.renewed_at + RESTART_SECONDS)
+        slot.renewed_at = slot.restart_at
+        self._note(
+            f"worker {slot.name} ended: the files of {self._plan.model} have changed since it "
+            "loaded them; it is started again"
+        )
+
     def _last_words(self) -> str:
         slot = self._slots[-1]
         return (
@@ -249,31 +265,6 @@ def _was_ready(log: Path) -> bool:
             return any(READY_WORDS in line for line in file)
     except OSError:
         return False
-
-
-def check_model_folder(model: str) -> None:
-    """Refuse a model that is said by its place when it is not there; a name is not looked up."""
-    is_place = model.startswith((".", "/", "~"))
-    try:
-        folder = Path(model).expanduser()
-    except RuntimeError:  # ~somebody, whom nobody knows
-        folder = Path(model)
-    if is_place and not folder.is_dir():
-        raise UsageError(f"there is no model folder {model}")
-    if (is_place or ("/" in model and folder.is_dir())) and not (folder / "config.json").is_file():
-        raise UsageError(f"the model folder {model} has no config.json")
-
-
-def check_rights(redis: Redis, url: str, model: str) -> None:
-    """Refuse a user who may not run workers, before they die of it; nothing is changed."""
-    try:
-        redis.lpop(f"{redis_keys.queue(redis_keys.queue_name(model))}:none")  # where nothing is
-    except NoPermissionError as fault:
-        raise ServerError(
-            f"Redis at {connection.masked(url)} lets this user run no workers (NOPERM): `batchkv "
-            "run` needs the admin's URL; with a producer's, use `batchkv submit`, or run "
-            "--workers 0, and leave the work to workers with theirs"
-        ) from fault
 
 
 def remove_old_logs(logs: Path) -> None:

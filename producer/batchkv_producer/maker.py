@@ -20,6 +20,7 @@ _NEEDS: tuple[tuple[str, Callable[[Request], bool]], ...] = ()
 ABILITIES = tuple(name for name, _ in _NEEDS)
 
 SHOWN_DIGITS = 4  # of a fingerprint, to people
+_MARK_DIGITS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,17 @@ class Maker:
     def fields(self) -> dict[str, str]:
         """What is known of it, as the fields of a batch are called."""
         return {name: value for name, value in asdict(self).items() if value}
+
+    def mark(self) -> str:
+        """What the lines of an output file say of it; "" when the weights are not known."""
+        return f"fp_{self.fingerprint[:_MARK_DIGITS]}_{self.scheme}" if self.fingerprint else ""
+
+    def may_have_made(self, mark: str) -> bool:
+        """Whether a line with this mark can be of this maker, by what is known of both."""
+        parts = mark.split("_", 2)
+        if not self.fingerprint or len(parts) != 3 or parts[0] != "fp":
+            return True
+        return parts[1] == self.fingerprint[:_MARK_DIGITS] and self.scheme in ("", parts[2])
 
     def words(self) -> str:
         """``weights 3f2a, affine8, half``, as far as it is known."""

@@ -17,6 +17,7 @@ import re
 from typing import Any
 
 from batchkv_producer.job import ErrorCode, Result, TokenLogprob
+from batchkv_producer.maker import Maker
 
 LOWEST_LOGPROB = -9999.0  # what OpenAI writes for "as good as impossible"; JSON has no infinity
 
@@ -122,12 +123,13 @@ def _text_body(job_id: str, result: Result) -> dict[str, Any]:
 
 
 def _body(body_id: str, kind: str, result: Result, choice: dict[str, Any]) -> dict[str, Any]:
-    usage = result.usage
+    usage, mark = result.usage, Maker(result.fingerprint, result.scheme).mark()
     return {
         "id": body_id,
         "object": kind,
         "created": result.created,
         "model": result.model,
+        **({"system_fingerprint": mark} if mark else {}),
         "choices": [choice],
         "usage": {
             "prompt_tokens": usage.prompt,

@@ -18,6 +18,8 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from batchkv_producer import target
+from batchkv_producer.aside import holds_other
+from batchkv_producer.beginning import first_words, put_aside, with_own_workers
 from batchkv_producer.client import BatchStatus, Client, Submitted
 from batchkv_producer.delays import Delays
 from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
@@ -29,10 +31,9 @@ from batchkv_producer.local_workers import (
     WORKER_COMMAND,
     LocalWorkers,
     WorkerPlan,
-    check_model_folder,
-    check_rights,
     remove_old_logs,
 )
+from batchkv_producer.maker import NOBODY
 from batchkv_producer.patience import outages_watched, patiently
 from batchkv_producer.presence import reclaim_dead
 from batchkv_producer.progress import Reporter, Snapshot, rows
@@ -42,6 +43,7 @@ from batchkv_producer.signals import Interrupted as Interrupted
 from batchkv_producer.signals import noted_signals
 from batchkv_producer.source import Source
 from batchkv_producer.terms import NO_TERMS, Terms
+from batchkv_producer.worker_checks import check_model_folder, check_rights
 
 TURN_SECONDS = 0.1
 
@@ -111,6 +113,8 @@ def run(
     """
     target.check_target(options.out, options.source)
     expected = Expected.read(options.source)
+    if options.num_workers:
+        options = replace(options, terms=with_own_workers(options.terms, options.worker_arguments))
     submitted = client.submit(
         options.source,
         model=options.model,
@@ -122,9 +126,8 @@ def run(
         terms=options.terms,
     )
     batch_id, queue = submitted.batch_id, submitted.queue
-    verb = "goes on" if submitted.joined else "starts"
-    where = target.shown(options.out)
-    reporter.note(f"batch {batch_id} {verb}: {rows(submitted.total)}, results in {where}")
+    reporter.note(first_words(client, submitted, target.shown(options.out)))
+    put_aside(client.status(batch_id), submitted, options.out, reporter.note)
     _tell_what_stays(client, submitted, options, reporter)
     home = home_from_environment()
     make_folders(home)
@@ -146,7 +149,9 @@ def run(
         follower = Follower(client, batch_id, results, expected)
         outage = Outage(reporter.note, revive)
         with impatient(connection):
-            report = _Run(client, batch_id, workers, follower, reporter, plan, outage).to_the_end()
+            work = _Run(client, batch_id, workers, follower, reporter, plan, outage)
+            work.is_fresh = options.terms.fresh
+            report = work.to_the_end()
         follower.refresh(stale)
     return replace(report, num_wrong=submitted.num_bad)
 
@@ -170,10 +175,16 @@ def _tell_what_stays(
 
 
 def _refuse_early(
-    options: RunOptions, connection: Redis, url: str, batch_id: str, model: str
+    options: RunOptions,
+    connection: Redis,
+    url: str,
+    batch_id: str,
+    model: str,
+    relatives: frozenset[str],
 ) -> None:
     """What would end the run as soon as it has begun ends it before anything is queued."""
-    target.check_batch(options.out, batch_id)
+    if not holds_other(options.out, batch_id, relatives, NOBODY):  # that is moved aside
+        target.check_batch(options.out, batch_id)
     if options.num_workers:
         check_model_folder(model)
         check_rights(connection, url, model)
@@ -192,6 +203,7 @@ class _Run:
         plan: WorkerPlan,
         outage: Outage,
     ) -> None:
+        self.is_fresh = False  # the same command again would begin anew
         self._outage = outage
         self._client = client
         self._batch_id = batch_id
@@ -243,7 +255,9 @@ class _Run:
             raise self._interrupted(caught[0])
 
     def _interrupted(self, number: int) -> Interrupted:
-        return Interrupted(number, target.after_interrupt(self._follower.results.path))
+        return Interrupted(
+            number, target.after_interrupt(self._follower.results.path, fresh=self.is_fresh)
+        )
 
     def _stop(self, caught: list[int]) -> None:
         """After a fault or a signal: workers give back what they hold, results are kept."""

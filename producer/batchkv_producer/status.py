@@ -62,6 +62,12 @@ class BatchStatus:
     copied: int = 0
     cut: int = 0  # ok, their answer ends at max_tokens; older workers do not count them
     num_results: int = 0
+    fingerprint: str = ""  # of the model that computes it, like the next two if it is known
+    scheme: str = ""
+    dtype: str = ""
+    is_mixed: bool = False  # several schemes and dtypes may compute it
+    generation: int = 1
+    base: str = ""  # the id of the first generation, if this is a later one
     is_forgotten: bool = False  # `batchkv forget` is at work on it
     read_at: float = field(default=0.0, compare=False)
 
@@ -228,6 +234,12 @@ def _batch_status(batch_id: str, values: dict[str, str], num_workers: int) -> Ba
             copied=count("copied"),
             cut=count("cut"),
             num_results=count("num_results"),
+            fingerprint=values.get("fingerprint", ""),
+            scheme=values.get("scheme", ""),
+            dtype=values.get("dtype", ""),
+            is_mixed="mixed" in values,
+            generation=count("generation") or 1,
+            base=values.get("base", ""),
             is_forgotten="forgotten" in values,
             read_at=float(values["read_at"]),
         )

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from redis import Redis
 
@@ -21,6 +22,7 @@ from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, BatchSpec, Pro
 from batchkv_producer.error_codes import ErrorCode
 from batchkv_producer.errors import InputFileError, UsageError
 from batchkv_producer.formats import Row, RowError
+from batchkv_producer.generations import Generation, informed, settled
 from batchkv_producer.job import SamplingParams
 from batchkv_producer.outlook import Outlook, look_ahead
 from batchkv_producer.planner import Plan, PlanCounts
@@ -33,7 +35,8 @@ MAX_SHOWN_ERRORS = 20
 MAX_TOLD_ERRORS = 5  # by a submit: it queues the rest all the same
 MAX_NAME_CHARS = 200
 
-Identified = Callable[[str, str], object]  # gets a batch's id and its model
+# Gets a batch's id, its model, and the ids of all generations of the batch.
+Identified = Callable[[str, str, frozenset[str]], object]
 
 _ID_VERSION = b"batchkv batch 1"
 
@@ -44,6 +47,7 @@ class Submitted:
 
     ``errors`` are the first few of the rows that are wrong. ``num_twins`` rows get the answer
     of one that asks for the same. ``notes``: what was asked for and stays as the batch had it.
+    ``generation``, ``base``, ``relatives``, ``why``: see ``generations``.
     """
 
     batch_id: str
@@ -56,6 +60,10 @@ class Submitted:
     errors: tuple[RowError, ...] = ()
     num_twins: int = 0
     notes: tuple[str, ...] = ()
+    generation: int = 1
+    base: str = ""
+    why: str = ""
+    relatives: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +146,20 @@ def submit(
     with Plan(said, dedupe=terms.dedupe) as plan:
         facts, counts = _read(source, plan, said, lambda vote: vote.need(model, default_model))
         shown_name = (name or source_name(source))[:MAX_NAME_CHARS]
+        terms = informed(terms, facts.model)
         spec = BatchSpec(facts.model, said, job_timeout_seconds, shown_name, terms)
-        digest = batch_digest(facts, said)
-        if on_identified is not None:
-            on_identified(digest[:16], facts.model)
+        digest_of = partial(batch_digest, facts, said)
         errors = _placed(plan.errors(MAX_TOLD_ERRORS), facts)
-        joined, notes = enqueue(Transitions(connection), plan, counts, digest, spec, on_progress)
+        moves = Transitions(connection)
+
+        def make(chosen: Generation) -> tuple[bool, tuple[str, ...]]:
+            if on_identified is not None:
+                on_identified(chosen.batch_id, facts.model, chosen.relatives)
+            return enqueue(moves, plan, counts, chosen, spec, on_progress)
+
+        chosen, (joined, notes) = settled(connection, digest_of, terms, make)
     return Submitted(
-        batch_id=digest[:16],
+        batch_id=chosen.batch_id,
         queue=redis_keys.queue_name(spec.model),
         model=spec.model,
         total=counts.total,
@@ -155,6 +169,10 @@ def submit(
         errors=errors,
         num_twins=counts.num_twins,
         notes=notes,
+        generation=chosen.number,
+        base=chosen.base,
+        why=chosen.why,
+        relatives=chosen.relatives,
     )
 
 
@@ -180,8 +198,11 @@ def _checked(
     )
 
 
-def batch_digest(facts: _FileFacts, defaults: SamplingParams) -> str:
-    """64 hex digits that name a batch; every part is preceded by its length."""
+def batch_digest(facts: _FileFacts, defaults: SamplingParams, generation: int = 1) -> str:
+    """64 hex digits that name a batch; every part is preceded by its length.
+
+    What is newly said is appended only when it is said: ids of older versions stay.
+    """
     parts = [
         _ID_VERSION,
         facts.kind,
@@ -189,6 +210,8 @@ def batch_digest(facts: _FileFacts, defaults: SamplingParams) -> str:
         facts.model.encode("utf-8", "surrogatepass"),
         _canonical(defaults),
     ]
+    if generation > 1:
+        parts.append(f"generation:{generation}".encode())
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "big") + part)

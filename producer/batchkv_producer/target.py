@@ -95,8 +95,9 @@ def shown(out: Path) -> str:
     return "standard output" if out == STDOUT else str(out)
 
 
-def after_interrupt(out: Path) -> str:
+def after_interrupt(out: Path, *, fresh: bool) -> str:
     """What to tell whoever ended a run early."""
+    same = "Without --fresh the same" if fresh else "The same"
     if out == STDOUT:
-        return "interrupted. The same command and input go on, and print again what was printed"
-    return f"interrupted; {out} is in order. The same command goes on from here"
+        return f"interrupted. {same} command and input go on, and print again what was printed"
+    return f"interrupted; {out} is in order. {same} command goes on from here"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from batchkv_producer.errors import UsageError
+from batchkv_producer.maker import NOBODY, Maker
 from batchkv_producer.moved import Standing
 from batchkv_producer.redis_keys import PRIORITIES
 
@@ -41,12 +42,19 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What is asked for; None is "not said". ``keep_seconds`` counts from the batch's end."""
+    """What is asked for; None is "not said". ``keep_seconds`` counts from the batch's end.
+
+    ``fresh``: compute all rows again, in a new generation. ``mixed``: workers of several KV schemes
+    and dtypes may share the batch. ``maker``: with what it is to be computed, if that is known.
+    """
 
     priority: str | None = None
     expires: Deadline | None = None
     dedupe: bool = False
     keep_seconds: int | None = None
+    fresh: bool = False
+    mixed: bool = False
+    maker: Maker = NOBODY
 
     def __post_init__(self) -> None:
         if self.priority not in (None, *PRIORITIES):

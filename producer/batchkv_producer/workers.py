@@ -45,7 +45,9 @@ class WorkerInfo:
     doing: str = ""
     version: str = ""
     model: str = ""
+    fingerprint: str = ""  # of its model's files, once they are loaded
     scheme: str = ""
+    dtype: str = ""
     tokens_per_second: int | None = None
     memory_bytes: int | None = None
     silent_seconds: float = 0.0
@@ -141,7 +143,9 @@ def _worker_info(name: str, values: dict[str, str], num_running: int, now: int) 
         doing=values.get("bkv_state", ""),
         version=values.get("bkv_version", ""),
         model=values.get("bkv_model", ""),
+        fingerprint=values.get("bkv_fingerprint", ""),
         scheme=values.get("bkv_scheme", ""),
+        dtype=values.get("bkv_dtype", ""),
         tokens_per_second=_whole_if_said(values, "bkv_tokens_per_second"),
         memory_bytes=_whole_if_said(values, "bkv_memory"),
         silent_seconds=silent,

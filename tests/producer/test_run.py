@@ -15,7 +15,7 @@ from typing import IO
 import pytest
 from redis import Redis
 
-from batchkv_producer import local_workers, redis_keys, server
+from batchkv_producer import local_workers, redis_keys, server, worker_checks
 from batchkv_producer.client import BatchStatus, Client
 from batchkv_producer.errors import UsageError
 from batchkv_producer.expected import Expected
@@ -503,8 +503,8 @@ def test_a_model_folder_that_is_not_there_queues_nothing(
             run_here(redis_url, source, model=model)
     assert not Client(redis_connection).list_batches()
     (empty / "config.json").touch()
-    local_workers.check_model_folder(str(empty))
-    local_workers.check_model_folder("somebody/model")
+    worker_checks.check_model_folder(str(empty))
+    worker_checks.check_model_folder("somebody/model")
 
 
 LIMITED = """

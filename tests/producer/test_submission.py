@@ -223,8 +223,8 @@ def test_a_batch_that_vanishes(
     """A server that loses the batch in the middle is an error, not a half batch."""
     real = Transitions.create
 
-    def create_and_lose(self: Transitions, *args: Any) -> Any:
-        answer = real(self, *args)
+    def create_and_lose(self: Transitions, *args: Any, **options: Any) -> Any:
+        answer = real(self, *args, **options)
         redis_connection.flushall()
         return answer
 
@@ -304,7 +304,7 @@ def test_a_batch_can_be_refused_by_its_id(client: Client, write_lines: Write) ->
     """The caller learns id and model before anything is changed, and may end it there."""
     path = write_lines({"prompt": "a"})
 
-    def refuse(batch_id: str, model: str) -> None:
+    def refuse(batch_id: str, model: str, _: frozenset[str]) -> None:
         raise UsageError(f"not {batch_id} of {model}")
 
     batch_id = client.check(path, model="m").batch_id

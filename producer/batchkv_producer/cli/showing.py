@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from batchkv_producer.beginning import maker_of
 from batchkv_producer.cli.shared import print_json
 from batchkv_producer.cli.tables import (
     CUT,
@@ -22,6 +23,7 @@ from batchkv_producer.cli.tables import (
 )
 from batchkv_producer.client import BatchStatus, Client, StoredRow
 from batchkv_producer.job import Result
+from batchkv_producer.misfit import find_misfit
 from batchkv_producer.progress import duration, printable
 from batchkv_producer.remaining import percent_done, seconds_left
 from batchkv_producer.room import Room, size_text
@@ -88,12 +90,14 @@ def show_batch(client: Client, batch_id: str, *, as_json: bool) -> bool:
     """One batch in full; whether it is done."""
     batch, found = client.status(batch_id), client.workers()
     rate = tokens_per_second(client, batch)
-    serving = [worker.name for worker in found if batch.queue in worker.queues]
+    here = [worker for worker in found if batch.queue in worker.queues]
+    serving, misfit = [worker.name for worker in here], find_misfit(batch, here)
     others = [batch] if batch.is_done else client.list_batches()
     left = seconds_left(others, found)
     if as_json:
         fields = batch_fields(batch, left)
-        print_json({**fields, "tokens_per_second": rate, "workers": serving})
+        more = {"workers": serving, "waits_for": misfit.note if misfit else None}
+        print_json({**fields, "tokens_per_second": rate, **more})
         return batch.is_done
     soon = _left(batch, left)
     print_fields(
@@ -112,6 +116,8 @@ def show_batch(client: Client, batch_id: str, *, as_json: bool) -> bool:
             ("running", batch.running),
             ("queued", batch.queued),
             ("sum", batch.whole_sum()),
+            ("computed with", maker_of(batch).words() or None),
+            ("generation", f"{batch.generation} of {batch.base}" if batch.base else None),
             ("priority", batch.priority),
             ("expires", moment(batch.expires) if batch.expires else None),
             ("copied", f"{batch.copied:,} rows asked for the same" if batch.is_deduped else None),
@@ -120,6 +126,7 @@ def show_batch(client: Client, batch_id: str, *, as_json: bool) -> bool:
             ("generated", f"{batch.completion_tokens:,} tokens"),
             ("speed", None if rate is None else f"{rate:,.0f} tok/s so far"),
             ("workers", serving or _nobody(batch)),
+            ("waits for", misfit.note if misfit else None),
         ]
     )
     return batch.is_done

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from batchkv_producer import run as running
+from batchkv_producer.beginning import generation_words
 from batchkv_producer.cli.input_options import (
     again_from,
     input_options,
@@ -229,5 +230,7 @@ def _say_submitted(submitted: Submitted) -> None:
     twins = f", {submitted.num_twins:,} as another" if submitted.num_twins else ""
     verb = "joined" if submitted.joined else "queued"
     say(f"{verb} {rows(submitted.total)}{bad}{twins}, in queue {submitted.queue}")
+    if submitted.generation > 1:
+        say(generation_words(submitted))
     for note in submitted.notes:
         say(f"batch {submitted.batch_id} was there: {note}")

@@ -69,6 +69,17 @@ _OPTIONS = (
         metavar="TIME",
         help="Forget the batch and its results so long after its end, like 7d.  [default: never]",
     ),
+    click.option(
+        "--fresh",
+        is_flag=True,
+        help="Compute all rows again, in a new generation of the batch; the old one stays.",
+    ),
+    click.option(
+        "--mixed",
+        is_flag=True,
+        help="Let workers with several KV schemes and dtypes share the batch. Without it all rows "
+        "are computed with those of the first worker.",
+    ),
 )
 
 
@@ -77,7 +88,7 @@ def terms_options(command: Callable[..., R]) -> Callable[..., R]:
 
     @functools.wraps(command)
     def with_terms(*args: Any, **kwargs: Any) -> R:
-        names = ("priority", "expires", "dedupe", "keep_seconds")
+        names = ("priority", "expires", "dedupe", "keep_seconds", "fresh", "mixed")
         return command(*args, terms=Terms(**{n: kwargs.pop(n) for n in names}), **kwargs)
 
     wrapped: Callable[..., R] = with_terms

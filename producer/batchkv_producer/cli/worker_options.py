@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 import click
+
+from batchkv_producer.beginning import canonical
 
 R = TypeVar("R")
 
@@ -28,13 +29,10 @@ def _checked_size(text: str | None) -> str | None:
 
 
 def _checked_scheme(text: str | None) -> str | None:
-    """What the worker's package says of a KV scheme; imports go down only, so it is looked up."""
-    for check in entry_points(group="batchkv.checks", name="kv-scheme") if text is not None else ():
-        try:
-            check.load()(text)
-        except ValueError as fault:
-            raise click.BadParameter(str(fault)) from fault
-    return text
+    try:
+        return None if text is None else canonical(text)
+    except ValueError as fault:
+        raise click.BadParameter(str(fault)) from fault
 
 
 _OPTIONS = (

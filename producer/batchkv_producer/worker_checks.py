@@ -1,0 +1,36 @@
+"""What keeps workers of our own from starting, told before anything is queued."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from redis import Redis
+from redis.exceptions import NoPermissionError
+
+from batchkv_producer import connection, redis_keys
+from batchkv_producer.errors import ServerError, UsageError
+
+
+def check_model_folder(model: str) -> None:
+    """Refuse a model that is said by its place when it is not there; a name is not looked up."""
+    is_place = model.startswith((".", "/", "~"))
+    try:
+        folder = Path(model).expanduser()
+    except RuntimeError:  # ~somebody, whom nobody knows
+        folder = Path(model)
+    if is_place and not folder.is_dir():
+        raise UsageError(f"there is no model folder {model}")
+    if (is_place or ("/" in model and folder.is_dir())) and not (folder / "config.json").is_file():
+        raise UsageError(f"the model folder {model} has no config.json")
+
+
+def check_rights(redis: Redis, url: str, model: str) -> None:
+    """Refuse a user who may not run workers, before they die of it; nothing is changed."""
+    try:
+        redis.lpop(f"{redis_keys.queue(redis_keys.queue_name(model))}:none")  # where nothing is
+    except NoPermissionError as fault:
+        raise ServerError(
+            f"Redis at {connection.masked(url)} lets this user run no workers (NOPERM): `batchkv "
+            "run` needs the admin's URL; with a producer's, use `batchkv submit`, or run "
+            "--workers 0, and leave the work to workers with theirs"
+        ) from fault
