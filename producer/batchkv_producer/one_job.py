@@ -46,9 +46,9 @@ def read_job(connection: Redis, job_id: str) -> JobInfo:
     batch_id, line = split_job_id(job_id)
     with connection.pipeline(transaction=False) as pipeline:
         pipeline.hget(redis_keys.results(batch_id), str(line))
-        names = ("status", "data", "bkv_deaths", "worker_name")
+        names = ("status", "data", "worker_name", "bkv_died", "bkv_deaths")
         pipeline.hmget(redis_keys.job(job_id), *names)
-        stored, (status, data, deaths, worker) = pipeline.execute()
+        stored, (status, data, worker, *deaths) = pipeline.execute()
     if stored is not None:
         result = decode_result(stored)
         return JobInfo(
@@ -64,9 +64,13 @@ def read_job(connection: Redis, job_id: str) -> JobInfo:
         batch_id,
         line,
         _custom_id(data or b""),
-        int(deaths) if deaths and deaths.isdigit() and len(deaths) < MAX_DIGITS else 0,
+        max(map(_count, deaths)),
         (worker or b"").decode("utf-8", "replace"),
     )
+
+
+def _count(raw: bytes | None) -> int:
+    return int(raw) if raw and raw.isdigit() and len(raw) < MAX_DIGITS else 0
 
 
 def split_job_id(job_id: str) -> tuple[str, int]:

@@ -55,7 +55,8 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
 ``rq:job:J``               hash    RQ's job. Some fields are ours: ``bkv_exec``, the execution that
                                    holds the job now (the lease: only its holder may end the job),
                                    ``bkv_begun``, 1 once it was handed to its holder's engine,
-                                   ``bkv_deaths``, how many holders died with it begun,
+                                   ``bkv_died``, how many holders died with it begun (and
+                                   ``bkv_deaths``, what older versions are told of that),
                                    ``bkv_suspect``, the group with which it runs apart since, and
                                    ``bkv_halves``, half deaths counted in it (``suspects.lua``),
                                    ``bkv_shared``, bytes of its text that others begin with,

@@ -90,7 +90,7 @@ class Rows:
         ends = Ends()
         for line, answer in enumerate(self._work.answers, 1):
             key = redis_keys.job(redis_keys.job_id(self.batch_id, line))
-            names = ("bkv_deaths", "bkv_halves", "retries_left")
+            names = ("bkv_died", "bkv_halves", "retries_left")
             deaths, halves, retries_left = (
                 int(value or 0) for value in connection.hmget(key, names)
             )

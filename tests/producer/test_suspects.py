@@ -238,6 +238,16 @@ def test_suspects_of_older_versions_run_apart(house: House) -> None:
     assert lines(pull(house).jobs) == [1, 2]
 
 
+def test_older_versions_are_told_of_one_death(house: House) -> None:
+    """They fail a row at the fourth: one of a group that died more often would be no culprit."""
+    for _ in range(3):
+        house.transitions.give_back(
+            QUEUE, [job.lease for job in pull(house, room=8).jobs], died=True
+        )
+    assert [field(house, 1, name) for name in ("bkv_died", "bkv_deaths")] == [b"3", b"1"]
+    assert [field(house, 8, name) for name in ("bkv_died", "bkv_deaths")] == [b"2", b"1"]
+
+
 def test_a_retry_forgets_suspicions(house: House) -> None:
     """A row that failed and is queued again runs beside others."""
     (job,) = house.pull(1)
@@ -246,8 +256,8 @@ def test_a_retry_forgets_suspicions(house: House) -> None:
         (job, *_) = [*house.pull(1), job]
     house.heal()
     assert house.transitions.retry(BATCH, QUEUE, [1]) == 1
-    assert not house.connection.hmget(redis_keys.job(job_id(1)), "bkv_suspect", "bkv_halves")[0]
-    assert field(house, 1, "bkv_halves") is None and field(house, 1, "bkv_deaths") is None
+    names = ("bkv_suspect", "bkv_halves", "bkv_died", "bkv_deaths")
+    assert [field(house, 1, name) for name in names] == [None] * 4
 
 
 @pytest.mark.parametrize("value", ["x y", "\xff", "9" * 400, "", "a:b", "..1", "\n"])

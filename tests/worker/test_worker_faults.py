@@ -157,7 +157,7 @@ def test_a_poisonous_row_does_not_take_its_neighbours_along(
     assert_reconciled(redis_connection, batch)
     assert counts_of(redis_connection, batch)["ok"] == 13
     assert results_of(redis_connection, batch)[4].outcome == "failed"
-    deaths = [redis_connection.hget(f"rq:job:{batch}-{line}", "bkv_deaths") for line in (1, 2, 3)]
+    deaths = [redis_connection.hget(f"rq:job:{batch}-{line}", "bkv_died") for line in (1, 2, 3)]
     assert deaths == [b"2", b"2", b"3"]
 
 

@@ -34,7 +34,7 @@ for position = 6, #ARGV, 2 do
       and redis.call('HDEL', KEYS[2], line) == 1 then
     redis.call('HINCRBY', KEYS[1], outcome, -1)
     redis.call('ZREM', KEYS[4], id)
-    redis.call('HDEL', key, 'bkv_deaths', 'bkv_suspect', 'bkv_halves', 'ended_at')
+    redis.call('HDEL', key, 'bkv_deaths', 'bkv_died', 'bkv_suspect', 'bkv_halves', 'ended_at')
     redis.call('HDEL', 'batchkv:due:' .. queue, id)
     local leader = has_twins and open_leader(key, line)
     local status = leader and 'deferred' or 'queued'

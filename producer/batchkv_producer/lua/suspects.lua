@@ -4,16 +4,21 @@
 -- halved; a row that is left alone is failed when it has died alone often enough. A death of which
 -- there is no proof (a lease that lapsed: a lid was closed, a network was away) counts half.
 -- `bkv_suspect` is the group's name, which ends in ".1" if it is of one row; `bkv_halves` are the
--- half deaths counted since the row came into its group, or ever if it is in none; `bkv_deaths` are
--- the whole deaths, all of them. Older versions write that alone: such a row is in the group "old"
--- after one death, and a group of its own after more, for then it died alone.
+-- half deaths counted since the row came into its group, or ever if it is in none; `bkv_died` are
+-- the whole deaths, all of them. Older versions write `bkv_deaths` alone: such a row is in the group
+-- "old" after one death, and a group of its own after more, for then it died alone. They fail a row
+-- at the fourth, so they are told of one alone: a group may see more.
+
+-- A count of deaths; what is none is 0.
+local function num_deaths(count)
+  return tonumber(string.match(count or '', '^%d%d?%d?%d?$') or '0')
+end
 
 -- The group that a row is in, or nil.
 local function suspect_group(id, group, deaths)
   if group and #group <= 50 and string.match(group, '^[%w%-]+%.?1?$') then return group end
-  deaths = string.match(deaths or '', '^%d%d?%d?%d?$')
-  if not deaths or tonumber(deaths) < 1 then return nil end
-  return tonumber(deaths) == 1 and 'old' or 'old-' .. string.sub(id, -36) .. '.1'
+  if num_deaths(deaths) < 1 then return nil end
+  return num_deaths(deaths) == 1 and 'old' or 'old-' .. string.sub(id, -36) .. '.1'
 end
 
 -- Whether a group is of one row.
@@ -57,8 +62,10 @@ local function count_death(ids, halves, max_deaths)
       table.insert(dying[group], id)
     end
     if sum >= 2 and (halves == 2 or sum % 2 == 0) then
-      local deaths = redis.pcall('HINCRBY', key, 'bkv_deaths', 1)
-      if type(deaths) ~= 'number' then redis.call('HSET', key, 'bkv_deaths', '1') end
+      local before = num_deaths(job[3])
+      local died = redis.call('HGET', key, 'bkv_died')
+      died = tonumber(string.match(died or '', '^%d%d?%d?%d?$') or before) + 1
+      redis.call('HSET', key, 'bkv_died', died, 'bkv_deaths', math.max(1, before))
     end
   end
   for _, group in ipairs(order) do
