@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from batchkv_producer.client import Client
+    from batchkv_producer.connecting import connect
     from batchkv_producer.errors import (
         BatchkvError,
         ExpiredError,
@@ -52,10 +53,12 @@ __all__ = [
     "UsageError",
     "WireError",
     "WorkerInfo",
+    "connect",
 ]
 
 _HOMES = {
     "client": ("Client",),
+    "connecting": ("connect",),
     "errors": (
         "BatchkvError",
         "ExpiredError",

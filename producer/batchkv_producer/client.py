@@ -30,6 +30,7 @@ from batchkv_producer import (
 from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, Progress
 from batchkv_producer.errors import UsageError
 from batchkv_producer.failures import Failures, read_failures
+from batchkv_producer.given_rows import Given, as_source
 from batchkv_producer.intervention import Unanswered
 from batchkv_producer.job import Result, SamplingParams, decode_result
 from batchkv_producer.one_job import JobInfo
@@ -76,7 +77,7 @@ class Client:
 
     def submit(
         self,
-        source: Source,
+        source: Given,
         *,
         model: str | None = None,
         defaults: SamplingParams = NO_DEFAULTS,
@@ -87,7 +88,7 @@ class Client:
         on_identified: Identified | None = None,
         terms: Terms = NO_TERMS,
     ) -> Submitted:
-        """Queue a file; the same file, model and defaults again join the batch that is there.
+        """Queue a file, or dicts as they would stand in its lines; the same again join their batch.
 
         ``terms``: priority, deadline, dedupe, how long the results stay. A batch that is there
         keeps its own.
@@ -97,7 +98,7 @@ class Client:
         """
         return submission.submit(
             self._connection,
-            source,
+            as_source(source),
             model=model,
             defaults=defaults,
             job_timeout_seconds=job_timeout_seconds,
@@ -110,7 +111,7 @@ class Client:
 
     def check(
         self,
-        source: Source,
+        source: Given,
         *,
         model: str | None = None,
         defaults: SamplingParams = NO_DEFAULTS,
@@ -119,7 +120,11 @@ class Client:
     ) -> Checked:
         """Read and check a file, change nothing; it also tells the id that its batch has."""
         return submission.check(
-            source, model=model, defaults=defaults, default_model=default_model, dedupe=dedupe
+            as_source(source),
+            model=model,
+            defaults=defaults,
+            default_model=default_model,
+            dedupe=dedupe,
         )
 
     def status(self, batch_id: str) -> BatchStatus:
@@ -266,7 +271,7 @@ class Client:
         batch = self.status(batch_id)
         for start in range(1, batch.last_line + 1, PAGE_ROWS):
             lines = range(start, min(start + PAGE_ROWS, batch.last_line + 1))
-            for line in self._rows_among(batch, lines):
+            for line in stored.rows_among(self._connection, batch, lines):
                 yield redis_keys.job_id(batch.batch_id, line)
 
     def reclaim(self, queue: str, worker_name: str, *, is_death: bool = True) -> int:
@@ -286,15 +291,3 @@ class Client:
 
     def _find(self, batch_id: str) -> str:
         return status.find_batch(self._connection, batch_id)
-
-    def _rows_among(self, batch: BatchStatus, lines: range) -> list[int]:
-        """The lines that are rows: all, unless the file has blank lines."""
-        if batch.total == batch.last_line:
-            return list(lines)
-        with self._connection.pipeline(transaction=False) as pipeline:
-            for line in lines:
-                pipeline.exists(redis_keys.job(redis_keys.job_id(batch.batch_id, line)))
-                pipeline.hexists(redis_keys.results(batch.batch_id), str(line))
-            replies = pipeline.execute()
-        pairs = zip(lines, replies[::2], replies[1::2], strict=True)
-        return [line for line, has_job, has_result in pairs if has_job or has_result]

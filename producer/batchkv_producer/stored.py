@@ -161,3 +161,16 @@ def _first_open(
             pipeline.exists(redis_keys.job(redis_keys.job_id(status.batch_id, line)))
         is_there = pipeline.execute()
     return next((line for line, there in zip(missing, is_there, strict=True) if there), lines.stop)
+
+
+def rows_among(connection: Redis, batch: BatchStatus, lines: range) -> list[int]:
+    """The lines that are rows: all, unless the file has blank lines."""
+    if batch.total == batch.last_line:
+        return list(lines)
+    with connection.pipeline(transaction=False) as pipeline:
+        for line in lines:
+            pipeline.exists(redis_keys.job(redis_keys.job_id(batch.batch_id, line)))
+            pipeline.hexists(redis_keys.results(batch.batch_id), str(line))
+        replies = pipeline.execute()
+    pairs = zip(lines, replies[::2], replies[1::2], strict=True)
+    return [line for line, has_job, has_result in pairs if has_job or has_result]

@@ -1,0 +1,15 @@
+"""From nothing to a client, as the command line does it."""
+
+from __future__ import annotations
+
+from batchkv_producer import connection
+from batchkv_producer.client import Client
+
+
+def connect(url: str | None = None) -> Client:
+    """A client of the server that ``url``, else BATCHKV_REDIS_URL or BATCHKV_REDIS_URL_FILE names.
+
+    Without any of these it is the embedded server's, which is started if it does not run. Raises
+    ServerError when there is no connection.
+    """
+    return Client(connection.connect(url))
