@@ -4,7 +4,7 @@
 # usage: tools/demo.sh PATH_OF_BATCHKV [options of `batchkv run`]
 #
 # Everything that the run writes lies in one temporary directory, so the answers are computed
-# every time, and neither a server nor a file is left behind.
+# every time. No server is left behind, and nothing but the answers, in the file that the run names.
 set -eu
 
 batchkv=$1
@@ -26,7 +26,8 @@ clean_up() {
         echo 'The demo could not stop its server:' >&2
         cat "$state/stop.log" >&2
     fi
-    rm -rf "$state"
+    rm -rf "$BATCHKV_HOME" "$state/stop.log"
+    rmdir "$state" 2>/dev/null || true  # nothing was answered
     exit "$code"
 }
 trap clean_up EXIT

@@ -68,7 +68,8 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
 ``rq:wip:Q``               zset    ``J:<execution>`` -> the second at which its lease ends
 ``rq:executions:J``        zset    execution -> expiry, for RQ's tools
 ``rq:execution:J:<exec>``  hash    the execution, for RQ's tools; expires
-``rq:finished:Q``          zset    J -> when RQ may forget it; likewise ``failed``, ``canceled``
+``rq:finished:Q``          zset    J -> when RQ may forget it; likewise ``failed``, ``canceled``.
+                                   That of finished jobs expires with the last of them
 ``rq:worker:<name>``       hash    RQ's worker. What it tells of itself with each heartbeat is ours:
                                    ``bkv_version``, ``bkv_model``, ``bkv_scheme``, ``bkv_state``
                                    (``loading 2.1 of 7.3 GB``, ``finishing 12 rows`` or empty),

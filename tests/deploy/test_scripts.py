@@ -86,13 +86,17 @@ def test_what_is_allowed_passes(tmp_path: Path, path: str, text: str) -> None:
 
 FAKE_BATCHKV = """#!/bin/sh
 echo "$* $BATCHKV_HOME ${BATCHKV_REDIS_URL-unset}" >>"$LOG"
-case "$1" in run) echo "an answer"; exit "$CODE" ;; esac
+[ "$1" = run ] || exit 0
+while [ "$1" != --output ]; do shift; done
+[ "$CODE" = 3 ] || echo '{}' >"$2"
+echo "an answer"
+exit "$CODE"
 """
 
 
 @pytest.mark.parametrize("code", [0, 1, 3])
-def test_the_demo_leaves_nothing_behind(tmp_path: Path, code: int) -> None:
-    """The demo runs in a state of its own, stops its server, and exits as the run did."""
+def test_the_demo_leaves_its_answers_behind(tmp_path: Path, code: int) -> None:
+    """A state of its own, its server stopped, the run's exit code; the file that it names stays."""
     program, log = tmp_path / "batchkv", tmp_path / "log"
     program.write_text(FAKE_BATCHKV)
     program.chmod(0o755)
@@ -117,4 +121,9 @@ def test_the_demo_leaves_nothing_behind(tmp_path: Path, code: int) -> None:
     assert run[-4:] == ["--kv-scheme", "affine4", str(home), "unset"]
     assert stop == ["server", "stop", str(home), "unset"]
     assert not home.exists()
-    assert not home.parent.exists()
+    if code == 3:  # nothing was answered
+        assert not home.parent.exists()
+    else:
+        results = Path(run[run.index("--output") + 1])
+        assert list(home.parent.iterdir()) == [results] and results.read_text() == "{}\n"
+        shutil.rmtree(home.parent)

@@ -194,6 +194,18 @@ def test_rq_counts_what_is_there(house: House) -> None:
     assert [execution.id for execution in job.get_executions()] == [pulled[2].lease.execution]
 
 
+def test_the_list_of_finished_jobs_goes_with_its_jobs(house: House) -> None:
+    """Without a worker to clean up, a dashboard shows no ids of jobs that are long gone."""
+    pulled = house.pull(3)
+    registry = redis_keys.registry("finished", QUEUE)
+    house.finish(pulled[:1], "failed")
+    assert not house.connection.exists(registry)
+    house.finish(pulled[1:])
+    key = redis_keys.job(pulled[1].lease.job_id)
+    assert house.connection.zcard(registry) == 2
+    assert abs(house.connection.expiretime(registry) - house.connection.expiretime(key)) <= 1
+
+
 # ---- submit ----
 
 

@@ -101,6 +101,8 @@ for batch, rows in pairs(ended) do
   end
   keep_if_done(batch, now)
 end
+-- Of the rows that RQ lists as finished it keeps no record longer: its list goes with the last.
+if ok > 0 then redis.call('EXPIRE', KEYS[2], result_ttl) end
 if redis.call('EXISTS', KEYS[4]) == 1 then
   if ok > 0 then redis.call('HINCRBY', KEYS[4], 'successful_job_count', ok) end
   if failed > 0 then redis.call('HINCRBY', KEYS[4], 'failed_job_count', failed) end

@@ -26,6 +26,7 @@ local function copy_to_twins(queue, batch, line, outcome, iso, now, result_ttl, 
         redis.call('HSET', key, 'status', 'finished', 'ended_at', iso, 'data', '')
         redis.call('EXPIRE', key, result_ttl)
         redis.call('ZADD', 'rq:finished:' .. queue, now + result_ttl, id)
+        redis.call('EXPIRE', 'rq:finished:' .. queue, result_ttl)
       else
         redis.call('HSET', key, 'status', 'failed', 'ended_at', iso)
         redis.call('EXPIRE', key, failure_ttl)
