@@ -15,6 +15,7 @@ from batchkv_producer.checks import (
     NumberRule,
     check_stop,
     invalid,
+    model_name,
     shown,
     unsupported,
 )
@@ -98,9 +99,14 @@ def read_body(body: dict[str, Any], endpoint: Endpoint, custom_id: str) -> Reque
 def model_of(body: dict[str, Any]) -> str | None:
     """The model that a body names, if any; raises RowFault when it is not a name."""
     model = body.get("model")
-    if model is not None and (not isinstance(model, str) or not model.strip()):
+    if model is None:
+        return None
+    if not isinstance(model, str) or not model.strip():
         raise invalid(f"model must be a name, got {shown(model)}")
-    return model
+    try:
+        return model_name(model)
+    except ValueError as fault:
+        raise invalid(f"the model's name {fault}: {shown(model)}") from None
 
 
 def check_defaults(params: SamplingParams) -> None:

@@ -13,6 +13,7 @@ from batchkv_producer.job import ErrorCode
 MAX_SHOWN = 60
 MAX_LOGICAL = 2**16  # above it an upper bound is a matter of storage: not worth a mention
 MAX_DEPTH = 32  # nesting of values that go to the chat template as they are
+MAX_MODEL_CHARS = 1024
 MAX_STOPS = 16
 MAX_STOP_BYTES = 1024
 
@@ -82,6 +83,26 @@ class NumberRule:
         if self.is_whole and self.high > MAX_LOGICAL and not is_too_large:
             return f"{name} must be {kind} {low}, got {shown(value)}"
         return f"{name} must be {kind} {low} and <= {self.high}, got {shown(value)}"
+
+
+def model_name(text: str) -> str:
+    """The name of a model without blanks around it; ValueError for one that no worker serves."""
+    name = text.strip()
+    if not name:
+        raise ValueError("is blank")
+    if len(name) > MAX_MODEL_CHARS:
+        raise ValueError(f"has {len(name)} characters; at most {MAX_MODEL_CHARS} are accepted")
+    if not name.isprintable():
+        raise ValueError("has a character that cannot be printed")
+    return name
+
+
+def is_model_name(text: str) -> bool:
+    """True for a model's name that is right as it stands."""
+    try:
+        return model_name(text) == text
+    except ValueError:
+        return False
 
 
 def check_stop(value: Any) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from batchkv_producer.body import ENDPOINTS, NUMBERS, params_of
-from batchkv_producer.checks import MAX_CUSTOM_ID_CHARS, NumberRule, RowFault
+from batchkv_producer.checks import MAX_CUSTOM_ID_CHARS, NumberRule, RowFault, is_model_name
 from batchkv_producer.job import Endpoint, Request, SamplingParams
 from batchkv_producer.messages import ROLES
 
@@ -83,7 +83,7 @@ def read_plain(raw: bytes, default_custom_id: str) -> tuple[Request, str | None]
     except (msgspec.DecodeError, UnicodeDecodeError, RowFault):
         return None
     messages, prompt, model = body.messages, body.prompt, body.model
-    if (messages is None) == (prompt is None) or (model is not None and not model.strip()):
+    if (messages is None) == (prompt is None) or (model is not None and not is_model_name(model)):
         return None
     kind: Endpoint = "completion" if messages is None else "chat"
     if (url is not None and ENDPOINTS.get(url) != kind) or not _are_plain(messages or ()):

@@ -18,6 +18,7 @@ from redis import Redis
 
 from batchkv_producer import redis_keys
 from batchkv_producer.body import check_defaults
+from batchkv_producer.checks import model_name, shown
 from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, BatchSpec, Progress, enqueue
 from batchkv_producer.error_codes import ErrorCode
 from batchkv_producer.errors import InputFileError, UsageError
@@ -268,12 +269,9 @@ class _ModelVote:
 
 def _checked_model(name: str) -> str:
     try:
-        name.encode("utf-8")
-    except UnicodeEncodeError:
-        raise UsageError(f"the model's name is not UTF-8: {name!r}") from None
-    if not name.strip():
-        raise UsageError("the model's name is blank")
-    return name
+        return model_name(name)
+    except ValueError as fault:
+        raise UsageError(f"the model's name {fault}: {shown(name)}") from None
 
 
 def _read(

@@ -513,7 +513,7 @@ def test_wait_at_a_terminal_draws_and_cleans_up(
 
 def test_names_do_not_reach_a_terminal_raw(at_server: str, source: Path) -> None:
     """A batch's name, and a file's in an error, are spelled out too."""
-    named = batchkv("submit", source, "-m", f"m{ESCAPE}", "--name", f"n{ESCAPE}")
+    named = batchkv("submit", source, "-m", "m", "--name", f"n{ESCAPE}")
     assert named.exit_code == 1
     for found in (batchkv("list"), batchkv("status"), batchkv("status", named.stdout.strip()),
                   batchkv("submit", f"none{ESCAPE}", "-m", "m"), named):  # fmt: skip

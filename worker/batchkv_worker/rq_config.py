@@ -12,6 +12,7 @@ import sys
 
 from batchkv_producer import connection, redis_keys
 from batchkv_producer.errors import UsageError
+from batchkv_producer.progress import printable
 
 
 def _url() -> str | None:
@@ -27,7 +28,7 @@ try:
         REDIS_URL = _found
 except UsageError as fault:
     # RQ has no place for an error of its configuration: this is the process's own last word.
-    sys.stderr.write(f"batchkv: {fault}\n")
+    sys.stderr.write(f"batchkv: {printable(str(fault))}\n")
     raise SystemExit(fault.exit_code) from fault
 
 if _model := os.environ.get("BATCHKV_MODEL", "").strip():

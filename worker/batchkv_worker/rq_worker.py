@@ -39,11 +39,13 @@ from batchkv_worker.redis_side import RedisSide
 from batchkv_worker.session import Session
 from batchkv_worker.settings import WorkerSettings, unknown_variables
 from batchkv_worker.startup import (
+    check_name,
     check_queue,
     default_name,
     exit_with,
     refuse_options,
     refuse_scheduler,
+    spell_out_logs,
     start_trace,
 )
 from batchkv_worker.stop import StopRequest
@@ -87,6 +89,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             try:
                 settings = settings or WorkerSettings.from_env(os.environ)
                 check_queue(settings.model, names)
+                check_name(name)
                 refuse_options(options)
             except WorkerError as fault:
                 exit_with(fault)
@@ -127,6 +130,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             start_trace(settings, self.name)
             setup_loghandlers(logging_level or "INFO", date_format, log_format, name="batchkv")
             self.bootstrap(logging_level, date_format, log_format)
+            spell_out_logs(date_format, log_format)
         except WorkerError as fault:
             exit_with(fault)
         for warning in unknown_variables(os.environ):

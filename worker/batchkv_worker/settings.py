@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, get_args
 
 from batchkv_cache_store import opening
 from batchkv_cache_store.sizes import parse_size
+from batchkv_producer.checks import model_name
 from batchkv_worker.errors import SettingsError
 from batchkv_worker.kv.spec import SchemeSpec
 
@@ -204,7 +205,7 @@ def _switch(text: str) -> bool:
 _DAY = 86_400
 
 SETTINGS = (
-    Setting("model", "BATCHKV_MODEL", "--model", _nonempty, "a model's name or folder"),
+    Setting("model", "BATCHKV_MODEL", "--model", model_name, "a model's name or folder"),
     Setting("kv_scheme", "BATCHKV_KV_SCHEME", "--kv-scheme", _scheme,
             "a KV scheme, like affine8 or affine4,last=float"),
     Setting("slots", "BATCHKV_SLOTS", "--slots", _whole(1, 4096), "a whole number, 1 to 4096"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import socket
@@ -10,9 +11,11 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from rq.defaults import DEFAULT_RESULT_TTL
+from rq.logutils import ColorizingStreamHandler
 
 from batchkv_producer import redis_keys
 from batchkv_producer.errors import BatchkvError
+from batchkv_producer.progress import printable
 from batchkv_worker import trace
 from batchkv_worker.errors import QueueMismatchError, SettingsError
 from batchkv_worker.settings import WorkerSettings
@@ -26,7 +29,7 @@ def default_name() -> str:
 
 def exit_with(fault: BatchkvError) -> NoReturn:
     """One line for people, and the fault's exit code."""
-    sys.stderr.write(f"batchkv: {fault}\n")
+    sys.stderr.write(f"batchkv: {printable(' '.join(str(fault).split()))}\n")
     raise SystemExit(fault.exit_code) from fault
 
 
@@ -40,6 +43,27 @@ def start_trace(settings: WorkerSettings, name: str) -> None:
         problem = fault.strerror or fault
         raise SettingsError(f"--trace {settings.trace}: it cannot be written: {problem}") from fault
     trace.MAIN.enter(trace.START)
+
+
+def check_name(name: str | None) -> None:
+    """Refuse a worker's name that a terminal would obey: RQ prints it as it is."""
+    if name is not None and not name.isprintable():
+        raise SettingsError("--name: it has a character that cannot be printed")
+
+
+class SpelledOut(logging.Formatter):
+    """Log lines whose control characters, wherever they come from, are spelled out."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def spell_out_logs(date_format: str, log_format: str) -> None:
+    """Let the handlers that RQ has made for us and for itself print nothing that acts."""
+    for name in ("batchkv", "rq.worker"):
+        handlers = logging.getLogger(name).handlers
+        for handler in (each for each in handlers if isinstance(each, ColorizingStreamHandler)):
+            handler.setFormatter(SpelledOut(log_format, date_format))
 
 
 def check_queue(model: str, names: Sequence[str]) -> None:
