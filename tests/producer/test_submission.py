@@ -296,7 +296,7 @@ def test_a_default_model_comes_last(client: Client, write_lines: Write) -> None:
     assert client.check(write_lines(plain), default_model="last").model == "last"
     assert client.submit(write_lines(plain), default_model="last").model == "last"
     assert client.submit(write_lines(plain), model="mine", default_model="last").model == "mine"
-    with pytest.raises(UsageError, match="the model's name is"):
+    with pytest.raises(UsageError, match="the model's name"):
         client.submit(write_lines(plain), default_model="caf\udce9")
 
 
