@@ -36,6 +36,7 @@ EXIT_CONFIGURATION = 2
 READY_WORDS = b"the engine is ready"  # in a worker's log, once it takes rows
 EXIT_MODEL_CHANGED = 72  # it is to be started again, and has the new files then
 EXIT_REASONS = {70: "its engine died", 71: "its engine hung"}
+ORDERLY_EXITS = (0, EXIT_CONFIGURATION, EXIT_MODEL_CHANGED)  # no death of a row
 
 MAX_IDLE_DEATHS = 3  # in a row, holding nothing: it cannot start
 # Giving up must come after a row that kills whoever takes it was failed, or such a row would end
@@ -186,7 +187,8 @@ class LocalWorkers:
             if was_killed or process.returncode != 0:
                 # Without the server the leases lapse by themselves, within a minute or two.
                 with suppress(RedisError, BatchkvError):
-                    self._reclaim(slot.name, not was_killed)
+                    is_death = not was_killed and process.returncode not in ORDERLY_EXITS
+                    self._reclaim(slot.name, is_death)
 
     def _withdraw(self, pid: int) -> None:
         with suppress(BatchkvError, OSError):
@@ -221,7 +223,7 @@ class LocalWorkers:
         if process.returncode == EXIT_MODEL_CHANGED:
             self._renew(slot)
             return
-        num_held = self._reclaim(slot.name, True)
+        num_held = self._reclaim(slot.name, process.returncode not in ORDERLY_EXITS)
         if process.returncode == EXIT_CONFIGURATION:
             lines = server.tail(slot.log, 1)
             raise UsageError(lines[0].removeprefix("batchkv: ") if lines else "worker: bad setting")

@@ -21,6 +21,8 @@ from rq.serializers import JSONSerializer
 
 from batchkv_producer import job as wire
 from batchkv_producer import redis_keys, transitions
+from batchkv_producer.errors import WireError
+from batchkv_producer.inflating import inflate
 from batchkv_producer.job import Request, Result, encode_job
 from batchkv_producer.transitions import Transitions
 from batchkv_worker.rq_worker import BatchWorker
@@ -182,8 +184,8 @@ def test_data_beyond_the_limit_never_leaves_the_server(
 
 def test_what_is_too_large_compressed_is_not_inflated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit holds for the bytes as they come, too."""
-    with pytest.raises(wire.WireError, match="compressed as it is"):
-        wire._inflate(b"x" * 1001, 1000, "job")
+    with pytest.raises(WireError, match="compressed as it is"):
+        inflate(b"x" * 1001, 1000, "job")
 
 
 # -- what else a job's hash may say ---------------------------------------------------------------

@@ -548,6 +548,33 @@ def test_kill_survives_a_server_that_is_gone(tmp_path: Path) -> None:
         os.kill(pid, 0)
 
 
+@pytest.mark.parametrize(
+    ("script", "is_death"),
+    [("kill -9 $$", True), ("exit 70", True), ("exit 0", False)],
+)
+def test_only_an_end_that_may_be_a_rows_doing_is_a_death(
+    tmp_path: Path, script: str, is_death: bool
+) -> None:
+    """What a worker held that ended in order, or that we killed, is under no suspicion."""
+    reclaimed: list[bool] = []
+
+    def reclaim(name: str, is_death: bool) -> int:
+        reclaimed.append(is_death)
+        return 0
+
+    for command, expected in ((script, is_death), ("sleep 60", False)):
+        plan = WorkerPlan("m", "u", tmp_path, "t", command=("sh", "-c", command))
+        workers = LocalWorkers(plan, reclaim, lambda _: None)
+        workers.supervise(0)
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while command == script and not reclaimed:
+            assert time.monotonic() < deadline
+            workers.supervise(0)
+        workers.kill()
+        assert reclaimed == [expected]
+        reclaimed.clear()
+
+
 def status(**values: object) -> BatchStatus:
     names = BatchStatus.__dataclass_fields__
     base: dict[str, object] = dict.fromkeys(names, 0)
