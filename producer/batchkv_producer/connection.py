@@ -29,11 +29,13 @@ from redis.exceptions import (
     NoPermissionError,
     ReadOnlyError,
     RedisError,
+    ResponseError,
     TimeoutError,
 )
 from redis.retry import Retry
 
 from batchkv_producer import server
+from batchkv_producer.disk import full_home, ping, takes_no_writes
 from batchkv_producer.errors import ServerError, UsageError
 from batchkv_producer.room import full_sentence, is_full
 from batchkv_producer.server_binary import MIN_VERSION
@@ -150,7 +152,30 @@ def server_errors(url: str) -> Iterator[None]:
     try:
         yield
     except RedisError as fault:
+        if takes_no_writes(fault) and is_embedded(url):
+            raise full_home(home_from_environment().path, str(fault)) from fault
         raise ServerError(explain(fault, url)) from fault
+
+
+def refused_writes(connection: Redis, url: str) -> str:
+    """What to tell about a server whose disk is full, else an empty text.
+
+    Raises FullHomeError when it is this machine's own: then it is here that room must be made.
+    """
+    try:
+        connection.ping()
+    except ResponseError as fault:
+        if not takes_no_writes(fault):
+            raise
+        if is_embedded(url):
+            raise full_home(home_from_environment().path, str(fault)) from fault
+        return explain(fault, url)
+    return ""
+
+
+def is_embedded(url: str) -> bool:
+    """Whether a URL is that of the home folder's own server."""
+    return url.startswith("unix://") and url == home_from_environment().url
 
 
 def explain(fault: RedisError, url: str) -> str:
@@ -231,7 +256,7 @@ def _probe(url: str, warn: Warn) -> None:
     with _client(
         url, socket_timeout=PROBE_REPLY_SECONDS, retry=Retry(NoBackoff(), 0), **settings
     ) as connection:
-        connection.ping()
+        ping(connection)
         try:
             info: dict[str, Any] = connection.info()
         except NoPermissionError:

@@ -96,8 +96,11 @@ class Delays:
         num_local: int = 0,
         clock: Callable[[], float] = time.monotonic,
         count_apart: Callable[[str], int] = lambda _: 0,
+        refused_writes: Callable[[], str] = str,
     ) -> None:
         self.words = ""
+        self._refused_writes = refused_writes
+        self._num_ended = -1
         self._count_apart = count_apart
         self._read = read
         self._note = note
@@ -109,7 +112,7 @@ class Delays:
 
     def look(self, status: BatchStatus) -> str:
         """The words for this moment; ``read`` gives the workers of a queue, ``count_apart`` its
-        suspects that wait."""
+        suspects that wait, ``refused_writes`` what is wrong with a server that takes none."""
         now = self._clock()
         if status.is_done:
             self.words = ""
@@ -118,13 +121,21 @@ class Delays:
             serving = patiently(lambda: self._read(status.queue))
             if serving:
                 self._served_at = now
-            delay = find_delay(status, serving, self._num_local)
+            delay = self._full_disk(status) or find_delay(status, serving, self._num_local)
             if delay is None and status.queued:
                 delay = _apart(patiently(lambda: self._count_apart(status.queue)))
             self.words = delay.words if delay else ""
             if delay and (serving or now - self._served_at >= GONE_SECONDS):
                 self._say(delay.note)
         return self.words
+
+    def _full_disk(self, status: BatchStatus) -> Delay | None:
+        """Asked when no row has ended since the last look: workers keep their results then."""
+        if status.num_ended != self._num_ended:
+            self._num_ended = status.num_ended
+            return None
+        sentence = patiently(self._refused_writes)
+        return Delay("the server's disk is full", sentence) if sentence else None
 
     def _say(self, note: str) -> None:
         if note and note not in self._said:

@@ -5,6 +5,8 @@
     │   ├── InputFileError    the input file as a whole cannot be used
     │   └── NotFoundError     no batch or job by that id
     │       └── ExpiredError  its results are no longer kept
+    ├── DiskError             a disk is full: make room, and the same command goes on
+    │   └── FullHomeError     the one on which the embedded server keeps what it has
     ├── ServerError           Redis is missing, refuses us, is full or read-only
     └── WireError             bytes from Redis are not what batchkv writes
 
@@ -35,6 +37,16 @@ class NotFoundError(UsageError):
 
 class ExpiredError(NotFoundError):
     """The batch ended longer ago than its results are kept."""
+
+
+class DiskError(BatchkvError):
+    """A disk takes nothing more; nothing is lost, and the same command goes on."""
+
+    exit_code = 4
+
+
+class FullHomeError(DiskError):
+    """The disk of the home folder is full: the embedded server takes no writes."""
 
 
 class ServerError(BatchkvError):

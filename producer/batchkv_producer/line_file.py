@@ -18,17 +18,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 from batchkv_producer import redis_keys
-from batchkv_producer.errors import BatchkvError, UsageError
+from batchkv_producer.disk import is_full
+from batchkv_producer.errors import DiskError, UsageError
 
 BUFFER_BYTES = 2**20
 
 _OWN_LINE = re.compile(rb'\{"id": ?"([0-9a-f]{16})-([1-9][0-9]{0,11})",')
 
 
-class OutputError(BatchkvError):
+class OutputError(DiskError):
     """OUT could not be written to its end: the disk is full or broken. A rerun goes on."""
-
-    exit_code = 4
 
 
 class LineFile:
@@ -215,8 +214,7 @@ def _cannot_open(path: Path, fault: OSError) -> str:
 
 
 def _cannot_write(path: Path, fault: OSError) -> str:
-    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    what = "the disk is full" if fault.errno in full else "the disk does not take it"
+    what = "the disk is full" if is_full(fault) else "the disk does not take it"
     return (
         f"cannot write {path}: {what} ({fault.strerror}). Nothing is lost: "
         "make room and run the same command again"

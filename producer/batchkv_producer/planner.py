@@ -24,7 +24,7 @@ from typing import Any
 from batchkv_producer.canonical import canonical_text as canonical_text
 from batchkv_producer.chunk import Chunk as Chunk
 from batchkv_producer.chunk import PlanCounts as PlanCounts
-from batchkv_producer.errors import BatchkvError
+from batchkv_producer.errors import DiskError
 from batchkv_producer.formats import Row, RowError
 from batchkv_producer.job import ErrorCode, SamplingParams, encode_job
 from batchkv_producer.maker import needs_of
@@ -126,7 +126,7 @@ class Plan:
     ) -> None:
         self._database.close()
         if isinstance(error, sqlite3.Error):
-            raise BatchkvError(
+            raise DiskError(
                 f"the temporary file for ordering the batch failed: {error}; "
                 "set TMPDIR to a directory with more room"
             ) from error

@@ -21,9 +21,10 @@ from batchkv_producer import target
 from batchkv_producer.aside import holds_other
 from batchkv_producer.beginning import first_words, put_aside, with_own_workers
 from batchkv_producer.client import BatchStatus, Client, Submitted
+from batchkv_producer.connection import refused_writes
 from batchkv_producer.delays import Delays
 from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
-from batchkv_producer.errors import BatchkvError
+from batchkv_producer.errors import BatchkvError, FullHomeError
 from batchkv_producer.expected import Expected
 from batchkv_producer.following import Follower, snapshot_of, stale_rows
 from batchkv_producer.job import SamplingParams
@@ -38,7 +39,7 @@ from batchkv_producer.patience import outages_watched, patiently
 from batchkv_producer.presence import reclaim_dead
 from batchkv_producer.progress import Reporter, Snapshot, rows
 from batchkv_producer.run_support import Outage, give_up, impatient, reclaim
-from batchkv_producer.server_home import home_from_environment, make_folders
+from batchkv_producer.server_home import Home, home_from_environment, make_folders
 from batchkv_producer.signals import Interrupted as Interrupted
 from batchkv_producer.signals import noted_signals
 from batchkv_producer.source import Source
@@ -129,10 +130,7 @@ def run(
     reporter.note(first_words(client, submitted, target.shown(options.out)))
     put_aside(client.status(batch_id), submitted, options.out, reporter.note)
     _tell_what_stays(client, submitted, options, reporter)
-    home = home_from_environment()
-    make_folders(home)
-    reclaim_dead(connection, home)
-    remove_old_logs(home.logs)
+    home = _tidied_home(connection)
     plan = WorkerPlan(
         model=submitted.model,
         url=url,
@@ -149,11 +147,33 @@ def run(
         follower = Follower(client, batch_id, results, expected)
         outage = Outage(reporter.note, revive)
         with impatient(connection):
-            work = _Run(client, batch_id, workers, follower, reporter, plan, outage)
+            delays = _delays(client, connection, url, reporter, plan)
+            work = _Run(client, batch_id, workers, follower, reporter, delays, outage)
             work.is_fresh = options.terms.fresh
             report = work.to_the_end()
         follower.refresh(stale)
     return replace(report, num_wrong=submitted.num_bad)
+
+
+def _tidied_home(connection: Redis) -> Home:
+    """The home folder, after what earlier runs left in it was seen to."""
+    home = home_from_environment()
+    make_folders(home)
+    reclaim_dead(connection, home)
+    remove_old_logs(home.logs)
+    return home
+
+
+def _delays(
+    client: Client, connection: Redis, url: str, reporter: Reporter, plan: WorkerPlan
+) -> Delays:
+    return Delays(
+        client.serving,
+        reporter.note,
+        plan.num_workers,
+        count_apart=client.count_apart,
+        refused_writes=partial(refused_writes, connection, url),
+    )
 
 
 def _tell_what_stays(
@@ -200,7 +220,7 @@ class _Run:
         workers: LocalWorkers,
         follower: Follower,
         reporter: Reporter,
-        plan: WorkerPlan,
+        delays: Delays,
         outage: Outage,
     ) -> None:
         self.is_fresh = False  # the same command again would begin anew
@@ -210,10 +230,7 @@ class _Run:
         self._workers = workers
         self._follower = follower
         self._reporter = reporter
-        self._plan = plan
-        self._delays = Delays(
-            client.serving, reporter.note, plan.num_workers, count_apart=client.count_apart
-        )
+        self._delays = delays
 
     def to_the_end(self) -> RunReport:
         started, before = time.monotonic(), self._client.status(self._batch_id)
@@ -221,8 +238,8 @@ class _Run:
             try:
                 with outages_watched(lambda: self._wait_for_server(caught)):
                     status = self._loop(caught, before)
-            except BaseException:
-                self._stop(caught)
+            except BaseException as fault:
+                self._stop(caught, is_cut_off=isinstance(fault, FullHomeError))
                 raise
             seconds = time.monotonic() - started
             with outages_watched(give_up):
@@ -259,11 +276,14 @@ class _Run:
             number, target.after_interrupt(self._follower.results.path, fresh=self.is_fresh)
         )
 
-    def _stop(self, caught: list[int]) -> None:
-        """After a fault or a signal: workers give back what they hold, results are kept."""
+    def _stop(self, caught: list[int], *, is_cut_off: bool) -> None:
+        """After a fault or a signal: workers give back what they hold, results are kept.
+
+        ``is_cut_off``: the server is there, but takes nothing from the workers.
+        """
         num_heeded = min(1, len(caught))
         with outages_watched(give_up):
-            if self._outage.is_on:
+            if self._outage.is_on or is_cut_off:
                 self._workers.abandon()
                 return
             if self._workers.pids:

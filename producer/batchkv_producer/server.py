@@ -35,6 +35,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import BusyLoadingError, RedisError
 from redis.retry import Retry
 
+from batchkv_producer.disk import full_home, is_full, ping, refuse_full
 from batchkv_producer.errors import ServerError, UsageError
 from batchkv_producer.server_binary import Binary, Candidates, candidates, find_binary
 from batchkv_producer.server_home import Home, make_folders, refuse_foreign
@@ -66,7 +67,7 @@ def ensure_running(home: Home, from_candidates: Candidates = candidates) -> str:
     """The URL of the home folder's server, which is started if it does not run.
 
     However many processes call this at once, one server results. Raises ServerError (with the
-    end of the server's log) when it does not come up.
+    end of the server's log) when it does not come up, FullHomeError when there is no room for it.
     """
     if home.socket.exists():
         refuse_foreign(home.socket.parent)
@@ -181,6 +182,7 @@ def _start(home: Home, binary: Binary) -> None:
             timeout=START_TIMEOUT_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired) as fault:
+        refuse_full(home.path)
         raise ServerError(f"{binary.path} cannot be started: {fault}") from fault
     finally:
         os.close(descriptor)
@@ -194,7 +196,7 @@ def _await_answer(home: Home) -> None:
     while True:
         try:
             with _client(home) as connection:
-                connection.ping()
+                ping(connection)
                 return
         except BusyLoadingError:
             limit = LOAD_TIMEOUT_SECONDS  # a large append-only file is being read
@@ -211,6 +213,7 @@ def _await_answer(home: Home) -> None:
 
 
 def _start_failure(home: Home, said: list[str]) -> ServerError:
+    refuse_full(home.path)
     lines = " | ".join(line.strip() for line in [*said, *tail(home.log)])
     return ServerError(f"the embedded server did not start; the end of {home.log}: {lines}")
 
@@ -226,7 +229,8 @@ def _client(home: Home) -> Redis:
 def _answers(home: Home) -> bool:
     try:
         with _client(home) as connection:
-            return bool(connection.ping())
+            ping(connection)
+            return True
     except RedisError:
         return False
 
@@ -240,6 +244,8 @@ def _start_lock(home: Home) -> Iterator[None]:
     try:
         file = _open_lock(home.path / "start.lock")
     except OSError as fault:
+        if is_full(fault):
+            raise full_home(home.path, str(fault.strerror)) from fault
         raise UsageError(f"cannot write in {home.path}: {fault.strerror}") from fault
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from batchkv_producer.disk import full_home, is_full
 from batchkv_producer.errors import UsageError
 
 HOME_VARIABLE = "BATCHKV_HOME"
@@ -70,13 +71,16 @@ def home_from_environment() -> Home:
 def make_folders(home: Home) -> None:
     """Create the home folder and what stands in it, for its owner only.
 
-    Raises UsageError when that cannot be, or when others could write where the server stands.
+    Raises FullHomeError when the disk is full, UsageError when it cannot be for another reason, or
+    when others could write where the server stands.
     """
     try:
         home.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in (home.data, home.logs, home.socket.parent):
             folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as fault:
+        if is_full(fault):
+            raise full_home(home.path, str(fault.strerror)) from fault
         problem = fault.strerror or fault
         raise UsageError(
             f"cannot make {fault.filename or home.path}: {problem}. "

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import click
 from redis.exceptions import RedisError
 
+from batchkv_producer.disk import is_full
 from batchkv_producer.errors import BatchkvError, ServerError
 from batchkv_producer.progress import printable
 
@@ -96,6 +97,12 @@ def _guarded(run: Callable[[], Any]) -> int:
         _silence_stdout()
         return EXIT_BROKEN_PIPE
     except OSError as fault:
+        if fault.filename and is_full(fault):
+            return _complain(
+                f"the disk is full: cannot write {fault.filename} ({fault.strerror}). Make room "
+                "and run the same command again",
+                EXIT_OUTPUT,
+            )
         where = f"{fault.filename}: " if fault.filename else "cannot write the output: "
         code = _complain(f"{where}{fault.strerror or fault}", EXIT_OUTPUT)
         if not fault.filename:

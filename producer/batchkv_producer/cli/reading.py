@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import click
 
 from batchkv_producer.cli.outcome import say_canceled, say_failures
@@ -18,6 +20,7 @@ from batchkv_producer.cli.showing import (
 from batchkv_producer.cli.terms_options import exit_code, on_done_option
 from batchkv_producer.cli.watching import shown, watch_option
 from batchkv_producer.client import BatchStatus
+from batchkv_producer.connection import refused_writes
 from batchkv_producer.delays import Delays
 from batchkv_producer.following import snapshot_of
 from batchkv_producer.progress import reporter
@@ -135,7 +138,10 @@ def wait(
     with session(url) as opened:
         with reporter() as progress:
             delays = Delays(
-                opened.client.serving, progress.note, count_apart=opened.client.count_apart
+                opened.client.serving,
+                progress.note,
+                count_apart=opened.client.count_apart,
+                refused_writes=partial(refused_writes, opened.connection, opened.url),
             )
 
             def look(now: BatchStatus) -> None:

@@ -1,0 +1,67 @@
+"""A disk that is full: told from other faults, and named.
+
+The embedded server takes no more writes then, and says so to whoever writes (MISCONF) or pings; it
+still answers reads, and goes on by itself when there is room.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from redis import Redis
+from redis.exceptions import RedisError, ResponseError
+
+from batchkv_producer.errors import FullHomeError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+PROBE_BYTES = 16384
+_WORDS = tuple(os.strerror(number) for number in FULL)
+
+
+def is_full(fault: OSError) -> bool:
+    return fault.errno in FULL
+
+
+def takes_no_writes(fault: RedisError) -> bool:
+    """Whether a server refused something because it cannot write to its own disk."""
+    return "MISCONF" in str(fault)
+
+
+def ping(connection: Redis) -> None:
+    """Ask the server whether it is there; one that only takes no writes is."""
+    try:
+        connection.ping()
+    except ResponseError as fault:
+        if not takes_no_writes(fault):
+            raise
+
+
+def full_home(folder: Path, why: str) -> FullHomeError:
+    """The error that names the home folder whose disk takes nothing more."""
+    found = next((words for words in _WORDS if words in why), "")
+    what = f"is full ({found})" if found else f"does not take what is written ({why[:200]})"
+    return FullHomeError(
+        f"the disk of {folder} {what}: make room there and run the same command again. "
+        "Nothing that was queued is lost"
+    )
+
+
+def refuse_full(folder: Path) -> None:
+    """Raise FullHomeError if a small file cannot be written in the folder for want of room."""
+    probe = folder / f".room.{os.getpid()}"
+    try:
+        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            left = PROBE_BYTES
+            while left:
+                left -= os.write(descriptor, bytes(left))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as fault:
+        if is_full(fault):
+            raise full_home(folder, os.strerror(fault.errno or 0)) from fault
+    finally:
+        probe.unlink(missing_ok=True)
