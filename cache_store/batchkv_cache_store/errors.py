@@ -3,6 +3,7 @@
     CacheStoreError
     ├── BlockRejected         bytes that are not the block asked for: a miss, by ``reason``
     └── TierError             a tier could not answer: a miss, and a mark against the tier
+        ├── TierAway          what it lies in is missing: a volume that is not mounted, most likely
         └── TierMisconfigured it never will with these settings; the message says what to change
 
 Wrong arguments are ValueError, as everywhere: they are bugs of the caller.
@@ -51,6 +52,10 @@ class BlockRejected(CacheStoreError):
 
 class TierError(CacheStoreError):
     """A tier did not do what it was asked, for a reason outside of this process."""
+
+
+class TierAway(TierError):
+    """What a tier lies in is not there now."""
 
 
 class TierMisconfigured(TierError):

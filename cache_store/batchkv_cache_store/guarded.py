@@ -90,6 +90,7 @@ class GuardedTier:
         if not self.breaker.may_ask():
             self._counters.add(f"skipped.{self.name}")
             return None
+        is_back = not self.breaker.is_closed
         try:
             answer = call()
         except TierError as fault:
@@ -102,4 +103,6 @@ class GuardedTier:
             self.breaker.failed()
             raise
         self.breaker.succeeded()
+        if is_back:
+            _log.warning("cache tier %s is back", self.name)
         return answer

@@ -11,7 +11,7 @@ from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 
-from batchkv_cache_store.errors import TierMisconfigured
+from batchkv_cache_store.errors import TierAway, TierMisconfigured
 from batchkv_cache_store.names import checked, is_name
 from batchkv_cache_store.seal import Buffer
 from batchkv_cache_store.tiers.base import Entry, Put, Swept, Tier, TierStats, bound, size_of
@@ -34,6 +34,8 @@ HIGH_WATERMARK = 0.95
 LOW_WATERMARK = 0.85
 PINNED_SHARE = 0.5
 _ALLOCATION_BYTES = 4096  # file systems take room in such steps, APFS and ext4 among them
+# What a volume answers that is not there, or not any more.
+_AWAY = {errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT}
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -56,7 +58,8 @@ class DiskTier(Tier):
     Above 95 % of that the least recently used go, until 85 % are left; the room between means that
     the folder is walked once for many puts. A read marks its file as used (mtime). Pinned blocks
     stay; they may take half of the cap. The constructor raises TierMisconfigured when the folder
-    cannot be used.
+    cannot be used. One whose volume is not there (``DiskFolder.check_volume``) is away: it is made
+    when it is first needed after that.
 
     A guest (``is_guest``) looks at a folder that workers fill, under a cap that may not be theirs:
     it makes no folder, and removes nothing unless it is told to.
@@ -84,14 +87,24 @@ class DiskTier(Tier):
         self._count = itertools.count()
         if is_guest:
             if not root.is_dir():
-                raise TierMisconfigured(f"{root} is no folder: the first worker makes it")
+                raise TierMisconfigured(f"{root} is no folder: {self._folder.why_missing()}")
             return
         try:
             self._folder.make()
             with self._folder.locked() as ledger:
                 self._make_room(ledger, 0)
+        except TierAway:
+            return  # ``check`` tells of it, and so does every other method until it is there
         except OSError as fault:
+            if fault.errno in _AWAY:
+                return
             raise TierMisconfigured(f"{root} cannot be used: {fault.strerror or fault}") from fault
+
+    def check(self) -> None:
+        """TierError when the folder, or what it lies in, is not there now."""
+        with os_errors(self._folder.root):
+            self._folder.check_volume()
+            os.stat(self._folder.root.parent)
 
     def contains_many(self, names: Sequence[str]) -> dict[str, int]:
         found = {}
@@ -102,6 +115,8 @@ class DiskTier(Tier):
                 status = os.stat(path, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
                     found[name] = status.st_size
+        if not found:  # a volume that is gone looks like a folder without any of them
+            self.check()
         return found
 
     def get_many(

@@ -33,7 +33,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchkv_cache_store.errors import TierError
+from batchkv_cache_store.errors import TierAway, TierError
 from batchkv_cache_store.names import is_name
 from batchkv_cache_store.tiers.disk_files import read_file
 from batchkv_cache_store.tiers.disk_survey import Rank, Survey, entries, walk_blocks
@@ -79,13 +79,39 @@ class DiskFolder:
         self.max_pinned_bytes = max_pinned_bytes
         self._temporary_age_seconds = temporary_age_seconds
         self._is_guest = is_guest
+        self._device: int | None = None  # of the folder above, as it was seen last
 
     def path(self, name: str) -> Path:
         """Where the block of this name lies."""
         return self.blocks / name[0] / name[1] / name
 
+    def check_volume(self) -> None:
+        """Raise TierAway when what the folder is to lie in is missing, or is another volume now.
+
+        Folders above it are made in the user's home alone: elsewhere the first one that is missing
+        may be where a volume is mounted, and what is written there would fill the system's disk.
+        """
+        parent = self.root.parent
+        if not self.root.exists() and not parent.exists() and not _is_in_home(parent):
+            missing = next(f for f in reversed(self.root.parents) if not f.exists())
+            raise TierAway(f"{missing} is missing: mount its volume, or make {parent}")
+        with suppress(FileNotFoundError):
+            device = os.stat(parent).st_dev
+            if device != self._device and self._device is not None and not self.root.exists():
+                raise TierAway(f"{parent} is another volume than it was: its own is not mounted")
+            self._device = device
+
+    def why_missing(self) -> str:
+        """What to do about a folder that is not there."""
+        try:
+            self.check_volume()
+        except TierAway as fault:
+            return str(fault)
+        return "the first worker makes it"
+
     def make(self) -> None:
         """Make the folders that are always there; prompts are private, so nobody else may look."""
+        self.check_volume()
         above = [folder for folder in self.root.parents if not folder.exists()]
         own = (self.root, self.temporary, self.aside, self._pins, self.blocks)
         for folder in (*reversed(above), *own):
@@ -194,6 +220,14 @@ class DiskFolder:
         with suppress(FileNotFoundError):
             return _read_usage(read_file(self.root / _USAGE, _USAGE_BYTES))[1]
         return 0
+
+
+def _is_in_home(path: Path) -> bool:
+    try:
+        home = Path.home()
+    except RuntimeError:  # there is none
+        return False
+    return home.is_dir() and path.is_relative_to(home)
 
 
 def _read_usage(text: bytes) -> tuple[int | None, int]:

@@ -2,7 +2,7 @@
 
 ::
 
-    memory:?max=2GB disk:/Volumes/fast/batchkv?max=50GB&fsync=none
+    memory:?max=2GB disk:~/.batchkv/blocks?max=50GB&fsync=none
     redis://:PASSWORD@hub:6380/0?max=4GB s3://bucket/prefix?max=200GB&endpoint=http://hub:9000
 
 =======  ===============================================  ========================================

@@ -58,7 +58,7 @@ def open_access(settings: WorkerSettings) -> Access | None:
             except TierMisconfigured:
                 raise
             except TierError as fault:
-                log.warning("cache tier %s does not answer yet: %s", tier.name, fault)
+                log.warning("cache tier %s is away, and asked again later: %s", tier.name, fault)
     except TierMisconfigured as fault:
         raise SettingsError(f"the cache cannot be used: {fault}") from fault
     url = lease_url(specs)
