@@ -8,7 +8,7 @@ Prints one line for each breach and exits 1 when there is any. The rules:
 - no .py file directly in worker/, producer/ or cache_store/ (a user's worker.py would shadow it);
 - imports go down only: producer and cache_store never import MLX or each other's upper rooms;
 - nothing in the three packages can run code that came as data (pickle, eval, exec ...);
-- functions of at most 60 lines and modules of at most 300, or a reason in ALLOWED_LONG;
+- functions of at most 60 lines and modules of at most 400, or a reason in ALLOWED_LONG;
 - no tracked file over 1 MB, the packaged model aside;
 - the lock files name no index and no host.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MAX_FUNCTION_LINES = 60
-MAX_MODULE_LINES = 300
+MAX_MODULE_LINES = 400
 MAX_FILE_BYTES = 1_000_000
 
 # Room -> top-level packages that nothing in it may import.

@@ -88,7 +88,7 @@ def run_worker(connection: Redis, engine: type[FakeEngine], profile: bool = Fals
     class Worker(BatchWorker):
         @staticmethod
         def engine_factory(settings: WorkerSettings) -> FakeEngine:
-            return engine(settings.slots, settings.prefetch, FakePlan())
+            return engine(settings.slots, settings.rows_ahead, FakePlan())
 
     worker = Worker([QUEUE], connection=connection, settings=settings)
     profiler = cProfile.Profile() if profile else None

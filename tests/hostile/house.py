@@ -76,7 +76,7 @@ def burst(connection: Redis, plan: FakePlan | None = None, **settings: Any) -> B
     class Worker(BatchWorker):
         @staticmethod
         def engine_factory(settings: WorkerSettings) -> FakeEngine:
-            return FakeEngine(settings.slots, settings.prefetch, plan or FakePlan())
+            return FakeEngine(settings.slots, settings.rows_ahead, plan or FakePlan())
 
     chosen = WorkerSettings(model=MODEL, **settings)
     worker = Worker([QUEUE], connection=connection, settings=chosen)

@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -82,6 +83,12 @@ class FakeEngine:
         self._waiting = deque(row for row in self._waiting if row.work.job_id != job_id)
         self._decoding = [row for row in self._decoding if row.work.job_id != job_id]
 
+    def recall(self, job_ids: Sequence[str], count: int) -> list[str]:
+        found = [row.work.job_id for row in reversed(self._waiting) if row.work.job_id in job_ids]
+        for job_id in found[:count]:
+            self.cancel(job_id)
+        return found[:count]
+
     def step(self) -> list[Event]:
         while self._waiting and len(self._decoding) < self._slots:
             self._decoding.append(self._waiting.popleft())
@@ -135,7 +142,7 @@ def prompt_of(work: Work) -> str:
 
 def build_fake(settings: WorkerSettings, plan: FakePlan) -> FakeEngine:
     """The factory's form of FakeEngine."""
-    return FakeEngine(settings.slots, settings.prefetch, plan)
+    return FakeEngine(settings.slots, settings.rows_ahead, plan)
 
 
 class FakeWorker(BatchWorker):

@@ -36,12 +36,15 @@ def submit(
     name: str = "batch",
     timeout_seconds: int = 3600,
     data: Callable[[str], bytes] | None = None,
+    priority: str = "normal",
 ) -> str:
     """Queue one job for each prompt, custom ids c1, c2 ...; the batch's id."""
     batch_id = hashlib.sha256(name.encode()).hexdigest()[:16]
     moves = Transitions(connection)
     fields: dict[str, str | int] = {"digest": "0" * 64, "name": name, "model": MODEL}
     fields |= {"queue": QUEUE, "total": len(prompts), "num_chunks": 1}
+    if priority != "normal":
+        fields["priority"] = priority
     moves.create(batch_id, fields)
     jobs = []
     for line, prompt in enumerate(prompts, 1):

@@ -13,7 +13,7 @@ from rq.serializers import JSONSerializer
 
 from batchkv_producer import redis_keys
 from batchkv_producer.transitions import Transitions
-from batchkv_worker.dispatch import RUN_JOBS
+from batchkv_worker.dispatch import AHEAD_AT_END, RUN_JOBS
 from support.fake_engine import FakePlan
 from support.redis_server import RedisServer, running_server
 from support.worker_harness import (
@@ -330,3 +330,31 @@ def test_a_pull_ends_when_it_has_enough_bytes(redis_connection: Redis) -> None:
     run = Transitions(redis_connection).pull_run(QUEUE, "w", 10, 60)
     assert [job.lease.job_id for job in run.jobs] == [f"{batch}-{n}" for n in (1, 2, 3)]
     assert run.num_queued == 7
+
+
+def test_rows_that_wait_in_the_engine_go_back_at_the_end(redis_connection: Redis) -> None:
+    """When the queue is empty and others may be idle, a worker keeps what it computes and few."""
+    batch = submit(redis_connection, ["slow:100000"] * 30)
+
+    def act() -> None:
+        wait_until(lambda: counts_of(redis_connection, batch)["running"] == 30)
+        with another_worker(redis_connection):
+            wait_until(lambda: counts_of(redis_connection, batch)["running"] == 2 + AHEAD_AT_END)
+            assert waiting_lines(redis_connection) == list(range(3 + AHEAD_AT_END, 31))
+
+    work(make_worker(redis_connection, SLOW, slots=2, prefetch=28, drain_seconds=0), act)
+
+
+def test_rows_that_wait_in_the_engine_make_way(redis_connection: Redis) -> None:
+    """Of rows that a worker's engine has, only those in slots go on when more urgent ones come."""
+    batch = submit(redis_connection, ["slow:100000"] * 12)
+
+    def act() -> None:
+        wait_until(lambda: counts_of(redis_connection, batch)["running"] == 12)
+        urgent = submit(redis_connection, ["slow:100000"] * 5, name="urgent", priority="high")
+        wait_until(lambda: all(has_begun(redis_connection, urgent, n) for n in range(1, 6)))
+        assert has_begun(redis_connection, batch, 1)
+        assert not has_begun(redis_connection, batch, 12)
+
+    work(make_worker(redis_connection, SLOW, slots=2, prefetch=10, drain_seconds=0), act)
+    assert counts_of(redis_connection, batch)["running"] == 0

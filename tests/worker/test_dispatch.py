@@ -13,6 +13,7 @@ from batchkv_worker.dispatch import (
     RUN_JOBS,
     View,
     is_ending,
+    jobs_to_recall,
     jobs_to_return,
     jobs_to_start,
     jobs_to_take,
@@ -134,3 +135,26 @@ def test_a_slow_worker_holds_up_nobody() -> None:
     shipped = Simulation(jobs, slots=4, prefetch=0, speeds=speeds).run()
     stubborn = Simulation(jobs, by_runs(128), slots=4, prefetch=0, speeds=speeds).run()
     assert shipped.seconds * 2 < stubborn.seconds
+
+
+@pytest.mark.parametrize(
+    ("view", "count"),
+    [
+        (View(32, 64, num_started=96, backlog=0, queued=0, num_workers=2), 56),
+        (View(32, 64, num_started=36, backlog=0, queued=0, num_workers=2), 0),  # a few may wait
+        (View(32, 64, num_started=96, backlog=0, queued=1, num_workers=2), 0),
+        (View(32, 64, num_started=96, backlog=0, queued=0, num_workers=1), 0),
+        (View(32, 4, num_started=36, backlog=0, queued=0, num_workers=2), 0),
+    ],
+)
+def test_how_many_are_recalled(view: View, count: int) -> None:
+    """The engine keeps what it computes and a few rows beside it, once others may be idle."""
+    assert jobs_to_recall(view) == count
+
+
+@given(VIEWS)
+def test_what_is_recalled_is_not_started_again(view: View) -> None:
+    """An engine that has given rows back has no room for them until some have ended."""
+    count = jobs_to_recall(view)
+    after = replace(view, num_started=view.num_started - count, backlog=view.backlog + count)
+    assert not count or jobs_to_start(after) == 0

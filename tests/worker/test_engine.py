@@ -200,6 +200,27 @@ def test_cancel_frees_the_slot_and_spares_the_neighbours() -> None:
         assert list(event.token_ids) == expected
 
 
+def test_rows_that_wait_are_recalled() -> None:
+    """Of the rows asked for, those that wait are forgotten, the last first, and no others."""
+    model = tiny_models.build("llama")
+    rows = prompts(8, seed=9)
+    running = engine(model, slots=2)
+    for index, prompt in enumerate(rows):
+        running.submit_row(Sequence(str(index), prompt, Generation(10, temperature=0.0)))
+    while len(running._rows) < 2:
+        running.step()
+    begun = {row.job_id for row in running._rows.values()}
+    waiting = [str(index) for index in range(8) if str(index) not in begun]
+    assert running.recall([*begun, *waiting[1:]], 3) == waiting[:-4:-1]
+    assert running.recall(["unknown", *begun], 8) == []
+    running.check_integrity()
+    ended = drain(running)
+    assert set(ended) == {*begun, *waiting[:3]}
+    for job_id, event in ended.items():
+        assert isinstance(event, Completed)
+        assert list(event.token_ids) == tiny_models.alone(model, rows[int(job_id)], 10)
+
+
 def test_a_cancelled_row_leaves_its_slot_to_the_next_in_one_step() -> None:
     """The slot is free at once, and the step after the cancel has the row that waited."""
     running = engine(tiny_models.build("llama"), slots=2)

@@ -58,7 +58,7 @@ def make_worker(
     class Worker(BatchWorker):
         @staticmethod
         def engine_factory(settings: WorkerSettings) -> FakeEngine:
-            return FakeEngine(settings.slots, settings.prefetch, plan or FakePlan())
+            return FakeEngine(settings.slots, settings.rows_ahead, plan or FakePlan())
 
     chosen = WorkerSettings(model=MODEL, **settings)
     return Worker([QUEUE], name, connection=connection, settings=chosen)

@@ -18,7 +18,7 @@ def test_defaults_need_only_a_model() -> None:
     """With a model named, every other setting has its documented default."""
     settings = WorkerSettings.from_env(BASE)
     assert settings == WorkerSettings(model="demo")
-    assert (settings.kv_scheme, settings.slots, settings.prefetch) == ("affine8", 32, 8)
+    assert (settings.kv_scheme, settings.slots, settings.rows_ahead) == ("affine8", 32, 64)
     assert settings.memory_bytes is None
     assert not settings.wired_limit
 

@@ -79,7 +79,7 @@ class Gated(FakeEngine):
     """Takes rows in, but ends none until its gate is open."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        super().__init__(settings.slots, settings.prefetch, FakePlan(steps=2))
+        super().__init__(settings.slots, settings.rows_ahead, FakePlan(steps=2))
         self.gate = threading.Event()
 
     def step(self) -> list[Event]:
@@ -201,7 +201,7 @@ def test_twins_on_a_worker(redis_connection: Redis, submit: Submit) -> None:
     class Worker(BatchWorker):
         @staticmethod
         def engine_factory(settings: WorkerSettings) -> FakeEngine:
-            engines.append(FakeEngine(settings.slots, settings.prefetch, FakePlan()))
+            engines.append(FakeEngine(settings.slots, settings.rows_ahead, FakePlan()))
             return engines[0]
 
     batch = submit(["same"] * 20 + ["other"], temperature=0, dedupe=True)
@@ -374,7 +374,7 @@ def test_cancel_frees_a_slot_before_the_next_step(redis_connection: Redis, submi
     class Worker(BatchWorker):
         @staticmethod
         def engine_factory(settings: WorkerSettings) -> FakeEngine:
-            return Engine(settings.slots, settings.prefetch, SLOW)
+            return Engine(settings.slots, settings.rows_ahead, SLOW)
 
     batch = submit(["slow:100000", "slow:50"])
 

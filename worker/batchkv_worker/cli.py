@@ -39,7 +39,7 @@ Exit codes: 0 done or stopped, 2 configuration, 3 Redis, 70 the engine died, 71 
 @click.option("--name", help="Name shown by RQ's tools. Default: host and a random suffix.")
 @click.option("--kv-scheme", metavar="SCHEME", help="How keys and values are kept.")
 @click.option("--slots", metavar="N", help="Rows that decode at once.  [32]")
-@click.option("--prefetch", metavar="N", help="Rows that wait in the engine beside them.  [8]")
+@click.option("--prefetch", metavar="N", help="Rows that wait in the engine beside them.  [auto]")
 @click.option("--memory", "memory_bytes", metavar="SIZE", help="KV memory, like 4GB.  [device's]")
 @click.option("--admission", metavar="worst|optimistic", help="What memory rows need to enter.")
 @click.option("--prefill-chunk", metavar="TOKENS", help="Prompt tokens computed at once.  [auto]")

@@ -11,7 +11,9 @@ starts each layer as it is built (``kv.pace``).
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import replace
+from itertools import islice
 
 import mlx.core as mx
 
@@ -148,6 +150,19 @@ class Engine:
             for flying in self._in_flight.rows:
                 if flying is not None and flying.job_id == job_id and flying.twin_of is None:
                     flying.finish_reason = "canceled"
+
+    def recall(self, job_ids: Collection[str], count: int) -> list[str]:
+        """Forget up to ``count`` of these rows, the last first, if they wait and were never begun.
+
+        Returns the ids of those forgotten.
+        """
+        rows = reversed(list(self._scheduler.waiting))
+        wanted = {*job_ids}
+        fresh = (row.job_id for row in rows if row.twin_of is None and not row.is_begun)
+        found = list(islice((job_id for job_id in fresh if job_id in wanted), count))
+        for job_id in found:
+            self.cancel(job_id)
+        return found
 
     def step(self) -> list[Event]:
         """Compute some prompt chunks and one decode step; what ended since the last call."""

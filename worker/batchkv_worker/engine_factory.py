@@ -34,7 +34,7 @@ def build_engine(settings: WorkerSettings) -> Engine:
     config = EngineConfig(
         scheme=settings.kv_scheme,
         slots=settings.slots,
-        prefetch=settings.prefetch,
+        prefetch=settings.rows_ahead,
         chunk_tokens=settings.prefill_chunk,
         memory_bytes=settings.memory_bytes or kv_memory_bytes(loaded.weight_bytes),
         admission=settings.admission,

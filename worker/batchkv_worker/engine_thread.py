@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 
 from batchkv_producer.maker import NOBODY, Maker
 from batchkv_worker.errors import WorkerError
-from batchkv_worker.events import EngineDied, EngineLike, Event, Work
+from batchkv_worker.events import EngineDied, EngineLike, Event, Recalled, Work
 from batchkv_worker.loading import heard
 from batchkv_worker.trace import DECODE, END, ENGINE, IDLE, PREPARE, START, note
 
@@ -44,7 +44,7 @@ class Wake:
     """Nothing happened in the engine; somebody wants the main loop to take a turn."""
 
 
-Notice = Event | Ready | LoadFailed | Wake
+Notice = Event | Ready | LoadFailed | Wake | Recalled
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,18 @@ class _Cancel:
     job_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Recall:
+    job_ids: tuple[str, ...]
+    count: int
+
+
 class EngineThread:
     """Owns the thread. Every method here is called from the main thread and returns at once."""
 
     def __init__(self, factory: Callable[[], EngineLike]) -> None:
         self._factory = factory
-        self._inbox: SimpleQueue[Work | _Cancel | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Work | _Cancel | _Recall | None] = SimpleQueue()
         self._outbox: SimpleQueue[Sequence[Notice]] = SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="batchkv-engine", daemon=True)
         self._engine: EngineLike | None = None
@@ -83,6 +89,10 @@ class EngineThread:
     def cancel(self, job_id: str) -> None:
         """Forget a row; an event that is already on its way may still come."""
         self._inbox.put(_Cancel(job_id))
+
+    def recall(self, job_ids: Sequence[str], count: int) -> None:
+        """Have up to ``count`` of these rows forgotten; ``Recalled`` says which still waited."""
+        self._inbox.put(_Recall(tuple(job_ids), count))
 
     def stop(self) -> None:
         """Ask the thread to end after the step that it is in."""
@@ -176,6 +186,9 @@ class EngineThread:
             while order is not None:
                 if isinstance(order, _Cancel):
                     engine.cancel(order.job_id)
+                elif isinstance(order, _Recall):
+                    found = engine.recall(order.job_ids, order.count)
+                    self._outbox.put((Recalled(tuple(found)),))
                 else:
                     engine.add(order)
                     self.num_steps += 1  # progress too: a long prompt takes time to tokenize

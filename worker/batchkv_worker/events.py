@@ -7,6 +7,7 @@ once, last, when it cannot go on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,6 +63,13 @@ class EngineDied:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """Rows that the engine was asked to forget, and of which it had computed nothing."""
+
+    job_ids: tuple[str, ...]
+
+
 Event = Completed | Rejected | EngineDied
 
 
@@ -87,6 +95,13 @@ class EngineLike(Protocol):
 
     def cancel(self, job_id: str) -> None:
         """Forget a row; unknown ids are ignored. No event follows."""
+
+    def recall(self, job_ids: Sequence[str], count: int) -> list[str]:
+        """Forget up to ``count`` of these rows, the last first; the ids of those forgotten.
+
+        Only rows of which nothing was computed.
+        """
+        ...
 
     def step(self) -> list[Event]:
         """Do one unit of work (a prefill chunk, a decode step) and tell what ended."""

@@ -40,6 +40,7 @@ class Flight:
     endpoint: Endpoint
     started: float
     deadline: float
+    rank: int = 0  # of its priority, as ``Pulled`` has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +60,14 @@ class Flights:
         self.maker: Maker = NOBODY  # the engine's, once it is there
         self._rows: dict[str, Flight] = {}
         self._backlog: dict[str, _Waiting] = {}
+        self._recalled: dict[str, Held] = {}
         self._untold: dict[str, Held] = {}
 
     def __len__(self) -> int:
-        return len(self._rows) + len(self._backlog)
+        return len(self._rows) + len(self._backlog) + len(self._recalled)
 
     def __contains__(self, job_id: str) -> bool:
-        return job_id in self._rows or job_id in self._backlog
+        return job_id in self._rows or job_id in self._backlog or job_id in self._recalled
 
     @property
     def num_started(self) -> int:
@@ -79,8 +81,8 @@ class Flights:
 
     @property
     def leases(self) -> list[Held]:
-        """What to renew: the leases of the rows that have started, then those of the backlog."""
-        return self.started + self.backlog
+        """What to renew: the leases of the rows that have started, then those that have not."""
+        return self.started + self.backlog + self.recalled
 
     @property
     def started(self) -> list[Held]:
@@ -91,6 +93,15 @@ class Flights:
     def backlog(self) -> list[Held]:
         """The leases of the rows that have not started, in their order."""
         return [row.pulled.lease for row in self._backlog.values()]
+
+    @property
+    def recalled(self) -> list[Held]:
+        """The leases of the rows that the engine gave back, to go back to the queue."""
+        return list(self._recalled.values())
+
+    def started_below(self, rank: int) -> list[str]:
+        """Ids of the rows that the engine has and that are less urgent than those of a rank."""
+        return [job_id for job_id, flight in self._rows.items() if flight.rank > rank]
 
     @property
     def untold(self) -> list[Held]:
@@ -145,6 +156,7 @@ class Flights:
             endpoint=request.endpoint,
             started=now,
             deadline=deadline,
+            rank=pulled.rank,
         )
         if not pulled.has_begun:
             self._untold[job_id] = pulled.lease
@@ -155,9 +167,16 @@ class Flights:
         for lease in begun:
             self._untold.pop(lease.job_id, None)
 
+    def take_back(self, job_ids: Iterable[str]) -> None:
+        """The engine has forgotten these, the last first: they are to go back to the queue."""
+        flights = [self._leave(job_id) for job_id in job_ids]
+        found = {flight.lease.job_id: flight.lease for flight in reversed(flights) if flight}
+        self._recalled = {**found, **self._recalled}
+
     def drop(self, job_id: str) -> bool:
         """Forget a row without an end of our making; whether it was held."""
         was_waiting = self._backlog.pop(job_id, None) is not None
+        was_waiting |= self._recalled.pop(job_id, None) is not None
         return self._leave(job_id) is not None or was_waiting
 
     def end(self, event: Completed | Rejected) -> Ending | None:

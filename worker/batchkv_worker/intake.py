@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from batchkv_producer.transitions import Ending, Run
+from batchkv_producer.transitions import Ending, Held, Run
 from batchkv_worker import dispatch
 from batchkv_worker.beside import Beside
 from batchkv_worker.engine_thread import EngineThread
@@ -85,7 +85,27 @@ class Intake:
             self._release(self._flights.num_waiting)
             self.next_pull = 0.0
         self._release(dispatch.jobs_to_return(self._view()))
+        self._recall()
         self._look_at_suspects()
+
+    def _recall(self) -> None:
+        """Ask the engine for rows that only wait in it, and that others are to do, or to go before.
+
+        Rows that run apart stay together.
+        """
+        if self._is_apart:
+            return
+        first = next((rank for rank, length in enumerate(self._ours) if length), None)
+        if first is not None and (later := self._flights.started_below(first)):
+            self._engine.recall(later, len(later))
+            self.next_pull = 0.0
+        elif count := dispatch.jobs_to_recall(self._view()):
+            self._engine.recall([lease.job_id for lease in self._flights.started], count)
+
+    def return_recalled(self) -> None:
+        """Give back what the engine has forgotten."""
+        if leases := self._flights.recalled:
+            self._give_back(leases)
 
     def _look_at_suspects(self) -> None:
         """Make room for those that have waited too long, unless others do, or took them."""
@@ -190,12 +210,14 @@ class Intake:
     def _release(self, count: int) -> None:
         """Give back the last of the backlog. They are ours until the server has them."""
         if count > 0:
-            leases = self._flights.backlog[-count:]
-            self._side.give_back(leases, died=False)
-            for lease in leases:
-                self._flights.drop(lease.job_id)
-            self.num_taken -= len(leases)
-            self.is_exhausted = False  # a burst does not end before somebody took them
+            self._give_back(self._flights.backlog[-count:])
+
+    def _give_back(self, leases: list[Held]) -> None:
+        self._side.give_back(leases, died=False)
+        for lease in leases:
+            self._flights.drop(lease.job_id)
+        self.num_taken -= len(leases)
+        self.is_exhausted = False  # a burst does not end before somebody took them
 
     def suspend(self) -> None:
         """RQ is suspended and nothing is in flight."""

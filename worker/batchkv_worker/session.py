@@ -20,7 +20,7 @@ from batchkv_producer.transitions import Ending, Held
 from batchkv_worker.beside import Beside
 from batchkv_worker.engine_thread import EngineThread, LoadFailed, Notice, Ready
 from batchkv_worker.errors import EXIT_ENGINE_DIED, EXIT_ENGINE_HUNG, EXIT_MODEL_CHANGED
-from batchkv_worker.events import Completed, EngineDied, Rejected
+from batchkv_worker.events import Completed, EngineDied, Recalled, Rejected
 from batchkv_worker.flights import Flights
 from batchkv_worker.intake import Intake, Limits
 from batchkv_worker.patience import Outage, Timer, Watchdog
@@ -59,7 +59,7 @@ class Session:
         self._endings: list[Ending] = []
         self._beside = Beside(engine.wake, lambda: self._tend_engine(TURN_SECONDS))
         self._intake = Intake(
-            side, engine, flights, self._endings, limits, settings.prefetch, self._beside
+            side, engine, flights, self._endings, limits, settings.rows_ahead, self._beside
         )
         self._telling = Telling(settings, engine, flights, self._publish)
         self._outage = Outage()
@@ -113,7 +113,8 @@ class Session:
             self._finish()
             self._cancel_in_redis()
             self._side.return_unanswered()
-            self._give_back(self._flights.backlog, died=False)  # it had no part in a death
+            waiting = self._flights.recalled + self._flights.backlog
+            self._give_back(waiting, died=False)  # they had no part in a death
             self._give_back(self._flights.started, died=self._death is not None)
         except RedisError as fault:
             if is_outage(fault) and time.monotonic() < deadline:
@@ -148,7 +149,8 @@ class Session:
             until = min(until, self._stop.warm_since + self._settings.drain_seconds)
         if self._outage.is_on:
             return max(0.0, min(until, self._outage.retry_at) - now)
-        if self._endings or self._canceled or self._flights.untold:
+        flights = self._flights
+        if self._endings or self._canceled or flights.untold or flights.recalled:
             return 0.0
         if self._intake.wants_jobs():
             until = min(until, self._intake.next_pull)
@@ -179,6 +181,8 @@ class Session:
                     self._is_ready = True
                     self._side.maker = self._flights.maker = self._engine.maker
                     log.info("the engine is ready: up to %d jobs", self._engine.max_in_flight)
+                case Recalled(job_ids):
+                    self._flights.take_back(job_ids)
                 case EngineDied(reason):
                     self._death = reason
                 case LoadFailed(error):
@@ -237,6 +241,7 @@ class Session:
             self._maintenance_timer.at = max(self._maintenance_timer.at, now + OTHERS_SECONDS)
         self._finish()
         self._cancel_in_redis()
+        self._intake.return_recalled()
         self._telling.look()
         if self._poll_timer.is_due(now):
             self._poll()

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self, get_args
 from batchkv_cache_store import opening
 from batchkv_cache_store.sizes import parse_size
 from batchkv_producer.checks import model_name
+from batchkv_worker.dispatch import WAVES_AHEAD
 from batchkv_worker.errors import SettingsError
 from batchkv_worker.kv.spec import SchemeSpec
 
@@ -40,7 +41,7 @@ class WorkerSettings:
     model: str
     kv_scheme: str = "affine8"
     slots: int = 32
-    prefetch: int = 8
+    prefetch: int | None = None  # as many as ``rows_ahead`` says
     memory_bytes: int | None = None
     admission: Admission = "optimistic"
     prefill_chunk: int | None = None  # measured at start
@@ -86,6 +87,11 @@ class WorkerSettings:
         settings._check_lease()
         settings._check_cache(values.keys())
         return settings
+
+    @property
+    def rows_ahead(self) -> int:
+        """Rows that wait in the engine beside those in its slots."""
+        return WAVES_AHEAD * self.slots if self.prefetch is None else self.prefetch
 
     def _check_cache(self, said: Set[str]) -> None:
         """What needs a cache, or a kind of tier, is refused without."""
@@ -177,6 +183,10 @@ def _chunk(text: str) -> int | None:
     return None if text == "auto" else _whole(BLOCK_TOKENS, 65_536, BLOCK_TOKENS)(text)
 
 
+def _rows(text: str) -> int | None:
+    return None if text == "auto" else _whole(0, 4096)(text)
+
+
 def _seconds(low: float, high: float) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = float(text)
@@ -209,8 +219,8 @@ SETTINGS = (
     Setting("kv_scheme", "BATCHKV_KV_SCHEME", "--kv-scheme", _scheme,
             "a KV scheme, like affine8 or affine4,last=float"),
     Setting("slots", "BATCHKV_SLOTS", "--slots", _whole(1, 4096), "a whole number, 1 to 4096"),
-    Setting("prefetch", "BATCHKV_PREFETCH", "--prefetch", _whole(0, 4096),
-            "a whole number, 0 to 4096"),
+    Setting("prefetch", "BATCHKV_PREFETCH", "--prefetch", _rows,
+            "auto, or a whole number, 0 to 4096"),
     Setting("memory_bytes", "BATCHKV_MEMORY", "--memory", parse_size,
             "a size of at least 1MiB, like 4GB or 512MiB"),
     Setting("admission", "BATCHKV_ADMISSION", "--admission", _one_of(*get_args(Admission)),
