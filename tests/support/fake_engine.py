@@ -90,8 +90,7 @@ class FakeEngine:
         return found[:count]
 
     def step(self) -> list[Event]:
-        while self._waiting and len(self._decoding) < self._slots:
-            self._decoding.append(self._waiting.popleft())
+        self.fill_slots()
         if self._plan.step_seconds:
             time.sleep(self._plan.step_seconds)
         for row in self._decoding:
@@ -102,6 +101,10 @@ class FakeEngine:
             self._num_ended += len(ended)
             Path(self._plan.tally).write_text(str(self._num_ended))
         return [self._end(row.work) for row in ended]
+
+    def fill_slots(self) -> None:
+        while self._waiting and len(self._decoding) < self._slots:
+            self._decoding.append(self._waiting.popleft())
 
     def close(self) -> None:
         pass

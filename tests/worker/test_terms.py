@@ -84,6 +84,7 @@ class Gated(FakeEngine):
 
     def step(self) -> list[Event]:
         if not self.gate.is_set():
+            self.fill_slots()
             time.sleep(0.002)
             return []
         return super().step()
