@@ -26,7 +26,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from redis import Redis
+from redis.exceptions import NoPermissionError
 
+from batchkv_producer import redis_keys
 from batchkv_producer.errors import BatchkvError
 from batchkv_producer.server_home import Home, home_from_environment, refuse_foreign
 from batchkv_producer.transitions import Transitions
@@ -127,9 +129,20 @@ def reclaim_dead(connection: Redis, home: Home) -> int:
     for path, record in dead:
         if record.name not in living:  # else what is held under that name is another process's
             num += sum(Transitions(connection).reap(record.queue, record.name, MAX_RECLAIMED))
+            _sign_off(connection, record)
         with suppress(OSError):
             path.unlink(missing_ok=True)
     return num
+
+
+def _sign_off(connection: Redis, record: Record) -> None:
+    """Nobody is to count a dead worker among those that serve its queue."""
+    key = redis_keys.worker(record.name)
+    with suppress(NoPermissionError), connection.pipeline(transaction=False) as pipeline:
+        pipeline.srem("rq:workers", key)
+        pipeline.srem(f"rq:workers:{record.queue}", key)
+        pipeline.delete(key)
+        pipeline.execute()
 
 
 def withdraw(home: Home, pid: int) -> None:

@@ -22,9 +22,13 @@ from batchkv_cache_store.errors import TierMisconfigured
 from batchkv_cache_store.lease import RedisLeases
 from batchkv_cache_store.opening import open_store, open_tiers, parse_tiers
 from batchkv_cache_store.tiers.redis import RedisTier
-from batchkv_producer import forgetting, redis_keys
+from batchkv_producer import forgetting, redis_keys, suspects
+from batchkv_producer.presence import Presence, reclaim_dead
+from batchkv_producer.server_home import Home
 from batchkv_producer.transitions import Ending, Held, Transitions
 from batchkv_worker.maintenance import Maintenance
+from batchkv_worker.redis_side import RedisSide
+from batchkv_worker.settings import WorkerSettings
 from cache_store.blocks import encoded, make_block
 from hostile.house import batchkv
 from support.worker_harness import (
@@ -217,6 +221,32 @@ def test_a_stopped_worker_gives_back_and_reaps_with_its_rights(hub: Hub) -> None
         assert moves.give_back(queue, held) == 2
         assert moves.settle(queue, "failed", [(f"{'ab' * 8}-1", b"")]) == [""]
         sender.sweep(queue, "ab" * 8)
+
+
+def test_a_worker_looks_after_suspects_and_dead_neighbours_with_its_rights(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Emptying itself for suspects, signing off a dead worker; a producer may count suspects."""
+    monkeypatch.setenv("BATCHKV_HOME", str(tmp_path / "home"))
+    queue = "batchkv:apart"
+    with hub.connect("worker") as connection, hub.connect("producer") as producer:
+        side = RedisSide(
+            *(connection, queue, "w", WorkerSettings(model=MODEL)),
+            register=lambda: None,
+            set_state=lambda state: None,
+        )
+        assert side.claim_suspects() and not side.claim_suspects()
+        assert not side.is_next_suspect()
+        side.release_suspects()
+        assert side.claim_suspects()
+        connection.sadd("rq:workers", redis_keys.worker("dead"))
+        Presence(connection, "dead", queue, 15.0)
+        (record,) = (tmp_path / "home" / "workers").iterdir()
+        record.write_text(record.read_text().replace('"started": "', '"started": "no '))
+        assert reclaim_dead(connection, Home(tmp_path / "home")) == 0
+        assert not record.exists()
+        assert redis_keys.worker("dead").encode() not in connection.smembers("rq:workers")
+        assert suspects.count_waiting(producer, queue) == 0
 
 
 REFUSED = {

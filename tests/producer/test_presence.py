@@ -17,6 +17,7 @@ from batchkv_producer import presence, redis_keys
 from batchkv_producer.presence import Presence, process_start, reclaim_dead, server_of
 from batchkv_producer.server_home import Home
 from batchkv_producer.transitions import Transitions
+from batchkv_producer.workers import read_workers
 from producer.test_transitions import QUEUE, House, job_id
 
 Leave = Callable[..., Path]
@@ -104,6 +105,19 @@ def test_a_process_that_is_gone_is_a_death(
     assert reclaim_dead(house.connection, home) == 4
     assert [is_suspect(house, line) for line in range(1, 7)] == [True] * 4 + [False] * 2
     assert not path.exists()
+
+
+def test_a_dead_worker_is_counted_no_more(house: House, home: Home, leave: Leave) -> None:
+    """It leaves RQ's lists with its rows, and its name may be used again."""
+    key = redis_keys.worker("victim")
+    house.connection.hset(key, mapping={"birth": "x", "queues": QUEUE})
+    for workers in ("rq:workers", f"rq:workers:{QUEUE}"):
+        house.connection.sadd(workers, key)
+    assert [info.name for info in read_workers(house.connection)] == ["victim"]
+    leave(started="1")
+    reclaim_dead(house.connection, home)
+    assert read_workers(house.connection) == []
+    assert not house.connection.exists(key, "rq:workers", f"rq:workers:{QUEUE}")
 
 
 def test_a_number_that_another_process_has_now(house: House, home: Home, leave: Leave) -> None:
