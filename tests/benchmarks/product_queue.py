@@ -84,7 +84,8 @@ class Watch:
 
     def _look(self) -> None:
         while not self._is_over.wait(WATCH_SECONDS):
-            self._note("host_mb", _host_mb())
+            if shutil.which("ps") is not None:
+                self._note("host_mb", _host_mb())
             if self._before is not None and (now := _gpu_mb()) is not None:
                 self._note("gpu_mb", now - self._before)
 

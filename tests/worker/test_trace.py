@@ -17,6 +17,9 @@ import pytest
 from redis import Redis
 
 from batchkv_worker import trace
+from batchkv_worker.engine import Engine, EngineConfig
+from batchkv_worker.events import Completed
+from batchkv_worker.sequence import Generation, Sequence
 from batchkv_worker.trace import (
     DECODE,
     END,
@@ -30,6 +33,7 @@ from batchkv_worker.trace import (
     REDIS,
     START,
 )
+from support import tiny_models
 from support.worker_harness import WorkerProcess, num_ended, submit, wait_until, workers
 
 Event = dict[str, Any]
@@ -208,3 +212,30 @@ def test_a_file_that_cannot_be_is_refused(redis_url: str, tmp_path: Path) -> Non
     with workers(WorkerProcess(redis_url, tmp_path / "log", settings=settings)) as (worker,):
         assert worker.wait() == 2
     assert f"--trace {settings['TRACE']}: it cannot be written: No such file" in worker.said
+
+
+def test_tracing_changes_no_token(tmp_path: Path) -> None:
+    """Waiting for chunks before the step behind them gives the same answers, and is told."""
+
+    def answers() -> dict[str, tuple[int, ...]]:
+        engine = Engine(tiny_models.loaded(model), config)
+        for index in range(12):
+            prompt = [(7 * index + at) % 50 for at in range(20 + 37 * index)]
+            engine.submit_row(Sequence(str(index), prompt, Generation(6, temperature=0.0)))
+        found = {}
+        while not engine.is_idle:
+            ENGINE.enter(DECODE)
+            for event in engine.step():
+                assert isinstance(event, Completed)
+                found[event.job_id] = event.token_ids
+        engine.close()
+        return found
+
+    model = tiny_models.build("llama")
+    config = EngineConfig("float", slots=4, memory_bytes=2**27, path="fused", group_cost=64)
+    plain, path = answers(), tmp_path / "t.json"
+    trace.open_trace(str(path), "test")
+    told = answers()
+    trace.close_trace()
+    assert told == plain
+    assert phases(read(path), ENGINE.number).keys() == {PREFILL, DECODE}

@@ -78,6 +78,13 @@ class Prefill:
         ENGINE.enter(DECODE)
         return group
 
+    def _mark(self, arrays: list[mx.array]) -> None:
+        """Keep one number of a chunk, in bytes of its own: the chunk's must stay free to move."""
+        if arrays and arrays[-1].size:
+            number = arrays[-1][(0,) * arrays[-1].ndim].astype(mx.float32) + 0
+            mx.async_eval(number)
+            self._new_untold.append(number)
+
     def settle(self) -> None:
         """For a trace: wait for the chunks that were started before the step in flight.
 
@@ -113,10 +120,8 @@ class Prefill:
         self._model(mx.array(tokens), cache=self._plan.tree.nested(self._rows.layers))
         self._rows.end()
         mx.async_eval(self._rows.arrays)
-        if ENGINE.is_traced and self._rows.arrays:
-            last = self._rows.arrays[-1].reshape(-1)[:1].astype(mx.float32) + 0  # its own bytes
-            mx.async_eval(last)
-            self._new_untold.append(last)
+        if ENGINE.is_traced:
+            self._mark(self._rows.arrays)
         if started is not None:
             mx.eval(self._rows.arrays)
             self._observe(sum(lengths), time.perf_counter() - started)
