@@ -31,7 +31,14 @@ from batchkv_cache_store.uses import Kept
 from batchkv_producer.formats import Row
 from batchkv_producer.job import Request, SamplingParams
 from batchkv_producer.planner import Plan
-from batchkv_worker.dispatch import View, jobs_to_return, jobs_to_start, jobs_to_take
+from batchkv_worker.dispatch import (
+    WAVES_AHEAD,
+    View,
+    jobs_to_recall,
+    jobs_to_return,
+    jobs_to_start,
+    jobs_to_take,
+)
 from batchkv_worker.requests import SHARED_SLACK
 
 DATA = Path(os.environ.get("BATCHKV_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -41,7 +48,7 @@ SPEEDS = (1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2)  # of the workers, against the
 BLOCK_TOKENS = 512
 BLOCK_BYTES = 4 * BLOCK_TOKENS  # of text
 MEMORY_BLOCKS = 500
-SLOTS, PREFETCH = 32, 8
+SLOTS, PREFETCH = 32, WAVES_AHEAD * 32  # a worker's defaults
 PROMPT_TOKENS_PER_SECOND, ANSWER_TOKENS_PER_SECOND = 2_000.0, 30.0  # of a row, at speed 1
 POLL_SECONDS = 1.0
 MIN_HIT_RATE, MAX_WRITTEN = 0.362, 0.30
@@ -159,6 +166,13 @@ class Worker:
             self.kept.remove(job.chain)
         return job
 
+    def last_row(self) -> Job:
+        """The row that would be computed last: the engine forgets it."""
+        job = self.engine.pop()
+        if self.knows:
+            self.kept.remove(job.chain)
+        return job
+
     def keep(self, job: Job) -> None:
         """Its prompt is computed. As ``PrefixCache`` does."""
         self.kept.touch(job.chain)
@@ -237,11 +251,13 @@ class Simulation:
         if self._take is jobs_to_take:
             for _ in range(jobs_to_return(self._view(worker))):
                 self._queue.appendleft(worker.backlog.pop())
+            for _ in range(jobs_to_recall(self._view(worker))):
+                self._queue.appendleft(worker.last_row())
 
     def _refill(self, worker: Worker) -> None:
         """As ``Intake`` does, which does not ask for every single row that ends."""
         view = self._view(worker)
-        if self._queue and (view.num_started == 0 or view.room >= self._prefetch // 2):
+        if self._queue and (view.num_started == 0 or view.room >= view.ahead // 2):
             number = min(self._take(view), len(self._queue))
             worker.backlog.extend(self._queue.popleft() for _ in range(number))
             worker.queued = len(self._queue)

@@ -137,8 +137,9 @@ class Intake:
         Not for every single row that ends: half of what waits in the engine may run out first, so
         that a round trip brings several jobs. Jobs of high priority are not kept waiting for that.
         """
-        few = min(self._prefetch, self._engine.max_in_flight) // 2 if not self._ours[0] else 1
-        return self._wanted() > 0 and (not self._flights or self._view().room >= few)
+        view = self._view()
+        few = min(view.ahead, self._engine.max_in_flight) // 2 if not self._ours[0] else 1
+        return self._wanted() > 0 and (not self._flights or view.room >= few)
 
     def refill(self) -> None:
         """Pull what is wanted, and start what the engine has room for.
