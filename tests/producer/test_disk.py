@@ -11,6 +11,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,9 @@ from batchkv_producer.delays import Delays
 from batchkv_producer.errors import FullHomeError, ServerError
 from batchkv_producer.server_home import Home
 
+SUPPORT = Path(__file__).parent.parent / "support"
+FAKE_BATCHKV = [sys.executable, str(SUPPORT / "batchkv_with_fake_worker.py")]
+DEADLINE_SECONDS = 60.0
 NUM_ROWS = 600
 ROOM = 200_000  # bytes: less than the rows take, more than a file of the server's at start
 
@@ -112,6 +116,31 @@ def test_a_disk_that_fills_while_rows_wait(home: Home, source: Path) -> None:
     batch_id = batchkv("submit", one, "-m", "m").stdout.strip()
     assert_names(batchkv("submit", source, "-m", "m"), home)
     assert_names(batchkv("wait", batch_id, "--timeout", "30"), home)
+
+
+def test_a_run_ends_when_its_workers_cannot_tell_results(home: Home, source: Path) -> None:
+    """run does not go on in silence while its workers keep results that nobody takes: it ends,
+    names the disk, and its worker ends with it."""
+    start_server(ROOM)
+    few = source.with_name("few.txt")
+    few.write_text("one\ntwo\n", "utf-8")
+    running = subprocess.Popen(
+        [*FAKE_BATCHKV, "run", str(few), "-m", "m"],
+        env={**os.environ, "FAKE_DELAY": "30"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with Redis.from_url(home.url) as redis:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not any(batch.running for batch in Client(redis).list_batches()):
+            assert time.monotonic() < deadline and running.poll() is None
+            time.sleep(0.05)
+    assert_names(batchkv("submit", source, "-m", "m"), home)
+    said = running.communicate(timeout=DEADLINE_SECONDS)[1]
+    ended = subprocess.CompletedProcess(running.args, running.returncode, "", said)
+    assert_names(ended, home)
+    assert "stopping the workers" not in said  # who have nobody to give their rows to
 
 
 def test_a_hub_that_is_full_is_a_reason_to_wait(home: Home, source: Path) -> None:
