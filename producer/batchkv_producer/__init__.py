@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from batchkv_producer.formats import RowError
     from batchkv_producer.job import ErrorCode, Result, SamplingParams, TokenLogprob, Usage
     from batchkv_producer.one_job import JobInfo
+    from batchkv_producer.prompting import Prompting
+    from batchkv_producer.source import Inputs
     from batchkv_producer.status import BatchStatus
     from batchkv_producer.stored import StoredRow
     from batchkv_producer.submission import Checked, Submitted
@@ -39,8 +41,10 @@ __all__ = [
     "ErrorCode",
     "ExpiredError",
     "InputFileError",
+    "Inputs",
     "JobInfo",
     "NotFoundError",
+    "Prompting",
     "Result",
     "RowError",
     "SamplingParams",
@@ -77,6 +81,8 @@ _HOMES = {
         "Usage",
     ),
     "one_job": ("JobInfo",),
+    "prompting": ("Prompting",),
+    "source": ("Inputs",),
     "status": ("BatchStatus",),
     "stored": ("StoredRow",),
     "submission": (

@@ -11,6 +11,7 @@ from batchkv_producer.line_file import LineFile, OutputError
 from batchkv_producer.maker import Maker
 from batchkv_producer.outfile import errors_path
 from batchkv_producer.redis_keys import parse_job_id
+from batchkv_producer.target import STDOUT
 
 
 def holds_other(out: Path, batch_id: str, relatives: Collection[str], maker: Maker) -> bool:
@@ -18,6 +19,8 @@ def holds_other(out: Path, batch_id: str, relatives: Collection[str], maker: Mak
 
     The second happens where a batch was forgotten, or its server lost, and is made anew.
     """
+    if out == STDOUT:
+        return False
     return any(_is_other(part, batch_id, relatives, maker) for part in (out, errors_path(out)))
 
 

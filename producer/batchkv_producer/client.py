@@ -35,6 +35,7 @@ from batchkv_producer.intervention import Unanswered
 from batchkv_producer.job import Result, SamplingParams, decode_result
 from batchkv_producer.one_job import JobInfo
 from batchkv_producer.patience import Pace, patiently
+from batchkv_producer.prompting import AUTO, Prompting
 from batchkv_producer.source import Source
 from batchkv_producer.status import BatchStatus
 from batchkv_producer.stored import StoredRow
@@ -87,11 +88,14 @@ class Client:
         default_model: str | None = None,
         on_identified: Identified | None = None,
         terms: Terms = NO_TERMS,
+        prompting: Prompting = AUTO,
     ) -> Submitted:
         """Queue a file, or dicts as they would stand in its lines; the same again join their batch.
 
         ``terms``: priority, deadline, dedupe, how long the results stay. A batch that is there
         keeps its own.
+
+        ``prompting`` says how plain prompts are sent.
 
         ``default_model`` serves when neither ``model`` nor the lines name one. ``on_identified``
         gets the batch's id and model before anything is changed, and may refuse by raising.
@@ -107,25 +111,10 @@ class Client:
             default_model=default_model,
             on_identified=on_identified,
             terms=terms,
+            prompting=prompting,
         )
 
-    def check(
-        self,
-        source: Given,
-        *,
-        model: str | None = None,
-        defaults: SamplingParams = NO_DEFAULTS,
-        default_model: str | None = None,
-        dedupe: bool = False,
-    ) -> Checked:
-        """Read and check a file, change nothing; it also tells the id that its batch has."""
-        return submission.check(
-            as_source(source),
-            model=model,
-            defaults=defaults,
-            default_model=default_model,
-            dedupe=dedupe,
-        )
+    check = staticmethod(submission.check)  # needs no server
 
     def status(self, batch_id: str) -> BatchStatus:
         """Where one batch stands, after rows past its deadline were ended."""

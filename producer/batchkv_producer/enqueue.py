@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchkv_producer import redis_keys
 from batchkv_producer.errors import BatchkvError
@@ -18,6 +18,8 @@ from batchkv_producer.kept_defaults import encode_defaults
 from batchkv_producer.maker import Maker
 from batchkv_producer.order import ORDER_VERSION
 from batchkv_producer.planner import Chunk, Plan, PlanCounts
+from batchkv_producer.prompting import AUTO, Prompting, as_raw
+from batchkv_producer.row_facts import NO_FACTS
 from batchkv_producer.terms import NO_TERMS, Terms, differences
 from batchkv_producer.transitions import Standing, Transitions
 
@@ -36,6 +38,7 @@ class BatchSpec:
     job_timeout_seconds: int = DEFAULT_JOB_TIMEOUT_SECONDS
     name: str = ""
     terms: Terms = NO_TERMS
+    prompting: Prompting = AUTO
 
 
 def enqueue(
@@ -54,6 +57,9 @@ def enqueue(
     """
     batch_id = generation.batch_id
     there, start = _create_or_join(transitions, generation, counts, spec)
+    is_raw = there.style != "auto"
+    if start < counts.num_chunks and is_raw and not spec.prompting.raw:
+        _check_raw(batch_id, plan, counts, spec)
     num_rows = plan.num_rows_before(start)
     in_flight: deque[tuple[Chunk, Future[int]]] = deque()
 
@@ -67,7 +73,8 @@ def enqueue(
 
     # One thread keeps the chunks in order. Leaving the block waits for what is on its way.
     with ThreadPoolExecutor(max_workers=1) as pool:
-        for chunk in plan.chunks(start):
+        for planned in plan.chunks(start):
+            chunk = _raw_chunk(planned) if is_raw and plan.num_plain else planned
             if len(in_flight) == MAX_IN_FLIGHT:
                 confirm_oldest()
             in_flight.append((chunk, pool.submit(_send, transitions, batch_id, spec, chunk)))
@@ -95,6 +102,7 @@ def _create_or_join(
             "job_timeout": spec.job_timeout_seconds,
             "defaults": encode_defaults(spec.defaults),
             **generation.fields(),
+            **spec.prompting.as_fields(),
             **spec.terms.as_fields(transitions.server_seconds),
         },
         spec.terms.maker.fields() if not spec.terms.mixed else _weights(spec.terms.maker),
@@ -123,6 +131,26 @@ def _create_or_join(
 def _weights(maker: Maker) -> dict[str, str]:
     """What of it holds for every worker of a mixed batch."""
     return Maker(maker.fingerprint).fields()
+
+
+def _check_raw(batch_id: str, plan: Plan, counts: PlanCounts, spec: BatchSpec) -> None:
+    """Refuse to finish what cannot come out as it was begun, before prompts had a style."""
+    if spec.terms.dedupe and 0 < plan.num_plain < counts.total:
+        raise BatchkvError(
+            f"batch {batch_id} was begun by a version of batchkv that sent all prompts as they "
+            "are; finish the submit with that version"
+        )
+
+
+def _raw_chunk(chunk: Chunk) -> Chunk:
+    """The chunk of a batch that was begun before prompts had a style: all are sent as they are."""
+    return replace(
+        chunk,
+        jobs=[(line, as_raw(data), shared) for line, data, shared in chunk.jobs],
+        twins=[(line, as_raw(data), own_id, first) for line, data, own_id, first in chunk.twins],
+        needs={},
+        facts=NO_FACTS,
+    )
 
 
 def _send(transitions: Transitions, batch_id: str, spec: BatchSpec, chunk: Chunk) -> int:

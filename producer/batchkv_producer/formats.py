@@ -6,8 +6,8 @@ a line               means
 ``{"custom_id": ..,  an OpenAI Batch API line; ``url`` is ``/v1/chat/completions`` or
 "url": .., "body":}`` ``/v1/completions`` and may be left out
 ``{"messages": []}`` a chat request: its body's fields stand beside ``messages``
-``{"prompt": ".."}`` a completion: the prompt goes to the model as it is, without a template
-any text (``.txt``)  a completion with that line as its prompt
+``{"prompt": ".."}`` a plain prompt: a completion whose style is ``auto`` (``prompting``)
+any text (``.txt``)  a plain prompt
 ===================  ==========================================================================
 
 Lines end with LF or CRLF and are counted from 1. A blank line is counted but is no row. Elements of
@@ -120,7 +120,7 @@ def _text_row(line: int, own_id: str, raw: bytes) -> Row | RowError:
     except UnicodeDecodeError as fault:
         message = f"the line is not UTF-8 (byte {fault.start + 1})"
         return RowError(line, own_id, "completion", ErrorCode.INVALID_REQUEST, message)
-    return Row(line, Request(own_id, "completion", prompt=prompt, params=NO_PARAMS))
+    return Row(line, Request(own_id, "completion", prompt=prompt, params=NO_PARAMS, style="auto"))
 
 
 def _json_row(line: int, own_id: str, raw: bytes) -> Row | RowError:
@@ -159,8 +159,14 @@ def _row(line: int, value: Any, custom_id: str, raw: bytes) -> Row:
     if b"\\u" in raw:
         _check_surrogates(value)
     _check_custom_id(value.get("custom_id"))
-    endpoint, body = _batch_line(value) if _is_batch_line(value) else _lazy_line(value)
-    return Row(line, read_body(body, endpoint, custom_id), model_of(body))
+    if _is_batch_line(value):
+        endpoint, body = _batch_line(value)
+        return Row(line, read_body(body, endpoint, custom_id), model_of(body))
+    endpoint, body = _lazy_line(value)
+    request = read_body(body, endpoint, custom_id)
+    if endpoint == "completion":
+        request = replace(request, style="auto")
+    return Row(line, request, model_of(body))
 
 
 def _check_custom_id(value: Any) -> None:

@@ -22,6 +22,8 @@ from batchkv_producer.cache_note import CacheNote
 from batchkv_producer.error_codes import ErrorCode as ErrorCode
 from batchkv_producer.errors import WireError
 from batchkv_producer.inflating import inflate
+from batchkv_producer.params import SamplingParams as SamplingParams
+from batchkv_producer.params import read_params
 from batchkv_producer.stamp import unstamped
 
 FUNCTION_NAME = "batchkv.generate"
@@ -31,30 +33,17 @@ MAX_CUSTOM_ID_CHARS = 1024
 
 Endpoint = Literal["chat", "completion"]
 Outcome = Literal["ok", "failed", "canceled"]
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How to generate. None means "not said": the worker takes the model's default.
-
-    ``logprobs`` is None (off) or the number of alternatives wanted beside each chosen token,
-    0 to 20. ``seed`` None means a hash of the job id.
-    """
-
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    logprobs: int | None = None
+Style = Literal["raw", "auto"]
+NO_PARAMS = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One validated row: exactly one of ``messages`` (chat) and ``prompt`` (completion) is set."""
+    """One validated row: exactly one of ``messages`` (chat) and ``prompt`` (completion) is set.
+
+    A prompt whose ``style`` is ``auto`` is a user message where the model has a chat template, with
+    ``system`` before it (``prompting``); one that is ``raw`` goes to the model as it is.
+    """
 
     custom_id: str
     endpoint: Endpoint
@@ -62,7 +51,9 @@ class Request:
     prompt: str | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams = NO_PARAMS
+    style: Style = "raw"
+    system: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +113,10 @@ def encode_job(request: Request) -> bytes:
     for name, value in rest:
         if value is not None:
             payload[name] = value
+    if request.style != "raw":
+        payload["style"] = request.style
+    if request.system is not None:
+        payload["system"] = request.system
     if request.chat_template_kwargs:
         payload["chat_template_kwargs"] = request.chat_template_kwargs
     said = zip(_PARAM_NAMES, _param_values(request.params), strict=True)
@@ -204,16 +199,6 @@ def _load_json(raw: bytes) -> Any:
         raise WireError(f"job data is not JSON: {fault}") from fault
 
 
-_OPTIONAL_TYPES: dict[str, tuple[type, ...]] = {
-    "max_tokens": (int,),
-    "temperature": (int, float),
-    "top_p": (int, float),
-    "top_k": (int,),
-    "min_p": (int, float),
-    "repetition_penalty": (int, float),
-    "seed": (int,),
-    "logprobs": (int,),
-}
 _REQUEST_FIELDS = frozenset(item.name for item in fields(Request))
 _REQUIRED = object()
 
@@ -229,11 +214,16 @@ def _request(payload: Any) -> Request:
         tools=_typed(payload, "tools", list, None),
         chat_template_kwargs=_typed(payload, "chat_template_kwargs", dict, {}),
         params=read_params(_typed(payload, "params", dict, {})),
+        style=_typed(payload, "style", str, "raw"),
+        system=_typed(payload, "system", str, None),
     )
     if len(request.custom_id) > MAX_CUSTOM_ID_CHARS:  # it stands in the row's result, too
         raise WireError("job payload: custom_id is too long")
     if request.endpoint not in ("chat", "completion"):
         raise WireError("job payload names an unknown endpoint")
+    is_styled = request.style == "auto" and request.prompt is not None
+    if not is_styled and (request.style != "raw" or request.system is not None):
+        raise WireError("job payload has a style or a system message that it cannot have")
     if (request.messages is None) == (request.prompt is None):
         raise WireError("job payload needs either messages or a prompt")
     return request
@@ -244,21 +234,6 @@ def _typed(payload: dict[str, Any], name: str, kind: type, default: Any = _REQUI
     if value is _REQUIRED or (value is not default and not isinstance(value, kind)):
         raise WireError(f"job payload: {name} is missing or not a {kind.__name__}")
     return value
-
-
-def read_params(payload: dict[str, Any]) -> SamplingParams:  # raises WireError
-    stop = payload.get("stop", [])
-    if not isinstance(stop, list) or not all(isinstance(item, str) for item in stop):
-        raise WireError("job payload: stop is not a list of strings")
-    values: dict[str, Any] = {}
-    for name, value in payload.items():
-        if name == "stop":
-            continue
-        kinds = _OPTIONAL_TYPES.get(name)
-        if kinds is None or isinstance(value, bool) or not isinstance(value, kinds):
-            raise WireError(f"job payload: params.{name} is unknown or of the wrong type")
-        values[name] = value
-    return SamplingParams(stop=tuple(stop), **values)
 
 
 def _result(packed: dict[str, Any]) -> Result:

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 
 from batchkv_producer.errors import WireError
-from batchkv_producer.job import SamplingParams, read_params
+from batchkv_producer.params import SamplingParams, read_params
 
 
 def encode_defaults(defaults: SamplingParams) -> str:

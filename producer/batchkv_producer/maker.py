@@ -16,7 +16,9 @@ from dataclasses import asdict, astuple, dataclass
 from batchkv_producer.job import Request
 
 # What a row may need beyond what every worker of the first version can do, and which rows do.
-_NEEDS: tuple[tuple[str, Callable[[Request], bool]], ...] = ()
+_NEEDS: tuple[tuple[str, Callable[[Request], bool]], ...] = (
+    ("style", lambda request: request.style != "raw"),  # a plain prompt for the chat template
+)
 ABILITIES = tuple(name for name, _ in _NEEDS)
 
 SHOWN_DIGITS = 4  # of a fingerprint, to people

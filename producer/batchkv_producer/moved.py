@@ -18,7 +18,8 @@ class Standing:
     """A batch on the server: chunks enqueued so far and in all, the version of their order.
 
     ``expires`` is seconds since 1970, ``keep_seconds`` counts from the end; 0 is none. ``fits``:
-    it is computed with what was asked for, as far as either is known.
+    it is computed with what was asked for, as far as either is known. ``style`` is that of plain
+    prompts; empty for a batch of versions that had none.
     """
 
     digest: str
@@ -31,11 +32,13 @@ class Standing:
     is_deduped: bool = False
     fits: bool = True
     is_forgotten: bool = False  # `batchkv forget` is at work on it
+    style: str = ""
 
     @classmethod
     def of(cls, reply: list[Any]) -> Standing:
         """From what the script answers."""
-        fits, digest, chunks, num_chunks, order, priority, expires, keep, dedupe, forgotten = reply
+        fits, digest, chunks, num_chunks, order, priority, expires, keep, *rest = reply
+        dedupe, forgotten, style = rest
         return cls(
             digest.decode("utf-8", "replace"),
             int(chunks),
@@ -47,6 +50,7 @@ class Standing:
             bool(dedupe),
             bool(fits),
             bool(forgotten),
+            (style or b"").decode(),
         )
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from batchkv_producer.body import ENDPOINTS, NUMBERS, params_of
 from batchkv_producer.checks import MAX_CUSTOM_ID_CHARS, NumberRule, RowFault, is_model_name
-from batchkv_producer.job import Endpoint, Request, SamplingParams
+from batchkv_producer.job import Endpoint, Request, SamplingParams, Style
 from batchkv_producer.messages import ROLES
 
 MAX_INT64 = 2**63 - 1  # msgspec has no bounds beyond it
@@ -67,6 +67,8 @@ _batch_line = _decoder(
     ]
 )
 _numbers_of = attrgetter(*NUMBERS)
+_AUTO: Style = "auto"
+_RAW: Style = "raw"
 
 
 def read_plain(raw: bytes, default_custom_id: str) -> tuple[Request, str | None] | None:
@@ -75,10 +77,10 @@ def read_plain(raw: bytes, default_custom_id: str) -> tuple[Request, str | None]
         # A guess: a lazy line that has this for a value is not read here.
         if b'"body"' in raw:
             line = _batch_line(raw)
-            body, url = line.body, line.url
+            body, url, style = line.body, line.url, _RAW
         else:
             line = body = _lazy_line(raw)
-            url = None
+            url, style = None, _AUTO if body.messages is None else _RAW
         params = _params(*_numbers_of(body))
     except (msgspec.DecodeError, UnicodeDecodeError, RowFault):
         return None
@@ -89,7 +91,7 @@ def read_plain(raw: bytes, default_custom_id: str) -> tuple[Request, str | None]
     if (url is not None and ENDPOINTS.get(url) != kind) or not _are_plain(messages or ()):
         return None
     custom_id = line.custom_id or default_custom_id
-    return Request(custom_id, kind, messages=messages, prompt=prompt, params=params), model
+    return Request(custom_id, kind, messages, prompt, params=params, style=style), model
 
 
 def _are_plain(messages: Any) -> bool:

@@ -29,6 +29,7 @@ from batchkv_producer.formats import Row, RowError
 from batchkv_producer.job import ErrorCode, SamplingParams, encode_job
 from batchkv_producer.maker import needs_of
 from batchkv_producer.order import Entry, in_windows, text_key, with_shared, work_of
+from batchkv_producer.prompting import AUTO, Prompting
 from batchkv_producer.row_facts import pack, stretch_lines
 from batchkv_producer.twins import can_have_twin, request_digest
 
@@ -106,8 +107,12 @@ class Plan:
     where a row stands in the input.
     """
 
-    def __init__(self, defaults: SamplingParams, *, dedupe: bool = False) -> None:
+    def __init__(
+        self, defaults: SamplingParams, *, dedupe: bool = False, prompting: Prompting = AUTO
+    ) -> None:
         self._dedupe = dedupe
+        self._prompting = prompting
+        self.num_plain = 0  # prompts that ``prompting`` is for
         self.place: Callable[[int], str] = "line {}".format
         self._fill = with_defaults(defaults)
         self._is_plain = defaults == SamplingParams()
@@ -205,6 +210,9 @@ class Plan:
             wrong = (endpoint, row.code, row.message)
             return line, row.custom_id, b"", 0, *wrong, None, 0, -1, None, "", None
         line, request = row.line, row.request
+        if request.style == "auto":
+            self.num_plain += 1
+            request = self._prompting.apply(request)
         text = canonical_text(request)
         raw = text.encode("utf-8")
         if not self._is_plain:

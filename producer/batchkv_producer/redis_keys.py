@@ -10,6 +10,8 @@ key                        type    content
                                    ``created``, ``chunks`` (enqueued so far), ``num_chunks``,
                                    ``last_line`` (above ``total`` if the file has blank lines),
                                    ``order`` (version of the rows' order; missing: 1),
+                                   ``style`` of plain prompts (``auto``, ``raw``; missing: raw) and
+                                   ``system``, the message before each (``prompting``),
                                    ``job_timeout`` (seconds; that of the last submit or retry),
                                    ``defaults`` (JSON: what rows do that do not say otherwise);
                                    only if asked for: ``priority`` (``high``, ``low``), ``expires``

@@ -27,6 +27,7 @@ from batchkv_producer.intervention import (
 from batchkv_producer.job import SamplingParams
 from batchkv_producer.kept_defaults import decode_defaults
 from batchkv_producer.planner import Plan
+from batchkv_producer.prompting import kept
 from batchkv_producer.source import Source, source_name
 from batchkv_producer.status import BatchStatus
 from batchkv_producer.stored import in_finish_order
@@ -88,8 +89,11 @@ def restore_rows(
     said = _defaults(connection, status.batch_id) if defaults is None else defaults
     moves = Transitions(connection)
     num_queued = 0
-    with Plan(said) as plan:
-        if identify(source, plan, said, status.model) != _digest(connection, status.batch_id):
+    prompting, more_identity = kept(connection, status.batch_id)
+    with Plan(said, prompting=prompting) as plan:
+        generation = _generation(connection, status.batch_id)
+        found = identify(source, plan, said, status.model, more_identity, generation)
+        if found != _digest(connection, status.batch_id):
             raise UsageError(
                 f"{source_name(source)} with these generation flags is not what batch "
                 f"{status.batch_id} was made of: give the file of its submit, and its flags"
@@ -139,6 +143,11 @@ def _jobs(chunk: Chunk) -> list[tuple[int, bytes, int]]:
 def _defaults(connection: Redis, batch_id: str) -> SamplingParams:
     raw: Any = connection.hget(redis_keys.batch(batch_id), "defaults")
     return decode_defaults(raw.decode("utf-8", "replace")) if raw else SamplingParams()
+
+
+def _generation(connection: Redis, batch_id: str) -> int:
+    raw: Any = connection.hget(redis_keys.batch(batch_id), "generation")
+    return int(raw or 1)
 
 
 def _digest(connection: Redis, batch_id: str) -> str:

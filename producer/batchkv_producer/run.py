@@ -38,6 +38,7 @@ from batchkv_producer.maker import NOBODY
 from batchkv_producer.patience import outages_watched, patiently
 from batchkv_producer.presence import reclaim_dead
 from batchkv_producer.progress import Reporter, Snapshot, rows
+from batchkv_producer.prompting import AUTO, Prompting
 from batchkv_producer.run_support import Outage, give_up, impatient, reclaim
 from batchkv_producer.server_home import Home, home_from_environment, make_folders
 from batchkv_producer.signals import Interrupted as Interrupted
@@ -66,6 +67,7 @@ class RunOptions:
     trace: Path | None = None  # of the first worker; see WorkerPlan
     job_timeout_seconds: int | None = None
     terms: Terms = NO_TERMS
+    prompting: Prompting = AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +127,10 @@ def run(
         on_progress=lambda done, total: reporter.update(Snapshot(total)),
         on_identified=partial(_refuse_early, options, connection, url),
         terms=options.terms,
+        prompting=options.prompting,
     )
     batch_id, queue = submitted.batch_id, submitted.queue
     reporter.note(first_words(client, submitted, target.shown(options.out)))
-    put_aside(client.status(batch_id), submitted, options.out, reporter.note)
     _tell_what_stays(client, submitted, options, reporter)
     home = _tidied_home(connection)
     plan = WorkerPlan(
@@ -179,10 +181,13 @@ def _delays(
 def _tell_what_stays(
     client: Client, submitted: Submitted, options: RunOptions, reporter: Reporter
 ) -> None:
-    """What was asked for now, and is otherwise in the batch that was there."""
+    """What was asked for now, and is otherwise in the batch or the OUT that was there."""
+    if submitted.style_note:
+        reporter.note(submitted.style_note)
     for note in submitted.notes:
         reporter.note(f"it was there before: {note}")
     batch = client.status(submitted.batch_id)
+    put_aside(batch, submitted, options.out, reporter.note)
     if options.out == target.STDOUT and batch.num_ended > submitted.num_bad:
         reporter.note(f"{rows(batch.num_ended)} ended before; they are printed again")
     there = batch.job_timeout_seconds

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -18,15 +18,17 @@ from redis import Redis
 
 from batchkv_producer import redis_keys
 from batchkv_producer.body import check_defaults
-from batchkv_producer.checks import model_name, shown
 from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, BatchSpec, Progress, enqueue
 from batchkv_producer.error_codes import ErrorCode
 from batchkv_producer.errors import InputFileError, UsageError
-from batchkv_producer.formats import Row, RowError
+from batchkv_producer.formats import RowError
 from batchkv_producer.generations import Generation, informed, settled
+from batchkv_producer.given_rows import Given, as_source
 from batchkv_producer.job import SamplingParams
+from batchkv_producer.model_vote import ModelVote
 from batchkv_producer.outlook import Outlook, look_ahead
 from batchkv_producer.planner import Plan, PlanCounts
+from batchkv_producer.prompting import AUTO, Prompting, style_note
 from batchkv_producer.reading import Reading
 from batchkv_producer.source import STDIN_NAME, Source, inputs_of, source_name
 from batchkv_producer.terms import NO_TERMS, Terms
@@ -48,7 +50,8 @@ class Submitted:
 
     ``errors`` are the first few of the rows that are wrong. ``num_twins`` rows get the answer
     of one that asks for the same. ``notes``: what was asked for and stays as the batch had it.
-    ``generation``, ``base``, ``relatives``, ``why``: see ``generations``.
+    ``style_note`` says how plain prompts are sent, if there are any. ``generation``, ``base``,
+    ``relatives``, ``why``: see ``generations``.
     """
 
     batch_id: str
@@ -65,6 +68,7 @@ class Submitted:
     base: str = ""
     why: str = ""
     relatives: frozenset[str] = frozenset()
+    style_note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +99,21 @@ class _FileFacts:
 
 
 def check(
-    source: Source,
+    source: Given,
     *,
     model: str | None = None,
     defaults: SamplingParams | None = None,
     default_model: str | None = None,
     dedupe: bool = False,
+    prompting: Prompting = AUTO,
 ) -> Checked:
-    """Read and check a file without a server; raises UsageError for the file as a whole."""
+    """Read and check a file without a server; it also tells the id that its batch has.
+
+    Raises UsageError for the file as a whole.
+    """
     said = defaults or SamplingParams()
-    with Plan(said, dedupe=dedupe) as plan:
-        return _checked(source, plan, said, model, default_model)
+    with Plan(said, dedupe=dedupe, prompting=prompting) as plan:
+        return _checked(as_source(source), plan, said, model, default_model, prompting)
 
 
 def survey(
@@ -115,11 +123,12 @@ def survey(
     defaults: SamplingParams | None = None,
     default_model: str | None = None,
     num_workers: int = 1,
+    prompting: Prompting = AUTO,
 ) -> tuple[Checked, Outlook]:
     """``check``, and what the file's prefixes promise when so many workers share the queue."""
     said = defaults or SamplingParams()
-    with Plan(said) as plan:
-        checked = _checked(source, plan, said, model, default_model)
+    with Plan(said, prompting=prompting) as plan:
+        checked = _checked(source, plan, said, model, default_model, prompting)
         return checked, look_ahead(plan.entries(), checked.num_jobs, num_workers)
 
 
@@ -135,6 +144,7 @@ def submit(
     default_model: str | None = None,
     on_identified: Identified | None = None,
     terms: Terms = NO_TERMS,
+    prompting: Prompting = AUTO,
 ) -> Submitted:
     """Put a file into the queue of its model; raises UsageError before anything was changed.
 
@@ -144,12 +154,13 @@ def submit(
     if job_timeout_seconds < 1:
         raise UsageError(f"the job timeout must be at least 1 second, got {job_timeout_seconds}")
     said = defaults or SamplingParams()
-    with Plan(said, dedupe=terms.dedupe) as plan:
-        facts, counts = _read(source, plan, said, lambda vote: vote.need(model, default_model))
+    with Plan(said, dedupe=terms.dedupe, prompting=prompting) as plan:
+        need: Callable[[ModelVote], str] = lambda vote: vote.need(model, default_model)  # noqa: E731
+        facts, counts = _read(source, plan, said, need, prompting)
         shown_name = (name or source_name(source))[:MAX_NAME_CHARS]
         terms = informed(terms, facts.model)
-        spec = BatchSpec(facts.model, said, job_timeout_seconds, shown_name, terms)
-        digest_of = partial(batch_digest, facts, said)
+        spec = BatchSpec(facts.model, said, job_timeout_seconds, shown_name, terms, prompting)
+        digest_of = partial(batch_digest, facts, said, prompting.identity())
         errors = _placed(plan.errors(MAX_TOLD_ERRORS), facts)
         moves = Transitions(connection)
 
@@ -159,6 +170,7 @@ def submit(
             return enqueue(moves, plan, counts, chosen, spec, on_progress)
 
         chosen, (joined, notes) = settled(connection, digest_of, terms, make)
+        num_plain = plan.num_plain
     return Submitted(
         batch_id=chosen.batch_id,
         queue=redis_keys.queue_name(spec.model),
@@ -170,6 +182,7 @@ def submit(
         errors=errors,
         num_twins=counts.num_twins,
         notes=notes,
+        style_note=style_note(connection, chosen.batch_id) if num_plain else "",
         generation=chosen.number,
         base=chosen.base,
         why=chosen.why,
@@ -177,16 +190,29 @@ def submit(
     )
 
 
-def identify(source: Source, plan: Plan, defaults: SamplingParams, model: str) -> str:
+def identify(
+    source: Source,
+    plan: Plan,
+    defaults: SamplingParams,
+    model: str,
+    more_identity: tuple[bytes, ...] = (),
+    generation: int = 1,
+) -> str:
     """Fill a plan with a file and seal it; the digest of the batch that these make."""
     facts, _ = _read(source, plan, defaults, lambda _: model)
-    return batch_digest(facts, defaults)
+    return batch_digest(facts, defaults, more_identity, generation)
 
 
 def _checked(
-    source: Source, plan: Plan, said: SamplingParams, model: str | None, default: str | None
+    source: Source,
+    plan: Plan,
+    said: SamplingParams,
+    model: str | None,
+    default: str | None,
+    prompting: Prompting,
 ) -> Checked:
-    facts, counts = _read(source, plan, said, lambda vote: vote.decide(model, default))
+    facts, counts = _read(source, plan, said, lambda vote: vote.decide(model, default), prompting)
+    digest = batch_digest(facts, said, prompting.identity())
     return Checked(
         total=counts.total,
         num_jobs=counts.total - counts.num_bad,
@@ -194,15 +220,21 @@ def _checked(
         errors=_placed(plan.errors(MAX_SHOWN_ERRORS), facts),
         num_chars=counts.num_chars,
         model=facts.model,
-        batch_id=batch_digest(facts, said)[:16] if facts.model else "",
+        batch_id=digest[:16] if facts.model else "",
         num_twins=counts.num_twins,
     )
 
 
-def batch_digest(facts: _FileFacts, defaults: SamplingParams, generation: int = 1) -> str:
+def batch_digest(
+    facts: _FileFacts,
+    defaults: SamplingParams,
+    more: tuple[bytes, ...] = (),
+    generation: int = 1,
+) -> str:
     """64 hex digits that name a batch; every part is preceded by its length.
 
-    What is newly said is appended only when it is said: ids of older versions stay.
+    What is newly said is appended only when it is said: ids of older versions stay. ``more`` is
+    what batches have not always said.
     """
     parts = [
         _ID_VERSION,
@@ -210,6 +242,7 @@ def batch_digest(facts: _FileFacts, defaults: SamplingParams, generation: int = 
         facts.digest,
         facts.model.encode("utf-8", "surrogatepass"),
         _canonical(defaults),
+        *more,
     ]
     if generation > 1:
         parts.append(f"generation:{generation}".encode())
@@ -229,58 +262,18 @@ def _canonical(defaults: SamplingParams) -> bytes:
     return json.dumps(plain, sort_keys=True, separators=(",", ":")).encode("ascii")
 
 
-class _ModelVote:
-    """Passes rows through and remembers which models they name, two at most."""
-
-    def __init__(self, place: Callable[[int], str]) -> None:
-        self.named: dict[str, int] = {}
-        self._place = place
-
-    def watch(self, rows: Iterator[Row | RowError]) -> Iterator[Row | RowError]:
-        for row in rows:
-            if isinstance(row, Row) and row.model is not None and len(self.named) < 2:
-                self.named.setdefault(row.model, row.line)
-            yield row
-
-    def need(self, explicit: str | None, default: str | None) -> str:
-        model = self.decide(explicit, default)
-        if not model:
-            raise UsageError(
-                "no model: name one with -m MODEL or BATCHKV_MODEL, or in the lines themselves"
-            )
-        return model
-
-    def decide(self, explicit: str | None, default: str | None) -> str:
-        """The batch's model, empty when nobody names one."""
-        if explicit:
-            return _checked_model(explicit)
-        if len(self.named) == 1:
-            return next(iter(self.named))
-        if not self.named:
-            return _checked_model(default) if default else ""
-        first, second = (
-            f"{json.dumps(name)} ({self._place(line)})" for name, line in self.named.items()
-        )
-        raise UsageError(
-            f"the lines name different models, {first} and {second}; a batch has one model: "
-            "split the file, or choose one for all with -m MODEL"
-        )
-
-
-def _checked_model(name: str) -> str:
-    try:
-        return model_name(name)
-    except ValueError as fault:
-        raise UsageError(f"the model's name {fault}: {shown(name)}") from None
-
-
 def _read(
-    source: Source, plan: Plan, defaults: SamplingParams, choose: Callable[[_ModelVote], str]
+    source: Source,
+    plan: Plan,
+    defaults: SamplingParams,
+    choose: Callable[[ModelVote], str],
+    prompting: Prompting = AUTO,
 ) -> tuple[_FileFacts, PlanCounts]:
     check_defaults(defaults)
+    prompting.check()
     inputs = inputs_of(source)
     reading = Reading(inputs)
-    vote = _ModelVote(reading.place)
+    vote = ModelVote(reading.place)
     plan.place = reading.place
     plan.add(vote.watch(reading.rows()))
     counts = plan.seal()
@@ -291,6 +284,8 @@ def _read(
         raise InputFileError(
             f"no line of {inputs.name} is JSON: --as text takes each line as a prompt"
         )
+    if prompting.system is not None and not plan.num_plain:
+        raise UsageError(f"--system is for plain prompts: no row of {inputs.name} is one")
     return _FileFacts(reading.digest, reading.kind, choose(vote), reading.place), counts
 
 

@@ -38,7 +38,9 @@ def request_digest(request: Request) -> bytes | None:
     """16 bytes that only requests for the same have in common, whatever their ``custom_id``."""
     params = request.params
     reals = [None if value is None else float(value) for value in _reals(params)]
-    parts = (request.endpoint, request.messages, request.prompt, request.tools)
+    parts = [request.endpoint, request.messages, request.prompt, request.tools]
+    if request.style != "raw":
+        parts += [request.style, request.system]
     try:
         raw = _write_json([*parts, request.chat_template_kwargs, reals, _others(params)])
     except UnicodeEncodeError:  # half of a surrogate pair: rare enough to be computed twice

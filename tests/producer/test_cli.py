@@ -163,7 +163,8 @@ def test_submit_prints_the_id_alone(at_server: str, redis_connection: Redis, sou
     """Standard output is the batch id, so that a script can take it; the same file joins."""
     found = batchkv("submit", source, "-m", "m", "--max-tokens", "9", "--stop", "x", "--stop", "y")
     assert re.fullmatch("[0-9a-f]{16}\n", found.stdout)
-    wrong, queued, unserved = found.stderr.splitlines()
+    wrong, queued, style, unserved = found.stderr.splitlines()
+    assert "plain prompts are sent through the model's chat template" in style
     assert "nobody serves the queue" in unserved
     assert wrong.startswith("batchkv: line 2: invalid_json: ")
     assert queued == "batchkv: queued 3 rows, 1 of them wrong, in queue batchkv:m-62c66a7a"

@@ -94,6 +94,46 @@ def test_nobody_asks_and_nobody_knows(demo: LoadedModel) -> None:
     assert alone.num_common is not None and alone.num_common <= SHARED_SLACK
 
 
+def test_a_plain_prompt_is_a_user_message(demo: LoadedModel) -> None:
+    """Through the chat template, with the system message before it; a raw one is its text alone."""
+    plain = Request("c", "completion", prompt="hello there", style="auto")
+    styled = replace(plain, system="Be brief.")
+    user = {"role": "user", "content": "hello there"}
+    system = {"role": "system", "content": "Be brief."}
+    assert prepare(Work("b-1", plain), demo).prompt == prepare(chat([user]), demo).prompt
+    assert prepare(Work("b-1", styled), demo).prompt == prepare(chat([system, user]), demo).prompt
+    raw = prepare(completion("hello there"), demo).prompt
+    assert raw == list(demo.tokenizer.encode("hello there"))
+    assert raw != prepare(Work("b-1", plain), demo).prompt
+
+
+def test_a_plain_prompt_without_a_template_stays_as_it_is() -> None:
+    """A model that has no chat template gets the text; a system message cannot be said to it."""
+    bare = tiny_models.loaded(tiny_models.build("llama"))
+    plain = Request("c", "completion", prompt="1 2 3", style="auto")
+    assert not bare.tokenizer.has_chat_template
+    assert prepare(Work("b-1", plain), bare).prompt == prepare(completion("1 2 3"), bare).prompt
+    fault = refused(Work("b-1", replace(plain, system="s")), bare)
+    assert fault.code == "invalid_request" and "no chat template" in str(fault)
+
+
+def test_shared_text_of_plain_prompts_is_counted(demo: LoadedModel) -> None:
+    """Never fewer tokens than two styled prompts have in common, system message included."""
+    system = "The keys of the ledger are made of words, 123 456. " * 40
+    questions = ["What is it? " * 30, "Ist das 98765432101234567890? " * 30]
+    requests = [
+        Request("c", "completion", prompt=question, style="auto", system=system)
+        for question in questions
+    ]
+    num_bytes = num_common(*(canonical_text(request).encode() for request in requests))
+    rows = [prepare(Work("b-1", r, num_bytes), demo, counts_shared=True) for r in requests]
+    common = num_common(*(row.prompt for row in rows))
+    assert common > 256
+    for row in rows:
+        assert row.num_common is not None
+        assert common <= row.num_common <= common + 2 * SHARED_SLACK
+
+
 def test_defaults_come_from_the_model_then_from_us(demo: LoadedModel) -> None:
     """What a row does not say is the model's, within reason, else ours; the seed is the job's."""
     generation = prepare(completion(), demo).generation

@@ -45,7 +45,9 @@ def prepare(work: Work, loaded: LoadedModel, *, counts_shared: bool = False) -> 
     """
     _check_ranges(work.request.params)
     asked = work.request
-    num_chars = check_values([asked.prompt, asked.messages, asked.tools], loaded.context)
+    num_chars = check_values(
+        [asked.prompt, asked.system, asked.messages, asked.tools], loaded.context
+    )
     request = _checked(asked)
     prompt = _tokens(request, loaded, is_long=num_chars > SLICE_CHARS)
     if not prompt:
@@ -110,6 +112,8 @@ def _checked(request: Request) -> Request:
 
 def _tokens(request: Request, loaded: LoadedModel, *, is_long: bool) -> list[int]:
     tokenizer = loaded.tokenizer
+    if request.prompt is not None and request.style == "auto":
+        request = _styled(request, has_template=bool(tokenizer.has_chat_template))
     if request.prompt is not None:
         check_text(request.prompt, tokenizer, loaded.context)
         return list(tokenizer.encode(request.prompt))
@@ -132,6 +136,19 @@ def _tokens(request: Request, loaded: LoadedModel, *, is_long: bool) -> list[int
     except Exception as fault:  # a template may raise anything
         message = f"the model's chat template refused the messages: {str(fault)[:300]}"
         raise RowRefused(ErrorCode.INVALID_REQUEST, message) from fault
+
+
+def _styled(request: Request, *, has_template: bool) -> Request:
+    """A plain prompt as a user message, where the model has a chat template for it."""
+    if has_template:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": request.prompt}]
+        if request.system is not None:
+            messages.insert(0, {"role": "system", "content": request.system})
+        return replace(request, messages=messages, prompt=None)
+    if request.system is not None:
+        message = "this model has no chat template: a system message cannot be sent, use --raw"
+        raise RowRefused(ErrorCode.INVALID_REQUEST, message)
+    return request
 
 
 def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:

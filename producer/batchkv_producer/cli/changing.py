@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from batchkv_producer.cli.input_options import read_as_option, reading
+from batchkv_producer.cli.input_options import read_as_option
 from batchkv_producer.cli.shared import generation_options, say, session, url_option
 from batchkv_producer.cli.terms_options import new_deadline_option
 from batchkv_producer.client import Unanswered
@@ -15,6 +15,7 @@ from batchkv_producer.errors import UsageError
 from batchkv_producer.job import SamplingParams
 from batchkv_producer.progress import rows
 from batchkv_producer.source import ReadAs
+from batchkv_producer.spooling import gathered
 from batchkv_producer.terms import Deadline
 
 
@@ -84,7 +85,7 @@ def retry(
     if (said or read_as) and not files:
         raise UsageError("retry takes the flags of generation and --as with --from FILE only")
     with ExitStack() as stack:
-        source = stack.enter_context(reading(files, read_as)) if files else None
+        source = stack.enter_context(gathered(files, read_as, say)) if files else None
         opened = stack.enter_context(session(url))
         num = opened.client.retry(
             *(batch_id, canceled),

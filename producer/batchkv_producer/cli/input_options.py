@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -15,6 +17,7 @@ from batchkv_producer.cli.shared import default_model, print_json, say
 from batchkv_producer.errors import UsageError
 from batchkv_producer.job import SamplingParams
 from batchkv_producer.progress import printable, rows
+from batchkv_producer.prompting import Prompting
 from batchkv_producer.source import Inputs, ReadAs
 from batchkv_producer.spooling import gathered
 from batchkv_producer.submission import Checked, Submitted
@@ -37,16 +40,56 @@ read_as_option = click.option(
 )
 
 
+_PROMPTING = (
+    click.option(
+        "--raw",
+        is_flag=True,
+        help="Send plain prompts (text lines, and JSON lines with neither url nor body) as they "
+        "are, without the model's chat template.",
+    ),
+    click.option("--system", metavar="TEXT", help="A system message before each plain prompt."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The input that a command was given."""
+
+    files: tuple[Path, ...]
+    read_as: ReadAs | None
+    prompting: Prompting
+
+    @contextmanager
+    def opened(self) -> Iterator[Inputs]:
+        """Its files; pipes are there as often as they are read."""
+        with gathered(self.files, self.read_as, say) as inputs:
+            yield inputs
+
+
+def prompting_options(command: Callable[..., R]) -> Callable[..., R]:
+    """Add --raw and --system; the command gets them as one ``prompting``."""
+
+    @functools.wraps(command)
+    def with_prompting(*args: Any, **kwargs: Any) -> R:
+        prompting = Prompting(kwargs.pop("raw"), kwargs.pop("system"))
+        prompting.check()
+        return command(*args, prompting=prompting, **kwargs)
+
+    wrapped: Callable[..., R] = with_prompting
+    for option in reversed(_PROMPTING):
+        wrapped = option(wrapped)
+    return wrapped
+
+
 def input_options(command: Callable[..., R]) -> Callable[..., R]:
-    """Add FILE... and --as; the command gets them as ``files`` and ``read_as``."""
-    return files_argument(read_as_option(command))
+    """Add FILE..., --as, --raw and --system; the command gets them as one ``given``."""
 
+    @functools.wraps(command)
+    def with_input(*args: Any, **kwargs: Any) -> R:
+        names = ("files", "read_as", "prompting")
+        return command(*args, given=Given(*(kwargs.pop(name) for name in names)), **kwargs)
 
-@contextmanager
-def reading(files: Sequence[Path], read_as: ReadAs | None) -> Iterator[Inputs]:
-    """What a command's FILEs are; pipes are there as often as they are read."""
-    with gathered(files, read_as, say) as inputs:
-        yield inputs
+    return files_argument(read_as_option(prompting_options(with_input)))
 
 
 def out_of(inputs: Inputs, out: Path | None) -> Path:
@@ -59,10 +102,10 @@ def out_of(inputs: Inputs, out: Path | None) -> Path:
     return origin.with_name(origin.name + ".results.jsonl") if isinstance(origin, Path) else STDOUT
 
 
-def again_from(files: Sequence[Path], read_as: ReadAs | None) -> str:
+def again_from(given: Given) -> str:
     """What ``batchkv retry`` is given to make rows of the same input anew."""
-    words = [word for file in files for word in ("--from", str(file))]
-    words += ["--as", read_as] if read_as else []
+    words = [word for file in given.files for word in ("--from", str(file))]
+    words += ["--as", given.read_as] if given.read_as else []
     return f" {shlex.join(words)}"
 
 
@@ -76,6 +119,7 @@ def tell_wrong(found: Checked | Submitted) -> None:
 
 def tell_checked(
     inputs: Inputs,
+    given: Given,
     model: str | None,
     defaults: SamplingParams,
     *,
@@ -84,7 +128,12 @@ def tell_checked(
 ) -> Checked:
     """``--dry-run``: read and check, change nothing."""
     checked = submission.check(
-        inputs, model=model, defaults=defaults, default_model=default_model(), dedupe=dedupe
+        inputs,
+        model=model,
+        defaults=defaults,
+        default_model=default_model(),
+        dedupe=dedupe,
+        prompting=given.prompting,
     )
     if as_json:
         print_json(checked)

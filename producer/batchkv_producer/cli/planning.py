@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from batchkv_producer import submission
-from batchkv_producer.cli.input_options import checked_line, input_options, reading, tell_wrong
+from batchkv_producer.cli.input_options import Given, checked_line, input_options, tell_wrong
 from batchkv_producer.cli.shared import (
     default_model,
     generation_options,
@@ -19,7 +17,6 @@ from batchkv_producer.cli.tables import print_table
 from batchkv_producer.job import SamplingParams
 from batchkv_producer.outlook import BLOCK_TOKENS, Outlook
 from batchkv_producer.progress import rows
-from batchkv_producer.source import ReadAs
 
 
 @click.command()
@@ -36,8 +33,7 @@ from batchkv_producer.source import ReadAs
 @generation_options
 @json_option
 def plan(
-    files: tuple[Path, ...],
-    read_as: ReadAs | None,
+    given: Given,
     model: str | None,
     num_workers: int,
     defaults: SamplingParams,
@@ -53,13 +49,14 @@ def plan(
       batchkv plan prompts.jsonl
       batchkv plan prompts.jsonl --workers 3 --json
     """  # fmt: skip
-    with reading(files, read_as) as inputs:
+    with given.opened() as inputs:
         checked, outlook = submission.survey(
             inputs,
             model=model,
             defaults=defaults,
             default_model=default_model(),
             num_workers=num_workers,
+            prompting=given.prompting,
         )
     if as_json:
         print_json({"checked": checked, "outlook": outlook})

@@ -11,10 +11,10 @@ import click
 from batchkv_producer import run as running
 from batchkv_producer.beginning import generation_words
 from batchkv_producer.cli.input_options import (
+    Given,
     again_from,
     input_options,
     out_of,
-    reading,
     tell_checked,
     tell_wrong,
 )
@@ -46,7 +46,6 @@ from batchkv_producer.progress import Snapshot, reporter, rows
 from batchkv_producer.restoring import is_any_gone
 from batchkv_producer.server import ensure_running
 from batchkv_producer.server_home import home_from_environment
-from batchkv_producer.source import ReadAs
 from batchkv_producer.target import STDOUT
 from batchkv_producer.terms import Terms
 
@@ -78,8 +77,7 @@ dry_run_option = click.option(
 @click.pass_context
 def run(
     ctx: click.Context,
-    files: tuple[Path, ...],
-    read_as: ReadAs | None,
+    given: Given,
     model: str | None,
     out: Path | None,
     num_workers: int,
@@ -113,9 +111,10 @@ def run(
       batchkv run prompts.jsonl --dry-run
     """  # fmt: skip
     with ExitStack() as stack:
-        inputs = stack.enter_context(reading(files, read_as))
+        inputs = stack.enter_context(given.opened())
         if dry_run:
-            checked = tell_checked(inputs, model, defaults, dedupe=terms.dedupe, as_json=False)
+            said = (inputs, given, model, defaults)
+            checked = tell_checked(*said, dedupe=terms.dedupe, as_json=False)
             ctx.exit(input_code(checked.num_bad, allow_bad))
         target = out_of(inputs, out)
         opened, progress = stack.enter_context(session(url)), stack.enter_context(reporter())
@@ -132,13 +131,14 @@ def run(
             trace=trace,
             job_timeout_seconds=job_timeout,
             terms=terms,
+            prompting=given.prompting,
         )
         report = running.run(
             opened.client, opened.connection, opened.url, options, progress, revive=revive
         )
         failures = opened.client.failures(report.status)
         has_gone = is_any_gone(opened.connection, report.status.batch_id, failures)
-    say_end(report, failures, again_from(files, read_as) if has_gone else "")
+    say_end(report, failures, again_from(given) if has_gone else "")
     kept = report.out if report.out != STDOUT else None
     num_allowed = report.num_wrong if allow_bad else 0
     ctx.exit(exit_code(report.status, on_done, kept, num_allowed=num_allowed))
@@ -165,8 +165,7 @@ def _refuse_on_done(_context: object, _option: object, command: str | None) -> N
 @click.pass_context
 def submit(
     ctx: click.Context,
-    files: tuple[Path, ...],
-    read_as: ReadAs | None,
+    given: Given,
     model: str | None,
     ids: bool,
     name: str | None,
@@ -196,9 +195,10 @@ def submit(
     if as_json and not dry_run:
         raise UsageError("--json goes with --dry-run; submit prints ids")
     with ExitStack() as stack:
-        inputs = stack.enter_context(reading(files, read_as))
+        inputs = stack.enter_context(given.opened())
         if dry_run:
-            checked = tell_checked(inputs, model, defaults, dedupe=terms.dedupe, as_json=as_json)
+            said = (inputs, given, model, defaults)
+            checked = tell_checked(*said, dedupe=terms.dedupe, as_json=as_json)
             ctx.exit(input_code(checked.num_bad, allow_bad))
         opened = stack.enter_context(session(url))
         with reporter() as progress:
@@ -210,6 +210,7 @@ def submit(
                 job_timeout_seconds=job_timeout or DEFAULT_JOB_TIMEOUT_SECONDS,
                 name=name,
                 terms=terms,
+                prompting=given.prompting,
                 on_progress=lambda done, total: progress.update(Snapshot(total, ok=done)),
             )
         _say_submitted(submitted)
@@ -232,5 +233,7 @@ def _say_submitted(submitted: Submitted) -> None:
     say(f"{verb} {rows(submitted.total)}{bad}{twins}, in queue {submitted.queue}")
     if submitted.generation > 1:
         say(generation_words(submitted))
+    if submitted.style_note:
+        say(submitted.style_note)
     for note in submitted.notes:
         say(f"batch {submitted.batch_id} was there: {note}")

@@ -3,8 +3,8 @@
 -- KEYS: batch hash, zset of batches.
 -- ARGV: batch id, 1 if several schemes and dtypes may compute it, number of the next pairs, field and
 --       value of what it is computed with, then field, value, ... for a new batch.
--- Returns {1 if it fits, digest, chunks, num_chunks, order, priority, expires, keep, dedupe, forgotten}
--- as they stand afterwards; the last six may be nil.
+-- Returns {1 if it fits, digest, chunks, num_chunks, order, priority, expires, keep, dedupe, forgotten,
+-- style} as they stand afterwards; the last seven may be nil.
 local is_mixed, first = ARGV[2] == '1', 4 + 2 * tonumber(ARGV[3])
 local fits = 1
 if redis.call('EXISTS', KEYS[1]) == 0 then
@@ -28,5 +28,5 @@ if fits == 1 then
   if is_mixed then redis.call('HSET', KEYS[1], 'mixed', 1) end
 end
 local standing = redis.call('HMGET', KEYS[1], 'digest', 'chunks', 'num_chunks', 'order', 'priority',
-  'expires', 'keep', 'dedupe', 'forgotten')
-return {fits, unpack(standing, 1, 9)}
+  'expires', 'keep', 'dedupe', 'forgotten', 'style')
+return {fits, unpack(standing, 1, 10)}

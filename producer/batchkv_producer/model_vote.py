@@ -1,0 +1,55 @@
+"""Which model a batch is for: the one that is asked for, else the one that all lines name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+from batchkv_producer.checks import model_name, shown
+from batchkv_producer.errors import UsageError
+from batchkv_producer.formats import Row, RowError
+
+
+class ModelVote:
+    """Passes rows through and remembers which models they name, two at most."""
+
+    def __init__(self, place: Callable[[int], str]) -> None:
+        self.named: dict[str, int] = {}
+        self._place = place
+
+    def watch(self, rows: Iterator[Row | RowError]) -> Iterator[Row | RowError]:
+        for row in rows:
+            if isinstance(row, Row) and row.model is not None and len(self.named) < 2:
+                self.named.setdefault(row.model, row.line)
+            yield row
+
+    def need(self, explicit: str | None, default: str | None) -> str:
+        model = self.decide(explicit, default)
+        if not model:
+            raise UsageError(
+                "no model: name one with -m MODEL or BATCHKV_MODEL, or in the lines themselves"
+            )
+        return model
+
+    def decide(self, explicit: str | None, default: str | None) -> str:
+        """The batch's model, empty when nobody names one."""
+        if explicit:
+            return _checked_model(explicit)
+        if len(self.named) == 1:
+            return next(iter(self.named))
+        if not self.named:
+            return _checked_model(default) if default else ""
+        first, second = (
+            f"{json.dumps(name)} ({self._place(line)})" for name, line in self.named.items()
+        )
+        raise UsageError(
+            f"the lines name different models, {first} and {second}; a batch has one model: "
+            "split the file, or choose one for all with -m MODEL"
+        )
+
+
+def _checked_model(name: str) -> str:
+    try:
+        return model_name(name)
+    except ValueError as fault:
+        raise UsageError(f"the model's name {fault}: {shown(name)}") from None
