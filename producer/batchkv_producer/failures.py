@@ -11,6 +11,7 @@ from typing import Any
 from redis import Redis
 
 from batchkv_producer import redis_keys
+from batchkv_producer.bounded import stored_results
 from batchkv_producer.errors import WireError
 from batchkv_producer.job import Result, decode_result
 from batchkv_producer.progress import rows
@@ -98,14 +99,13 @@ def _failed_jobs(connection: Redis, status: BatchStatus) -> Iterator[tuple[int, 
     ids: Any = connection.zrevrange(key, 0, MAX_JOBS_READ - 1)
     prefix = f"{status.batch_id}-".encode()
     matches = (_TAIL_NUMBER.search(job_id) for job_id in ids if job_id.startswith(prefix))
-    names = [match[1].decode() for match in matches if match]
+    names = [int(match[1]) for match in matches if match]
     for first in range(0, len(names), PAGE_ROWS):
         page = names[first : first + PAGE_ROWS]
-        values: Any = connection.hmget(redis_keys.results(status.batch_id), page)
-        for name, value in zip(page, values, strict=True):
+        for line, value in stored_results(connection, status.batch_id, page):
             result = _decoded(value)
             if result is not None and result.outcome == "failed":
-                yield int(name), result
+                yield line, result
 
 
 def _decoded(value: bytes | None) -> Result | None:

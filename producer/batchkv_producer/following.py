@@ -5,11 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from redis import Redis
 
 from batchkv_producer import outfile, output, redis_keys
+from batchkv_producer.bounded import stored_results
 from batchkv_producer.client import BatchStatus, Client
 from batchkv_producer.expected import Expected
 from batchkv_producer.job import Result, decode_result
@@ -92,9 +92,9 @@ def stale_rows(connection: Redis, batch_id: str) -> outfile.Stale:
     """Tells which rows of the errors file have been queued again since, or have another line."""
 
     def stale(lines: Sequence[int], rows: Sequence[bytes]) -> set[int]:
-        stored: list[Any] = connection.hmget(redis_keys.results(batch_id), [*map(str, lines)])
+        stored = stored_results(connection, batch_id, lines)
         found = set()
-        for line, row, data in zip(lines, rows, stored, strict=True):
+        for (line, data), row in zip(stored, rows, strict=True):
             job_id = redis_keys.job_id(batch_id, line)
             if data is None or row != outfile.encoded(
                 output.output_line(job_id, decode_result(data))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from redis import Redis
 
 from batchkv_producer import redis_keys
+from batchkv_producer.bounded import Reader
 from batchkv_producer.errors import WireError
 from batchkv_producer.job import Result, decode_result
 from batchkv_producer.patience import Pace, patiently
@@ -80,11 +80,16 @@ def in_input_order(
     while line <= status.last_line:
         is_over = not follow or patiently(partial(look, connection, batch_id)).is_done
         lines = range(line, min(line + PAGE_ROWS, status.last_line + 1))
-        found = {row.line: row for row in _by_line(connection, batch_id, lines)}
+        values = patiently(partial(Reader(connection).results, batch_id, lines))
+        lines = lines[: len(values)]
+        pairs = zip(lines, values, strict=True)
+        found = {number: value for number, value in pairs if value is not None}
         until = lines.stop
         if not is_over:
             until = patiently(partial(_first_open, connection, status, lines, found.keys()))
-        yield from (row for number, row in found.items() if number < until)
+        for number, value in found.items():
+            if number < until:
+                yield _row(batch_id, number, NO_POSITION, value)
         if until == line:
             pace.sleep()
         else:
@@ -125,22 +130,23 @@ def _ended_lines(connection: Redis, batch_id: str, position: int) -> list[int]:
     return lines
 
 
-def _by_line(connection: Redis, batch_id: str, lines: Sequence[int]) -> Iterator[StoredRow]:
-    return _stored(connection, batch_id, [(NO_POSITION, line) for line in lines])
-
-
 def _stored(
     connection: Redis, batch_id: str, places: Sequence[tuple[int, int]]
 ) -> Iterator[StoredRow]:
     """The rows at these (position, line) places that have a result now."""
-    if not places:
-        return
-    names = [str(line) for _, line in places]
-    values: Any = patiently(partial(connection.hmget, redis_keys.results(batch_id), names))
-    for (position, line), value in zip(places, values, strict=True):
-        if value is not None:
-            job_id = redis_keys.job_id(batch_id, line)
-            yield StoredRow(job_id, line, position, decode_result(value))
+    reader = Reader(connection)
+    while places:
+        lines = [line for _, line in places]
+        values = patiently(partial(reader.results, batch_id, lines))
+        for (position, line), value in zip(places, values, strict=False):
+            if value is not None:
+                yield _row(batch_id, line, position, value)
+        places = places[len(values) :]
+
+
+def _row(batch_id: str, line: int, position: int, value: bytes) -> StoredRow:
+    job_id = redis_keys.job_id(batch_id, line)
+    return StoredRow(job_id, line, position, decode_result(value))
 
 
 def _first_open(

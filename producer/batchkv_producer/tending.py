@@ -16,6 +16,7 @@ from redis import Redis
 from redis.exceptions import ResponseError
 
 from batchkv_producer import redis_keys
+from batchkv_producer.bounded import Reader
 from batchkv_producer.error_codes import ErrorCode
 from batchkv_producer.errors import NotFoundError, WireError
 from batchkv_producer.forgetting import go_on
@@ -225,13 +226,10 @@ def jobs_in(
     connection: Redis, batch_id: str, lines: Sequence[int], states: Sequence[bytes]
 ) -> Iterator[tuple[str, int, Request | None]]:
     """Jobs among these lines in one of these states, with what they ask for (None: unreadable)."""
-    with connection.pipeline(transaction=False) as pipeline:
-        for line in lines:
-            pipeline.hmget(redis_keys.job(redis_keys.job_id(batch_id, line)), "status", "data")
-        replies = pipeline.execute()
-    for line, (status, data) in zip(lines, replies, strict=True):
+    by_id = {redis_keys.job_id(batch_id, line): line for line in lines}
+    for job_id, status, data in Reader(connection).jobs(list(by_id), states):
         if status in states:
-            yield redis_keys.job_id(batch_id, line), line, _request(data or b"")
+            yield job_id, by_id[job_id], _request(data or b"")
 
 
 def error_row(
@@ -278,13 +276,7 @@ def _without_result(
     connection: Redis, batch_id: str, lines: range
 ) -> list[tuple[int, bytes | None]]:
     """(line, state of its job or None) of the lines that have no result, read in one step."""
-    with connection.pipeline(transaction=True) as pipeline:
-        pipeline.hmget(redis_keys.results(batch_id), [str(line) for line in lines])
-        for line in lines:
-            pipeline.hget(redis_keys.job(redis_keys.job_id(batch_id, line)), "status")
-        results, *states = pipeline.execute()
-    triples = zip(lines, results, states, strict=True)
-    return [(line, state) for line, result, state in triples if result is None]
+    return Reader(connection).unended(batch_id, lines)
 
 
 def _request(data: bytes) -> Request | None:

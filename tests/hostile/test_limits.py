@@ -9,7 +9,7 @@ import pytest
 
 from batchkv_cache_store import header, lookup, manifests
 from batchkv_cache_store.tiers.base import MAX_OBJECT_BYTES
-from batchkv_producer import body, checks, formats, job, messages, transitions
+from batchkv_producer import body, bounded, checks, formats, job, messages, transitions
 from batchkv_worker import tokens
 
 TEXT = (Path(__file__).resolve().parents[2] / "SECURITY.md").read_text("utf-8")
@@ -32,6 +32,7 @@ MIB, KIB = 2**20, 2**10
         ("a job's data", [job.MAX_JOB_BYTES // MIB]),
         ("a result", [job.MAX_RESULT_BYTES // MIB]),
         ("jobs that a worker takes", [transitions.ENOUGH_BYTES // MIB]),
+        ("jobs or results that a command", [bounded.ENOUGH_BYTES // MIB]),
         ("a block; its header", [LIMITS.max_block_bytes // MIB, LIMITS.max_header_bytes // KIB]),
         (
             "tensors, tokens and dimensions",
