@@ -74,6 +74,7 @@ class EngineThread:
 
     def start(self) -> None:
         """Start the thread, which builds the engine first and then says Ready."""
+        self.loading = "loading"
         self._thread.start()
 
     @property

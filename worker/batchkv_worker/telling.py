@@ -55,9 +55,9 @@ class LastMinute:
         self._sums = (rows, generated, prompt, cached)
 
     def sample(self, *, is_busy: bool) -> None:
-        """To be called about once a second; ``is_busy``: there were rows since the last."""
+        """To be called about once a second; ``is_busy``: there are rows now."""
         now = self._clock()
-        if is_busy:
+        if is_busy or self._sums != self._samples[-1][2]:  # or some came and ended meanwhile
             self._busy_seconds += now - self._samples[-1][0]
         self._samples.append((now, self._busy_seconds, self._sums))
         while len(self._samples) > 2 and now - self._samples[1][0] >= MINUTE_SECONDS:
@@ -91,7 +91,7 @@ class Telling:
         self._engine = engine
         self._flights = flights
         self._publish = publish
-        self._minute = LastMinute()
+        self._minute = LastMinute(time.monotonic)
         self._stopping = ""
         self._published = ""  # the state that the record holds
         self._logged = ""
@@ -161,12 +161,12 @@ class Telling:
             log.info("stopping: %s", f"giving {rows} back" if num_rows else "nothing to finish")
 
     def _log_minute(self) -> None:
-        rows, generated, prompt, cached = self._minute.counts
+        rows, _, prompt, cached = self._minute.counts
         if not (rows or self._flights.num_started):
             return
         slots = self._settings.slots
         log.info(
             "last minute: %s rows, %s tok/s, %d of %d slots, cache %.0f %%",
-            *(f"{rows:,}", f"{generated / MINUTE_SECONDS:,.0f}"),
+            *(f"{rows:,}", f"{self._minute.tokens_per_second:,.0f}"),
             *(min(self._flights.num_started, slots), slots, 100 * cached / max(prompt, 1)),
         )

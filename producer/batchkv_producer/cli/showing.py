@@ -144,6 +144,9 @@ def show_job(client: Client, job_id: str, *, as_json: bool) -> bool:
 
 def show_workers(found: Sequence[WorkerInfo]) -> None:
     """Two lines a worker: what it does now, and what it is."""
+    if not found:
+        click.echo("no workers: `batchkv worker -m MODEL` starts one on this machine")
+        return
     columns = [
         Column("WORKER", [w.name for w in found], shorten_middle, min_width=16),
         Column("STATE", [w.shown_state for w in found], shorten_middle, min_width=21),
