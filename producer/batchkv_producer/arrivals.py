@@ -47,19 +47,30 @@ class Arrivals(Scripts):
         timeout_seconds: int,
         needs: Mapping[int, str] | None = None,
         facts: RowFacts = NO_FACTS,
+        kept: Mapping[int, tuple[int, str]] | None = None,
+        earlier: tuple[str, int] = ("", 0),
     ) -> int:
         """Enqueue a chunk: (line, data, shared bytes) of jobs, (line, result) of bad rows.
 
         ``needs``: line -> what a worker must be able to do for it, separated by blanks. ``facts``:
-        see ``row_facts``.
+        see ``row_facts``. ``kept``: see ``chunk``, of the batch ``earlier``: (its id, how often
+        rows of it had ended when it was looked at).
 
         Returns the number of chunks enqueued so far: chunk + 1, or more when another submit of the
         same file was ahead. Raises nothing when it was; -1 means that the batch is gone.
         """
         args: list[Any] = [queue, chunk, iso_now(), timeout_seconds, RESULT_TTL_SECONDS]
-        args += [FAILURE_TTL_SECONDS, f"batchkv {batch_id}", facts.digests, facts.names, len(jobs)]
+        args += [
+            FAILURE_TTL_SECONDS,
+            f"batchkv {batch_id}",
+            facts.digests,
+            facts.names,
+            *earlier,
+            len(jobs),
+        ]
         for line, data, shared_bytes in jobs:
             args += (f"{batch_id}-{line}", data, shared_bytes, (needs or {}).get(line, ""))
+            args.append(_kept((kept or {}).get(line)))
         for line, result in bad_rows:
             args += (line, result)
         keys = [redis_keys.batch(batch_id), redis_keys.queue(queue)]
@@ -108,3 +119,10 @@ class Arrivals(Scripts):
             raw_id = custom_id.encode("utf-8", "surrogatepass")
             args += (f"{batch_id}-{line}", data, raw_id, leader, (needs or {}).get(line, ""))
         return int(self._run("follow", [redis_keys.batch(batch_id)], args))
+
+
+def _kept(found: tuple[int, str] | None) -> bytes:
+    if found is None:
+        return b""
+    line, custom_id = found
+    return f"{line}:{custom_id}".encode("utf-8", "surrogatepass")

@@ -31,7 +31,8 @@ class Chunk:
     begins with, so that a worker knows what of it is worth writing for others.
     Or ``twins`` alone: (line, job data, custom_id, line of the row that it waits for). ``needs``:
     line -> what it asks of a worker, of rows that ask for more than every version can do.
-    ``facts``: of a stretch of lines, whatever rows the chunk holds.
+    ``facts``: of a stretch of lines, whatever rows the chunk holds. ``kept``: line -> (line of an
+    earlier batch that was answered and asks for the same, custom_id).
     """
 
     number: int
@@ -40,6 +41,7 @@ class Chunk:
     twins: list[tuple[int, bytes, str, int]] = field(default_factory=list)
     needs: dict[int, str] = field(default_factory=dict)
     facts: RowFacts = NO_FACTS
+    kept: dict[int, tuple[int, str]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.jobs) + len(self.bad_rows) + len(self.twins)

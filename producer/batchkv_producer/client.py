@@ -33,6 +33,7 @@ from batchkv_producer.failures import Failures, read_failures
 from batchkv_producer.given_rows import Given, as_source
 from batchkv_producer.intervention import Unanswered
 from batchkv_producer.job import Result, SamplingParams, decode_result
+from batchkv_producer.keeping import Earlier
 from batchkv_producer.one_job import JobInfo
 from batchkv_producer.patience import Pace, patiently
 from batchkv_producer.prompting import AUTO, Prompting
@@ -89,6 +90,7 @@ class Client:
         on_identified: Identified | None = None,
         terms: Terms = NO_TERMS,
         prompting: Prompting = AUTO,
+        earlier: Earlier | None = None,
     ) -> Submitted:
         """Queue a file, or dicts as they would stand in its lines; the same again join their batch.
 
@@ -99,6 +101,7 @@ class Client:
 
         ``default_model`` serves when neither ``model`` nor the lines name one. ``on_identified``
         gets the batch's id and model before anything is changed, and may refuse by raising.
+        ``earlier``: a batch whose answers are kept where rows ask for the same.
         """
         return submission.submit(
             self._connection,
@@ -112,6 +115,7 @@ class Client:
             on_identified=on_identified,
             terms=terms,
             prompting=prompting,
+            earlier=earlier,
         )
 
     check = staticmethod(submission.check)  # needs no server
@@ -229,10 +233,8 @@ class Client:
     ) -> int:
         """Queue a batch's failed rows again, and those canceled if asked; how many could be.
 
-        They keep their timeout unless a new one is given, and the batch its deadline: one that is
-        past must be given anew (``terms.NEVER``: none). With ``source``, the file of the submit,
-        rows are made anew whose jobs are gone; ``defaults`` are those of the submit, which batches
-        of older versions do not know.
+        A deadline that is past must be given anew (``terms.NEVER``: none). With ``source``, the
+        submit's file, rows are made anew whose jobs are gone (``restoring``).
         """
         return restoring.retry_batch(
             self._connection,
@@ -245,10 +247,7 @@ class Client:
         )
 
     def forget(self, batch_id: str) -> str:
-        """Take a batch off the server, its queued and running rows too; its full id.
-
-        Workers drop its rows within a second. One whose results have expired is forgotten, too.
-        """
+        """Take a batch off the server, its queued and running rows too; its full id."""
         return forgetting.forget_batch(self._connection, batch_id)
 
     def unanswered(self, batch_id: str) -> Unanswered:

@@ -14,6 +14,7 @@ from batchkv_producer.forgetting import forget_batch
 from batchkv_producer.formats import RowError
 from batchkv_producer.generations import Generation, OtherMakingError
 from batchkv_producer.job import Result, SamplingParams, encode_result
+from batchkv_producer.keeping import Earlier
 from batchkv_producer.kept_defaults import encode_defaults
 from batchkv_producer.maker import Maker
 from batchkv_producer.order import ORDER_VERSION
@@ -39,6 +40,7 @@ class BatchSpec:
     name: str = ""
     terms: Terms = NO_TERMS
     prompting: Prompting = AUTO
+    earlier: Earlier | None = None
 
 
 def enqueue(
@@ -160,6 +162,12 @@ def _send(transitions: Transitions, batch_id: str, spec: BatchSpec, chunk: Chunk
     if chunk.twins:
         return transitions.follow(batch_id, queue, number, chunk.twins, *more)
     bad_rows = [(row.line, encode_result(_as_result(row, spec.model))) for row in chunk.bad_rows]
+    if chunk.kept and spec.earlier is not None and not spec.earlier.why_not:
+        earlier = (spec.earlier.batch_id, spec.earlier.num_ended)
+        rows = (chunk.jobs, bad_rows)
+        return transitions.submit(
+            *(batch_id, queue, number, *rows), *more, kept=chunk.kept, earlier=earlier
+        )
     return transitions.submit(batch_id, queue, number, chunk.jobs, bad_rows, *more)
 
 

@@ -46,6 +46,7 @@ CREATE TABLE rows (
     endpoint TEXT, code TEXT, message TEXT, data BLOB, size INTEGER, work INTEGER,
     twin BLOB, needs TEXT, digest BLOB);
 CREATE TABLE followers (line INTEGER PRIMARY KEY, leader INTEGER);
+CREATE TABLE earlier (digest BLOB PRIMARY KEY, line INTEGER) WITHOUT ROWID;
 CREATE TABLE plan (chunk INTEGER, line INTEGER, shared INTEGER);
 BEGIN;
 """
@@ -73,14 +74,17 @@ WHERE work >= 0 AND rows.line NOT IN (SELECT line FROM followers) ORDER BY plan.
 """
 _LEADER = "(SELECT leader FROM followers WHERE followers.line = plan.line)"
 _FROM_CHUNK = """
-SELECT plan.chunk, rows.line, custom_id, endpoint, code, message, data, shared, {leader}, needs
-FROM plan CROSS JOIN rows ON rows.line = plan.line WHERE plan.chunk >= ? ORDER BY plan.rowid
+SELECT plan.chunk, rows.line, custom_id, endpoint, code, message, data, shared, {leader}, needs,
+    earlier.line
+FROM plan CROSS JOIN rows ON rows.line = plan.line LEFT JOIN earlier ON earlier.digest = rows.digest
+WHERE plan.chunk >= ? ORDER BY plan.rowid
 """  # a cross join keeps SQLite from turning the loops around
 _ERRORS = """
 SELECT line, custom_id, endpoint, code, message FROM rows WHERE code IS NOT NULL
 ORDER BY line LIMIT ?
 """
 _OTHER_THAN = "SELECT line FROM rows WHERE code IS NULL OR code != ? LIMIT 1"
+_NUM_ALIKE = "SELECT COUNT(*) FROM rows JOIN earlier USING (digest) WHERE code IS NULL"
 _COUNTS = "SELECT COUNT(*), COUNT(code), SUM(num_chars), MAX(line) FROM rows"
 
 
@@ -157,6 +161,11 @@ class Plan:
         """Whether every row is wrong, and in this way."""
         return not self._database.execute(_OTHER_THAN, (code,)).fetchone()
 
+    def keep(self, answered: Iterable[tuple[bytes, int]]) -> int:
+        """Take (digest, line) of an earlier batch's answers; how many rows ask for the same."""
+        self._database.executemany("INSERT OR IGNORE INTO earlier VALUES (?, ?)", answered)
+        return int(self._database.execute(_NUM_ALIKE).fetchone()[0])
+
     def errors(self, limit: int) -> tuple[RowError, ...]:
         """The first bad rows in the order of their lines."""
         return tuple(RowError(*row) for row in self._database.execute(_ERRORS, (limit,)))
@@ -176,6 +185,7 @@ class Plan:
             shared,
             leader,
             needs,
+            kept,
         ) in self._database.execute(query, (start,)):
             if number != chunk.number:
                 yield chunk
@@ -186,6 +196,8 @@ class Plan:
                 chunk.twins.append((line, data, custom_id, leader))
             elif code is None:
                 chunk.jobs.append((line, data, shared))
+                if kept is not None:
+                    chunk.kept[line] = (kept, custom_id)
             else:
                 chunk.bad_rows.append(RowError(line, custom_id, endpoint, code, message))
         if chunk:

@@ -26,7 +26,8 @@ key                        type    content
                                    ``forgotten`` (1: `batchkv forget` is at work), and then
                                    ``forgotten_lines``, how many lines are gone;
                                    counters ``ok failed canceled running prompt_tokens
-                                   completion_tokens cached_tokens busy_ms saved_ms copied cut``
+                                   completion_tokens cached_tokens busy_ms saved_ms copied kept
+                                   cut``
 ``batchkv:batch:B:rows``   hash    of each stretch of lines the digests of what its rows ask for
                                    and their custom_ids (``row_facts``)
 ``batchkv:res:B``          hash    line number -> encoded result (``job.encode_result``)

@@ -34,6 +34,7 @@ from batchkv_producer.stored import in_finish_order
 from batchkv_producer.submission import identify
 from batchkv_producer.terms import Deadline
 from batchkv_producer.transitions import Transitions
+from batchkv_producer.workers import MAX_DIGITS
 
 
 def retry_batch(
@@ -86,14 +87,14 @@ def restore_rows(
     ``defaults`` are those of the submit; None: as the batch knows them. ``expires`` is a new
     deadline (seconds since 1970; 0: none). Raises UsageError when the file is not the batch's.
     """
-    said = _defaults(connection, status.batch_id) if defaults is None else defaults
+    digest, generation, there = _identity(connection, status.batch_id)
+    said = there if defaults is None else defaults
     moves = Transitions(connection)
     num_queued = 0
     prompting, more_identity = kept(connection, status.batch_id)
     with Plan(said, prompting=prompting) as plan:
-        generation = _generation(connection, status.batch_id)
         found = identify(source, plan, said, status.model, more_identity, generation)
-        if found != _digest(connection, status.batch_id):
+        if found != digest:
             raise UsageError(
                 f"{source_name(source)} with these generation flags is not what batch "
                 f"{status.batch_id} was made of: give the file of its submit, and its flags"
@@ -140,16 +141,9 @@ def _jobs(chunk: Chunk) -> list[tuple[int, bytes, int]]:
     return [*chunk.jobs, *((line, data, 0) for line, data, _, _ in chunk.twins)]
 
 
-def _defaults(connection: Redis, batch_id: str) -> SamplingParams:
-    raw: Any = connection.hget(redis_keys.batch(batch_id), "defaults")
-    return decode_defaults(raw.decode("utf-8", "replace")) if raw else SamplingParams()
-
-
-def _generation(connection: Redis, batch_id: str) -> int:
-    raw: Any = connection.hget(redis_keys.batch(batch_id), "generation")
-    return int(raw or 1)
-
-
-def _digest(connection: Redis, batch_id: str) -> str:
-    raw: Any = connection.hget(redis_keys.batch(batch_id), "digest")
-    return (raw or b"").decode("utf-8", "replace")
+def _identity(connection: Redis, batch_id: str) -> tuple[str, int, SamplingParams]:
+    """A batch's digest, generation and defaults; batches of older versions do not know these."""
+    raw: Any = connection.hmget(redis_keys.batch(batch_id), "digest", "generation", "defaults")
+    digest, generation, defaults = ((value or b"").decode("utf-8", "replace") for value in raw)
+    number = int(generation) if generation.isdigit() and len(generation) < MAX_DIGITS else 1
+    return digest, number, decode_defaults(defaults) if defaults else SamplingParams()

@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 
 from batchkv_producer import target
 from batchkv_producer.aside import holds_other
-from batchkv_producer.beginning import first_words, put_aside, with_own_workers
+from batchkv_producer.beginning import first_words, with_own_workers
 from batchkv_producer.client import BatchStatus, Client, Submitted
 from batchkv_producer.connection import refused_writes
 from batchkv_producer.delays import Delays
@@ -28,6 +28,7 @@ from batchkv_producer.errors import BatchkvError, FullHomeError
 from batchkv_producer.expected import Expected
 from batchkv_producer.following import Follower, snapshot_of, stale_rows
 from batchkv_producer.job import SamplingParams
+from batchkv_producer.keeping import Earlier
 from batchkv_producer.local_workers import (
     WORKER_COMMAND,
     LocalWorkers,
@@ -35,6 +36,7 @@ from batchkv_producer.local_workers import (
     remove_old_logs,
 )
 from batchkv_producer.maker import NOBODY
+from batchkv_producer.mended import earlier_of, make_room
 from batchkv_producer.patience import outages_watched, patiently
 from batchkv_producer.presence import reclaim_dead
 from batchkv_producer.progress import Reporter, Snapshot, rows
@@ -118,6 +120,7 @@ def run(
     expected = Expected.read(options.source)
     if options.num_workers:
         options = replace(options, terms=with_own_workers(options.terms, options.worker_arguments))
+    earlier = earlier_of(connection, options.out)
     submitted = client.submit(
         options.source,
         model=options.model,
@@ -125,13 +128,14 @@ def run(
         defaults=options.defaults,
         job_timeout_seconds=options.job_timeout_seconds or DEFAULT_JOB_TIMEOUT_SECONDS,
         on_progress=lambda done, total: reporter.update(Snapshot(total)),
-        on_identified=partial(_refuse_early, options, connection, url),
+        on_identified=partial(_refuse_early, options, connection, url, earlier),
         terms=options.terms,
         prompting=options.prompting,
+        earlier=earlier,
     )
     batch_id, queue = submitted.batch_id, submitted.queue
     reporter.note(first_words(client, submitted, target.shown(options.out)))
-    _tell_what_stays(client, submitted, options, reporter)
+    _tell_what_stays(client, submitted, options, earlier, reporter)
     home = _tidied_home(connection)
     plan = WorkerPlan(
         model=submitted.model,
@@ -179,7 +183,11 @@ def _delays(
 
 
 def _tell_what_stays(
-    client: Client, submitted: Submitted, options: RunOptions, reporter: Reporter
+    client: Client,
+    submitted: Submitted,
+    options: RunOptions,
+    earlier: Earlier | None,
+    reporter: Reporter,
 ) -> None:
     """What was asked for now, and is otherwise in the batch or the OUT that was there."""
     if submitted.style_note:
@@ -187,7 +195,7 @@ def _tell_what_stays(
     for note in submitted.notes:
         reporter.note(f"it was there before: {note}")
     batch = client.status(submitted.batch_id)
-    put_aside(batch, submitted, options.out, reporter.note)
+    make_room(earlier, batch, submitted, options.out, reporter.note)
     if options.out == target.STDOUT and batch.num_ended > submitted.num_bad:
         reporter.note(f"{rows(batch.num_ended)} ended before; they are printed again")
     there = batch.job_timeout_seconds
@@ -203,12 +211,15 @@ def _refuse_early(
     options: RunOptions,
     connection: Redis,
     url: str,
+    earlier: Earlier | None,
     batch_id: str,
     model: str,
     relatives: frozenset[str],
 ) -> None:
     """What would end the run as soon as it has begun ends it before anything is queued."""
-    if not holds_other(options.out, batch_id, relatives, NOBODY):  # that is moved aside
+    is_mended = earlier is not None and earlier.num_alike > 0
+    is_moved = is_mended or holds_other(options.out, batch_id, relatives, NOBODY)
+    if not is_moved:
         target.check_batch(options.out, batch_id)
     if options.num_workers:
         check_model_folder(model)

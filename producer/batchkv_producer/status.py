@@ -60,6 +60,7 @@ class BatchStatus:
     is_deduped: bool = False
     has_aligned_jobs: bool = False  # what RQ keeps of the jobs goes with the results
     copied: int = 0
+    kept: int = 0  # ok, with the answer that a row of an earlier batch had
     cut: int = 0  # ok, their answer ends at max_tokens; older workers do not count them
     num_results: int = 0
     fingerprint: str = ""  # of the model that computes it, like the next two if it is known
@@ -105,8 +106,9 @@ class BatchStatus:
         )
 
     def _ok(self) -> str:
-        cut = f" ({self.cut:,} cut at max_tokens)" if self.cut else ""
-        return f"{self.ok:,} ok{cut}"
+        counts = {"kept": self.kept, "cut at max_tokens": self.cut}
+        some = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+        return f"{self.ok:,} ok" + (f" ({some})" if some else "")
 
     def reconciliation(self) -> str:
         """The sum in one line: ``20,000 = 19,959 ok + 41 failed + 0 canceled``."""
@@ -233,6 +235,7 @@ def _batch_status(batch_id: str, values: dict[str, str], num_workers: int) -> Ba
             is_deduped="dedupe" in values,
             copied=count("copied"),
             cut=count("cut"),
+            kept=count("kept"),
             num_results=count("num_results"),
             fingerprint=values.get("fingerprint", ""),
             scheme=values.get("scheme", ""),

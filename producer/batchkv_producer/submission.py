@@ -25,6 +25,7 @@ from batchkv_producer.formats import RowError
 from batchkv_producer.generations import Generation, informed, settled
 from batchkv_producer.given_rows import Given, as_source
 from batchkv_producer.job import SamplingParams
+from batchkv_producer.keeping import Earlier
 from batchkv_producer.model_vote import ModelVote
 from batchkv_producer.outlook import Outlook, look_ahead
 from batchkv_producer.planner import Plan, PlanCounts
@@ -145,11 +146,13 @@ def submit(
     on_identified: Identified | None = None,
     terms: Terms = NO_TERMS,
     prompting: Prompting = AUTO,
+    earlier: Earlier | None = None,
 ) -> Submitted:
     """Put a file into the queue of its model; raises UsageError before anything was changed.
 
     The model is ``model``, else the one that the lines name, else ``default_model``.
     ``on_identified`` is called before anything is changed, and may refuse by what it raises.
+    ``earlier``: a batch whose answers are kept, where rows ask for the same.
     """
     if job_timeout_seconds < 1:
         raise UsageError(f"the job timeout must be at least 1 second, got {job_timeout_seconds}")
@@ -159,15 +162,17 @@ def submit(
         facts, counts = _read(source, plan, said, need, prompting)
         shown_name = (name or source_name(source))[:MAX_NAME_CHARS]
         terms = informed(terms, facts.model)
-        spec = BatchSpec(facts.model, said, job_timeout_seconds, shown_name, terms, prompting)
+        about = (job_timeout_seconds, shown_name, terms, prompting, earlier)
+        spec = BatchSpec(facts.model, said, *about)
         digest_of = partial(batch_digest, facts, said, prompting.identity())
         errors = _placed(plan.errors(MAX_TOLD_ERRORS), facts)
-        moves = Transitions(connection)
 
         def make(chosen: Generation) -> tuple[bool, tuple[str, ...]]:
+            if earlier is not None:
+                earlier.look(connection, plan, chosen.relatives, facts.model, fresh=terms.fresh)
             if on_identified is not None:
                 on_identified(chosen.batch_id, facts.model, chosen.relatives)
-            return enqueue(moves, plan, counts, chosen, spec, on_progress)
+            return enqueue(Transitions(connection), plan, counts, chosen, spec, on_progress)
 
         chosen, (joined, notes) = settled(connection, digest_of, terms, make)
         num_plain = plan.num_plain

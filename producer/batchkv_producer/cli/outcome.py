@@ -16,6 +16,7 @@ from batchkv_producer.progress import rows
 from batchkv_producer.target import STDOUT
 
 if TYPE_CHECKING:
+    from batchkv_producer.keeping import Earlier
     from batchkv_producer.run import RunReport
     from batchkv_producer.submission import Submitted
 
@@ -27,10 +28,13 @@ def say_unserved(client: Client, batch_id: str) -> None:
         say(unserved_note(found))
 
 
-def say_failed_before(client: Client, submitted: Submitted) -> None:
-    """A submit that joins a batch queues none of its failed rows again: tell what does."""
+def say_before(client: Client, submitted: Submitted, earlier: Earlier | None) -> None:
+    """What a submit met: nobody who serves it, answers that it keeps, rows that failed before."""
+    say_unserved(client, submitted.batch_id)
     found = client.status(submitted.batch_id)
-    if found.failed > submitted.num_bad:
+    if earlier:
+        say(earlier.told(found.kept))
+    if submitted.joined and found.failed > submitted.num_bad:
         say(
             f"{rows(found.failed - submitted.num_bad)} of it failed before and stay so: `batchkv "
             f"retry {found.batch_id}` queues them again"

@@ -18,7 +18,7 @@ from batchkv_producer.cli.input_options import (
     tell_checked,
     tell_wrong,
 )
-from batchkv_producer.cli.outcome import say_end, say_failed_before, say_unserved
+from batchkv_producer.cli.outcome import say_before, say_end
 from batchkv_producer.cli.shared import (
     default_model,
     generation_options,
@@ -33,6 +33,7 @@ from batchkv_producer.cli.shared import (
 from batchkv_producer.cli.terms_options import (
     allow_bad_option,
     exit_code,
+    from_batch_option,
     input_code,
     on_done_option,
     terms_options,
@@ -42,6 +43,7 @@ from batchkv_producer.client import Submitted
 from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
 from batchkv_producer.errors import UsageError
 from batchkv_producer.job import SamplingParams
+from batchkv_producer.keeping import earlier_named
 from batchkv_producer.progress import Snapshot, reporter, rows
 from batchkv_producer.restoring import is_any_gone
 from batchkv_producer.server import ensure_running
@@ -154,6 +156,7 @@ def _refuse_on_done(_context: object, _option: object, command: str | None) -> N
 @model_option
 @click.option("--ids", is_flag=True, help="Print the ids of the jobs, not that of the batch.")
 @click.option("--name", metavar="TEXT", help="A name for people.  [default: that of the file]")
+@from_batch_option
 @generation_options
 @timeout_option
 @terms_options
@@ -169,6 +172,7 @@ def submit(
     model: str | None,
     ids: bool,
     name: str | None,
+    source_batch: str | None,
     defaults: SamplingParams,
     job_timeout: int | None,
     terms: Terms,
@@ -190,6 +194,7 @@ def submit(
       batchkv submit prompts.jsonl --dry-run
       batchkv submit prompts.txt -m demo --max-tokens 64 --stop END --ids
       batchkv submit prompts.jsonl -m demo --priority high --expires 8h --keep 7d
+      batchkv submit mended.jsonl -m demo --from 3f2a9c51d07be684
       generate-prompts | batchkv submit - -m demo
     """  # fmt: skip
     if as_json and not dry_run:
@@ -201,6 +206,7 @@ def submit(
             checked = tell_checked(*said, dedupe=terms.dedupe, as_json=as_json)
             ctx.exit(input_code(checked.num_bad, allow_bad))
         opened = stack.enter_context(session(url))
+        earlier = earlier_named(opened.connection, source_batch)
         with reporter() as progress:
             submitted = opened.client.submit(
                 inputs,
@@ -211,17 +217,14 @@ def submit(
                 name=name,
                 terms=terms,
                 prompting=given.prompting,
+                earlier=earlier,
                 on_progress=lambda done, total: progress.update(Snapshot(total, ok=done)),
             )
         _say_submitted(submitted)
-        say_unserved(opened.client, submitted.batch_id)
-        if submitted.joined:
-            say_failed_before(opened.client, submitted)
-        if ids:
-            for job_id in opened.client.job_ids(submitted.batch_id):
-                click.echo(job_id)
-        else:
-            click.echo(submitted.batch_id)
+        say_before(opened.client, submitted, earlier)
+        batch_id = submitted.batch_id
+        for shown in opened.client.job_ids(batch_id) if ids else (batch_id,):
+            click.echo(shown)
     ctx.exit(input_code(submitted.num_bad, allow_bad))
 
 

@@ -97,6 +97,13 @@ def terms_options(command: Callable[..., R]) -> Callable[..., R]:
     return wrapped
 
 
+from_batch_option = click.option(
+    "--from",
+    "source_batch",
+    metavar="BATCH",
+    help="Keep the answers of an earlier batch for rows that ask for the same, whatever their "
+    "custom_id: of a mended file only what changed is computed.",
+)
 age_option = click.option(
     "--older-than",
     callback=_keep,

@@ -19,6 +19,12 @@ local function is_forgotten(batch)
   return marks[batch]
 end
 
+-- A result without the custom_id that a copy has before it (`stamp.py`).
+local function bare(result)
+  local size, rest = string.match(result or '', '^=(%d+):()')
+  return size and string.sub(result, rest + tonumber(size)) or result
+end
+
 -- What a batch keeps of a stretch of rows, beside their jobs.
 local function store_facts(hash, number, digests, names)
   if digests ~= '' then redis.call('HSET', hash .. ':rows', 'd' .. number, digests) end

@@ -4,11 +4,14 @@
 -- derived.
 -- ARGV: queue name, chunk number (from 0), time in ISO 8601, job timeout (s), result ttl (s),
 --       failure ttl (s), description, digests and names of a stretch of rows (`row_facts.py`),
---       number of jobs, then id, data, shared bytes, needs for
---       each job ('' for none), then line, result for each row that failed before it was queued.
+--       batch whose answers may be kept ('' for none), how often its rows had ended when it was looked
+--       at, number of jobs, then id, data, shared bytes, needs, kept for each job, then line, result for each row that failed before it was queued.
+-- `needs` and `kept` may be ''; `kept` is <line of the earlier batch>:<custom_id>. Such a row ends at
+-- once with that line's answer, if the earlier batch was computed with what this one is computed with;
+-- what this one does not say of that yet it says then. Else it is queued as the others.
 -- Returns the number of chunks enqueued so far.
 local queue, chunk, now, timeout, result_ttl, failure_ttl, description, num_jobs =
-  ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7], tonumber(ARGV[10])
+  ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7], tonumber(ARGV[12])
 local chunks, forgotten = unpack(redis.call('HMGET', KEYS[1], 'chunks', 'forgotten'), 1, 2)
 if not chunks or forgotten then return -1 end
 if tonumber(chunks) ~= chunk then return tonumber(chunks) end
@@ -16,22 +19,60 @@ local batch = string.match(KEYS[1], '%x+$')
 local list = list_of(KEYS[2], batch)
 redis.call('SADD', KEYS[5], KEYS[2], list)
 store_facts(KEYS[1], ARGV[2], ARGV[8], ARGV[9])
-local ids, position = {}, 11
+local ids, position, leaders = {}, 13, {}
+
+local function may_keep(earlier)
+  if earlier == '' then return false end
+  local names = {'fingerprint', 'scheme', 'dtype', 'mixed', 'forgotten'}
+  local its = redis.call('HMGET', 'batchkv:batch:' .. earlier, unpack(names))
+  local own = redis.call('HMGET', KEYS[1], unpack(names))
+  if not its[1] or not its[2] or its[4] or its[5]
+      or redis.call('LLEN', 'batchkv:done:' .. earlier) ~= tonumber(ARGV[11]) then
+    return false
+  end
+  for index = 1, own[4] and 1 or 3 do
+    if own[index] and own[index] ~= its[index] then return false end
+  end
+  for index = 1, own[4] and 1 or 3 do
+    if its[index] then redis.call('HSETNX', KEYS[1], names[index], its[index]) end
+  end
+  return true
+end
+
+local earlier = may_keep(ARGV[10]) and ARGV[10]
+
+-- Whether the row has ended with the answer of an earlier batch's line.
+local function keep(id, kept)
+  local from, name = string.match(kept, '^(%d+):(.*)$')
+  local result = earlier and from and redis.call('HGET', 'batchkv:res:' .. earlier, from)
+  if not result then return false end
+  local line = string.match(id, '(%d+)$')
+  if redis.call('HSETNX', KEYS[3], line, '=' .. #name .. ':' .. name .. bare(result)) == 1 then
+    redis.call('RPUSH', KEYS[4], line)
+    redis.call('HINCRBY', KEYS[1], 'ok', 1)
+    redis.call('HINCRBY', KEYS[1], 'kept', 1)
+    leaders[#leaders + 1] = line
+  end
+  return true
+end
+
 for _ = 1, num_jobs do
   local id = ARGV[position]
-  redis.call('HSET', 'rq:job:' .. id, 'data', ARGV[position + 1], 'created_at', now,
-    'enqueued_at', now, 'origin', queue, 'status', 'queued', 'description', description,
-    'timeout', timeout, 'result_ttl', result_ttl, 'failure_ttl', failure_ttl, 'retries_left', 3,
-    'bkv_shared', ARGV[position + 2])
-  if ARGV[position + 3] ~= '' then
-    redis.call('HSET', 'rq:job:' .. id, 'bkv_needs', ARGV[position + 3])
+  if ARGV[position + 4] == '' or not keep(id, ARGV[position + 4]) then
+    redis.call('HSET', 'rq:job:' .. id, 'data', ARGV[position + 1], 'created_at', now,
+      'enqueued_at', now, 'origin', queue, 'status', 'queued', 'description', description,
+      'timeout', timeout, 'result_ttl', result_ttl, 'failure_ttl', failure_ttl, 'retries_left', 3,
+      'bkv_shared', ARGV[position + 2])
+    if ARGV[position + 3] ~= '' then
+      redis.call('HSET', 'rq:job:' .. id, 'bkv_needs', ARGV[position + 3])
+    end
+    ids[#ids + 1] = id
   end
-  ids[#ids + 1] = id
-  position = position + 4
+  position = position + 5
 end
 -- Many at once is faster; unpack takes some thousands at most.
-for first = 1, num_jobs, 1000 do
-  redis.call('RPUSH', list, unpack(ids, first, math.min(first + 999, num_jobs)))
+for first = 1, #ids, 1000 do
+  redis.call('RPUSH', list, unpack(ids, first, math.min(first + 999, #ids)))
 end
 while position < #ARGV do
   if redis.call('HSETNX', KEYS[3], ARGV[position], ARGV[position + 1]) == 1 then
@@ -39,6 +80,15 @@ while position < #ARGV do
     redis.call('HINCRBY', KEYS[1], 'failed', 1)
   end
   position = position + 2
+end
+if redis.call('HEXISTS', KEYS[1], 'dedupe') == 1 then
+  local at, budget = tonumber(redis.call('TIME')[1]), 1000
+  for _, line in ipairs(leaders) do
+    if redis.call('EXISTS', twins_key(batch, line)) == 1 then
+      budget = copy_to_twins(queue, batch, line, 'ok', now, at, tonumber(result_ttl),
+        tonumber(failure_ttl), budget)
+    end
+  end
 end
 chunks = redis.call('HINCRBY', KEYS[1], 'chunks', 1)
 keep_if_done(batch, redis.call('TIME')[1])

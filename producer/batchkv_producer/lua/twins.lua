@@ -8,7 +8,7 @@ local function twins_key(batch, line) return 'batchkv:twins:' .. batch .. ':' ..
 local function copy_to_twins(queue, batch, line, outcome, iso, now, result_ttl, failure_ttl, budget)
   local twins, due = twins_key(batch, line), 'batchkv:due:' .. queue
   local hash, results = 'batchkv:batch:' .. batch, 'batchkv:res:' .. batch
-  local result = redis.call('HGET', results, line)
+  local result = bare(redis.call('HGET', results, line))
   local copied = 0
   while result and budget > 0 do
     local twin = redis.call('LPOP', twins)

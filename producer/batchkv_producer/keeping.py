@@ -1,0 +1,108 @@
+"""A mended file: answers of an earlier batch that the new one keeps.
+
+Rows that ask for the same (their digests, ``row_facts``) need no computing again, as long as the
+earlier batch was computed with what the new one is to be computed with: weights, KV scheme, dtype.
+The answers are copied on the server, in the same step that queues the rest of a chunk
+(``lua/submit.lua``, which compares once more); so a row is kept or queued, never both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from redis import Redis
+
+from batchkv_producer import fingerprint as weights
+from batchkv_producer import redis_keys, row_facts
+from batchkv_producer.planner import Plan
+from batchkv_producer.status import find_batch
+from batchkv_producer.stored import in_finish_order
+
+
+@dataclass(slots=True)
+class Earlier:
+    """The batch whose answers may be kept, by its full id, and what was found there.
+
+    ``num_alike`` rows of the new file ask for what was answered there, also where nothing is kept.
+    ``num_ended`` is how often rows of it had ended when it was looked at: what ends later is not
+    known to be an answer. ``why_not``, in words, if nothing can be kept of it.
+    """
+
+    batch_id: str
+    num_alike: int = 0
+    num_ended: int = 0
+    why_not: str = ""
+
+    def look(
+        self,
+        connection: Redis,
+        plan: Plan,
+        relatives: Collection[str],
+        model: str,
+        *,
+        fresh: bool = False,
+    ) -> None:
+        """Tell a sealed plan which of its rows were answered there.
+
+        ``relatives`` are the ids of the plan's own batch in all generations; ``fresh``: all rows
+        are to be computed.
+        """
+        names = (
+            "style",
+            "model",
+            "ok",
+            "failed",
+            "canceled",
+            "fingerprint",
+            "scheme",
+            "mixed",
+            "forgotten",
+        )
+        values: Any = connection.hmget(redis_keys.batch(self.batch_id), names)
+        texts = [(value or b"").decode("utf-8", "replace") for value in values]
+        said = dict(zip(names, texts, strict=True))
+        same_file = "it is of the same file" if self.batch_id in relatives else ""
+        self.why_not = same_file or _why_not(said, model)
+        if self.why_not:
+            return
+        self.num_ended = int(connection.llen(redis_keys.done(self.batch_id)))
+        unanswered = set[int]()
+        if (said["failed"], said["canceled"]) != ("0", "0"):
+            rows = in_finish_order(connection, self.batch_id)
+            unanswered = {row.line for row in rows if row.result.outcome != "ok"}
+        alike = row_facts.digests(connection, self.batch_id)
+        self.num_alike = plan.keep(pair for pair in alike if pair[1] not in unanswered)
+        if not self.num_alike:
+            self.why_not = "none of its rows asks for what a row of this file does"
+        elif weights.of_model(model) not in ("", said["fingerprint"]):
+            self.why_not = "the model's files have changed since"
+        elif fresh:
+            self.why_not = "--fresh computes all rows"
+
+    def told(self, num_kept: int) -> str:
+        """What became of it, in a sentence."""
+        if num_kept:
+            rows = "1 answer" if num_kept == 1 else f"{num_kept:,} answers"
+            return f"kept {rows} of batch {self.batch_id}: these rows ask for the same"
+        why = self.why_not or "it was computed with other weights, KV scheme or dtype"
+        return f"no answer of batch {self.batch_id} can be kept: {why}"
+
+
+def _why_not(said: dict[str, str], model: str) -> str:
+    """Why nothing can be kept of a batch that says this of itself; "" when something may be."""
+    if not said["model"] or said["forgotten"]:
+        return "it is no longer on the server"
+    if not said["style"]:
+        return "it was submitted by an older version"
+    if said["model"] != model:
+        return f"its model is {said['model']}"
+    if not (said["fingerprint"] and said["scheme"]) or said["mixed"]:
+        return "with which weights and KV scheme it was computed is not known"
+    return "it has no answers" if said["ok"] in ("", "0") else ""
+
+
+def earlier_named(connection: Redis, wanted: str | None) -> Earlier | None:
+    """The batch that somebody names, by its id or a prefix; raises NotFoundError."""
+    return Earlier(find_batch(connection, wanted)) if wanted else None
