@@ -20,6 +20,18 @@ from batchkv_producer.planner import Plan
 from batchkv_producer.status import find_batch
 from batchkv_producer.stored import in_finish_order
 
+_SAID = (
+    "style",
+    "model",
+    "ok",
+    "failed",
+    "canceled",
+    "fingerprint",
+    "scheme",
+    "mixed",
+    "forgotten",
+)
+
 
 @dataclass(slots=True)
 class Earlier:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import click
 
 from batchkv_producer.cli.changing import cancel, retry
+from batchkv_producer.cli.failed import failed
 from batchkv_producer.cli.fetching import result, results
 from batchkv_producer.cli.forgetting import forget
 from batchkv_producer.cli.group import Cli
@@ -44,7 +45,7 @@ def cli() -> None:
     """
 
 
-for _command in (run, submit, plan, status, wait, results, result, cancel, retry, forget):
+for _command in (run, submit, plan, status, wait, results, result, failed, cancel, retry, forget):
     cli.add_command(_command)
 cli.add_command(list_batches)
 cli.add_command(workers)

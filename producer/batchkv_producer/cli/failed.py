@@ -1,0 +1,48 @@
+"""``batchkv failed``."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from batchkv_producer import outfile
+from batchkv_producer.cli.shared import say, session, url_option
+from batchkv_producer.input_lines import Lacking, failed_lines
+from batchkv_producer.progress import printable, rows
+
+
+@click.command()
+@click.argument("batch_id", metavar="BATCH")
+@click.option("--canceled", is_flag=True, help="The canceled rows too.")
+@url_option
+@click.pass_context
+def failed(ctx: click.Context, batch_id: str, canceled: bool, url: str | None) -> None:
+    """Print the failed rows of a batch as input lines, to be mended and submitted as a file.
+
+    They are OpenAI Batch lines under the rows' own custom_ids, with the batch's model and defaults
+    said. Exit code 1 if a row has none: one that was wrong in the input stands in your file only,
+    and so does one whose job is no longer in Redis (jobs of failed rows stay for 7 days).
+
+    \b
+    Examples:
+      batchkv failed 3f2a9c51d07be684 > bad.jsonl
+      batchkv failed 3f2a9c51d07be684 --canceled | jq -r .custom_id
+    """
+    lacking, num_lines = Lacking(), 0
+    is_terminal = sys.stdout.isatty()
+    with session(url) as opened:
+        status = opened.client.status(batch_id)
+        for line in failed_lines(opened.connection, status, lacking, canceled=canceled):
+            sys.stdout.buffer.write(outfile.encoded(printable(line) if is_terminal else line))
+            num_lines += 1
+    sys.stdout.buffer.flush()
+    say(f"{rows(num_lines)} of batch {status.batch_id}")
+    if lacking.num_wrong:
+        say(f"{rows(lacking.num_wrong)} wrong in the input: mend the file ({status.name})")
+    if lacking.num_gone:
+        say(
+            f"{rows(lacking.num_gone)} no longer in Redis but for their errors: `batchkv retry "
+            f"{status.batch_id} --from FILE` runs them again, FILE being what was submitted"
+        )
+    ctx.exit(1 if lacking.num_wrong or lacking.num_gone else 0)
