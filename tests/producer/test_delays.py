@@ -22,7 +22,7 @@ from batchkv_producer.job import decode_job, encode_result
 from batchkv_producer.progress import PlainReporter, Snapshot
 from batchkv_producer.status import BatchStatus
 from batchkv_producer.terms import Terms
-from batchkv_producer.transitions import Ending, Transitions
+from batchkv_producer.transitions import Ending, Transitions, iso_now
 from batchkv_producer.workers import WorkerInfo
 
 MODEL = "m"
@@ -254,3 +254,16 @@ def test_copies_of_a_cut_answer_are_cut(
     Transitions(client._connection).copy(QUEUE)
     found = client.status(batch)
     assert (found.ok, found.cut, found.copied) == (4, 4, 3)
+
+
+@pytest.mark.usefixtures("at_server")
+def test_wait_shows_how_far_loading_is(write_lines: Write, redis_connection: Redis) -> None:
+    """What the worker of the queue says of itself stands in the first line of the progress."""
+    batch = batchkv("submit", write_lines({"prompt": "a"}), "-m", MODEL).stdout.strip()
+    key, doing = redis_keys.worker("w"), "loading 2.1 of 7.3 GB"
+    about = {"birth": "2026-01-01T00:00:00Z", "queues": QUEUE, "bkv_state": doing}
+    about["last_heartbeat"] = iso_now()
+    redis_connection.hset(key, mapping=about)  # type: ignore[arg-type]
+    redis_connection.sadd(f"rq:workers:{QUEUE}", key)
+    found = batchkv("wait", batch, "--timeout", "0.1")
+    assert f"0/1 0 in flight, {doing}\n" in found.stderr and "nobody" not in found.stderr
