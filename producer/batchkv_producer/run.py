@@ -33,16 +33,13 @@ from batchkv_producer.local_workers import (
     WORKER_COMMAND,
     LocalWorkers,
     WorkerPlan,
-    remove_old_logs,
 )
 from batchkv_producer.maker import NOBODY
 from batchkv_producer.mended import earlier_of, make_room
 from batchkv_producer.patience import outages_watched, patiently
-from batchkv_producer.presence import reclaim_dead
 from batchkv_producer.progress import Reporter, Snapshot, rows
 from batchkv_producer.prompting import AUTO, Prompting
-from batchkv_producer.run_support import Outage, give_up, impatient, reclaim
-from batchkv_producer.server_home import Home, home_from_environment, make_folders
+from batchkv_producer.run_support import Outage, give_up, impatient, reclaim, tidied_home
 from batchkv_producer.signals import Interrupted as Interrupted
 from batchkv_producer.signals import noted_signals
 from batchkv_producer.source import Source
@@ -120,7 +117,7 @@ def run(
     expected = Expected.read(options.source)
     if options.num_workers:
         options = replace(options, terms=with_own_workers(options.terms, options.worker_arguments))
-    earlier = earlier_of(connection, options.out)
+    earlier = None if options.out == target.STDOUT else earlier_of(connection, options.out)
     submitted = client.submit(
         options.source,
         model=options.model,
@@ -136,7 +133,7 @@ def run(
     batch_id, queue = submitted.batch_id, submitted.queue
     reporter.note(first_words(client, submitted, target.shown(options.out)))
     _tell_what_stays(client, submitted, options, earlier, reporter)
-    home = _tidied_home(connection)
+    home = tidied_home(connection)
     plan = WorkerPlan(
         model=submitted.model,
         url=url,
@@ -159,15 +156,6 @@ def run(
             report = work.to_the_end()
         follower.refresh(stale)
     return replace(report, num_wrong=submitted.num_bad)
-
-
-def _tidied_home(connection: Redis) -> Home:
-    """The home folder, after what earlier runs left in it was seen to."""
-    home = home_from_environment()
-    make_folders(home)
-    reclaim_dead(connection, home)
-    remove_old_logs(home.logs)
-    return home
 
 
 def _delays(

@@ -12,7 +12,10 @@ from redis.retry import Retry
 
 from batchkv_producer.client import Client
 from batchkv_producer.errors import ServerError
+from batchkv_producer.local_workers import remove_old_logs
 from batchkv_producer.patience import patiently
+from batchkv_producer.presence import reclaim_dead
+from batchkv_producer.server_home import Home, home_from_environment, make_folders
 
 
 class Outage:
@@ -43,6 +46,15 @@ class Outage:
 def reclaim(client: Client, queue: str, worker_name: str, is_death: bool) -> int:
     """Take back what a worker of ours held."""
     return patiently(lambda: client.reclaim(queue, worker_name, is_death=is_death))
+
+
+def tidied_home(connection: Redis) -> Home:
+    """The home folder, after what earlier runs left in it was seen to."""
+    home = home_from_environment()
+    make_folders(home)
+    reclaim_dead(connection, home)
+    remove_old_logs(home.logs)
+    return home
 
 
 def give_up() -> NoReturn:

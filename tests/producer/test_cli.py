@@ -101,10 +101,8 @@ def every_command() -> Iterator[tuple[str, click.Command]]:
 def test_all_commands_are_there() -> None:
     """The commands that the documentation names, worker included."""
     names = [name for name, _ in every_command()]
-    wanted = (
-        "run submit plan status wait results result failed cancel retry forget list workers server"
-    )
-    assert names == [*wanted.split(), "cache", "kv-report", "worker"]
+    wanted = "run submit ask plan status wait results result failed cancel retry forget list"
+    assert names == [*wanted.split(), "workers", "server", "cache", "kv-report", "worker"]
 
 
 def test_help_ends_with_worked_examples() -> None:

@@ -1,4 +1,4 @@
-"""The ``batchkv`` command whose ``run`` starts fake workers."""
+"""The ``batchkv`` command whose ``run`` and ``ask`` start fake workers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from batchkv_producer import run
+from batchkv_producer import asking, run
 from batchkv_producer.cli import main
 
 FAKE_WORKER = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
 
 if __name__ == "__main__":
     run.run = partial(run.run, worker_command=FAKE_WORKER)
+    asking.ask = partial(asking.ask, worker_command=FAKE_WORKER)
     main()

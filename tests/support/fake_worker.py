@@ -2,8 +2,8 @@
 
 It understands the part of ``batchkv worker``'s command line that ``batchkv run`` uses. How it
 behaves comes from the environment: FAKE_DELAY (seconds a row), FAKE_DIE_AFTER (rows until it kills
-itself), FAKE_POISON (a custom_id that kills it), FAKE_FAIL (a custom_id that fails), FAKE_EXIT
-(end at once with this code and FAKE_WORDS on standard error).
+itself), FAKE_POISON (a custom_id that kills it), FAKE_FAIL (a custom_id or a prompt that fails),
+FAKE_EXIT (end at once with this code and FAKE_WORDS on standard error).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class FakeWorker:
         if request.custom_id == os.environ.get("FAKE_POISON"):
             os.kill(os.getpid(), signal.SIGKILL)
         prompt = request.prompt or str((request.messages or [{}])[-1].get("content"))
-        is_bad = request.custom_id == os.environ.get("FAKE_FAIL")
+        is_bad = os.environ.get("FAKE_FAIL") in (request.custom_id, request.prompt)
         result = Result(
             custom_id=request.custom_id,
             endpoint=request.endpoint,

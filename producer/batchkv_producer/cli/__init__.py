@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import click
 
+from batchkv_producer.cli.asking import ask
 from batchkv_producer.cli.changing import cancel, retry
 from batchkv_producer.cli.failed import failed
 from batchkv_producer.cli.fetching import result, results
@@ -30,6 +31,9 @@ def cli() -> None:
     On one machine, from prompts to results:
       batchkv run prompts.jsonl -m mlx-community/Qwen3-4B-4bit -o out.jsonl
     \b
+    One question:
+      batchkv ask -m mlx-community/Qwen3-4B-4bit "What is a prefix cache?"
+    \b
     With workers on several machines:
       export BATCHKV_REDIS_URL=redis://:PASSWORD@studio.local:6379/0
       batchkv worker -m mlx-community/Qwen3-4B-4bit      # on each
@@ -45,7 +49,9 @@ def cli() -> None:
     """
 
 
-for _command in (run, submit, plan, status, wait, results, result, failed, cancel, retry, forget):
+for _command in (run, submit, ask, plan, status, wait, results, result):
+    cli.add_command(_command)
+for _command in (failed, cancel, retry, forget):
     cli.add_command(_command)
 cli.add_command(list_batches)
 cli.add_command(workers)
