@@ -10,7 +10,8 @@ import pytest
 from batchkv_cache_store import header, lookup, manifests
 from batchkv_cache_store.tiers.base import MAX_OBJECT_BYTES
 from batchkv_producer import body, bounded, checks, formats, job, messages, transitions
-from batchkv_worker import tokens
+from batchkv_worker import model, rehearsal, tokens
+from support import tiny_models  # noqa: F401  (it loads the BLAS, before MLX)
 
 TEXT = (Path(__file__).resolve().parents[2] / "SECURITY.md").read_text("utf-8")
 LIMITS = header.Limits()
@@ -33,6 +34,11 @@ MIB, KIB = 2**20, 2**10
         ("a result", [job.MAX_RESULT_BYTES // MIB]),
         ("jobs that a worker takes", [transitions.ENOUGH_BYTES // MIB]),
         ("jobs or results that a command", [bounded.ENOUGH_BYTES // MIB]),
+        (
+            "a model's tokenizer and chat template",
+            [rehearsal.MAX_BYTES // 2**30, int(rehearsal.MAX_SECONDS)],
+        ),
+        ("layers in a model's", [model.MAX_LAYERS, model.MAX_CONFIG_BYTES // MIB]),
         ("a block; its header", [LIMITS.max_block_bytes // MIB, LIMITS.max_header_bytes // KIB]),
         (
             "tensors, tokens and dimensions",

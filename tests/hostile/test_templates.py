@@ -6,6 +6,7 @@ The real demo model's tokenizer and template, through the worker's own preparati
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from batchkv_producer.job import Request, SamplingParams
+from batchkv_worker import rehearsal
 from batchkv_worker.demo import MODEL_PATH
 from batchkv_worker.errors import ModelError
 from batchkv_worker.events import Work
@@ -215,6 +217,61 @@ def test_a_models_template_runs_in_a_sandbox(demo: LoadedModel, template: str) -
     finally:
         demo.tokenizer.chat_template = own
     assert fault.code == "invalid_request" and len(str(fault)) < 400
+
+
+def with_template(folder: Path, template: str) -> Path:
+    """A copy of the demo model with another chat template."""
+    model_folder(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("template", "limit", "value", "words"),
+    [
+        ("{{ 'a' * 10**9 }}", "MAX_BYTES", 2**29, "more than 0.5 GiB"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            *("MAX_SECONDS", 2.0, "longer than 2 s"),
+        ),
+    ],
+)
+def test_a_model_that_takes_too_much_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    template: str,
+    limit: str,
+    value: float,
+    words: str,
+) -> None:
+    """A template that takes all memory, or never ends, does so in a process that is ended."""
+    monkeypatch.setattr(rehearsal, limit, value)
+    folder = with_template(tmp_path / "m", template)
+    with pytest.raises(ModelError, match=words):
+        load(str(folder), is_careful=True)
+
+
+def test_a_model_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came through is known by its files, and not tried again; other files are."""
+    Path(os.environ["BATCHKV_HOME"]).mkdir()
+    folder = str(model_folder(tmp_path / "m"))
+    assert load(folder, is_careful=True).name == folder
+    monkeypatch.setattr(rehearsal.subprocess, "Popen", lambda *_, **__: pytest.fail("tried again"))
+    load(folder, is_careful=True)
+    load("demo", is_careful=True)
+    with_template(tmp_path / "n", "{{ 1 }}")
+    with pytest.raises(pytest.fail.Exception):
+        load(str(tmp_path / "n"), is_careful=True)
+
+
+@pytest.mark.parametrize(
+    "config", [{"num_hidden_layers": 10**9}, {"text_config": {"n_layers": 10**9}}]
+)
+def test_a_model_of_endless_layers_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Counts of layers that no model has are refused before anything is built."""
+    with pytest.raises(ModelError, match="layers of 1000000000"):
+        load(str(model_folder(tmp_path / "m", **config)))
 
 
 @pytest.mark.parametrize("seed", [10**400, -(10**400), 0, -0, 2**64])

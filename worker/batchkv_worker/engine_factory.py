@@ -30,7 +30,7 @@ def build_engine(settings: WorkerSettings) -> Engine:
     access = open_access(settings)  # first: a fault of the settings costs no loading
     prepare_device(wired_limit=settings.wired_limit)
     ENGINE.enter(LOAD)
-    loaded = load(settings.model, settings.dtype)
+    loaded = load(settings.model, settings.dtype, is_careful=True)
     config = EngineConfig(
         scheme=settings.kv_scheme,
         slots=settings.slots,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,16 @@ from mlx.utils import tree_flatten
 
 from batchkv_producer import fingerprint
 from batchkv_producer.maker import Maker
-from batchkv_worker import loading
+from batchkv_worker import loading, rehearsal
 from batchkv_worker.demo import MODEL_PATH as DEMO_PATH
 from batchkv_worker.errors import ModelChangedError, ModelError
 from batchkv_worker.kv.discover import CacheTree, discover
 
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 READ_BYTES = 2**28  # of weights, between two words about how many there are
+MAX_CONFIG_BYTES = 2**24
+MAX_LAYERS = 4096  # of a config's counts of layers, many times what any model has
+_LAYERS = re.compile(r"(layers?|blocks|depth)$")
 _DEFAULT_CONTEXT = 8192  # for a config that names no limit
 
 
@@ -73,14 +77,18 @@ def dtype_class(dtype: mx.Dtype) -> str:
     return "float32" if dtype == mx.float32 else "half"
 
 
-def load(name: str, dtype: str = "auto") -> LoadedModel:
+def load(name: str, dtype: str = "auto", *, is_careful: bool = False) -> LoadedModel:
     """Load ``name``; raises ModelError when it cannot be served, saying why.
 
     ``dtype`` "auto" is float32 on a CPU, where half precision is slow, else the weights' own.
+    ``is_careful``: the tokenizer and the chat template are tried elsewhere first (``rehearsal``).
     """
     loading.say("loading")
     path = _find(name)
     before, named = _fingerprint(path), fingerprint.of_model(name)
+    _check_layers(name, path)
+    if is_careful:
+        rehearsal.check(name, path, before)
     try:
         model, tokenizer, config = mlx_lm.utils.load(
             str(path), tokenizer_config={"trust_remote_code": False}, return_config=True, lazy=True
@@ -164,6 +172,22 @@ def _check_folder(name: str, path: Path) -> None:
         raise ModelError(f"model folder {name!r} has no config.json")
     if not list(path.glob("model*.safetensors")):
         raise ModelError(f"model folder {name!r} has no weights (model*.safetensors)")
+
+
+def _check_layers(name: str, path: Path) -> None:
+    """Refuse a config that makes a model of so many layers that building it never ends."""
+    try:
+        if (path / "config.json").stat().st_size > MAX_CONFIG_BYTES:
+            raise ModelError(f"model {name!r}: its config.json is over {MAX_CONFIG_BYTES} bytes")
+        level: list[Any] = [json.loads((path / "config.json").read_bytes())]
+    except (OSError, ValueError, RecursionError):
+        return  # whoever loads it says what is wrong
+    while level:
+        parts = [part for part in level if isinstance(part, dict)]
+        for key, value in (item for part in parts for item in part.items()):
+            if isinstance(value, int) and value > MAX_LAYERS and _LAYERS.search(key):
+                raise ModelError(f"model {name!r}: {key} of {value} in its config.json")
+        level = [value for part in parts for value in part.values()]
 
 
 def _first(fault: BaseException) -> str:
