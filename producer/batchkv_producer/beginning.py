@@ -54,9 +54,8 @@ def first_words(client: Client, submitted: Submitted, where: str) -> str:
     status = client.status(batch_id)
     if num_before := status.ok:
         whole = f"all {num_before:,}" if num_before == submitted.total else f"{num_before:,}"
-        before = f", {whole} answered before{_last_answer(client, status)}"
-    again = "; --fresh computes them again" if before else ""
-    return f"{name} goes on: {rows(submitted.total)}{before}{again}, results in {where}"
+        before = f"; {whole} answered before{_last_answer(client, status)}, --fresh computes anew"
+    return f"{name} goes on: {rows(submitted.total)}, results in {where}{before}"
 
 
 def generation_words(submitted: Submitted) -> str:

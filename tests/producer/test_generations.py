@@ -201,7 +201,7 @@ def test_run_hands_out_no_answers_of_other_weights(runs: Runs, model: Path) -> N
     _, first = runs()
     old = runs.marks()
     told, _ = runs()
-    assert "goes on: 3 rows, all 3 answered before (the last 20" in told and "affine8)" in told
+    assert "; all 3 answered before (the last 20" in told and "affine8)" in told
     (model / "model.safetensors").write_text("other")
     told, second = runs()
     assert "generation 2 of " + first.status.batch_id in told and "starts: 3 rows" in told
@@ -228,7 +228,7 @@ def test_run_says_when_nothing_is_computed(runs: Runs) -> None:
     runs()
     runs.out.unlink()
     told, report = runs()
-    assert "all 3 answered before" in told and "--fresh computes them again" in told
+    assert "all 3 answered before" in told and "--fresh computes anew" in told
     assert report.completion_tokens == 0 and len(runs.out.read_text().splitlines()) == 3
     told, report = runs(Terms(fresh=True))
     assert "generation 2 of" in told and "answered before" not in told
