@@ -58,7 +58,7 @@ def enqueue(
     one, OtherMakingError when it is computed with something else.
     """
     batch_id = generation.batch_id
-    there, start = _create_or_join(transitions, generation, counts, spec)
+    there, start = _create_or_join(transitions, generation, counts, spec, plan.needs())
     is_raw = there.style != "auto"
     if start < counts.num_chunks and is_raw and not spec.prompting.raw:
         _check_raw(batch_id, plan, counts, spec)
@@ -86,7 +86,11 @@ def enqueue(
 
 
 def _create_or_join(
-    transitions: Transitions, generation: Generation, counts: PlanCounts, spec: BatchSpec
+    transitions: Transitions,
+    generation: Generation,
+    counts: PlanCounts,
+    spec: BatchSpec,
+    needs: str,
 ) -> tuple[Standing, int]:
     """The batch on the server, and the number of the first chunk that is not in the queue yet."""
     batch_id, digest = generation.batch_id, generation.digest
@@ -105,6 +109,7 @@ def _create_or_join(
             "defaults": encode_defaults(spec.defaults),
             **generation.fields(),
             **spec.prompting.as_fields(),
+            **({"needs": needs} if needs else {}),
             **spec.terms.as_fields(transitions.server_seconds),
         },
         spec.terms.maker.fields() if not spec.terms.mixed else _weights(spec.terms.maker),
@@ -112,7 +117,7 @@ def _create_or_join(
     )
     if there.is_forgotten:
         forget_batch(transitions.connection, batch_id)
-        return _create_or_join(transitions, generation, counts, spec)
+        return _create_or_join(transitions, generation, counts, spec, needs)
     if there.digest != digest:
         raise BatchkvError(f"another batch has the id {batch_id} (its digest is {there.digest})")
     if not there.fits:

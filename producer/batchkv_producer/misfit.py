@@ -28,12 +28,19 @@ def find_misfit(status: BatchStatus, serving: Sequence[WorkerInfo]) -> Misfit | 
     """
     if status.is_done or not status.queued or not serving:
         return None
+    if old := [worker.name for worker in serving if status.needs and worker.abilities is None]:
+        return Misfit(
+            "a worker of an older version fails rows",
+            f"{', '.join(old[:MAX_NAMED])} would fail rows of batch {status.batch_id}: they need "
+            f"{', '.join(status.needs.split())}, which its version of batchkv does not know. "
+            "Upgrade it, then `batchkv retry` brings back what it failed",
+        )
     differing = [(worker, _difference(status, worker)) for worker in serving]
     if not all(name for _, name in differing):
         return None
     name = "fingerprint" if any(n == "fingerprint" for _, n in differing) else differing[0][1]
-    wanted = _named(name, getattr(status, name))
-    have = [f"{worker.name} has {_named(n, getattr(worker, n))}" for worker, n in differing]
+    wanted = _wanted(name, status)
+    have = [f"{worker.name} {_has(n, worker)}" for worker, n in differing]
     more = f" and {len(have) - MAX_NAMED} more do not fit" if len(have) > MAX_NAMED else ""
     waiting = f"{rows(status.queued)} wait for {wanted}"
     return Misfit(
@@ -44,12 +51,24 @@ def find_misfit(status: BatchStatus, serving: Sequence[WorkerInfo]) -> Misfit | 
 
 def _difference(status: BatchStatus, worker: WorkerInfo) -> str:
     """The first field in which they differ; "" when the worker may take the rows."""
+    if status.needs and not set(status.needs.split()) <= set(worker.abilities or ()):
+        return "needs"
     names = ("fingerprint",) if status.is_mixed else ("fingerprint", "scheme", "dtype")
     for name in names:
         wanted, has = getattr(status, name), getattr(worker, name)
         if wanted and has and wanted != has:
             return name
     return ""
+
+
+def _wanted(name: str, status: BatchStatus) -> str:
+    if name == "needs":
+        return f"a worker that can do {', '.join(status.needs.split())}"
+    return _named(name, getattr(status, name))
+
+
+def _has(name: str, worker: WorkerInfo) -> str:
+    return "cannot" if name == "needs" else f"has {_named(name, getattr(worker, name))}"
 
 
 def _named(name: str, value: str) -> str:
@@ -60,6 +79,8 @@ def _named(name: str, value: str) -> str:
 
 def _way_out(name: str, status: BatchStatus) -> str:
     fresh = "`--fresh` with the same file computes all rows with what is there now"
+    if name == "needs":
+        return "Upgrade a worker"
     if name == "fingerprint":
         return f"Start a worker where {status.model} has those files; or {fresh}"
     flag = f"--kv-scheme {status.scheme}" if name == "scheme" else "that --dtype"

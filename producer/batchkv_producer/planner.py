@@ -166,6 +166,11 @@ class Plan:
         self._database.executemany("INSERT OR IGNORE INTO earlier VALUES (?, ?)", answered)
         return int(self._database.execute(_NUM_ALIKE).fetchone()[0])
 
+    def needs(self) -> str:
+        """All that its rows ask of a worker beyond what every version can do, between blanks."""
+        found = self._database.execute("SELECT DISTINCT needs FROM rows WHERE code IS NULL")
+        return " ".join(sorted({need for (needs,) in found for need in (needs or "").split()}))
+
     def errors(self, limit: int) -> tuple[RowError, ...]:
         """The first bad rows in the order of their lines."""
         return tuple(RowError(*row) for row in self._database.execute(_ERRORS, (limit,)))

@@ -20,7 +20,8 @@ key                        type    content
                                    what it is computed with, as far as it is known:
                                    ``fingerprint`` (of the model's files, 32 hex digits),
                                    ``scheme`` (of keys and values), ``dtype`` (``float32``,
-                                   ``half``); ``mixed`` (1: several schemes and dtypes may);
+                                   ``half``); ``mixed`` (1: several schemes and dtypes may),
+                                   ``needs`` (what some row asks of its worker);
                                    of later generations: ``generation`` (2, 3 ...) and ``base``
                                    (id of the first);
                                    ``forgotten`` (1: `batchkv forget` is at work), and then

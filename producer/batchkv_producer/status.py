@@ -66,6 +66,7 @@ class BatchStatus:
     fingerprint: str = ""  # of the model that computes it, like the next two if it is known
     scheme: str = ""
     dtype: str = ""
+    needs: str = ""  # what its rows ask of a worker beyond what every version can, between blanks
     is_mixed: bool = False  # several schemes and dtypes may compute it
     generation: int = 1
     base: str = ""  # the id of the first generation, if this is a later one
@@ -240,6 +241,7 @@ def _batch_status(batch_id: str, values: dict[str, str], num_workers: int) -> Ba
             fingerprint=values.get("fingerprint", ""),
             scheme=values.get("scheme", ""),
             dtype=values.get("dtype", ""),
+            needs=values.get("needs", ""),
             is_mixed="mixed" in values,
             generation=count("generation") or 1,
             base=values.get("base", ""),

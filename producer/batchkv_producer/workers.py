@@ -48,6 +48,7 @@ class WorkerInfo:
     fingerprint: str = ""  # of its model's files, once they are loaded
     scheme: str = ""
     dtype: str = ""
+    abilities: tuple[str, ...] | None = None  # beyond what every version can; None: an older one
     tokens_per_second: int | None = None
     memory_bytes: int | None = None
     silent_seconds: float = 0.0
@@ -146,6 +147,7 @@ def _worker_info(name: str, values: dict[str, str], num_running: int, now: int) 
         fingerprint=values.get("bkv_fingerprint", ""),
         scheme=values.get("bkv_scheme", ""),
         dtype=values.get("bkv_dtype", ""),
+        abilities=tuple(values["bkv_abilities"].split()) if "bkv_abilities" in values else None,
         tokens_per_second=_whole_if_said(values, "bkv_tokens_per_second"),
         memory_bytes=_whole_if_said(values, "bkv_memory"),
         silent_seconds=silent,

@@ -104,7 +104,9 @@ def test_a_worker_that_is_away_is_named_with_its_rows() -> None:
 def test_suspects_that_wait_are_told_of(redis_connection: Redis) -> None:
     """Why some rows are not run yet, as long as they wait; nothing of rows that no worker had."""
     client = Client(redis_connection)
-    source = io.BytesIO(b"".join(b'{"prompt": "p%d"}\n' % n for n in range(9)))
+    source = io.BytesIO(
+        b"".join(b'{"messages": [{"role": "user", "content": "p%d"}]}\n' % n for n in range(9))
+    )
     batch = client.submit(source, model=MODEL).batch_id
     moves = Transitions(redis_connection)
     said: list[str] = []

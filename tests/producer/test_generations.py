@@ -17,7 +17,7 @@ from batchkv_producer.beginning import with_own_workers
 from batchkv_producer.client import WorkerInfo
 from batchkv_producer.errors import UsageError
 from batchkv_producer.fingerprint import of_model
-from batchkv_producer.maker import Maker
+from batchkv_producer.maker import ABILITIES, Maker
 from batchkv_producer.misfit import find_misfit
 from batchkv_producer.outfile import errors_path
 from batchkv_producer.progress import PlainReporter
@@ -145,6 +145,17 @@ def test_fresh_is_always_the_next(submit: Callable[..., Submitted], client: Clie
     assert submit().generation == 2
 
 
+def test_the_file_of_a_later_generation_is_known_again(
+    submit: Callable[..., Submitted], client: Client, source: Path, redis_connection: Redis
+) -> None:
+    """Rows whose jobs are gone come back from it, as in the first generation."""
+    submit()
+    batch = submit(Terms(fresh=True)).batch_id
+    client.cancel(batch)
+    redis_connection.delete(*(redis_keys.job(f"{batch}-{line}") for line in (1, 2, 3)))
+    assert client.retry(batch, canceled=True, source=source) == 3
+
+
 def test_a_batch_whose_results_expired_keeps_its_number(
     submit: Callable[..., Submitted], redis_connection: Redis
 ) -> None:
@@ -263,6 +274,7 @@ def test_rows_that_wait_for_other_weights_are_told_of(
     """What they wait for, who has what, and the way out; not while any worker may take them."""
     batch = client.status(submit(AFFINE).batch_id)
     mini = WorkerInfo("mini2", "h", 1, (batch.queue,), "idle", 0.0, 0, 0, 0, scheme="affine8")
+    mini = replace(mini, abilities=ABILITIES)
     other = replace(mini, fingerprint="9c11" + "0" * 28)
     found = find_misfit(batch, [other])
     assert found is not None
@@ -277,6 +289,21 @@ def test_rows_that_wait_for_other_weights_are_told_of(
         found is not None and "wait for KV scheme affine8; mini2 has KV scheme float" in found.note
     )
     assert "--kv-scheme affine8" in found.note and "--mixed" in found.note
+
+
+def test_rows_that_need_more_than_a_worker_can_are_told_of(
+    submit: Callable[..., Submitted], client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker of this version passes them by, an older one fails them: both are said."""
+    monkeypatch.setattr("batchkv_producer.maker._NEEDS", (("sing", lambda request: True),))
+    batch = client.status(submit().batch_id)
+    assert batch.needs == "sing"
+    mini = WorkerInfo("mini2", "h", 1, (batch.queue,), "idle", 0.0, 0, 0, 0, abilities=())
+    found = find_misfit(batch, [mini])
+    assert found and "3 rows wait for a worker that can do sing; mini2 cannot" in found.note
+    assert find_misfit(batch, [mini, replace(mini, abilities=("sing",))]) is None
+    found = find_misfit(batch, [replace(mini, abilities=None)])
+    assert found and "mini2 would fail rows of batch" in found.note
 
 
 def test_a_worker_whose_model_has_changed_is_started_again(runs: Runs, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from redis import Redis
 from batchkv_producer import redis_keys
 from batchkv_producer.fingerprint import of_model
 from batchkv_producer.job import Result, Usage, decode_job, encode_result
-from batchkv_producer.maker import Maker
+from batchkv_producer.maker import ABILITIES, Maker
 from batchkv_producer.transitions import Ending, Pulled, Transitions, iso_now
 
 GROUP = 4
@@ -69,6 +69,7 @@ class FakeWorker:
     def work(self) -> None:
         key = redis_keys.worker(self.name)
         about = {"birth": iso_now(), "queues": self.queue, "hostname": socket.gethostname()}
+        about |= {"bkv_abilities": " ".join(ABILITIES)}
         about |= {f"bkv_{name}": value for name, value in self.maker.fields().items()}
         about |= {"pid": str(os.getpid()), "state": "busy", "last_heartbeat": iso_now()}
         self.connection.hset(key, mapping=about)

@@ -49,6 +49,7 @@ from batchkv_worker.startup import (
     start_trace,
 )
 from batchkv_worker.stop import StopRequest
+from batchkv_worker.telling import what_we_are
 from batchkv_worker.trace import close_trace
 
 SOCKET_TIMEOUT_SECONDS = 10
@@ -227,6 +228,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
         except ValueError as fault:
             message = f"--name {self.name}: a worker of that name lives, or died a minute ago"
             raise SettingsError(message) from fault
+        self.connection.hset(self.key, mapping=what_we_are())  # until the first heartbeat says all
 
     def request_stop(self, signum: int, frame: object) -> None:
         """SIGINT, SIGTERM: only a flag."""

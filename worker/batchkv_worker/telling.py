@@ -38,6 +38,11 @@ def own_version() -> str:
         return ""
 
 
+def what_we_are() -> dict[str, str]:
+    """Fields of the worker's record that never change: older versions have none of them."""
+    return {"bkv_version": own_version(), "bkv_abilities": " ".join(ABILITIES)}
+
+
 class LastMinute:
     """What ended in the last minute. Times are monotonic seconds."""
 
@@ -113,12 +118,11 @@ class Telling:
         """For the record of the worker; see ``redis_keys``."""
         self._published = self.state
         return {
-            "bkv_version": own_version(),
+            **what_we_are(),
             "bkv_model": self._settings.model,
             "bkv_fingerprint": self._engine.maker.fingerprint,
             "bkv_scheme": self._settings.kv_scheme,
             "bkv_dtype": self._engine.maker.dtype,
-            "bkv_abilities": " ".join(ABILITIES),
             "bkv_state": self._published,
             "bkv_tokens_per_second": f"{self._minute.tokens_per_second:.0f}",
             "bkv_memory": str(self._engine.memory_bytes),

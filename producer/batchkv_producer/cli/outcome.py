@@ -11,6 +11,7 @@ from batchkv_producer.cli.shared import say
 from batchkv_producer.client import BatchStatus, Client
 from batchkv_producer.delays import unserved_note
 from batchkv_producer.failures import Failures, told
+from batchkv_producer.misfit import find_misfit
 from batchkv_producer.outfile import errors_path
 from batchkv_producer.progress import rows
 from batchkv_producer.target import STDOUT
@@ -26,6 +27,8 @@ def say_unserved(client: Client, batch_id: str) -> None:
     found = client.status(batch_id)
     if not (found.is_done or found.num_workers):
         say(unserved_note(found))
+    elif misfit := find_misfit(found, client.serving(found.queue)):
+        say(misfit.note)
 
 
 def say_before(client: Client, submitted: Submitted, earlier: Earlier | None) -> None:
