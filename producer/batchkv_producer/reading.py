@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
 from batchkv_producer.errors import InputFileError
@@ -157,6 +158,8 @@ def _how_to_convert(piece: Piece, beginning: bytes) -> str:
     """What to do with a table: a command, for the columns that it has."""
     delimiter = _TABLES[piece.suffix]
     first, _, _ = beginning.decode("utf-8", "replace").partition("\n")
+    if delimiter == "," and "," not in first and ";" in first:  # as spreadsheets write it in places
+        delimiter = ";"
     columns = next(csv.reader([first.rstrip("\r")], delimiter=delimiter), [])
     names = {column.strip().lower(): column for column in reversed(columns)}
     prompt = next((names[name] for name in _PROMPT_COLUMNS if name in names), None)
@@ -165,11 +168,13 @@ def _how_to_convert(piece: Piece, beginning: bytes) -> str:
     row = f'"prompt": r[{json.dumps(prompt)}]'
     if own_id is not None:
         row = f'"custom_id": r[{json.dumps(own_id)}], {row}'
-    table = "csv.DictReader(sys.stdin" + (', delimiter="\\t")' if delimiter == "\t" else ")")
-    program = f"import csv, json, sys; [print(json.dumps({{{row}}})) for r in {table}]"
-    target = shlex.quote(f"{piece.name}.jsonl")
+    more = "" if delimiter == "," else f", delimiter={json.dumps(delimiter)}"
+    table = f'csv.DictReader(open(0, encoding="utf-8-sig", newline=""){more})'
+    program = f"import csv, json; [print(json.dumps({{{row}}})) for r in {table}]"
+    source = str(piece.origin) if isinstance(piece.origin, Path) else piece.name
+    target = shlex.quote(f"{source}.jsonl")
     shown = ", ".join(json.dumps(column, ensure_ascii=False)[:40] for column in columns[:12])
     return (
         f"{piece.name} is a table, not lines of prompts (its columns: {shown}). Make JSON lines of "
-        f"it: python3 -c {shlex.quote(program)} < {shlex.quote(piece.name)} > {target}"
+        f"it: python3 -c {shlex.quote(program)} < {shlex.quote(source)} > {target}"
     )

@@ -258,6 +258,11 @@ def test_plain_text_by_another_name_is_noticed(client: Client, write_lines: Writ
             [{"prompt": "a, b", "custom_id": "1"}, {"prompt": "c", "custom_id": "2"}],
         ),
         ("t.tsv", "Prompt\tx\na,b\t1\n", [{"prompt": "a,b"}]),
+        (
+            "t.csv",
+            '\ufeffid;text\r\n1;"caf\u00e9\n2"\r\n',
+            [{"custom_id": "1", "prompt": "caf\u00e9\n2"}],
+        ),
     ],
 )
 def test_a_table_is_answered_with_a_command_that_works(
@@ -265,7 +270,7 @@ def test_a_table_is_answered_with_a_command_that_works(
 ) -> None:
     """The refusal of a .csv or .tsv holds a command for its own columns, which makes it rows."""
     path = tmp_path / name
-    path.write_text(table)
+    path.write_text(table, "utf-8", newline="")
     with pytest.raises(InputFileError, match="is a table") as fault:
         client.check(path, model="m")
     assert "\n" not in str(fault.value)
