@@ -76,9 +76,14 @@ class Record:
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None
 
+    @property
+    def is_seen(self) -> bool:
+        """Whether this process can see that one, if it lives."""
+        return bool(self.boot) and (self.boot, self.space) == (boot_id(), process_space())
+
     def is_dead(self, connection: Redis) -> bool:
         """Whether its process is gone, as far as can be known. Raises RedisError."""
-        if self.boot and (self.boot, self.space) == (boot_id(), process_space()):
+        if self.is_seen:
             try:
                 return process_start(self.pid) != self.started
             except OSError:
@@ -93,6 +98,7 @@ class Presence:
     def __init__(self, connection: Redis, name: str, queue: str, heartbeat_seconds: float) -> None:
         self._connection = connection
         self._path: Path | None = None
+        self._silent: set[Path] | None = None  # until the first look
         try:
             self._home: Home | None = home_from_environment()
             started = process_start(os.getpid())
@@ -107,8 +113,11 @@ class Presence:
 
     def look(self) -> None:
         """Take back at once what dead workers of this machine held. Raises RedisError."""
-        if self._home is not None and (num := reclaim_dead(self._connection, self._home)):
+        if self._home is None:
+            return
+        if num := reclaim_dead(self._connection, self._home, self._silent):
             log.warning("took back %d jobs of workers of this machine that died", num)
+        self._silent = set() if self._silent is None else self._silent
 
     def leave(self) -> None:
         """The worker ends in order."""
@@ -117,15 +126,24 @@ class Presence:
                 self._path.unlink(missing_ok=True)
 
 
-def reclaim_dead(connection: Redis, home: Home) -> int:
-    """Take back what dead workers of this machine held on this server; how many jobs."""
+def reclaim_dead(connection: Redis, home: Home, silent: set[Path] | None = None) -> int:
+    """Take back what dead workers of this machine held on this server; how many jobs.
+
+    ``silent``: those that cannot be seen and were not heard of at the last look either. The server
+    may just be back from an outage, and have heard of nobody yet. None: one look is enough.
+    """
     here = server_of(connection)
     dead, living, num = list[tuple[Path, Record]](), set[str](), 0
     for path, record in _records(home, here):
-        if record.is_dead(connection):
+        is_dead = record.is_dead(connection)
+        if is_dead and (silent is None or record.is_seen or path in silent):
             dead.append((path, record))
         else:
             living.add(record.name)
+        if silent is not None and is_dead:
+            silent.add(path)
+        elif silent is not None:
+            silent.discard(path)
     for path, record in dead:
         if record.name not in living:  # else what is held under that name is another process's
             num += sum(Transitions(connection).reap(record.queue, record.name, MAX_RECLAIMED))

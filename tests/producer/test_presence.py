@@ -139,6 +139,23 @@ def test_a_process_that_cannot_be_seen(
     assert is_suspect(house, 1)
 
 
+def test_a_silence_is_looked_at_twice(house: House, home: Home, leave: Leave) -> None:
+    """Right after an outage nobody was heard of, and all live. Only at its start, when it takes
+    over from those before it, one look is enough for a worker."""
+    worker = Presence(house.connection, "w", QUEUE, 15.0)
+    worker.look()
+    leave(boot="another")
+    hear(house, 40)
+    worker.look()
+    hear(house, 1)
+    worker.look()
+    hear(house, 40)
+    worker.look()
+    assert house.count("running") == 4
+    worker.look()
+    assert house.count("running") == 0
+
+
 def test_a_machine_that_was_started_anew(house: House, home: Home, leave: Leave) -> None:
     """The server has forgotten the worker, and its lease still runs."""
     leave(boot="before")
