@@ -80,6 +80,17 @@ def test_tools_of_other_values_count_like_texts(value: Any) -> None:
     assert not heard.num_chats and not heard.lengths
 
 
+def test_arguments_of_calls_count_as_what_they_become() -> None:
+    """Arguments come as a text and are rendered as JSON: a megabyte of numbers is too much."""
+    function = {"name": "f", "arguments": '{"a": [' + "1," * 200_000 + "1]}"}
+    call = {"type": "function", "function": function}
+    request = Request(
+        "c", "chat", messages=[{"role": "assistant", "content": "", "tool_calls": [call]}]
+    )
+    heard = listened(load("demo"), request)
+    assert not heard.num_chats and not heard.lengths
+
+
 def test_a_text_that_fits_is_the_whole_text(demo: LoadedModel) -> None:
     """Counting in slices changes no token of a long prompt that fits."""
     text = "The keys of the ledger are 123 456. " * 5_000

@@ -128,6 +128,7 @@ def _tokens(request: Request, loaded: LoadedModel, *, is_long: bool) -> list[int
     messages = [_with_parsed_arguments(message) for message in request.messages or ()]
     try:
         if is_long:  # looked at as text first: tokens take much more memory
+            check_values(messages, loaded.context)  # calls' arguments have become JSON
             text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
             check_text(text, tokenizer, loaded.context)
         return list(tokenizer.apply_chat_template(messages, tokenize=True, **options))
