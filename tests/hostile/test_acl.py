@@ -19,6 +19,9 @@ from batchkv_cache_store.lease import RedisLeases
 from batchkv_cache_store.opening import open_store, open_tiers, parse_tiers
 from batchkv_cache_store.tiers.redis import RedisTier
 from batchkv_producer import forgetting, redis_keys, suspects
+from batchkv_producer.job import Result as RowResult
+from batchkv_producer.job import encode_result
+from batchkv_producer.maker import Maker
 from batchkv_producer.presence import Presence, reclaim_dead
 from batchkv_producer.server_home import Home
 from batchkv_producer.transitions import Ending, Held, Transitions
@@ -146,6 +149,37 @@ def test_forgetting_needs_no_further_rights(hub: Hub, tmp_path: Path) -> None:
         Maintenance(connection, queue, "w").run(1)
         assert not producer.exists(redis_keys.batch(batch), redis_keys.job(f"{batch}-1"))
         assert producer.zscore(redis_keys.BATCHES, batch) is None
+
+
+def test_a_mended_file_and_failed_rows_need_no_further_rights(hub: Hub, tmp_path: Path) -> None:
+    """A producer keeps an earlier batch's answers, prints failed rows, and makes lost ones anew."""
+    first, mended, url = tmp_path / "first.jsonl", tmp_path / "mended.jsonl", hub.url("producer")
+    lines = ['{"prompt": "a", "max_tokens": 2}\n', '{"prompt": "b", "max_tokens": 2}\n']
+    first.write_text("".join(lines))
+    mended.write_text("".join(lines) + '{"prompt": "c"}\n')
+
+    def ok(*arguments: object) -> str:
+        found = batchkv(*arguments, url=url)
+        assert found.exit_code == 0, (arguments, found.output)
+        return f"{found.stdout.strip()} {found.stderr}"
+
+    batch = ok("submit", first, "-m", "third").split()[0]
+    queue, maker = redis_keys.queue_name("third"), Maker("a" * 32, "affine8", "half")
+    with hub.connect("worker") as connection, hub.connect("admin") as admin:
+        moves = Transitions(connection)
+        jobs = moves.pull_run(queue, "w", 2, 60, maker=maker).jobs
+        results = [encode_result(RowResult("x", "completion", end)) for end in ("failed", "ok")]
+        endings = [
+            Ending(job.lease, end, result)
+            for job, end, result in zip(jobs, ("failed", "ok"), results, strict=True)
+        ]
+        assert moves.finish(queue, "w", endings, maker=maker) == ["ok", "ok"]
+        failed_line = int(jobs[0].lease.job_id.split("-")[1])
+        told = ok("submit", mended, "-m", "third", "--from", batch)
+        assert f"kept 1 answer of batch {batch}" in told
+        assert "1 row of batch" in ok("failed", batch)
+        admin.delete(redis_keys.job(f"{batch}-{failed_line}"))
+        assert "1 row queued again" in ok("retry", batch, "--from", first)
 
 
 def test_a_stopped_worker_gives_back_and_reaps_with_its_rights(hub: Hub) -> None:

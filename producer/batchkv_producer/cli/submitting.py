@@ -197,8 +197,7 @@ def submit(
       batchkv submit mended.jsonl -m demo --from 3f2a9c51d07be684
       generate-prompts | batchkv submit - -m demo
     """  # fmt: skip
-    if as_json and not dry_run:
-        raise UsageError("--json goes with --dry-run; submit prints ids")
+    _check_together(as_json, dry_run, source_batch)
     with ExitStack() as stack:
         inputs = stack.enter_context(given.opened())
         if dry_run:
@@ -226,6 +225,13 @@ def submit(
         for shown in opened.client.job_ids(batch_id) if ids else (batch_id,):
             click.echo(shown)
     ctx.exit(input_code(submitted.num_bad, allow_bad))
+
+
+def _check_together(as_json: bool, dry_run: bool, source_batch: str | None) -> None:
+    if as_json and not dry_run:
+        raise UsageError("--json goes with --dry-run; submit prints ids")
+    if source_batch and dry_run:
+        raise UsageError("--dry-run asks no server, and --from BATCH needs one: choose one")
 
 
 def _say_submitted(submitted: Submitted) -> None:
