@@ -83,17 +83,28 @@ def locate(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def of_folder(folder: Path) -> str:
-    """The fingerprint of a model's folder; "" when it has no weights. Raises OSError."""
+    """The fingerprint of a model's folder; "" when it lacks weights. Raises OSError."""
     names = _names(folder)
-    if not any(fnmatchcase(name, WEIGHTS) for name in names):
+    weights = {name for name in names if fnmatchcase(name, WEIGHTS)}
+    blobs = {name: blob for name in names if (blob := _blob_name(folder / name))}
+    if not weights or (blobs and not _indexed(folder) <= weights):
         return ""
     cache = _Cache.load()
     whole = blake3()
     for name in names:
-        digest = _blob_name(folder / name) or cache.digest(folder / name)
+        digest = blobs.get(name) or cache.digest(folder / name)
         whole.update(f"{len(name.encode())}:{name}={digest}\n".encode())
     cache.save()
     return whole.hexdigest(DIGEST_BYTES)
+
+
+def _indexed(folder: Path) -> set[str]:
+    """The files of weights that a snapshot has once it is complete, as far as it says so."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_bytes())
+        return {str(name) for name in index["weight_map"].values()}
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return set()
 
 
 def _names(folder: Path) -> list[str]:

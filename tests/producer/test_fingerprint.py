@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -152,6 +153,20 @@ def test_a_snapshot_is_known_by_its_blobs(tmp_path: Path, monkeypatch: pytest.Mo
     make_snapshot(tmp_path, "3" * 40, {"model.safetensors": "a" * 64, "config.json": "c" * 40})
     assert of_model("some/model") not in ("", first)
     assert reads == []
+
+
+def test_half_a_snapshot_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While files of weights are missing that its index names."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    blobs = {"model-1.safetensors": "a" * 64, "model.safetensors.index.json": "b" * 40}
+    make_snapshot(tmp_path, "1" * 40, blobs)
+    snapshot = locate("some/model")
+    assert snapshot is not None and of_model("some/model")
+    index = {"weight_map": {"x": "model-1.safetensors", "y": "model-2.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert of_model("some/model") == ""
+    (snapshot / "model-2.safetensors").symlink_to("../../blobs/" + "a" * 64)
+    assert of_model("some/model")
 
 
 @pytest.mark.parametrize(

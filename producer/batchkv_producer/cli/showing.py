@@ -23,6 +23,7 @@ from batchkv_producer.cli.tables import (
 )
 from batchkv_producer.client import BatchStatus, Client, StoredRow
 from batchkv_producer.job import Result
+from batchkv_producer.maker import Maker
 from batchkv_producer.misfit import find_misfit
 from batchkv_producer.progress import duration, printable
 from batchkv_producer.remaining import percent_done, seconds_left
@@ -166,7 +167,10 @@ def show_workers(found: Sequence[WorkerInfo]) -> None:
 
 def _about(worker: WorkerInfo, limit: int) -> str:
     """What a worker is and has done, as much as there is room for."""
-    parts = [worker.scheme, f"batchkv {worker.version}" if worker.version else ""]
+    parts = [
+        Maker(worker.fingerprint, worker.scheme).words(),
+        f"batchkv {worker.version}" if worker.version else "",
+    ]
     parts += [f"{worker.num_successful:,} ok, {worker.num_failed:,} failed"]
     parts += [f"pid {worker.pid} on {worker.hostname}"]
     text = ""
