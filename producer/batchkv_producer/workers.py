@@ -18,6 +18,7 @@ MAX_DIGITS = 19  # of a count: Redis's own are of 64 bits
 LOADING = ("loading", "downloading", "measuring")
 HEARTBEAT_SECONDS = 15.0  # of a worker that does not say otherwise
 MISSED_HEARTBEATS = 2
+MAX_TOLD_CHARS = 1024
 MAX_HELD_READ = 10_000  # leases looked at to count what a worker holds
 
 
@@ -141,11 +142,11 @@ def _worker_info(name: str, values: dict[str, str], num_running: int, now: int) 
         num_running=num_running,
         num_successful=_whole(values, "successful_job_count"),
         num_failed=_whole(values, "failed_job_count"),
-        doing=values.get("bkv_state", ""),
-        version=values.get("bkv_version", ""),
-        model=values.get("bkv_model", ""),
+        doing=_told(values, "bkv_state"),
+        version=_told(values, "bkv_version"),
+        model=_told(values, "bkv_model"),
         fingerprint=values.get("bkv_fingerprint", ""),
-        scheme=values.get("bkv_scheme", ""),
+        scheme=_told(values, "bkv_scheme"),
         dtype=values.get("bkv_dtype", ""),
         abilities=tuple(values["bkv_abilities"].split()) if "bkv_abilities" in values else None,
         tokens_per_second=_whole_if_said(values, "bkv_tokens_per_second"),
@@ -177,6 +178,11 @@ def _whole(values: dict[str, str], name: str) -> int:
     """A number of a record that anybody may have written: 0 when it is none."""
     text = values.get(name, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < MAX_DIGITS else 0
+
+
+def _told(values: dict[str, str], name: str) -> str:
+    """What a worker, or whoever writes its record, tells of itself: no more than a line of it."""
+    return values.get(name, "")[:MAX_TOLD_CHARS]
 
 
 def _whole_if_said(values: dict[str, str], name: str) -> int | None:

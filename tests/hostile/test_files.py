@@ -231,8 +231,11 @@ def test_a_fan_out_folder_that_leads_away_is_not_evicted_from(root: Path, tmp_pa
     assert theirs.read_bytes() == PRECIOUS
 
 
-def test_a_disk_tiers_folders_are_closed(root: Path, tmp_path: Path) -> None:
+def test_a_disk_tiers_folders_are_closed(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts are private: folders, and those above, are the owner's only, and so are blocks."""
+    monkeypatch.setenv("HOME", str(tmp_path))  # only there those above are made
     DiskTier(tmp_path / "new" / "deep" / "blocks", 4 * MIB).put(NAME, [DATA])
     for path in [root, *root.rglob("*"), tmp_path / "new", *(tmp_path / "new").rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
