@@ -65,7 +65,13 @@ def named(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Name) and node.id in NAMES:
         yield node.id
     elif isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
-        yield node.attr
+        # A prompt has a system text, too: that is read, and belongs to no module.
+        is_module = isinstance(node.value, ast.Name) and node.value.id in ("os", "posix")
+        if node.attr != "system" or is_module:
+            yield node.attr
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr == "system":
+            yield node.func.attr
 
 
 def switched_on(node: ast.AST) -> Iterator[str]:
@@ -104,6 +110,8 @@ def test_no_module_makes_code_of_data() -> None:
         "job.perform()",
         "f = job.func",
         "import os\nos.system('x')",
+        "import os\nrun = os.system",
+        "import os as o\no.system('x')",
         "subprocess.run(x, shell=True)",
         "numpy.load(x, allow_pickle=True)",
         "from rq.utils import import_attribute",
