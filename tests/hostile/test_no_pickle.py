@@ -69,9 +69,8 @@ def named(node: ast.AST) -> Iterator[str]:
         is_module = isinstance(node.value, ast.Name) and node.value.id in ("os", "posix")
         if node.attr != "system" or is_module:
             yield node.attr
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if node.func.attr == "system":
-            yield node.func.attr
+    elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "system":
+        yield "system"
 
 
 def switched_on(node: ast.AST) -> Iterator[str]:
