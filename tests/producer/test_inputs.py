@@ -13,9 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 from redis import Redis
 
 from batchkv_producer import Client, json_array, redis_keys
+from batchkv_producer.cli import cli
 from batchkv_producer.errors import InputFileError, UsageError
 from batchkv_producer.expected import Expected
 from batchkv_producer.formats import MAX_LINE_BYTES, Row, RowError, read_elements
@@ -127,6 +129,32 @@ def test_expected_answers_of_several_files(write_lines: Write) -> None:
     found = Expected.read(Inputs.of(lines, array))
     assert found.num_expected == 2
     assert found.is_right(2, "1") and found.is_right(4, "3")
+
+
+def test_rows_of_several_files_are_restored(
+    redis_url: str, client: Client, redis_connection: Redis, tmp_path: Path
+) -> None:
+    """`retry` takes each file with --from, in their order, and --as as the submit had it."""
+    paths = [tmp_path / name for name in ("a.md", "b.md")]
+    for path in paths:
+        path.write_text(f"of {path.name}\n")
+    batch = client.submit(Inputs.of(*paths, read_as="text"), model="m").batch_id
+    before = rows_of(redis_connection, batch)
+    client.cancel(batch)
+    for line in before:
+        redis_connection.delete(f"rq:job:{batch}-{line}")
+
+    def retried(*arguments: object) -> Result:
+        command = ["retry", batch, "--canceled", "--url", redis_url, *map(str, arguments)]
+        return CliRunner().invoke(cli, command)
+
+    swapped = retried("--from", paths[1], "--from", paths[0], "--as", "text")
+    assert swapped.exit_code == 2 and "is not what batch" in swapped.stderr
+    alone = retried("--as", "text")
+    assert alone.exit_code == 2 and "with --from FILE only" in alone.stderr
+    found = retried("--from", paths[0], "--from", paths[1], "--as", "text")
+    assert found.exit_code == 0 and "2 rows queued again" in found.stderr, found.stderr
+    assert rows_of(redis_connection, batch) == before
 
 
 # ---- JSON arrays ----
