@@ -158,10 +158,11 @@ def test_no_move_writes_for_a_marked_batch(desk: Desk) -> None:
     results_before = desk.connection.hgetall(redis_keys.results(batch))
     assert desk.end(held[:2]) == ["lost", "lost"]
     assert desk.moves.give_back(QUEUE, [row.lease for row in held[2:4]]) == 0
-    desk.moves.reap(QUEUE, "w")
+    assert desk.moves.reap(QUEUE, "w") == (0, 0)
     lines = list(range(1, NUM_ROWS + 1))
     assert desk.moves.retry(batch, QUEUE, lines) == 0
     rows = [(redis_keys.job_id(batch, line), b"x") for line in lines]
+    desk.connection.delete(redis_keys.job(f"{batch}-30"))
     for target in ("canceled", "failed", "lost", "expired"):
         assert set(desk.moves.settle(QUEUE, target, rows)) == {""}
     assert desk.moves.mend(QUEUE, [job_id for job_id, _ in rows]) == 0

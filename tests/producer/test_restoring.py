@@ -137,6 +137,8 @@ def test_retry_from_the_file_queues_failed_rows_that_are_there_as_well(desk: Des
     desk.work("failed", 4)
     desk.client.cancel(batch)
     desk.connection.delete(*(f"rq:job:{batch}-{line}" for line in (1, 5)))
+    there = [(2, b"other", 0)]  # a job that is there stays what it is
+    assert desk.moves.restore(batch, QUEUE, "failed", there, {}, 60) == 0
     assert desk.client.retry(batch, source=desk.source) == 4
     assert desk.client.retry(batch, True, source=desk.source) == 2
     assert desk.client.retry(batch, True, source=desk.source) == 0
