@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from redis import Redis
 
 from batchkv_producer import Client, redis_keys
 from batchkv_producer.beginning import with_own_workers
+from batchkv_producer.cli import cli
 from batchkv_producer.client import WorkerInfo
 from batchkv_producer.errors import UsageError
 from batchkv_producer.fingerprint import of_model
@@ -312,3 +314,27 @@ def test_a_worker_whose_model_has_changed_is_started_again(runs: Runs, tmp_path:
     told, report = runs(command=("/bin/sh", "-c", script, str(tmp_path / "mark"), *FAKE_WORKER))
     assert "have changed since it loaded them; it is started again" in told
     assert report.status.ok == 3
+
+
+def test_status_and_wait_say_what_rows_wait_for(
+    submit: Callable[..., Submitted],
+    redis_connection: Redis,
+    redis_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of them, with the way out, as long as a worker serves the queue that does not fit."""
+    monkeypatch.setenv("BATCHKV_REDIS_URL", redis_url)
+    monkeypatch.setenv("COLUMNS", "500")
+    submitted = submit(AFFINE)
+    key = redis_keys.worker("mini2")
+    about = {"birth": "2026-01-01T00:00:00.000000Z", "queues": submitted.queue, "pid": "1"}
+    about |= {"bkv_fingerprint": "9c11" + "0" * 28, "bkv_scheme": "affine8", "bkv_dtype": "half"}
+    redis_connection.hset(key, mapping={**about, "bkv_abilities": " ".join(ABILITIES)})
+    redis_connection.sadd("rq:workers", key)
+    redis_connection.sadd(f"rq:workers:{submitted.queue}", key)
+    batch = submitted.batch_id
+    for command in (["status"], ["status", batch], ["wait", batch, "--timeout", "0.1"]):
+        shown = CliRunner().invoke(cli, command).output
+        assert "3 rows wait for weights" in shown, (command, shown)
+        assert "mini2 has weights 9c11" in shown and "--fresh" in shown
+    assert "weights 9c11, affine8" in CliRunner().invoke(cli, ["workers"]).output

@@ -47,6 +47,11 @@ def show_overview(client: Client, room: Room | None, *, as_json: bool) -> None:
     click.echo("\n".join(table_lines(_overview_columns(batches, left))))
     click.echo("")
     show_workers(found)
+    for batch in batches:
+        here = [worker for worker in found if batch.queue in worker.queues]
+        if misfit := find_misfit(batch, here):
+            click.echo("")
+            print_fields([(batch.batch_id, misfit.note)])
     if room is not None:
         click.echo("")
         print_fields([("server's memory:", str(room))])

@@ -13,13 +13,11 @@ store_facts(KEYS[1], ARGV[2], ARGV[8], ARGV[9])
 for position = 10, #ARGV, 5 do
   local id, leader = ARGV[position], ARGV[position + 3]
   local batch, line = string.match(id, '^(%x+)%-(%d+)$')
+  local needs = ARGV[position + 4] ~= '' and {'bkv_needs', ARGV[position + 4]} or {}
   redis.call('HSET', 'rq:job:' .. id, 'data', ARGV[position + 1], 'created_at', now,
     'enqueued_at', now, 'origin', queue, 'status', 'deferred', 'description', description,
     'timeout', timeout, 'result_ttl', result_ttl, 'failure_ttl', failure_ttl, 'retries_left', 3,
-    'bkv_custom_id', ARGV[position + 2], 'bkv_first', leader)
-  if ARGV[position + 4] ~= '' then
-    redis.call('HSET', 'rq:job:' .. id, 'bkv_needs', ARGV[position + 4])
-  end
+    'bkv_custom_id', ARGV[position + 2], 'bkv_first', leader, unpack(needs))
   redis.call('RPUSH', twins_key(batch, leader), line)
 end
 return redis.call('HINCRBY', KEYS[1], 'chunks', 1)

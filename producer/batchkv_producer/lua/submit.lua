@@ -59,13 +59,11 @@ end
 for _ = 1, num_jobs do
   local id = ARGV[position]
   if ARGV[position + 4] == '' or not keep(id, ARGV[position + 4]) then
+    local needs = ARGV[position + 3] ~= '' and {'bkv_needs', ARGV[position + 3]} or {}
     redis.call('HSET', 'rq:job:' .. id, 'data', ARGV[position + 1], 'created_at', now,
       'enqueued_at', now, 'origin', queue, 'status', 'queued', 'description', description,
       'timeout', timeout, 'result_ttl', result_ttl, 'failure_ttl', failure_ttl, 'retries_left', 3,
-      'bkv_shared', ARGV[position + 2])
-    if ARGV[position + 3] ~= '' then
-      redis.call('HSET', 'rq:job:' .. id, 'bkv_needs', ARGV[position + 3])
-    end
+      'bkv_shared', ARGV[position + 2], unpack(needs))
     ids[#ids + 1] = id
   end
   position = position + 5
