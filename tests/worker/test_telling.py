@@ -79,6 +79,19 @@ def test_a_stop_says_what_becomes_of_the_rows(
     assert worker.said.count("finishing 3 rows") == 1
 
 
+def test_an_idle_worker_says_that_it_stops(
+    redis_connection: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    """With nothing in the engine a line says so, and the process ends at once."""
+    worker = WorkerProcess(redis_url, tmp_path / "log")
+    with workers(worker):
+        wait_until(lambda: "the engine is ready" in worker.said, PATIENCE)
+        wait_until(lambda: (w := only_worker(redis_connection)) and w.state == "idle", PATIENCE)
+        worker.process.send_signal(signal.SIGTERM)
+        assert worker.wait(PATIENCE) == 0
+    assert worker.said.count("stopping: nothing to finish") == 1
+
+
 def ended(generated: int, prompt: int, cached: int) -> Completed:
     return Completed("j", "", "stop", Usage(prompt=prompt, completion=generated, cached=cached))
 

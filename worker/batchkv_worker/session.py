@@ -94,6 +94,7 @@ class Session:
 
     def leave(self) -> int:
         """Store what has ended and give back the rest; the exit code. Tries for a while."""
+        self._tell_stop()
         self._engine.stop()
         self._watchdog.disarm()
         self._beside.close()
@@ -161,8 +162,7 @@ class Session:
         """All but Redis: hear what the engine says, and give it what it has room for."""
         self._hear(self._engine.notices(patience_seconds))
         self._telling.log_loading()
-        if self._stop.is_asked and not self._stop.is_orphaned:
-            self._telling.stop()
+        self._tell_stop()
         self._cancel_wanted()
         self._expire()
         self._start_some()
@@ -292,6 +292,10 @@ class Session:
         except RedisError:
             self._busy_seconds += busy
             raise
+
+    def _tell_stop(self) -> None:
+        if self._stop.is_asked and not self._stop.is_orphaned:
+            self._telling.stop()
 
     def _publish(self, fields: dict[str, str]) -> None:
         self._beside(partial(self._side.publish, fields))
