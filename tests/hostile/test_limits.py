@@ -9,7 +9,7 @@ import pytest
 
 from batchkv_cache_store import header, lookup, manifests
 from batchkv_cache_store.tiers.base import MAX_OBJECT_BYTES
-from batchkv_producer import body, bounded, checks, formats, job, messages, transitions
+from batchkv_producer import body, bounded, checks, formats, job, messages, prompting, transitions
 from batchkv_worker import model, rehearsal, tokens
 from support import tiny_models  # noqa: F401  (it loads the BLAS, before MLX)
 
@@ -21,7 +21,7 @@ MIB, KIB = 2**20, 2**10
 @pytest.mark.parametrize(
     ("row", "numbers"),
     [
-        ("a line of the input", [formats.MAX_LINE_BYTES // MIB]),
+        ("a line of the input", [formats.MAX_LINE_BYTES // MIB, prompting.MAX_SYSTEM_CHARS]),
         ("a `custom_id`", [checks.MAX_CUSTOM_ID_CHARS]),
         ("a prompt; a chat", [tokens.MAX_TOKEN_CHARS]),
         ("stop strings of a row", [checks.MAX_STOPS, checks.MAX_STOP_BYTES]),
