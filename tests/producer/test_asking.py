@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from redis import Redis
 
-from batchkv_producer import Client, redis_keys
+from batchkv_producer import Client, asking, redis_keys
 from batchkv_producer.asking import Question
 from batchkv_producer.errors import UsageError
 from batchkv_producer.prompting import Prompting
@@ -156,3 +157,16 @@ def test_a_model_has_to_be_named(redis_url: str) -> None:
     assert (found.returncode, found.stdout) == (2, "")
     assert "there is no model folder" in found.stderr
     assert left_behind(redis_url) == []
+
+
+@pytest.mark.usefixtures("worker")
+def test_who_can_not_answer_is_nobody(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is away, or has other weights than this machine, does not take the question."""
+    with Redis.from_url(redis_url) as redis:
+        (there,) = Client(redis).serving(redis_keys.queue_name(MODEL))
+    assert asking._is_served(MODEL, [there])
+    assert not asking._is_served(MODEL, [])
+    assert not asking._is_served(MODEL, [replace(there, is_away=True)])
+    monkeypatch.setattr(asking.fingerprint, "of_model", lambda _: "a" * 32)
+    assert asking._is_served(MODEL, [replace(there, fingerprint="")])
+    assert not asking._is_served(MODEL, [replace(there, fingerprint="b" * 32)])
