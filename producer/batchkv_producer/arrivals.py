@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from batchkv_producer import redis_keys
@@ -49,12 +49,13 @@ class Arrivals(Scripts):
         facts: RowFacts = NO_FACTS,
         kept: Mapping[int, tuple[int, str]] | None = None,
         earlier: tuple[str, int] = ("", 0),
+        cut: Collection[int] = (),
     ) -> int:
         """Enqueue a chunk: (line, data, shared bytes) of jobs, (line, result) of bad rows.
 
         ``needs``: line -> what a worker must be able to do for it, separated by blanks. ``facts``:
         see ``row_facts``. ``kept``: see ``chunk``, of the batch ``earlier``: (its id, how often
-        rows of it had ended when it was looked at).
+        rows of it had ended when it was looked at); ``cut``: its lines that ended at max_tokens.
 
         Returns the number of chunks enqueued so far: chunk + 1, or more when another submit of the
         same file was ahead. Raises nothing when it was; -1 means that the batch is gone.
@@ -70,7 +71,7 @@ class Arrivals(Scripts):
         ]
         for line, data, shared_bytes in jobs:
             args += (f"{batch_id}-{line}", data, shared_bytes, (needs or {}).get(line, ""))
-            args.append(_kept((kept or {}).get(line)))
+            args.append(_kept((kept or {}).get(line), cut))
         for line, result in bad_rows:
             args += (line, result)
         keys = [redis_keys.batch(batch_id), redis_keys.queue(queue)]
@@ -121,8 +122,9 @@ class Arrivals(Scripts):
         return int(self._run("follow", [redis_keys.batch(batch_id)], args))
 
 
-def _kept(found: tuple[int, str] | None) -> bytes:
+def _kept(found: tuple[int, str] | None, cut: Collection[int]) -> bytes:
     if found is None:
         return b""
     line, custom_id = found
-    return f"{line}:{custom_id}".encode("utf-8", "surrogatepass")
+    mark = "c" if line in cut else ""
+    return f"{line}{mark}:{custom_id}".encode("utf-8", "surrogatepass")

@@ -171,7 +171,11 @@ def _send(transitions: Transitions, batch_id: str, spec: BatchSpec, chunk: Chunk
         earlier = (spec.earlier.batch_id, spec.earlier.num_ended)
         rows = (chunk.jobs, bad_rows)
         return transitions.submit(
-            *(batch_id, queue, number, *rows), *more, kept=chunk.kept, earlier=earlier
+            *(batch_id, queue, number, *rows),
+            *more,
+            kept=chunk.kept,
+            earlier=earlier,
+            cut=spec.earlier.cut_lines,
         )
     return transitions.submit(batch_id, queue, number, chunk.jobs, bad_rows, *more)
 

@@ -9,7 +9,7 @@ The answers are copied on the server, in the same step that queues the rest of a
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from redis import Redis
@@ -39,13 +39,15 @@ class Earlier:
 
     ``num_alike`` rows of the new file ask for what was answered there, also where nothing is kept.
     ``num_ended`` is how often rows of it had ended when it was looked at: what ends later is not
-    known to be an answer. ``why_not``, in words, if nothing can be kept of it.
+    known to be an answer. ``cut_lines`` of it ended at max_tokens. ``why_not``, in words, if
+    nothing can be kept of it.
     """
 
     batch_id: str
     num_alike: int = 0
     num_ended: int = 0
     why_not: str = ""
+    cut_lines: set[int] = field(default_factory=set)
 
     def look(
         self,
@@ -71,6 +73,7 @@ class Earlier:
             "scheme",
             "mixed",
             "forgotten",
+            "cut",
         )
         values: Any = connection.hmget(redis_keys.batch(self.batch_id), names)
         texts = [(value or b"").decode("utf-8", "replace") for value in values]
@@ -81,9 +84,12 @@ class Earlier:
             return
         self.num_ended = int(connection.llen(redis_keys.done(self.batch_id)))
         unanswered = set[int]()
-        if (said["failed"], said["canceled"]) != ("0", "0"):
-            rows = in_finish_order(connection, self.batch_id)
-            unanswered = {row.line for row in rows if row.result.outcome != "ok"}
+        if (said["failed"], said["canceled"]) != ("0", "0") or said["cut"]:
+            for row in in_finish_order(connection, self.batch_id):
+                if row.result.outcome != "ok":
+                    unanswered.add(row.line)
+                elif row.result.finish_reason == "length":
+                    self.cut_lines.add(row.line)
         alike = row_facts.digests(connection, self.batch_id)
         self.num_alike = plan.keep(pair for pair in alike if pair[1] not in unanswered)
         if not self.num_alike:

@@ -327,3 +327,24 @@ def test_run_with_a_mended_file_goes_on_from_its_out(
     assert "can be kept: the model's files have changed since" in last.stderr
     assert last.stdout.startswith("2 = 2 ok + 0 failed")
     assert sorted(answers()) == ["c-a", "c-z"]
+
+
+@pytest.mark.parametrize("is_deduped", [False, True])
+def test_answers_that_were_cut_are_counted_when_kept(desk: Desk, is_deduped: bool) -> None:
+    """What ended at max_tokens does so in the batch that keeps it, and in copies of it, too."""
+    first = desk.submit(rows("a", "b", temperature=0), name="first.jsonl").batch_id
+    run = desk.moves.pull_run(QUEUE, "w", 10, 60, maker=OURS)
+    endings = []
+    for row in run.jobs:
+        request = decode_job(row.data)
+        reason = "length" if request.prompt == "a" else "stop"
+        result = RowResult(request.custom_id, "completion", "ok", text="t", finish_reason=reason)
+        is_cut = reason == "length"
+        endings.append(Ending(row.lease, "ok", encode_result(result), is_cut=is_cut))
+    desk.moves.finish(QUEUE, "w", endings, maker=OURS)
+    again = rows("a", "b", prefix="d", temperature=0) + rows("a", prefix="e", temperature=0)
+    terms = Terms(dedupe=is_deduped)
+    second = desk.submit(again, name="second.jsonl", earlier=first, terms=terms)
+    found = desk.client.status(second.batch_id)
+    assert (desk.client.status(first).cut, found.ok, found.cut) == (1, 3, 2)
+    assert found.kept + found.copied == 3 and bool(found.copied) == is_deduped

@@ -6,7 +6,8 @@
 --       failure ttl (s), description, digests and names of a stretch of rows (`row_facts.py`),
 --       batch whose answers may be kept ('' for none), how often its rows had ended when it was looked
 --       at, number of jobs, then id, data, shared bytes, needs, kept for each job, then line, result for each row that failed before it was queued.
--- `needs` and `kept` may be ''; `kept` is <line of the earlier batch>:<custom_id>. Such a row ends at
+-- `needs` and `kept` may be ''; `kept` is <line of the earlier batch>:<custom_id>, with a "c" before
+-- the colon where that line's answer was cut at max_tokens. Such a row ends at
 -- once with that line's answer, if the earlier batch was computed with what this one is computed with;
 -- what this one does not say of that yet it says then. Else it is queued as the others.
 -- Returns the number of chunks enqueued so far.
@@ -43,7 +44,7 @@ local earlier = may_keep(ARGV[10]) and ARGV[10]
 
 -- Whether the row has ended with the answer of an earlier batch's line.
 local function keep(id, kept)
-  local from, name = string.match(kept, '^(%d+):(.*)$')
+  local from, cut, name = string.match(kept, '^(%d+)(c?):(.*)$')
   local result = earlier and from and redis.call('HGET', 'batchkv:res:' .. earlier, from)
   if not result then return false end
   local line = string.match(id, '(%d+)$')
@@ -51,7 +52,8 @@ local function keep(id, kept)
     redis.call('RPUSH', KEYS[4], line)
     redis.call('HINCRBY', KEYS[1], 'ok', 1)
     redis.call('HINCRBY', KEYS[1], 'kept', 1)
-    leaders[#leaders + 1] = line
+    if cut == 'c' then redis.call('HINCRBY', KEYS[1], 'cut', 1) end
+    leaders[#leaders + 1] = {line, cut == 'c'}
   end
   return true
 end
@@ -81,10 +83,12 @@ while position < #ARGV do
 end
 if redis.call('HEXISTS', KEYS[1], 'dedupe') == 1 then
   local at, budget = tonumber(redis.call('TIME')[1]), 1000
-  for _, line in ipairs(leaders) do
+  for _, leader in ipairs(leaders) do
+    local line, before = leader[1], budget
     if redis.call('EXISTS', twins_key(batch, line)) == 1 then
       budget = copy_to_twins(queue, batch, line, 'ok', now, at, tonumber(result_ttl),
         tonumber(failure_ttl), budget)
+      if leader[2] then redis.call('HINCRBY', KEYS[1], 'cut', before - budget) end
     end
   end
 end
