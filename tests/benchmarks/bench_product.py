@@ -14,12 +14,12 @@ A model folder of random weights is made, and the sides run one after the other,
 - ``mlx``: mlx-lm's BatchGenerator with as many slots. ``floor``: bare forward passes of the same
   tokens (see product_sides.py).
 
-The second table has the shares of the engine's thread by phase, from traces that workers write: on
-a GPU what a decode step waits for is told apart from the chunks of prompts before it.
-
 Every measurement is of new processes, those of all sides alike. With the first turn, which is not
 counted, kernels are compiled into the caches on disk that later processes use; what a process has
-to prepare for itself counts for each side, but for the floor, which does it untimed.
+to prepare for itself counts for each side, but for the floor, which does it untimed. Only in that
+turn workers are traced and memory is watched, for both cost time: the second table has the shares
+of the engine's thread by phase. On a GPU what a decode step waits for is told apart there from the
+chunks of prompts before it.
 ``--before`` has the workers and the sides without a queue compute other rows first, untimed.
 
 Settings for the product and the engine: ``--set prefill-chunk=2048`` is BATCHKV_PREFILL_CHUNK.
@@ -57,17 +57,20 @@ SEED, SEED_BEFORE = 1, 2
 Figures = dict[str, Any]
 
 
-def alone(side: str, model: Path, file: Path, before: Path | None, lines: Lines) -> Figures:
+def alone(
+    side: str, model: Path, file: Path, before: Path | None, lines: Lines, *, is_observed: bool
+) -> Figures:
     """One measurement of a side without a queue."""
     script = Path(__file__).parent / "product_sides.py"
     trace = file.with_name("trace.json")
-    command = [sys.executable, str(script), side, str(model), str(file), str(trace)]
-    with Watch() as watch:
+    words = [side, str(model), str(file), str(trace) if is_observed else "-"]
+    command = [sys.executable, str(script), *words]
+    with Watch(is_on=is_observed) as watch:
         words = [*command, *([str(before)] if before else [])]
         printed = run_command(words, lines.environment, lines)
     found = json.loads(printed.splitlines()[-1])
     window = found.pop("window")
-    if side == "engine":  # the others have no phases
+    if side == "engine" and is_observed:  # the others have no phases
         found = told([trace], *window) | found
         others = sum(found["before"].get(phase, 0.0) for phase in BEFORE[1:])
         found["before"][START] = found["start_seconds"] - others  # imports are a part of it
@@ -123,7 +126,8 @@ class Bench:
         for turn in range(self._args.repeats + warm_up):
             for side in self._args.sides:
                 try:
-                    measured = self._measure(side, model, file, before)
+                    is_observed = turn == 0 and (warm_up > 0 or self._args.quick)
+                    measured = self._measure(side, model, file, before, is_observed)
                 except RuntimeError as fault:  # the other sides are still worth their time
                     self.is_good = False
                     print(f"  {workload} {side}: {fault}", flush=True)
@@ -138,11 +142,13 @@ class Bench:
                 print(f"  {workload} {side:<9}{measured['seconds']:>9.2f} s{note}", flush=True)
                 self.save()
 
-    def _measure(self, side: str, model: Path, file: Path, before: Path | None) -> Figures:
+    def _measure(
+        self, side: str, model: Path, file: Path, before: Path | None, is_observed: bool
+    ) -> Figures:
         if side in ALONE:
-            return alone(side, model, file, before, self._lines)
+            return alone(side, model, file, before, self._lines, is_observed=is_observed)
         devices = self._args.devices.split(",") if self._args.devices else []
-        with Product(self._lines, model, devices) as product:
+        with Product(self._lines, model, devices, is_observed=is_observed) as product:
             if side == "run":
                 return product.run(file)
             return product.serve(file, before, int(side.removeprefix("workers")))
@@ -167,12 +173,13 @@ def table(workload: str, found: Figures) -> list[str]:
         f"{'start':>9}{'peak MB':>9}{'host MB':>9}{'GPU MB':>9}",
     ]
     for name, runs in sides.items():
+        seen = [*found["sides"][name]["warm_up"], *runs]
         ratios = [
             f"{medians[name] / medians[other]:.2f}x" if other in medians else "-"
             for other in ("engine", "floor")
         ]
         peaks = [
-            f"{max(run[key] for run in runs):,.0f}" if all(key in run for run in runs) else "-"
+            f"{max(known):,.0f}" if (known := [run[key] for run in seen if key in run]) else "-"
             for key in ("peak_mb", "host_mb", "gpu_mb")
         ]
         start = statistics.median(run["start_seconds"] for run in runs)
@@ -191,7 +198,7 @@ def phases(found: Figures) -> list[str]:
     heads = [shorter.get(name, name) for name in columns] + [f"{name} s" for name in BEFORE]
     lines = [f"{'phases':<10}" + "".join(f"{head:>10}" for head in heads)]
     for name, side in found["sides"].items():
-        runs = [run for run in side["runs"] if "shares" in run]
+        runs = [run for run in [*side["warm_up"], *side["runs"]] if "shares" in run]
         if runs:
 
             def mean(kind: str, phase: str, runs: list[Figures] = runs) -> float:

@@ -66,11 +66,13 @@ class Watch:
     """Looks at memory while something runs: ``host_mb`` of this process's descendants, ``gpu_mb``.
 
     A GPU's is what all its processes use together, as nvidia-smi tells, beyond what was there.
+    Off, nothing looks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_on: bool) -> None:
         self.found: Figures = {}
-        self._before = _gpu_mb()
+        self._is_on = is_on
+        self._before = _gpu_mb() if is_on else None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._look)
 
@@ -83,7 +85,7 @@ class Watch:
         self._thread.join()
 
     def _look(self) -> None:
-        while not self._is_over.wait(WATCH_SECONDS):
+        while self._is_on and not self._is_over.wait(WATCH_SECONDS):
             if shutil.which("ps") is not None:
                 self._note("host_mb", _host_mb())
             if self._before is not None and (now := _gpu_mb()) is not None:
@@ -117,8 +119,11 @@ def _host_mb() -> float:
 class Product:
     """A home with its server, for one measurement."""
 
-    def __init__(self, lines: Lines, model: Path, devices: Sequence[str]) -> None:
+    def __init__(
+        self, lines: Lines, model: Path, devices: Sequence[str], *, is_observed: bool
+    ) -> None:
         self._lines = lines
+        self._is_observed = is_observed  # traced, and its memory watched: both cost time
         self._model = model
         self._devices = devices
         self._home = Path(tempfile.mkdtemp(prefix="bkv-home-", dir="/tmp"))
@@ -140,14 +145,15 @@ class Product:
         """``batchkv run``, timed from its first row to its last."""
         out = self._home / "out.jsonl"
         trace = self._home / "trace.json"
-        command = ["run", str(file), "-m", str(self._model), "-o", str(out), "--trace", str(trace)]
+        command = ["run", str(file), "-m", str(self._model), "-o", str(out)]
+        command += ["--trace", str(trace)] if self._is_observed else []
         if self._devices:
             self._environment["CUDA_VISIBLE_DEVICES"] = self._devices[0]
         begun = time.monotonic()
         found = self._timed(lambda: self._command(*command))
         found["start_seconds"] = found.pop("first") - begun
         found["command_seconds"] = found.pop("end") - begun
-        return found | told([trace], *found.pop("window"))
+        return self._with_shares(found, [trace])
 
     def serve(self, file: Path, before: Path | None, num_workers: int) -> Figures:
         """So many workers, all ready; then ``submit`` and ``wait``, timed in the same way."""
@@ -166,7 +172,11 @@ class Product:
         found["to_first_row_seconds"] = found.pop("first") - asked
         self._end_workers()
         traces = [self._home / f"trace-{number}.json" for number in range(num_workers)]
-        return found | told(traces, *found.pop("window"))
+        return self._with_shares(found, traces)
+
+    def _with_shares(self, found: Figures, traces: Sequence[Path]) -> Figures:
+        window = found.pop("window")
+        return found | told(traces, *window) if self._is_observed else found
 
     def _end_workers(self) -> None:
         workers, self._workers = self._workers, []
@@ -189,7 +199,8 @@ class Product:
         if self._devices:
             environment["CUDA_VISIBLE_DEVICES"] = self._devices[number % len(self._devices)]
         trace = self._home / f"trace-{number}.json"
-        command = [*CLI, "worker", "-m", str(self._model), "--trace", str(trace)]
+        command = [*CLI, "worker", "-m", str(self._model)]
+        command += ["--trace", str(trace)] if self._is_observed else []
         with log.open("wb") as stream:
             self._workers.append(
                 subprocess.Popen(command, env=environment, stdout=stream, stderr=stream)
@@ -226,7 +237,7 @@ class Product:
         looker = threading.Thread(target=look)
         looker.start()
         try:
-            with Watch() as watch:
+            with Watch(is_on=self._is_observed) as watch:
                 work()
         finally:
             is_over.set()

@@ -196,7 +196,8 @@ def main(arguments: list[str]) -> None:
         return
     side, folder, file, traced, *rest = arguments
     settings = WorkerSettings.from_env(os.environ, model=folder)
-    trace.open_trace(traced, side)
+    if traced != "-":
+        trace.open_trace(traced, side)
     trace.ENGINE.enter(trace.START)
     once = SIDES[side](settings)
     trace.ENGINE.enter(trace.IDLE)
