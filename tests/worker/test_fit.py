@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -121,10 +122,12 @@ def test_a_worker_whose_model_changed_on_disk_ends_to_be_started_again(
         changed.touch()
         theirs = submit(redis_connection, ["a"] * 3, name="theirs")
         bind(redis_connection, theirs, fingerprint=THEIRS)
-        wait_until(lambda: redis_connection.hexists(redis_keys.worker(worker.name), "death"))
 
+    thread = threading.Thread(target=act)
+    thread.start()
     with pytest.raises(SystemExit) as ending:
-        work(worker, act)
+        worker.work(logging_level="INFO")
+    thread.join()
     assert ending.value.code == EXIT_MODEL_CHANGED
     assert num_ended(redis_connection, ours) == 2
     assert waiting_lines(redis_connection) == [1, 2, 3]
