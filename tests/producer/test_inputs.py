@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
 from redis import Redis
 
 from batchkv_producer import Client, json_array, redis_keys
@@ -176,6 +178,25 @@ def test_elements_end_where_json_says(chunk: int, monkeypatch: pytest.MonkeyPatc
     for long in (b'"' + b"x\\n" * 40 + b'"', b"[" * 50 + b"]" * 50, b"1" * 61):
         found = elements_of(b"[" + long + b",2]", chunk, monkeypatch)
         assert found == [None, b"2"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.lists(JSON), st.integers(1, 40), st.sampled_from([None, 2]), st.booleans())
+def test_elements_are_what_json_has(
+    values: list[object], chunk: int, indent: int | None, is_ascii: bool
+) -> None:
+    """Any array, laid out in any way and read in any pieces, has the elements that JSON says."""
+    raw = json.dumps(values, indent=indent, ensure_ascii=is_ascii).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_array, "CHUNK_BYTES", chunk)
+        found = list(json_array.elements(io.BytesIO(raw), 2**20))
+    assert [json.loads(one or b"") for one in found] == values
 
 
 @pytest.mark.parametrize(
