@@ -13,6 +13,8 @@ from batchkv_producer.outfile import errors_path
 from batchkv_producer.redis_keys import parse_job_id
 from batchkv_producer.target import STDOUT
 
+MAX_LINE_BYTES = 2**26
+
 
 def holds_other(out: Path, batch_id: str, relatives: Collection[str], maker: Maker) -> bool:
     """Whether OUT begins with rows of another generation, or of this one made with something else.
@@ -42,7 +44,7 @@ def set_aside(out: Path) -> Path:
 
 
 def _is_other(part: Path, batch_id: str, relatives: Collection[str], maker: Maker) -> bool:
-    row = _first_row(part)
+    row = first_row(part)
     parsed = parse_job_id(str(row.get("id")))
     if parsed is None:
         return False
@@ -54,10 +56,11 @@ def _is_other(part: Path, batch_id: str, relatives: Collection[str], maker: Make
     return isinstance(mark, str) and not maker.may_have_made(mark)
 
 
-def _first_row(part: Path) -> dict[str, object]:
+def first_row(part: Path) -> dict[str, object]:
+    """What the first line of OUT says, or of its errors file; empty when that is no row."""
     try:
         with part.open("rb") as stream:
-            row = json.loads(stream.readline())
+            row = json.loads(stream.readline(MAX_LINE_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return row if isinstance(row, dict) else {}

@@ -59,8 +59,9 @@ def enqueue(
     """
     batch_id = generation.batch_id
     there, start = _create_or_join(transitions, generation, counts, spec, plan.needs())
-    is_raw = there.style != "auto"
-    if start < counts.num_chunks and is_raw and not spec.prompting.raw:
+    # Of --raw the plan knows; a batch of its own has it in its id.
+    is_older = there.style != "auto" and not spec.prompting.raw
+    if start < counts.num_chunks and is_older:
         _check_raw(batch_id, plan, counts, spec)
     num_rows = plan.num_rows_before(start)
     in_flight: deque[tuple[Chunk, Future[int]]] = deque()
@@ -76,7 +77,7 @@ def enqueue(
     # One thread keeps the chunks in order. Leaving the block waits for what is on its way.
     with ThreadPoolExecutor(max_workers=1) as pool:
         for planned in plan.chunks(start):
-            chunk = _raw_chunk(planned) if is_raw and plan.num_plain else planned
+            chunk = _raw_chunk(planned) if is_older and plan.num_plain else planned
             if len(in_flight) == MAX_IN_FLIGHT:
                 confirm_oldest()
             in_flight.append((chunk, pool.submit(_send, transitions, batch_id, spec, chunk)))
@@ -157,6 +158,7 @@ def _raw_chunk(chunk: Chunk) -> Chunk:
         twins=[(line, as_raw(data), own_id, first) for line, data, own_id, first in chunk.twins],
         needs={},
         facts=NO_FACTS,
+        kept={},
     )
 
 

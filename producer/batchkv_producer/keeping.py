@@ -20,17 +20,8 @@ from batchkv_producer.planner import Plan
 from batchkv_producer.status import find_batch
 from batchkv_producer.stored import in_finish_order
 
-_SAID = (
-    "style",
-    "model",
-    "ok",
-    "failed",
-    "canceled",
-    "fingerprint",
-    "scheme",
-    "mixed",
-    "forgotten",
-)
+_COUNTS = ("total", "ok", "failed", "canceled", "cut")
+_SAID = ("style", "model", "fingerprint", "scheme", "mixed", "forgotten", *_COUNTS)
 
 
 @dataclass(slots=True)
@@ -39,13 +30,14 @@ class Earlier:
 
     ``num_alike`` rows of the new file ask for what was answered there, also where nothing is kept.
     ``num_ended`` is how often rows of it had ended when it was looked at: what ends later is not
-    known to be an answer. ``cut_lines`` of it ended at max_tokens. ``why_not``, in words, if
-    nothing can be kept of it.
+    known to be an answer. ``num_left`` rows of it had not ended. ``cut_lines`` of it ended at
+    max_tokens. ``why_not``, in words, if nothing can be kept of it.
     """
 
     batch_id: str
     num_alike: int = 0
     num_ended: int = 0
+    num_left: int = 0
     why_not: str = ""
     cut_lines: set[int] = field(default_factory=set)
 
@@ -63,28 +55,18 @@ class Earlier:
         ``relatives`` are the ids of the plan's own batch in all generations; ``fresh``: all rows
         are to be computed.
         """
-        names = (
-            "style",
-            "model",
-            "ok",
-            "failed",
-            "canceled",
-            "fingerprint",
-            "scheme",
-            "mixed",
-            "forgotten",
-            "cut",
-        )
-        values: Any = connection.hmget(redis_keys.batch(self.batch_id), names)
+        values: Any = connection.hmget(redis_keys.batch(self.batch_id), _SAID)
         texts = [(value or b"").decode("utf-8", "replace") for value in values]
-        said = dict(zip(names, texts, strict=True))
+        said = dict(zip(_SAID, texts, strict=True))
         same_file = "it is of the same file" if self.batch_id in relatives else ""
         self.why_not = same_file or _why_not(said, model)
         if self.why_not:
             return
         self.num_ended = int(connection.llen(redis_keys.done(self.batch_id)))
         unanswered = set[int]()
-        if (said["failed"], said["canceled"]) != ("0", "0") or said["cut"]:
+        total, ok, failed, canceled, _ = (_whole(said[name]) for name in _COUNTS)
+        self.num_left = max(0, total - ok - failed - canceled)
+        if failed or canceled or said["cut"]:
             for row in in_finish_order(connection, self.batch_id):
                 if row.result.outcome != "ok":
                     unanswered.add(row.line)
@@ -103,9 +85,23 @@ class Earlier:
         """What became of it, in a sentence."""
         if num_kept:
             rows = "1 answer" if num_kept == 1 else f"{num_kept:,} answers"
-            return f"kept {rows} of batch {self.batch_id}: these rows ask for the same"
-        why = self.why_not or "it was computed with other weights, KV scheme or dtype"
-        return f"no answer of batch {self.batch_id} can be kept: {why}"
+            kept = f"kept {rows} of batch {self.batch_id}: these rows ask for the same"
+            return kept + self._what_is_left()
+        why = self.why_not or (
+            "it was computed with other weights, KV scheme or dtype, or rows of it ended meanwhile"
+        )
+        return f"no answer of batch {self.batch_id} can be kept: {why}{self._what_is_left()}"
+
+    def _what_is_left(self) -> str:
+        """Rows of it that are still to be computed, as if its file had not been mended."""
+        if not (self.num_alike and self.num_left):
+            return ""
+        rows = "1 row of it waits" if self.num_left == 1 else f"{self.num_left:,} rows of it wait"
+        return f". {rows} to be computed all the same: `batchkv cancel {self.batch_id}` ends that"
+
+
+def _whole(text: str) -> int:
+    return int(text) if text.isdecimal() and len(text) < 16 else 0
 
 
 def _why_not(said: dict[str, str], model: str) -> str:

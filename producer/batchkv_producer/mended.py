@@ -6,14 +6,13 @@ the mended file, most of them with the answers that they had.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 from redis import Redis
 
 from batchkv_producer import redis_keys
-from batchkv_producer.aside import set_aside
+from batchkv_producer.aside import first_row, set_aside
 from batchkv_producer.beginning import put_aside
 from batchkv_producer.keeping import Earlier
 from batchkv_producer.outfile import errors_path
@@ -21,15 +20,13 @@ from batchkv_producer.status import BatchStatus
 from batchkv_producer.submission import Submitted
 from batchkv_producer.target import STDOUT
 
-MAX_LINE_BYTES = 2**26
-
 
 def earlier_of(connection: Redis, out: Path) -> Earlier | None:
     """The batch whose results OUT begins with, if the server has it."""
     for part in (out, errors_path(out)) if out != STDOUT else ():
-        found = _batch_of(part)
-        if found and connection.exists(redis_keys.batch(found)):
-            return Earlier(found)
+        parsed = redis_keys.parse_job_id(str(first_row(part).get("id")))
+        if parsed and connection.exists(redis_keys.batch(parsed[0])):
+            return Earlier(parsed[0])
     return None
 
 
@@ -47,13 +44,3 @@ def make_room(
     note(earlier.told(status.kept))
     moved = set_aside(out)
     note(f"{out} held the results of batch {earlier.batch_id}: they are in {moved} now")
-
-
-def _batch_of(part: Path) -> str:
-    try:
-        with part.open("rb") as stream:
-            row = json.loads(stream.readline(MAX_LINE_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return ""
-    parsed = redis_keys.parse_job_id(str(row.get("id"))) if isinstance(row, dict) else None
-    return parsed[0] if parsed else ""

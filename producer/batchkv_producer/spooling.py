@@ -7,7 +7,6 @@ ends, and nobody else can open it.
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import sys
@@ -17,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from batchkv_producer.disk import is_full
 from batchkv_producer.errors import BatchkvError, InputFileError, UsageError
 from batchkv_producer.server_home import home_from_environment
 from batchkv_producer.source import STDIN_NAME, Inputs, Piece, ReadAs
@@ -87,8 +87,7 @@ def _spooled(stream: BinaryIO, name: str, stack: ExitStack) -> Piece:
             pass  # less is the end; a terminal would go on after it
         copy.flush()
     except OSError as fault:
-        full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        what = "the disk is full" if fault.errno in full else (fault.strerror or str(fault))
+        what = "the disk is full" if is_full(fault) else (fault.strerror or str(fault))
         raise SpoolError(
             f"cannot keep {name} in {folder}: {what}. Make room, or save it as a file first"
         ) from fault

@@ -23,11 +23,6 @@ _others = attrgetter(*(item.name for item in fields(SamplingParams) if item.name
 KEY_BYTES = 16
 
 
-def twin_key(request: Request) -> bytes | None:
-    """16 bytes that only twins have in common; None for a row that has no twin."""
-    return request_digest(request) if can_have_twin(request) else None
-
-
 def can_have_twin(request: Request) -> bool:
     """Whether a row that asks for the same as another one gets the same answer."""
     params = request.params

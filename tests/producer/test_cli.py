@@ -245,6 +245,16 @@ def test_bad_worker_flags_are_refused(
         )
 
 
+@pytest.mark.parametrize(
+    "flags", [("--slots", "4"), ("--kv-scheme", "affine4", "--memory", "1GB"), ("--trace", "t")]
+)
+def test_flags_of_workers_need_workers(source: Path, flags: tuple[str, ...]) -> None:
+    """`run --workers 0` refuses a flag that only workers of its own would heed."""
+    command = ("run", source, "-m", "m", "--workers", "0", "--dry-run", "--allow-bad")
+    assert_complains(batchkv(*command, *flags), 2, f"{flags[0]} .*--workers 0")
+    assert batchkv(*command).exit_code == 0
+
+
 def test_wrong_rows_are_exit_code_1(at_server: str, redis_connection: Redis, source: Path) -> None:
     """submit prints the id, queues the good rows and ends with 1; with --allow-bad 0. So does a
     dry run of submit and of run, which changes nothing."""

@@ -14,12 +14,13 @@ import pytest
 from click.testing import CliRunner, Result
 from redis import Redis
 
-from batchkv_producer import Client, redis_keys
+from batchkv_producer import Client, redis_keys, row_facts
 from batchkv_producer.cli import cli
 from batchkv_producer.job import Result as RowResult
 from batchkv_producer.job import SamplingParams, decode_job, encode_result
 from batchkv_producer.keeping import Earlier
 from batchkv_producer.maker import Maker
+from batchkv_producer.prompting import Prompting
 from batchkv_producer.submission import Submitted
 from batchkv_producer.terms import Terms
 from batchkv_producer.transitions import Ending, Transitions
@@ -105,6 +106,28 @@ def test_only_what_changed_is_computed(desk: Desk) -> None:
     answers = {"new-c": "to c", "new-b2": "to b2", "new-a": "to a", "line-3": ""}
     assert desk.results(batch) == answers
     assert desk.client.status(first).ok == 3 and len(desk.results(first)) == 3
+
+
+def test_answers_to_raw_prompts_are_kept_too(desk: Desk) -> None:
+    """Under --raw, too, a batch keeps what its rows ask for and what they are called."""
+    raw = Prompting(raw=True)
+    first = desk.answered("a", "b", prompting=raw)
+    assert row_facts.custom_ids(desk.connection, first, [1, 2]) == {1: "c-a", 2: "c-b"}
+    batch = desk.submit(rows("a", "b2"), earlier=first, prompting=raw).batch_id
+    assert desk.client.status(batch).kept == 1
+    assert desk.work() == ["b2"]
+    through_template = desk.submit(rows("a", "b3"), name="third.jsonl", earlier=first).batch_id
+    assert desk.client.status(through_template).kept == 0
+
+
+def test_rows_of_the_earlier_batch_that_still_wait_are_told_of(desk: Desk) -> None:
+    """Rows of the old file that nobody answered yet stay queued: that is said, with the way out."""
+    first = desk.submit(rows("a", "b", "c"), name="first.jsonl").batch_id
+    desk.work(count=1)
+    found = Earlier(first)
+    desk.client.submit(desk.write(*rows("a", "b", "d")), model=MODEL, earlier=found)
+    assert "2 rows of it wait to be computed all the same" in found.told(1)
+    assert f"`batchkv cancel {first}`" in found.told(0)
 
 
 def test_failed_and_canceled_rows_are_computed_again(desk: Desk) -> None:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from batchkv_producer.beginning import canonical
+from batchkv_producer.errors import UsageError
 
 R = TypeVar("R")
 
@@ -65,6 +67,17 @@ _OPTIONS = (
 )
 
 
+def _check_used(words: list[str], num_workers: int) -> None:
+    """Refuse flags of workers where there are none. A variable may stand there for others."""
+    source = click.get_current_context().get_parameter_source("trace")
+    said = [*words[::2], *(["--trace"] if source is ParameterSource.COMMANDLINE else [])]
+    if said and not num_workers:
+        raise UsageError(
+            f"{' and '.join(said)} would do nothing: with --workers 0 this command has no workers; "
+            "give it to `batchkv worker`"
+        )
+
+
 def worker_options(command: Callable[..., R]) -> Callable[..., R]:
     """Add the flags; the command gets ``num_workers``, and the rest as ``worker_arguments``."""
 
@@ -77,6 +90,7 @@ def worker_options(command: Callable[..., R]) -> Callable[..., R]:
             if value
             for word in (f"--{name.replace('_', '-')}", str(value))
         ]
+        _check_used(words, kwargs["num_workers"])
         return command(*args, worker_arguments=tuple(words), **kwargs)
 
     wrapped: Callable[..., R] = with_arguments
