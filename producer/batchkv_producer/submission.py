@@ -2,8 +2,8 @@
 
 A batch's id is the first 16 of the 64 hex digits of a SHA-256 over the file's bytes, how they are
 read (``.txt``, JSON lines, an array), the model and the generation defaults; of several files the
-names, too. The same file again is therefore the same batch: it is joined, and what an interrupted
-submit left out is added.
+names, too; and of --raw, --system and a later generation what they say. The same file again is
+therefore the same batch: it is joined, and what an interrupted submit left out is added.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from batchkv_producer.cli.shared import (
     default_model,
     generation_options,
     json_option,
-    model_option,
     say,
     session,
     url_option,
@@ -30,7 +29,7 @@ from batchkv_producer.server_home import home_from_environment
 
 @click.command()
 @click.argument("prompt")
-@model_option
+@click.option("-m", "--model", metavar="MODEL", help="Model to ask.  [default: BATCHKV_MODEL]")
 @prompting_options
 @generation_options
 @url_option

@@ -21,8 +21,9 @@ def failed(ctx: click.Context, batch_id: str, canceled: bool, url: str | None) -
     """Print the failed rows of a batch as input lines, to be mended and submitted as a file.
 
     They are OpenAI Batch lines under the rows' own custom_ids, with the batch's model and defaults
-    said. Exit code 1 if a row has none: one that was wrong in the input stands in your file only,
-    and so does one whose job is no longer in Redis (jobs of failed rows stay for 7 days).
+    said; plain prompts are lines without a url, as they were. Exit code 1 if a row has none: one
+    that was wrong in the input stands in your file only, and so does one whose job is no longer in
+    Redis (jobs of failed rows stay for 7 days).
 
     \b
     Examples:

@@ -100,8 +100,10 @@ def run(
 
     Answers are appended to OUT as rows end, rows without one to OUT.errors.jsonl. Interrupted or
     killed at any point, the same command goes on from there: each row is in one of the two. The
-    batch is known by the file's content, the model and the generation flags; other settings may
-    change. Exit code 1 if some row failed or was wrong, 5 if the command of --on-done failed.
+    batch is known by the file's content, the model, the generation flags, --raw and --system; with
+    another --kv-scheme, or other files of the model, it is computed again. When you have corrected
+    the file, rows that ask for the same keep their answers. Exit code 1 if some row failed or was
+    wrong, 5 if the command of --on-done failed.
 
     \b
     Examples:
