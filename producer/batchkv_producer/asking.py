@@ -27,7 +27,12 @@ from batchkv_producer.errors import BatchkvError, UsageError
 from batchkv_producer.following import snapshot_of
 from batchkv_producer.formats import MAX_LINE_BYTES
 from batchkv_producer.job import SamplingParams
-from batchkv_producer.local_workers import WORKER_COMMAND, LocalWorkers, WorkerPlan
+from batchkv_producer.local_workers import (
+    ASK_NAME_PREFIX,
+    WORKER_COMMAND,
+    LocalWorkers,
+    WorkerPlan,
+)
 from batchkv_producer.patience import outages_watched, patiently
 from batchkv_producer.progress import Reporter
 from batchkv_producer.prompting import AUTO, Prompting
@@ -103,7 +108,7 @@ def ask(
             model=question.model,
             url=url,
             logs=tidied_home(connection).logs,
-            name_prefix="run-ask",
+            name_prefix=ASK_NAME_PREFIX,
             num_workers=num_local,
             command=tuple(worker_command),
         )

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from batchkv_producer.local_workers import ASK_NAME_PREFIX, local_name_prefix
 from batchkv_producer.misfit import find_misfit
 from batchkv_producer.patience import patiently
 from batchkv_producer.progress import rows
@@ -67,9 +68,14 @@ def _apart(num_apart: int) -> Delay | None:
     return Delay(f"{rows(num_apart)} {verb} to run apart: a worker died with {them}")
 
 
-def _unfit(status: BatchStatus, serving: Sequence[WorkerInfo], _: int) -> Delay | None:
+def _unfit(status: BatchStatus, serving: Sequence[WorkerInfo], num_local: int) -> Delay | None:
     found = find_misfit(status, serving)
-    return Delay(found.words, found.note) if found else None
+    if found is None:
+        return None
+    own = (local_name_prefix(status.batch_id), ASK_NAME_PREFIX)
+    if num_local and not any(worker.name.startswith(own) for worker in serving):
+        return Delay("a worker is starting")  # one that fits: there is nothing to do
+    return Delay(found.words, found.note)
 
 
 # A reason gets the batch, the workers that serve its queue, and how many of them are our own.

@@ -33,6 +33,7 @@ from batchkv_producer.local_workers import (
     WORKER_COMMAND,
     LocalWorkers,
     WorkerPlan,
+    local_name_prefix,
 )
 from batchkv_producer.maker import NOBODY
 from batchkv_producer.mended import earlier_of, make_room
@@ -138,7 +139,7 @@ def run(
         model=submitted.model,
         url=url,
         logs=home.logs,
-        name_prefix=f"run-{batch_id[:8]}",
+        name_prefix=local_name_prefix(batch_id),
         num_workers=options.num_workers,
         arguments=options.worker_arguments,
         trace=options.trace,
@@ -185,7 +186,8 @@ def _tell_what_stays(
     batch = client.status(submitted.batch_id)
     make_room(earlier, batch, submitted, options.out, reporter.note)
     if options.out == target.STDOUT and batch.num_ended > submitted.num_bad:
-        reporter.note(f"{rows(batch.num_ended)} ended before; they are printed again")
+        them = "it is" if batch.num_ended == 1 else "they are"
+        reporter.note(f"{rows(batch.num_ended)} ended before; {them} printed again")
     there = batch.job_timeout_seconds
     if options.job_timeout_seconds and there not in (0, options.job_timeout_seconds):
         reporter.note(

@@ -15,11 +15,13 @@ from redis import Redis
 
 from batchkv_producer import Client, redis_keys
 from batchkv_producer.cli import cli
-from batchkv_producer.delays import Delays
-from batchkv_producer.failures import MAX_LINES_SHOWN, grouped, told
+from batchkv_producer.cli.outcome import say_end
+from batchkv_producer.delays import Delay, Delays, find_delay
+from batchkv_producer.failures import MAX_LINES_SHOWN, Failures, grouped, told
 from batchkv_producer.job import Result as RowResult
 from batchkv_producer.job import decode_job, encode_result
 from batchkv_producer.progress import PlainReporter, Snapshot
+from batchkv_producer.run import RunReport
 from batchkv_producer.status import BatchStatus
 from batchkv_producer.terms import Terms
 from batchkv_producer.transitions import Ending, Transitions, iso_now
@@ -87,6 +89,21 @@ def test_loading_is_shown_while_no_worker_is_ready() -> None:
     assert house.after(2, worker("loading 2.1 of 7.3 GB")) == "loading 2.1 of 7.3 GB"
     assert house.delays.look(status(ok=2)) == ""
     assert not house.said
+
+
+def test_a_run_whose_own_worker_is_starting_asks_for_no_other() -> None:
+    """Workers there do not fit, the run's own will: no sentence. Of one of its own that does not
+    fit, or of a run without workers, there is one."""
+    batch = status(batch_id="0123456789abcdef", scheme="affine4", needs="")
+    other = replace(worker(), scheme="affine8")
+    own = replace(other, name="run-01234567-1-ab")
+
+    def found(num_local: int, *serving: WorkerInfo) -> Delay | None:
+        return find_delay(batch, serving, num_local)
+
+    assert found(1, other) == Delay("a worker is starting")
+    for delay in (found(0, other), found(1, other, own)):
+        assert delay is not None and "Start a worker with --kv-scheme affine4" in delay.note
 
 
 def test_a_worker_that_is_away_is_named_with_its_rows() -> None:
@@ -269,3 +286,28 @@ def test_wait_shows_how_far_loading_is(write_lines: Write, redis_connection: Red
     redis_connection.sadd(f"rq:workers:{QUEUE}", key)
     found = batchkv("wait", batch, "--timeout", "0.1")
     assert f"0/1 0 in flight, {doing}\n" in found.stderr and "nobody" not in found.stderr
+
+
+def hints(
+    capsys: pytest.CaptureFixture[str], failures: list[Failures], num_wrong: int, **values: object
+) -> str:
+    """The line of ``run``'s end that says what to do."""
+    found = status(batch_id="b", failed=sum(group.count for group in failures), **values)
+    say_end(RunReport(found, Path("out"), 0, 0.0, 0, 0, num_wrong), failures)
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "rows failed: " in line)
+    return line
+
+
+def test_the_end_of_a_run_names_a_retry_only_where_it_helps(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Rows that are too long fail again as they are; past a deadline a retry wants another."""
+    long = Failures("context_length_exceeded", 2, (1, 2), "")
+    wrong, died = Failures("invalid_json", 1, (3,), ""), Failures("engine_error", 1, (4,), "")
+    line = hints(capsys, [long, wrong], 1)
+    assert "2 rows too long for the model or the memory: mend the file" in line
+    assert "1 row wrong in the input: mend the file" in line and "retry" not in line
+    line = hints(capsys, [long, died], 0)
+    assert "`batchkv retry b` queues the others again, and `batchkv run` of the same" in line
+    line = hints(capsys, [Failures("expired", 2, (1, 2), "")], 0, expires=50, read_at=60.0)
+    assert "`batchkv retry b --expires never` queues them again" in line

@@ -377,7 +377,7 @@ def test_failed_rows_and_retry(redis_url: str, redis_connection: Redis, source: 
     assert first.returncode == 1
     assert stdout.startswith("41 = 39 ok + 2 failed + 0 canceled")
     assert "2 rows failed" in stderr and "1 row wrong in the input: mend the file" in stderr
-    assert "` queues the others again" in stderr
+    assert "` queues the others again, and `batchkv run` of the same input" in stderr
     assert ids(errors_path(out)) == ["line-41", "q7"]
     assert sorted(ids(out)) == [name for name in all_ids() if name != "q7"]
     client = Client(redis_connection)

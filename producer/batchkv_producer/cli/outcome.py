@@ -39,8 +39,8 @@ def say_before(client: Client, submitted: Submitted, earlier: Earlier | None) ->
         say(earlier.told(found.kept))
     if submitted.joined and found.failed > submitted.num_bad:
         say(
-            f"{rows(found.failed - submitted.num_bad)} of it failed before and stay so: `batchkv "
-            f"retry {found.batch_id}` queues them again"
+            f"{rows(found.failed - submitted.num_bad)} of it failed before and stay so: "
+            f"{_retry_command(found)} queues them again"
         )
 
 
@@ -48,9 +48,15 @@ def say_canceled(batch: BatchStatus) -> None:
     """Canceled rows stay so, whatever is run: tell how to get them back."""
     if batch.canceled:
         say(
-            f"{rows(batch.canceled)} canceled: `batchkv retry {batch.batch_id} --canceled` "
+            f"{rows(batch.canceled)} canceled: {_retry_command(batch, ' --canceled')} "
             "queues them again"
         )
+
+
+def _retry_command(batch: BatchStatus, flags: str = "") -> str:
+    """The retry that this batch accepts: one whose deadline is past wants another."""
+    deadline = " --expires never" if 0 < batch.expires <= batch.read_at else ""
+    return f"`batchkv retry {batch.batch_id}{flags}{deadline}`"
 
 
 def say_failures(failures: Iterable[Failures], num_failed: int) -> None:
@@ -61,16 +67,22 @@ def say_failures(failures: Iterable[Failures], num_failed: int) -> None:
 
 def say_end(report: RunReport, failures: Iterable[Failures], again: str = "") -> None:
     """The last lines of ``batchkv run``. ``again``: what ``batchkv retry`` needs besides."""
-    failed, wrong = report.status.failed, report.num_wrong
+    failed, wrong, failures = report.status.failed, report.num_wrong, tuple(failures)
+    too_long = sum(group.count for group in failures if group.code == "context_length_exceeded")
     say_failures(failures, failed)
     if failed:
         place = f"{errors_path(report.out)} says" if report.out != STDOUT else "their lines say"
         hints = [f"{place} why"]
         if wrong:
             hints.append(f"{rows(wrong)} wrong in the input: mend the file")
-        if failed > wrong:
-            retried = "the others" if wrong else "them"
-            hints.append(f"`batchkv retry {report.status.batch_id}{again}` queues {retried} again")
+        if too_long:
+            hints.append(f"{rows(too_long)} too long for the model or the memory: mend the file")
+        if failed > wrong + too_long:
+            retried = "the others" if wrong or too_long else "them"
+            hints.append(
+                f"{_retry_command(report.status, again)} queues {retried} again, and `batchkv run` "
+                "of the same input then computes them"
+            )
         say(f"{rows(failed)} failed: {'; '.join(hints)}")
     say_canceled(report.status)
     if report.out == STDOUT:
