@@ -179,8 +179,8 @@ def _tell_what_stays(
     reporter: Reporter,
 ) -> None:
     """What was asked for now, and is otherwise in the batch or the OUT that was there."""
-    if submitted.style_note:
-        reporter.note(submitted.style_note)
+    for note in filter(None, (submitted.model_note, submitted.style_note)):
+        reporter.note(note)
     for note in submitted.notes:
         reporter.note(f"it was there before: {note}")
     batch = client.status(submitted.batch_id)

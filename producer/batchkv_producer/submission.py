@@ -51,8 +51,8 @@ class Submitted:
 
     ``errors`` are the first few of the rows that are wrong. ``num_twins`` rows get the answer
     of one that asks for the same. ``notes``: what was asked for and stays as the batch had it.
-    ``style_note`` says how plain prompts are sent, if there are any. ``generation``, ``base``,
-    ``relatives``, ``why``: see ``generations``.
+    ``style_note`` says how plain prompts are sent, if there are any; ``model_note`` which model
+    lines name in vain. ``generation``, ``base``, ``relatives``, ``why``: see ``generations``.
     """
 
     batch_id: str
@@ -70,6 +70,7 @@ class Submitted:
     why: str = ""
     relatives: frozenset[str] = frozenset()
     style_note: str = ""
+    model_note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class Checked:
     model: str
     batch_id: str
     num_twins: int = 0
+    model_note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class _FileFacts:
     kind: bytes
     model: str
     place: Callable[[int], str]
+    model_note: str
 
 
 def check(
@@ -150,7 +153,7 @@ def submit(
 ) -> Submitted:
     """Put a file into the queue of its model; raises UsageError before anything was changed.
 
-    The model is ``model``, else the one that the lines name, else ``default_model``.
+    The model is ``model``, else the one that all lines name, else ``default_model``.
     ``on_identified`` is called before anything is changed, and may refuse by what it raises.
     ``earlier``: a batch whose answers are kept, where rows ask for the same.
     """
@@ -160,10 +163,9 @@ def submit(
     with Plan(said, dedupe=terms.dedupe, prompting=prompting) as plan:
         need: Callable[[ModelVote], str] = lambda vote: vote.need(model, default_model)  # noqa: E731
         facts, counts = _read(source, plan, said, need, prompting)
-        shown_name = (name or source_name(source))[:MAX_NAME_CHARS]
+        title = (name or source_name(source))[:MAX_NAME_CHARS]
         terms = informed(terms, facts.model)
-        about = (job_timeout_seconds, shown_name, terms, prompting, earlier)
-        spec = BatchSpec(facts.model, said, *about)
+        spec = BatchSpec(facts.model, said, job_timeout_seconds, title, terms, prompting, earlier)
         digest_of = partial(batch_digest, facts, said, prompting.identity())
         errors = _placed(plan.errors(MAX_TOLD_ERRORS), facts)
 
@@ -192,6 +194,7 @@ def submit(
         base=chosen.base,
         why=chosen.why,
         relatives=chosen.relatives,
+        model_note=facts.model_note,
     )
 
 
@@ -227,6 +230,7 @@ def _checked(
         model=facts.model,
         batch_id=digest[:16] if facts.model else "",
         num_twins=counts.num_twins,
+        model_note=facts.model_note,
     )
 
 
@@ -291,7 +295,8 @@ def _read(
         )
     if prompting.system is not None and not plan.num_plain:
         raise UsageError(f"--system is for plain prompts: no row of {inputs.name} is one")
-    return _FileFacts(reading.digest, reading.kind, choose(vote), reading.place), counts
+    model = choose(vote)
+    return _FileFacts(reading.digest, reading.kind, model, reading.place, vote.note), counts
 
 
 def _placed(errors: Sequence[RowError], facts: _FileFacts) -> tuple[RowError, ...]:

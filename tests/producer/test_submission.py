@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -266,10 +267,35 @@ def model_line(model: str | None) -> dict[str, Any]:
 
 
 def test_the_model_of_the_lines(write_lines: Write) -> None:
-    """Lines that agree decide; lines that say nothing do not count; ``model=`` overrides."""
-    path = write_lines(model_line(None), model_line("theirs"), model_line("theirs"))
+    """Lines decide when all say the same; ``model=`` overrides."""
+    path = write_lines("{", model_line("theirs"), model_line("theirs"))
     assert submission.check(path).model == "theirs"
     assert submission.check(path, model="mine").model == "mine"
+
+
+def test_one_line_chooses_for_no_other(client: Client, write_lines: Write) -> None:
+    """What only some lines name is refused, or not heeded, with a note, when there is a default."""
+    path = write_lines(model_line(None), model_line("/some/folder"), model_line(None))
+    with pytest.raises(UsageError, match=r'only some lines .*"/some/folder" \(line 2\).*-m MODEL'):
+        client.submit(path)
+    with pytest.raises(UsageError, match="only some lines"):
+        submission.check(path)
+    assert client.list_batches() == []
+    submitted = client.submit(path, default_model="ours")
+    assert submitted.model == "ours"
+    assert re.search('"/some/folder" .line 2.*for ours', submitted.model_note)
+    assert submission.check(path, default_model="ours").model_note == submitted.model_note
+    assert client.submit(path, model="mine").model_note == ""
+
+
+@pytest.mark.parametrize("name", ["/some/folder", "~/m", "./m", "../m", "a/b/c"])
+def test_lines_name_no_folder(write_lines: Write, name: str) -> None:
+    """A folder is read only when the command names it, even if all lines do."""
+    path = write_lines(model_line(name), model_line(name))
+    for default in (None, "ours"):
+        with pytest.raises(UsageError, match="-m FOLDER"):
+            submission.check(path, default_model=default)
+    assert submission.check(path, model=name).model == name
 
 
 def test_lines_that_disagree(write_lines: Write) -> None:

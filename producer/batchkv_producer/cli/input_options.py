@@ -139,6 +139,8 @@ def tell_checked(
         print_json(checked)
     else:
         tell_wrong(checked)
+        if checked.model_note:
+            say(checked.model_note)
         click.echo(checked_line(checked))
     return checked
 

@@ -45,7 +45,7 @@ model_option = click.option(
     "-m",
     "--model",
     metavar="MODEL",
-    help="Model of all rows; without it the one that the lines name, else BATCHKV_MODEL.",
+    help="Model of all rows; without it the one that all lines name, else BATCHKV_MODEL.",
 )
 
 

@@ -244,7 +244,7 @@ def _say_submitted(submitted: Submitted) -> None:
     say(f"{verb} {rows(submitted.total)}{bad}{twins}, in queue {submitted.queue}")
     if submitted.generation > 1:
         say(generation_words(submitted))
-    if submitted.style_note:
-        say(submitted.style_note)
+    for note in filter(None, (submitted.model_note, submitted.style_note)):
+        say(note)
     for note in submitted.notes:
         say(f"batch {submitted.batch_id} was there: {note}")
