@@ -265,6 +265,18 @@ def test_a_model_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         load(str(tmp_path / "n"), is_careful=True)
 
 
+def test_a_model_is_tried_without_the_folder_that_the_user_stands_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file there that is called like a library is not run."""
+    stranger = Path("transformers.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    stranger.write_text("open('was-run', 'w')")
+    load(str(model_folder(tmp_path / "m")), is_careful=True)
+    assert not Path("was-run").exists()
+
+
 @pytest.mark.parametrize(
     "config", [{"num_hidden_layers": 10**9}, {"text_config": {"n_layers": 10**9}}]
 )

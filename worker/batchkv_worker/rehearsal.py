@@ -39,7 +39,8 @@ def check(name: str, folder: Path, fingerprint: str) -> None:
     if folder == MODEL_PATH or fingerprint in _known():
         return
     loading.say("trying the tokenizer and the chat template")
-    command = [sys.executable, "-m", "batchkv_worker.rehearsal", str(folder.absolute())]
+    # -P: a file called torch.py in the folder that the user stands in must not be imported.
+    command = [sys.executable, "-P", "-m", "batchkv_worker.rehearsal", str(folder.absolute())]
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
