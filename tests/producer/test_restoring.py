@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from redis import Redis
 from batchkv_producer import Client, redis_keys, row_facts
 from batchkv_producer.cli import cli
 from batchkv_producer.errors import UsageError
+from batchkv_producer.job import Request, SamplingParams, decode_job, encode_job, encode_result
 from batchkv_producer.job import Result as RowResult
-from batchkv_producer.job import SamplingParams, decode_job, encode_result
 from batchkv_producer.terms import Terms
 from batchkv_producer.transitions import Ending, Transitions
 from support.redis_server import RedisServer
@@ -143,6 +144,20 @@ def test_retry_from_the_file_queues_failed_rows_that_are_there_as_well(desk: Des
     assert desk.client.retry(batch, True, source=desk.source) == 2
     assert desk.client.retry(batch, True, source=desk.source) == 0
     assert sorted(desk.work()) == ["p1", "p2", "p3", "p4", "p5", "p8"]
+
+
+def test_an_answer_is_not_taken_back_by_who_read_the_failures_before(desk: Desk) -> None:
+    """Of two that bring the same row back, the slower one finds it answered, and lets it be."""
+    batch = desk.submit()
+    desk.work("failed")
+    desk.delete_jobs(batch)
+    job = (1, encode_job(Request("q1", "completion", prompt="p1")), 0)
+    restore = partial(desk.moves.restore, batch, QUEUE, "failed", [job], {}, 60)
+    assert restore() == 1
+    desk.work()
+    assert restore() == 0
+    status = desk.client.status(batch)
+    assert (status.ok, status.failed, status.queued) == (1, 6, 0)
 
 
 @pytest.mark.parametrize("change", ["file", "flags"])

@@ -1,4 +1,5 @@
 -- (gone) -> queued: make the jobs of ended rows anew that are no longer there. Their old result goes.
+-- A row that somebody else brought back meanwhile, and that has an answer by now, keeps it.
 -- KEYS: batch hash, results, queue list, failed or canceled zset.
 -- ARGV: 'failed' or 'canceled', time in ISO 8601, new timeout (s), new deadline (s since 1970; ''
 --       keeps the old one, 0 is none), queue name, result ttl (s), failure ttl (s), description,
@@ -12,7 +13,9 @@ if is_forgotten(batch) then return 0 end
 for position = 9, #ARGV, 5 do
   local id, line, data, shared, needs = unpack(ARGV, position, position + 4)
   local key = 'rq:job:' .. id
-  if redis.call('HSTRLEN', key, 'data') == 0 and redis.call('HDEL', KEYS[2], line) == 1 then
+  local status = redis.call('HGET', key, 'status')
+  if (not status or status == outcome) and redis.call('HSTRLEN', key, 'data') == 0
+      and redis.call('HDEL', KEYS[2], line) == 1 then
     redis.call('HINCRBY', KEYS[1], outcome, -1)
     redis.call('ZREM', KEYS[4], id)
     redis.call('HDEL', 'batchkv:due:' .. queue, id)
