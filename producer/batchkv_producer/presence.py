@@ -73,7 +73,7 @@ class Record:
                 pid=int(values["pid"]),
                 started=str(values["started"]),
             )
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        except (OSError, ArithmeticError, ValueError, TypeError, KeyError, RecursionError):
             return None
 
     @property
@@ -115,7 +115,10 @@ class Presence:
         """Take back at once what dead workers of this machine held. Raises RedisError."""
         if self._home is None:
             return
-        if num := reclaim_dead(self._connection, self._home, self._silent):
+        # Before our first look we hold nothing: whatever is held under our name is an earlier
+        # process's.
+        own = self._path if self._silent is None else None
+        if num := reclaim_dead(self._connection, self._home, self._silent, own):
             log.warning("took back %d jobs of workers of this machine that died", num)
         self._silent = set() if self._silent is None else self._silent
 
@@ -126,27 +129,33 @@ class Presence:
                 self._path.unlink(missing_ok=True)
 
 
-def reclaim_dead(connection: Redis, home: Home, silent: set[Path] | None = None) -> int:
+def reclaim_dead(
+    connection: Redis, home: Home, silent: set[Path] | None = None, own: Path | None = None
+) -> int:
     """Take back what dead workers of this machine held on this server; how many jobs.
 
     ``silent``: those that cannot be seen and were not heard of at the last look either. The server
     may just be back from an outage, and have heard of nobody yet. None: one look is enough.
+    ``own`` is the file of the worker that looks, if it holds nothing yet.
     """
     here = server_of(connection)
-    dead, living, num = list[tuple[Path, Record]](), set[str](), 0
+    dead, num = list[tuple[Path, Record]](), 0
+    living, holding = set[str](), set[str]()  # names
     for path, record in _records(home, here):
         is_dead = record.is_dead(connection)
         if is_dead and (silent is None or record.is_seen or path in silent):
             dead.append((path, record))
         else:
             living.add(record.name)
+            holding |= {record.name} if path != own else set()
         if silent is not None and is_dead:
             silent.add(path)
         elif silent is not None:
             silent.discard(path)
     for path, record in dead:
-        if record.name not in living:  # else what is held under that name is another process's
+        if record.name not in holding:  # else what is held under that name is another process's
             num += sum(Transitions(connection).reap(record.queue, record.name, MAX_RECLAIMED))
+        if record.name not in living:
             _sign_off(connection, record)
         with suppress(OSError):
             path.unlink(missing_ok=True)
@@ -166,7 +175,9 @@ def _sign_off(connection: Redis, record: Record) -> None:
 def withdraw(home: Home, pid: int) -> None:
     """We ended this process ourselves: nothing is to be read out of that."""
     for path in _folder(home).glob(f"{pid}-*.json"):
-        path.unlink(missing_ok=True)
+        record = Record.read(path)
+        if record is None or record.is_seen:  # another machine has its own numbers
+            path.unlink(missing_ok=True)
 
 
 def server_of(connection: Redis) -> str:

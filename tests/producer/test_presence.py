@@ -21,6 +21,10 @@ from batchkv_producer.workers import read_workers
 from producer.test_transitions import QUEUE, House, job_id
 
 Leave = Callable[..., Path]
+ENDLESS = (
+    '{"name": "", "queue": "", "server": "", "heartbeat_seconds": 1, "boot": "", "space": "", '
+    '"started": "", "pid": Infinity}'
+)
 
 
 @pytest.fixture
@@ -169,6 +173,22 @@ def test_a_name_that_a_living_process_has(house: House, home: Home, leave: Leave
     assert not dead.exists() and alive.exists()
 
 
+def test_a_name_that_is_used_again(house: House, home: Home, leave: Leave) -> None:
+    """A worker that starts under the name of one that died finds that one's rows before it holds
+    any of its own: they are suspects. Later what is held under the name is its own."""
+    key = redis_keys.worker("victim")
+    house.connection.hset(key, mapping={"birth": "x", "last_heartbeat": "9999"})
+    leave(started="1")
+    again = Presence(house.connection, "victim", QUEUE, 15.0)
+    again.look()
+    assert [is_suspect(house, line) for line in (1, 4, 5)] == [True, True, False]
+    assert house.connection.exists(key)
+    house.pull(2, worker="victim")
+    leave(started="1")
+    again.look()
+    assert house.count("running") == 2
+
+
 def test_workers_of_another_server_are_left_alone(house: House, home: Home, leave: Leave) -> None:
     """Who works for that server looks after them; after a week the file of a dead one goes."""
     path = leave(server="elsewhere:6379/0", started="1")
@@ -182,15 +202,18 @@ def test_workers_of_another_server_are_left_alone(house: House, home: Home, leav
 
 
 def test_whom_we_ended_ourselves_tells_nothing(house: House, home: Home, leave: Leave) -> None:
-    """``run`` takes away the file of a worker that it kills."""
+    """``run`` takes away the file of a worker that it kills, and none of another machine's."""
     ours, other = leave(), leave()
     kept = other.rename(other.with_name(f"{os.getpid()}1-x.json"))
     presence.withdraw(home, os.getpid())
     assert kept.exists() and not ours.exists()
+    elsewhere = leave(boot="another")
+    presence.withdraw(home, os.getpid())
+    assert elsewhere.exists()
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", '{"name": 1}', "[" * 5000, '{"pid": "x"}', "\x00\xff"]
+    "text", ["", "{", "[]", "null", '{"name": 1}', "[" * 5000, '{"pid": "x"}', ENDLESS, "\x00\xff"]
 )
 def test_a_file_that_says_nothing(house: House, home: Home, leave: Leave, text: str) -> None:
     """It keeps nobody from reading the others."""
