@@ -14,7 +14,7 @@ from batchkv_producer.transitions import Ending, Pulled, Run, Transitions
 
 QUEUE = redis_keys.queue_name("some/model")
 OURS = Maker("a" * 32, "affine8", "half")
-A, B = "a" * 16, "b" * 16
+A, B, C = "a" * 16, "b" * 16, "c" * 16
 
 
 class Desk:
@@ -118,6 +118,30 @@ def test_many_unfit_rows_in_front_keep_nobody_from_the_fit_ones(desk: Desk) -> N
     assert [ids(run) for run in looks] == [[], [], [f"{B}-{line}" for line in (1, 2, 3)]]
     assert [run.has_more for run in looks[:2]] == [True, True]
     assert desk.waiting() == [f"{A}-{line}" for line in range(1, 25_001)]
+
+
+def test_many_unfit_urgent_rows_keep_nobody_from_what_stands_behind_lower_ones(desk: Desk) -> None:
+    """Each list has looks of its own, so that one that is long does not use up the others'."""
+    others = replace(OURS, fingerprint="b" * 32)
+    desk.add(A, 12_000, others, priority="high")
+    desk.add(B, 3)
+    desk.add(C, 1, others)
+    key = redis_keys.queue(QUEUE)
+    desk.connection.lmove(key, key, "RIGHT", "LEFT")
+    run = desk.pull()
+    assert ids(run) == [f"{B}-{line}" for line in (1, 2, 3)]
+    assert (run.unfit, run.has_more) == ((10_000, 1, 0), True)
+
+
+def test_many_urgent_rows_that_need_more_keep_nobody_from_others(desk: Desk) -> None:
+    """They are looked at part by part, and the lists behind them all the same."""
+    desk.add(A, 2500, needs="dance", priority="high")
+    desk.add(C, 1500, needs="dance")
+    looks = [desk.pull(abilities=("sing",)) for _ in range(3)]
+    assert [run.unfit for run in looks] == [(1000, 1000, 0)] * 3
+    assert [run.has_more for run in looks] == [True] * 3
+    desk.add(B, 1, priority="low")
+    assert ids(desk.pull(abilities=("sing",))) == [f"{B}-1"]
 
 
 def test_fit_and_unfit_rows_in_turns_are_told_apart(desk: Desk) -> None:

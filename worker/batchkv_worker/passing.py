@@ -22,6 +22,7 @@ class Passing:
 
     def __init__(self, engine: EngineThread, beside: Beside) -> None:
         self._unfit: tuple[int, ...] = (0, 0, 0)  # entries of the queue's lists, by priority
+        self._seen: tuple[int, ...] = (0, 0, 0)  # of these, by a look that is not over yet
         self._seconds = UNFIT_SECONDS
         self._model_watch = ModelWatch(engine, beside)
 
@@ -37,19 +38,23 @@ class Passing:
 
     def note(self, run: Run) -> None:
         """What a pull has seen; many rows are seen part by part."""
-        goes_on = run.has_more and not run.jobs
-        triples = zip(self._unfit, run.unfit, run.lengths, strict=True)
-        self._unfit = tuple(min(length, old * goes_on + new) for old, new, length in triples)
+        pairs = zip(self._seen, run.unfit, strict=True)
+        seen = tuple(old * run.has_more + new for old, new in pairs)
+        # What was known before the look is over still holds, or a backlog would be given back for
+        # rows of others each time that a look at many of them begins.
+        known = map(max, seen, self._unfit) if run.has_more else seen
+        self._unfit = tuple(map(min, known, run.lengths))
+        self._seen = tuple(map(min, seen, run.lengths))
         if run.jobs:
             self._seconds = UNFIT_SECONDS
 
     def may_find_more(self, run: Run) -> bool:
         """Whether rows of ours may stand behind those of others that have been seen."""
-        return run.has_more and any(self.ours(run.lengths))
+        return run.has_more and self._seen != run.lengths
 
     def pause(self, run: Run, usual_seconds: float) -> float:
         """How long to wait after a pull that brought nothing, in seconds."""
-        if self.may_find_more(run):
+        if self.may_find_more(run) and not run.num_passed:
             return 0.0
         if not any(self._unfit):
             return usual_seconds
@@ -57,7 +62,7 @@ class Passing:
         seconds = self._seconds
         if run.has_more:
             self._seconds = min(2 * seconds, MAX_UNFIT_SECONDS)
-            self._unfit = (0, 0, 0)  # the next look begins anew
+            self._seen = (0, 0, 0)  # the next look begins anew
         return usual_seconds if run.num_passed else seconds
 
     def is_news(self, before: Sequence[int], lengths: Sequence[int]) -> bool:

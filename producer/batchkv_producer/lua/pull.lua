@@ -31,9 +31,11 @@ local maker, abilities = {ARGV[12], ARGV[13], ARGV[14]}, ' ' .. ARGV[15] .. ' '
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 local taken, passed, num_bytes, from, batches = {}, {}, 0, 2, {}
-local unfit, lacking, budget, has_more = {0, 0, 0}, {}, 10000, 0
+local unfit, lacking, num_lacking, has_more = {0, 0, 0}, {}, {0, 0, 0}, 0
+local budget = {10000, 10000, 10000}  -- of each list: rows for others that are looked at
 local num_passed = 0
 local apart = nil  -- the group of suspects that is taken
+local MOST_LACKING = 1000  -- of each list
 local STRAY = 200  -- other jobs among which its members are looked for
 
 local function lengths()
@@ -87,14 +89,14 @@ end
 local function pass_by()
   local key = KEYS[from]
   local length, count, found = redis.call('LLEN', key), 0, false
-  while count < length and count < budget and not found do
+  while count < length and count < budget[from] and not found do
     for _, id in ipairs(redis.call('LRANGE', key, count, count + 999)) do
       found = not is_for_others(id)
       if found then break end
       count = count + 1
     end
   end
-  budget = budget - count
+  budget[from] = budget[from] - count
   if count >= length then
     unfit[from] = length
     return false
@@ -111,7 +113,9 @@ end
 -- The next job, from the first list that has any; once one was met there, from no other list.
 local function next_id()
   while true do
-    local id = redis.call('LPOP', KEYS[from])
+    local is_enough = num_lacking[from] >= MOST_LACKING
+    if is_enough and #taken + #passed == 0 then has_more = 1 end  -- the next pull looks further
+    local id = not is_enough and redis.call('LPOP', KEYS[from])
     if id and is_for_others(id) then
       redis.call('LPUSH', KEYS[from], id)
       id = pass_by() and redis.call('LPOP', KEYS[from])
@@ -130,7 +134,7 @@ if num_high > 0 then
   from = 1
   share = math.min(count, math.ceil(num_high / num_workers))
 end
-for attempt = 1, math.max(count, num_begin) + 1000 do
+for attempt = 1, math.max(count, num_begin) + 1000 + 3 * MOST_LACKING do
   local most = from == 1 and share or count
   if apart then most = math.max(1, is_of_one(apart) and 1 or num_begin) end
   if #taken >= most or num_bytes >= enough_bytes or (apart and #passed >= STRAY) then break end
@@ -161,6 +165,7 @@ for attempt = 1, math.max(count, num_begin) + 1000 do
     redis.call('DEL', key)  -- `forget` takes away what else there is of it
   elseif job[1] == 'queued' and not live and lacks_ability(job[6]) then
     lacking[#lacking + 1] = {from, id}
+    num_lacking[from] = num_lacking[from] + 1
   elseif job[1] == 'queued' and not live and not may_be_taken then
     passed[#passed + 1] = id
     if group then num_passed = num_passed + 1 end
@@ -208,5 +213,4 @@ for _, row in ipairs(lacking) do
   redis.call('RPUSH', KEYS[row[1]], row[2])
   unfit[row[1]] = unfit[row[1]] + 1
 end
-if #lacking >= 1000 and #taken + #passed == 0 then has_more = 1 end
 return {lengths(), from, taken, num_passed, unfit, has_more, apart and 1 or 0}
