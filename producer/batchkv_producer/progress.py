@@ -33,7 +33,10 @@ def rows(count: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """How a batch stands: rows, and tokens generated so far."""
+    """How a batch stands: rows, and tokens generated so far.
+
+    ``is_queuing``: its rows are still on their way into the queue, and what ended is not known.
+    """
 
     total: int
     ok: int = 0
@@ -42,6 +45,7 @@ class Snapshot:
     running: int = 0
     completion_tokens: int = 0
     delay: str = ""  # why it is slow
+    is_queuing: bool = False
 
     @property
     def num_ended(self) -> int:
@@ -56,6 +60,8 @@ class Rates:
         self._samples: deque[tuple[float, int, int]] = deque()
 
     def add(self, snapshot: Snapshot) -> None:
+        if snapshot.is_queuing:  # rows that ended before would count as ended in this moment
+            return
         now = self._clock()
         self._samples.append((now, snapshot.num_ended, snapshot.completion_tokens))
         while len(self._samples) > 2 and now - self._samples[1][0] >= WINDOW_SECONDS:

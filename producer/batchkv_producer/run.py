@@ -125,7 +125,7 @@ def run(
         default_model=options.default_model,
         defaults=options.defaults,
         job_timeout_seconds=options.job_timeout_seconds or DEFAULT_JOB_TIMEOUT_SECONDS,
-        on_progress=lambda done, total: reporter.update(Snapshot(total)),
+        on_progress=lambda done, total: reporter.update(Snapshot(total, is_queuing=True)),
         on_identified=partial(_refuse_early, options, connection, url, earlier),
         terms=options.terms,
         prompting=options.prompting,

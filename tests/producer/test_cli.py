@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import pty
@@ -612,6 +613,15 @@ def test_rates_are_those_of_the_last_half_minute() -> None:
         now[0] = float(second)
         rates.add(Snapshot(1000, ok=min(second, 50), completion_tokens=7 * min(second, 50)))
     assert rates.rows_per_second == rates.tokens_per_second == 0
+
+
+def test_rows_that_ended_before_are_no_rate() -> None:
+    """A run that goes on, or keeps answers, promises no time left before it has ended a row."""
+    rates = Rates(itertools.count().__next__)
+    rates.add(Snapshot(total=13, is_queuing=True))
+    for _ in range(2):
+        rates.add(Snapshot(total=13, ok=12))
+    assert rates.rows_per_second == 0
 
 
 def test_live_progress_takes_any_text(capsys: pytest.CaptureFixture[str]) -> None:
