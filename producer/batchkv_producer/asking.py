@@ -40,7 +40,7 @@ from batchkv_producer.run_support import Outage, give_up, impatient, reclaim, ti
 from batchkv_producer.signals import Interrupted, noted_signals
 from batchkv_producer.source import Inputs, Piece
 from batchkv_producer.terms import Deadline, Terms
-from batchkv_producer.worker_checks import check_model_folder, check_rights
+from batchkv_producer.worker_checks import WAY_OUT_OF_ASK, check_model_folder, check_rights
 from batchkv_producer.workers import WorkerInfo
 
 TURN_SECONDS = 0.05
@@ -93,7 +93,7 @@ def ask(
     num_local = 0 if _is_served(question.model, client.serving(queue)) else 1
     if num_local:
         check_model_folder(question.model)
-        check_rights(connection, url, question.model)
+        check_rights(connection, url, question.model, WAY_OUT_OF_ASK)
     submitted = client.submit(
         source,
         model=question.model,

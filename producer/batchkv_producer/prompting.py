@@ -68,7 +68,8 @@ class Prompting:
 AUTO = Prompting()
 RAW = Prompting(raw=True)
 _STAYS_RAW = (
-    "plain prompts are sent as they are, as when it was begun; --raw gives a batch of its own"
+    "plain prompts are sent as they are, as when it was begun; --fresh computes all rows again, "
+    "through the model's chat template"
 )
 
 

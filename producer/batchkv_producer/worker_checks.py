@@ -10,6 +10,15 @@ from redis.exceptions import NoPermissionError
 from batchkv_producer import connection, redis_keys
 from batchkv_producer.errors import ServerError, UsageError
 
+_WAY_OUT_OF_RUN = (
+    "`batchkv run` needs the admin's URL; with a producer's, use `batchkv submit`, or run "
+    "--workers 0, and leave the work to workers with theirs"
+)
+WAY_OUT_OF_ASK = (
+    "no worker that fits serves this model, and `batchkv ask` starts one with the admin's URL "
+    "only; with a producer's, ask when one serves it"
+)
+
 
 def check_model_folder(model: str) -> None:
     """Refuse a model that is said by its place when it is not there; a name is not looked up."""
@@ -24,13 +33,11 @@ def check_model_folder(model: str) -> None:
         raise UsageError(f"the model folder {model} has no config.json")
 
 
-def check_rights(redis: Redis, url: str, model: str) -> None:
+def check_rights(redis: Redis, url: str, model: str, way_out: str = _WAY_OUT_OF_RUN) -> None:
     """Refuse a user who may not run workers, before they die of it; nothing is changed."""
     try:
         redis.lpop(f"{redis_keys.queue(redis_keys.queue_name(model))}:none")  # where nothing is
     except NoPermissionError as fault:
         raise ServerError(
-            f"Redis at {connection.masked(url)} lets this user run no workers (NOPERM): `batchkv "
-            "run` needs the admin's URL; with a producer's, use `batchkv submit`, or run "
-            "--workers 0, and leave the work to workers with theirs"
+            f"Redis at {connection.masked(url)} lets this user run no workers (NOPERM): {way_out}"
         ) from fault

@@ -140,7 +140,13 @@ def test_a_batch_that_was_raw_stays_so(
         redis_connection.hget(f"rq:job:{first.batch_id}-{line}", "bkv_needs") for line in found
     ]
     assert not any(needs)
-    assert "as when it was begun" in client.submit(path, model="m").style_note
+    joined = client.submit(path, model="m")
+    assert "as when it was begun; --fresh" in joined.style_note
+    anew = client.submit(path, model="m", terms=Terms(fresh=True))
+    assert anew.batch_id != first.batch_id
+    assert "through the model's chat template" in anew.style_note
+    styles = {request.style for request in requests_of(redis_connection, anew.batch_id).values()}
+    assert "auto" in styles
 
 
 def test_twins_of_two_styles_cannot_be_finished_as_raw(
