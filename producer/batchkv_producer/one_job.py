@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from redis import Redis
@@ -30,7 +30,10 @@ _FROM_RQ: dict[bytes, JobStatus] = {
 
 @dataclass(frozen=True, slots=True)
 class JobInfo:
-    """One job. ``custom_id`` is None when nothing that is left of the job tells it."""
+    """One job. ``custom_id`` is None when nothing that is left of the job tells it.
+
+    ``error`` says why a row failed: ``code: message``.
+    """
 
     job_id: str
     status: JobStatus
@@ -39,6 +42,7 @@ class JobInfo:
     custom_id: str | None
     num_deaths: int = 0
     worker: str = ""
+    error: str = ""
 
 
 def read_job(connection: Redis, job_id: str) -> JobInfo:
@@ -51,9 +55,10 @@ def read_job(connection: Redis, job_id: str) -> JobInfo:
         stored, (status, data, worker, *deaths) = pipeline.execute()
     if stored is not None:
         result = decode_result(stored)
-        return JobInfo(
+        info = JobInfo(
             job_id, result.outcome, batch_id, line, result.custom_id, worker=result.worker
         )
+        return replace(info, error=": ".join(result.error)) if result.error else info
     if status is None:
         if not connection.exists(redis_keys.batch(batch_id)):
             raise gone(connection, batch_id)

@@ -326,7 +326,8 @@ def test_status_of_all_of_a_batch_and_of_a_job(
     assert "tok/s so far" in batchkv("status", batch_id).stdout
     job = json.loads(batchkv("status", f"{batch_id}-1", "--json").stdout)
     assert (job["status"], job["line"]) == ("ok", 1)
-    assert "custom_id" in batchkv("status", f"{batch_id}-1").stdout
+    shown = batchkv("status", f"{batch_id}-1").stdout
+    assert "custom_id" in shown and "error" not in shown
     overview = json.loads(batchkv("status", "--json").stdout)
     assert [batch["batch_id"] for batch in overview["batches"]] == [batch_id]
     assert overview["workers"] == []
@@ -454,6 +455,13 @@ def test_result_of_one_job(at_server: str, redis_connection: Redis, source: Path
     assert json.loads(failed.stdout)["response"]["body"]["error"]["code"] == "invalid_json"
 
 
+def test_status_of_a_failed_job_says_why(at_server: str, source: Path) -> None:
+    """The code and the message, for people and in JSON."""
+    job_id = f"{submitted(source)}-2"
+    assert re.search(r"error +invalid_json: the line is not", batchkv("status", job_id).stdout)
+    assert json.loads(batchkv("status", job_id, "--json").stdout)["error"].startswith("invalid_")
+
+
 def test_cancel_and_retry_say_how_many(
     at_server: str, redis_connection: Redis, source: Path
 ) -> None:
@@ -469,7 +477,7 @@ def test_cancel_and_retry_say_how_many(
     assert none.startswith("batchkv: 0 rows queued again; 1 row wrong in the input: mend the file")
     assert f"2 rows canceled: `batchkv retry {batch_id} --canceled`" in none
     again = batchkv("retry", batch_id, "--canceled", "--job-timeout", "77")
-    assert again.stderr == "batchkv: 2 rows queued again\n"
+    assert again.stderr.startswith("batchkv: 2 rows queued again\nbatchkv: nobody serves the queue")
     finish(redis_connection, "m")
     assert batchkv("wait", batch_id).stdout == "3 = 2 ok + 1 failed + 0 canceled\n"
 

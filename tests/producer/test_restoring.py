@@ -119,7 +119,7 @@ def test_retry_from_the_file_brings_back_rows_whose_jobs_are_gone(desk: Desk) ->
     joined = desk.run("submit", desk.source, "-m", MODEL, "--max-tokens", 9)
     assert f"3 rows of it failed before and stay so: `batchkv retry {batch}`" in joined.stderr
     found = desk.run("retry", batch, "--from", desk.source)
-    assert (found.exit_code, found.stderr) == (0, "batchkv: 3 rows queued again\n")
+    assert found.exit_code == 0 and found.stderr.startswith("batchkv: 3 rows queued again\n")
     status = desk.client.status(batch)
     assert (status.queued, status.failed, status.ok) == (3, 1, 3)
     (row,) = desk.moves.pull(QUEUE, "w", 1, 60)
@@ -182,7 +182,7 @@ def test_a_batch_of_a_version_that_kept_no_defaults_takes_them_as_flags(desk: De
     desk.connection.delete(redis_keys.rows(batch))
     assert desk.run("retry", batch, "--from", desk.source).exit_code == 2
     found = desk.run("retry", batch, "--from", desk.source, "--max-tokens", 9)
-    assert (found.exit_code, found.stderr) == (0, "batchkv: 6 rows queued again\n")
+    assert found.exit_code == 0 and found.stderr.startswith("batchkv: 6 rows queued again\n")
     assert desk.run("retry", batch, "--max-tokens", 9).exit_code == 2
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from batchkv_producer.cli.input_options import read_as_option
+from batchkv_producer.cli.outcome import say_unserved
 from batchkv_producer.cli.shared import generation_options, say, session, url_option
 from batchkv_producer.cli.terms_options import new_deadline_option
 from batchkv_producer.client import Unanswered
@@ -96,7 +97,9 @@ def retry(
         )
         left = opened.client.unanswered(batch_id)
         name = opened.client.status(batch_id).name
-    say(f"{rows(num)} queued again{_why_not_all(batch_id, left, num, name)}")
+        say(f"{rows(num)} queued again{_why_not_all(batch_id, left, num, name)}")
+        if num:
+            say_unserved(opened.client, batch_id)
 
 
 def _why_not_all(batch_id: str, left: Unanswered, num_queued: int, name: str) -> str:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def say_unserved(client: Client, batch_id: str) -> None:
-    """Nobody serves the queue of a batch that was just submitted: tell at once."""
+    """Nobody serves the queue of a batch whose rows were just queued: tell at once."""
     found = client.status(batch_id)
     if not (found.is_done or found.num_workers):
         say(unserved_note(found))

@@ -144,7 +144,9 @@ def show_job(client: Client, job_id: str, *, as_json: bool) -> bool:
     if as_json:
         print_json(job)
     else:
-        print_fields(list(asdict(job).items()))
+        fields = asdict(job)
+        error = printable(fields.pop("error")) or None
+        print_fields([*fields.items(), ("error", error)])
     return job.status not in ("queued", "running")
 
 
