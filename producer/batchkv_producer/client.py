@@ -37,7 +37,6 @@ from batchkv_producer.keeping import Earlier
 from batchkv_producer.one_job import JobInfo
 from batchkv_producer.patience import Pace, patiently
 from batchkv_producer.prompting import AUTO, Prompting
-from batchkv_producer.source import Source
 from batchkv_producer.status import BatchStatus
 from batchkv_producer.stored import StoredRow
 from batchkv_producer.submission import Checked, Identified, Submitted
@@ -228,18 +227,18 @@ class Client:
         *,
         job_timeout_seconds: int | None = None,
         expires: Deadline | None = None,
-        source: Source | None = None,
+        source: Given | None = None,
         defaults: SamplingParams | None = None,
     ) -> int:
         """Queue a batch's failed rows again, and those canceled if asked; how many could be.
 
-        A deadline that is past must be given anew (``terms.NEVER``: none). With ``source``, the
-        submit's file, rows are made anew whose jobs are gone (``restoring``).
+        A deadline that is past must be given anew (``terms.NEVER``: none). With ``source``, what
+        the submit was given, rows are made anew whose jobs are gone (``restoring``).
         """
         return restoring.retry_batch(
             self._connection,
             self.status(batch_id),
-            source,
+            None if source is None else as_source(source),
             defaults=defaults,
             canceled=canceled,
             job_timeout_seconds=job_timeout_seconds,

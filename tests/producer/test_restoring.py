@@ -132,6 +132,18 @@ def test_retry_from_the_file_brings_back_rows_whose_jobs_are_gone(desk: Desk) ->
     assert "no row has failed" not in desk.run("retry", batch, "--from", desk.source).stderr
 
 
+def test_rows_that_a_program_gave_as_dicts_come_back_from_dicts(desk: Desk) -> None:
+    """A batch of dicts has no file: `Client.retry` takes the same dicts again."""
+    rows = [{"custom_id": f"r{number}", "prompt": f"p{number}"} for number in range(3)]
+    batch = desk.client.submit(rows, model=MODEL).batch_id
+    desk.work("failed")
+    desk.delete_jobs(batch)
+    assert desk.client.retry(batch) == 0
+    assert desk.client.retry(batch, source=rows) == 3
+    desk.work()
+    assert desk.client.status(batch).ok == 3
+
+
 def test_retry_from_the_file_queues_failed_rows_that_are_there_as_well(desk: Desk) -> None:
     """One command for all failed rows; each is queued once, canceled ones if that is asked for."""
     batch = desk.submit()
