@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from batchkv_producer import redis_keys
 from batchkv_producer.errors import ExpiredError, NotFoundError, WireError
 from batchkv_producer.terms import moment_text
 from batchkv_producer.workers import live_workers, text_map
+
+log = logging.getLogger(__name__)
 
 MIN_PREFIX_CHARS = 6
 MAX_COUNT = 2**53  # of anything; no batch comes near, and arithmetic with it stays exact
@@ -178,7 +181,10 @@ def gone(connection: Redis, batch_id: str) -> NotFoundError:
 
 
 def read_batches(connection: Redis, batch_ids: Sequence[str]) -> list[BatchStatus]:
-    """The status of several batches; those that are gone are left out."""
+    """The status of several batches; those that are gone are left out.
+
+    Of several, one that cannot be read is left out with a warning.
+    """
     with connection.pipeline(transaction=True) as pipeline:
         pipeline.time()
         for batch_id in batch_ids:
@@ -190,14 +196,20 @@ def read_batches(connection: Redis, batch_ids: Sequence[str]) -> list[BatchStatu
     known = {
         batch: {**text_map(raw), "num_results": str(num), "read_at": str(read_at)}
         for batch, raw, num in pairs
-        if raw
+        if b"digest" in raw
     }
     queues = {values["queue"] for values in known.values() if "queue" in values}
     num_workers = {queue: len(live_workers(connection, queue)) for queue in queues}
-    return [
-        _batch_status(batch_id, values, num_workers.get(values.get("queue", ""), 0))
-        for batch_id, values in known.items()
-    ]
+    found = []
+    for batch_id, values in known.items():
+        num = num_workers.get(values.get("queue", ""), 0)
+        try:
+            found.append(_batch_status(batch_id, values, num))
+        except WireError as fault:
+            if len(batch_ids) == 1:
+                raise
+            log.warning("%s", fault)
+    return found
 
 
 def _batch_status(batch_id: str, values: dict[str, str], num_workers: int) -> BatchStatus:

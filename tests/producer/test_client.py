@@ -130,7 +130,7 @@ def test_batches_are_listed_newest_first(desk: Desk, write_lines: Write) -> None
 
 def test_a_batch_that_is_not_ours(client: Client, redis_connection: Redis) -> None:
     """A hash that cannot be a batch is an error of its own."""
-    redis_connection.hset(redis_keys.batch("a" * 16), mapping={"total": "many"})
+    redis_connection.hset(redis_keys.batch("a" * 16), mapping={"digest": "d", "total": "many"})
     with pytest.raises(WireError):
         client.status("a" * 16)
 

@@ -191,12 +191,13 @@ def test_finish_looks_again(desk: Desk) -> None:
     assert desk.finish(again, replace(OURS, scheme="float")) == ["ok"]
 
 
-def test_jobs_without_a_batch_are_taken_as_ever(desk: Desk) -> None:
-    """A foreign id in the queue says nothing of weights, and nothing is written for it."""
+def test_of_jobs_without_a_batch_only_foreign_ones_are_taken(desk: Desk) -> None:
+    """A foreign id in the queue says nothing of weights; a row whose batch is gone is dropped."""
     desk.connection.hset(redis_keys.job("foreign"), mapping={"status": "queued", "data": b"x"})
     desk.connection.hset(redis_keys.job(f"{B}-1"), mapping={"status": "queued", "data": b"x"})
     desk.connection.rpush(redis_keys.queue(QUEUE), "foreign", f"{B}-1")
-    assert ids(desk.pull()) == ["foreign", f"{B}-1"]
+    assert ids(desk.pull()) == ["foreign"]
+    assert not desk.connection.exists(redis_keys.job(f"{B}-1"))
     assert desk.said(B) == [None, None, None]
 
 

@@ -608,6 +608,72 @@ def test_results_of_an_expired_batch_say_so(desk: Desk) -> None:
     assert desk.outcomes(batch) == {1: "ok"}
 
 
+def test_jobs_of_an_expired_batch_leave_nothing_to_the_new_one(desk: Desk) -> None:
+    """Submitted again, rows have no time to live, deaths or lease of the jobs that were there."""
+    rows = same("a", "b", "c")
+    batch = desk.submit(*rows, keep_seconds=60, dedupe=True).batch_id
+    desk.end(desk.pull(), "failed")
+    jobs = [f"rq:job:{batch}-{line}" for line in range(1, len(rows) + 1)]
+    assert all(desk.connection.ttl(job) > 0 for job in jobs)
+    for job in jobs:
+        desk.connection.hset(job, mapping={"bkv_died": 1, "bkv_suspect": "g", "bkv_exec": "x"})
+    desk.connection.hset(f"batchkv:held:{batch}", "1", "x")
+    batch_key = redis_keys.batch(batch)
+    for key in (batch_key, redis_keys.rows(batch), redis_keys.results(batch)):
+        desk.connection.delete(key)
+    desk.connection.delete(redis_keys.done(batch))
+    assert desk.submit(*rows, keep_seconds=60, dedupe=True).batch_id == batch
+    assert [desk.connection.ttl(job) for job in jobs] == [-1] * len(jobs)
+    for job in jobs:
+        assert desk.connection.hmget(job, "bkv_died", "bkv_suspect", "bkv_exec") == [None] * 3
+    desk.end(desk.pull())
+    assert set(desk.outcomes(batch).values()) == {"ok"}
+    desk.check_books(batch)
+
+
+@pytest.mark.parametrize("then", ["pull", "finish", "give back", "reap", "cancel", "heal"])
+def test_a_job_that_outlives_its_batch_brings_nothing_back(desk: Desk, then: str) -> None:
+    """Whatever is done with a job whose batch has expired, no key of the batch is written."""
+    batch = desk.submit("a", keep_seconds=60).batch_id
+    job_id, pulled = f"{batch}-1", desk.pull() if then in ("finish", "give back", "reap") else []
+    desk.connection.delete(*desk.connection.keys("batchkv:batch:*"))
+    if then == "pull":
+        assert desk.pull() == []
+    elif then == "finish":
+        desk.end(pulled)
+    elif then == "give back":
+        desk.moves.give_back(QUEUE, [row.lease for row in pulled], died=True)
+    elif then == "reap":
+        desk.moves.reap(QUEUE, "w")
+    else:
+        if then == "heal":
+            desk.connection.hset(redis_keys.job(job_id), "status", "failed")
+        error = Result("a", "completions", "failed", error=("engine_error", "it broke"))
+        target = "canceled" if then == "cancel" else "failed"
+        assert desk.moves.settle(QUEUE, target, [(job_id, encode_result(error))]) == [""]
+    assert desk.connection.keys("batchkv:[brdh]*:*") == []
+    assert then in ("cancel", "heal") or not desk.connection.exists(redis_keys.job(job_id))
+
+
+def test_half_a_batch_hides_no_other(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    """One without a digest is as good as gone, and one that cannot be read is passed by."""
+    half, broken, whole = (
+        desk.submit(text, name=f"{text}.jsonl", keep_seconds=60).batch_id for text in "abc"
+    )
+    desk.connection.delete(redis_keys.batch(half))
+    desk.connection.hset(redis_keys.batch(half), "running", 1)
+    desk.connection.hset(redis_keys.results(half), "1", b"old")
+    desk.connection.hdel(redis_keys.batch(broken), "model")
+    assert [found.batch_id for found in desk.client.list_batches()] == [whole]
+    assert broken in caplog.text and half not in caplog.text
+    with pytest.raises(ExpiredError):
+        desk.client.status(half)
+    with pytest.raises(WireError, match="model"):
+        desk.client.status(broken)
+    assert not desk.submit("a", name="a.jsonl", keep_seconds=60).joined
+    assert desk.client.status(half).queued == 1
+
+
 # ---- all at once ----
 
 

@@ -10,11 +10,13 @@ end
 -- that give memory back, or lead to it, begin with this. No line is called 0.
 local function allow_when_full(batch) redis.call('HDEL', 'batchkv:held:' .. batch, '0') end
 
--- Whether `batchkv forget` is at work on a batch: nothing more is written for it.
+-- Whether `batchkv forget` is at work on a batch, or nothing is left of it: its hash has expired, and a
+-- stock tool brought a job back. Nothing more is written for it.
 local marks = {}
 local function is_forgotten(batch)
   if marks[batch] == nil then
-    marks[batch] = redis.call('HGET', 'batchkv:batch:' .. batch, 'forgotten') == '1'
+    local said = redis.call('HMGET', 'batchkv:batch:' .. batch, 'forgotten', 'digest')
+    marks[batch] = said[1] == '1' or (#batch == 16 and not said[2])
   end
   return marks[batch]
 end
@@ -34,7 +36,8 @@ end
 -- Nobody holds this row any more. Who held it stands beside the job too, so that the count stays
 -- right when a tool deletes a job that runs.
 local function release(batch, line)
-  if batch and redis.call('HDEL', 'batchkv:held:' .. batch, line) == 1 then
+  if batch and redis.call('HDEL', 'batchkv:held:' .. batch, line) == 1
+      and redis.call('EXISTS', 'batchkv:batch:' .. batch) == 1 then
     redis.call('HINCRBY', 'batchkv:batch:' .. batch, 'running', -1)
   end
 end

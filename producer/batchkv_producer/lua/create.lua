@@ -1,5 +1,6 @@
 -- Create a batch, or join the one that exists, unless that is computed with something else: another
 -- model, KV scheme, dtype or prompt style than is asked for. What it does not say yet it says then.
+-- What is left of one whose hash has expired, or was made without a digest, goes.
 -- KEYS: batch hash, zset of batches.
 -- ARGV: batch id, 1 if several schemes and dtypes may compute it, number of the next pairs, field and
 --       value of what it is computed with, then field, value, ... for a new batch.
@@ -7,7 +8,12 @@
 -- style} as they stand afterwards; the last seven may be nil.
 local is_mixed, first = ARGV[2] == '1', 4 + 2 * tonumber(ARGV[3])
 local fits = 1
-if redis.call('EXISTS', KEYS[1]) == 0 then
+if redis.call('HEXISTS', KEYS[1], 'digest') == 0 then
+  -- Only what is there: a server that is full takes what comes in a step that has deleted.
+  for _, key in ipairs({KEYS[1], KEYS[1] .. ':rows', 'batchkv:res:' .. ARGV[1],
+      'batchkv:done:' .. ARGV[1], 'batchkv:held:' .. ARGV[1]}) do
+    if redis.call('EXISTS', key) == 1 then redis.call('DEL', key) end
+  end
   local now = redis.call('TIME')[1]
   redis.call('HSET', KEYS[1], 'created', now, 'chunks', 0, 'ok', 0, 'failed', 0, 'canceled', 0,
     'running', 0, unpack(ARGV, first))

@@ -14,6 +14,8 @@ for position = 10, #ARGV, 5 do
   local id, leader = ARGV[position], ARGV[position + 3]
   local batch, line = string.match(id, '^(%x+)%-(%d+)$')
   local needs = ARGV[position + 4] ~= '' and {'bkv_needs', ARGV[position + 4]} or {}
+  -- Of the batch's former life, with its time to live; see `allow_when_full`.
+  if redis.call('EXISTS', 'rq:job:' .. id) == 1 then redis.call('DEL', 'rq:job:' .. id) end
   redis.call('HSET', 'rq:job:' .. id, 'data', ARGV[position + 1], 'created_at', now,
     'enqueued_at', now, 'origin', queue, 'status', 'deferred', 'description', description,
     'timeout', timeout, 'result_ttl', result_ttl, 'failure_ttl', failure_ttl, 'retries_left', 3,

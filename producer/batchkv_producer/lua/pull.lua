@@ -4,7 +4,7 @@
 -- An id whose job is gone, ended, or held by somebody whose lease still runs (stock tools can queue
 -- an id twice, or revive a job that ended while they looked at it) is dropped, and so is what is no
 -- id at all: RQ's have letters, digits, "_" and "-" only. So is a row of a batch that is being
--- forgotten.
+-- forgotten, or of which nothing is left.
 -- Rows of a batch that is computed with another model, KV scheme or dtype than this worker's go
 -- behind the others when any of those may be taken, and stay where they are otherwise; so do rows that
 -- need what the worker lacks. They keep nobody from what stands behind them, or waits less urgently.
@@ -42,13 +42,15 @@ local function lengths()
   return {redis.call('LLEN', KEYS[1]), redis.call('LLEN', KEYS[2]), redis.call('LLEN', KEYS[3])}
 end
 
--- What the batch says: {fingerprint, scheme, dtype, mixed, deadline, model, forgotten}; read once.
+-- What the batch says: {fingerprint, scheme, dtype, mixed, deadline, model, forgotten,
+-- digest}; read once.
 local function said_by(batch)
   local said = batches[batch]
   if not said then
     said = redis.call('HMGET', 'batchkv:batch:' .. batch, 'fingerprint', 'scheme', 'dtype', 'mixed',
-      'expires', 'model', 'forgotten')
+      'expires', 'model', 'forgotten', 'digest')
     said.fits = suits(maker, said)
+    said.is_gone = said[7] or (#batch == 16 and not said[8])
     batches[batch] = said
   end
   return said
@@ -161,7 +163,7 @@ for attempt = 1, math.max(count, num_begin) + 1000 + 3 * MOST_LACKING do
     -- Its result stands. As a failed job it can still be retried, if that is what it was.
     redis.call('HSET', key, 'status', 'failed')
     redis.call('EXPIRE', key, 7 * 86400)
-  elseif job[1] == 'queued' and not live and batch and said_by(batch)[7] then
+  elseif job[1] == 'queued' and not live and batch and said_by(batch).is_gone then
     redis.call('DEL', key)  -- `forget` takes away what else there is of it
   elseif job[1] == 'queued' and not live and lacks_ability(job[6]) then
     lacking[#lacking + 1] = {from, id}

@@ -62,6 +62,7 @@ for _ = 1, num_jobs do
   local id = ARGV[position]
   if ARGV[position + 4] == '' or not keep(id, ARGV[position + 4]) then
     local needs = ARGV[position + 3] ~= '' and {'bkv_needs', ARGV[position + 3]} or {}
+    redis.call('DEL', 'rq:job:' .. id)  -- of the batch's former life, with its time to live
     redis.call('HSET', 'rq:job:' .. id, 'data', ARGV[position + 1], 'created_at', now,
       'enqueued_at', now, 'origin', queue, 'status', 'queued', 'description', description,
       'timeout', timeout, 'result_ttl', result_ttl, 'failure_ttl', failure_ttl, 'retries_left', 3,
