@@ -27,9 +27,17 @@ def holds_other(out: Path, batch_id: str, relatives: Collection[str], maker: Mak
 
 
 def set_aside(out: Path) -> Path:
-    """Move OUT and its errors file to a name that is free; which. Raises OutputError."""
+    """Move OUT and its errors file to a name that is free; which. Raises OutputError.
+
+    A process that is killed between the two has moved the errors file: OUT follows it.
+    """
+    has_errors = errors_path(out).exists()
     names = (out.with_name(f"{out.name}.{number}.old.jsonl") for number in itertools.count(1))
-    free = next(name for name in names if not (name.exists() or errors_path(name).exists()))
+    free = next(
+        name
+        for name in names
+        if not name.exists() and not (has_errors and errors_path(name).exists())
+    )
     try:
         for source, target in ((errors_path(out), errors_path(free)), (out, free)):
             if source.exists():

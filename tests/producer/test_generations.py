@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from redis import Redis
 
 from batchkv_producer import Client, redis_keys
+from batchkv_producer.aside import set_aside
 from batchkv_producer.beginning import with_own_workers
 from batchkv_producer.cli import cli
 from batchkv_producer.client import WorkerInfo
@@ -338,3 +339,17 @@ def test_status_and_wait_say_what_rows_wait_for(
         assert "3 rows wait for weights" in shown, (command, shown)
         assert "mini2 has weights 9c11" in shown and "--fresh" in shown
     assert "weights 9c11, affine8" in CliRunner().invoke(cli, ["workers"]).output
+
+
+def test_what_a_kill_moved_half_stays_together(tmp_path: Path) -> None:
+    """OUT follows the errors file that a process moved aside before it was killed."""
+    out = tmp_path / "out.jsonl"
+    out.write_text("answers\n")
+    moved = tmp_path / "out.jsonl.1.old.jsonl"
+    errors_path(moved).write_text("errors\n")  # as a kill between the two moves leaves them
+    assert set_aside(out) == moved
+    assert (moved.read_text(), errors_path(moved).read_text()) == ("answers\n", "errors\n")
+    out.write_text("others\n")
+    errors_path(out).write_text("their errors\n")
+    errors_path(tmp_path / "out.jsonl.2.old.jsonl").write_text("somebody's\n")
+    assert set_aside(out) == tmp_path / "out.jsonl.3.old.jsonl"
