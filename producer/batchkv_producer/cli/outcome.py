@@ -76,7 +76,11 @@ def say_end(report: RunReport, failures: Iterable[Failures], again: str = "") ->
         if wrong:
             hints.append(f"{rows(wrong)} wrong in the input: mend the file")
         if too_long:
-            hints.append(f"{rows(too_long)} too long for the model or the memory: mend the file")
+            retry = _retry_command(report.status, again)
+            hints.append(
+                f"{rows(too_long)} too long for the model or the memory: mend the file, or give the "
+                f"worker more memory and {retry}"
+            )
         if failed > wrong + too_long:
             retried = "the others" if wrong or too_long else "them"
             hints.append(
