@@ -310,6 +310,19 @@ def test_a_pull_whose_answer_is_lost_is_no_death(house: House) -> None:
     assert halves(house)[:2] == [1, 1]
 
 
+def test_a_name_that_a_later_worker_has_is_no_sign_of_life(house: House) -> None:
+    """Who holds a row and was born after the row was last spoken of is another process of the same
+    name: the lapse counts, or a row that kills a worker of a fixed name would kill it forever."""
+    (row,) = house.pull(1, worker="mini")
+    house.connection.hset(
+        redis_keys.worker("mini"),
+        mapping={"birth": "9000-01-01T00:00:00.000000Z", "last_heartbeat": "9000-01-02"},
+    )
+    house.lapse(row.lease)
+    assert house.transitions.reap(QUEUE) == (1, 0)
+    assert house.connection.hget(redis_keys.job(row.lease.job_id), "bkv_halves") == b"1"
+
+
 def test_a_heartbeat_tells_the_servers_time(house: House) -> None:
     """A worker's own clock may be wrong; who wants to know how long it is silent needs one."""
     key = redis_keys.worker("w")

@@ -3,8 +3,9 @@
 -- What the holder's end means for them is in `suspects.lua`: a death if that is known, else half of
 -- one. A job that has died alone `max_deaths` times is failed in RQ's terms; `heal` gives it its error
 -- row. Nothing is counted when the holder was heard of after it last spoke of the job: it lives, and
--- does not know that it holds it, for the answer to its pull, or its giving back, was lost. Nor is
--- anything for a job that had not begun: no engine has seen it.
+-- does not know that it holds it, for the answer to its pull, or its giving back, was lost. One that
+-- was born after that is another process of the same name. Nor is anything counted for a job that had
+-- not begun: no engine has seen it.
 -- KEYS: queue list, wip, failed zsets.
 -- ARGV: largest number of leases to look at, max_deaths, failure ttl (s), either '' or the name of a
 --       worker that is no more, whose leases are taken back although they still run, and the half
@@ -37,8 +38,9 @@ local begun, doomed, holders = {}, {}, {}
 for _, entry in ipairs(found) do
   local id, execution, job = entry[2], entry[3], entry[4]
   if id and job[1] == execution and job[5] == '1' and (dead == '' or job[2] == dead) then
-    local heard = job[2] and redis.pcall('HGET', 'rq:worker:' .. job[2], 'last_heartbeat')
-    local lives = dead == '' and type(heard) == 'string' and job[3] and heard > job[3]
+    local heard, born = unpack(job[2] and redis.pcall('HMGET', 'rq:worker:' .. job[2],
+      'last_heartbeat', 'birth') or {}, 1, 2)
+    local lives = dead == '' and heard and job[3] and heard > job[3] and not (born and born > job[3])
     local holder = job[2] or ''
     if not lives and not begun[holder] then
       begun[holder] = {}
