@@ -78,8 +78,8 @@ def say_end(report: RunReport, failures: Iterable[Failures], again: str = "") ->
         if too_long:
             retry = _retry_command(report.status, again)
             hints.append(
-                f"{rows(too_long)} too long for the model or the memory: mend the file, or give the "
-                f"worker more memory and {retry}"
+                f"{rows(too_long)} too long for the model or the memory: mend the file, or give "
+                f"the worker more memory and {retry}"
             )
         if failed > wrong + too_long:
             retried = "the others" if wrong or too_long else "them"
