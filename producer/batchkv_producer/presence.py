@@ -162,6 +162,19 @@ def reclaim_dead(
     return num
 
 
+def bury_dead(connection: Redis) -> None:
+    """Take back what dead workers of this machine held, and their names with it. Raises RedisError.
+
+    For who has no file yet; where there is no home folder, nothing is known of the dead.
+    """
+    try:
+        home = home_from_environment()
+    except (OSError, BatchkvError):
+        return
+    if num := reclaim_dead(connection, home):
+        log.warning("took back %d jobs of workers of this machine that died", num)
+
+
 def _sign_off(connection: Redis, record: Record) -> None:
     """Nobody is to count a dead worker among those that serve its queue."""
     key = redis_keys.worker(record.name)

@@ -29,7 +29,7 @@ from rq.serializers import JSONSerializer
 from rq.utils import now
 from rq.worker import BaseWorker
 
-from batchkv_producer.presence import Presence
+from batchkv_producer.presence import Presence, bury_dead
 from batchkv_worker.engine_thread import EngineThread
 from batchkv_worker.errors import SettingsError, WorkerError
 from batchkv_worker.events import EngineLike
@@ -222,9 +222,16 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
         return connection
 
     def register_birth(self) -> None:
-        """RQ's registration; SettingsError when another living worker has our name."""
+        """RQ's registration; SettingsError when another living worker has our name.
+
+        The name of one that died on this machine is free at once: nobody but us knows of that.
+        """
         try:
-            super().register_birth()
+            try:
+                super().register_birth()
+            except ValueError:
+                bury_dead(self.connection)
+                super().register_birth()
         except ValueError as fault:
             message = f"--name {self.name}: a worker of that name lives, or died a minute ago"
             raise SettingsError(message) from fault
