@@ -132,6 +132,16 @@ def test_retry_from_the_file_brings_back_rows_whose_jobs_are_gone(desk: Desk) ->
     assert "no row has failed" not in desk.run("retry", batch, "--from", desk.source).stderr
 
 
+def test_retry_never_says_that_no_row_has_failed_when_one_has(desk: Desk) -> None:
+    """Rows whose jobs another tool canceled after they failed are told of, with what helps."""
+    batch = desk.client.submit([{"prompt": "a"}], model=MODEL).batch_id
+    desk.work("failed")
+    desk.connection.hset(redis_keys.job(f"{batch}-1"), "status", "canceled")
+    said = desk.run("retry", batch).stderr
+    assert "1 row failed, but another tool changed" in said and f"`batchkv failed {batch}`" in said
+    assert "no row has failed" not in said
+
+
 def test_rows_that_a_program_gave_as_dicts_come_back_from_dicts(desk: Desk) -> None:
     """A batch of dicts has no file: `Client.retry` takes the same dicts again."""
     rows = [{"custom_id": f"r{number}", "prompt": f"p{number}"} for number in range(3)]

@@ -520,6 +520,21 @@ def test_retry_runs_failed_rows_again(house: House) -> None:
     assert house.ended() == [1, 2, 3, 4, 5, 1]
 
 
+@pytest.mark.parametrize("status", ["queued", "stopped", "finished", "scheduled"])
+def test_retry_runs_a_failed_row_that_a_tool_marked_otherwise(house: House, status: str) -> None:
+    """What the row's result says counts, not the status that a stock tool wrote; it ends once."""
+    house.finish(house.pull(1), "failed")
+    house.connection.hset(redis_keys.job(job_id(1)), "status", status)
+    if status == "queued":
+        house.connection.rpush(redis_keys.queue(QUEUE), job_id(1))
+    assert house.transitions.retry(BATCH, QUEUE, [1]) == 1
+    assert (house.outcomes(), house.count("failed")) == ({}, 0)
+    house.finish(house.pull(9))
+    assert house.ended().count(1) == 2 and house.outcomes()[1] == "ok"
+    assert house.count("ok") == len(house.outcomes())
+    assert house.transitions.retry(BATCH, QUEUE, [1]) == 0
+
+
 def test_sweep_leaves_what_waits(house: House) -> None:
     """A sweep removes ended jobs of one batch from the list and nothing else."""
     house.connection.rpush(redis_keys.queue(QUEUE), "f" * 16 + "-1")

@@ -64,6 +64,17 @@ def test_rows_for_others_are_left_and_do_not_keep_a_burst(redis_connection: Redi
     assert waiting_lines(redis_connection) == [1, 2, 3]
 
 
+def test_a_burst_looks_behind_all_that_has_ended(redis_connection: Redis) -> None:
+    """However many ids of jobs that are gone come first, it does the rows behind them."""
+    batch = submit(redis_connection, ["a"] * 3)
+    for start in range(0, 10_000, 1000):
+        ids = [f"{'f' * 16}-{line}" for line in range(start + 1, start + 1001)]
+        redis_connection.lpush(redis_keys.queue(QUEUE), *ids)
+    work(make_worker(redis_connection))
+    assert_reconciled(redis_connection, batch)
+    assert num_ended(redis_connection, batch) == 3
+
+
 def test_a_worker_that_only_passes_rows_by_asks_once_a_second(redis_connection: Redis) -> None:
     """It neither spins nor sleeps through what comes for it."""
     theirs = submit(redis_connection, ["a"] * 3, name="theirs")

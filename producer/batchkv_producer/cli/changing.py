@@ -112,4 +112,7 @@ def _why_not_all(batch_id: str, left: Unanswered, num_queued: int, name: str) ->
     reasons = [f"{rows(num)} {why}" for why, num in counts.items() if num]
     if not num_queued and not reasons:
         reasons = ["no row has failed"]
+        if left.failed:
+            again = f"`batchkv failed {batch_id}` prints them, to be submitted anew"
+            reasons = [f"{rows(left.failed)} failed, but another tool changed their jobs: {again}"]
     return "".join(f"; {reason}" for reason in reasons)

@@ -20,7 +20,7 @@
 --       of what the worker can do, between blanks.
 -- Returns {lengths of the lists afterwards, which of them the jobs are from (1 to 3), jobs, number of
 -- suspects passed by, numbers of rows of each list that others must compute, 1 if there may be more of
--- these in front of some that fit, 1 if the jobs are suspects}, a job being {id, execution, data or ''
+-- these, or of what is dropped, in front of some that fit, 1 if the jobs are suspects}, a job being {id, execution, data or ''
 -- when too large, deaths, timeout (s, 0: none), seconds to the batch's deadline or '', shared bytes or
 -- ''}; no jobs while RQ's workers are suspended.
 local worker, lease, count, iso, max_bytes, prefix, enough_bytes = ARGV[1], tonumber(ARGV[2]),
@@ -136,12 +136,16 @@ if num_high > 0 then
   from = 1
   share = math.min(count, math.ceil(num_high / num_workers))
 end
+local is_cut_short = true  -- until the loop ends before its last turn
 for attempt = 1, math.max(count, num_begin) + 1000 + 3 * MOST_LACKING do
   local most = from == 1 and share or count
   if apart then most = math.max(1, is_of_one(apart) and 1 or num_begin) end
-  if #taken >= most or num_bytes >= enough_bytes or (apart and #passed >= STRAY) then break end
-  local id = next_id()
-  if not id then break end
+  local is_enough = #taken >= most or num_bytes >= enough_bytes
+  local id = not is_enough and not (apart and #passed >= STRAY) and next_id()
+  if not id then
+    is_cut_short = false
+    break
+  end
   local is_id = #id <= 200 and string.match(id, '^[%w_%-]+$')
   local key = 'rq:job:' .. id
   local job = {}
@@ -210,6 +214,7 @@ for attempt = 1, math.max(count, num_begin) + 1000 + 3 * MOST_LACKING do
     apart = group
   end
 end
+if is_cut_short and #taken + #passed == 0 then has_more = 1 end  -- so many were dropped
 for index = #passed, 1, -1 do redis.call('LPUSH', KEYS[from], passed[index]) end
 for _, row in ipairs(lacking) do
   redis.call('RPUSH', KEYS[row[1]], row[2])

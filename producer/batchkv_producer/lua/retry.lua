@@ -1,5 +1,6 @@
 -- failed | canceled -> queued: run rows again whose job is still there. Their old result goes. One
--- whose twin runs, or will, waits for it.
+-- whose twin runs, or will, waits for it. Where a stock tool has put another status on such a job since
+-- (it queued it again, which runs no row that has a result), the row can be retried all the same.
 -- KEYS: batch hash, results, queue list, failed or canceled zset.
 -- ARGV: 'failed' or 'canceled', time in ISO 8601, new timeout (s; 0 keeps the old one), new deadline
 --       (s since 1970; '' keeps the old one, 0 is none), queue name, then id, line for each row.  Returns how many were queued.
@@ -26,11 +27,17 @@ local function open_leader(key, line)
   end
 end
 
+local meddled = {queued = true, scheduled = true, stopped = true, finished = true}
+local function has_ended(status, execution)
+  return status == outcome or (meddled[status] and (not execution or execution == ''))
+end
+
 local has_twins = redis.call('HEXISTS', KEYS[1], 'dedupe') == 1
 for position = 6, #ARGV, 2 do
   local id, line = ARGV[position], ARGV[position + 1]
   local key = 'rq:job:' .. id
-  if redis.call('HGET', key, 'status') == outcome and redis.call('HSTRLEN', key, 'data') > 0
+  local job = redis.call('HMGET', key, 'status', 'bkv_exec')
+  if has_ended(job[1], job[2]) and redis.call('HSTRLEN', key, 'data') > 0
       and redis.call('HDEL', KEYS[2], line) == 1 then
     redis.call('HINCRBY', KEYS[1], outcome, -1)
     redis.call('ZREM', KEYS[4], id)
