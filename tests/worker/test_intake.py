@@ -208,3 +208,18 @@ def test_a_head_that_is_no_job_is_no_suspect(
     assert desk.look() and desk.refill() == [1]
     assert waiting_lines(redis_connection) == [2]
     assert desk.side.is_next_suspect()
+
+
+def test_who_has_died_here_is_looked_at_before_the_first_pull(redis_connection: Redis) -> None:
+    """Also when an outage put the maintenance off: later, what is held under our name is ours."""
+    submit(redis_connection, ["a", "b"])
+    lengths: list[int] = []
+    side = RedisSide(
+        *(redis_connection, QUEUE, "w", WorkerSettings(model=MODEL)),
+        register=lambda: None,
+        set_state=lambda state: None,
+        look_around=lambda: lengths.append(len(waiting_lines(redis_connection))),
+    )
+    side.pull(1, 1, 1, may_be_apart=True)
+    side.pull(1, 1, 1, may_be_apart=True)
+    assert lengths == [2]

@@ -13,7 +13,7 @@ JOB = Pulled(Held("a-1", "x"), b"")
 
 
 def make() -> Passing:
-    engine = EngineThread(lambda: FakeEngine(FakePlan()))
+    engine = EngineThread(lambda: FakeEngine(8, 0, FakePlan()))
     return Passing(engine, Beside(engine.wake, lambda: None))
 
 

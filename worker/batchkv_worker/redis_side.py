@@ -71,6 +71,7 @@ class RedisSide:
         self._register = register
         self._set_state = set_state
         self._look_around = look_around
+        self._has_looked = False  # as `Presence.look` wants it before we hold anything
         self._state = ""
         self.maker: Maker = NOBODY  # the engine's, once it is there
         self._is_unanswered = False  # Redis may have made the last pull without our knowing
@@ -98,6 +99,8 @@ class RedisSide:
 
     def pull(self, count: int, num_workers: int, num_begin: int, *, may_be_apart: bool) -> Run:
         """See Transitions.pull_run."""
+        if not self._has_looked:
+            self._look()
         self._is_unanswered = True
         run = self._moves.pull_run(
             self._queue,
@@ -215,5 +218,9 @@ class RedisSide:
     def maintain(self) -> None:
         """Clean the queue's registries, unless another worker just did, and look which other
         workers of this machine have died."""
-        self._look_around()
+        self._look()
         self._maintenance.run(self._settings.maintenance_seconds)
+
+    def _look(self) -> None:
+        self._look_around()
+        self._has_looked = True
