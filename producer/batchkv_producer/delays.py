@@ -18,14 +18,19 @@ from batchkv_producer.workers import WorkerInfo
 
 LOOK_SECONDS = 1.0  # between two looks at the workers
 GONE_SECONDS = 30.0  # a worker that was there is given this long to come back
+HOPELESS_SECONDS = 30.0  # after which a run ends whose own workers alone serve, and do not fit
 
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """``words`` stand in the progress as long as it lasts; ``note`` is said once, if not empty."""
+    """``words`` stand in the progress as long as it lasts; ``note`` is said once, if not empty.
+
+    ``is_hopeless``: nobody will compute the rows as long as only these workers serve.
+    """
 
     words: str
     note: str = ""
+    is_hopeless: bool = False
 
 
 Reason = Callable[[BatchStatus, Sequence[WorkerInfo], int], Delay | None]
@@ -75,7 +80,8 @@ def _unfit(status: BatchStatus, serving: Sequence[WorkerInfo], num_local: int) -
     own = (local_name_prefix(status.batch_id), ASK_NAME_PREFIX)
     if num_local and not any(worker.name.startswith(own) for worker in serving):
         return Delay("a worker is starting")  # one that fits: there is nothing to do
-    return Delay(found.words, found.note)
+    is_hopeless = num_local > 0 and all(worker.name.startswith(own) for worker in serving)
+    return Delay(found.words, found.note, is_hopeless and not status.running)
 
 
 # A reason gets the batch, the workers that serve its queue, and how many of them are our own.
@@ -115,13 +121,19 @@ class Delays:
         self._look_at = -float("inf")
         self._served_at = -float("inf")
         self._said: set[str] = set()
+        self._hopeless_since = float("inf")
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether only our own workers have served for a while, and none of them fits."""
+        return self._clock() - self._hopeless_since >= HOPELESS_SECONDS
 
     def look(self, status: BatchStatus) -> str:
         """The words for this moment; ``read`` gives the workers of a queue, ``count_apart`` its
         suspects that wait, ``refused_writes`` what is wrong with a server that takes none."""
         now = self._clock()
         if status.is_done:
-            self.words = ""
+            self.words, self._hopeless_since = "", float("inf")
         elif now >= self._look_at:
             self._look_at = now + LOOK_SECONDS
             serving = patiently(lambda: self._read(status.queue))
@@ -131,6 +143,8 @@ class Delays:
             if delay is None and status.queued:
                 delay = _apart(patiently(lambda: self._count_apart(status.queue)))
             self.words = delay.words if delay else ""
+            is_hopeless = delay is not None and delay.is_hopeless
+            self._hopeless_since = min(now, self._hopeless_since) if is_hopeless else float("inf")
             if delay and (serving or now - self._served_at >= GONE_SECONDS):
                 self._say(delay.note)
         return self.words

@@ -32,6 +32,7 @@ from batchkv_producer.keeping import Earlier
 from batchkv_producer.local_workers import (
     WORKER_COMMAND,
     LocalWorkers,
+    WorkerError,
     WorkerPlan,
     local_name_prefix,
 )
@@ -268,6 +269,12 @@ class _Run:
                 return status
             if caught:
                 raise self._interrupted(caught[0])
+            if self._delays.is_hopeless:
+                raise WorkerError(
+                    f"the workers of this run may not compute {rows(status.queued)} of batch "
+                    f"{self._batch_id}, and nobody else serves them: {self._delays.words}. No row "
+                    "is lost. `--fresh` with the same command computes all rows with what is here"
+                )
             self._workers.supervise(status.num_ended)
             time.sleep(TURN_SECONDS if num_new == 0 else 0)
             status = patiently(partial(self._client.status, self._batch_id))

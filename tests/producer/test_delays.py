@@ -20,6 +20,7 @@ from batchkv_producer.delays import Delay, Delays, find_delay
 from batchkv_producer.failures import MAX_LINES_SHOWN, Failures, grouped, told
 from batchkv_producer.job import Result as RowResult
 from batchkv_producer.job import decode_job, encode_result
+from batchkv_producer.local_workers import local_name_prefix
 from batchkv_producer.progress import PlainReporter, Snapshot
 from batchkv_producer.run import RunReport
 from batchkv_producer.status import BatchStatus
@@ -68,6 +69,23 @@ def test_nobody_serving_is_said_at_once_and_once() -> None:
     for _ in range(100):
         house.after(1)
     assert len(house.said) == 1
+
+
+def test_a_run_whose_own_workers_do_not_fit_is_hopeless_after_a_while() -> None:
+    """Only its own, and for half a minute: another's worker may be one that somebody changes."""
+    wanted = status(fingerprint="aa", batch_id="b" * 16)
+    own = replace(worker(), name=f"{local_name_prefix('b' * 16)}-1", fingerprint="bb")
+    for serving, ends in (([own], True), ([own, replace(own, name="mini2")], False)):
+        house = House(num_local=1)
+        house.serving = serving
+        for second in range(40):
+            house.now += 1
+            house.delays.look(wanted)
+            assert house.delays.is_hopeless == (ends and second >= 30)
+        house.serving = [replace(own, fingerprint="aa")]  # one that fits
+        house.now += 1
+        house.delays.look(wanted)
+        assert not house.delays.is_hopeless
 
 
 def test_a_worker_that_was_there_has_time_to_come_back() -> None:

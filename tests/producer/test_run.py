@@ -15,7 +15,7 @@ from typing import IO
 import pytest
 from redis import Redis
 
-from batchkv_producer import local_workers, redis_keys, server, worker_checks
+from batchkv_producer import delays, local_workers, redis_keys, server, worker_checks
 from batchkv_producer.client import BatchStatus, Client
 from batchkv_producer.errors import UsageError
 from batchkv_producer.expected import Expected
@@ -327,6 +327,23 @@ def test_a_row_that_kills_engines_ends_no_run(
     assert (report.status.ok, report.status.failed) == (2, 1)
     num_deaths = sum("its engine died" in note for note in notes.notes)
     assert local_workers.MAX_IDLE_DEATHS < num_deaths == deaths_until_failed(3)
+
+
+def test_a_run_whose_workers_have_other_weights_ends(
+    redis_url: str, source: Path, redis_connection: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that was updated since the batch began: nobody will compute its rows here, so the run
+    says what waits for what and how to go on, with exit code 4; no row is lost."""
+    monkeypatch.setattr(delays, "HOPELESS_SECONDS", 0.5)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("FAKE_PLAN", json.dumps({"fingerprint": "b" * 32}))
+    batch_id = Client(redis_connection).submit(source, model=MODEL).batch_id
+    redis_connection.hset(redis_keys.batch(batch_id), "fingerprint", "a" * 32)
+    command = (sys.executable, "-m", "support.fake_engine")
+    with pytest.raises(WorkerError, match=r"may not compute 40 rows.*aaaa.*--fresh") as caught:
+        run_here(redis_url, source, command=command)
+    assert caught.value.exit_code == 4
+    assert Client(redis_connection).status(batch_id).queued == 40
 
 
 def test_workers_that_cannot_start_end_the_run(
