@@ -43,9 +43,10 @@ key                        type    content
                                    queue ``Q``, so that no other does; expires
 =========================  ======  ==============================================================
 
-``queued`` is never stored: it is ``total - ok - failed - canceled - running``. A batch that says
-how long it is kept has its first keys, up to ``batchkv:done``, expire together; its id stays in
-``batchkv:batches``, so that it can be told from one that never was. A batch that was forgotten
+``queued`` is never stored: it is ``total - ok - failed - canceled - running``. As many rows are
+shown as running as ``batchkv:held:B`` has; the counter is written for older versions. A batch that
+says how long it is kept has its first keys, up to ``batchkv:done``, expire together; its id stays
+in ``batchkv:batches``, so that it can be told from one that never was. A batch that was forgotten
 leaves nothing.
 
 RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``B-<line>`` in queue
@@ -106,6 +107,11 @@ def batch(batch_id: str) -> str:
 def results(batch_id: str) -> str:
     """Key of the batch's results by line number."""
     return f"batchkv:res:{batch_id}"
+
+
+def held(batch_id: str) -> str:
+    """Key of who holds which row of a batch."""
+    return f"batchkv:held:{batch_id}"
 
 
 def rows(batch_id: str) -> str:

@@ -190,12 +190,19 @@ def read_batches(connection: Redis, batch_ids: Sequence[str]) -> list[BatchStatu
         for batch_id in batch_ids:
             pipeline.hgetall(redis_keys.batch(batch_id))
             pipeline.hlen(redis_keys.results(batch_id))
+            pipeline.hlen(redis_keys.held(batch_id))
         (seconds, micros), *replies = pipeline.execute()
     read_at = seconds + micros / 1e6
-    pairs = zip(batch_ids, replies[::2], replies[1::2], strict=True)
+    parts = zip(batch_ids, replies[::3], replies[1::3], replies[2::3], strict=True)
     known = {
-        batch: {**text_map(raw), "num_results": str(num), "read_at": str(read_at)}
-        for batch, raw, num in pairs
+        # A script that was cut short may have left the counter wrong; who holds a row stands there.
+        batch: {
+            **text_map(raw),
+            "read_at": str(read_at),
+            "num_results": str(num),
+            "running": str(num_held),
+        }
+        for batch, raw, num, num_held in parts
         if b"digest" in raw
     }
     queues = {values["queue"] for values in known.values() if "queue" in values}

@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import pytest
 from redis import Redis
+from redis.exceptions import ResponseError
 from rq import Queue
 from rq.exceptions import InvalidJobOperation
 from rq.job import Job
@@ -25,6 +26,7 @@ from batchkv_producer.job import (
     encode_job,
     encode_result,
 )
+from batchkv_producer.status import read_batch
 from batchkv_producer.transitions import MAX_DEATHS, Ending, Held, Pulled, Standing, Transitions
 
 BATCH = "0123456789abcdef"
@@ -321,6 +323,23 @@ def test_a_name_that_a_later_worker_has_is_no_sign_of_life(house: House) -> None
     house.lapse(row.lease)
     assert house.transitions.reap(QUEUE) == (1, 0)
     assert house.connection.hget(redis_keys.job(row.lease.job_id), "bkv_halves") == b"1"
+
+
+def test_a_script_cut_short_leaves_nobody_running(house: House) -> None:
+    """Rows run while somebody holds them, although a step broke off before it counted."""
+    pulled = house.pull(2)
+    assert read_batch(house.connection, BATCH).running == 2
+    house.connection.execute_command("ACL", "SETUSER", "default", "-hincrby")
+    try:
+        for one in pulled:
+            with pytest.raises(ResponseError, match="hincrby"):
+                house.transitions.give_back(QUEUE, [one.lease])
+    finally:
+        house.connection.execute_command("ACL", "SETUSER", "default", "+hincrby")
+    assert house.transitions.mend(QUEUE, [job_id(1), job_id(2)]) == 2
+    house.finish(house.pull(5))
+    found = read_batch(house.connection, BATCH)
+    assert (found.ok, found.queued, found.running, found.is_done) == (5, 0, 0, True)
 
 
 def test_a_heartbeat_tells_the_servers_time(house: House) -> None:
