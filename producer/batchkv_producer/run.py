@@ -41,7 +41,15 @@ from batchkv_producer.mended import earlier_of, make_room
 from batchkv_producer.patience import outages_watched, patiently
 from batchkv_producer.progress import Reporter, Snapshot, rows
 from batchkv_producer.prompting import AUTO, Prompting
-from batchkv_producer.run_support import Outage, give_up, impatient, reclaim, tidied_home
+from batchkv_producer.run_support import (
+    Outage,
+    check_logs,
+    give_up,
+    impatient,
+    reclaim,
+    tidied_home,
+)
+from batchkv_producer.server_home import home_from_environment
 from batchkv_producer.signals import Interrupted as Interrupted
 from batchkv_producer.signals import noted_signals
 from batchkv_producer.source import Source
@@ -215,6 +223,7 @@ def _refuse_early(
     if options.num_workers:
         check_model_folder(model)
         check_rights(connection, url, model)
+        check_logs(home_from_environment())
 
 
 class _Run:

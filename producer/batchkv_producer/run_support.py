@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -11,11 +12,17 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from batchkv_producer.client import Client
-from batchkv_producer.errors import ServerError
+from batchkv_producer.disk import full_home, is_full
+from batchkv_producer.errors import ServerError, UsageError
 from batchkv_producer.local_workers import remove_old_logs
 from batchkv_producer.patience import patiently
 from batchkv_producer.presence import reclaim_dead
-from batchkv_producer.server_home import Home, home_from_environment, make_folders
+from batchkv_producer.server_home import (
+    HOME_VARIABLE,
+    Home,
+    home_from_environment,
+    make_folders,
+)
 
 
 class Outage:
@@ -55,6 +62,24 @@ def tidied_home(connection: Redis) -> Home:
     reclaim_dead(connection, home)
     remove_old_logs(home.logs)
     return home
+
+
+def check_logs(home: Home) -> None:
+    """Refuse, before anything is queued, a home folder in which no worker could write its log.
+
+    Raises UsageError, or FullHomeError when the disk is full.
+    """
+    make_folders(home)
+    try:
+        with tempfile.TemporaryFile(dir=home.logs):
+            pass
+    except OSError as fault:
+        if is_full(fault):
+            raise full_home(home.path, str(fault.strerror)) from fault
+        raise UsageError(
+            f"workers cannot write their logs in {home.logs}: {fault.strerror}. "
+            f"Set {HOME_VARIABLE} to a folder that you can write"
+        ) from fault
 
 
 def give_up() -> NoReturn:

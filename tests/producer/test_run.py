@@ -346,6 +346,24 @@ def test_a_run_whose_workers_have_other_weights_ends(
     assert Client(redis_connection).status(batch_id).queued == 40
 
 
+@pytest.mark.parametrize("obstacle", ["a file", "a folder that takes nothing"])
+def test_a_home_that_takes_no_logs_is_refused_before_anything_is_queued(
+    redis_url: str, source: Path, redis_connection: Redis, tmp_path: Path, obstacle: str
+) -> None:
+    """What would end the run once its rows are queued ends it before, with exit code 2."""
+    logs = tmp_path / "home" / "logs"
+    logs.parent.mkdir(mode=0o700, exist_ok=True)
+    if obstacle == "a file":
+        logs.write_text("")
+    elif os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    else:
+        logs.mkdir(mode=0o500)
+    with pytest.raises(UsageError, match="BATCHKV_HOME to a folder that you can write"):
+        run_here(redis_url, source)
+    assert not Client(redis_connection).list_batches()
+
+
 def test_workers_that_cannot_start_end_the_run(
     redis_url: str, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
