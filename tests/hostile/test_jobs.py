@@ -441,7 +441,7 @@ def test_commands_survive_what_a_producer_planted(redis_connection: Redis, redis
         assert found.exception is None or isinstance(found.exception, SystemExit)
 
 
-@pytest.mark.parametrize("field", ["total", "created", "ok", "running", "saved_ms", "chunks"])
+@pytest.mark.parametrize("field", ["total", "created", "ok", "failed", "saved_ms", "chunks"])
 @pytest.mark.parametrize("value", ["9" * 400, "1e400", "nan", "-" + "9" * 400, "\x1b[31m", ""])
 def test_a_batch_with_a_broken_number_is_told(
     redis_connection: Redis, redis_url: str, field: str, value: str
@@ -452,6 +452,14 @@ def test_a_batch_with_a_broken_number_is_told(
     found = batchkv("status", batch, url=redis_url)
     assert found.exit_code == 1 and "cannot be read" in found.stderr
     assert found.stderr.count("\n") == 1 and "\x1b" not in found.stderr
+
+
+def test_a_broken_counter_of_what_runs_is_not_read(redis_connection: Redis, redis_url: str) -> None:
+    """What runs is counted from what is held; that field is there for older versions."""
+    batch = submit(redis_connection, ["a"])
+    redis_connection.hset(redis_keys.batch(batch), "running", "nan")
+    found = batchkv("status", batch, "--json", url=redis_url)
+    assert found.exit_code == 0 and json.loads(found.stdout)["running"] == 0
 
 
 @pytest.mark.parametrize("line", [b"x", b"-1", b"1e9", b"9" * 30, b"\xff", b"0"])
