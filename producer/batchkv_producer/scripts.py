@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
+
+from redis.exceptions import NoScriptError
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -15,6 +18,8 @@ _PRELUDES = dict.fromkeys(("retry", "mend", "forget", "sweep", "restore"), ("com
 _PRELUDES |= dict.fromkeys(("give_back", "reap"), ("common", "suspects"))
 _PRELUDES |= dict.fromkeys(("submit", "settle", "copy", "follow"), ("common", "twins"))
 _PRELUDES |= {"pull": ("maker", "suspects"), "finish": ("common", "twins", "maker")}
+
+FLUSHES = 3  # `SCRIPT FLUSH` may come between loading a script and running it: so often in a row
 
 
 class Scripts:
@@ -31,4 +36,7 @@ class Scripts:
             parts = (*_PRELUDES.get(name, ()), name)
             source = "".join(folder.joinpath(f"{part}.lua").read_text("utf-8") for part in parts)
             script = self._scripts[name] = self.connection.register_script(source)
+        for _ in range(FLUSHES):
+            with suppress(NoScriptError):
+                return script(keys=keys, args=args)
         return script(keys=keys, args=args)

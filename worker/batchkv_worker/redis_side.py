@@ -9,7 +9,7 @@ from typing import Any
 
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
+from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from batchkv_producer import redis_keys
@@ -31,7 +31,7 @@ _PASSING = ("OOM", "READONLY", "MISCONF", "LOADING", "MASTERDOWN", "NOREPLICAS",
 
 def is_outage(fault: RedisError) -> bool:
     """Whether to wait for the server rather than to give up."""
-    if isinstance(fault, RedisConnectionError | RedisTimeoutError):
+    if isinstance(fault, RedisConnectionError | RedisTimeoutError | NoScriptError):
         return True
     name = type(fault).__name__
     return name in ("ReadOnlyError", "OutOfMemoryError") or str(fault).startswith(_PASSING)

@@ -19,7 +19,6 @@ from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 from rq import worker_registration
 from rq.command import parse_payload
@@ -35,7 +34,7 @@ from batchkv_worker.errors import SettingsError, WorkerError
 from batchkv_worker.events import EngineLike
 from batchkv_worker.flights import Flights
 from batchkv_worker.intake import Limits
-from batchkv_worker.redis_side import RedisSide
+from batchkv_worker.redis_side import RedisSide, is_outage
 from batchkv_worker.session import Session
 from batchkv_worker.settings import WorkerSettings, unknown_variables
 from batchkv_worker.startup import (
@@ -260,8 +259,8 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             self.log.info("Worker %s: command %r does nothing here", self.name, command)
 
     def _pubsub_exception_handler(self, exc: Exception, pubsub: Any, pubsub_thread: Any) -> None:
-        if isinstance(exc, RedisTimeoutError):
-            exc = RedisConnectionError(str(exc))  # RQ's thread would end for good
+        if isinstance(exc, RedisError) and is_outage(exc):
+            exc = RedisConnectionError(str(exc))  # of any other error RQ's thread ends for good
         super()._pubsub_exception_handler(exc, pubsub, pubsub_thread)
 
     def unsubscribe(self) -> None:
