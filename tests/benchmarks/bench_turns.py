@@ -1,0 +1,414 @@
+"""Two versions of the engine in alternating turns, over whole runs of ``bench_engine``.
+
+    python tests/benchmarks/bench_turns.py trees --old TREE --new TREE
+    python tests/benchmarks/bench_turns.py pieces --tree TREE [--piece exp2 ...]
+
+``trees`` compares two source trees; ``pieces`` one tree with itself when one piece of what serves
+only an x86 CPU is off. Each side has a process of its own on the same cores, so that the machine
+treats both alike; several pairs of processes run beside each other, each on cores of its own.
+Every pair of runs gives one ratio, and the median of the ratios counts. ``control`` compares a tree
+with itself: what it is off 1 is noise.
+
+The result is written into ``--json`` after each pair of runs, so that nothing is lost when time
+runs out; the medians are printed at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("worker", "producer", "cache_store", "tests/benchmarks")
+SETTLE = 0.05  # seconds before each run: the other side's threads may still spin
+CORES_EACH = 2
+WARM_UP_JOBS = 32
+
+
+# -- one side: a process that runs what it is told
+
+
+def _kv(*names: str) -> Any:
+    """The first module of these names that there is, in ``kv``."""
+    for name in names:
+        with suppress(ModuleNotFoundError):
+            return import_module(f"batchkv_worker.kv.{name}")
+    raise ModuleNotFoundError(f"none of {names}")
+
+
+def _without_blocked_linear() -> None:
+    _kv("narrow").install = lambda *_: 0
+
+
+def _without_rope_cache() -> None:
+    _kv("angles").install = lambda *_: False
+
+
+def _without_exp2() -> None:
+    _kv("powers")._are_measured_faster = lambda: False
+
+
+def _without_softmax() -> None:
+    """Only of attention: the gates of feed-forward layers keep powers of two."""
+    for name in ("attention", "stem", "softmax", "triangles", "plan"):
+        _kv(name).powers_are_faster = lambda dtype: False
+
+
+def _without_swiglu() -> None:
+    _kv("gate").install = lambda *_: False
+
+
+def _without_added_masks() -> None:
+    _kv("plan").powers_are_faster = lambda dtype: False
+    _kv("softmax").as_in_steps = lambda mask, dtype: mask
+
+
+def _without_product_sums() -> None:
+    _kv("softmax")._sum = lambda weights: weights.sum(axis=-1, keepdims=True)
+
+
+def _without_masks_and_sums() -> None:
+    _without_added_masks()
+    _without_product_sums()
+
+
+def _without_causal_tiles() -> None:
+    _kv("triangles").are_cut = lambda: False
+
+
+def _without_eager_layers() -> None:
+    _kv("attention_slots").starts_layers = lambda: False
+
+
+def _without_anything() -> None:
+    for name, switch in PIECES.items():
+        if name not in ("control", "all"):
+            switch()
+
+
+PIECES: dict[str, Callable[[], None]] = {
+    "control": lambda: None,
+    "blocked_linear": _without_blocked_linear,
+    "rope_cache": _without_rope_cache,
+    "exp2": _without_exp2,
+    "swiglu": _without_swiglu,
+    "masks_and_sums": _without_masks_and_sums,
+    "causal_tiles": _without_causal_tiles,
+    "eager_layers": _without_eager_layers,
+    "softmax": _without_softmax,
+    "added_masks": _without_added_masks,
+    "product_sums": _without_product_sums,
+    "all": _without_anything,
+}
+
+
+def serve(tree: Path, off: str | None, args: argparse.Namespace) -> None:
+    """Read workloads from standard input, one a line; answer each run with a line of JSON."""
+    os.sched_setaffinity(0, {int(core) for core in args.cores.split(",")})
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what else is printed must not be taken for an answer
+    sys.path[:0] = [str(tree / package) for package in PACKAGES]
+    os.cpu_count = lambda: len(os.sched_getaffinity(0))  # what a machine of these cores says
+    bench: Any = import_module("bench_engine")
+    worker: Any = import_module("batchkv_worker")
+    if not Path(worker.__file__).is_relative_to(tree):
+        raise SystemExit(f"{worker.__file__} is not in {tree}")
+    if off is not None:
+        PIECES[off]()
+    mx: Any = import_module("mlx.core")
+    choices = _watched_choices()
+    model = bench.build_model(args.model, mx.float32)
+    for line in sys.stdin:
+        name, jobs = line.split()
+        workload = bench.WORKLOADS[name](int(jobs), random.Random(7))
+        choices.clear()
+        time.sleep(SETTLE)
+        seconds, tokens, _ = bench.run_engine(model, workload, args.slots, args.scheme, args.chunk)
+        mx.clear_cache()
+        mx.synchronize()
+        kinds = Counter(type(module).__name__ for module in model.modules())
+        found = {"seconds": seconds, "digest": hash(str(tokens)), "choices": [*choices]}
+        answers.write(json.dumps(found | {"blas": bench.BLAS, "kinds": kinds}) + "\n")
+        answers.flush()
+
+
+def _watched_choices() -> list[str]:
+    """What engines say about their choices when they start, from now on."""
+    import logging
+
+    said: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    log = logging.getLogger("batchkv.engine")
+    log.setLevel(logging.INFO)
+    log.addHandler(Ear())
+    return said
+
+
+# -- both sides, in turns
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """``a`` and ``b``: tree and what is off there; each pair of runs gives b's time over a's."""
+
+    name: str
+    a: tuple[Path, str | None]
+    b: tuple[Path, str | None]
+    workloads: tuple[str, ...]
+
+
+class Side:
+    """A process of one side, on some cores."""
+
+    def __init__(
+        self, tree: Path, off: str | None, cores: list[int], args: argparse.Namespace
+    ) -> None:
+        self._jobs = args.jobs
+        how = ["--side", str(tree), "--off", off or "", "--model", args.model]
+        how += ["--cores", ",".join(map(str, cores)), "--slots", str(args.slots)]
+        how += ["--scheme", args.scheme, "--chunk", str(args.chunk)]
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, *how],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_environment(args.openblas, len(cores)),
+            text=True,
+            bufsize=1,
+        )
+
+    def run(self, workload: str, jobs: int | None = None) -> dict[str, Any]:
+        """One run; the other side waits."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{workload} {jobs or self._jobs}\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("a side has died: see above")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def _environment(openblas: Path | None, cores: int) -> dict[str, str]:
+    """Of a side: as many threads as it has cores, and the BLAS that was asked for."""
+    found = {**os.environ, "OPENBLAS_NUM_THREADS": str(cores), "PYTHONHASHSEED": "0"}
+    if openblas is not None:
+        # The worker asks for OpenBLAS by this name.
+        folder = Path(tempfile.gettempdir()) / f"bench-turns-blas-{os.getpid()}"
+        folder.mkdir(exist_ok=True)
+        link = folder / "libopenblas.so.0"
+        if not link.exists():
+            with suppress(FileExistsError):
+                link.symlink_to(openblas.resolve())
+        known = [str(folder), str(openblas.resolve().parent), os.environ.get("LD_LIBRARY_PATH", "")]
+        found["LD_LIBRARY_PATH"] = ":".join(filter(None, known))
+    return found
+
+
+@contextmanager
+def sides_of(
+    comparison: Comparison, cores: list[int], args: argparse.Namespace
+) -> Iterator[tuple[Side, Side]]:
+    a = Side(*comparison.a, cores, args)
+    b = Side(*comparison.b, cores, args)
+    try:
+        yield a, b
+    finally:
+        a.close()
+        b.close()
+
+
+class Book:
+    """All runs so far, written to a file after each."""
+
+    def __init__(self, file: Path, header: dict[str, Any]) -> None:
+        self._file, self._header = file, header
+        self._lock = threading.Lock()
+        self._runs: list[dict[str, Any]] = []
+
+    def add(self, run: dict[str, Any]) -> None:
+        with self._lock:
+            self._runs.append(run)
+            found = {**self._header, "medians": self.medians(), "runs": self._runs}
+            partial = self._file.with_suffix(".part")
+            partial.write_text(json.dumps(found, indent=1) + "\n")
+            partial.replace(self._file)
+
+    def medians(self) -> dict[str, dict[str, Any]]:
+        """By comparison and workload: ratios of b's seconds to a's."""
+        ratios: dict[str, list[float]] = {}
+        seconds: dict[str, list[float]] = {}
+        same: Counter[str] = Counter()
+        for run in self._runs:
+            name = f"{run['name']} {run['workload']}"
+            ratios.setdefault(name, []).append(run["b"]["seconds"] / run["a"]["seconds"])
+            seconds.setdefault(name, []).append(run["a"]["seconds"])
+            same[name] += run["a"]["digest"] == run["b"]["digest"]
+        return {
+            name: {
+                "ratio": round(statistics.median(found), 4),
+                "quartiles": [round(n, 4) for n in _quartiles(found)],
+                "pairs": len(found),
+                "same_tokens": same[name],
+                "seconds_a": round(statistics.median(seconds[name]), 3),
+            }
+            for name, found in sorted(ratios.items())
+        }
+
+
+def _quartiles(numbers: list[float]) -> tuple[float, float]:
+    if len(numbers) < 2:
+        return numbers[0], numbers[0]
+    low, _, high = statistics.quantiles(numbers, n=4, method="inclusive")
+    return low, high
+
+
+def run_block(
+    comparison: Comparison,
+    number: int,
+    cores: list[int],
+    end: float,
+    args: argparse.Namespace,
+    book: Book,
+) -> None:
+    """Some pairs of runs of all workloads, after one that is not counted."""
+    if time.monotonic() > end:
+        return
+    with sides_of(comparison, cores, args) as (a, b):
+        longest = 0.0
+        for turn in range(-1, args.pairs_a_block):
+            for workload in comparison.workloads:
+                begin = time.monotonic()
+                if begin + longest > end:
+                    break
+                if turn < 0:  # what is compiled, or measured, the first time
+                    a.run(workload, WARM_UP_JOBS), b.run(workload, WARM_UP_JOBS)
+                    continue
+                order = (a, b) if (turn + number) % 2 == 0 else (b, a)
+                runs = {side: side.run(workload) for side in order}
+                one = {"name": comparison.name, "workload": workload, "cores": cores}
+                book.add({**one, "a": runs[a], "b": runs[b]})
+                longest = max(longest, time.monotonic() - begin)
+
+
+def compare(comparisons: list[Comparison], args: argparse.Namespace) -> Book:
+    """Blocks of all comparisons, over and over, until there are enough pairs or time is up."""
+    end = time.monotonic() + args.seconds
+    cores = sorted(os.sched_getaffinity(0))
+    groups = [cores[low : low + CORES_EACH] for low in range(0, len(cores), CORES_EACH)]
+    groups = [group for group in groups if len(group) == CORES_EACH] or [cores]
+    header = {"platform": platform.platform(), "processor": _processor(), "cores": len(cores)}
+    book = Book(args.json, header | {"arguments": {k: str(v) for k, v in vars(args).items()}})
+    free: list[list[int]] = groups[:]
+    lock = threading.Lock()
+
+    def block(comparison: Comparison, number: int) -> None:
+        with lock:
+            mine = free.pop()
+        try:
+            run_block(comparison, number, mine, end, args, book)
+        finally:
+            with lock:
+                free.insert(0, mine)
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        rounds = -(-args.pairs // args.pairs_a_block)
+        waits = [
+            pool.submit(block, comparison, number)
+            for number in range(rounds)
+            for comparison in comparisons
+        ]
+        for wait in waits:
+            wait.result()
+    return book
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", nargs="?", choices=["trees", "pieces"])
+    parser.add_argument("--old", type=Path)
+    parser.add_argument("--new", type=Path)
+    parser.add_argument("--tree", type=Path, default=Path(__file__).resolve().parents[2])
+    parser.add_argument("--piece", choices=list(PIECES), action="append")
+    parser.add_argument("--workload", action="append")
+    parser.add_argument("--model", default="bench-3m")
+    parser.add_argument("--jobs", type=int, default=256)
+    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--scheme", default="float")
+    parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--pairs", type=int, default=15, help="of runs, of each workload")
+    parser.add_argument("--pairs-a-block", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=440, help="no run begins later")
+    parser.add_argument("--openblas", type=Path, help="the library to serve as libopenblas.so.0")
+    parser.add_argument("--json", type=Path, default=Path("turns.json"))
+    parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--off", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--cores", default="", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    if args.side is not None:
+        serve(args.side.resolve(), args.off or None, args)
+        return
+    if args.what == "trees":
+        if args.old is None or args.new is None:
+            raise SystemExit("trees: --old and --new are wanted")
+        old, new = args.old.resolve(), args.new.resolve()
+        workloads = args.workload or ["equal", "mixed", "shared"]
+        comparisons = [
+            Comparison("new over old", (old, None), (new, None), (name,)) for name in workloads
+        ]
+    elif args.what == "pieces":
+        tree = args.tree.resolve()
+        workloads = tuple(args.workload or ["equal", "mixed"])
+        comparisons = [
+            Comparison(f"without {name}", (tree, None), (tree, name), workloads)
+            for name in args.piece or PIECES
+        ]
+    else:
+        raise SystemExit("say trees or pieces")
+    book = compare(comparisons, args)
+    print(f"{'':32} {'b over a':>8}   quartiles        pairs  same tokens  seconds of a")
+    for name, one in book.medians().items():
+        low, high = one["quartiles"]
+        print(
+            f"{name:32} {one['ratio']:8.3f}   {low:.3f} to {high:.3f}   {one['pairs']:5}  "
+            f"{one['same_tokens']:11}  {one['seconds_a']:12.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
