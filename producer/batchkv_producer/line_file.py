@@ -70,8 +70,8 @@ class LineFile:
         self._end = 0
 
     def close(self, *, remove_if_empty: bool = False) -> None:
-        """Let the file and its lock go."""
-        if remove_if_empty and os.fstat(self._descriptor).st_size == 0:
+        """Let the file and its lock go. Somebody else's file of this name stays."""
+        if remove_if_empty and os.fstat(self._descriptor).st_size == 0 and self._is_in_place():
             self.path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
@@ -81,7 +81,11 @@ class LineFile:
             self.flush()
 
     def flush(self) -> None:
-        """Append what is buffered; on a full disk what was written of it is cut off again."""
+        """Append what is buffered; on a full disk what was written of it is cut off again.
+
+        Nothing is written any more once another program has deleted, replaced or cut the file.
+        """
+        self._check_untouched()
         position = self._end
         view = memoryview(bytes(self._buffer))
         self._buffer.clear()
@@ -152,8 +156,25 @@ class LineFile:
         _sync_folder(target)
         self.path = path
 
+    def _is_in_place(self) -> bool:
+        """Whether the name still leads to the file that is open."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
+        except OSError:
+            return False
+
+    def _check_untouched(self) -> None:
+        """Raise OutputError when what is appended would not stand behind what was written."""
+        if not self._is_in_place():
+            raise OutputError(_meddled(self.path, "deleted, moved or replaced"))
+        if os.fstat(self._descriptor).st_size < self._end:
+            raise OutputError(_meddled(self.path, "cut"))
+
     def _reader(self) -> BinaryIO:
-        return open(self.path, "rb", buffering=BUFFER_BYTES)
+        try:
+            return open(self.path, "rb", buffering=BUFFER_BYTES)
+        except FileNotFoundError as fault:
+            raise OutputError(_meddled(self.path, "deleted or moved")) from fault
 
     def _end_of_last_line(self) -> int:
         position = self._end
@@ -218,6 +239,13 @@ def _cannot_write(path: Path, fault: OSError) -> str:
     return (
         f"cannot write {path}: {what} ({fault.strerror}). Nothing is lost: "
         "make room and run the same command again"
+    )
+
+
+def _meddled(path: Path, deed: str) -> str:
+    return (
+        f"another program has {deed} {path} while it was being written. No result is lost: run the "
+        "same command again, which writes what the file lacks"
     )
 
 

@@ -7,7 +7,7 @@ import json
 import resource
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -384,6 +384,47 @@ def test_lock_is_not_inherited_by_children(out: Path) -> None:
     with out.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     child.communicate(b"\n")
+
+
+def replace_by_copy(path: Path) -> None:
+    """What `sed -i` and editors do."""
+    copy = path.with_name("copy")
+    copy.write_bytes(path.read_bytes())
+    copy.replace(path)
+
+
+@pytest.mark.parametrize(
+    ("meddle", "deed"),
+    [
+        (Path.unlink, "deleted"),
+        (lambda path: path.rename(path.with_name("mine")), "moved"),
+        (replace_by_copy, "replaced"),
+        (lambda path: path.write_bytes(b""), "cut"),
+    ],
+    ids=["deleted", "moved", "replaced", "cut"],
+)
+def test_a_file_that_others_change_meanwhile_is_not_written_on(
+    out: Path, meddle: Callable[[Path], object], deed: str
+) -> None:
+    """OUT is deleted, moved, replaced or cut while it is written: the writer says so and ends, and
+    the next one writes every row."""
+    words = f"another program has .*{deed}"
+    with pytest.raises(OutputError, match=words), open_results(out, BATCH) as target:
+        target.append(1, ok(1), is_failed=False)
+        target.flush()
+        meddle(out)
+        target.append(2, ok(2), is_failed=False)
+        target.flush()
+    write(out, [(1, ok(1)), (2, ok(2))])
+    assert sorted(ids(out)) == [f"{BATCH}-1", f"{BATCH}-2"]
+
+
+def test_an_errors_file_of_somebody_else_is_not_removed(out: Path) -> None:
+    """Our errors file was empty and deleted; what another run has put there since stays."""
+    with pytest.raises(OutputError), open_results(out, BATCH):
+        outfile.errors_path(out).unlink()
+        outfile.errors_path(out).write_text(bad(1) + "\n", "utf-8")
+    assert ids(outfile.errors_path(out)) == [f"{BATCH}-1"]
 
 
 FULL = """
