@@ -9,7 +9,7 @@
 #   --model MODEL    the model to serve: a Hugging Face repository, a local folder's full path, or
 #                    demo; the same name that producers give, because it names the queue
 #   --url-file FILE  holds the queue's URL, one line (redis://:PASSWORD@HOST:6379/0), mode 600
-#   --cache-file FILE  names the tiers of the cache (BATCHKV_CACHE_FILE of the README), mode 600;
+#   --cache-file FILE  names the tiers of the cache (BATCHKV_CACHE_FILE, docs/settings.md), mode 600;
 #                    without it this worker shares no prefixes
 #   --venv DIR       where batchkv is installed (default: .venv of this checkout)
 #   --label LABEL    launchd's name for it (default: dev.batchkv.worker); one for each model when

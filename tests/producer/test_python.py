@@ -1,43 +1,20 @@
-"""batchkv from Python: rows as dicts, a client from nothing, the README's lines."""
+"""batchkv from Python: rows as dicts, a client from nothing."""
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from redis import Redis
 
 import batchkv_producer
-from batchkv_producer import Client, Terms, UsageError, connect, server
+from batchkv_producer import Client, Terms, UsageError, connect
 from batchkv_producer.given_rows import as_source
-from batchkv_producer.server_home import Home
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-FAKE_WORKER = REPOSITORY / "tests" / "support" / "fake_worker.py"
 ROWS = [
     {"custom_id": "a", "prompt": "one", "max_tokens": 3},
     {"messages": [{"role": "user", "content": "ü"}]},
 ]
-
-
-@pytest.fixture
-def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
-    """A home of its own, whose server is stopped at the end."""
-    for name in [name for name in os.environ if name.startswith("BATCHKV_")]:
-        monkeypatch.delenv(name)
-    found = Home(Path("/tmp") / f"bkv-py-{os.getpid()}")
-    monkeypatch.setenv("BATCHKV_HOME", str(found.path))
-    try:
-        yield found
-    finally:
-        server.stop(found)
-        shutil.rmtree(found.path)
 
 
 def test_dicts_are_rows(client: Client, tmp_path: Path) -> None:
@@ -95,24 +72,3 @@ def test_connect_obeys_the_variable(
     assert Client(redis_connection).status(batch).total == 2
     with pytest.raises(batchkv_producer.ServerError, match="cannot be reached"):
         connect("redis://127.0.0.1:1/0")
-
-
-def test_the_readmes_python_runs_as_it_stands(
-    home: Home, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its lines, on an embedded server that they start, print one answer for each row."""
-    (code,) = re.findall(
-        r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text("utf-8"), re.S
-    )
-    assert len(code.strip().splitlines()) <= 10
-    connect()  # so that the worker has a server
-    environ = {**os.environ, "BATCHKV_REDIS_URL": home.url}
-    command = [sys.executable, str(FAKE_WORKER), "--model", "demo", "--name", "w"]
-    worker = subprocess.Popen(command, env=environ)
-    try:
-        exec(compile(code, "README.md", "exec"), {})
-    finally:
-        worker.terminate()
-        worker.wait(30)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 20 and lines[3] == "q3 ok answer to 3 plus 3 is"

@@ -1,0 +1,125 @@
+"""A reader's machine: an empty home, the commands on PATH, and one shell for each page.
+
+``git clone`` and ``make`` are small scripts here: the first links this repository, the second runs
+what the Makefile's target does, without installing anything. The model that the pages download is
+a folder of that name, with the demo model's files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from docs.pages import REPOSITORY, Block
+
+MODEL = "mlx-community/Qwen3-4B-4bit"
+DEMO = REPOSITORY / "worker" / "batchkv_worker" / "demo" / "model"
+LIMIT_SECONDS = 120
+GIT = """#!/bin/sh
+[ "$1 $2" = "clone REPOSITORY" ] && mkdir -p "$3" && ln -s "$REPOSITORY"/* "$MODELS"/* "$3"
+"""
+MAKE = """#!/bin/sh
+[ "$1" = demo ] && exec sh tools/demo.sh "$(command -v batchkv)"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What a block printed, and how it ended."""
+
+    block: Block
+    code: int
+    output: str
+    errors: str
+
+    def check(self) -> None:
+        """AssertionError unless it ended well and printed at its end what the page says."""
+        assert self.code == 0, f"{self.block.place}: exit code {self.code}: {self.errors}"
+        if self.block.expected:
+            wanted = pattern(self.block.expected)
+            assert wanted.search(self.output), f"{self.block.place} prints:\n{self.output}"
+
+
+def pattern(expected: str) -> re.Pattern[str]:
+    """What a text block stands for: ``...`` is any text, alone on a line it is any lines."""
+    lines = [".*?" if line == "..." else _line(line) for line in expected.splitlines()]
+    text = r"\n".join(lines)
+    return re.compile(rf"(?:^|\n){text}\s*\Z", re.DOTALL)
+
+
+def _line(line: str) -> str:
+    return r"[^\n]*".join(re.escape(part) for part in line.split("..."))
+
+
+class Machine:
+    """The home of a reader, whose embedded server lives until ``stop``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home = folder
+        self._commands = folder / "bin"
+        self._commands.mkdir(parents=True)
+        for name, text in (("git", GIT), ("make", MAKE)):
+            (self._commands / name).write_text(text)
+            (self._commands / name).chmod(0o755)
+        models = folder / "models"
+        shutil.copytree(DEMO, models / MODEL)
+        state = folder / ".batchkv"
+        state.mkdir(mode=0o700)
+        self.url = f"unix://{state}/redis.sock"
+        (state / "queue.url").write_text(self.url)
+        (state / "queue.url").chmod(0o600)
+        self.environment = {
+            "HOME": str(folder),
+            "LANG": "C.UTF-8",
+            "PATH": f"{self._commands}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "REPOSITORY": str(REPOSITORY),
+            "MODELS": str(models),
+            "EXAMPLES": str(REPOSITORY / "producer" / "examples"),
+        }
+        if threads := os.environ.get("OPENBLAS_NUM_THREADS"):
+            self.environment["OPENBLAS_NUM_THREADS"] = threads
+
+    def read(self, blocks: Sequence[Block]) -> list[Ran]:
+        """Run the blocks of one page in order, in one shell, in a folder of their own."""
+        folder = self.home / blocks[0].page.stem
+        folder.mkdir()
+        script = folder / "page.sh"
+        script.write_text(_script(blocks))
+        subprocess.run(
+            ["bash", script],
+            cwd=folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            timeout=LIMIT_SECONDS,
+        )
+        return [_ran(folder, number, block) for number, block in enumerate(blocks)]
+
+    def stop(self) -> None:
+        """End the server."""
+        command = [Path(sys.executable).parent / "batchkv", "server", "stop"]
+        subprocess.run(command, env=self.environment, capture_output=True, timeout=LIMIT_SECONDS)
+
+
+def _script(blocks: Sequence[Block]) -> str:
+    """Each block writes N.out, N.err and, when it has ended, N.code, in the page's folder."""
+    lines = ['folder=$PWD; trap "kill \\$(jobs -p) 2>/dev/null; wait" EXIT; set -e']
+    for number, block in enumerate(blocks):
+        place = f'"$folder"/{number}'
+        first, _, last = block.text.rstrip("\n").rpartition("\n")
+        text = f"{first}\n{last} &" if block.note == "background" else block.text
+        lines += ["{", text, f"}} >{place}.out 2>{place}.err", f"echo $? >{place}.code"]
+    return "\n".join(lines) + "\n"
+
+
+def _ran(folder: Path, number: int, block: Block) -> Ran:
+    def text(kind: str) -> str:
+        file = folder / f"{number}.{kind}"
+        return file.read_text("utf-8") if file.exists() else ""
+
+    return Ran(block, int(text("code") or 1), text("out"), text("err"))
