@@ -7,6 +7,8 @@ which at worst replaces a block by an equal one.
 
 S3 has no size limit and no eviction: beyond ``max_bytes`` nothing is written. A lifecycle rule of
 the bucket, on age, is what makes room.
+
+Whatever the server answers, and however slowly, is a TierError at worst.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -29,14 +30,8 @@ except ModuleNotFoundError:  # an extra; whoever makes the tier is told
 from batchkv_cache_store.errors import TierError, TierMisconfigured
 from batchkv_cache_store.names import checked, is_block_name, is_name
 from batchkv_cache_store.seal import Buffer
-from batchkv_cache_store.tiers.base import (
-    Entry,
-    Put,
-    Tier,
-    TierStats,
-    bound,
-    size_of,
-)
+from batchkv_cache_store.tiers.base import Entry, Put, Tier, TierStats, bound, size_of
+from batchkv_cache_store.tiers.requests import Requests
 
 _T = TypeVar("_T")
 
@@ -44,6 +39,10 @@ MAX_REQUESTS = 16  # in flight at once
 RECOUNT_SECONDS = 3600.0
 CONNECT_TIMEOUT_SECONDS = 3.0
 READ_TIMEOUT_SECONDS = 10.0
+# Of whole answers, a body of many packets included. Nobody waits for what is written or counted.
+ASK_SECONDS = 60.0
+WRITE_SECONDS = 300.0
+COUNT_SECONDS = 300.0
 _ABSENT = {"NoSuchKey", "NotFound", "404"}
 _EMPTY = {"InvalidRange", "416"}
 _LOST_RACE = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
@@ -87,16 +86,14 @@ class ObjectsTier(Tier):
             ),
             **client_settings,
         )
-        self._requests = ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="batchkv-objects")
+        self._requests = Requests(MAX_REQUESTS, "batchkv-objects")
         self._lock = threading.Lock()
         self._counted_bytes = 0
         self._counted_at: float | None = None  # None: never
 
     def check(self) -> None:
-        """Count what is there: the bucket answers, and may be listed."""
-        stats = self._count()
-        with self._lock:
-            self._counted_bytes, self._counted_at = stats.num_bytes or 0, time.monotonic()
+        """See that the bucket answers and may be listed."""
+        next(self._pages(), None)
 
     def contains_many(self, names: Sequence[str]) -> dict[str, int]:
         return self._for_each(names, self._size)
@@ -111,73 +108,78 @@ class ObjectsTier(Tier):
 
     def iter_names(self) -> Iterator[Entry]:
         """Asks for a thousand objects at a time."""
-        for item in self._listing():
-            name = item["Key"].removeprefix(self._prefix)
-            if is_name(name):
-                yield Entry(name, item["Size"])
+        for page in self._pages():
+            for name, num_bytes in page:
+                if is_name(name):
+                    yield Entry(name, num_bytes)
 
     def put(self, name: str, buffers: Sequence[Buffer]) -> Put:
         key = self._key(name)
-        if self._size(name) is not None:
+        if self._for_each([name], self._size):
             return Put.PRESENT
         num_bytes = size_of(buffers)
         if not self._reserve(num_bytes):
             return Put.FULL
         is_stored = False
         try:
-            with _s3_errors():
-                is_stored = self._put_if_absent(key, b"".join(buffers))
+            body = b"".join(buffers)
+            is_stored = self._ask(lambda: self._put_if_absent(key, body), WRITE_SECONDS)
         finally:
             if not is_stored:
                 self._add(-num_bytes)
         return Put.STORED if is_stored else Put.PRESENT
 
     def delete(self, name: str) -> None:
-        num_bytes = self._size(name)
-        if num_bytes is not None:
-            with _s3_errors():
-                self._client.delete_object(Bucket=self._bucket, Key=self._key(name))
-            self._add(-num_bytes)
+        self.delete_many([name])
 
     def delete_many(self, names: Sequence[str]) -> None:
-        checked_names = [checked(name) for name in names]
-        for _ in self._requests.map(self.delete, checked_names):
-            pass
+        for num_bytes in self._for_each(names, self._delete).values():
+            self._add(-num_bytes)
 
     def stats(self) -> TierStats:
         """Lists the bucket: a request for each thousand objects."""
         return self._count()
 
     def close(self) -> None:
-        self._requests.shutdown(cancel_futures=True)
+        self._requests.close()
         self._client.close()
 
     def _key(self, name: str) -> str:
         return self._prefix + checked(name)
 
+    def _ask(self, request: Callable[[], _T], limit_seconds: float | None = None) -> _T:
+        with _s3_errors():
+            return self._requests.run(request, limit_seconds or ASK_SECONDS)
+
     def _for_each(self, names: Sequence[str], request: Callable[[str], _T | None]) -> dict[str, _T]:
         for name in names:
             checked(name)
-        answers = list(self._requests.map(request, names))
+        with _s3_errors():
+            answers = self._requests.map(request, names, ASK_SECONDS)
         pairs = zip(names, answers, strict=True)
         return {name: answer for name, answer in pairs if answer is not None}
 
     def _size(self, name: str) -> int | None:
-        with _s3_errors(), _absent_is_none():
+        with _absent_is_none():
             answer = self._client.head_object(Bucket=self._bucket, Key=self._key(name))
             return int(answer["ContentLength"])
         return None
 
+    def _delete(self, name: str) -> int | None:
+        """Bytes that were there."""
+        num_bytes = self._size(name)
+        if num_bytes is not None:
+            self._client.delete_object(Bucket=self._bucket, Key=self._key(name))
+        return num_bytes
+
     def _get(self, name: str, num_bytes: int) -> bytes | None:
-        with _s3_errors(), _absent_is_none():
+        with _absent_is_none():
             answer = self._client.get_object(Bucket=self._bucket, Key=self._key(name))
-            with answer["Body"] as body:
-                content: bytes = body.read(num_bytes)
-                return content
+            return _read(answer, num_bytes)
         return None
 
     def _get_head(self, name: str, num_bytes: int) -> bytes | None:
-        with _s3_errors(), _absent_is_none():
+        with _absent_is_none():
             try:
                 answer = self._client.get_object(
                     Bucket=self._bucket, Key=self._key(name), Range=f"bytes=0-{num_bytes - 1}"
@@ -186,9 +188,7 @@ class ObjectsTier(Tier):
                 if _code(fault) in _EMPTY:
                     return b""
                 raise
-            with answer["Body"] as body:
-                head: bytes = body.read(num_bytes)  # a server may answer with the whole
-                return head
+            return _read(answer, num_bytes)  # a server may answer with the whole
         return None
 
     def _put_if_absent(self, key: str, body: bytes) -> bool:
@@ -205,7 +205,9 @@ class ObjectsTier(Tier):
 
     def _reserve(self, num_bytes: int) -> bool:
         if self._counted_at is None or time.monotonic() - self._counted_at > RECOUNT_SECONDS:
-            self.check()
+            stats = self._count()
+            with self._lock:
+                self._counted_bytes, self._counted_at = stats.num_bytes or 0, time.monotonic()
         with self._lock:
             if self._counted_bytes + num_bytes > self.max_bytes:
                 return False
@@ -217,19 +219,46 @@ class ObjectsTier(Tier):
             self._counted_bytes = max(0, self._counted_bytes + num_bytes)
 
     def _count(self) -> TierStats:
+        deadline = time.monotonic() + COUNT_SECONDS
         num_blocks = num_bytes = num_foreign = 0
-        for item in self._listing():
-            name = item["Key"].removeprefix(self._prefix)
-            num_bytes += item["Size"]
-            num_blocks += is_block_name(name)
-            num_foreign += not is_name(name)
+        for page in self._pages():
+            for name, size in page:
+                num_bytes += size
+                num_blocks += is_block_name(name)
+                num_foreign += not is_name(name)
+            if time.monotonic() > deadline:
+                raise TierError(
+                    f"the cache's bucket: its objects cannot be counted in {COUNT_SECONDS:g} s"
+                )
         return TierStats(num_blocks, num_bytes, self.max_bytes, num_foreign=num_foreign)
 
-    def _listing(self) -> Iterator[dict[str, Any]]:
-        pages = self._client.get_paginator("list_objects_v2")
-        with _s3_errors():
-            for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix):
-                yield from page.get("Contents", ())
+    def _pages(self) -> Iterator[list[tuple[str, int]]]:
+        """Names, without the prefix, and sizes of what is there: a request for each thousand."""
+        listing = self._client.get_paginator("list_objects_v2")
+        pages = iter(listing.paginate(Bucket=self._bucket, Prefix=self._prefix))
+
+        def ask() -> list[tuple[str, int]] | None:
+            page = next(pages, None)
+            if page is None:
+                return None
+            found = page.get("Contents", ())
+            return [(item["Key"].removeprefix(self._prefix), int(item["Size"])) for item in found]
+
+        while (page := self._ask(ask)) is not None:
+            yield page
+
+
+def _read(answer: dict[str, Any], num_bytes: int) -> bytes:
+    """The first bytes of an object, all of them if it has no more.
+
+    A body that ends before its time is trouble of the network: taken for a damaged block, the block
+    would be deleted.
+    """
+    with answer["Body"] as body:
+        content: bytes = body.read(num_bytes)
+    if len(content) < min(num_bytes, answer["ContentLength"]):
+        raise OSError(f"an answer was cut after {len(content)} bytes")
+    return content
 
 
 def _code(fault: ClientError) -> str:
@@ -253,5 +282,8 @@ def _s3_errors() -> Iterator[None]:
     except ClientError as fault:
         kind: Any = TierMisconfigured if _code(fault) in _REFUSED else TierError
         raise kind(f"the cache's bucket: {fault}") from fault
-    except (BotoCoreError, HTTPClientError, OSError) as fault:
+    except (BotoCoreError, HTTPClientError, OSError, TierError) as fault:
         raise TierError(f"the cache's bucket: {fault}") from fault
+    except Exception as fault:  # boto3 raises anything at an answer that is not S3's
+        problem = f"its answer cannot be read ({type(fault).__name__}: {fault})"
+        raise TierError(f"the cache's bucket: {problem[:300]}") from fault
