@@ -179,6 +179,9 @@ class Client:
 
         ``order="finish"`` starts at index ``after`` of the finish order. ``follow`` goes on until
         the batch is done; with ``order="input"`` it waits for each line in turn.
+
+        A batch that goes meanwhile, because it expires or is forgotten, raises NotFoundError in the
+        place of the rows that were not read.
         """
         full_id = self._find(batch_id)
 
@@ -186,10 +189,12 @@ class Client:
             return self._tender.look(batch)
 
         if order == "input":
-            return stored.in_input_order(self._connection, full_id, follow=follow, look=look)
-        return stored.in_finish_order(
-            self._connection, full_id, follow=follow, after=after, look=look
-        )
+            rows = stored.in_input_order(self._connection, full_id, follow=follow, look=look)
+        else:
+            rows = stored.in_finish_order(
+                self._connection, full_id, follow=follow, after=after, look=look
+            )
+        return stored.none_missing(self._connection, full_id, rows)
 
     def wait(
         self,

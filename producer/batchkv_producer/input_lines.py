@@ -14,7 +14,7 @@ from batchkv_producer.body import ENDPOINTS
 from batchkv_producer.intervention import PAGE_ROWS, could_run
 from batchkv_producer.job import Request
 from batchkv_producer.status import BatchStatus
-from batchkv_producer.stored import in_input_order
+from batchkv_producer.stored import in_input_order, none_missing
 from batchkv_producer.tending import jobs_in
 
 _URLS = {endpoint: url for url, endpoint in ENDPOINTS.items()}
@@ -37,7 +37,7 @@ def failed_lines(
     Rows for which there is none are counted in ``lacking``.
     """
     wanted = ("failed", "canceled") if canceled else ("failed",)
-    rows = in_input_order(connection, status.batch_id)
+    rows = none_missing(connection, status.batch_id, in_input_order(connection, status.batch_id))
     failed = (row for row in rows if row.result.outcome in wanted)
     while page := list(islice(failed, PAGE_ROWS)):
         lines = [row.line for row in page if could_run(row.result)]

@@ -138,23 +138,26 @@ class ResultsFile:
     def replace(self, rows: Iterable[tuple[int, str, bool]]) -> int:
         """Write both files anew, in this order: (line, text, whether it failed); how many rows.
 
-        A row that is queued again keeps its line in the errors file.
+        A row that is queued again keeps its line in the errors file. An answer that the server
+        has lost since (it was restored from a copy) stays, at the end.
         """
         seen = LineSet()
         with beside(self.path) as answers, beside(errors_path(self.path)) as errors:
             for line, text, is_failed in rows:
                 (errors if is_failed else answers).write(encoded(text))
                 seen.add(line)
-            for line, row in self._errors.rows(self.batch_id):
-                if line not in seen:
-                    errors.write(row)
+            num_rows = len(seen)
+            for kept, fresh in ((self._answers, answers), (self._errors, errors)):
+                for line, row in kept.rows(self.batch_id):
+                    if seen.add(line):
+                        fresh.write(row)
             errors.flush()  # a full disk is to be known before the first file is in its place
             answers.put_in_place_of(self.path)
             errors.put_in_place_of(errors_path(self.path))
         self._answers.adopt(answers)
         self._errors.adopt(errors)
         self.refresh(None)
-        return len(seen)
+        return num_rows
 
     def _read_answers(self) -> LineSet:
         """Note the rows of OUT; those among them that have failed."""

@@ -164,6 +164,15 @@ def read_batch(connection: Redis, batch_id: str) -> BatchStatus:
     return found[0]
 
 
+def check_there(connection: Redis, batch_id: str) -> None:
+    """Raise NotFoundError when a batch, by its full id, is gone or about to go."""
+    digest, forgotten = connection.hmget(redis_keys.batch(batch_id), "digest", "forgotten")
+    if forgotten is not None:
+        raise being_forgotten(batch_id)
+    if digest is None:
+        raise gone(connection, batch_id)
+
+
 def being_forgotten(batch_id: str) -> NotFoundError:
     """What to raise for a batch that is on its way out."""
     return NotFoundError(f"batch {batch_id} is being forgotten (`batchkv forget`)")

@@ -13,7 +13,7 @@ from batchkv_producer.bounded import Reader
 from batchkv_producer.errors import WireError
 from batchkv_producer.job import Result, decode_result
 from batchkv_producer.patience import Pace, patiently
-from batchkv_producer.status import BatchStatus, read_batch
+from batchkv_producer.status import BatchStatus, check_there, read_batch
 
 PAGE_ROWS = 200
 MAX_BIT_LINE = 2**30  # 128 MiB of bits
@@ -95,6 +95,14 @@ def in_input_order(
         else:
             pace.reset()
         line = until
+
+
+def none_missing(
+    connection: Redis, batch_id: str, rows: Iterator[StoredRow]
+) -> Iterator[StoredRow]:
+    """These rows of a batch; NotFoundError after them if it has gone since, and some with it."""
+    yield from rows
+    patiently(partial(check_there, connection, batch_id))
 
 
 class _LineSet:

@@ -298,6 +298,25 @@ def test_a_retried_row_comes_once(desk: Desk) -> None:
     assert [row.result.outcome for row in rows if row.line == 2] == ["ok"]
 
 
+@pytest.mark.parametrize("order", ["finish", "input"])
+@pytest.mark.parametrize("has_expired", [False, True])
+def test_a_batch_that_goes_meanwhile_is_no_short_one(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, order: str, has_expired: bool
+) -> None:
+    """Results that are forgotten, or expire, while they are read end with an error, not early."""
+    monkeypatch.setattr(stored, "PAGE_ROWS", 2)
+    desk.run()
+    results = desk.client.results(desk.batch, order=order)  # type: ignore[arg-type]
+    next(results)
+    if has_expired:
+        names = (redis_keys.batch, redis_keys.results, redis_keys.done)
+        desk.connection.delete(*(name(desk.batch) for name in names))
+    else:
+        desk.client.forget(desk.batch)
+    with pytest.raises(NotFoundError, match="no longer kept" if has_expired else "no batch"):
+        list(results)
+
+
 def test_following_to_the_end(desk: Desk) -> None:
     """``follow`` gives rows as they end and stops with the batch."""
     results = desk.client.results(desk.batch, follow=True)

@@ -318,6 +318,15 @@ def test_files_in_the_order_of_the_input(out: Path) -> None:
     assert outfile.errors_path(out).read_text("utf-8").splitlines() == [bad(2), bad(5)]
 
 
+def test_answers_that_the_server_lost_stay(out: Path) -> None:
+    """Written anew in order, OUT keeps an answer that a server from an older copy has no more."""
+    write(out, [(3, ok(3)), (1, ok(1))])
+    with open_results(out, BATCH) as target:
+        assert target.replace(iter([(1, ok(1), False)])) == 1
+        assert target.num_ok == 2
+    assert ids(out) == [f"{BATCH}-1", f"{BATCH}-3"]
+
+
 def test_lines_formatted_by_another_tool_are_known(out: Path) -> None:
     """A line that another program wrote anew (spaces, order of keys) still has its id."""
     value = {"error": None, "custom_id": "c1", "id": f"{BATCH}-1", "response": {}}
