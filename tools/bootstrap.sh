@@ -23,6 +23,11 @@ fi
 # A variable of the caller's Python must not reach into the new environment.
 unset PYTHONPATH PYTHONHOME || true
 export PIP_USER=0
+# Some Pythons take macOS 26 for "16.0" unless told not to, and pip and uv then choose a build of
+# MLX that leaves out the kernels of the newest chips.
+if [ "$(uname -s)" = Darwin ]; then
+    export SYSTEM_VERSION_COMPAT=0
+fi
 # uv trusts its own list of authorities unless told to use the machine's, as pip does: behind a
 # company's proxy only the machine's will do. (Older versions know it by the second name.)
 export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}" UV_NATIVE_TLS="${UV_NATIVE_TLS:-true}"
@@ -50,11 +55,15 @@ print(sys.executable)
 }
 
 no_python() {
+    echo 'batchkv needs Python 3.11 or newer with venv, or uv, on PATH. One of these brings it:' >&2
+    echo '    uv, which fetches a Python:  curl -LsSf https://astral.sh/uv/install.sh | sh' >&2
     case $(uname -s) in
-        Darwin) how='brew install python@3.13' ;;
-        *) how='on Debian or Ubuntu: apt install python3 python3-venv' ;;
+        Darwin)
+            echo '    Python from https://www.python.org/downloads/' >&2
+            echo '    with Homebrew:  brew install python@3.13' >&2
+            ;;
+        *) echo '    on Debian or Ubuntu:  apt install python3 python3-venv' >&2 ;;
     esac
-    echo "batchkv needs Python 3.11 or newer with venv ($how), or uv, on PATH." >&2
     exit 1
 }
 

@@ -82,8 +82,9 @@ class Machine:
             "MODELS": str(models),
             "EXAMPLES": str(REPOSITORY / "producer" / "examples"),
         }
-        if threads := os.environ.get("OPENBLAS_NUM_THREADS"):
-            self.environment["OPENBLAS_NUM_THREADS"] = threads
+        for name in ("OPENBLAS_NUM_THREADS", "PYTHONPATH"):  # of the tests' own processes
+            if name in os.environ:
+                self.environment[name] = os.environ[name]
 
     def read(self, blocks: Sequence[Block]) -> list[Ran]:
         """Run the blocks of one page in order, in one shell, in a folder of their own."""
