@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -18,6 +19,7 @@ from redis import Redis
 from batchkv_producer import (
     forgetting,
     intervention,
+    listing,
     one_job,
     redis_keys,
     restoring,
@@ -124,13 +126,22 @@ class Client:
         found = status.find_batch(self._connection, batch_id, or_forgotten=True)
         return self._tender.look(found)
 
-    def list_batches(self) -> list[BatchStatus]:
-        """All batches of the server, newest first."""
-        raw_ids: Any = self._connection.zrevrange(redis_keys.BATCHES, 0, -1)
-        found = status.read_batches(
-            self._connection, [raw.decode("utf-8", "replace") for raw in raw_ids]
-        )
-        return self._tender.look_at_all(found)
+    def list_batches(self, limit: int | None = None) -> list[BatchStatus]:
+        """The batches of the server, newest first: all, or the first ``limit`` of them."""
+        return list(itertools.islice(self.each_batch(), limit))
+
+    def each_batch(self) -> Iterator[BatchStatus]:
+        """All batches of the server, newest first, one by one: in bounded memory."""
+        for page in listing.newest_first(self._connection):
+            yield from self._tender.look_at_all(page)
+
+    def count_batches(self) -> int:
+        """How many batches the server has."""
+        return listing.count_batches(self._connection)
+
+    def open_batches(self, queues: Collection[str]) -> list[BatchStatus]:
+        """The batches of these queues that are not done, newest first, as they stand."""
+        return listing.open_batches(self._connection, queues)
 
     def workers(self) -> list[WorkerInfo]:
         """All live workers."""

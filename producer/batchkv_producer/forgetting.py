@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -71,7 +71,7 @@ def go_on(connection: Redis, batch_id: str, queue: str, until: float = math.inf)
 
 
 def choose(
-    batches: Sequence[BatchStatus],
+    batches: Iterable[BatchStatus],
     *,
     older_than_seconds: float = 0.0,
     model: str | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from batchkv_producer import redis_keys
 
+PAGE_BATCHES = 1000
 MAX_MEASURED = 20  # batches, those of most rows
 SAMPLED_JOBS = 8  # of each batch
 SAMPLED_FIELDS = 20  # of each batch's results
@@ -59,18 +61,24 @@ def read_room(connection: Redis) -> Room | None:
 
 def largest(connection: Redis, count: int = 3) -> tuple[Held, ...]:
     """The batches that hold most memory, measured on samples; none if that may not be asked."""
-    raw_ids: Any = connection.zrange(redis_keys.BATCHES, 0, -1)
-    ids = [raw.decode("utf-8", "replace") for raw in raw_ids]
-    with connection.pipeline(transaction=False) as pipeline:
-        for batch_id in ids:
-            pipeline.hmget(redis_keys.batch(batch_id), "total", "last_line")
-        totals = [_whole(last or total or b"0") for total, last in pipeline.execute()]
-    most = sorted(zip(totals, ids, strict=True), reverse=True)[:MAX_MEASURED]
+    most = heapq.nlargest(MAX_MEASURED, _totals(connection))
     try:
         found = [Held(batch_id, _measured(connection, batch_id, n)) for n, batch_id in most if n]
     except ResponseError:  # an ACL without MEMORY USAGE
         return ()
     return tuple(sorted(found, key=lambda held: -held.num_bytes)[:count])
+
+
+def _totals(connection: Redis) -> Iterator[tuple[int, str]]:
+    """How many rows each batch of the server has, and its id."""
+    raw_ids: Any = connection.zrange(redis_keys.BATCHES, 0, -1)
+    for start in range(0, len(raw_ids), PAGE_BATCHES):
+        ids = [raw.decode("utf-8", "replace") for raw in raw_ids[start : start + PAGE_BATCHES]]
+        with connection.pipeline(transaction=False) as pipeline:
+            for batch_id in ids:
+                pipeline.hmget(redis_keys.batch(batch_id), "total", "last_line")
+            totals = [_whole(last or total or b"0") for total, last in pipeline.execute()]
+        yield from zip(totals, ids, strict=True)
 
 
 @contextmanager

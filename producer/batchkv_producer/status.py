@@ -189,10 +189,13 @@ def gone(connection: Redis, batch_id: str) -> NotFoundError:
     )
 
 
-def read_batches(connection: Redis, batch_ids: Sequence[str]) -> list[BatchStatus]:
-    """The status of several batches; those that are gone are left out.
+def read_batches(
+    connection: Redis, batch_ids: Sequence[str], *, workers: dict[str, int] | None = None
+) -> list[BatchStatus]:
+    """The status of several batches, read in one transaction; those that are gone are left out.
 
-    Of several, one that cannot be read is left out with a warning.
+    Of several, one that cannot be read is left out with a warning. ``workers`` keeps how many
+    serve each queue for who reads page after page.
     """
     with connection.pipeline(transaction=True) as pipeline:
         pipeline.time()
@@ -215,7 +218,9 @@ def read_batches(connection: Redis, batch_ids: Sequence[str]) -> list[BatchStatu
         if b"digest" in raw
     }
     queues = {values["queue"] for values in known.values() if "queue" in values}
-    num_workers = {queue: len(live_workers(connection, queue)) for queue in queues}
+    num_workers = {} if workers is None else workers
+    for queue in queues - num_workers.keys():
+        num_workers[queue] = len(live_workers(connection, queue))
     found = []
     for batch_id, values in known.items():
         num = num_workers.get(values.get("queue", ""), 0)

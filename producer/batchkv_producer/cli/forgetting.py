@@ -35,7 +35,7 @@ def forget(
     Queued rows are never run, and workers drop those that they have within a second. Files that
     results were written to stay. Of --older-than, --model and --all-done a batch must fit all that
     are given; without --all-done that includes batches that are not done. It works on a server that
-    is full. If it is interrupted, the next `batchkv list` or any worker goes on with it.
+    is full. If it is interrupted, the next `forget`, a look at it, or any worker goes on.
 
     \b
     Examples:
@@ -55,7 +55,7 @@ def forget(
             targets = {batch: there.get(batch) for batch in full}
         else:
             chosen = forgetting.choose(
-                client.list_batches(),
+                client.each_batch(),
                 older_than_seconds=older_than or 0,
                 model=model,
                 all_done=all_done,

@@ -10,6 +10,7 @@ from batchkv_producer.cli.outcome import say_canceled, say_failures
 from batchkv_producer.cli.shared import json_option, print_json, say, session, url_option
 from batchkv_producer.cli.showing import (
     batch_fields,
+    listed_fields,
     show_batch,
     show_job,
     show_list,
@@ -22,21 +23,38 @@ from batchkv_producer.cli.watching import shown, watch_option
 from batchkv_producer.client import BatchStatus
 from batchkv_producer.connection import refused_writes
 from batchkv_producer.delays import Delays
+from batchkv_producer.errors import UsageError
 from batchkv_producer.following import snapshot_of
 from batchkv_producer.progress import reporter
-from batchkv_producer.remaining import seconds_left
 from batchkv_producer.room import read_room
+
+SHOWN_BATCHES = 50
+
+limit_option = click.option(
+    "--limit",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help=f"The newest N batches; 0 is all.  [default: {SHOWN_BATCHES}; all with --json]",
+)
+
+
+def _limit(said: int | None) -> int | None:
+    return SHOWN_BATCHES if said is None else said or None
 
 
 @click.command()
 @click.argument("target", metavar="[ID]", required=False)
+@limit_option
 @watch_option
 @url_option
 @json_option
-def status(target: str | None, is_watching: bool, url: str | None, as_json: bool) -> None:
+def status(
+    target: str | None, limit: int | None, is_watching: bool, url: str | None, as_json: bool
+) -> None:
     """Tell how everything stands, or one batch, or one job.
 
-    --watch does so every 2 seconds: until the batch or job is done, or until Ctrl-C.
+    Without ID these are the newest 50 batches, all workers, and the server's memory. --watch does
+    so every 2 seconds: until the batch or job is done, or until Ctrl-C.
 
     \b
     Examples:
@@ -45,11 +63,15 @@ def status(target: str | None, is_watching: bool, url: str | None, as_json: bool
       batchkv status 3f2a9c51d07be684-17
       batchkv status 3f2a9c51d07be684 --json | jq .ok
     """
+    if target is not None and limit is not None:
+        raise UsageError("--limit is for the list of all batches: leave it or the id out")
     with session(url) as opened:
 
         def show() -> bool:
             if target is None:
-                show_overview(opened.client, read_room(opened.connection), as_json=as_json)
+                room = partial(read_room, opened.connection)
+                most = (limit or None) if as_json else _limit(limit)
+                show_overview(opened.client, room, most, as_json=as_json)
                 return False
             one = show_job if "-" in target else show_batch
             return one(opened.client, target, as_json=as_json)
@@ -58,11 +80,14 @@ def status(target: str | None, is_watching: bool, url: str | None, as_json: bool
 
 
 @click.command(name="list")
+@limit_option
 @watch_option
 @url_option
 @json_option
-def list_batches(is_watching: bool, url: str | None, as_json: bool) -> None:
-    """List all batches, the newest first; with --watch every 2 seconds, until Ctrl-C.
+def list_batches(limit: int | None, is_watching: bool, url: str | None, as_json: bool) -> None:
+    """List batches, the newest first; with --watch every 2 seconds, until Ctrl-C.
+
+    A table has the newest 50, unless --limit says otherwise; --json has all.
 
     \b
     Examples:
@@ -72,12 +97,11 @@ def list_batches(is_watching: bool, url: str | None, as_json: bool) -> None:
     with session(url) as opened:
 
         def show() -> bool:
-            batches = opened.client.list_batches()
-            left = seconds_left(batches, opened.client.workers())
+            client = opened.client
             if as_json:
-                print_json([batch_fields(batch, left) for batch in batches])
+                print_json(listed_fields(client, client.workers(), limit or None))
             else:
-                show_list(batches, left)
+                show_list(client, _limit(limit))
             return False
 
         shown(show, is_watching=is_watching, as_json=as_json)

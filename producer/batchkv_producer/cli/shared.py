@@ -116,9 +116,30 @@ def say(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Dataclasses, lists and dicts of them as indented JSON."""
-    plain = json.dumps(value, ensure_ascii=True, indent=2, default=_plain)
-    click.echo(plain)
+    """Dataclasses, lists and dicts of them as indented JSON.
+
+    What an iterator yields is a list, and is written as it comes.
+    """
+    _print_part(value, "")
+    click.echo("")
+
+
+def _print_part(value: Any, margin: str) -> None:
+    inner = f"{margin}  "
+    if isinstance(value, dict) and any(isinstance(each, Iterator) for each in value.values()):
+        opening, closing, parts = "{", "}", ((f"{json.dumps(k)}: ", v) for k, v in value.items())
+    elif isinstance(value, Iterator):
+        opening, closing, parts = "[", "]", (("", each) for each in value)
+    else:
+        text = json.dumps(value, ensure_ascii=True, indent=2, default=_plain)
+        click.echo(text.replace("\n", f"\n{margin}"), nl=False)
+        return
+    click.echo(opening, nl=False)
+    count = 0
+    for count, (name, each) in enumerate(parts, 1):
+        click.echo(f"{',' if count > 1 else ''}\n{inner}{name}", nl=False)
+        _print_part(each, inner)
+    click.echo(f"\n{margin}{closing}" if count else closing, nl=False)
 
 
 def _plain(value: Any) -> Any:

@@ -36,15 +36,19 @@ MAX_BAD_ROWS_SKIPPED = 200  # to find the first row that was really run
 Left = Mapping[str, float]  # batch id -> seconds until it is done
 
 
-def show_overview(client: Client, room: Room | None, *, as_json: bool) -> None:
-    """Everything: all batches, all workers, the server's memory."""
-    batches, found = client.list_batches(), client.workers()
-    left = seconds_left(batches, found)
+def show_overview(
+    client: Client, read_room: Callable[[], Room | None], limit: int | None, *, as_json: bool
+) -> None:
+    """The newest batches, all workers, the server's memory."""
+    found = client.workers()
     if as_json:
-        fields = [batch_fields(batch, left) for batch in batches]
-        print_json({"batches": fields, "workers": worker_dicts(found), "server": room})
+        listed = listed_fields(client, found, limit)
+        print_json({"batches": listed, "workers": worker_dicts(found), "server": read_room()})
         return
+    batches, num_older = newest(client, limit)
+    left, room = _times_left(client, batches, found), read_room()
     click.echo("\n".join(table_lines(_overview_columns(batches, left))))
+    _tell_older(num_older)
     click.echo("")
     show_workers(found)
     for batch in batches:
@@ -73,8 +77,10 @@ def _overview_columns(batches: Sequence[BatchStatus], left: Left) -> list[Column
     ]
 
 
-def show_list(batches: Sequence[BatchStatus], left: Left) -> None:
+def show_list(client: Client, limit: int | None) -> None:
     """One line a batch, with its name and what was asked for."""
+    batches, num_older = newest(client, limit)
+    left = _times_left(client, batches, client.workers())
     columns = [
         Column("BATCH", [b.batch_id for b in batches]),
         Column("CREATED", [_short_moment(b.created) for b in batches], drop=3),
@@ -90,6 +96,37 @@ def show_list(batches: Sequence[BatchStatus], left: Left) -> None:
         Column("NAME", [b.name for b in batches], shorten_middle, drop=4),
     ]  # fmt: skip
     click.echo("\n".join(table_lines(columns)))
+    _tell_older(num_older)
+
+
+def newest(client: Client, limit: int | None) -> tuple[list[BatchStatus], int]:
+    """The newest batches, and how many older ones there are."""
+    found = client.list_batches(limit)
+    is_cut = limit is not None and len(found) == limit
+    return found, max(0, client.count_batches() - len(found)) if is_cut else 0
+
+
+def _tell_older(count: int) -> None:
+    if count:
+        noun = "1 older batch is" if count == 1 else f"{count:,} older batches are"
+        click.echo(f"{noun} not shown: --limit N shows the newest N, --limit 0 all")
+
+
+def _times_left(client: Client, shown: Sequence[BatchStatus], found: Sequence[WorkerInfo]) -> Left:
+    """How long each takes, where that can be told. Batches that are not shown run before some."""
+    at_work = {queue for worker in found if worker.tokens_per_second for queue in worker.queues}
+    queues = at_work & {batch.queue for batch in shown if not batch.is_done}
+    return seconds_left(client.open_batches(queues), found) if queues else {}
+
+
+def listed_fields(
+    client: Client, found: Sequence[WorkerInfo], limit: int | None
+) -> Iterator[dict[str, Any]]:
+    """The newest batches for ``--json``, one by one."""
+    at_work = {queue for worker in found if worker.tokens_per_second for queue in worker.queues}
+    left = seconds_left(client.open_batches(at_work), found) if at_work else {}
+    for batch in itertools.islice(client.each_batch(), limit):
+        yield batch_fields(batch, left)
 
 
 def show_batch(client: Client, batch_id: str, *, as_json: bool) -> bool:
@@ -98,8 +135,7 @@ def show_batch(client: Client, batch_id: str, *, as_json: bool) -> bool:
     rate = tokens_per_second(client, batch)
     here = [worker for worker in found if batch.queue in worker.queues]
     serving, misfit = [worker.name for worker in here], find_misfit(batch, here)
-    others = [batch] if batch.is_done else client.list_batches()
-    left = seconds_left(others, found)
+    left = _times_left(client, [batch], found)
     if as_json:
         fields = batch_fields(batch, left)
         more = {"workers": serving, "waits_for": misfit.note if misfit else None}
