@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from redis.commands.core import Script
 
 _PRELUDES: dict[str, tuple[str, ...]]  # what stands before a script
-_PRELUDES = dict.fromkeys(("retry", "mend", "forget", "sweep", "restore"), ("common",))
+_PRELUDES = dict.fromkeys(("retry", "mend", "forget", "sweep", "restore", "recount"), ("common",))
 _PRELUDES |= dict.fromkeys(("give_back", "reap"), ("common", "suspects"))
 _PRELUDES |= dict.fromkeys(("submit", "settle", "copy", "follow"), ("common", "twins"))
 _PRELUDES |= {"pull": ("maker", "suspects"), "finish": ("common", "twins", "maker")}

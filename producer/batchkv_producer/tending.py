@@ -2,12 +2,12 @@
 
 Workers do it in their maintenance, the client whenever it looks at a batch: a batch ends although
 no worker is alive, and although other tools deleted or moved its jobs. Every change is a move of
-``transitions`` with its guard, so that it does not matter who looks, or how many at once.
+``transitions`` with its guard, so that it does not matter who looks, or how many at once. What may
+take long is done in steps of one page of rows: a worker renews its leases in between.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -23,6 +23,7 @@ from batchkv_producer.forgetting import go_on
 from batchkv_producer.formats import default_custom_id
 from batchkv_producer.job import Outcome, Request, Result, decode_job, encode_result
 from batchkv_producer.queue_state import QueueState, read_queue
+from batchkv_producer.recount import needs_recount, recount
 from batchkv_producer.row_facts import custom_ids, rows_among
 from batchkv_producer.status import BatchStatus, being_forgotten, read_batch
 from batchkv_producer.terms import moment_text
@@ -30,6 +31,7 @@ from batchkv_producer.transitions import FAILURE_TTL_SECONDS, Transitions
 
 PAGE_ROWS = 500
 FORGET_SECONDS = 2.0  # of a look, for a batch that somebody began to forget
+FORGET_STEP_SECONDS = 0.3
 REST_SECONDS = 5.0  # between two times that one process goes through the lines of a batch
 
 _NOT_STARTED = (b"queued", b"deferred")
@@ -39,17 +41,11 @@ _CANCELED = (ErrorCode.CANCELED, "canceled with one of RQ's own tools")
 
 
 class Tender:
-    """Looks at batches and does what is to be done; one for each process.
+    """Looks at batches and does what is to be done; one for each process."""
 
-    Ending many overdue rows takes a while: ``patience_seconds`` bounds each look, and the next one
-    goes on.
-    """
-
-    def __init__(self, connection: Redis, patience_seconds: float = math.inf) -> None:
+    def __init__(self, connection: Redis) -> None:
         self._connection = connection
-        self._patience = patience_seconds
-        self._next_lines: dict[str, int] = {}
-        self._looked: dict[str, tuple[float, tuple[int, int, int]]] = {}
+        self._looked: dict[str, tuple[float, tuple[int, ...]]] = {}
 
     def look(self, batch_id: str) -> BatchStatus:
         """The status of a batch by its full id, after what was to be done."""
@@ -67,59 +63,73 @@ class Tender:
         return found
 
     def tend(self, status: BatchStatus) -> BatchStatus:
-        """Do what this status asks for; the status afterwards.
+        """Do what this status asks for; the status afterwards."""
+        return self._after(status) if sum(self.steps(status)) else status
+
+    def steps(self, status: BatchStatus) -> Iterator[int]:
+        """Do what this status asks for, some hundred rows at a time; how many were changed each
+        time.
 
         A server that takes no writes (from us) is only read.
         """
-        try:
-            is_changed = self._tend(status)
-        except ResponseError:
-            return status
-        return self._after(status) if is_changed else status
+        with suppress(ResponseError):
+            yield from self._steps(status)
 
-    def _tend(self, status: BatchStatus) -> bool:
-        """Whether anything was done."""
+    def _steps(self, status: BatchStatus) -> Iterator[int]:
         connection = self._connection
         if status.is_forgotten:
-            until = time.monotonic() + min(self._patience, FORGET_SECONDS)
-            return go_on(connection, status.batch_id, status.queue, until)
-        if status.is_done:
-            return self._is_rested(status) and align_jobs(connection, status)
+            yield from _forget(connection, status)
+            return
+        if needs_recount(status) and self._is_rested(status, "counts"):
+            yield from recount(connection, status)
+        if status.is_done and status.num_results >= status.total:
+            if _is_to_align(status) and self._is_rested(status):
+                yield from align_jobs(connection, status)
+            return
+        yield from self._look_after_open(status)
+
+    def _look_after_open(self, status: BatchStatus) -> Iterator[int]:
+        connection = self._connection
         state = read_queue(connection, status.queue)
         if state.has_due:
-            Transitions(connection).copy(status.queue)
+            for num_leaders in Transitions(connection).copies(status.queue):
+                yield 1 + num_leaders
         is_stranded = _is_stranded(status, state)
         if not (status.is_overdue or is_stranded) or not self._is_rested(status):
-            return state.has_due
-        num_done = self._expire(status) if status.is_overdue else 0
+            return
+        num_done = 0
+        if status.is_overdue:
+            for num_rows in expire_rows(connection, status):
+                num_done += num_rows
+                yield num_rows
         if is_stranded:
-            again = read_batch(connection, status.batch_id)
+            again = self._after(status)
             if num_done or (again.num_ended, again.running) == (status.num_ended, status.running):
-                num_done += mend_rows(connection, again)
-        return state.has_due or num_done > 0
-
-    def _expire(self, status: BatchStatus) -> int:
-        until = time.monotonic() + self._patience
-        first = self._next_lines.pop(status.batch_id, 1)
-        num_expired, left_at = expire_rows(self._connection, status, first, until)
-        if left_at:
-            self._next_lines[status.batch_id] = left_at
-            self._looked.pop(status.batch_id, None)
-        return num_expired
+                yield from mend_rows(connection, again)
 
     def _after(self, status: BatchStatus) -> BatchStatus:
         return read_batch(self._connection, status.batch_id)
 
-    def _is_rested(self, status: BatchStatus) -> bool:
+    def _is_rested(self, status: BatchStatus, what: str = "") -> bool:
         """Whether to go through this batch's lines: once, and again when something has changed."""
-        if status.is_done and not (status.kept_until and not status.has_aligned_jobs):
-            return False
         now, shown = time.monotonic(), (status.queued, status.expires, status.kept_until)
-        until, seen = self._looked.get(status.batch_id, (0.0, None))
+        until, seen = self._looked.get(status.batch_id + what, (0.0, None))
         if now < until and shown == seen:
             return False
-        self._looked[status.batch_id] = (now + REST_SECONDS, shown)
+        self._looked[status.batch_id + what] = (now + REST_SECONDS, shown)
         return True
+
+
+def _forget(connection: Redis, status: BatchStatus) -> Iterator[int]:
+    until, is_over = time.monotonic() + FORGET_SECONDS, False
+    while not is_over and time.monotonic() < until:
+        step = min(until, time.monotonic() + FORGET_STEP_SECONDS)
+        is_over = go_on(connection, status.batch_id, status.queue, step)
+        yield int(is_over)
+
+
+def _is_to_align(status: BatchStatus) -> bool:
+    return bool(status.kept_until) and not status.has_aligned_jobs
 
 
 def _is_stranded(status: BatchStatus, state: QueueState) -> bool:
@@ -127,40 +137,33 @@ def _is_stranded(status: BatchStatus, state: QueueState) -> bool:
     return status.is_submitted and not state.num_waiting and not state.num_leased
 
 
-def expire_rows(
-    connection: Redis, status: BatchStatus, first_line: int = 1, until: float = math.inf
-) -> tuple[int, int]:
-    """End the rows from a line on that have not started by the batch's deadline.
-
-    Returns how many, and the line to go on from if ``until`` (monotonic seconds) came first, or 0.
-    """
+def expire_rows(connection: Redis, status: BatchStatus) -> Iterator[int]:
+    """End the rows that have not started by the batch's deadline; how many, page by page."""
     words = f"not started by {moment_text(status.expires)}"
     moves, num_expired = Transitions(connection), 0
-    left_at = 0
-    for lines in pages(status, first_line):
-        if time.monotonic() > until:
-            left_at = lines.start
-            break
+    for lines in pages(status):
         rows = [
             (job_id, error_row(status.model, line, request, (ErrorCode.EXPIRED, words)))
             for job_id, line, request in jobs_in(connection, status.batch_id, lines, _NOT_STARTED)
         ]
-        if rows:
-            verdicts = moves.settle(status.queue, "expired", rows)
-            num_expired += sum(verdict != "" for verdict in verdicts)
+        verdicts = moves.settle(status.queue, "expired", rows) if rows else []
+        num_ended = sum(verdict != "" for verdict in verdicts)
+        num_expired += num_ended
+        yield num_ended
     if num_expired:
-        moves.sweep(status.queue, status.batch_id)
-    return num_expired, left_at
+        for _ in moves.sweep_steps(status.queue, status.batch_id):
+            yield 0
 
 
-def mend_rows(connection: Redis, status: BatchStatus) -> int:
-    """Give rows that stand nowhere their error row, or queue them again; how many.
+def mend_rows(connection: Redis, status: BatchStatus) -> Iterator[int]:
+    """Give rows that stand nowhere their error row, or queue them again; how many, page by page.
 
     To be called when nothing waits in the queue and nobody holds anything. Rows that wait for
     a twin are left for the next time, for theirs may be among those that go on.
     """
     num_mended, num_there, missing = 0, 0, list[int]()
     deferred: list[str] = []
+    moves = Transitions(connection)
     for lines in pages(status):
         found = _without_result(connection, status.batch_id, lines)
         missing += [line for line, state in found if state is None]
@@ -168,25 +171,26 @@ def mend_rows(connection: Redis, status: BatchStatus) -> int:
         num_there += len(there)
         ids = {line: redis_keys.job_id(status.batch_id, line) for line, _ in there}
         deferred += [ids[line] for line, state in there if state == b"deferred"]
-        num_mended += _settle_ended(connection, status, lines, there)
+        num_page = _settle_ended(connection, status, lines, there)
         fallen = [ids[line] for line, s in there if s not in (*_ENDED, b"deferred")]
-        num_mended += Transitions(connection).mend(status.queue, fallen) if fallen else 0
+        num_page += moves.mend(status.queue, fallen) if fallen else 0
+        num_mended += num_page
+        yield num_page
     # Blank lines of the file have no job either. Where nothing tells which, so many are rows:
-    num_lost = max(0, status.total - status.num_ended - num_there)
+    num_lost = max(0, status.total - status.num_results - num_there)
     if num_lost:
         known = rows_among(connection, status.batch_id, missing)
         lost = missing[:num_lost] if known is None else known
-        num_mended += settle_lost(connection, status, lost)
+        for num_page in settle_lost(connection, status, lost):
+            num_mended += num_page
+            yield num_page
     if not num_mended:
         for start in range(0, len(deferred), PAGE_ROWS):
-            page = deferred[start : start + PAGE_ROWS]
-            num_mended += Transitions(connection).mend(status.queue, page)
-    return num_mended
+            yield moves.mend(status.queue, deferred[start : start + PAGE_ROWS])
 
 
-def settle_lost(connection: Redis, status: BatchStatus, lines: Sequence[int]) -> int:
-    """Give rows whose job was deleted their error row; how many."""
-    num_done = 0
+def settle_lost(connection: Redis, status: BatchStatus, lines: Sequence[int]) -> Iterator[int]:
+    """Give rows whose job was deleted their error row; how many, page by page."""
     names = custom_ids(connection, status.batch_id, lines)
     for start in range(0, len(lines), PAGE_ROWS):
         rows = []
@@ -195,8 +199,7 @@ def settle_lost(connection: Redis, status: BatchStatus, lines: Sequence[int]) ->
             error = (ErrorCode.LOST, words)
             row = error_row(status.model, line, None, error, custom_id=names.get(line))
             rows.append((redis_keys.job_id(status.batch_id, line), row))
-        num_done += sum(map(bool, Transitions(connection).settle(status.queue, "lost", rows)))
-    return num_done
+        yield sum(map(bool, Transitions(connection).settle(status.queue, "lost", rows)))
 
 
 def find_lost(connection: Redis, status: BatchStatus, lines: range) -> list[int]:
@@ -205,15 +208,16 @@ def find_lost(connection: Redis, status: BatchStatus, lines: range) -> list[int]
     return [line for line, state in found if state is None]
 
 
-def align_jobs(connection: Redis, status: BatchStatus) -> bool:
-    """Let what RQ keeps of an ended batch's jobs expire with the batch; whether it has ended."""
+def align_jobs(connection: Redis, status: BatchStatus) -> Iterator[int]:
+    """Let what RQ keeps of an ended batch's jobs expire with the batch; 1 at the end."""
     moves = Transitions(connection)
-    if status.keep_seconds < FAILURE_TTL_SECONDS:
+    if status.keep_seconds < FAILURE_TTL_SECONDS or status.is_deduped:
         for lines in pages(status):
             ids = [redis_keys.job_id(status.batch_id, line) for line in lines]
             if not moves.align(status.batch_id, ids):
-                return False
-    return moves.align(status.batch_id, [])
+                return
+            yield 0
+    yield int(moves.align(status.batch_id, []))
 
 
 def pages(status: BatchStatus, first_line: int = 1) -> Iterator[range]:

@@ -46,6 +46,8 @@ mend           the client, any worker's    no result and no lease; called for ro
                maintenance
 retry          the client                  status is failed (canceled, if that is asked for) and the
                                            job's data is still there; deferred if a twin is open
+recount        the client, any worker's    every row has a result, and their number is not that of
+               maintenance                 the counts; nothing ended since they were read
 restore        the client that has the     the line has a result and its job no data
                input
 =============  ==========================  =======================================================
@@ -64,7 +66,7 @@ never touch ``bkv_exec``.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from batchkv_producer import redis_keys
@@ -187,16 +189,26 @@ class Transitions(Arrivals):
         return int(self._run("give_back", keys, args))
 
     def reap(
-        self, queue: str, dead_worker: str = "", limit: int = 1000, *, is_death: bool = True
+        self,
+        queue: str,
+        dead_worker: str = "",
+        limit: int = 1000,
+        *,
+        is_death: bool = True,
+        as_of: float | None = None,
+        lease_seconds: float = 60.0,
     ) -> tuple[int, int]:
         """Take back lapsed leases, or all of a worker that is no more; (requeued, failed).
 
-        The end of that worker is no death if it is not one of its rows' doing.
+        The end of that worker is no death if it is not one of its rows' doing. ``as_of``: leases
+        that end after that time of the server's have not lapsed, whatever its clock says now.
+        Those that run for longer than ``lease_seconds`` are cut if its clock was set back.
         """
         keys = [redis_keys.queue(queue)]
         keys += [redis_keys.registry("wip", queue), redis_keys.registry("failed", queue)]
         args = [limit, MAX_DEATHS, FAILURE_TTL_SECONDS, dead_worker]
         args += [(2 if is_death else 0) if dead_worker else 1]
+        args += ["" if as_of is None else repr(as_of), repr(lease_seconds)]
         requeued, failed = self._run("reap", keys, args)
         return int(requeued), int(failed)
 
@@ -213,13 +225,43 @@ class Transitions(Arrivals):
 
     def copy(self, queue: str) -> None:
         """End the twins of rows that ended: what a step of ``finish`` had no time for."""
-        args = [queue, iso_now(), RESULT_TTL_SECONDS, FAILURE_TTL_SECONDS, COPIES]
-        while int(self._run("copy", [redis_keys.due(queue)], args)):
+        for _ in self.copies(queue):
             pass
+
+    def copies(self, queue: str) -> Iterator[int]:
+        """The same, some at a time; how many rows still have twins, each time."""
+        args = [queue, iso_now(), RESULT_TTL_SECONDS, FAILURE_TTL_SECONDS, COPIES]
+        num_left = 1
+        while num_left:
+            num_left = int(self._run("copy", [redis_keys.due(queue)], args))
+            yield num_left
 
     def align(self, batch_id: str, job_ids: Sequence[str]) -> bool:
         """Let jobs expire with their batch; whether it has ended. No ids: that was all of them."""
         return bool(self._run("align", [redis_keys.batch(batch_id)], job_ids))
+
+    def recount(
+        self,
+        batch_id: str,
+        queue: str,
+        there: tuple[int, int],
+        without_end: Sequence[int] = (),
+        open_jobs: Sequence[tuple[int, str]] = (),
+        counts: Mapping[str, int] | None = None,
+    ) -> bool:
+        """Write what stored results say of a batch, and of RQ's jobs; whether it was written.
+
+        ``there``: how many results and entries of the finish order there were when they were read.
+        ``without_end``: lines with a result that the finish order lacks. ``open_jobs``: (line,
+        outcome) of jobs that have not ended for RQ.
+        """
+        names = ("ok", "failed", "canceled", "cut")
+        args: list[Any] = [*there, *("" if counts is None else counts[name] for name in names)]
+        args += [iso_now(), RESULT_TTL_SECONDS, FAILURE_TTL_SECONDS, len(without_end), *without_end]
+        args += [item for job in open_jobs for item in job]
+        keys = [redis_keys.batch(batch_id), redis_keys.results(batch_id), redis_keys.done(batch_id)]
+        keys += [redis_keys.registry(kind, queue) for kind in ("finished", "failed", "canceled")]
+        return bool(self._run("recount", keys, args))
 
     def mend(self, queue: str, job_ids: Sequence[str]) -> int:
         """Queue rows that have no result, no lease and stand in no list; how many."""
@@ -250,11 +292,17 @@ class Transitions(Arrivals):
 
     def sweep(self, queue: str, batch_id: str) -> None:
         """Remove a batch's ended jobs from the queue's lists; one that is left does no harm."""
+        for _ in self.sweep_steps(queue, batch_id):
+            pass
+
+    def sweep_steps(self, queue: str, batch_id: str) -> Iterator[int]:
+        """The same, some at a time; how many entries were looked at, each time."""
         for key in redis_keys.waiting_lists(queue):
             first, num_seen = 0, SWEEP_ENTRIES
             while num_seen == SWEEP_ENTRIES:
                 num_seen = int(self._run("sweep", [key], [batch_id, first, SWEEP_ENTRIES, SWEPT]))
                 first += num_seen
+                yield num_seen
             if first:
                 self.connection.lrem(key, 0, SWEPT)
 

@@ -85,7 +85,7 @@ def test_ending_overdue_rows_holds_a_page(redis_connection: Redis, batch: BatchS
     """So does the end of rows past their deadline, in workers and in clients."""
     redis_connection.hset(redis_keys.batch(batch.batch_id), "expires", 1)
     overdue = read_batch(redis_connection, batch.batch_id)
-    peak = held(lambda: tending.expire_rows(redis_connection, overdue))
+    peak = held(lambda: drained(tending.expire_rows(redis_connection, overdue)))
     assert counts_of(redis_connection, batch.batch_id)["failed"] == NUM_ROWS
     assert peak < ALL_BYTES / 2
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from threading import Thread
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -13,9 +15,22 @@ from rq.serializers import JSONSerializer
 from batchkv_producer import redis_keys
 from batchkv_producer.job import ErrorCode, decode_result
 from batchkv_producer.transitions import MAX_DEATHS, Transitions
-from batchkv_worker import maintenance
+from batchkv_worker import maintenance, session
 from batchkv_worker.maintenance import Maintenance
-from support.worker_harness import QUEUE, assert_reconciled, counts_of, results_of, submit
+from batchkv_worker.rq_worker import BatchWorker
+from batchkv_worker.settings import WorkerSettings
+from support.fake_engine import FakeEngine, FakePlan
+from support.redis_server import RedisServer
+from support.worker_harness import (
+    MODEL,
+    QUEUE,
+    assert_reconciled,
+    counts_of,
+    results_of,
+    submit,
+    wait_until,
+    waiting_lines,
+)
 
 
 def clean(connection: Redis) -> bool:
@@ -41,6 +56,102 @@ def test_one_worker_cleans_in_an_interval(redis_connection: Redis) -> None:
     assert not Maintenance(redis_connection, QUEUE, "b").run(30)
     left_ms = redis_connection.pttl(redis_keys.maintenance_lock(QUEUE))
     assert 0 < left_ms <= 30_000
+
+
+class Worker(BatchWorker):
+    """A worker on a fake engine."""
+
+    @staticmethod
+    def engine_factory(settings: WorkerSettings) -> FakeEngine:
+        return FakeEngine(settings.slots, settings.rows_ahead, FakePlan(step_seconds=0.002))
+
+
+def test_who_cleans_for_long_keeps_its_leases(
+    redis_server: RedisServer, redis_connection: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that has many batches' overdue rows to end renews its leases and stores its results
+    meanwhile."""
+    overdue = [submit(redis_connection, ["a"], name=f"late {n}") for n in range(10)]
+    redis_connection.delete(redis_keys.queue(QUEUE))  # they are found by who cleans alone
+    held = submit(redis_connection, ["slow:1000000"] * 3, name="held")
+    settle = Transitions.settle
+
+    def slowly(moves: Transitions, queue: str, target: str, rows: Any) -> list[str]:
+        time.sleep(0.25 if target == "expired" else 0)
+        return settle(moves, queue, target, rows)
+
+    monkeypatch.setattr(Transitions, "settle", slowly)
+    monkeypatch.setattr(session, "MAINTENANCE_SECONDS", 0.1)
+    settings = WorkerSettings(MODEL, lease_seconds=2, heartbeat_seconds=0.4, drain_seconds=0)
+    worker = Worker([QUEUE], connection=redis_connection, settings=settings)
+    lost: list[tuple[int, int]] = []
+
+    def watch() -> None:
+        try:
+            with redis_server.connect() as other:
+                wait_until(lambda: counts_of(other, held)["running"] == 3)
+                for batch in overdue:
+                    other.hset(redis_keys.batch(batch), "expires", 1)
+                other.delete(redis_keys.maintenance_lock(QUEUE))
+                worker._session._maintenance_timer.at = 0.0
+                while any(counts_of(other, batch)["failed"] == 0 for batch in overdue):
+                    lost.append(Transitions(other).reap(QUEUE))
+                    time.sleep(0.05)
+        finally:
+            wait_until(lambda: worker._stop is not None)
+            worker.request_stop(15, None)
+
+    watcher = Thread(target=watch)
+    watcher.start()
+    worker.work()
+    watcher.join()
+    assert set(lost) == {(0, 0)}
+
+
+def test_leases_of_the_living_outlast_a_step_of_the_servers_clock(redis_connection: Redis) -> None:
+    """When the server's clock is set forward by an hour, or its Mac wakes up, nothing is taken back
+    for the length of a lease; then what nobody has renewed is."""
+    batch = submit(redis_connection, ["a", "b"])
+    moves = Transitions(redis_connection)
+    (alive,), (dead,) = moves.pull(QUEUE, "alive", 1, 60), moves.pull(QUEUE, "dead", 1, 60)
+    keeper = Maintenance(redis_connection, QUEUE, "w", lease_seconds=0.2)
+    assert keeper.run(30)
+    seen = keeper._clock._seen
+    assert seen is not None
+    keeper._clock._seen = (seen[0] - 3600, seen[1])
+    lapse(redis_connection)
+    redis_connection.delete(redis_keys.maintenance_lock(QUEUE))
+    assert not keeper.run(30)
+    assert counts_of(redis_connection, batch)["running"] == 2
+    moves.renew(QUEUE, "alive", [alive.lease], 60, 60)
+
+    def has_cleaned() -> bool:
+        redis_connection.delete(redis_keys.maintenance_lock(QUEUE))
+        return keeper.run(30)
+
+    wait_until(has_cleaned)
+    assert waiting_lines(redis_connection) == [2]
+    assert moves.renew(QUEUE, "dead", [dead.lease], 60, 60)
+
+
+def test_leases_of_the_dead_lapse_although_the_servers_clock_was_set_back(
+    redis_connection: Redis,
+) -> None:
+    """Leases and the cleaner's lock from before an hour's step back last no longer than they would
+    have; a longer lease of a worker that lives is as long as it was."""
+    submit(redis_connection, ["a", "b"])
+    moves = Transitions(redis_connection)
+    (dead,), (long,) = moves.pull(QUEUE, "dead", 1, 60), moves.pull(QUEUE, "long", 1, 900)
+    lock, wip = redis_keys.maintenance_lock(QUEUE), redis_keys.registry("wip", QUEUE)
+    member = f"{dead.lease.job_id}:{dead.lease.execution}"
+    redis_connection.set(lock, "dead", ex=3600 + 27)
+    redis_connection.zincrby(wip, 3600, member)
+    redis_connection.hset(f"rq:execution:{member}", "last_heartbeat", time.time() + 3600)
+    assert Maintenance(redis_connection, QUEUE, "w", lease_seconds=60).run(30)
+    assert redis_connection.zscore(wip, member) - time.time() < 61
+    assert redis_connection.ttl(lock) <= 27
+    member = f"{long.lease.job_id}:{long.lease.execution}"
+    assert redis_connection.zscore(wip, member) - time.time() > 800
 
 
 def test_lapsed_leases_go_back_to_the_queue(redis_connection: Redis) -> None:

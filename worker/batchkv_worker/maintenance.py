@@ -1,7 +1,8 @@
 """What some worker must do for a queue now and then: take back, heal, forget.
 
 Run by one worker in each interval, under a short lock of our own: RQ's lives for 15 minutes, and a
-worker that dies inside it would stop all cleaning for as long.
+worker that dies inside it would stop all cleaning for as long. It is done in steps, between which
+the worker renews its own leases and stores what has ended, however much there is to clean.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from redis import Redis
@@ -17,7 +19,7 @@ from rq.serializers import JSONSerializer
 from rq.worker_registration import clean_worker_registry
 
 from batchkv_producer import redis_keys
-from batchkv_producer.errors import WireError
+from batchkv_producer.errors import NotFoundError, WireError
 from batchkv_producer.job import (
     MAX_JOB_BYTES,
     ErrorCode,
@@ -28,11 +30,13 @@ from batchkv_producer.job import (
 from batchkv_producer.status import BatchStatus, read_batches
 from batchkv_producer.tending import Tender, find_lost, settle_lost
 from batchkv_producer.transitions import ENOUGH_BYTES, Transitions
+from batchkv_worker.server_clock import ServerClock
 
 log = logging.getLogger("batchkv.worker")
 
 PAGE = 1000  # ids looked at in one round trip
-PATIENCE_SECONDS = 3.0  # for the overdue rows of one batch: leases must be renewed meanwhile
+BATCHES_PAGE = 100  # batches whose status is read at once: those before may take long
+_OVER = object()
 _REASONS = {
     "failed": (
         ErrorCode.ENGINE_ERROR,
@@ -43,53 +47,114 @@ _REASONS = {
 
 
 class Maintenance:
-    """One queue's cleaning; remembers how far it has looked through the registries."""
+    """One queue's cleaning; remembers how far it has looked through registries and batches.
 
-    def __init__(self, connection: Redis, queue: str, worker: str) -> None:
+    A round takes as long as there is something to do, and no longer than it holds its lock; it is
+    made of short steps. ``lease_seconds``: those of this worker's own leases.
+    """
+
+    def __init__(
+        self, connection: Redis, queue: str, worker: str, lease_seconds: float = 60.0
+    ) -> None:
         self._connection = connection
         self._queue = queue
         self._worker = worker
+        self._lease_seconds = lease_seconds
         self._moves = Transitions(connection)
         self._offsets = dict.fromkeys(_REASONS, 0)
-        self._tender = Tender(connection, PATIENCE_SECONDS)
+        self._tender = Tender(connection)
         self._batch_offset = 0
         self._audited, self._audited_lines = "", 0  # a batch, and how many of its lines
+        self._clock = ServerClock(lease_seconds)
+        self._round: Iterator[None] = iter(())
+        self._batches: Iterator[None] | None = None  # goes on in the next round
+        self._ended_at = 0.0  # the last round, in monotonic seconds
 
     def run(self, interval_seconds: float) -> bool:
-        """Clean, unless another worker did in this interval; whether we did. Raises RedisError."""
+        """A whole round, unless another worker cleaned in this interval; whether we did."""
+        has_begun = self.begin(interval_seconds)
+        while has_begun and not self.go_on(interval_seconds):
+            pass
+        return has_begun
+
+    def begin(self, interval_seconds: float) -> bool:
+        """Begin a round, unless another worker did in this interval. Raises RedisError."""
         lock = redis_keys.maintenance_lock(self._queue)
         lifetime_ms = max(1, int(interval_seconds * 900))
-        if not self._connection.set(lock, self._worker, nx=True, px=lifetime_ms):
+        with self._connection.pipeline(transaction=False) as pipeline:
+            pipeline.time()
+            pipeline.set(lock, self._worker, nx=True, px=lifetime_ms)
+            pipeline.ttl(lock)
+            (seconds, micros), is_ours, ttl_seconds = pipeline.execute()
+        server_now = seconds + micros / 1e6
+        is_trusted = self._clock.trusts(server_now)
+        if not is_ours and ttl_seconds > lifetime_ms / 1000 + 1:
+            # The server's clock was set back since the lock was taken.
+            is_ours = self._connection.set(lock, self._worker, px=lifetime_ms)
+        if not is_ours or not is_trusted:
             return False
-        requeued, failed = self._moves.reap(self._queue)
+        now = time.monotonic()
+        if now - self._ended_at > 2 * interval_seconds:
+            self._batches = None  # what it has read is old
+        self._round = self._steps(server_now, now + lifetime_ms / 1000)
+        return True
+
+    def go_on(self, seconds: float) -> bool:
+        """Clean for so long, or for one step; whether the round is over. Raises RedisError."""
+        until = time.monotonic() + seconds
+        for _ in self._round:
+            if time.monotonic() >= until:
+                return False
+        self._ended_at = time.monotonic()
+        return True
+
+    def _steps(self, server_now: float, until: float) -> Iterator[None]:
+        requeued, failed = self._moves.reap(
+            self._queue, as_of=server_now, lease_seconds=self._lease_seconds
+        )
         if requeued or failed:
             log.warning(
                 "took back %d jobs of lost workers; %d more failed for good", requeued, failed
             )
+        yield
         for kind in _REASONS:
-            self._heal(kind)
-        self._tend()
+            yield from self._heal(kind)
         self._forget()
         # RQ's Queue knows the key of the set of its workers; the serializer is never used here.
         clean_worker_registry(
             Queue(self._queue, connection=self._connection, serializer=JSONSerializer)
         )
-        return True
+        yield
+        batches, self._batches = self._batches or self._tend(), None
+        while time.monotonic() < until:
+            if next(batches, _OVER) is _OVER:
+                return
+            yield
+        self._batches = batches
 
-    def _tend(self) -> None:
+    def _tend(self) -> Iterator[None]:
         """Look after the batches of the queue, a page of all batches in turn.
 
         Beside what a batch asks for itself, some of the lines of one that is open are looked at:
         while others keep the queue full, nothing else tells that its jobs were deleted.
         """
+        for _ in self._moves.copies(self._queue):
+            yield
         ids: list[Any] = self._connection.zrevrange(
             redis_keys.BATCHES, self._batch_offset, self._batch_offset + PAGE - 1
         )
         self._batch_offset = self._batch_offset + PAGE if len(ids) == PAGE else 0
-        self._moves.copy(self._queue)
-        ours = [s for s in self._readable([raw.decode() for raw in ids]) if s.queue == self._queue]
-        tended = self._tender.look_at_all(ours)
-        is_open = [s for s in tended if not s.is_done and s.is_submitted and not s.is_forgotten]
+        is_open: list[BatchStatus] = []
+        for start in range(0, len(ids), BATCHES_PAGE):
+            page = [raw.decode() for raw in ids[start : start + BATCHES_PAGE]]
+            for status in self._readable(page):
+                if status.queue == self._queue:
+                    with suppress(NotFoundError):
+                        for _ in self._tender.steps(status):
+                            yield
+                    if status.is_submitted and not (status.is_done or status.is_forgotten):
+                        is_open.append(status)
+            yield
         self._audit(is_open)
 
     def _readable(self, batch_ids: Sequence[str]) -> list[BatchStatus]:
@@ -115,58 +180,60 @@ class Maintenance:
             lines = range(first, min(first + PAGE, status.last_line + 1))
             self._audited_lines = lines.stop - 1
             if lost := find_lost(self._connection, status, lines):
-                num_lost = settle_lost(self._connection, status, lost)
+                num_lost = sum(settle_lost(self._connection, status, lost))
                 log.warning("gave %d rows their error row: their jobs were deleted", num_lost)
 
-    def _heal(self, kind: str) -> None:
+    def _heal(self, kind: str) -> Iterator[None]:
         """Give ids that stock tools or ``reap`` failed or canceled their row.
 
         The newest page each time, and one older page in turn, so that no registry costs more.
         """
         registry = redis_keys.registry(kind, self._queue)
-        self._heal_page(kind, self._page(registry, 0))
+        yield from self._heal_page(kind, self._page(registry, 0))
         start = self._offsets[kind] + PAGE
         older = self._page(registry, start)
-        self._heal_page(kind, older)
+        yield from self._heal_page(kind, older)
         self._offsets[kind] = start if older else 0
 
     def _page(self, registry: str, start: int) -> list[str]:
         ids: list[Any] = self._connection.zrange(registry, start, start + PAGE - 1, desc=True)
         return [job_id.decode("utf-8", "replace") for job_id in ids]
 
-    def _heal_page(self, kind: str, ids: list[str]) -> None:
+    def _heal_page(self, kind: str, ids: list[str]) -> Iterator[None]:
         missing = self._without_result(ids)
-        if not missing:
-            return
-        rows = [(job_id, _row(kind, blob)) for job_id, blob in self._data(missing)]
-        done = sum(bool(verdict) for verdict in self._moves.settle(self._queue, "failed", rows))
+        done = 0
+        for page in self._data(missing):
+            rows = [(job_id, _row(kind, blob)) for job_id, blob in page]
+            verdicts = self._moves.settle(self._queue, "failed", rows) if rows else []
+            done += sum(map(bool, verdicts))
+            yield
         if done:
             log.warning("gave %d %s jobs without a result their error row", done, kind)
 
-    def _data(self, ids: list[str]) -> Iterator[tuple[str, bytes | None]]:
-        """Each id with its job's data, of which no more than ``ENOUGH_BYTES`` or one is here."""
+    def _data(self, ids: list[str]) -> Iterator[list[tuple[str, bytes | None]]]:
+        """Each id with its job's data: pages of no more than ``ENOUGH_BYTES``, or of one."""
         pipeline = self._connection.pipeline(transaction=False)
         for job_id in ids:
             pipeline.hstrlen(redis_keys.job(job_id), "data")
-        sizes = pipeline.execute()
+        sizes = pipeline.execute() if ids else []
         waiting: list[str] = []
         num_bytes = 0
         for job_id, size in zip(ids, sizes, strict=True):
             if size > MAX_JOB_BYTES:
-                yield job_id, None
+                yield [(job_id, None)]
                 continue
             if waiting and num_bytes + size > ENOUGH_BYTES:
-                yield from self._fetch(waiting)
+                yield self._fetch(waiting)
                 waiting, num_bytes = [], 0
             waiting.append(job_id)
             num_bytes += size
-        yield from self._fetch(waiting)
+        yield self._fetch(waiting)
 
-    def _fetch(self, ids: list[str]) -> Iterator[tuple[str, bytes | None]]:
+    def _fetch(self, ids: list[str]) -> list[tuple[str, bytes | None]]:
         pipeline = self._connection.pipeline(transaction=False)
         for job_id in ids:
             pipeline.hget(redis_keys.job(job_id), "data")
-        return zip(ids, pipeline.execute() if ids else [], strict=True)
+        return list(zip(ids, pipeline.execute() if ids else [], strict=True))
 
     def _without_result(self, ids: list[str]) -> list[str]:
         parsed = [(job_id, redis_keys.parse_job_id(job_id)) for job_id in ids]

@@ -76,7 +76,8 @@ class RedisSide:
         self.maker: Maker = NOBODY  # the engine's, once it is there
         self._is_unanswered = False  # Redis may have made the last pull without our knowing
         self._moves = Transitions(connection)
-        self._maintenance = Maintenance(connection, queue, worker)
+        self._maintenance = Maintenance(connection, queue, worker, settings.lease_seconds)
+        self._is_maintaining = False  # a round of it has begun
         # Long enough that one late heartbeat does not hide the worker, short enough that a dead
         # one is not listed for minutes.
         self._worker_ttl = settings.lease_seconds + int(settings.heartbeat_seconds) + 15
@@ -215,11 +216,15 @@ class RedisSide:
             self._set_state(state)
             self._state = state
 
-    def maintain(self) -> None:
-        """Clean the queue's registries, unless another worker just did, and look which other
-        workers of this machine have died."""
-        self._look()
-        self._maintenance.run(self._settings.maintenance_seconds)
+    def maintain(self, seconds: float) -> bool:
+        """Clean the queue's registries for so long, unless another worker just did, and look which
+        other workers of this machine have died; whether all is done."""
+        if not self._is_maintaining:
+            self._look()
+            self._is_maintaining = self._maintenance.begin(self._settings.maintenance_seconds)
+        if self._is_maintaining:
+            self._is_maintaining = not self._maintenance.go_on(seconds)
+        return not self._is_maintaining
 
     def _look(self) -> None:
         self._look_around()

@@ -34,6 +34,7 @@ log = logging.getLogger("batchkv.worker")
 TURN_SECONDS = 1.0  # the longest wait of one turn
 POLL_SECONDS = 1.0  # how often to look whether a lease was lost
 OTHERS_SECONDS = 15.0  # by when after an outage every worker has noticed that Redis is back
+MAINTENANCE_SECONDS = 0.5  # of cleaning in one turn; the rest comes with the next ones
 LEAVE_SECONDS = 5.0  # how long to try to give jobs back when Redis is away
 
 
@@ -250,8 +251,9 @@ class Session:
             self._beat()
             self._beat_timer.restart(now)
         if self._maintenance_timer.is_due(now):
-            self._beside(self._side.maintain)
-            self._maintenance_timer.restart(now)
+            is_over = self._beside(partial(self._side.maintain, MAINTENANCE_SECONDS))
+            if is_over:
+                self._maintenance_timer.restart(now)
         if not self._update_intake():
             self._intake.close()
         if self._intake.wants_jobs() and time.monotonic() >= self._intake.next_pull:

@@ -9,7 +9,10 @@
 -- KEYS: queue list, wip, failed zsets.
 -- ARGV: largest number of leases to look at, max_deaths, failure ttl (s), either '' or the name of a
 --       worker that is no more, whose leases are taken back although they still run, and the half
---       deaths that its end counts.
+--       deaths that its end counts, the time of the server by which leases must have lapsed ('': now),
+--       and seconds beyond which a lease seems too long.
+-- A lease that was renewed later than now is one from before the server's clock was set back: it gets
+-- the length that it had, from now on.
 -- Returns {requeued, failed}.
 local limit, max_deaths, failure_ttl = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local dead, halves = ARGV[4], tonumber(ARGV[5])
@@ -17,6 +20,16 @@ local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 local members
 if dead == '' then
+  local long = now + tonumber(ARGV[7]) + 1
+  for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], long, '+inf', 'LIMIT', 0, limit)) do
+    local renewed = redis.pcall('HGET', 'rq:execution:' .. member, 'last_heartbeat')
+    renewed = type(renewed) == 'string' and tonumber(renewed)
+    if renewed and renewed > now + 1 then
+      local ends = tonumber(redis.call('ZSCORE', KEYS[2], member))
+      redis.call('ZADD', KEYS[2], now + ends - renewed, member)
+    end
+  end
+  if ARGV[6] ~= '' then now = math.min(now, tonumber(ARGV[6])) end
   members = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, limit)
 else
   members = redis.call('ZRANGE', KEYS[2], 0, limit - 1)
