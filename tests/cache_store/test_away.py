@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ from batchkv_cache_store.block import Block
 from batchkv_cache_store.errors import TierAway, TierError, TierMisconfigured
 from batchkv_cache_store.opening import open_tiers, parse_tiers
 from batchkv_cache_store.store import Store, StoreSettings
+from batchkv_cache_store.tiers import disk_folder
 from batchkv_cache_store.tiers.base import Put
 from batchkv_cache_store.tiers.disk import DiskTier
 from batchkv_worker.settings import WorkerSettings
@@ -20,6 +23,7 @@ from batchkv_worker.store.access import open_access
 from cache_store.blocks import encoded, make_block
 
 MIB = 1024 * 1024
+TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -136,3 +140,49 @@ def test_a_worker_starts_without_its_tiers(volume: Path, caplog: pytest.LogCaptu
     access.store.close(1)
     access.leases.close()
     shutil.rmtree(volume, ignore_errors=True)
+
+
+def test_a_worker_starts_beside_a_locked_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder whose lock another process holds is away at the start, and used once it is free."""
+    monkeypatch.setattr(disk_folder, "LOCK_TIMEOUT_SECONDS", 0.05)
+    (tmp_path / "usage").touch()
+    code = "import fcntl,sys; f=open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print(1); input()"
+    command = [sys.executable, "-uc", code, str(tmp_path / "usage")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout and holder.stdin and holder.stdout.readline()
+        access = open_access(WorkerSettings(model="m", cache=f"memory: disk:{tmp_path}"))
+        assert access is not None
+        assert "away, and asked again later" in caplog.text and "holds the lock" in caplog.text
+        holder.stdin.close()
+        holder.wait(10)
+    access.store.publish(make_block())
+    assert access.store.flush(10)
+    disk = access.store.tier_stats()["disk"]
+    assert disk is not None and disk.num_blocks == 1
+    access.store.close(1)
+
+
+def test_a_worker_starts_beside_a_full_tier(tmp_path: Path) -> None:
+    """A disk that takes not one byte more at the start is away, and used once it has room."""
+    code = f"""
+import resource, sys
+sys.path.append('')
+from batchkv_worker.settings import WorkerSettings
+from batchkv_worker.store.access import open_access
+from cache_store.blocks import make_block
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+access = open_access(WorkerSettings(model="m", cache="memory: disk:{tmp_path}/blocks"))
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+access.store.publish(make_block())
+assert access.store.flush(10)
+print(access.store.tier_stats()["disk"].num_blocks)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=TESTS, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stderr
+    assert "cache tier disk is away, and asked again later" in ended.stderr
+    assert "File too large" in ended.stderr

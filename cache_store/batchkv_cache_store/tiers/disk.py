@@ -11,7 +11,7 @@ from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 
-from batchkv_cache_store.errors import TierAway, TierMisconfigured
+from batchkv_cache_store.errors import TierAway, TierError, TierMisconfigured
 from batchkv_cache_store.names import checked, is_name
 from batchkv_cache_store.seal import Buffer
 from batchkv_cache_store.tiers.base import Entry, Put, Swept, Tier, TierStats, bound, size_of
@@ -36,6 +36,7 @@ PINNED_SHARE = 0.5
 _ALLOCATION_BYTES = 4096  # file systems take room in such steps, APFS and ext4 among them
 # What a volume answers that is not there, or not any more.
 _AWAY = {errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT}
+_AWAY |= {errno.EROFS}  # a system turns a disk with faults into one that can only be read
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -58,8 +59,9 @@ class DiskTier(Tier):
     Above 95 % of that the least recently used go, until 85 % are left; the room between means that
     the folder is walked once for many puts. A read marks its file as used (mtime). Pinned blocks
     stay; they may take half of the cap. The constructor raises TierMisconfigured when the folder
-    cannot be used. One whose volume is not there (``DiskFolder.check_volume``) is away: it is made
-    when it is first needed after that.
+    cannot be used. One whose volume is not there (``DiskFolder.check_volume``), is full or can only
+    be read, or whose lock another process holds, is away: ``check`` says so once, and the folder
+    is made when it is first needed after that.
 
     A guest (``is_guest``) looks at a folder that workers fill, under a cap that may not be theirs:
     it makes no folder, and removes nothing unless it is told to.
@@ -85,6 +87,7 @@ class DiskTier(Tier):
         max_pinned_bytes = int(max_bytes * PINNED_SHARE)
         self._folder = DiskFolder(root, max_pinned_bytes, temporary_age_seconds, is_guest)
         self._count = itertools.count()
+        self._found_at_start: TierError | None = None
         if is_guest:
             if not root.is_dir():
                 raise TierMisconfigured(f"{root} is no folder: {self._folder.why_missing()}")
@@ -95,13 +98,22 @@ class DiskTier(Tier):
                 self._make_room(ledger, 0)
         except TierAway:
             return  # ``check`` tells of it, and so does every other method until it is there
+        except TierError as fault:
+            self._found_at_start = fault
         except OSError as fault:
-            if fault.errno in _AWAY:
-                return
-            raise TierMisconfigured(f"{root} cannot be used: {fault.strerror or fault}") from fault
+            text = f"{root} cannot be used: {fault.strerror or fault}"
+            if fault.errno not in _AWAY | _NO_ROOM:
+                raise TierMisconfigured(text) from fault
+            self._found_at_start = TierError(text)
 
     def check(self) -> None:
-        """TierError when the folder, or what it lies in, is not there now."""
+        """TierError when the folder, or what it lies in, is not there now.
+
+        The first call also tells what kept the folder from being used at the start.
+        """
+        found, self._found_at_start = self._found_at_start, None
+        if found is not None:
+            raise found
         with os_errors(self._folder.root):
             self._folder.check_volume()
             os.stat(self._folder.root.parent)
