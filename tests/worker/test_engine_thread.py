@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 from batchkv_producer.job import Request
 from batchkv_worker.engine_thread import EngineThread, LoadFailed, Notice, Ready, Wake
 from batchkv_worker.errors import ModelError
-from batchkv_worker.events import Completed, EngineDied, EngineLike, Work
+from batchkv_worker.events import Completed, EngineDied, EngineLike, Event, Work
 from support.fake_engine import FakeEngine, FakePlan
 
 
@@ -142,3 +143,48 @@ def test_notices_without_waiting() -> None:
     begun = time.monotonic()
     assert engine.notices(0) == []
     assert time.monotonic() - begun < 4
+
+
+class SlowToPrepare(FakeEngine):
+    """Each row takes 10 ms to prepare; notes how many rows it held at each step."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 0, FakePlan(steps=3, step_seconds=0.01))
+        self.held: list[int] = []
+
+    def add(self, work: Work) -> None:
+        time.sleep(0.01)
+        super().add(work)
+
+    def step(self) -> list[Event]:
+        self.held.append(len(self.seen))
+        return super().step()
+
+
+def test_rows_that_are_handed_over_together_start_together() -> None:
+    """An engine that holds nothing takes in all of them first: begun apart, they end apart."""
+    built = SlowToPrepare()
+    engine = started(lambda: built)
+    collect(engine, 1)
+    engine.add([work(f"first {number}") for number in range(12)])
+    collect(engine, 12)
+    assert built.held[0] == 12
+    engine.stop()
+    assert engine.join(5)
+
+
+def test_rows_that_decode_do_not_wait_for_many_new_ones() -> None:
+    """Between two steps of rows that decode only a few new ones are taken in; none is left out."""
+    built = SlowToPrepare()
+    engine = started(lambda: built)
+    collect(engine, 1)
+    engine.add([work("long", "slow:100000")])
+    while not built.held:
+        time.sleep(0.001)
+    engine.add([work(f"new {number}") for number in range(20)])
+    collect(engine, 20)
+    grown = [after - before for before, after in pairwise(built.held)]
+    assert max(grown) < 20
+    assert len(built.seen) == 21
+    engine.stop()
+    assert engine.join(5)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -25,6 +26,7 @@ from batchkv_worker.trace import DECODE, END, ENGINE, IDLE, PREPARE, START, note
 log = logging.getLogger("batchkv.worker")
 
 ORDERS_SECONDS = 0.05  # spent on new rows between two steps
+FIRST_ORDERS_SECONDS = 1.0  # the same when no row decodes: rows that start together end together
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +60,16 @@ class _Recall:
     count: int
 
 
+_Order = Work | _Cancel | _Recall | None  # None: stop
+
+
 class EngineThread:
     """Owns the thread. Every method here is called from the main thread and returns at once."""
 
     def __init__(self, factory: Callable[[], EngineLike]) -> None:
         self._factory = factory
-        self._inbox: SimpleQueue[Work | _Cancel | _Recall | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Sequence[_Order]] = SimpleQueue()
+        self._orders: deque[_Order] = deque()  # taken from the inbox, not carried out yet
         self._outbox: SimpleQueue[Sequence[Notice]] = SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="batchkv-engine", daemon=True)
         self._engine: EngineLike | None = None
@@ -83,21 +89,21 @@ class EngineThread:
         return self._thread.ident is not None and not self._thread.is_alive()
 
     def add(self, works: Sequence[Work]) -> None:
-        """Hand over rows to generate."""
-        for work in works:
-            self._inbox.put(work)
+        """Hand over rows to generate, all at once: the engine does not start with a part."""
+        if works:
+            self._inbox.put(tuple(works))
 
     def cancel(self, job_id: str) -> None:
         """Forget a row; an event that is already on its way may still come."""
-        self._inbox.put(_Cancel(job_id))
+        self._inbox.put((_Cancel(job_id),))
 
     def recall(self, job_ids: Sequence[str], count: int) -> None:
         """Have up to ``count`` of these rows forgotten; ``Recalled`` says which still waited."""
-        self._inbox.put(_Recall(tuple(job_ids), count))
+        self._inbox.put((_Recall(tuple(job_ids), count),))
 
     def stop(self) -> None:
         """Ask the thread to end after the step that it is in."""
-        self._inbox.put(None)
+        self._inbox.put((None,))
 
     @property
     def memory_bytes(self) -> int:
@@ -178,12 +184,13 @@ class EngineThread:
 
     def _take_orders(self, engine: EngineLike) -> bool:
         """Carry out what is in the inbox; wait there while the engine is idle. False: stop."""
-        if engine.is_idle:
+        was_idle = engine.is_idle
+        if was_idle:
             ENGINE.enter(IDLE)
         try:
-            order = self._inbox.get(block=engine.is_idle)
+            order = self._next_order(block=was_idle)
             ENGINE.enter(PREPARE)
-            until = time.monotonic() + ORDERS_SECONDS
+            until = time.monotonic() + (FIRST_ORDERS_SECONDS if was_idle else ORDERS_SECONDS)
             while order is not None:
                 if isinstance(order, _Cancel):
                     engine.cancel(order.job_id)
@@ -195,10 +202,16 @@ class EngineThread:
                     self.num_steps += 1  # progress too: a long prompt takes time to tokenize
                 if not engine.is_idle and time.monotonic() > until:
                     return True  # the rest waits: rows that decode must go on
-                order = self._inbox.get_nowait()
+                order = self._next_order(block=False)
         except Empty:
             return True
         return False
+
+    def _next_order(self, *, block: bool) -> _Order:
+        """The oldest order; raises Empty when there is none and the call may not ``block``."""
+        while not self._orders:
+            self._orders.extend(self._inbox.get(block=block))
+        return self._orders.popleft()
 
 
 def _note_memory() -> None:
