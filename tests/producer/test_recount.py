@@ -99,3 +99,34 @@ def test_a_healthy_batch_is_not_counted_anew(redis_connection: Redis, write_line
     for row in moves.pull(QUEUE, "w", 10, 60):
         moves.finish(QUEUE, "w", [ending(row)])
         assert not needs_recount(client.status(batch))
+
+
+def test_no_list_of_twins_outlives_its_rows(
+    redis_connection: Redis, worker: Redis, write_lines: Write
+) -> None:
+    """Rows that waited for one whose end was cut short run themselves, and wait no longer."""
+    client = Client(redis_connection)
+    terms = Terms(dedupe=True)
+    rows = [{"prompt": "same", "temperature": 0}] * 3
+    batch = client.submit(write_lines(*rows), model=MODEL, terms=terms).batch_id
+    moves = Transitions(worker)
+    [leader] = moves.pull(QUEUE, "w", 10, 60)
+    with denied(redis_connection, "rpush"), suppress(ResponseError):
+        moves.finish(QUEUE, "w", [ending(leader)])
+    client.status(batch)
+    moves.finish(QUEUE, "w", [ending(row) for row in moves.pull(QUEUE, "w", 10, 60)])
+    assert client.wait(batch, timeout_seconds=10).is_done
+    assert redis_connection.keys("batchkv:twins:*") == []
+
+
+def test_what_is_left_of_twins_expires_with_the_batch(
+    redis_connection: Redis, write_lines: Write
+) -> None:
+    """A list of twins that some tool left over goes when the batch's other keys do."""
+    client, moves = Client(redis_connection), Transitions(redis_connection)
+    terms = Terms(dedupe=True, keep_seconds=3600)
+    batch = client.submit(write_lines({"prompt": "a"}), model=MODEL, terms=terms).batch_id
+    moves.finish(QUEUE, "w", [ending(row) for row in moves.pull(QUEUE, "w", 10, 60)])
+    redis_connection.rpush(f"batchkv:twins:{batch}:1", "7")
+    client.status(batch)
+    assert 0 < redis_connection.ttl(f"batchkv:twins:{batch}:1") <= 3600
