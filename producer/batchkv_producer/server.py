@@ -69,7 +69,7 @@ def ensure_running(home: Home, from_candidates: Candidates = candidates) -> str:
     However many processes call this at once, one server results. Raises ServerError (with the
     end of the server's log) when it does not come up, FullHomeError when there is no room for it.
     """
-    if home.socket.exists():
+    if os.path.exists(home.socket):  # not so in a folder that is closed to us
         refuse_foreign(home.socket.parent)
         if _answers(home):
             return home.url

@@ -76,6 +76,7 @@ def make_folders(home: Home) -> None:
     """
     try:
         home.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        refuse_foreign(home.path)
         for folder in (home.data, home.logs, home.socket.parent):
             folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as fault:
@@ -94,7 +95,7 @@ def refuse_foreign(folder: Path) -> None:
     """Refuse a folder that somebody else owns or may open: its socket could be anybody's, and
     whoever reaches the socket reads every prompt."""
     found = folder.lstat() if folder.parent == Path("/tmp") else folder.stat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise UsageError(f"{folder} is not a folder of yours. Set {HOME_VARIABLE} to another one")
     if found.st_mode & 0o077:
         verb = "written" if found.st_mode & 0o022 else "opened"

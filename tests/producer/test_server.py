@@ -198,6 +198,21 @@ def test_long_home_gets_a_short_socket() -> None:
         shutil.rmtree(home.socket.parent)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_the_home_of_another_user_is_refused() -> None:
+    """A folder that is closed to us is named, with what to do; it is no full disk."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        Path(base).chmod(0o755)
+        home = Home(Path(base) / "home")
+        server_home.make_folders(home)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(UsageError, match=r"not a folder of yours\. Set BATCHKV_HOME"):
+                server.ensure_running(home)
+        finally:
+            os.seteuid(0)
+
+
 def test_a_folder_that_others_can_write_is_refused(home: Home) -> None:
     """A home (or socket folder) that others could plant a socket in is not used."""
     home.path.chmod(0o777)

@@ -38,6 +38,8 @@ _ALLOCATION_BYTES = 4096  # file systems take room in such steps, APFS and ext4 
 _AWAY = {errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT}
 _AWAY |= {errno.EROFS}  # a system turns a disk with faults into one that can only be read
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# Of a block; a folder of the fan-out may be another user's.
+_NOT_HERE = (FileNotFoundError, PermissionError)
 
 
 class Durability(StrEnum):
@@ -101,7 +103,7 @@ class DiskTier(Tier):
         except TierError as fault:
             self._found_at_start = fault
         except OSError as fault:
-            text = f"{root} cannot be used: {fault.strerror or fault}"
+            text = f"{fault.filename or root} cannot be used: {fault.strerror or fault}"
             if fault.errno not in _AWAY | _NO_ROOM:
                 raise TierMisconfigured(text) from fault
             self._found_at_start = TierError(text)
@@ -122,7 +124,7 @@ class DiskTier(Tier):
         found = {}
         for name in names:
             path = self._folder.path(checked(name))
-            with os_errors(path), suppress(FileNotFoundError):
+            with os_errors(path), suppress(*_NOT_HERE):
                 self._folder.check(path)
                 status = os.stat(path, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
@@ -137,7 +139,7 @@ class DiskTier(Tier):
         found: dict[str, Buffer] = {}
         for name in names:
             path = self._folder.path(checked(name))
-            with os_errors(path), suppress(FileNotFoundError):
+            with os_errors(path), suppress(*_NOT_HERE):
                 self._folder.check(path)
                 found[name] = read_file(path, None if sizes is None else bound(sizes, name))
         for name in reversed(found):  # the first is touched last
@@ -148,7 +150,7 @@ class DiskTier(Tier):
         found: dict[str, Buffer] = {}
         for name in names:
             path = self._folder.path(checked(name))
-            with os_errors(path), suppress(FileNotFoundError):
+            with os_errors(path), suppress(*_NOT_HERE):
                 self._folder.check(path)
                 found[name] = read_file(path, num_bytes)
         return found

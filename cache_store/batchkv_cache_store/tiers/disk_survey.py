@@ -94,15 +94,19 @@ class Survey:
         for file in sorted(self.removable):
             if self.num_bytes <= max_bytes:
                 break
-            self.remove(file)
-            removed += file.rank is Rank.BLOCK
+            removed += self.remove(file) and file.rank is Rank.BLOCK
         return removed
 
-    def remove(self, file: File) -> None:
-        """Remove one file from the disk; the lists are left as they are."""
-        with suppress(FileNotFoundError):
+    def remove(self, file: File) -> bool:
+        """Remove one file from the disk, unless we may not; the lists are left as they are."""
+        try:
             os.unlink(file.path)
+        except FileNotFoundError:
+            pass
+        except PermissionError:  # it lies in another user's folder
+            return False
         self.num_bytes -= file.num_bytes
+        return True
 
     def count_foreign(self, entry: os.DirEntry[str]) -> None:
         """Count what is not ours: its bytes too, for they are gone from the disk all the same."""
@@ -150,14 +154,26 @@ def entries(folder: Path | str) -> list[os.DirEntry[str]]:
 def walk_blocks(blocks: Path) -> Iterator[tuple[os.DirEntry[str], Rank | None]]:
     """Everything below the folder of blocks, leaf by leaf; rank None for what is foreign."""
     for entry in [] if blocks.is_symlink() else entries(blocks):
-        if entry.name not in _HEX or entry.is_symlink():  # a link may lead out of the folder
+        leaves = _inside(entry)
+        if leaves is None:
             yield entry, None
             continue
-        for leaf in entries(entry.path):
-            if leaf.name not in _HEX or leaf.is_symlink():
+        for leaf in leaves:
+            files = _inside(leaf)
+            if files is None:
                 yield leaf, None
                 continue
-            for file in entries(leaf.path):
+            for file in files:
                 is_here = is_name(file.name) and file.name.startswith(entry.name + leaf.name)
                 rank = Rank.BLOCK if is_block_name(file.name) else Rank.MANIFEST
                 yield file, rank if is_here else None
+
+
+def _inside(folder: os.DirEntry[str]) -> list[os.DirEntry[str]] | None:
+    """What is in a folder of the fan-out; None for what is no such folder, or is closed to us."""
+    if folder.name not in _HEX or folder.is_symlink():  # a link may lead out of the folder
+        return None
+    try:
+        return entries(folder.path)
+    except PermissionError:  # another user's worker made it
+        return None
