@@ -19,6 +19,7 @@ from support.redis_server import RedisServer, running_server
 
 # Processes that tests start buffer their output as anybody's do.
 os.environ.pop("PYTHONUNBUFFERED", None)
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the hub for a model's name
 if "PYTEST_XDIST_WORKER" in os.environ:  # several at once: a core for each
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 blas.load()  # before any test imports MLX: a BLAS can only be exchanged then

@@ -40,13 +40,15 @@ def failed_lines(
     rows = none_missing(connection, status.batch_id, in_input_order(connection, status.batch_id))
     failed = (row for row in rows if row.result.outcome in wanted)
     while page := list(islice(failed, PAGE_ROWS)):
-        lines = [row.line for row in page if could_run(row.result)]
-        lacking.num_wrong += len(page) - len(lines)
-        found = jobs_in(connection, status.batch_id, lines, _STATES)
-        requests = [request for _, _, request in found if request is not None]
-        lacking.num_gone += len(lines) - len(requests)
-        for request in requests:
-            yield input_line(request, status.model)
+        by_line = {row.line: row.result for row in page}
+        for _, line, request in jobs_in(connection, status.batch_id, [*by_line], _STATES):
+            if request is not None:
+                # Also where a worker refused it: an older one refuses what another can do.
+                del by_line[line]
+                yield input_line(request, status.model)
+        num_gone = sum(map(could_run, by_line.values()))
+        lacking.num_gone += num_gone
+        lacking.num_wrong += len(by_line) - num_gone
 
 
 def input_line(request: Request, model: str) -> str:

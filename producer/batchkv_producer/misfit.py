@@ -49,6 +49,12 @@ def find_misfit(status: BatchStatus, serving: Sequence[WorkerInfo]) -> Misfit | 
     )
 
 
+def why_passed_by(status: BatchStatus, worker: WorkerInfo) -> str:
+    """Why a worker that serves the queue passes the rows of this batch by; "" if it does not."""
+    name = _difference(status, worker)
+    return f"it {_has(name, worker)}" if name else ""
+
+
 def _difference(status: BatchStatus, worker: WorkerInfo) -> str:
     """The first field in which they differ; "" when the worker may take the rows."""
     if status.needs and not set(status.needs.split()) <= set(worker.abilities or ()):

@@ -172,7 +172,7 @@ def details(snapshot: Snapshot, rates: Rates) -> str:
         parts.append(f"{snapshot.canceled} canceled")
     if rates.tokens_per_second:
         parts.append(f"{rates.tokens_per_second:,.0f} tok/s")
-    if rates.rows_per_second:
+    if rates.rows_per_second and not snapshot.delay:  # by what it was before: it says nothing now
         left = (snapshot.total - snapshot.num_ended) / rates.rows_per_second
         parts.append(f"{duration(left)} left")
     if snapshot.delay:

@@ -13,7 +13,8 @@ def seconds_left(batches: Iterable[BatchStatus], workers: Sequence[WorkerInfo]) 
     """Batch id -> seconds until it is done, of those for which that can be told.
 
     A queue's batches run one after the other, urgent ones first. What an open row will generate is
-    the mean of the rows that have ended well; after a batch without any nothing is known.
+    the mean of the rows that have ended well; after a batch without any nothing is known. Nor is it
+    while a worker that is asleep or dead holds rows: they wait until its lease ends.
     """
     found: dict[str, float] = {}
     queues: dict[str, list[BatchStatus]] = {}
@@ -21,7 +22,10 @@ def seconds_left(batches: Iterable[BatchStatus], workers: Sequence[WorkerInfo]) 
         if not batch.is_done:
             queues.setdefault(batch.queue, []).append(batch)
     for queue, waiting in queues.items():
-        rate = sum(w.tokens_per_second or 0 for w in workers if queue in w.queues)
+        serving = [worker for worker in workers if queue in worker.queues]
+        if any(worker.is_away and worker.num_running for worker in serving):
+            continue
+        rate = sum(worker.tokens_per_second or 0 for worker in serving if not worker.is_away)
         num_tokens = 0.0
         for batch in sorted(waiting, key=_turn):
             if not rate or not batch.ok or not batch.completion_tokens:

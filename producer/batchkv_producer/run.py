@@ -24,7 +24,7 @@ from batchkv_producer.client import BatchStatus, Client, Submitted
 from batchkv_producer.connection import refused_writes
 from batchkv_producer.delays import Delays
 from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
-from batchkv_producer.errors import BatchkvError, FullHomeError
+from batchkv_producer.errors import BatchkvError, ExpiredError, FullHomeError, NotFoundError
 from batchkv_producer.expected import Expected
 from batchkv_producer.following import Follower, snapshot_of, stale_rows
 from batchkv_producer.job import SamplingParams
@@ -54,7 +54,7 @@ from batchkv_producer.signals import Interrupted as Interrupted
 from batchkv_producer.signals import noted_signals
 from batchkv_producer.source import Source
 from batchkv_producer.terms import NO_TERMS, Terms
-from batchkv_producer.worker_checks import check_model_folder, check_rights
+from batchkv_producer.worker_checks import check_model_folder, check_model_name, check_rights
 
 TURN_SECONDS = 0.1
 
@@ -222,6 +222,7 @@ def _refuse_early(
         target.check_batch(options.out, batch_id)
     if options.num_workers:
         check_model_folder(model)
+        check_model_name(model)
         check_rights(connection, url, model)
         check_logs(home_from_environment())
 
@@ -256,6 +257,8 @@ class _Run:
                     status = self._loop(caught, before)
             except BaseException as fault:
                 self._stop(caught, is_cut_off=isinstance(fault, FullHomeError))
+                if isinstance(fault, NotFoundError) and not isinstance(fault, ExpiredError):
+                    raise self._forgotten() from fault
                 raise
             seconds = time.monotonic() - started
             with outages_watched(give_up):
@@ -287,6 +290,15 @@ class _Run:
             self._workers.supervise(status.num_ended)
             time.sleep(TURN_SECONDS if num_new == 0 else 0)
             status = patiently(partial(self._client.status, self._batch_id))
+
+    def _forgotten(self) -> NotFoundError:
+        path = self._follower.results.path
+        where = "" if path == target.STDOUT else f" in {path}"
+        return NotFoundError(
+            f"batch {self._batch_id} was forgotten while it ran (`batchkv forget`): its rows that "
+            f"had not ended are gone. The answers{where} stay; the same command computes all "
+            "rows anew"
+        )
 
     def _wait_for_server(self, caught: list[int]) -> None:
         self._outage.look()

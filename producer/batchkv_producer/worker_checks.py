@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 from redis import Redis
@@ -9,6 +10,9 @@ from redis.exceptions import NoPermissionError
 
 from batchkv_producer import connection, redis_keys
 from batchkv_producer.errors import ServerError, UsageError
+from batchkv_producer.fingerprint import locate
+
+ASK_HUB_SECONDS = 5.0
 
 _WAY_OUT_OF_RUN = (
     "`batchkv run` needs the admin's URL; with a producer's, use `batchkv submit`, or run "
@@ -31,6 +35,30 @@ def check_model_folder(model: str) -> None:
         raise UsageError(f"there is no model folder {model}")
     if (is_place or ("/" in model and folder.is_dir())) and not (folder / "config.json").is_file():
         raise UsageError(f"the model folder {model} has no config.json")
+
+
+def check_model_name(model: str) -> None:
+    """Refuse a repository that is neither here nor on the hub.
+
+    A hub that cannot be asked refuses nothing: the worker will say what is wrong.
+    """
+    if model == "demo" or Path(model).expanduser().is_dir() or locate(model) is not None:
+        return
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return
+    # Imported here: it takes a while, and most models are here.
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        HfApi().model_info(model, timeout=ASK_HUB_SECONDS)
+    except (RepositoryNotFoundError, HFValidationError) as fault:
+        raise UsageError(
+            f"there is no model {model}: it is no folder here and no repository of the Hugging "
+            "Face hub that this user may read. Check the name; nothing was queued"
+        ) from fault
+    except Exception:  # noqa: BLE001  offline, a proxy, a hub that fails: the client's own errors
+        return
 
 
 def check_rights(redis: Redis, url: str, model: str, way_out: str = _WAY_OUT_OF_RUN) -> None:

@@ -97,6 +97,11 @@ def test_failed_rows_are_printed_as_lines_that_can_be_submitted(
     assert [json.loads(line)["custom_id"] for line in canceled] == ["b", "c", "d", "e"]
     again = client.submit(write_lines(*lines, name="bad.jsonl"))
     assert (again.model, again.num_jobs, again.num_bad) == (MODEL, 3, 0)
+    # As a worker of an older version ends a row that it does not understand:
+    refused = RowResult("c", "completion", "failed", error=("unsupported_parameter", "style"))
+    redis_connection.hset(redis_keys.results(batch), "3", encode_result(refused))
+    assert [json.loads(line)["custom_id"] for line in failed().stdout.splitlines()] == [*"bcd"]
+    redis_connection.hset(redis_keys.results(batch), "3", encode_result(result))
     redis_connection.delete(f"rq:job:{batch}-3")
     found = failed()
     assert [json.loads(line)["custom_id"] for line in found.stdout.splitlines()] == ["b", "d"]

@@ -483,6 +483,22 @@ def test_a_retry_during_the_run_reaches_out(
     assert sorted(ids(out)) == all_ids() and not errors_path(out).exists()
 
 
+def test_a_batch_that_is_forgotten_ends_its_run(
+    redis_url: str, redis_connection: Redis, source: Path
+) -> None:
+    """`batchkv forget` during a run ends it with one sentence that says what stays."""
+    running = start(redis_url, source, DELAY=0.05)
+    wait_for_lines(source.with_name("out.jsonl"), 3)
+    client = Client(redis_connection)
+    batch_id = client.list_batches()[0].batch_id
+    client.forget(batch_id)
+    _, stderr = running.communicate(timeout=DEADLINE_SECONDS)
+    assert running.returncode == 2
+    last = stderr.splitlines()[-1]
+    assert last.startswith(f"batchkv: batch {batch_id} was forgotten while it ran")
+    assert f"The answers in {source.with_name('out.jsonl')} stay" in last
+
+
 def test_url_is_not_in_the_process_list(redis_url: str, source: Path) -> None:
     """Workers get the URL, which may hold a password, through their environment only."""
     running = start(redis_url, source, DELAY=0.05)

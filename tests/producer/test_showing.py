@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -111,6 +112,32 @@ def test_per_cent_and_time_left(redis_connection: Redis) -> None:
     assert by_id[ids[0]]["percent_done"] == 34
     assert by_id[ids[0]]["seconds_left"] == pytest.approx(658_667 * 100 / 5120)
     assert by_id[ids[2]]["seconds_left"] is None  # its worker does not tell
+
+
+@pytest.mark.usefixtures("at_server")
+def test_workers_that_pass_by_are_told_apart(redis_connection: Redis) -> None:
+    """``status BATCH`` does not say of workers that pass its rows by that they serve it."""
+    (batch_id, *_) = fill(redis_connection)
+    redis_connection.hset(redis_keys.batch(batch_id), "scheme", "affine8")
+    name = "a-mac-with-a-long-host-name-in-the-cellar-0-1a2b3c4d"
+    fields = json.loads(batchkv("status", batch_id, "--json").stdout)
+    has = "it has KV scheme affine4/32,first+last=affine8"
+    assert fields["workers"] == [] and fields["passed_by"] == {name: has}
+    shown = re.sub(r"\s+", " ", batchkv("status", batch_id).stdout)
+    assert f"workers none passed by {name} ({has})" in shown
+    redis_connection.hset(redis_keys.batch(batch_id), "scheme", "affine4/32,first+last=affine8")
+    fields = json.loads(batchkv("status", batch_id, "--json").stdout)
+    assert fields["workers"] == [name] and fields["passed_by"] == {}
+
+
+def test_no_time_left_is_told_of_rows_that_a_dead_worker_holds() -> None:
+    """They wait until its lease ends; a dead worker that holds nothing only counts for nothing."""
+    open_rows = batch(batch_id="b", ok=90, completion_tokens=900, running=10)
+    alive = worker(10)
+    assert seconds_left([open_rows], [alive]) == {"b": 10.0}
+    dead = dataclasses.replace(worker(90), is_away=True)
+    assert seconds_left([open_rows], [alive, dead]) == {"b": 10.0}
+    assert seconds_left([open_rows], [alive, dataclasses.replace(dead, num_running=9)]) == {}
 
 
 @pytest.mark.usefixtures("at_server")

@@ -24,7 +24,7 @@ from batchkv_producer.cli.tables import (
 from batchkv_producer.client import BatchStatus, Client, StoredRow
 from batchkv_producer.job import Result
 from batchkv_producer.maker import Maker
-from batchkv_producer.misfit import find_misfit
+from batchkv_producer.misfit import find_misfit, why_passed_by
 from batchkv_producer.progress import duration, printable
 from batchkv_producer.remaining import percent_done, seconds_left
 from batchkv_producer.room import Room, size_text
@@ -134,11 +134,15 @@ def show_batch(client: Client, batch_id: str, *, as_json: bool) -> bool:
     batch, found = client.status(batch_id), client.workers()
     rate = tokens_per_second(client, batch)
     here = [worker for worker in found if batch.queue in worker.queues]
-    serving, misfit = [worker.name for worker in here], find_misfit(batch, here)
+    misfit = find_misfit(batch, here)
+    passing = {worker.name: why_passed_by(batch, worker) for worker in here}
+    serving = [name for name, why in passing.items() if not why]
+    passing = {name: why for name, why in passing.items() if why}
     left = _times_left(client, [batch], found)
     if as_json:
         fields = batch_fields(batch, left)
-        more = {"workers": serving, "waits_for": misfit.note if misfit else None}
+        more: dict[str, Any] = {"workers": serving, "passed_by": passing}
+        more |= {"waits_for": misfit.note if misfit else None}
         print_json({**fields, "tokens_per_second": rate, **more})
         return batch.is_done
     soon = _left(batch, left)
@@ -167,7 +171,8 @@ def show_batch(client: Client, batch_id: str, *, as_json: bool) -> bool:
             ("prompt tokens", _prompt_tokens(batch)),
             ("generated", f"{batch.completion_tokens:,} tokens"),
             ("speed", None if rate is None else f"{rate:,.0f} tok/s so far"),
-            ("workers", serving or _nobody(batch)),
+            ("workers", serving or ("none" if passing else _nobody(batch))),
+            ("passed by", [f"{name} ({why})" for name, why in passing.items()] or None),
             ("waits for", misfit.note if misfit else None),
         ]
     )

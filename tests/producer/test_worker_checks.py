@@ -1,0 +1,63 @@
+"""What ``batchkv run`` refuses before anything is queued: a model that nobody has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from batchkv_producer import Client
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """A hub that has no repository; it answers as the real one does."""
+
+    def do_GET(self) -> None:
+        self.send_response(404)
+        self.send_header("X-Error-Code", "RepoNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_mistyped_model_is_refused_before_anything_is_queued(
+    hub: str, redis_url: str, redis_connection: Redis, tmp_path: Path
+) -> None:
+    """``run`` asks the hub for a name that is no folder here; without an answer it goes on."""
+    source = tmp_path / "p.txt"
+    source.write_text("hello\n")
+    keep = {k: v for k, v in os.environ.items() if not k.startswith(("BATCHKV_", "HF_"))}
+    places = {"BATCHKV_REDIS_URL": redis_url, "BATCHKV_HOME": str(tmp_path / "home")}
+    places |= {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "hf")}
+    command = [sys.executable, "-m", "batchkv_producer", "run", str(source), "-m", "mlx/Qwen-TYPO"]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env={**keep, **places}, timeout=60, check=False
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.strip() == (
+        "batchkv: there is no model mlx/Qwen-TYPO: it is no folder here and no repository of the "
+        "Hugging Face hub that this user may read. Check the name; nothing was queued"
+    )
+    assert Client(redis_connection).list_batches() == []
