@@ -18,6 +18,7 @@ from batchkv_producer.workers import WorkerInfo
 
 LOOK_SECONDS = 1.0  # between two looks at the workers
 GONE_SECONDS = 30.0  # a worker that was there is given this long to come back
+STALLED_SECONDS = 30.0  # after which a submit that brings nothing counts as interrupted
 HOPELESS_SECONDS = 30.0  # after which a run ends whose own workers alone serve, and do not fit
 
 
@@ -26,11 +27,13 @@ class Delay:
     """``words`` stand in the progress as long as it lasts; ``note`` is said once, if not empty.
 
     ``is_hopeless``: nobody will compute the rows as long as only these workers serve.
+    ``is_certain``: a worker that comes would change nothing, so the note does not wait for one.
     """
 
     words: str
     note: str = ""
     is_hopeless: bool = False
+    is_certain: bool = False
 
 
 Reason = Callable[[BatchStatus, Sequence[WorkerInfo], int], Delay | None]
@@ -113,6 +116,7 @@ class Delays:
         self.words = ""
         self._refused_writes = refused_writes
         self._num_ended = -1
+        self._chunks, self._chunks_at = -1, 0.0  # of the submit, and since when it is so many
         self._count_apart = count_apart
         self._read = read
         self._note = note
@@ -139,13 +143,15 @@ class Delays:
             serving = patiently(lambda: self._read(status.queue))
             if serving:
                 self._served_at = now
-            delay = self._full_disk(status) or find_delay(status, serving, self._num_local)
+            delay = self._full_disk(status) or self._stalled_submit(status, now)
+            delay = delay or find_delay(status, serving, self._num_local)
             if delay is None and status.queued:
                 delay = _apart(patiently(lambda: self._count_apart(status.queue)))
             self.words = delay.words if delay else ""
             is_hopeless = delay is not None and delay.is_hopeless
             self._hopeless_since = min(now, self._hopeless_since) if is_hopeless else float("inf")
-            if delay and (serving or now - self._served_at >= GONE_SECONDS):
+            is_certain = delay is not None and delay.is_certain
+            if delay and (is_certain or serving or now - self._served_at >= GONE_SECONDS):
                 self._say(delay.note)
         return self.words
 
@@ -156,6 +162,19 @@ class Delays:
             return None
         sentence = patiently(self._refused_writes)
         return Delay("the server's disk is full", sentence) if sentence else None
+
+    def _stalled_submit(self, status: BatchStatus, now: float) -> Delay | None:
+        """A part of the batch is not in the queue, and does not come."""
+        if status.chunks != self._chunks:
+            self._chunks, self._chunks_at = status.chunks, now
+        if status.is_submitted or now - self._chunks_at < STALLED_SECONDS:
+            return None
+        return Delay(
+            "the submit was interrupted",
+            f"a part of batch {status.batch_id} is not in the queue: its submit was interrupted. "
+            "The same submit command again brings the rest",
+            is_certain=True,
+        )
 
     def _say(self, note: str) -> None:
         if note and note not in self._said:

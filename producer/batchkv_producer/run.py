@@ -24,7 +24,13 @@ from batchkv_producer.client import BatchStatus, Client, Submitted
 from batchkv_producer.connection import refused_writes
 from batchkv_producer.delays import Delays
 from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
-from batchkv_producer.errors import BatchkvError, ExpiredError, FullHomeError, NotFoundError
+from batchkv_producer.errors import (
+    BatchkvError,
+    ExpiredError,
+    FullHomeError,
+    NotFoundError,
+    UsageError,
+)
 from batchkv_producer.expected import Expected
 from batchkv_producer.following import Follower, snapshot_of, stale_rows
 from batchkv_producer.job import SamplingParams
@@ -143,11 +149,10 @@ def run(
     batch_id, queue = submitted.batch_id, submitted.queue
     reporter.note(first_words(client, submitted, target.shown(options.out)))
     _tell_what_stays(client, submitted, options, earlier, reporter)
-    home = tidied_home(connection)
     plan = WorkerPlan(
         model=submitted.model,
         url=url,
-        logs=home.logs,
+        logs=tidied_home(connection).logs,
         name_prefix=local_name_prefix(batch_id),
         num_workers=options.num_workers,
         arguments=options.worker_arguments,
@@ -158,14 +163,40 @@ def run(
     stale = stale_rows(connection, batch_id)
     with target.open_results(options.out, batch_id, stale) as results:
         follower = Follower(client, batch_id, results, expected)
-        outage = Outage(reporter.note, revive)
         with impatient(connection):
             delays = _delays(client, connection, url, reporter, plan)
+            outage = Outage(reporter.note, revive)
             work = _Run(client, batch_id, workers, follower, reporter, delays, outage)
             work.is_fresh = options.terms.fresh
+            work.submit_again = partial(_submit_again, client, options, submitted.batch_id, earlier)
             report = work.to_the_end()
         follower.refresh(stale)
     return replace(report, num_wrong=submitted.num_bad)
+
+
+def _submit_again(
+    client: Client, options: RunOptions, batch_id: str, earlier: Earlier | None
+) -> None:
+    """Queue what the server has lost of the submit. Raises UsageError when the input is another."""
+
+    def check(found: str, model: str, relatives: frozenset[str]) -> None:
+        if found != batch_id:
+            raise UsageError(
+                f"the server has lost rows of batch {batch_id}, and the input is not what was "
+                "submitted any more: put it back and run the same command again"
+            )
+
+    client.submit(
+        options.source,
+        model=options.model,
+        default_model=options.default_model,
+        defaults=options.defaults,
+        job_timeout_seconds=options.job_timeout_seconds or DEFAULT_JOB_TIMEOUT_SECONDS,
+        on_identified=check,
+        terms=replace(options.terms, fresh=False),
+        prompting=options.prompting,
+        earlier=Earlier(earlier.batch_id) if earlier else None,
+    )
 
 
 def _delays(
@@ -241,6 +272,7 @@ class _Run:
         outage: Outage,
     ) -> None:
         self.is_fresh = False  # the same command again would begin anew
+        self.submit_again: Callable[[], None] = lambda: None
         self._outage = outage
         self._client = client
         self._batch_id = batch_id
@@ -290,6 +322,9 @@ class _Run:
             self._workers.supervise(status.num_ended)
             time.sleep(TURN_SECONDS if num_new == 0 else 0)
             status = patiently(partial(self._client.status, self._batch_id))
+            if not status.is_submitted:  # it was: a server came back from an older copy
+                self._reporter.note("the server has lost rows of this batch: they are queued again")
+                patiently(self.submit_again)
 
     def _forgotten(self) -> NotFoundError:
         path = self._follower.results.path

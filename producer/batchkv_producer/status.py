@@ -64,6 +64,7 @@ class BatchStatus:
     has_aligned_jobs: bool = False  # what RQ keeps of the jobs goes with the results
     copied: int = 0
     kept: int = 0  # ok, with the answer that a row of an earlier batch had
+    chunks: int = 0  # of the submit, that are in the queue
     cut: int = 0  # ok, their answer ends at max_tokens; older workers do not count them
     num_results: int = 0
     fingerprint: str = ""  # of the model that computes it, like the next two if it is known
@@ -267,6 +268,7 @@ def _batch_status(batch_id: str, values: dict[str, str], num_workers: int) -> Ba
             kept_until=count("kept_until"),
             has_aligned_jobs="kept_jobs" in values,
             is_deduped="dedupe" in values,
+            chunks=count("chunks"),
             copied=count("copied"),
             cut=count("cut"),
             kept=count("kept"),

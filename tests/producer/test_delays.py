@@ -97,6 +97,21 @@ def test_a_worker_that_was_there_has_time_to_come_back() -> None:
         assert len(house.said) == (second >= 30)
 
 
+def test_a_submit_that_brings_nothing_for_a_while_was_interrupted() -> None:
+    """Nobody brings the rest of such a batch: it is said, with what to do, while workers are there
+    and while none is. A submit that goes on is none."""
+    for serving in ([worker()], []):
+        house = House(num_local=1)
+        house.serving = serving
+        for second in range(100):
+            house.now += 1
+            words = house.delays.look(status(is_submitted=False, chunks=min(second // 20, 2)))
+            assert (words == "the submit was interrupted") == (second >= 70)
+        assert len(house.said) == 1 and "same submit command" in house.said[0]
+        house.now += 1
+        assert house.delays.look(status(chunks=3)) == ("" if serving else "a worker is starting")
+
+
 def test_loading_is_shown_while_no_worker_is_ready() -> None:
     """What the first of them says of itself; once one takes rows there is nothing to say."""
     house = House(num_local=1)

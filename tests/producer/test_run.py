@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 from redis import Redis
 
-from batchkv_producer import delays, local_workers, redis_keys, server, worker_checks
+from batchkv_producer import delays, local_workers, planner, redis_keys, server, worker_checks
 from batchkv_producer.client import BatchStatus, Client
 from batchkv_producer.errors import UsageError
 from batchkv_producer.expected import Expected
@@ -26,6 +26,7 @@ from batchkv_producer.progress import PlainReporter, Snapshot
 from batchkv_producer.run import RunOptions, RunReport, run
 from batchkv_producer.server_home import Home
 from batchkv_producer.suspects import deaths_until_failed
+from batchkv_producer.terms import Terms
 from batchkv_producer.transitions import Transitions
 from support import fake_worker
 from support.batchkv_with_fake_worker import FAKE_WORKER
@@ -556,6 +557,48 @@ def test_a_model_folder_that_is_not_there_queues_nothing(
     (empty / "config.json").touch()
     worker_checks.check_model_folder(str(empty))
     worker_checks.check_model_folder("somebody/model")
+
+
+class Rollback(Notes):
+    """Takes the end of a submit off the server once a row has ended, as if it were an older copy
+    of itself; ``meddle`` is called then."""
+
+    def __init__(self, connection: Redis, meddle: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self._connection = connection
+        self._meddle = meddle
+        self.num_lost = 0
+
+    def update(self, snapshot: Snapshot) -> None:
+        super().update(snapshot)
+        if self.num_lost or not snapshot.num_ended:
+            return
+        for _ in range(10):
+            job_id: Any = self._connection.rpop(redis_keys.queue(redis_keys.queue_name(MODEL)))
+            self.num_lost += self._connection.delete(f"rq:job:{job_id.decode()}")
+        batch_id = job_id.decode().partition("-")[0]
+        self._connection.hincrby(redis_keys.batch(batch_id), "chunks", -1)
+        self._meddle()
+
+
+def test_a_run_whose_server_lost_a_part_of_the_submit_ends(
+    redis_url: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that comes back from an older copy lacks the end of the submit: it is queued again,
+    and every row is answered. With another input in its place the run ends and says so."""
+    monkeypatch.setattr(planner, "CHUNK_ROWS", 10)
+    monkeypatch.setenv("FAKE_DELAY", "0.02")
+    with Redis.from_url(redis_url) as connection:
+        notes = Rollback(connection)
+        report = run_here(redis_url, source, notes, terms=Terms(fresh=True))
+        assert notes.num_lost == 10 and report.status.ok == 40
+        assert sorted(ids(report.out)) == all_ids()
+        assert any("lost rows of this batch" in note for note in notes.notes)
+        report.out.unlink()
+        connection.flushall()
+        with pytest.raises(UsageError, match="the input is not what was submitted"):
+            run_here(redis_url, source, Rollback(connection, lambda: source.write_text("{}\n")))
+    wait_until_no_worker_lives()
 
 
 LIMITED = """
