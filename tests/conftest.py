@@ -11,10 +11,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from redis import Redis
 
-# Test modules are imported one by one (importlib mode), so the helpers beside them need a path.
+# Test modules are imported one by one (importlib mode), so the helpers beside them need a path,
+# and so do the tools that they test.
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from batchkv_worker import blas
+from batchkv_worker.kv.backends import blas
 from support.redis_server import RedisServer, running_server
 
 # Processes that tests start buffer their output as anybody's do.

@@ -18,7 +18,7 @@ from redis import Redis
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
-from batchkv_producer.redis_keys import queue_name
+from batchkv_producer.wire.redis_keys import queue_name
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "producer" / "examples" / "quickstart.jsonl"

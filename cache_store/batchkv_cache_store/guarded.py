@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from batchkv_cache_store.blocks.seal import Buffer
 from batchkv_cache_store.breaker import Breaker
 from batchkv_cache_store.errors import TierError
-from batchkv_cache_store.gate import Gate
-from batchkv_cache_store.seal import Buffer
+from batchkv_cache_store.load_or_compute import Gate
 from batchkv_cache_store.tiers.base import Put, Tier, TierStats
 
 _log = logging.getLogger(__name__)

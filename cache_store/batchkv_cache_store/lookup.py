@@ -21,12 +21,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from batchkv_cache_store.block import Block, Expected, Kind, Limits, decode
+from batchkv_cache_store.blocks.block import Block, Expected, Kind, Limits, decode
+from batchkv_cache_store.blocks.names import block_name
+from batchkv_cache_store.blocks.seal import Buffer, Sealer
 from batchkv_cache_store.errors import BlockRejected, Reason
-from batchkv_cache_store.gate import Gate, Option
 from batchkv_cache_store.guarded import Counters, GuardedTier
-from batchkv_cache_store.names import block_name
-from batchkv_cache_store.seal import Buffer, Sealer
+from batchkv_cache_store.load_or_compute import Gate, Option
 
 KEYS_AT_ONCE = 64
 MAX_FETCH_BYTES = 256 * 1024 * 1024

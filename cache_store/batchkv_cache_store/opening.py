@@ -20,9 +20,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from batchkv_cache_store.blocks.seal import MIN_SECRET_BYTES
 from batchkv_cache_store.errors import TierError
-from batchkv_cache_store.gate import Gate
-from batchkv_cache_store.seal import MIN_SECRET_BYTES
+from batchkv_cache_store.load_or_compute import Gate
 from batchkv_cache_store.store import Store, StoreSettings
 from batchkv_cache_store.tiers.base import Tier
 from batchkv_cache_store.tiers.spec_types import RedisSpec, TierSpec

@@ -23,15 +23,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from batchkv_cache_store.block import Block, Limits, encode, encoded_size, join
+from batchkv_cache_store.blocks.block import Block, Limits, encode, encoded_size, join
+from batchkv_cache_store.blocks.manifests import encode_manifest
+from batchkv_cache_store.blocks.names import block_name, manifest_name
+from batchkv_cache_store.blocks.seal import Buffer, Sealer
 from batchkv_cache_store.breaker import Breaker
-from batchkv_cache_store.gate import Gate
 from batchkv_cache_store.guarded import Counters, GuardedTier
 from batchkv_cache_store.keys import Manifest
+from batchkv_cache_store.load_or_compute import Gate
 from batchkv_cache_store.lookup import Found, Hit, Search, Wanted
-from batchkv_cache_store.manifests import encode_manifest
-from batchkv_cache_store.names import block_name, manifest_name
-from batchkv_cache_store.seal import Buffer, Sealer
 from batchkv_cache_store.tiers.base import Tier, TierStats
 from batchkv_cache_store.writer import Taken, WriteBehind
 

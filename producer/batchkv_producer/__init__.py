@@ -21,16 +21,16 @@ if TYPE_CHECKING:
         UsageError,
         WireError,
     )
-    from batchkv_producer.formats import RowError
-    from batchkv_producer.job import ErrorCode, Result, SamplingParams, TokenLogprob, Usage
-    from batchkv_producer.one_job import JobInfo
-    from batchkv_producer.prompting import Prompting
-    from batchkv_producer.source import Inputs
-    from batchkv_producer.status import BatchStatus
-    from batchkv_producer.stored import StoredRow
-    from batchkv_producer.submission import Checked, Submitted
-    from batchkv_producer.terms import Deadline, Terms
-    from batchkv_producer.workers import WorkerInfo
+    from batchkv_producer.intake.formats import RowError
+    from batchkv_producer.intake.prompting import Prompting
+    from batchkv_producer.intake.source import Inputs
+    from batchkv_producer.monitor.one_job import JobInfo
+    from batchkv_producer.monitor.status import BatchStatus
+    from batchkv_producer.monitor.workers import WorkerInfo
+    from batchkv_producer.results.stored_rows import StoredRow
+    from batchkv_producer.submit.submission import Checked, Submitted
+    from batchkv_producer.wire.batch_options import Deadline, Terms
+    from batchkv_producer.wire.job import ErrorCode, Result, SamplingParams, TokenLogprob, Usage
 
 __all__ = [
     "BatchStatus",
@@ -72,28 +72,28 @@ _HOMES = {
         "UsageError",
         "WireError",
     ),
-    "formats": ("RowError",),
-    "job": (
+    "intake.formats": ("RowError",),
+    "wire.job": (
         "ErrorCode",
         "Result",
         "SamplingParams",
         "TokenLogprob",
         "Usage",
     ),
-    "one_job": ("JobInfo",),
-    "prompting": ("Prompting",),
-    "source": ("Inputs",),
-    "status": ("BatchStatus",),
-    "stored": ("StoredRow",),
-    "submission": (
+    "monitor.one_job": ("JobInfo",),
+    "intake.prompting": ("Prompting",),
+    "intake.source": ("Inputs",),
+    "monitor.status": ("BatchStatus",),
+    "results.stored_rows": ("StoredRow",),
+    "submit.submission": (
         "Checked",
         "Submitted",
     ),
-    "terms": (
+    "wire.batch_options": (
         "Deadline",
         "Terms",
     ),
-    "workers": ("WorkerInfo",),
+    "monitor.workers": ("WorkerInfo",),
 }
 
 

@@ -16,36 +16,30 @@ from typing import Any, Literal, cast
 
 from redis import Redis
 
-from batchkv_producer import (
-    forgetting,
-    intervention,
-    listing,
-    one_job,
-    redis_keys,
-    restoring,
-    status,
-    stored,
-    submission,
-    suspects,
-    workers,
-)
-from batchkv_producer.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, Progress
 from batchkv_producer.errors import UsageError
-from batchkv_producer.failures import Failures, read_failures
-from batchkv_producer.given_rows import Given, as_source
-from batchkv_producer.intervention import Unanswered
-from batchkv_producer.job import Result, SamplingParams, decode_result
-from batchkv_producer.keeping import Earlier
-from batchkv_producer.one_job import JobInfo
-from batchkv_producer.patience import Pace, patiently
-from batchkv_producer.prompting import AUTO, Prompting
-from batchkv_producer.status import BatchStatus
-from batchkv_producer.stored import StoredRow
-from batchkv_producer.submission import Checked, Identified, Submitted
-from batchkv_producer.tending import Tender
-from batchkv_producer.terms import NO_TERMS, Deadline, Terms
-from batchkv_producer.transitions import Transitions
-from batchkv_producer.workers import WorkerInfo
+from batchkv_producer.intake.given_rows import Given, as_source
+from batchkv_producer.intake.prompting import AUTO, Prompting
+from batchkv_producer.manage import cancel_retry as intervention
+from batchkv_producer.manage import forget as forgetting
+from batchkv_producer.manage.cancel_retry import Unanswered
+from batchkv_producer.manage.reconcile import Tender
+from batchkv_producer.monitor import listing, one_job, status, workers
+from batchkv_producer.monitor.one_job import JobInfo
+from batchkv_producer.monitor.status import BatchStatus
+from batchkv_producer.monitor.workers import WorkerInfo
+from batchkv_producer.results import stored_rows as stored
+from batchkv_producer.results.failures import Failures, read_failures
+from batchkv_producer.results.stored_rows import StoredRow
+from batchkv_producer.retry import Pace, patiently
+from batchkv_producer.submit import restore as restoring
+from batchkv_producer.submit import submission
+from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, Progress
+from batchkv_producer.submit.kept_answers import Earlier
+from batchkv_producer.submit.submission import Checked, Identified, Submitted
+from batchkv_producer.wire import redis_keys, suspects
+from batchkv_producer.wire.batch_options import NO_TERMS, Deadline, Terms
+from batchkv_producer.wire.job import Result, SamplingParams, decode_result
+from batchkv_producer.wire.transitions import Transitions
 
 __all__ = [
     "BatchStatus",

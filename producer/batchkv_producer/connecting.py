@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from batchkv_producer import connection
 from batchkv_producer.client import Client
+from batchkv_producer.server import connection
 
 
 def connect(url: str | None = None) -> Client:

@@ -31,7 +31,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from batchkv_worker import blas
+from batchkv_worker.kv.backends import blas
 
 BLAS = blas.load()
 
@@ -42,24 +42,24 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench_engine import NoText  # noqa: E402
 from workloads import VOCABULARY, build_model  # noqa: E402
 
-from batchkv_cache_store.block import Block, Expected, Kind, Tensor, decode, encode, join  # noqa: E402
+from batchkv_cache_store.blocks.block import Block, Expected, Kind, Tensor, decode, encode, join  # noqa: E402
+from batchkv_cache_store.blocks.seal import Buffer, Sealer  # noqa: E402
 from batchkv_cache_store.errors import TierError  # noqa: E402
 from batchkv_cache_store.keys import next_key, root_key  # noqa: E402
 from batchkv_cache_store.lease import LocalLeases  # noqa: E402
 from batchkv_cache_store.lookup import Wanted  # noqa: E402
-from batchkv_cache_store.seal import Buffer, Sealer  # noqa: E402
 from batchkv_cache_store.store import Store  # noqa: E402
 from batchkv_cache_store.tiers.base import Put, Tier  # noqa: E402
 from batchkv_cache_store.tiers.disk import DiskTier  # noqa: E402
 from batchkv_cache_store.tiers.memory import MemoryTier  # noqa: E402
 from batchkv_cache_store.tiers.redis import RedisTier  # noqa: E402
-from batchkv_worker.engine import Engine, EngineConfig  # noqa: E402
-from batchkv_worker.kv.discover import discover  # noqa: E402
-from batchkv_worker.model import LoadedModel  # noqa: E402
+from batchkv_worker.engine.engine import Engine, EngineConfig  # noqa: E402
+from batchkv_worker.kv.layers.discover import discover  # noqa: E402
+from batchkv_worker.model.loader import LoadedModel  # noqa: E402
+from batchkv_worker.prefix.shared.access import Access  # noqa: E402
+from batchkv_worker.prefix.shared.client import Link  # noqa: E402
 from batchkv_worker.sequence import Generation  # noqa: E402
 from batchkv_worker.sequence import Sequence as Row  # noqa: E402
-from batchkv_worker.store.access import Access  # noqa: E402
-from batchkv_worker.store.link import Link  # noqa: E402
 from support.redis_server import running_server  # noqa: E402
 
 GIB = 2**30

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from batchkv_worker import blas
+from batchkv_worker.kv.backends import blas
 
 BLAS = blas.load()
 
@@ -36,10 +36,10 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache  # noqa: E402
 sys.path.insert(0, str(Path(__file__).parent))
 from workloads import MODELS, WORKLOADS, Workload, build_model  # noqa: E402
 
-from batchkv_worker.engine import Engine, EngineConfig  # noqa: E402
+from batchkv_worker.engine.engine import Engine, EngineConfig  # noqa: E402
 from batchkv_worker.events import Completed  # noqa: E402
-from batchkv_worker.kv.discover import discover  # noqa: E402
-from batchkv_worker.model import LoadedModel  # noqa: E402
+from batchkv_worker.kv.layers.discover import discover  # noqa: E402
+from batchkv_worker.model.loader import LoadedModel  # noqa: E402
 from batchkv_worker.sequence import Generation, Sequence  # noqa: E402
 
 Tokens = list[list[int]]

@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from batchkv_worker import blas
+from batchkv_worker.kv.backends import blas
 
 BLAS = blas.load()
 
@@ -35,9 +35,9 @@ from bench_engine import NoText  # noqa: E402
 from svg import write_chart  # noqa: E402
 from workloads import MODELS, VOCABULARY, build_model  # noqa: E402
 
-from batchkv_worker.engine import Engine, EngineConfig  # noqa: E402
-from batchkv_worker.kv.discover import discover  # noqa: E402
-from batchkv_worker.model import LoadedModel  # noqa: E402
+from batchkv_worker.engine.engine import Engine, EngineConfig  # noqa: E402
+from batchkv_worker.kv.layers.discover import discover  # noqa: E402
+from batchkv_worker.model.loader import LoadedModel  # noqa: E402
 from batchkv_worker.sequence import Generation  # noqa: E402
 from batchkv_worker.sequence import Sequence as Row  # noqa: E402
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchkv_worker import blas
+from batchkv_worker.kv.backends import blas
 
 BLAS = blas.load()
 
@@ -34,11 +34,11 @@ import mlx.core as mx  # noqa: E402
 import mlx_lm  # noqa: E402
 from mlx_lm.generate import BatchGenerator  # noqa: E402
 
-from batchkv_producer.formats import Row, read_rows  # noqa: E402
-from batchkv_worker.engine import Engine, EngineConfig  # noqa: E402
+from batchkv_producer.intake.formats import Row, read_rows  # noqa: E402
+from batchkv_worker.engine.engine import Engine, EngineConfig  # noqa: E402
+from batchkv_worker.engine.tokens.requests import prepare  # noqa: E402
 from batchkv_worker.events import Completed, Work  # noqa: E402
-from batchkv_worker.model import LoadedModel, load  # noqa: E402
-from batchkv_worker.requests import prepare  # noqa: E402
+from batchkv_worker.model.loader import LoadedModel, load  # noqa: E402
 from batchkv_worker.sequence import Generation, Sequence  # noqa: E402
 
 ROOT = Path(__file__).parents[2]

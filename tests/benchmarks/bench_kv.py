@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from batchkv_worker import blas
+from batchkv_worker.kv.backends import blas
 
 BLAS = blas.load()
 
@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bench_engine import NoText  # noqa: E402
 from kv_layer import decode_cost, show_decode  # noqa: E402
 
-from batchkv_worker.engine import Engine, EngineConfig  # noqa: E402
-from batchkv_worker.kv.discover import discover  # noqa: E402
-from batchkv_worker.model import LoadedModel  # noqa: E402
+from batchkv_worker.engine.engine import Engine, EngineConfig  # noqa: E402
+from batchkv_worker.kv.layers.discover import discover  # noqa: E402
+from batchkv_worker.model.loader import LoadedModel  # noqa: E402
 from batchkv_worker.sequence import Generation, Sequence  # noqa: E402
 
 BYTES_TO_FLOAT = {"affine8": 0.54, "mxfp8": 0.54, "k8v4": 0.415, "affine4": 0.29, "nvfp4": 0.29,

@@ -28,10 +28,11 @@ from itertools import count, takewhile
 from pathlib import Path
 
 from batchkv_cache_store.uses import Kept
-from batchkv_producer.formats import Row
-from batchkv_producer.job import Request, SamplingParams
-from batchkv_producer.planner import Plan
-from batchkv_worker.dispatch import (
+from batchkv_producer.intake.formats import Row
+from batchkv_producer.order.planner import Plan
+from batchkv_producer.wire.job import Request, SamplingParams
+from batchkv_worker.engine.tokens.requests import SHARED_SLACK
+from batchkv_worker.queue.dispatch import (
     WAVES_AHEAD,
     View,
     jobs_to_recall,
@@ -39,7 +40,6 @@ from batchkv_worker.dispatch import (
     jobs_to_start,
     jobs_to_take,
 )
-from batchkv_worker.requests import SHARED_SLACK
 
 DATA = Path(os.environ.get("BATCHKV_DATA", Path(__file__).parents[3] / "shared" / "data"))
 TRACE = "kimi_conversation_trace.jsonl"

@@ -33,9 +33,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from bench_submit import MIB, run_once, write_prompts
 
-from batchkv_producer import Client, redis_keys
-from batchkv_producer.job import SamplingParams
-from batchkv_producer.transitions import Transitions
+from batchkv_producer import Client
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.job import SamplingParams
+from batchkv_producer.wire.transitions import Transitions
 from support.redis_server import RedisServer, running_server
 
 TESTS = Path(__file__).parents[1]

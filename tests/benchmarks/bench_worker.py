@@ -32,9 +32,9 @@ from redis.connection import AbstractConnection
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from batchkv_producer import redis_keys
-from batchkv_producer.transitions import Transitions
-from batchkv_worker.rq_worker import BatchWorker
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.transitions import Transitions
+from batchkv_worker.queue.rq_worker import BatchWorker
 from batchkv_worker.settings import WorkerSettings
 from support.fake_engine import FakeEngine, FakePlan
 from support.redis_server import running_server

@@ -9,11 +9,11 @@ from typing import Any, get_args
 
 import mlx.core as mx
 
-from batchkv_worker.kv import softmax
-from batchkv_worker.kv.attention import Path as AttentionPath
-from batchkv_worker.kv.attention import attend, in_slots, paths_of
-from batchkv_worker.kv.names import TensorNames
-from batchkv_worker.kv.schemes import LayerShape, fit_layer
+from batchkv_worker.kv.attention.paths import Path as AttentionPath
+from batchkv_worker.kv.attention.paths import attend, in_slots, paths_of
+from batchkv_worker.kv.backends.cpu import softmax
+from batchkv_worker.kv.schemes.names import TensorNames
+from batchkv_worker.kv.schemes.packing import LayerShape, fit_layer
 
 SCHEMES = ("float", "affine8", "mxfp8", "k8v4", "affine4", "affine4r", "affine3", "nvfp4",
            "turbo4", "turbo3.5", "turbo3")  # fmt: skip

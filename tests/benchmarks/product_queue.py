@@ -18,8 +18,9 @@ from typing import Any, Self
 from product_trace import told
 from redis import Redis
 
-from batchkv_producer import Client, server
-from batchkv_producer.server_home import Home
+from batchkv_producer import Client
+from batchkv_producer.server import embedded as server
+from batchkv_producer.server.home import Home
 
 CLI = [sys.executable, "-P", "-m", "batchkv_producer"]
 READY = "the engine is ready"

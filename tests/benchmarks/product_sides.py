@@ -21,7 +21,7 @@ from typing import Any
 
 STARTED = time.perf_counter()
 
-from batchkv_worker import blas  # noqa: E402
+from batchkv_worker.kv.backends import blas  # noqa: E402
 
 blas.load()
 
@@ -33,12 +33,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from product_parts import make_model  # noqa: E402
 
-from batchkv_producer.formats import Row, read_rows  # noqa: E402
-from batchkv_worker import model, trace  # noqa: E402
-from batchkv_worker.device import usual_chunk  # noqa: E402
-from batchkv_worker.engine_factory import build_engine  # noqa: E402
+from batchkv_producer.intake.formats import Row, read_rows  # noqa: E402
+from batchkv_worker import trace  # noqa: E402
+from batchkv_worker.engine.factory import build_engine  # noqa: E402
+from batchkv_worker.engine.tokens.requests import prepare  # noqa: E402
 from batchkv_worker.events import Completed, Work  # noqa: E402
-from batchkv_worker.requests import prepare  # noqa: E402
+from batchkv_worker.kv.backends.device import usual_chunk  # noqa: E402
+from batchkv_worker.model import loader as model  # noqa: E402
 from batchkv_worker.settings import WorkerSettings  # noqa: E402
 
 Figures = dict[str, Any]

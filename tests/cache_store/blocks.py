@@ -5,9 +5,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from batchkv_cache_store.block import Block, Expected, Kind, Tensor, encode, join
+from batchkv_cache_store.blocks.block import Block, Expected, Kind, Tensor, encode, join
+from batchkv_cache_store.blocks.seal import Sealer
 from batchkv_cache_store.keys import namespace, next_key, root_key
-from batchkv_cache_store.seal import Sealer
 
 NAMESPACE = namespace({"format": 1, "model": "test"})
 ROOT = root_key(NAMESPACE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from batchkv_cache_store.block import Block
+from batchkv_cache_store.blocks.block import Block
 from batchkv_cache_store.lookup import Wanted
 from batchkv_cache_store.store import Store
 from batchkv_cache_store.tiers.disk import DiskTier

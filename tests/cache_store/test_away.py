@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from batchkv_cache_store.block import Block
+from batchkv_cache_store.blocks.block import Block
 from batchkv_cache_store.errors import TierAway, TierError, TierMisconfigured
 from batchkv_cache_store.opening import open_tiers, parse_tiers
 from batchkv_cache_store.store import Store, StoreSettings
 from batchkv_cache_store.tiers import disk_folder
 from batchkv_cache_store.tiers.base import Put
 from batchkv_cache_store.tiers.disk import DiskTier
+from batchkv_worker.prefix.shared.access import open_access
 from batchkv_worker.settings import WorkerSettings
-from batchkv_worker.store.access import open_access
 from cache_store.blocks import encoded, make_block
 
 MIB = 1024 * 1024

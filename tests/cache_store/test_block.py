@@ -13,10 +13,10 @@ from typing import Any
 import msgpack
 import pytest
 
-from batchkv_cache_store import block as block_module
-from batchkv_cache_store.block import Block, Kind, Limits, Tensor, decode, encode, join
+from batchkv_cache_store.blocks import block as block_module
+from batchkv_cache_store.blocks.block import Block, Kind, Limits, Tensor, decode, encode, join
+from batchkv_cache_store.blocks.seal import SEAL_BYTES, Sealer
 from batchkv_cache_store.errors import BlockRejected, Reason
-from batchkv_cache_store.seal import SEAL_BYTES, Sealer
 from cache_store.blocks import PLAIN, encoded, expected, make_block
 
 SECRET = b"sixteen bytes or more"

@@ -17,12 +17,12 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from batchkv_cache_store.block import Block, Kind
+from batchkv_cache_store.blocks.block import Block, Kind
+from batchkv_cache_store.blocks.manifests import encode_manifest
+from batchkv_cache_store.blocks.names import block_name, manifest_name
+from batchkv_cache_store.blocks.seal import Sealer
 from batchkv_cache_store.cli import group
 from batchkv_cache_store.keys import namespace, next_key, root_key
-from batchkv_cache_store.manifests import encode_manifest
-from batchkv_cache_store.names import block_name, manifest_name
-from batchkv_cache_store.seal import Sealer
 from batchkv_cache_store.tiers.base import Tier
 from batchkv_cache_store.tiers.disk import DiskTier
 from batchkv_cache_store.tiers.redis import PREFIX, RedisTier

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchkv_cache_store.block import Kind, Limits
-from batchkv_cache_store.check import check_all, parse_sample, sample
-from batchkv_cache_store.contents import batches, chain_names, find_names, iter_items
+from batchkv_cache_store.blocks.block import Kind, Limits
+from batchkv_cache_store.blocks.header import FIELDS, align, parse_header
+from batchkv_cache_store.blocks.names import block_name
+from batchkv_cache_store.blocks.peek import HEAD_BYTES, LINKS_BYTES, peek, peek_links
+from batchkv_cache_store.blocks.seal import SEAL_BYTES
 from batchkv_cache_store.errors import BlockRejected, Reason
-from batchkv_cache_store.header import FIELDS, align, parse_header
-from batchkv_cache_store.names import block_name
-from batchkv_cache_store.peek import HEAD_BYTES, LINKS_BYTES, peek, peek_links
-from batchkv_cache_store.seal import SEAL_BYTES
 from batchkv_cache_store.tiers.base import Entry
 from batchkv_cache_store.tiers.memory import MemoryTier
+from batchkv_cache_store.upkeep.check import check_all, parse_sample, sample
+from batchkv_cache_store.upkeep.contents import batches, chain_names, find_names, iter_items
 from cache_store.blocks import PLAIN, chain_of, encoded, make_block
 from cache_store.places import MIB, name
 
@@ -170,7 +170,7 @@ def test_checking_reads_in_bounded_batches(monkeypatch: pytest.MonkeyPatch) -> N
         tier.put(block_name(block.key, block.kind), [encoded(block)])
     asked: list[int] = []
     get_heads = tier.get_heads
-    monkeypatch.setattr("batchkv_cache_store.check.MAX_BATCH_BYTES", 10_000)
+    monkeypatch.setattr("batchkv_cache_store.upkeep.check.MAX_BATCH_BYTES", 10_000)
     monkeypatch.setattr(
         tier, "get_heads", lambda names, size: asked.append(len(names)) or get_heads(names, size)
     )

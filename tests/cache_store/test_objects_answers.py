@@ -12,8 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from batchkv_cache_store.blocks.seal import Buffer
 from batchkv_cache_store.errors import TierError
-from batchkv_cache_store.seal import Buffer
 from cache_store.places import MIB, name, objects_tier
 
 pytest.importorskip("boto3")

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from batchkv_cache_store.block import Block, Kind, Limits
+from batchkv_cache_store.blocks.block import Block, Kind, Limits
+from batchkv_cache_store.blocks.manifests import decode_manifest
+from batchkv_cache_store.blocks.names import block_name, manifest_name
+from batchkv_cache_store.blocks.seal import Buffer
 from batchkv_cache_store.errors import TierError
-from batchkv_cache_store.gate import Gate
 from batchkv_cache_store.keys import Manifest, namespace
+from batchkv_cache_store.load_or_compute import Gate
 from batchkv_cache_store.lookup import Found, Wanted
-from batchkv_cache_store.manifests import decode_manifest
-from batchkv_cache_store.names import block_name, manifest_name
-from batchkv_cache_store.seal import Buffer
 from batchkv_cache_store.store import Store, StoreSettings
 from batchkv_cache_store.tiers.base import Put, Tier
 from batchkv_cache_store.tiers.disk import DiskTier

@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from batchkv_cache_store.block import Block, Kind
-from batchkv_cache_store.names import block_name
+from batchkv_cache_store.blocks.block import Block, Kind
+from batchkv_cache_store.blocks.names import block_name
 from batchkv_cache_store.store import Store
 from batchkv_cache_store.tiers.disk import DiskTier
 from batchkv_cache_store.tiers.disk_files import write_file

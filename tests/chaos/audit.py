@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from redis import Redis
 
-from batchkv_producer import redis_keys
+from batchkv_producer.wire import redis_keys
 
 # Every line is ended, held, queued, or failed by a stock tool and not yet healed. A line that is
 # none of these, and whose chunk was submitted, is lost. What is read in one script cannot be

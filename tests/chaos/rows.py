@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from redis import Redis
 from redis.exceptions import RedisError
 
-from batchkv_producer import redis_keys
-from batchkv_producer.job import Request, SamplingParams, decode_result, encode_job
-from batchkv_producer.transitions import MAX_DEATHS, Transitions
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.job import Request, SamplingParams, decode_result, encode_job
+from batchkv_producer.wire.transitions import MAX_DEATHS, Transitions
 from chaos import audit
 from support.worker_harness import MODEL, QUEUE
 

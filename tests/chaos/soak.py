@@ -30,9 +30,9 @@ from redis import Redis
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from batchkv_producer import redis_keys
-from batchkv_producer.job import Request, Result, SamplingParams, encode_job, encode_result
-from batchkv_producer.transitions import Transitions
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.job import Request, Result, SamplingParams, encode_job, encode_result
+from batchkv_producer.wire.transitions import Transitions
 from support.redis_server import running_server
 from support.tiny_worker import COMMAND_CLASS
 from support.worker_harness import MODEL, QUEUE, WorkerProcess

@@ -23,7 +23,7 @@ from redis.exceptions import RedisError
 from rq import Queue
 from rq.serializers import JSONSerializer
 
-from batchkv_producer import redis_keys
+from batchkv_producer.wire import redis_keys
 from chaos.faults import Fault, write_log
 from chaos.rows import Rows, Work
 from support.redis_server import RedisServer, running_server

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from batchkv_producer import Client, patience, redis_keys
-from batchkv_producer import connection as producer_connection
+from batchkv_producer import Client
+from batchkv_producer import retry as patience
 from batchkv_producer.errors import ServerError
-from batchkv_producer.job import Result, encode_result
-from batchkv_producer.transitions import Ending, Transitions
+from batchkv_producer.server import connection as producer_connection
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.job import Result, encode_result
+from batchkv_producer.wire.transitions import Ending, Transitions
 from chaos import audit
 from support.fault_proxy import FaultProxy, Link
 from support.redis_server import RedisServer

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from batchkv_producer import outfile, redis_keys
 from batchkv_producer.client import Client
-from batchkv_producer.following import Follower, stale_rows
-from batchkv_producer.job import Result, encode_result
-from batchkv_producer.transitions import Ending, Transitions
-from batchkv_worker.session import OTHERS_SECONDS
+from batchkv_producer.local.follow import Follower, stale_rows
+from batchkv_producer.results import outfile
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.job import Result, encode_result
+from batchkv_producer.wire.transitions import Ending, Transitions
+from batchkv_worker.queue.session import OTHERS_SECONDS
 from batchkv_worker.settings import WorkerSettings
 from support.fault_proxy import FaultProxy
 from support.redis_server import RedisServer, running_server

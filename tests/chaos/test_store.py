@@ -16,13 +16,13 @@ from batchkv_cache_store.tiers import disk_files
 from batchkv_cache_store.tiers.base import Tier
 from batchkv_cache_store.tiers.disk import DiskTier
 from batchkv_cache_store.tiers.redis import PREFIX, RedisTier
-from batchkv_worker.engine import Engine
+from batchkv_worker.engine.engine import Engine
 from batchkv_worker.sequence import Generation
 from batchkv_worker.sequence import Sequence as Row
-from sharing.house import access, cached, finish, random_prompt, run, running, tokens
 from support import tiny_models
 from support.fault_proxy import FaultProxy, Link
 from support.redis_server import RedisServer, running_server
+from worker.prefix.house import access, cached, finish, random_prompt, run, running, tokens
 
 GIB = 2**30
 ROUNDS = 4

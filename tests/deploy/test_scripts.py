@@ -70,7 +70,7 @@ def test_a_breach_is_found(tmp_path: Path, path: str, text: str, message: str) -
     [
         (
             "worker/p/x.py",
-            "import mlx.core as mx\nfrom batchkv_producer.job import Job\nmx.eval(1)",
+            "import mlx.core as mx\nfrom batchkv_producer.wire.job import Job\nmx.eval(1)",
         ),
         ("worker/batchkv_worker/demo/model/model.safetensors", "x" * 1_000_001),
         ("cache_store/p/x.py", "import msgpack"),

@@ -9,15 +9,16 @@ from __future__ import annotations
 import io
 import json
 
-from batchkv_cache_store.block import Expected, Kind, decode, decode_any
+from batchkv_cache_store.blocks.block import Expected, Kind, decode, decode_any
+from batchkv_cache_store.blocks.peek import peek, peek_links
+from batchkv_cache_store.blocks.seal import SEAL_BYTES, Sealer
 from batchkv_cache_store.errors import BlockRejected
 from batchkv_cache_store.keys import next_key
-from batchkv_cache_store.peek import peek, peek_links
-from batchkv_cache_store.seal import SEAL_BYTES, Sealer
-from batchkv_producer.error_codes import ErrorCode
 from batchkv_producer.errors import WireError
-from batchkv_producer.formats import Row, RowError, read_rows
-from batchkv_producer.job import (
+from batchkv_producer.intake.formats import Row, RowError, read_rows
+from batchkv_producer.results.output import output_line, text_line
+from batchkv_producer.wire.error_codes import ErrorCode
+from batchkv_producer.wire.job import (
     MAX_JOB_BYTES,
     Request,
     decode_job,
@@ -25,10 +26,9 @@ from batchkv_producer.job import (
     encode_job,
     encode_result,
 )
-from batchkv_producer.output import output_line, text_line
+from batchkv_worker.engine.tokens.requests import prepare
+from batchkv_worker.engine.tokens.tokenize import RowRefused
 from batchkv_worker.events import Work
-from batchkv_worker.requests import prepare
-from batchkv_worker.tokens import RowRefused
 from support import tiny_models
 
 CODES = {value for name, value in vars(ErrorCode).items() if name.isupper()}

@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 from hypothesis import strategies as st
 
-from batchkv_producer.job import FUNCTION_NAME
+from batchkv_producer.wire.job import FUNCTION_NAME
 from cache_store.blocks import PLAIN, encoded, make_block
 
 TEXTS = st.one_of(

@@ -48,7 +48,7 @@ def test_any_bytes_end_in_a_verdict(reader: str) -> None:
 def test_the_shapes_get_far() -> None:
     """Of what is made for a reader some is accepted and some is refused."""
     from batchkv_producer.errors import WireError
-    from batchkv_producer.job import decode_job
+    from batchkv_producer.wire.job import decode_job
 
     seen = {True: 0, False: 0}
 

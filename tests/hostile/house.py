@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from redis import Redis
 
 from batchkv_producer.cli import cli
-from batchkv_worker.rq_worker import BatchWorker
+from batchkv_worker.queue.rq_worker import BatchWorker
 from batchkv_worker.settings import WorkerSettings
 from support.fake_engine import FakeEngine, FakePlan
 from support.worker_harness import MODEL, QUEUE

@@ -18,15 +18,16 @@ from batchkv_cache_store.errors import TierMisconfigured
 from batchkv_cache_store.lease import RedisLeases
 from batchkv_cache_store.opening import open_store, open_tiers, parse_tiers
 from batchkv_cache_store.tiers.redis import RedisTier
-from batchkv_producer import forgetting, redis_keys, suspects
-from batchkv_producer.job import Result as RowResult
-from batchkv_producer.job import encode_result
-from batchkv_producer.maker import Maker
-from batchkv_producer.presence import Presence, reclaim_dead
-from batchkv_producer.server_home import Home
-from batchkv_producer.transitions import Ending, Held, Transitions
-from batchkv_worker.maintenance import Maintenance
-from batchkv_worker.redis_side import RedisSide
+from batchkv_producer.local.presence import Presence, reclaim_dead
+from batchkv_producer.manage import forget as forgetting
+from batchkv_producer.server.home import Home
+from batchkv_producer.wire import redis_keys, suspects
+from batchkv_producer.wire.job import Result as RowResult
+from batchkv_producer.wire.job import encode_result
+from batchkv_producer.wire.maker import Maker
+from batchkv_producer.wire.transitions import Ending, Held, Transitions
+from batchkv_worker.queue.maintenance import Maintenance
+from batchkv_worker.queue.redis_side import RedisSide
 from batchkv_worker.settings import WorkerSettings
 from cache_store.blocks import encoded, make_block
 from hostile.house import batchkv

@@ -13,15 +13,15 @@ from typing import Any
 import msgpack
 import pytest
 
-from batchkv_cache_store import block as block_module
-from batchkv_cache_store.block import Expected, Kind, Limits, decode, decode_any
+from batchkv_cache_store.blocks import block as block_module
+from batchkv_cache_store.blocks.block import Expected, Kind, Limits, decode, decode_any
+from batchkv_cache_store.blocks.manifests import decode_manifest
+from batchkv_cache_store.blocks.names import block_name, checked, is_name
+from batchkv_cache_store.blocks.peek import peek, peek_links
+from batchkv_cache_store.blocks.seal import SEAL_BYTES, Buffer, Sealer
 from batchkv_cache_store.errors import BlockRejected
 from batchkv_cache_store.keys import chain, root_key
 from batchkv_cache_store.lookup import Wanted
-from batchkv_cache_store.manifests import decode_manifest
-from batchkv_cache_store.names import block_name, checked, is_name
-from batchkv_cache_store.peek import peek, peek_links
-from batchkv_cache_store.seal import SEAL_BYTES, Buffer, Sealer
 from batchkv_cache_store.store import Store
 from batchkv_cache_store.tiers.memory import MemoryTier
 from cache_store.blocks import NAMESPACE, PLAIN, TOKENS, chain_of, encoded, expected, make_block
@@ -223,8 +223,8 @@ def test_a_manifest_that_is_none_is_not_read(text: bytes) -> None:
 
 def test_a_chain_that_goes_in_circles_ends() -> None:
     """Blocks that name each other as parents are walked through once."""
-    from batchkv_cache_store.contents import chain_names
-    from batchkv_cache_store.names import block_name
+    from batchkv_cache_store.blocks.names import block_name
+    from batchkv_cache_store.upkeep.contents import chain_names
 
     first, second = chain_of(list(range(8)))
     tier = MemoryTier(2**22)

@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 
 from batchkv_cache_store import opening
+from batchkv_cache_store.blocks.names import block_name
 from batchkv_cache_store.errors import TierError
-from batchkv_cache_store.names import block_name
 from batchkv_cache_store.tiers.disk import DiskTier
-from batchkv_producer import connection, server
 from batchkv_producer.errors import BatchkvError, UsageError
-from batchkv_producer.server_home import Home
+from batchkv_producer.server import connection
+from batchkv_producer.server import embedded as server
+from batchkv_producer.server.home import Home
 from cache_store.blocks import encoded, make_block
 from hostile.house import batchkv
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from batchkv_producer.formats import MAX_LINE_BYTES, Row, RowError, read_rows
+from batchkv_producer.intake.formats import MAX_LINE_BYTES, Row, RowError, read_rows
 from hostile.house import ESCAPES, batchkv
 
 FIELDS = {

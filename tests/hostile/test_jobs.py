@@ -19,13 +19,13 @@ from redis import Redis
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
-from batchkv_producer import job as wire
-from batchkv_producer import redis_keys, transitions
 from batchkv_producer.errors import WireError
-from batchkv_producer.inflating import inflate
-from batchkv_producer.job import Request, Result, encode_job
-from batchkv_producer.transitions import Transitions
-from batchkv_worker.rq_worker import BatchWorker
+from batchkv_producer.wire import job as wire
+from batchkv_producer.wire import redis_keys, transitions
+from batchkv_producer.wire.inflating import inflate
+from batchkv_producer.wire.job import Request, Result, encode_job
+from batchkv_producer.wire.transitions import Transitions
+from batchkv_worker.queue.rq_worker import BatchWorker
 from batchkv_worker.settings import WorkerSettings
 from hostile.house import Trap, batchkv, burst, trap
 from support.fake_engine import FakePlan
@@ -249,7 +249,7 @@ def test_abandoned_jobs_are_healed_without_their_callbacks(
     for held in [row.lease for row in moves.pull(QUEUE, "w", 2, 60)]:
         wip = redis_keys.registry("wip", QUEUE)
         redis_connection.zadd(wip, {f"{held.job_id}:{held.execution}": 1})
-    from batchkv_worker.maintenance import Maintenance
+    from batchkv_worker.queue.maintenance import Maintenance
 
     assert Maintenance(redis_connection, QUEUE, "w").run(1)
     assert_reconciled(redis_connection, batch)

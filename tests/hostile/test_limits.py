@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from batchkv_cache_store import header, lookup, manifests
+from batchkv_cache_store import lookup
+from batchkv_cache_store.blocks import header, manifests
 from batchkv_cache_store.tiers.base import MAX_OBJECT_BYTES
-from batchkv_producer import body, bounded, checks, formats, job, messages, prompting, transitions
-from batchkv_worker import model, rehearsal, tokens
+from batchkv_producer.intake import body, checks, formats, messages, prompting
+from batchkv_producer.results import bounded
+from batchkv_producer.wire import job, transitions
+from batchkv_worker.engine.tokens import tokenize as tokens
+from batchkv_worker.model import loader as model
+from batchkv_worker.model import rehearsal
 from support import tiny_models  # noqa: F401  (it loads the BLAS, before MLX)
 
 TEXT = (Path(__file__).resolve().parents[2] / "SECURITY.md").read_text("utf-8")

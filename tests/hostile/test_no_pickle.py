@@ -126,7 +126,7 @@ def test_the_search_finds_what_it_is_for(text: str) -> None:
 WITHOUT = """
 import marshal, pickle, sys
 import redis, rq.cli, rq.worker, rq.job, click  # Python's own imports use marshal
-import batchkv_worker.rq_worker, support.fake_engine, batchkv_worker.rq_config
+import batchkv_worker.queue.rq_worker, support.fake_engine, batchkv_worker.rq_config
 
 def refuse(*_, **__):
     sys.stderr.write('UNPICKLED\\n')

@@ -11,9 +11,9 @@ import msgpack
 import pytest
 from redis import Redis
 
-from batchkv_producer import redis_keys
 from batchkv_producer.errors import WireError
-from batchkv_producer.job import decode_result
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.job import decode_result
 from hostile.house import Trap, batchkv
 from hostile.test_jobs import Evil, bomb
 from support.worker_harness import submit

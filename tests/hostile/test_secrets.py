@@ -15,8 +15,9 @@ import msgpack
 import pytest
 from redis import Redis
 
-from batchkv_producer import connection, redis_keys
 from batchkv_producer.errors import BatchkvError
+from batchkv_producer.server import connection
+from batchkv_producer.wire import redis_keys
 from hostile.house import batchkv
 from support.redis_server import running_server
 from support.worker_harness import WorkerProcess, num_ended, wait_until, workers

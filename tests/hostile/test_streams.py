@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner
 from redis import Redis
 
-from batchkv_producer import redis_keys
-from batchkv_producer.job import Result, encode_result
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.job import Result, encode_result
 from batchkv_worker.cli import worker_command
 from batchkv_worker.settings import WorkerSettings
 from hostile.house import ESCAPES, FORBIDDEN, batchkv

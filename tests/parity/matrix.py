@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from batchkv_worker.kv.attention import Path
+from batchkv_worker.kv.attention.paths import Path
 from support.tiny_models import ALL_FAMILIES
 
 SCHEMES = (

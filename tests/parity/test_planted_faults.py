@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from batchkv_worker.engine import Engine
+from batchkv_worker.engine.engine import Engine
 from parity.harness import Cell, Ledger, Row, cell, drain, ragged_rows, step, submit
 from parity.matrix import RUNS_ALL
 

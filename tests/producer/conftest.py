@@ -11,7 +11,7 @@ import pytest
 from redis import Redis
 
 from batchkv_producer import Client
-from batchkv_producer.transitions import Transitions
+from batchkv_producer.wire.transitions import Transitions
 
 
 @pytest.fixture

@@ -15,11 +15,14 @@ from rq import Queue, Worker
 from rq.serializers import JSONSerializer
 
 import batchkv_producer
-from batchkv_producer import BatchStatus, Client, Submitted, patience, redis_keys, stored
+from batchkv_producer import BatchStatus, Client, Submitted
+from batchkv_producer import retry as patience
 from batchkv_producer.errors import NotFoundError, UsageError, WireError
-from batchkv_producer.intervention import Unanswered
-from batchkv_producer.job import Result, decode_job, encode_result
-from batchkv_producer.transitions import Ending, Pulled, Transitions
+from batchkv_producer.manage.cancel_retry import Unanswered
+from batchkv_producer.results import stored_rows as stored
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.job import Result, decode_job, encode_result
+from batchkv_producer.wire.transitions import Ending, Pulled, Transitions
 from support.redis_server import running_server
 
 Write = Callable[..., Path]

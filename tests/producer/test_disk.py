@@ -19,11 +19,13 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from batchkv_producer import connection, disk, server
+from batchkv_producer import disk
 from batchkv_producer.client import Client
-from batchkv_producer.delays import Delays
 from batchkv_producer.errors import FullHomeError, ServerError
-from batchkv_producer.server_home import Home
+from batchkv_producer.monitor.delays import Delays
+from batchkv_producer.server import connection
+from batchkv_producer.server import embedded as server
+from batchkv_producer.server.home import Home
 
 SUPPORT = Path(__file__).parent.parent / "support"
 FAKE_BATCHKV = [sys.executable, str(SUPPORT / "batchkv_with_fake_worker.py")]

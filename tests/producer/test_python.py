@@ -9,7 +9,7 @@ from redis import Redis
 
 import batchkv_producer
 from batchkv_producer import Client, Terms, UsageError, connect
-from batchkv_producer.given_rows import as_source
+from batchkv_producer.intake.given_rows import as_source
 
 ROWS = [
     {"custom_id": "a", "prompt": "one", "max_tokens": 3},

@@ -16,9 +16,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.engine import Engine
-from batchkv_worker.kv.frame import Frame
-from batchkv_worker.kv.layer import Pieces
+from batchkv_worker.engine.engine import Engine
+from batchkv_worker.kv.layers.contract import Pieces
+from batchkv_worker.kv.slots.step_view import Frame
 from batchkv_worker.sequence import Sequence
 from recall.through_engine import Cases
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from batchkv_worker import blas
+from batchkv_worker.kv.backends import blas
 
 blas.load()
 

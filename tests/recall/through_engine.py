@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from batchkv_worker.engine import Engine, EngineConfig
+from batchkv_worker.engine.engine import Engine, EngineConfig
 from batchkv_worker.events import Completed
-from batchkv_worker.kv.attention import Path
+from batchkv_worker.kv.attention.paths import Path
 from batchkv_worker.sequence import Generation, Sequence
 from recall.evaluate import load
 from recall.shapes import MARKED

@@ -1,4 +1,6 @@
-"""Trains a recall model: `PYTHONPATH=worker:producer:tests python -m recall.train NAME --out DIR`.
+"""Trains a recall model:
+
+    PYTHONPATH=worker:producer:tests:tools python -m recall.train NAME --out DIR
 
 NAME is full, hybrid or sliding. As with the demo model, recall is learned from few facts first,
 and the next level comes when nine of ten tokens are right. At the last level every other step
@@ -26,8 +28,8 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import gemma3_text, granitemoehybrid, qwen3
 
-from batchkv_worker.demo.curriculum import PROMOTE_AT, Plan
-from batchkv_worker.demo.train import COARSEST_LEVELS, FINEST_LEVELS, RoundingCache
+from demo_model.curriculum import PROMOTE_AT, Plan
+from demo_model.train import COARSEST_LEVELS, FINEST_LEVELS, RoundingCache
 from recall.shapes import CONFIGS, MARKED
 from recall.task import MAX_BODY, MAX_FACTS, MAX_HOPS, MIN_BODY, Rows, draw_rows, slot_length
 

@@ -6,8 +6,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from batchkv_producer import asking, run
 from batchkv_producer.cli import main
+from batchkv_producer.local import ask as asking
+from batchkv_producer.local import run
 
 FAKE_WORKER = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
 

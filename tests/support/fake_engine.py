@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from batchkv_producer.job import Usage
-from batchkv_producer.maker import Maker
+from batchkv_producer.wire.job import Usage
+from batchkv_producer.wire.maker import Maker
 from batchkv_worker.errors import ModelError
 from batchkv_worker.events import Completed, Event, Rejected, Work
-from batchkv_worker.loading import say
-from batchkv_worker.rq_worker import BatchWorker
+from batchkv_worker.model.load_progress import say
+from batchkv_worker.queue.rq_worker import BatchWorker
 from batchkv_worker.settings import WorkerSettings
 
 
@@ -159,7 +159,8 @@ class FakeWorker(BatchWorker):
 
 def main() -> None:
     """``batchkv worker`` on the fake engine: ``python -m support.fake_engine -m fake``."""
-    from batchkv_worker import cli, rq_worker
+    from batchkv_worker import cli
+    from batchkv_worker.queue import rq_worker
 
     rq_worker.BatchWorker = FakeWorker  # type: ignore[misc]
     cli.worker_command()

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from redis import Redis
 
-from batchkv_producer import redis_keys
-from batchkv_producer.fingerprint import of_model
-from batchkv_producer.job import Result, Usage, decode_job, encode_result
-from batchkv_producer.maker import ABILITIES, Maker
-from batchkv_producer.transitions import Ending, Pulled, Transitions, iso_now
+from batchkv_producer.submit.fingerprint import of_model
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.job import Result, Usage, decode_job, encode_result
+from batchkv_producer.wire.maker import ABILITIES, Maker
+from batchkv_producer.wire.transitions import Ending, Pulled, Transitions, iso_now
 
 GROUP = 4
 LEASE_SECONDS = 60

@@ -8,7 +8,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from batchkv_worker import blas
+from batchkv_worker.kv.backends import blas
 
 blas.load()
 
@@ -16,8 +16,8 @@ import mlx.core as mx  # noqa: E402
 from mlx.utils import tree_flatten, tree_unflatten  # noqa: E402
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache  # noqa: E402
 
-from batchkv_worker.kv.discover import CacheTree, discover  # noqa: E402
-from batchkv_worker.model import LoadedModel  # noqa: E402
+from batchkv_worker.kv.layers.discover import CacheTree, discover  # noqa: E402
+from batchkv_worker.model.loader import LoadedModel  # noqa: E402
 from parity.families import CONFIGS, VOCABULARY  # noqa: E402
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")  # every layer is full attention

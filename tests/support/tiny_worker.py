@@ -15,7 +15,7 @@ import os
 import time
 from typing import Any
 
-from batchkv_worker.rq_worker import BatchWorker
+from batchkv_worker.queue.rq_worker import BatchWorker
 from batchkv_worker.settings import WorkerSettings
 
 FAMILY = "llama"
@@ -25,8 +25,8 @@ COMMAND_CLASS = "support.tiny_worker.TinyWorker"
 
 def build_tiny(settings: WorkerSettings, family: str = FAMILY) -> Any:
     """The engine; called on the engine's thread, where MLX may be imported."""
-    from batchkv_worker.engine import Engine, EngineConfig
-    from batchkv_worker.store.access import open_access
+    from batchkv_worker.engine.engine import Engine, EngineConfig
+    from batchkv_worker.prefix.shared.access import open_access
     from support import tiny_models
 
     config = EngineConfig(

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from redis import Redis
 
-from batchkv_producer import redis_keys
-from batchkv_producer.job import Request, Result, decode_result, encode_job
-from batchkv_producer.transitions import Transitions
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.job import Request, Result, decode_result, encode_job
+from batchkv_producer.wire.transitions import Transitions
 
 TESTS = Path(__file__).parent.parent
 MODEL = "fake"

@@ -30,8 +30,8 @@ from typing import Any
 
 from redis import Redis
 
-from batchkv_producer import enqueue
 from batchkv_producer.client import Client, SamplingParams, Terms
+from batchkv_producer.submit import enqueue
 
 EXAMPLES = Path(__file__).parents[2] / "producer/examples/quickstart.jsonl"
 COMMAND = (sys.executable, "-m", "batchkv_producer")

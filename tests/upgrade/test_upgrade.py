@@ -13,7 +13,7 @@ import pytest
 from redis import Redis
 
 from batchkv_producer.client import Client, SamplingParams
-from batchkv_producer.redis_keys import queue_name
+from batchkv_producer.wire.redis_keys import queue_name
 from support.redis_server import RedisServer
 from upgrade.stored import VERSIONS, batch_ids, copy_files, put_back
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from batchkv_producer import redis_keys
+from batchkv_producer.wire import redis_keys
 
 
 def load(monkeypatch: pytest.MonkeyPatch, **environ: str) -> dict[str, Any]:

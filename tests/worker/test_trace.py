@@ -17,7 +17,7 @@ import pytest
 from redis import Redis
 
 from batchkv_worker import trace
-from batchkv_worker.engine import Engine, EngineConfig
+from batchkv_worker.engine.engine import Engine, EngineConfig
 from batchkv_worker.events import Completed
 from batchkv_worker.sequence import Generation, Sequence
 from batchkv_worker.trace import (

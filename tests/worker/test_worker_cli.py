@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from batchkv_producer import redis_keys
+from batchkv_producer.wire import redis_keys
 from batchkv_worker.cli import worker_command
 from batchkv_worker.settings import SETTINGS
 from support.worker_harness import (

@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from batchkv_worker.rq_worker import BatchWorker
+    from batchkv_worker.queue.rq_worker import BatchWorker
 
 __all__ = ["BatchWorker"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "BatchWorker":
-        from batchkv_worker.rq_worker import BatchWorker
+        from batchkv_worker.queue.rq_worker import BatchWorker
 
         return BatchWorker
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,10 +14,11 @@ from typing import Any
 import click
 
 from batchkv_cache_store.opening import parse_tiers, queue_conflict
-from batchkv_producer import connection, redis_keys
 from batchkv_producer.errors import BatchkvError
+from batchkv_producer.server import connection
+from batchkv_producer.wire import redis_keys
 from batchkv_worker.errors import SettingsError
-from batchkv_worker.kv.spec import SchemeSpec
+from batchkv_worker.kv.schemes.spec import SchemeSpec
 from batchkv_worker.settings import DTYPES, WorkerSettings
 
 EPILOG = """\b
@@ -92,8 +93,8 @@ def worker_command(
 ) -> None:
     """Serve the queue of one model on this machine."""
     # RQ takes a tenth of a second to import: not for every batchkv command.
-    from batchkv_worker.rq_worker import BatchWorker
-    from batchkv_worker.startup import exit_with
+    from batchkv_worker.queue.rq_worker import BatchWorker
+    from batchkv_worker.queue.startup import exit_with
 
     try:
         settings = WorkerSettings.from_env(os.environ, **flags)
@@ -201,8 +202,9 @@ def kv_report_command(
     as_json: bool,
 ) -> None:
     """Measure what KV schemes cost and save on one model and this device."""
-    from batchkv_worker import blas, open_files
-    from batchkv_worker.startup import exit_with
+    from batchkv_worker.engine import open_files
+    from batchkv_worker.kv.backends import blas
+    from batchkv_worker.queue.startup import exit_with
 
     def note(text: str) -> None:
         if sys.stderr.isatty():
@@ -212,7 +214,7 @@ def kv_report_command(
         names = scheme_names(schemes)
         blas.load()  # before MLX: a BLAS can only be exchanged then
         open_files.import_mlx_lm()
-        from batchkv_worker.kv_report import Extent, report
+        from batchkv_worker.report.kv_report import Extent, report
         from batchkv_worker.report.show import show
 
         extent = Extent(tokens, rows, row_tokens)

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from batchkv_producer.cache_note import CacheNote
-from batchkv_producer.job import Request, TokenLogprob, Usage
-from batchkv_producer.maker import Maker
+from batchkv_producer.wire.cache_note import CacheNote
+from batchkv_producer.wire.job import Request, TokenLogprob, Usage
+from batchkv_producer.wire.maker import Maker
 
 
 @dataclass(frozen=True, slots=True)

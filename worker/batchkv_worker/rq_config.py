@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import sys
 
-from batchkv_producer import connection, redis_keys
 from batchkv_producer.errors import UsageError
 from batchkv_producer.progress import printable
+from batchkv_producer.server import connection
+from batchkv_producer.wire import redis_keys
 
 
 def _url() -> str | None:

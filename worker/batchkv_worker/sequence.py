@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import Any
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
-from batchkv_producer.job import TokenLogprob
+from batchkv_producer.wire.job import TokenLogprob
 
 SMALLEST_TEMPERATURE = 1e-5  # below, logits over temperature are no longer numbers: greedy
 

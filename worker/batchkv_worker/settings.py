@@ -13,10 +13,10 @@ from typing import Any, Literal, Self, get_args
 
 from batchkv_cache_store import opening
 from batchkv_cache_store.sizes import parse_size
-from batchkv_producer.checks import model_name
-from batchkv_worker.dispatch import WAVES_AHEAD
+from batchkv_producer.intake.checks import model_name
 from batchkv_worker.errors import SettingsError
-from batchkv_worker.kv.spec import SchemeSpec
+from batchkv_worker.kv.schemes.spec import SchemeSpec
+from batchkv_worker.queue.dispatch import WAVES_AHEAD
 
 PREFIX = "BATCHKV_"
 Admission = Literal["worst", "optimistic"]  # how much of a row's answer memory is kept for

@@ -7,11 +7,11 @@ from typing import Any, NoReturn
 
 import click
 
-from batchkv_cache_store.cli.checking import verify
-from batchkv_cache_store.cli.inspecting import inspect
-from batchkv_cache_store.cli.looking import list_blocks, stats
-from batchkv_cache_store.cli.pinning import pin, unpin
-from batchkv_cache_store.cli.removing import clear, gc
+from batchkv_cache_store.cli.clear_gc import clear, gc
+from batchkv_cache_store.cli.inspect import inspect
+from batchkv_cache_store.cli.pin import pin, unpin
+from batchkv_cache_store.cli.stats_ls import list_blocks, stats
+from batchkv_cache_store.cli.verify import verify
 
 ENTRY_POINT_GROUP = "batchkv.cache_commands"
 EXTRA = "batchkv[worker]"  # what installs what the commands of other packages need

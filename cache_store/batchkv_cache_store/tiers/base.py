@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from batchkv_cache_store.names import checked
-from batchkv_cache_store.seal import Buffer
+from batchkv_cache_store.blocks.names import checked
+from batchkv_cache_store.blocks.seal import Buffer
 
 # Above what any block may have (``header.Limits``), so never a reason to lose one.
 MAX_OBJECT_BYTES = 512 * 1024 * 1024

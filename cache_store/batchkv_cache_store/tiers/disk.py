@@ -11,9 +11,9 @@ from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 
+from batchkv_cache_store.blocks.names import checked, is_name
+from batchkv_cache_store.blocks.seal import Buffer
 from batchkv_cache_store.errors import TierAway, TierError, TierMisconfigured
-from batchkv_cache_store.names import checked, is_name
-from batchkv_cache_store.seal import Buffer
 from batchkv_cache_store.tiers.base import Entry, Put, Swept, Tier, TierStats, bound, size_of
 from batchkv_cache_store.tiers.disk_files import (
     os_errors,

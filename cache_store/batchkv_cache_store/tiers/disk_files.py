@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from batchkv_cache_store.blocks.seal import Buffer
 from batchkv_cache_store.errors import TierError
-from batchkv_cache_store.seal import Buffer
 from batchkv_cache_store.tiers.base import MAX_OBJECT_BYTES
 
 _MAX_VECTORS = 512  # below IOV_MAX everywhere

@@ -33,8 +33,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from batchkv_cache_store.blocks.names import is_name
 from batchkv_cache_store.errors import TierAway, TierError
-from batchkv_cache_store.names import is_name
 from batchkv_cache_store.tiers.disk_files import read_file
 from batchkv_cache_store.tiers.disk_survey import Rank, Survey, entries, walk_blocks
 

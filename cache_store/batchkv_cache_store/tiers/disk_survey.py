@@ -11,7 +11,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from batchkv_cache_store.names import is_block_name, is_name
+from batchkv_cache_store.blocks.names import is_block_name, is_name
 
 _HEX = frozenset("0123456789abcdef")
 

@@ -6,8 +6,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 
-from batchkv_cache_store.names import checked, is_block_name
-from batchkv_cache_store.seal import Buffer
+from batchkv_cache_store.blocks.names import checked, is_block_name
+from batchkv_cache_store.blocks.seal import Buffer
 from batchkv_cache_store.tiers.base import Entry, Put, Tier, TierStats, bound, size_of
 
 

@@ -27,9 +27,9 @@ except ModuleNotFoundError:  # an extra; whoever makes the tier is told
     boto3 = Config = None
     BotoCoreError = ClientError = HTTPClientError = OSError
 
+from batchkv_cache_store.blocks.names import checked, is_block_name, is_name
+from batchkv_cache_store.blocks.seal import Buffer
 from batchkv_cache_store.errors import TierError, TierMisconfigured
-from batchkv_cache_store.names import checked, is_block_name, is_name
-from batchkv_cache_store.seal import Buffer
 from batchkv_cache_store.tiers.base import Entry, Put, Tier, TierStats, bound, size_of
 from batchkv_cache_store.tiers.requests import Requests
 

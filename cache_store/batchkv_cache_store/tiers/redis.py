@@ -30,9 +30,9 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
+from batchkv_cache_store.blocks.names import checked, is_name
+from batchkv_cache_store.blocks.seal import Buffer
 from batchkv_cache_store.errors import TierError, TierMisconfigured
-from batchkv_cache_store.names import checked, is_name
-from batchkv_cache_store.seal import Buffer
 from batchkv_cache_store.tiers.base import (
     MAX_OBJECT_BYTES,
     Entry,

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import click
 
-from batchkv_producer.cli.asking import ask
-from batchkv_producer.cli.changing import cancel, retry
+from batchkv_producer.cli.ask import ask
+from batchkv_producer.cli.cancel_retry import cancel, retry
 from batchkv_producer.cli.failed import failed
-from batchkv_producer.cli.fetching import result, results
-from batchkv_producer.cli.forgetting import forget
+from batchkv_producer.cli.forget import forget
 from batchkv_producer.cli.group import Cli
-from batchkv_producer.cli.planning import plan
-from batchkv_producer.cli.reading import list_batches, status, wait, workers
-from batchkv_producer.cli.serving import server
-from batchkv_producer.cli.submitting import run, submit
+from batchkv_producer.cli.plan import plan
+from batchkv_producer.cli.results import result, results
+from batchkv_producer.cli.run_submit import run, submit
+from batchkv_producer.cli.server import server
+from batchkv_producer.cli.status_wait import list_batches, status, wait, workers
 
 
 @click.group(cls=Cli, context_settings={"help_option_names": ["-h", "--help"]})

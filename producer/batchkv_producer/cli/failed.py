@@ -6,10 +6,10 @@ import sys
 
 import click
 
-from batchkv_producer import outfile
 from batchkv_producer.cli.shared import say, session, url_option
-from batchkv_producer.input_lines import Lacking, failed_lines
+from batchkv_producer.manage.input_lines import Lacking, failed_lines
 from batchkv_producer.progress import printable, rows
+from batchkv_producer.results import outfile
 
 
 @click.command()

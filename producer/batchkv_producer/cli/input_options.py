@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 
 import click
 
-from batchkv_producer import submission
 from batchkv_producer.cli.shared import default_model, print_json, say
 from batchkv_producer.errors import UsageError
-from batchkv_producer.job import SamplingParams
+from batchkv_producer.intake.prompting import Prompting
+from batchkv_producer.intake.source import Inputs, ReadAs
+from batchkv_producer.intake.spooling import gathered
 from batchkv_producer.progress import printable, rows
-from batchkv_producer.prompting import Prompting
-from batchkv_producer.source import Inputs, ReadAs
-from batchkv_producer.spooling import gathered
-from batchkv_producer.submission import Checked, Submitted
-from batchkv_producer.target import STDOUT
+from batchkv_producer.results.target import STDOUT
+from batchkv_producer.submit import submission
+from batchkv_producer.submit.submission import Checked, Submitted
+from batchkv_producer.wire.job import SamplingParams
 
 R = TypeVar("R")
 

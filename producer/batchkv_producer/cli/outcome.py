@@ -9,17 +9,17 @@ import click
 
 from batchkv_producer.cli.shared import say
 from batchkv_producer.client import BatchStatus, Client
-from batchkv_producer.delays import unserved_note
-from batchkv_producer.failures import Failures, told
-from batchkv_producer.misfit import find_misfit
-from batchkv_producer.outfile import errors_path
+from batchkv_producer.monitor.delays import unserved_note
+from batchkv_producer.monitor.misfit import find_misfit
 from batchkv_producer.progress import rows
-from batchkv_producer.target import STDOUT
+from batchkv_producer.results.failures import Failures, told
+from batchkv_producer.results.outfile import errors_path
+from batchkv_producer.results.target import STDOUT
 
 if TYPE_CHECKING:
-    from batchkv_producer.keeping import Earlier
-    from batchkv_producer.run import RunReport
-    from batchkv_producer.submission import Submitted
+    from batchkv_producer.local.run import RunReport
+    from batchkv_producer.submit.kept_answers import Earlier
+    from batchkv_producer.submit.submission import Submitted
 
 
 def say_unserved(client: Client, batch_id: str) -> None:

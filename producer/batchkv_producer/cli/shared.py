@@ -15,11 +15,11 @@ from typing import Any, ParamSpec, TypeVar
 import click
 from redis import Redis
 
-from batchkv_producer import connection
 from batchkv_producer.client import Client
-from batchkv_producer.job import SamplingParams
 from batchkv_producer.progress import printable
-from batchkv_producer.room import full_server_told
+from batchkv_producer.server import connection
+from batchkv_producer.server.memory_use import full_server_told
+from batchkv_producer.wire.job import SamplingParams
 
 P = ParamSpec("P")
 R = TypeVar("R")

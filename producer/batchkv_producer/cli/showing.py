@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from batchkv_producer.beginning import maker_of
 from batchkv_producer.cli.shared import print_json
 from batchkv_producer.cli.tables import (
     CUT,
@@ -22,13 +21,14 @@ from batchkv_producer.cli.tables import (
     width,
 )
 from batchkv_producer.client import BatchStatus, Client, StoredRow
-from batchkv_producer.job import Result
-from batchkv_producer.maker import Maker
-from batchkv_producer.misfit import find_misfit, why_passed_by
+from batchkv_producer.local.beginning import maker_of
+from batchkv_producer.monitor.misfit import find_misfit, why_passed_by
+from batchkv_producer.monitor.remaining import percent_done, seconds_left
+from batchkv_producer.monitor.workers import WorkerInfo
 from batchkv_producer.progress import duration, printable
-from batchkv_producer.remaining import percent_done, seconds_left
-from batchkv_producer.room import Room, size_text
-from batchkv_producer.workers import WorkerInfo
+from batchkv_producer.server.memory_use import Room, size_text
+from batchkv_producer.wire.job import Result
+from batchkv_producer.wire.maker import Maker
 
 MIN_PART_CHARS = 16  # of a part that is cut; less says nothing
 MAX_BAD_ROWS_SKIPPED = 200  # to find the first row that was really run

@@ -11,7 +11,7 @@ from contextlib import redirect_stdout
 import click
 
 from batchkv_producer.errors import UsageError
-from batchkv_producer.patience import patiently
+from batchkv_producer.retry import patiently
 
 WATCH_SECONDS = 2.0
 _CLEAR = "\x1b[H\x1b[J"  # to the upper left corner, and nothing below it

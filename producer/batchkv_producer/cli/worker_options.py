@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from batchkv_producer.beginning import canonical
 from batchkv_producer.errors import UsageError
+from batchkv_producer.local.beginning import canonical
 
 R = TypeVar("R")
 

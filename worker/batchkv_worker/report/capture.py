@@ -17,10 +17,10 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from batchkv_worker.kv.attention_prefill import AttentionPrefill
-from batchkv_worker.kv.discover import CacheTree
-from batchkv_worker.kv.layer import Chunk, LayerKind
-from batchkv_worker.kv.rows import PrefillRows
+from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
+from batchkv_worker.kv.layers.contract import Chunk, LayerKind
+from batchkv_worker.kv.layers.discover import CacheTree
+from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.report.results import Error
 
 

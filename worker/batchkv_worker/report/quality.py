@@ -9,10 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.kv.attention_kind import AttentionKind
-from batchkv_worker.kv.discover import CacheTree
-from batchkv_worker.kv.layer import Chunk, LayerKind, Pieces
-from batchkv_worker.kv.rows import PrefillRows
+from batchkv_worker.kv.layers.contract import Chunk, LayerKind, Pieces
+from batchkv_worker.kv.layers.discover import CacheTree
+from batchkv_worker.kv.layers.kinds import AttentionKind
+from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.report.results import KindBytes
 
 CHUNK_TOKENS = 256  # logits of so many tokens are held at once

@@ -1,0 +1,1 @@
+"""The format of stored blocks: bytes, names, seals."""

@@ -1,0 +1,198 @@
+"""``batchkv cache inspect``: everything that one block says, and whether it is whole."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import click
+
+from batchkv_cache_store.blocks.block import VERSION, Block
+from batchkv_cache_store.blocks.header import Limits
+from batchkv_cache_store.blocks.names import digest_of, is_manifest_name, kind_of
+from batchkv_cache_store.blocks.peek import Head, peek
+from batchkv_cache_store.blocks.seal import Buffer, Sealer
+from batchkv_cache_store.cli.text import Size, moment, print_fields, print_json, print_table
+from batchkv_cache_store.cli.tiers import Place, Visit, cache_options, sealer, visit
+from batchkv_cache_store.errors import BlockRejected, Reason
+from batchkv_cache_store.keys import Manifest
+from batchkv_cache_store.upkeep.check import check_block
+from batchkv_cache_store.upkeep.contents import find_names, iter_items, read_manifests
+
+
+@click.command()
+@cache_options
+@click.argument("key")
+@click.option("--tokens", "has_tokens", is_flag=True, help="Token ids too: they are the prompt.")
+@click.option(
+    "--children",
+    "has_children",
+    is_flag=True,
+    help="Look for blocks that follow it too; reads every block's head.",
+)
+def inspect(
+    cache_text: str | None,
+    only: str | None,
+    as_json: bool,
+    key: str,
+    has_tokens: bool,
+    has_children: bool,
+) -> None:
+    """Show one block: its header, tensors, seal and place in the chain.
+
+    KEY is a block's key or a namespace; its first digits will do. A seal that is a MAC is checked
+    with the secret in BATCHKV_CACHE_SECRET or the file that BATCHKV_CACHE_SECRET_FILE names.
+
+    \b
+    Examples:
+      batchkv cache inspect 3f2a9c51
+      batchkv cache inspect 3f2a9c51 --children --json
+      batchkv cache inspect 3f2a9c51 --tier disk --tokens
+    """
+    own = sealer()
+    with visit(cache_text, only) as here:
+        digits, found = here.find(key)
+        pieces = []
+        for name, places in found.items():
+            with here.told(places[0]):
+                pieces.append(_piece(here, name, places, own, has_tokens))
+        if has_children:
+            children = _children(here, bytes.fromhex(digits))
+            for piece in pieces:
+                piece["children"] = children
+        if as_json:
+            print_json({"key": digits, "pieces": pieces})
+            return
+        for number, piece in enumerate(pieces):
+            if number:
+                click.echo("")
+            _print_piece(piece)
+
+
+def _piece(
+    here: Visit, name: str, places: list[Place], own: Sealer, has_tokens: bool
+) -> dict[str, Any]:
+    """What there is to say of one name, by the first of its places."""
+    tier = places[0].tier
+    data = tier.get_heads([name], Limits().max_block_bytes + 1).get(name, b"")
+    said: dict[str, Any] = {
+        "name": name,
+        "kind": kind_of(name),
+        "tiers": [str(place) for place in places],
+        "num_bytes": len(data),
+        "is_pinned": name in tier.pinned(),
+    }
+    if is_manifest_name(name):
+        return {**said, "manifest": _manifest(here, digest_of(name))}
+    block: Block | None = None
+    try:
+        block = check_block(name, data, own)
+        said["seal"] = "MAC, right" if own.is_keyed else "checksum, right"
+    except BlockRejected as fault:
+        is_unknown = fault.reason is Reason.NO_SECRET
+        said["seal"] = "MAC, and no secret to check it with" if is_unknown else f"WRONG: {fault}"
+    return said | _header(here, data, has_tokens) | {"tensors": _tensors(block)}
+
+
+def _header(here: Visit, data: Buffer, has_tokens: bool) -> dict[str, Any]:
+    try:
+        head = peek(data)
+    except BlockRejected:
+        return {}
+    said = {
+        "format": VERSION,
+        "is_signed": head.is_signed,
+        "namespace": head.links.namespace.hex(),
+        "index": head.index,
+        "num_tokens": head.num_tokens,
+        "num_tensors": head.num_tensors,
+        "writer": head.writer,
+        "time_ms": head.time_ms,
+        "parent": head.links.parent.hex(),
+        "parent_in": _parent_in(here, head),
+        "manifest": _manifest(here, head.links.namespace),
+    }
+    if has_tokens:
+        said["tokens"] = list(struct.unpack(f"<{head.num_tokens}I", head.tokens))
+    return said
+
+
+def _parent_in(here: Visit, head: Head) -> list[str] | None:
+    """Tiers that hold the block before; None for the first of a chain, which has none."""
+    if head.index == 0:
+        return None
+    holders = []
+    for place in here.places:
+        with here.told(place):
+            names = find_names([place.tier], head.links.parent.hex())
+            holders += [str(place)] if any(not is_manifest_name(name) for name in names) else []
+    return holders
+
+
+def _manifest(here: Visit, namespace: bytes) -> Manifest | None:
+    for place in here.places:
+        with here.told(place):
+            found = read_manifests(place.tier, [namespace])
+            if found:
+                return found[namespace]
+    return None
+
+
+def _children(here: Visit, key: bytes) -> list[str]:
+    children: set[str] = set()
+    for place in here.places:
+        with here.told(place):
+            for item in iter_items(place.tier):
+                if item.links is not None and item.links.parent == key:
+                    children.add(item.links.key.hex())
+    return sorted(children)
+
+
+def _tensors(block: Block | None) -> list[dict[str, Any]] | None:
+    if block is None:
+        return None
+    return [
+        {"layer": t.layer, "name": t.name, "dtype": t.dtype, "shape": list(t.shape),
+         "num_bytes": t.num_bytes}
+        for t in block.tensors
+    ]  # fmt: skip
+
+
+def _print_piece(piece: dict[str, Any]) -> None:
+    manifest: Manifest = piece.get("manifest") or {}
+    parent = piece.get("parent")
+    if parent is not None:
+        holders = piece["parent_in"]
+        where = "the root of its chain" if holders is None else ", ".join(holders) or "nowhere here"
+        parent = f"{parent} ({where})"
+    children = piece.get("children")
+    time_ms = piece.get("time_ms")
+    print_fields(
+        [
+            ("name", piece["name"]),
+            ("in", piece["tiers"]),
+            ("pinned", "yes" if piece["is_pinned"] else None),
+            ("bytes", Size(piece["num_bytes"])),
+            ("seal", piece.get("seal")),
+            ("format", piece.get("format")),
+            ("namespace", piece.get("namespace")),
+            *((f"  {field}", value) for field, value in sorted(manifest.items())),
+            ("index", piece.get("index")),
+            ("tokens", piece.get("num_tokens")),
+            ("parent", parent),
+            ("children", None if children is None else children or "none"),
+            ("writer", piece.get("writer") or None),
+            ("written", moment(time_ms / 1000) if time_ms else None),
+            ("token ids", _joined(piece.get("tokens"))),
+        ]
+    )
+    if piece.get("tensors"):
+        click.echo("")
+        titles = ("LAYER", "TENSOR", "DTYPE", "SHAPE", "BYTES")
+        rows = [(t["layer"], t["name"], t["dtype"], " x ".join(map(str, t["shape"])),
+                 Size(t["num_bytes"])) for t in piece["tensors"]]  # fmt: skip
+        print_table(titles, rows)
+
+
+def _joined(tokens: list[int] | None) -> str | None:
+    return None if tokens is None else " ".join(map(str, tokens))

@@ -1,0 +1,168 @@
+"""What all cache commands share: which tiers they look at, and what happens when one does not do.
+
+Tiers are opened as a guest: nothing is made or evicted because somebody looks. One tier in trouble
+is told and does not keep a command from the others; the exit code remembers it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import click
+
+from batchkv_cache_store.blocks.seal import Sealer
+from batchkv_cache_store.cli.text import KEY_DIGITS, say
+from batchkv_cache_store.errors import TierError, TierMisconfigured
+from batchkv_cache_store.opening import CACHE_VARIABLE, parse_tiers, read_cache, read_secret
+from batchkv_cache_store.tiers.base import Tier
+from batchkv_cache_store.tiers.spec_types import TierSpec
+from batchkv_cache_store.upkeep.contents import find_names
+
+EXIT_DAMAGE = 1
+EXIT_USAGE = 2
+EXIT_REDIS = 3
+EXIT_TROUBLE = 4
+MIN_DIGITS = 4
+_MAX_CANDIDATES = 8
+_HEX = re.compile(r"[0-9a-f]{1,64}")
+_Command = TypeVar("_Command", bound=Callable[..., None])
+
+
+def cache_options(command: _Command) -> _Command:
+    """``--cache``, ``--tier`` and ``--json``, as ``cache_text``, ``only`` and ``as_json``."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+        click.option(
+            "--tier",
+            "only",
+            type=click.Choice(["disk", "redis", "objects"]),
+            help="Only this tier.",
+        ),
+        click.option(
+            "--cache",
+            "cache_text",
+            metavar="TIERS",
+            help=f"Where blocks are kept, as the workers have it. Better in {CACHE_VARIABLE} or in "
+            f"the file that {CACHE_VARIABLE}_FILE names: a command line is no place for a "
+            "password.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+class Place:
+    """A tier as it is named, opened when it is used first."""
+
+    def __init__(self, spec: TierSpec) -> None:
+        self.spec = spec
+        self._tier: Tier | None = None
+
+    def __str__(self) -> str:
+        return str(self.spec)
+
+    @property
+    def tier(self) -> Tier:
+        """The tier; raises TierMisconfigured when it cannot be used."""
+        if self._tier is None:
+            self._tier = self.spec.open(as_guest=True)
+        return self._tier
+
+    def close(self) -> None:
+        """Close the tier if it was opened."""
+        if self._tier is not None:
+            self._tier.close()
+
+
+@dataclass(slots=True)
+class Visit:
+    """The tiers that a command looks at, and the exit code that it has come to."""
+
+    places: list[Place]
+    exit_code: int = 0
+    failed: list[Place] = field(default_factory=list)
+
+    @contextmanager
+    def told(self, place: Place) -> Iterator[None]:
+        """Inside, trouble with the tier ends the block, is told, and sets the exit code."""
+        try:
+            yield
+        except TierError as fault:
+            say(f"{place}: {fault}")
+            code = EXIT_REDIS if place.spec.kind == "redis" else EXIT_TROUBLE
+            self.exit_code = EXIT_USAGE if isinstance(fault, TierMisconfigured) else code
+            self.failed.append(place)
+
+    def find(self, text: str) -> tuple[str, dict[str, list[Place]]]:
+        """(64 digits, places by name) of what these first digits mean.
+
+        ClickException when nothing is meant, or more than one thing.
+        """
+        digits = checked_digits(text)
+        found: dict[str, list[Place]] = {}
+        for place in self.places:
+            with self.told(place):
+                for name in find_names([place.tier], digits):
+                    found.setdefault(name, []).append(place)
+        return only_one(digits, found), found
+
+
+@contextmanager
+def visit(cache_text: str | None, only: str | None) -> Iterator[Visit]:
+    """Open what ``--cache`` or the environment names, and end the command with its exit code."""
+    try:
+        text = cache_text or read_cache(os.environ)
+        if text is None:
+            raise click.ClickException(f"no cache is named: give --cache or set {CACHE_VARIABLE}")
+        specs = [spec for spec in parse_tiers(text) if spec.kind != "memory"]
+    except ValueError as fault:
+        raise click.ClickException(str(fault)) from None
+    if not specs:
+        raise click.ClickException(
+            "this cache is in memory alone, which every worker has for itself and nobody sees from "
+            "outside"
+        )
+    chosen = [spec for spec in specs if only in (None, spec.kind)]
+    if not chosen:
+        raise click.ClickException(f"this cache has no {only} tier")
+    opened = Visit([Place(spec) for spec in chosen])
+    try:
+        yield opened
+    finally:
+        for place in opened.places:
+            place.close()
+    click.get_current_context().exit(opened.exit_code)
+
+
+def sealer() -> Sealer:
+    """Made of the secret in the environment, if there is one."""
+    try:
+        return Sealer(read_secret(os.environ))
+    except ValueError as fault:
+        raise click.ClickException(str(fault)) from None
+
+
+def checked_digits(text: str) -> str:
+    """The first hex digits of a key or a namespace; ClickException for what is none."""
+    digits = text.lower().partition(".")[0]
+    if not _HEX.fullmatch(digits) or len(digits) < MIN_DIGITS:
+        raise click.ClickException(f"{text!r} is not {MIN_DIGITS} to 64 hexadecimal digits")
+    return digits
+
+
+def only_one(digits: str, names: Sequence[str] | dict[str, list[Place]]) -> str:
+    """The 64 digits that all the names begin with; ClickException for none and for several."""
+    keys = sorted({name.partition(".")[0] for name in names})
+    if not keys:
+        raise click.ClickException(f"nothing here begins with {digits}")
+    if len(keys) > 1:
+        length = max(KEY_DIGITS, len(digits) + 4)
+        shown = ", ".join(key[:length] for key in keys[:_MAX_CANDIDATES])
+        more = ", ..." if len(keys) > _MAX_CANDIDATES else ""
+        raise click.ClickException(f"{digits} may be any of {len(keys):,}: {shown}{more}")
+    return keys[0]

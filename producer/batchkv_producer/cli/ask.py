@@ -1,0 +1,106 @@
+"""``batchkv ask``."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+import click
+
+from batchkv_producer.cli.input_options import prompting_options
+from batchkv_producer.cli.shared import (
+    default_model,
+    generation_options,
+    json_option,
+    say,
+    session,
+    url_option,
+)
+from batchkv_producer.client import StoredRow
+from batchkv_producer.errors import UsageError
+from batchkv_producer.intake.formats import MAX_LINE_BYTES
+from batchkv_producer.intake.prompting import Prompting
+from batchkv_producer.local import ask as asking
+from batchkv_producer.progress import printable, reporter
+from batchkv_producer.results import outfile, output
+from batchkv_producer.server.embedded import ensure_running
+from batchkv_producer.server.home import home_from_environment
+from batchkv_producer.wire.job import SamplingParams
+
+
+@click.command()
+@click.argument("prompt")
+@click.option("-m", "--model", metavar="MODEL", help="Model to ask.  [default: BATCHKV_MODEL]")
+@prompting_options
+@generation_options
+@url_option
+@json_option
+@click.pass_context
+def ask(
+    ctx: click.Context,
+    prompt: str,
+    model: str | None,
+    prompting: Prompting,
+    defaults: SamplingParams,
+    url: str | None,
+    as_json: bool,
+) -> None:
+    """Ask one question, print the answer, keep nothing. PROMPT - is standard input, all of it.
+
+    The question goes before all other work of the model. Where nobody serves the model, a worker is
+    started here and ends with the answer: for many questions, `batchkv worker` stays. Exit code 1
+    if there is no answer; standard error says why.
+
+    \b
+    Examples:
+      batchkv ask -m mlx-community/Qwen3-4B-4bit "What is a prefix cache?"
+      batchkv ask -m demo --system "Answer in one word." --temperature 0 "Which colour is the sky?"
+      git diff | batchkv ask -m mlx-community/Qwen3-4B-4bit --system "Review this." -
+    """
+    chosen = model or default_model()
+    if not chosen:
+        raise UsageError("no model: name one with -m MODEL or BATCHKV_MODEL")
+    question = asking.Question(_text(prompt), chosen, defaults, prompting)
+    with session(url) as opened, reporter() as progress:
+        home = home_from_environment() if opened.is_embedded else None
+        revive = partial(ensure_running, home) if home else None
+        row = asking.ask(
+            opened.client, opened.connection, opened.url, question, progress, revive=revive
+        )
+    ctx.exit(_told(row, as_json))
+
+
+def _text(prompt: str) -> str:
+    """The prompt; from a pipe without the ends of its last lines, as ``$(..)`` of a shell."""
+    if prompt != "-":
+        return prompt
+    if sys.stdin is None:
+        raise UsageError("there is no standard input: say the prompt, or pipe it in")
+    if sys.stdin.isatty():
+        say("reading the prompt from the terminal; Ctrl-D on a line of its own ends it")
+    try:
+        return sys.stdin.buffer.read(MAX_LINE_BYTES + 1).decode("utf-8").rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise UsageError("the prompt on standard input is not UTF-8 text") from None
+
+
+def _told(row: StoredRow, as_json: bool) -> int:
+    """Print the answer; the exit code."""
+    result = row.result
+    if as_json:
+        _write(output.output_line(row.job_id, result))
+    elif result.outcome == "ok":
+        _write(result.text.rstrip("\n"))
+    if result.outcome != "ok":
+        code, message = result.error or (result.outcome, "somebody canceled the question")
+        say(f"no answer: {code}: {message}")
+        return 1
+    if result.finish_reason == "length":
+        say(f"the answer is cut after {result.usage.completion:,} tokens: --max-tokens allows more")
+    return 0
+
+
+def _write(text: str) -> None:
+    raw = outfile.encoded(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.buffer.write(raw)
+    sys.stdout.buffer.flush()

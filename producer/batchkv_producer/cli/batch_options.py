@@ -1,0 +1,156 @@
+"""The flags of ``submit`` and ``run`` that say how a batch is treated, and ``--on-done``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from batchkv_producer.cli.shared import say
+from batchkv_producer.client import BatchStatus
+from batchkv_producer.local.on_done import EXIT_ON_DONE, run_on_done
+from batchkv_producer.wire.batch_options import NEVER, Deadline, Terms, deadline_of, seconds_of
+from batchkv_producer.wire.redis_keys import PRIORITIES
+
+R = TypeVar("R")
+
+EXIT_SOME_FAILED = 1  # or some row is wrong
+EXIT_TIME_OVER = 6  # the batch is not done, and --timeout is over
+
+
+def _keep(_context: object, _option: object, text: str | None) -> int | None:
+    return None if text is None else _parsed(seconds_of, text)
+
+
+def _deadline(_context: object, _option: object, text: str | None) -> Deadline | None:
+    return None if text is None else _parsed(deadline_of, text)
+
+
+def _new_deadline(_context: object, _option: object, text: str | None) -> Deadline | None:
+    if text is not None and text.strip().lower() == "never":
+        return NEVER
+    return _deadline(None, None, text)
+
+
+def _parsed(parse: Callable[[str], R], text: str) -> R:
+    try:
+        return parse(text)
+    except ValueError as fault:
+        raise click.BadParameter(str(fault)) from fault
+
+
+_OPTIONS = (
+    click.option(
+        "--priority",
+        type=click.Choice(PRIORITIES),
+        help="Rows of a high batch are taken before all others of the model, those of a low one "
+        "when there are no others.  [default: normal]",
+    ),
+    click.option(
+        "--expires",
+        callback=_deadline,
+        metavar="WHEN",
+        help="Rows that have not started by then end as failed (expired): 30m, 8h, 2d from now, "
+        "or a time like 2026-08-01T18:00.",
+    ),
+    click.option(
+        "--dedupe",
+        is_flag=True,
+        help="Compute rows that ask for the same once. A row that samples without a seed is "
+        "always computed.",
+    ),
+    click.option(
+        "--keep",
+        "keep_seconds",
+        callback=_keep,
+        metavar="TIME",
+        help="Forget the batch and its results so long after its end, like 7d.  [default: never]",
+    ),
+    click.option(
+        "--fresh",
+        is_flag=True,
+        help="Compute all rows again, in a new generation of the batch; the old one stays.",
+    ),
+    click.option(
+        "--mixed",
+        is_flag=True,
+        help="Let workers with several KV schemes and dtypes share the batch. Without it all rows "
+        "are computed with those of the first worker.",
+    ),
+)
+
+
+def terms_options(command: Callable[..., R]) -> Callable[..., R]:
+    """Add the flags; the command gets them as one ``terms``."""
+
+    @functools.wraps(command)
+    def with_terms(*args: Any, **kwargs: Any) -> R:
+        names = ("priority", "expires", "dedupe", "keep_seconds", "fresh", "mixed")
+        return command(*args, terms=Terms(**{n: kwargs.pop(n) for n in names}), **kwargs)
+
+    wrapped: Callable[..., R] = with_terms
+    for option in reversed(_OPTIONS):
+        wrapped = option(wrapped)
+    return wrapped
+
+
+from_batch_option = click.option(
+    "--from",
+    "source_batch",
+    metavar="BATCH",
+    help="Keep the answers of an earlier batch for rows that ask for the same, whatever their "
+    "custom_id: of a mended file only what changed is computed.",
+)
+age_option = click.option(
+    "--older-than",
+    callback=_keep,
+    metavar="TIME",
+    help="Batches that were submitted longer ago than that, like 7d.",
+)
+new_deadline_option = click.option(
+    "--expires",
+    callback=_new_deadline,
+    metavar="WHEN",
+    help="Give the batch a new deadline (8h, 2026-08-01T18:00), or none: never.  [default: the one "
+    "it had; needed when that is past]",
+)
+on_done_option = click.option(
+    "--on-done",
+    metavar="COMMAND",
+    help="Run this with the shell when the batch is done. BATCHKV_BATCH, BATCHKV_TOTAL, "
+    "BATCHKV_OK, BATCHKV_FAILED and BATCHKV_CANCELED tell it how. If it fails, the exit code is "
+    f"{EXIT_ON_DONE}.",
+)
+
+
+allow_bad_option = click.option(
+    "--allow-bad",
+    is_flag=True,
+    help="Rows that are wrong in the input are told of, but do not make the exit code 1.",
+)
+
+
+def exit_code(
+    status: BatchStatus, on_done: str | None, out: Path | None = None, *, num_allowed: int = 0
+) -> int:
+    """The exit code of who waited for a batch, after the command of ``--on-done``.
+
+    ``num_allowed`` rows may be without an answer.
+    """
+    if not status.is_done:
+        return EXIT_TIME_OVER
+    code = 0 if status.ok + num_allowed >= status.total else EXIT_SOME_FAILED
+    if on_done is None:
+        return code
+    fault = run_on_done(on_done, status, out)
+    if fault:
+        say(fault)
+    return EXIT_ON_DONE if fault else code
+
+
+def input_code(num_bad: int, allow_bad: bool) -> int:
+    """The exit code of who read a file."""
+    return EXIT_SOME_FAILED if num_bad and not allow_bad else 0

@@ -1,0 +1,96 @@
+"""``batchkv plan``: what submit would make of a file."""
+
+from __future__ import annotations
+
+import click
+
+from batchkv_producer.cli.input_options import Given, checked_line, input_options, tell_wrong
+from batchkv_producer.cli.shared import (
+    default_model,
+    generation_options,
+    json_option,
+    model_option,
+    print_json,
+)
+from batchkv_producer.cli.tables import print_table
+from batchkv_producer.order.prefix_estimate import BLOCK_TOKENS, Outlook
+from batchkv_producer.progress import rows
+from batchkv_producer.submit import submission
+from batchkv_producer.wire.job import SamplingParams
+
+
+@click.command()
+@input_options
+@model_option
+@click.option(
+    "--workers",
+    "num_workers",
+    type=click.IntRange(1, 1024),
+    default=1,
+    show_default=True,
+    help="Workers that will share the queue.",
+)
+@generation_options
+@json_option
+def plan(
+    given: Given,
+    model: str | None,
+    num_workers: int,
+    defaults: SamplingParams,
+    as_json: bool,
+) -> None:
+    """Show what submit would do with a file: groups of rows that begin alike, expected hits.
+
+    Reads and checks the file as submit does; needs no server and changes nothing. Tokens are
+    estimated at 4 bytes of text each, for there is no tokenizer here.
+
+    \b
+    Examples:
+      batchkv plan prompts.jsonl
+      batchkv plan prompts.jsonl --workers 3 --json
+    """  # fmt: skip
+    with given.opened() as inputs:
+        checked, outlook = submission.survey(
+            inputs,
+            model=model,
+            defaults=defaults,
+            default_model=default_model(),
+            num_workers=num_workers,
+            prompting=given.prompting,
+        )
+    if as_json:
+        print_json({"checked": checked, "outlook": outlook})
+        return
+    tell_wrong(checked)
+    click.echo(checked_line(checked))
+    _tell_groups(outlook)
+    _tell_hits(outlook)
+
+
+def _tell_groups(outlook: Outlook) -> None:
+    if not outlook.num_groups:
+        click.echo(f"no rows share a prefix of {BLOCK_TOKENS} tokens or more (estimated)")
+        return
+    noun = "group" if outlook.num_groups == 1 else "groups"
+    click.echo(
+        f"{rows(outlook.num_grouped)} in {outlook.num_groups:,} {noun} with a common prefix; "
+        "tokens are estimates, 4 bytes each"
+    )
+    titles = ("rows", "shared bytes", "shared tokens", "cached tokens", "first line")
+    print_table(
+        titles,
+        [
+            (g.num_rows, g.shared_bytes, g.shared_tokens, g.cached_tokens, g.first_line)
+            for g in outlook.groups
+        ],
+    )
+    num_more = outlook.num_groups - len(outlook.groups)
+    if num_more:
+        click.echo(f"and {num_more:,} smaller groups")
+
+
+def _tell_hits(outlook: Outlook) -> None:
+    line = f"expected hit rate: {outlook.hit_rate_one:.1%} of prompt tokens with one worker"
+    if outlook.num_workers > 1:
+        line += f", {outlook.hit_rate:.1%} with {outlook.num_workers} that share no cache"
+    click.echo(line)

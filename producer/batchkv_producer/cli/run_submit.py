@@ -1,0 +1,250 @@
+"""``batchkv run`` and ``batchkv submit``."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import click
+
+from batchkv_producer.cli.batch_options import (
+    allow_bad_option,
+    exit_code,
+    from_batch_option,
+    input_code,
+    on_done_option,
+    terms_options,
+)
+from batchkv_producer.cli.input_options import (
+    Given,
+    again_from,
+    input_options,
+    out_of,
+    tell_checked,
+    tell_wrong,
+)
+from batchkv_producer.cli.outcome import say_before, say_end
+from batchkv_producer.cli.shared import (
+    default_model,
+    generation_options,
+    json_option,
+    model_option,
+    out_option,
+    say,
+    session,
+    trace_option,
+    url_option,
+)
+from batchkv_producer.cli.worker_options import worker_options
+from batchkv_producer.client import Submitted
+from batchkv_producer.errors import UsageError
+from batchkv_producer.local import run as running
+from batchkv_producer.local.beginning import generation_words
+from batchkv_producer.progress import Snapshot, reporter, rows
+from batchkv_producer.results.target import STDOUT
+from batchkv_producer.server.embedded import ensure_running
+from batchkv_producer.server.home import home_from_environment
+from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
+from batchkv_producer.submit.kept_answers import earlier_named
+from batchkv_producer.submit.restore import is_any_gone
+from batchkv_producer.wire.batch_options import Terms
+from batchkv_producer.wire.job import SamplingParams
+
+timeout_option = click.option(
+    "--job-timeout",
+    type=click.IntRange(min=1),
+    metavar="SECONDS",
+    help="A row that takes longer, from when a worker starts on it, ends as failed (timeout). Rows "
+    f"that are queued already keep theirs.  [default: {DEFAULT_JOB_TIMEOUT_SECONDS}]",
+)
+dry_run_option = click.option(
+    "--dry-run", is_flag=True, help="Read and check the file, count its rows, change nothing."
+)
+
+
+@click.command()
+@input_options
+@model_option
+@out_option("OUT", "Where results go; - prints them.  [default: FILE.results.jsonl, - for a pipe]")
+@worker_options
+@trace_option
+@generation_options
+@timeout_option
+@terms_options
+@on_done_option
+@dry_run_option
+@allow_bad_option
+@url_option
+@click.pass_context
+def run(
+    ctx: click.Context,
+    given: Given,
+    model: str | None,
+    out: Path | None,
+    num_workers: int,
+    worker_arguments: tuple[str, ...],
+    trace: Path | None,
+    defaults: SamplingParams,
+    job_timeout: int | None,
+    terms: Terms,
+    on_done: str | None,
+    dry_run: bool,
+    allow_bad: bool,
+    url: str | None,
+) -> None:
+    """Run a file of prompts to its end, with workers of its own, and save the results.
+
+    FILE is as for submit; several are one batch, - is standard input, and what comes through a pipe
+    is printed instead of saved, unless -o names OUT (-o - prints the results of a file, too).
+
+    Answers are appended to OUT as rows end, rows without one to OUT.errors.jsonl. Interrupted or
+    killed at any point, the same command goes on from there: each row is in one of the two. The
+    batch is known by the file's content, the model, the generation flags, --raw and --system; with
+    another --kv-scheme, or other files of the model, it is computed again. When you have corrected
+    the file, rows that ask for the same keep their answers. Exit code 1 if some row failed or was
+    wrong, 5 if the command of --on-done failed.
+
+    \b
+    Examples:
+      batchkv run prompts.jsonl -m mlx-community/Qwen3-4B-4bit
+      batchkv run prompts.jsonl -m demo -o out.jsonl --temperature 0 --max-tokens 64
+      batchkv run prompts.jsonl -m ~/models/mine --kv-scheme affine4 --slots 64
+      batchkv run part-*.jsonl -m demo -o out.jsonl
+      generate-prompts | batchkv run - -m demo | jq -r .response.body.choices[0].text
+      batchkv run prompts.jsonl --dry-run
+    """  # fmt: skip
+    with ExitStack() as stack:
+        inputs = stack.enter_context(given.opened())
+        if dry_run:
+            said = (inputs, given, model, defaults)
+            checked = tell_checked(*said, dedupe=terms.dedupe, as_json=False)
+            ctx.exit(input_code(checked.num_bad, allow_bad))
+        target = out_of(inputs, out)
+        opened, progress = stack.enter_context(session(url)), stack.enter_context(reporter())
+        home = home_from_environment() if opened.is_embedded else None
+        revive = partial(ensure_running, home) if home else None
+        options = running.RunOptions(
+            source=inputs,
+            out=target,
+            model=model,
+            default_model=default_model(),
+            defaults=defaults,
+            num_workers=num_workers,
+            worker_arguments=worker_arguments,
+            trace=trace,
+            job_timeout_seconds=job_timeout,
+            terms=terms,
+            prompting=given.prompting,
+        )
+        report = running.run(
+            opened.client, opened.connection, opened.url, options, progress, revive=revive
+        )
+        failures = opened.client.failures(report.status)
+        has_gone = is_any_gone(opened.connection, report.status.batch_id, failures)
+    say_end(report, failures, again_from(given) if has_gone else "")
+    kept = report.out if report.out != STDOUT else None
+    num_allowed = report.num_wrong if allow_bad else 0
+    ctx.exit(exit_code(report.status, on_done, kept, num_allowed=num_allowed))
+
+
+def _refuse_on_done(_context: object, _option: object, command: str | None) -> None:
+    if command is not None:
+        raise UsageError("submit does not wait: give --on-done to `batchkv wait`, or to run")
+
+
+@click.command()
+@input_options
+@model_option
+@click.option("--ids", is_flag=True, help="Print the ids of the jobs, not that of the batch.")
+@click.option("--name", metavar="TEXT", help="A name for people.  [default: that of the file]")
+@from_batch_option
+@generation_options
+@timeout_option
+@terms_options
+@click.option("--on-done", hidden=True, expose_value=False, callback=_refuse_on_done)
+@dry_run_option
+@allow_bad_option
+@url_option
+@json_option
+@click.pass_context
+def submit(
+    ctx: click.Context,
+    given: Given,
+    model: str | None,
+    ids: bool,
+    name: str | None,
+    source_batch: str | None,
+    defaults: SamplingParams,
+    job_timeout: int | None,
+    terms: Terms,
+    dry_run: bool,
+    allow_bad: bool,
+    url: str | None,
+    as_json: bool,
+) -> None:
+    """Queue a file of prompts and print the batch's id. The same file again joins its batch.
+
+    FILE holds OpenAI Batch lines, {"prompt": ..} or {"messages": [..]} lines, an array of such
+    objects, or (.txt) one prompt a line; - is standard input. Several FILEs are one batch, whose
+    rows without an id are called FILE:LINE. A row that is wrong is told of and stops no other: the
+    good ones are queued and the id is printed, with exit code 1 (0 with --allow-bad).
+
+    \b
+    Examples:
+      batchkv submit prompts.jsonl -m mlx-community/Qwen3-4B-4bit
+      batchkv submit prompts.jsonl --dry-run
+      batchkv submit prompts.txt -m demo --max-tokens 64 --stop END --ids
+      batchkv submit prompts.jsonl -m demo --priority high --expires 8h --keep 7d
+      batchkv submit mended.jsonl -m demo --from 3f2a9c51d07be684
+      generate-prompts | batchkv submit - -m demo
+    """  # fmt: skip
+    _check_together(as_json, dry_run, source_batch)
+    with ExitStack() as stack:
+        inputs = stack.enter_context(given.opened())
+        if dry_run:
+            said = (inputs, given, model, defaults)
+            checked = tell_checked(*said, dedupe=terms.dedupe, as_json=as_json)
+            ctx.exit(input_code(checked.num_bad, allow_bad))
+        opened = stack.enter_context(session(url))
+        earlier = earlier_named(opened.connection, source_batch)
+        with reporter() as progress:
+            submitted = opened.client.submit(
+                inputs,
+                model=model,
+                default_model=default_model(),
+                defaults=defaults,
+                job_timeout_seconds=job_timeout or DEFAULT_JOB_TIMEOUT_SECONDS,
+                name=name,
+                terms=terms,
+                prompting=given.prompting,
+                earlier=earlier,
+                on_progress=lambda done, total: progress.update(Snapshot(total, ok=done)),
+            )
+        _say_submitted(submitted)
+        say_before(opened.client, submitted, earlier)
+        batch_id = submitted.batch_id
+        for shown in opened.client.job_ids(batch_id) if ids else (batch_id,):
+            click.echo(shown)
+    ctx.exit(input_code(submitted.num_bad, allow_bad))
+
+
+def _check_together(as_json: bool, dry_run: bool, source_batch: str | None) -> None:
+    if as_json and not dry_run:
+        raise UsageError("--json goes with --dry-run; submit prints ids")
+    if source_batch and dry_run:
+        raise UsageError("--dry-run asks no server, and --from BATCH needs one: choose one")
+
+
+def _say_submitted(submitted: Submitted) -> None:
+    tell_wrong(submitted)
+    bad = f", {submitted.num_bad:,} of them wrong" if submitted.num_bad else ""
+    twins = f", {submitted.num_twins:,} as another" if submitted.num_twins else ""
+    verb = "joined" if submitted.joined else "queued"
+    say(f"{verb} {rows(submitted.total)}{bad}{twins}, in queue {submitted.queue}")
+    if submitted.generation > 1:
+        say(generation_words(submitted))
+    for note in filter(None, (submitted.model_note, submitted.style_note)):
+        say(note)
+    for note in submitted.notes:
+        say(f"batch {submitted.batch_id} was there: {note}")

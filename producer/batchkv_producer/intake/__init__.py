@@ -1,0 +1,1 @@
+"""From files, pipes and dicts to checked rows."""

@@ -1,0 +1,258 @@
+"""Reading the input: OpenAI Batch lines, lazy lines, or one prompt a line.
+
+===================  ==========================================================================
+a line               means
+===================  ==========================================================================
+``{"custom_id": ..,  an OpenAI Batch API line; ``url`` is ``/v1/chat/completions`` or
+"url": .., "body":}`` ``/v1/completions`` and may be left out
+``{"messages": []}`` a chat request: its body's fields stand beside ``messages``
+``{"prompt": ".."}`` a plain prompt: a completion whose style is ``auto`` (``prompting``)
+any text (``.txt``)  a plain prompt
+===================  ==========================================================================
+
+Lines end with LF or CRLF and are counted from 1. A blank line is counted but is no row. Elements of
+a JSON array are what lines are. A row without ``custom_id`` is called ``line-<its number>``, unless
+the caller names it. A row that is wrong becomes a ``RowError``; reading never stops at it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO, NoReturn
+
+from batchkv_producer.intake.body import ENDPOINTS, NO_PARAMS, model_of, read_body
+from batchkv_producer.intake.checks import (
+    MAX_CUSTOM_ID_CHARS,
+    RowFault,
+    invalid,
+    shown,
+    unsupported,
+)
+from batchkv_producer.intake.json_array import Readable, elements
+from batchkv_producer.intake.plain import read_plain
+from batchkv_producer.wire.job import Endpoint, ErrorCode, Request
+
+MAX_LINE_BYTES = 16 * 2**20
+SKIP_BYTES = 2**20  # how much of an overlong line is read at a time to get past it
+BOM = b"\xef\xbb\xbf"
+
+_BATCH_KEYS = frozenset({"custom_id", "method", "url", "body"})
+
+
+@dataclass(frozen=True, slots=True)
+class RowError:
+    """A row that cannot be run: a ``job.ErrorCode`` and a sentence that says why.
+
+    ``place`` is where it stands, for people (``line 7``, ``b.jsonl:7``); empty until it is known.
+    """
+
+    line: int
+    custom_id: str
+    endpoint: Endpoint
+    code: str
+    message: str
+    place: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row that can be run. ``model`` is the one that the line itself names."""
+
+    line: int
+    request: Request
+    model: str | None = None
+
+
+def default_custom_id(line: int) -> str:
+    """What a row without a ``custom_id`` is called."""
+    return f"line-{line}"
+
+
+Name = Callable[[int], str]
+Rows = Generator[Row | RowError, None, int]  # returns how many lines or elements there were
+
+
+def read_rows(
+    stream: BinaryIO, *, is_text: bool = False, start: int = 0, name: Name = default_custom_id
+) -> Rows:
+    """Each row of the stream in order. At most one line is in memory; I/O errors are raised.
+
+    ``start`` is added to each line's number in the file; ``name`` gives a row of that number
+    its id.
+    """
+    read = _text_row if is_text else _json_row
+    number = 0
+    while raw := stream.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if number == 1:
+            raw = raw.removeprefix(BOM)
+        if len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):
+            _skip_line(stream)
+            message = f"the line is longer than {MAX_LINE_BYTES} bytes"
+            yield RowError(start + number, name(number), "chat", ErrorCode.INVALID_REQUEST, message)
+        elif not raw.isspace() and raw:
+            yield read(start + number, name(number), raw)
+    return number
+
+
+def read_elements(stream: Readable, *, start: int = 0, name: Name = default_custom_id) -> Rows:
+    """Each element of the JSON array in the stream, as ``read_rows`` gives lines."""
+    number = 0
+    for raw in elements(stream, MAX_LINE_BYTES):
+        number += 1
+        line, own_id = start + number, name(number)
+        if raw is None:
+            message = f"the line is longer than {MAX_LINE_BYTES} bytes"
+            row: Row | RowError = RowError(line, own_id, "chat", ErrorCode.INVALID_REQUEST, message)
+        else:
+            row = _json_row(line, own_id, raw)
+        if isinstance(row, RowError) and row.message.startswith("the line "):
+            row = replace(row, message="the element " + row.message.removeprefix("the line "))
+        yield row
+    return number
+
+
+def _skip_line(stream: BinaryIO) -> None:
+    while (rest := stream.readline(SKIP_BYTES)) and not rest.endswith(b"\n"):
+        pass
+
+
+def _text_row(line: int, own_id: str, raw: bytes) -> Row | RowError:
+    try:
+        prompt = raw.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
+    except UnicodeDecodeError as fault:
+        message = f"the line is not UTF-8 (byte {fault.start + 1})"
+        return RowError(line, own_id, "completion", ErrorCode.INVALID_REQUEST, message)
+    return Row(line, Request(own_id, "completion", prompt=prompt, params=NO_PARAMS, style="auto"))
+
+
+def _json_row(line: int, own_id: str, raw: bytes) -> Row | RowError:
+    plain = read_plain(raw, own_id)
+    return _careful_row(line, own_id, raw) if plain is None else Row(line, *plain)
+
+
+def _careful_row(line: int, own_id: str, raw: bytes) -> Row | RowError:
+    """Field by field, for the rows that need it and for the faults that have to be named."""
+    try:
+        value = _parse(raw)
+    except RowFault as fault:
+        return RowError(line, own_id, "chat", fault.code, str(fault))
+    custom_id, endpoint = _identify(value, own_id)
+    try:
+        return _row(line, value, custom_id, raw)
+    except RowFault as fault:
+        safe_id = custom_id.encode("utf-8", "replace").decode("utf-8")
+        return RowError(line, safe_id, endpoint, fault.code, str(fault))
+
+
+def _identify(value: Any, own_id: str) -> tuple[str, Endpoint]:
+    """The row's name and kind as well as they can be told, whatever else is wrong with it."""
+    if not isinstance(value, dict):
+        return own_id, "chat"
+    custom_id, url = value.get("custom_id"), value.get("url")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS:
+        custom_id = own_id
+    is_completion = value.get("prompt") is not None or url == "/v1/completions"
+    return custom_id, "completion" if is_completion else "chat"
+
+
+def _row(line: int, value: Any, custom_id: str, raw: bytes) -> Row:
+    if not isinstance(value, dict):
+        raise invalid(f"the line is not a JSON object, but {shown(value)}")
+    if b"\\u" in raw:
+        _check_surrogates(value)
+    _check_custom_id(value.get("custom_id"))
+    if _is_batch_line(value):
+        endpoint, body = _batch_line(value)
+        return Row(line, read_body(body, endpoint, custom_id), model_of(body))
+    endpoint, body = _lazy_line(value)
+    request = read_body(body, endpoint, custom_id)
+    if endpoint == "completion":
+        request = replace(request, style="auto")
+    return Row(line, request, model_of(body))
+
+
+def _check_custom_id(value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise invalid(f"custom_id must be a string, got {shown(value)}")
+    if not 0 < len(value) <= MAX_CUSTOM_ID_CHARS:
+        raise invalid(f"custom_id must have 1 to {MAX_CUSTOM_ID_CHARS} characters")
+
+
+def _is_batch_line(value: dict[str, Any]) -> bool:
+    return "body" in value or "url" in value or "method" in value
+
+
+def _batch_line(value: dict[str, Any]) -> tuple[Endpoint, dict[str, Any]]:
+    for name in value.keys() - _BATCH_KEYS:
+        if value[name] is not None:
+            raise unsupported(f"{name[:80]} is not a field of a batch line")
+    if value.get("method") not in (None, "POST"):
+        raise unsupported(f"method must be POST, got {shown(value['method'])}")
+    body = value.get("body")
+    if not isinstance(body, dict):
+        raise invalid(f"body must be an object, got {shown(body)}")
+    url = value.get("url")
+    if url is None:
+        return _kind_of(body), body
+    if not isinstance(url, str) or url not in ENDPOINTS:
+        raise unsupported(f"url must be {' or '.join(ENDPOINTS)}, got {shown(url)}")
+    return ENDPOINTS[url], body
+
+
+def _lazy_line(value: dict[str, Any]) -> tuple[Endpoint, dict[str, Any]]:
+    body = {name: item for name, item in value.items() if name != "custom_id"}
+    return _kind_of(body), body
+
+
+def _kind_of(body: dict[str, Any]) -> Endpoint:
+    has_messages, has_prompt = body.get("messages") is not None, body.get("prompt") is not None
+    if has_messages and has_prompt:
+        raise invalid("the line has both messages and a prompt")
+    if not (has_messages or has_prompt):
+        raise invalid("the line has neither messages nor a prompt")
+    return "chat" if has_messages else "completion"
+
+
+def _parse(raw: bytes) -> Any:
+    try:
+        return _DECODER.decode(raw.decode("utf-8"))
+    except UnicodeDecodeError as fault:
+        message = f"the line is not UTF-8 (byte {fault.start + 1})"
+    except json.JSONDecodeError as fault:
+        message = f"the line is not JSON: {fault.msg} (character {fault.pos + 1})"
+    except RecursionError:
+        message = "the line is not JSON that can be read: it nests too deeply"
+    except ValueError as fault:  # from the two hooks below, or a number of thousands of digits
+        message = f"the line is not JSON that can be read: {str(fault)[:200]}"
+    raise RowFault(ErrorCode.INVALID_JSON, message)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError(f"the number {digits[:40]} is out of range")
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+
+
+def _check_surrogates(value: Any) -> None:
+    """Half of a UTF-16 pair can be written as an escape, but is no character."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        message = "a string holds half of a surrogate pair, which is no character"
+        raise invalid(message) from None
+    except RecursionError:
+        raise invalid("the line nests too deeply") from None

@@ -1,0 +1,90 @@
+"""Which model a batch is for: the one that is asked for, else the one that all lines name.
+
+Lines may come from others than who submits them. So no line chooses for those that name none, and
+none names a folder: whose files are read here is for the command to say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+from batchkv_producer.errors import UsageError
+from batchkv_producer.intake.checks import model_name, shown
+from batchkv_producer.intake.formats import Row, RowError
+
+
+class ModelVote:
+    """Passes rows through and remembers which models they name, two at most."""
+
+    def __init__(self, place: Callable[[int], str]) -> None:
+        self.named: dict[str, int] = {}
+        self.note = ""  # what the lines say and is not heeded
+        self._place = place
+        self._has_unnamed = False
+
+    def watch(self, rows: Iterator[Row | RowError]) -> Iterator[Row | RowError]:
+        for row in rows:
+            if isinstance(row, Row) and row.model is None:
+                self._has_unnamed = True
+            elif isinstance(row, Row) and row.model is not None and len(self.named) < 2:
+                self.named.setdefault(row.model, row.line)
+            yield row
+
+    def need(self, explicit: str | None, default: str | None) -> str:
+        model = self.decide(explicit, default)
+        if not model:
+            raise UsageError(
+                "no model: name one with -m MODEL or BATCHKV_MODEL, or in the lines themselves"
+            )
+        return model
+
+    def decide(self, explicit: str | None, default: str | None) -> str:
+        """The batch's model, empty when nobody names one."""
+        if explicit:
+            return _checked_model(explicit)
+        if not self.named:
+            return _checked_model(default) if default else ""
+        if len(self.named) == 1:
+            return self._of_lines(default)
+        first, second = (
+            f"{json.dumps(name)} ({self._place(line)})" for name, line in self.named.items()
+        )
+        raise UsageError(
+            f"the lines name different models, {first} and {second}; a batch has one model: "
+            "split the file, or choose one for all with -m MODEL"
+        )
+
+    def _of_lines(self, default: str | None) -> str:
+        """The one model that lines name, if it may be chosen so."""
+        ((name, line),) = self.named.items()
+        where = f"{json.dumps(name)} ({self._place(line)})"
+        if self._has_unnamed and default:
+            chosen = _checked_model(default)
+            if chosen != name:
+                self.note = (
+                    f"only some lines name a model, {where}: all are for {chosen}, the default"
+                )
+            return chosen
+        if self._has_unnamed:
+            raise UsageError(
+                f"only some lines name a model, {where}: choose one for all with -m MODEL"
+            )
+        if _is_path(name):
+            raise UsageError(
+                f"the lines name a folder as their model, {where}; only the command may: "
+                "choose it with -m FOLDER"
+            )
+        return name
+
+
+def _is_path(name: str) -> bool:
+    """Whether this can only be a folder: a repository is called ``owner/name``."""
+    return name.startswith(("/", "~", ".")) or name.count("/") > 1 or "\\" in name
+
+
+def _checked_model(name: str) -> str:
+    try:
+        return model_name(name)
+    except ValueError as fault:
+        raise UsageError(f"the model's name {fault}: {shown(name)}") from None

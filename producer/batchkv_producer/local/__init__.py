@@ -1,0 +1,1 @@
+"""``batchkv run`` and ``ask``: a batch with workers on this machine."""

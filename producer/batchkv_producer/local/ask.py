@@ -1,0 +1,200 @@
+"""``batchkv ask``: one prompt, its answer, and nothing left behind.
+
+A question is a batch of one row with an id of its own, so that the same question again is computed
+again. It goes before all others of the model, and is forgotten when it has an answer, or when who
+asked has lost patience. Should this process be killed, the batch expires by itself.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from batchkv_producer.client import Client, StoredRow, Submitted
+from batchkv_producer.errors import BatchkvError, UsageError
+from batchkv_producer.intake.formats import MAX_LINE_BYTES
+from batchkv_producer.intake.prompting import AUTO, Prompting
+from batchkv_producer.intake.source import Inputs, Piece
+from batchkv_producer.local.follow import snapshot_of
+from batchkv_producer.local.local_workers import (
+    ASK_NAME_PREFIX,
+    WORKER_COMMAND,
+    LocalWorkers,
+    WorkerPlan,
+)
+from batchkv_producer.local.run_support import Outage, give_up, impatient, reclaim, tidied_home
+from batchkv_producer.local.signals import Interrupted, noted_signals
+from batchkv_producer.local.worker_checks import WAY_OUT_OF_ASK, check_model_folder, check_rights
+from batchkv_producer.monitor.delays import Delays
+from batchkv_producer.monitor.workers import WorkerInfo
+from batchkv_producer.progress import Reporter
+from batchkv_producer.retry import outages_watched, patiently
+from batchkv_producer.submit import fingerprint
+from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.batch_options import Deadline, Terms
+from batchkv_producer.wire.job import SamplingParams
+
+TURN_SECONDS = 0.05
+# Of a question that nobody waits for any more, because its process was killed.
+LEFT_ALONE = Terms(priority="high", expires=Deadline(in_seconds=86400), keep_seconds=3600)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked, of which model, and how the answer is generated."""
+
+    prompt: str
+    model: str
+    defaults: SamplingParams = SamplingParams()  # noqa: RUF009  (it is frozen)
+    prompting: Prompting = AUTO
+    job_timeout_seconds: int = DEFAULT_JOB_TIMEOUT_SECONDS
+
+    def source(self) -> Inputs:
+        """The batch of one row, which no other question is; UsageError for what is no prompt."""
+        if not self.prompt.strip():
+            raise UsageError("the prompt is empty")
+        try:
+            self.prompt.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UsageError("the prompt is not UTF-8") from None
+        row = {"custom_id": f"ask-{secrets.token_hex(8)}", "prompt": self.prompt}
+        line = json.dumps(row, ensure_ascii=False).encode("utf-8") + b"\n"
+        if len(line) > MAX_LINE_BYTES:
+            raise UsageError(f"the prompt is longer than {MAX_LINE_BYTES:,} bytes")
+        return Inputs((Piece(io.BytesIO(line), "ask", start=0),), "jsonl")
+
+
+def ask(
+    client: Client,
+    connection: Redis,
+    url: str,
+    question: Question,
+    reporter: Reporter,
+    *,
+    revive: Callable[[], object] | None = None,
+    worker_command: Sequence[str] = WORKER_COMMAND,
+) -> StoredRow:
+    """The answer, or the row that has none; the batch is gone from the server afterwards.
+
+    Where nobody serves the model a worker is started here, for this question. Raises as ``run``
+    does.
+    """
+    source = question.source()
+    queue = redis_keys.queue_name(question.model)
+    num_local = 0 if _is_served(question.model, client.serving(queue)) else 1
+    if num_local:
+        check_model_folder(question.model)
+        check_rights(connection, url, question.model, WAY_OUT_OF_ASK)
+    submitted = client.submit(
+        source,
+        model=question.model,
+        defaults=question.defaults,
+        job_timeout_seconds=question.job_timeout_seconds,
+        name="ask",
+        terms=LEFT_ALONE,
+        prompting=question.prompting,
+    )
+    with _forgotten(client, submitted):
+        plan = WorkerPlan(
+            model=question.model,
+            url=url,
+            logs=tidied_home(connection).logs,
+            name_prefix=ASK_NAME_PREFIX,
+            num_workers=num_local,
+            command=tuple(worker_command),
+        )
+        if num_local:
+            reporter.note(f"nobody serves {question.model}: a worker is started for this question")
+        workers = LocalWorkers(plan, partial(reclaim, client, queue), reporter.note)
+        with impatient(connection):
+            waiting = _Waiting(client, submitted, workers, reporter, num_local)
+            return waiting.to_the_end(Outage(reporter.note, revive))
+
+
+def _is_served(model: str, serving: Sequence[WorkerInfo]) -> bool:
+    """Whether a worker is there that takes the question."""
+    own = fingerprint.of_model(model)
+    return any(
+        not worker.is_away and not (own and worker.fingerprint and own != worker.fingerprint)
+        for worker in serving
+    )
+
+
+@contextmanager
+def _forgotten(client: Client, submitted: Submitted) -> Iterator[None]:
+    """Afterwards the server knows nothing of the batch; without the server it expires."""
+    try:
+        yield
+    finally:
+        with suppress(BatchkvError, RedisError):
+            client.forget(submitted.batch_id)
+
+
+class _Waiting:
+    """The loop: look at the batch, after the worker if it is ours, and for signals."""
+
+    def __init__(
+        self,
+        client: Client,
+        submitted: Submitted,
+        workers: LocalWorkers,
+        reporter: Reporter,
+        num_local: int,
+    ) -> None:
+        self._client = client
+        self._batch_id = submitted.batch_id
+        self._workers = workers
+        self._reporter = reporter
+        self._delays = Delays(client.serving, reporter.note, num_local)
+
+    def to_the_end(self, outage: Outage) -> StoredRow:
+        with noted_signals() as caught:
+
+            def wait_for_server() -> None:
+                outage.look()
+                self._heed(caught)
+
+            try:
+                with outages_watched(wait_for_server):
+                    return self._loop(caught, outage)
+            finally:
+                self._end(outage, caught)
+
+    def _loop(self, caught: list[int], outage: Outage) -> StoredRow:
+        while True:
+            status = patiently(partial(self._client.status, self._batch_id))
+            outage.end()
+            self._reporter.update(snapshot_of(status, self._delays.look(status)))
+            if status.is_done:
+                row = patiently(lambda: next(self._client.results(self._batch_id), None))
+                if row is None:
+                    raise BatchkvError("somebody took the question off the server")
+                return row
+            self._heed(caught)
+            self._workers.supervise(status.num_ended)
+            time.sleep(TURN_SECONDS)
+
+    def _heed(self, caught: list[int]) -> None:
+        if caught:
+            raise Interrupted(caught[0], "interrupted; the question is withdrawn")
+
+    def _end(self, outage: Outage, caught: list[int]) -> None:
+        """Forget first, so that a worker of ours has nothing left to finish."""
+        num_heeded = len(caught)
+        with outages_watched(give_up):
+            if outage.is_on:
+                self._workers.abandon()
+                return
+            with suppress(BatchkvError, RedisError):
+                self._client.forget(self._batch_id)
+            self._workers.stop(lambda: len(caught) > num_heeded)

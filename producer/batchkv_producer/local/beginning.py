@@ -1,0 +1,91 @@
+"""What ``batchkv run`` says first, and with what it will have its rows computed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from batchkv_producer.client import Client, Submitted
+from batchkv_producer.errors import UsageError
+from batchkv_producer.monitor.status import BatchStatus
+from batchkv_producer.progress import rows
+from batchkv_producer.results import aside
+from batchkv_producer.wire.batch_options import Terms, moment_text
+from batchkv_producer.wire.maker import Maker
+
+DEFAULT_SCHEME = "affine8"  # of a worker that is not told otherwise
+_DTYPES = {"float32": "float32", "bfloat16": "half", "float16": "half"}
+
+
+def with_own_workers(
+    terms: Terms, arguments: Sequence[str], environ: Mapping[str, str] = os.environ
+) -> Terms:
+    """The terms of a batch that workers of ours are to compute, started with these arguments."""
+    flag, variable = "--kv-scheme", "BATCHKV_KV_SCHEME"
+    said = arguments[arguments.index(flag) + 1] if flag in arguments else ""
+    text = said or environ.get(variable, "").strip() or DEFAULT_SCHEME
+    try:
+        scheme = canonical(text)
+    except ValueError as fault:
+        raise UsageError(f"{flag if said else variable} {text}: {fault}") from fault
+    dtype = _DTYPES.get(environ.get("BATCHKV_DTYPE", "").strip(), "")  # "auto": the device's say
+    return replace(terms, maker=replace(terms.maker, scheme=scheme, dtype=dtype))
+
+
+def canonical(scheme: str) -> str:
+    """The one text of a KV scheme; ValueError if there is none of that name.
+
+    The worker's package knows; imports go down only, so it is looked up.
+    """
+    for check in entry_points(group="batchkv.checks", name="kv-scheme"):
+        return str(check.load()(scheme))
+    return scheme
+
+
+def first_words(client: Client, submitted: Submitted, where: str) -> str:
+    """Which batch this is, and what of it is not computed now."""
+    batch_id, before = submitted.batch_id, ""
+    name = generation_words(submitted) if submitted.generation > 1 else f"batch {batch_id}"
+    if not submitted.joined:
+        return f"{name} starts: {rows(submitted.total)}, results in {where}"
+    status = client.status(batch_id)
+    if num_before := status.ok:
+        whole = f"all {num_before:,}" if num_before == submitted.total else f"{num_before:,}"
+        before = f"; {whole} answered before{_last_answer(client, status)}, --fresh computes anew"
+    return f"{name} goes on: {rows(submitted.total)}, results in {where}{before}"
+
+
+def generation_words(submitted: Submitted) -> str:
+    """A later generation of a batch, and why there is one."""
+    why = f" (the one before has {submitted.why})" if submitted.why else ""
+    number = f"generation {submitted.generation} of {submitted.base}"
+    return f"batch {submitted.batch_id}, {number}{why}"
+
+
+def put_aside(
+    status: BatchStatus, submitted: Submitted, out: Path, note: Callable[[str], None]
+) -> None:
+    """Move an OUT away that holds answers of another generation, and say so."""
+    if aside.holds_other(out, submitted.batch_id, submitted.relatives, maker_of(status)):
+        moved = aside.set_aside(out)
+        note(f"{out} held answers of another generation of this batch: they are in {moved} now")
+
+
+def maker_of(status: BatchStatus) -> Maker:
+    """What all of a batch's answers are made with, as far as that is said."""
+    if status.is_mixed:
+        return Maker(status.fingerprint)
+    return Maker(status.fingerprint, status.scheme, status.dtype)
+
+
+def _last_answer(client: Client, status: BatchStatus) -> str:
+    """When, by whom and with what the last row was answered, of those that have an answer."""
+    newest = client.results(status.batch_id, after=max(0, status.num_ended - 1))
+    last = next((row.result for row in newest if row.result.outcome == "ok"), None)
+    if last is None:
+        return ""
+    made = Maker(last.fingerprint, last.scheme).words() or "weights and scheme were not noted then"
+    return f" (the last {moment_text(last.created)} by {last.worker}; {made})"

@@ -1,0 +1,106 @@
+"""Following a batch: its results into OUT, and its progress."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from functools import partial
+
+from redis import Redis
+
+from batchkv_producer.client import BatchStatus, Client
+from batchkv_producer.intake.expected import Expected
+from batchkv_producer.progress import Snapshot
+from batchkv_producer.results import outfile, output
+from batchkv_producer.results.bounded import stored_results
+from batchkv_producer.results.line_set import LineSet
+from batchkv_producer.results.outfile import ResultsFile
+from batchkv_producer.results.target import ResultStream
+from batchkv_producer.retry import patiently
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.job import Result, decode_result
+
+
+class Follower:
+    """Appends to OUT what has ended since it last looked, in the order in which rows ended."""
+
+    def __init__(
+        self,
+        client: Client,
+        batch_id: str,
+        results: ResultsFile | ResultStream,
+        expected: Expected | None = None,
+    ) -> None:
+        self.results = results
+        self.expected = expected or Expected(array("Q"))
+        self.num_right = 0
+        self._client = client
+        self._batch_id = batch_id
+        self._position = 0
+        self._scored = LineSet()
+        self._seen_failed = LineSet()
+        self._is_behind = False
+
+    def collect(self) -> int:
+        """Write all that is there now; how many entries that were."""
+        num_seen = 0
+        for row in self._client.results(self._batch_id, after=self._position):
+            num_seen += 1
+            self._position = row.position + 1
+            self._score(row.line, row.result)
+            is_failed = row.result.outcome != "ok"
+            if is_failed and not self._seen_failed.add(row.line):
+                self._is_behind = True  # it may have failed anew, of something else
+            if self.results.lacks(row.line, is_failed=is_failed):
+                text = output.output_line(row.job_id, row.result)
+                self.results.append(row.line, text, is_failed=is_failed)
+        self.results.flush()
+        return num_seen
+
+    def refresh(self, stale: outfile.Stale) -> None:
+        """At the end: give rows that were retried meanwhile, and failed again, their new line.
+
+        A server that lost its last second in a crash has rows at places that were read before:
+        they are found when all is read again.
+        """
+        if self._is_behind:
+            self.results.refresh(stale)
+        status = patiently(partial(self._client.status, self._batch_id))
+        has_passed_some = status.is_done and self.results.num_rows < status.num_ended
+        if self._is_behind or has_passed_some:
+            self._position, self._is_behind, self._seen_failed = 0, False, LineSet()
+            self.collect()
+
+    def _score(self, line: int, result: Result) -> None:
+        if result.outcome == "ok" and self._scored.add(line):
+            self.num_right += self.expected.is_right(line, result.text)
+
+
+def snapshot_of(status: BatchStatus, delay: str = "") -> Snapshot:
+    """The part of a batch's status that progress shows, and why it is slow if it is."""
+    return Snapshot(
+        total=status.total,
+        ok=status.ok,
+        failed=status.failed,
+        canceled=status.canceled,
+        running=status.running,
+        completion_tokens=status.completion_tokens,
+        delay=delay,
+    )
+
+
+def stale_rows(connection: Redis, batch_id: str) -> outfile.Stale:
+    """Tells which rows of the errors file have been queued again since, or have another line."""
+
+    def stale(lines: Sequence[int], rows: Sequence[bytes]) -> set[int]:
+        stored = stored_results(connection, batch_id, lines)
+        found = set()
+        for (line, data), row in zip(stored, rows, strict=True):
+            job_id = redis_keys.job_id(batch_id, line)
+            if data is None or row != outfile.encoded(
+                output.output_line(job_id, decode_result(data))
+            ):
+                found.add(line)
+        return found
+
+    return stale

@@ -1,0 +1,46 @@
+"""``batchkv run`` with a mended file: its OUT names the batch whose answers are kept.
+
+OUT holds the rows of the file as it was. They go to a file beside it, and OUT gets the rows of
+the mended file, most of them with the answers that they had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from redis import Redis
+
+from batchkv_producer.local.beginning import put_aside
+from batchkv_producer.monitor.status import BatchStatus
+from batchkv_producer.results.aside import first_row, set_aside
+from batchkv_producer.results.outfile import errors_path
+from batchkv_producer.results.target import STDOUT
+from batchkv_producer.submit.kept_answers import Earlier
+from batchkv_producer.submit.submission import Submitted
+from batchkv_producer.wire import redis_keys
+
+
+def earlier_of(connection: Redis, out: Path) -> Earlier | None:
+    """The batch whose results OUT begins with, if the server has it."""
+    for part in (out, errors_path(out)) if out != STDOUT else ():
+        parsed = redis_keys.parse_job_id(str(first_row(part).get("id")))
+        if parsed and connection.exists(redis_keys.batch(parsed[0])):
+            return Earlier(parsed[0])
+    return None
+
+
+def make_room(
+    earlier: Earlier | None,
+    status: BatchStatus,
+    submitted: Submitted,
+    out: Path,
+    note: Callable[[str], None],
+) -> None:
+    """Make room in OUT for the rows of a mended file, or of another generation; tell of it."""
+    if earlier is None or not earlier.num_alike:
+        put_aside(status, submitted, out, note)
+        return
+    note(earlier.told(status.kept))
+    moved = set_aside(out)
+    note(f"{out} held the results of batch {earlier.batch_id}: they are in {moved} now")

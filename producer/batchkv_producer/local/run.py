@@ -1,0 +1,363 @@
+"""``batchkv run``: submit a file, run workers here, append the results to OUT as they come.
+
+Everything that must survive is in Redis (the batch) or in OUT (the results already written), and
+each step may be repeated: submitting joins the batch that is there, OUT takes each id once. So the
+same command after a crash, a kill or a Ctrl-C simply goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from batchkv_producer.client import BatchStatus, Client, Submitted
+from batchkv_producer.errors import (
+    BatchkvError,
+    ExpiredError,
+    FullHomeError,
+    NotFoundError,
+    UsageError,
+)
+from batchkv_producer.intake.expected import Expected
+from batchkv_producer.intake.prompting import AUTO, Prompting
+from batchkv_producer.intake.source import Source
+from batchkv_producer.local.beginning import first_words, with_own_workers
+from batchkv_producer.local.follow import Follower, snapshot_of, stale_rows
+from batchkv_producer.local.local_workers import (
+    WORKER_COMMAND,
+    LocalWorkers,
+    WorkerError,
+    WorkerPlan,
+    local_name_prefix,
+)
+from batchkv_producer.local.mended import earlier_of, make_room
+from batchkv_producer.local.run_support import (
+    Outage,
+    check_logs,
+    give_up,
+    impatient,
+    reclaim,
+    tidied_home,
+)
+from batchkv_producer.local.signals import Interrupted as Interrupted
+from batchkv_producer.local.signals import noted_signals
+from batchkv_producer.local.worker_checks import check_model_folder, check_model_name, check_rights
+from batchkv_producer.monitor.delays import Delays
+from batchkv_producer.progress import Reporter, Snapshot, rows
+from batchkv_producer.results import target
+from batchkv_producer.results.aside import holds_other
+from batchkv_producer.retry import outages_watched, patiently
+from batchkv_producer.server.connection import refused_writes
+from batchkv_producer.server.home import home_from_environment
+from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
+from batchkv_producer.submit.kept_answers import Earlier
+from batchkv_producer.wire.batch_options import NO_TERMS, Terms
+from batchkv_producer.wire.job import SamplingParams
+from batchkv_producer.wire.maker import NOBODY
+
+TURN_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What ``batchkv run`` was asked for. ``worker_arguments`` are passed on as they are.
+
+    ``out`` may be ``target.STDOUT``. The source is read twice.
+    """
+
+    source: Source
+    out: Path
+    model: str | None = None
+    default_model: str | None = None
+    defaults: SamplingParams = field(default_factory=SamplingParams)
+    num_workers: int = 1
+    worker_arguments: tuple[str, ...] = ()
+    trace: Path | None = None  # of the first worker; see WorkerPlan
+    job_timeout_seconds: int | None = None
+    terms: Terms = NO_TERMS
+    prompting: Prompting = AUTO
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """How a run ended. Tokens and seconds are those of this run, not of earlier ones."""
+
+    status: BatchStatus
+    out: Path
+    completion_tokens: int
+    seconds: float
+    num_expected: int
+    num_right: int
+    num_wrong: int = 0  # rows that were wrong in the input
+
+    def summary(self) -> str:
+        """The last line of ``batchkv run``."""
+        parts = [self.status.reconciliation()]
+        parts.append(
+            f"{self.status.prompt_tokens:,} prompt tokens ({self.status.cached_tokens:,} cached)"
+        )
+        tokens = f"{self.status.completion_tokens:,} generated"
+        if self.completion_tokens and self.seconds > 0:
+            tokens += f" at {self.completion_tokens / self.seconds:,.0f} tok/s"
+        parts.append(tokens)
+        if self.num_expected:
+            parts.append(f"answers right: {self.num_right} of {self.num_expected}")
+        return ", ".join(parts)
+
+
+def run(
+    client: Client,
+    connection: Redis,
+    url: str,
+    options: RunOptions,
+    reporter: Reporter,
+    *,
+    revive: Callable[[], object] | None = None,
+    worker_command: Sequence[str] = WORKER_COMMAND,
+) -> RunReport:
+    """Run a file to its end. ``url`` is what ``connection`` is connected to, for the workers.
+
+    ``revive`` starts the server again when it is gone; without it, it is waited for.
+
+    Raises UsageError before anything was changed when input, settings or OUT cannot be used;
+    OutputError, WorkerError and Interrupted later: then the same call goes on from there.
+    """
+    target.check_target(options.out, options.source)
+    expected = Expected.read(options.source)
+    if options.num_workers:
+        options = replace(options, terms=with_own_workers(options.terms, options.worker_arguments))
+    earlier = None if options.out == target.STDOUT else earlier_of(connection, options.out)
+    submitted = client.submit(
+        options.source,
+        model=options.model,
+        default_model=options.default_model,
+        defaults=options.defaults,
+        job_timeout_seconds=options.job_timeout_seconds or DEFAULT_JOB_TIMEOUT_SECONDS,
+        on_progress=lambda done, total: reporter.update(Snapshot(total, is_queuing=True)),
+        on_identified=partial(_refuse_early, options, connection, url, earlier),
+        terms=options.terms,
+        prompting=options.prompting,
+        earlier=earlier,
+    )
+    batch_id, queue = submitted.batch_id, submitted.queue
+    reporter.note(first_words(client, submitted, target.shown(options.out)))
+    _tell_what_stays(client, submitted, options, earlier, reporter)
+    plan = WorkerPlan(
+        model=submitted.model,
+        url=url,
+        logs=tidied_home(connection).logs,
+        name_prefix=local_name_prefix(batch_id),
+        num_workers=options.num_workers,
+        arguments=options.worker_arguments,
+        trace=options.trace,
+        command=tuple(worker_command),
+    )
+    workers = LocalWorkers(plan, partial(reclaim, client, queue), reporter.note)
+    stale = stale_rows(connection, batch_id)
+    with target.open_results(options.out, batch_id, stale) as results:
+        follower = Follower(client, batch_id, results, expected)
+        with impatient(connection):
+            delays = _delays(client, connection, url, reporter, plan)
+            outage = Outage(reporter.note, revive)
+            work = _Run(client, batch_id, workers, follower, reporter, delays, outage)
+            work.is_fresh = options.terms.fresh
+            work.submit_again = partial(_submit_again, client, options, submitted.batch_id, earlier)
+            report = work.to_the_end()
+        follower.refresh(stale)
+    return replace(report, num_wrong=submitted.num_bad)
+
+
+def _submit_again(
+    client: Client, options: RunOptions, batch_id: str, earlier: Earlier | None
+) -> None:
+    """Queue what the server has lost of the submit. Raises UsageError when the input is another."""
+
+    def check(found: str, model: str, relatives: frozenset[str]) -> None:
+        if found != batch_id:
+            raise UsageError(
+                f"the server has lost rows of batch {batch_id}, and the input is not what was "
+                "submitted any more: put it back and run the same command again"
+            )
+
+    client.submit(
+        options.source,
+        model=options.model,
+        default_model=options.default_model,
+        defaults=options.defaults,
+        job_timeout_seconds=options.job_timeout_seconds or DEFAULT_JOB_TIMEOUT_SECONDS,
+        on_identified=check,
+        terms=replace(options.terms, fresh=False),
+        prompting=options.prompting,
+        earlier=Earlier(earlier.batch_id) if earlier else None,
+    )
+
+
+def _delays(
+    client: Client, connection: Redis, url: str, reporter: Reporter, plan: WorkerPlan
+) -> Delays:
+    return Delays(
+        client.serving,
+        reporter.note,
+        plan.num_workers,
+        count_apart=client.count_apart,
+        refused_writes=partial(refused_writes, connection, url),
+    )
+
+
+def _tell_what_stays(
+    client: Client,
+    submitted: Submitted,
+    options: RunOptions,
+    earlier: Earlier | None,
+    reporter: Reporter,
+) -> None:
+    """What was asked for now, and is otherwise in the batch or the OUT that was there."""
+    for note in filter(None, (submitted.model_note, submitted.style_note)):
+        reporter.note(note)
+    for note in submitted.notes:
+        reporter.note(f"it was there before: {note}")
+    batch = client.status(submitted.batch_id)
+    make_room(earlier, batch, submitted, options.out, reporter.note)
+    if options.out == target.STDOUT and batch.num_ended > submitted.num_bad:
+        them = "it is" if batch.num_ended == 1 else "they are"
+        reporter.note(f"{rows(batch.num_ended)} ended before; {them} printed again")
+    there = batch.job_timeout_seconds
+    if options.job_timeout_seconds and there not in (0, options.job_timeout_seconds):
+        reporter.note(
+            f"the rows of this batch keep their timeout of {there} s; for those that failed "
+            f"`batchkv retry {submitted.batch_id} --job-timeout {options.job_timeout_seconds}` "
+            "sets another"
+        )
+
+
+def _refuse_early(
+    options: RunOptions,
+    connection: Redis,
+    url: str,
+    earlier: Earlier | None,
+    batch_id: str,
+    model: str,
+    relatives: frozenset[str],
+) -> None:
+    """What would end the run as soon as it has begun ends it before anything is queued."""
+    is_mended = earlier is not None and earlier.num_alike > 0
+    is_moved = is_mended or holds_other(options.out, batch_id, relatives, NOBODY)
+    if not is_moved:
+        target.check_batch(options.out, batch_id)
+    if options.num_workers:
+        check_model_folder(model)
+        check_model_name(model)
+        check_rights(connection, url, model)
+        check_logs(home_from_environment())
+
+
+class _Run:
+    """The loop: collect results, look after the workers, show progress, heed signals."""
+
+    def __init__(
+        self,
+        client: Client,
+        batch_id: str,
+        workers: LocalWorkers,
+        follower: Follower,
+        reporter: Reporter,
+        delays: Delays,
+        outage: Outage,
+    ) -> None:
+        self.is_fresh = False  # the same command again would begin anew
+        self.submit_again: Callable[[], None] = lambda: None
+        self._outage = outage
+        self._client = client
+        self._batch_id = batch_id
+        self._workers = workers
+        self._follower = follower
+        self._reporter = reporter
+        self._delays = delays
+
+    def to_the_end(self) -> RunReport:
+        started, before = time.monotonic(), self._client.status(self._batch_id)
+        with noted_signals() as caught:
+            try:
+                with outages_watched(lambda: self._wait_for_server(caught)):
+                    status = self._loop(caught, before)
+            except BaseException as fault:
+                self._stop(caught, is_cut_off=isinstance(fault, FullHomeError))
+                if isinstance(fault, NotFoundError) and not isinstance(fault, ExpiredError):
+                    raise self._forgotten() from fault
+                raise
+            seconds = time.monotonic() - started
+            with outages_watched(give_up):
+                self._workers.stop(lambda: bool(caught))
+        return RunReport(
+            status=status,
+            out=self._follower.results.path,
+            completion_tokens=max(0, status.completion_tokens - before.completion_tokens),
+            seconds=seconds,
+            num_expected=self._follower.expected.num_expected,
+            num_right=self._follower.num_right,
+        )
+
+    def _loop(self, caught: list[int], status: BatchStatus) -> BatchStatus:
+        while True:
+            num_new = patiently(self._follower.collect)  # what it has written it skips
+            self._outage.end()
+            self._reporter.update(snapshot_of(status, self._delays.look(status)))
+            if status.is_done:  # it was so before everything was collected: nothing is missing
+                return status
+            if caught:
+                raise self._interrupted(caught[0])
+            if self._delays.is_hopeless:
+                raise WorkerError(
+                    f"the workers of this run may not compute {rows(status.queued)} of batch "
+                    f"{self._batch_id}, and nobody else serves them: {self._delays.words}. No row "
+                    "is lost. `--fresh` with the same command computes all rows with what is here"
+                )
+            self._workers.supervise(status.num_ended)
+            time.sleep(TURN_SECONDS if num_new == 0 else 0)
+            status = patiently(partial(self._client.status, self._batch_id))
+            if not status.is_submitted:  # it was: a server came back from an older copy
+                self._reporter.note("the server has lost rows of this batch: they are queued again")
+                patiently(self.submit_again)
+
+    def _forgotten(self) -> NotFoundError:
+        path = self._follower.results.path
+        where = "" if path == target.STDOUT else f" in {path}"
+        return NotFoundError(
+            f"batch {self._batch_id} was forgotten while it ran (`batchkv forget`): its rows that "
+            f"had not ended are gone. The answers{where} stay; the same command computes all "
+            "rows anew"
+        )
+
+    def _wait_for_server(self, caught: list[int]) -> None:
+        self._outage.look()
+        if caught:
+            raise self._interrupted(caught[0])
+
+    def _interrupted(self, number: int) -> Interrupted:
+        return Interrupted(
+            number, target.after_interrupt(self._follower.results.path, fresh=self.is_fresh)
+        )
+
+    def _stop(self, caught: list[int], *, is_cut_off: bool) -> None:
+        """After a fault or a signal: workers give back what they hold, results are kept.
+
+        ``is_cut_off``: the server is there, but takes nothing from the workers.
+        """
+        num_heeded = min(1, len(caught))
+        with outages_watched(give_up):
+            if self._outage.is_on or is_cut_off:
+                self._workers.abandon()
+                return
+            if self._workers.pids:
+                self._reporter.note("stopping the workers; Ctrl-C again ends them by force")
+            self._workers.stop(lambda: len(caught) > num_heeded)
+            # The first fault is the one to tell: what fails now fails because of it, or can wait.
+            with suppress(BatchkvError, RedisError):
+                self._follower.collect()

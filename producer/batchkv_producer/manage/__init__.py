@@ -1,0 +1,1 @@
+"""Changing a batch that is in the queue: reconcile, cancel, retry, forget."""

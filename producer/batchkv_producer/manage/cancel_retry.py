@@ -1,0 +1,161 @@
+"""Changing what is in the queue already: cancel rows, queue failed or canceled rows again."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from redis import Redis
+
+from batchkv_producer.errors import UsageError
+from batchkv_producer.manage.reconcile import error_row, jobs_in, pages
+from batchkv_producer.monitor.one_job import split_job_id
+from batchkv_producer.monitor.status import BatchStatus, read_batch
+from batchkv_producer.results.stored_rows import StoredRow, in_finish_order
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.batch_options import NEVER, Deadline, moment_text
+from batchkv_producer.wire.job import ErrorCode, Result
+from batchkv_producer.wire.transitions import Transitions
+
+PAGE_ROWS = 500
+
+INPUT_FAULTS = frozenset(
+    {
+        ErrorCode.INVALID_JSON,
+        ErrorCode.INVALID_REQUEST,
+        ErrorCode.DUPLICATE_CUSTOM_ID,
+        ErrorCode.UNSUPPORTED_PARAMETER,
+    }
+)
+
+_OPEN = (b"queued", b"started", b"deferred", b"scheduled")
+_CANCELED = (ErrorCode.CANCELED, "canceled before it was finished")
+
+
+def cancel_batch(connection: Redis, status: BatchStatus) -> int:
+    """Cancel every row that has not ended; how many became canceled.
+
+    Rows of a submit that is still going on, or was interrupted, are not there to be canceled:
+    they come in with the rest of the submit.
+    """
+    num_canceled = sum(_cancel_lines(connection, status, lines) for lines in pages(status))
+    Transitions(connection).sweep(status.queue, status.batch_id)
+    return num_canceled
+
+
+def cancel_job(connection: Redis, job_id: str) -> int:
+    """Cancel one row; 1 when it became canceled, 0 when it had ended before."""
+    batch_id, line = split_job_id(job_id)
+    status = read_batch(connection, batch_id)
+    num_canceled = _cancel_lines(connection, status, [line])
+    if num_canceled:
+        connection.lrem(redis_keys.waiting(status.queue, status.priority), 0, job_id)
+    return num_canceled
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """The rows that ended without an answer. Only those of the first two can be queued again."""
+
+    failed: int = 0
+    canceled: int = 0
+    wrong: int = 0  # in the input: they never were a job
+    expired: int = 0  # their job is no longer there
+
+
+def retry_batch(
+    connection: Redis,
+    status: BatchStatus,
+    *,
+    canceled: bool = False,
+    job_timeout_seconds: int | None = None,
+    expires: int | None = None,
+) -> int:
+    """Queue failed (and canceled) rows again, in the order in which they ended; how many could be.
+
+    A row that never was a job (bad input), or whose job has expired, stays as it is.
+    """
+    transitions = Transitions(connection)
+    num_queued = 0
+    for outcome in ("failed", "canceled") if canceled else ("failed",):
+        for lines in _ended_lines(connection, status.batch_id, outcome):
+            num_queued += transitions.retry(
+                status.batch_id,
+                status.queue,
+                lines,
+                outcome=outcome,
+                timeout_seconds=job_timeout_seconds or 0,
+                expires=expires,
+            )
+    return num_queued
+
+
+def new_deadline(connection: Redis, status: BatchStatus, expires: Deadline | None) -> int | None:
+    """Seconds since 1970, 0 for none, None for the one that the batch has.
+
+    Raises UsageError when that is past and no other is given.
+    """
+    if expires is not None:
+        return 0 if expires == NEVER else expires.moment(Transitions(connection).server_seconds)
+    if 0 < status.expires <= status.read_at:
+        raise UsageError(
+            f"the deadline of batch {status.batch_id} was {moment_text(status.expires)}: give its "
+            "rows another with --expires 8h, or none with --expires never"
+        )
+    return None
+
+
+def count_unanswered(connection: Redis, batch_id: str) -> Unanswered:
+    """Count the rows without an answer, by what can be done about them."""
+    counts: Counter[str] = Counter()
+    rows = (row for row in in_finish_order(connection, batch_id) if row.result.outcome != "ok")
+    while page := list(islice(rows, PAGE_ROWS)):
+        for row, has_job in zip(page, have_jobs(connection, page), strict=True):
+            if has_job:
+                counts[row.result.outcome] += 1
+            else:
+                counts["expired" if could_run(row.result) else "wrong"] += 1
+    return Unanswered(**counts)
+
+
+def have_jobs(connection: Redis, rows: Sequence[StoredRow]) -> list[bool]:
+    """Of each row whether its job is there, with what it asks for."""
+    with connection.pipeline(transaction=False) as pipeline:
+        for row in rows:
+            pipeline.hstrlen(redis_keys.job(row.job_id), "data")
+        return [bool(size) for size in pipeline.execute()]
+
+
+def could_run(result: Result) -> bool:
+    """Whether this row without an answer was right in the input."""
+    return result.error is None or result.error[0] not in INPUT_FAULTS
+
+
+def _ended_lines(connection: Redis, batch_id: str, outcome: str) -> Iterator[list[int]]:
+    page: list[int] = []
+    for row in in_finish_order(connection, batch_id):
+        if row.result.outcome == outcome:
+            page.append(row.line)
+        if len(page) == PAGE_ROWS:
+            yield page
+            page = []
+    if page:
+        yield page
+
+
+def _cancel_lines(connection: Redis, status: BatchStatus, lines: Sequence[int]) -> int:
+    rows = [
+        (job_id, error_row(status.model, line, request, _CANCELED, "canceled"))
+        for job_id, line, request in jobs_in(connection, status.batch_id, lines, _OPEN)
+    ]
+    if not rows:
+        return 0
+    verdicts = Transitions(connection).settle(status.queue, "canceled", rows)
+    for (job_id, _), verdict in zip(rows, verdicts, strict=True):
+        if verdict not in ("", "done"):  # the name of the worker that was running it
+            command = json.dumps({"command": "stop-job", "job_id": job_id})
+            connection.publish(f"rq:pubsub:{verdict}", command)
+    return sum(verdict != "" for verdict in verdicts)

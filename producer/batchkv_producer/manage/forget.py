@@ -1,0 +1,93 @@
+"""``batchkv forget``: take a batch off the server, whatever state its rows are in.
+
+A mark on the batch's hash comes first: from then on no move writes anything for it
+(``lua/common.lua``). Then its rows go, a page in each step, with all that RQ keeps of them. Its
+results, its place in the list of batches and its hash go last, so that whoever is killed in between
+leaves something to go on from: any ``forget``, ``list`` or ``status`` and the workers' maintenance
+do. Workers see within a second that their rows are gone. All of it works on a server that is full.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import ResponseError
+
+from batchkv_producer.errors import ExpiredError, UsageError
+from batchkv_producer.monitor.status import BatchStatus, find_batch, match_batch
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.scripts import Scripts
+from batchkv_producer.wire.transitions import Transitions
+
+PAGE_LINES = 500
+_GONE = -1
+
+
+class _Steps(Scripts):
+    def take(self, batch_id: str, queue: str, *args: str | int) -> int:
+        keys = [redis_keys.batch(batch_id)]
+        kinds = ("wip", "finished", "failed", "canceled")
+        keys += [redis_keys.registry(kind, queue) for kind in kinds]
+        return int(self._run("forget", [*keys, redis_keys.due(queue)], args))
+
+
+def forget_batch(connection: Redis, wanted: str) -> str:
+    """Take a batch off the server, or what is left of one; its full id. Raises NotFoundError."""
+    try:
+        batch_id = find_batch(connection, wanted, or_forgotten=True)
+    except ExpiredError:  # its keys have expired: the list of batches still names it
+        batch_id = match_batch(connection, wanted)
+        _step(connection, batch_id, "", "end")
+        return batch_id
+    queue: Any = connection.hget(redis_keys.batch(batch_id), "queue")
+    _step(connection, batch_id, "", "mark")
+    go_on(connection, batch_id, (queue or b"").decode("utf-8", "replace"))
+    return batch_id
+
+
+def go_on(connection: Redis, batch_id: str, queue: str, until: float = math.inf) -> bool:
+    """Take away what is left of a marked batch; whether all was done by then (monotonic seconds).
+
+    Raises ResponseError when the server does not let this user do it.
+    """
+    num_gone = 0
+    while True:
+        before = num_gone
+        num_gone = _step(connection, batch_id, queue, "page", PAGE_LINES)
+        if num_gone in (_GONE, before):
+            break
+        if time.monotonic() > until:
+            return False
+    if num_gone != _GONE:
+        with suppress(ResponseError):  # entries that are left do no harm: `pull` drops them
+            Transitions(connection).sweep(queue, batch_id)
+        _step(connection, batch_id, queue, "end")
+    return True
+
+
+def choose(
+    batches: Iterable[BatchStatus],
+    *,
+    older_than_seconds: float = 0.0,
+    model: str | None = None,
+    all_done: bool = False,
+) -> list[BatchStatus]:
+    """The batches that all of these fit. Raises UsageError when nothing was said."""
+    if not (older_than_seconds or model or all_done):
+        raise UsageError("name the batches to forget, or say --all-done, --older-than or --model")
+    return [
+        batch
+        for batch in batches
+        if (not all_done or batch.is_done)
+        and (model is None or batch.model == model)
+        and batch.read_at - batch.created >= older_than_seconds
+    ]
+
+
+def _step(connection: Redis, batch_id: str, queue: str, *args: str | int) -> int:
+    return _Steps(connection).take(batch_id, queue, *args)

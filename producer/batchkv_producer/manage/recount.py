@@ -1,0 +1,103 @@
+"""Heal a batch whose counts are not those of its stored results.
+
+Each move is one script, but a server does not take back what a script wrote before a command was
+refused to it: rights were taken away for a moment, or the server's version lacks something. A row
+may then have a result that was never counted, and its batch would never be done. Two numbers that
+every look reads tell it. All results are read only then, once every row has one, and the counts
+that follow from them are written if nothing has changed meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis import Redis
+
+from batchkv_producer.errors import WireError
+from batchkv_producer.monitor.status import BatchStatus
+from batchkv_producer.results.bounded import Reader, stored_results
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.job import decode_result
+from batchkv_producer.wire.transitions import Transitions
+
+PAGE_ROWS = 500
+PAGE_ENDS = 10_000  # entries of the finish order read at once
+
+_OPEN = (b"started", b"deferred")
+
+
+@dataclass(slots=True)
+class _Found:
+    """What the stored results say."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    without_end: list[int] = field(default_factory=list)  # lines that the finish order lacks
+    open_jobs: list[tuple[int, str]] = field(default_factory=list)  # (line, outcome)
+
+
+def needs_recount(status: BatchStatus) -> bool:
+    """Whether a script was cut short, as far as the batch's own numbers show it.
+
+    While rows have no result the counts are left alone: more may come, and nobody waits in vain.
+    """
+    if not status.is_submitted or status.num_results < status.total:
+        return False
+    if status.is_done:
+        return status.keep_seconds > 0 and not status.kept_until
+    return status.num_results != status.num_ended
+
+
+def recount(connection: Redis, status: BatchStatus) -> Iterator[int]:
+    """Count a batch's results anew, in steps; the last is 1 if that was written."""
+    batch_id, moves = status.batch_id, Transitions(connection)
+    with connection.pipeline(transaction=True) as pipeline:
+        pipeline.hlen(redis_keys.results(batch_id))
+        pipeline.llen(redis_keys.done(batch_id))
+        num_results, num_ends = pipeline.execute()
+    ended = bytearray(status.last_line + 1)
+    for start in range(0, num_ends, PAGE_ENDS):
+        page: Any = connection.lrange(redis_keys.done(batch_id), start, start + PAGE_ENDS - 1)
+        for line in map(int, filter(bytes.isdigit, page)):
+            if line < len(ended):
+                ended[line] = 1
+        yield 0
+    found = _Found()
+    for start in range(1, status.last_line + 1, PAGE_ROWS):
+        lines = range(start, min(start + PAGE_ROWS, status.last_line + 1))
+        _read(connection, batch_id, lines, ended, found)
+        yield 0
+    for start in range(0, max(len(found.without_end), len(found.open_jobs)), PAGE_ROWS):
+        there = (num_results, num_ends)
+        page = found.without_end[start : start + PAGE_ROWS]
+        jobs = found.open_jobs[start : start + PAGE_ROWS]
+        if not moves.recount(batch_id, status.queue, there, page, jobs):
+            return
+        num_ends += len(page)
+        yield 0
+    there = (num_results, num_ends)
+    yield int(moves.recount(batch_id, status.queue, there, counts=found.counts))
+
+
+def _read(
+    connection: Redis, batch_id: str, lines: Sequence[int], ended: bytearray, found: _Found
+) -> None:
+    outcomes: dict[str, tuple[int, str]] = {}
+    for line, stored in stored_results(connection, batch_id, lines):
+        if stored is None:
+            continue
+        try:
+            result = decode_result(stored)
+        except WireError:
+            outcome, is_cut = "failed", False  # as whoever reads it will be told
+        else:
+            outcome, is_cut = result.outcome, result.finish_reason == "length"
+        found.counts[outcome] += 1
+        found.counts["cut"] += outcome == "ok" and is_cut
+        outcomes[redis_keys.job_id(batch_id, line)] = (line, outcome)
+        if not ended[line]:
+            found.without_end.append(line)
+    jobs = Reader(connection).jobs(list(outcomes), ())
+    found.open_jobs += [outcomes[job_id] for job_id, state, _ in jobs if state in _OPEN]

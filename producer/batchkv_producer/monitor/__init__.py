@@ -1,0 +1,1 @@
+"""Where batches, jobs and workers are: read from Redis, changed by nobody here."""

@@ -1,0 +1,182 @@
+"""Why a batch is slow, when it is: a few words for the progress, a sentence for what has a way out.
+
+Each reason is one function of the table below; the first that has something to say is shown.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from batchkv_producer.local.local_workers import ASK_NAME_PREFIX, local_name_prefix
+from batchkv_producer.monitor.misfit import find_misfit
+from batchkv_producer.monitor.status import BatchStatus
+from batchkv_producer.monitor.workers import WorkerInfo
+from batchkv_producer.progress import rows
+from batchkv_producer.retry import patiently
+
+LOOK_SECONDS = 1.0  # between two looks at the workers
+GONE_SECONDS = 30.0  # a worker that was there is given this long to come back
+STALLED_SECONDS = 30.0  # after which a submit that brings nothing counts as interrupted
+HOPELESS_SECONDS = 30.0  # after which a run ends whose own workers alone serve, and do not fit
+
+
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """``words`` stand in the progress as long as it lasts; ``note`` is said once, if not empty.
+
+    ``is_hopeless``: nobody will compute the rows as long as only these workers serve.
+    ``is_certain``: a worker that comes would change nothing, so the note does not wait for one.
+    """
+
+    words: str
+    note: str = ""
+    is_hopeless: bool = False
+    is_certain: bool = False
+
+
+Reason = Callable[[BatchStatus, Sequence[WorkerInfo], int], Delay | None]
+
+
+def unserved_note(status: BatchStatus) -> str:
+    """What to do when nobody serves a batch's queue."""
+    return (
+        f"nobody serves the queue {status.queue}. On a machine with the model run: "
+        f"batchkv worker -m {status.model}"
+    )
+
+
+def _unserved(status: BatchStatus, serving: Sequence[WorkerInfo], num_local: int) -> Delay | None:
+    if serving:
+        return None
+    if num_local:
+        return Delay("a worker is starting")
+    return Delay("nobody serves the queue", unserved_note(status))
+
+
+def _loading(_: BatchStatus, serving: Sequence[WorkerInfo], __: int) -> Delay | None:
+    if not all(worker.is_loading for worker in serving):
+        return None
+    return Delay(next(worker.doing for worker in serving))
+
+
+def _away(_: BatchStatus, serving: Sequence[WorkerInfo], __: int) -> Delay | None:
+    holding = [worker for worker in serving if worker.is_away and worker.num_running]
+    if not holding:
+        return None
+    first = max(holding, key=lambda worker: worker.num_running)
+    return Delay(f"{first.name} is asleep or away and holds {rows(first.num_running)}")
+
+
+def _apart(num_apart: int) -> Delay | None:
+    if not num_apart:
+        return None
+    verb, them = ("waits", "it") if num_apart == 1 else ("wait", "them")
+    return Delay(f"{rows(num_apart)} {verb} to run apart: a worker died with {them}")
+
+
+def _unfit(status: BatchStatus, serving: Sequence[WorkerInfo], num_local: int) -> Delay | None:
+    found = find_misfit(status, serving)
+    if found is None:
+        return None
+    own = (local_name_prefix(status.batch_id), ASK_NAME_PREFIX)
+    if num_local and not any(worker.name.startswith(own) for worker in serving):
+        return Delay("a worker is starting")  # one that fits: there is nothing to do
+    is_hopeless = num_local > 0 and all(worker.name.startswith(own) for worker in serving)
+    return Delay(found.words, found.note, is_hopeless and not status.running)
+
+
+# A reason gets the batch, the workers that serve its queue, and how many of them are our own.
+REASONS: tuple[Reason, ...] = (_unserved, _loading, _unfit, _away)
+
+
+def find_delay(
+    status: BatchStatus, serving: Sequence[WorkerInfo], num_local: int = 0
+) -> Delay | None:
+    """Why rows of this batch wait, if it is known."""
+    if status.is_done:
+        return None
+    found = (reason(status, serving, num_local) for reason in REASONS)
+    return next((delay for delay in found if delay is not None), None)
+
+
+class Delays:
+    """Looks now and then; ``words`` is what the progress shows. Each note is said once."""
+
+    def __init__(
+        self,
+        read: Callable[[str], Sequence[WorkerInfo]],
+        note: Callable[[str], None],
+        num_local: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        count_apart: Callable[[str], int] = lambda _: 0,
+        refused_writes: Callable[[], str] = str,
+    ) -> None:
+        self.words = ""
+        self._refused_writes = refused_writes
+        self._num_ended = -1
+        self._chunks, self._chunks_at = -1, 0.0  # of the submit, and since when it is so many
+        self._count_apart = count_apart
+        self._read = read
+        self._note = note
+        self._num_local = num_local
+        self._clock = clock
+        self._look_at = -float("inf")
+        self._served_at = -float("inf")
+        self._said: set[str] = set()
+        self._hopeless_since = float("inf")
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether only our own workers have served for a while, and none of them fits."""
+        return self._clock() - self._hopeless_since >= HOPELESS_SECONDS
+
+    def look(self, status: BatchStatus) -> str:
+        """The words for this moment; ``read`` gives the workers of a queue, ``count_apart`` its
+        suspects that wait, ``refused_writes`` what is wrong with a server that takes none."""
+        now = self._clock()
+        if status.is_done:
+            self.words, self._hopeless_since = "", float("inf")
+        elif now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            serving = patiently(lambda: self._read(status.queue))
+            if serving:
+                self._served_at = now
+            delay = self._full_disk(status) or self._stalled_submit(status, now)
+            delay = delay or find_delay(status, serving, self._num_local)
+            if delay is None and status.queued:
+                delay = _apart(patiently(lambda: self._count_apart(status.queue)))
+            self.words = delay.words if delay else ""
+            is_hopeless = delay is not None and delay.is_hopeless
+            self._hopeless_since = min(now, self._hopeless_since) if is_hopeless else float("inf")
+            is_certain = delay is not None and delay.is_certain
+            if delay and (is_certain or serving or now - self._served_at >= GONE_SECONDS):
+                self._say(delay.note)
+        return self.words
+
+    def _full_disk(self, status: BatchStatus) -> Delay | None:
+        """Asked when no row has ended since the last look: workers keep their results then."""
+        if status.num_ended != self._num_ended:
+            self._num_ended = status.num_ended
+            return None
+        sentence = patiently(self._refused_writes)
+        return Delay("the server's disk is full", sentence) if sentence else None
+
+    def _stalled_submit(self, status: BatchStatus, now: float) -> Delay | None:
+        """A part of the batch is not in the queue, and does not come."""
+        if status.chunks != self._chunks:
+            self._chunks, self._chunks_at = status.chunks, now
+        if status.is_submitted or now - self._chunks_at < STALLED_SECONDS:
+            return None
+        return Delay(
+            "the submit was interrupted",
+            f"a part of batch {status.batch_id} is not in the queue: its submit was interrupted. "
+            "The same submit command again brings the rest",
+            is_certain=True,
+        )
+
+    def _say(self, note: str) -> None:
+        if note and note not in self._said:
+            self._said.add(note)
+            self._note(note)

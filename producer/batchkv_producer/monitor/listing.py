@@ -1,0 +1,76 @@
+"""All batches of a server, newest first, in bounded memory however many there are.
+
+Ids come in pages, and the hashes of some batches in one transaction each: a server with a hundred
+thousand batches answers others in between, and who wants fifty of them reads no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from redis import Redis
+
+from batchkv_producer.monitor.status import BatchStatus, read_batches
+from batchkv_producer.wire import redis_keys
+
+ID_PAGE = 5000
+PAGE_BATCHES = 100  # read in one transaction
+# Batches that are forgotten meanwhile move all older ones up by one. So far back each page begins.
+OVERLAP = 500
+_COUNTS = ("total", "ok", "failed", "canceled", "num_chunks", "chunks", "queue")
+
+
+def newest_first(connection: Redis) -> Iterator[list[BatchStatus]]:
+    """All batches of the server, some at a time; those that are gone are left out."""
+    workers: dict[str, int] = {}
+    for ids in _id_pages(connection):
+        for start in range(0, len(ids), PAGE_BATCHES):
+            yield read_batches(connection, ids[start : start + PAGE_BATCHES], workers=workers)
+
+
+def count_batches(connection: Redis) -> int:
+    """How many batches the server has. Those whose results have expired only left their ids."""
+    pages = ([redis_keys.batch(batch_id) for batch_id in ids] for ids in _id_pages(connection))
+    return sum(int(connection.exists(*keys)) for keys in pages if keys)
+
+
+def open_batches(connection: Redis, queues: Collection[str]) -> list[BatchStatus]:
+    """The batches of these queues that are not done, newest first."""
+    wanted = {queue.encode() for queue in queues}
+    found = []
+    for ids in _id_pages(connection):
+        for start in range(0, len(ids), PAGE_BATCHES):
+            page = ids[start : start + PAGE_BATCHES]
+            with connection.pipeline(transaction=False) as pipeline:
+                for batch_id in page:
+                    pipeline.hmget(redis_keys.batch(batch_id), _COUNTS)
+                counts = pipeline.execute()
+            is_open = [
+                batch_id
+                for batch_id, values in zip(page, counts, strict=True)
+                if values[-1] in wanted and _is_open(values)
+            ]
+            found += read_batches(connection, is_open) if is_open else []
+    return [batch for batch in found if not batch.is_done]
+
+
+def _is_open(values: list[bytes | None]) -> bool:
+    total, ok, failed, canceled, num_chunks, chunks, _ = values
+    try:
+        num_ended = sum(int(value or 0) for value in (ok, failed, canceled))
+        return num_ended != int(total or 0) or num_chunks != chunks
+    except ValueError:
+        return False
+
+
+def _id_pages(connection: Redis) -> Iterator[list[str]]:
+    """All ids, newest first, each once, although batches come and go meanwhile."""
+    start, before = 0, set[str]()
+    while True:
+        raw_ids: Any = connection.zrevrange(redis_keys.BATCHES, start, start + ID_PAGE - 1)
+        ids = [raw.decode("utf-8", "replace") for raw in raw_ids]
+        yield [batch_id for batch_id in ids if batch_id not in before]
+        if len(ids) < ID_PAGE:
+            return
+        start, before = start + ID_PAGE - OVERLAP, set(ids)

@@ -1,0 +1,94 @@
+"""Rows that no worker may compute that serves their queue: what they wait for, and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from batchkv_producer.monitor.status import BatchStatus
+from batchkv_producer.monitor.workers import WorkerInfo
+from batchkv_producer.progress import rows
+from batchkv_producer.wire.maker import SHOWN_DIGITS
+
+MAX_NAMED = 3  # workers
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """``words`` for the progress; ``note`` is one sentence with all that helps."""
+
+    words: str
+    note: str
+
+
+def find_misfit(status: BatchStatus, serving: Sequence[WorkerInfo]) -> Misfit | None:
+    """What the waiting rows of a batch lack, when every worker that serves it is known not to fit.
+
+    A worker that does not say what it has, being older, takes whatever comes.
+    """
+    if status.is_done or not status.queued or not serving:
+        return None
+    if old := [worker.name for worker in serving if status.needs and worker.abilities is None]:
+        return Misfit(
+            "a worker of an older version fails rows",
+            f"{', '.join(old[:MAX_NAMED])} would fail rows of batch {status.batch_id}: they need "
+            f"{', '.join(status.needs.split())}, which its version of batchkv does not know. "
+            "Upgrade it, then `batchkv retry` brings back what it failed",
+        )
+    differing = [(worker, _difference(status, worker)) for worker in serving]
+    if not all(name for _, name in differing):
+        return None
+    name = "fingerprint" if any(n == "fingerprint" for _, n in differing) else differing[0][1]
+    wanted = _wanted(name, status)
+    have = [f"{worker.name} {_has(n, worker)}" for worker, n in differing]
+    more = f" and {len(have) - MAX_NAMED} more do not fit" if len(have) > MAX_NAMED else ""
+    waiting = f"{rows(status.queued)} wait for {wanted}"
+    return Misfit(
+        f"rows wait for {wanted}",
+        f"{waiting}; {', '.join(have[:MAX_NAMED])}{more}. {_way_out(name, status)}",
+    )
+
+
+def why_passed_by(status: BatchStatus, worker: WorkerInfo) -> str:
+    """Why a worker that serves the queue passes the rows of this batch by; "" if it does not."""
+    name = _difference(status, worker)
+    return f"it {_has(name, worker)}" if name else ""
+
+
+def _difference(status: BatchStatus, worker: WorkerInfo) -> str:
+    """The first field in which they differ; "" when the worker may take the rows."""
+    if status.needs and not set(status.needs.split()) <= set(worker.abilities or ()):
+        return "needs"
+    names = ("fingerprint",) if status.is_mixed else ("fingerprint", "scheme", "dtype")
+    for name in names:
+        wanted, has = getattr(status, name), getattr(worker, name)
+        if wanted and has and wanted != has:
+            return name
+    return ""
+
+
+def _wanted(name: str, status: BatchStatus) -> str:
+    if name == "needs":
+        return f"a worker that can do {', '.join(status.needs.split())}"
+    return _named(name, getattr(status, name))
+
+
+def _has(name: str, worker: WorkerInfo) -> str:
+    return "cannot" if name == "needs" else f"has {_named(name, getattr(worker, name))}"
+
+
+def _named(name: str, value: str) -> str:
+    if name == "fingerprint":
+        return f"weights {value[:SHOWN_DIGITS]}"
+    return f"KV scheme {value}" if name == "scheme" else f"dtype {value}"
+
+
+def _way_out(name: str, status: BatchStatus) -> str:
+    fresh = "`--fresh` with the same file computes all rows with what is there now"
+    if name == "needs":
+        return "Upgrade a worker"
+    if name == "fingerprint":
+        return f"Start a worker where {status.model} has those files; or {fresh}"
+    flag = f"--kv-scheme {status.scheme}" if name == "scheme" else "that --dtype"
+    mixed = "`batchkv submit --mixed` with the same file lets every scheme and dtype in"
+    return f"Start a worker with {flag}; or {mixed}; or {fresh}"

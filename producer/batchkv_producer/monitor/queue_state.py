@@ -1,0 +1,29 @@
+"""What is in a queue, whoever's rows they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from redis import Redis
+
+from batchkv_producer.wire import redis_keys
+
+
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """What is in a queue: entries that wait, leases, and whether copies to twins are due."""
+
+    num_waiting: int
+    num_leased: int
+    has_due: bool
+
+
+def read_queue(connection: Redis, name: str) -> QueueState:
+    """Where a queue stands, in one transaction."""
+    with connection.pipeline(transaction=True) as pipeline:
+        for key in redis_keys.waiting_lists(name):
+            pipeline.llen(key)
+        pipeline.zcard(redis_keys.registry("wip", name))
+        pipeline.exists(redis_keys.due(name))
+        high, normal, low, num_leased, has_due = pipeline.execute()
+    return QueueState(high + normal + low, num_leased, bool(has_due))

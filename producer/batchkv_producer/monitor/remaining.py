@@ -1,0 +1,46 @@
+"""When batches will be done, by what their workers generated in the last minute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from batchkv_producer.monitor.status import BatchStatus
+from batchkv_producer.monitor.workers import WorkerInfo
+from batchkv_producer.wire.redis_keys import PRIORITIES
+
+
+def seconds_left(batches: Iterable[BatchStatus], workers: Sequence[WorkerInfo]) -> dict[str, float]:
+    """Batch id -> seconds until it is done, of those for which that can be told.
+
+    A queue's batches run one after the other, urgent ones first. What an open row will generate is
+    the mean of the rows that have ended well; after a batch without any nothing is known. Nor is it
+    while a worker that is asleep or dead holds rows: they wait until its lease ends.
+    """
+    found: dict[str, float] = {}
+    queues: dict[str, list[BatchStatus]] = {}
+    for batch in batches:
+        if not batch.is_done:
+            queues.setdefault(batch.queue, []).append(batch)
+    for queue, waiting in queues.items():
+        serving = [worker for worker in workers if queue in worker.queues]
+        if any(worker.is_away and worker.num_running for worker in serving):
+            continue
+        rate = sum(worker.tokens_per_second or 0 for worker in serving if not worker.is_away)
+        num_tokens = 0.0
+        for batch in sorted(waiting, key=_turn):
+            if not rate or not batch.ok or not batch.completion_tokens:
+                break
+            num_open = batch.total - batch.num_ended
+            num_tokens += num_open * batch.completion_tokens / batch.ok
+            found[batch.batch_id] = num_tokens / rate
+    return found
+
+
+def _turn(batch: BatchStatus) -> tuple[int, int]:
+    rank = PRIORITIES.index(batch.priority) if batch.priority in PRIORITIES else 1
+    return rank, batch.created
+
+
+def percent_done(batch: BatchStatus) -> int:
+    """Rows that have ended, of a hundred; 100 only when all have."""
+    return 100 if batch.is_done else min(99, 100 * batch.num_ended // max(1, batch.total))

@@ -1,0 +1,294 @@
+"""The order in which a batch is queued: rows with a common prefix stand next to each other.
+
+The producer has no tokenizer, so the *canonical text* serves: the tools, then roles and messages
+(or the prompt), in the order in which a chat template renders them. ``order`` says what is done
+with it. Order and chunks are a pure function of the file and its defaults: chunk k holds the same
+rows whenever, wherever and however often the file is submitted, which is what makes an interrupted
+submit safe to repeat.
+
+Everything lives in a temporary SQLite file that is unlinked as soon as it is open, in the
+directory that TMPDIR names, so that a million rows need no memory and a crash leaves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, replace
+from functools import lru_cache
+from itertools import chain
+from types import TracebackType
+from typing import Any
+
+from batchkv_producer.errors import DiskError
+from batchkv_producer.intake.formats import Row, RowError
+from batchkv_producer.intake.prompting import AUTO, Prompting
+from batchkv_producer.order.canonical import canonical_text as canonical_text
+from batchkv_producer.order.chunk import Chunk as Chunk
+from batchkv_producer.order.chunk import PlanCounts as PlanCounts
+from batchkv_producer.order.duplicates import can_have_twin, request_digest
+from batchkv_producer.order.prefix_order import Entry, in_windows, text_key, with_shared, work_of
+from batchkv_producer.wire.job import ErrorCode, SamplingParams, encode_job
+from batchkv_producer.wire.maker import needs_of
+from batchkv_producer.wire.row_facts import pack, stretch_lines
+
+CHUNK_ROWS = 500
+CHUNK_BYTES = 8 * 2**20  # of text: a chunk ends after the row that reaches it
+
+_SETUP = """
+PRAGMA journal_mode = OFF;
+PRAGMA synchronous = OFF;
+PRAGMA temp_store = FILE;
+PRAGMA cache_size = -16384;
+CREATE TABLE rows (
+    line INTEGER PRIMARY KEY, custom_id TEXT, sort_key BLOB, num_chars INTEGER,
+    endpoint TEXT, code TEXT, message TEXT, data BLOB, size INTEGER, work INTEGER,
+    twin BLOB, needs TEXT, digest BLOB);
+CREATE TABLE followers (line INTEGER PRIMARY KEY, leader INTEGER);
+CREATE TABLE earlier (digest BLOB PRIMARY KEY, line INTEGER) WITHOUT ROWID;
+CREATE TABLE plan (chunk INTEGER, line INTEGER, shared INTEGER);
+BEGIN;
+"""
+_ADD = "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_BY_CUSTOM_ID = "SELECT custom_id, line, code FROM rows ORDER BY custom_id, line"
+_REFUSE = """
+UPDATE rows SET code = ?, message = ?, sort_key = x'', work = -1, data = NULL WHERE line = ?
+"""
+_BY_TWIN = """
+SELECT twin, line FROM rows WHERE twin IS NOT NULL AND code IS NULL ORDER BY twin, line
+"""
+_FOLLOW = "INSERT INTO followers VALUES (?, ?)"
+_FOLLOWERS = """
+SELECT line, size, 0 FROM followers CROSS JOIN rows USING (line) ORDER BY followers.line
+"""
+_NO_FOLLOWER = "line NOT IN (SELECT line FROM followers)"
+_BY_KEY = """
+SELECT line, sort_key, size, work, 0 FROM rows WHERE {condition}
+ORDER BY sort_key, work >= 0, line
+"""  # a bad row has an empty key and less than no work: bad rows come first
+_IN_ORDER = """
+SELECT rows.line, sort_key, size, work, shared
+FROM plan CROSS JOIN rows ON rows.line = plan.line
+WHERE work >= 0 AND rows.line NOT IN (SELECT line FROM followers) ORDER BY plan.rowid
+"""
+_LEADER = "(SELECT leader FROM followers WHERE followers.line = plan.line)"
+_FROM_CHUNK = """
+SELECT plan.chunk, rows.line, custom_id, endpoint, code, message, data, shared, {leader}, needs,
+    earlier.line
+FROM plan CROSS JOIN rows ON rows.line = plan.line LEFT JOIN earlier ON earlier.digest = rows.digest
+WHERE plan.chunk >= ? ORDER BY plan.rowid
+"""  # a cross join keeps SQLite from turning the loops around
+_ERRORS = """
+SELECT line, custom_id, endpoint, code, message FROM rows WHERE code IS NOT NULL
+ORDER BY line LIMIT ?
+"""
+_OTHER_THAN = "SELECT line FROM rows WHERE code IS NULL OR code != ? LIMIT 1"
+_NUM_ALIKE = "SELECT COUNT(*) FROM rows JOIN earlier USING (digest) WHERE code IS NULL"
+_COUNTS = "SELECT COUNT(*), COUNT(code), SUM(num_chars), MAX(line) FROM rows"
+
+
+def with_defaults(defaults: SamplingParams) -> Callable[[SamplingParams], SamplingParams]:
+    """A function that fills in what a row has not said."""
+    unsaid = SamplingParams()
+    names = [f.name for f in fields(SamplingParams)]
+    said = {n: getattr(defaults, n) for n in names if getattr(defaults, n) != getattr(unsaid, n)}
+    if not said:
+        return lambda params: params
+
+    @lru_cache(maxsize=256)  # most rows of a file say the same
+    def fill(params: SamplingParams) -> SamplingParams:
+        missing = {n: v for n, v in said.items() if getattr(params, n) == getattr(unsaid, n)}
+        return replace(params, **missing)
+
+    return fill
+
+
+class Plan:
+    """A batch on its way to the queue: fill it once, seal it, then read its chunks in order.
+
+    ``dedupe``: rows that ask for the same wait for the first of them (``twins``). ``place`` says
+    where a row stands in the input.
+    """
+
+    def __init__(
+        self, defaults: SamplingParams, *, dedupe: bool = False, prompting: Prompting = AUTO
+    ) -> None:
+        self._dedupe = dedupe
+        self._prompting = prompting
+        self.num_plain = 0  # prompts that ``prompting`` is for
+        self.place: Callable[[int], str] = "line {}".format
+        self._fill = with_defaults(defaults)
+        self._is_plain = defaults == SamplingParams()
+        self._stretch = 1  # lines whose facts go with one chunk
+        self._database = sqlite3.connect("", isolation_level=None)  # "": a file that is unlinked
+        self._database.executescript(_SETUP)
+
+    def __enter__(self) -> Plan:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._database.close()
+        if isinstance(error, sqlite3.Error):
+            raise DiskError(
+                f"the temporary file for ordering the batch failed: {error}; "
+                "set TMPDIR to a directory with more room"
+            ) from error
+
+    def add(self, rows: Iterable[Row | RowError]) -> None:
+        """Take every row of the file."""
+        self._database.executemany(_ADD, map(self._record, rows))
+
+    def seal(self) -> PlanCounts:
+        """Refuse repeated ids, put the rows in order and cut them into chunks."""
+        self._database.executemany(_REFUSE, self._duplicates())
+        if self._dedupe:
+            self._database.executemany(_FOLLOW, self._followers())
+        self._database.executemany("INSERT INTO plan VALUES (?, ?, ?)", self._cut())
+        total, num_bad, num_chars, last_line = self._database.execute(_COUNTS).fetchone()
+        num_twins = self._database.execute("SELECT COUNT(*) FROM followers").fetchone()[0]
+        last_chunk = self._database.execute("SELECT MAX(chunk) FROM plan").fetchone()[0]
+        num_chunks = 0 if last_chunk is None else last_chunk + 1
+        self._stretch = stretch_lines(last_line or 0, num_chunks)
+        return PlanCounts(total, num_bad, num_chars or 0, last_line or 0, num_chunks, num_twins)
+
+    def is_all(self, code: str) -> bool:
+        """Whether every row is wrong, and in this way."""
+        return not self._database.execute(_OTHER_THAN, (code,)).fetchone()
+
+    def keep(self, answered: Iterable[tuple[bytes, int]]) -> int:
+        """Take (digest, line) of an earlier batch's answers; how many rows ask for the same."""
+        self._database.executemany("INSERT OR IGNORE INTO earlier VALUES (?, ?)", answered)
+        return int(self._database.execute(_NUM_ALIKE).fetchone()[0])
+
+    def needs(self) -> str:
+        """All that its rows ask of a worker beyond what every version can do, between blanks."""
+        found = self._database.execute("SELECT DISTINCT needs FROM rows WHERE code IS NULL")
+        return " ".join(sorted({need for (needs,) in found for need in (needs or "").split()}))
+
+    def errors(self, limit: int) -> tuple[RowError, ...]:
+        """The first bad rows in the order of their lines."""
+        return tuple(RowError(*row) for row in self._database.execute(_ERRORS, (limit,)))
+
+    def chunks(self, start: int = 0) -> Iterator[Chunk]:
+        """The chunks from number ``start`` on, one in memory at a time."""
+        chunk = self._chunk(start)
+        query = _FROM_CHUNK.format(leader=_LEADER if self._dedupe else "NULL")
+        for (
+            number,
+            line,
+            custom_id,
+            endpoint,
+            code,
+            message,
+            data,
+            shared,
+            leader,
+            needs,
+            kept,
+        ) in self._database.execute(query, (start,)):
+            if number != chunk.number:
+                yield chunk
+                chunk = self._chunk(number)
+            if needs:
+                chunk.needs[line] = needs
+            if leader is not None:
+                chunk.twins.append((line, data, custom_id, leader))
+            elif code is None:
+                chunk.jobs.append((line, data, shared))
+                if kept is not None:
+                    chunk.kept[line] = (kept, custom_id)
+            else:
+                chunk.bad_rows.append(RowError(line, custom_id, endpoint, code, message))
+        if chunk:
+            yield chunk
+
+    def _chunk(self, number: int) -> Chunk:
+        return Chunk(number, [], [], facts=pack(self._database, number, self._stretch))
+
+    def entries(self) -> Iterator[Entry]:
+        """The good rows in the order in which they are queued, as the order saw them."""
+        return map(Entry._make, self._database.execute(_IN_ORDER))
+
+    def num_rows_before(self, chunk: int) -> int:
+        """How many rows the chunks before this one hold."""
+        query = "SELECT COUNT(*) FROM plan WHERE chunk < ?"
+        return int(self._database.execute(query, (chunk,)).fetchone()[0])
+
+    def _record(self, row: Row | RowError) -> tuple[Any, ...]:
+        """A row of the table. A bad row's key is empty: it goes first, and is known at once."""
+        if isinstance(row, RowError):
+            line, endpoint = row.line, row.endpoint
+            wrong = (endpoint, row.code, row.message)
+            return line, row.custom_id, b"", 0, *wrong, None, 0, -1, None, "", None
+        line, request = row.line, row.request
+        if request.style == "auto":
+            self.num_plain += 1
+            request = self._prompting.apply(request)
+        text = canonical_text(request)
+        raw = text.encode("utf-8")
+        if not self._is_plain:
+            request = replace(request, params=self._fill(request.params))
+        data = encode_job(request)
+        key, size, num_chars = text_key(raw), len(raw), len(text)
+        work = work_of(size, request.params.max_tokens)
+        custom_id, endpoint = request.custom_id, request.endpoint
+        digest = request_digest(request)
+        twin = digest if self._dedupe and can_have_twin(request) else None
+        good = (endpoint, None, None, data, size, work, twin, " ".join(needs_of(request)), digest)
+        return line, custom_id, key, num_chars, *good
+
+    def _duplicates(self) -> Iterator[tuple[str, str, int]]:
+        """The good rows whose id an earlier line has. A bad line holds on to its id, too."""
+        first_id, first_line = None, 0
+        for custom_id, line, code in self._database.execute(_BY_CUSTOM_ID):
+            if custom_id != first_id:
+                first_id, first_line = custom_id, line
+            elif code is None:
+                shown = json.dumps(custom_id)[:80]
+                message = f"custom_id {shown} is taken by {self.place(first_line)}"
+                yield ErrorCode.DUPLICATE_CUSTOM_ID, message, line
+
+    def _followers(self) -> Iterator[tuple[int, int]]:
+        """(line, line of the first) of every row that asks for what an earlier one does."""
+        first_key, first_line = None, 0
+        for key, line in self._database.execute(_BY_TWIN):
+            if key != first_key:
+                first_key, first_line = key, line
+            else:
+                yield line, first_line
+
+    def _cut(self) -> Iterator[tuple[int, int, int]]:
+        """(chunk, line, shared bytes) of every row.
+
+        Rows that wait for another come before all others, in chunks of their own: so that none is
+        submitted when the one that it waits for has ended already.
+        """
+        chunk = num_rows = num_bytes = 0
+        waiting = self._database.execute(_FOLLOWERS) if self._dedupe else ()
+        for is_first_part, rows in ((True, waiting), (False, self._sizes())):
+            for line, size, shared in rows:
+                if num_rows == CHUNK_ROWS or num_bytes >= CHUNK_BYTES:
+                    chunk, num_rows, num_bytes = chunk + 1, 0, 0
+                num_rows, num_bytes = num_rows + 1, num_bytes + size
+                yield chunk, line, shared
+            if is_first_part and num_rows:
+                chunk, num_rows, num_bytes = chunk + 1, 0, 0
+
+    def _sizes(self) -> Iterator[tuple[int, int, int]]:
+        return ((entry.line, entry.size, entry.shared) for entry in self._ordered())
+
+    def _ordered(self) -> Iterator[Entry]:
+        """Every row as they are queued, bad rows first."""
+        by_key = _BY_KEY.format(condition=_NO_FOLLOWER if self._dedupe else "TRUE")
+        rows = map(Entry._make, self._database.execute(by_key))
+        for entry in rows:
+            if entry.work >= 0:
+                yield from in_windows(with_shared(chain((entry,), rows)))
+                return
+            yield entry

@@ -1,0 +1,141 @@
+"""What a file's prefixes promise, before anything is queued: its groups, and expected hits.
+
+There is no tokenizer here, so tokens are estimates of four bytes of text each, and only whole
+blocks of 256 of them count as shared. Hits are those of workers that take runs of neighbours, share
+nothing with each other, and have memory for the prompt before: an estimate from below where they do
+share, from above where memory is short.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from batchkv_producer.order.prefix_order import BYTES_PER_TOKEN, Entry, shared_bytes
+
+BLOCK_TOKENS = 256  # workers share prefixes in blocks of so many tokens
+RUN_ROWS = 128  # neighbours that a worker takes at once
+MAX_SHOWN_GROUPS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Neighbours that begin alike. Tokens are estimates; ``shared_bytes`` is what all share.
+
+    ``cached_tokens``: what one worker need not compute, prefixes within the prefix included.
+    """
+
+    num_rows: int
+    shared_bytes: int
+    shared_tokens: int
+    cached_tokens: int
+    first_line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """The prefixes of a file. ``groups`` are the largest; rates are shares of prompt tokens."""
+
+    num_tokens: int
+    num_groups: int
+    num_grouped: int
+    groups: tuple[Group, ...]
+    num_workers: int
+    hit_rate_one: float
+    hit_rate: float
+
+
+def look_ahead(entries: Iterable[Entry], num_rows: int, num_workers: int) -> Outlook:
+    """The outlook of ``num_rows`` rows in their order, for so many workers. Memory is flat."""
+    dealer = _Dealer(num_rows, num_workers)
+    grouper = _Grouper()
+    num_tokens = 0
+    for entry in entries:
+        num_tokens += entry.size // BYTES_PER_TOKEN
+        dealer.deal(entry)
+        grouper.add(entry)
+    groups = grouper.finish()
+    return Outlook(
+        num_tokens=num_tokens,
+        num_groups=grouper.num_groups,
+        num_grouped=grouper.num_grouped,
+        groups=groups,
+        num_workers=num_workers,
+        hit_rate_one=_rate(grouper.num_cached, num_tokens),
+        hit_rate=_rate(dealer.num_cached, num_tokens),
+    )
+
+
+class _Dealer:
+    """Gives runs to workers in turn, as a queue does whose workers are equally fast."""
+
+    def __init__(self, num_rows: int, num_workers: int) -> None:
+        self._num_left = num_rows
+        self._last: list[Entry | None] = [None] * num_workers
+        self._worker = -1
+        self._run_left = 0
+        self.num_cached = 0  # tokens
+
+    def deal(self, entry: Entry) -> None:
+        if not self._run_left:
+            self._worker = (self._worker + 1) % len(self._last)
+            self._run_left = min(RUN_ROWS, -(-self._num_left // len(self._last)))
+        self._run_left -= 1
+        self._num_left -= 1
+        before = self._last[self._worker]
+        if before is not None:
+            self.num_cached += cached_tokens(shared_bytes(before, entry))
+        self._last[self._worker] = entry
+
+
+class _Grouper:
+    """Follows the rows in order; a group ends where neighbours share less than a block."""
+
+    def __init__(self) -> None:
+        self.num_groups = 0
+        self.num_grouped = 0
+        self.num_cached = 0  # tokens, by one worker
+        self._largest: list[tuple[tuple[int, int, int], Group]] = []
+        self._rows: list[int] = []  # first line, rows, bytes that all share, cached tokens
+        self._before: Entry | None = None
+
+    def add(self, entry: Entry) -> None:
+        shared = 0 if self._before is None else shared_bytes(self._before, entry)
+        cached = cached_tokens(shared)
+        self.num_cached += cached
+        if cached and self._rows:
+            line, num_rows, least, total = self._rows
+            self._rows = [line, num_rows + 1, min(least, shared), total + cached]
+        else:
+            self._close()
+            self._rows = [entry.line, 1, entry.size, 0]
+        self._before = entry
+
+    def finish(self) -> tuple[Group, ...]:
+        """The largest groups, most rows first."""
+        self._close()
+        return tuple(group for _, group in sorted(self._largest, reverse=True))
+
+    def _close(self) -> None:
+        if not self._rows or self._rows[1] == 1:
+            return
+        line, num_rows, least, cached = self._rows
+        self.num_groups += 1
+        self.num_grouped += num_rows
+        group = Group(num_rows, least, least // BYTES_PER_TOKEN, cached, line)
+        item = ((num_rows, least, -line), group)
+        if len(self._largest) < MAX_SHOWN_GROUPS:
+            heapq.heappush(self._largest, item)
+        else:
+            heapq.heappushpop(self._largest, item)
+
+
+def cached_tokens(num_bytes: int) -> int:
+    """Tokens in whole blocks of a prefix of so many bytes, by the estimate."""
+    num_tokens = num_bytes // BYTES_PER_TOKEN
+    return num_tokens - num_tokens % BLOCK_TOKENS
+
+
+def _rate(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,1 @@
+"""Reading results back, and writing them to a file."""

@@ -1,0 +1,74 @@
+"""An OUT that holds answers of another generation of the batch: moved aside, never overwritten."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+from batchkv_producer.results.line_file import LineFile, OutputError
+from batchkv_producer.results.outfile import errors_path
+from batchkv_producer.results.target import STDOUT
+from batchkv_producer.wire.maker import Maker
+from batchkv_producer.wire.redis_keys import parse_job_id
+
+MAX_LINE_BYTES = 2**26
+
+
+def holds_other(out: Path, batch_id: str, relatives: Collection[str], maker: Maker) -> bool:
+    """Whether OUT begins with rows of another generation, or of this one made with something else.
+
+    The second happens where a batch was forgotten, or its server lost, and is made anew.
+    """
+    if out == STDOUT:
+        return False
+    return any(_is_other(part, batch_id, relatives, maker) for part in (out, errors_path(out)))
+
+
+def set_aside(out: Path) -> Path:
+    """Move OUT and its errors file to a name that is free; which. Raises OutputError.
+
+    A process that is killed between the two has moved the errors file: OUT follows it.
+    """
+    has_errors = errors_path(out).exists()
+    names = (out.with_name(f"{out.name}.{number}.old.jsonl") for number in itertools.count(1))
+    free = next(
+        name
+        for name in names
+        if not name.exists() and not (has_errors and errors_path(name).exists())
+    )
+    try:
+        for source, target in ((errors_path(out), errors_path(free)), (out, free)):
+            if source.exists():
+                file = LineFile.open(source)  # nobody else is at work on it
+                try:
+                    source.rename(target)
+                finally:
+                    file.close()
+    except OSError as fault:
+        raise OutputError(f"{out} cannot be moved aside: {fault.strerror or fault}") from fault
+    return free
+
+
+def _is_other(part: Path, batch_id: str, relatives: Collection[str], maker: Maker) -> bool:
+    row = first_row(part)
+    parsed = parse_job_id(str(row.get("id")))
+    if parsed is None:
+        return False
+    if parsed[0] != batch_id:
+        return parsed[0] in relatives
+    response = row.get("response")
+    body = response.get("body") if isinstance(response, dict) else None
+    mark = body.get("system_fingerprint") if isinstance(body, dict) else None
+    return isinstance(mark, str) and not maker.may_have_made(mark)
+
+
+def first_row(part: Path) -> dict[str, object]:
+    """What the first line of OUT says, or of its errors file; empty when that is no row."""
+    try:
+        with part.open("rb") as stream:
+            row = json.loads(stream.readline(MAX_LINE_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return row if isinstance(row, dict) else {}

@@ -1,0 +1,181 @@
+"""Results as OpenAI Batch output lines, or as plain text.
+
+A row has one of three shapes, as OpenAI's files have them::
+
+    an answer           response {status_code: 200, body: the answer}, error null
+    a refused request   response {status_code: 400, body: {error: {message, type, param, code}}},
+                        error null
+    no answer at all    response null, error {code, message}
+
+The first stands in OUT, the other two in OUT.errors.jsonl (``outfile``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from batchkv_producer.wire.job import ErrorCode, Result, TokenLogprob
+from batchkv_producer.wire.maker import Maker
+
+LOWEST_LOGPROB = -9999.0  # what OpenAI writes for "as good as impossible"; JSON has no infinity
+
+OK, REFUSED = 200, 400  # status codes of HTTP
+REFUSED_TYPE = "invalid_request_error"
+# The codes of requests that no engine would take: a server would have answered with them.
+REFUSED_CODES = frozenset(
+    {
+        ErrorCode.INVALID_JSON,
+        ErrorCode.INVALID_REQUEST,
+        ErrorCode.DUPLICATE_CUSTOM_ID,
+        ErrorCode.UNSUPPORTED_PARAMETER,
+        ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+    }
+)
+# Where OpenAI has a word of its own. Redis keeps ours.
+OPENAI_CODES = {ErrorCode.EXPIRED: "batch_expired", ErrorCode.CANCELED: "batch_cancelled"}
+
+# A quote inside a JSON string has a backslash before it, so that no text can look like this.
+_ANSWER = re.compile(
+    rb'\{"id": ?"[^"\\]*+", ?"custom_id": ?"[^"\\]*+(?:\\.[^"\\]*+)*+", ?'
+    rb'"response": ?\{"status_code": ?200,'
+)
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+# Characters that some readers take for the end of a line, although JSON allows them in strings.
+_LINE_ENDS = {ord(char): f"\\u{ord(char):04x}" for char in "\x7f\x85\u2028\u2029"}
+_TEXT_ESCAPES = str.maketrans({"\\": "\\\\", "\n": "\\n", "\r": "\\r"})
+
+
+def output_line(job_id: str, result: Result) -> str:
+    """One line of an OpenAI Batch output file or error file, without the line's end."""
+    line: dict[str, Any] = {"id": job_id, "custom_id": result.custom_id}
+    if result.outcome == "ok":
+        body = (
+            _chat_body(job_id, result) if result.endpoint == "chat" else _text_body(job_id, result)
+        )
+        line |= _answered(job_id, OK, body)
+    else:
+        code, message = _error_of(result)
+        if code in REFUSED_CODES:
+            fault = {"message": message, "type": REFUSED_TYPE, "param": None, "code": code}
+            line |= _answered(job_id, REFUSED, {"error": fault})
+        else:
+            error = {"code": OPENAI_CODES.get(code, code), "message": message}
+            line |= {"response": None, "error": error}
+    text = _JSON.encode(line)
+    if text.isascii():
+        return text.translate(_LINE_ENDS)
+    # Half a surrogate pair is no character: no UTF-8 file can hold it.
+    return text.encode("utf-8", "replace").decode("utf-8").translate(_LINE_ENDS)
+
+
+def is_failed_line(row: bytes) -> bool:
+    """Whether an output line, of this version or of an older one, tells of a row without answer.
+
+    Older versions wrote every failed row with ``response`` null and our own code.
+    """
+    if _ANSWER.match(row):
+        return False
+    value = json.loads(row)
+    response = value.get("response")
+    status_code = response.get("status_code") if isinstance(response, dict) else None
+    return bool(value.get("error")) or (isinstance(status_code, int) and status_code >= REFUSED)
+
+
+def _answered(job_id: str, status_code: int, body: dict[str, Any]) -> dict[str, Any]:
+    response = {"status_code": status_code, "request_id": job_id, "body": body}
+    return {"response": response, "error": None}
+
+
+def _error_of(result: Result) -> tuple[str, str]:
+    return result.error or (result.outcome, "")
+
+
+def text_line(result: Result) -> str:
+    """The answer on one line: line breaks as ``\\n``, a backslash doubled; errors in brackets."""
+    if result.outcome == "ok":
+        text = result.text
+    else:
+        code, message = _error_of(result)
+        text = f"[{code}] {message}"
+    return text.encode("utf-8", "replace").decode("utf-8").translate(_TEXT_ESCAPES)
+
+
+def _chat_body(job_id: str, result: Result) -> dict[str, Any]:
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": result.text, "refusal": None},
+        "logprobs": _chat_logprobs(result.logprobs),
+        "finish_reason": result.finish_reason,
+    }
+    return _body(f"chatcmpl-{job_id}", "chat.completion", result, choice)
+
+
+def _text_body(job_id: str, result: Result) -> dict[str, Any]:
+    choice = {
+        "index": 0,
+        "text": result.text,
+        "logprobs": _text_logprobs(result.logprobs),
+        "finish_reason": result.finish_reason,
+    }
+    return _body(f"cmpl-{job_id}", "text_completion", result, choice)
+
+
+def _body(body_id: str, kind: str, result: Result, choice: dict[str, Any]) -> dict[str, Any]:
+    usage, mark = result.usage, Maker(result.fingerprint, result.scheme).mark()
+    return {
+        "id": body_id,
+        "object": kind,
+        "created": result.created,
+        "model": result.model,
+        **({"system_fingerprint": mark} if mark else {}),
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": usage.prompt,
+            "completion_tokens": usage.completion,
+            "total_tokens": usage.prompt + usage.completion,
+            "prompt_tokens_details": {"cached_tokens": usage.cached},
+        },
+    }
+
+
+def _chat_logprobs(tokens: tuple[TokenLogprob, ...] | None) -> dict[str, Any] | None:
+    if tokens is None:
+        return None
+    content = [
+        {
+            **_chat_token(item.token, item.logprob),
+            "top_logprobs": [_chat_token(token, logprob) for token, logprob in item.top],
+        }
+        for item in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(token: str, logprob: float) -> dict[str, Any]:
+    raw = list(token.encode("utf-8", "replace"))
+    return {"token": token, "logprob": _finite(logprob), "bytes": raw}
+
+
+def _text_logprobs(tokens: tuple[TokenLogprob, ...] | None) -> dict[str, Any] | None:
+    """The older shape: one list for each property. Offsets count characters of the text."""
+    if tokens is None:
+        return None
+    offsets, position = [], 0
+    for item in tokens:
+        offsets.append(position)
+        position += len(item.token)
+    return {
+        "tokens": [item.token for item in tokens],
+        "token_logprobs": [_finite(item.logprob) for item in tokens],
+        "top_logprobs": [
+            {token: _finite(logprob) for token, logprob in item.top} for item in tokens
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _finite(logprob: float) -> float:
+    """Between the lowest and 0: rounding may end above 0, and NaN compares false with anything."""
+    return min(logprob, 0.0) if logprob >= LOWEST_LOGPROB else LOWEST_LOGPROB

@@ -1,0 +1,103 @@
+"""Where a run's results go: OUT, a file to go on from, or standard output, which is none."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from batchkv_producer.intake.source import Source, inputs_of
+from batchkv_producer.progress import printable
+from batchkv_producer.results import outfile
+from batchkv_producer.results.line_file import OutputError
+from batchkv_producer.results.line_set import LineSet
+from batchkv_producer.results.outfile import ResultsFile, Stale, encoded
+
+STDOUT = Path("-")
+
+
+class ResultStream:
+    """Standard output in OUT's place: every row once, failed ones too, as they end.
+
+    What an earlier run has printed is not known here, so that it is printed again.
+    """
+
+    def __init__(self) -> None:
+        self.path = STDOUT
+        self._printed = LineSet()
+        self._stream = sys.stdout.buffer
+        self._is_terminal = sys.stdout.isatty()
+
+    def __enter__(self) -> ResultStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is held back: every look at the batch ends with ``flush``."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that were printed."""
+        return len(self._printed)
+
+    def lacks(self, line: int, *, is_failed: bool) -> bool:
+        """Whether a row's line is to be printed: once, whatever becomes of it later."""
+        return line not in self._printed
+
+    def append(self, line: int, text: str, *, is_failed: bool) -> bool:
+        """Print a row's output line; False when it was printed before."""
+        if not self._printed.add(line):
+            return False
+        self._write(encoded(printable(text) if self._is_terminal else text))
+        return True
+
+    def flush(self) -> None:
+        """Hand everything to who reads it."""
+        self._write(b"")
+
+    def refresh(self, stale: Stale | None) -> None:
+        """There is nothing to learn of what was printed before."""
+
+    def _write(self, row: bytes) -> None:
+        try:
+            if row:
+                self._stream.write(row)
+            else:
+                self._stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as fault:
+            raise OutputError(
+                f"cannot write to standard output: {fault.strerror}. Nothing is lost: the same "
+                "command again prints all rows"
+            ) from fault
+
+
+def check_target(out: Path, source: Source) -> None:
+    """Refuse, before any work is done, an OUT that cannot be."""
+    if out == STDOUT:
+        return
+    for piece in inputs_of(source).pieces:
+        outfile.check_target(out, piece.origin if isinstance(piece.origin, Path) else None)
+
+
+def check_batch(out: Path, batch_id: str) -> None:
+    """Refuse, before any work is done, an OUT that begins with results of another batch."""
+    if out != STDOUT:
+        outfile.check_batch(out, batch_id)
+
+
+def open_results(out: Path, batch_id: str, stale: Stale | None) -> ResultsFile | ResultStream:
+    """OUT, opened and locked, or standard output."""
+    return ResultStream() if out == STDOUT else outfile.open_results(out, batch_id, stale)
+
+
+def shown(out: Path) -> str:
+    """What messages call it."""
+    return "standard output" if out == STDOUT else str(out)
+
+
+def after_interrupt(out: Path, *, fresh: bool) -> str:
+    """What to tell whoever ended a run early."""
+    same = "Without --fresh the same" if fresh else "The same"
+    if out == STDOUT:
+        return f"interrupted. {same} command and input go on, and print again what was printed"
+    return f"interrupted; {out} is in order. {same} command goes on from here"

@@ -1,0 +1,1 @@
+"""The embedded server, and how every command reaches one."""

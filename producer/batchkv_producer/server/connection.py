@@ -1,0 +1,278 @@
+"""How the command line reaches Redis, and how every fault of Redis becomes one clear sentence.
+
+The URL is the ``--url`` flag, else ``BATCHKV_REDIS_URL``, else the content of the file that
+``BATCHKV_REDIS_URL_FILE`` names, else that of the embedded server (``server``). A password never
+appears in a message.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import ssl
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from redis import Redis
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthenticationWrongNumberOfArgsError,
+    AuthorizationError,
+    BusyLoadingError,
+    ConnectionError,
+    MaxConnectionsError,
+    NoPermissionError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)
+from redis.retry import Retry
+
+from batchkv_producer.disk import full_home, ping, takes_no_writes
+from batchkv_producer.errors import ServerError, UsageError
+from batchkv_producer.server import embedded as server
+from batchkv_producer.server.binary import MIN_VERSION
+from batchkv_producer.server.home import home_from_environment
+from batchkv_producer.server.memory_use import full_sentence, is_full
+
+URL_VARIABLE = "BATCHKV_REDIS_URL"
+URL_FILE_VARIABLE = "BATCHKV_REDIS_URL_FILE"
+CA_VARIABLE = "BATCHKV_REDIS_CA_FILE"
+SCHEMES = ("redis://", "rediss://", "unix://")
+
+MAX_URL_CHARS = 4096
+PROBE_CONNECT_SECONDS = 0.8  # a server that is not there fails within a second
+PROBE_REPLY_SECONDS = 3.0
+CONNECT_SECONDS = 5.0
+REPLY_SECONDS = 60.0  # longer than any script of ours, or a disk that is busy, holds a reply back
+
+Warn = Callable[[str], None]
+
+
+def resolve_url(url: str | None) -> str | None:
+    """The URL that the flag, else the environment, names; None means the embedded server.
+
+    The file with the authority's certificate, if one is named, is made a part of it.
+    """
+    found = _named_url(url)
+    return None if found is None else _with_authority(found)
+
+
+def _with_authority(url: str) -> str:
+    path = os.environ.get(CA_VARIABLE, "").strip()
+    if not path or "ssl_ca_certs=" in url:
+        return url
+    if not url.startswith("rediss://"):
+        raise UsageError(
+            f"{CA_VARIABLE} is set, but {masked(url)} is no rediss:// URL: there is no TLS to check"
+        )
+    file = Path(path).expanduser().absolute()
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(file)
+    except ssl.SSLError as fault:
+        raise UsageError(f"{CA_VARIABLE} names {path}, which holds no certificate") from fault
+    except OSError as fault:
+        raise UsageError(f"{CA_VARIABLE} names {path}: {fault.strerror}") from fault
+    return f"{url}{'&' if '?' in url else '?'}ssl_ca_certs={quote(str(file))}"
+
+
+def _named_url(url: str | None) -> str | None:
+    if url:
+        return url
+    from_variable = os.environ.get(URL_VARIABLE, "").strip()
+    path = os.environ.get(URL_FILE_VARIABLE, "").strip()
+    if from_variable and path:
+        raise UsageError(f"{URL_VARIABLE} and {URL_FILE_VARIABLE} are both set: keep one")
+    if from_variable:
+        return from_variable
+    if not path:
+        return None
+    try:
+        path = str(Path(path).expanduser())
+        with open(path, encoding="utf-8") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            found = file.read(MAX_URL_CHARS).strip()
+    except (OSError, UnicodeDecodeError, RuntimeError) as fault:
+        kinds = {UnicodeDecodeError: "it is not text", RuntimeError: "there is no such user"}
+        problem = getattr(fault, "strerror", None) or kinds.get(type(fault), str(fault))
+        raise UsageError(f"{URL_FILE_VARIABLE} names {path}: {problem}") from fault
+    if not found:
+        raise UsageError(f"{URL_FILE_VARIABLE} names {path}, which is empty")
+    # Without a password others may read it, but nobody else may say which server we obey.
+    if stat.S_IMODE(mode) & (0o077 if "@" in found else 0o022):
+        raise UsageError(
+            f"{URL_FILE_VARIABLE} names {path}, which others may open: chmod 600 {path}"
+        )
+    return found
+
+
+def url_in_use(url: str | None) -> str:
+    """The URL to connect to: ``resolve_url``'s, or that of the embedded server, now running."""
+    return resolve_url(url) or server.ensure_running(home_from_environment())
+
+
+def connect(url: str | None, warn: Warn | None = None) -> Redis:
+    """A connection that was seen to work, with bytes replies; ServerError tells why there is none.
+
+    ``warn`` is told of settings under which the server may lose jobs.
+    """
+    resolved = url_in_use(url)
+    with server_errors(resolved):
+        _probe(resolved, warn or (lambda _: None))
+    return _client(
+        resolved,
+        socket_connect_timeout=CONNECT_SECONDS,
+        socket_timeout=REPLY_SECONDS,
+        socket_keepalive=None if resolved.startswith("unix://") else True,
+        # About four seconds in all: a server that restarts is waited for, one that is gone is not.
+        # Nor is one that was silent for a minute asked seven times.
+        retry=Retry(ExponentialWithJitterBackoff(base=0.1, cap=1.0), 6, (ConnectionError,)),
+    )
+
+
+def masked(url: str) -> str:
+    """The URL as it may be shown: without its password, and without a user that may be one."""
+    if "://" not in url:
+        return url.rpartition("@")[2]
+    url = re.sub(r"(?<=://)([^/@:]*):.*@", r"\1:***@", url, flags=re.DOTALL)
+    url = re.sub(r"^((?:redis|rediss)://)[^:@]*@", r"\1***@", url)
+    url = re.sub(r"(?<=://)[^/:@]+@", "***@", url)
+    return re.sub(r"(?<=[?&]password=)[^&]*", "***", url)
+
+
+@contextmanager
+def server_errors(url: str) -> Iterator[None]:
+    """Inside, every fault of Redis becomes a ServerError that says what to do about it."""
+    try:
+        yield
+    except RedisError as fault:
+        if takes_no_writes(fault) and is_embedded(url):
+            raise full_home(home_from_environment().path, str(fault)) from fault
+        raise ServerError(explain(fault, url)) from fault
+
+
+def refused_writes(connection: Redis, url: str) -> str:
+    """What to tell about a server whose disk is full, else an empty text.
+
+    Raises FullHomeError when it is this machine's own: then it is here that room must be made.
+    """
+    try:
+        connection.ping()
+    except ResponseError as fault:
+        if not takes_no_writes(fault):
+            raise
+        if is_embedded(url):
+            raise full_home(home_from_environment().path, str(fault)) from fault
+        return explain(fault, url)
+    return ""
+
+
+def is_embedded(url: str) -> bool:
+    """Whether a URL is that of the home folder's own server."""
+    return url.startswith("unix://") and url == home_from_environment().url
+
+
+def explain(fault: RedisError, url: str) -> str:
+    """One line: which server, what is wrong with it, what to do."""
+    text = " ".join(str(fault).split())
+    if is_full(fault):
+        return f"Redis at {masked(url)} {full_sentence(text)}"
+    for kinds, pattern, sentence in _FAULTS:
+        if isinstance(fault, kinds) and re.search(pattern, text):
+            return f"Redis at {masked(url)} {sentence}"
+    return f"Redis at {masked(url)} answers with an error: {text[:300]}"
+
+
+_ANY: tuple[type[Exception], ...] = (RedisError,)
+_AUTH = (AuthenticationError, AuthorizationError, AuthenticationWrongNumberOfArgsError)
+_NOT_ALLOWED = (
+    "does not let this user do that (NOPERM): use the URL of the right role, producer, worker or "
+    "admin; if that is it, the hub's users are older than this batchkv: run deploy/hub/setup.sh "
+    "of this version there and start it again (deploy/README.md, Upgrade)"
+)
+# The first that fits is used. A fault inside a script keeps the word, not always the class.
+_FAULTS: tuple[tuple[tuple[type[Exception], ...], str, str], ...] = (
+    (_ANY, "NOAUTH|Authentication required|HELLO must be called", "wants a password: put it in the "
+     "URL (redis://:PASSWORD@host:6379/0), best in the file that BATCHKV_REDIS_URL_FILE names"),
+    (_ANY, "WRONGPASS|invalid password|invalid username-password|without any password", "refuses "
+     "the password or user of the URL: correct it"),
+    ((*_AUTH, NoPermissionError), "", _NOT_ALLOWED),
+    (_ANY, "NOPERM|ACL failure|No permissions", _NOT_ALLOWED),
+    ((ReadOnlyError,), "", "is a read-only replica: use the URL of its primary"),
+    (_ANY, "READONLY", "is a read-only replica: use the URL of its primary"),
+    (_ANY, "MISCONF", "cannot write to its disk and takes no more writes (MISCONF): free space "
+     "there, its log tells more"),
+    (_ANY, "NOREPLICAS", "has too few replicas to take writes (min-replicas-to-write)"),
+    ((BusyLoadingError,), "", "is still loading its data: try again in a moment"),
+    (_ANY, "MASTERDOWN", "is a replica that has lost its primary"),
+    (_ANY, "MOVED|CLUSTERDOWN|CROSSSLOT", "is a cluster, which batchkv does not support: use a "
+     "single server"),
+    (_ANY, "unknown command", "does not know a command that batchkv needs: it must be Redis 6.2 or "
+     "newer, or Valkey"),
+    ((MaxConnectionsError,), "", "has no connection left for us (maxclients)"),
+    (_ANY, "max number of clients", "has no connection left for us (maxclients)"),
+    (_ANY, "protected mode", "is in protected mode and refuses other machines: set a password and "
+     "a bind address there"),
+    ((TimeoutError,), "", "does not answer: is the address right, and the machine awake?"),
+    ((ConnectionError,), "certificate has expired", "has a certificate that has expired: renew it "
+     "there"),
+    ((ConnectionError,), "(?i)(hostname|ip address) mismatch|not valid for", "has a certificate "
+     "for another name: use the name in the URL that the certificate is for"),
+    ((ConnectionError,), "(?i)self.signed|issuer certificate", "has a certificate that no "
+     "authority known here has signed: name your authority's file in BATCHKV_REDIS_CA_FILE"),
+    ((ConnectionError,), "CERTIFICATE|SSL|TLS", "cannot be reached over TLS: check the scheme "
+     "(redis:// or rediss://) and the certificate"),
+    ((ConnectionError,), "(?i)closed by server|reset by peer|broken pipe", "closed the "
+     "connection: was it stopped? A rediss:// server also does so with redis://"),
+    ((ConnectionError,), "(?i)name or service|nodename|name resolution|getaddrinfo", "cannot be "
+     "found: there is no machine by that name"),
+    ((ConnectionError,), "(?i)timed? ?out", "does not answer: is the address right, and the "
+     "machine awake?"),
+    ((ConnectionError,), "", "cannot be reached: is it running there? Without --url and "
+     "BATCHKV_REDIS_URL batchkv starts one of its own"),
+)  # fmt: skip
+
+
+def _client(url: str, **settings: Any) -> Redis:
+    if not url.startswith(SCHEMES):
+        raise UsageError(f"Redis URL {masked(url)} must begin with one of {', '.join(SCHEMES)}")
+    settings = {name: value for name, value in settings.items() if value is not None}
+    try:
+        # The password may be part of the fault's text, so nothing of it is passed on.
+        return Redis.from_url(url, decode_responses=False, **settings)
+    except (ValueError, TypeError):
+        message = f"Redis URL {masked(url)} cannot be understood: it is SCHEME://HOST:PORT/DB"
+    raise UsageError(message)
+
+
+def _probe(url: str, warn: Warn) -> None:
+    settings = {"socket_connect_timeout": PROBE_CONNECT_SECONDS}
+    with _client(
+        url, socket_timeout=PROBE_REPLY_SECONDS, retry=Retry(NoBackoff(), 0), **settings
+    ) as connection:
+        ping(connection)
+        try:
+            info: dict[str, Any] = connection.info()
+        except NoPermissionError:
+            return  # this user may not ask; the commands themselves will tell
+    _refuse_old(url, str(info.get("redis_version", "")))
+    policy = info.get("maxmemory_policy", "noeviction")
+    if info.get("maxmemory") and policy != "noeviction":
+        warn(
+            f"Redis at {masked(url)} drops keys when it is full (maxmemory-policy {policy}), "
+            "jobs among them: set it to noeviction"
+        )
+
+
+def _refuse_old(url: str, version: str) -> None:
+    parts = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if parts and parts < MIN_VERSION:
+        raise ServerError(
+            f"Redis at {masked(url)} is version {version}; batchkv needs 6.2 or newer"
+        )

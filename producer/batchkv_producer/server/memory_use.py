@@ -1,0 +1,133 @@
+"""How full the server is, and which batches hold most of it."""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
+
+from batchkv_producer.wire import redis_keys
+
+PAGE_BATCHES = 1000
+MAX_MEASURED = 20  # batches, those of most rows
+SAMPLED_JOBS = 8  # of each batch
+SAMPLED_FIELDS = 20  # of each batch's results
+FULL = (
+    "is full (maxmemory): `batchkv forget BATCH` makes room, also now, or raise maxmemory. Nothing "
+    "queued so far is lost; the same command goes on from there"
+)
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A batch, and about how many bytes of the server's memory it holds."""
+
+    batch_id: str
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.batch_id} ({size_text(self.num_bytes)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The server's memory in bytes; ``max_bytes`` 0: no limit is set. The largest batches first."""
+
+    used_bytes: int
+    max_bytes: int
+    largest: tuple[Held, ...] = ()
+
+    def __str__(self) -> str:
+        limit = f" of {size_text(self.max_bytes)} (maxmemory)" if self.max_bytes else ""
+        most = "; most in " + ", ".join(map(str, self.largest)) if self.largest else ""
+        return f"{size_text(self.used_bytes)}{limit}{most}"
+
+
+def read_room(connection: Redis) -> Room | None:
+    """How full the server is; None when it does not tell this user."""
+    try:
+        info: dict[str, Any] = connection.info("memory")
+        return Room(int(info["used_memory"]), int(info.get("maxmemory", 0)), largest(connection))
+    except (ResponseError, KeyError, ValueError):
+        return None
+
+
+def largest(connection: Redis, count: int = 3) -> tuple[Held, ...]:
+    """The batches that hold most memory, measured on samples; none if that may not be asked."""
+    most = heapq.nlargest(MAX_MEASURED, _totals(connection))
+    try:
+        found = [Held(batch_id, _measured(connection, batch_id, n)) for n, batch_id in most if n]
+    except ResponseError:  # an ACL without MEMORY USAGE
+        return ()
+    return tuple(sorted(found, key=lambda held: -held.num_bytes)[:count])
+
+
+def _totals(connection: Redis) -> Iterator[tuple[int, str]]:
+    """How many rows each batch of the server has, and its id."""
+    raw_ids: Any = connection.zrange(redis_keys.BATCHES, 0, -1)
+    for start in range(0, len(raw_ids), PAGE_BATCHES):
+        ids = [raw.decode("utf-8", "replace") for raw in raw_ids[start : start + PAGE_BATCHES]]
+        with connection.pipeline(transaction=False) as pipeline:
+            for batch_id in ids:
+                pipeline.hmget(redis_keys.batch(batch_id), "total", "last_line")
+            totals = [_whole(last or total or b"0") for total, last in pipeline.execute()]
+        yield from zip(totals, ids, strict=True)
+
+
+@contextmanager
+def full_server_told(connection: Redis) -> Iterator[None]:
+    """Inside, a refusal because the server is full names the largest batches."""
+    try:
+        yield
+    except RedisError as fault:
+        if not is_full(fault):
+            raise
+        try:
+            held = ", ".join(map(str, largest(connection)))
+        except RedisError:
+            held = ""
+        raise OutOfMemoryError(f"OOM{f' [{held}]' if held else ''}") from fault
+
+
+def is_full(fault: RedisError) -> bool:
+    """Whether the server refused because it has reached its ``maxmemory``."""
+    return isinstance(fault, OutOfMemoryError) or bool(re.search(r"\bOOM\b", str(fault)))
+
+
+def full_sentence(text: str) -> str:
+    """What to tell of such a refusal, with the batches that ``full_server_told`` named."""
+    named = re.search(r"\[(.*)\]", text)
+    most = f". Most is held by batch {named[1]}" if named else ""
+    return FULL + most
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes as people read them: 12.3 MB."""
+    unit = 0
+    while num_bytes >= 1000 and unit < len(_UNITS) - 1:
+        num_bytes, unit = num_bytes / 1000, unit + 1
+    return f"{num_bytes:.1f} {_UNITS[unit]}" if unit else f"{num_bytes:.0f} B"
+
+
+def _measured(connection: Redis, batch_id: str, num_lines: int) -> int:
+    step = max(1, num_lines // SAMPLED_JOBS)
+    lines = range(1, num_lines + 1, step)
+    with connection.pipeline(transaction=False) as pipeline:
+        pipeline.memory_usage(redis_keys.results(batch_id), samples=SAMPLED_FIELDS)
+        pipeline.memory_usage(redis_keys.done(batch_id))
+        for line in lines:
+            pipeline.memory_usage(redis_keys.job(redis_keys.job_id(batch_id, line)))
+        results, done, *jobs = pipeline.execute()
+    per_job = sum(size or 0 for size in jobs) / len(lines)
+    return int((results or 0) + (done or 0) + per_job * num_lines)
+
+
+def _whole(raw: bytes) -> int:
+    return int(raw) if raw.isdigit() and len(raw) < 16 else 0

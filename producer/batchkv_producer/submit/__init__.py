@@ -1,0 +1,1 @@
+"""From checked rows to a batch in the queue."""

@@ -1,0 +1,201 @@
+"""Sending a sealed plan to Redis: create or join the batch, then its chunks one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from batchkv_producer.errors import BatchkvError
+from batchkv_producer.intake.formats import RowError
+from batchkv_producer.intake.prompting import AUTO, Prompting, as_raw
+from batchkv_producer.manage.forget import forget_batch
+from batchkv_producer.order.planner import Chunk, Plan, PlanCounts
+from batchkv_producer.order.prefix_order import ORDER_VERSION
+from batchkv_producer.submit.generations import Generation, OtherMakingError
+from batchkv_producer.submit.kept_answers import Earlier
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.batch_options import NO_TERMS, Terms, differences
+from batchkv_producer.wire.job import Result, SamplingParams, encode_result
+from batchkv_producer.wire.kept_defaults import encode_defaults
+from batchkv_producer.wire.maker import Maker
+from batchkv_producer.wire.row_facts import NO_FACTS
+from batchkv_producer.wire.transitions import Standing, Transitions
+
+DEFAULT_JOB_TIMEOUT_SECONDS = 3600
+MAX_IN_FLIGHT = 2  # chunks: Redis works on one while the next is read and packed
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSpec:
+    """What the caller says about a batch, beside its rows."""
+
+    model: str
+    defaults: SamplingParams
+    job_timeout_seconds: int = DEFAULT_JOB_TIMEOUT_SECONDS
+    name: str = ""
+    terms: Terms = NO_TERMS
+    prompting: Prompting = AUTO
+    earlier: Earlier | None = None
+
+
+def enqueue(
+    transitions: Transitions,
+    plan: Plan,
+    counts: PlanCounts,
+    generation: Generation,
+    spec: BatchSpec,
+    on_progress: Progress | None = None,
+) -> tuple[bool, tuple[str, ...]]:
+    """Queue what of the plan is not in the queue yet; whether the batch had been begun before.
+
+    Also, in words, which of its own terms a batch keeps that was there. ``on_progress`` gets (rows
+    in the queue, rows in all). Raises BatchkvError when the server holds a batch that is not this
+    one, OtherMakingError when it is computed with something else.
+    """
+    batch_id = generation.batch_id
+    there, start = _create_or_join(transitions, generation, counts, spec, plan.needs())
+    # Of --raw the plan knows; a batch of its own has it in its id.
+    is_older = there.style != "auto" and not spec.prompting.raw
+    if start < counts.num_chunks and is_older:
+        _check_raw(batch_id, plan, counts, spec)
+    num_rows = plan.num_rows_before(start)
+    in_flight: deque[tuple[Chunk, Future[int]]] = deque()
+
+    def confirm_oldest() -> None:
+        nonlocal num_rows
+        chunk, future = in_flight.popleft()
+        _check_reply(batch_id, chunk.number, future.result())
+        num_rows += len(chunk)
+        if on_progress is not None:
+            on_progress(num_rows, counts.total)
+
+    # One thread keeps the chunks in order. Leaving the block waits for what is on its way.
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        for planned in plan.chunks(start):
+            chunk = _raw_chunk(planned) if is_older and plan.num_plain else planned
+            if len(in_flight) == MAX_IN_FLIGHT:
+                confirm_oldest()
+            in_flight.append((chunk, pool.submit(_send, transitions, batch_id, spec, chunk)))
+        while in_flight:
+            confirm_oldest()
+    return start > 0, (differences(there, spec.terms) if start else ())
+
+
+def _create_or_join(
+    transitions: Transitions,
+    generation: Generation,
+    counts: PlanCounts,
+    spec: BatchSpec,
+    needs: str,
+) -> tuple[Standing, int]:
+    """The batch on the server, and the number of the first chunk that is not in the queue yet."""
+    batch_id, digest = generation.batch_id, generation.digest
+    there = transitions.create(
+        batch_id,
+        {
+            "digest": digest,
+            "name": spec.name,
+            "model": spec.model,
+            "queue": redis_keys.queue_name(spec.model),
+            "total": counts.total,
+            "num_chunks": counts.num_chunks,
+            "order": ORDER_VERSION,
+            "last_line": counts.last_line,
+            "job_timeout": spec.job_timeout_seconds,
+            "defaults": encode_defaults(spec.defaults),
+            **generation.fields(),
+            **spec.prompting.as_fields(),
+            **({"needs": needs} if needs else {}),
+            **spec.terms.as_fields(transitions.server_seconds),
+        },
+        spec.terms.maker.fields() if not spec.terms.mixed else _weights(spec.terms.maker),
+        is_mixed=spec.terms.mixed,
+    )
+    if there.is_forgotten:
+        forget_batch(transitions.connection, batch_id)
+        return _create_or_join(transitions, generation, counts, spec, needs)
+    if there.digest != digest:
+        raise BatchkvError(f"another batch has the id {batch_id} (its digest is {there.digest})")
+    if not there.fits:
+        raise OtherMakingError(f"batch {batch_id} is computed with something else")
+    if there.num_enqueued == there.num_chunks:
+        return there, counts.num_chunks  # all is there, in whatever order
+    if there.is_deduped != spec.terms.dedupe:
+        how = "with --dedupe" if there.is_deduped else "without --dedupe"
+        raise BatchkvError(f"batch {batch_id} was begun {how}: finish the submit the same way")
+    if (there.num_chunks, there.order) != (counts.num_chunks, ORDER_VERSION):
+        raise BatchkvError(
+            f"batch {batch_id} was begun by a version of batchkv that orders rows differently; "
+            "finish the submit with that version"
+        )
+    return there, there.num_enqueued
+
+
+def _weights(maker: Maker) -> dict[str, str]:
+    """What of it holds for every worker of a mixed batch."""
+    return Maker(maker.fingerprint).fields()
+
+
+def _check_raw(batch_id: str, plan: Plan, counts: PlanCounts, spec: BatchSpec) -> None:
+    """Refuse to finish what cannot come out as it was begun, before prompts had a style."""
+    if spec.terms.dedupe and 0 < plan.num_plain < counts.total:
+        raise BatchkvError(
+            f"batch {batch_id} was begun by a version of batchkv that sent all prompts as they "
+            "are; finish the submit with that version"
+        )
+
+
+def _raw_chunk(chunk: Chunk) -> Chunk:
+    """The chunk of a batch that was begun before prompts had a style: all are sent as they are."""
+    return replace(
+        chunk,
+        jobs=[(line, as_raw(data), shared) for line, data, shared in chunk.jobs],
+        twins=[(line, as_raw(data), own_id, first) for line, data, own_id, first in chunk.twins],
+        needs={},
+        facts=NO_FACTS,
+        kept={},
+    )
+
+
+def _send(transitions: Transitions, batch_id: str, spec: BatchSpec, chunk: Chunk) -> int:
+    queue = redis_keys.queue_name(spec.model)
+    number, seconds = chunk.number, spec.job_timeout_seconds
+    more = (seconds, chunk.needs, chunk.facts)
+    if chunk.twins:
+        return transitions.follow(batch_id, queue, number, chunk.twins, *more)
+    bad_rows = [(row.line, encode_result(_as_result(row, spec.model))) for row in chunk.bad_rows]
+    if chunk.kept and spec.earlier is not None and not spec.earlier.why_not:
+        earlier = (spec.earlier.batch_id, spec.earlier.num_ended)
+        rows = (chunk.jobs, bad_rows)
+        return transitions.submit(
+            *(batch_id, queue, number, *rows),
+            *more,
+            kept=chunk.kept,
+            earlier=earlier,
+            cut=spec.earlier.cut_lines,
+        )
+    return transitions.submit(batch_id, queue, number, chunk.jobs, bad_rows, *more)
+
+
+def _as_result(row: RowError, model: str) -> Result:
+    return Result(
+        custom_id=row.custom_id,
+        endpoint=row.endpoint,
+        outcome="failed",
+        model=model,
+        error=(row.code, row.message),
+        created=int(time.time()),
+    )
+
+
+def _check_reply(batch_id: str, chunk: int, num_enqueued: int) -> None:
+    """After our turn the count is past our chunk, whoever enqueued it."""
+    if num_enqueued <= chunk:
+        raise BatchkvError(
+            f"batch {batch_id} vanished from the server while it was submitted; submit it again"
+        )

@@ -1,0 +1,203 @@
+"""The fingerprint of a model's files: 32 hex digits, equal wherever the files are. No MLX.
+
+It covers names and contents of weights, configuration, generation defaults, tokenizer and chat
+templates: all from which a worker makes its answers. In a snapshot of the Hugging Face cache files
+are links to blobs whose names are digests, so nothing is read there. Elsewhere a file is hashed
+once, and its digest kept in the home folder by what the system tells of the file.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from blake3 import blake3
+
+from batchkv_producer.errors import BatchkvError
+from batchkv_producer.server.home import home_from_environment
+
+WEIGHTS = "model*.safetensors"
+PATTERNS = (
+    *(WEIGHTS, "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "*.model"),
+    *("chat_template*", "*.jinja", "additional_chat_templates/*.jinja", "*processor_config.json"),
+)
+CACHE_NAME = "fingerprints.json"
+DIGEST_BYTES = 16
+READ_BYTES = 2**24
+MAX_KEPT = 2000  # digests of files
+# A file that changed so recently may change again within one tick of its clock, and show no trace.
+RECENT_SECONDS = 2.0
+
+_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def of_model(name: str) -> str:
+    """The fingerprint of what a worker would load by this name here and now; "" if unknown.
+
+    Nothing is downloaded: a repository is looked up in the local cache of Hugging Face. A model
+    whose weights are not here has no fingerprint.
+    """
+    folder = locate(name)
+    if folder is None:
+        return ""
+    try:
+        return of_folder(folder)
+    except OSError:
+        return ""
+
+
+def locate(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The folder of a model's files on this machine, or None."""
+    if name == "demo":
+        package = importlib.util.find_spec("batchkv_worker")
+        places = (package.submodule_search_locations if package else None) or []
+        return next((Path(place) / "demo" / "model" for place in places), None)
+    try:
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return folder
+    except (RuntimeError, OSError, ValueError):  # ~somebody; a name too long or with a NUL
+        return None
+    parts = name.split("/")
+    if len(parts) > 2 or not all(re.fullmatch(r"[\w.-]+", part, re.ASCII) for part in parts):
+        return None
+    repository = _hub(environ) / "--".join(("models", *parts))
+    try:
+        commit = (repository / "refs" / "main").read_text("ascii").strip()
+    except (OSError, ValueError):
+        return None
+    snapshot = repository / "snapshots" / commit
+    return snapshot if _COMMIT.fullmatch(commit) and snapshot.is_dir() else None
+
+
+def of_folder(folder: Path) -> str:
+    """The fingerprint of a model's folder; "" when it lacks weights. Raises OSError."""
+    names = _names(folder)
+    weights = {name for name in names if fnmatchcase(name, WEIGHTS)}
+    blobs = {name: blob for name in names if (blob := _blob_name(folder / name))}
+    if not weights or (blobs and not _indexed(folder) <= weights):
+        return ""
+    cache = _Cache.load()
+    whole = blake3()
+    for name in names:
+        digest = blobs.get(name) or cache.digest(folder / name)
+        whole.update(f"{len(name.encode())}:{name}={digest}\n".encode())
+    cache.save()
+    return whole.hexdigest(DIGEST_BYTES)
+
+
+def _indexed(folder: Path) -> set[str]:
+    """The files of weights that a snapshot has once it is complete, as far as it says so."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_bytes())
+        return {str(name) for name in index["weight_map"].values()}
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return set()
+
+
+def _names(folder: Path) -> list[str]:
+    """Names of the files that count, in order."""
+    found = [entry.name for entry in os.scandir(folder) if entry.is_file()]
+    more = folder / "additional_chat_templates"
+    if more.is_dir():
+        found += [f"{more.name}/{entry.name}" for entry in os.scandir(more) if entry.is_file()]
+    return sorted(name for name in found if _counts(name))
+
+
+def _counts(name: str) -> bool:
+    hidden = name.startswith(".") or name.endswith("~")
+    return not hidden and any(fnmatchcase(name, pattern) for pattern in PATTERNS)
+
+
+def _hub(environ: Mapping[str, str]) -> Path:
+    """The folder in which Hugging Face's client keeps repositories."""
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if value := environ.get(variable):
+            return Path(os.path.expandvars(value)).expanduser()
+    caches = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = environ.get("HF_HOME") or os.path.join(caches, "huggingface")
+    return Path(os.path.expandvars(home)).expanduser() / "hub"
+
+
+def _blob_name(file: Path) -> str:
+    """The digest that a link into the Hugging Face cache is named by, or ""."""
+    try:
+        target = os.readlink(file)
+    except OSError:
+        return ""
+    head, blob = os.path.split(target)
+    return f"blob {blob}" if os.path.basename(head) == "blobs" and _BLOB.fullmatch(blob) else ""
+
+
+@dataclass(slots=True)
+class _Cache:
+    """Digests of files, by all that the system tells of them. Damage only costs hashing again."""
+
+    path: Path | None
+    known: dict[str, str] = field(default_factory=dict)
+    is_new: bool = False
+
+    @classmethod
+    def load(cls) -> _Cache:
+        try:
+            path = home_from_environment().path / CACHE_NAME
+        except BatchkvError:  # there is no home
+            return cls(None)
+        try:
+            found = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return cls(path)
+        items = found.items() if isinstance(found, dict) else ()
+        good = {k: v for k, v in items if isinstance(v, str) and _DIGEST.fullmatch(v)}
+        return cls(path, good)
+
+    def digest(self, file: Path) -> str:
+        """BLAKE3 of a file's content, read only if it may have changed since."""
+        with file.open("rb") as stream:
+            before = os.fstat(stream.fileno())
+            key = _key(before)
+            if known := self.known.pop(key, ""):
+                self.known[key] = known  # the last used stand at the end
+                return known
+            content = blake3(max_threads=blake3.AUTO)
+            began = time.time()
+            while block := stream.read(READ_BYTES):
+                content.update(block)
+            found = content.hexdigest()
+            changed = max(before.st_mtime, before.st_ctime)
+            if _key(os.fstat(stream.fileno())) == key and changed < began - RECENT_SECONDS:
+                self.known[key], self.is_new = found, True
+        return found
+
+    def save(self) -> None:
+        """Write what is new, whole or not at all; a home that takes nothing does no harm."""
+        if not self.is_new or self.path is None:
+            return
+        kept = dict(list(self.known.items())[-MAX_KEPT:])
+        with suppress(OSError):
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{CACHE_NAME}.")
+            try:
+                with os.fdopen(handle, "w") as stream:
+                    json.dump(kept, stream)
+                os.replace(name, self.path)
+            except OSError:
+                os.unlink(name)
+
+
+def _key(facts: os.stat_result) -> str:
+    """A file's identity and when it changed. ``ctime`` cannot be set back as ``mtime`` can."""
+    times = (facts.st_mtime_ns, facts.st_ctime_ns)
+    return ":".join(map(str, (facts.st_dev, facts.st_ino, facts.st_size, *times)))

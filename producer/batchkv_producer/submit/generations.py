@@ -1,0 +1,150 @@
+"""Generations of a batch: the same file again, computed with something else, or once more.
+
+A batch's id is made from its file, model and generation defaults, and none of it says which weights
+stand behind the model's name, or how keys and values are kept. Answers made with others must not be
+handed out as this submit's: it then makes the batch's next generation, whose id has the number in
+its digest. The first generation's id is as it ever was.
+
+Which numbers were taken tells the set of all batches, which keeps ids when results expire; a batch
+that was forgotten is free to be made anew. Without ``fresh`` the newest generation that is there
+and fits goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from redis import Redis
+
+from batchkv_producer.errors import BatchkvError
+from batchkv_producer.submit import fingerprint
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.batch_options import Terms
+from batchkv_producer.wire.maker import Maker
+
+MAX_RACES = 10  # for the next generation, lost in a row
+PAGE = 16  # generations looked at in one round trip
+NUM_RELATIVES = 100
+
+DigestOf = Callable[[int], str]
+T = TypeVar("T")
+
+
+class OtherMakingError(BatchkvError):
+    """Somebody else made this generation meanwhile, with something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The one that a submit makes or joins.
+
+    ``base`` is the id of the first; ``relatives`` are the ids of all. ``why``, in words, what the
+    newest one before is computed with, where that is the reason for another; else empty.
+    """
+
+    number: int
+    digest: str
+    base: str
+    relatives: frozenset[str]
+    why: str = ""
+
+    @property
+    def batch_id(self) -> str:
+        """The batch's id."""
+        return self.digest[:16]
+
+    def fields(self) -> dict[str, str | int]:
+        """Fields of the batch's hash; none for a first generation."""
+        return {} if self.number == 1 else {"generation": self.number, "base": self.base}
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A generation that is or was on the server."""
+
+    number: int
+    is_there: bool
+    maker: Maker
+    is_mixed: bool
+
+    def fits(self, terms: Terms) -> bool:
+        """Whether its answers may be handed out under these terms: as ``create.lua`` has it."""
+        asked, said = terms.maker, self.maker
+        if asked.fingerprint and said.fingerprint and asked.fingerprint != said.fingerprint:
+            return False
+        if terms.mixed:
+            return True
+        pairs = ((asked.scheme, said.scheme), (asked.dtype, said.dtype))
+        if self.is_mixed:
+            return not any(wanted for wanted, _ in pairs)
+        return not any(wanted and has and wanted != has for wanted, has in pairs)
+
+
+def informed(terms: Terms, model: str) -> Terms:
+    """The terms with the fingerprint of the model that stands here, if one does."""
+    if terms.maker.fingerprint:
+        return terms
+    found = fingerprint.of_model(model)
+    return replace(terms, maker=replace(terms.maker, fingerprint=found)) if found else terms
+
+
+def settled(
+    connection: Redis, digest_of: DigestOf, terms: Terms, make: Callable[[Generation], T]
+) -> tuple[Generation, T]:
+    """What ``make`` made or joined, and what it gave; one that others made otherwise is left."""
+    for num_left in reversed(range(MAX_RACES)):
+        chosen = choose(connection, digest_of, terms)
+        try:
+            return chosen, make(chosen)
+        except OtherMakingError:
+            if not num_left:
+                raise
+    raise AssertionError
+
+
+def choose(connection: Redis, digest_of: DigestOf, terms: Terms) -> Generation:
+    """The generation that a submit under these terms makes or joins."""
+    seen = list(_seen(connection, digest_of))
+    newest = max((each.number for each in seen), default=0)
+    there = [each for each in reversed(seen) if each.is_there]
+    fitting = next((each.number for each in there if each.fits(terms)), 0)
+    number, why = fitting, ""
+    if terms.fresh:
+        number = newest + 1
+    elif not fitting:
+        number = newest + 1 if there else 1
+        why = (there[0].maker.words() or "several schemes") if there else ""
+    return Generation(
+        number=number,
+        digest=digest_of(number),
+        base=digest_of(1)[:16],
+        relatives=frozenset(
+            digest_of(n)[:16] for n in range(1, max(newest, number, NUM_RELATIVES) + 1)
+        ),
+        why=why,
+    )
+
+
+def _seen(connection: Redis, digest_of: DigestOf) -> Iterator[_Seen]:
+    """All generations that the server knows, first to last."""
+    first, is_over = 1, False
+    while not is_over:
+        numbers = range(first, first + PAGE)
+        with connection.pipeline(transaction=False) as pipeline:
+            for number in numbers:
+                batch_id = digest_of(number)[:16]
+                pipeline.zscore(redis_keys.BATCHES, batch_id)
+                names = ("digest", "fingerprint", "scheme", "dtype", "mixed")
+                pipeline.hmget(redis_keys.batch(batch_id), *names)
+            replies: list[Any] = pipeline.execute()
+        is_over = True
+        for number, score, (digest, *made, mixed) in zip(
+            numbers, replies[::2], replies[1::2], strict=True
+        ):
+            if score is not None or digest is not None:
+                is_over = False
+                maker = Maker(*((value or b"").decode("utf-8", "replace") for value in made))
+                yield _Seen(number, digest is not None, maker, mixed is not None)
+        first += PAGE

@@ -1,0 +1,150 @@
+"""``batchkv retry --from``: run rows again whose jobs are gone, from the file they came from.
+
+A job is gone when another tool deleted it, or when its failure is older than RQ keeps. The file
+must be the batch's own: its digest, with the model and the batch's defaults, says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from redis import Redis
+
+from batchkv_producer.errors import UsageError
+from batchkv_producer.intake.prompting import kept
+from batchkv_producer.intake.source import Source, source_name
+from batchkv_producer.manage import cancel_retry as intervention
+from batchkv_producer.manage.cancel_retry import (
+    INPUT_FAULTS,
+    PAGE_ROWS,
+    could_run,
+    have_jobs,
+    new_deadline,
+)
+from batchkv_producer.monitor.status import BatchStatus
+from batchkv_producer.monitor.workers import MAX_DIGITS
+from batchkv_producer.order.chunk import Chunk
+from batchkv_producer.order.planner import Plan
+from batchkv_producer.results.failures import Failures
+from batchkv_producer.results.stored_rows import in_finish_order
+from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
+from batchkv_producer.submit.submission import identify
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.batch_options import Deadline
+from batchkv_producer.wire.job import SamplingParams
+from batchkv_producer.wire.kept_defaults import decode_defaults
+from batchkv_producer.wire.transitions import Transitions
+
+
+def retry_batch(
+    connection: Redis,
+    status: BatchStatus,
+    source: Source | None = None,
+    *,
+    defaults: SamplingParams | None = None,
+    canceled: bool = False,
+    job_timeout_seconds: int | None = None,
+    expires: Deadline | None = None,
+) -> int:
+    """Queue failed (and canceled) rows again; how many could be.
+
+    Those whose jobs are gone need ``source``, the file of the submit; see ``restore_rows``. Raises
+    UsageError, and changes nothing, when that is another file, or the batch's deadline is past.
+    """
+    if job_timeout_seconds is not None and job_timeout_seconds < 1:
+        raise UsageError(f"the job timeout must be at least 1 second, got {job_timeout_seconds}")
+    moment = new_deadline(connection, status, expires)
+    num_queued = 0
+    if source is not None:
+        num_queued = restore_rows(
+            *(connection, status, source),
+            defaults=defaults,
+            canceled=canceled,
+            job_timeout_seconds=job_timeout_seconds,
+            expires=moment,
+        )
+    return num_queued + intervention.retry_batch(
+        *(connection, status),
+        canceled=canceled,
+        job_timeout_seconds=job_timeout_seconds,
+        expires=moment,
+    )
+
+
+def restore_rows(
+    connection: Redis,
+    status: BatchStatus,
+    source: Source,
+    *,
+    defaults: SamplingParams | None = None,
+    canceled: bool = False,
+    job_timeout_seconds: int | None = None,
+    expires: int | None = None,
+) -> int:
+    """Queue the failed (and canceled) rows whose jobs are gone again; how many.
+
+    ``defaults`` are those of the submit; None: as the batch knows them. ``expires`` is a new
+    deadline (seconds since 1970; 0: none). Raises UsageError when the file is not the batch's.
+    """
+    digest, generation, there = _identity(connection, status.batch_id)
+    said = there if defaults is None else defaults
+    moves = Transitions(connection)
+    num_queued = 0
+    prompting, more_identity = kept(connection, status.batch_id)
+    with Plan(said, prompting=prompting) as plan:
+        found = identify(source, plan, said, status.model, more_identity, generation)
+        if found != digest:
+            raise UsageError(
+                f"{source_name(source)} with these generation flags is not what batch "
+                f"{status.batch_id} was made of: give the file of its submit, and its flags"
+            )
+        wanted = {
+            outcome: set(gone_lines(connection, status.batch_id, outcome))
+            for outcome in (("failed", "canceled") if canceled else ("failed",))
+        }
+        for chunk in plan.chunks() if any(wanted.values()) else ():
+            for outcome, lines in wanted.items():
+                jobs = [job for job in _jobs(chunk) if job[0] in lines]
+                timeout = job_timeout_seconds or status.job_timeout_seconds
+                timeout = timeout or DEFAULT_JOB_TIMEOUT_SECONDS
+                if jobs:
+                    num_queued += moves.restore(
+                        *(status.batch_id, status.queue, outcome, jobs),
+                        *(chunk.needs, timeout, expires),
+                    )
+    return num_queued
+
+
+def is_any_gone(connection: Redis, batch_id: str, failures: Iterable[Failures]) -> bool:
+    """Whether jobs of these rows are gone, as far as their lines are told."""
+    lines = [line for group in failures if group.code not in INPUT_FAULTS for line in group.lines]
+    with connection.pipeline(transaction=False) as pipeline:
+        for line in lines:
+            pipeline.hstrlen(redis_keys.job(redis_keys.job_id(batch_id, line)), "data")
+        return not all(pipeline.execute())
+
+
+def gone_lines(connection: Redis, batch_id: str, outcome: str = "failed") -> Iterator[int]:
+    """The lines that ended so, were rows that could be run, and have no job any more."""
+    rows = (
+        row
+        for row in in_finish_order(connection, batch_id)
+        if row.result.outcome == outcome and could_run(row.result)
+    )
+    while page := list(islice(rows, PAGE_ROWS)):
+        there = have_jobs(connection, page)
+        yield from (row.line for row, has_job in zip(page, there, strict=True) if not has_job)
+
+
+def _jobs(chunk: Chunk) -> list[tuple[int, bytes, int]]:
+    return [*chunk.jobs, *((line, data, 0) for line, data, _, _ in chunk.twins)]
+
+
+def _identity(connection: Redis, batch_id: str) -> tuple[str, int, SamplingParams]:
+    """A batch's digest, generation and defaults; batches of older versions do not know these."""
+    raw: Any = connection.hmget(redis_keys.batch(batch_id), "digest", "generation", "defaults")
+    digest, generation, defaults = ((value or b"").decode("utf-8", "replace") for value in raw)
+    number = int(generation) if generation.isdigit() and len(generation) < MAX_DIGITS else 1
+    return digest, number, decode_defaults(defaults) if defaults else SamplingParams()

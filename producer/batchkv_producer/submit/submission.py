@@ -1,0 +1,308 @@
+"""From a file to a batch in the queue: read, identify, enqueue chunk by chunk.
+
+A batch's id is the first 16 of the 64 hex digits of a SHA-256 over the file's bytes, how they are
+read (``.txt``, JSON lines, an array), the model and the generation defaults; of several files the
+names, too; and of --raw, --system and a later generation what they say. The same file again is
+therefore the same batch: it is joined, and what an interrupted submit left out is added.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+from redis import Redis
+
+from batchkv_producer.errors import InputFileError, UsageError
+from batchkv_producer.intake.body import check_defaults
+from batchkv_producer.intake.formats import RowError
+from batchkv_producer.intake.given_rows import Given, as_source
+from batchkv_producer.intake.model_vote import ModelVote
+from batchkv_producer.intake.prompting import AUTO, Prompting, style_note
+from batchkv_producer.intake.reading import Reading
+from batchkv_producer.intake.source import STDIN_NAME, Source, inputs_of, source_name
+from batchkv_producer.order.planner import Plan, PlanCounts
+from batchkv_producer.order.prefix_estimate import Outlook, look_ahead
+from batchkv_producer.submit.enqueue import (
+    DEFAULT_JOB_TIMEOUT_SECONDS,
+    BatchSpec,
+    Progress,
+    enqueue,
+)
+from batchkv_producer.submit.generations import Generation, informed, settled
+from batchkv_producer.submit.kept_answers import Earlier
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.batch_options import NO_TERMS, Terms
+from batchkv_producer.wire.error_codes import ErrorCode
+from batchkv_producer.wire.job import SamplingParams
+from batchkv_producer.wire.transitions import Transitions
+
+MAX_SHOWN_ERRORS = 20
+MAX_TOLD_ERRORS = 5  # by a submit: it queues the rest all the same
+MAX_NAME_CHARS = 200
+
+# Gets a batch's id, its model, and the ids of all generations of the batch.
+Identified = Callable[[str, str, frozenset[str]], object]
+
+_ID_VERSION = b"batchkv batch 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A batch that is in the queue. ``joined``: it (or a part of it) had been there before.
+
+    ``errors`` are the first few of the rows that are wrong. ``num_twins`` rows get the answer
+    of one that asks for the same. ``notes``: what was asked for and stays as the batch had it.
+    ``style_note`` says how plain prompts are sent, if there are any; ``model_note`` which model
+    lines name in vain. ``generation``, ``base``, ``relatives``, ``why``: see ``generations``.
+    """
+
+    batch_id: str
+    queue: str
+    model: str
+    total: int
+    num_jobs: int
+    num_bad: int
+    joined: bool
+    errors: tuple[RowError, ...] = ()
+    num_twins: int = 0
+    notes: tuple[str, ...] = ()
+    generation: int = 1
+    base: str = ""
+    why: str = ""
+    relatives: frozenset[str] = frozenset()
+    style_note: str = ""
+    model_note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a file would give: ``errors`` are the first 20, ``num_chars`` the prompts' text.
+
+    ``model`` and ``batch_id`` are empty when nobody names a model.
+    """
+
+    total: int
+    num_jobs: int
+    num_bad: int
+    errors: tuple[RowError, ...]
+    num_chars: int
+    model: str
+    batch_id: str
+    num_twins: int = 0
+    model_note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _FileFacts:
+    """What reading the input has told: its digest, how it was read, its model, where rows stand."""
+
+    digest: bytes
+    kind: bytes
+    model: str
+    place: Callable[[int], str]
+    model_note: str
+
+
+def check(
+    source: Given,
+    *,
+    model: str | None = None,
+    defaults: SamplingParams | None = None,
+    default_model: str | None = None,
+    dedupe: bool = False,
+    prompting: Prompting = AUTO,
+) -> Checked:
+    """Read and check a file without a server; it also tells the id that its batch has.
+
+    Raises UsageError for the file as a whole.
+    """
+    said = defaults or SamplingParams()
+    with Plan(said, dedupe=dedupe, prompting=prompting) as plan:
+        return _checked(as_source(source), plan, said, model, default_model, prompting)
+
+
+def survey(
+    source: Source,
+    *,
+    model: str | None = None,
+    defaults: SamplingParams | None = None,
+    default_model: str | None = None,
+    num_workers: int = 1,
+    prompting: Prompting = AUTO,
+) -> tuple[Checked, Outlook]:
+    """``check``, and what the file's prefixes promise when so many workers share the queue."""
+    said = defaults or SamplingParams()
+    with Plan(said, prompting=prompting) as plan:
+        checked = _checked(source, plan, said, model, default_model, prompting)
+        return checked, look_ahead(plan.entries(), checked.num_jobs, num_workers)
+
+
+def submit(
+    connection: Redis,
+    source: Source,
+    *,
+    model: str | None = None,
+    defaults: SamplingParams | None = None,
+    job_timeout_seconds: int = DEFAULT_JOB_TIMEOUT_SECONDS,
+    name: str | None = None,
+    on_progress: Progress | None = None,
+    default_model: str | None = None,
+    on_identified: Identified | None = None,
+    terms: Terms = NO_TERMS,
+    prompting: Prompting = AUTO,
+    earlier: Earlier | None = None,
+) -> Submitted:
+    """Put a file into the queue of its model; raises UsageError before anything was changed.
+
+    The model is ``model``, else the one that all lines name, else ``default_model``.
+    ``on_identified`` is called before anything is changed, and may refuse by what it raises.
+    ``earlier``: a batch whose answers are kept, where rows ask for the same.
+    """
+    if job_timeout_seconds < 1:
+        raise UsageError(f"the job timeout must be at least 1 second, got {job_timeout_seconds}")
+    said = defaults or SamplingParams()
+    with Plan(said, dedupe=terms.dedupe, prompting=prompting) as plan:
+        need: Callable[[ModelVote], str] = lambda vote: vote.need(model, default_model)  # noqa: E731
+        facts, counts = _read(source, plan, said, need, prompting)
+        title = (name or source_name(source))[:MAX_NAME_CHARS]
+        terms = informed(terms, facts.model)
+        spec = BatchSpec(facts.model, said, job_timeout_seconds, title, terms, prompting, earlier)
+        digest_of = partial(batch_digest, facts, said, prompting.identity())
+        errors = _placed(plan.errors(MAX_TOLD_ERRORS), facts)
+
+        def make(chosen: Generation) -> tuple[bool, tuple[str, ...]]:
+            if earlier is not None:
+                earlier.look(connection, plan, chosen.relatives, facts.model, fresh=terms.fresh)
+            if on_identified is not None:
+                on_identified(chosen.batch_id, facts.model, chosen.relatives)
+            return enqueue(Transitions(connection), plan, counts, chosen, spec, on_progress)
+
+        chosen, (joined, notes) = settled(connection, digest_of, terms, make)
+        num_plain = plan.num_plain
+    return Submitted(
+        batch_id=chosen.batch_id,
+        queue=redis_keys.queue_name(spec.model),
+        model=spec.model,
+        total=counts.total,
+        num_jobs=counts.total - counts.num_bad,
+        num_bad=counts.num_bad,
+        joined=joined,
+        errors=errors,
+        num_twins=counts.num_twins,
+        notes=notes,
+        style_note=style_note(connection, chosen.batch_id) if num_plain else "",
+        generation=chosen.number,
+        base=chosen.base,
+        why=chosen.why,
+        relatives=chosen.relatives,
+        model_note=facts.model_note,
+    )
+
+
+def identify(
+    source: Source,
+    plan: Plan,
+    defaults: SamplingParams,
+    model: str,
+    more_identity: tuple[bytes, ...] = (),
+    generation: int = 1,
+) -> str:
+    """Fill a plan with a file and seal it; the digest of the batch that these make."""
+    facts, _ = _read(source, plan, defaults, lambda _: model)
+    return batch_digest(facts, defaults, more_identity, generation)
+
+
+def _checked(
+    source: Source,
+    plan: Plan,
+    said: SamplingParams,
+    model: str | None,
+    default: str | None,
+    prompting: Prompting,
+) -> Checked:
+    facts, counts = _read(source, plan, said, lambda vote: vote.decide(model, default), prompting)
+    digest = batch_digest(facts, said, prompting.identity())
+    return Checked(
+        total=counts.total,
+        num_jobs=counts.total - counts.num_bad,
+        num_bad=counts.num_bad,
+        errors=_placed(plan.errors(MAX_SHOWN_ERRORS), facts),
+        num_chars=counts.num_chars,
+        model=facts.model,
+        batch_id=digest[:16] if facts.model else "",
+        num_twins=counts.num_twins,
+        model_note=facts.model_note,
+    )
+
+
+def batch_digest(
+    facts: _FileFacts,
+    defaults: SamplingParams,
+    more: tuple[bytes, ...] = (),
+    generation: int = 1,
+) -> str:
+    """64 hex digits that name a batch; every part is preceded by its length.
+
+    What is newly said is appended only when it is said: ids of older versions stay. ``more`` is
+    what batches have not always said.
+    """
+    parts = [
+        _ID_VERSION,
+        facts.kind,
+        facts.digest,
+        facts.model.encode("utf-8", "surrogatepass"),
+        _canonical(defaults),
+        *more,
+    ]
+    if generation > 1:
+        parts.append(f"generation:{generation}".encode())
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()
+
+
+def _canonical(defaults: SamplingParams) -> bytes:
+    """Defaults as bytes: 1 and 1.0 are the same, and so is a field not said and not there."""
+    said = {name: value for name, value in asdict(defaults).items() if value not in (None, ())}
+    plain = {
+        name: float(value) if isinstance(value, int) and abs(value) < 2**53 else value
+        for name, value in said.items()
+    }
+    return json.dumps(plain, sort_keys=True, separators=(",", ":")).encode("ascii")
+
+
+def _read(
+    source: Source,
+    plan: Plan,
+    defaults: SamplingParams,
+    choose: Callable[[ModelVote], str],
+    prompting: Prompting = AUTO,
+) -> tuple[_FileFacts, PlanCounts]:
+    check_defaults(defaults)
+    prompting.check()
+    inputs = inputs_of(source)
+    reading = Reading(inputs)
+    vote = ModelVote(reading.place)
+    plan.place = reading.place
+    plan.add(vote.watch(reading.rows()))
+    counts = plan.seal()
+    if counts.total == 0:
+        what = "standard input" if inputs.name == STDIN_NAME else inputs.name
+        raise InputFileError(f"{what} has no rows")
+    if reading.may_be_text and plan.is_all(ErrorCode.INVALID_JSON):
+        raise InputFileError(
+            f"no line of {inputs.name} is JSON: --as text takes each line as a prompt"
+        )
+    if prompting.system is not None and not plan.num_plain:
+        raise UsageError(f"--system is for plain prompts: no row of {inputs.name} is one")
+    model = choose(vote)
+    return _FileFacts(reading.digest, reading.kind, model, reading.place, vote.note), counts
+
+
+def _placed(errors: Sequence[RowError], facts: _FileFacts) -> tuple[RowError, ...]:
+    return tuple(replace(error, place=facts.place(error.line)) for error in errors)

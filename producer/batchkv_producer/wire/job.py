@@ -1,0 +1,267 @@
+"""Wire types: what a job carries to a worker and what comes back. No MLX, no Redis.
+
+A job travels in RQ's ``data`` field as the JSON list that RQ's own JSON serializer would write for
+a call (function name, instance, args, kwargs), zlib-compressed. The function name is one fixed
+word that nothing imports or calls. A result is a msgpack map, zlib-compressed, in a hash of ours.
+ISA-L writes what zlib reads, in less than half the time. Whatever is read back is checked field by
+field: any fault is a ``WireError``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter, index
+from typing import Any, Literal
+
+import msgpack
+import msgspec
+from isal import isal_zlib
+
+from batchkv_producer.errors import WireError
+from batchkv_producer.wire.cache_note import CacheNote
+from batchkv_producer.wire.error_codes import ErrorCode as ErrorCode
+from batchkv_producer.wire.inflating import inflate
+from batchkv_producer.wire.params import SamplingParams as SamplingParams
+from batchkv_producer.wire.params import read_params
+from batchkv_producer.wire.stamp import unstamped
+
+FUNCTION_NAME = "batchkv.generate"
+MAX_JOB_BYTES = 64 * 2**20  # decompressed; the line limit of the reader is lower
+MAX_RESULT_BYTES = 64 * 2**20
+MAX_CUSTOM_ID_CHARS = 1024
+
+Endpoint = Literal["chat", "completion"]
+Outcome = Literal["ok", "failed", "canceled"]
+Style = Literal["raw", "auto"]
+NO_PARAMS = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One validated row: exactly one of ``messages`` (chat) and ``prompt`` (completion) is set.
+
+    A prompt whose ``style`` is ``auto`` is a user message where the model has a chat template, with
+    ``system`` before it (``prompting``); one that is ``raw`` goes to the model as it is.
+    """
+
+    custom_id: str
+    endpoint: Endpoint
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    params: SamplingParams = NO_PARAMS
+    style: Style = "raw"
+    system: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one row. ``cached`` is the part of ``prompt`` that was not computed."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability (natural) of one generated token and of its likeliest alternatives."""
+
+    token: str
+    logprob: float
+    top: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How one row ended. ``error`` is (code, message) unless the outcome is ok.
+
+    ``created`` is seconds since 1970 and ``busy_ms`` the wall time from admission to the end.
+    ``note`` tells what the shared cache had, where a worker has one. ``fingerprint`` and ``scheme``
+    are those of the worker (``maker``); empty from workers of the first version.
+    """
+
+    custom_id: str
+    endpoint: Endpoint
+    outcome: Outcome
+    model: str = ""
+    text: str = ""
+    finish_reason: str = ""
+    usage: Usage = Usage()
+    error: tuple[str, str] | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    worker: str = ""
+    created: int = 0
+    busy_ms: int = 0
+    note: CacheNote | None = None
+    fingerprint: str = ""
+    scheme: str = ""
+
+
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_write_json = msgspec.json.Encoder().encode
+_PARAM_NAMES = tuple(item.name for item in fields(SamplingParams))
+_param_values, _NO_USAGE = attrgetter(*_PARAM_NAMES), Usage()
+
+
+def encode_job(request: Request) -> bytes:
+    """The job's ``data``: what RQ's JSON serializer reads as a call, compressed."""
+    payload: dict[str, Any] = {"custom_id": request.custom_id, "endpoint": request.endpoint}
+    rest = (("messages", request.messages), ("prompt", request.prompt), ("tools", request.tools))
+    for name, value in rest:
+        if value is not None:
+            payload[name] = value
+    if request.style != "raw":
+        payload["style"] = request.style
+    if request.system is not None:
+        payload["system"] = request.system
+    if request.chat_template_kwargs:
+        payload["chat_template_kwargs"] = request.chat_template_kwargs
+    said = zip(_PARAM_NAMES, _param_values(request.params), strict=True)
+    payload["params"] = {name: value for name, value in said if value is not None and value != ()}
+    call: list[Any] = [FUNCTION_NAME, None, [payload], {}]
+    try:
+        raw = _write_json(call)
+    except UnicodeEncodeError:  # half of a surrogate pair, which a command line can hold
+        raw = _JSON.encode(call).encode("utf-8", "surrogatepass")
+    return isal_zlib.compress(raw, 1)
+
+
+def decode_job(data: bytes) -> Request:
+    """The request in a job's ``data``; raises WireError on anything that we did not write."""
+    call = _load_json(inflate(data, MAX_JOB_BYTES, "job"))
+    if not (isinstance(call, list) and len(call) == 4):
+        raise WireError("job data is not a call")
+    name, instance, args, kwargs = call
+    if name != FUNCTION_NAME:
+        raise WireError(f"job calls {str(name)[:80]!r}; only {FUNCTION_NAME!r} is accepted")
+    if instance is not None or kwargs or not (isinstance(args, list) and len(args) == 1):
+        raise WireError("job data has arguments that batchkv never writes")
+    return _request(args[0])
+
+
+def encode_result(result: Result) -> bytes:
+    """A result as stored: msgpack, one-letter keys, compressed; WireError when it is too large."""
+    usage = result.usage
+    packed: dict[str, Any] = {
+        "o": result.outcome,
+        "c": result.custom_id,
+        "e": result.endpoint,
+        "m": result.model,
+        "t": result.text,
+        "f": result.finish_reason,
+        "u": [usage.prompt, usage.completion, usage.cached] if usage != _NO_USAGE else None,
+        "x": result.error,
+        "w": result.worker,
+        "a": result.created,
+        "b": result.busy_ms,
+        "n": result.note.packed() if result.note is not None else None,
+        "p": result.fingerprint,
+        "s": result.scheme,
+    }
+    if result.logprobs is not None:
+        packed["l"] = [(item.token, item.logprob, item.top) for item in result.logprobs]
+    kept = {key: value for key, value in packed.items() if value or key == "l"}
+    raw = msgpack.packb(kept, unicode_errors="surrogatepass")
+    if len(raw) > MAX_RESULT_BYTES:
+        raise WireError(f"the result is larger than {MAX_RESULT_BYTES} bytes")
+    return isal_zlib.compress(raw, 3)
+
+
+# What a map of the wrong shape makes its reader raise (int() of infinity overflows).
+_UNREADABLE = (
+    *(ValueError, TypeError, LookupError, AttributeError, OverflowError),
+    msgpack.UnpackException,
+)
+
+
+def decode_result(data: bytes) -> Result:
+    """Inverse of encode_result; raises WireError on anything else.
+
+    A twin's result is its leader's behind a custom_id of its own (``twins``).
+    """
+    custom_id, data = unstamped(data)
+    raw = inflate(data, MAX_RESULT_BYTES, "result")
+    try:
+        packed = msgpack.unpackb(raw, unicode_errors="surrogatepass", strict_map_key=True)
+        result = _result(packed)
+    except _UNREADABLE as fault:
+        raise WireError(f"stored result cannot be read: {fault}") from fault
+    return result if custom_id is None else replace(result, custom_id=custom_id)
+
+
+def _load_json(raw: bytes) -> Any:
+    try:
+        return json.loads(raw.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError) as fault:
+        raise WireError(f"job data is not JSON: {fault}") from fault
+
+
+_REQUEST_FIELDS = frozenset(item.name for item in fields(Request))
+_REQUIRED = object()
+
+
+def _request(payload: Any) -> Request:
+    if not isinstance(payload, dict) or not payload.keys() <= _REQUEST_FIELDS:
+        raise WireError("job payload has fields that batchkv never writes")
+    request = Request(
+        custom_id=_typed(payload, "custom_id", str),
+        endpoint=_typed(payload, "endpoint", str),
+        messages=_typed(payload, "messages", list, None),
+        prompt=_typed(payload, "prompt", str, None),
+        tools=_typed(payload, "tools", list, None),
+        chat_template_kwargs=_typed(payload, "chat_template_kwargs", dict, {}),
+        params=read_params(_typed(payload, "params", dict, {})),
+        style=_typed(payload, "style", str, "raw"),
+        system=_typed(payload, "system", str, None),
+    )
+    if len(request.custom_id) > MAX_CUSTOM_ID_CHARS:  # it stands in the row's result, too
+        raise WireError("job payload: custom_id is too long")
+    if request.endpoint not in ("chat", "completion"):
+        raise WireError("job payload names an unknown endpoint")
+    is_styled = request.style == "auto" and request.prompt is not None
+    if not is_styled and (request.style != "raw" or request.system is not None):
+        raise WireError("job payload has a style or a system message that it cannot have")
+    if (request.messages is None) == (request.prompt is None):
+        raise WireError("job payload needs either messages or a prompt")
+    return request
+
+
+def _typed(payload: dict[str, Any], name: str, kind: type, default: Any = _REQUIRED) -> Any:
+    value = payload.get(name, default)
+    if value is _REQUIRED or (value is not default and not isinstance(value, kind)):
+        raise WireError(f"job payload: {name} is missing or not a {kind.__name__}")
+    return value
+
+
+def _result(packed: dict[str, Any]) -> Result:
+    if packed["o"] not in ("ok", "failed", "canceled"):
+        raise ValueError("unknown outcome")
+    if packed.get("e") not in ("chat", "completion"):
+        raise ValueError("unknown endpoint")
+    logprobs = packed.get("l")
+    error = packed.get("x")
+    return Result(
+        custom_id=str(packed.get("c", "")),
+        endpoint=packed["e"],
+        outcome=packed["o"],
+        model=str(packed.get("m", "")),
+        text=str(packed.get("t", "")),
+        finish_reason=str(packed.get("f", "")),
+        usage=Usage(*(index(count) for count in packed.get("u") or ())),
+        error=(str(error[0]), str(error[1])) if error else None,
+        logprobs=None if logprobs is None else tuple(_token_logprob(item) for item in logprobs),
+        worker=str(packed.get("w", "")),
+        created=index(packed.get("a", 0)),
+        busy_ms=index(packed.get("b", 0)),
+        note=CacheNote.unpacked(packed["n"]) if "n" in packed else None,
+        fingerprint=str(packed.get("p", "")),
+        scheme=str(packed.get("s", "")),
+    )
+
+
+def _token_logprob(item: Any) -> TokenLogprob:
+    token, logprob, top = item
+    return TokenLogprob(str(token), float(logprob), tuple((str(t), float(p)) for t, p in top))

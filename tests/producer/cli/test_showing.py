@@ -1,0 +1,239 @@
+"""status, list and workers for people: in 80 columns, with per cent and time left."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from redis import Redis
+
+from batchkv_producer.cli import cli
+from batchkv_producer.cli.tables import Column, shorten_middle, shorten_model, table_lines
+from batchkv_producer.monitor.remaining import percent_done, seconds_left
+from batchkv_producer.monitor.status import BatchStatus
+from batchkv_producer.monitor.workers import WorkerInfo
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.transitions import Transitions
+
+MODELS = (
+    "mlx-community/Qwen3-Coder-480B-A35B-Instruct-4bit-and-quite-a-long-name-behind-it",
+    "/Users/somebody/Library/Application Support/models/of-mine/that-I-trained-myself-2026",
+    "m",
+)
+
+
+def batch(**values: Any) -> BatchStatus:
+    base: dict[str, Any] = dict.fromkeys(BatchStatus.__dataclass_fields__, 0)
+    base |= {"batch_id": "a" * 16, "queue": "q", "priority": "normal", "is_submitted": True}
+    return BatchStatus(**{**base, "total": 100, **values})
+
+
+def worker(rate: int | None, queue: str = "q") -> WorkerInfo:
+    return WorkerInfo("w", "h", 1, (queue,), "busy", 0.0, 0, 0, 0, tokens_per_second=rate)
+
+
+@pytest.fixture
+def at_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, redis_url: str) -> None:
+    for name in [name for name in os.environ if name.startswith("BATCHKV_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("BATCHKV_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("BATCHKV_REDIS_URL", redis_url)
+
+
+def batchkv(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+
+
+def fill(connection: Redis) -> list[str]:
+    """Batches of many rows and long names, in every state, and workers that tell all or nothing."""
+    moves, ids = Transitions(connection), []
+    for number, model in enumerate(MODELS):
+        batch_id, queue = f"{number:016x}", redis_keys.queue_name(model)
+        fields: dict[str, str | int] = {"digest": "0", "total": 1_000_000, "num_chunks": 1}
+        fields |= {"model": model, "queue": queue, "name": f"prompts-of-{'many-' * 20}days.jsonl"}
+        if number:
+            fields |= {"priority": ("low", "high")[number - 1], "expires": int(time.time()) + 9999}
+        moves.create(batch_id, fields)
+        counts = {"chunks": 1, "ok": 340_000, "failed": 1234, "canceled": 99, "running": 128}
+        counts |= {"completion_tokens": 340_000 * 100, "prompt_tokens": 10**9, "cut": 200_000}
+        connection.hset(redis_keys.batch(batch_id), mapping=counts)  # type: ignore[arg-type]
+        connection.rpush(redis_keys.queue(queue), f"{batch_id}-1")  # so that nobody mends the rest
+        ids.append(batch_id)
+        name = f"a-mac-with-a-long-host-name-in-the-cellar-{number}-1a2b3c4d"
+        key = redis_keys.worker(name)
+        about = {"birth": "2026-01-01T00:00:00Z", "queues": queue, "hostname": "h" * 60}
+        about |= {"pid": "12345", "state": "busy", "successful_job_count": "340000"}
+        if number != 2:
+            about |= {"bkv_model": model, "bkv_scheme": "affine4/32,first+last=affine8"}
+            about |= {"bkv_version": "0.1.0", "bkv_tokens_per_second": "5120"}
+            about |= {
+                "bkv_memory": "31000000000",
+                "bkv_state": ("", "finishing 1,200 rows")[number],
+            }
+        connection.hset(key, mapping=about)  # type: ignore[arg-type]
+        connection.sadd("rq:workers", key)
+        connection.sadd(f"rq:workers:{queue}", key)
+    return ids
+
+
+@pytest.mark.usefixtures("at_server")
+def test_everything_fits_eighty_columns(redis_connection: Redis) -> None:
+    """With long names, a million rows and all that a batch may say, no line is longer than 80."""
+    ids = fill(redis_connection)
+    commands = (["status"], ["list"], ["workers"], *(["status", each] for each in ids))
+    for command in commands:
+        found = batchkv(*command)
+        assert found.exit_code == 0, found.output
+        lines = found.stdout.splitlines()
+        assert max(map(len, lines)) <= 80, max(lines, key=len)
+        if command[-1] not in ("workers", *ids):
+            assert all(each in found.stdout for each in ids)
+
+
+@pytest.mark.usefixtures("at_server")
+def test_per_cent_and_time_left(redis_connection: Redis) -> None:
+    """What is done of a hundred, and when it will be by what the workers generate now."""
+    ids = fill(redis_connection)
+    shown = batchkv("status", ids[0]).stdout
+    assert re.search(r"done +34 %, about 3h34m left\n", shown)  # 658,667 rows of 100 at 5,120/s
+    assert "34 %" in batchkv("status").stdout and "34 %" in batchkv("list").stdout
+    fields = json.loads(batchkv("list", "--json").stdout)
+    by_id = {each["batch_id"]: each for each in fields}
+    assert by_id[ids[0]]["percent_done"] == 34
+    assert by_id[ids[0]]["seconds_left"] == pytest.approx(658_667 * 100 / 5120)
+    assert by_id[ids[2]]["seconds_left"] is None  # its worker does not tell
+
+
+@pytest.mark.usefixtures("at_server")
+def test_workers_that_pass_by_are_told_apart(redis_connection: Redis) -> None:
+    """``status BATCH`` does not say of workers that pass its rows by that they serve it."""
+    (batch_id, *_) = fill(redis_connection)
+    redis_connection.hset(redis_keys.batch(batch_id), "scheme", "affine8")
+    name = "a-mac-with-a-long-host-name-in-the-cellar-0-1a2b3c4d"
+    fields = json.loads(batchkv("status", batch_id, "--json").stdout)
+    has = "it has KV scheme affine4/32,first+last=affine8"
+    assert fields["workers"] == [] and fields["passed_by"] == {name: has}
+    shown = re.sub(r"\s+", " ", batchkv("status", batch_id).stdout)
+    assert f"workers none passed by {name} ({has})" in shown
+    redis_connection.hset(redis_keys.batch(batch_id), "scheme", "affine4/32,first+last=affine8")
+    fields = json.loads(batchkv("status", batch_id, "--json").stdout)
+    assert fields["workers"] == [name] and fields["passed_by"] == {}
+
+
+def test_no_time_left_is_told_of_rows_that_a_dead_worker_holds() -> None:
+    """They wait until its lease ends; a dead worker that holds nothing only counts for nothing."""
+    open_rows = batch(batch_id="b", ok=90, completion_tokens=900, running=10)
+    alive = worker(10)
+    assert seconds_left([open_rows], [alive]) == {"b": 10.0}
+    dead = dataclasses.replace(worker(90), is_away=True)
+    assert seconds_left([open_rows], [alive, dead]) == {"b": 10.0}
+    assert seconds_left([open_rows], [alive, dataclasses.replace(dead, num_running=9)]) == {}
+
+
+@pytest.mark.usefixtures("at_server")
+def test_workers_say_what_they_run(redis_connection: Redis) -> None:
+    """Version, model, scheme, tokens a second and memory, for people and for programs."""
+    fill(redis_connection)
+    shown = batchkv("workers").stdout
+    about = "affine4/32,first+last=affine8, batchkv 0.1.0, 340,000 ok, 0 failed"
+    for words in ("5,120", "31.0 GB", about, "finishing 1"):
+        assert words in shown
+    found = {each["name"][-10]: each for each in json.loads(batchkv("workers", "--json").stdout)}
+    assert found["0"]["scheme"] == "affine4/32,first+last=affine8"
+    assert (found["0"]["tokens_per_second"], found["0"]["memory_bytes"]) == (5120, 31_000_000_000)
+    assert (found["0"]["model"], found["0"]["version"]) == (MODELS[0], "0.1.0")
+    assert found["2"]["tokens_per_second"] is None
+
+
+def test_batches_of_a_queue_wait_for_each_other() -> None:
+    """The second batch's time is that of both; an urgent one comes first; queues are apart."""
+    batches = [
+        batch(batch_id="late", created=2, ok=50, completion_tokens=500),
+        batch(batch_id="early", created=1, ok=90, completion_tokens=900),
+        batch(batch_id="urgent", created=3, ok=99, completion_tokens=9900, priority="high"),
+        batch(batch_id="other", queue="r", ok=50, completion_tokens=500),
+        batch(batch_id="done", total=5, ok=5, completion_tokens=500),
+    ]
+    left = seconds_left(batches, [worker(20), worker(30), worker(100, "r"), worker(None)])
+    assert left == {
+        "urgent": pytest.approx(100 / 50),
+        "early": pytest.approx(200 / 50),
+        "late": pytest.approx(700 / 50),
+        "other": pytest.approx(5),
+    }
+    assert seconds_left(batches, []) == {}
+    unknown = [batch(batch_id="new", created=0), *batches[:2]]
+    assert seconds_left(unknown, [worker(50)]) == {}
+
+
+def test_a_hundred_per_cent_is_all() -> None:
+    """One open row of a million is 99 %."""
+    assert percent_done(batch(total=1_000_000, ok=999_999)) == 99
+    assert percent_done(batch(total=1_000_000, ok=1_000_000)) == 100
+    assert percent_done(batch(total=100, ok=1)) == 1
+
+
+def test_names_keep_what_tells_them_apart() -> None:
+    """A model loses its owner or folder first; then the middle goes."""
+    assert shorten_model("mlx-community/Qwen3-4B-4bit", 20) == "Qwen3-4B-4bit"
+    assert shorten_model("mlx-community/Qwen3-4B-4bit", 10) == "Qwen..4bit"
+    assert shorten_model("/models/mine/", 8) == "mine"
+    assert shorten_middle("abcdefghij", 10) == "abcdefghij"
+    assert [len(shorten_middle("abcdefghij", n)) for n in range(10)] == list(range(10))
+
+
+def test_what_does_not_fit_is_narrowed_then_dropped() -> None:
+    """Names become shorter first; then columns go, by their number; empty ones at once."""
+    columns = [
+        Column("ID", ["0123456789"]),
+        Column("NONE", [0], if_any=True),
+        Column("FIRST", ["f" * 10], drop=1),
+        Column("NAME", ["n" * 30], shorten_middle, min_width=8, drop=2),
+    ]
+    assert table_lines(columns, 60)[0].split() == ["ID", "FIRST", "NAME"]
+    assert table_lines(columns, 32)[1].split() == ["0123456789", "f" * 10, "nnnn..nnnn"[1:-1]]
+    assert table_lines(columns, 25)[0].split() == ["ID", "NAME"]
+    assert table_lines(columns, 15)[0].split() == ["ID"]
+
+
+def watched(url: str, tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
+    kept = {key: value for key, value in os.environ.items() if "BATCHKV" not in key}
+    environ = {**kept, "BATCHKV_REDIS_URL": url, "BATCHKV_HOME": str(tmp_path / "home")}
+    command: Sequence[str] = (sys.executable, "-m", "batchkv_producer", *arguments, "--watch")
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
+
+
+def test_watch_shows_a_batch_until_it_is_done(
+    redis_connection: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    """On a pipe a block each time, with an empty line between; the end of the batch is its end."""
+    (batch_id, *_) = fill(redis_connection)
+    process = watched(redis_url, tmp_path, "status", batch_id)
+    assert process.stdout is not None
+    seen = process.stdout.readline()
+    redis_connection.hset(redis_keys.batch(batch_id), "ok", 1_000_000 - 1234 - 99)
+    redis_connection.hset(redis_keys.batch(batch_id), "running", 0)
+    seen += process.stdout.read()
+    assert process.wait(30) == 0
+    process.stdout.close()
+    first, last = seen.split("\n\n")
+    assert "34 %" in first and "100 %" in last
+    assert "\x1b" not in seen
+
+
+@pytest.mark.usefixtures("at_server")
+def test_watch_and_json_exclude_each_other(redis_connection: Redis) -> None:
+    """A program that wants more asks again; the flag is refused with a sentence."""
+    for command in (["status"], ["list"], ["workers"]):
+        found = batchkv(*command, "--watch", "--json")
+        assert found.exit_code == 2 and "--watch is for people" in found.stderr

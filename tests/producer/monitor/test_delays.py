@@ -1,0 +1,348 @@
+"""Why a batch is slow, and why rows of it failed: what run and wait tell of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from redis import Redis
+
+from batchkv_producer import Client
+from batchkv_producer.cli import cli
+from batchkv_producer.cli.outcome import say_end
+from batchkv_producer.local.local_workers import local_name_prefix
+from batchkv_producer.local.run import RunReport
+from batchkv_producer.monitor.delays import Delay, Delays, find_delay
+from batchkv_producer.monitor.status import BatchStatus
+from batchkv_producer.monitor.workers import WorkerInfo
+from batchkv_producer.progress import PlainReporter, Snapshot
+from batchkv_producer.results.failures import MAX_LINES_SHOWN, Failures, grouped, told
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.batch_options import Terms
+from batchkv_producer.wire.job import Result as RowResult
+from batchkv_producer.wire.job import decode_job, encode_result
+from batchkv_producer.wire.transitions import Ending, Transitions, iso_now
+
+MODEL = "m"
+QUEUE = redis_keys.queue_name(MODEL)
+Write = Callable[..., Path]
+
+
+def status(**values: object) -> BatchStatus:
+    names = BatchStatus.__dataclass_fields__
+    base: dict[str, object] = dict.fromkeys(names, 0)
+    base |= {"queue": "batchkv:m-1", "model": "m", "total": 2, "is_submitted": True, **values}
+    return BatchStatus(**base)  # type: ignore[arg-type]
+
+
+def worker(doing: str = "") -> WorkerInfo:
+    return WorkerInfo("w", "host", 1, ("batchkv:m-1",), "idle", 0.0, 0, 0, 0, doing=doing)
+
+
+class House:
+    """Delays of one batch, workers that come and go, a clock that is moved by hand."""
+
+    def __init__(self, num_local: int = 0) -> None:
+        self.now = 0.0
+        self.serving: list[WorkerInfo] = []
+        self.said: list[str] = []
+        self.delays = Delays(
+            lambda _: self.serving, self.said.append, num_local, clock=lambda: self.now
+        )
+
+    def after(self, seconds: float, *serving: WorkerInfo) -> str:
+        self.now += seconds
+        self.serving = list(serving)
+        return self.delays.look(status())
+
+
+def test_nobody_serving_is_said_at_once_and_once() -> None:
+    """A queue without workers is told of at the first look, with the command that starts one."""
+    house = House()
+    assert house.after(0) == "nobody serves the queue"
+    assert len(house.said) == 1 and "batchkv worker -m m" in house.said[0]
+    for _ in range(100):
+        house.after(1)
+    assert len(house.said) == 1
+
+
+def test_a_run_whose_own_workers_do_not_fit_is_hopeless_after_a_while() -> None:
+    """Only its own, and for half a minute: another's worker may be one that somebody changes."""
+    wanted = status(fingerprint="aa", batch_id="b" * 16)
+    own = replace(worker(), name=f"{local_name_prefix('b' * 16)}-1", fingerprint="bb")
+    for serving, ends in (([own], True), ([own, replace(own, name="mini2")], False)):
+        house = House(num_local=1)
+        house.serving = serving
+        for second in range(40):
+            house.now += 1
+            house.delays.look(wanted)
+            assert house.delays.is_hopeless == (ends and second >= 30)
+        house.serving = [replace(own, fingerprint="aa")]  # one that fits
+        house.now += 1
+        house.delays.look(wanted)
+        assert not house.delays.is_hopeless
+
+
+def test_a_worker_that_was_there_has_time_to_come_back() -> None:
+    """The bar says at once that nobody is there; the sentence waits for half a minute."""
+    house = House()
+    assert house.after(0, worker()) == ""
+    for second in range(1, 60):
+        assert house.after(1) == "nobody serves the queue"
+        assert len(house.said) == (second >= 30)
+
+
+def test_a_submit_that_brings_nothing_for_a_while_was_interrupted() -> None:
+    """Nobody brings the rest of such a batch: it is said, with what to do, while workers are there
+    and while none is. A submit that goes on is none."""
+    for serving in ([worker()], []):
+        house = House(num_local=1)
+        house.serving = serving
+        for second in range(100):
+            house.now += 1
+            words = house.delays.look(status(is_submitted=False, chunks=min(second // 20, 2)))
+            assert (words == "the submit was interrupted") == (second >= 70)
+        assert len(house.said) == 1 and "same submit command" in house.said[0]
+        house.now += 1
+        assert house.delays.look(status(chunks=3)) == ("" if serving else "a worker is starting")
+
+
+def test_loading_is_shown_while_no_worker_is_ready() -> None:
+    """What the first of them says of itself; once one takes rows there is nothing to say."""
+    house = House(num_local=1)
+    assert house.after(0) == "a worker is starting" and not house.said
+    assert house.after(2, worker("downloading 1.2 of 7.3 GB")) == "downloading 1.2 of 7.3 GB"
+    assert house.after(2, worker("loading 2.1 of 7.3 GB"), worker()) == ""
+    assert house.after(0.5, worker("loading 2.1 of 7.3 GB")) == ""  # not looked again so soon
+    assert house.after(2, worker("loading 2.1 of 7.3 GB")) == "loading 2.1 of 7.3 GB"
+    assert house.delays.look(status(ok=2)) == ""
+    assert not house.said
+
+
+def test_a_run_whose_own_worker_is_starting_asks_for_no_other() -> None:
+    """Workers there do not fit, the run's own will: no sentence. Of one of its own that does not
+    fit, or of a run without workers, there is one."""
+    batch = status(batch_id="0123456789abcdef", scheme="affine4", needs="")
+    other = replace(worker(), scheme="affine8")
+    own = replace(other, name="run-01234567-1-ab")
+
+    def found(num_local: int, *serving: WorkerInfo) -> Delay | None:
+        return find_delay(batch, serving, num_local)
+
+    assert found(1, other) == Delay("a worker is starting")
+    for delay in (found(0, other), found(1, other, own)):
+        assert delay is not None and "Start a worker with --kv-scheme affine4" in delay.note
+
+
+def test_a_worker_that_is_away_is_named_with_its_rows() -> None:
+    """That of those that holds most; one that holds nothing delays nobody."""
+    house = House()
+    sleepers = [
+        replace(worker(), name=name, is_away=True, num_running=held)
+        for name, held in (("mini1", 0), ("mini2", 78), ("mini3", 1))
+    ]
+    assert house.after(0, worker(), *sleepers) == "mini2 is asleep or away and holds 78 rows"
+    assert house.after(2, worker(), *sleepers[::2]) == "mini3 is asleep or away and holds 1 row"
+    assert house.after(2, worker(), sleepers[0]) == ""
+
+
+def test_suspects_that_wait_are_told_of(redis_connection: Redis) -> None:
+    """Why some rows are not run yet, as long as they wait; nothing of rows that no worker had."""
+    client = Client(redis_connection)
+    source = io.BytesIO(
+        b"".join(b'{"messages": [{"role": "user", "content": "p%d"}]}\n' % n for n in range(9))
+    )
+    batch = client.submit(source, model=MODEL).batch_id
+    moves = Transitions(redis_connection)
+    said: list[str] = []
+    now = [0.0]
+    delays = Delays(
+        *(lambda _: [worker()], said.append, 0, lambda: now[0]), count_apart=client.count_apart
+    )
+
+    def words() -> str:
+        now[0] += 2
+        return delays.look(client.status(batch))
+
+    assert words() == ""
+    moves.give_back(QUEUE, [job.lease for job in moves.pull(QUEUE, "w", 8, 60)], died=True)
+    assert words() == "8 rows wait to run apart: a worker died with them"
+    moves.pull(QUEUE, "w", 7, 60)
+    assert words() == "1 row waits to run apart: a worker died with it"
+    moves.pull(QUEUE, "w", 1, 60)
+    assert words() == ""
+    redis_connection.set("rq:job:planted", "text")
+    redis_connection.lpush(redis_keys.queue(QUEUE), "planted", b"\xff")
+    assert words() == "" and not said
+
+
+def test_a_plain_line_comes_at_once_for_a_new_delay(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first words about a delay do not wait for the interval; more of the same do."""
+    now = [0.0]
+    plain = PlainReporter(lambda: now[0])
+    for text in ("", "loading 1.0 of 7.3 GB", "loading 2.0 of 7.3 GB", "measuring"):
+        now[0] += 0.5
+        plain.update(Snapshot(5, delay=text))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["0/5 0 in flight, loading 1.0 of 7.3 GB", "0/5 0 in flight, measuring"]
+
+
+# ---- the command line ----
+
+
+@pytest.fixture
+def at_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, redis_url: str) -> None:
+    for name in [name for name in os.environ if name.startswith("BATCHKV_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("BATCHKV_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("BATCHKV_REDIS_URL", redis_url)
+
+
+def batchkv(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+
+
+def end(connection: Redis, outcomes: dict[str, tuple[str, str] | str]) -> None:
+    """End queued rows as a worker would: with an error by custom_id, or with a finish reason."""
+    moves = Transitions(connection)
+    endings = []
+    for row in moves.pull(QUEUE, "w", 100, 60):
+        custom_id = decode_job(row.data).custom_id
+        how = outcomes.get(custom_id, "stop")
+        outcome = "ok" if isinstance(how, str) else "failed"
+        result = RowResult(
+            custom_id,
+            "completion",
+            outcome,  # type: ignore[arg-type]
+            MODEL,
+            error=None if isinstance(how, str) else how,
+        )
+        is_cut = how == "length"
+        endings.append(Ending(row.lease, outcome, encode_result(result), is_cut=is_cut))
+    moves.finish(QUEUE, "w", endings)
+
+
+@pytest.mark.usefixtures("at_server")
+def test_submit_says_at_once_that_nobody_serves(
+    write_lines: Write, redis_connection: Redis
+) -> None:
+    """With no worker submit names the command that starts one; with a worker it says nothing."""
+    source = write_lines({"prompt": "a"})
+    found = batchkv("submit", source, "-m", MODEL)
+    assert found.exit_code == 0 and "nobody serves the queue" in found.stderr
+    assert "batchkv worker -m m" in found.stderr
+    key = redis_keys.worker("w")
+    redis_connection.hset(key, mapping={"birth": "2026-01-01T00:00:00Z", "queues": QUEUE})
+    redis_connection.sadd(f"rq:workers:{QUEUE}", key)
+    assert "nobody" not in batchkv("submit", source, "-m", MODEL).stderr
+
+
+@pytest.mark.usefixtures("at_server")
+def test_wait_says_at_once_that_nobody_serves(write_lines: Write) -> None:
+    """Not after half a minute: a wait of a tenth of a second is long enough to be told."""
+    batch = batchkv("submit", write_lines({"prompt": "a"}), "-m", MODEL).stdout.strip()
+    found = batchkv("wait", batch, "--timeout", "0.1")
+    assert "nobody serves the queue" in found.stderr and "batchkv worker -m m" in found.stderr
+
+
+@pytest.mark.usefixtures("at_server")
+def test_wait_gives_the_reasons_of_failed_rows(write_lines: Write, redis_connection: Redis) -> None:
+    """By code, with lines and a message, wrong rows of the input too; --json has them as well."""
+    rows = [{"custom_id": f"c{n}", "prompt": "p"} for n in range(1, 8)]
+    source = write_lines(*rows, {"prompt": 5})
+    batch = batchkv("submit", source, "-m", MODEL).stdout.strip()
+    long = ("context_length_exceeded", "too\nlong")
+    end(redis_connection, {"c2": long, "c4": ("engine_error", "it broke"), "c6": long})
+    found = batchkv("wait", batch)
+    assert "batchkv: 2 rows context_length_exceeded: lines 2, 6: too long\n" in found.stderr
+    assert "batchkv: 1 row engine_error: line 4: it broke\n" in found.stderr
+    assert "1 row invalid_request: line 8: " in found.stderr
+    as_json = json.loads(batchkv("wait", batch, "--json").stdout)
+    first = as_json["failures"][0]
+    assert (first["code"], first["count"], first["lines"]) == ("context_length_exceeded", 2, [2, 6])
+
+
+def test_many_failures_are_a_few_lines() -> None:
+    """Twenty lines are named of a code, the number of the others is told, and of codes too."""
+
+    def failed(code: str) -> RowResult:
+        return RowResult("c", "chat", "failed", "m", error=(code, "why"))
+
+    groups = grouped((line, failed("timeout")) for line in range(100, 0, -1))
+    (line, rest) = told(groups, 103)
+    assert line.startswith("100 rows timeout: lines 1, 2, 3, ")
+    assert line.endswith(f"{MAX_LINES_SHOWN} and 80 more: why")
+    assert rest == "3 rows failed besides these"
+    assert len(grouped((n, failed(f"code{n:03}")) for n in range(100))) == 20
+
+
+@pytest.mark.usefixtures("at_server")
+def test_answers_that_were_cut_are_counted(write_lines: Write, redis_connection: Redis) -> None:
+    """Of the rows that ended well, those cut at max_tokens stand in the sum and in --json."""
+    source = write_lines(*({"custom_id": f"c{n}", "prompt": "p"} for n in range(3)))
+    batch = batchkv("submit", source, "-m", MODEL).stdout.strip()
+    end(redis_connection, {"c0": "length", "c2": "length"})
+    assert batchkv("wait", batch).stdout == (
+        "3 = 3 ok (2 cut at max_tokens) + 0 failed + 0 canceled\n"
+    )
+    assert json.loads(batchkv("status", batch, "--json").stdout)["cut"] == 2
+    assert "3 ok (2 cut at max_tokens)" in batchkv("status", batch).stdout
+
+
+@pytest.mark.parametrize("copies", [1, 1000])
+def test_copies_of_a_cut_answer_are_cut(
+    client: Client, write_lines: Write, monkeypatch: pytest.MonkeyPatch, copies: int
+) -> None:
+    """Twins of a cut row count as cut, those too that a later step copies to."""
+    monkeypatch.setattr("batchkv_producer.wire.transitions.COPIES", copies)
+    lines = [{"prompt": "p", "temperature": 0}] * 4
+    batch = client.submit(write_lines(*lines), model=MODEL, terms=Terms(dedupe=True)).batch_id
+    end(client._connection, {"line-1": "length"})
+    Transitions(client._connection).copy(QUEUE)
+    found = client.status(batch)
+    assert (found.ok, found.cut, found.copied) == (4, 4, 3)
+
+
+@pytest.mark.usefixtures("at_server")
+def test_wait_shows_how_far_loading_is(write_lines: Write, redis_connection: Redis) -> None:
+    """What the worker of the queue says of itself stands in the first line of the progress."""
+    batch = batchkv("submit", write_lines({"prompt": "a"}), "-m", MODEL).stdout.strip()
+    key, doing = redis_keys.worker("w"), "loading 2.1 of 7.3 GB"
+    about = {"birth": "2026-01-01T00:00:00Z", "queues": QUEUE, "bkv_state": doing}
+    about["last_heartbeat"] = iso_now()
+    redis_connection.hset(key, mapping=about)  # type: ignore[arg-type]
+    redis_connection.sadd(f"rq:workers:{QUEUE}", key)
+    found = batchkv("wait", batch, "--timeout", "0.1")
+    assert f"0/1 0 in flight, {doing}\n" in found.stderr and "nobody" not in found.stderr
+
+
+def hints(
+    capsys: pytest.CaptureFixture[str], failures: list[Failures], num_wrong: int, **values: object
+) -> str:
+    """The line of ``run``'s end that says what to do."""
+    found = status(batch_id="b", failed=sum(group.count for group in failures), **values)
+    say_end(RunReport(found, Path("out"), 0, 0.0, 0, 0, num_wrong), failures)
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "rows failed: " in line)
+    return line
+
+
+def test_the_end_of_a_run_names_a_retry_only_where_it_helps(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Rows that are too long fail again as they are; past a deadline a retry wants another."""
+    long = Failures("context_length_exceeded", 2, (1, 2), "")
+    wrong, died = Failures("invalid_json", 1, (3,), ""), Failures("engine_error", 1, (4,), "")
+    line = hints(capsys, [long, wrong], 1)
+    assert "2 rows too long for the model or the memory: mend the file" in line
+    assert "mend the file, or give the worker more memory and `batchkv retry b`" in line
+    assert "1 row wrong in the input: mend the file" in line and "queues" not in line
+    line = hints(capsys, [long, died], 0)
+    assert "`batchkv retry b` queues the others again, and `batchkv run` of the same" in line
+    line = hints(capsys, [Failures("expired", 2, (1, 2), "")], 0, expires=50, read_at=60.0)
+    assert "`batchkv retry b --expires never` queues them again" in line

@@ -1,0 +1,192 @@
+"""Output lines: OpenAI's shapes, and JSON that every reader takes for one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from batchkv_producer.results.output import REFUSED_CODES, is_failed_line, output_line, text_line
+from batchkv_producer.wire.job import ErrorCode, Outcome, Result, TokenLogprob, Usage
+
+JOB_ID = "0123456789abcdef-7"
+TOKENS = (
+    TokenLogprob("Pa", -0.5, (("Pa", 1e-9), ("Lo", -1.25))),
+    TokenLogprob("ris", float("-inf"), (("ris", float("nan")),)),
+)
+
+
+def test_a_chat_answer() -> None:
+    """A chat row is a chat.completion with usage, cached tokens included."""
+    result = Result("a", "chat", "ok", "m", "Paris", "stop", Usage(10, 3, 8), created=1_700_000_000)
+    line = json.loads(output_line(JOB_ID, result))
+    assert (line["id"], line["custom_id"], line["error"]) == (JOB_ID, "a", None)
+    assert (line["response"]["status_code"], line["response"]["request_id"]) == (200, JOB_ID)
+    assert line["response"]["body"] == {
+        "id": f"chatcmpl-{JOB_ID}",
+        "object": "chat.completion",
+        "created": 1_700_000_000,
+        "model": "m",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Paris", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 10,
+            "completion_tokens": 3,
+            "total_tokens": 13,
+            "prompt_tokens_details": {"cached_tokens": 8},
+        },
+    }
+
+
+def test_a_completion() -> None:
+    """A completion row is a text_completion."""
+    result = Result("a", "completion", "ok", "m", "Paris", "length", Usage(1, 1))
+    body = json.loads(output_line(JOB_ID, result))["response"]["body"]
+    assert (body["object"], body["id"]) == ("text_completion", f"cmpl-{JOB_ID}")
+    choice = {"index": 0, "text": "Paris", "logprobs": None, "finish_reason": "length"}
+    assert body["choices"] == [choice]
+
+
+REFUSED = [
+    "invalid_json",
+    "invalid_request",
+    "duplicate_custom_id",
+    "unsupported_parameter",
+    "context_length_exceeded",
+]
+
+
+@pytest.mark.parametrize("code", REFUSED)
+def test_a_refused_request(code: str) -> None:
+    """A request that was wrong has the answer that a server would have given: 400, and why."""
+    line = json.loads(output_line(JOB_ID, Result("a", "chat", "failed", error=(code, "so it is"))))
+    assert line == {
+        "id": JOB_ID,
+        "custom_id": "a",
+        "response": {
+            "status_code": 400,
+            "request_id": JOB_ID,
+            "body": {
+                "error": {
+                    "message": "so it is",
+                    "type": "invalid_request_error",
+                    "param": None,
+                    "code": code,
+                }
+            },
+        },
+        "error": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "shown"),
+    [
+        ("failed", "expired", "batch_expired"),
+        ("canceled", "canceled", "batch_cancelled"),
+        ("failed", "timeout", "timeout"),
+        ("failed", "lost", "lost"),
+        ("failed", "out_of_memory", "out_of_memory"),
+        ("failed", "engine_error", "engine_error"),
+    ],
+)
+def test_no_answer_at_all(outcome: Outcome, code: str, shown: str) -> None:
+    """What no server has answered has no response, and a code: OpenAI's word where there is one."""
+    line = json.loads(output_line(JOB_ID, Result("a", "chat", outcome, error=(code, "too slow"))))
+    assert (line["response"], line["error"]) == (None, {"code": shown, "message": "too slow"})
+    shown_text = text_line(Result("a", "chat", outcome, error=(code, "too slow")))
+    assert shown_text == f"[{code}] too slow"
+
+
+def test_every_code_has_its_shape() -> None:
+    """Each code that a row can have is either a refusal or the lack of an answer, by decision."""
+    codes = {code for name, code in vars(ErrorCode).items() if name.isupper()}
+    others = {"timeout", "canceled", "expired", "lost", "out_of_memory", "engine_error"}
+    assert codes == REFUSED_CODES | others and set(REFUSED) == REFUSED_CODES
+
+
+TRICKY = (
+    '","response":{"status_code":200,"x":"',
+    'a","error":null}',
+    "\\",
+    '\\","response":{"status_code":200,',
+)
+
+
+@pytest.mark.parametrize("text", TRICKY)
+@pytest.mark.parametrize("code", ["timeout", "invalid_json"])
+def test_answers_and_failures_are_told_apart(text: str, code: str) -> None:
+    """Whatever ids and answers hold, a line tells by itself whether the row has an answer."""
+    ok = output_line(JOB_ID, Result(text, "chat", "ok", text=text)).encode()
+    failed = output_line(JOB_ID, Result(text, "chat", "failed", error=(code, text))).encode()
+    assert not is_failed_line(ok + b"\n") and is_failed_line(failed + b"\n")
+    for spaced, is_failed in ((ok, False), (failed, True)):  # as another tool writes it
+        value = json.loads(spaced)
+        assert is_failed_line(json.dumps(value).encode()) == is_failed
+        assert is_failed_line(json.dumps(value, sort_keys=True, indent=1).encode()) == is_failed
+
+
+def test_chat_logprobs() -> None:
+    """Chat: one object a token, with bytes and alternatives; every number is finite and <= 0."""
+    result = Result("a", "chat", "ok", text="Paris", logprobs=TOKENS)
+    body = json.loads(output_line(JOB_ID, result))["response"]["body"]
+    first, second = body["choices"][0]["logprobs"]["content"]
+    assert first == {
+        "token": "Pa",
+        "logprob": -0.5,
+        "bytes": [80, 97],
+        "top_logprobs": [
+            {"token": "Pa", "logprob": 0.0, "bytes": [80, 97]},
+            {"token": "Lo", "logprob": -1.25, "bytes": [76, 111]},
+        ],
+    }
+    assert (second["logprob"], second["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
+
+
+def test_completion_logprobs() -> None:
+    """Completions: four lists side by side, offsets in characters."""
+    result = Result("a", "completion", "ok", text="Paris", logprobs=TOKENS)
+    body = json.loads(output_line(JOB_ID, result))["response"]["body"]
+    assert body["choices"][0]["logprobs"] == {
+        "tokens": ["Pa", "ris"],
+        "token_logprobs": [-0.5, -9999.0],
+        "top_logprobs": [{"Pa": 0.0, "Lo": -1.25}, {"ris": -9999.0}],
+        "text_offset": [0, 2],
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ["a\nb\r\nc", "a\u2028b\u2029c\x85d\x7fe\x0bf\x1ch", "\U0001f600é"]
+)
+def test_one_line_to_every_reader(text: str) -> None:
+    """Whatever the answer holds, its line is one line, also to readers that know Unicode's ends."""
+    line = output_line(JOB_ID, Result(text, "chat", "ok", text=text))
+    assert line.splitlines() == [line]
+    parsed = json.loads(line)
+    assert parsed["custom_id"] == text
+    assert parsed["response"]["body"]["choices"][0]["message"]["content"] == text
+
+
+def test_half_a_character_can_be_written() -> None:
+    """A lone surrogate in an answer does not make the line impossible to encode."""
+    result = Result("a", "chat", "ok", text="x\ud800y\u2028")
+    assert (
+        "x?y"
+        in json.loads(output_line(JOB_ID, result).encode("utf-8"))["response"]["body"]["choices"][
+            0
+        ]["message"]["content"]
+    )
+    assert text_line(result).encode("utf-8").startswith(b"x?y")
+
+
+def test_text_lines() -> None:
+    """As text a row is one line: breaks and backslashes are escaped, errors stand in brackets."""
+    assert text_line(Result("a", "chat", "ok", text="a\nb\\n\r")) == "a\\nb\\\\n\\r"
+    failed = Result("a", "chat", "failed", error=("timeout", "too\nslow"))
+    assert text_line(failed) == "[timeout] too\\nslow"

@@ -1,0 +1,270 @@
+"""Every way in which Redis can fail us becomes one sentence, quickly, and without a password."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from redis.exceptions import RedisError, ResponseError
+
+from batchkv_producer.errors import ServerError, UsageError
+from batchkv_producer.server import connection
+from support.redis_server import RedisServer, running_server
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BATCHKV_REDIS_URL", raising=False)
+    monkeypatch.delenv("BATCHKV_REDIS_URL_FILE", raising=False)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def complaint(url: str) -> str:
+    """What connecting says; not the four seconds of tries that redis-py makes."""
+    started = time.monotonic()
+    with pytest.raises(ServerError) as caught:
+        connection.connect(url)
+    assert time.monotonic() - started < 3.0
+    return str(caught.value)
+
+
+@contextmanager
+def refused(reason: str, url: str) -> Iterator[Redis]:
+    """Inside, a connection; what is done with it must fail for this reason."""
+    with (
+        pytest.raises(ServerError, match=reason),
+        connection.server_errors(url),
+        connection.connect(url) as redis,
+    ):
+        yield redis
+
+
+def test_connects_with_bytes(redis_url: str) -> None:
+    """The connection answers in bytes, as RQ's do."""
+    with connection.connect(redis_url) as redis:
+        redis.set("k", "v")
+        assert redis.get("k") == b"v"
+
+
+def test_flag_wins_over_variable_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--url, else BATCHKV_REDIS_URL, else the file; two variables at once are refused."""
+    path = tmp_path / "url"
+    path.write_text("redis://:secret@file:1/0\n", "utf-8")
+    path.chmod(0o600)
+    assert connection.resolve_url(None) is None
+    monkeypatch.setenv("BATCHKV_REDIS_URL_FILE", str(path))
+    assert connection.resolve_url(None) == "redis://:secret@file:1/0"
+    assert connection.resolve_url("redis://flag") == "redis://flag"
+    monkeypatch.setenv("BATCHKV_REDIS_URL", "redis://variable")
+    with pytest.raises(UsageError, match="both set"):
+        connection.resolve_url(None)
+    monkeypatch.delenv("BATCHKV_REDIS_URL_FILE")
+    assert connection.resolve_url(None) == "redis://variable"
+
+
+def test_url_file_that_cannot_be_used_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is missing, empty or binary is told of, with the variable's name."""
+    for content, reason in ((None, "No such file"), (b" \n", "is empty"), (b"\xff", "not text")):
+        path = tmp_path / "url"
+        if content is not None:
+            path.write_bytes(content)
+        monkeypatch.setenv("BATCHKV_REDIS_URL_FILE", str(path))
+        with pytest.raises(UsageError, match=f"BATCHKV_REDIS_URL_FILE .*{reason}"):
+            connection.resolve_url(None)
+
+
+def test_url_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """~ is the home folder, also where no shell has put it in; an unknown user's is told of."""
+    (tmp_path / "url").write_text("redis://hub\n", "utf-8")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("BATCHKV_REDIS_URL_FILE", "~/url")
+    assert connection.resolve_url(None) == "redis://hub"
+    (tmp_path / "url").unlink()
+    with pytest.raises(UsageError, match=f"names {tmp_path}/url: No such file"):
+        connection.resolve_url(None)
+    monkeypatch.setenv("BATCHKV_REDIS_URL_FILE", "~nobody-at-all/url")
+    with pytest.raises(UsageError, match="no such user"):
+        connection.resolve_url(None)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://host:1/0", "redis://host:1/0"),
+        ("redis://:secret@host:1/0", "redis://:***@host:1/0"),
+        ("rediss://me:sec:r@t/@host/0", "rediss://me:***@host/0"),
+        ("redis://host/0?password=secret&db=1", "redis://host/0?password=***&db=1"),
+        ("unix://me:secret@/tmp/s?db=0", "unix://me:***@/tmp/s?db=0"),
+        ("me:secret@host", "host"),
+        ("redis://secret@host:1/0", "redis://***@host:1/0"),
+        ("rediss://sec/ret@host/0", "rediss://***@host/0"),
+        ("unix://secret@/tmp/s?db=0", "unix://***@/tmp/s?db=0"),
+        ("unix:///tmp/a@b/s", "unix:///tmp/a@b/s"),
+    ],
+)
+def test_password_is_never_shown(url: str, shown: str) -> None:
+    """Whatever shape the URL has, its password is masked."""
+    assert connection.masked(url) == shown
+
+
+@pytest.mark.parametrize(
+    "url", ["http://:secret@x", "localhost:6379", "redis://:secret@host:port/0", ":secret@x"]
+)
+def test_bad_urls_are_wrong_use(url: str) -> None:
+    """A URL that cannot be one is the caller's error, told without the password."""
+    with pytest.raises(UsageError, match="Redis URL") as caught:
+        connection.connect(url)
+    assert "secret" not in str(caught.value)
+    assert caught.value.__context__ is None or "secret" not in str(caught.value.__context__)
+
+
+def test_nobody_there() -> None:
+    """A refused port, a missing socket: told in under a second with what to do."""
+    assert "cannot be reached: is it running" in complaint(f"redis://127.0.0.1:{free_port()}/0")
+    assert "cannot be reached" in complaint("unix:///tmp/there-is-no-such-socket")
+
+
+def test_a_machine_that_swallows_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that accepts and never answers is given up, with the reason."""
+    monkeypatch.setattr(connection, "PROBE_REPLY_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        assert "does not answer" in complaint(f"redis://127.0.0.1:{port}/0")
+
+
+def test_something_else_listens() -> None:
+    """A port at which something else hangs up is told of as such."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def hang_up() -> None:
+            other.accept()[0].close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        message = complaint(f"redis://127.0.0.1:{other.getsockname()[1]}/0")
+        thread.join()
+    assert "closed the connection" in message
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[RedisServer]:
+    """A server with a password, and a user who may read only."""
+    port = free_port()
+    with running_server("--port", str(port)) as server:
+        with server.connect() as redis:
+            rights = ("~*", "&*", "+@read", "+@connection", "+info", "+ping")
+            redis.execute_command("ACL", "SETUSER", "reader", "on", ">r", *rights)
+            redis.execute_command("ACL", "SETUSER", "default", "resetpass", ">secret")
+        server.url = f"127.0.0.1:{port}/0"
+        yield server
+
+
+def test_passwords(locked: RedisServer) -> None:
+    """No password, a wrong one, an unknown user, a right one: each is told apart, none is shown."""
+    assert "wants a password" in complaint(f"redis://{locked.url}")
+    for login in (":wrong", "nobody:wrong"):
+        message = complaint(f"redis://{login}@{locked.url}")
+        assert "refuses the password or user" in message and "wrong" not in message
+    with connection.connect(f"redis://:secret@{locked.url}") as redis:
+        assert redis.ping()
+
+
+def test_a_user_without_rights(locked: RedisServer) -> None:
+    """A user whose ACL forbids writing is told which rights are needed."""
+    url = f"redis://reader:r@{locked.url}"
+    with refused("does not let this user .*NOPERM.*URL of the right role", url) as redis:
+        redis.set("k", "v")
+
+
+def test_a_replica_is_told_of(redis_server: RedisServer) -> None:
+    """Writing to a read-only replica, by a command or by a script, names the remedy."""
+    with running_server("--replicaof", "127.0.0.1", "1") as replica:
+        for write in (_set, _script):
+            with refused(
+                "is a read-only replica: use the URL of its primary", replica.url
+            ) as redis:
+                write(redis)
+
+
+def test_a_full_server_is_told_of() -> None:
+    """Out of maxmemory, by a command or by a script, says so and that nothing queued is lost."""
+    with running_server("--maxmemory", "1mb", "--maxmemory-policy", "noeviction") as full:
+        for write in (_set, _script):
+            with refused(r"is full \(maxmemory\).*Nothing queued so far", full.url) as redis:
+                write(redis)
+
+
+def _set(redis: Redis) -> None:
+    for number in range(100):
+        redis.set(f"k{number}", "x" * 100_000)
+
+
+def _script(redis: Redis) -> None:
+    for number in range(100):
+        redis.eval("redis.call('SET', KEYS[1], ARGV[1])", 1, f"s{number}", "x" * 100_000)
+
+
+def test_a_server_that_evicts_is_warned_of() -> None:
+    """A byte cap with eviction would drop jobs: said at connecting."""
+    said: list[str] = []
+    with running_server("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru") as cache:
+        connection.connect(cache.url, said.append).close()
+    assert len(said) == 1 and "maxmemory-policy allkeys-lru" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("MISCONF Redis is configured to save RDB snapshots", "cannot write to its disk"),
+        ("NOREPLICAS Not enough good replicas to write.", "too few replicas"),
+        ("MOVED 866 127.0.0.1:7001", "is a cluster"),
+        ("unknown command 'LMOVE', with args", "must be Redis 6.2"),
+        ("ERR max number of clients reached", "no connection left"),
+        ("something new", "answers with an error: something new"),
+    ],
+)
+def test_other_answers_have_their_sentence(text: str, sentence: str) -> None:
+    """What cannot be brought about here is recognized by its words."""
+    assert sentence in connection.explain(ResponseError(text), "redis://h")
+
+
+def test_old_servers_are_refused() -> None:
+    """Redis before 6.2 lacks what the queue needs."""
+    with pytest.raises(ServerError, match=r"version 6\.0\.16; batchkv needs 6.2"):
+        connection._refuse_old("redis://h", "6.0.16")
+    connection._refuse_old("redis://h", "6.2.0")
+    connection._refuse_old("redis://h", "10.0")
+
+
+def test_loading_is_told_of(tmp_path: Path) -> None:
+    """A server that still reads its data says so, at once."""
+    with running_server("--enable-debug-command", "yes", "--key-load-delay", "2000",
+                        "--save", "60 1", "--loading-process-events-interval-bytes", "1024",
+                        "--rdbcompression", "no") as slow:  # fmt: skip
+        with slow.connect() as redis:
+            for number in range(2000):
+                redis.set(f"k{number}", "x" * 100)
+            redis.save()
+        slow.stop()
+        slow._answers = lambda: slow.socket.exists()  # type: ignore[method-assign]
+        slow.start()
+        assert "still loading its data" in complaint(slow.url)
+
+
+def test_every_fault_is_one_line() -> None:
+    """Whatever Redis says, the sentence has no line break and names the server."""
+    message = connection.explain(RedisError("a\nb"), "redis://:pw@h:1/0")
+    assert "\n" not in message and "redis://:***@h:1/0" in message

@@ -1,0 +1,441 @@
+"""Which rows are computed together, and when: no tensors."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from itertools import combinations, pairwise
+
+from batchkv_worker.engine.schedule.prefix_split import MAX_STEMS, Cuts, StemCosts, cuts_of
+from batchkv_worker.engine.schedule.scheduler import Budget, Scheduler
+from batchkv_worker.kv.attention.shared_prefix import Stem
+from batchkv_worker.kv.slots.layout import Demand
+from batchkv_worker.kv.slots.layouts import Costs, SlotLayouts
+from batchkv_worker.sequence import Generation, Sequence
+
+
+def row(name: str, length: int, max_tokens: int = 10) -> Sequence:
+    return Sequence(name, list(range(length + 1)), Generation(max_tokens))
+
+
+def scheduler(slots: int = 4, chunk: int = 512, memory: int = 10**9) -> Scheduler:
+    return Scheduler(SlotLayouts(slots), Budget(chunk, memory, Costs(1)))
+
+
+def test_group_holds_the_oldest_and_its_like() -> None:
+    """Rows of like length share a chunk; the oldest is always among them, so nobody starves."""
+    plan = scheduler()
+    for name, length in (("a", 100), ("b", 400), ("c", 110), ("d", 90), ("e", 105)):
+        plan.add(row(name, length))
+    group = plan.next_group()
+    assert group is not None
+    assert sorted(r.job_id for r in group.rows) == ["a", "c", "d", "e"]
+    assert plan.num_waiting == 1
+
+
+def test_group_never_exceeds_a_chunk_unless_alone() -> None:
+    """Rows times width fit the chunk; one long prompt is a group of its own."""
+    plan = scheduler(chunk=256)
+    plan.add(row("long", 1000))
+    plan.add(row("longer", 1001))
+    group = plan.next_group()
+    assert group is not None and len(group.rows) == 1
+
+
+def test_memory_bounds_admission() -> None:
+    """A row that does not fit beside the others waits; it runs when it is alone."""
+    plan = scheduler(memory=4 * 256)
+    plan.layouts.admit(Demand(300, 100), 0)
+    plan.add(row("next", 300))
+    assert plan.next_group() is None
+    plan.layouts.release(0)
+    assert plan.next_group() is not None
+
+
+def test_a_row_too_big_for_the_memory_is_known_at_once() -> None:
+    """Nothing waits forever: what can never fit is seen before it is queued."""
+    budget = Budget(512, (768 + 500) * 256, Costs(256))
+    assert budget.can_ever_hold(Demand(500, 200))
+    assert not budget.can_ever_hold(Demand(900, 200))
+
+
+def test_cancelled_rows_leave_wherever_they_are() -> None:
+    """Waiting rows vanish; rows in prefill are dropped when their group is computed."""
+    plan = scheduler(slots=2)
+    for name in "abc":
+        plan.add(row(name, 5))
+    group = plan.next_group()
+    assert group is not None
+    assert plan.cancel("c") and plan.cancel("a") and not plan.cancel("zzz")
+    group.position = group.width
+    assert [r.job_id for r in plan.finish_group()] == ["b"]
+    assert plan.num_waiting == 0
+
+
+def test_models_without_lengths_compute_equal_prompts_only() -> None:
+    """Where no row may have a pad, a group holds prompts of one length."""
+    plan = Scheduler(SlotLayouts(8), Budget(512, 10**9, Costs(1)), ragged=False)
+    for name, length in (("a", 100), ("b", 101), ("c", 100)):
+        plan.add(row(name, length))
+    group = plan.next_group()
+    assert group is not None and [r.job_id for r in group.rows] == ["a", "c"]
+
+
+def test_states_are_kept_where_prompts_part() -> None:
+    """A chunk ends where another waiting prompt parts from the row's, and at its last block."""
+    plan = Scheduler(SlotLayouts(8), Budget(1024, 10**9, Costs(1)), state_blocks=99)
+    first, second = row("a", 1300), row("b", 900)
+    first.block_keys = [b"1", b"2", b"3", b"4", b"5"]
+    second.block_keys = [b"1", b"2", b"x"]
+    plan.add(first)
+    plan.add(second)
+    group = plan.next_group()
+    assert group is not None and group.rows == [first]
+    assert first.state_stops == {512, 1280}
+    ends = []
+    while group.position < 1300:
+        group.position = group.chunk_end(1024, 1300)
+        ends.append(group.position)
+    assert ends == [512, 1280, 1300]
+
+
+def test_windows_and_states_count_in_the_memory() -> None:
+    """A window's bytes stop growing with the row; a state's do not depend on its length."""
+    windows, states = Costs(0, {100: 10}), Costs(0, {}, 1000)
+    long, short = Demand(5000, 1000), Demand(200, 1000)
+    layouts = SlotLayouts(4, [100])
+    assert layouts.bytes_needed(windows, [long]) == layouts.bytes_needed(windows, [short])
+    assert layouts.bytes_needed(states, [long, short]) == 2000
+    assert not Budget(512, 999, states).can_ever_hold(short)
+
+
+def sharing(
+    slots: int = 8,
+    cached: int = 10**6,
+    shares: bool = True,
+    stem_cost: int = 3 * 256,
+    most: int = MAX_STEMS,
+) -> Scheduler:
+    """All full blocks of a row are here, up to ``cached`` tokens."""
+    budget = Budget(512, 10**9, Costs(1))
+
+    def num_cached(row: Sequence) -> int:
+        return min(cached, 256 * len(row.block_keys))
+
+    layouts = SlotLayouts(slots)
+    costs = StemCosts(stem_cost, stem_cost, most)
+    return Scheduler(layouts, budget, num_cached, shares=shares, stem_costs=costs)
+
+
+def keyed(name: str, keys: str, own: int = 9) -> Sequence:
+    """A row of a block a letter and ``own`` tokens after them that it computes."""
+    found = row(name, 256 * len(keys) + own)
+    found.block_keys = [keys[: number + 1].encode() for number in range(len(keys))]
+    return found
+
+
+def depth(plan: Scheduler, row: Sequence, num_cached: int) -> int:
+    """Blocks of the row in stems."""
+    return max(plan.stem_cuts(row, num_cached), default=0)
+
+
+def behind(plan: Scheduler, keys: str, *cuts: int) -> Stem:
+    """A row in a slot with stems of these blocks, the first of them ending at ``cuts``."""
+    here, stem = plan.layouts.all_stems, None
+    for end in (*cuts, len(keys)):
+        key = keys[:end].encode()
+        stem = here.get(key) or Stem(key, 256 * end, {}, {}, stem)
+    assert stem is not None
+    demand = Demand(stem.num_tokens + 5, 10, stem.num_tokens)
+    slot, _ = plan.layouts.make_way(demand, stem)
+    plan.layouts.admit(demand, slot, stem)
+    return stem
+
+
+def test_few_rows_share_nothing() -> None:
+    """A prefix is held once when enough is saved, and where sharing is allowed."""
+    for shares in (True, False):
+        for count in range(1, 7):
+            plan = sharing(shares=shares, stem_cost=3 * 512)
+            rows = [keyed(str(number), "ab") for number in range(count)]
+            for one in rows:
+                plan.add(one)
+            group = plan.next_group()
+            assert group is not None and len(group.rows) == count
+            assert group.stem_blocks == (2 if shares and count >= 4 else 0)
+
+
+def test_rows_that_left_do_not_count() -> None:
+    """Cancelled rows, and rows of a group that was formed, wait for nothing any more."""
+    plan = sharing(stem_cost=3 * 512)
+    rows = [keyed(str(number), "ab") for number in range(5)]
+    for one in rows:
+        plan.add(one)
+    assert depth(plan, rows[0], 512) == 2
+    plan.cancel("1")
+    assert depth(plan, rows[0], 512) == 2
+    plan.cancel("2")
+    assert depth(plan, rows[0], 512) == 0
+
+
+def test_the_depth_that_saves_most_is_shared() -> None:
+    """A block that eight rows have against three that four have; a longer tail wins the other way.
+
+    Only cached blocks count, and a row keeps a token of its own. So it is with one stem for each.
+    """
+    plan = sharing(most=1)
+    deep = [keyed(f"d{number}", "abc") for number in range(4)]
+    for one in (*deep, *(keyed(f"s{number}", "ax") for number in range(4))):
+        plan.add(one)
+    assert depth(plan, deep[0], 10**6) == 3  # 3 * 3 against 7 * 1
+    assert depth(plan, deep[0], 767) == 1  # two blocks would save 6
+    for number in range(4):
+        plan.add(keyed(f"t{number}", "ay"))
+    assert depth(plan, deep[0], 10**6) == 1  # 11 against 9
+    assert depth(plan, deep[0], 255) == 0
+
+
+def test_a_row_keeps_a_token_of_its_own() -> None:
+    """A prompt that ends with a block, but for the token that decoding takes, has a block less."""
+    plan = sharing()
+    rows = [keyed(str(number), "ab", own=0 if number < 2 else 1) for number in range(6)]
+    for one in rows:
+        plan.add(one)
+    assert [depth(plan, one, 512) for one in rows] == [1, 1, 2, 2, 2, 2]
+    group = plan.next_group()
+    assert group is not None and group.stem_blocks == 1 and len(group.rows) == 6
+    for one in reversed(rows):
+        plan.add(one)
+    plan.group = None
+    group = plan.next_group()
+    assert group is not None and group.stem_blocks == 2 and len(group.rows) == 4
+
+
+def test_a_stem_that_is_there_is_taken() -> None:
+    """One row is enough for a stem that rows in slots have; of several the longest."""
+    plan = sharing(most=1)
+    behind(plan, "a")
+    lonely = keyed("x", "abcd")
+    plan.add(lonely)
+    assert depth(plan, lonely, 1024) == 1
+    for number in range(4):
+        plan.add(keyed(str(number), "abcd"))
+    assert depth(plan, lonely, 1024) == 1  # rather than another one of four blocks
+    behind(plan, "abc")
+    assert depth(plan, lonely, 1024) == 3
+    behind(plan, "zzzz")
+    assert depth(plan, lonely, 1024) == 3
+    assert depth(plan, lonely, 700) == 1
+
+
+def test_stems_grow_on_stems() -> None:
+    """What some of a stem's rows share beyond it stands on it, if it saves enough by itself."""
+    plan = sharing()
+    deep = [keyed(f"d{number}", "abcd") for number in range(4)]
+    rest = [keyed(f"s{number}", "axyz"[: 1 + number % 4]) for number in range(6)]
+    for one in (*deep, *rest):
+        plan.add(one)
+    assert plan.stem_cuts(deep[0], 10**6) == (1, 4)  # 9 * 1 and 3 * 3
+    assert plan.stem_cuts(rest[3], 10**6) == (1, 2)  # 3 * 1: what it stands on is read for all
+    assert plan.stem_cuts(deep[0], 600) == (1, 2)  # 3 * 1 more
+    assert sharing(most=0).stem_cuts(deep[0], 10**6) == ()
+    dear = sharing(stem_cost=9 * 256)
+    for one in (*deep, *rest):
+        dear.add(one)
+    assert dear.stem_cuts(deep[0], 10**6) == (4,)  # 3 * 4 at once
+
+
+def test_what_is_held_is_grown_on() -> None:
+    """The stems of rows in slots stay as they are, those that others stand on among them."""
+    plan = sharing()
+    leaf = behind(plan, "abc", 1)
+    assert [stem.key for stem in leaf.chain] == [b"a", b"abc"]
+    lonely = keyed("x", "abcdefg")
+    plan.add(lonely)
+    assert plan.stem_cuts(lonely, 10**6) == (1, 3)
+    assert plan.stem_cuts(keyed("y", "aq"), 10**6) == (1,)
+    assert plan.stem_cuts(keyed("z", "ab"), 10**6) == (1,)  # the second block stands inside one
+    for number in range(2):
+        plan.add(keyed(str(number), "abcdefg"))
+    assert plan.stem_cuts(lonely, 10**6) == (1, 3, 7)
+    computed = Stem(b"abcd", 4 * 256, {}, {}, leaf)  # that no row in a slot has yet
+    assert plan.stem_cuts(lonely, 10**6, computed) == (1, 3, 4, 7)
+    behind(plan, "abcdefg", 1, 3)
+    assert len(plan.layouts.all_stems) == 3
+
+
+def test_a_chain_has_so_many_stems_at_most() -> None:
+    for most in (1, 2, 3, 4):
+        plan = sharing(slots=16, stem_cost=0, most=most)
+        for depth, count in ((1, 40), (2, 20), (3, 10), (4, 8)):
+            for number in range(count):
+                plan.add(keyed(f"{depth} {number}", "abcd"[:depth]))
+        cuts = plan.stem_cuts(keyed("x", "abcde"), 10**6)
+        assert len(cuts) == most
+        behind(plan, "abcd"[: cuts[-1]], *cuts[:-1])
+        assert plan.stem_cuts(keyed("x", "abcde"), 10**6) == cuts
+
+
+def worth(cuts: Cuts, wanted: list[int], held: Cuts, costs: StemCosts) -> int | None:
+    """Cells that these cuts save; None when one of them saves less than it costs."""
+    total = 0
+    for low, high in pairwise((0, *cuts)):
+        if high in held:
+            continue
+        cells = (wanted[high - 1] - 1) * (high - low) * 256
+        cost = costs.another if low else costs.first
+        if cells < max(1, cost):
+            return None
+        total += cells - cost
+    return total
+
+
+def test_of_all_ways_to_cut_the_best_is_taken() -> None:
+    """Against all there are, of random prompts."""
+    rng = random.Random(5)
+    for _ in range(300):
+        wanted = sorted((rng.randrange(1, 9) for _ in range(rng.randrange(8))), reverse=True)
+        costs = StemCosts(rng.randrange(2000), rng.randrange(2000), rng.randrange(1, 4))
+        held = (1,) if wanted and rng.random() < 0.3 else ()
+        ends = range(len(held) + 1, len(wanted) + 1)
+        ways = [
+            (*held, *cuts)
+            for count in range(costs.most - len(held) + 1)
+            for cuts in combinations(ends, count)
+        ]
+        best = max(
+            value
+            for value in (worth(cuts, wanted, held, costs) for cuts in ways)
+            if value is not None
+        )
+        assert worth(cuts_of(wanted, held, costs), wanted, held, costs) == best, (
+            wanted,
+            held,
+            costs,
+        )
+
+
+def test_only_the_places_where_rows_part_are_tried() -> None:
+    """A long prompt is cut in no time: 2,000 blocks, parted at each."""
+    cuts = cuts_of(range(4000, 2000, -1), (), StemCosts(1000, 1000, 4))
+    assert 1 <= len(cuts) <= 4
+    assert cuts_of([5] * 2000, (), StemCosts(1000, 1000, 4)) == (2000,)
+
+
+def test_a_parked_row_comes_back_behind_as_many_tokens() -> None:
+    plan = sharing()
+    behind(plan, "abc", 1)
+    for shared, cuts in ((0, ()), (1, (1,)), (2, (1, 2)), (3, (1, 3)), (4, (1, 3, 4))):
+        one = keyed("x", "abcde")
+        one.parked, one.num_shared = b"row", 256 * shared
+        plan.add(one)
+        group = plan.next_group()
+        assert group is not None
+        assert (group.stem_cuts, group.stem_blocks) == (cuts, shared)
+        plan.group = None
+
+
+def test_rows_of_another_prefix_are_not_in_the_group() -> None:
+    """All rows of a group have its stem; the others come after them, with theirs."""
+    plan = sharing(slots=16)
+    for number in range(5):
+        plan.add(keyed(f"a{number}", "abb"))
+        plan.add(keyed(f"b{number}", "xyz"))
+        plan.add(keyed(f"c{number}", "aqq"))
+    seen = []
+    while (group := plan.next_group()) is not None:
+        assert group.stem_blocks == 3
+        seen.append("".join(sorted(one.job_id for one in group.rows)))
+        plan.group = None
+    assert seen == ["a0a1a2a3a4", "b0b1b2b3b4", "c0c1c2c3c4"]
+
+
+def test_what_stems_stand_on_counts_once_in_the_memory() -> None:
+    costs = Costs(1)
+    plan = sharing()
+    leaves = [behind(plan, keys, 2) for keys in ("abc", "abde")]
+    cells = plan.layouts.main.rows * plan.layouts.main.capacity
+    assert plan.layouts.bytes_held(costs) == cells + 256 * (2 + 1 + 2)
+    demands = [Demand(5 * 256 + 10, 10, 5 * 256)]
+    before = plan.layouts.bytes_needed(costs, demands, stem_keys=[b"q", b"qr", b"qrs", b"4", b"5"])
+    keys = [b"a", b"ab", b"abd", b"abde", b"abdef"]
+    assert before - plan.layouts.bytes_needed(costs, demands, stem_keys=keys) == 4 * 256
+    assert plan.layouts.tokens_held(keys) == 4 * 256
+    assert plan.layouts.tokens_held([b"a"]) == 0
+    new = Stem(b"abdef", 5 * 256, {}, {}, leaves[1])
+    assert plan.layouts.tokens_held([*keys, b"abdefg"], new) == 5 * 256
+    newer = Stem(b"abdefgh", 7 * 256, {}, {}, new)
+    apart = Stem(b"qrstu", 5 * 256, {}, {})
+    chains = (None, leaves[0], new, newer, apart)
+    assert [plan.layouts.bytes_of_new(costs, one) // 256 for one in chains] == [0, 0, 1, 3, 5]
+    assert [plan.layouts.bytes_of_new(costs, one, new) // 256 for one in chains] == [0, 0, 0, 2, 5]
+    assert plan.layouts.bytes_of_new(Costs(2, beside_stem=3), new) == 5 * 256
+
+
+def test_a_new_stem_needs_room_beside_buffers_that_are_larger_than_needed() -> None:
+    """Long rows have left; what they had stands there still, and the stem comes on top."""
+    costs = Costs(1)
+    plan = sharing()
+    for slot, length in enumerate((4000, 4000, 4000, 10)):
+        plan.layouts.admit(Demand(length, 10), slot)
+    for slot in range(3):
+        plan.layouts.release(slot)
+    demands = [Demand(4 * 256 + 10, 10, 4 * 256)]
+    held = plan.layouts.bytes_held(costs)
+    assert plan.layouts.bytes_needed(costs, demands) < held
+    room = held + 4 * 256 + Budget(512, 0, costs).prefill_bytes(demands)
+    assert Budget(512, room, costs).holds(plan.layouts, demands)
+    assert not Budget(512, room - 1, costs).holds(plan.layouts, demands)
+    behind(plan, "abcd")
+    keys = [b"a", b"ab", b"abc", b"abcd"]
+    room += plan.layouts.bytes_held(costs) - held - 4 * 256
+    assert Budget(512, room, costs).holds(plan.layouts, demands, None, keys)
+
+
+def test_a_groups_stem_counts_while_its_prompts_are_computed() -> None:
+    """Nobody has it yet, but it stands there: decoding rows must not grow into its place."""
+    plan = sharing()
+    for number in range(4):
+        plan.add(keyed(str(number), "abcd"))
+    group = plan.next_group()
+    assert group is not None and group.stem_blocks == 4
+    before = plan.prefill_bytes(group)
+    root = Stem(b"ab", 2 * 256, {}, {})
+    group.stem = Stem(b"abcd", 4 * 256, {}, {}, root)
+    assert plan.prefill_bytes(group) - before == 4 * 256
+    for one, new in ((root, 2), (group.stem, 0)):  # rows take it over
+        demand = Demand(one.num_tokens + 1, 1, one.num_tokens)
+        plan.layouts.admit(demand, plan.layouts.num_active, one)
+        assert plan.prefill_bytes(group) - before == new * 256
+
+
+def test_shared_tokens_count_once_in_the_memory() -> None:
+    """Rows behind a prefix need room for it once, wherever it is, and for their own columns."""
+    costs = Costs(1)
+    for count in (4, 8):
+        layouts = SlotLayouts(8)
+        demands = [Demand(4096 + 10, 10, 4096) for _ in range(count)]
+        assert layouts.bytes_needed(costs, demands) == 4096 + count * 256
+        twofold = Costs(1, beside_stem=2)  # prefill reads it in another form than decode does
+        assert layouts.bytes_needed(twofold, demands) == 3 * 4096 + count * 256
+    assert costs.prefill(4096 + 10, 4096, 99) == 10
+    plan = sharing()
+    for keys in ("ab", "abc", "ab"):
+        behind(plan, keys)
+    assert plan.layouts.bytes_needed(costs, []) == 512 + 768 + 4 * 256
+
+
+def test_scheduler_needs_no_tensors() -> None:
+    """The module names no MLX (its source is checked, since tests share a process)."""
+    source = sys.modules["batchkv_worker.engine.schedule.scheduler"].__file__
+    assert source is not None
+    with open(source) as file:
+        assert "mlx" not in file.read().lower().replace("tested without mlx", "")
+
+
+def test_it_knows_no_tensors() -> None:
+    """Nothing that it imports brings MLX in."""
+    code = "import sys, batchkv_worker.engine.schedule.scheduler; print('mlx.core' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == "False\n"

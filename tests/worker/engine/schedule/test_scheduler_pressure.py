@@ -1,0 +1,223 @@
+"""The scheduler and the layouts under a small budget, without tensors: random loads to their end.
+
+What the engine does with arrays is played here with numbers alone: rows join, step, leave and come
+back by the layouts' own rules.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+
+from batchkv_worker.engine.schedule.admission import FEWEST_ANSWERS, AnswerLengths, Budget
+from batchkv_worker.engine.schedule.scheduler import MAX_PREEMPTIONS, Scheduler
+from batchkv_worker.kv.slots.growth import NoRoom, fits
+from batchkv_worker.kv.slots.layout import Demand
+from batchkv_worker.kv.slots.layouts import Costs, SlotLayouts
+from batchkv_worker.sequence import Generation, Sequence
+
+COSTS = (
+    Costs(4, largest=2),
+    Costs(1, {300: 3}),
+    Costs(2, {}, 900, largest=1),
+    Costs(0, {64: 2}, 50),
+)
+
+
+class Play:
+    """An engine of numbers: ``lengths`` is how long each row's answer really is."""
+
+    def __init__(self, rng: random.Random, costs: Costs, is_optimistic: bool) -> None:
+        self.rng, self.slots = rng, rng.choice([1, 3, 8, 16, 16])
+        self.layouts = SlotLayouts(self.slots, costs.per_window)
+        worst = Budget(256, 0, costs)
+        demand = Demand(400, 900)
+        alone = SlotLayouts(1, costs.per_window).bytes_needed(costs, [demand])
+        memory = int((alone + worst.prefill_bytes([demand])) * rng.uniform(1.0, 4.0))
+        self.scheduler = Scheduler(
+            self.layouts, Budget(256, memory, costs), is_optimistic=is_optimistic
+        )
+        self.rows: dict[int, Sequence] = {}
+        self.lengths: dict[str, int] = {}
+        self.learns = rng.random() < 0.3  # else it goes on to expect short answers
+        self.num_ended = 0
+        self.num_preempted = 0
+
+    def add(self, number: int) -> None:
+        length = self.rng.choice([1, 30, 200, 400])
+        row = Sequence(str(number), [1] * (length + 1), Generation(self.rng.choice([5, 100, 900])))
+        most = row.generation.max_tokens
+        self.lengths[row.job_id] = self.rng.choice([1, most, self.rng.randint(1, most)])
+        self.scheduler.add(row)
+
+    def step(self) -> None:
+        group = self.scheduler.next_group()
+        if group is not None:
+            group.position = min(group.width, group.position + 256)
+            self.check()
+            if group.is_computed:
+                self.join()
+        self.make_room()
+        if self.rows:
+            self.layouts.after_step()
+        for slot, row in list(self.rows.items()):
+            row.generated.append(1)
+            row.num_dispatched += 1
+            if len(row.generated) == self.lengths[row.job_id]:
+                if self.learns:
+                    self.scheduler.answers.add(len(row.generated))
+                self.leave(slot)
+                self.num_ended += 1
+        self.layouts.check()
+        self.check()
+
+    def cells(self, demand: Demand | None = None, count: int | None = None) -> int | None:
+        budget, group = self.scheduler.budget, self.scheduler.group
+        left = budget.memory_bytes - self.scheduler.prefill_bytes(group)
+        extra = [] if demand is None else [demand]
+        return self.layouts.max_cells(budget.costs, left, extra, count)
+
+    def join(self) -> None:
+        group = self.scheduler.group
+        assert group is not None
+        held = self.scheduler.prefill_bytes(group)
+        rows = self.scheduler.finish_group()
+        for place, row in enumerate(rows):
+            demand = Demand(row.num_prefill, row.num_remaining)
+            budget = self.scheduler.budget
+            cells = self.layouts.max_cells(budget.costs, budget.memory_bytes - held, [demand])
+            slot, move = self.layouts.make_way(demand)
+            if move is not None:
+                self.rows[move.target] = self.rows.pop(move.source)
+            try:
+                self.layouts.admit(demand, slot, None, cells)
+            except NoRoom:
+                self.set_back(rows[place:])
+                return
+            self.rows[slot] = row
+
+    def make_room(self) -> None:
+        while self.rows:
+            try:
+                self.layouts.before_step(self.cells())
+                return
+            except NoRoom:
+                pass
+            main = self.layouts.main
+            if main.rows > main.num_active:
+                while (move := self.layouts.close_gap()) is not None:
+                    self.rows[move.target] = self.rows.pop(move.source)
+                self.layouts.shrink()
+                continue
+            slots = list(self.rows)
+            self.rng.shuffle(slots)
+            loose = [s for s in slots[1:] if self.rows[s].num_preempted < MAX_PREEMPTIONS]
+            assert loose, "rows admitted by their worst case have room"
+            left = dict(self.rows)
+            for slot in loose:
+                del left[slot]
+                lengths = [main.length(other) for other in left]
+                remaining = max(row.num_remaining for row in left.values())
+                cells = self.cells(count=len(left))
+                if cells is None or fits(lengths, remaining, cells):
+                    break
+            out = [slot for slot in slots if slot not in left]
+            rows = [self.rows[slot] for slot in out]
+            for slot in out:
+                self.leave(slot)
+            self.num_preempted += len(rows)
+            self.set_back(rows)
+
+    def set_back(self, rows: list[Sequence]) -> None:
+        for row in rows:
+            row.num_preempted += 1
+            row.set_back()
+        self.scheduler.requeue(rows)
+
+    def leave(self, slot: int) -> None:
+        self.layouts.release(slot)
+        del self.rows[slot]
+
+    def check(self) -> None:
+        """No slot and no byte is lost, and the budget holds."""
+        budget = self.scheduler.budget
+        assert self.layouts.main.slots == set(self.rows)
+        held = self.layouts.bytes_held(budget.costs)
+        held += self.scheduler.prefill_bytes(self.scheduler.group)
+        assert held <= budget.memory_bytes, (held, budget.memory_bytes)
+
+
+@pytest.mark.parametrize("is_optimistic", [True, False])
+def test_every_row_ends_within_the_budget(is_optimistic: bool) -> None:
+    """No row is lost, none starves or leaves too often, and bytes never exceed the budget."""
+    num_preempted = 0
+    for seed in range(14):
+        rng = random.Random(seed)
+        play = Play(rng, rng.choice(COSTS), is_optimistic)
+        if rng.random() < 0.7:
+            for _ in range(FEWEST_ANSWERS):
+                play.scheduler.answers.add(rng.choice([1, 20]))
+        rows = rng.randrange(1, 30)
+        for number in range(rows):
+            play.add(number)
+            if rng.random() < 0.3:
+                play.step()
+        for _ in range(60_000):
+            if play.scheduler.is_idle:
+                break
+            play.step()
+        assert play.scheduler.is_idle and play.num_ended == rows, seed
+        assert not len(play.scheduler._uses) and not play.layouts.main.slots
+        num_preempted += play.num_preempted
+    assert (num_preempted > 2) == is_optimistic
+
+
+def test_what_most_answers_take() -> None:
+    """Nothing is known of few answers; of many, nine of ten need no more than is expected."""
+    answers = AnswerLengths()
+    for length in range(1, FEWEST_ANSWERS):
+        answers.add(length)
+        assert answers.expected is None
+    for length in range(FEWEST_ANSWERS, 101):
+        answers.add(length)
+    assert answers.expected == 90
+    for _ in range(600):
+        answers.add(7)
+    assert answers.expected == 7
+
+
+def test_set_back_rows_come_first_and_by_their_worst_case_in_the_end() -> None:
+    """A row that had to leave goes before all others; after some times only if all of it fits."""
+    scheduler = Scheduler(SlotLayouts(4), Budget(512, 3000, Costs(1)), is_optimistic=True)
+    for _ in range(FEWEST_ANSWERS):
+        scheduler.answers.add(1)
+    for name in ("young", "old"):
+        scheduler.add(Sequence(name, [1] * 201, Generation(1500)))
+    scheduler.layouts.admit(Demand(200, 10), 0)
+    young, _ = scheduler.waiting
+    group = scheduler.next_group()
+    assert group is not None and young in group.rows
+    scheduler.requeue(scheduler.abandon_group())
+    assert next(iter(scheduler.waiting)) is young
+    young.num_preempted = MAX_PREEMPTIONS
+    assert scheduler.next_group() is None  # and nobody passes it
+    scheduler.layouts.release(0)
+    group = scheduler.next_group()
+    assert group is not None and group.rows == [young]
+
+
+def test_admission_needs_no_tensors() -> None:
+    """What decides imports no MLX (the sources are checked, since tests share a process)."""
+    for name in (
+        "engine.schedule.admission",
+        "engine.schedule.scheduler",
+        "kv.slots.growth",
+        "kv.slots.layout",
+        "kv.slots.layouts",
+    ):
+        source = sys.modules[f"batchkv_worker.{name}"].__file__
+        assert source is not None
+        with open(source) as file:
+            assert "mlx" not in file.read().lower().replace("tested without mlx", "")

@@ -1,0 +1,128 @@
+"""How large chunks of prompts are chosen."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+
+from batchkv_worker.engine import chunk_size as chunk_probe
+from batchkv_worker.engine.engine import Engine, EngineConfig
+from batchkv_worker.sequence import Generation, Sequence
+from support import tiny_models
+
+
+class SlowCompiler:
+    """A clock, and a device that compiles for each size what it computes the first time."""
+
+    def __init__(self, seconds: dict[int, float], compiling: float) -> None:
+        self.now = 100.0
+        self._seconds, self._compiling = seconds, compiling
+        self._known: set[int] = set()
+        self.computed: list[int] = []
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def compute(self, _loaded: object, _plan: object, size: int) -> None:
+        self.computed.append(size)
+        self.now += self._seconds[size] if size in self._known else self._compiling
+        self._known.add(size)
+
+
+def chosen_on(
+    monkeypatch: pytest.MonkeyPatch, device: SlowCompiler, *, is_cuda: bool = True
+) -> int:
+    """What `auto` comes down to there."""
+    monkeypatch.setattr(chunk_probe.mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(chunk_probe.mx.metal, "is_available", lambda: not is_cuda)
+    monkeypatch.setattr(chunk_probe, "time", device)
+    monkeypatch.setattr(chunk_probe, "_compute", device.compute)
+    return chunk_probe.choose_chunk(SimpleNamespace(context=32_768), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "is_whole", "chosen"),
+    [
+        ({256: 100.0, 512: 180.0, 1024: 200.0, 2048: 201.0}, True, 1024),
+        ({256: 200.0, 512: 150.0}, True, 256),
+        ({256: 98.0, 512: 100.0, 1024: 90.0}, True, 256),
+        ({256: 98.0, 512: 100.0}, False, 256),
+        ({256: 50.0, 512: 100.0}, False, 2048),
+        ({256: 50.0}, False, 2048),
+        ({256: 50.0}, True, 256),
+        ({}, True, 2048),
+    ],
+)
+def test_the_smallest_that_is_nearly_the_fastest(
+    speeds: dict[int, float], is_whole: bool, chosen: int
+) -> None:
+    """A few percent are not worth a longer wait of the rows that decode; what rises may go on."""
+    assert chunk_probe.smallest_fast(chunk_probe.Measured(speeds, is_whole), 2048) == chosen
+
+
+def test_compiling_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three seconds of compiling for each size keep no larger one from being tried and chosen."""
+    device = SlowCompiler(dict.fromkeys(chunk_probe.SIZES, 0.05), compiling=3.0)
+    assert chosen_on(monkeypatch, device) == 2048
+    flat = SlowCompiler({256: 0.05, 512: 0.06, 1024: 0.12, 2048: 0.24}, compiling=3.0)
+    assert chosen_on(monkeypatch, flat) == 512
+
+
+@pytest.mark.parametrize(("is_cuda", "usual"), [(True, 2048), (False, 1024)])
+def test_a_slow_device_gets_what_is_usual_there(
+    monkeypatch: pytest.MonkeyPatch, is_cuda: bool, usual: int
+) -> None:
+    """One size takes all the time that there is, computed or compiled: nothing is concluded."""
+    slow = SlowCompiler(dict.fromkeys(chunk_probe.SIZES, 3.0), compiling=3.0)
+    assert chosen_on(monkeypatch, slow, is_cuda=is_cuda) == usual
+    assert set(slow.computed) == {256}
+    endless = SlowCompiler(dict.fromkeys(chunk_probe.SIZES, 0.05), compiling=40.0)
+    assert chosen_on(monkeypatch, endless, is_cuda=is_cuda) == usual
+    assert 1024 not in endless.computed
+
+
+def test_a_waking_device_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least of several turns counts: what the first size met at first says nothing of it."""
+    device = SlowCompiler({256: 0.1, 512: 0.2, 1024: 0.4, 2048: 0.8}, compiling=0.1)
+    compute, is_awake = device.compute, []
+
+    def wake(loaded: object, plan: object, size: int) -> None:
+        compute(loaded, plan, size)
+        if len(is_awake) < 2:
+            device.now += 1.0
+        is_awake.append(size)
+
+    monkeypatch.setattr(device, "compute", wake)
+    assert chosen_on(monkeypatch, device) == 256
+
+
+def test_sizes_are_measured_within_the_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without any time one size is tried; what is chosen serves, and is in the log."""
+    model = tiny_models.build("llama")
+    monkeypatch.setattr(chunk_probe.mx, "default_device", lambda: "a GPU")
+    monkeypatch.setattr(chunk_probe, "SECONDS", 0.5)
+    monkeypatch.setattr(chunk_probe, "SIZES", (256, 512))
+    monkeypatch.setattr(chunk_probe, "TURNS", 1)
+    config = EngineConfig("affine8", slots=2, chunk_tokens=None, memory_bytes=2**27, path="fused")
+    with caplog.at_level("INFO"):
+        running = Engine(tiny_models.loaded(model), config)
+    assert running._scheduler.budget.chunk_tokens in (256, 512, 1024)
+    assert "in chunks of" in caplog.text
+    assert list(chunk_probe.measure(running.loaded, running.plan, 0.0).speeds) == [256]
+    found = chunk_probe.measure(running.loaded, running.plan, 60.0)
+    assert max(found.speeds) == 512 and found.is_whole
+    running.submit_row(Sequence("a", [1] * 700, Generation(3, temperature=0.0)))
+    while not running.is_idle:
+        running.step()
+
+
+def test_a_cpu_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start-up there takes no longer."""
+    monkeypatch.setattr(chunk_probe, "measure", lambda *_: pytest.fail("measured"))
+    config = EngineConfig("float", slots=2, chunk_tokens=None, memory_bytes=2**27, path="fused")
+    running = Engine(tiny_models.loaded(tiny_models.build("llama")), config)
+    assert running._scheduler.budget.chunk_tokens == 512

@@ -1,0 +1,106 @@
+"""Sampling: one call for all rows, the same choice as mlx-lm's samplers and processors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_repetition_penalty
+
+from batchkv_worker.engine.tokens.sampling import sample, uniform
+from batchkv_worker.sequence import Generation, Sequence
+
+
+def row(prompt: list[int] | None = None, dispatched: int = 0, **params: Any) -> Sequence:
+    made = Sequence("x", prompt or [1], Generation(max_tokens=100, **params))
+    made.num_dispatched = dispatched
+    return made
+
+
+def draws(logits: mx.array, count: int, **params: Any) -> Counter[int]:
+    """How often each token is drawn in ``count`` draws of one row's stream."""
+    rows: list[Sequence | None] = [row(dispatched=i, **params) for i in range(count)]
+    many = mx.broadcast_to(logits, (count, logits.shape[-1]))
+    return Counter(sample(many, mx.zeros((count,), mx.int32), rows).tokens.tolist())
+
+
+def test_greedy_rows_take_the_likeliest_token() -> None:
+    """Temperature 0 is the arg max, beside sampled rows too, and free slots harm nobody."""
+    logits = mx.random.normal((4, 50))
+    rows = [row(temperature=0.0), None, row(temperature=1.0, seed=3), row(temperature=0.0)]
+    tokens = sample(logits, mx.zeros((4,), mx.int32), rows).tokens.tolist()
+    best = mx.argmax(logits, axis=-1).tolist()
+    assert tokens[0] == best[0] and tokens[3] == best[3]
+
+
+def test_frequencies_follow_the_distribution() -> None:
+    """10,000 draws land within 2 points of the softmax, with and without temperature."""
+    logits = mx.array([[1.0, 0.0, -1.0, 2.0]])
+    for temperature in (1.0, 0.5, 2.0):
+        expected = mx.softmax(logits[0] / temperature).tolist()
+        counts = draws(logits, 10_000, temperature=temperature, seed=9)
+        for token, share in enumerate(expected):
+            assert counts[token] / 10_000 == pytest.approx(share, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("params", "reference"),
+    [
+        ({"top_k": 3}, lambda lp: apply_top_k(lp, 3)),
+        ({"top_p": 0.6}, lambda lp: apply_top_p(lp, 0.6)),
+        ({"min_p": 0.2}, lambda lp: apply_min_p(lp, 0.2)),
+        ({"top_p": 0.8, "top_k": 4}, lambda lp: apply_top_k(apply_top_p(lp, 0.8), 4)),
+    ],
+)
+def test_filters_keep_what_mlx_lm_keeps(params: dict[str, Any], reference: Any) -> None:
+    """The tokens that can be drawn are exactly those that mlx-lm's filters leave."""
+    mx.random.seed(4)
+    logits = mx.random.normal((1, 12)) * 1.5
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    allowed = {i for i, lp in enumerate(reference(logprobs)[0].tolist()) if lp > -float("inf")}
+    seen = set(draws(logits, 4000, temperature=1.5, seed=2, **params))
+    assert seen == allowed
+
+
+def test_rows_with_and_without_filters_share_a_call() -> None:
+    """A row's filter does not leak to its neighbours."""
+    logits = mx.broadcast_to(mx.array([0.0, 0.0, 0.0, 0.1]), (400, 4))
+    rows: list[Sequence | None] = [
+        row(dispatched=i, temperature=1.0, top_k=1 if i % 2 else 0, seed=1) for i in range(400)
+    ]
+    tokens = sample(logits, mx.zeros((400,), mx.int32), rows).tokens.tolist()
+    assert set(tokens[1::2]) == {3} and set(tokens[0::2]) == {0, 1, 2, 3}
+
+
+def test_repetition_penalty_is_mlx_lms() -> None:
+    """Penalized logits choose what mlx-lm's processor would, the token in flight included."""
+    mx.random.seed(5)
+    logits = mx.random.normal((3, 40)) * 0.3
+    prompt = [3, 9, 9, 27, 14]
+    inputs = mx.array([int(i) for i in mx.argmax(logits, axis=-1).tolist()])
+    rows = [row(prompt, temperature=0.0, repetition_penalty=p) for p in (1.0, 1.8, 3.0)]
+    got = sample(logits, inputs, list(rows)).tokens.tolist()
+    for index, made in enumerate(rows):
+        history = [
+            *prompt[:-1],
+            inputs[index].item(),
+        ]  # the first step is fed the last of the prompt
+        process = make_repetition_penalty(made.generation.repetition_penalty, 20)
+        expected = mx.argmax(process(history, mx.array(logits[index : index + 1])), axis=-1)
+        assert got[index] == expected.item()
+
+
+def test_streams_are_stable_and_distinct() -> None:
+    """A seed's stream is the same in every process; golden values pin it. Seeds differ."""
+    assert [round(uniform(0, i), 12) for i in range(2)] == [0.883310808214, 0.431527997049]
+    assert uniform(1, 0) != uniform(2, 0)
+    assert all(0 <= uniform(s, i) < 1 for s in (-1, 0, 2**64 - 1) for i in range(100))
+
+
+def test_no_number_of_the_stream_leaves_the_vocabulary() -> None:
+    """Points at both ends of [0, 1) fall on tokens that have weight."""
+    logits = mx.array([[0.0, -1e9, 0.0, -1e9]])
+    seen = set(draws(logits, 2000, temperature=1.0, seed=77))
+    assert seen == {0, 2}

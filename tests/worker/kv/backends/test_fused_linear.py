@@ -1,0 +1,331 @@
+"""Layers of one input are multiplied at once: the same answers, and nothing else of the model."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+
+from batchkv_worker.kv.backends.cpu import blocked_linear as narrow
+from batchkv_worker.kv.backends.gpu import fused_linear as siblings
+from batchkv_worker.kv.backends.gpu import joint_product as joint
+from batchkv_worker.prefix.shared.identity import weights_digest
+from worker.kv.crowd import Crowd, model_of, random_prompt
+
+ROWS = 6
+SIZE = 64
+
+
+class Toy(nn.Module):
+    """Layers that read the same input, and some that only seem to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mx.random.seed(3)
+        self.table = nn.Embedding(16, SIZE)
+        self.q = nn.Linear(SIZE, 96, bias=False)
+        self.k = nn.Linear(SIZE, 32, bias=False)
+        self.v = nn.Linear(SIZE, 48, bias=False)
+        self.gate = nn.Linear(SIZE, 80)
+        self.up = nn.Linear(SIZE, 80)
+        self.packed_gate = nn.QuantizedLinear(SIZE, 32, bias=False, bits=4)
+        self.packed_up = nn.QuantizedLinear(SIZE, 64, bias=False, bits=4)
+        self.other_bits = nn.QuantizedLinear(SIZE, 32, bias=False, bits=8)
+        self.other_dtype = nn.Linear(SIZE, 32, bias=False)
+        self.other_dtype_too = nn.Linear(SIZE, 32, bias=False)
+        for module in (self.other_dtype, self.other_dtype_too):
+            module.set_dtype(mx.bfloat16)  # alike, but not like their input
+        self.other_input = nn.Linear(SIZE, 32, bias=False)
+        self.twice = nn.Linear(SIZE, 32, bias=False)
+        self.head = nn.Linear(SIZE, 16, bias=False)
+        for module in self.modules():
+            if "bias" in module:
+                module.bias = mx.random.normal(module.bias.shape)
+
+    def make_cache(self) -> list[Any]:
+        return []
+
+    def parts(self, x: mx.array) -> dict[str, mx.array]:
+        names = ("q", "k", "v", "gate", "up", "packed_gate", "packed_up")
+        others = ("other_bits", "other_dtype", "other_dtype_too", "twice", "twice")
+        found = {name: self[name](x) for name in (*names, *others)}
+        return {**found, "other_input": self.other_input(x + 0)}
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        parts = self.parts(self.table(tokens))
+        sums = sum(part.astype(mx.float32).sum(axis=-1, keepdims=True) for part in parts.values())
+        return self.head(self.table(tokens) + sums)
+
+
+FAMILIES = [("q", "k", "v"), ("gate", "up"), ("packed_gate", "packed_up")]
+
+
+@pytest.fixture
+def faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One product wins every comparison, on every machine; blocks, which a CPU may have, none."""
+    monkeypatch.setattr(joint, "is_start_dear", lambda: True)
+    monkeypatch.setattr(narrow, "_is_faster", lambda *shape: False)
+    monkeypatch.setattr(joint, "is_faster", lambda *shape: True)
+
+
+@pytest.fixture
+def without_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def family_of(toy: Toy, name: str) -> siblings.Family:
+    family: siblings.Family = toy[name]._family
+    return family
+
+
+def test_only_layers_of_one_input_and_one_kind_are_a_family(faster: None) -> None:
+    toy = Toy()
+    assert siblings.install(toy, ROWS) == len(FAMILIES)
+    for names in FAMILIES:
+        assert len({id(family_of(toy, name)) for name in names}) == 1
+        assert [toy[name]._place for name in names] == list(range(len(names)))
+    alone = ("other_bits", "other_dtype", "other_dtype_too", "other_input", "twice", "head")
+    assert {type(toy[name]) for name in alone} == {nn.Linear, nn.QuantizedLinear}
+
+
+def test_answers_and_parameters_stay_what_they_were(faster: None) -> None:
+    toy = Toy()
+    few, many = mx.random.normal((ROWS, 1, SIZE)), mx.random.normal((1, ROWS + 1, SIZE))
+    before = toy.parts(few), toy.parts(many)
+    names = [name for name, _ in tree_flatten(toy.parameters())]
+    digest = weights_digest(toy)
+
+    assert siblings.install(toy, ROWS) == len(FAMILIES)
+
+    for x, expected in zip((few, many), before, strict=True):
+        for name, part in toy.parts(x).items():
+            assert part.shape == expected[name].shape
+            assert mx.allclose(part, expected[name], atol=1e-5).item(), name
+    assert [name for name, _ in tree_flatten(toy.parameters())] == names
+    assert weights_digest(toy) == digest
+
+
+def test_one_product_serves_few_rows_alone(faster: None) -> None:
+    """Which of both serves shows when one is spoilt."""
+    toy = Toy()
+    siblings.install(toy, ROWS)
+    for names in FAMILIES:
+        family = family_of(toy, names[0])
+        whole = family._product
+        family._product = lambda x, whole=whole: [part * mx.nan for part in whole(x)]
+    for shape, is_spoilt in (((ROWS, 1, SIZE), True), ((1, ROWS + 1, SIZE), False)):
+        parts = toy.parts(mx.ones(shape))
+        for name in sum(FAMILIES, ()):
+            assert mx.isnan(parts[name]).all().item() == is_spoilt
+            assert mx.isnan(parts[name]).any().item() == is_spoilt
+
+
+def test_who_is_asked_something_else_multiplies_itself(faster: None) -> None:
+    toy = Toy()
+    x, y = mx.random.normal((2, 1, SIZE)), mx.random.normal((2, 1, SIZE))
+    plain = {(name, n): toy[name](z) for name in FAMILIES[0] for n, z in enumerate((x, y))}
+    siblings.install(toy, ROWS)
+    orders = [
+        [("k", 0), ("q", 0), ("v", 1), ("k", 0)],
+        [("v", 0), ("q", 1), ("k", 0), ("v", 1), ("k", 1)],
+        [("q", 0), ("q", 1), ("k", 1), ("k", 0), ("v", 1)],
+        [("q", 0), ("k", 0), ("k", 0), ("v", 0)],
+    ]
+    for order in orders:
+        for name, n in order:
+            assert mx.allclose(toy[name]((x, y)[n]), plain[name, n], atol=1e-5).item(), order
+
+
+def test_nothing_is_held_once_all_were_asked(faster: None) -> None:
+    toy = Toy()
+    siblings.install(toy, ROWS)
+    family = family_of(toy, "q")
+    x = mx.random.normal((2, 1, SIZE))
+    for name in FAMILIES[0][:-1]:
+        toy[name](x)
+    assert family._input is x
+    toy.v(x)
+    assert family._input is None
+    assert not family._parts
+    toy.q(x)
+    toy.q(mx.zeros((ROWS + 1, 1, SIZE)))  # more rows: nobody else will be asked for these
+    assert family._input is None
+
+
+def test_weights_stand_once(faster: None, without_collection: None) -> None:
+    """Whatever read them on the way is gone, and not only when Python gets round to it."""
+    toy = Toy()
+    mx.eval(toy.parameters())
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    siblings.install(toy, ROWS)
+    more = mx.get_active_memory() - before
+    assert more < toy.k.weight.nbytes
+    assert mx.get_cache_memory() < toy.q.weight.nbytes
+
+
+def test_a_second_engine_of_the_model_decides_anew(
+    faster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = Toy()
+    x = mx.random.normal((2, 1, SIZE))
+    plain = toy.parts(x)
+    mx.eval(plain)
+    for _ in range(2):
+        assert siblings.install(toy, ROWS) == len(FAMILIES)
+        assert all(mx.allclose(toy.parts(x)[name], plain[name], atol=1e-5) for name in plain)
+    siblings.forget(toy)
+    assert not hasattr(toy.q, "_family")
+    assert siblings.install(toy, ROWS) == len(FAMILIES)
+    monkeypatch.setattr(joint, "is_faster", lambda *shape: False)
+    assert siblings.install(toy, ROWS) == 0
+    assert {type(module) for module in toy.modules()} == {
+        *(Toy, nn.Embedding, nn.Linear, nn.QuantizedLinear),
+    }
+
+
+@pytest.mark.parametrize("wrong", ["queries", "keys", "gate"])
+def test_products_that_answer_otherwise_are_not_kept(
+    wrong: str, faster: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever part it is: what queries find shows from the second token on."""
+    place = {"queries": 0, "keys": 1, "gate": 0}[wrong]
+    right = joint.product_of
+
+    def product_of(family: Any, whole: Any) -> joint.Product:
+        product = right(family, whole)
+        is_wrong = (len(family) == 3) == (wrong != "gate")
+        return lambda x: [
+            part[..., ::-1] if is_wrong and n == place else part
+            for n, part in enumerate(product(x))
+        ]
+
+    model = model_of("llama")
+    assert siblings.install(model, ROWS) == 2 * len(model.layers)
+    monkeypatch.setattr(joint, "product_of", product_of)
+    with caplog.at_level(logging.WARNING, "batchkv.engine"):
+        assert siblings.install(model, ROWS) == 0
+    assert "otherwise" in caplog.text
+    assert siblings.SiblingLinear not in {type(module) for module in model.modules()}
+
+
+@pytest.mark.parametrize("where", ["is_faster", "whole_of", "product_of"])
+def test_a_device_that_refuses_multiplies_as_before(
+    where: str, faster: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("[malloc] Unable to allocate")
+
+    toy = Toy()
+    x = mx.random.normal((2, 1, SIZE))
+    plain = toy.parts(x)
+    monkeypatch.setattr(joint, where, refuse)
+    with caplog.at_level(logging.WARNING, "batchkv.engine"):
+        assert siblings.install(toy, ROWS) == 0
+    assert "Unable to allocate" in caplog.text
+    assert all(mx.array_equal(toy.parts(x)[name], plain[name]) for name in plain)
+
+
+@pytest.mark.skipif(joint.is_start_dear(), reason="there is a GPU")
+def test_on_a_cpu_each_layer_multiplies_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint, "is_faster", lambda *shape: True)
+    toy = Toy()
+    assert siblings.install(toy, ROWS) == 0
+    assert type(toy.q) is nn.Linear
+
+
+def like_of(module: Any, dtype: mx.Dtype) -> joint.Likeness:
+    module.set_dtype(dtype)
+    return joint.likeness_of(module, mx.zeros((1, 64), dtype))
+
+
+KINDS = {
+    "float": lambda: like_of(nn.Linear(64, 32, bias=False), mx.float32),
+    "half": lambda: like_of(nn.Linear(64, 32), mx.bfloat16),
+    "affine": lambda: like_of(nn.QuantizedLinear(64, 32, bits=4), mx.float32),
+    "mxfp4": lambda: like_of(nn.QuantizedLinear(64, 32, False, 32, 4, mode="mxfp4"), mx.bfloat16),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_faster_one_wins_if_it_is_right(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is timed is played, first the layers apart, then at once; what they answer is real."""
+    like = KINDS[kind]()
+
+    products, asked = joint.product_of, []
+
+    def noting(*how: Any) -> joint.Product:
+        product = products(*how)
+        return lambda x: (asked.append("at once"), product(x))[1]
+
+    def verdict(once: float | None = None, won: float | None = None) -> bool:
+        def play_least_times(ways: list[Any], repeats: int) -> list[float | None]:
+            asked.append("once")
+            return [once]
+
+        def play_gain(plain: Callable[[], Any], other: Callable[[], Any], times: int) -> float:
+            asked.clear()
+            mx.eval(plain())
+            assert times > 1 and won is not None and not asked
+            mx.eval(other())
+            assert asked == ["at once"]
+            return won
+
+        asked.clear()
+        monkeypatch.setattr(joint, "product_of", noting)
+        monkeypatch.setattr(joint, "least_times", play_least_times)
+        monkeypatch.setattr(joint, "gain", play_gain)
+        joint.is_faster.cache_clear()
+        return joint.is_faster(like, (64, 32), ROWS)
+
+    assert verdict(1.0, 1.2)
+    assert not verdict(1.0, 1.05)
+    assert not verdict(None)
+    assert not verdict(2 * joint._LONGEST)
+    with monkeypatch.context() as less:
+        less.setattr(joint, "MAX_WEIGHTS", 64 * 96 - 1)
+        assert not verdict(1.0, 1.2)
+        assert not asked  # not even timed
+    right = products
+    products = lambda *how: lambda x: [part * (1 + n) for n, part in enumerate(right(*how)(x))]  # noqa: E731
+    assert not verdict(1.0, 1.2)
+    joint.is_faster.cache_clear()
+
+
+def test_layers_that_hold_other_dtypes_are_not_alike() -> None:
+    x = mx.zeros((1, 64))
+    layers = [nn.QuantizedLinear(64, 32, bias=False, bits=4) for _ in range(2)]
+    assert joint.likeness_of(layers[0], x) == joint.likeness_of(layers[1], x)
+    layers[1].scales = layers[1].scales.astype(mx.bfloat16)
+    assert joint.likeness_of(layers[0], x) != joint.likeness_of(layers[1], x)
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma3_text", "qwen3_next"])
+def test_whole_engines_give_the_same_tokens_both_ways(
+    family: str, is_quantized: bool, faster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = {f"row {n}": random_prompt(n, 30 + 37 * n) for n in range(5)}
+    model = model_of(family)
+    if is_quantized:
+        model = type(model)(model.args)
+        nn.quantize(model, group_size=32, bits=8)
+    found, kinds = [], []
+    for wins in (True, False):
+        monkeypatch.setattr(joint, "is_start_dear", lambda wins=wins: wins)
+        crowd: Any = Crowd(model, path="folded")
+        found.append(crowd.answers(prompts))
+        kinds.append({type(module) for module in crowd.model.modules()})
+    assert found[0] == found[1]
+    sibling = siblings.SiblingQuantizedLinear if is_quantized else siblings.SiblingLinear
+    assert sibling in kinds[0]
+    assert sibling not in kinds[1]

@@ -1,0 +1,182 @@
+"""The host waits for the device while a prompt is computed, and starts each layer of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from batchkv_worker.kv.backends import pacing as pace
+from batchkv_worker.kv.backends.cpu import causal_tiles as triangles
+from batchkv_worker.kv.layers import attention_slots
+from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
+from batchkv_worker.kv.layers.attention_slots import AttentionSlots
+from batchkv_worker.kv.layers.decode import DecodeSlots
+from batchkv_worker.kv.layers.discover import CacheTree
+from batchkv_worker.kv.layers.prefill_rows import PrefillRows
+from batchkv_worker.kv.slots.layout import Demand
+from batchkv_worker.kv.slots.step_view import Shapes
+from worker.kv.crowd import Crowd, random_prompt
+from worker.kv.reference import (
+    HEADS,
+    SIZE,
+    attention_kind,
+    keys_of,
+    prefilled,
+    state_kind,
+    values_of,
+)
+
+
+def is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA."""
+    init = pace.Pace.__init__
+
+    def kept(self: Any) -> None:
+        init(self)
+        self._is_kept = True
+
+    monkeypatch.setattr(pace.Pace, "__init__", kept)
+
+
+def test_all_layers_of_a_group_go_at_one_pace() -> None:
+    """Layers that keep keys and values share it; another group has its own."""
+    kinds = [attention_kind("affine8"), state_kind(), attention_kind("float")]
+    first, second = (
+        {id(layer.pace) for layer in rows.layers if isinstance(layer, AttentionPrefill)}
+        for rows in (PrefillRows(kinds, 10, 10), PrefillRows(kinds, 10, 10))
+    )
+    assert len(first) == len(second) == 1
+
+
+def test_so_many_layers_are_under_way_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer is started, and the host waits for the one ``LAYERS_AHEAD`` before."""
+    is_kept(monkeypatch)
+    own = pace.Pace()
+    for index in range(3 * pace.LAYERS_AHEAD):
+        own.follow(mx.array([index]) + 1)
+        assert len(own._started) == min(index + 1, pace.LAYERS_AHEAD)
+    assert own._started[0].item() == 2 * pace.LAYERS_AHEAD + 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gear", "deepseek_v3"])
+def test_pace_changes_no_token(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows give the same with and without waiting, in ragged groups and behind prefixes."""
+
+    def tokens() -> list[list[int]]:
+        crowd = Crowd(family, scheme="affine8", chunk_tokens=128, prefix_bytes=2**25)
+        for index, length in enumerate((300, 40, 301, 7)):
+            crowd.add(str(index), random_prompt(index, length))
+        crowd.drain().run("warm", random_prompt(0, 300))
+        return [crowd.tokens(job) for job in crowd.prompts]
+
+    free = tokens()
+    is_kept(monkeypatch)
+    assert tokens() == free
+
+
+def test_attention_of_prompts_reads_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing dense outlives its layer: what update_and_fetch hands out is never used."""
+    asked: list[bool] = []
+    answer = AttentionPrefill._attend
+
+    def noting(self: AttentionPrefill, *question: Any) -> mx.array:
+        if not self._shared:  # behind a stem, floats too are answered for
+            asked.append(self._scheme.is_packed)
+        return answer(self, *question)
+
+    monkeypatch.setattr(AttentionPrefill, "_attend", noting)
+    monkeypatch.setattr(triangles, "are_cut", lambda: False)  # a CPU's reason to answer
+    for scheme in ("affine8", "nvfp4", "float"):
+        asked.clear()
+        Crowd("llama", scheme=scheme).run("a", random_prompt(1, 40))
+        assert all(asked) and bool(asked) is (scheme != "float")
+
+
+# -- decode
+
+
+def start_layers(monkeypatch: pytest.MonkeyPatch, *, starts: bool) -> None:
+    monkeypatch.setattr(attention_slots, "starts_layers", lambda: starts)
+
+
+def test_a_cpu_is_given_layers() -> None:
+    device = mx.default_device()
+    assert pace.starts_layers() is (device == mx.Device(mx.cpu))
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        ("llama", "float"),
+        ("llama", "turbo3.5"),
+        ("gemma3_text", "affine8"),
+        ("gemma3n", "float"),  # layers that attend over another's keys
+        ("gpt_oss", "float"),
+        ("qwen3_next", "affine8"),  # states
+        ("deepseek_v3", "float"),  # answers for itself: started as a whole
+    ],
+)
+def test_starting_layers_changes_no_token(
+    family: str, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that come, go, grow and share, the same either way."""
+    found = []
+    for starts in (True, False):
+        start_layers(monkeypatch, starts=starts)
+        crowd = Crowd(family, scheme=scheme, slots=5, chunk_tokens=256, prefix_bytes=2**25)
+        prefix = random_prompt(1, 300)
+        for index in range(14):
+            prompt = prefix[: 300 * (index % 2)] + random_prompt(2 + index, 3 + 40 * (index % 5))
+            crowd.add(str(index), prompt, count=3 + 7 * (index % 4), logprobs=1)
+        while not crowd.engine.is_idle:
+            crowd.step()
+            crowd.engine.check_integrity()
+        found.append({job: crowd.tokens(job) for job in crowd.prompts})
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("joins", [True, False])
+@pytest.mark.parametrize("starts", [True, False])
+def test_buffers_are_written_in_place(
+    starts: bool, joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far the device is behind: who does not wait for it has the buffers copied.
+
+    One layer of few operations, for MLX's CPU backend makes the host wait by itself for many.
+    """
+    start_layers(monkeypatch, starts=starts)
+    kind = attention_kind("float", path="fused")
+    slots = DecodeSlots([kind], CacheTree((), (0,)), 4, Shapes())
+    rows = [tuple(range(1 + row, 601 + row)) for row in range(4)]
+    for row in rows:
+        slots.admit(Demand(600, 200), prefilled([kind], [row], ()).row(0, 600))
+    (layer,) = slots.layers
+    assert isinstance(layer, AttentionSlots) and layer.attend is not None
+    large = mx.random.normal((900, 900))
+    pieces = prefilled([kind], [rows[3]], ()).row(0, 600)
+    fed = [[row] for row in range(1, 5)]
+    asked, keys, values = mx.ones((4, 3 * HEADS, 1, SIZE)), keys_of(fed), values_of(fed)
+    mx.eval(large, pieces, asked, keys, values, slots.arrays)
+    for step in range(4):
+        mx.synchronize()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        busy = (large @ large)[0, 0] * 1e-30  # what stands before all else in the device's queue
+        mx.async_eval(busy)
+        for joining in (step, (step + 1) % 4) if joins else ():  # one after the other
+            slots.release(joining)
+            slots.place(Demand(600, 200))
+            slots.fill(joining, [tuple(part + busy for part in pieces[0])])
+            slots.settle()
+        for _ in range(2):
+            slots.begin_step()
+            layer.update_and_fetch(keys + busy, values + busy)
+            out = layer.attend(asked, 0.1, None, None)
+            slots.end_step()
+            if not starts:
+                mx.eval(out, slots.arrays)
+        mx.eval(slots.arrays)
+        taken = mx.get_peak_memory() - before - large.nbytes
+        assert taken < min(array.nbytes for array in slots.arrays), (step, taken)

@@ -1,0 +1,349 @@
+"""The kernel for stems: what surrounds it anywhere, the kernel itself where there is CUDA.
+
+Elsewhere its place is taken by the same sums put together from MLX's, which read their inputs by
+the names that the kernel gives them; and its source is compiled for a CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from batchkv_worker.engine.schedule.prefix_split import StemCosts
+from batchkv_worker.kv.attention import paths as attention
+from batchkv_worker.kv.attention import shared_prefix as stem
+from batchkv_worker.kv.attention.paths import Path as AttentionPath
+from batchkv_worker.kv.backends.cuda import prefix_kernel as stem_kernel
+from batchkv_worker.kv.backends.cuda.prefix_kernel_source import Kind
+from batchkv_worker.kv.backends.device import is_cuda
+from batchkv_worker.kv.layers.contract import Both
+from batchkv_worker.kv.schemes.packing import LayerScheme, LayerShape, fit_model
+from batchkv_worker.kv.schemes.spec import SchemeSpec
+from batchkv_worker.kv.start import plan
+from batchkv_worker.kv.start import prefix_cost as stem_cost
+from worker.kv.block_of_threads import in_threads, is_there_a_compiler
+from worker.kv.crowd import Crowd, random_prompt
+
+SCALE = 0.2
+SHAPES = (LayerShape(2, 64, 64), LayerShape(1, 32, 64), LayerShape(4, 128, 128))
+has_cuda = is_cuda()
+
+
+def in_place_of(kind: Kind) -> Callable[..., list[mx.array]]:
+    """What the kernel of that kind computes, and what it may rely on."""
+
+    def kernel(
+        inputs: list[mx.array],
+        template: list[tuple[str, Any]],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: list[tuple[int, ...]],
+        output_dtypes: list[mx.Dtype],
+    ) -> list[mx.array]:
+        given = dict(zip(kind.inputs, inputs, strict=True))
+        constants = dict(template)
+        queries = given["queries"]
+        rows, heads, lines, size = queries.shape
+        assert (constants["KEY_SIZE"], constants["LINES"]) == (size, lines)
+        assert constants["VALUE_SIZE"] == given["values"].shape[-1]
+        same = ("queries", "keys", "values", *(["sinks"] if kind.has_sinks else []))
+        assert {given[name].dtype for name in same} == {constants["T"]}
+        warps = constants["WARPS"] * 32
+        assert (grid, threadgroup) == ((heads * warps, rows, 1), (warps, 1, 1))
+        scores = [queries.astype(mx.float32) @ given["keys"].astype(mx.float32).swapaxes(-1, -2)]
+        if kind.has_mask:
+            assert given["mask"].shape == (rows, scores[0].shape[-1])
+            scores[0] = mx.where(given["mask"][:, None, None], scores[0], -1e30)
+        scores[0] = scores[0].swapaxes(0, 1)
+        for n in range(kind.stems):
+            far = given[f"far{n}"]
+            assert far.shape[:-1] == (1, heads, rows * lines)
+            scores.append(far.reshape(heads, rows, lines, -1).astype(mx.float32))
+        scores += [given[f"score{n}"] for n in range(kind.summaries)]
+        if kind.has_sinks:
+            sinks = given["sinks"].reshape(heads, 1, lines, 1).astype(mx.float32)
+            scores.append(mx.broadcast_to(sinks, (heads, rows, lines, 1)))
+        top = mx.concatenate([part.max(axis=-1, keepdims=True) for part in scores], axis=-1)
+        weights = [mx.exp(part - top.max(axis=-1, keepdims=True)) for part in scores]
+        total = sum(part.sum(axis=-1, keepdims=True) for part in weights)
+        near = weights[0] @ given["values"].astype(mx.float32).swapaxes(0, 1)
+        for n, weight in enumerate(weights[1 + kind.stems :][: kind.summaries]):
+            near = near + weight * given[f"value{n}"].astype(mx.float32)
+        found = [near, *weights[1 : 1 + kind.stems]]
+        return [
+            (part / total).reshape(shape).astype(dtype)
+            for part, shape, dtype in zip(found, output_shapes, output_dtypes, strict=True)
+        ]
+
+    return kernel
+
+
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Something stands for the kernel, and may be chosen; scores are as on a GPU."""
+    for module in (stem, plan):
+        monkeypatch.setattr(module, "powers_are_faster", lambda dtype: False)
+    monkeypatch.setattr(stem_kernel, "_kernel", in_place_of)
+    monkeypatch.setattr(stem_kernel, "fits", lambda layer: True)
+    yield
+    stem_kernel._chosen.clear()
+
+
+def scheme_of(name: str, shape: LayerShape, path: AttentionPath = "folded") -> LayerScheme:
+    return attention.in_slots(fit_model(SchemeSpec.parse(name), [shape])[0], path)
+
+
+def line(scheme: LayerScheme, rows: int, columns: int, dtype: mx.Dtype) -> Both:
+    shape = scheme.shape
+    keys, values = (
+        mx.random.normal((rows, shape.num_heads, columns, size)).astype(dtype)
+        for size in (shape.key_size, shape.value_size)
+    )
+    return scheme.keys.pack(keys), scheme.values.pack(values)
+
+
+def check(
+    scheme: LayerScheme, dtype: mx.Dtype, lines: int, kind: Kind, *, rows: int = 5, loud: float = 1
+) -> None:
+    """``stem.attend`` answers the same with and without it; ``loud`` scores are far apart."""
+    mx.random.seed(rows)
+    heads, columns = scheme.shape.num_heads * lines, 21
+    queries = (loud * mx.random.normal((rows, heads, 1, scheme.shape.key_size))).astype(dtype)
+    shared = [line(scheme, 1, 9 + 40 * n, dtype) for n in range(kind.stems)]
+    # As slots have it: some of their columns.
+    wide = line(scheme, rows, columns + 7, dtype)
+    own = tuple(tuple(part[..., 3 : 3 + columns, :] for part in parts) for parts in wide)
+    mask = mx.arange(columns) >= 4 * mx.arange(rows).reshape(-1, 1, 1, 1)
+    # Models may keep them exact. They are to take some of the weight.
+    sinks = 6 + mx.random.normal((heads,)) if kind.has_sinks else None
+    # As groups have it: some of the rows that have a stem in common.
+    more = mx.concatenate([queries[:1], queries, queries[:1]])
+    before = [
+        stem.sum_up(scheme, dtype, more, line(scheme, 1, 30, dtype), SCALE).of(slice(1, rows + 1))
+        for _ in range(kind.summaries)
+    ]
+    answers = []
+    for is_used in (False, True):
+        stem_kernel.choose(stem_kernel.Layer(scheme, lines, dtype), is_used=is_used)
+        rest = (shared, own, SCALE, mask if kind.has_mask else None, sinks, before)
+        answers.append(stem.attend("folded", scheme, dtype, queries, *rest))
+    plain, found = answers
+    assert found.shape == plain.shape
+    assert found.dtype == plain.dtype
+    apart = mx.abs(plain - found).max().item()
+    bound = 1e-3 if dtype == mx.float32 else 0.02  # CUDA's products may round to 19 bits
+    assert apart <= bound * mx.abs(plain).max().item(), (kind, apart)
+
+
+KINDS = [
+    Kind(stems, summaries, has_mask, has_sinks)
+    for stems, summaries, has_mask, has_sinks in product((0, 1, 2), (0, 1, 2), *[(False, True)] * 2)
+    if stems or summaries
+]
+
+
+@pytest.mark.parametrize("name", ["float", "affine8", "affine4r"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_rest_of_attention_fits_the_kernel(
+    anywhere: None, name: str, shape: LayerShape
+) -> None:
+    for lines, kind in product((1, 3), KINDS):
+        check(scheme_of(name, shape), mx.float32, lines, kind)
+
+
+@pytest.mark.skipif(not is_there_a_compiler(), reason="there is no compiler of C++20")
+@pytest.mark.parametrize(
+    ("kind", "shape", "lines"),
+    [
+        (Kind(1, 0, has_mask=False, has_sinks=False), SHAPES[0], 2),
+        (Kind(0, 1, has_mask=True, has_sinks=False), SHAPES[1], 4),
+        (Kind(2, 2, has_mask=True, has_sinks=True), SHAPES[2], 1),
+    ],
+    ids=str,
+)
+def test_the_source_computes_what_mlx_does(
+    kind: Kind,
+    shape: LayerShape,
+    lines: int,
+    anywhere: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """On a CPU, with a thread for each of the kernel's."""
+    monkeypatch.setattr(stem_kernel, "_kernel", in_threads(tmp_path))
+    for scheme, loud in (("float", 1), ("affine8", 1), ("float", 20)):
+        check(scheme_of(scheme, shape), mx.float32, lines, kind, loud=loud)
+
+
+@pytest.mark.skipif(not has_cuda, reason="the kernel is CUDA's")
+def test_the_kernel_answers_what_mlx_does() -> None:
+    """Each kind with some of the layers: all of both would compile for minutes."""
+    dtypes = (mx.float32, mx.bfloat16, mx.float16)
+    layers = cycle(product(dtypes, SHAPES, ("float", "affine8"), (4, 1)))
+    try:
+        for kind, (dtype, shape, name, lines) in zip(KINDS, layers, strict=False):
+            check(scheme_of(name, shape), dtype, lines, kind)
+    finally:
+        stem_kernel._chosen.clear()
+
+
+@pytest.mark.skipif(has_cuda, reason="there is one here")
+def test_there_is_no_kernel_without_cuda() -> None:
+    assert not stem_kernel.fits(stem_kernel.Layer(scheme_of("float", SHAPES[2]), 2, mx.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("lines", "key_size", "value_size", "fits"),
+    [
+        (1, 32, 32, True),
+        (2, 128, 128, True),
+        (10, 128, 128, True),
+        (11, 128, 128, False),  # more than shared memory has room for
+        (2, 80, 96, False),
+        (2, 96, 80, False),
+    ],
+)
+def test_layers_that_fit(
+    lines: int, key_size: int, value_size: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    scheme = scheme_of("float", LayerShape(2, key_size, value_size))
+    layer = stem_kernel.Layer(scheme, lines, mx.bfloat16)
+    assert stem_kernel.fits(layer) == fits
+
+
+def test_each_kind_has_a_source_of_its_own() -> None:
+    """MLX knows kernels by their names alone."""
+    assert len({kind.name for kind in KINDS}) == len(KINDS)
+    for kind in KINDS:
+        words = set(re.findall(r"\w+", kind.source))
+        assert {name for name in (*kind.inputs, *kind.outputs)} <= words
+        unknown = {word for word in words if word.isupper()} - {
+            *("T", "KEY_SIZE", "VALUE_SIZE", "LINES", "WARPS", "KEY_EACH", "VALUE_EACH"),
+        }
+        assert not unknown
+        assert kind.source.count("{") == kind.source.count("}")
+
+
+def choice(name: str = "float", path: AttentionPath = "folded") -> bool:
+    shape = SHAPES[0]
+    scheme = fit_model(SchemeSpec.parse(name), [shape])[0]
+    return stem_cost.choose_kernel(scheme, 2 * shape.num_heads, mx.float32, path, num_rows=4)
+
+
+LAYER = stem_kernel.Layer(scheme_of("float", SHAPES[0]), 2, mx.float32)
+
+
+def test_it_is_chosen_where_it_is_faster(anywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for margin, is_chosen in ((0.0, True), (float("inf"), False), (0.0, True)):
+        monkeypatch.setattr(stem_cost, "_MARGIN", margin)
+        assert choice() == is_chosen
+        assert stem_kernel.is_chosen(LAYER) == is_chosen
+
+
+def test_with_the_kernel_is_timed_against_without(
+    anywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for won, is_chosen in ((1.2, True), (1.0, False)):
+
+        def play_gain(*ways: Callable[[], mx.array], times: int, won: float = won) -> float:
+            states = []
+            for way in ways:
+                mx.eval(way())
+                states.append(stem_kernel.is_chosen(LAYER))
+            assert states == [False, True] and times > 1
+            return won
+
+        monkeypatch.setattr(stem_cost, "gain", play_gain)
+        assert choice() == is_chosen
+
+
+@pytest.mark.parametrize("why", ["it answers otherwise", "it does not compile", "no CUDA"])
+def test_it_is_not_chosen(
+    why: str, anywhere: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stem_cost, "_MARGIN", 0.0)
+    assert choice()
+    if why == "no CUDA":
+        monkeypatch.setattr(stem_kernel, "fits", lambda layer: False)
+    if why == "it answers otherwise":
+        monkeypatch.setattr(
+            stem_kernel,
+            "_kernel",
+            lambda kind: lambda **how: [1.1 * part for part in in_place_of(kind)(**how)],
+        )
+    if why == "it does not compile":
+
+        def refuse(kind: Kind) -> Any:
+            raise RuntimeError("no compiler")
+
+        monkeypatch.setattr(stem_kernel, "_kernel", refuse)
+    with caplog.at_level(logging.WARNING, "batchkv.engine"):
+        assert not choice()
+    assert ("otherwise" in caplog.text) == (why == "it answers otherwise")
+    assert not stem_kernel.is_chosen(LAYER)
+
+
+def test_schemes_of_one_shape_are_chosen_apart(
+    anywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stem_cost, "_MARGIN", 0.0)
+    assert choice()
+    monkeypatch.setattr(stem_cost, "_MARGIN", float("inf"))
+    assert not choice("affine8")
+    assert not choice("affine4", "packed")
+    other = stem_kernel.Layer(scheme_of("affine8", SHAPES[0]), 2, mx.float32)
+    assert not stem_kernel.is_chosen(other)
+    assert stem_kernel.is_chosen(LAYER)
+
+
+def test_packed_parts_are_read_packed(anywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reads dense ones: it is for paths that make them anyway."""
+    scheme = scheme_of("affine8", SHAPES[0], "packed")
+    monkeypatch.setattr(stem_kernel, "weigh", lambda *_: pytest.fail("asked"))
+    stem_kernel.choose(stem_kernel.Layer(scheme, 2, mx.float32), is_used=True)
+    queries = mx.random.normal((3, 4, 1, 64))
+    own, shared = line(scheme, 3, 8, mx.float32), [line(scheme, 1, 8, mx.float32)]
+    found = stem.attend("packed", scheme, mx.float32, queries, shared, own, SCALE, None)
+    assert found.shape == (3, 4, 1, 64)
+
+
+@pytest.mark.parametrize("scheme", ["float", "affine8"])
+@pytest.mark.parametrize(("family", "group_cost"), [("llama", 1), ("gpt_oss", 1), ("llama", 10**6)])
+def test_whole_engines_give_the_same_tokens_both_ways(
+    family: str, group_cost: int, scheme: str, anywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tree of prompts, so that there are chains, summaries and rows of several lengths.
+
+    Where groups are dear, these stand in one, with a mask.
+    """
+    root, branches = random_prompt(1, 512), [random_prompt(2 + n, 256) for n in range(2)]
+    prompts = {
+        f"row {n}": [*root, *branches[n % 2], *random_prompt(9 + n, 5 + 31 * n)] for n in range(6)
+    }
+    asked: list[Kind] = []
+    kernel = stem_kernel._kernel
+    monkeypatch.setattr(stem_kernel, "_kernel", lambda kind: (asked.append(kind), kernel(kind))[1])
+    found, served = [], []
+    for margin in (0.0, float("inf")):
+        monkeypatch.setattr(stem_cost, "_MARGIN", margin)
+        crowd: Any = Crowd(
+            family, group_cost=group_cost, path="folded", scheme=scheme, slots=6, stem_cells=1
+        )
+        crowd.engine._scheduler._stem_costs = StemCosts(1, 1)
+        at_start = len(asked)
+        found.append(crowd.answers(prompts))
+        served.append(asked[at_start:])
+    assert found[0] == found[1]
+    by_kernel, plain = served
+    assert not plain
+    assert max(kind.stems for kind in by_kernel) > 0 < max(kind.summaries for kind in by_kernel)
+    assert any(kind.has_mask for kind in by_kernel) == (group_cost > 1)

@@ -1,0 +1,95 @@
+"""Which path decodes, and what a group of rows costs, from what a clock says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from batchkv_worker.kv.attention import paths as attention
+from batchkv_worker.kv.backends.cpu import softmax
+from batchkv_worker.kv.start import probe
+from worker.kv.reference import HEADS, attention_kind
+
+SCHEME = attention_kind("affine8").scheme
+
+
+def choose() -> probe.Choice:
+    return probe.choose(SCHEME, HEADS, mx.float32, num_rows=16)
+
+
+def test_times_are_of_one_layer_and_a_groups_cost_is_in_cells(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A row of 512 tokens more takes 8 ms: of the 2 ms of the short one, 1 is its start."""
+
+    def least_times(runs: list[Any], repeats: int) -> list[float]:
+        lengths = [run.func.__self__._keys[0].shape[-2] for run in runs]
+        return [4 * (10.0 if length > 100 else 2.0) for length in lengths]
+
+    monkeypatch.setattr(probe, "least_times", least_times)
+    found = choose()
+    assert found.milliseconds == dict.fromkeys(("fused", "folded", "packed"), 10.0)
+    assert found.group_cost == 16 * 512 // 8
+
+
+def test_layers_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the one before: what a device does side by side is not what decode does."""
+    asked: list[mx.array] = []
+    attend = probe.attend
+
+    def noting(path: Any, scheme: Any, dtype: Any, queries: mx.array, *rest: Any) -> mx.array:
+        asked.append(queries)
+        return attend(path, scheme, dtype, queries, *rest)
+
+    monkeypatch.setattr(probe, "attend", noting)
+    sample = probe._Sample(attention.in_slots(SCHEME, "folded"), HEADS, mx.float32, 2, 64)
+    mx.eval(sample.run("folded"))
+    assert len({id(queries) for queries in asked}) == 4
+    assert all(mx.array_equal(queries, asked[0]).item() for queries in asked)
+
+
+@pytest.mark.parametrize("powers", [True, False])
+def test_masks_are_as_in_steps(powers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(softmax, "powers_are_faster", lambda dtype: powers)
+    sample = probe._Sample(attention.in_slots(SCHEME, "folded"), HEADS, mx.float32, 4, 64)
+    seen = mx.arange(64) >= mx.arange(4).reshape(-1, 1, 1, 1)
+    wanted = softmax.to_add(seen) if powers else seen
+    assert sample._mask.dtype == wanted.dtype
+    assert mx.array_equal(sample._mask, wanted).item()
+
+
+def test_a_path_that_is_refused_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And without any there is no choice."""
+    attend, refused = probe.attend, ["fused"]
+
+    def picky(path: Any, *rest: Any) -> mx.array:
+        if path in refused:
+            raise ValueError("no kernel")
+        return attend(path, *rest)
+
+    monkeypatch.setattr(probe, "attend", picky)
+    assert set(choose().milliseconds) == {"folded", "packed"}
+    refused += ["folded", "packed"]
+    with pytest.raises(RuntimeError, match="no attention path"):
+        choose()
+
+
+@pytest.mark.parametrize(
+    ("args", "heads"),
+    [
+        (SimpleNamespace(num_attention_heads=8), 8),
+        (SimpleNamespace(num_attention_heads=[4, 8]), 4),
+        (SimpleNamespace(text_config={"num_attention_heads": 6}), 6),
+        (SimpleNamespace(text_config=SimpleNamespace(num_attention_heads=6)), 6),
+        (SimpleNamespace(num_attention_heads=7), 2),  # no multiple of the layer's own
+        (SimpleNamespace(text_config={}), 2),
+        (None, 2),
+    ],
+)
+def test_query_heads_stand_in_the_arguments_of_a_model_or_of_its_text_part(
+    args: Any, heads: int
+) -> None:
+    assert attention.num_query_heads(SimpleNamespace(args=args), 2) == heads

@@ -1,0 +1,159 @@
+"""Loading models: what is served, and the one sentence for what is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import ConcatenateKVCache, KVCache, RotatingKVCache
+
+from batchkv_producer.submit.fingerprint import of_model
+from batchkv_worker.demo import MODEL_PATH
+from batchkv_worker.errors import EXIT_MODEL_CHANGED, ModelChangedError, ModelError
+from batchkv_worker.kv.layers.discover import AttentionShape, discover
+from batchkv_worker.kv.layers.state import StateShape
+from batchkv_worker.kv.schemes.packing import LayerShape
+from batchkv_worker.model import loader as model
+from batchkv_worker.model.loader import load
+from support import tiny_models  # first: it loads the BLAS
+
+
+def test_demo_model_loads_as_any_folder_does() -> None:
+    """``demo`` and its folder's path give the same model; on a CPU it is float32."""
+    by_name, by_path = load("demo"), load(str(MODEL_PATH))
+    assert by_name.caches == by_path.caches
+    assert by_name.caches.leaves == (AttentionShape(LayerShape(2, 64, 64)),) * 4
+    assert by_name.context == 8192 and by_name.defaults["temperature"] == 0.0
+    if mx.default_device() == mx.Device(mx.cpu):
+        assert by_name.dtype == mx.float32
+
+
+def test_dtype_can_be_chosen() -> None:
+    """A named dtype is what the weights are cast to; an unknown one is refused."""
+    assert load("demo", "bfloat16").dtype == mx.bfloat16
+    with pytest.raises(ModelError, match="unknown dtype"):
+        load("demo", "int3")
+
+
+def test_a_model_knows_what_its_answers_are_made_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fingerprint is what a producer computes; both 16-bit dtypes are one class; and a file
+    that is written to later is noticed."""
+    monkeypatch.setenv("BATCHKV_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL_PATH, folder)
+    loaded = load(str(folder), "bfloat16")
+    assert loaded.maker("affine4").values() == (of_model("demo"), "affine4", "half")
+    assert load("demo", "float32").maker("float").dtype == "float32"
+    assert not loaded.has_changed()
+    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+    assert loaded.has_changed()
+    shutil.rmtree(folder)
+    assert not loaded.has_changed()  # a worker started again would find nothing
+
+
+def test_files_that_change_while_they_are_loaded_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows what was read: the worker ends, to be started again."""
+    monkeypatch.setenv("BATCHKV_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL_PATH, folder)
+    read = model._read
+
+    def meddled(weights: list[mx.array]) -> None:
+        read(weights)
+        (folder / "generation_config.json").write_text("{}")
+
+    monkeypatch.setattr(model, "_read", meddled)
+    with pytest.raises(ModelChangedError, match="changed while they were loaded") as fault:
+        load(str(folder))
+    assert fault.value.exit_code == EXIT_MODEL_CHANGED
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: path / "nothing", "not a folder"),
+        (lambda path: path, "no config.json"),
+        (lambda path: _only_config(path), "no weights"),
+        (lambda path: _file(path), "not a folder"),
+    ],
+)
+def test_incomplete_folders_are_named(tmp_path: Path, make: Any, words: str) -> None:
+    """A folder that is missing, empty or without weights is refused with what it lacks."""
+    with pytest.raises(ModelError, match=words):
+        load(str(make(tmp_path)))
+
+
+def _only_config(path: Path) -> Path:
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def _file(path: Path) -> Path:
+    (path / "file").write_text("")
+    return path / "file"
+
+
+def test_broken_weights_are_named(tmp_path: Path) -> None:
+    """Weights that cannot be read, or a config of no known model, are one clear error."""
+    folder = tmp_path / "m"
+    shutil.copytree(MODEL_PATH, folder)
+    (folder / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load(str(folder))
+    (folder / "config.json").write_text('{"model_type": "no-such-model"}')
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load(str(folder))
+
+
+def test_code_in_a_model_folder_never_runs(tmp_path: Path) -> None:
+    """A config that asks for a Python file of its own is refused, and the file is not executed."""
+    folder = tmp_path / "m"
+    shutil.copytree(MODEL_PATH, folder)
+    mark = tmp_path / "ran"
+    (folder / "evil.py").write_text(f"open({str(mark)!r}, 'w')")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_file": "evil.py"}))
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load(str(folder))
+    assert not mark.exists()
+
+
+def test_every_kind_of_layer_is_learned_from_the_model() -> None:
+    """Windows, states and lists of caches are found with their shapes, and counted for the log."""
+    tree = discover("tiny", tiny_models.build("gemma3_text"))
+    assert {leaf.window for leaf in tree.leaves if isinstance(leaf, AttentionShape)} == {None, 24}
+    tree = discover("tiny", tiny_models.build("falcon_h1"))
+    assert tree.nesting[0] == (0, 1) and isinstance(tree.leaves[0], StateShape)
+    assert str(tree) == "2 state, 2 full attention"
+    assert tree.nested("abcd") == [("a", "b"), ("c", "d")]
+    latent = discover("tiny", tiny_models.build("deepseek_v3")).shapes[0]
+    assert latent.num_heads == 1 and latent.key_size != latent.value_size
+
+
+@pytest.mark.parametrize(
+    ("caches", "words"),
+    [
+        ([KVCache(), ConcatenateKVCache()], "keep ConcatenateKVCache"),
+        ([KVCache(), RotatingKVCache(max_size=8, keep=2)], "first tokens beside a sliding window"),
+    ],
+)
+def test_caches_that_nobody_knows_are_refused_by_name(caches: list[Any], words: str) -> None:
+    """A cache class that batchkv does not know, or a window that keeps its head, is refused."""
+    model = tiny_models.build("llama")
+    model.make_cache = lambda: caches
+    with pytest.raises(ModelError, match=words):
+        discover("tiny", model)
+
+
+def test_chunked_attention_is_refused_with_its_reason() -> None:
+    """llama4's model code wants one position for all rows."""
+    with pytest.raises(ModelError, match="one position for all rows"):
+        discover("tiny", tiny_models.build("llama4"))

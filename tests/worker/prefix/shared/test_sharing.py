@@ -1,0 +1,34 @@
+"""Prefixes that another worker has computed: every full block, and the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support import tiny_models
+from worker.prefix.house import access, cached, on_disk, random_prompt, run, running, tokens
+
+# One of each way of keeping a cache; the others differ in sizes.
+FAMILIES = ("llama", "gemma3_text", "gpt_oss", "qwen3_next", "mamba2", "deepseek_v3", "gemma3n")
+SCHEMES = ("float", "affine8", "turbo4")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_second_worker_takes_every_full_block(family: str, scheme: str, tmp_path: Path) -> None:
+    """What one engine computed is a hit in another: all full blocks, the same tokens as cold."""
+    model = tiny_models.build(family)
+    shared = random_prompt(1, 770)
+    prompts = [shared, [*shared[:768], *random_prompt(2, 40)], shared[:600]]
+    with running(model, None, scheme) as engine:
+        cold = run(engine, prompts[1:2])
+    with running(model, access(on_disk(tmp_path)), scheme) as engine:
+        first = run(engine, prompts[:1])
+        assert cached(first) == [0]
+    with running(model, access(on_disk(tmp_path)), scheme) as engine:
+        second = run(engine, prompts[1:2])
+        counters = engine.link.counters
+    assert cached(second) == [768]
+    assert tokens(second) == tokens(cold)
+    assert not [name for name in counters if name.startswith(("rejected", "error", "unlike"))]

@@ -1,0 +1,225 @@
+"""What the intake asks for while suspects wait: one turn after the other, without a clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.job import Usage
+from batchkv_producer.wire.transitions import Ending
+from batchkv_worker.engine.thread import EngineThread
+from batchkv_worker.events import Completed
+from batchkv_worker.queue import intake
+from batchkv_worker.queue.background import Beside
+from batchkv_worker.queue.in_flight import Flights
+from batchkv_worker.queue.intake import Intake, Limits
+from batchkv_worker.queue.redis_side import RedisSide
+from batchkv_worker.settings import WorkerSettings
+from support.fake_engine import FakeEngine, FakePlan
+from support.worker_harness import MODEL, QUEUE, submit, waiting_lines
+
+
+class Desk:
+    """An intake between a real queue and an engine that never starts."""
+
+    def __init__(self, connection: Redis) -> None:
+        self.flights, self.endings = Flights(MODEL, "w"), list[Ending]()
+        engine = EngineThread(lambda: FakeEngine(8, 0, FakePlan()))
+        engine.max_in_flight = 8
+        settings = WorkerSettings(model=MODEL)
+        self.side = RedisSide(
+            *(connection, QUEUE, "w", settings), register=lambda: None, set_state=lambda state: None
+        )
+        beside = Beside(lambda: None, lambda: None)
+        beside.close()  # every call is made here and now
+        self.intake = Intake(
+            self.side, engine, self.flights, self.endings, Limits(burst=True), 0, beside
+        )
+        self.intake.is_open = True
+
+    def look(self) -> bool:
+        """What a turn does once a second; whether jobs are wanted then."""
+        self.intake.look(self.side.poll(self.flights.leases))
+        return self.intake.wants_jobs()
+
+    def refill(self) -> list[int]:
+        """Ask for jobs; the lines that are held then."""
+        self.intake.refill()
+        return [int(lease.job_id.split("-")[1]) for lease in self.flights.leases]
+
+    def end(self, *lines: int) -> None:
+        """Rows end in the engine; Redis does not know it yet."""
+        for lease in self.flights.started:
+            if int(lease.job_id.split("-")[1]) in lines:
+                ending = self.flights.end(Completed(lease.job_id, "x", "stop", Usage(1, 1, 0)))
+                assert ending is not None
+                self.endings.append(ending)
+
+    def store(self) -> None:
+        """Redis is told what has ended."""
+        self.side.finish(self.endings, self.flights.untold)
+        self.endings.clear()
+
+
+@pytest.fixture
+def desk(redis_connection: Redis) -> Desk:
+    return Desk(redis_connection)
+
+
+@pytest.fixture
+def queue(redis_connection: Redis) -> Callable[..., str]:
+    """Queues so many rows, some of which saw a death."""
+
+    def make(total: int, suspects: list[int], name: str = "batch") -> str:
+        batch = submit(redis_connection, ["p"] * total, name=name)
+        for line in suspects:
+            redis_connection.hset(f"rq:job:{batch}-{line}", "bkv_deaths", 1)
+        make.batch = batch  # type: ignore[attr-defined]
+        return batch
+
+    return make
+
+
+def test_nothing_runs_beside_suspects(desk: Desk, queue: Any, redis_connection: Redis) -> None:
+    """Not even when no others wait any more; what comes after them waits until Redis knows how they
+    ended, lest that counts for the next one's death."""
+    queue(6, [1, 2, 4])
+    redis_connection.hset(f"rq:job:{queue.batch}-4", "bkv_suspect", "another")
+    assert desk.look() and desk.refill() == [1, 2]
+    assert not desk.look()
+    desk.end(1)
+    desk.store()
+    assert not desk.look()
+    desk.end(2)
+    assert not desk.look()
+    desk.store()
+    assert waiting_lines(redis_connection) == [3, 4, 5, 6]
+    assert desk.look() and desk.refill() == [3, 5, 6]
+    desk.end(3, 5, 6)
+    desk.store()
+    assert desk.look() and desk.refill() == [4]
+    assert not desk.look()
+
+
+def test_who_holds_rows_lets_suspects_wait(desk: Desk, queue: Any, redis_connection: Redis) -> None:
+    """It holds some as long as Redis thinks so, and takes what stands behind the suspects; a burst
+    does not end with suspects in the queue."""
+    queue(1, [], name="first")
+    assert desk.refill() == [1]
+    queue(3, [1, 2])
+    assert desk.look() and desk.refill() == [1, 3]
+    assert waiting_lines(redis_connection) == [1, 2]
+    assert not desk.intake.is_exhausted and not desk.intake.is_spent()
+    queue(1, [], name="more")
+    assert desk.look() and desk.refill() == [1, 3, 1]
+    desk.end(1, 3)
+    assert desk.look() and desk.refill() == []
+    desk.store()
+    assert desk.look() and desk.refill() == [1, 2]
+
+
+def test_what_has_ended_is_stored_before_suspects_run(desk: Desk, queue: Any) -> None:
+    """Else it would count for their death."""
+    queue(1, [], name="first")
+    assert desk.refill() == [1]
+    queue(2, [1])
+    desk.end(1)
+    assert desk.look() and desk.refill() == [2]
+    desk.end(2)
+    assert desk.look() and desk.refill() == []
+    desk.store()
+    assert desk.look() and desk.refill() == [1]
+
+
+def test_who_finds_only_suspects_asks_once_a_second(desk: Desk, queue: Any) -> None:
+    """A worker with room and nothing to take beside them does not ask again and again."""
+    queue(1, [], name="first")
+    assert desk.refill() == [1]
+    queue(2, [1, 2])
+    before = time.monotonic()
+    assert desk.look() and desk.refill() == [1]
+    assert desk.intake.next_pull >= before + intake.PASSED_SECONDS
+
+
+def test_one_worker_empties_itself_for_suspects_that_wait_too_long(
+    queue: Any, redis_connection: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a minute one of those that passed them by takes nothing more until it holds nothing;
+    the others go on."""
+    one, two = Desk(redis_connection), Desk(redis_connection)
+    for desk in (one, two):
+        queue(1, [], name=f"first {id(desk)}")
+        assert desk.refill() == [1]
+    queue(3, [1, 2])
+    assert one.look() and one.refill() == [1, 3]
+    assert two.look() and two.refill() == [1]
+    queue(2, [], name="more")
+    assert one.look() and two.look()
+    monkeypatch.setattr(intake, "APART_PATIENCE_SECONDS", 0.0)
+    assert not one.look() and two.look()
+    assert len(two.refill()) == 3
+    one.end(1, 3)
+    one.store()
+    assert one.look() and one.refill() == [1, 2]
+    assert not redis_connection.exists(redis_keys.apart_lock(QUEUE))
+
+
+def test_a_worker_goes_on_when_others_took_the_suspects(
+    desk: Desk, queue: Any, redis_connection: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen once a second by one that empties itself; another may do so for the next ones."""
+    monkeypatch.setattr(intake, "APART_PATIENCE_SECONDS", 0.0)
+    queue(1, [], name="first")
+    assert desk.refill() == [1]
+    queue(4, [1, 2])
+    assert desk.look() and desk.refill() == [1, 3, 4]
+    queue(2, [], name="more")
+    assert not desk.look()
+    for _ in range(2):
+        redis_connection.lpop(redis_keys.queue(QUEUE))
+    assert desk.look() and len(desk.refill()) == 5
+    assert not redis_connection.exists(redis_keys.apart_lock(QUEUE))
+
+
+def test_a_group_has_no_backlog(desk: Desk, queue: Any, redis_connection: Redis) -> None:
+    """Of suspects as many are taken as the engine begins at once, whatever a share would be; the
+    rest is the next group's turn."""
+    queue(12, list(range(1, 11)))
+    assert desk.refill() == list(range(1, 9))
+    assert desk.flights.num_waiting == 0
+    assert waiting_lines(redis_connection) == [9, 10, 11, 12]
+
+
+@pytest.mark.parametrize("head", ["planted", "x" * 500, "\u202e"])
+def test_a_head_that_is_no_job_is_no_suspect(
+    desk: Desk, queue: Any, redis_connection: Redis, head: str
+) -> None:
+    """What stands at the head of the queue, and under its name, may be anything."""
+    queue(2, [2])
+    assert desk.refill() == [1]
+    redis_connection.set(f"rq:job:{head}", "text")
+    redis_connection.lpush(redis_keys.queue(QUEUE), head)
+    assert not desk.side.is_next_suspect()
+    assert desk.look() and desk.refill() == [1]
+    assert waiting_lines(redis_connection) == [2]
+    assert desk.side.is_next_suspect()
+
+
+def test_who_has_died_here_is_looked_at_before_the_first_pull(redis_connection: Redis) -> None:
+    """Also when an outage put the maintenance off: later, what is held under our name is ours."""
+    submit(redis_connection, ["a", "b"])
+    lengths: list[int] = []
+    side = RedisSide(
+        *(redis_connection, QUEUE, "w", WorkerSettings(model=MODEL)),
+        register=lambda: None,
+        set_state=lambda state: None,
+        look_around=lambda: lengths.append(len(waiting_lines(redis_connection))),
+    )
+    side.pull(1, 1, 1, may_be_apart=True)
+    side.pull(1, 1, 1, may_be_apart=True)
+    assert lengths == [2]

@@ -1,0 +1,225 @@
+"""``batchkv kv-report``: what it measures is what it says, on every kind of cache; its errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import mlx.core as mx
+import pytest
+from click.testing import CliRunner, Result
+from mlx_lm.models.cache import KVCache
+
+from batchkv_worker.cli import kv_report_command, scheme_names
+from batchkv_worker.errors import SettingsError
+from batchkv_worker.kv.attention.paths import Path as AttentionPath
+from batchkv_worker.kv.start.plan import make_plan
+from batchkv_worker.report import speed
+from batchkv_worker.report.capture import AttentionSample
+from batchkv_worker.report.kv_report import Extent, measure
+from batchkv_worker.report.quality import read
+from batchkv_worker.report.results import Report
+from batchkv_worker.report.show import show
+from benchmarks.bench_kv import BYTES_TO_FLOAT, live_bytes, small_model
+from support.tiny_models import VOCABULARY, build, loaded
+
+SMALL = Extent(tokens=96, rows=2, row_tokens=40)
+TOKENS = [(7 * i * i + 3 * i) % VOCABULARY for i in range(96)]
+
+
+@pytest.fixture(autouse=True)
+def _one_short_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are not what is tested here."""
+    monkeypatch.setattr(speed, "ROUNDS", 1)
+    monkeypatch.setattr(speed, "_SAMPLE_SECONDS", 0.0)
+
+
+def report_of(family: str, *schemes: str) -> Report:
+    return measure(loaded(build(family)), schemes, "numbers", TOKENS, SMALL)
+
+
+def command(*arguments: str) -> Result:
+    return CliRunner().invoke(kv_report_command, list(arguments))
+
+
+def test_the_demo_model_is_measured() -> None:
+    """Fewer bits take fewer bytes and err more; 8 bits change next to nothing; JSON parses."""
+    size = ("--tokens", "200", "--rows", "2", "--row-tokens", "64")
+    said = command("-m", "demo", "--schemes", "affine8,affine4,turbo3,float", "--json", *size)
+    assert said.exit_code == 0, said.output
+    document: dict[str, Any] = json.loads(said.stdout)
+    assert document["text_tokens"] == 200 and document["layers"] == "4 full attention"
+    schemes = {one["scheme"]: one for one in document["schemes"]}
+    assert list(schemes) == ["float", "affine8", "affine4", "turbo3"]
+    nbytes = [one["bytes_per_token"] for one in schemes.values()]
+    # 4 layers, keys and values, 2 heads of 64 numbers; scales and biases for each 64 of them.
+    assert nbytes == [8 * 2 * size for size in (256, 64 + 8, 32 + 8, 24 + 4)]
+    errors = [one["error"]["mean"] for one in schemes.values()]
+    assert errors[0] == 0 < errors[1] < 0.02 < errors[2] < errors[3] < 0.3
+    assert all(one["error"]["worst"] >= one["error"]["mean"] for one in schemes.values())
+    assert abs(schemes["affine8"]["quality"]["perplexity_change"]) < 0.02
+    assert schemes["float"]["quality"]["perplexity_change"] == 0
+    assert schemes["affine8"]["quality"]["same_prediction"] > 0.9
+    for one in schemes.values():
+        assert one["step"]["milliseconds"] > 0 and one["attention"]["ratio"] > 0
+        assert set(one["paths"]) <= set(get_args(AttentionPath))
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds", "paths"),
+    [
+        ("qwen3_next", {"state": 2, "full attention": 2}, None),
+        ("falcon_h1", {"state": 2, "full attention": 2}, None),
+        ("gemma3_text", {"window of 24": 2, "full attention": 2}, None),
+        ("gemma4_text", {"window of 24": 2, "full attention": 2}, None),
+        ("gemma3n", {"window of 24": 2, "full attention": 2}, None),
+        ("deepseek_v3", {"full attention": 2}, ("dense",)),
+        ("deepseek_v32", {"full attention": 4}, ("dense",)),
+    ],
+)
+def test_every_kind_of_cache_is_measured(
+    family: str, kinds: dict[str, int], paths: tuple[str, ...] | None
+) -> None:
+    """States, windows, latents, shared keys and dense models: same facts, by kind of layer."""
+    exact, eight = report_of(family, "affine8").schemes
+    for one in (exact, eight):
+        assert {kind.kind: kind.layers for kind in one.kinds} == kinds
+        assert paths is None or one.paths == paths
+        for kind in one.kinds:
+            is_state = kind.kind == "state"
+            assert (kind.bytes_per_row > 0) is is_state and (kind.bytes_per_token == 0) is is_state
+    # An index, by which tokens are chosen, stays float.
+    least = 1.3 if family == "deepseek_v32" else 3
+    assert exact.bytes_per_token > least * eight.bytes_per_token
+    assert exact.error and eight.error
+    assert exact.error.worst == 0 < eight.error.mean <= eight.error.worst < 0.2
+    assert eight.quality.perplexity == pytest.approx(exact.quality.perplexity, rel=0.05)
+
+
+def test_a_model_without_attention_has_no_error() -> None:
+    """Only states: every scheme is the same, and there is nothing to err."""
+    exact, four = report_of("mamba2", "affine4").schemes
+    assert four.error is None and four.attention is None and four.paths == ()
+    assert four.bytes_per_token == 0 and four.quality == exact.quality
+    show(report_of("mamba2", "affine4"))
+
+
+def test_the_error_is_that_of_rounded_keys_and_values() -> None:
+    """The attention of layer 0 on keys and values rounded by hand errs exactly as reported."""
+    model = build("llama", num_hidden_layers=1)
+    ready = loaded(model)
+    plans = [
+        make_plan("tiny", model, ready.caches, name, mx.float32, slots=2, path="fused")
+        for name in ("float", "affine4")
+    ]
+    calls = type(model.layers[0].self_attn).__call__
+    sample = AttentionSample(model, ready.caches, plans[0].kinds, TOKENS)
+    assert type(model.layers[0].self_attn).__call__ is calls  # as it was before
+    found = sample.error(plans[1].kinds)
+
+    class Rounded(KVCache):  # type: ignore[misc]
+        def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+            rounded = (
+                mx.dequantize(*mx.quantize(x, group_size=64, bits=4), group_size=64, bits=4)
+                for x in super().update_and_fetch(keys, values)
+            )
+            return tuple(rounded)
+
+    layer = model.layers[0]
+    inputs = layer.input_layernorm(model.model.embed_tokens(mx.array([TOKENS])))
+    wanted = layer.self_attn(inputs, "causal", KVCache())
+    rounded = layer.self_attn(inputs, "causal", Rounded())
+    error = mx.linalg.norm(rounded - wanted) / mx.linalg.norm(wanted)
+    assert found is not None and found.worst_layer == 0
+    assert found.mean == found.worst == pytest.approx(error.item(), rel=1e-3)
+
+
+def test_perplexity_is_the_models_own() -> None:
+    """In float, in chunks on our caches, it is what the model gives in one run without a cache."""
+    model = build("gemma3_text")
+    ready = loaded(model)
+    tokens = TOKENS * 4  # more than one chunk, and longer than the window
+    plan = make_plan("tiny", model, ready.caches, "float", mx.float32, slots=2, path="fused")
+    found = read(model, ready.caches, plan.kinds, tokens)
+    logits = model(mx.array([tokens]))[0, :-1]
+    said = mx.take_along_axis(logits, mx.array(tokens[1:])[:, None], axis=-1)[:, 0]
+    loss = float((mx.logsumexp(logits, axis=-1) - said).mean())
+    assert found.perplexity == pytest.approx(math.exp(loss), rel=1e-3)
+    assert len(found.predictions) == len(tokens) - 1 and found.agreement(found) == 1
+
+
+def test_tables_name_every_scheme(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain columns for a file, a drawn table for a terminal, the same facts in both."""
+    found = report_of("qwen3_next", "affine4,last=float")
+    show(found)
+    plain = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    show(found)
+    drawn = capsys.readouterr().out
+    assert "│" in drawn and "│" not in plain
+    for text in (plain, drawn):
+        assert "affine4,last=float" in text and "2 x full attention" in text
+        assert "affine4/g64, float" in text and "2 x state" in text
+
+
+def test_overrides_stay_with_their_scheme() -> None:
+    """Commas part schemes, and a scheme's own overrides too; blanks and repeats do not matter."""
+    assert scheme_names("affine4, last = float,turbo3") == ["affine4,last=float", "turbo3"]
+    assert scheme_names("k8v4,K8V4") == ["affine8+affine4"] * 2
+    for text in ("last=float", "affine9", ""):
+        with pytest.raises(SettingsError, match=r"^--schemes .*KV scheme"):
+            scheme_names(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("-m", "demo", "--schemes", "affine8,int3"), "--schemes affine8,int3: unknown KV scheme"),
+        (("-m", "demo", "--schemes", "affine4,9=float"), "this model's are 0 to 3"),
+        (("-m", "./nowhere"), "model './nowhere' is not a folder"),
+        (("-m", "demo", "--text", "nowhere.txt"), "--text nowhere.txt: cannot be read: No such"),
+        (("-m", "demo", "--text", "."), "--text .: cannot be read: Is a directory"),
+        (("-m", "demo", "--text", "empty.txt"), "--text empty.txt: holds no text"),
+        (("-m", "demo", "--text", "bytes.bin"), "--text bytes.bin: is not text in UTF-8"),
+        (("-m", "demo", "--text", "short.txt"), "--text short.txt: gives 2 tokens; at least 32"),
+    ],
+)
+def test_faults_are_one_line(
+    arguments: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Configuration is exit code 2 and one line that names what was wrong."""
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").write_text(" \n", "utf-8")
+    Path("bytes.bin").write_bytes(b"\xff\xfe\x00")
+    Path("short.txt").write_text("a b", "utf-8")
+    said = command(*arguments)
+    assert said.exit_code == 2
+    assert said.stderr.startswith("batchkv: ") and says in said.stderr
+    assert len(said.stderr.splitlines()) == 1 and said.stdout == ""
+
+
+def test_the_command_needs_no_mlx_to_be_listed() -> None:
+    """Help, and a scheme that is none, come before MLX is imported."""
+    code = (
+        "import sys; from batchkv_worker.cli import kv_report_command, scheme_names; "
+        "scheme_names('affine4'); sys.exit('mlx.core' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_slots_take_the_bytes_that_their_scheme_promises() -> None:
+    """Through the engine, in float16: live bytes of the slots against those of float."""
+    model = small_model(mx.float16, layers=2, context=512)
+    prompts = [40, 200]
+    whole = live_bytes(model, "float", prompts)
+    # 2 rows of 256 columns, 2 layers, keys and values, 2 heads of 128 numbers.
+    assert whole == 2 * 256 * 2 * 2 * 2 * 128 * 2
+    for scheme in ("affine8", "k8v4", "affine4", "turbo3.5"):
+        assert live_bytes(model, scheme, prompts) <= BYTES_TO_FLOAT[scheme] * whole, scheme

@@ -1,0 +1,1 @@
+"""Trains the model of ``batchkv_worker.demo``; no part of the wheel."""

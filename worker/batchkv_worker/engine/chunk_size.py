@@ -1,0 +1,109 @@
+"""How many tokens of a prompt to compute at once: measured at start, on the device that serves.
+
+Larger chunks use a device better up to a point; rows that decode wait for one chunk at most, so the
+smallest that is nearly as fast as the fastest is taken. It changes no token.
+
+The first time that a size is computed, a GPU's kernels for it are compiled, which may take seconds
+where the size itself takes a twentieth of one. That time is not counted: only a limit of its own
+ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from batchkv_worker.kv.backends.device import usual_chunk
+from batchkv_worker.kv.layers.contract import Chunk
+from batchkv_worker.kv.layers.prefill_rows import PrefillRows
+from batchkv_worker.kv.start.plan import KvPlan
+from batchkv_worker.model.loader import LoadedModel
+
+log = logging.getLogger("batchkv.engine")
+
+SIZES = (256, 512, 1024, 2048)
+SECONDS = 4.0  # of computing what is compiled; a size that would not fit in is not tried
+START_SECONDS = 30.0  # in all, with what the first time of each size takes
+TURNS = 3  # of each size, the least of which counts
+NEARLY = 0.95  # of the best speed
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Tokens a second by size; ``is_whole`` when every size that the model allows was tried."""
+
+    speeds: dict[int, float] = field(default_factory=dict)
+    is_whole: bool = False
+
+
+def choose_chunk(loaded: LoadedModel, plan: KvPlan) -> int:
+    """Tokens a chunk for this model on this device."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        return usual_chunk()  # sizes make little difference there, and measuring takes long
+    chosen = smallest_fast(measure(loaded, plan, SECONDS, START_SECONDS), usual_chunk())
+    mx.clear_cache()
+    return chosen
+
+
+def measure(
+    loaded: LoadedModel, plan: KvPlan, seconds: float, start_seconds: float = START_SECONDS
+) -> Measured:
+    """The speeds of as many sizes as the two limits allow; that of the first always."""
+    sizes = [size for size in SIZES if size < loaded.context]
+    end = time.perf_counter() + start_seconds
+    least: dict[int, float] = {}  # seconds
+    spent = 0.0
+    for size in sizes:
+        if least and spent + 2 * least[max(least)] > seconds:
+            break
+        _compute(loaded, plan, size)  # compiles
+        if least and time.perf_counter() > end:
+            break
+        least[size] = _time(loaded, plan, size)
+        spent += least[size]
+    is_whole = len(least) == len(sizes)
+    for _ in range(TURNS - 1):  # all again in turns: a GPU that wakes up is slow at first
+        for size in least:
+            if spent + least[size] > seconds or time.perf_counter() > end:
+                break
+            again = _time(loaded, plan, size)
+            spent += again
+            least[size] = min(least[size], again)
+    return Measured({size: size / took for size, took in least.items()}, is_whole)
+
+
+def smallest_fast(found: Measured, usual: int) -> int:
+    """The smallest size that is nearly as fast as the fastest.
+
+    ``usual`` when time was short before larger sizes brought little: what was seen says nothing of
+    the sizes that were not tried.
+    """
+    speeds = found.speeds
+    best = max(speeds.values(), default=0.0)
+    chosen = min((size for size in speeds if speeds[size] >= NEARLY * best), default=usual)
+    is_rising = not found.is_whole and chosen == max(speeds, default=usual)
+    if is_rising:
+        chosen = max(chosen, usual)
+    told = ", ".join(f"{size}: {speed:.0f}" for size, speed in speeds.items())
+    short = "; time was short for larger ones" if is_rising else ""
+    log.info("prompts are computed in chunks of %d tokens (tokens a second: %s%s)",
+             chosen, told or "not measured", short)  # fmt: skip
+    return chosen
+
+
+def _time(loaded: LoadedModel, plan: KvPlan, size: int) -> float:
+    begun = time.perf_counter()
+    _compute(loaded, plan, size)
+    return max(time.perf_counter() - begun, 1e-9)
+
+
+def _compute(loaded: LoadedModel, plan: KvPlan, size: int) -> None:
+    rows = PrefillRows(plan.kinds, size, size)
+    rows.begin(Chunk(0, size))
+    tokens = mx.arange(size)[None] % min(loaded.vocabulary, size)
+    loaded.model(tokens, cache=plan.tree.nested(rows.layers))
+    rows.end()
+    mx.eval(rows.arrays)

@@ -1,0 +1,270 @@
+"""The rows that decode, by slot: how they come in, and how they leave before their end.
+
+What the slots allocate is held to the budget here. When the next step would take more, first the
+rows are brought together; then the rows that cost least to lose leave: they wait again, before all
+others, and go on token for token. What their slots held is put into the prefix memory, bit for bit,
+and copied back when there is room; should it have had to go, what the row has generated is computed
+like more of its prompt. A row that has left
+``MAX_PREEMPTIONS`` times comes back when its worst case fits, and then stays; so every row ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+
+import mlx.core as mx
+
+from batchkv_cache_store.keys import BLOCK_TOKENS
+from batchkv_worker.engine.decode_step import Step
+from batchkv_worker.engine.prefill import Prefill
+from batchkv_worker.engine.schedule.prefix_split import num_blocks
+from batchkv_worker.engine.schedule.scheduler import MAX_PREEMPTIONS, PrefillGroup, Scheduler
+from batchkv_worker.engine.shared_prefixes import Stems
+from batchkv_worker.engine.slot_insert import Placed, runs
+from batchkv_worker.kv.attention.shared_prefix import Stem
+from batchkv_worker.kv.layers.decode import DecodeSlots
+from batchkv_worker.kv.slots.growth import NoRoom, fits
+from batchkv_worker.kv.slots.layout import Demand
+from batchkv_worker.kv.slots.layouts import Move
+from batchkv_worker.prefix.memory import PrefixCache
+from batchkv_worker.sequence import Sequence
+
+_parked = count(1)
+log = logging.getLogger("batchkv.engine")
+
+
+class SlotRows:
+    """Rows in slots; ``by_slot`` is where each is, ``num_preempted`` how often one had to leave."""
+
+    def __init__(
+        self,
+        slots: DecodeSlots,
+        scheduler: Scheduler,
+        prefixes: PrefixCache,
+        prefill: Prefill,
+        stems: Stems,
+    ) -> None:
+        self._slots = slots
+        self.scheduler = scheduler
+        self._prefixes = prefixes
+        self._prefill = prefill
+        self._stems = stems
+        self.by_slot: dict[int, Sequence] = {}
+        self.num_preempted = 0
+        self._between: list[Sequence] = []  # rows that are just coming in or leaving
+
+    # -- coming in
+
+    def join(self, group: PrefillGroup, flying: Step | None = None) -> None:
+        """Rows whose prompts are computed move in; those that find no room wait again.
+
+        ``flying`` is the step in flight: buffers that it still reads would be copied.
+        """
+        if flying is not None:
+            mx.eval(flying.sampled.arrays)
+        rows = self._between = self.scheduler.finish_group()
+        placed: list[Placed] = []
+        for row in rows:
+            one = self._place(group, row)
+            if one is None:
+                break
+            placed.append(one)
+        for first, *others in runs(placed):
+            pieces = self._prefill.pieces(group, first.row, first.shared, 1 + len(others))
+            self._slots.fill(first.slot, pieces)
+        self._slots.settle()
+        for one in placed:
+            one.row.come_back()
+            self._prefixes.forget(one.row.parked)
+            one.row.parked = b""
+        self._prefill.drop()
+        self._wait_again(rows[len(placed) :])
+
+    def _place(self, group: PrefillGroup, row: Sequence) -> Placed | None:
+        """Give a row a slot; None when there is no room."""
+        held = self.scheduler.prefill_bytes(group)
+        stem = self._leaders_stem(row, held, group.stem)
+        one = Placed(row, group.rows.index(row), stem.num_tokens if stem else 0)
+        # A group's own stem is in what it holds; one that has grown on it is not.
+        costs, layouts = self.scheduler.budget.costs, self._slots.layouts
+        held += layouts.bytes_of_new(costs, stem, group.stem)
+        max_cells = self._max_cells(held, one.demand)
+        try:
+            slot, move = self._slots.place(one.demand, stem, max_cells)
+        except NoRoom as short:
+            self._follow(short.move)
+            return None
+        self._follow(move)
+        row.slot = slot
+        self.by_slot[slot] = row
+        return one
+
+    def _leaders_stem(self, row: Sequence, held: int, stem: Stem | None) -> Stem | None:
+        """A longer stem for a row that has computed what others wait for, if there is room for one.
+
+        Else its long line in the slots would make those of all its followers as long. ``stem`` is
+        the one that it was computed behind; a row that comes back has its tokens as it left.
+        """
+        budget, layouts = self.scheduler.budget, self._slots.layouts
+        cuts = self.scheduler.stem_cuts(row, row.num_prefill, stem)
+        keys = row.block_keys[: num_blocks(cuts)]
+        num_tokens = len(keys) * BLOCK_TOKENS
+        if row.parked or num_tokens <= (stem.num_tokens if stem else 0):
+            return stem
+        new = num_tokens - layouts.tokens_held(keys, stem)
+        wanted = new * budget.costs.per_stem_token
+        if wanted + held + layouts.bytes_held(budget.costs) > budget.memory_bytes:
+            return stem
+        return self._stems.of(keys, cuts, stem) or stem
+
+    def _max_cells(self, held: int, demand: Demand | None = None) -> int | None:
+        """Cells that the slots may have while ``held`` bytes are held beside them."""
+        budget = self.scheduler.budget
+        extra = [] if demand is None else [demand]
+        return self._slots.layouts.max_cells(budget.costs, budget.memory_bytes - held, extra)
+
+    def _follow(self, move: Move | None) -> None:
+        """A row went to another slot."""
+        if move is not None:
+            row = self.by_slot.pop(move.source)
+            row.slot = move.target
+            self.by_slot[move.target] = row
+
+    # -- leaving
+
+    def free(self, row: Sequence) -> None:
+        """The row's way back: its slot, wherever it ends."""
+        if row.slot is not None:
+            self._slots.release(row.slot)
+            del self.by_slot[row.slot]
+            row.slot = None
+
+    def close_gaps(self) -> None:
+        """With nobody waiting, keep the rows dense, so that steps compute few free slots.
+
+        A move copies a row, so it waits until a quarter of the rows are free.
+        """
+        main = self._slots.layouts.main
+        if main.num_active > 0.75 * main.num_rows:
+            return
+        while (move := self._slots.close_gap()) is not None:
+            self._follow(move)
+
+    def extend_keys(self, rows: list[Sequence]) -> None:
+        """Keys of blocks of what rows have generated, too; a twin has none, and uses no block."""
+        for row in rows:
+            row.num_resumed = len(row.generated)
+            if row.twin_of is None:
+                row.block_keys = self._prefixes.keys(row.tokens(0, row.num_prefill + 1))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the slots hold, stems among them."""
+        return self._slots.layouts.bytes_held(self.scheduler.budget.costs)
+
+    def lose_all(self) -> list[Sequence]:
+        """The buffers are gone; the rows that were in them, or on their way."""
+        found = {id(row): row for row in (*self._between, *self.by_slot.values())}
+        self._between = []
+        for slot in self._slots.layouts.main.slots:
+            self._slots.release(slot)
+        self.by_slot.clear()
+        for row in found.values():
+            row.slot = None
+        self._slots.drop()
+        return list(found.values())
+
+    # -- room for the next step
+
+    def make_room(self, land: Callable[[], bool]) -> None:
+        """Make sure that the next step has its columns; rows leave if there is no other way.
+
+        ``land`` reads back the step in flight, and says whether there was one.
+        """
+        main = self._slots.layouts.main
+        while self.by_slot and main.write == main.capacity:
+            held = self.scheduler.prefill_bytes(self.scheduler.group)
+            try:
+                self._slots.make_room(self._max_cells(held))
+                return
+            except NoRoom:
+                pass
+            if land():
+                continue  # rows may have ended
+            if main.rows > main.num_active:
+                for move in self._slots.shrink():
+                    self._follow(move)
+                continue
+            leaving = self._cheapest(held)
+            if not leaving:
+                self._slots.make_room(None)  # one row alone: more than its worst case it never has
+                return
+            self._preempt(leaving)
+
+    def _cheapest(self, held: int) -> list[Sequence]:
+        """Rows that make room by leaving: those that lose least, or the longest, if that is less.
+
+        Rows that may leave no more are left in peace as long as there are others; one row stays.
+        """
+        rows = sorted(self.by_slot.values(), key=lambda row: len(row.generated))
+        loose = [row for row in rows[:-1] if row.num_preempted < MAX_PREEMPTIONS] or rows[:-1]
+        length = self._slots.layouts.main.length
+        orders = (
+            sorted(loose, key=self._loss),
+            sorted(loose, key=lambda row: -length(row.slot or 0)),
+        )
+        found = [self._enough(order, held) for order in orders]
+        return min(found, key=lambda rows: [*map(sum, zip(*map(self._loss, rows), strict=True))])
+
+    def _loss(self, row: Sequence) -> tuple[int, int]:
+        """Tokens that are computed again when the row comes back, and tokens that are copied."""
+        total = len(row.prompt) + len(row.generated) - 1
+        if row.slot is not None and self._prefixes.can_park(self._slots.row_bytes(row.slot)):
+            return 0, total
+        return total - min(total, len(row.block_keys) * BLOCK_TOKENS), 0
+
+    def _enough(self, order: list[Sequence], held: int) -> list[Sequence]:
+        """The first rows of ``order`` without which the others have room; all, if need be."""
+        budget, layouts = self.scheduler.budget, self._slots.layouts
+        left = list(self.by_slot.values())
+        for place, row in enumerate(order, start=1):
+            left.remove(row)
+            lengths = [
+                layouts.main.length(slot) for slot in (r.slot for r in left) if slot is not None
+            ]
+            num_bytes = budget.memory_bytes - held
+            cells = layouts.max_cells(budget.costs, num_bytes, [], len(left))
+            remaining = max((row.num_remaining for row in left), default=0)
+            if cells is None or fits(lengths, remaining, cells):
+                return order[:place]
+        return order
+
+    def _preempt(self, rows: list[Sequence]) -> None:
+        log.info(
+            "%d of %d rows leave their slots for a while: %d bytes for keys and values are taken",
+            *(len(rows), len(self.by_slot), self.scheduler.budget.memory_bytes),
+        )
+        self.num_preempted += len(rows)
+        self._between = rows
+        for row in rows:
+            assert row.slot is not None and row.num_dispatched == len(row.generated)
+            num_bytes = self._slots.row_bytes(row.slot)
+            stem = self._slots.layouts.stems.get(row.slot)
+            row.set_back()
+            self.extend_keys([row])
+            if self._prefixes.can_park(num_bytes):
+                row.num_shared = 0 if stem is None else stem.num_tokens
+                row.parked = f"row {next(_parked)}".encode()
+                self._prefixes.park(row.parked, num_bytes, partial(self._slots.snapshot, row.slot))
+            self.free(row)
+        self._wait_again(rows)
+
+    def _wait_again(self, rows: list[Sequence]) -> None:
+        for row in rows:
+            row.num_preempted += 1
+            row.set_back()
+        self.scheduler.requeue(rows)
+        self._between = []

@@ -1,0 +1,315 @@
+"""The engine: continuous batching over decode slots. ``step`` is schedule, run, finish.
+
+One thread owns it and all of MLX. A step (a) computes prompt chunks while slots are free, (b)
+builds the next decode step's graph while the last one still runs, (c) waits for the last one, then
+starts the next and only now looks at the tokens that came back. Building, most of Python's work,
+thus overlaps with the device; and because a step starts when the one before it has ended, nothing
+else refers to the slot buffers then: MLX writes into them in place, and copies none. On a CPU, (b)
+starts each layer as it is built (``kv.pace``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import replace
+from itertools import islice
+
+import mlx.core as mx
+
+from batchkv_producer.wire.job import ErrorCode
+from batchkv_worker.engine.audit import Audit
+from batchkv_worker.engine.chunk_size import choose_chunk
+from batchkv_worker.engine.config import EngineConfig
+from batchkv_worker.engine.decode_rows import SlotRows
+from batchkv_worker.engine.decode_step import Step, inputs
+from batchkv_worker.engine.diagnostics import Vitals
+from batchkv_worker.engine.oom import Shortage, is_at_once, is_out_of_memory
+from batchkv_worker.engine.prefill import Prefill
+from batchkv_worker.engine.schedule.scheduler import Budget, Scheduler
+from batchkv_worker.engine.shared_prefixes import Stems
+from batchkv_worker.engine.tokens import outputs as answers
+from batchkv_worker.engine.tokens.requests import check_memory, prepare
+from batchkv_worker.engine.tokens.sampling import sample
+from batchkv_worker.engine.tokens.tokenize import RowRefused, refusals
+from batchkv_worker.events import Completed, Event, Rejected, Work
+from batchkv_worker.kv.backends.device import shape_step
+from batchkv_worker.kv.layers.decode import DecodeSlots
+from batchkv_worker.kv.start.plan import make_plan
+from batchkv_worker.model.loader import LoadedModel
+from batchkv_worker.prefix.interface import Alone, SharedPrefixes
+from batchkv_worker.prefix.memory import PrefixCache
+from batchkv_worker.prefix.shared.access import Access
+from batchkv_worker.prefix.shared.client import Link
+from batchkv_worker.sequence import Sequence
+
+__all__ = ["Engine", "EngineConfig"]
+
+log = logging.getLogger("batchkv.engine")
+
+CHUNKS_PER_STEP = 8  # prompt chunks in a step without rows that decode; with such it is one
+STILL_SECONDS = 0.02  # waited for the store at once, when there is nothing else to do
+
+
+class Engine:
+    """Implements ``events.EngineLike`` over one loaded model."""
+
+    def __init__(
+        self, loaded: LoadedModel, config: EngineConfig, access: Access | None = None
+    ) -> None:
+        self.loaded, self.config = loaded, config
+        self.plan = plan = make_plan(
+            *(loaded.name, loaded.model, loaded.caches, config.scheme, loaded.dtype),
+            slots=config.slots,
+            path=config.path,
+            group_cost=config.group_cost,
+            stem_cells=config.stem_cells,
+            shape_step=config.shape_step or shape_step(),
+        )
+        self.link: SharedPrefixes = Alone() if access is None else Link(access, loaded, plan)
+        link, prefix_bytes = self.link, config.prefix_bytes
+        self.prefixes = PrefixCache(
+            config.memory_bytes // 8 if prefix_bytes is None else prefix_bytes,
+            *(plan.costs, plan.kinds, link.root, link.on_new),
+        )
+        link.attach(self.prefixes)
+        chunk = config.chunk_tokens or choose_chunk(loaded, plan)
+        memory_bytes = config.memory_bytes - self.prefixes.max_bytes
+        self._budget = Budget(chunk, memory_bytes, plan.costs, plan.shapes.step)
+        self._slots = DecodeSlots(plan.kinds, plan.tree, config.slots, plan.shapes)
+        self._scheduler = Scheduler(
+            *(self._slots.layouts, self._budget, self.prefixes.num_cached, link.is_ready),
+            shares=config.share and plan.shares,
+            stem_costs=config.stem_costs(plan),
+            ragged=plan.traits.ragged,
+            drop_buffers=self._slots.drop,
+            state_blocks=self.prefixes.max_blocks if plan.has_state else 0,
+            is_optimistic=config.admission == "optimistic",
+            uses=self.prefixes.kept,
+        )
+        self._stems = Stems(self._slots, self.prefixes)
+        self._prefill = Prefill(
+            *(loaded.model, plan, self._scheduler, self.prefixes, chunk, link, self._stems.of)
+        )
+        self._audit = Audit(config.audit, link.count)
+        self._slot_rows = SlotRows(
+            *(self._slots, self._scheduler, self.prefixes, self._prefill, self._stems)
+        )
+        self._rows = self._slot_rows.by_slot
+        self._vitals = Vitals(self._scheduler, self._slot_rows)
+        self.report, self.memory_bytes = self._vitals.report, self._vitals.memory_bytes
+        self.maker, self.has_changed = loaded.maker(config.scheme), loaded.has_changed
+        self._shortage = Shortage(self._prefill, self._slot_rows, self.prefixes, link)
+        self._is_in_prefill = False
+        self._in_flight: Step | None = None
+        self._upcoming: Step | None = None  # built, and not started as a whole
+        self._events: list[Event] = []
+
+    # -- what the thread that owns the engine calls
+
+    @property
+    def max_in_flight(self) -> int:
+        return self.config.slots + self.config.prefetch
+
+    @property
+    def is_idle(self) -> bool:
+        if self._in_flight is not None or self._events or not self._scheduler.is_idle:
+            return False
+        return not self.link.is_busy
+
+    def add(self, work: Work) -> None:
+        """Take a row in; one that can never run is rejected with the next step's events."""
+        try:
+            with refusals("the prompt cannot be prepared"):
+                shared = self.link.counts_shared
+                self.submit_row(prepare(work, self.loaded, counts_shared=shared))
+        except RowRefused as refusal:
+            self._events.append(Rejected(work.job_id, refusal.code, str(refusal)))
+
+    def submit_row(self, row: Sequence) -> None:
+        """Take in a row that is tokenized already; raises RowRefused when it can never fit."""
+        check_memory(row, self._budget)
+        row.block_keys = self.prefixes.keys(row.prompt)
+        self.link.begin(row)
+        self._scheduler.add(row)
+
+    def cancel(self, job_id: str) -> None:
+        """Forget a row wherever it is; unknown ids are ignored."""
+        waited = self._scheduler.cancel(job_id)
+        if waited is not None:
+            self.prefixes.forget(waited.parked)
+            if not waited.is_ended:  # one in prefill is left later
+                self.link.forget(waited)
+            return
+        rows = (row for row in self._rows.values() if row.twin_of is None)
+        row = next((row for row in rows if row.job_id == job_id), None)
+        if row is not None:
+            row.finish_reason = "canceled"
+            self._slot_rows.free(row)
+        elif self._in_flight is not None:  # its last token is being computed
+            for flying in self._in_flight.rows:
+                if flying is not None and flying.job_id == job_id and flying.twin_of is None:
+                    flying.finish_reason = "canceled"
+
+    def recall(self, job_ids: Collection[str], count: int) -> list[str]:
+        """Forget up to ``count`` of these rows, the last first, if they wait and were never begun.
+
+        Returns the ids of those forgotten.
+        """
+        rows = reversed(list(self._scheduler.waiting))
+        wanted = {*job_ids}
+        fresh = (row.job_id for row in rows if row.twin_of is None and not row.is_begun)
+        found = list(islice((job_id for job_id in fresh if job_id in wanted), count))
+        for job_id in found:
+            self.cancel(job_id)
+        return found
+
+    def step(self) -> list[Event]:
+        """Compute some prompt chunks and one decode step; what ended since the last call."""
+        try:
+            self._step()
+        except (RuntimeError, MemoryError) as fault:
+            if not is_out_of_memory(fault):
+                raise
+            self._run_out(fault)
+        self._vitals.beat()
+        events, self._events = self._events, []
+        return events
+
+    def _step(self) -> None:
+        self.link.advance(self._scheduler.waiting)
+        self._run_prefill()
+        self._slot_rows.make_room(self._land)
+        upcoming = self._build_step() if self._rows else None
+        landed = self._in_flight
+        self._prefill.settle()
+        if landed is not None:
+            mx.eval(landed.sampled.arrays)
+        if upcoming is not None:
+            mx.async_eval(upcoming.sampled.arrays, self._slots.arrays)
+        if landed is not None:
+            self._finish(landed)
+        self._in_flight, self._upcoming = upcoming, None
+        if not self._scheduler.num_waiting:
+            self._slot_rows.close_gaps()
+        self._serve_link(is_still=landed is None and upcoming is None)
+
+    def _run_out(self, fault: Exception) -> None:
+        """Memory ran out: rows are set back, and those that it is too little for end."""
+        steps = [step for step in (self._in_flight, self._upcoming) if step]
+        in_prefill, self._is_in_prefill = self._is_in_prefill and is_at_once(fault), False
+        if not in_prefill:
+            self._in_flight = self._upcoming = None
+        for row in self._shortage.recover(fault, steps, in_prefill=in_prefill):
+            row.finish_reason = "error"
+            if row.twin_of is None:
+                message = f"memory ran out twice for this row alone: {fault}"[:300]
+                self._events.append(Rejected(row.job_id, ErrorCode.OUT_OF_MEMORY, message))
+
+    def _land(self) -> bool:
+        """Read the step in flight back before the next one is built; whether there was one."""
+        landed = self._in_flight
+        if landed is not None:
+            mx.eval(landed.sampled.arrays)
+            self._finish(landed)
+            self._in_flight = None
+        return landed is not None
+
+    def _serve_link(self, *, is_still: bool) -> None:
+        """Hand computed blocks on; wait for the store when every row that waits, waits for it."""
+        is_still = is_still and not self._prefill.is_active
+        self.link.send(is_idle=is_still)
+        if is_still and not self._events and (self._scheduler.num_waiting or self.link.is_busy):
+            self.link.wait(STILL_SECONDS)
+
+    def close(self) -> None:
+        """Drop all rows and buffers."""
+        self._audit.close()
+        self.link.close()
+        self._rows.clear()
+        self._slots.close()
+        self._prefill.drop()
+        self.prefixes.clear()
+        self._in_flight = None
+        mx.clear_cache()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every slot is free or has exactly one row."""
+        self._slots.check()
+        assert self._slots.layouts.main.slots == set(self._rows)
+        assert all(row.slot == slot for slot, row in self._rows.items())
+        if self.is_idle:
+            assert not self._rows and not self._prefill.is_active
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the decode slots' buffers as they are now."""
+        return self._slots.nbytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that a token takes while every layer keeps it."""
+        return self.plan.costs.per_new_token
+
+    def _run_prefill(self) -> None:
+        """Chunks of prompts; rows that decode wait for one, rows that have just come in for more.
+
+        Those that start together end together, and need no mask on the way.
+        """
+        is_decoding = bool(self._rows)  # those that come in below have not begun to
+        for _ in range(CHUNKS_PER_STEP):
+            self._is_in_prefill = True
+            group = self._prefill.advance()
+            self._is_in_prefill = False
+            if group is None:
+                return
+            if group.is_computed:
+                self._slot_rows.join(group, self._in_flight)
+            if is_decoding:
+                return
+
+    def _build_step(self) -> Step:
+        """The graph of the next step; a row's input is the token that the last step sampled."""
+        frame = self._slots.begin_step()
+        rows = [self._rows.get(slot) for slot in range(frame.num_rows)]
+        tokens = inputs(rows, self._in_flight)
+        logits = self.loaded.model(tokens.reshape(-1, 1), cache=self._slots.model_cache)[:, -1]
+        sampled = sample(logits, tokens, rows)
+        self._slots.end_step()
+        step = self._upcoming = Step(rows, sampled)
+        for row in rows:
+            if row is not None:
+                row.num_dispatched += 1
+                if row.num_remaining == 0:  # known now: the slot is free for the next step
+                    self._slot_rows.free(row)
+        return step
+
+    def _finish(self, step: Step) -> None:
+        """Read a computed step back and end the rows that it completes."""
+        read = answers.read_back(step.sampled)
+        for index, row in enumerate(step.rows):
+            if row is None or row.is_ended:
+                continue
+            try:
+                event: Event | None = answers.take(row, index, read, self.loaded.tokenizer)
+            except Exception as fault:
+                log.exception("row %s: its answer cannot be read back", row.job_id)
+                row.finish_reason = "error"
+                event = Rejected(row.job_id, ErrorCode.ENGINE_ERROR, f"{type(fault).__name__}")
+            if event is not None:
+                self._slot_rows.free(row)
+                self._end(row, event)
+
+    def _end(self, row: Sequence, event: Event) -> None:
+        """Tell of a row's end, unless it is an audit's; audit it, if it is its turn."""
+        if row.twin_of is not None:
+            self._audit.compare(row)
+            return
+        if isinstance(event, Completed):
+            self._scheduler.answers.add(len(row.generated))
+            self._shortage.relax()
+            saved_ms = round(row.num_cached * self._prefill.seconds_per_token * 1000)
+            event = replace(event, saved_ms=saved_ms, note=self.link.note(row))
+            if (twin := self._audit.twin(row, self.loaded.tokenizer)) is not None:
+                self._scheduler.add(twin)  # without keys: nothing cached is used or kept
+        self._events.append(event)

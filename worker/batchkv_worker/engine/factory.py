@@ -1,0 +1,55 @@
+"""From settings to an engine, on the engine's thread.
+
+Nothing here imports MLX before ``blas.load`` has run: a BLAS can only be exchanged before it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from batchkv_worker.engine import open_files
+from batchkv_worker.kv.backends import blas
+from batchkv_worker.model import load_progress as loading
+from batchkv_worker.trace import ENGINE, LOAD, MEASURE
+
+if TYPE_CHECKING:
+    from batchkv_worker.engine.engine import Engine
+    from batchkv_worker.settings import WorkerSettings
+
+log = logging.getLogger("batchkv.engine")
+
+
+def build_engine(settings: WorkerSettings) -> Engine:
+    """Load the settings' model and make its engine; raises ModelError."""
+    log.info(blas.load())
+    open_files.import_mlx_lm()
+    from batchkv_worker.engine.engine import Engine, EngineConfig
+    from batchkv_worker.kv.backends.device import kv_memory_bytes, prepare_device
+    from batchkv_worker.model.loader import load
+    from batchkv_worker.prefix.shared.access import open_access
+
+    access = open_access(settings)  # first: a fault of the settings costs no loading
+    prepare_device(wired_limit=settings.wired_limit)
+    ENGINE.enter(LOAD)
+    loaded = load(settings.model, settings.dtype, is_careful=True)
+    config = EngineConfig(
+        scheme=settings.kv_scheme,
+        slots=settings.slots,
+        prefetch=settings.rows_ahead,
+        chunk_tokens=settings.prefill_chunk,
+        memory_bytes=settings.memory_bytes or kv_memory_bytes(loaded.weight_bytes),
+        admission=settings.admission,
+        audit=settings.cache_audit,
+    )
+    loading.say("measuring what this machine does best")
+    ENGINE.enter(MEASURE)
+    engine = Engine(loaded, config, access)
+    log.info(
+        "model %s: %s, %s, context %d, %.1f MB of weights; KV %s: %d bytes a token, "
+        "up to %.1f MB in %d slots",
+        *(settings.model, loaded.caches, loaded.dtype, loaded.context),
+        *(loaded.weight_bytes / 1e6, config.scheme, engine.bytes_per_token),
+        *(config.memory_bytes / 1e6, config.slots),
+    )
+    return engine

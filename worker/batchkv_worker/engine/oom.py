@@ -1,0 +1,114 @@
+"""When memory runs out although the budget was kept: what MLX says then, and what is tried again.
+
+Others use the same memory, and activations are not in the budget. MLX raises ``RuntimeError`` where
+an allocation fails on Metal and CUDA (on a CPU the process dies). What was being computed then is
+lost, and it is not known how far it got; so whatever may have been touched is computed again.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import mlx.core as mx
+
+from batchkv_worker.engine.decode_rows import SlotRows
+from batchkv_worker.engine.decode_step import Step
+from batchkv_worker.engine.prefill import Prefill
+from batchkv_worker.prefix.interface import SharedPrefixes
+from batchkv_worker.prefix.memory import PrefixCache
+from batchkv_worker.sequence import Sequence
+
+log = logging.getLogger("batchkv.engine")
+
+MAX_FAILURES = 2  # of a row that was alone; then it ends
+SHRINK = 0.8  # of what was held when memory ran out, the most that is held from then on
+GROW = 1.05  # what is allowed again with every row that ends
+
+# Parts of the messages, in lower case: MLX's allocators, Metal's command buffers, CUDA's runtime.
+_SIGNS = (
+    "unable to allocate",
+    "attempting to allocate",
+    "insufficient memory",
+    "out of memory",
+    "outofmemory",
+    "resource limit",
+)
+
+
+def is_out_of_memory(fault: BaseException) -> bool:
+    """Whether an exception of MLX's says that memory could not be had."""
+    text = str(fault).lower()
+    return isinstance(fault, MemoryError) or any(sign in text for sign in _SIGNS)
+
+
+def is_at_once(fault: BaseException) -> bool:
+    """Whether it was said when memory was asked for, and not by the device later."""
+    return isinstance(fault, MemoryError) or "allocat" in str(fault).lower()
+
+
+class Shortage:
+    """Gets an engine going again after memory ran out.
+
+    Rows whose arrays are lost wait again and go on token for token, with less memory than was held
+    when it ran out; with every row that ends there is a little more again. A row for which memory
+    runs out again although it is alone ends.
+    """
+
+    def __init__(
+        self, prefill: Prefill, slot_rows: SlotRows, prefixes: PrefixCache, link: SharedPrefixes
+    ) -> None:
+        self._scheduler = scheduler = slot_rows.scheduler
+        self._prefill = prefill
+        self._slot_rows = slot_rows
+        self._prefixes = prefixes
+        self._link = link
+        self._allowed = scheduler.budget.memory_bytes
+        self.num_times = 0
+
+    def recover(
+        self, fault: BaseException, steps: list[Step], *, in_prefill: bool
+    ) -> list[Sequence]:
+        """Set rows back; those of them that cannot be computed here at all.
+
+        ``in_prefill``: memory ran out while a prompt was computed, so the rows in slots are as they
+        were. ``steps``: decode steps that are not read back; they are lost with the slots.
+        """
+        self.num_times += 1
+        held = self._slot_rows.num_bytes + self._scheduler.prefill_bytes(self._scheduler.group)
+        num_rows = len(self._slot_rows.by_slot)
+        lost = self._scheduler.abandon_group()
+        num_rows += len(lost)
+        if not in_prefill:
+            found = {id(row): row for step in steps for row in step.rows if row is not None}
+            found |= {id(row): row for row in self._slot_rows.lose_all()}
+            again = [row for row in found.values() if not row.is_ended]
+            num_rows = len(again) + len(lost)
+            self._slot_rows.extend_keys(again)
+            lost = again + lost
+        self._prefill.drop()
+        self._prefixes.clear()
+        self._link.drop_unsent()
+        self._shrink(fault, held, len(lost), num_rows)
+        for row in lost:
+            row.set_back()
+            row.num_failures += num_rows == 1
+        self._scheduler.requeue(row for row in lost if row.num_failures < MAX_FAILURES)
+        return [row for row in lost if row.num_failures >= MAX_FAILURES]
+
+    def _shrink(self, fault: BaseException, held: int, num_lost: int, num_rows: int) -> None:
+        budget = self._scheduler.budget
+        num_bytes = int(min(held, budget.memory_bytes) * SHRINK)
+        self._scheduler.budget = budget.shrunk_to(num_bytes)
+        mx.clear_cache()
+        log.warning(
+            "memory ran out (%s): %d of %d rows are computed again, with %.1f MB for keys and "
+            "values instead of %.1f",
+            *(str(fault)[:200], num_lost, num_rows, num_bytes / 1e6, budget.memory_bytes / 1e6),
+        )
+
+    def relax(self) -> None:
+        """A row has ended well."""
+        budget = self._scheduler.budget
+        if budget.memory_bytes < self._allowed:
+            grown = int(budget.memory_bytes * GROW) + self._allowed // 256 + 1
+            self._scheduler.budget = budget.shrunk_to(min(self._allowed, grown))

@@ -1,0 +1,166 @@
+"""Computing prompts: a group at a time, chunk by chunk, publishing blocks as they complete."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from batchkv_worker.engine.schedule.prefix_split import Cuts
+from batchkv_worker.engine.schedule.scheduler import PrefillGroup, Scheduler
+from batchkv_worker.kv.attention.shared_prefix import Stem
+from batchkv_worker.kv.layers.contract import Chunk, Pieces
+from batchkv_worker.kv.layers.prefill_rows import PrefillRows
+from batchkv_worker.kv.slots.layout import round_up
+from batchkv_worker.kv.start.plan import KvPlan
+from batchkv_worker.prefix.interface import SharedPrefixes
+from batchkv_worker.prefix.memory import PrefixCache
+from batchkv_worker.sequence import Sequence
+from batchkv_worker.trace import DECODE, ENGINE, PREFILL
+
+TIMED_EVERY = 32  # chunks
+NEW_SHARE = 0.2  # of a new sample in the moving average
+
+
+class Prefill:
+    """The group whose prompts are being computed, and its prefill rows."""
+
+    def __init__(
+        self,
+        model: Any,
+        plan: KvPlan,
+        scheduler: Scheduler,
+        prefixes: PrefixCache,
+        chunk_tokens: int,
+        link: SharedPrefixes,
+        make_stem: Callable[[list[bytes], Cuts], Stem | None],
+    ) -> None:
+        self._model = model
+        self._plan = plan
+        self._scheduler = scheduler
+        self._prefixes = prefixes
+        self._chunk_tokens = chunk_tokens
+        self._link = link
+        self._make_stem = make_stem
+        self._num_chunks = 0
+        self.seconds_per_token = 0.0  # of computing prompts, a moving average; 0 before the first
+        self._group: PrefillGroup | None = None  # whose prompts are in _rows
+        self._rows: PrefillRows | None = None
+        self._parked: list[Pieces] | None = None  # of a row that was computed before
+        self._untold: list[mx.array] = []  # an array of each chunk, for a trace; see settle
+        self._new_untold: list[mx.array] = []
+
+    @property
+    def is_active(self) -> bool:
+        """Whether prompts are held."""
+        return self._rows is not None
+
+    def advance(self) -> PrefillGroup | None:
+        """Compute the next chunk that the scheduler wants; its group, or None: nothing to do."""
+        group = self._scheduler.next_group()
+        if group is not self._group:
+            self.drop()
+            self._group = group
+        if group is None:
+            return None
+        ENGINE.enter(PREFILL)
+        if group.rows[0].parked and self._parked is None:
+            self._parked = self._prefixes.parked(group.rows[0].parked)
+            group.stem = self._stem_of(group)
+        elif group.width and self._rows is None and self._parked is None:
+            self._rows = PrefillRows(self._plan.kinds, self._width(group), self._chunk_tokens)
+            group.stem = self._stem_of(group)
+            self._prefixes.fill(group.rows, self._rows, group.stem)
+        if not group.is_computed:
+            self._compute_chunk(group)
+        ENGINE.enter(DECODE)
+        return group
+
+    def _mark(self, arrays: list[mx.array]) -> None:
+        """Keep one number of a chunk, in bytes of its own: the chunk's must stay free to move."""
+        if arrays and arrays[-1].size:
+            number = arrays[-1][(0,) * arrays[-1].ndim].astype(mx.float32) + 0
+            mx.async_eval(number)
+            self._new_untold.append(number)
+
+    def settle(self) -> None:
+        """For a trace: wait for the chunks that were started before the step in flight.
+
+        The device comes to them first, so that nothing is waited for that would not be anyway; what
+        the step is waited for after that is its own. Its time would be told as theirs otherwise.
+        """
+        if self._untold:
+            ENGINE.enter(PREFILL)
+            mx.eval(self._untold)
+            ENGINE.enter(DECODE)
+        self._untold, self._new_untold = self._new_untold, []
+
+    def _stem_of(self, group: PrefillGroup) -> Stem | None:
+        return self._make_stem(group.rows[0].block_keys, group.stem_cuts)
+
+    def _width(self, group: PrefillGroup) -> int:
+        ragged = self._plan.traits.ragged  # else no row may have a pad
+        return round_up(group.width, self._plan.shapes.step) if ragged else group.width
+
+    def _compute_chunk(self, group: PrefillGroup) -> None:
+        """One chunk of the group's prompts; logits are never read, so MLX never computes them."""
+        assert self._rows is not None
+        start = group.position
+        end = group.chunk_end(self._chunk_tokens, self._width(group))
+        width = end - start
+        lengths = tuple(max(0, min(width, row.num_prefill - start)) for row in group.rows)
+        started = self._start_watch()
+        self._rows.begin(Chunk(start, width, None if min(lengths) == width else lengths))
+        tokens = [
+            row.tokens(start, start + length) + [0] * (width - length)
+            for row, length in zip(group.rows, lengths, strict=True)
+        ]
+        self._model(mx.array(tokens), cache=self._plan.tree.nested(self._rows.layers))
+        self._rows.end()
+        mx.async_eval(self._rows.arrays)
+        if ENGINE.is_traced:
+            self._mark(self._rows.arrays)
+        if started is not None:
+            mx.eval(self._rows.arrays)
+            self._observe(sum(lengths), time.perf_counter() - started)
+        group.position = end
+        self._prefixes.publish(group.rows, self._rows, start, end)
+
+    def _start_watch(self) -> float | None:
+        """When this chunk began, if it is one that is timed, from a device at rest to its end.
+
+        The shared store must know what computing costs, and users what the cache saved. Chunks
+        overlap with decoding else, so a few are waited for; the first compiles kernels and is none.
+        """
+        number, self._num_chunks = self._num_chunks, self._num_chunks + 1
+        if not (0 < number <= 2 or number % TIMED_EVERY == TIMED_EVERY - 1):
+            return None
+        mx.synchronize()
+        return time.perf_counter()
+
+    def _observe(self, num_tokens: int, seconds: float) -> None:
+        new, old = seconds / max(1, num_tokens), self.seconds_per_token
+        self.seconds_per_token = new if not old else old + NEW_SHARE * (new - old)
+        self._link.observe_prefill(num_tokens, seconds)
+
+    def pieces(
+        self, group: PrefillGroup, row: Sequence, stem_tokens: int, count: int = 1
+    ) -> list[Pieces] | None:
+        """What the slots need of a row of the computed group; None if it had nothing to compute.
+
+        With a ``count``, of so many neighbours in the group, which are of one length.
+        """
+        if not row.num_prefill:
+            return None
+        if self._parked is not None:
+            return self._parked
+        assert self._rows is not None
+        return self._rows.row(group.rows.index(row), row.num_prefill, stem_tokens, count)
+
+    def drop(self) -> None:
+        """The group's rows have moved, or nobody wants them."""
+        for row in self._group.rows if self._group else ():
+            self._link.forget(row)
+        self._group = self._rows = self._parked = None

@@ -1,0 +1,90 @@
+"""What may be admitted: bytes of keys and values, and how many tokens to reckon with. No tensors.
+
+A row is admitted by what it takes now and will take in a while. *Worst case*: all tokens that it
+may generate. *Optimistic*: as many as most answers take, measured on those that ended lately; a row
+whose answer is longer may have to leave its slot for a while (``slot_rows``). Either way what is
+allocated is held to the budget when buffers grow, not only when a row is admitted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+
+from batchkv_cache_store.keys import BLOCK_TOKENS
+from batchkv_worker.kv.slots.growth import round_up
+from batchkv_worker.kv.slots.layout import Demand
+from batchkv_worker.kv.slots.layouts import Costs, SlotLayouts
+
+RECENT_ANSWERS = 512  # whose lengths are remembered
+FEWEST_ANSWERS = 16  # before these have ended nothing is known
+MOST_OF_TEN = 9  # answers of ten that the tokens reckoned with suffice for
+
+
+class AnswerLengths:
+    """How long answers have been lately, in tokens."""
+
+    def __init__(self) -> None:
+        self._recent: deque[int] = deque(maxlen=RECENT_ANSWERS)
+        self._expected: int | None = None
+
+    def add(self, num_tokens: int) -> None:
+        """An answer has ended."""
+        self._recent.append(num_tokens)
+        self._expected = None
+
+    @property
+    def expected(self) -> int | None:
+        """Tokens that most answers need no more of; None while too few have ended."""
+        if len(self._recent) < FEWEST_ANSWERS:
+            return None
+        if self._expected is None:
+            ranked = sorted(self._recent)
+            self._expected = ranked[(len(ranked) - 1) * MOST_OF_TEN // 10]
+        return self._expected
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What the scheduler may spend: tokens a prefill chunk, and bytes of keys and values.
+
+    ``shape_step`` is what the width of prompts is rounded up to.
+    """
+
+    chunk_tokens: int
+    memory_bytes: int
+    costs: Costs
+    shape_step: int = 1
+
+    def can_ever_hold(self, demand: Demand) -> bool:
+        """Whether the row fits when it is alone."""
+        return self.holds(SlotLayouts(1, self.costs.per_window), [demand])
+
+    def holds(
+        self,
+        layouts: SlotLayouts,
+        demands: list[Demand],
+        ahead: int | None = None,
+        stem_keys: Items[bytes] = (),
+    ) -> bool:
+        """Whether these rows fit beside those in the slots, ``ahead`` tokens from now at most.
+
+        Their prefill stands beside the slots, as they are now and as they grow, until they have
+        moved.
+        """
+        needed = layouts.bytes_needed(self.costs, demands, ahead, stem_keys)
+        held = layouts.bytes_held(self.costs) + layouts.stem_bytes(self.costs, demands, stem_keys)
+        needed = max(needed, held)
+        return needed + self.prefill_bytes(demands) <= self.memory_bytes
+
+    def prefill_bytes(self, demands: Items[Demand]) -> int:
+        """Bytes of a group in prefill: every row is as wide as the longest."""
+        length = round_up(max((demand.length for demand in demands), default=0), self.shape_step)
+        shared = min((demand.shared for demand in demands), default=0)
+        margin = self.chunk_tokens + BLOCK_TOKENS
+        return len(demands) * self.costs.prefill(length, shared, margin)
+
+    def shrunk_to(self, memory_bytes: int) -> Budget:
+        """The same with less memory."""
+        return replace(self, memory_bytes=memory_bytes)

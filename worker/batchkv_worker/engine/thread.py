@@ -1,0 +1,232 @@
+"""The engine on its own thread, the only one that touches MLX.
+
+The main thread puts orders into the inbox (``add``, ``cancel``, ``stop``) and reads lists of
+notices from the outbox. The engine never waits for anybody but an empty inbox: it knows nothing of
+Redis, and a slow main thread only lets its outbox grow.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from batchkv_producer.wire.maker import NOBODY, Maker
+from batchkv_worker.errors import WorkerError
+from batchkv_worker.events import EngineDied, EngineLike, Event, Recalled, Work
+from batchkv_worker.model.load_progress import heard
+from batchkv_worker.trace import DECODE, END, ENGINE, IDLE, PREPARE, START, note
+
+log = logging.getLogger("batchkv.worker")
+
+ORDERS_SECONDS = 0.05  # spent on new rows between two steps
+FIRST_ORDERS_SECONDS = 1.0  # the same when no row decodes: rows that start together end together
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The model is loaded; work may come."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """The engine could not be built: a fault of configuration, not of any job."""
+
+    error: WorkerError
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Nothing happened in the engine; somebody wants the main loop to take a turn."""
+
+
+Notice = Event | Ready | LoadFailed | Wake | Recalled
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Recall:
+    job_ids: tuple[str, ...]
+    count: int
+
+
+_Order = Work | _Cancel | _Recall | None  # None: stop
+
+
+class EngineThread:
+    """Owns the thread. Every method here is called from the main thread and returns at once."""
+
+    def __init__(self, factory: Callable[[], EngineLike]) -> None:
+        self._factory = factory
+        self._inbox: SimpleQueue[Sequence[_Order]] = SimpleQueue()
+        self._orders: deque[_Order] = deque()  # taken from the inbox, not carried out yet
+        self._outbox: SimpleQueue[Sequence[Notice]] = SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name="batchkv-engine", daemon=True)
+        self._engine: EngineLike | None = None
+        self.num_steps = 0
+        self.max_in_flight = 0
+        self.maker: Maker = NOBODY  # until it is built
+        self.loading = ""  # how far building the engine is; empty once it is there
+
+    def start(self) -> None:
+        """Start the thread, which builds the engine first and then says Ready."""
+        self.loading = "loading"
+        self._thread.start()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the thread was started and is gone."""
+        return self._thread.ident is not None and not self._thread.is_alive()
+
+    def add(self, works: Sequence[Work]) -> None:
+        """Hand over rows to generate, all at once: the engine does not start with a part."""
+        if works:
+            self._inbox.put(tuple(works))
+
+    def cancel(self, job_id: str) -> None:
+        """Forget a row; an event that is already on its way may still come."""
+        self._inbox.put((_Cancel(job_id),))
+
+    def recall(self, job_ids: Sequence[str], count: int) -> None:
+        """Have up to ``count`` of these rows forgotten; ``Recalled`` says which still waited."""
+        self._inbox.put((_Recall(tuple(job_ids), count),))
+
+    def stop(self) -> None:
+        """Ask the thread to end after the step that it is in."""
+        self._inbox.put((None,))
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the engine has allocated, as of its last step; 0 while there is none."""
+        return 0 if self._engine is None else self._engine.memory_bytes()
+
+    def has_changed(self) -> bool:
+        """Whether the model's files are others now than were loaded. May take seconds."""
+        return self._engine is not None and self._engine.has_changed()
+
+    def report(self) -> str:
+        """What the engine was doing; of one that hangs, too."""
+        if self._engine is None:
+            return "it was being built"
+        try:
+            return self._engine.report()
+        except Exception as fault:  # noqa: BLE001 - it may be half way through anything
+            return f"its state cannot be read: {type(fault).__name__}"
+
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait for the thread's end; whether it came."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    def wake(self) -> None:
+        """End a wait in ``notices``. Safe in a signal handler and from any thread."""
+        self._outbox.put((Wake(),))
+
+    def notices(self, timeout_seconds: float) -> list[Notice]:
+        """All that is in the outbox, after waiting up to ``timeout_seconds`` for the first."""
+        found: list[Notice] = []
+        try:
+            found += self._outbox.get(timeout_seconds > 0, max(timeout_seconds, 0) or None)
+            while True:
+                found += self._outbox.get_nowait()
+        except Empty:
+            return found
+
+    def _main(self) -> None:
+        engine: EngineLike | None = None
+        ENGINE.enter(START)
+        try:
+            with heard(self._note_loading):
+                engine = self._engine = self._factory()
+            self.loading = ""
+            self._serve(engine)
+        except WorkerError as error:
+            self._outbox.put((LoadFailed(error),))
+        except Exception as error:  # noqa: BLE001 - whatever broke, the jobs must go back
+            log.error("the engine died:\n%s", traceback.format_exc())
+            self._outbox.put((EngineDied(f"{type(error).__name__}: {error}"),))
+        finally:
+            ENGINE.enter(END)
+            _note_memory()
+            try:
+                if engine is not None:
+                    engine.close()
+            finally:
+                _end_streams()
+                ENGINE.enter(None)
+
+    def _note_loading(self, text: str) -> None:
+        self.loading = text
+
+    def _serve(self, engine: EngineLike) -> None:
+        self.max_in_flight, self.maker = engine.max_in_flight, engine.maker
+        self._outbox.put((Ready(),))
+        while self._take_orders(engine):
+            if engine.is_idle:
+                continue
+            ENGINE.enter(DECODE)
+            events = engine.step()
+            self.num_steps += 1
+            self.max_in_flight = engine.max_in_flight
+            if events:
+                self._outbox.put(events)
+
+    def _take_orders(self, engine: EngineLike) -> bool:
+        """Carry out what is in the inbox; wait there while the engine is idle. False: stop."""
+        was_idle = engine.is_idle
+        if was_idle:
+            ENGINE.enter(IDLE)
+        try:
+            order = self._next_order(block=was_idle)
+            ENGINE.enter(PREPARE)
+            until = time.monotonic() + (FIRST_ORDERS_SECONDS if was_idle else ORDERS_SECONDS)
+            while order is not None:
+                if isinstance(order, _Cancel):
+                    engine.cancel(order.job_id)
+                elif isinstance(order, _Recall):
+                    found = engine.recall(order.job_ids, order.count)
+                    self._outbox.put((Recalled(tuple(found)),))
+                else:
+                    engine.add(order)
+                    self.num_steps += 1  # progress too: a long prompt takes time to tokenize
+                if not engine.is_idle and time.monotonic() > until:
+                    return True  # the rest waits: rows that decode must go on
+                order = self._next_order(block=False)
+        except Empty:
+            return True
+        return False
+
+    def _next_order(self, *, block: bool) -> _Order:
+        """The oldest order; raises Empty when there is none and the call may not ``block``."""
+        while not self._orders:
+            self._orders.extend(self._inbox.get(block=block))
+        return self._orders.popleft()
+
+
+def _note_memory() -> None:
+    """Write the most that MLX ever held into the trace, if there is one."""
+    mlx = sys.modules.get("mlx.core")
+    if ENGINE.is_traced and mlx is not None:
+        note("memory", peak_mb=round(mlx.get_peak_memory() / 1e6, 1))
+
+
+def _end_streams() -> None:
+    """End MLX's streams of this thread, if it had any.
+
+    Left to the interpreter's exit, their threads are destroyed while they run, and the process ends
+    in ``std::terminate``.
+    """
+    mlx = sys.modules.get("mlx.core")
+    if mlx is not None:
+        mlx.clear_streams()

@@ -1,0 +1,1 @@
+"""From a request to tokens, and from sampled tokens to its answer."""

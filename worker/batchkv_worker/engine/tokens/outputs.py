@@ -1,0 +1,111 @@
+"""From sampled tokens to an answer: when a row has ended, its text, its log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from batchkv_producer.wire.job import TokenLogprob, Usage
+from batchkv_worker.engine.tokens.sampling import Sampled
+from batchkv_worker.events import Completed
+from batchkv_worker.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBack:
+    """A computed step on the host: one transfer an array, by row."""
+
+    tokens: list[int]
+    chosen: list[float]
+    top_tokens: list[list[int]]
+    top_logprobs: list[list[float]]
+
+
+def read_back(sampled: Sampled) -> ReadBack:
+    """Wait for a step and fetch it."""
+
+    def fetched(array: Any) -> Any:
+        return [] if array is None else array.tolist()
+
+    return ReadBack(
+        fetched(sampled.tokens),
+        fetched(sampled.chosen),
+        fetched(sampled.top_tokens),
+        fetched(sampled.top_logprobs),
+    )
+
+
+def take(row: Sequence, index: int, read: ReadBack, tokenizer: Any) -> Completed | None:
+    """Give the row its token of a step; its event when that was the last."""
+    _take_token(row, read.tokens[index], tokenizer.eos_token_ids)
+    if row.generation.logprobs is not None:
+        row.logprobs.append(_logprob(row, index, read, tokenizer))
+    return _completed(row, tokenizer) if row.is_ended else None
+
+
+def _take_token(row: Sequence, token: int, end_tokens: Collection[int]) -> None:
+    row.generated.append(token)
+    if token in end_tokens or _hits_stop(row, token):
+        row.finish_reason = "stop"
+    elif len(row.generated) >= row.generation.max_tokens:
+        row.finish_reason = "length"
+
+
+def _add(detokenizer: Any, token: int) -> None:
+    """Add a token's text. Ids that a padded vocabulary has and the tokenizer lacks have none."""
+    with suppress(IndexError, KeyError, TypeError):
+        detokenizer.add_token(token)
+
+
+def _hits_stop(row: Sequence, token: int) -> bool:
+    if row.detokenizer is None:
+        return False
+    _add(row.detokenizer, token)
+    return _find_stop(row.detokenizer.text, row.generation.stop) is not None
+
+
+def _find_stop(text: str, stops: tuple[str, ...]) -> int | None:
+    """Where the first of the stop strings begins."""
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return min(found, default=None)
+
+
+def _completed(row: Sequence, tokenizer: Any) -> Completed:
+    text = _text(row, tokenizer)
+    cut = _find_stop(text, row.generation.stop)
+    return Completed(
+        job_id=row.job_id,
+        text=text if cut is None else text[:cut],
+        finish_reason=row.finish_reason if cut is None else "stop",
+        usage=Usage(len(row.prompt), len(row.generated), row.num_cached),
+        token_ids=tuple(row.generated),
+        logprobs=tuple(row.logprobs) if row.generation.logprobs is not None else None,
+    )
+
+
+def _text(row: Sequence, tokenizer: Any) -> str:
+    """The answer without its end token."""
+    detokenizer = row.detokenizer
+    if detokenizer is None:
+        detokenizer = tokenizer.detokenizer
+        has_end = row.generated[-1] in tokenizer.eos_token_ids
+        for token in row.generated[:-1] if has_end else row.generated:
+            _add(detokenizer, token)
+    detokenizer.finalize()
+    return str(detokenizer.text)
+
+
+def _logprob(row: Sequence, index: int, read: ReadBack, tokenizer: Any) -> TokenLogprob:
+    """Log-probability of the row's newest token, with as many alternatives as it asked for."""
+    count = row.generation.logprobs
+    top: list[tuple[str, float]] = []
+    if count and read.top_tokens:
+        pairs = zip(read.top_tokens[index][:count], read.top_logprobs[index][:count], strict=True)
+        top = [(_piece(token, tokenizer), logprob) for token, logprob in pairs]
+    return TokenLogprob(_piece(row.generated[-1], tokenizer), read.chosen[index], tuple(top))
+
+
+def _piece(token: int, tokenizer: Any) -> str:
+    return str(tokenizer.decode([token]))

@@ -1,0 +1,1 @@
+"""Attention over packed keys and values, and over prefixes that rows share."""

@@ -1,0 +1,1 @@
+"""What depends on the device: its switches, its kernels, how long it takes."""

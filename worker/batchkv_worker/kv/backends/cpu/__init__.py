@@ -1,0 +1,1 @@
+"""What MLX's CPU backend is too slow at, done in other ways."""

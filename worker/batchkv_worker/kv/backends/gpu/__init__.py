@@ -1,0 +1,1 @@
+"""What any GPU gains from, as fewer kernels."""

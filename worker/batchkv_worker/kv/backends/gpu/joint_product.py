@@ -1,0 +1,146 @@
+"""One product with the weights of several linear layers, and whether it is faster than theirs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from batchkv_worker.kv.backends.timing import gain, least_times
+
+log = logging.getLogger("batchkv.engine")
+
+_MARGIN = 1.1  # by which one product has to be faster: some layers copy their part first
+_TIMES = 8  # products that are timed together
+_LONGEST = 4.0  # milliseconds: where the products take longer, starting them is no matter
+_CLOSE = 0.05  # of the largest number: rounding stays below, a wrong product does not
+_ARRAYS = ("weight", "scales", "biases", "bias")  # with a line for each output
+
+MAX_WEIGHTS = 2**25  # of a family
+
+Product = Callable[[mx.array], list[mx.array]]  # of an input: what each of the layers answers
+Whole = dict[str, mx.array]
+
+
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """What layers must have in common to be multiplied at once.
+
+    ``dtype`` is that of their inputs, ``dtypes`` are those of what they hold, by name; ``packing``
+    has the bits, group size and mode of quantized weights.
+    """
+
+    kind: type[nn.Module]
+    inputs: int
+    dtype: mx.Dtype
+    dtypes: tuple[tuple[str, mx.Dtype], ...]
+    packing: tuple[int, int, str] | None = None
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether something is added to the product."""
+        return "bias" in dict(self.dtypes)
+
+
+def is_start_dear() -> bool:
+    """Whether starting a product takes long beside multiplying a few rows: on GPUs."""
+    return bool(mx.default_device() == mx.Device(mx.gpu))
+
+
+def likeness_of(module: Any, x: mx.array) -> Likeness:
+    """Of a linear layer that is given ``x``."""
+    held = {name: module.get(name) for name in _ARRAYS}
+    dtypes = tuple((name, array.dtype) for name, array in held.items() if array is not None)
+    packing = None
+    if isinstance(module, nn.QuantizedLinear):
+        packing = (module.bits, module.group_size, module.mode)
+    return Likeness(type(module), x.shape[-1], x.dtype, dtypes, packing)
+
+
+def outputs_of(module: Any) -> int:
+    """How many numbers a linear layer answers for a row."""
+    return int(module.weight.shape[0])
+
+
+def whole_of(family: Sequence[Any]) -> Whole:
+    """What the layers hold, put together: the lines of one after those of another."""
+    first = family[0]
+    names = [name for name in _ARRAYS if first.get(name) is not None]
+    whole = {name: mx.concatenate([module[name] for module in family]) for name in names}
+    mx.eval(whole)
+    return whole
+
+
+def product_of(family: Sequence[Any], whole: Whole) -> Product:
+    """What computes all parts at once."""
+    first, bias = family[0], whole.get("bias")
+    ends = list(accumulate(map(outputs_of, family)))[:-1]
+    weight = whole["weight"]
+    packed = {name: whole.get(name) for name in ("scales", "biases")}
+    if isinstance(first, nn.QuantizedLinear):
+        packed |= {"group_size": first.group_size, "bits": first.bits, "mode": first.mode}
+    else:
+        weight = weight.T
+
+    def product(x: mx.array) -> list[mx.array]:
+        is_dense = packed["scales"] is None
+        found = x @ weight if is_dense else mx.quantized_matmul(x, weight, **packed)
+        parts: list[mx.array] = mx.split(found if bias is None else found + bias, ends, axis=-1)
+        return parts
+
+    return product
+
+
+@cache
+def is_faster(like: Likeness, outputs: tuple[int, ...], rows: int) -> bool:
+    """Whether one product of ``rows`` rows is, and gives the same, for layers of so many outputs.
+
+    Measured once a shape, as it will be in a step, beside which Python builds the next one. Not of
+    weights so large that multiplying, and not starting, is what takes time.
+    """
+    if like.inputs * sum(outputs) > MAX_WEIGHTS:
+        return False
+    family = [_sample(like, size) for size in outputs]
+    product = product_of(family, whole_of(family))
+    x = mx.random.normal((rows, 1, like.inputs)).astype(like.dtype)
+    mx.eval(x, [module.parameters() for module in family])
+
+    # Whoever asked reads its part, which is a view of what all have.
+    def apart() -> list[mx.array]:
+        return [module(x) + 1 for module in family]
+
+    def at_once() -> list[mx.array]:
+        return [part + 1 for part in product(x)]
+
+    (once,) = least_times([apart], repeats=1)
+    if once is None or once > _LONGEST:
+        return False
+    won = gain(apart, at_once, times=_TIMES)
+    log.debug("layers of %s answer %.2f times as fast at once", outputs, won)
+    return won > _MARGIN and all(
+        are_close(*parts) for parts in zip(apart(), at_once(), strict=True)
+    )
+
+
+def are_close(one: mx.array, other: mx.array) -> bool:
+    """Whether they differ by no more than rounding explains."""
+    one, other = one.astype(mx.float32), other.astype(mx.float32)
+    return bool((mx.abs(one - other).max() <= _CLOSE * mx.abs(one).max()).item())
+
+
+def _sample(like: Likeness, outputs: int) -> Any:
+    """A layer of that kind with weights that mean nothing."""
+    module: Any
+    if like.packing is None:
+        module = nn.Linear(like.inputs, outputs, like.has_bias)
+    else:
+        bits, group_size, mode = like.packing
+        module = nn.QuantizedLinear(like.inputs, outputs, like.has_bias, group_size, bits, mode)
+    module.set_dtype(like.dtype)
+    return module

@@ -1,0 +1,188 @@
+"""Prefill of a layer that keeps keys and values.
+
+Rows of a group start together and are right-padded: under a causal mask no real token ever sees a
+pad, so nothing is rolled or finalized, and row j is simply ``[:length[j]]``. Keys and values are
+packed as soon as they are made and attention always sees what was packed (for the chunk itself as
+for its history), so that neither chunk size nor batch changes what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
+
+from batchkv_cache_store.keys import BLOCK_TOKENS
+from batchkv_worker.kv.attention import paths as attention
+from batchkv_worker.kv.attention import shared_prefix_prefill as stem_chunk
+from batchkv_worker.kv.backends.cpu import causal_tiles as triangles
+from batchkv_worker.kv.backends.pacing import Pace
+from batchkv_worker.kv.layers.cache_quirks import OrderedByUs
+from batchkv_worker.kv.layers.contract import Both, Chunk, Pieces, PrefillLayer
+from batchkv_worker.kv.schemes.packing import LayerScheme, Parts
+from batchkv_worker.kv.slots.layouts import Window
+
+
+class AttentionPrefill(OrderedByUs, PrefillLayer):
+    """Packed keys and values, ``[rows, heads, columns, part size]``; column 0 is token ``base``.
+
+    With a window, tokens that no later token sees are dropped as chunks come, but for one block:
+    the block that the chunk before has begun is still to be cut out.
+    """
+
+    def __init__(
+        self,
+        scheme: LayerScheme,
+        window: Window,
+        dtype: mx.Dtype,
+        capacity: int,
+        chunk_tokens: int,
+    ) -> None:
+        self.offset = 0  # tokens so far: what the models read
+        self.base = 0
+        self.pace: Pace | None = None  # which all layers of a group share
+        self._scheme = scheme
+        self._window = window
+        self._dtype = dtype
+        self._kept = None if window is None else window - 1 + BLOCK_TOKENS
+        self._capacity = capacity if window is None else min(capacity, window + chunk_tokens)
+        self._keys: list[mx.array] = []
+        self._values: list[mx.array] = []
+        self._handed: tuple[mx.array, mx.array] | None = None
+        self._shared: tuple[Both, ...] = ()
+
+    # -- what the engine calls
+
+    def begin(self, chunk: Chunk) -> None:
+        if chunk.position != self.offset:
+            raise ValueError(f"a chunk at {chunk.position} cannot follow {self.offset} tokens")
+        # A row that has ended already still needs its own last window when it moves to its slot.
+        all_go_on = chunk.lengths is None or min(chunk.lengths) > 0
+        if self._kept is not None and all_go_on and self.offset - self.base > self._kept:
+            first = self.offset - self._kept - self.base
+            self._keys = [part[..., first : self.offset - self.base, :] for part in self._keys]
+            self._values = [part[..., first : self.offset - self.base, :] for part in self._values]
+            self.base += first
+
+    def end(self) -> None:
+        # Once computed, the dense history of every layer would stand side by side.
+        self._handed = None
+
+    def restore(self, pieces: Pieces, first: int, end: int) -> None:
+        self._keys, self._values = map(list, self._scheme.split(pieces))
+        self.base, self.offset = first, end
+
+    def share(self, stems: Sequence[Both], num_tokens: int) -> None:
+        """Start after a chain of stems; pieces that are restored after it come behind it.
+
+        Only where the model leaves attention to ``attend``: what it is handed lacks the stems.
+        """
+        self._shared = tuple(stems)
+        self.base = self.offset = num_tokens
+        self._capacity -= num_tokens
+
+    def row(self, index: int, length: int, stem_tokens: int = 0, count: int = 1) -> Pieces:
+        start = stem_tokens if self._window is None else max(0, length - self._window + 1)
+        return self._cut(index, count, start, length)
+
+    def block(self, index: int, start: int, end: int) -> Pieces:
+        return self._cut(index, 1, start, end)
+
+    def _cut(self, index: int, count: int, start: int, end: int) -> Pieces:
+        if not self.base <= start <= end <= self.offset:
+            raise ValueError(f"tokens {start} to {end} are not in {self.base} to {self.offset}")
+        low, high = start - self.base, end - self.base
+        return tuple(part[index : index + count, ..., low:high, :] for part in self.arrays)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [*self._keys, *self._values]
+
+    # -- what the model calls
+
+    def make_mask(
+        self, num_tokens: int, return_array: bool = False, window_size: int | None = None
+    ) -> Any:
+        past = self.offset - self.base
+        window = min((w for w in (window_size, self._window) if w is not None), default=None)
+        if window is not None and past + num_tokens > window:
+            return create_causal_mask(num_tokens, past, window_size=window)
+        if num_tokens == 1:  # as mlx-lm's own caches, whatever is asked for
+            return None
+        return create_causal_mask(num_tokens, past) if return_array else "causal"
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Take a chunk ``[rows, heads, tokens, size]``; what attention sees up to its end."""
+        start = self.offset - self.base
+        end = start + keys.shape[-2]
+        self._store(self._keys, self._scheme.keys.pack(keys), start, end)
+        self._store(self._values, self._scheme.values.pack(values), start, end)
+        self.offset += keys.shape[-2]
+        self._handed = (
+            self._scheme.keys.unpack(_columns(self._keys, end), self._dtype),
+            self._scheme.values.unpack(_columns(self._values, end), self._dtype),
+        )
+        return self._handed
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What the last update returned: layers without keys of their own read another's."""
+        if self._handed is None:
+            raise ValueError("no keys have been computed in this chunk")
+        return self._handed
+
+    def handed_out(self, keys: Any, values: Any, mask: Any) -> bool:
+        """Whether these are what the last update returned; any mask will do."""
+        return self._handed is not None and keys is self._handed[0] and values is self._handed[1]
+
+    @property
+    def attend(self) -> attention.Attend | None:
+        """What the hook calls instead of the model's attention; None where that does as well."""
+        if self._scheme.is_packed or self._shared or triangles.are_cut():
+            return self._attend
+        return None
+
+    def _attend(
+        self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
+    ) -> mx.array:
+        """In the stored basis: rotating the queries costs less than rotating the history back.
+
+        What ``update_and_fetch`` handed out is then never computed, so that nothing dense outlives
+        its layer and the layers can be run one after the other (``Pace``).
+        """
+        end = self.offset - self.base
+        keys, values = _columns(self._keys, end), _columns(self._values, end)
+        how = (self._scheme, self._dtype, queries)
+        if not self._shared:
+            out = attention.attend("fused", *how, keys, values, scale, mask, sinks)
+        else:
+            out = stem_chunk.attend_chunk(*how, self._shared, (keys, values), scale, mask, sinks)
+        if self.pace is not None:
+            self.pace.follow(out)
+        return out
+
+    def _store(self, parts: list[mx.array], packed: Parts, start: int, end: int) -> None:
+        if start == 0 and end >= self._capacity:  # the whole row in one chunk
+            parts[:] = packed
+            return
+        if not parts or parts[0].shape[-2] < end:
+            columns = max(end, self._capacity)
+            parts[:] = [
+                _widened(part if parts else None, piece, columns, start)
+                for part, piece in zip(parts or packed, packed, strict=True)
+            ]
+        for part, piece in zip(parts, packed, strict=True):
+            part[..., start:end, :] = piece
+
+
+def _widened(part: mx.array | None, like: mx.array, columns: int, used: int) -> mx.array:
+    """A buffer of ``columns`` columns that begins with the used ones of ``part``."""
+    if part is None:
+        return mx.zeros((*like.shape[:-2], columns, like.shape[-1]), like.dtype)
+    rest = mx.zeros((*part.shape[:-2], columns - used, part.shape[-1]), part.dtype)
+    return mx.concatenate([part[..., :used, :], rest], axis=-2)
+
+
+def _columns(parts: list[mx.array], end: int) -> Parts:
+    return tuple(part if part.shape[-2] == end else part[..., :end, :] for part in parts)

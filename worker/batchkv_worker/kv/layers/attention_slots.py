@@ -1,0 +1,239 @@
+"""Decode slots of a layer that keeps keys and values, all of them or those of a window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from batchkv_worker.kv.attention import paths as attention
+from batchkv_worker.kv.attention import shared_prefix as stem
+from batchkv_worker.kv.attention.shared_prefix import Summary
+from batchkv_worker.kv.backends.pacing import starts_layers
+from batchkv_worker.kv.layers.cache_quirks import OrderedByUs
+from batchkv_worker.kv.layers.contract import Both, Pieces, SlotLayer
+from batchkv_worker.kv.schemes.packing import LayerScheme, Parts, TensorScheme
+from batchkv_worker.kv.slots.layout import Relayout
+from batchkv_worker.kv.slots.layouts import Window
+from batchkv_worker.kv.slots.step_view import Common, Frame, Span
+
+
+class AttentionSlots(OrderedByUs, SlotLayer):
+    """Packed ``[slots, heads, capacity, part size]``, rows right-aligned to one write column.
+
+    Dense keys and values are handed out lazily: MLX computes them only if somebody reads them, so
+    that ``attend`` can answer from the packed parts at no cost.
+
+    MLX writes in place only into what nothing waits for; else it copies the buffer. Where layers
+    start their part of a step themselves (``pace``), each waits for what still touches its own
+    buffers, so that the device is never without work in the meantime. A model whose later
+    layers read what was handed out, without asking here, may cost a copy of the buffer.
+    """
+
+    def __init__(
+        self, scheme: LayerScheme, window: Window, dtype: mx.Dtype, path: attention.Path | None
+    ) -> None:
+        self._packed = scheme  # of the pieces that come and go
+        self._scheme = attention.in_slots(scheme, path)  # of the buffers
+        self._window = window
+        self._dtype = dtype
+        self._path = path
+        self._keys: list[mx.array] = []
+        self._values: list[mx.array] = []
+        self._starts = starts_layers()
+        self._started: list[mx.array] = []  # once they are there, nothing touches the buffers
+        self._handed: tuple[mx.array, mx.array] | None = None
+        self._span: Span | None = None
+        self._offsets = mx.array([], mx.int32)
+
+    # -- what the engine calls
+
+    def begin(self, frame: Frame) -> None:
+        self._span = frame.spans[self._window]
+        self._offsets = frame.offsets
+
+    def end(self) -> None:
+        self._handed = self._span = None
+
+    def _wait(self) -> None:
+        """Until the buffers may be written in place."""
+        mx.eval(self._started)
+        self._started = []
+
+    def settle(self) -> bool:
+        if self._starts:
+            mx.async_eval(self.arrays)
+            self._started = self.arrays
+        return self._starts
+
+    def admit(self, slot: int, write: int, pieces: Pieces | None) -> None:
+        # The whole line is written, in keys and values: what a former row left is masked, but a
+        # weight of 0 times NaN is NaN, as is a score with a mask added, and would stay for ever.
+        self._wait()
+        rows = None if pieces is None else self._take(pieces)
+        for index, part in enumerate(self.arrays):
+            if rows is None:
+                part[slot] = mx.zeros(part.shape[1:], part.dtype)
+                continue
+            row = rows[index]
+            last = slot + row.shape[0]
+            part[slot:last] = 0
+            part[slot:last, ..., write - row.shape[-2] : write, :] = row
+
+    def snapshot(self, slot: int, start: int, write: int) -> Pieces:
+        keys, values = (
+            tuple(part[slot : slot + 1, ..., start:write, :] for part in parts)
+            for parts in (self._keys, self._values)
+        )
+        row = (*self._scheme.keys.give(keys), *self._scheme.values.give(values))
+        return tuple(map(mx.contiguous, row))
+
+    def stem(self, pieces: Pieces) -> tuple[Both, Both]:
+        packed = self._packed.split(pieces)
+        return packed, (self._scheme.keys.take(packed[0]), self._scheme.values.take(packed[1]))
+
+    def _take(self, pieces: Pieces) -> Pieces:
+        keys, values = self._packed.split(pieces)
+        return (*self._scheme.keys.take(keys), *self._scheme.values.take(values))
+
+    def relayout(self, change: Relayout) -> None:
+        self._wait()
+        if not self._keys:
+            shape = self._scheme.shape
+            self._keys = self._empty(self._scheme.keys, shape.key_size, change)
+            self._values = self._empty(self._scheme.values, shape.value_size, change)
+            return
+        self._keys = [_rebuilt(part, change) for part in self._keys]
+        self._values = [_rebuilt(part, change) for part in self._values]
+
+    def drop(self) -> None:
+        self._keys, self._values, self._started = [], [], []
+        self.end()
+
+    def check(self, rows: int, capacity: int) -> None:
+        for part in self.arrays:
+            assert (part.shape[0], part.shape[-2]) == (rows, capacity), part.shape
+        assert self._handed is None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [*self._keys, *self._values]
+
+    def _empty(self, scheme: TensorScheme, size: int, change: Relayout) -> list[mx.array]:
+        sample = scheme.pack(mx.zeros((1, 1, 1, size), self._dtype))
+        heads = self._scheme.shape.num_heads
+        return [
+            mx.zeros((change.rows, heads, change.capacity, part.shape[-1]), part.dtype)
+            for part in sample
+        ]
+
+    # -- what the model calls
+
+    @property
+    def offset(self) -> mx.array:
+        return self._offsets
+
+    @property
+    def span(self) -> Span:
+        """The columns of the step at hand."""
+        if self._span is None:
+            raise ValueError("a step has to begin first")
+        return self._span
+
+    def make_mask(
+        self, num_tokens: int, return_array: bool = False, window_size: int | None = None
+    ) -> Any:
+        if num_tokens != 1:
+            raise ValueError("decode slots take one token a row")
+        if window_size is None or (self._window is not None and window_size >= self._window):
+            return self.span.mask
+        return self.span.windowed(window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write one token a row, ``[rows, heads, 1, size]``; dense views of all visible columns."""
+        self._wait()
+        span = self.span
+        for parts, piece in (
+            (self._keys, self._scheme.keys.pack(keys)),
+            (self._values, self._scheme.values.pack(values)),
+        ):
+            for part, new in zip(parts, piece, strict=True):
+                part[: span.num_rows, ..., span.write : span.write + 1, :] = new
+        self._handed = (
+            self._scheme.keys.unpack(self._visible(self._keys), self._dtype),
+            self._scheme.values.unpack(self._visible(self._values), self._dtype),
+        )
+        return self._handed
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What the last update returned: layers without keys of their own read another's."""
+        if self._handed is None:
+            raise ValueError("no keys have been computed in this step")
+        return self._handed
+
+    def handed_out(self, keys: Any, values: Any, mask: Any) -> bool:
+        """Whether these are what the last update returned, with this step's own mask."""
+        same = self._handed is not None and keys is self._handed[0] and values is self._handed[1]
+        return same and mask is self.span.mask
+
+    @property
+    def attend(self) -> attention.Attend | None:
+        """What the hook calls instead of the model's attention; None on dense arrays."""
+        return None if self._path is None else self._attend
+
+    def _attend(
+        self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
+    ) -> mx.array:
+        assert self._path is not None
+        span, path = self.span, self._path
+        together = [
+            (common, self._sum_up(common, queries[common.first : common.last], scale))
+            for common in span.common
+        ]
+        found = []
+        for group in span.groups if path.endswith("packed") else span.exact_groups:
+            rows = slice(group.first, group.last)
+            keys, values = (
+                tuple(part[rows, ..., group.low : group.high, :] for part in parts)
+                for parts in (self._keys, self._values)
+            )
+            how = (self._scheme, self._dtype, queries[rows])
+            if group.stem is not None:
+                shared = [one.slots[self.place] for one in group.stems]
+                before = [
+                    found.of(slice(group.first - common.first, group.last - common.first))
+                    for common, found in together
+                    if common.has(group)
+                ]
+                own = keys, values
+                out = stem.attend(path, *how, shared, own, scale, group.mask, sinks, before)
+            else:
+                best = attention.without_mask(path) if group.is_exact else path
+                out = attention.attend(best, *how, keys, values, scale, group.mask, sinks)
+            found.append(out)
+        out = found[0] if len(found) == 1 else mx.concatenate(found, axis=0)
+        if self._starts:
+            mx.async_eval(out, self.arrays)
+            # All that is started together ends together. Layers without keys of their own attend
+            # here, too, later.
+            self._started += [out] if self._started else self.arrays
+        return out
+
+    def _sum_up(self, common: Common, queries: mx.array, scale: float) -> Summary:
+        """What rows of several groups find in a stem that all of them read."""
+        shared = common.stem.slots[self.place]
+        return stem.sum_up(self._scheme, self._dtype, queries, shared, scale)
+
+    def _visible(self, parts: list[mx.array]) -> Parts:
+        span = self.span
+        return tuple(part[: span.num_rows, ..., span.low : span.high, :] for part in parts)
+
+
+def _rebuilt(part: mx.array, change: Relayout) -> mx.array:
+    shape = (change.rows, *part.shape[1:-2], change.capacity, part.shape[-1])
+    new = mx.zeros(shape, part.dtype)
+    rows = min(change.rows, part.shape[0])
+    if change.high > change.low:
+        low, high = change.low + change.shift, change.high + change.shift
+        new[:rows, ..., low:high, :] = part[:rows, ..., change.low : change.high, :]
+    return new

@@ -1,0 +1,193 @@
+"""What every layer's cache can do: the contract between the engine and the kinds of layers.
+
+A model's caches are of few kinds: keys and values of every token, or of the last window of them;
+states without a time axis. The engine does not tell them apart. For each cache of the model there
+is one ``LayerKind``; it makes a ``PrefillLayer`` for the prompts that are computed together, and
+one ``SlotLayer`` for the rows that decode.
+
+A row's way through a layer::
+
+    prefill.begin(chunk)  the model appends  prefill.end()  ...          for every chunk
+    prefill.row(i, n)                                                    its pieces
+    slots.admit(slot, write, pieces)                                     copied, bit for bit
+    slots.begin(frame)  the model appends one token a row  slots.end()   at every step
+    slots.snapshot(slot, start, write)                                   its pieces again
+
+A row is released by its layout alone: whatever a slot holds that no row owns is never seen, and
+``admit`` makes a slot as if nobody had been there. What is packed is packed once: pieces move from
+prefill to blocks to slots as they are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from batchkv_worker.kv.slots.layout import Relayout
+from batchkv_worker.kv.slots.layouts import Window
+from batchkv_worker.kv.slots.step_view import Frame
+
+Both = tuple[tuple[mx.array, ...], tuple[mx.array, ...]]  # parts of keys, parts of values
+# One row's share of a layer, each ``[1, ...]``, or that of several rows of one length, ``[rows,
+# ...]``: packed parts of keys, then of values, with the time axis at -2; or the arrays of a state.
+Pieces = tuple[mx.array, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [position, position + width) of every row of a group are computed now.
+
+    ``lengths`` says how many of them each row really has (0 to ``width``); None: all have all.
+    """
+
+    position: int
+    width: int
+    lengths: tuple[int, ...] | None = None
+
+
+class PrefillLayer(ABC):
+    """One layer while prompts are computed: rows start together and are right-padded.
+
+    Follows mlx-lm's cache contract as far as the models use it.
+    """
+
+    @abstractmethod
+    def begin(self, chunk: Chunk) -> None:
+        """The chunk that the model computes next; chunks follow each other without a gap."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The chunk's graph is built: let go of everything that belongs to the chunk alone."""
+
+    @abstractmethod
+    def restore(self, pieces: Pieces, first: int, end: int) -> None:
+        """Start after ``end`` tokens, whose pieces from token ``first`` on are ``[rows, ...]``.
+
+        Only before the first chunk.
+        """
+
+    def share(self, stems: Sequence[Both], num_tokens: int) -> None:
+        """Start after a chain of stems of that many tokens; only layers with every token can.
+
+        Only before the first chunk; what is restored comes behind it.
+        """
+        raise ValueError("this kind of layer has no stem")
+
+    @abstractmethod
+    def row(self, index: int, length: int, stem_tokens: int = 0, count: int = 1) -> Pieces:
+        """What a slot needs of row ``index`` after its ``length`` tokens (at least one).
+
+        A slot with a stem needs of a layer that keeps every token only what comes after the stem.
+        With a ``count``, ``[count, ...]``: of so many rows of that length, neighbours.
+        """
+
+    @abstractmethod
+    def block(self, index: int, start: int, end: int) -> Pieces | None:
+        """Row ``index``'s pieces of tokens [start, end); None from a layer without a time axis."""
+
+    @property
+    @abstractmethod
+    def arrays(self) -> list[mx.array]:
+        """What must be evaluated for the last chunk to have been computed."""
+
+
+class SlotLayer(ABC):
+    """One layer of the rows that decode, one token a row and step.
+
+    Follows mlx-lm's cache contract as far as the models use it. ``arrays`` is all that it holds
+    between steps; its sizes follow the layout, never the number of steps. ``place`` is its number
+    among the leaves of the model's caches.
+    """
+
+    place: int = 0
+
+    @abstractmethod
+    def begin(self, frame: Frame) -> None:
+        """The step whose graph is built next."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The graph is built: let go of everything that belongs to the step alone."""
+
+    @abstractmethod
+    def admit(self, slot: int, write: int, pieces: Pieces | None) -> None:
+        """Copy a row in, to end before column ``write``; None is a row without any token yet.
+
+        Pieces ``[count, ...]`` are of as many rows, from ``slot`` on.
+        """
+
+    @abstractmethod
+    def snapshot(self, slot: int, start: int, write: int) -> Pieces:
+        """A copy of a row's columns [start, write): what ``admit`` takes."""
+
+    def settle(self) -> bool:
+        """Rows were filled in: whether the layer has started that, and will wait for it itself."""
+        return False
+
+    def stem(self, pieces: Pieces) -> tuple[Both, Both]:
+        """A stem's parts as prefill and as decode read them; only of layers with every token."""
+        raise ValueError("this kind of layer has no stem")
+
+    @abstractmethod
+    def relayout(self, change: Relayout) -> None:
+        """Follow what the layout has decided."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Let go of the buffers: nobody is in, and the next row makes its own."""
+
+    @abstractmethod
+    def check(self, rows: int, capacity: int) -> None:
+        """Raise AssertionError unless the buffers are as the layout says."""
+
+    @property
+    @abstractmethod
+    def arrays(self) -> list[mx.array]:
+        """The buffers."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers as they are now."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+class LayerKind(ABC):
+    """What one cache of a model keeps, and how."""
+
+    @property
+    @abstractmethod
+    def window(self) -> Window:
+        """The number of last tokens that it keeps; None: all of them, or no time axis at all."""
+
+    @property
+    @abstractmethod
+    def has_state(self) -> bool:
+        """Whether it keeps a state, which exists only where a chunk ended."""
+
+    @property
+    @abstractmethod
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes in the slots; packed pieces take as many, or fewer."""
+
+    @property
+    @abstractmethod
+    def bytes_per_row(self) -> int:
+        """Bytes that one row takes whatever its length."""
+
+    @abstractmethod
+    def prefill(self, capacity: int, chunk_tokens: int) -> PrefillLayer:
+        """A layer for prompts of up to ``capacity`` tokens in chunks of up to ``chunk_tokens``."""
+
+    @abstractmethod
+    def template(self, num_tokens: int) -> Pieces:
+        """Pieces as a block of that many tokens has them, or a state's: shapes and dtypes alone.
+
+        The numbers mean nothing and are never computed.
+        """
+
+    @abstractmethod
+    def slots(self) -> SlotLayer:
+        """A layer for decoding, empty."""

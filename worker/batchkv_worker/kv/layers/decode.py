@@ -1,0 +1,231 @@
+"""The decode slots of all layers, and the layouts that they follow.
+
+Layouts decide, layers follow: whatever moves a row goes through here, so that no layer and no
+layout is ever forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from batchkv_worker.kv.attention.shared_prefix import Stem
+from batchkv_worker.kv.layers.contract import LayerKind, Pieces, SlotLayer
+from batchkv_worker.kv.layers.discover import CacheTree
+from batchkv_worker.kv.slots.growth import NoRoom
+from batchkv_worker.kv.slots.layout import STEP, Demand, SlotLayout
+from batchkv_worker.kv.slots.layouts import Changes, Costs, Move, SlotLayouts
+from batchkv_worker.kv.slots.step_view import Frame, Framer, Shapes
+
+
+def costs_of(kinds: Sequence[LayerKind]) -> Costs:
+    """Bytes of all layers together."""
+    windows: dict[int, int] = {}
+    per_token = beside_stem = 0
+    for kind in kinds:
+        if kind.window is None:
+            per_token += kind.bytes_per_token
+            beside_stem += 0 if kind.has_state else _bytes_in_stem(kind) - kind.bytes_per_token
+        else:
+            windows[kind.window] = windows.get(kind.window, 0) + kind.bytes_per_token
+    per_row = sum(kind.bytes_per_row for kind in kinds)
+    largest = max((kind.bytes_per_token for kind in kinds if kind.window is None), default=0)
+    return Costs(per_token, windows, per_row, beside_stem, largest)
+
+
+def _bytes_in_stem(kind: LayerKind) -> int:
+    """Bytes of one token in a stem; nothing is computed."""
+    packed, slots = kind.slots().stem(kind.template(STEP))
+    arrays = {id(array): array for parts in (*packed, *slots) for array in parts}
+    return sum(int(array.nbytes) for array in arrays.values()) // STEP
+
+
+class DecodeSlots:
+    """Rows that decode: admitted, stepped together, moved, snapshot, released."""
+
+    def __init__(
+        self, kinds: Sequence[LayerKind], tree: CacheTree, num_slots: int, shapes: Shapes
+    ) -> None:
+        windows = [kind.window for kind in kinds if kind.window is not None]
+        self.layouts = SlotLayouts(num_slots, windows)
+        self.layers: list[SlotLayer] = [kind.slots() for kind in kinds]
+        self.model_cache: list[Any] = tree.nested(self.layers)
+        self._kinds = kinds
+        for place, layer in enumerate(self.layers):
+            layer.place = place
+        self._framer = Framer(shapes)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All buffers."""
+        return [array for layer in self.layers for array in layer.arrays]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers as they are now."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def size(self, slot: int) -> int:
+        """Tokens of the row in ``slot``."""
+        return self.layouts.size(slot)
+
+    def stem(
+        self,
+        key: bytes,
+        num_tokens: int,
+        pieces: Mapping[int, Pieces],
+        parent: Stem | None = None,
+    ) -> Stem:
+        """A prefix of ``num_tokens`` to be shared.
+
+        ``pieces`` ``[1, ...]`` are of each leaf that keeps every token, of what comes after
+        ``parent``.
+        """
+        packed, slots = {}, {}
+        for place, piece in pieces.items():
+            packed[place], slots[place] = self.layers[place].stem(piece)
+        stem = Stem(key, num_tokens, packed, slots, parent)
+        mx.eval(stem.arrays)
+        return stem
+
+    def admit(
+        self,
+        demand: Demand,
+        pieces: Sequence[Pieces] | None,
+        stem: Stem | None = None,
+        max_cells: int | None = None,
+    ) -> tuple[int, Move | None]:
+        """Give a row a slot and copy it in; None for a row without any token yet.
+
+        With a stem the pieces of the layers that keep every token are of what comes after it.
+        Returns the slot, and how another row moved out of its way. Raises ValueError when no slot
+        is free, NoRoom when the layers with every token would have more than ``max_cells``.
+        """
+        slot, move = self.place(demand, stem, max_cells)
+        self.fill(slot, pieces)
+        self.settle()
+        return slot, move
+
+    def place(
+        self, demand: Demand, stem: Stem | None = None, max_cells: int | None = None
+    ) -> tuple[int, Move | None]:
+        """The first half of ``admit``: a slot, which is to be filled before the next step.
+
+        Rows that are placed later may move it.
+        """
+        slot, move = self.layouts.make_way(demand, stem)
+        if move is not None:
+            self._move(move)
+        try:
+            changes = self.layouts.admit(demand, slot, stem, max_cells)
+        except NoRoom:
+            raise NoRoom(move) from None
+        self._relayout(changes)
+        return slot, move
+
+    def fill(self, slot: int, pieces: Sequence[Pieces] | None) -> None:
+        """The second half: copy a row in, or rows of one length into neighbouring slots."""
+        for index, (layer, layout) in enumerate(self._with_layouts()):
+            layer.admit(slot, layout.write, None if pieces is None else pieces[index])
+
+    def settle(self) -> None:
+        """After rows were filled in: MLX writes in place only into what nothing waits for."""
+        mx.eval([layer.arrays for layer in self.layers if not layer.settle()])
+
+    def snapshot(self, slot: int) -> list[Pieces]:
+        """A copy of a row in every layer: what ``admit`` takes, with the same stem."""
+        return [
+            layer.snapshot(slot, layout.start(slot), layout.write)
+            for layer, layout in self._with_layouts()
+        ]
+
+    def row_bytes(self, slot: int) -> int:
+        """Bytes of a row's snapshot, at most."""
+        sizes = ((layout.length(slot), kind) for layout, kind in self._kinds_with_layouts())
+        return sum(n * kind.bytes_per_token + kind.bytes_per_row for n, kind in sizes)
+
+    def release(self, slot: int) -> None:
+        """Take a row's slot back; costs nothing."""
+        self.layouts.release(slot)
+
+    def close_gap(self) -> Move | None:
+        """Move a row into a free slot below it, if there is one: called until there is none."""
+        move = self.layouts.close_gap()
+        if move is not None:
+            self._move(move)
+        return move
+
+    def make_room(self, max_cells: int | None) -> None:
+        """Make sure that the next step has its columns; raises NoRoom."""
+        self._relayout(self.layouts.before_step(max_cells))
+
+    def shrink(self) -> list[Move]:
+        """Bring the rows together and let go of the buffers' other rows; how rows moved."""
+        moves = []
+        while (move := self.close_gap()) is not None:
+            moves.append(move)
+        self._relayout(self.layouts.shrink())
+        return moves
+
+    def begin_step(self) -> Frame:
+        """Make room for one token a row; the model may then be run on ``model_cache``."""
+        self.make_room(None)
+        frame = self._framer.frame(self.layouts)
+        for layer in self.layers:
+            layer.begin(frame)
+        return frame
+
+    def end_step(self) -> None:
+        """The step's graph is built: every row has one token more."""
+        for layer in self.layers:
+            layer.end()
+        self.layouts.after_step()
+
+    def drop(self) -> None:
+        """With nobody in: let go of buffers that the next row is not to stand beside."""
+        self.layouts.drop()
+        for layer in self.layers:
+            layer.drop()
+
+    def close(self) -> None:
+        """Let go of all buffers and stems."""
+        self.layouts.stems.clear()
+        self.layers.clear()
+        self.model_cache.clear()
+
+    def check(self) -> None:
+        """Raise AssertionError unless layouts and buffers agree."""
+        self.layouts.check()
+        for layer, layout in self._with_layouts():
+            if layout.rows:  # else the buffers are about to be made anew
+                layer.check(layout.rows, layout.capacity)
+
+    def _with_layouts(self) -> list[tuple[SlotLayer, SlotLayout]]:
+        layouts = self.layouts.all
+        return [(a, layouts[b.window]) for a, b in zip(self.layers, self._kinds, strict=True)]
+
+    def _kinds_with_layouts(self) -> list[tuple[SlotLayout, LayerKind]]:
+        return [(self.layouts.all[kind.window], kind) for kind in self._kinds]
+
+    def _move(self, move: Move) -> None:
+        """The layouts know already: the row's columns are found at its new slot."""
+        pairs = self._with_layouts()
+        rows = [
+            layer.snapshot(move.source, layout.start(move.target), layout.write)
+            for layer, layout in pairs
+        ]
+        mx.eval(rows)  # a buffer that is still to be read would be copied before it is written
+        for (layer, layout), row in zip(pairs, rows, strict=True):
+            layer.admit(move.target, layout.write, row)
+
+    def _relayout(self, changes: Changes) -> None:
+        """Rebuild buffers one layer at a time, so that only one layer is ever held twice."""
+        if not changes:
+            return
+        for layer, kind in zip(self.layers, self._kinds, strict=True):
+            change = changes.get(kind.window)
+            if change is not None:
+                layer.relayout(change)
+                mx.eval(layer.arrays)

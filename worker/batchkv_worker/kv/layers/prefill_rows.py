@@ -1,0 +1,57 @@
+"""The prompts that are computed together, in all layers: a group of prefill rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from batchkv_worker.kv.backends.pacing import Pace
+from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
+from batchkv_worker.kv.layers.contract import Chunk, LayerKind, Pieces, PrefillLayer
+from batchkv_worker.kv.layers.state import StatePrefill
+
+
+class PrefillRows:
+    """One ``PrefillLayer`` for each leaf of the model's caches."""
+
+    def __init__(self, kinds: Sequence[LayerKind], capacity: int, chunk_tokens: int) -> None:
+        self.kinds = kinds
+        self.capacity = capacity
+        self.layers: list[PrefillLayer] = [kind.prefill(capacity, chunk_tokens) for kind in kinds]
+        pace = Pace()
+        for layer in self.layers:
+            if isinstance(layer, AttentionPrefill):
+                layer.pace = pace
+
+    def begin(self, chunk: Chunk) -> None:
+        """The chunk that the model computes next."""
+        for layer in self.layers:
+            layer.begin(chunk)
+
+    def end(self) -> None:
+        """The chunk's graph is built."""
+        for layer in self.layers:
+            layer.end()
+
+    def row(self, index: int, length: int, stem_tokens: int = 0, count: int = 1) -> list[Pieces]:
+        """What the slots need of a row after its ``length`` tokens, behind a stem or none.
+
+        With a ``count``, of so many rows of that length, neighbours.
+        """
+        return [layer.row(index, length, stem_tokens, count) for layer in self.layers]
+
+    def block(self, index: int, start: int, end: int) -> list[Pieces | None]:
+        """A row's tokens [start, end) in every layer; None from layers without a time axis."""
+        return [layer.block(index, start, end) for layer in self.layers]
+
+    def states(self, index: int) -> list[Pieces | None]:
+        """A row's states as they are now; None from layers that keep tokens."""
+        return [
+            layer.state(index) if isinstance(layer, StatePrefill) else None for layer in self.layers
+        ]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What must be evaluated for the last chunk to have been computed."""
+        return [array for layer in self.layers for array in layer.arrays]

@@ -1,0 +1,1 @@
+"""KV schemes: how keys and values are packed."""

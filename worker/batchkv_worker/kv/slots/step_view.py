@@ -1,0 +1,264 @@
+"""What one decode step reads and writes, the same for all layers of a kind.
+
+Rows in neighbouring slots differ in length. Reading all rows from the first column of the longest
+would waste most of what is read, so attention goes by groups: runs of slots, each read from its own
+first column on. Where a group ends is decided when rows come or go; more groups waste fewer cells
+but start more kernels, so each counts as ``group_cost`` cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from batchkv_worker.kv.backends.cpu import softmax
+from batchkv_worker.kv.backends.cpu.rope_cache import ANGLES
+from batchkv_worker.kv.slots.layout import SlotLayout, round_up
+from batchkv_worker.kv.slots.layouts import SlotLayouts, Window
+from batchkv_worker.kv.slots.row_groups import cut
+
+if TYPE_CHECKING:
+    from batchkv_worker.kv.attention.shared_prefix import Stem
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """How shapes are chosen: ``step`` columns and ``rows`` rows are rounded up to.
+
+    ``group_cost`` is what one more group costs, in cells (one row's keys and values of one column).
+    ``mask_rank`` is 4, or 5 for a model that folds its query heads itself. ``adds_masks``: those of
+    groups are what is added to scores.
+    """
+
+    step: int = 1
+    rows: int = 1
+    group_cost: int = 2048
+    mask_rank: int = 4
+    adds_masks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows [first, last) read columns [low, high). They share ``stem``.
+
+    ``mask`` is as in ``Span``, or what is added to scores instead (``softmax.to_add``).
+    ``stems`` are those of its chain that no neighbouring group reads with it. ``is_exact``: its
+    columns are as many as they are, where others are rounded.
+    """
+
+    first: int
+    last: int
+    low: int
+    high: int
+    mask: mx.array | None
+    stem: Stem | None = None
+    stems: tuple[Stem, ...] = ()
+    is_exact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """A stem that several groups have in common: those of rows [first, last)."""
+
+    stem: Stem
+    first: int
+    last: int
+
+    def has(self, group: Group) -> bool:
+        """Whether it is one of these."""
+        return self.first <= group.first < self.last
+
+
+Run = tuple[int, int, "Stem | None"]  # the rows of a group, and their stem
+
+
+def stems_in_common(runs: Sequence[Run]) -> list[Common]:
+    """The stems that neighbouring groups stand on together."""
+    found = []
+    chains = [stem.chain if stem else [] for *_, stem in runs]
+    for depth in range(max(map(len, chains), default=0)):
+        first = 0
+        at_depth = groupby(chain[depth] if depth < len(chain) else None for chain in chains)
+        for stem, same in at_depth:
+            last = first + sum(1 for _ in same) - 1
+            if stem is not None and last > first:
+                found.append(Common(stem, runs[first][0], runs[last][1]))
+            first = last + 1
+    return found
+
+
+def _joint(runs: Sequence[Run], place: int) -> Stem | None:
+    """The last stem that the runs before and after one have in common."""
+    chains = [
+        run[2].chain if run[2] else [] for run in (*runs[:place][-1:], *runs[place + 1 :][:1])
+    ]
+    if len(chains) < 2:
+        return None
+    same = [one for one, other in zip(*chains, strict=False) if one is other]
+    return same[-1] if same else None
+
+
+class Span:
+    """Columns of the step at hand in the layers that share a layout.
+
+    Rows [0, num_rows) read columns [low, high). ``mask`` is bool ``[rows, 1, 1, columns]``, or None
+    when every row owns every column. ``write`` is the column that the step writes; it is the last,
+    unless shapes are rounded.
+    """
+
+    def __init__(
+        self,
+        layout: SlotLayout,
+        rows: int,
+        cuts: list[int],
+        shapes: Shapes,
+        stems: Mapping[int, Stem] | None = None,
+    ) -> None:
+        step = shapes.step
+        self.num_rows = rows
+        self.write = layout.write
+        self.low = layout.lowest // step * step
+        self.high = min(layout.capacity, round_up(self.write + 1, step))
+        self._starts = [layout.start(slot) for slot in range(rows)]
+        self._used = layout.slots
+        self._cuts = cuts
+        self._shapes = shapes
+        self._stems = stems or {}
+
+    @cached_property
+    def mask(self) -> mx.array | None:
+        return self._masked(0, self.num_rows, self.low, None)
+
+    def windowed(self, window: int) -> mx.array | None:
+        """The mask of a layer that keeps more than the window that its model asks for."""
+        return self._masked(0, self.num_rows, self.low, window)
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        found = []
+        step = self._shapes.step
+        for first, last, stem in self._runs:
+            low = min(self._starts[first:last]) // step * step
+            mask = self._masked(first, last, low, None)
+            taken = {one.stem for one in self.common if one.first <= first < one.last}
+            alone = tuple(one for one in (stem.chain if stem else ()) if one not in taken)
+            found.append(Group(first, last, low, self.high, mask, stem, alone))
+        if len(found) == 1:
+            found[0] = replace(found[0], low=self.low, mask=self.mask)
+        if not self._shapes.adds_masks:
+            return found
+        return [
+            group if group.mask is None else replace(group, mask=softmax.to_add(group.mask))
+            for group in found
+        ]
+
+    @cached_property
+    def common(self) -> list[Common]:
+        """The stems that are attended once for the rows of several groups."""
+        return stems_in_common(self._runs)
+
+    @cached_property
+    def _runs(self) -> list[Run]:
+        found: list[Run] = []
+        for first, last in pairwise([0, *self._cuts, self.num_rows]):
+            stems = (self._stems[slot] for slot in range(first, last) if slot in self._stems)
+            found.append((first, last, next(stems, None)))
+        # Free rows between two branches must not keep what these have in common apart.
+        return [
+            (
+                first,
+                last,
+                _joint(found, place) if self._used.isdisjoint(range(first, last)) else stem,
+            )
+            for place, (first, last, stem) in enumerate(found)
+        ]
+
+    @cached_property
+    def exact_groups(self) -> list[Group]:
+        """The groups for kernels that any number of columns suits: rows of one length, no mask.
+
+        Where shapes are rounded, they would have a mask only because of it, and CUDA's fused kernel
+        takes twice as long with one.
+        """
+        return [self._exact(group) for group in self.groups]
+
+    def _exact(self, group: Group) -> Group:
+        starts = {*self._starts[group.first : group.last]}
+        if group.mask is None or len(starts) > 1:
+            return group
+        return replace(group, low=starts.pop(), high=self.write + 1, mask=None, is_exact=True)
+
+    def _masked(self, first: int, last: int, low: int, window: int | None) -> mx.array | None:
+        starts = self._starts[first:last]
+        if window is not None:
+            starts = [max(start, self.write - window + 1) for start in starts]
+        if self.high == self.write + 1 and all(start == low for start in starts):
+            return None
+        columns = mx.arange(low, self.high)
+        shape = (last - first, *[1] * (self._shapes.mask_rank - 1))
+        return (columns >= mx.array(starts).reshape(shape)) & (columns <= self.write)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The step at hand. ``offsets`` (int32, ``[rows]``) are the positions of its tokens.
+
+    The array is bound anew at each step, never changed, since models may hold on to it.
+    """
+
+    num_rows: int
+    offsets: mx.array
+    spans: dict[Window, Span]
+
+
+class Framer:
+    """Makes each step's frame; remembers where groups end until a row comes or goes."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.shapes = shapes
+        self._cuts: dict[Window, list[int]] = {}
+        self._made_for: tuple[int, int, int] | None = None  # version, rows, age of the cuts
+
+    def frame(self, layouts: SlotLayouts) -> Frame:
+        """The next step of ``layouts``."""
+        main, shapes = layouts.main, self.shapes
+        rows = min(main.rows, round_up(main.num_rows, shapes.rows))
+        made_for = (main.version, rows, main.write // 64)  # windows change as rows grow
+        if made_for != self._made_for:
+            self._made_for = made_for
+            self._cuts = {window: self._cut(layout, rows) for window, layout in layouts.all.items()}
+            self._cuts[None] = self._cut_by_stem(layouts, rows)
+        spans = {
+            window: Span(layout, rows, self._cuts[window], shapes, layouts.stems)
+            if window is None
+            else Span(layout, rows, self._cuts[window], shapes)
+            for window, layout in layouts.all.items()
+        }
+        offsets = mx.array([layouts.size(slot) for slot in range(rows)], dtype=mx.int32)
+        ANGLES.begin(offsets)
+        return Frame(rows, offsets, spans)
+
+    def _cut(self, layout: SlotLayout, rows: int) -> list[int]:
+        lengths = [layout.length(slot) + 1 for slot in range(rows)]
+        return cut(lengths, self.shapes.group_cost, self.shapes.rows)
+
+    def _cut_by_stem(self, layouts: SlotLayouts, rows: int) -> list[int]:
+        """Cuts wherever the stem changes, and within each such run by length."""
+        main, used = layouts.main, layouts.main.slots
+        lengths = [main.length(slot) + 1 for slot in range(rows)]
+        edges, last = [0], None
+        for slot in sorted(slot for slot in used if slot < rows):
+            stem = layouts.stems.get(slot)
+            if last is not None and stem is not last[0]:
+                edges.append(slot)
+            last = (stem,)
+        cuts = edges[1:]
+        for low, high in zip(edges, [*edges[1:], rows], strict=True):
+            inner = cut(lengths[low:high], self.shapes.group_cost, self.shapes.rows)
+            cuts += [low + place for place in inner]
+        return sorted(cuts)

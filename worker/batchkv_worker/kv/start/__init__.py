@@ -1,0 +1,1 @@
+"""What is decided, measured and checked once, before any job."""

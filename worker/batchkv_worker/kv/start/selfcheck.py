@@ -1,0 +1,182 @@
+"""Before any job: does this model give in a batch what it gives alone?
+
+Models differ in what they do with a cache: some compute attention themselves and broadcast a mask
+their own way, some take no notice of a row's length, some want positions as one number. What the
+caches' classes do not tell shows here, on a few tokens: the model is run on its own caches, one
+row at a time, and on ours, several at once. The first way of serving it that agrees is taken; a
+model that agrees in none is refused rather than wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from batchkv_worker.errors import ModelError
+from batchkv_worker.kv.layers.contract import Chunk, LayerKind
+from batchkv_worker.kv.layers.decode import DecodeSlots
+from batchkv_worker.kv.layers.discover import CacheTree
+from batchkv_worker.kv.layers.prefill_rows import PrefillRows
+from batchkv_worker.kv.slots.layout import Demand
+from batchkv_worker.kv.slots.step_view import Shapes
+
+log = logging.getLogger("batchkv.engine")
+
+LENGTHS = (3, 7, 5, 2)  # ragged, so that a row that reads another's columns shows
+STEPS = 2  # decode steps: a state that is not carried on shows in the second
+# Shares of the largest logit. A wrong mask is far above the first, half precision and codes at the
+# edge of a bin below. In float32 on plain caches nothing may differ but the order of additions: a
+# state that takes little notice of pads is wrong too.
+TOLERANCE = 0.1
+EXACT_TOLERANCE = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """How a model can be served.
+
+    ``ragged``: prompts of unequal length may share a chunk. ``mask_rank``: axes of a decode mask.
+    """
+
+    ragged: bool = True
+    mask_rank: int = 4
+
+
+_WAYS = (Traits(True, 4), Traits(False, 4), Traits(True, 5), Traits(False, 5))
+
+
+def find_traits(
+    name: str,
+    model: Any,
+    tree: CacheTree,
+    exact: Sequence[LayerKind],
+    kinds: Sequence[LayerKind],
+    dtype: mx.Dtype,
+) -> Traits:
+    """How ``model`` can be served; raises ModelError when it cannot.
+
+    ``exact`` are its layers with keys and values as they are, which must give what the model's own
+    caches give; ``kinds`` those that will serve, which must give in a batch what they give alone.
+    ``dtype`` is the model's.
+    """
+    reasons = []
+    tolerance = EXACT_TOLERANCE if dtype == mx.float32 else TOLERANCE
+    for way in _WAYS:
+        try:
+            plain = disagreement(model, tree, exact, way, None)
+            found = disagreement(model, tree, kinds, way, kinds) if plain <= tolerance else plain
+        except Exception as fault:  # noqa: BLE001 - model code may raise anything
+            reasons.append(f"{type(fault).__name__}: {fault}"[:200])
+            continue
+        if plain <= tolerance and found <= TOLERANCE:
+            if way != Traits():
+                log.warning(
+                    "model %s: %s",
+                    name,
+                    "prompts of unequal length are not computed together"
+                    if not way.ragged
+                    else "it folds its query heads itself; decode masks have five axes",
+                )
+            return way
+        reasons.append(f"logits differ by {max(plain, found):.1%} of the largest")
+    raise ModelError(
+        f"model {name!r} gives something else in a batch than alone ({reasons[0]}); not served"
+    )
+
+
+def disagreement(
+    model: Any,
+    tree: CacheTree,
+    kinds: Sequence[LayerKind],
+    traits: Traits,
+    alone: Sequence[LayerKind] | None,
+) -> float:
+    """Largest difference of a row's logits in a batch and alone, over the largest logit.
+
+    Alone it runs on the ``alone`` kinds, or on the model's own caches for None. The worst over
+    batches of two rows, of as many as a layer has heads, and of four: shapes that happen to be
+    equal are where a mask broadcasts along the wrong axis.
+    """
+    heads = min((shape.num_heads for shape in tree.shapes), default=2)
+    worst = 0.0
+    for count in sorted({2, min(max(heads, 2), len(LENGTHS)), len(LENGTHS)}):
+        rows = [[1 + (5 * i + j) % 17 for j in range(n + STEPS)] for i, n in enumerate(LENGTHS)]
+        rows = rows[:count]
+        together = logits_of(model, tree, kinds, traits, rows)
+        expected = [
+            _own_logits(model, row)
+            if alone is None
+            else logits_of(model, tree, alone, traits, [row])[0]
+            for row in rows
+        ]
+        worst = max(worst, worst_difference(together, expected))
+    return worst
+
+
+def worst_difference(found: mx.array, expected: Sequence[mx.array]) -> float:
+    """The largest difference of any row, over its largest logit; infinite for no number."""
+    worst = 0.0
+    for row, other in zip(found, expected, strict=True):
+        difference = mx.abs(row - other).max() / mx.maximum(mx.abs(other).max(), 1e-6)
+        if difference.item() != difference.item():  # not a number: never equal
+            return float("inf")
+        worst = max(worst, float(difference.item()))
+    return worst
+
+
+def _own_logits(model: Any, row: list[int]) -> mx.array:
+    """Logits of the last ``STEPS`` tokens of one row on the model's own caches."""
+    cache = make_prompt_cache(model)
+    model(mx.array([row[:-STEPS]]), cache=cache)
+    found = [model(mx.array([[token]]), cache=cache)[0, -1] for token in row[-STEPS:]]
+    return mx.stack(found).astype(mx.float32)
+
+
+def logits_of(
+    model: Any,
+    tree: CacheTree,
+    kinds: Sequence[LayerKind],
+    traits: Traits,
+    rows: list[list[int]],
+) -> mx.array:
+    """Of the rows' last ``STEPS`` tokens on our caches, together: ``[rows, STEPS, vocabulary]``."""
+    slots = DecodeSlots(kinds, tree, len(rows), Shapes(group_cost=1, mask_rank=traits.mask_rank))
+    places: dict[int, int] = {}  # row by slot
+    groups = [list(range(len(rows)))] if traits.ragged else [[i] for i in range(len(rows))]
+    for group in groups:
+        lengths = tuple(len(rows[i]) - STEPS for i in group)
+        width = max(lengths)
+        prefill = PrefillRows(kinds, width, width)
+        ragged = any(length != width for length in lengths)
+        prefill.begin(Chunk(0, width, lengths if ragged else None))
+        tokens = [(rows[i][:-STEPS] + [0] * width)[:width] for i in group]
+        model(mx.array(tokens), cache=tree.nested(prefill.layers))
+        prefill.end()
+        for place, index in enumerate(group):
+            length = lengths[place]
+            slot, move = slots.admit(Demand(length, STEPS), prefill.row(place, length))
+            if move is not None:
+                places[move.target] = places.pop(move.source)
+            places[slot] = index
+    return logits_in(model, slots, rows, places)
+
+
+def logits_in(
+    model: Any, slots: DecodeSlots, rows: list[list[int]], places: dict[int, int]
+) -> mx.array:
+    """Decode the last ``STEPS`` tokens of rows that stand in slots; ``places``: row by slot."""
+    found = []
+    for step in range(STEPS):
+        frame = slots.begin_step()
+        inputs = [[rows[places[slot]][step - STEPS]] for slot in range(frame.num_rows)]
+        logits = model(mx.array(inputs), cache=slots.model_cache)[:, -1]
+        slots.end_step()
+        mx.eval(logits, slots.arrays)
+        found.append(logits)
+    order = sorted(places, key=lambda slot: places[slot])
+    return mx.stack(found, axis=1)[mx.array(order)].astype(mx.float32)

@@ -1,0 +1,126 @@
+"""Before any job: may this model's rows share a stem?
+
+A model that leaves attention to its caches never notices that a prefix is held once. One that reads
+what its caches hand out would miss the prefix. Which of both it is shows on a few tokens: rows
+behind a stem must give what they give alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from batchkv_worker.kv.attention.shared_prefix import Stem
+from batchkv_worker.kv.layers.contract import Chunk, LayerKind, Pieces
+from batchkv_worker.kv.layers.decode import DecodeSlots
+from batchkv_worker.kv.layers.discover import CacheTree
+from batchkv_worker.kv.layers.kinds import AttentionKind
+from batchkv_worker.kv.layers.prefill_rows import PrefillRows
+from batchkv_worker.kv.slots.layout import Demand
+from batchkv_worker.kv.slots.step_view import Shapes
+from batchkv_worker.kv.start.selfcheck import (
+    STEPS,
+    TOLERANCE,
+    Traits,
+    logits_in,
+    logits_of,
+    worst_difference,
+)
+
+log = logging.getLogger("batchkv.engine")
+
+STEM = (9, 4, 11)
+TAILS = (2, 4, 1)  # ragged; the last decode steps are STEPS tokens more
+
+
+def can_share(model: Any, tree: CacheTree, kinds: Sequence[LayerKind], traits: Traits) -> bool:
+    """Whether a prefix may be held once for all rows that have it."""
+    shared = [place for place, kind in enumerate(kinds) if _keeps_all(kind)]
+    if not shared or any(_path_of(kinds[place]) is None for place in shared):
+        return False
+    rows = [[*STEM, *((7 * i + j) % 13 for j in range(n + STEPS))] for i, n in enumerate(TAILS)]
+    try:
+        together = _together(model, tree, kinds, traits, rows, shared)
+        alone = [logits_of(model, tree, kinds, traits, [row])[0] for row in rows]
+    except Exception as fault:  # noqa: BLE001 - model code may raise anything
+        log.info("rows do not share prefixes in attention: %s", fault)
+        return False
+    return worst_difference(together, alone) <= TOLERANCE
+
+
+def _keeps_all(kind: LayerKind) -> bool:
+    return kind.window is None and not kind.has_state
+
+
+def _path_of(kind: LayerKind) -> str | None:
+    return kind.path if isinstance(kind, AttentionKind) else None
+
+
+def _together(
+    model: Any,
+    tree: CacheTree,
+    kinds: Sequence[LayerKind],
+    traits: Traits,
+    rows: list[list[int]],
+    shared: list[int],
+) -> mx.array:
+    """Logits of each row's last tokens, ``[rows, STEPS, vocabulary]``, all behind one stem."""
+    slots = DecodeSlots(kinds, tree, len(rows), Shapes(group_cost=1, mask_rank=traits.mask_rank))
+    before = PrefillRows(kinds, len(STEM), len(STEM))
+    before.begin(Chunk(0, len(STEM)))
+    model(mx.array([STEM]), cache=tree.nested(before.layers))
+    before.end()
+    states = before.states(0)
+    tokens = before.block(0, 0, len(STEM))
+    stem = slots.stem(b"", len(STEM), {place: _some(tokens[place]) for place in shared})
+    places: dict[int, int] = {}
+    groups = [list(range(len(rows)))] if traits.ragged else [[i] for i in range(len(rows))]
+    for group in groups:
+        prefill = _behind(
+            stem,
+            kinds,
+            len(group),
+            [len(rows[i]) - STEPS for i in group],
+            [state or token for state, token in zip(states, tokens, strict=True)],
+        )
+        lengths = tuple(len(rows[i]) - STEPS - len(STEM) for i in group)
+        width = max(lengths)
+        prefill.begin(Chunk(len(STEM), width, None if min(lengths) == width else lengths))
+        chunk = [(rows[i][len(STEM) : -STEPS] + [0] * width)[:width] for i in group]
+        model(mx.array(chunk), cache=tree.nested(prefill.layers))
+        prefill.end()
+        for place, index in enumerate(group):
+            length = len(rows[index]) - STEPS
+            demand = Demand(length, STEPS, len(STEM))
+            slot, move = slots.admit(demand, prefill.row(place, length, len(STEM)), stem)
+            if move is not None:
+                places[move.target] = places.pop(move.source)
+            places[slot] = index
+    return logits_in(model, slots, rows, places)
+
+
+def _behind(
+    stem: Stem,
+    kinds: Sequence[LayerKind],
+    count: int,
+    lengths: list[int],
+    pieces: list[Pieces | None],
+) -> PrefillRows:
+    """Prefill rows that start after the stem; the other layers have their own of it."""
+    rows = PrefillRows(kinds, max(lengths), max(lengths))
+    for place, layer in enumerate(rows.layers):
+        if place in stem.packed:
+            layer.share([stem.packed[place]], stem.num_tokens)
+            continue
+        own = tuple(mx.repeat(piece, count, axis=0) for piece in _some(pieces[place]))
+        first = stem.num_tokens if kinds[place].has_state else 0
+        layer.restore(own, first, stem.num_tokens)
+    return rows
+
+
+def _some(pieces: Pieces | None) -> Pieces:
+    assert pieces is not None
+    return pieces

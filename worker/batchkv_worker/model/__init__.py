@@ -1,0 +1,1 @@
+"""Loading a model and learning what the engine must know of it."""

@@ -1,0 +1,254 @@
+"""Loading a model and learning what the engine must know of it.
+
+``load`` takes a Hugging Face repository, a local folder or ``demo``, and gives a ``LoadedModel``.
+What cannot be served is refused here with one sentence, before any job is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.utils
+from mlx.utils import tree_flatten
+
+from batchkv_producer.submit import fingerprint
+from batchkv_producer.wire.maker import Maker
+from batchkv_worker.demo import MODEL_PATH as DEMO_PATH
+from batchkv_worker.errors import ModelChangedError, ModelError
+from batchkv_worker.kv.layers.discover import CacheTree, discover
+from batchkv_worker.model import load_progress as loading
+from batchkv_worker.model import rehearsal
+
+_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+READ_BYTES = 2**28  # of weights, between two words about how many there are
+MAX_CONFIG_BYTES = 2**24
+MAX_LAYERS = 4096  # of a config's counts of layers, many times what any model has
+_LAYERS = re.compile(r"(layers?|blocks|depth)$")
+_DEFAULT_CONTEXT = 8192  # for a config that names no limit
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run.
+
+    ``context`` is the most tokens that prompt and answer may have together; ``weight_bytes`` what
+    its parameters occupy; ``defaults`` the sampling values of its ``generation_config.json``;
+    ``vocabulary`` the number of token ids that it has rows for; ``config`` its ``config.json`` and
+    ``adapter`` what names an adapter in its weights: both are part of the cache's identity.
+    ``fingerprint`` is that of the files that were loaded, ``named`` that of what the name stood for
+    on this machine then; "" is not known.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    dtype: mx.Dtype
+    caches: CacheTree
+    context: int
+    weight_bytes: int
+    defaults: dict[str, Any]
+    vocabulary: int = 2**31 - 1
+    config: dict[str, Any] = field(default_factory=dict)
+    adapter: str = ""
+    fingerprint: str = ""
+    named: str = ""
+
+    @property
+    def float_bytes(self) -> int:
+        """Bytes of one number in the model's dtype."""
+        return int(self.dtype.size)
+
+    def maker(self, scheme: str) -> Maker:
+        """What the answers under a KV scheme are made with."""
+        return Maker(self.fingerprint, scheme, dtype_class(self.dtype))
+
+    def has_changed(self) -> bool:
+        """Whether other files stand behind the name by now. From any thread; may read them all."""
+        return bool(self.named) and fingerprint.of_model(self.name) not in ("", self.named)
+
+
+def dtype_class(dtype: mx.Dtype) -> str:
+    """``float32``, or ``half`` for the two of 16 bits, whose answers differ by rounding alone."""
+    return "float32" if dtype == mx.float32 else "half"
+
+
+def load(name: str, dtype: str = "auto", *, is_careful: bool = False) -> LoadedModel:
+    """Load ``name``; raises ModelError when it cannot be served, saying why.
+
+    ``dtype`` "auto" is float32 on a CPU, where half precision is slow, else the weights' own.
+    ``is_careful``: the tokenizer and the chat template are tried elsewhere first (``rehearsal``).
+    """
+    loading.say("loading")
+    path = _find(name)
+    before, named = _fingerprint(path), fingerprint.of_model(name)
+    _check_layers(name, path)
+    if is_careful:
+        rehearsal.check(name, path, before)
+    try:
+        model, tokenizer, config = mlx_lm.utils.load(
+            str(path), tokenizer_config={"trust_remote_code": False}, return_config=True, lazy=True
+        )
+        _cast(model, dtype)
+        model.eval()
+        weights = [array for _, array in tree_flatten(model.parameters())]
+        _read(weights)
+    except ModelError:
+        raise
+    except Exception as fault:  # tokenizers, missing packages and model code raise anything
+        raise ModelError(f"model {name!r} cannot be loaded from {path}: {_first(fault)}") from fault
+    if _fingerprint(path) != before:
+        raise ModelChangedError(f"the files of model {name!r} changed while they were loaded")
+    kind = _float_dtype(weights)
+    return LoadedModel(
+        name=name,
+        model=model,
+        tokenizer=tokenizer,
+        dtype=kind,
+        caches=discover(name, model),
+        context=_context(config),
+        weight_bytes=sum(array.nbytes for array in weights),
+        defaults=_generation_defaults(path),
+        vocabulary=_vocabulary(name, model),
+        config=config,
+        fingerprint=before,
+        named=named,
+    )
+
+
+def _fingerprint(path: Path) -> str:
+    try:
+        return fingerprint.of_folder(path)
+    except OSError as fault:
+        raise ModelError(f"{fault.filename or path}: {fault.strerror or fault}") from fault
+
+
+def _read(weights: list[mx.array]) -> None:
+    """Read the weights, a group at a time, and say how far that is."""
+    total, num_done, group = sum(array.nbytes for array in weights), 0, 0
+    first = 0
+    for index, array in enumerate(weights, 1):
+        group += array.nbytes
+        if group >= READ_BYTES or index == len(weights):
+            mx.eval(weights[first:index])
+            first, num_done, group = index, num_done + group, 0
+            loading.say(f"loading {loading.amount(num_done, total)}")
+
+
+def _find(name: str) -> Path:
+    """The folder of a model; downloads a repository that is not here yet."""
+    if name == "demo":
+        return DEMO_PATH
+    path = Path(name).expanduser()
+    if path.is_dir():
+        _check_folder(name, path)
+        return path
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(f"model {name!r} is not a folder; give a model folder or a repository")
+    try:
+        return _downloaded(name)
+    except Exception as fault:  # the client's own errors derive from nothing in particular
+        raise ModelError(
+            f"model {name!r} is neither a folder here nor a repository that can be downloaded: "
+            f"{_first(fault)}"
+        ) from fault
+
+
+def _downloaded(name: str) -> Path:
+    """Where the repository is, once it is here. As mlx-lm does it, with progress that is said."""
+    fetch = mlx_lm.utils.snapshot_download
+    if not fetch.__module__.startswith("huggingface_hub"):  # another hub's client, if asked for
+        return Path(mlx_lm.utils._download(name))
+    patterns = mlx_lm.utils.DEFAULT_ALLOW_PATTERNS
+    return Path(fetch(name, allow_patterns=patterns, tqdm_class=loading.download_bar()))
+
+
+def _check_folder(name: str, path: Path) -> None:
+    if not (path / "config.json").is_file():
+        raise ModelError(f"model folder {name!r} has no config.json")
+    if not list(path.glob("model*.safetensors")):
+        raise ModelError(f"model folder {name!r} has no weights (model*.safetensors)")
+
+
+def _check_layers(name: str, path: Path) -> None:
+    """Refuse a config that makes a model of so many layers that building it never ends."""
+    try:
+        if (path / "config.json").stat().st_size > MAX_CONFIG_BYTES:
+            raise ModelError(f"model {name!r}: its config.json is over {MAX_CONFIG_BYTES} bytes")
+        level: list[Any] = [json.loads((path / "config.json").read_bytes())]
+    except (OSError, ValueError, RecursionError):
+        return  # whoever loads it says what is wrong
+    while level:
+        parts = [part for part in level if isinstance(part, dict)]
+        for key, value in (item for part in parts for item in part.items()):
+            if isinstance(value, int) and value > MAX_LAYERS and _LAYERS.search(key):
+                raise ModelError(f"model {name!r}: {key} of {value} in its config.json")
+        level = [value for part in parts for value in part.values()]
+
+
+def _first(fault: BaseException) -> str:
+    """The first line of an error: libraries append pages of advice."""
+    return next(iter(str(fault).strip().splitlines()), type(fault).__name__)[:300]
+
+
+def _cast(model: Any, dtype: str) -> None:
+    if dtype == "auto":
+        if mx.default_device() == mx.Device(mx.cpu):
+            model.set_dtype(mx.float32)
+    elif dtype in _DTYPES:
+        model.set_dtype(_DTYPES[dtype])
+    else:
+        raise ModelError(f"unknown dtype {dtype!r}; known: auto, {', '.join(_DTYPES)}")
+
+
+def _float_dtype(weights: list[mx.array]) -> mx.Dtype:
+    floats = [array.dtype for array in weights if mx.issubdtype(array.dtype, mx.floating)]
+    return max(set(floats), key=floats.count) if floats else mx.float32
+
+
+def _vocabulary(name: str, model: Any) -> int:
+    """Rows of the embedding: an id beyond them would be read out of bounds. Nothing is computed."""
+    try:
+        return int(model(mx.array([[0]])).shape[-1])
+    except Exception as fault:  # model code may raise anything
+        raise ModelError(f"model {name!r} cannot be run: {_first(fault)}") from fault
+
+
+def _context(config: dict[str, Any]) -> int:
+    text = config.get("text_config") or {}
+    for source in (config, text):
+        value = source.get("max_position_embeddings")
+        if isinstance(value, int) and value > 0:
+            return value
+    return _DEFAULT_CONTEXT
+
+
+_FROM_CONFIG = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def _generation_defaults(path: Path) -> dict[str, Any]:
+    """Sampling values that the model's authors recommend; ``do_sample: false`` means greedy."""
+    try:
+        config = json.loads((path / "generation_config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    defaults = {
+        ours: config[theirs]
+        for theirs, ours in _FROM_CONFIG.items()
+        if isinstance(config.get(theirs), int | float) and math.isfinite(config[theirs])
+    }
+    if config.get("do_sample") is False:
+        defaults["temperature"] = 0.0
+    return defaults

@@ -1,0 +1,1 @@
+"""Prefixes that were computed before: kept in memory, and shared with other workers."""

@@ -1,0 +1,142 @@
+"""Which of a model's layers a block holds, and how arrays become a block's tensors and back.
+
+A stored block is of one kind: the layers that keep all tokens (``kv``), those of a sliding window
+(``window``), or those with a state (``state``). Its tensors are the arrays of a ``Bundle``: arrays
+of one shape and dtype over all those layers, stacked in the layers' order. Number, order, shapes
+and dtypes of the arrays follow from the model's layers and the KV scheme, which are part of the
+namespace; so a block needs no other table of contents, and one that differs is refused.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence, Set
+from typing import Any
+
+import mlx.core as mx
+
+from batchkv_cache_store.blocks.block import Block, Kind, Tensor
+from batchkv_cache_store.keys import BLOCK_TOKENS
+from batchkv_cache_store.lookup import Piece, Wanted
+from batchkv_worker.kv.layers.contract import LayerKind, Pieces
+from batchkv_worker.prefix.bundle import Bundle
+
+# What Python's buffers call the numbers. They cannot be made of halves: those travel as their bits.
+_FORMATS: dict[str, tuple[mx.Dtype, Any]] = {
+    "uint8": (mx.uint8, "B"),
+    "uint16": (mx.uint16, "H"),
+    "uint32": (mx.uint32, "I"),
+    "int32": (mx.int32, "i"),
+    "float16": (mx.float16, "H"),
+    "bfloat16": (mx.bfloat16, "H"),
+    "float32": (mx.float32, "f"),
+}
+_NAMES = {dtype: name for name, (dtype, _) in _FORMATS.items()}
+
+
+class Anatomy:
+    """The kinds of block that a model's layers need."""
+
+    def __init__(self, kinds: Sequence[LayerKind]) -> None:
+        self._places = [_kind_of(kind) for kind in kinds]
+        self._layers = kinds
+        self._templates: dict[Kind, Bundle] = {}
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """The kinds that the model has layers of."""
+        return [kind for kind in Kind if kind in self._places]
+
+    @property
+    def has_kv(self) -> bool:
+        return Kind.KV in self._places
+
+    @property
+    def has_state(self) -> bool:
+        return Kind.STATE in self._places
+
+    @property
+    def num_window_blocks(self) -> int:
+        """How many last blocks the next token still sees in the widest window; 0 without one."""
+        windows = [kind.window for kind in self._layers if kind.window is not None]
+        return max(1, -(-(max(windows) - 1) // BLOCK_TOKENS)) if windows else 0
+
+    def part(self, kind: Kind, pieces: Sequence[Pieces | None]) -> Bundle:
+        """Of one row's pieces, one entry a layer, those that a block of ``kind`` holds."""
+        places = zip(self._places, pieces, strict=True)
+        return Bundle([piece if place is kind else None for place, piece in places])
+
+    def template(self, kind: Kind) -> Bundle:
+        """A block's arrays as they must be, without their numbers."""
+        if kind not in self._templates:
+            pieces = [layer.template(BLOCK_TOKENS) for layer in self._layers]
+            self._templates[kind] = self.part(kind, pieces)
+        return self._templates[kind]
+
+    @property
+    def largest(self) -> int:
+        """Bytes of a block's arrays, of the kind that has most."""
+        return max(self.template(kind).nbytes for kind in self.kinds)
+
+    def wanted(
+        self, namespace: bytes, keys: Sequence[bytes], prompt: Sequence[int], had: Set[Piece]
+    ) -> Wanted:
+        """What to look up for a prompt whose first full blocks have these keys."""
+        return Wanted(
+            namespace,
+            keys,
+            packed_tokens(prompt[: len(keys) * BLOCK_TOKENS], BLOCK_TOKENS),
+            has_kv=self.has_kv,
+            num_window_blocks=self.num_window_blocks,
+            has_state=self.has_state,
+            had=had,
+        )
+
+    def is_like(self, kind: Kind, bundle: Bundle) -> bool:
+        """Whether another worker of this namespace would accept these arrays."""
+        return _looks(bundle.arrays) == _looks(self.template(kind).arrays)
+
+    def tensors(self, kind: Kind, bundle: Bundle) -> tuple[Tensor, ...]:
+        """The arrays, copied to bytes that nobody changes. Waits until they are computed."""
+        return tuple(
+            Tensor(-1, f"{kind}.{place}", _NAMES[array.dtype], tuple(array.shape), _bytes(array))
+            for place, array in enumerate(bundle.arrays)
+        )
+
+    def bundle(self, block: Block) -> Bundle:
+        """A block's arrays, copied out of its buffer; ValueError when they are not as they must."""
+        template = self.template(block.kind)
+        given = [(tensor.dtype, tensor.shape) for tensor in block.tensors]
+        if given != _looks(template.arrays):
+            raise ValueError(f"a block of other arrays than this model's: {given}")
+        return template.with_arrays([_array(tensor) for tensor in block.tensors])
+
+
+def _kind_of(kind: LayerKind) -> Kind:
+    if kind.has_state:
+        return Kind.STATE
+    return Kind.KV if kind.window is None else Kind.WINDOW
+
+
+def _looks(arrays: Sequence[mx.array]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(_NAMES.get(array.dtype, "?"), tuple(array.shape)) for array in arrays]
+
+
+def _bytes(array: mx.array) -> bytes:
+    return memoryview(array).tobytes() if array.size else b""
+
+
+def _array(tensor: Tensor) -> mx.array:
+    dtype, code = _FORMATS[tensor.dtype]
+    if not tensor.num_bytes:
+        return mx.zeros(tensor.shape, dtype)
+    plain = memoryview(tensor.data).cast("B")
+    array = mx.array(plain.cast(code, tensor.shape))
+    return array if array.dtype == dtype else array.view(dtype)
+
+
+def packed_tokens(tokens: Sequence[int], block_tokens: int) -> list[bytes]:
+    """Token ids as little-endian u32, block by block, full blocks only."""
+    packed = struct.pack(f"<{len(tokens)}I", *tokens)
+    size = 4 * block_tokens
+    return [packed[at : at + size] for at in range(0, len(packed) - size + 1, size)]

@@ -1,0 +1,139 @@
+"""``batchkv cache why``: what the shared cache had for a job's prompt, and why not more."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from batchkv_cache_store.cli.text import print_fields, print_json, say
+from batchkv_cache_store.cli.tiers import cache_options, visit
+from batchkv_cache_store.keys import BLOCK_TOKENS, KEY_BYTES
+from batchkv_producer.cli.shared import session, url_option
+from batchkv_producer.errors import WireError
+from batchkv_producer.wire.job import Result
+from batchkv_worker.prefix.explain.why import Explanation, from_look, from_result, missing_block
+from batchkv_worker.prefix.explain.why_look import Look
+
+EXIT_UNANSWERED = 1
+
+
+@click.command()
+@click.argument("job_id", metavar="JOB_ID")
+@url_option
+@cache_options
+@click.pass_context
+def why_command(
+    ctx: click.Context,
+    job_id: str,
+    url: str | None,
+    cache_text: str | None,
+    only: str | None,
+    as_json: bool,
+) -> None:
+    """Explain what the cache had for a job's prompt, and why not more.
+
+    Where the job's result does not tell, the heads of all blocks are read. Exit code 1 when the job
+    has not ended, or failed.
+
+    \b
+    Examples:
+      batchkv cache why 3f2a9c51d07be684-17
+      batchkv cache why 3f2a9c51d07be684-17 --tier disk --json
+    """
+    result = _ended(url, job_id)
+    if result is None:
+        ctx.exit(EXIT_UNANSWERED)
+    explanation = from_result(result)
+    if explanation is not None:
+        _print(job_id, result, explanation, as_json)
+        return
+    assert result.note is not None
+    look = Look(result.note)
+    with visit(cache_text, only) as here:
+        for place in here.places:
+            with here.told(place):
+                look.add(str(place), place.tier)
+        if len(here.failed) == len(here.places):
+            return  # there is nothing to conclude from
+        look.is_partial = look.is_partial or bool(here.failed)
+        if look.is_partial:
+            say(f"seen: at most {look.max_items:,} objects of a tier, and none of one in trouble")
+        _print(job_id, result, from_look(result, look), as_json, look)
+
+
+def _ended(url: str | None, job_id: str) -> Result | None:
+    """The result of a job that was answered; of another, None, and one sentence is said."""
+    with session(url) as opened:
+        found = opened.client.result(job_id)
+        if found is None:
+            say(f"no result yet: job {job_id} is {opened.client.job(job_id).status}")
+        elif found.outcome != "ok":
+            code = f" ({found.error[0]})" if found.error else ""
+            say(f"job {job_id} has no answer to explain: it is {found.outcome}{code}")
+            found = None
+    note = found.note if found is not None else None
+    if note is not None and len(note.key) not in (0, KEY_BYTES):
+        raise WireError(f"what job {job_id} tells of the cache cannot be read")
+    return found
+
+
+def _print(
+    job_id: str, result: Result, told: Explanation, as_json: bool, look: Look | None = None
+) -> None:
+    said = _facts(job_id, result)
+    if as_json:
+        is_partial = look is not None and look.is_partial
+        print_json(said | asdict(told) | {"is_partial": is_partial})
+        return
+    blocks = said["blocks"] or {}
+    missing = said["missing"]
+    print_fields(
+        [
+            ("job", job_id),
+            ("worker", result.worker or None),
+            ("model", result.model or None),
+            ("prompt tokens", result.usage.prompt),
+            ("cached tokens", result.usage.cached),
+            ("blocks", blocks.get("wanted")),
+            ("  from the worker's memory", blocks.get("local")),
+            ("  from the store", blocks.get("found")),
+            ("  computed", blocks.get("computed")),
+            ("first missing", missing and f"block {missing['block']}, from token "
+             f"{missing['token']:,}: {missing['key']}"),
+            ("why", told.sentence),
+        ]
+    )  # fmt: skip
+
+
+def _facts(job_id: str, result: Result) -> dict[str, Any]:
+    """What the result says, for JSON. No marks of tokens: they tell something of the prompt."""
+    note = result.note
+    blocks = missing = None
+    if note is not None:
+        block = missing_block(note)
+        blocks = {
+            "wanted": note.wanted,
+            "local": note.local,
+            "found": note.found,
+            "computed": note.wanted - block,
+        }
+        if note.key:
+            missing = {
+                "block": block,
+                "token": block * BLOCK_TOKENS,
+                "key": note.key.hex(),
+                "parent": note.parent.hex(),
+            }
+    return {
+        "job_id": job_id,
+        "worker": result.worker,
+        "model": result.model,
+        "prompt_tokens": result.usage.prompt,
+        "cached_tokens": result.usage.cached,
+        "namespace": note.namespace.hex() if note is not None else None,
+        "blocks": blocks,
+        "missing": missing,
+        "stop": note.stop if note is not None else None,
+    }

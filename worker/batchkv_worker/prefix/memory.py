@@ -1,0 +1,300 @@
+"""Prefixes that this worker has, kept packed in memory, block by block.
+
+A block is 256 tokens of all layers, exactly as prefill packed them. Blocks are found by the key
+chain of ``batchkv_cache_store.keys``, so that a key names a block and all that came before it; a
+row takes the longest chain that is here and computes the rest. What is taken is copied bit for bit:
+a hit computes what a miss would have. ``cache_store.uses`` says what goes when the bytes are up.
+
+A block has up to three parts (``store.anatomy``). Those computed here have all that their model
+has layers for; those that came from the shared store only what a row needed to go on: the layers
+that keep all tokens of every block, those of a window of the last few, and a state at the end. A
+state also exists here only where a chunk ended and it seemed worth keeping. So a row takes the
+longest chain at whose end everything is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from batchkv_cache_store.blocks.block import Kind
+from batchkv_cache_store.keys import BLOCK_TOKENS, chain, root_key
+from batchkv_cache_store.uses import Kept
+from batchkv_worker.kv.attention.shared_prefix import Stem
+from batchkv_worker.kv.layers.contract import LayerKind, Pieces
+from batchkv_worker.kv.layers.prefill_rows import PrefillRows
+from batchkv_worker.kv.slots.layouts import Costs
+from batchkv_worker.prefix.block_layout import Anatomy
+from batchkv_worker.prefix.bundle import Bundle
+from batchkv_worker.sequence import Sequence
+
+LOCAL_ROOT = root_key(b"")  # one process, one model, one scheme: the chain needs no namespace
+_EMPTY_BYTES = 1024  # what a block counts that holds no arrays (every layer has a state)
+
+# Called with a row, the number of one of its blocks, and a part of it that was computed just now.
+OnNew = Callable[[Sequence, int, Kind, Bundle], None]
+
+
+@dataclass(slots=True)
+class _Block:
+    """``is_converted``: it rests on numbers that another scheme rounded, and is not shared."""
+
+    parts: dict[Kind, Bundle] = field(default_factory=dict)
+    is_converted: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values()) or _EMPTY_BYTES
+
+
+class PrefixCache:
+    """Blocks by key; ``kept`` has the order in which they go, and who waits for them.
+
+    ``max_blocks`` is the longest chain that there is room for, with its state at the end; no room
+    for one keeps nothing. ``root`` starts the chain; ``on_new`` hears of what may be shared.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        costs: Costs,
+        kinds: Items[LayerKind],
+        root: bytes = LOCAL_ROOT,
+        on_new: OnNew | None = None,
+    ) -> None:
+        self.block_bytes = max(costs.per_new_token * BLOCK_TOKENS, _EMPTY_BYTES)
+        self.max_blocks = max(0, max_bytes - costs.per_row) // self.block_bytes
+        state_bytes = costs.per_row if self.max_blocks else 0
+        self.max_bytes = self.max_blocks * self.block_bytes + state_bytes
+        self.num_bytes = 0
+        self.version = 0  # changes whenever a block comes or goes
+        self.anatomy = Anatomy(kinds)
+        self._root = root
+        self._on_new = on_new
+        self._kinds = kinds
+        self._blocks, self.kept = dict[bytes, _Block](), Kept[bytes]()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self.version += 1
+        self._blocks.clear()
+        self.kept.drop()
+        self.num_bytes = 0
+
+    def keys(self, prompt: list[int]) -> list[bytes]:
+        """Keys of the blocks that prefill fills (with all but the last token), as room allows."""
+        return chain(self._root, prompt[: self.max_blocks * BLOCK_TOKENS + 1][:-1])
+
+    def depth(self, keys: Items[bytes]) -> int:
+        """Blocks of the longest prefix of a chain that is here and can be gone on from."""
+        anatomy, found, num_windows = self.anatomy, 0, 0
+        for number, key in enumerate(keys, start=1):
+            parts = self._parts(key)
+            if parts is None or (anatomy.has_kv and Kind.KV not in parts):
+                break
+            num_windows = num_windows + 1 if Kind.WINDOW in parts else 0
+            has_window = num_windows >= min(number, anatomy.num_window_blocks)
+            if has_window and (Kind.STATE in parts or not anatomy.has_state):
+                found = number
+        return found
+
+    def num_cached(self, row: Sequence) -> int:
+        """Tokens of the row's longest prefix that is here and can be gone on from."""
+        if row.parked:
+            stem = row.block_keys[: row.num_shared // BLOCK_TOKENS]
+            if row.parked in self._blocks and self.has_stem(stem):
+                return row.num_prefill
+            self.forget(row.parked)
+            row.parked = b""
+        return self.depth_of(row) * BLOCK_TOKENS
+
+    def depth_of(self, row: Sequence) -> int:
+        """``depth`` of a row's chain, looked up anew only when something came or went."""
+        if row.depth_seen[0] != self.version:
+            row.depth_seen = self.version, self.depth(row.block_keys)
+        return row.depth_seen[1]
+
+    def pieces(self, keys: Items[bytes]) -> set[tuple[int, Kind]]:
+        """(block number, kind) of everything of a chain that is here, with gaps or without."""
+        return {
+            (number, kind) for number, key in enumerate(keys) for kind in self._parts(key) or ()
+        }
+
+    def _parts(self, key: bytes) -> dict[Kind, Bundle] | None:
+        block = self._blocks.get(key)
+        return None if block is None else block.parts
+
+    def has_stem(self, keys: Items[bytes]) -> bool:
+        """Whether ``stem_pieces`` finds every block."""
+        return all(Kind.KV in (self._parts(key) or ()) for key in keys)
+
+    def stem_pieces(self, keys: Items[bytes]) -> dict[int, Pieces] | None:
+        """The blocks of a chain as one, of each layer that keeps every token; None if one lacks."""
+        if not self.has_stem(keys):
+            return None
+        blocks = [self._blocks[key] for key in keys]
+        return {
+            index: _assemble([_pieces(block, Kind.KV, index) for block in blocks], -2)
+            for index, kind in enumerate(self._kinds)
+            if kind.window is None and not kind.has_state
+        }
+
+    def fill(self, rows: Items[Sequence], prefill: PrefillRows, stem: Stem | None = None) -> None:
+        """Give new prefill rows their common number of cached tokens, the first in a stem."""
+        count = rows[0].num_cached // BLOCK_TOKENS
+        if not count:
+            return
+        blocks = [self._chain(row.block_keys[:count]) for row in rows]
+        for row, chained in zip(rows, blocks, strict=True):
+            row.is_converted = any(block.is_converted for block in chained)
+        end = count * BLOCK_TOKENS
+        for index, (layer, kind) in enumerate(zip(prefill.layers, self._kinds, strict=True)):
+            if kind.has_state:
+                lines = [_pieces(chained[-1], Kind.STATE, index) for chained in blocks]
+                layer.restore(_assemble(lines, 0), end, end)
+                continue
+            # A window needs only the blocks that its next token still sees.
+            seen = 0 if kind.window is None else max(0, end - kind.window + 1)
+            first = min(seen // BLOCK_TOKENS, count - 1)
+            part = Kind.KV if kind.window is None else Kind.WINDOW
+            if stem is not None and kind.window is None:
+                # Without it the fused kernel serves, which a long rest of a prompt needs more.
+                if 2 * stem.num_tokens >= prefill.capacity:
+                    layer.share([one.packed[index] for one in stem.chain], stem.num_tokens)
+                    first = stem.num_tokens // BLOCK_TOKENS
+                if first == count:
+                    continue
+            lines = [
+                _assemble([_pieces(block, part, index) for block in chained[first:]], -2)
+                for chained in blocks
+            ]
+            layer.restore(_assemble(lines, 0), first * BLOCK_TOKENS, end)
+
+    def _chain(self, keys: Items[bytes]) -> list[_Block]:
+        """Blocks of a chain, now the latest used: its head last, for a tail is nothing alone."""
+        self.kept.touch(keys)
+        return [self._blocks[key] for key in keys]
+
+    def publish(self, rows: Items[Sequence], prefill: PrefillRows, start: int, end: int) -> None:
+        """Keep the blocks that the chunk [start, end) completed and that are not here yet.
+
+        Tails go in before heads, so that they also go first when room is short.
+        """
+        for index, row in enumerate(rows):
+            keys = row.block_keys[: end // BLOCK_TOKENS]
+            for number in reversed(range(start // BLOCK_TOKENS, len(keys))):
+                known = self._parts(keys[number]) or {}
+                parts = self._computed(row, prefill, index, number, end, known)
+                if parts or keys[number] not in self._blocks:
+                    self._insert(keys[number], parts, row.is_converted)
+                if self._on_new is not None and not (row.is_converted or row.num_resumed):
+                    for kind, part in parts.items():
+                        self._on_new(row, number, kind, part)
+            self._touch(keys)
+            self.kept.leave(keys[row.num_common_blocks :])
+
+    def adopt(
+        self,
+        keys: Items[bytes],
+        pieces: Mapping[tuple[int, Kind], Bundle],
+        is_converted: bool = False,
+    ) -> None:
+        """Take in parts of a chain that came from elsewhere, up to the last of them."""
+        depth = max((number for number, _ in pieces), default=-1) + 1
+        for number in reversed(range(depth)):
+            new = {kind: pieces[number, kind] for kind in Kind if (number, kind) in pieces}
+            if new or not self.anatomy.has_kv:
+                self._insert(keys[number], new, is_converted)
+        self._touch(keys[:depth])
+
+    def can_park(self, num_bytes: int) -> bool:
+        """Whether a row of that many bytes may be held; while it comes in it stands twice."""
+        return 2 * num_bytes <= self.max_bytes
+
+    def park(self, key: bytes, num_bytes: int, make: Callable[[], list[Pieces]]) -> None:
+        """Hold what ``make`` copies out of a slot, as one more block that no chain leads to."""
+        self._make_way(2 * num_bytes)
+        self.kept.add([key])  # its row waits
+        bundle = Bundle(make())
+        mx.eval(bundle.arrays)
+        self._insert(key, {Kind.KV: bundle}, False)
+
+    def parked(self, key: bytes) -> list[Pieces] | None:
+        """A row's pieces as they were copied; None when they had to go."""
+        parts = self._parts(key)
+        if parts is None:
+            return None
+        self._touch([key])
+        pieces = map(parts[Kind.KV].layer, range(len(self._kinds)))
+        return [found or () for found in pieces]
+
+    def forget(self, key: bytes) -> None:
+        """Let go of a row, if it is here."""
+        if (block := self._blocks.pop(key, None)) is not None:
+            self.num_bytes -= block.num_bytes
+        self.kept.forget(key)
+
+    def _touch(self, keys: Items[bytes]) -> None:
+        self.kept.touch([key for key in keys if key in self._blocks])
+
+    def _computed(
+        self,
+        row: Sequence,
+        prefill: PrefillRows,
+        index: int,
+        number: int,
+        end: int,
+        known: Mapping[Kind, Bundle],
+    ) -> dict[Kind, Bundle]:
+        """Parts of a block that the chunk up to ``end`` has completed and that are not known."""
+        low = number * BLOCK_TOKENS
+        wanted = [kind for kind in self.anatomy.kinds if kind not in known]
+        parts: dict[Kind, Bundle] = {}
+        if Kind.KV in wanted or Kind.WINDOW in wanted:
+            pieces = prefill.block(index, low, low + BLOCK_TOKENS)
+            tokens = [kind for kind in wanted if kind is not Kind.STATE]
+            parts = {kind: self.anatomy.part(kind, pieces) for kind in tokens}
+        # States exist where a chunk ended, if the row had tokens up to there.
+        if Kind.STATE in wanted and low + BLOCK_TOKENS == end and end in row.state_stops:
+            parts[Kind.STATE] = self.anatomy.part(Kind.STATE, prefill.states(index))
+        # Evaluated now: an unevaluated slice would keep the whole group's buffers alive.
+        mx.async_eval([part.arrays for part in parts.values()])
+        return parts
+
+    def _insert(self, key: bytes, parts: Mapping[Kind, Bundle], is_converted: bool) -> None:
+        self.version += 1
+        old = self._blocks.pop(key, None)
+        self.kept.discard(key)
+        block = _Block(dict(parts), is_converted)
+        if old is not None:
+            self.num_bytes -= old.num_bytes
+            block = _Block({**old.parts, **parts}, is_converted or old.is_converted)
+        if block.num_bytes > self.max_bytes:
+            return
+        self._make_way(block.num_bytes)
+        self._blocks[key] = block
+        self.kept.touch([key])
+        self.num_bytes += block.num_bytes
+
+    def _make_way(self, num_bytes: int) -> None:
+        while self._blocks and self.num_bytes + num_bytes > self.max_bytes:
+            self.num_bytes -= self._blocks.pop(self.kept.give_up()).num_bytes
+
+
+def _pieces(block: _Block, kind: Kind, layer: int) -> Pieces:
+    pieces = block.parts[kind].layer(layer)
+    assert pieces is not None
+    return pieces
+
+
+def _assemble(lines: list[Pieces], axis: int) -> Pieces:
+    """Pieces side by side: blocks along the tokens (-2), or rows along the batch (0)."""
+    if len(lines) == 1:
+        return lines[0]
+    return tuple(mx.concatenate(parts, axis=axis) for parts in zip(*lines, strict=True))

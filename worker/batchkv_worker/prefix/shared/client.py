@@ -1,0 +1,300 @@
+"""A worker's end of the shared store: which rows wait for what.
+
+Before a row's prompt is computed, the store is asked what it has of it; the row waits until the
+answer is there, others go on meanwhile. What comes is put into the worker's own prefix memory, from
+which rows are filled whether a block was computed here or not. Blocks computed here go the other
+way, through the ``outbox``.
+
+Nothing that the store does holds a row for long: for an answer that does not come, and for another
+worker that does not get on, a row waits up to a limit, and is then computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+
+from batchkv_cache_store.blocks.block import Block
+from batchkv_cache_store.keys import BLOCK_TOKENS, chain, namespace, root_key
+from batchkv_cache_store.lookup import Piece
+from batchkv_producer.wire.cache_note import CacheNote, token_marks
+from batchkv_worker.kv.start.plan import KvPlan
+from batchkv_worker.model.loader import LoadedModel
+from batchkv_worker.prefix.block_layout import Anatomy
+from batchkv_worker.prefix.bundle import Bundle
+from batchkv_worker.prefix.interface import SharedPrefixes
+from batchkv_worker.prefix.memory import PrefixCache
+from batchkv_worker.prefix.shared.access import Access
+from batchkv_worker.prefix.shared.convert import FloatBlocks
+from batchkv_worker.prefix.shared.fetch import Answer, Fetcher, Question
+from batchkv_worker.prefix.shared.identity import manifest
+from batchkv_worker.prefix.shared.outbox import Outbox
+from batchkv_worker.prefix.shared.pending import Asked, Questions
+from batchkv_worker.sequence import Fetch, FetchState, Sequence
+
+log = logging.getLogger("batchkv.cache")
+
+AHEAD_ROWS = 64  # waiting rows that are looked up, the oldest
+TAKE_BYTES = 128 * 2**20  # of answers taken in between two steps, and one more
+
+
+class Link(SharedPrefixes):
+    """One engine's lookups, leases and writes."""
+
+    def __init__(self, access: Access, loaded: LoadedModel, plan: KvPlan) -> None:
+        own = manifest(loaded, plan)
+        self.namespace = namespace(own)
+        self.root = root_key(self.namespace, access.salt)
+        self.anatomy = Anatomy(plan.kinds)
+        self._access = access
+        self._store = access.store
+        self._floats = FloatBlocks(plan.kinds) if access.adopts_float else None
+        if self._floats is not None:
+            self._float_namespace = namespace(self._floats.manifest(own))
+        self._fetcher = Fetcher(access.store, access.leases, is_shared=access.is_shared)
+        self.outbox = Outbox(
+            *(access.store, self._fetcher.release, self.anatomy),
+            *(self.namespace, self.root, access.writer),
+        )
+        self._questions = Questions(self._fetcher)
+        self._ahead_bytes = 0  # fetched for rows that still wait, or expected
+        self._prefixes: PrefixCache | None = None
+        self._is_on = self._fits()
+        if self._is_on:
+            self.on_new, self.counts_shared = self.outbox.add, not access.writes_all
+            access.store.publish_manifest(own)
+
+    def _fits(self) -> bool:
+        """Whether this model's blocks can be stored at all."""
+        limits, size = self._store.limits, self.anatomy.largest
+        if size + limits.max_header_bytes <= limits.max_block_bytes:
+            return True
+        log.warning(
+            "prefixes are not shared: a block of this model takes %.0f MB, and may take %.0f; "
+            "another KV scheme takes less",
+            *(size / 1e6, limits.max_block_bytes / 1e6),
+        )
+        return False
+
+    def attach(self, prefixes: PrefixCache) -> None:
+        self._prefixes, self.outbox.uses = prefixes, prefixes.kept
+        if not prefixes.max_blocks:
+            self._is_on = False
+            log.warning("prefixes are not shared: the memory for prefixes holds not one block")
+
+    @property
+    def is_busy(self) -> bool:
+        return len(self.outbox) > 0 or self._questions.has_answers
+
+    def begin(self, row: Sequence) -> None:
+        if row.block_keys and self._is_on:
+            row.fetch = Fetch()
+
+    def advance(self, waiting: Iterable[Sequence]) -> None:
+        self._take_answers()
+        now = time.monotonic()
+        for place, row in enumerate(itertools.islice(waiting, AHEAD_ROWS)):
+            fetch = row.fetch
+            if fetch is None or fetch.state in (FetchState.DONE, FetchState.ASKED):
+                continue
+            if self.is_ready(row):
+                continue
+            depth = self._prefix_memory.depth_of(row)
+            if not self._questions.may_ask(row.block_keys[depth], now):
+                continue
+            if not self._has_room(row, fetch, depth, is_first=place == 0):
+                break  # a younger row must not take the room that this one waits for
+            self._ask(row, fetch, depth, now)
+
+    def wait(self, timeout_seconds: float) -> None:
+        if not self._questions.has_answers:
+            self._fetcher.wait(timeout_seconds)
+
+    def send(self, *, is_idle: bool) -> None:
+        self.outbox.send(is_idle=is_idle)
+
+    def is_ready(self, row: Sequence) -> bool:
+        fetch = row.fetch
+        if fetch is None or fetch.state is FetchState.DONE:
+            return True
+        now = time.monotonic()
+        if fetch.state is FetchState.ASKED:
+            is_late = now - fetch.asked_at > self._access.patience_seconds
+            return is_late and self._give_up(fetch, "slow")
+        depth = self._prefix_memory.depth_of(row)
+        # What is computed here, the scheduler sees to it that it is computed once.
+        if depth == len(row.block_keys) or self.outbox.is_held(row.block_keys[depth]):
+            return True
+        if self._questions.is_hung:
+            return self._give_up(fetch, "slow")  # the store hangs: nobody else waits for it
+        if self._questions.is_held(row.block_keys[depth]):
+            self._see_held(fetch, depth, now)
+            if now - fetch.held_since > self._access.held_seconds:
+                return self._give_up(fetch, "held")
+        return False
+
+    def _see_held(self, fetch: Fetch, depth: int, now: float) -> None:
+        """Another worker computes the row's next block: since when has that not got on?"""
+        if fetch.state is not FetchState.HELD or depth > fetch.deepest:
+            fetch.state, fetch.stop = FetchState.HELD, "held"
+            fetch.held_since, fetch.deepest = now, depth
+
+    def _give_up(self, fetch: Fetch, why: str) -> bool:
+        """Nothing is waited for any longer than its limit."""
+        self._questions.give_up(fetch)
+        self._expect(fetch, 0, 0)
+        fetch.state, fetch.stop = FetchState.DONE, why
+        self._store.count(f"gave_up.{why}")
+        return True
+
+    def _has_room(self, row: Sequence, fetch: Fetch, depth: int, *, is_first: bool) -> bool:
+        """Room for what may come; the oldest row that waits always has it."""
+        memory = self._prefix_memory
+        others = self._ahead_bytes - fetch.num_bytes
+        wanted = (len(row.block_keys) - depth) * memory.block_bytes
+        if not is_first and others + wanted > memory.max_bytes // 2:
+            return False
+        self._expect(fetch, fetch.num_bytes, wanted)
+        return True
+
+    def _expect(self, fetch: Fetch, num_bytes: int, num_expected: int) -> None:
+        """That much was fetched for a row and is not used yet, and that much may still come."""
+        self._ahead_bytes += num_bytes + num_expected - fetch.num_bytes - fetch.num_expected
+        fetch.num_bytes, fetch.num_expected = num_bytes, num_expected
+
+    def _ask(self, row: Sequence, fetch: Fetch, depth: int, now: float) -> None:
+        fetch.state, fetch.asked_at = FetchState.ASKED, now
+        fetch.deepest = max(fetch.deepest, depth)
+        had = self._prefix_memory.pieces(row.block_keys)
+        wanted = self.anatomy.wanted(self.namespace, row.block_keys, row.prompt, had)
+        floats = None
+        if self._floats is not None and self._floats.is_needed:
+            root = root_key(self._float_namespace, self._access.salt)
+            keys = chain(root, row.prompt[: len(row.block_keys) * BLOCK_TOKENS])
+            floats = self.anatomy.wanted(self._float_namespace, keys, row.prompt, had)
+        worth = self.outbox.num_worth(row, num_own=1)  # leases on no more: they make others wait
+        missing = row.block_keys[depth]
+        self._questions.ask(row, missing, lambda n: Question(n, wanted, worth, floats))
+
+    def _take_answers(self) -> None:
+        """Take in what came, as much as a step can bear."""
+        taken = 0
+        for asked, answer in self._questions.answers():
+            taken += self._take_in(asked, answer)
+            if taken > TAKE_BYTES:
+                return
+
+    def _take_in(self, asked: Asked, answer: Answer) -> int:
+        """Bytes that an answer brought."""
+        row, fetch = asked.row, asked.row.fetch
+        if fetch is None or row.is_ended or fetch.state is not FetchState.ASKED:
+            self._fetcher.release(answer.leases)  # nobody waits for it any more
+            return 0
+        was = self._prefix_memory.depth_of(row)
+        num_bytes = self._adopt(row, answer)
+        depth = self._prefix_memory.depth_of(row)
+        fetch.found += max(0, depth - max(was, fetch.deepest))
+        self._expect(fetch, fetch.num_bytes + num_bytes, 0)
+        self.outbox.hold(answer.leases, fetch)
+        if not answer.is_held or depth == len(row.block_keys):
+            fetch.state, fetch.stop = FetchState.DONE, answer.stop
+            return num_bytes
+        self._questions.hold_off(row.block_keys[depth])
+        now = time.monotonic()
+        if depth > fetch.deepest or not fetch.held_since:
+            fetch.held_since, fetch.deepest = now, max(depth, fetch.deepest)
+        fetch.state, fetch.stop = FetchState.HELD, "held"
+        return num_bytes
+
+    def _adopt(self, row: Sequence, answer: Answer) -> int:
+        """Put what came into the prefix memory; its bytes there."""
+        own = self._bundles(answer.pieces, self.anatomy.bundle)
+        self._prefix_memory.adopt(row.block_keys, own)
+        num_bytes = sum(bundle.nbytes for bundle in own.values())
+        if self._floats is not None and answer.floats:
+            packed = self._bundles(answer.floats, self._floats.convert)
+            self._prefix_memory.adopt(row.block_keys, packed, is_converted=True)
+            num_bytes += sum(bundle.nbytes for bundle in packed.values())
+            self._store.count("converted", len(packed))
+        return num_bytes
+
+    def _bundles(
+        self, pieces: Mapping[Piece, Block], unpack: Callable[[Block], Bundle]
+    ) -> dict[Piece, Bundle]:
+        """Arrays of pieces; of those that are not this model's, none."""
+        found: dict[Piece, Bundle] = {}
+        for piece, block in pieces.items():
+            try:
+                found[piece] = unpack(block)
+            except ValueError as fault:
+                self._store.count("rejected.shape")
+                log.warning("block %s: %s", block.key.hex()[:16], fault)
+        return found
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """The store's counters (``batchkv_cache_store.store``), and those counted here:
+
+        ``unlike`` parts held back since their arrays vary, ``rejected.shape`` parts of other
+        arrays, ``converted`` float parts packed here, ``gave_up.slow`` and ``gave_up.held`` rows
+        that stopped waiting, ``audited`` and ``audit_differs`` rows computed twice.
+        """
+        return self._store.counters()
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until everything handed on is written; False when the time was up first."""
+        return self._store.flush(timeout_seconds)
+
+    def count(self, name: str) -> None:
+        self._store.count(name)
+
+    def drop_unsent(self) -> None:
+        self.outbox.drop_all()
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        self._store.gate.observe_prefill(num_tokens, seconds)
+
+    def note(self, row: Sequence) -> CacheNote | None:
+        fetch, keys = row.fetch, row.block_keys
+        if fetch is None:
+            return None
+        depth = row.num_cached // BLOCK_TOKENS
+        found = min(fetch.found, depth)
+        counts = (self.namespace, len(keys), depth - found, found, fetch.stop)
+        if depth == len(keys):
+            return CacheNote(*counts)
+        low = depth * BLOCK_TOKENS
+        return CacheNote(
+            *counts,
+            key=keys[depth],
+            parent=keys[depth - 1] if depth else self.root,
+            marks=token_marks(row.prompt[low : low + BLOCK_TOKENS]),
+        )
+
+    def forget(self, row: Sequence) -> None:
+        fetch = row.fetch
+        if fetch is None:
+            return
+        self._expect(fetch, 0, 0)
+        was, fetch.state = fetch.state, FetchState.DONE
+        if was is FetchState.ASKED:
+            self._questions.abandon(fetch)
+            self._take_answers()  # one that was there already has leases
+        self.outbox.forget(fetch)
+
+    def close(self) -> None:
+        with ExitStack() as steps:  # the last first, and each whatever became of those before
+            steps.callback(self._access.leases.close)  # not before the blocks are written
+            steps.callback(self._access.store.close, self._access.close_seconds)
+            steps.callback(self._fetcher.close, 1.0)
+            steps.callback(self.outbox.send_all)
+        told = ", ".join(f"{name} {count}" for name, count in self.counters.items() if count)
+        log.info("cache: %s", told or "not used")
+
+    @property
+    def _prefix_memory(self) -> PrefixCache:
+        assert self._prefixes is not None, "attach comes first"
+        return self._prefixes

@@ -1,0 +1,192 @@
+"""Lookups in the shared store, on threads of their own while rows decode.
+
+A lookup finds the longest stored prefix of a prompt. What it does not find it tries to lease, so
+that no other worker computes it at the same time; if another has the first missing block already,
+the row is told to wait. Between a lookup and its lease the holder may have published and let go, so
+that whoever gets a lease among several workers looks once more.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+
+from batchkv_cache_store.blocks.block import Block
+from batchkv_cache_store.lease import Lease, Leases
+from batchkv_cache_store.lookup import Found, Piece, Wanted
+from batchkv_cache_store.store import Store
+from batchkv_worker.trace import ENGINE, STORE
+
+log = logging.getLogger("batchkv.cache")
+
+NUM_THREADS = 2
+MAX_LEASES = 64  # of one prompt at once: its blocks are computed in order
+_MAX_LOOKS = 4  # at one prompt, while others publish what it was about to lease
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A lookup to make.
+
+    ``num_worth``: blocks that will be written once they are computed; the others are not leased.
+    ``floats``: the same prompt's blocks in the float namespace, if wanted.
+    """
+
+    ticket: int
+    wanted: Wanted
+    num_worth: int
+    floats: Wanted | None = None
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came of it.
+
+    ``depth``: blocks that can be gone on from with ``pieces`` and what the asker had. ``leases``
+    are held for blocks after it; ``is_held``: another worker computes the next one. ``floats``:
+    pieces of the float namespace that go deeper.
+    """
+
+    ticket: int
+    depth: int = 0
+    pieces: dict[Piece, Block] = field(default_factory=dict)
+    floats: Mapping[Piece, Block] = field(default_factory=dict)
+    leases: list[Lease] = field(default_factory=list)
+    is_held: bool = False
+    stop: str = ""
+
+
+class Fetcher:
+    """Threads that answer questions, in order. ``ask`` and ``answers`` are the engine's side."""
+
+    def __init__(self, store: Store, leases: Leases, *, is_shared: bool) -> None:
+        self._store = store
+        self._leases = leases
+        self._is_shared = is_shared  # whether other processes may hold leases
+        self._questions: SimpleQueue[Question | None] = SimpleQueue()
+        self._answers: SimpleQueue[Answer] = SimpleQueue()
+        self._has_answers = threading.Event()
+        self._lock = threading.Lock()
+        self._abandoned: set[int] = set()
+        self._leavings: SimpleQueue[Sequence[Lease] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"batchkv-fetch-{n}", daemon=True)
+            for n in range(NUM_THREADS)
+        ]
+        self._threads.append(
+            threading.Thread(target=self._let_go, name="batchkv-leases-out", daemon=True)
+        )
+        for thread in self._threads:
+            thread.start()
+
+    def ask(self, question: Question) -> None:
+        """Queue a lookup; its answer comes, whatever happens."""
+        self._questions.put(question)
+
+    def abandon(self, ticket: int) -> None:
+        """Nobody waits for this answer any more: its leases are let go as soon as it is there.
+
+        It comes all the same; one that is there already still has them.
+        """
+        with self._lock:
+            self._abandoned.add(ticket)
+
+    def answers(self) -> list[Answer]:
+        """What has been answered since the last call."""
+        self._has_answers.clear()
+        found: list[Answer] = []
+        try:
+            while True:
+                found.append(self._answers.get_nowait())
+        except Empty:
+            pass
+        with self._lock:  # abandoned when they were there already
+            self._abandoned -= {answer.ticket for answer in found}
+        return found
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Wait for an answer."""
+        before = ENGINE.enter(STORE)
+        self._has_answers.wait(timeout_seconds)
+        ENGINE.enter(before)
+
+    def release(self, leases: Sequence[Lease]) -> None:
+        """Let leases go, on a thread that may wait for it."""
+        if leases:
+            self._leavings.put(leases)
+
+    def close(self, timeout_seconds: float) -> None:
+        """End the threads; one that a tier keeps longer is left behind."""
+        for _ in range(NUM_THREADS):
+            self._questions.put(None)
+        self._leavings.put(None)
+        deadline = time.monotonic() + timeout_seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _work(self) -> None:
+        while (question := self._questions.get()) is not None:
+            answer = Answer(question.ticket)
+            try:
+                self._look(question, answer)
+            except Exception:  # whatever broke here, the row is computed
+                log.exception("a lookup failed")
+                answer.stop = "trouble lookup"
+            with self._lock:
+                self._answers.put(answer)
+                is_abandoned = answer.ticket in self._abandoned
+                self._abandoned.discard(answer.ticket)
+                if is_abandoned:
+                    leases, answer.leases = answer.leases, []
+            if is_abandoned:
+                self.release(leases)
+            self._has_answers.set()
+
+    def _let_go(self) -> None:
+        while (leases := self._leavings.get()) is not None:
+            try:
+                self._leases.release_many(leases)
+            except Exception:  # they lapse by themselves
+                log.exception("leases could not be let go")
+
+    def _look(self, question: Question, answer: Answer) -> None:
+        wanted = question.wanted
+        for _ in range(_MAX_LOOKS):
+            found = self._store.lookup(wanted)
+            is_deeper = self._take(found, answer)
+            if answer.leases and not is_deeper:
+                break  # nobody published meanwhile: they are ours to compute
+            self._release(answer)
+            most = min(found.depth + MAX_LEASES, question.num_worth)
+            missing = wanted.keys[found.depth : most]
+            if not missing or found.stop == "gated":
+                break
+            answer.leases = self._leases.acquire_chain(missing)
+            answer.is_held = not answer.leases
+            if answer.is_held or not self._is_shared:
+                break
+            wanted = replace(wanted, had=wanted.had | found.pieces.keys())
+        if question.floats is not None and answer.depth < len(wanted.keys):
+            had = question.floats.had | answer.pieces.keys()
+            found = self._store.lookup(replace(question.floats, had=had))
+            if found.depth > answer.depth:
+                answer.floats = found.pieces
+                self._release(answer)  # what rests on converted blocks is never published
+                answer.is_held = False
+
+    def _take(self, found: Found, answer: Answer) -> bool:
+        """Add what was found; whether that goes deeper than what was found before."""
+        is_deeper = found.depth > answer.depth
+        if is_deeper or not answer.stop:
+            answer.pieces.update(found.pieces)
+            answer.depth = max(answer.depth, found.depth)
+            answer.stop = found.stop
+        return is_deeper
+
+    def _release(self, answer: Answer) -> None:
+        self._leases.release_many(answer.leases)
+        answer.leases = []

@@ -1,0 +1,96 @@
+"""Lookups under way, seen from the engine's thread: who asks for which block, and who gave up.
+
+Rows that miss the same block first need one lookup, not one each; and a block that another worker
+computes is asked for again in a while, once for all that wait for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from batchkv_worker.prefix.shared.fetch import Answer, Fetcher, Question
+from batchkv_worker.sequence import Fetch, Sequence
+
+RETRY_SECONDS = 0.1  # between looks at what another worker computes
+MAX_HELD = 4096  # blocks of others that are remembered
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A lookup under way; ``missing``: the first block that was not here when it began."""
+
+    row: Sequence
+    missing: bytes
+
+
+class Questions:
+    """All lookups of one engine."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+        self._tickets = itertools.count()
+        self._asked: dict[int, Asked] = {}
+        self._asked_for: dict[bytes, int] = {}  # tickets by what is missing
+        self._given_up: set[int] = set()  # tickets whose rows went on without an answer
+        self._retry_at: dict[bytes, float] = {}  # of blocks that another worker computes
+        self._answers: deque[Answer] = deque()
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether an answer has not come in time, and still has not."""
+        return bool(self._given_up)
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether answers came that were not taken."""
+        return bool(self._answers)
+
+    def may_ask(self, missing: bytes, now: float) -> bool:
+        """Whether nobody asks for this block now, and nobody just did in vain."""
+        return missing not in self._asked_for and now >= self._retry_at.get(missing, 0.0)
+
+    def ask(self, row: Sequence, missing: bytes, make: Callable[[int], Question]) -> None:
+        """Start a lookup."""
+        ticket = next(self._tickets)
+        self._asked[ticket] = Asked(row, missing)
+        self._asked_for[missing] = ticket
+        self._fetcher.ask(make(ticket))
+
+    def is_held(self, missing: bytes) -> bool:
+        """Whether another worker computes this block, as far as was last seen."""
+        return missing in self._retry_at
+
+    def hold_off(self, missing: bytes) -> None:
+        """Another worker computes this block: not to be asked for again at once."""
+        now = time.monotonic()
+        if len(self._retry_at) > MAX_HELD:  # nobody may ever ask for them again
+            self._retry_at = {k: at for k, at in self._retry_at.items() if at > now}
+        self._retry_at[missing] = now + RETRY_SECONDS
+
+    def answers(self) -> Iterator[tuple[Asked, Answer]]:
+        """What has come, one by one; what is not taken stays."""
+        self._answers += self._fetcher.answers()
+        while self._answers:
+            answer = self._answers.popleft()
+            asked = self._asked.pop(answer.ticket)
+            self._asked_for.pop(asked.missing, None)
+            self._given_up.discard(answer.ticket)
+            self._retry_at.pop(asked.missing, None)
+            yield asked, answer
+
+    def abandon(self, fetch: Fetch) -> None:
+        """Nobody waits for a row's answer: leases that it brings must not wait for us either."""
+        for ticket in self._tickets_of(fetch):
+            self._fetcher.abandon(ticket)
+
+    def give_up(self, fetch: Fetch) -> None:
+        """A row goes on without its answer, and so does everybody until it comes."""
+        self._given_up |= self._tickets_of(fetch)
+        self.abandon(fetch)
+
+    def _tickets_of(self, fetch: Fetch) -> set[int]:
+        return {ticket for ticket, asked in self._asked.items() if asked.row.fetch is fetch}

@@ -1,0 +1,1 @@
+"""Between Redis and the engine: takes jobs, keeps their leases, stores results. No MLX here."""

@@ -1,0 +1,231 @@
+"""Everything that a session asks of Redis, bound to one queue and one worker's name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.maker import NOBODY, Maker
+from batchkv_producer.wire.suspects import is_suspect
+from batchkv_producer.wire.transitions import Ending, Held, Run, Transitions, iso_now
+from batchkv_worker.queue.maintenance import Maintenance
+from batchkv_worker.settings import WorkerSettings
+from batchkv_worker.trace import IDLE, MAIN, REDIS
+
+FINISH_GROUP = 200  # endings in one script call: a few milliseconds of the server's time
+APART_SECONDS = 300  # within which a worker should have emptied itself; then another tries
+RENEW_GROUP = 500  # leases in one script call, for the same reason
+_LEASE = re.compile(rb"([\w-]{1,200}):([0-9a-f]{1,64})-([0-9]{1,12})")
+SUSPENDED_KEY = "rq:suspended"
+# Errors of a server that will be well again: full, a replica for now, its disk full, loading.
+_PASSING = ("OOM", "READONLY", "MISCONF", "LOADING", "MASTERDOWN", "NOREPLICAS", "BUSY", "TRYAGAIN")
+
+
+def is_outage(fault: RedisError) -> bool:
+    """Whether to wait for the server rather than to give up."""
+    if isinstance(fault, RedisConnectionError | RedisTimeoutError | NoScriptError):
+        return True
+    name = type(fault).__name__
+    return name in ("ReadOnlyError", "OutOfMemoryError") or str(fault).startswith(_PASSING)
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """What a look at the server showed: is RQ suspended, and which jobs are no longer ours.
+
+    ``lengths`` are those of our queue's lists by priority, ``num_workers`` counts the workers that
+    serve it.
+    """
+
+    is_suspended: bool
+    lost: list[str]
+    lengths: tuple[int, ...]
+    num_workers: int
+
+
+class RedisSide:
+    """The worker's moves. Every method may raise RedisError; none knows of a job."""
+
+    def __init__(
+        self,
+        connection: Redis,
+        queue: str,
+        worker: str,
+        settings: WorkerSettings,
+        register: Callable[[], None],
+        set_state: Callable[[str], None],
+        look_around: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._connection = connection
+        self._queue = queue
+        self._worker = worker
+        self._settings = settings
+        self._register = register
+        self._set_state = set_state
+        self._look_around = look_around
+        self._has_looked = False  # as `Presence.look` wants it before we hold anything
+        self._state = ""
+        self.maker: Maker = NOBODY  # the engine's, once it is there
+        self._is_unanswered = False  # Redis may have made the last pull without our knowing
+        self._moves = Transitions(connection)
+        self._maintenance = Maintenance(connection, queue, worker, settings.lease_seconds)
+        self._is_maintaining = False  # a round of it has begun
+        # Long enough that one late heartbeat does not hide the worker, short enough that a dead
+        # one is not listed for minutes.
+        self._worker_ttl = settings.lease_seconds + int(settings.heartbeat_seconds) + 15
+
+    def wait_for_job(self, timeout_seconds: int) -> tuple[int, ...]:
+        """Wait until the queue has a job; the lengths of its lists by priority. Nothing is taken.
+
+        Moving the head of a list to its own head changes nothing, but blocks while there is none.
+        That is the list of normal priority: a job of another is seen when the wait is over.
+        """
+        key = redis_keys.queue(self._queue)
+        pipeline = self._connection.pipeline(transaction=False)
+        pipeline.blmove(key, key, timeout_seconds, "LEFT", "LEFT")
+        for each in redis_keys.waiting_lists(self._queue):
+            pipeline.llen(each)
+        MAIN.enter(IDLE)
+        _, *lengths = pipeline.execute()
+        MAIN.enter(REDIS)
+        return tuple(lengths)
+
+    def pull(self, count: int, num_workers: int, num_begin: int, *, may_be_apart: bool) -> Run:
+        """See Transitions.pull_run."""
+        if not self._has_looked:
+            self._look()
+        self._is_unanswered = True
+        run = self._moves.pull_run(
+            self._queue,
+            self._worker,
+            count,
+            self._settings.lease_seconds,
+            num_workers,
+            num_begin=num_begin,
+            knows_suspects=True,
+            may_be_apart=may_be_apart,
+            maker=self.maker,
+        )
+        self._is_unanswered = False
+        return run
+
+    def return_unanswered(self) -> None:
+        """Give back what the last pull took, if its answer never came."""
+        if self._is_unanswered:
+            wip = redis_keys.registry("wip", self._queue)
+            members: Any = self._connection.zrange(wip, 0, -1)
+            found = [match for match in map(_LEASE.fullmatch, members) if match is not None]
+            lost = [match for match in found if match[2].decode() == self._moves.pull_prefix]
+            lost.sort(key=lambda match: int(match[3]))
+            leases = [Held(m[1].decode(), f"{m[2].decode()}-{m[3].decode()}") for m in lost]
+            self._moves.give_back(self._queue, leases)
+            self._is_unanswered = False
+
+    def claim_suspects(self) -> bool:
+        """Say that we empty ourselves to take the suspects; False when another worker does."""
+        key = redis_keys.apart_lock(self._queue)
+        return bool(self._connection.set(key, self._worker, nx=True, ex=APART_SECONDS))
+
+    def release_suspects(self) -> None:
+        """What we claimed was taken, by us or by others."""
+        self._connection.delete(redis_keys.apart_lock(self._queue))
+
+    def is_next_suspect(self) -> bool:
+        """Whether the job at the head of the queue is a suspect."""
+        pipeline = self._connection.pipeline(transaction=False)
+        for key in redis_keys.waiting_lists(self._queue):
+            pipeline.lrange(key, 0, 0)
+        head = next((ids[0] for ids in pipeline.execute() if ids), b"")
+        pipeline.hmget(b"rq:job:" + head, "bkv_suspect", "bkv_deaths")
+        (found,) = pipeline.execute(raise_on_error=False)  # the key may be of another type
+        return isinstance(found, list) and is_suspect(*found)
+
+    def finish(self, endings: Sequence[Ending], begun: Sequence[Held]) -> list[str]:
+        """See Transitions.finish."""
+        return self._moves.finish(self._queue, self._worker, endings, begun, self.maker)
+
+    def give_back(self, held: Sequence[Held], *, died: bool) -> int:
+        """See Transitions.give_back."""
+        return self._moves.give_back(self._queue, held, died=died)
+
+    def cancel(self, rows: Sequence[tuple[str, bytes]]) -> None:
+        """Write (job id, canceled result) rows that have no result yet."""
+        self._moves.settle(self._queue, "canceled", rows)
+
+    def poll(self, held: Sequence[Held]) -> Poll:
+        """Look, in one round trip and without writing, whether our leases are still ours."""
+        pipeline = self._connection.pipeline(transaction=False)
+        pipeline.exists(SUSPENDED_KEY)
+        for key in redis_keys.waiting_lists(self._queue):
+            pipeline.llen(key)
+        pipeline.scard(f"rq:workers:{self._queue}")
+        for lease in held:
+            pipeline.hget(redis_keys.job(lease.job_id), "bkv_exec")
+        suspended, high, normal, low, num_workers, *holders = pipeline.execute()
+        lost = [
+            lease.job_id
+            for lease, holder in zip(held, holders, strict=True)
+            if holder != lease.execution.encode()
+        ]
+        return Poll(bool(suspended), lost, (high, normal, low), num_workers)
+
+    def publish(self, fields: Mapping[Any, Any]) -> None:
+        """Write fields of our own record, which others may read; see ``redis_keys``."""
+        self._connection.hset(redis_keys.worker(self._worker), mapping=fields)
+
+    def beat(
+        self, held: Sequence[Held], busy_seconds: float, fields: Mapping[Any, Any] | None = None
+    ) -> list[str]:
+        """Prolong the leases and the worker's own record; the ids of jobs that are lost.
+
+        ``fields`` are written to that record in the same round trip as the time that it worked.
+        """
+        if not self._connection.hexists(redis_keys.worker(self._worker), "birth"):
+            self._register()
+            self._state = ""
+        pipeline, key = (
+            self._connection.pipeline(transaction=False),
+            redis_keys.worker(self._worker),
+        )
+        if fields:
+            pipeline.hset(key, mapping=fields)
+        if busy_seconds > 0:
+            pipeline.hincrbyfloat(key, "total_working_time", round(busy_seconds, 3))
+        pipeline.execute()
+        lost: list[str] = []
+        now = iso_now()  # one for all: `reap` compares it with the worker's
+        for start in range(0, max(1, len(held)), RENEW_GROUP):  # one call even without leases
+            group = held[start : start + RENEW_GROUP]
+            lease_seconds = self._settings.lease_seconds
+            lost += self._moves.renew(
+                self._queue, self._worker, group, lease_seconds, self._worker_ttl, now
+            )
+        return lost
+
+    def set_state(self, state: str) -> None:
+        """Tell RQ's tools what the worker does: busy, idle or suspended. Written on change only."""
+        if state != self._state:
+            self._set_state(state)
+            self._state = state
+
+    def maintain(self, seconds: float) -> bool:
+        """Clean the queue's registries for so long, unless another worker just did, and look which
+        other workers of this machine have died; whether all is done."""
+        if not self._is_maintaining:
+            self._look()
+            self._is_maintaining = self._maintenance.begin(self._settings.maintenance_seconds)
+        if self._is_maintaining:
+            self._is_maintaining = not self._maintenance.go_on(seconds)
+        return not self._is_maintaining
+
+    def _look(self) -> None:
+        self._look_around()
+        self._has_looked = True

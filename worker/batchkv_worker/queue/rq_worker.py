@@ -1,0 +1,282 @@
+"""``BatchWorker``: RQ's worker from the outside, a batch session inside.
+
+RQ's keys, command line, registration, commands and states are kept, so that ``rq worker``,
+``rq info`` and the dashboards work. Its way of running a job is not: nothing forks, no alarm is
+set, no job is unpickled, imported or called, and every move of a job is one script
+(``batchkv_producer.wire.transitions``).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, NoReturn
+
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+from redis.retry import Retry
+from rq import worker_registration
+from rq.command import parse_payload
+from rq.defaults import DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT
+from rq.logutils import setup_loghandlers
+from rq.serializers import JSONSerializer
+from rq.utils import now
+from rq.worker import BaseWorker
+
+from batchkv_producer.local.presence import Presence, bury_dead
+from batchkv_worker.engine.thread import EngineThread
+from batchkv_worker.errors import SettingsError, WorkerError
+from batchkv_worker.events import EngineLike
+from batchkv_worker.queue.in_flight import Flights
+from batchkv_worker.queue.intake import Limits
+from batchkv_worker.queue.redis_side import RedisSide, is_outage
+from batchkv_worker.queue.session import Session
+from batchkv_worker.queue.startup import (
+    check_name,
+    check_queue,
+    default_name,
+    exit_with,
+    refuse_options,
+    refuse_scheduler,
+    spell_out_logs,
+    start_trace,
+)
+from batchkv_worker.queue.stop import StopRequest
+from batchkv_worker.queue.worker_record import what_we_are
+from batchkv_worker.settings import WorkerSettings, unknown_variables
+from batchkv_worker.trace import close_trace
+
+SOCKET_TIMEOUT_SECONDS = 10
+ENGINE_STOP_SECONDS = 5.0
+
+
+def build_engine(settings: WorkerSettings) -> EngineLike:
+    """The real engine. Called on the engine's thread: only there may MLX be imported."""
+    from batchkv_worker.engine.factory import build_engine as build
+
+    return build(settings)
+
+
+class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
+    """Serves the queue of one model: ``rq worker -w batchkv_worker.BatchWorker``.
+
+    Settings come from the environment unless given. A fault of configuration is one line on
+    standard error and ``SystemExit(2)``: RQ's command line would turn any other exception into a
+    traceback and exit code 1.
+    """
+
+    engine_factory: ClassVar[Callable[[WorkerSettings], EngineLike]] = staticmethod(build_engine)
+    connection_timeout = SOCKET_TIMEOUT_SECONDS
+
+    def __init__(
+        self,
+        queues: Sequence[Any],
+        name: str | None = None,
+        *,
+        settings: WorkerSettings | None = None,
+        prepare_for_work: bool = True,
+        serializer: object = None,  # RQ's command line says pickle unless told otherwise
+        **options: Any,
+    ) -> None:
+        names = [getattr(queue, "name", queue) for queue in queues]
+        connection = options.pop("connection", None) or getattr(queues[0], "connection", None)
+        if prepare_for_work:
+            try:
+                settings = settings or WorkerSettings.from_env(os.environ)
+                check_queue(settings.model, names)
+                check_name(name)
+                refuse_options(options)
+            except WorkerError as fault:
+                exit_with(fault)
+            name = name or default_name()
+        super().__init__(
+            names,
+            name,
+            connection=connection,
+            prepare_for_work=prepare_for_work,
+            serializer=JSONSerializer,
+            **options,
+        )
+        self.settings = settings
+        self._session: Session | None = None
+        self._stop: StopRequest | None = None
+
+    def work(
+        self,
+        burst: bool = False,
+        logging_level: str | None = None,
+        date_format: str = DEFAULT_LOGGING_DATE_FORMAT,
+        log_format: str = DEFAULT_LOGGING_FORMAT,
+        max_jobs: int | None = None,
+        max_idle_time: int | None = None,
+        with_scheduler: bool = False,
+        dequeue_strategy: object = None,  # there is one queue: every strategy is the same
+        exit_with_parent: bool = False,
+    ) -> bool:
+        """Work until told to stop; whether any job was taken. Ends in SystemExit when not well."""
+        assert self.settings is not None, "made with prepare_for_work=False: only for looking"
+        settings, factory = self.settings, type(self).engine_factory
+        engine = EngineThread(lambda: factory(settings))
+        self._stop = StopRequest(engine.wake)
+        if exit_with_parent:
+            self._stop.watch_parent()
+        try:
+            refuse_scheduler(with_scheduler)
+            start_trace(settings, self.name)
+            setup_loghandlers(logging_level or "INFO", date_format, log_format, name="batchkv")
+            self.bootstrap(logging_level, date_format, log_format)
+            spell_out_logs(date_format, log_format)
+        except WorkerError as fault:
+            exit_with(fault)
+        for warning in unknown_variables(os.environ):
+            self.log.warning(warning)
+        flights = Flights(settings.model, self.name)
+        limits = Limits(burst, max_jobs, max_idle_time)
+        presence = Presence(
+            self.connection, self.name, self.queues[0].name, settings.heartbeat_seconds
+        )
+        side = self._redis_side(settings, presence)
+        session = self._session = Session(side, engine, flights, settings, self._stop, limits)
+        with self._signal_handlers():
+            try:
+                engine.start()
+                code = self._run(session)
+            finally:
+                self.teardown()
+                presence.leave()
+                self._end_engine(engine)
+        if code:
+            raise SystemExit(code)
+        return session.num_taken > 0
+
+    @contextmanager
+    def _signal_handlers(self) -> Iterator[None]:
+        """RQ's handlers for the length of the work, then those that were there before."""
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._install_signal_handlers()
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _run(self, session: Session) -> int:
+        try:
+            return session.run()
+        except WorkerError as fault:
+            session.leave()
+            exit_with(fault)
+        except BaseException:
+            session.leave()
+            raise
+
+    def _end_engine(self, engine: EngineThread) -> None:
+        """Let the engine's thread end; MLX must not be running when the interpreter goes."""
+        engine.stop()
+        is_over = engine.join(ENGINE_STOP_SECONDS)
+        close_trace()
+        if is_over:
+            return
+        self.log.warning("the engine is still in a step; leaving without it")
+        error = sys.exception()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.code if isinstance(error, SystemExit) and type(error.code) is int else 0)
+
+    def _redis_side(self, settings: WorkerSettings, presence: Presence) -> RedisSide:
+        return RedisSide(
+            self.connection,
+            self.queues[0].name,
+            self.name,
+            settings,
+            register=self._register_again,
+            set_state=self.set_state,
+            look_around=presence.look,
+        )
+
+    def _register_again(self) -> None:
+        """Write the worker's record anew: the server lost it, or it expired in an outage."""
+        self.log.warning("Worker %s: registering again", self.name)
+        with self.connection.pipeline() as pipeline:
+            self.last_heartbeat = now()
+            pipeline.hset(self.key, mapping=self.serialize())
+            worker_registration.register(self, pipeline)
+            pipeline.expire(self.key, self.worker_ttl + 60)
+            pipeline.execute()
+
+    # -- what RQ calls ------------------------------------------------------------------------
+
+    def _set_connection(self, connection: Redis) -> Redis:
+        """No call hangs for minutes, none is silently repeated: the session does the waiting."""
+        pool = connection.connection_pool
+        pool.connection_kwargs.update(
+            socket_timeout=SOCKET_TIMEOUT_SECONDS, health_check_interval=30
+        )
+        connection.set_retry(Retry(NoBackoff(), 0))
+        return connection
+
+    def register_birth(self) -> None:
+        """RQ's registration; SettingsError when another living worker has our name.
+
+        The name of one that died on this machine is free at once: nobody but us knows of that.
+        """
+        try:
+            try:
+                super().register_birth()
+            except ValueError:
+                bury_dead(self.connection)
+                super().register_birth()
+        except ValueError as fault:
+            message = f"--name {self.name}: a worker of that name lives, or died a minute ago"
+            raise SettingsError(message) from fault
+        self.connection.hset(self.key, mapping=what_we_are())  # until the first heartbeat says all
+
+    def request_stop(self, signum: int, frame: object) -> None:
+        """SIGINT, SIGTERM: only a flag."""
+        if self._stop is not None:
+            self._stop.on_signal()
+
+    request_force_stop = request_stop
+
+    def handle_payload(self, message: dict[Any, Any]) -> None:
+        """A command of RQ's: stop-job for any job in flight, shutdown. On RQ's pubsub thread."""
+        try:
+            payload = dict(parse_payload(message))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as fault:
+            self.log.warning("Worker %s: command that cannot be read: %r", self.name, fault)
+            return
+        command, job_id = payload.get("command"), payload.get("job_id")
+        if command == "stop-job" and isinstance(job_id, str) and self._session is not None:
+            self._session.request_cancel(job_id)
+        elif command == "shutdown" and self._stop is not None:
+            self._stop.on_signal()
+        else:
+            self.log.info("Worker %s: command %r does nothing here", self.name, command)
+
+    def _pubsub_exception_handler(self, exc: Exception, pubsub: Any, pubsub_thread: Any) -> None:
+        if isinstance(exc, RedisError) and is_outage(exc):
+            exc = RedisConnectionError(str(exc))  # of any other error RQ's thread ends for good
+        super()._pubsub_exception_handler(exc, pubsub, pubsub_thread)
+
+    def unsubscribe(self) -> None:
+        """As RQ does, but the thread is told first, so that leaving takes no second."""
+        if self.pubsub_thread is not None and self.pubsub is not None:
+            self.pubsub_thread.stop()
+            self.pubsub.unsubscribe()
+            self.pubsub_thread.join(timeout=1)
+            self.pubsub.close()
+
+    def teardown(self) -> None:
+        """Sign off; a server that is away does not keep us."""
+        try:
+            super().teardown()
+        except RedisError as fault:
+            self.log.warning("Worker %s: could not sign off: %s", self.name, fault)
+
+    def _start_scheduler(self, *_: object, **__: object) -> NoReturn:
+        raise NotImplementedError("batchkv schedules nothing")

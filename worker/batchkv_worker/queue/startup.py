@@ -1,0 +1,89 @@
+"""What a worker is told at its start: its name, its queue, RQ's flags; and how a fault is told."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from rq.defaults import DEFAULT_RESULT_TTL
+from rq.logutils import ColorizingStreamHandler
+
+from batchkv_producer.errors import BatchkvError
+from batchkv_producer.progress import printable
+from batchkv_producer.wire import redis_keys
+from batchkv_worker import trace
+from batchkv_worker.errors import QueueMismatchError, SettingsError
+from batchkv_worker.settings import WorkerSettings
+
+
+def default_name() -> str:
+    """Host and a random suffix: after a crash the old name stays taken until it expires."""
+    host = re.sub(r"[^A-Za-z0-9_.-]+", "-", socket.gethostname()).strip("-.") or "worker"
+    return f"{host.removesuffix('.local')[:40]}-{secrets.token_hex(4)}"
+
+
+def exit_with(fault: BatchkvError) -> NoReturn:
+    """One line for people, and the fault's exit code."""
+    sys.stderr.write(f"batchkv: {printable(' '.join(str(fault).split()))}\n")
+    raise SystemExit(fault.exit_code) from fault
+
+
+def start_trace(settings: WorkerSettings, name: str) -> None:
+    """Begin the trace, if one is wanted; SettingsError when its file cannot be written."""
+    if settings.trace is None:
+        return
+    try:
+        trace.open_trace(settings.trace, f"{name}: {settings.model}")
+    except OSError as fault:
+        problem = fault.strerror or fault
+        raise SettingsError(f"--trace {settings.trace}: it cannot be written: {problem}") from fault
+    trace.MAIN.enter(trace.START)
+
+
+def check_name(name: str | None) -> None:
+    """Refuse a worker's name that a terminal would obey: RQ prints it as it is."""
+    if name is not None and not name.isprintable():
+        raise SettingsError("--name: it has a character that cannot be printed")
+
+
+class SpelledOut(logging.Formatter):
+    """Log lines whose control characters, wherever they come from, are spelled out."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def spell_out_logs(date_format: str, log_format: str) -> None:
+    """Let the handlers that RQ has made for us and for itself print nothing that acts."""
+    for name in ("batchkv", "rq.worker"):
+        handlers = logging.getLogger(name).handlers
+        for handler in (each for each in handlers if isinstance(each, ColorizingStreamHandler)):
+            handler.setFormatter(SpelledOut(log_format, date_format))
+
+
+def check_queue(model: str, names: Sequence[str]) -> None:
+    expected = redis_keys.queue_name(model)
+    if list(names) != [expected]:
+        told = ", ".join(repr(name) for name in names) or "none"
+        raise QueueMismatchError(
+            f"model {model!r} has the queue {expected!r}, but the worker was told to serve {told}"
+        )
+
+
+def refuse_options(options: dict[str, Any]) -> None:
+    """RQ's flags that would do nothing here are refused rather than ignored."""
+    if options.get("exception_handlers") or options.get("disable_default_exception_handler"):
+        raise SettingsError("--exception-handler: no exception of a job ever reaches RQ here")
+    if options.get("default_result_ttl", DEFAULT_RESULT_TTL) != DEFAULT_RESULT_TTL:
+        raise SettingsError("--results-ttl: results belong to their batch and do not expire by job")
+
+
+def refuse_scheduler(is_wanted: bool) -> None:
+    """RQ's scheduler is a forked process, and nothing of ours is ever scheduled."""
+    if is_wanted:
+        raise SettingsError("--with-scheduler: batchkv schedules nothing, and RQ's would fork")

@@ -1,0 +1,176 @@
+"""What a worker says of itself: fields of its record for ``batchkv workers``, lines for its log.
+
+The fields go out with the heartbeat, so that no job costs a command more. Only what is true for
+seconds alone, how far loading is or that it ends, is written when it changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+from batchkv_producer.wire.maker import ABILITIES
+from batchkv_worker.engine.thread import EngineThread
+from batchkv_worker.events import Completed
+from batchkv_worker.queue.in_flight import Flights
+from batchkv_worker.queue.timers import Timer
+from batchkv_worker.settings import WorkerSettings
+
+log = logging.getLogger("batchkv.worker")
+
+MINUTE_SECONDS = 60.0
+SAMPLE_SECONDS = 1.0
+LOADING_LOG_SECONDS = 10.0  # between two lines about loading
+
+Counts = tuple[int, int, int, int]  # rows, generated, prompt and cached tokens
+
+
+@cache
+def own_version() -> str:
+    """The version of batchkv that is installed; empty when nobody knows."""
+    try:
+        return version("batchkv")
+    except PackageNotFoundError:
+        return ""
+
+
+def what_we_are() -> dict[str, str]:
+    """Fields of the worker's record that never change: older versions have none of them."""
+    return {"bkv_version": own_version(), "bkv_abilities": " ".join(ABILITIES)}
+
+
+class LastMinute:
+    """What ended in the last minute. Times are monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._sums: Counts = (0, 0, 0, 0)
+        self._busy_seconds = 0.0
+        self._samples = deque([(clock(), self._busy_seconds, self._sums)])
+
+    def add(self, event: Completed) -> None:
+        """A row has ended well."""
+        usage = event.usage
+        new = (1, usage.completion, usage.prompt, usage.cached)
+        rows, generated, prompt, cached = (a + b for a, b in zip(self._sums, new, strict=True))
+        self._sums = (rows, generated, prompt, cached)
+
+    def sample(self, *, is_busy: bool) -> None:
+        """To be called about once a second; ``is_busy``: there are rows now."""
+        now = self._clock()
+        if is_busy or self._sums != self._samples[-1][2]:  # or some came and ended meanwhile
+            self._busy_seconds += now - self._samples[-1][0]
+        self._samples.append((now, self._busy_seconds, self._sums))
+        while len(self._samples) > 2 and now - self._samples[1][0] >= MINUTE_SECONDS:
+            self._samples.popleft()
+
+    @property
+    def counts(self) -> Counts:
+        """Rows, generated, prompt and cached tokens."""
+        before = self._samples[0][2]
+        rows, generated, prompt, cached = (a - b for a, b in zip(self._sums, before, strict=True))
+        return rows, generated, prompt, cached
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens a second, of the time in which there were rows."""
+        seconds = self._busy_seconds - self._samples[0][1]
+        return self.counts[1] / max(seconds, SAMPLE_SECONDS)
+
+
+class Telling:
+    """Belongs to one session. ``publish`` writes fields of the worker's record."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        engine: EngineThread,
+        flights: Flights,
+        publish: Callable[[dict[str, str]], None],
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._flights = flights
+        self._publish = publish
+        self._minute = LastMinute(time.monotonic)
+        self._stopping = ""
+        self._published = ""  # the state that the record holds
+        self._logged = ""
+        self._sample_timer = Timer(SAMPLE_SECONDS)
+        self._minute_timer = Timer(MINUTE_SECONDS)
+        self._minute_timer.restart(time.monotonic())
+        self._loading_timer = Timer(LOADING_LOG_SECONDS)
+
+    @property
+    def state(self) -> str:
+        """What is to be known beside RQ's busy and idle; empty most of the time."""
+        return self._stopping or self._engine.loading
+
+    def count(self, event: Completed) -> None:
+        """A row has ended well."""
+        self._minute.add(event)
+
+    def fields(self) -> dict[str, str]:
+        """For the record of the worker; see ``redis_keys``."""
+        self._published = self.state
+        return {
+            **what_we_are(),
+            "bkv_model": self._settings.model,
+            "bkv_fingerprint": self._engine.maker.fingerprint,
+            "bkv_scheme": self._settings.kv_scheme,
+            "bkv_dtype": self._engine.maker.dtype,
+            "bkv_state": self._published,
+            "bkv_tokens_per_second": f"{self._minute.tokens_per_second:.0f}",
+            "bkv_memory": str(self._engine.memory_bytes),
+            "bkv_beat_ms": f"{1000 * self._settings.heartbeat_seconds:.0f}",
+        }
+
+    def log_loading(self) -> None:
+        """A line when loading goes on, and not too often."""
+        now, text = time.monotonic(), self._engine.loading
+        if text and text != self._logged and self._loading_timer.is_due(now):
+            self._loading_timer.restart(now)
+            self._logged = text
+            log.info("model %s: %s", self._settings.model, text)
+
+    def look(self) -> None:
+        """Once a turn: write a state that has changed, and a minute's work to the log."""
+        now = time.monotonic()
+        if not self._sample_timer.is_due(now):
+            return
+        self._sample_timer.restart(now)
+        self._minute.sample(is_busy=self._flights.num_started > 0)
+        if self._minute_timer.is_due(now):
+            self._minute_timer.restart(now)
+            self._log_minute()
+        if self.state != self._published:
+            self._publish({"bkv_state": self.state})
+            self._published = self.state
+
+    def stop(self) -> None:
+        """A stop was asked for: say once what becomes of the rows."""
+        if self._stopping:
+            return
+        num_rows, seconds = self._flights.num_started, self._settings.drain_seconds
+        rows = f"{num_rows:,} row" if num_rows == 1 else f"{num_rows:,} rows"
+        self._stopping = f"finishing {rows}" if num_rows and seconds else "stopping"
+        if num_rows and seconds:
+            limit = f"up to {seconds:g} s; a second signal gives them back now"
+            log.info("%s, %s", self._stopping, limit)
+        else:
+            log.info("stopping: %s", f"giving {rows} back" if num_rows else "nothing to finish")
+
+    def _log_minute(self) -> None:
+        rows, _, prompt, cached = self._minute.counts
+        if not (rows or self._flights.num_started):
+            return
+        slots = self._settings.slots
+        log.info(
+            "last minute: %s rows, %s tok/s, %d of %d slots, cache %.0f %%",
+            *(f"{rows:,}", f"{self._minute.tokens_per_second:,.0f}"),
+            *(min(self._flights.num_started, slots), slots, 100 * cached / max(prompt, 1)),
+        )

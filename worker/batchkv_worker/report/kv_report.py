@@ -1,0 +1,162 @@
+"""``batchkv kv-report``: what each KV scheme costs and saves, measured on one model and device.
+
+Nothing here is computed from the schemes' definitions: bytes are those of arrays that were filled,
+errors those of the model's own attention, times those of the engine's own decode slots. Float, kept
+by the same code, is the baseline of everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from batchkv_worker.errors import SettingsError
+from batchkv_worker.kv.backends.device import shape_step
+from batchkv_worker.kv.schemes.packing import fit_model
+from batchkv_worker.kv.schemes.spec import SchemeSpec
+from batchkv_worker.kv.start.plan import KvPlan, make_plan
+from batchkv_worker.model.loader import LoadedModel, load
+from batchkv_worker.report.capture import AttentionSample
+from batchkv_worker.report.quality import Reading, measured_bytes, read
+from batchkv_worker.report.results import Quality, Report, SchemeReport
+from batchkv_worker.report.speed import Decoding, in_turns
+from batchkv_worker.report.text import read_text
+
+FEWEST_TOKENS = 32  # below, a perplexity says nothing
+_ERROR_TOKENS = 512  # over which attention's error is taken: its inputs are held for all layers
+_BASELINE = "float"
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much is measured: tokens of the text at most; rows that decode and their length."""
+
+    tokens: int = 2048
+    rows: int = 8
+    row_tokens: int = 1024
+
+
+def report(
+    model: str,
+    schemes: Sequence[str],
+    text_file: Path | None,
+    dtype: str,
+    extent: Extent,
+    note: Callable[[str], None],
+) -> Report:
+    """Load ``model`` and measure; ``note`` hears what is being done.
+
+    Raises ModelError, and SettingsError for a text that cannot be used or a scheme that names a
+    layer which the model has not.
+    """
+    called, text = read_text(text_file)  # before a model is fetched
+    note(f"loading {model}")
+    loaded = load(model, dtype)
+    tokens = [int(token) for token in loaded.tokenizer.encode(text)]
+    return measure(loaded, schemes, called, tokens, extent, note)
+
+
+def measure(
+    loaded: LoadedModel,
+    schemes: Sequence[str],
+    text_name: str,
+    tokens: list[int],
+    extent: Extent,
+    note: Callable[[str], None] = lambda text: None,
+) -> Report:
+    """Measure every scheme (their canonical names) on a loaded model; float is always the first."""
+    _check(loaded, schemes)
+    tokens = tokens[: min(extent.tokens, loaded.context)]
+    if len(tokens) < FEWEST_TOKENS:
+        raise SettingsError(
+            f"--text {text_name}: gives {len(tokens)} tokens; at least {FEWEST_TOKENS} are needed"
+        )
+    measuring = _Measuring(loaded, tokens, extent, note)
+    others = [name for name in dict.fromkeys(schemes) if name != _BASELINE]
+    return Report(
+        model=loaded.name,
+        layers=str(loaded.caches),
+        dtype=str(loaded.dtype).removeprefix("mlx.core."),
+        device=str(mx.default_device()),
+        mlx=mx.__version__,
+        text=text_name,
+        text_tokens=len(tokens),
+        error_tokens=measuring.sample.num_tokens,
+        decode_rows=extent.rows,
+        decode_tokens=measuring.row_tokens,
+        schemes=tuple(measuring.scheme(name) for name in [_BASELINE, *others]),
+    )
+
+
+def _check(loaded: LoadedModel, schemes: Sequence[str]) -> None:
+    """Refuse a scheme that does not suit the model before the first one is measured."""
+    for name in schemes:
+        try:
+            fit_model(SchemeSpec.parse(name), loaded.caches.shapes)
+        except ValueError as fault:
+            raise SettingsError(f"--schemes {name}: {fault}") from fault
+
+
+class _Measuring:
+    """The model, the text, and how float does on them."""
+
+    def __init__(
+        self, loaded: LoadedModel, tokens: list[int], extent: Extent, note: Callable[[str], None]
+    ) -> None:
+        self._loaded = loaded
+        self._tokens = tokens
+        self._rows = extent.rows
+        self._note = note
+        self.row_tokens = min(extent.row_tokens, loaded.context)
+        # A row as long as was asked for, whatever the length of the text.
+        self._row = (tokens * -(-self.row_tokens // len(tokens)))[: self.row_tokens]
+        note(f"measuring {_BASELINE}")
+        self._exact = self._plan(_BASELINE)
+        self.sample = AttentionSample(
+            loaded.model, loaded.caches, self._exact.kinds, tokens[:_ERROR_TOKENS]
+        )
+        self._reading = self._read(self._exact, tokens)
+        self._exact_row = self._read(self._exact, self._row).pieces
+
+    def scheme(self, name: str) -> SchemeReport:
+        """Everything about one scheme."""
+        is_baseline = name == _BASELINE
+        if not is_baseline:
+            self._note(f"measuring {name}")
+        plan = self._exact if is_baseline else self._plan(name)
+        reading = self._reading if is_baseline else self._read(plan, self._tokens)
+        row = self._exact_row if is_baseline else self._read(plan, self._row).pieces
+        own = Decoding(self._loaded.model, plan, self._rows, row, self.row_tokens)
+        other = Decoding(
+            self._loaded.model, self._exact, self._rows, self._exact_row, self.row_tokens
+        )
+        step = in_turns(own.step, other.step)
+        attention = in_turns(own.attention, other.attention) if own.has_attention else None
+        return SchemeReport(
+            scheme=name,
+            kinds=measured_bytes(plan.kinds, reading.pieces),
+            error=self.sample.error(plan.kinds),
+            quality=Quality(reading.perplexity, reading.agreement(self._reading)),
+            step=step,
+            attention=attention,
+            paths=own.paths,
+        )
+
+    def _plan(self, name: str) -> KvPlan:
+        """As the engine makes it."""
+        loaded = self._loaded
+        return make_plan(
+            loaded.name,
+            loaded.model,
+            loaded.caches,
+            name,
+            loaded.dtype,
+            slots=self._rows,
+            shape_step=shape_step(),
+        )
+
+    def _read(self, plan: KvPlan, tokens: list[int]) -> Reading:
+        return read(self._loaded.model, self._loaded.caches, plan.kinds, tokens)
