@@ -1,8 +1,8 @@
 """A reader's machine: an empty home, the commands on PATH, and one shell for each page.
 
-``git clone`` and ``make`` are small scripts here: the first links this repository, the second runs
-what the Makefile's target does, without installing anything. The model that the pages download is
-a folder of that name, with the demo model's files.
+``git clone`` and ``make`` are small scripts here: the first copies links to the files of this
+repository, the second runs what the Makefile's target does, without installing anything. The model
+that the pages download is a folder of that name, with the demo model's files.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from docs.pages import REPOSITORY, Block
+from docs.pages import README, REPOSITORY, Block
 
 MODEL = "mlx-community/Qwen3-4B-4bit"
 DEMO = REPOSITORY / "worker" / "batchkv_worker" / "demo" / "model"
 LIMIT_SECONDS = 150  # a test may take 180
 GIT = """#!/bin/sh
-[ "$1 $2" = "clone REPOSITORY" ] && mkdir -p "$3" && ln -s "$REPOSITORY"/* "$MODELS"/* "$3"
+[ "$1 $2" = "clone REPOSITORY" ] && cp -RP "$CLONE" "$3"
 """
 MAKE = """#!/bin/sh
 [ "$1" = demo ] && exec sh tools/demo.sh "$(command -v batchkv)"
@@ -69,8 +69,11 @@ class Machine:
         for name, text in (("git", GIT), ("make", MAKE)):
             (self._commands / name).write_text(text)
             (self._commands / name).chmod(0o755)
-        models = folder / "models"
-        shutil.copytree(DEMO, models / MODEL)
+        self._clone = folder / "clone"
+        shutil.copytree(DEMO, self._clone / MODEL)
+        for path in REPOSITORY.iterdir():
+            if not path.name.startswith("."):
+                (self._clone / path.name).symlink_to(path)
         state = folder / ".batchkv"
         state.mkdir(mode=0o700)
         self.url = f"unix://{state}/redis.sock"
@@ -80,18 +83,19 @@ class Machine:
             "HOME": str(folder),
             "LANG": "C.UTF-8",
             "PATH": f"{self._commands}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "REPOSITORY": str(REPOSITORY),
-            "MODELS": str(models),
-            "EXAMPLES": str(REPOSITORY / "producer" / "examples"),
+            "CLONE": str(self._clone),
         }
         for name in ("OPENBLAS_NUM_THREADS", "PYTHONPATH"):  # of the tests' own processes
             if name in os.environ:
                 self.environment[name] = os.environ[name]
 
     def read(self, blocks: Sequence[Block]) -> list[Ran]:
-        """Run the blocks of one page in order, in one shell, in a folder of their own."""
+        """Run the blocks of one page in order, in one shell, in a clone of their own."""
         folder = self.home / blocks[0].page.stem
-        folder.mkdir()
+        if blocks[0].page == README:
+            folder.mkdir()  # it makes its clone itself
+        else:
+            shutil.copytree(self._clone, folder, symlinks=True)
         script = folder / "page.sh"
         script.write_text(_script(blocks))
         shell = subprocess.Popen(
