@@ -61,6 +61,29 @@ def test_the_readme_is_one_page() -> None:
     assert long == []
 
 
+def test_the_architecture_is_one_page() -> None:
+    """ARCHITECTURE.md has at most 60 lines, and each folder that it names is there."""
+    text = (REPOSITORY / "ARCHITECTURE.md").read_text("utf-8")
+    assert len(text.splitlines()) <= MAX_ARCHITECTURE_LINES
+    rooms = re.findall(r"^\| (producer|worker|cache_store)((?:,? `[\w/]+`)*)", text, re.MULTILINE)
+    assert len(rooms) > 10
+    for package, names in rooms:
+        for name in re.findall(r"`([\w/]+)`", names):
+            assert (REPOSITORY / package / f"batchkv_{package}" / name).is_dir(), name
+
+
+def test_the_architecture_names_each_room() -> None:
+    """Each folder of the packages, or one above it, is a room of ARCHITECTURE.md."""
+    text = (REPOSITORY / "ARCHITECTURE.md").read_text("utf-8")
+    named = set(re.findall(r"`([\w/]+)`", text))
+    for package in ("producer", "worker", "cache_store"):
+        top = REPOSITORY / package / f"batchkv_{package}"
+        for module in top.rglob("*.py"):
+            folders = module.relative_to(top).parts[:-1]
+            paths = {"/".join(folders[:n]) for n in range(1, len(folders) + 1)}
+            assert not paths or paths & named or module.name == "__init__.py", module
+
+
 def test_sentences_of_the_docs_are_short() -> None:
     """No sentence of docs/ is longer than two lines."""
     for page in (REPOSITORY / "docs").rglob("*.md"):
