@@ -170,7 +170,7 @@ def test_a_worker_starts_beside_a_full_tier(tmp_path: Path) -> None:
 import resource, sys
 sys.path.append('')
 from batchkv_worker.settings import WorkerSettings
-from batchkv_worker.store.access import open_access
+from batchkv_worker.prefix.shared.access import open_access
 from cache_store.blocks import make_block
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))

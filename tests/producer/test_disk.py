@@ -70,7 +70,7 @@ def batchkv(*arguments: object, room: int | None = None) -> subprocess.Completed
 START = """
 import subprocess
 from functools import partial
-from batchkv_producer import server, server_home
+from batchkv_producer.server import embedded as server, home as server_home
 subprocess.run = partial(subprocess.run, restore_signals=False)
 server.ensure_running(server_home.home_from_environment())
 """

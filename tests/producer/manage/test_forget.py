@@ -214,7 +214,7 @@ def test_whoever_looks_goes_on_with_it(
 KILLED = """
 import sys
 from redis import Redis
-from batchkv_producer import forgetting
+from batchkv_producer.manage import forget as forgetting
 forgetting.PAGE_LINES = 1
 print("begins", flush=True)
 forgetting.forget_batch(Redis.from_url(sys.argv[1]), sys.argv[2])

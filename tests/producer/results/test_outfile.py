@@ -233,8 +233,8 @@ def test_failed_rows_in_out_are_moved(out: Path, num_copied: int) -> None:
 KILLS = """
 import itertools, json, os, shutil, signal, sys
 from pathlib import Path
-from batchkv_producer import outfile
-from batchkv_producer.line_file import LineFile
+from batchkv_producer.results import outfile
+from batchkv_producer.results.line_file import LineFile
 before, after, rows = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
 out = after / "out.jsonl"
 
@@ -439,7 +439,7 @@ def test_an_errors_file_of_somebody_else_is_not_removed(out: Path) -> None:
 FULL = """
 import resource, sys
 from pathlib import Path
-from batchkv_producer.outfile import OutputError, open_results
+from batchkv_producer.results.outfile import OutputError, open_results
 lines = Path(sys.argv[2]).read_text("utf-8").splitlines()
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), int(sys.argv[3])))
 try:

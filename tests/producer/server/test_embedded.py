@@ -25,7 +25,7 @@ from support.redis_server import running_server
 
 ENSURE = """
 from pathlib import Path
-from batchkv_producer import server
+from batchkv_producer.server import embedded as server
 import sys
 print(server.ensure_running(server.Home(Path(sys.argv[1]))))
 """

@@ -11,7 +11,7 @@ BUILD = """
 import resource, sys
 wanted = (int(sys.argv[1]), int(sys.argv[2]))
 resource.setrlimit(resource.RLIMIT_NOFILE, wanted)
-from batchkv_worker.engine_factory import build_engine
+from batchkv_worker.engine.factory import build_engine
 from batchkv_worker.errors import ModelError
 from batchkv_worker.settings import WorkerSettings
 try:

@@ -1,7 +1,7 @@
 """A worker's process in small: engines of several models over a disk of its own and a shared Redis.
 
-``python -m sharing.one_worker answer DISK URL SEED`` runs a prompt of each model and prints one
-line of JSON for each: the model, its cached tokens, its answer. ``... stall DISK URL`` computes
+``python -m worker.prefix.one_worker answer DISK URL SEED`` runs a prompt of each model and prints
+one line of JSON for each: the model, its cached tokens, its answer. ``... stall DISK URL`` computes
 the first blocks of one long prompt, says so, and then stands still, holding its leases.
 """
 

@@ -32,7 +32,7 @@ def cache_server() -> Iterator[RedisServer]:
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "sharing.one_worker", *map(str, arguments)]
+    return [sys.executable, "-m", "worker.prefix.one_worker", *map(str, arguments)]
 
 
 def environment() -> dict[str, str]:
