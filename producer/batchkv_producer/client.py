@@ -22,7 +22,7 @@ from batchkv_producer.intake.prompting import AUTO, Prompting
 from batchkv_producer.manage import cancel_retry as intervention
 from batchkv_producer.manage import forget as forgetting
 from batchkv_producer.manage.cancel_retry import Unanswered
-from batchkv_producer.manage.reconcile import Tender
+from batchkv_producer.manage.reconcile import Reconciler
 from batchkv_producer.monitor import listing, one_job, status, workers
 from batchkv_producer.monitor.one_job import JobInfo
 from batchkv_producer.monitor.status import BatchStatus
@@ -70,7 +70,7 @@ class Client:
 
     def __init__(self, connection: Redis) -> None:
         self._connection = connection
-        self._tender = Tender(connection)
+        self._reconciler = Reconciler(connection)
 
     def submit(
         self,
@@ -118,7 +118,7 @@ class Client:
     def status(self, batch_id: str) -> BatchStatus:
         """Where one batch stands, after rows past its deadline were ended."""
         found = status.find_batch(self._connection, batch_id, or_forgotten=True)
-        return self._tender.look(found)
+        return self._reconciler.look(found)
 
     def list_batches(self, limit: int | None = None) -> list[BatchStatus]:
         """The batches of the server, newest first: all, or the first ``limit`` of them."""
@@ -127,7 +127,7 @@ class Client:
     def each_batch(self) -> Iterator[BatchStatus]:
         """All batches of the server, newest first, one by one: in bounded memory."""
         for page in listing.newest_first(self._connection):
-            yield from self._tender.look_at_all(page)
+            yield from self._reconciler.look_at_all(page)
 
     def count_batches(self) -> int:
         """How many batches the server has."""
@@ -163,7 +163,7 @@ class Client:
         deadline = time.monotonic() + wait_seconds
         pace = Pace(first_seconds=0.05, longest_seconds=0.5)
         if self._stored(batch_id, line) is None:
-            self._tender.look(batch_id)
+            self._reconciler.look(batch_id)
         while (value := self._stored(batch_id, line)) is None:
             one_job.read_job(self._connection, job_id)  # raises when there is no such job
             left = deadline - time.monotonic()
@@ -191,7 +191,7 @@ class Client:
         full_id = self._find(batch_id)
 
         def look(_: Redis, batch: str) -> BatchStatus:
-            return self._tender.look(batch)
+            return self._reconciler.look(batch)
 
         if order == "input":
             rows = stored.in_input_order(self._connection, full_id, follow=follow, look=look)
@@ -213,7 +213,7 @@ class Client:
         deadline = float("inf") if timeout_seconds is None else time.monotonic() + timeout_seconds
         pace, last_num_ended = Pace(), -1
         while True:
-            now = patiently(partial(self._tender.look, full_id))
+            now = patiently(partial(self._reconciler.look, full_id))
             if on_progress is not None:
                 on_progress(now)
             left = deadline - time.monotonic()

@@ -20,7 +20,7 @@ from batchkv_producer.errors import ServerError
 from batchkv_producer.server import connection as producer_connection
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Result, encode_result
-from batchkv_producer.wire.transitions import Ending, Transitions
+from batchkv_producer.wire.transitions import JobResult, Transitions
 from chaos import audit
 from support.fault_proxy import FaultProxy, Link
 from support.redis_server import RedisServer
@@ -227,5 +227,5 @@ def end_all(connection: Redis) -> None:
         for one in pulled:
             line = int(one.lease.job_id.split("-")[1])
             row = Result(f"c{line}", "completion", "ok", text=f"answer {line}")
-            endings.append(Ending(one.lease, "ok", encode_result(row)))
+            endings.append(JobResult(one.lease, "ok", encode_result(row)))
         moves.finish(QUEUE, "w", endings)

@@ -15,7 +15,7 @@ from batchkv_producer.local.follow import Follower, stale_rows
 from batchkv_producer.results import outfile
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Result, encode_result
-from batchkv_producer.wire.transitions import Ending, Transitions
+from batchkv_producer.wire.transitions import JobResult, Transitions
 from batchkv_worker.queue.session import OTHERS_SECONDS
 from batchkv_worker.settings import WorkerSettings
 from support.fault_proxy import FaultProxy
@@ -138,7 +138,7 @@ def test_a_row_is_tried_again_by_reason(
     wip = redis_keys.registry("wip", QUEUE)
     if reason == "refused":
         row = encode_result(Result("c1", "completion", "failed", error=("invalid_request", "no")))
-        moves.finish(QUEUE, "w", [Ending(pulled.lease, "failed", row)])
+        moves.finish(QUEUE, "w", [JobResult(pulled.lease, "failed", row)])
     elif reason in ("stopped", "engine died"):
         moves.give_back(QUEUE, [pulled.lease], died=reason == "engine died")
     elif reason == "killed":
@@ -255,7 +255,7 @@ def end_some(connection: Redis, batch: str, count: int) -> None:
     for pulled in moves.pull(QUEUE, "w", count, 60):
         line = int(pulled.lease.job_id.split("-")[1])
         row = Result(f"c{line}", "completion", "ok", text=f"answer {line}")
-        endings.append(Ending(pulled.lease, "ok", encode_result(row)))
+        endings.append(JobResult(pulled.lease, "ok", encode_result(row)))
     assert moves.finish(QUEUE, "w", endings) == ["ok"] * len(endings)
 
 

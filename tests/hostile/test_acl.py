@@ -25,7 +25,7 @@ from batchkv_producer.wire import redis_keys, suspects
 from batchkv_producer.wire.job import Result as RowResult
 from batchkv_producer.wire.job import encode_result
 from batchkv_producer.wire.maker import Maker
-from batchkv_producer.wire.transitions import Ending, Held, Transitions
+from batchkv_producer.wire.transitions import JobLease, JobResult, Transitions
 from batchkv_worker.queue.maintenance import Maintenance
 from batchkv_worker.queue.redis_side import RedisSide
 from batchkv_worker.settings import WorkerSettings
@@ -171,7 +171,7 @@ def test_a_mended_file_and_failed_rows_need_no_further_rights(hub: Hub, tmp_path
         jobs = moves.pull_run(queue, "w", 2, 60, maker=maker).jobs
         results = [encode_result(RowResult("x", "completion", end)) for end in ("failed", "ok")]
         endings = [
-            Ending(job.lease, end, result)
+            JobResult(job.lease, end, result)
             for job, end, result in zip(jobs, ("failed", "ok"), results, strict=True)
         ]
         assert moves.finish(queue, "w", endings, maker=maker) == ["ok", "ok"]
@@ -290,7 +290,9 @@ def test_a_producer_takes_no_leases_and_ends_no_job_it_was_not_given(hub: Hub) -
             moves.pull("batchkv:q", "w", 1, 60)
         connection.hset(f"rq:job:{'cd' * 8}-1", "bkv_exec", "e")
         with pytest.raises(ResponseError):
-            moves.finish("batchkv:q", "w", [Ending(Held(f"{'cd' * 8}-1", "e"), "ok", b"forged")])
+            moves.finish(
+                "batchkv:q", "w", [JobResult(JobLease(f"{'cd' * 8}-1", "e"), "ok", b"forged")]
+            )
 
 
 def test_an_unnamed_user_gets_nothing(hub: Hub) -> None:

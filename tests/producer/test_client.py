@@ -22,7 +22,7 @@ from batchkv_producer.manage.cancel_retry import Unanswered
 from batchkv_producer.results import stored_rows as stored
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Result, decode_job, encode_result
-from batchkv_producer.wire.transitions import Ending, Pulled, Transitions
+from batchkv_producer.wire.transitions import JobResult, Pulled, Transitions
 from support.redis_server import running_server
 
 Write = Callable[..., Path]
@@ -42,7 +42,9 @@ class Desk:
         return self.moves.pull(self.queue, worker, count, 60)
 
     def end(self, pulled: list[Pulled], outcome: str = "ok") -> None:
-        endings = [Ending(p.lease, outcome, self.result(p, outcome), 10, 5, 3, 7) for p in pulled]
+        endings = [
+            JobResult(p.lease, outcome, self.result(p, outcome), 10, 5, 3, 7) for p in pulled
+        ]
         self.moves.finish(self.queue, "w", endings)
 
     def result(self, pulled: Pulled, outcome: str) -> bytes:

@@ -23,7 +23,7 @@ from batchkv_producer.submit.fingerprint import of_model
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Result, Usage, decode_job, encode_result
 from batchkv_producer.wire.maker import ABILITIES, Maker
-from batchkv_producer.wire.transitions import Ending, Pulled, Transitions, iso_now
+from batchkv_producer.wire.transitions import JobResult, Pulled, Transitions, iso_now
 
 GROUP = 4
 LEASE_SECONDS = 60
@@ -115,7 +115,7 @@ class FakeWorker:
             fingerprint=self.maker.fingerprint,
             scheme=self.maker.scheme,
         )
-        ending = Ending(row.lease, result.outcome, encode_result(result), 5, 3, 1, 10)
+        ending = JobResult(row.lease, result.outcome, encode_result(result), 5, 3, 1, 10)
         self.transitions.finish(self.queue, self.name, [ending], maker=self.maker)
         self.num_done += 1
         if self.num_done == int(os.environ.get("FAKE_DIE_AFTER", "-1")):

@@ -40,7 +40,7 @@ _TOOL = (ErrorCode.ENGINE_ERROR, "ended by a tool other than batchkv, without a 
 _CANCELED = (ErrorCode.CANCELED, "canceled with one of RQ's own tools")
 
 
-class Tender:
+class Reconciler:
     """Looks at batches and does what is to be done; one for each process."""
 
     def __init__(self, connection: Redis) -> None:
@@ -49,7 +49,7 @@ class Tender:
 
     def look(self, batch_id: str) -> BatchStatus:
         """The status of a batch by its full id, after what was to be done."""
-        found = self.tend(read_batch(self._connection, batch_id))
+        found = self.reconcile(read_batch(self._connection, batch_id))
         if found.is_forgotten:
             raise being_forgotten(batch_id)
         return found
@@ -59,10 +59,10 @@ class Tender:
         found = []
         for status in batches:
             with suppress(NotFoundError):
-                found.append(self.tend(status))
+                found.append(self.reconcile(status))
         return found
 
-    def tend(self, status: BatchStatus) -> BatchStatus:
+    def reconcile(self, status: BatchStatus) -> BatchStatus:
         """Do what this status asks for; the status afterwards."""
         return self._after(status) if sum(self.steps(status)) else status
 

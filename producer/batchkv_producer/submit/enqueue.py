@@ -22,7 +22,7 @@ from batchkv_producer.wire.job import Result, SamplingParams, encode_result
 from batchkv_producer.wire.kept_defaults import encode_defaults
 from batchkv_producer.wire.maker import Maker
 from batchkv_producer.wire.row_facts import NO_FACTS
-from batchkv_producer.wire.transitions import Standing, Transitions
+from batchkv_producer.wire.transitions import BatchRecord, Transitions
 
 DEFAULT_JOB_TIMEOUT_SECONDS = 3600
 MAX_IN_FLIGHT = 2  # chunks: Redis works on one while the next is read and packed
@@ -92,7 +92,7 @@ def _create_or_join(
     counts: PlanCounts,
     spec: BatchSpec,
     needs: str,
-) -> tuple[Standing, int]:
+) -> tuple[BatchRecord, int]:
     """The batch on the server, and the number of the first chunk that is not in the queue yet."""
     batch_id, digest = generation.batch_id, generation.digest
     there = transitions.create(

@@ -8,7 +8,7 @@ from typing import Any
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.row_facts import NO_FACTS, RowFacts
 from batchkv_producer.wire.scripts import Scripts
-from batchkv_producer.wire.transition_types import Standing, iso_now
+from batchkv_producer.wire.transition_types import BatchRecord, iso_now
 
 RESULT_TTL_SECONDS = 600  # how long RQ's own record of a finished job stays
 FAILURE_TTL_SECONDS = 7 * 86400  # as long as a failed row can be retried
@@ -24,7 +24,7 @@ class Arrivals(Scripts):
         made_with: Mapping[str, str] | None = None,
         *,
         is_mixed: bool = False,
-    ) -> Standing:
+    ) -> BatchRecord:
         """Create the batch or join it; how it stands.
 
         ``made_with``: what it is to be computed with (``generations``), as far as that is known. A
@@ -35,7 +35,7 @@ class Arrivals(Scripts):
         fields = [item for pair in batch_fields.items() for item in pair]
         keys = [redis_keys.batch(batch_id), redis_keys.BATCHES]
         args = [batch_id, int(is_mixed), len(made) // 2, *made, *fields]
-        return Standing.of(self._run("create", keys, args))
+        return BatchRecord.of(self._run("create", keys, args))
 
     def submit(
         self,

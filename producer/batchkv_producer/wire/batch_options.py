@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from batchkv_producer.errors import UsageError
 from batchkv_producer.wire.maker import NOBODY, Maker
 from batchkv_producer.wire.redis_keys import PRIORITIES
-from batchkv_producer.wire.transition_types import Standing
+from batchkv_producer.wire.transition_types import BatchRecord
 
 MAX_SECONDS = 10 * 365 * 86400
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -81,7 +81,7 @@ NO_TERMS = Terms()
 NEVER = Deadline()  # for a retry: the deadline that was is none any more
 
 
-def differences(there: Standing, asked: Terms) -> tuple[str, ...]:
+def differences(there: BatchRecord, asked: Terms) -> tuple[str, ...]:
     """What was asked for and is otherwise in the batch that was joined, in words."""
     found = []
     if asked.priority not in (None, there.priority):

@@ -14,7 +14,7 @@ def iso_now() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class BatchRecord:
     """A batch on the server: chunks enqueued so far and in all, the version of their order.
 
     ``expires`` is seconds since 1970, ``keep_seconds`` counts from the end; 0 is none. ``fits``:
@@ -35,7 +35,7 @@ class Standing:
     style: str = ""
 
     @classmethod
-    def of(cls, reply: list[Any]) -> Standing:
+    def of(cls, reply: list[Any]) -> BatchRecord:
         """From what the script answers."""
         fits, digest, chunks, num_chunks, order, priority, expires, keep, *rest = reply
         dedupe, forgotten, style = rest
@@ -55,7 +55,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class JobLease:
     """A lease: this execution holds this job."""
 
     job_id: str
@@ -72,7 +72,7 @@ class Pulled:
     ``has_begun``: whether Redis takes it for begun already; ``finish`` says so of others.
     """
 
-    lease: Held
+    lease: JobLease
     data: bytes
     num_deaths: int = 0
     timeout_seconds: int = 0
@@ -105,7 +105,7 @@ class Run:
         lengths, place, taken, num_passed, unfit, has_more, is_apart = reply
         jobs = [
             Pulled(
-                Held(job.decode(), execution.decode()),
+                JobLease(job.decode(), execution.decode()),
                 data,
                 int(deaths),
                 int(timeout),
@@ -126,10 +126,10 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class JobResult:
     """How a held job ended, ready to be stored."""
 
-    lease: Held
+    lease: JobLease
     outcome: str  # "ok" or "failed"
     result: bytes
     prompt_tokens: int = 0

@@ -75,11 +75,11 @@ from batchkv_producer.wire.arrivals import RESULT_TTL_SECONDS as RESULT_TTL_SECO
 from batchkv_producer.wire.arrivals import Arrivals
 from batchkv_producer.wire.job import MAX_JOB_BYTES
 from batchkv_producer.wire.maker import ABILITIES, ANYBODY, Maker
-from batchkv_producer.wire.transition_types import Ending as Ending
-from batchkv_producer.wire.transition_types import Held as Held
+from batchkv_producer.wire.transition_types import BatchRecord as BatchRecord
+from batchkv_producer.wire.transition_types import JobLease as JobLease
+from batchkv_producer.wire.transition_types import JobResult as JobResult
 from batchkv_producer.wire.transition_types import Pulled as Pulled
 from batchkv_producer.wire.transition_types import Run as Run
-from batchkv_producer.wire.transition_types import Standing as Standing
 from batchkv_producer.wire.transition_types import iso_now as iso_now
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Transitions(Arrivals):
         self,
         queue: str,
         worker: str,
-        held: Iterable[Held],
+        held: Iterable[JobLease],
         lease_seconds: int,
         worker_ttl: int,
         now: str = "",
@@ -159,8 +159,8 @@ class Transitions(Arrivals):
         self,
         queue: str,
         worker: str,
-        endings: Sequence[Ending],
-        begun: Sequence[Held] = (),
+        endings: Sequence[JobResult],
+        begun: Sequence[JobLease] = (),
         maker: Maker = ANYBODY,
     ) -> list[str]:
         """End held jobs; for each "ok", or "lost", "duplicate", "unfit" (nothing was written).
@@ -178,7 +178,7 @@ class Transitions(Arrivals):
         keys += [redis_keys.worker(worker), redis_keys.queue(queue)]
         return [v.decode() for v in self._run("finish", keys, args)]
 
-    def give_back(self, queue: str, held: Iterable[Held], *, died: bool = False) -> int:
+    def give_back(self, queue: str, held: Iterable[JobLease], *, died: bool = False) -> int:
         """Put held jobs back at the head of the queue; how many went.
 
         ``died`` counts a death for them; one that has died alone too often is failed instead.
@@ -307,5 +307,5 @@ class Transitions(Arrivals):
                 self.connection.lrem(key, 0, SWEPT)
 
 
-def _flat(held: Iterable[Held]) -> list[str]:
+def _flat(held: Iterable[JobLease]) -> list[str]:
     return [item for lease in held for item in (lease.job_id, lease.execution)]

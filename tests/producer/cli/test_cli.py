@@ -28,7 +28,7 @@ from batchkv_producer.server.home import Home
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Result as RowResult
 from batchkv_producer.wire.job import Usage, encode_result
-from batchkv_producer.wire.transitions import Ending, Transitions
+from batchkv_producer.wire.transitions import JobResult, Transitions
 
 ESCAPE = "\x1b]0;owned\x07\x9b31m\u202e"
 
@@ -72,7 +72,7 @@ def finish(connection: Redis, model: str, text: str = "the answer") -> None:
         line = row.lease.job_id.rpartition("-")[2]
         result = RowResult(f"c{line}", "completion", "ok", model, text=text, busy_ms=500,
                            usage=Usage(7, 3, 1), created=int(time.time()))  # fmt: skip
-        ending = Ending(row.lease, "ok", encode_result(result), 7, 3, 1, 500)
+        ending = JobResult(row.lease, "ok", encode_result(result), 7, 3, 1, 500)
         transitions.finish(queue, "w", [ending])
 
 

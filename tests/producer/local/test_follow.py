@@ -12,7 +12,7 @@ from batchkv_producer.local.follow import Follower, stale_rows
 from batchkv_producer.results import outfile
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Outcome, Result, encode_result
-from batchkv_producer.wire.transitions import Ending, Transitions
+from batchkv_producer.wire.transitions import JobResult, Transitions
 
 QUEUE = redis_keys.queue_name("m")
 
@@ -29,7 +29,7 @@ def end_all(connection: Redis, outcome: Outcome, why: str = "") -> None:
     for row in moves.pull(QUEUE, "w", 100, 60):
         error = ("engine_error", why) if outcome == "failed" else None
         result = Result("c", "completion", outcome, "m", text="fine", error=error)
-        moves.finish(QUEUE, "w", [Ending(row.lease, outcome, encode_result(result))])
+        moves.finish(QUEUE, "w", [JobResult(row.lease, outcome, encode_result(result))])
 
 
 def messages(path: Path) -> list[str]:

@@ -17,7 +17,7 @@ from batchkv_producer.cli import cli
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Result as RowResult
 from batchkv_producer.wire.job import encode_result
-from batchkv_producer.wire.transitions import Ending, Transitions
+from batchkv_producer.wire.transitions import JobResult, Transitions
 
 QUEUE = redis_keys.queue_name("m")
 
@@ -48,7 +48,7 @@ def finish(connection: Redis, outcome: str = "ok") -> None:
     for row in moves.pull(QUEUE, "w", 100, 60):
         error = None if outcome == "ok" else ("engine_error", "it broke")
         result = RowResult("c", "completion", outcome, "m", error=error)  # type: ignore[arg-type]
-        moves.finish(QUEUE, "w", [Ending(row.lease, outcome, encode_result(result))])
+        moves.finish(QUEUE, "w", [JobResult(row.lease, outcome, encode_result(result))])
 
 
 def submitted(source: Path, *flags: object) -> str:

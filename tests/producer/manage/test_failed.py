@@ -20,7 +20,7 @@ from batchkv_producer.manage.input_lines import input_line
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Request, SamplingParams, decode_job, encode_result
 from batchkv_producer.wire.job import Result as RowResult
-from batchkv_producer.wire.transitions import Ending, Transitions
+from batchkv_producer.wire.transitions import JobResult, Transitions
 from support.redis_server import RedisServer
 
 MODEL = "some/model"
@@ -80,7 +80,7 @@ def test_failed_rows_are_printed_as_lines_that_can_be_submitted(
             request = decode_job(row.data)
             error = ("engine_error", "it broke") if outcome == "failed" else None
             result = RowResult(request.custom_id, "completion", outcome, error=error)  # type: ignore[arg-type]
-            endings.append(Ending(row.lease, outcome, encode_result(result)))
+            endings.append(JobResult(row.lease, outcome, encode_result(result)))
         moves.finish(QUEUE, "w", endings)
     client.cancel(batch)
 

@@ -25,7 +25,7 @@ from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.batch_options import Terms
 from batchkv_producer.wire.job import Result as RowResult
 from batchkv_producer.wire.job import decode_job, encode_result
-from batchkv_producer.wire.transitions import Ending, Pulled, Transitions
+from batchkv_producer.wire.transitions import JobResult, Pulled, Transitions
 from support.redis_server import RedisServer, running_server
 from support.worker_harness import WorkerProcess, wait_until, workers
 from support.worker_harness import submit as submit_fake
@@ -74,7 +74,7 @@ class Desk:
             request = decode_job(row.data)
             error = None if outcome == "ok" else ("engine_error", "it broke")
             result = RowResult(request.custom_id, request.endpoint, outcome, error=error)  # type: ignore[arg-type]
-            endings.append(Ending(row.lease, outcome, encode_result(result), 10, 5))
+            endings.append(JobResult(row.lease, outcome, encode_result(result), 10, 5))
         return self.moves.finish(QUEUE, "w", endings)
 
     def mark(self, batch: str) -> None:

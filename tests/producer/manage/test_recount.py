@@ -16,7 +16,7 @@ from batchkv_producer.manage.recount import needs_recount
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.batch_options import Terms
 from batchkv_producer.wire.job import Result, decode_job, encode_result
-from batchkv_producer.wire.transitions import Ending, Pulled, Transitions
+from batchkv_producer.wire.transitions import JobResult, Pulled, Transitions
 from support.redis_server import RedisServer
 from support.worker_harness import MODEL, QUEUE, assert_reconciled
 
@@ -45,7 +45,7 @@ def denied(admin: Redis, command: str) -> Iterator[None]:
         admin.execute_command("ACL", "SETUSER", "w", f"+{command}")
 
 
-def ending(row: Pulled, outcome: Any = "ok") -> Ending:
+def ending(row: Pulled, outcome: Any = "ok") -> JobResult:
     request = decode_job(row.data)
     error = None if outcome == "ok" else ("engine_error", "it broke")
     reason = "length" if outcome == "ok" else None
@@ -57,7 +57,7 @@ def ending(row: Pulled, outcome: Any = "ok") -> Ending:
         finish_reason=reason,
         error=error,
     )
-    return Ending(row.lease, outcome, encode_result(result), is_cut=outcome == "ok")
+    return JobResult(row.lease, outcome, encode_result(result), is_cut=outcome == "ok")
 
 
 @pytest.mark.parametrize("command", ["rpush", "hincrby", "expire", "zadd"])

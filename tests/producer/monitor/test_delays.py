@@ -27,7 +27,7 @@ from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.batch_options import Terms
 from batchkv_producer.wire.job import Result as RowResult
 from batchkv_producer.wire.job import decode_job, encode_result
-from batchkv_producer.wire.transitions import Ending, Transitions, iso_now
+from batchkv_producer.wire.transitions import JobResult, Transitions, iso_now
 
 MODEL = "m"
 QUEUE = redis_keys.queue_name(MODEL)
@@ -224,7 +224,7 @@ def end(connection: Redis, outcomes: dict[str, tuple[str, str] | str]) -> None:
             error=None if isinstance(how, str) else how,
         )
         is_cut = how == "length"
-        endings.append(Ending(row.lease, outcome, encode_result(result), is_cut=is_cut))
+        endings.append(JobResult(row.lease, outcome, encode_result(result), is_cut=is_cut))
     moves.finish(QUEUE, "w", endings)
 
 

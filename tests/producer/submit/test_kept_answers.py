@@ -24,7 +24,7 @@ from batchkv_producer.wire.batch_options import Terms
 from batchkv_producer.wire.job import Result as RowResult
 from batchkv_producer.wire.job import SamplingParams, decode_job, encode_result
 from batchkv_producer.wire.maker import Maker
-from batchkv_producer.wire.transitions import Ending, Transitions
+from batchkv_producer.wire.transitions import JobResult, Transitions
 from support import fake_worker
 from support.redis_server import RedisServer
 
@@ -73,7 +73,7 @@ class Desk:
             error = ("engine_error", "it broke") if outcome == "failed" else None
             text = f"to {prompt}" if outcome == "ok" else ""
             result = RowResult(request.custom_id, "completion", outcome, text=text, error=error)  # type: ignore[arg-type]
-            endings.append(Ending(row.lease, outcome, encode_result(result), 5, 3))
+            endings.append(JobResult(row.lease, outcome, encode_result(result), 5, 3))
         self.moves.finish(QUEUE, "w", endings, maker=maker)
         return sorted(prompts)
 
@@ -364,7 +364,7 @@ def test_answers_that_were_cut_are_counted_when_kept(desk: Desk, is_deduped: boo
         reason = "length" if request.prompt == "a" else "stop"
         result = RowResult(request.custom_id, "completion", "ok", text="t", finish_reason=reason)
         is_cut = reason == "length"
-        endings.append(Ending(row.lease, "ok", encode_result(result), is_cut=is_cut))
+        endings.append(JobResult(row.lease, "ok", encode_result(result), is_cut=is_cut))
     desk.moves.finish(QUEUE, "w", endings, maker=OURS)
     again = rows("a", "b", prefix="d", temperature=0) + rows("a", prefix="e", temperature=0)
     terms = Terms(dedupe=is_deduped)

@@ -19,7 +19,7 @@ from batchkv_producer.wire import redis_keys, row_facts
 from batchkv_producer.wire.batch_options import Terms
 from batchkv_producer.wire.job import Request, SamplingParams, decode_job, encode_job, encode_result
 from batchkv_producer.wire.job import Result as RowResult
-from batchkv_producer.wire.transitions import Ending, Transitions
+from batchkv_producer.wire.transitions import JobResult, Transitions
 from support.redis_server import RedisServer
 
 MODEL = "demo"
@@ -55,7 +55,7 @@ class Desk:
             prompts.append(request.prompt or "")
             error = None if outcome == "ok" else ("engine_error", "it broke")
             result = RowResult(request.custom_id, "completion", outcome, error=error)  # type: ignore[arg-type]
-            endings.append(Ending(row.lease, outcome, encode_result(result)))
+            endings.append(JobResult(row.lease, outcome, encode_result(result)))
         self.moves.finish(QUEUE, "w", endings)
         return prompts
 

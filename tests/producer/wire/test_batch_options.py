@@ -32,7 +32,7 @@ from batchkv_producer.wire.job import (
     encode_result,
 )
 from batchkv_producer.wire.stamp import unstamped
-from batchkv_producer.wire.transitions import MAX_DEATHS, Ending, Pulled, Transitions
+from batchkv_producer.wire.transitions import MAX_DEATHS, JobResult, Pulled, Transitions
 
 Write = Callable[..., Path]
 MODEL = "demo"
@@ -62,7 +62,7 @@ class Desk:
             error = None if outcome == "ok" else ("engine_error", "it broke")
             text = f"to {request.prompt}"
             result = Result(request.custom_id, request.endpoint, outcome, text=text, error=error)  # type: ignore[arg-type]
-            endings.append(Ending(row.lease, outcome, encode_result(result), 10, 5, 3, 7))
+            endings.append(JobResult(row.lease, outcome, encode_result(result), 10, 5, 3, 7))
         self.moves.finish(QUEUE, "w", endings)
 
     def late(self, batch: str) -> None:
@@ -327,9 +327,9 @@ def test_overdue_rows_are_ended_a_part_at_a_time(
     monkeypatch.setattr(tending, "PAGE_ROWS", 2)
     batch = desk.submit(*(f"p{n}" for n in range(5)), expires=Deadline(600)).batch_id
     desk.late(batch)
-    tender = tending.Tender(desk.connection)
+    reconciler = tending.Reconciler(desk.connection)
     found = []
-    for num_rows in tender.steps(read_batch(desk.connection, batch)):
+    for num_rows in reconciler.steps(read_batch(desk.connection, batch)):
         assert num_rows <= 2
         found.append(read_batch(desk.connection, batch).failed)
     assert found[:3] == [2, 4, 5]

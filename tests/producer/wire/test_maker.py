@@ -10,7 +10,7 @@ from redis import Redis
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Request, Result, encode_job, encode_result
 from batchkv_producer.wire.maker import Maker
-from batchkv_producer.wire.transitions import Ending, Pulled, Run, Transitions
+from batchkv_producer.wire.transitions import JobResult, Pulled, Run, Transitions
 
 QUEUE = redis_keys.queue_name("some/model")
 OURS = Maker("a" * 32, "affine8", "half")
@@ -51,7 +51,7 @@ class Desk:
     def finish(self, jobs: list[Pulled], maker: Maker = OURS) -> list[str]:
         result = encode_result(Result("x", "completion", "ok", text="t"))
         return self.moves.finish(
-            QUEUE, "w", [Ending(j.lease, "ok", result) for j in jobs], maker=maker
+            QUEUE, "w", [JobResult(j.lease, "ok", result) for j in jobs], maker=maker
         )
 
     def said(self, batch: str) -> list[bytes | None]:

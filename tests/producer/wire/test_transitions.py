@@ -23,10 +23,10 @@ from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Request, Result, decode_result, encode_job, encode_result
 from batchkv_producer.wire.transitions import (
     MAX_DEATHS,
-    Ending,
-    Held,
+    BatchRecord,
+    JobLease,
+    JobResult,
     Pulled,
-    Standing,
     Transitions,
 )
 
@@ -84,7 +84,7 @@ class House:
 
     def finish(self, pulled: list[Pulled], outcome: str = "ok", worker: str = "w") -> list[str]:
         endings = [
-            Ending(p.lease, outcome, result_bytes(line_of(p.lease), outcome), 10, 5, 3, 7)
+            JobResult(p.lease, outcome, result_bytes(line_of(p.lease), outcome), 10, 5, 3, 7)
             for p in pulled
         ]
         return self.transitions.finish(QUEUE, worker, endings)
@@ -103,7 +103,7 @@ class House:
         rows = [(job, result_bytes(int(job.split("-")[1]), "failed")) for job in failed]
         return self.transitions.settle(QUEUE, "failed", rows) if rows else []
 
-    def lapse(self, held: Held) -> None:
+    def lapse(self, held: JobLease) -> None:
         """Make a lease end now, by the server's clock.
 
         Not in the past: a lease cannot end before it began, and RQ's clean-up forgets every lease
@@ -147,7 +147,7 @@ def job_id(line: int) -> str:
     return redis_keys.job_id(BATCH, line)
 
 
-def line_of(held: Held) -> int:
+def line_of(held: JobLease) -> int:
     """The line of a held job."""
     return int(held.job_id.split("-")[1])
 
@@ -238,7 +238,7 @@ def test_bad_rows_end_at_once(redis_connection: Redis) -> None:
 def test_joining_changes_nothing(house: House) -> None:
     """Creating a batch that is there tells how it stands and leaves it alone."""
     answer = house.transitions.create(BATCH, {"digest": "other", "num_chunks": 9})
-    assert answer == Standing("d" * 64, 1, 1, order=1)
+    assert answer == BatchRecord("d" * 64, 1, 1, order=1)
     assert house.count("num_chunks") == 1
 
 
@@ -392,8 +392,8 @@ def test_only_what_had_begun_counts_a_death(house: House) -> None:
 def test_what_begins_is_said_as_others_end(house: House) -> None:
     """In one call, again if its answer was lost; nobody else's job is marked, nor what ended."""
     one, two, three = house.pull(3, num_begin=1)
-    ending = Ending(one.lease, "ok", result_bytes(1, "ok"))
-    stale = Held(three.lease.job_id, "another-1")
+    ending = JobResult(one.lease, "ok", result_bytes(1, "ok"))
+    stale = JobLease(three.lease.job_id, "another-1")
     for verdict in ("ok", "lost"):
         told = [one.lease, two.lease, stale]
         assert house.transitions.finish(QUEUE, "w", [ending], told) == [verdict]
@@ -777,7 +777,7 @@ class Actors:
             self.house.submit(chunk, lines, range(first, first + 1))
         wip = redis_keys.registry("wip", QUEUE)
         for member in self.house.connection.zrange(wip, 0, -1):
-            self.house.lapse(Held(*member.decode().rsplit(":", 1)))
+            self.house.lapse(JobLease(*member.decode().rsplit(":", 1)))
         self.house.transitions.reap(QUEUE)
         self.house.heal()
         while pulled := self.house.pull(10, "last"):

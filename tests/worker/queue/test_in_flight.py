@@ -12,9 +12,9 @@ import pytest
 
 from batchkv_producer.wire import job
 from batchkv_producer.wire.job import ErrorCode, Request, Usage, decode_result, encode_job
-from batchkv_producer.wire.transitions import Ending, Held, Pulled
+from batchkv_producer.wire.transitions import JobLease, JobResult, Pulled
 from batchkv_worker.events import Completed, Rejected, Work
-from batchkv_worker.queue.in_flight import Flights
+from batchkv_worker.queue.in_flight import InFlight
 
 REQUEST = Request(custom_id="c1", endpoint="chat", messages=[{"role": "user", "content": "hi"}])
 
@@ -30,7 +30,7 @@ class Bomb:
 
 def pulled(job_id: str = "j", data: bytes | None = None, timeout_seconds: int = 0) -> Pulled:
     return Pulled(
-        Held(job_id, "e"), encode_job(REQUEST) if data is None else data, 0, timeout_seconds
+        JobLease(job_id, "e"), encode_job(REQUEST) if data is None else data, 0, timeout_seconds
     )
 
 
@@ -54,45 +54,48 @@ def call(*parts: object) -> bytes:
 )
 def test_a_payload_that_is_not_ours_is_a_failed_row(data: bytes, says: str) -> None:
     """Nothing of it is executed; the row fails with invalid_request and holds no slot."""
-    flights = Flights("m", "w")
-    ending = flights.admit(pulled(data=data))
-    assert isinstance(ending, Ending)
+    in_flight = InFlight("m", "w")
+    ending = in_flight.admit(pulled(data=data))
+    assert isinstance(ending, JobResult)
     result = decode_result(ending.result)
     assert (ending.outcome, result.outcome) == ("failed", "failed")
     assert result.error is not None
     assert result.error[0] == ErrorCode.INVALID_REQUEST
     assert says in result.error[1]
-    assert len(flights) == 0
+    assert len(in_flight) == 0
     assert not Bomb.exploded
 
 
 def test_what_started_later_is_told_until_somebody_heard() -> None:
     """Rows that had begun when they were pulled need not be told, nor those that have left."""
-    flights = Flights("m", "w")
-    flights.hold([pulled("known")])
-    flights.hold([replace(pulled(job_id), has_begun=False) for job_id in "abcd"])
-    flights.hold([replace(pulled("bad", b""), has_begun=False)])
-    assert flights.untold == []
-    flights.start(3)
-    assert flights.untold == flights.untold == [Held("a", "e"), Held("b", "e")]
-    flights.drop("a")
-    flights.start(3)
-    heard = flights.untold[:1]
-    flights.note_told(heard)
-    assert (heard, flights.untold) == ([Held("b", "e")], [Held("c", "e"), Held("d", "e")])
-    flights.end(Rejected("c", "engine_error", "no"))
-    flights.cancel(["d"])
-    assert flights.untold == []
+    in_flight = InFlight("m", "w")
+    in_flight.hold([pulled("known")])
+    in_flight.hold([replace(pulled(job_id), has_begun=False) for job_id in "abcd"])
+    in_flight.hold([replace(pulled("bad", b""), has_begun=False)])
+    assert in_flight.unreported == []
+    in_flight.start(3)
+    assert in_flight.unreported == in_flight.unreported == [JobLease("a", "e"), JobLease("b", "e")]
+    in_flight.drop("a")
+    in_flight.start(3)
+    heard = in_flight.unreported[:1]
+    in_flight.note_reported(heard)
+    assert (heard, in_flight.unreported) == (
+        [JobLease("b", "e")],
+        [JobLease("c", "e"), JobLease("d", "e")],
+    )
+    in_flight.end(Rejected("c", "engine_error", "no"))
+    in_flight.cancel(["d"])
+    assert in_flight.unreported == []
 
 
 def test_an_answer_too_large_to_be_read_back_is_a_failed_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What no reader would take is not stored: the row says what to ask less of."""
-    flights = Flights("m", "w")
-    flights.admit(pulled())
+    in_flight = InFlight("m", "w")
+    in_flight.admit(pulled())
     monkeypatch.setattr(job, "MAX_RESULT_BYTES", 1000)
-    ending = flights.end(Completed("j", "x" * 2000, "stop", Usage(1, 2, 0)))
+    ending = in_flight.end(Completed("j", "x" * 2000, "stop", Usage(1, 2, 0)))
     assert ending is not None and ending.outcome == "failed"
     error = decode_result(ending.result).error
     assert error is not None and error[0] == ErrorCode.ENGINE_ERROR
@@ -101,77 +104,77 @@ def test_an_answer_too_large_to_be_read_back_is_a_failed_row(
 
 def test_a_finished_row_carries_everything() -> None:
     """Text, usage, model, worker and time reach the result, the usage the counters too."""
-    flights = Flights("model", "worker")
-    assert flights.admit(pulled()) == Work("j", REQUEST)
-    ending = flights.end(Completed("j", "text", "stop", Usage(5, 3, 2)))
+    in_flight = InFlight("model", "worker")
+    assert in_flight.admit(pulled()) == Work("j", REQUEST)
+    ending = in_flight.end(Completed("j", "text", "stop", Usage(5, 3, 2)))
     assert ending is not None
     result = decode_result(ending.result)
     assert (result.custom_id, result.text, result.outcome) == ("c1", "text", "ok")
     assert (result.model, result.worker, result.usage) == ("model", "worker", Usage(5, 3, 2))
     assert abs(result.created - time.time()) < 5
     assert (ending.prompt_tokens, ending.completion_tokens, ending.cached_tokens) == (5, 3, 2)
-    assert flights.end(Completed("j", "again", "stop", Usage())) is None
+    assert in_flight.end(Completed("j", "again", "stop", Usage())) is None
 
 
 def test_a_rejected_row_keeps_its_code() -> None:
     """What the engine refuses is a failed row with the engine's code and message."""
-    flights = Flights("m", "w")
-    flights.admit(pulled())
-    ending = flights.end(Rejected("j", ErrorCode.CONTEXT_LENGTH_EXCEEDED, "too long"))
+    in_flight = InFlight("m", "w")
+    in_flight.admit(pulled())
+    ending = in_flight.end(Rejected("j", ErrorCode.CONTEXT_LENGTH_EXCEEDED, "too long"))
     assert ending is not None
     assert decode_result(ending.result).error == ("context_length_exceeded", "too long")
 
 
 def test_a_deadline_counts_from_admission() -> None:
     """A row past its timeout fails with the code timeout; one without a timeout never does."""
-    flights = Flights("m", "w")
-    flights.admit(pulled("timed", timeout_seconds=10))
-    flights.admit(pulled("free"))
+    in_flight = InFlight("m", "w")
+    in_flight.admit(pulled("timed", timeout_seconds=10))
+    in_flight.admit(pulled("free"))
     now = time.monotonic()
-    assert 9 < flights.next_deadline - now <= 10
-    assert flights.expire(now + 9) == []
-    [ending] = flights.expire(now + 11)
+    assert 9 < in_flight.next_deadline - now <= 10
+    assert in_flight.expire(now + 9) == []
+    [ending] = in_flight.expire(now + 11)
     assert decode_result(ending.result).error == ("timeout", "not done in 10 s")
-    assert [lease.job_id for lease in flights.leases] == ["free"]
+    assert [lease.job_id for lease in in_flight.leases] == ["free"]
 
 
 def test_cancel_drops_only_what_is_held() -> None:
     """Unknown ids are ignored; a held row gets a canceled result."""
-    flights = Flights("m", "w")
-    flights.admit(pulled())
-    [(job_id, result)] = flights.cancel(["other", "j"])
+    in_flight = InFlight("m", "w")
+    in_flight.admit(pulled())
+    [(job_id, result)] = in_flight.cancel(["other", "j"])
     assert job_id == "j"
     assert decode_result(result).outcome == "canceled"
-    assert len(flights) == 0
+    assert len(in_flight) == 0
 
 
 def test_a_row_waits_as_it_came_until_it_starts() -> None:
     """The backlog is held and renewed; time runs, and data is read, from the start on."""
-    flights = Flights("m", "w")
-    flights.hold([pulled("a", timeout_seconds=10), pulled("b", b"garbage"), pulled("c")])
-    assert (len(flights), flights.num_started, flights.num_waiting) == (3, 0, 3)
-    assert flights.next_deadline == float("inf")
-    assert [lease.job_id for lease in flights.leases] == ["a", "b", "c"]
-    assert flights.expire(time.monotonic() + 1000) == []
-    work, ending = flights.start(2)
+    in_flight = InFlight("m", "w")
+    in_flight.hold([pulled("a", timeout_seconds=10), pulled("b", b"garbage"), pulled("c")])
+    assert (len(in_flight), in_flight.num_started, in_flight.num_waiting) == (3, 0, 3)
+    assert in_flight.next_deadline == float("inf")
+    assert [lease.job_id for lease in in_flight.leases] == ["a", "b", "c"]
+    assert in_flight.expire(time.monotonic() + 1000) == []
+    work, ending = in_flight.start(2)
     assert work == Work("a", REQUEST)
-    assert isinstance(ending, Ending)
+    assert isinstance(ending, JobResult)
     assert ending.outcome == "failed"
-    assert flights.next_deadline - time.monotonic() > 9
-    assert [lease.job_id for lease in flights.started] == ["a"]
-    assert [lease.job_id for lease in flights.backlog] == ["c"]
-    assert flights.start(5) == [Work("c", REQUEST)]
+    assert in_flight.next_deadline - time.monotonic() > 9
+    assert [lease.job_id for lease in in_flight.started] == ["a"]
+    assert [lease.job_id for lease in in_flight.backlog] == ["c"]
+    assert in_flight.start(5) == [Work("c", REQUEST)]
 
 
 def test_what_waits_can_be_dropped_and_canceled() -> None:
     """A row of the backlog is told to be canceled by its own id, whatever its data."""
-    flights = Flights("m", "w")
-    flights.hold([pulled("a"), pulled("b"), pulled("c", b"garbage")])
-    assert flights.drop("a")
-    assert not flights.drop("a")
-    (first, result), (second, other) = flights.cancel(["b", "c"])
+    in_flight = InFlight("m", "w")
+    in_flight.hold([pulled("a"), pulled("b"), pulled("c", b"garbage")])
+    assert in_flight.drop("a")
+    assert not in_flight.drop("a")
+    (first, result), (second, other) = in_flight.cancel(["b", "c"])
     assert (first, second) == ("b", "c")
     assert decode_result(result).custom_id == "c1"
     assert decode_result(result).error == ("canceled", "stopped before it was started")
     assert decode_result(other).outcome == "canceled"
-    assert len(flights) == 0
+    assert len(in_flight) == 0

@@ -11,14 +11,14 @@ from redis import Redis
 
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Usage
-from batchkv_producer.wire.transitions import Ending
 from batchkv_worker.engine.thread import EngineThread
 from batchkv_worker.events import Completed
 from batchkv_worker.queue import intake
-from batchkv_worker.queue.background import Beside
-from batchkv_worker.queue.in_flight import Flights
+from batchkv_worker.queue.in_flight import InFlight
 from batchkv_worker.queue.intake import Intake, Limits
 from batchkv_worker.queue.redis_side import RedisSide
+from batchkv_worker.queue.state import WorkerState
+from batchkv_worker.queue.stop import StopRequest
 from batchkv_worker.settings import WorkerSettings
 from support.fake_engine import FakeEngine, FakePlan
 from support.worker_harness import MODEL, QUEUE, submit, waiting_lines
@@ -28,42 +28,39 @@ class Desk:
     """An intake between a real queue and an engine that never starts."""
 
     def __init__(self, connection: Redis) -> None:
-        self.flights, self.endings = Flights(MODEL, "w"), list[Ending]()
+        self.in_flight = InFlight(MODEL, "w")
+        self.state = WorkerState(self.in_flight, StopRequest(lambda: None))
+        self.state.is_ready, self.state.is_suspended = True, False
         engine = EngineThread(lambda: FakeEngine(8, 0, FakePlan()))
         engine.max_in_flight = 8
         settings = WorkerSettings(model=MODEL)
         self.side = RedisSide(
             *(connection, QUEUE, "w", settings), register=lambda: None, set_state=lambda state: None
         )
-        beside = Beside(lambda: None, lambda: None)
-        beside.close()  # every call is made here and now
         self.intake = Intake(
-            self.side, engine, self.flights, self.endings, Limits(burst=True), 0, beside
+            self.side, engine, self.state, Limits(burst=True), 0, lambda call: call()
         )
-        self.intake.is_open = True
 
     def look(self) -> bool:
         """What a turn does once a second; whether jobs are wanted then."""
-        self.intake.look(self.side.poll(self.flights.leases))
+        self.intake.note_poll(self.side.poll(self.in_flight.leases))
         return self.intake.wants_jobs()
 
     def refill(self) -> list[int]:
         """Ask for jobs; the lines that are held then."""
         self.intake.refill()
-        return [int(lease.job_id.split("-")[1]) for lease in self.flights.leases]
+        return [int(lease.job_id.split("-")[1]) for lease in self.in_flight.leases]
 
     def end(self, *lines: int) -> None:
         """Rows end in the engine; Redis does not know it yet."""
-        for lease in self.flights.started:
+        for lease in self.in_flight.started:
             if int(lease.job_id.split("-")[1]) in lines:
-                ending = self.flights.end(Completed(lease.job_id, "x", "stop", Usage(1, 1, 0)))
-                assert ending is not None
-                self.endings.append(ending)
+                self.state.end(Completed(lease.job_id, "x", "stop", Usage(1, 1, 0)))
 
     def store(self) -> None:
         """Redis is told what has ended."""
-        self.side.finish(self.endings, self.flights.untold)
-        self.endings.clear()
+        self.side.finish(self.state.results, self.in_flight.unreported)
+        self.state.note_stored(len(self.state.results))
 
 
 @pytest.fixture
@@ -143,7 +140,7 @@ def test_who_finds_only_suspects_asks_once_a_second(desk: Desk, queue: Any) -> N
     queue(2, [1, 2])
     before = time.monotonic()
     assert desk.look() and desk.refill() == [1]
-    assert desk.intake.next_pull >= before + intake.PASSED_SECONDS
+    assert desk.intake.pull_at() >= before + intake.PASSED_SECONDS
 
 
 def test_one_worker_empties_itself_for_suspects_that_wait_too_long(
@@ -160,7 +157,7 @@ def test_one_worker_empties_itself_for_suspects_that_wait_too_long(
     assert two.look() and two.refill() == [1]
     queue(2, [], name="more")
     assert one.look() and two.look()
-    monkeypatch.setattr(intake, "APART_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(intake, "APART_WAIT_SECONDS", 0.0)
     assert not one.look() and two.look()
     assert len(two.refill()) == 3
     one.end(1, 3)
@@ -173,7 +170,7 @@ def test_a_worker_goes_on_when_others_took_the_suspects(
     desk: Desk, queue: Any, redis_connection: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen once a second by one that empties itself; another may do so for the next ones."""
-    monkeypatch.setattr(intake, "APART_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(intake, "APART_WAIT_SECONDS", 0.0)
     queue(1, [], name="first")
     assert desk.refill() == [1]
     queue(4, [1, 2])
@@ -191,7 +188,7 @@ def test_a_group_has_no_backlog(desk: Desk, queue: Any, redis_connection: Redis)
     rest is the next group's turn."""
     queue(12, list(range(1, 11)))
     assert desk.refill() == list(range(1, 9))
-    assert desk.flights.num_waiting == 0
+    assert desk.in_flight.num_waiting == 0
     assert waiting_lines(redis_connection) == [9, 10, 11, 12]
 
 

@@ -1,20 +1,16 @@
-"""What a worker knows of others' rows while it looks through many of them."""
+"""What a worker knows of jobs for others while it looks through many of them."""
 
 from __future__ import annotations
 
-from batchkv_producer.wire.transitions import Held, Pulled, Run
-from batchkv_worker.engine.thread import EngineThread
-from batchkv_worker.queue.background import Beside
-from batchkv_worker.queue.passed_over import Passing
-from support.fake_engine import FakeEngine, FakePlan
+from batchkv_producer.wire.transitions import JobLease, Pulled, Run
+from batchkv_worker.queue.passed_over import PassedOver
 
 LENGTHS = (30_000, 500, 0)
-JOB = Pulled(Held("a-1", "x"), b"")
+JOB = Pulled(JobLease("a-1", "x"), b"")
 
 
-def make() -> Passing:
-    engine = EngineThread(lambda: FakeEngine(8, 0, FakePlan()))
-    return Passing(engine, Beside(engine.wake, lambda: None))
+def make() -> PassedOver:
+    return PassedOver()
 
 
 def look(*jobs: Pulled, num_passed: int = 0, seen: int = 10_000) -> Run:

@@ -21,7 +21,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from batchkv_worker.errors import EXIT_ORPHANED
 from batchkv_worker.queue.redis_side import is_outage
 from batchkv_worker.queue.stop import StopRequest
-from batchkv_worker.queue.timers import Outage, Timer, Watchdog
+from batchkv_worker.queue.timers import RedisOutage, Timer
+from batchkv_worker.queue.watchdog import Watchdog
 from batchkv_worker.settings import WorkerSettings
 from support.worker_harness import wait_until
 
@@ -61,7 +62,7 @@ def test_what_is_waited_for(fault: RedisError, expected: bool) -> None:
 
 def test_an_outage_is_retried_with_growing_pauses(clock: Clock) -> None:
     """Pauses double up to a bound; the first success ends the outage."""
-    outage, calls = Outage(), [0]
+    outage, calls = RedisOutage(), [0]
 
     def fail() -> None:
         calls[0] += 1
@@ -87,7 +88,7 @@ def test_a_fault_of_ours_is_raised() -> None:
         raise ResponseError("user_script:12: attempt to index a nil value")
 
     with pytest.raises(ResponseError):
-        Outage().attempt(fail)
+        RedisOutage().attempt(fail)
 
 
 def test_a_timer_is_due_at_once_and_then_every_so_often() -> None:

@@ -1,4 +1,4 @@
-"""What a worker says of itself: fields of its record, and lines in its log."""
+"""A worker's record on the server, and lines in its log."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from batchkv_worker.engine.thread import EngineThread
 from batchkv_worker.events import Completed
 from batchkv_worker.model import load_progress as loading
 from batchkv_worker.model import loader as model
-from batchkv_worker.queue.in_flight import Flights
-from batchkv_worker.queue.worker_record import LastMinute, Telling
+from batchkv_worker.queue.in_flight import InFlight
+from batchkv_worker.queue.worker_record import LastMinute, WorkerRecord
 from batchkv_worker.settings import WorkerSettings
 from support import tiny_models  # noqa: F401 - first: it loads the BLAS
 from support.fake_engine import FakeEngine, FakePlan
@@ -123,18 +123,18 @@ def test_a_minute_of_work_is_a_line(
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     settings = WorkerSettings(model="fake", slots=32)
     engine = EngineThread(lambda: FakeEngine(32, 8, FakePlan()))
-    flights = Flights("fake", "w")
-    told = Telling(settings, engine, flights, lambda _: None)
+    in_flight = InFlight("fake", "w")
+    told = WorkerRecord(settings, engine, in_flight, lambda _: None)
     caplog.set_level("INFO")
     for _ in range(60):
         now[0] += 1
-        told.look()
+        told.update()
     assert "last minute" not in caplog.text
-    monkeypatch.setattr(Flights, "num_started", 30)
+    monkeypatch.setattr(InFlight, "num_started", 30)
     for _ in range(60):
         told.count(ended(120, 1000, 610))
         now[0] += 1
-        told.look()
+        told.update()
     assert "last minute: 60 rows, 120 tok/s, 30 of 32 slots, cache 61 %" in caplog.text
 
 

@@ -1,38 +1,46 @@
-"""Asking Redis beside the engine: a server that does not answer keeps no row from starting."""
+"""Calls of Redis on a background thread: a server that does not answer keeps no row from starting.
+
+The main thread serves the engine meanwhile. That is re-entrant: rows may end, start or be canceled
+while a method waits for its answer. Each caller therefore passes ``meanwhile``, the loop that runs
+until the answer comes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
 
-class Beside:
-    """Makes one call at a time on a thread of its own; the caller looks after the engine meanwhile.
+class ServeEngineUntil(Protocol):
+    """Run a call in the background, and serve the engine until it has answered."""
 
-    ``meanwhile`` is called again and again until the answer is there, and waits in between;
-    ``wake`` ends its wait and is called on the other thread.
-    """
+    def __call__(self, call: Callable[[], T], /) -> T:
+        """What ``call`` returns, or raises."""
 
-    def __init__(self, wake: Callable[[], None], meanwhile: Callable[[], None]) -> None:
+
+class Background:
+    """Runs one call at a time on its thread. ``wake`` ends a wait of ``meanwhile``; it is called on
+    that thread."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._meanwhile = meanwhile
         self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "batchkv-redis")
 
-    def __call__(self, call: Callable[[], T]) -> T:
-        """What ``call`` returns, or raises."""
+    def run(self, call: Callable[[], T], meanwhile: Callable[[], None]) -> T:
+        """What ``call`` returns, or raises. ``meanwhile`` is called until then; it waits itself."""
         if self._pool is None:
             return call()
-        future = self._pool.submit(call)
-        future.add_done_callback(lambda _: self._wake())
-        while not future.done():
-            self._meanwhile()
-        return future.result()
+        answer = self._pool.submit(call)
+        answer.add_done_callback(lambda _: self._wake())
+        while not answer.done():
+            meanwhile()
+        return answer.result()
 
     def close(self) -> None:
-        """From now on calls are made here and now: there is no engine to look after any more."""
+        """End the thread. From now on ``run`` makes each call itself."""
         if self._pool is not None:
             self._pool.shutdown(wait=False)
             self._pool = None

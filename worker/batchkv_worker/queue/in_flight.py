@@ -1,10 +1,10 @@
 """The rows that this worker holds, and how each of them ends. Knows neither Redis nor engine.
 
-A row is held, with a lease, from the moment it is pulled. It stands in the *backlog* first, as the
-bytes that it came as, and *starts* when the engine has room: only then it is decoded, and only
-then its time runs. A worker that stops can give its backlog back at once. Redis is to know which
-rows have started, for only those can have cost their worker's life; of rows that started later
-than it was said when they were pulled it is told.
+A row is held, with a lease, from the moment it is pulled. It is in the *backlog* first, as bytes
+that are not decoded. It *starts* when the engine has room: it is decoded, and its timeout begins. A
+worker that stops gives its backlog back at once. Redis must know which rows have started, since
+only those can have crashed the worker. Rows that start later than the pull said are *unreported*
+until the next `finish` reports them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from batchkv_producer.wire.job import (
     encode_result,
 )
 from batchkv_producer.wire.maker import NOBODY, Maker
-from batchkv_producer.wire.transitions import Ending, Held, Pulled
+from batchkv_producer.wire.transitions import JobLease, JobResult, Pulled
 from batchkv_worker.events import Completed, Rejected, Work
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
-    """One row in the engine's hands. Times are monotonic seconds; no deadline is infinity."""
+class StartedRow:
+    """A row that the engine has. Times are monotonic seconds; no deadline is infinity."""
 
-    lease: Held
+    lease: JobLease
     custom_id: str
     endpoint: Endpoint
     started: float
@@ -44,24 +44,24 @@ class Flight:
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
-    """One row of the backlog, and until when it may start (monotonic seconds, or infinity)."""
+class _BacklogRow:
+    """A row of the backlog, and until when it may start (monotonic seconds, or infinity)."""
 
     pulled: Pulled
     until: float
 
 
-class Flights:
-    """Job id -> row: those that the engine has, and the backlog, each as they were pulled."""
+class InFlight:
+    """The rows that the engine has, the backlog, and rows on their way back to the queue."""
 
     def __init__(self, model: str, worker: str) -> None:
         self._model = model
         self._worker = worker
         self.maker: Maker = NOBODY  # the engine's, once it is there
-        self._rows: dict[str, Flight] = {}
-        self._backlog: dict[str, _Waiting] = {}
-        self._recalled: dict[str, Held] = {}
-        self._untold: dict[str, Held] = {}
+        self._rows: dict[str, StartedRow] = {}
+        self._backlog: dict[str, _BacklogRow] = {}
+        self._recalled: dict[str, JobLease] = {}
+        self._unreported: dict[str, JobLease] = {}
 
     def __len__(self) -> int:
         return len(self._rows) + len(self._backlog) + len(self._recalled)
@@ -76,37 +76,37 @@ class Flights:
 
     @property
     def num_waiting(self) -> int:
-        """How many rows stand in the backlog."""
+        """How many rows are in the backlog."""
         return len(self._backlog)
 
     @property
-    def leases(self) -> list[Held]:
-        """What to renew: the leases of the rows that have started, then those that have not."""
+    def leases(self) -> list[JobLease]:
+        """All leases, to be renewed: first those of the rows that have started."""
         return self.started + self.backlog + self.recalled
 
     @property
-    def started(self) -> list[Held]:
+    def started(self) -> list[JobLease]:
         """The leases of the rows that the engine has."""
-        return [flight.lease for flight in self._rows.values()]
+        return [row.lease for row in self._rows.values()]
 
     @property
-    def backlog(self) -> list[Held]:
+    def backlog(self) -> list[JobLease]:
         """The leases of the rows that have not started, in their order."""
         return [row.pulled.lease for row in self._backlog.values()]
 
     @property
-    def recalled(self) -> list[Held]:
-        """The leases of the rows that the engine gave back, to go back to the queue."""
+    def recalled(self) -> list[JobLease]:
+        """The leases of rows that the engine gave back. They go back to the queue."""
         return list(self._recalled.values())
 
     def started_below(self, rank: int) -> list[str]:
         """Ids of the rows that the engine has and that are less urgent than those of a rank."""
-        return [job_id for job_id, flight in self._rows.items() if flight.rank > rank]
+        return [job_id for job_id, row in self._rows.items() if row.rank > rank]
 
     @property
-    def untold(self) -> list[Held]:
-        """The leases of rows that have started without Redis knowing it."""
-        return list(self._untold.values())
+    def unreported(self) -> list[JobLease]:
+        """The leases of rows that have started, which Redis does not know yet."""
+        return list(self._unreported.values())
 
     @property
     def backlog_rank(self) -> int:
@@ -116,20 +116,20 @@ class Flights:
     @property
     def next_deadline(self) -> float:
         """Monotonic seconds; infinity when no row has one."""
-        started = (flight.deadline for flight in self._rows.values())
+        started = (row.deadline for row in self._rows.values())
         waiting = (row.until for row in self._backlog.values())
         return min(chain(started, waiting), default=math.inf)
 
     def hold(self, pulled: Iterable[Pulled]) -> None:
-        """Add to the backlog what was pulled."""
+        """Add pulled jobs to the backlog."""
         now = time.monotonic()
         for row in pulled:
-            self._backlog[row.lease.job_id] = _Waiting(row, now + row.seconds_left)
+            self._backlog[row.lease.job_id] = _BacklogRow(row, now + row.seconds_left)
 
-    def start(self, count: int) -> list[Work | Ending]:
-        """Take the first rows out of the backlog; see ``admit`` for what becomes of each.
+    def start(self, count: int) -> list[Work | JobResult]:
+        """Take the first rows out of the backlog, and ``admit`` each.
 
-        One whose batch's deadline is past ends as failed.
+        A row whose batch's deadline is past has failed.
         """
         now = time.monotonic()
         chosen = list(islice(self._backlog.values(), count))
@@ -140,17 +140,17 @@ class Flights:
             for row in chosen
         ]
 
-    def admit(self, pulled: Pulled) -> Work | Ending:
-        """Decode what was pulled: work for the engine, or a failed row when it is not ours."""
+    def admit(self, pulled: Pulled) -> Work | JobResult:
+        """Decode a pulled job: work for the engine, or a failed row if the data is not ours."""
         now = time.monotonic()
         try:
             request = _decoded(pulled)
         except WireError as fault:
-            flight = Flight(pulled.lease, "", "chat", now, math.inf)
-            return self._failed(flight, ErrorCode.INVALID_REQUEST, str(fault))
+            row = StartedRow(pulled.lease, "", "chat", now, math.inf)
+            return self._failed(row, ErrorCode.INVALID_REQUEST, str(fault))
         deadline = now + pulled.timeout_seconds if pulled.timeout_seconds > 0 else math.inf
         job_id = pulled.lease.job_id
-        self._rows[job_id] = Flight(
+        self._rows[job_id] = StartedRow(
             lease=pulled.lease,
             custom_id=request.custom_id,
             endpoint=request.endpoint,
@@ -159,37 +159,37 @@ class Flights:
             rank=pulled.rank,
         )
         if not pulled.has_begun:
-            self._untold[job_id] = pulled.lease
+            self._unreported[job_id] = pulled.lease
         return Work(job_id, request, pulled.shared_bytes)
 
-    def note_told(self, begun: Iterable[Held]) -> None:
+    def note_reported(self, begun: Iterable[JobLease]) -> None:
         """Redis knows that these have started."""
         for lease in begun:
-            self._untold.pop(lease.job_id, None)
+            self._unreported.pop(lease.job_id, None)
 
-    def take_back(self, job_ids: Iterable[str]) -> None:
-        """The engine has forgotten these, the last first: they are to go back to the queue."""
-        flights = [self._leave(job_id) for job_id in job_ids]
-        found = {flight.lease.job_id: flight.lease for flight in reversed(flights) if flight}
+    def recall(self, job_ids: Iterable[str]) -> None:
+        """The engine gave these back, the last first. They go back to the queue."""
+        rows = [self._leave(job_id) for job_id in job_ids]
+        found = {row.lease.job_id: row.lease for row in reversed(rows) if row}
         self._recalled = {**found, **self._recalled}
 
     def drop(self, job_id: str) -> bool:
-        """Forget a row without an end of our making; whether it was held."""
+        """Forget a row without a result; whether it was held."""
         was_waiting = self._backlog.pop(job_id, None) is not None
         was_waiting |= self._recalled.pop(job_id, None) is not None
         return self._leave(job_id) is not None or was_waiting
 
-    def end(self, event: Completed | Rejected) -> Ending | None:
-        """The end that the engine reports; None when the row is no longer ours."""
-        flight = self._leave(event.job_id)
-        if flight is None:
+    def end(self, event: Completed | Rejected) -> JobResult | None:
+        """The result of a row whose end the engine reports; None if it is no longer ours."""
+        row = self._leave(event.job_id)
+        if row is None:
             return None
         if isinstance(event, Rejected):
-            return self._failed(flight, event.code, event.message)
-        usage, busy_ms = event.usage, _busy_ms(flight)
+            return self._failed(row, event.code, event.message)
+        usage, busy_ms = event.usage, _busy_ms(row)
         result = Result(
-            custom_id=flight.custom_id,
-            endpoint=flight.endpoint,
+            custom_id=row.custom_id,
+            endpoint=row.endpoint,
             outcome="ok",
             model=self._model,
             text=event.text,
@@ -207,10 +207,10 @@ class Flights:
             blob = encode_result(result)
         except WireError as fault:
             return self._failed(
-                flight, ErrorCode.ENGINE_ERROR, f"{fault}: ask for fewer tokens or logprobs"
+                row, ErrorCode.ENGINE_ERROR, f"{fault}: ask for fewer tokens or logprobs"
             )
-        return Ending(
-            lease=flight.lease,
+        return JobResult(
+            lease=row.lease,
             outcome="ok",
             result=blob,
             prompt_tokens=usage.prompt,
@@ -221,58 +221,58 @@ class Flights:
             is_cut=event.finish_reason == "length",
         )
 
-    def expire(self, now: float) -> list[Ending]:
-        """End the rows whose own time is over, and those too late to be started."""
+    def expire(self, now: float) -> list[JobResult]:
+        """End the rows past their timeout, and backlog rows past their batch's deadline."""
         unstarted = [row.pulled for row in self._backlog.values() if row.until <= now]
         for pulled in unstarted:
             del self._backlog[pulled.lease.job_id]
         late = [row for row in self._rows.values() if row.deadline <= now]
-        for flight in late:
-            self._leave(flight.lease.job_id)
+        for row in late:
+            self._leave(row.lease.job_id)
         return [
             self._failed(row, ErrorCode.TIMEOUT, f"not done in {row.deadline - row.started:g} s")
             for row in late
         ] + [self._expired(pulled) for pulled in unstarted]
 
     def cancel(self, job_ids: Iterable[str]) -> list[tuple[str, bytes]]:
-        """Drop rows that were stopped; (job id, canceled result) of those that we held."""
+        """Drop rows that were stopped; (job id, canceled result) of those that were held."""
         rows = []
         for job_id in job_ids:
-            flight, words = self._leave(job_id), "stopped while it was running"
-            if flight is None and (waiting := self._backlog.pop(job_id, None)) is not None:
-                flight, words = _unstarted(waiting.pulled), "stopped before it was started"
-            if flight is not None:
-                result = self._error(flight, "canceled", (ErrorCode.CANCELED, words))
+            row, words = self._leave(job_id), "stopped while it was running"
+            if row is None and (waiting := self._backlog.pop(job_id, None)) is not None:
+                row, words = _unstarted(waiting.pulled), "stopped before it was started"
+            if row is not None:
+                result = self._error(row, "canceled", (ErrorCode.CANCELED, words))
                 rows.append((job_id, encode_result(result)))
         return rows
 
-    def _leave(self, job_id: str) -> Flight | None:
-        self._untold.pop(job_id, None)  # what has ended need not be said to have begun
+    def _leave(self, job_id: str) -> StartedRow | None:
+        self._unreported.pop(job_id, None)  # `finish` reports its end, which is enough
         return self._rows.pop(job_id, None)
 
-    def _expired(self, pulled: Pulled) -> Ending:
+    def _expired(self, pulled: Pulled) -> JobResult:
         words = "not started by the batch's deadline"
         return self._failed(_unstarted(pulled), ErrorCode.EXPIRED, words)
 
-    def _failed(self, flight: Flight, code: str, message: str) -> Ending:
-        result = self._error(flight, "failed", (code, message))
-        return Ending(flight.lease, "failed", encode_result(result), busy_ms=result.busy_ms)
+    def _failed(self, row: StartedRow, code: str, message: str) -> JobResult:
+        result = self._error(row, "failed", (code, message))
+        return JobResult(row.lease, "failed", encode_result(result), busy_ms=result.busy_ms)
 
-    def _error(self, flight: Flight, outcome: Outcome, error: tuple[str, str]) -> Result:
+    def _error(self, row: StartedRow, outcome: Outcome, error: tuple[str, str]) -> Result:
         return Result(
-            custom_id=flight.custom_id,
-            endpoint=flight.endpoint,
+            custom_id=row.custom_id,
+            endpoint=row.endpoint,
             outcome=outcome,
             model=self._model,
             error=error,
             worker=self._worker,
             created=int(time.time()),
-            busy_ms=_busy_ms(flight),
+            busy_ms=_busy_ms(row),
         )
 
 
-def _busy_ms(flight: Flight) -> int:
-    return int((time.monotonic() - flight.started) * 1000)
+def _busy_ms(row: StartedRow) -> int:
+    return int((time.monotonic() - row.started) * 1000)
 
 
 def _decoded(pulled: Pulled) -> Request:
@@ -281,11 +281,11 @@ def _decoded(pulled: Pulled) -> Request:
     return decode_job(pulled.data)
 
 
-def _unstarted(pulled: Pulled) -> Flight:
-    """A row of the backlog as a flight that begins and ends now."""
+def _unstarted(pulled: Pulled) -> StartedRow:
+    """A row of the backlog as one that starts and ends now."""
     now = time.monotonic()
     try:
         request = _decoded(pulled)
     except WireError:
-        return Flight(pulled.lease, "", "chat", now, math.inf)
-    return Flight(pulled.lease, request.custom_id, request.endpoint, now, math.inf)
+        return StartedRow(pulled.lease, "", "chat", now, math.inf)
+    return StartedRow(pulled.lease, request.custom_id, request.endpoint, now, math.inf)

@@ -1,14 +1,15 @@
-"""Between the queue and the engine: takes runs of jobs, hands them over, gives some back.
+"""Between the queue and the engine: pulls runs of jobs, hands rows over, gives some jobs back.
 
-``dispatch`` says how many; here it is done. Jobs that the engine has no room for yet wait in the
-flights' backlog, leased and renewed like all others.
+``dispatch`` says how many. Jobs that the engine has no room for yet wait in the backlog; their
+leases are renewed like all others.
 
-Rows that a worker had begun when it died are *suspects*: one of them may have killed it. Those of
-one death run together, apart from all others (``lua/suspects.lua``). A worker that holds nothing
-takes what comes first, and of suspects their group, and nothing beside it until all of it has
-ended. A worker that holds rows passes suspects by and takes what stands behind them: most likely
-one that holds nothing will come, such as the one that is started in place of the dead one. If none
-has come within ``APART_PATIENCE_SECONDS``, one worker takes no more until it holds nothing.
+Rows that had begun on a worker when it died are *suspects*: one of them may have killed it. The
+rows of one death run together, and beside no others (``lua/suspects.lua``). A worker that holds no
+job takes whatever is first in the queue. If that is a suspect, it takes the suspect's group, and
+nothing else until the whole group has ended. A worker that holds jobs passes suspects over and
+takes the jobs behind them. Most likely a worker that holds none will come, such as the one that
+replaces the dead worker. If none has come within ``APART_WAIT_SECONDS``, one worker takes no more
+jobs until it holds none.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from batchkv_producer.wire.transitions import Ending, Held, Run
+from batchkv_producer.wire.transitions import JobLease, Run
 from batchkv_worker.engine.thread import EngineThread
 from batchkv_worker.queue import dispatch
-from batchkv_worker.queue.background import Beside
-from batchkv_worker.queue.in_flight import Flights
-from batchkv_worker.queue.passed_over import Passing
+from batchkv_worker.queue.background import ServeEngineUntil
+from batchkv_worker.queue.model_watch import ModelWatch
+from batchkv_worker.queue.passed_over import PassedOver
 from batchkv_worker.queue.redis_side import Poll, RedisSide
+from batchkv_worker.queue.state import WorkerState
 
 IDLE_WAIT_SECONDS = 1  # how long the server holds our question while the queue is empty
 EMPTY_QUEUE_SECONDS = 0.1  # how soon to ask again while rows are decoding
-APART_PATIENCE_SECONDS = 60.0  # how long suspects wait for a worker that holds nothing
+APART_WAIT_SECONDS = 60.0  # how long suspects wait for a worker that holds nothing
 PASSED_SECONDS = 1.0  # how soon to ask again when nothing but suspects waits
 BEATEN_SECONDS = 0.05  # how soon to ask again when another worker was faster
 
@@ -44,135 +46,143 @@ class Limits:
 
 
 class Intake:
-    """Fills the engine up from the queue; ``is_open`` is the session's say. Monotonic seconds."""
+    """Keeps the engine filled from the queue. Times are monotonic seconds."""
 
     def __init__(
         self,
         side: RedisSide,
         engine: EngineThread,
-        flights: Flights,
-        endings: list[Ending],
+        state: WorkerState,
         limits: Limits,
         prefetch: int,
-        beside: Beside,
+        serve_engine_until: ServeEngineUntil,
     ) -> None:
         self._side = side
         self._engine = engine
-        self._flights = flights
-        self._endings = endings
+        self._state = state
+        self._in_flight = state.in_flight
         self._limits = limits
         self._prefetch = prefetch
-        self._beside = beside
-        self.is_open = False  # the engine is ready, RQ is not suspended, nobody asked to stop
+        self._serve_engine_until = serve_engine_until
         self.is_exhausted = False  # the last pull found nothing
         self.num_taken = 0
-        self.next_pull = 0.0
+        self._next_pull = 0.0
         self._is_apart = False  # the last pull brought suspects
-        self._is_draining = False  # no more is taken before the suspects that were passed by
-        self._passed_since = math.inf  # monotonic seconds
+        self._is_draining = False  # no job is taken before the suspects that were passed over
+        self._passed_since = math.inf
         self._lengths: tuple[int, ...] = (0, 0, 0)  # of the queue's lists, by priority
         self._num_workers = 1
-        self._passing = Passing(engine, beside)
+        self._passed_over = PassedOver()
+        self._model_watch = ModelWatch()
         self._idle_since: float | None = None
 
-    def look(self, poll: Poll) -> None:
-        """What the queue looks like now; give back what is in the way of more urgent jobs, or what
-        others could do, if they may be idle."""
-        if self._passing.is_news(self._lengths, poll.lengths):
-            self.next_pull = 0.0
+    def note_poll(self, poll: Poll) -> None:
+        """Give back jobs when more urgent ones wait, or when other workers may be idle."""
+        if self._passed_over.is_news(self._lengths, poll.lengths):
+            self.pull_now()
         self._lengths, self._num_workers = poll.lengths, poll.num_workers
-        if dispatch.must_yield(self._flights.backlog_rank, self._ours):
-            self._release(self._flights.num_waiting)
-            self.next_pull = 0.0
+        if dispatch.must_yield(self._in_flight.backlog_rank, self._ours):
+            self._release(self._in_flight.num_waiting)
+            self.pull_now()
         self._release(dispatch.jobs_to_return(self._view()))
         self._recall()
-        self._look_at_suspects()
+        self._check_suspects()
 
     def _recall(self) -> None:
-        """Ask the engine for rows that only wait in it, and that others are to do, or to go before.
+        """Ask the engine for rows that only wait in it: others are more urgent, or others are idle.
 
         Rows that run apart stay together.
         """
         if self._is_apart:
             return
         first = next((rank for rank, length in enumerate(self._ours) if length), None)
-        if first is not None and (later := self._flights.started_below(first)):
+        if first is not None and (later := self._in_flight.started_below(first)):
             self._engine.recall(later, len(later))
-            self.next_pull = 0.0
+            self.pull_now()
         elif count := dispatch.jobs_to_recall(self._view()):
-            self._engine.recall([lease.job_id for lease in self._flights.started], count)
+            self._engine.recall([lease.job_id for lease in self._in_flight.started], count)
 
     def return_recalled(self) -> None:
-        """Give back what the engine has forgotten."""
-        if leases := self._flights.recalled:
+        """Give back the rows that the engine has let go."""
+        if leases := self._in_flight.recalled:
             self._give_back(leases)
 
-    def _look_at_suspects(self) -> None:
-        """Make room for those that have waited too long, unless others do, or took them."""
+    def _check_suspects(self) -> None:
+        """Make room for suspects that have waited too long, unless another worker does."""
         if self._is_draining:
-            if self._flights and not self._beside(self._side.is_next_suspect):
+            if self._in_flight and not self._serve_engine_until(self._side.is_next_suspect):
                 self._end_draining()
-        elif time.monotonic() - self._passed_since >= APART_PATIENCE_SECONDS:
-            self._is_draining = self._beside(self._side.claim_suspects)
+        elif time.monotonic() - self._passed_since >= APART_WAIT_SECONDS:
+            self._is_draining = self._serve_engine_until(self._side.claim_suspects)
 
     def _end_draining(self) -> None:
         if self._is_draining:
             self._is_draining = False
             self._passed_since = math.inf
-            self._beside(self._side.release_suspects)
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether the model on the disk is another now: the worker is to be started again."""
-        return self._passing.is_outdated
+            self._serve_engine_until(self._side.release_suspects)
 
     @property
     def _ours(self) -> tuple[int, ...]:
-        """The lengths of the queue's lists, less what is known to be for other workers."""
-        return self._passing.ours(self._lengths)
+        """The lengths of the queue's lists, less the jobs that are known to be for others."""
+        return self._passed_over.ours(self._lengths)
+
+    def pull_at(self) -> float:
+        """When to pull jobs; infinity when none are wanted."""
+        return self._next_pull if self.wants_jobs() else math.inf
+
+    def pull_now(self) -> None:
+        """Pull without a pause: something has changed."""
+        self._next_pull = 0.0
 
     def wants_jobs(self) -> bool:
-        """Whether to pull now or at ``next_pull``.
+        """Whether to pull, now or after a pause.
 
-        Not for every single row that ends: half of what waits in the engine may run out first, so
-        that a round trip brings several jobs. Jobs of high priority are not kept waiting for that.
+        Not for every single row that ends: half of the rows that wait in the engine may run out
+        first, so that a round trip brings several jobs. Jobs of high priority do not wait for that.
         """
         view = self._view()
         few = min(view.ahead, self._engine.max_in_flight) // 2 if not self._ours[0] else 1
-        return self._wanted() > 0 and (not self._flights or view.room >= few)
+        return self._wanted() > 0 and (not self._in_flight or view.room >= few)
 
     def refill(self) -> None:
-        """Pull what is wanted, and start what the engine has room for.
+        """Pull jobs, and start as many rows as the engine has room for.
 
-        What was pulled is in the flights before Redis is asked anything else: should that fail,
-        nothing is forgotten.
+        Pulled jobs are in flight before Redis is asked anything else: should that fail, nothing is
+        forgotten.
         """
         self._side.return_unanswered()  # it may be all that there is to wait for
-        if not self._flights and not self._limits.burst and self.is_exhausted:
+        if not self._in_flight and not self._limits.burst and self.is_exhausted:
             self._idle()
             self._lengths = self._side.wait_for_job(IDLE_WAIT_SECONDS)
             if not any(self._lengths):
                 return
-        run = self._beside(self._pull())
+        run = self._serve_engine_until(self._pull())
         now = time.monotonic()
         self._lengths = run.lengths
-        self._passing.note(run)
-        self.is_exhausted = not (run.jobs or run.num_passed or self._passing.may_find_more(run))
+        self._passed_over.note(run)
+        may_find_more = self._passed_over.may_find_more(run)
+        self.is_exhausted = not (run.jobs or run.num_passed or may_find_more)
         self._is_apart = run.is_apart
         if not run.jobs:
-            pause = PASSED_SECONDS if run.num_passed else EMPTY_QUEUE_SECONDS
-            usual = pause if self._flights else BEATEN_SECONDS
-            self.next_pull = now + self._passing.pause(run, usual)
+            self._next_pull = now + self._pause(run)
             self._note_passed(run)
             return
-        self.next_pull = 0.0 if run.num_queued else now + EMPTY_QUEUE_SECONDS
-        self._flights.hold(run.jobs)
+        self._next_pull = 0.0 if run.num_queued else now + EMPTY_QUEUE_SECONDS
+        self._in_flight.hold(run.jobs)
         self.num_taken += len(run.jobs)
         self.feed()
-        if self._flights:
+        if self._in_flight:
             self._idle_since = None
             self._side.set_state("busy")
         self._note_passed(run)
+
+    def _pause(self, run: Run) -> float:
+        """How long to wait after a pull that brought no job, in seconds."""
+        usual = PASSED_SECONDS if run.num_passed else EMPTY_QUEUE_SECONDS
+        if self._passed_over.are_all_others(run) and self._model_watch.is_due:
+            self._model_watch.note(self._serve_engine_until(self._engine.has_changed))
+            self._state.is_outdated = self._model_watch.has_changed
+        return self._passed_over.pause(run, usual if self._in_flight else BEATEN_SECONDS)
 
     def _note_passed(self, run: Run) -> None:
         if run.is_apart or not run.num_passed:
@@ -182,41 +192,35 @@ class Intake:
             self._passed_since = time.monotonic()
 
     def feed(self) -> None:
-        """Start rows of the backlog. Those that cannot be run at all are added to the endings."""
+        """Start rows of the backlog. A row that cannot run at all becomes a result."""
         while count := dispatch.jobs_to_start(self._view()):
-            items = self._flights.start(count)
-            self._endings += [item for item in items if isinstance(item, Ending)]
-            self._engine.add([item for item in items if not isinstance(item, Ending)])
+            self._engine.add(self._state.start(count))
 
     def close(self) -> None:
         """Nothing may be started: give the backlog back."""
-        self._release(self._flights.num_waiting)
+        self._release(self._in_flight.num_waiting)
         self._end_draining()
 
     def _pull(self) -> Callable[[], Run]:
-        """The question for jobs, as things stand now."""
+        """The call that asks for jobs, for the present state."""
         view = self._view()
         return partial(
             self._side.pull,
             self._wanted(),
             self._num_workers,
             num_begin=self._within_limit(max(0, view.room - view.backlog)),
-            may_be_apart=not self._holds_any(),
+            may_be_apart=not self._state.holds_jobs,
         )
 
-    def _holds_any(self) -> bool:
-        """Whether Redis thinks that we hold rows: what has ended may not be stored yet."""
-        return bool(self._flights or self._endings)
-
     def _release(self, count: int) -> None:
-        """Give back the last of the backlog. They are ours until the server has them."""
+        """Give back the last jobs of the backlog. They are ours until the server has them."""
         if count > 0:
-            self._give_back(self._flights.backlog[-count:])
+            self._give_back(self._in_flight.backlog[-count:])
 
-    def _give_back(self, leases: list[Held]) -> None:
+    def _give_back(self, leases: list[JobLease]) -> None:
         self._side.give_back(leases, died=False)
         for lease in leases:
-            self._flights.drop(lease.job_id)
+            self._in_flight.drop(lease.job_id)
         self.num_taken -= len(leases)
         self.is_exhausted = False  # a burst does not end before somebody took them
 
@@ -229,7 +233,7 @@ class Intake:
     def is_spent(self) -> bool:
         """Whether a worker with nothing in flight may end."""
         limits = self._limits
-        if self.is_outdated:
+        if self._state.is_outdated:
             return True
         if limits.max_jobs is not None and self.num_taken >= limits.max_jobs:
             return True
@@ -243,17 +247,17 @@ class Intake:
         return dispatch.View(
             slots=self._engine.max_in_flight - self._prefetch,
             prefetch=self._prefetch,
-            num_started=self._flights.num_started,
-            backlog=self._flights.num_waiting,
+            num_started=self._in_flight.num_started,
+            backlog=self._in_flight.num_waiting,
             queued=dispatch.queued_first(self._ours),
             num_workers=self._num_workers,
         )
 
     def _wanted(self) -> int:
         """How many jobs to ask for now, 0 for not to ask."""
-        if not self.is_open:
+        if not self._state.may_start:
             return 0
-        if (self._is_apart or self._is_draining) and self._holds_any():
+        if (self._is_apart or self._is_draining) and self._state.holds_jobs:
             return 0
         return max(0, self._within_limit(dispatch.jobs_to_take(self._view())))
 

@@ -1,8 +1,9 @@
-"""What some worker must do for a queue now and then: take back, heal, forget.
+"""Maintenance of a queue: take back lapsed jobs, give rows their error, drop old entries.
 
-Run by one worker in each interval, under a short lock of our own: RQ's lives for 15 minutes, and a
-worker that dies inside it would stop all cleaning for as long. It is done in steps, between which
-the worker renews its own leases and stores what has ended, however much there is to clean.
+One worker does it in each interval, under a short lock of our own. RQ's lock lives for 15 minutes,
+and a worker that dies while it has it would stop all maintenance for as long. A round is made of
+short steps. Between them the worker renews its leases and stores results, however much there is to
+do.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rq.serializers import JSONSerializer
 from rq.worker_registration import clean_worker_registry
 
 from batchkv_producer.errors import NotFoundError, WireError
-from batchkv_producer.manage.reconcile import Tender, find_lost, settle_lost
+from batchkv_producer.manage.reconcile import Reconciler, find_lost, settle_lost
 from batchkv_producer.monitor.status import BatchStatus, read_batches
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import MAX_JOB_BYTES, ErrorCode, Result, decode_job, encode_result
@@ -41,10 +42,10 @@ _REASONS = {
 
 
 class Maintenance:
-    """One queue's cleaning; remembers how far it has looked through registries and batches.
+    """One queue's maintenance. It remembers how far it has come in registries and batches.
 
-    A round takes as long as there is something to do, and no longer than it holds its lock; it is
-    made of short steps. ``lease_seconds``: those of this worker's own leases.
+    A round ends when nothing is left to do, or when its lock expires. ``lease_seconds`` are those
+    of this worker's own leases.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Maintenance:
         self._lease_seconds = lease_seconds
         self._moves = Transitions(connection)
         self._offsets = dict.fromkeys(_REASONS, 0)
-        self._tender = Tender(connection)
+        self._reconciler = Reconciler(connection)
         self._batch_offset = 0
         self._audited, self._audited_lines = "", 0  # a batch, and how many of its lines
         self._clock = ServerClock(lease_seconds)
@@ -65,7 +66,7 @@ class Maintenance:
         self._ended_at = 0.0  # the last round, in monotonic seconds
 
     def run(self, interval_seconds: float) -> bool:
-        """A whole round, unless another worker cleaned in this interval; whether we did."""
+        """Do a whole round, unless another worker did in this interval; whether we did."""
         has_begun = self.begin(interval_seconds)
         while has_begun and not self.go_on(interval_seconds):
             pass
@@ -94,7 +95,7 @@ class Maintenance:
         return True
 
     def go_on(self, seconds: float) -> bool:
-        """Clean for so long, or for one step; whether the round is over. Raises RedisError."""
+        """Work for so long, or one step; whether the round is over. Raises RedisError."""
         until = time.monotonic() + seconds
         for _ in self._round:
             if time.monotonic() >= until:
@@ -113,24 +114,24 @@ class Maintenance:
         yield
         for kind in _REASONS:
             yield from self._heal(kind)
-        self._forget()
+        self._drop_expired()
         # RQ's Queue knows the key of the set of its workers; the serializer is never used here.
         clean_worker_registry(
             Queue(self._queue, connection=self._connection, serializer=JSONSerializer)
         )
         yield
-        batches, self._batches = self._batches or self._tend(), None
+        batches, self._batches = self._batches or self._reconcile(), None
         while time.monotonic() < until:
             if next(batches, _OVER) is _OVER:
                 return
             yield
         self._batches = batches
 
-    def _tend(self) -> Iterator[None]:
-        """Look after the batches of the queue, a page of all batches in turn.
+    def _reconcile(self) -> Iterator[None]:
+        """Reconcile the queue's batches with Redis, a page of all batches in turn.
 
-        Beside what a batch asks for itself, some of the lines of one that is open are looked at:
-        while others keep the queue full, nothing else tells that its jobs were deleted.
+        Some lines of one open batch are checked as well. While other batches keep the queue full,
+        nothing else shows that its jobs were deleted.
         """
         for _ in self._moves.copies(self._queue):
             yield
@@ -144,7 +145,7 @@ class Maintenance:
             for status in self._readable(page):
                 if status.queue == self._queue:
                     with suppress(NotFoundError):
-                        for _ in self._tender.steps(status):
+                        for _ in self._reconciler.steps(status):
                             yield
                     if status.is_submitted and not (status.is_done or status.is_forgotten):
                         is_open.append(status)
@@ -152,17 +153,17 @@ class Maintenance:
         self._audit(is_open)
 
     def _readable(self, batch_ids: Sequence[str]) -> list[BatchStatus]:
-        """The batches that are there, without those that somebody else wrote into."""
+        """The batches that exist, without those that cannot be read."""
         try:
             return read_batches(self._connection, batch_ids)
         except WireError as fault:
             if len(batch_ids) == 1:
-                log.warning("a batch is not looked after: %s", fault)
+                log.warning("a batch is left out of the maintenance: %s", fault)
                 return []
             return [found for one in batch_ids for found in self._readable([one])]
 
     def _audit(self, open_batches: Sequence[BatchStatus]) -> None:
-        """Look at some lines of the batch whose turn it is; a file's blank lines are no rows."""
+        """Check some lines of the batch whose turn it is. Only files without blank lines are."""
         whole = [status for status in open_batches if status.total == status.last_line]
         status = next((s for s in whole if s.batch_id == self._audited), None)
         if status is None or self._audited_lines >= status.last_line:
@@ -178,7 +179,7 @@ class Maintenance:
                 log.warning("gave %d rows their error row: their jobs were deleted", num_lost)
 
     def _heal(self, kind: str) -> Iterator[None]:
-        """Give ids that stock tools or ``reap`` failed or canceled their row.
+        """Store an error for jobs that RQ's tools or ``reap`` failed or canceled.
 
         The newest page each time, and one older page in turn, so that no registry costs more.
         """
@@ -238,8 +239,8 @@ class Maintenance:
         found = pipeline.execute() if ours else []
         return [job_id for (job_id, _), there in zip(ours, found, strict=True) if not there]
 
-    def _forget(self) -> None:
-        """Drop what RQ's registries should have forgotten by now, by the server's clock."""
+    def _drop_expired(self) -> None:
+        """Drop entries of RQ's registries that have expired, by the server's clock."""
         now: Any = self._connection.time()
         pipeline = self._connection.pipeline(transaction=False)
         for kind in ("finished", "failed", "canceled"):

@@ -15,7 +15,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.maker import NOBODY, Maker
 from batchkv_producer.wire.suspects import is_suspect
-from batchkv_producer.wire.transitions import Ending, Held, Run, Transitions, iso_now
+from batchkv_producer.wire.transitions import JobLease, JobResult, Run, Transitions, iso_now
 from batchkv_worker.queue.maintenance import Maintenance
 from batchkv_worker.settings import WorkerSettings
 from batchkv_worker.trace import IDLE, MAIN, REDIS
@@ -125,7 +125,7 @@ class RedisSide:
             found = [match for match in map(_LEASE.fullmatch, members) if match is not None]
             lost = [match for match in found if match[2].decode() == self._moves.pull_prefix]
             lost.sort(key=lambda match: int(match[3]))
-            leases = [Held(m[1].decode(), f"{m[2].decode()}-{m[3].decode()}") for m in lost]
+            leases = [JobLease(m[1].decode(), f"{m[2].decode()}-{m[3].decode()}") for m in lost]
             self._moves.give_back(self._queue, leases)
             self._is_unanswered = False
 
@@ -148,11 +148,11 @@ class RedisSide:
         (found,) = pipeline.execute(raise_on_error=False)  # the key may be of another type
         return isinstance(found, list) and is_suspect(*found)
 
-    def finish(self, endings: Sequence[Ending], begun: Sequence[Held]) -> list[str]:
+    def finish(self, endings: Sequence[JobResult], begun: Sequence[JobLease]) -> list[str]:
         """See Transitions.finish."""
         return self._moves.finish(self._queue, self._worker, endings, begun, self.maker)
 
-    def give_back(self, held: Sequence[Held], *, died: bool) -> int:
+    def give_back(self, held: Sequence[JobLease], *, died: bool) -> int:
         """See Transitions.give_back."""
         return self._moves.give_back(self._queue, held, died=died)
 
@@ -160,7 +160,7 @@ class RedisSide:
         """Write (job id, canceled result) rows that have no result yet."""
         self._moves.settle(self._queue, "canceled", rows)
 
-    def poll(self, held: Sequence[Held]) -> Poll:
+    def poll(self, held: Sequence[JobLease]) -> Poll:
         """Look, in one round trip and without writing, whether our leases are still ours."""
         pipeline = self._connection.pipeline(transaction=False)
         pipeline.exists(SUSPENDED_KEY)
@@ -182,7 +182,7 @@ class RedisSide:
         self._connection.hset(redis_keys.worker(self._worker), mapping=fields)
 
     def beat(
-        self, held: Sequence[Held], busy_seconds: float, fields: Mapping[Any, Any] | None = None
+        self, held: Sequence[JobLease], busy_seconds: float, fields: Mapping[Any, Any] | None = None
     ) -> list[str]:
         """Prolong the leases and the worker's own record; the ids of jobs that are lost.
 

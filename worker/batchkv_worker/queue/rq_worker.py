@@ -32,7 +32,7 @@ from batchkv_producer.local.presence import Presence, bury_dead
 from batchkv_worker.engine.thread import EngineThread
 from batchkv_worker.errors import SettingsError, WorkerError
 from batchkv_worker.events import EngineLike
-from batchkv_worker.queue.in_flight import Flights
+from batchkv_worker.queue.in_flight import InFlight
 from batchkv_worker.queue.intake import Limits
 from batchkv_worker.queue.redis_side import RedisSide, is_outage
 from batchkv_worker.queue.session import Session
@@ -46,8 +46,9 @@ from batchkv_worker.queue.startup import (
     spell_out_logs,
     start_trace,
 )
+from batchkv_worker.queue.state import WorkerState
 from batchkv_worker.queue.stop import StopRequest
-from batchkv_worker.queue.worker_record import what_we_are
+from batchkv_worker.queue.worker_record import constant_fields
 from batchkv_worker.settings import WorkerSettings, unknown_variables
 from batchkv_worker.trace import close_trace
 
@@ -135,13 +136,13 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             exit_with(fault)
         for warning in unknown_variables(os.environ):
             self.log.warning(warning)
-        flights = Flights(settings.model, self.name)
+        state = WorkerState(InFlight(settings.model, self.name), self._stop)
         limits = Limits(burst, max_jobs, max_idle_time)
         presence = Presence(
             self.connection, self.name, self.queues[0].name, settings.heartbeat_seconds
         )
         side = self._redis_side(settings, presence)
-        session = self._session = Session(side, engine, flights, settings, self._stop, limits)
+        session = self._session = Session(side, engine, state, settings, limits)
         with self._signal_handlers():
             try:
                 engine.start()
@@ -156,7 +157,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
 
     @contextmanager
     def _signal_handlers(self) -> Iterator[None]:
-        """RQ's handlers for the length of the work, then those that were there before."""
+        """RQ's handlers while we work, then the former ones again."""
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         self._install_signal_handlers()
         try:
@@ -212,7 +213,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
     # -- what RQ calls ------------------------------------------------------------------------
 
     def _set_connection(self, connection: Redis) -> Redis:
-        """No call hangs for minutes, none is silently repeated: the session does the waiting."""
+        """No call hangs for minutes or is silently repeated: the session waits instead."""
         pool = connection.connection_pool
         pool.connection_kwargs.update(
             socket_timeout=SOCKET_TIMEOUT_SECONDS, health_check_interval=30
@@ -234,7 +235,9 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
         except ValueError as fault:
             message = f"--name {self.name}: a worker of that name lives, or died a minute ago"
             raise SettingsError(message) from fault
-        self.connection.hset(self.key, mapping=what_we_are())  # until the first heartbeat says all
+        self.connection.hset(
+            self.key, mapping=constant_fields()
+        )  # the first heartbeat adds the others
 
     def request_stop(self, signum: int, frame: object) -> None:
         """SIGINT, SIGTERM: only a flag."""
@@ -264,7 +267,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
         super()._pubsub_exception_handler(exc, pubsub, pubsub_thread)
 
     def unsubscribe(self) -> None:
-        """As RQ does, but the thread is told first, so that leaving takes no second."""
+        """As RQ does, but the thread is stopped first, so that leaving takes no second."""
         if self.pubsub_thread is not None and self.pubsub is not None:
             self.pubsub_thread.stop()
             self.pubsub.unsubscribe()
@@ -272,7 +275,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             self.pubsub.close()
 
     def teardown(self) -> None:
-        """Sign off; a server that is away does not keep us."""
+        """Sign off. A server that is away does not delay the end."""
         try:
             super().teardown()
         except RedisError as fault:

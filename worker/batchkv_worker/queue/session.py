@@ -1,8 +1,8 @@
-"""The main loop: between the queue and the engine, until it is asked to stop.
+"""The main loop of a worker: between the queue and the engine, until it is asked to stop.
 
-Each turn takes what the engine has to say, then does its business with Redis in one go: finish what
-ended, stop what was canceled, look after the leases, fill up. While Redis is slow to answer (see
-``beside``) or away only the first half runs, and what ended waits in a list.
+Each turn serves the engine first: it handles the engine's events and hands it rows. Then it makes
+one exchange with Redis: store results, cancel rows, renew leases, pull jobs. While Redis is slow
+(see ``background``) or away the engine is still served, and results are kept in a list.
 """
 
 from __future__ import annotations
@@ -13,66 +13,64 @@ import time
 from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from redis.exceptions import RedisError
 
-from batchkv_producer.wire.transitions import Ending, Held
+from batchkv_producer.wire.transitions import JobLease
 from batchkv_worker.engine.thread import EngineThread, LoadFailed, Notice, Ready
 from batchkv_worker.errors import EXIT_ENGINE_DIED, EXIT_ENGINE_HUNG, EXIT_MODEL_CHANGED
 from batchkv_worker.events import Completed, EngineDied, Recalled, Rejected
-from batchkv_worker.queue.background import Beside
-from batchkv_worker.queue.in_flight import Flights
+from batchkv_worker.queue.background import Background
 from batchkv_worker.queue.intake import Intake, Limits
 from batchkv_worker.queue.redis_side import FINISH_GROUP, RedisSide, is_outage
-from batchkv_worker.queue.stop import StopRequest
-from batchkv_worker.queue.timers import Outage, Timer, Watchdog
-from batchkv_worker.queue.worker_record import Telling
+from batchkv_worker.queue.state import WorkerState
+from batchkv_worker.queue.timers import RedisOutage, Timer
+from batchkv_worker.queue.watchdog import Watchdog
+from batchkv_worker.queue.worker_record import WorkerRecord
 from batchkv_worker.settings import WorkerSettings
 
 log = logging.getLogger("batchkv.worker")
 
 TURN_SECONDS = 1.0  # the longest wait of one turn
-POLL_SECONDS = 1.0  # how often to look whether a lease was lost
+POLL_SECONDS = 1.0  # how often to check whether a lease was lost
 OTHERS_SECONDS = 15.0  # by when after an outage every worker has noticed that Redis is back
-MAINTENANCE_SECONDS = 0.5  # of cleaning in one turn; the rest comes with the next ones
+MAINTENANCE_SECONDS = 0.5  # of maintenance in one turn; the rest follows in later turns
 LEAVE_SECONDS = 5.0  # how long to try to give jobs back when Redis is away
+
+T = TypeVar("T")
 
 
 class Session:
-    """All the mutable state of the main thread, in parts: flights, intake, clocks, lists."""
+    """Runs the main thread. What it shares with the intake is in ``state``."""
 
     def __init__(
         self,
         side: RedisSide,
         engine: EngineThread,
-        flights: Flights,
+        state: WorkerState,
         settings: WorkerSettings,
-        stop: StopRequest,
         limits: Limits,
         hard_exit: Callable[[int], object] = os._exit,
     ) -> None:
         self._side = side
         self._engine = engine
-        self._flights = flights
+        self._state = state
+        self._in_flight = state.in_flight
+        self._stop = state.stop
         self._settings = settings
-        self._stop = stop
         self._hard_exit = hard_exit
-        self._endings: list[Ending] = []
-        self._beside = Beside(engine.wake, lambda: self._tend_engine(TURN_SECONDS))
+        self._background = Background(engine.wake)
         self._intake = Intake(
-            side, engine, flights, self._endings, limits, settings.rows_ahead, self._beside
+            side, engine, state, limits, settings.rows_ahead, self._serve_engine_until
         )
-        self._telling = Telling(settings, engine, flights, self._publish)
-        self._outage = Outage()
+        self._record = WorkerRecord(settings, engine, state.in_flight, self._publish)
+        self._outage = RedisOutage()
         self._watchdog = Watchdog(settings)
         self._poll_timer = Timer(min(POLL_SECONDS, settings.heartbeat_seconds))
-        self._beat_timer = Timer(settings.heartbeat_seconds)
+        self._heartbeat_timer = Timer(settings.heartbeat_seconds)
         self._maintenance_timer = Timer(settings.maintenance_seconds)
-        self._canceled: list[tuple[str, bytes]] = []
         self._wanted_cancels: SimpleQueue[str] = SimpleQueue()
-        self._is_ready = False
-        self._is_suspended = True  # until the first look
-        self._death: str | None = None
         self._last_turn = time.monotonic()
         self._busy_seconds = 0.0
 
@@ -89,53 +87,55 @@ class Session:
     def run(self) -> int:
         """Work until told to stop or out of work; the exit code. May raise WorkerError."""
         while not self._is_over():
-            self._tend_engine(self._patience())
+            self._serve_engine(self._wait_seconds())
             self._outage.attempt(self._exchange)
         return self.leave()
 
     def leave(self) -> int:
-        """Store what has ended and give back the rest; the exit code. Tries for a while."""
-        self._tell_stop()
+        """Store results and give back the other jobs; the exit code. Tries for a while."""
+        self._report_stop()
         self._engine.stop()
         self._watchdog.disarm()
-        self._beside.close()
-        in_haste = self._stop.is_cold or self._stop.is_orphaned or not self._endings
-        patience = LEAVE_SECONDS if in_haste else float(self._settings.lease_seconds)
-        deadline = time.monotonic() + patience
+        self._background.close()
+        in_haste = self._stop.is_cold or self._stop.is_orphaned or not self._state.results
+        seconds = LEAVE_SECONDS if in_haste else float(self._settings.lease_seconds)
+        deadline = time.monotonic() + seconds
         while not self._try_to_leave(deadline):
             time.sleep(0.2)
-        if self._death is None:
+        fault = self._state.engine_fault
+        if fault is None:
             is_asked = self._stop.is_asked
-            return EXIT_MODEL_CHANGED if self._intake.is_outdated and not is_asked else 0
-        log.critical("the engine died (%s); its jobs went back to the queue", self._death)
+            return EXIT_MODEL_CHANGED if self._state.is_outdated and not is_asked else 0
+        log.critical("the engine died (%s); its jobs went back to the queue", fault)
         return EXIT_ENGINE_DIED
 
     def _try_to_leave(self, deadline: float) -> bool:
+        has_died = self._state.engine_fault is not None
         try:
             self._finish()
             self._cancel_in_redis()
             self._side.return_unanswered()
-            waiting = self._flights.recalled + self._flights.backlog
-            self._give_back(waiting, died=False)  # they had no part in a death
-            self._give_back(self._flights.started, died=self._death is not None)
+            waiting = self._in_flight.recalled + self._in_flight.backlog
+            self._give_back(waiting, died=False)  # the engine had not begun them
+            self._give_back(self._in_flight.started, died=has_died)
         except RedisError as fault:
             if is_outage(fault) and time.monotonic() < deadline:
                 return False
-            num_left = len(self._flights) + len(self._endings)
+            num_left = len(self._in_flight) + len(self._state.results)
             log.error("%d jobs come back only when their leases lapse: %s", num_left, fault)
         return True
 
-    def _give_back(self, held: list[Held], *, died: bool) -> None:
-        if held:
-            given = self._side.give_back(held, died=died)
-            for lease in held:
-                self._flights.drop(lease.job_id)
-            log.info("gave %d jobs back to the queue", given)
+    def _give_back(self, leases: list[JobLease], *, died: bool) -> None:
+        if leases:
+            num_given = self._side.give_back(leases, died=died)
+            for lease in leases:
+                self._in_flight.drop(lease.job_id)
+            log.info("gave %d jobs back to the queue", num_given)
 
     def _is_over(self) -> bool:
-        if self._death is not None or self._stop.is_cold or self._stop.is_orphaned:
+        if self._state.engine_fault is not None or self._stop.is_cold or self._stop.is_orphaned:
             return True
-        is_empty = not (self._flights or self._endings or self._canceled)
+        is_empty = self._state.is_empty
         if self._stop.warm_since is not None:
             drained_for = time.monotonic() - self._stop.warm_since
             return is_empty or drained_for >= self._settings.drain_seconds
@@ -143,49 +143,52 @@ class Session:
 
     # -- the engine's half of a turn ----------------------------------------------------------
 
-    def _patience(self) -> float:
+    def _wait_seconds(self) -> float:
         """How long this turn may wait for the engine, in seconds."""
         now = time.monotonic()
-        until = min(now + TURN_SECONDS, self._flights.next_deadline)
+        until = min(now + TURN_SECONDS, self._in_flight.next_deadline)
         if self._stop.warm_since is not None:
             until = min(until, self._stop.warm_since + self._settings.drain_seconds)
         if self._outage.is_on:
             return max(0.0, min(until, self._outage.retry_at) - now)
-        flights = self._flights
-        if self._endings or self._canceled or flights.untold or flights.recalled:
+        state, in_flight = self._state, self._in_flight
+        if state.results or state.canceled or in_flight.unreported or in_flight.recalled:
             return 0.0
-        if self._intake.wants_jobs():
-            until = min(until, self._intake.next_pull)
-        timers = (self._poll_timer, self._beat_timer, self._maintenance_timer)
-        return max(0.0, min(until, *(timer.at for timer in timers)) - now)
+        timers = (self._poll_timer, self._heartbeat_timer, self._maintenance_timer)
+        until = min(until, self._intake.pull_at(), *(timer.at for timer in timers))
+        return max(0.0, until - now)
 
-    def _tend_engine(self, patience_seconds: float) -> None:
-        """All but Redis: hear what the engine says, and give it what it has room for."""
-        self._hear(self._engine.notices(patience_seconds))
-        self._telling.log_loading()
-        self._tell_stop()
+    def _serve_engine(self, wait_seconds: float) -> None:
+        """All but Redis: handle the engine's events, and hand it the rows that it has room for."""
+        self._handle(self._engine.notices(wait_seconds))
+        self._record.log_loading()
+        self._report_stop()
         self._cancel_wanted()
-        self._expire()
-        self._start_some()
+        for job_id in self._state.expire(time.monotonic()):
+            self._engine.cancel(job_id)
+        if self._state.may_start:
+            self._intake.feed()
         self._check_engine()
 
-    def _hear(self, notices: list[Notice]) -> None:
+    def _serve_engine_until(self, call: Callable[[], T]) -> T:
+        """Run a call of Redis in the background, and serve the engine until it has answered."""
+        return self._background.run(call, meanwhile=partial(self._serve_engine, TURN_SECONDS))
+
+    def _handle(self, notices: list[Notice]) -> None:
         for notice in notices:
             match notice:
                 case Completed() | Rejected():
                     if isinstance(notice, Completed):
-                        self._telling.count(notice)
-                    ending = self._flights.end(notice)
-                    if ending is not None:
-                        self._endings.append(ending)
+                        self._record.count(notice)
+                    self._state.end(notice)
                 case Ready():
-                    self._is_ready = True
-                    self._side.maker = self._flights.maker = self._engine.maker
+                    self._state.is_ready = True
+                    self._side.maker = self._in_flight.maker = self._engine.maker
                     log.info("the engine is ready: up to %d jobs", self._engine.max_in_flight)
                 case Recalled(job_ids):
-                    self._flights.take_back(job_ids)
+                    self._in_flight.recall(job_ids)
                 case EngineDied(reason):
-                    self._death = reason
+                    self._state.engine_fault = reason
                 case LoadFailed(error):
                     raise error
 
@@ -195,41 +198,24 @@ class Session:
             while True:
                 wanted.append(self._wanted_cancels.get_nowait())
         except Empty:
-            rows = self._flights.cancel(wanted)
-        for job_id, _ in rows:
-            self._engine.cancel(job_id)
-        self._canceled += rows
-
-    def _expire(self) -> None:
-        for ending in self._flights.expire(time.monotonic()):
-            self._engine.cancel(ending.lease.job_id)
-            self._endings.append(ending)
-
-    def _start_some(self) -> None:
-        if self._update_intake():
-            self._intake.feed()
-
-    def _update_intake(self) -> bool:
-        """Whether jobs may be taken and started."""
-        intake, is_well = self._intake, self._is_ready and self._death is None
-        is_barred = self._is_suspended or self._intake.is_outdated or self._stop.is_asked
-        intake.is_open = is_well and not is_barred
-        return intake.is_open
+            for job_id in self._state.cancel(wanted):
+                self._engine.cancel(job_id)
 
     def _check_engine(self) -> None:
+        state = self._state
         if self._engine.has_ended:
-            self._hear(self._engine.notices(0))  # its last words, if any
-            self._death = self._death or "its thread ended"
+            self._handle(self._engine.notices(0))  # its last events, if any
+            state.engine_fault = state.engine_fault or "its thread ended"
         now = time.monotonic()
-        if self._flights.num_started:
+        if self._in_flight.num_started:
             self._busy_seconds += now - self._last_turn
         self._last_turn = now
         self._watchdog.arm()
-        has_work = not self._is_ready or self._flights.num_started > 0
-        if self._death is None and self._watchdog.is_hung(self._engine.num_steps, has_work):
-            job_ids = [lease.job_id for lease in self._flights.started]
+        has_work = not state.is_ready or self._in_flight.num_started > 0
+        if state.engine_fault is None and self._watchdog.is_hung(self._engine.num_steps, has_work):
+            job_ids = [lease.job_id for lease in self._in_flight.started]
             self._watchdog.dump(self._engine.report(), job_ids)
-            self._death = "it hung"
+            state.engine_fault = "it hung"
             self.leave()
             self._hard_exit(EXIT_ENGINE_HUNG)
 
@@ -238,73 +224,74 @@ class Session:
     def _exchange(self) -> None:
         now = time.monotonic()
         if self._outage.seconds > self._settings.lease_seconds - self._settings.heartbeat_seconds:
-            # Leases lapsed meanwhile, and their holders may be a moment behind us.
+            # Leases lapsed in the outage. Their holders may notice its end a moment after us.
             self._maintenance_timer.at = max(self._maintenance_timer.at, now + OTHERS_SECONDS)
         self._finish()
         self._cancel_in_redis()
         self._intake.return_recalled()
-        self._telling.look()
+        self._record.update()
         if self._poll_timer.is_due(now):
             self._poll()
             self._poll_timer.restart(now)
-        if self._beat_timer.is_due(now):
-            self._beat()
-            self._beat_timer.restart(now)
+        if self._heartbeat_timer.is_due(now):
+            self._renew_leases()
+            self._heartbeat_timer.restart(now)
         if self._maintenance_timer.is_due(now):
-            is_over = self._beside(partial(self._side.maintain, MAINTENANCE_SECONDS))
-            if is_over:
+            maintain = partial(self._side.maintain, MAINTENANCE_SECONDS)
+            if self._serve_engine_until(maintain):
                 self._maintenance_timer.restart(now)
-        if not self._update_intake():
+        if not self._state.may_start:
             self._intake.close()
-        if self._intake.wants_jobs() and time.monotonic() >= self._intake.next_pull:
+        if time.monotonic() >= self._intake.pull_at():
             self._intake.refill()
 
     def _finish(self) -> None:
-        """Store what has ended, and tell in the same call which rows have begun since."""
-        while self._endings or self._flights.untold:
-            group, begun = self._endings[:FINISH_GROUP], self._flights.untold[:FINISH_GROUP]
-            verdicts = self._beside(partial(self._side.finish, group, begun))
-            del self._endings[: len(group)]
-            self._flights.note_told(begun)
+        """Store results. The same call says which other jobs have begun since the last one."""
+        while self._state.results or self._in_flight.unreported:
+            group = self._state.results[:FINISH_GROUP]
+            begun = self._in_flight.unreported[:FINISH_GROUP]
+            verdicts = self._serve_engine_until(partial(self._side.finish, group, begun))
+            self._state.note_stored(len(group))
+            self._in_flight.note_reported(begun)
             num_dropped = len(verdicts) - verdicts.count("ok")
             if num_dropped:
                 log.info("%d results dropped: their jobs were taken over or ended", num_dropped)
-            if not self._flights:
-                self._intake.next_pull = 0.0
+            if not self._in_flight:
+                self._intake.pull_now()
 
     def _cancel_in_redis(self) -> None:
-        if self._canceled:
-            self._side.cancel(self._canceled)
-            self._canceled.clear()
+        if rows := self._state.canceled[:]:
+            self._side.cancel(rows)
+            self._state.note_canceled(len(rows))
 
     def _poll(self) -> None:
-        poll = self._beside(partial(self._side.poll, self._flights.leases))
-        self._forget(poll.lost)
-        self._is_suspended = poll.is_suspended
-        self._intake.look(poll)
-        if poll.is_suspended and not self._flights:
+        poll = self._serve_engine_until(partial(self._side.poll, self._in_flight.leases))
+        self._drop(poll.lost)
+        self._state.is_suspended = poll.is_suspended
+        self._intake.note_poll(poll)
+        if poll.is_suspended and not self._in_flight:
             self._intake.suspend()
 
-    def _beat(self) -> None:
+    def _renew_leases(self) -> None:
         busy, self._busy_seconds = self._busy_seconds, 0.0
         try:
-            fields = self._telling.fields()
-            beat = partial(self._side.beat, self._flights.leases, busy, fields)
-            self._forget(self._beside(beat))
+            fields = self._record.fields()
+            beat = partial(self._side.beat, self._in_flight.leases, busy, fields)
+            self._drop(self._serve_engine_until(beat))
         except RedisError:
             self._busy_seconds += busy
             raise
 
-    def _tell_stop(self) -> None:
+    def _report_stop(self) -> None:
         if self._stop.is_asked and not self._stop.is_orphaned:
-            self._telling.stop()
+            self._record.stop()
 
     def _publish(self, fields: dict[str, str]) -> None:
-        self._beside(partial(self._side.publish, fields))
+        self._serve_engine_until(partial(self._side.publish, fields))
 
-    def _forget(self, job_ids: list[str]) -> None:
+    def _drop(self, job_ids: list[str]) -> None:
         """Drop jobs that are no longer ours: canceled, deleted, or taken over."""
         for job_id in job_ids:
-            if self._flights.drop(job_id):
+            if self._in_flight.drop(job_id):
                 self._engine.cancel(job_id)
                 log.info("dropped %s: canceled or taken over", job_id)

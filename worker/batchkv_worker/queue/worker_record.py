@@ -1,7 +1,7 @@
-"""What a worker says of itself: fields of its record for ``batchkv workers``, lines for its log.
+"""A worker's record on the server, which ``batchkv workers`` shows, and lines for its log.
 
-The fields go out with the heartbeat, so that no job costs a command more. Only what is true for
-seconds alone, how far loading is or that it ends, is written when it changes.
+The fields are written with the heartbeat, so that no job costs one more command. Only ``bkv_state``
+is written when it changes: how far loading is, or that the worker stops.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from batchkv_producer.wire.maker import ABILITIES
 from batchkv_worker.engine.thread import EngineThread
 from batchkv_worker.events import Completed
-from batchkv_worker.queue.in_flight import Flights
+from batchkv_worker.queue.in_flight import InFlight
 from batchkv_worker.queue.timers import Timer
 from batchkv_worker.settings import WorkerSettings
 
@@ -31,20 +31,20 @@ Counts = tuple[int, int, int, int]  # rows, generated, prompt and cached tokens
 
 @cache
 def own_version() -> str:
-    """The version of batchkv that is installed; empty when nobody knows."""
+    """The version of batchkv that is installed; empty if it is unknown."""
     try:
         return version("batchkv")
     except PackageNotFoundError:
         return ""
 
 
-def what_we_are() -> dict[str, str]:
-    """Fields of the worker's record that never change: older versions have none of them."""
+def constant_fields() -> dict[str, str]:
+    """Fields of the record that never change. Older versions have none of them."""
     return {"bkv_version": own_version(), "bkv_abilities": " ".join(ABILITIES)}
 
 
 class LastMinute:
-    """What ended in the last minute. Times are monotonic seconds."""
+    """Sums over the rows that ended well in the last minute. Times are monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -82,23 +82,23 @@ class LastMinute:
         return self.counts[1] / max(seconds, SAMPLE_SECONDS)
 
 
-class Telling:
-    """Belongs to one session. ``publish`` writes fields of the worker's record."""
+class WorkerRecord:
+    """The record of one session. ``publish`` writes fields of it."""
 
     def __init__(
         self,
         settings: WorkerSettings,
         engine: EngineThread,
-        flights: Flights,
+        in_flight: InFlight,
         publish: Callable[[dict[str, str]], None],
     ) -> None:
         self._settings = settings
         self._engine = engine
-        self._flights = flights
+        self._in_flight = in_flight
         self._publish = publish
         self._minute = LastMinute(time.monotonic)
         self._stopping = ""
-        self._published = ""  # the state that the record holds
+        self._published = ""  # the state in the record
         self._logged = ""
         self._sample_timer = Timer(SAMPLE_SECONDS)
         self._minute_timer = Timer(MINUTE_SECONDS)
@@ -107,7 +107,7 @@ class Telling:
 
     @property
     def state(self) -> str:
-        """What is to be known beside RQ's busy and idle; empty most of the time."""
+        """More than RQ's busy and idle: loading or stopping. Empty most of the time."""
         return self._stopping or self._engine.loading
 
     def count(self, event: Completed) -> None:
@@ -115,10 +115,10 @@ class Telling:
         self._minute.add(event)
 
     def fields(self) -> dict[str, str]:
-        """For the record of the worker; see ``redis_keys``."""
+        """All fields of the record; see ``redis_keys``."""
         self._published = self.state
         return {
-            **what_we_are(),
+            **constant_fields(),
             "bkv_model": self._settings.model,
             "bkv_fingerprint": self._engine.maker.fingerprint,
             "bkv_scheme": self._settings.kv_scheme,
@@ -130,20 +130,20 @@ class Telling:
         }
 
     def log_loading(self) -> None:
-        """A line when loading goes on, and not too often."""
+        """Log how far loading is, every few seconds."""
         now, text = time.monotonic(), self._engine.loading
         if text and text != self._logged and self._loading_timer.is_due(now):
             self._loading_timer.restart(now)
             self._logged = text
             log.info("model %s: %s", self._settings.model, text)
 
-    def look(self) -> None:
-        """Once a turn: write a state that has changed, and a minute's work to the log."""
+    def update(self) -> None:
+        """Once a turn: publish a state that has changed, and log each minute's work."""
         now = time.monotonic()
         if not self._sample_timer.is_due(now):
             return
         self._sample_timer.restart(now)
-        self._minute.sample(is_busy=self._flights.num_started > 0)
+        self._minute.sample(is_busy=self._in_flight.num_started > 0)
         if self._minute_timer.is_due(now):
             self._minute_timer.restart(now)
             self._log_minute()
@@ -152,10 +152,10 @@ class Telling:
             self._published = self.state
 
     def stop(self) -> None:
-        """A stop was asked for: say once what becomes of the rows."""
+        """A stop was asked for: log once what happens to the rows."""
         if self._stopping:
             return
-        num_rows, seconds = self._flights.num_started, self._settings.drain_seconds
+        num_rows, seconds = self._in_flight.num_started, self._settings.drain_seconds
         rows = f"{num_rows:,} row" if num_rows == 1 else f"{num_rows:,} rows"
         self._stopping = f"finishing {rows}" if num_rows and seconds else "stopping"
         if num_rows and seconds:
@@ -166,11 +166,11 @@ class Telling:
 
     def _log_minute(self) -> None:
         rows, _, prompt, cached = self._minute.counts
-        if not (rows or self._flights.num_started):
+        if not (rows or self._in_flight.num_started):
             return
         slots = self._settings.slots
         log.info(
             "last minute: %s rows, %s tok/s, %d of %d slots, cache %.0f %%",
             *(f"{rows:,}", f"{self._minute.tokens_per_second:,.0f}"),
-            *(min(self._flights.num_started, slots), slots, 100 * cached / max(prompt, 1)),
+            *(min(self._in_flight.num_started, slots), slots, 100 * cached / max(prompt, 1)),
         )

@@ -1,0 +1,82 @@
+"""The state of one worker, which its session and its intake share. Knows neither Redis nor engine.
+
+A row is here from the moment it is pulled until Redis has its result: in the backlog or in the
+engine (``InFlight``), then among ``results`` or ``canceled``, which are not stored yet. The methods
+here are the only writers of those lists. ``is_ready``, ``is_suspended`` and ``engine_fault`` are
+written by the session alone, ``is_outdated`` by the intake alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from batchkv_producer.wire.transitions import JobResult
+from batchkv_worker.events import Completed, Rejected, Work
+from batchkv_worker.queue.in_flight import InFlight
+from batchkv_worker.queue.stop import StopRequest
+
+
+class WorkerState:
+    """The rows of one worker, and whether it may start more."""
+
+    def __init__(self, in_flight: InFlight, stop: StopRequest) -> None:
+        self.in_flight = in_flight
+        self.stop = stop
+        self.results: list[JobResult] = []  # of rows that have ended
+        self.canceled: list[tuple[str, bytes]] = []  # (job id, canceled result)
+        self.is_ready = False  # the engine has loaded its model
+        self.is_suspended = True  # RQ's workers are suspended; assumed until the first look
+        self.is_outdated = False  # the model's files are not those that were loaded
+        self.engine_fault: str | None = None  # why the engine died
+
+    @property
+    def may_start(self) -> bool:
+        """Whether jobs may be pulled and started."""
+        is_well = self.is_ready and self.engine_fault is None
+        return is_well and not (self.is_suspended or self.is_outdated or self.stop.is_asked)
+
+    @property
+    def holds_jobs(self) -> bool:
+        """Whether Redis counts any job as ours: results may not be stored yet."""
+        return bool(self.in_flight or self.results)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is held, and Redis knows of everything that has ended."""
+        return not (self.in_flight or self.results or self.canceled)
+
+    def start(self, count: int) -> list[Work]:
+        """Take the first rows of the backlog: work for the engine. The others have failed."""
+        work: list[Work] = []
+        for item in self.in_flight.start(count):
+            if isinstance(item, JobResult):
+                self.results.append(item)
+            else:
+                work.append(item)
+        return work
+
+    def end(self, event: Completed | Rejected) -> None:
+        """The engine reports the end of a row. One that is no longer ours is ignored."""
+        result = self.in_flight.end(event)
+        if result is not None:
+            self.results.append(result)
+
+    def expire(self, now: float) -> list[str]:
+        """End rows whose time is over (monotonic seconds); the ids of their jobs."""
+        late = self.in_flight.expire(now)
+        self.results += late
+        return [result.lease.job_id for result in late]
+
+    def cancel(self, job_ids: Iterable[str]) -> list[str]:
+        """End rows that were stopped; the ids of those that were held."""
+        rows = self.in_flight.cancel(job_ids)
+        self.canceled += rows
+        return [job_id for job_id, _ in rows]
+
+    def note_stored(self, num_results: int) -> None:
+        """Redis has the first of the results."""
+        del self.results[:num_results]
+
+    def note_canceled(self, num_rows: int) -> None:
+        """Redis has the first of the canceled rows."""
+        del self.canceled[:num_rows]
