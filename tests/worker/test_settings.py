@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import get_args
+
 import pytest
 
+from batchkv_cache_store import keys
+from batchkv_producer import agreed
+from batchkv_producer.settings_table import BY_NAME
 from batchkv_worker.errors import SettingsError
 from batchkv_worker.settings import (
     SETTINGS,
+    Admission,
     WorkerSettings,
+    parsed,
     unknown_variables,
 )
 
 BASE = {"BATCHKV_MODEL": "demo"}
+
+
+def test_table_and_fields_are_one() -> None:
+    """Each setting of the table has its field, each field its setting, with the same default."""
+    hidden = {"cache_secret", "cache_salt"}  # never a flag, so that no process list shows them
+    assert set(BY_NAME) == {field.name for field in fields(WorkerSettings)} - hidden
+    settings = WorkerSettings(model="m")
+    for setting in SETTINGS:
+        expected = parsed(setting.name, setting.default) if setting.default else None
+        assert setting.name == "model" or getattr(settings, setting.name) == expected
+    assert get_args(Admission) == BY_NAME["admission"].choices
+
+
+def test_numbers_of_several_rooms_agree() -> None:
+    """The producer's estimate counts in the blocks that keys are made of."""
+    assert agreed.BLOCK_TOKENS == keys.BLOCK_TOKENS
 
 
 def test_defaults_need_only_a_model() -> None:

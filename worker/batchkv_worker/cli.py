@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ import click
 from batchkv_cache_store.opening import parse_tiers, queue_conflict
 from batchkv_producer.errors import BatchkvError
 from batchkv_producer.server import connection
+from batchkv_producer.settings_table import DTYPES, TABLE
 from batchkv_producer.wire import redis_keys
 from batchkv_worker.errors import SettingsError
 from batchkv_worker.kv.schemes.spec import SchemeSpec
-from batchkv_worker.settings import DTYPES, WorkerSettings
+from batchkv_worker.settings import WorkerSettings
 
 EPILOG = """\b
 Examples:
@@ -34,46 +36,21 @@ Exit codes: 0 done or stopped, 2 configuration, 3 Redis, 70 the engine died, 71 
 """
 
 
+def settings_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add a flag for each setting of the table that has one; they come as keywords."""
+    for setting in reversed(TABLE):
+        if setting.name:
+            flags = ("-m", setting.flag) if setting.name == "model" else (setting.flag,)
+            metavar = setting.metavar or None
+            option = click.option(*flags, setting.name, metavar=metavar, help=setting.flag_help())
+            command = option(command)
+    return command
+
+
 @click.command("worker", epilog=EPILOG)
-@click.option("-m", "--model", help="Model to serve: 'demo', a folder, or a Hugging Face name.")
+@settings_options
 @click.option("--url", help="Redis URL. Default: BATCHKV_REDIS_URL, else the embedded server.")
 @click.option("--name", help="Name shown by RQ's tools. Default: host and a random suffix.")
-@click.option("--kv-scheme", metavar="SCHEME", help="How keys and values are kept.")
-@click.option("--slots", metavar="N", help="Rows that decode at once.  [32]")
-@click.option("--prefetch", metavar="N", help="Rows that wait in the engine beside them.  [auto]")
-@click.option("--memory", "memory_bytes", metavar="SIZE", help="KV memory, like 4GB.  [device's]")
-@click.option("--admission", metavar="worst|optimistic", help="What memory rows need to enter.")
-@click.option("--prefill-chunk", metavar="TOKENS", help="Prompt tokens computed at once.  [auto]")
-@click.option("--dtype", metavar="|".join(DTYPES), help="What the model computes in.  [auto]")
-@click.option("--wired-limit", metavar="on|off", help="Let MLX wire memory (macOS).  [off]")
-@click.option("--drain-seconds", metavar="S", help="How long a stop lets rows finish.  [30]")
-@click.option("--lease-seconds", metavar="S", help="How long a lost worker keeps its jobs.  [60]")
-@click.option("--heartbeat-seconds", metavar="S", help="How often leases are renewed.  [15]")
-@click.option("--maintenance-seconds", metavar="S", help="How often to clean the queue.  [30]")
-@click.option(
-    "--engine-timeout",
-    "engine_timeout_seconds",
-    metavar="S",
-    help="A step that takes longer is a hang.  [600]",
-)
-@click.option(
-    "--load-timeout",
-    "load_timeout_seconds",
-    metavar="S",
-    help="The same for loading the model.  [7200]",
-)
-@click.option(
-    "--cache",
-    metavar="TIERS",
-    help='Shared prefixes, like "disk:/var/cache/batchkv?max=50GB".  [off]',
-)
-@click.option("--cache-write", metavar="shared|all", help="Which blocks to write.  [shared]")
-@click.option("--cache-audit", metavar="SHARE", help="Recompute this share of the hits.  [0]")
-@click.option(
-    "--cache-lease-seconds", metavar="S", help="How long a lost worker keeps a prefix.  [30]"
-)
-@click.option("--kv-adopt-float", metavar="on|off", help="Pack float workers' blocks too.  [off]")
-@click.option("--trace", metavar="FILE", help="Write where the time goes, for Perfetto.  [off]")
 @click.option("--burst", is_flag=True, help="End when the queue is empty.")
 @click.option("--max-jobs", type=click.IntRange(min=1), help="End after so many jobs.")
 @click.option("--max-idle-time", type=click.IntRange(min=1), help="End when idle for so many s.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from batchkv_producer.agreed import BLOCK_TOKENS
 from batchkv_producer.cli.input_options import Given, checked_line, input_options, tell_wrong
 from batchkv_producer.cli.shared import (
     default_model,
@@ -13,7 +14,7 @@ from batchkv_producer.cli.shared import (
     print_json,
 )
 from batchkv_producer.cli.tables import print_table
-from batchkv_producer.order.prefix_estimate import BLOCK_TOKENS, Outlook
+from batchkv_producer.order.prefix_estimate import Outlook
 from batchkv_producer.progress import rows
 from batchkv_producer.submit import submission
 from batchkv_producer.wire.job import SamplingParams

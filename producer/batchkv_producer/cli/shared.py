@@ -19,18 +19,19 @@ from batchkv_producer.client import Client
 from batchkv_producer.progress import printable
 from batchkv_producer.server import connection
 from batchkv_producer.server.memory_use import full_server_told
+from batchkv_producer.settings_table import BY_NAME
 from batchkv_producer.wire.job import SamplingParams
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MODEL_VARIABLE = "BATCHKV_MODEL"
+MODEL_VARIABLE = BY_NAME["model"].variable
 
 trace_option = click.option(
     "--trace",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    envvar="BATCHKV_TRACE",
+    envvar=BY_NAME["trace"].variable,
     help="Write where the worker's time goes, for Perfetto; a second worker writes FILE-2, and on.",
 )
 url_option = click.option(

@@ -13,10 +13,11 @@ from batchkv_producer.errors import UsageError
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.progress import rows
 from batchkv_producer.results import aside
+from batchkv_producer.settings_table import BY_NAME, Kind
 from batchkv_producer.wire.batch_options import Terms, moment_text
 from batchkv_producer.wire.maker import Maker
 
-DEFAULT_SCHEME = "affine8"  # of a worker that is not told otherwise
+DEFAULT_SCHEME = BY_NAME["kv_scheme"].default
 _DTYPES = {"float32": "float32", "bfloat16": "half", "float16": "half"}
 
 
@@ -24,14 +25,15 @@ def with_own_workers(
     terms: Terms, arguments: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> Terms:
     """The terms of a batch that workers of ours are to compute, started with these arguments."""
-    flag, variable = "--kv-scheme", "BATCHKV_KV_SCHEME"
+    flag, variable = BY_NAME["kv_scheme"].flag, BY_NAME["kv_scheme"].variable
     said = arguments[arguments.index(flag) + 1] if flag in arguments else ""
     text = said or environ.get(variable, "").strip() or DEFAULT_SCHEME
     try:
         scheme = canonical(text)
     except ValueError as fault:
         raise UsageError(f"{flag if said else variable} {text}: {fault}") from fault
-    dtype = _DTYPES.get(environ.get("BATCHKV_DTYPE", "").strip(), "")  # "auto": the device's say
+    said_dtype = environ.get(BY_NAME["dtype"].variable, "").strip()
+    dtype = _DTYPES.get(said_dtype, "")  # "auto": the device decides
     return replace(terms, maker=replace(terms.maker, scheme=scheme, dtype=dtype))
 
 
@@ -43,6 +45,15 @@ def canonical(scheme: str) -> str:
     for check in entry_points(group="batchkv.checks", name="kv-scheme"):
         return str(check.load()(scheme))
     return scheme
+
+
+def checked_setting(name: str, text: str) -> str:
+    """A worker's setting as its flag takes it; ValueError if it cannot be."""
+    if BY_NAME[name].kind is Kind.SCHEME:
+        return canonical(text)
+    for check in entry_points(group="batchkv.checks", name="setting"):
+        check.load()(name, text)
+    return text
 
 
 def first_words(client: Client, submitted: Submitted, where: str) -> str:

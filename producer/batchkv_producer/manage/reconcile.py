@@ -15,6 +15,7 @@ from contextlib import suppress
 from redis import Redis
 from redis.exceptions import ResponseError
 
+from batchkv_producer.agreed import FAILURE_TTL_SECONDS
 from batchkv_producer.errors import NotFoundError, WireError
 from batchkv_producer.intake.formats import default_custom_id
 from batchkv_producer.manage.forget import go_on
@@ -27,7 +28,7 @@ from batchkv_producer.wire.batch_options import moment_text
 from batchkv_producer.wire.error_codes import ErrorCode
 from batchkv_producer.wire.job import Outcome, Request, Result, decode_job, encode_result
 from batchkv_producer.wire.row_facts import custom_ids, rows_among
-from batchkv_producer.wire.transitions import FAILURE_TTL_SECONDS, Transitions
+from batchkv_producer.wire.transitions import Transitions
 
 PAGE_ROWS = 500
 FORGET_SECONDS = 2.0  # of a look, for a batch that somebody began to forget

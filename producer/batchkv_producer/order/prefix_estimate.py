@@ -12,10 +12,9 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from batchkv_producer.agreed import BLOCK_TOKENS, RUN_ROWS
 from batchkv_producer.order.prefix_order import BYTES_PER_TOKEN, Entry, shared_bytes
 
-BLOCK_TOKENS = 256  # workers share prefixes in blocks of so many tokens
-RUN_ROWS = 128  # neighbours that a worker takes at once
 MAX_SHOWN_GROUPS = 20
 
 

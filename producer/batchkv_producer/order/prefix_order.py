@@ -29,6 +29,8 @@ from itertools import islice, zip_longest
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
+from batchkv_producer.agreed import DEFAULT_MAX_TOKENS
+
 ORDER_VERSION = 2  # kept with a batch: only the same order can go on with a submit
 FINE_BYTES, FINE_END = 256, 16 * 2**10
 COARSE_BYTES, COARSE_END = 4 * 2**10, 512 * 2**10
@@ -40,7 +42,6 @@ WINDOW_ROWS = 4096  # arranged at a time: memory does not grow with the file
 TOKENS_PER_GENERATED = 16
 BYTES_PER_TOKEN = 4  # of English text; there is no tokenizer here
 MAX_TOKENS = 2**31 - 1
-DEFAULT_MAX_TOKENS = 512  # what a worker takes when nobody says
 
 _FINE_KEY = FINE_BYTES + 4 * ((FINE_END - FINE_BYTES) // FINE_BYTES)
 _COARSE_KEY = _FINE_KEY + 4 * ((COARSE_END - FINE_END) // COARSE_BYTES)

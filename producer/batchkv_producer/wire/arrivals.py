@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from batchkv_producer.agreed import FAILURE_TTL_SECONDS
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.row_facts import NO_FACTS, RowFacts
 from batchkv_producer.wire.scripts import Scripts
 from batchkv_producer.wire.transition_types import BatchRecord, iso_now
 
 RESULT_TTL_SECONDS = 600  # how long RQ's own record of a finished job stays
-FAILURE_TTL_SECONDS = 7 * 86400  # as long as a failed row can be retried
 
 
 class Arrivals(Scripts):

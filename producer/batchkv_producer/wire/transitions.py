@@ -69,8 +69,8 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from batchkv_producer.agreed import FAILURE_TTL_SECONDS
 from batchkv_producer.wire import redis_keys
-from batchkv_producer.wire.arrivals import FAILURE_TTL_SECONDS as FAILURE_TTL_SECONDS
 from batchkv_producer.wire.arrivals import RESULT_TTL_SECONDS as RESULT_TTL_SECONDS
 from batchkv_producer.wire.arrivals import Arrivals
 from batchkv_producer.wire.job import MAX_JOB_BYTES

@@ -11,9 +11,10 @@ from redis import Redis
 from rq.command import send_stop_job_command
 from rq.serializers import JSONSerializer
 
+from batchkv_producer.agreed import RUN_ROWS
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.transitions import Transitions
-from batchkv_worker.queue.dispatch import AHEAD_AT_END, RUN_JOBS
+from batchkv_worker.queue.dispatch import AHEAD_AT_END
 from support.fake_engine import FakePlan
 from support.redis_server import RedisServer, running_server
 from support.worker_harness import (
@@ -48,10 +49,10 @@ def test_a_worker_takes_a_run_and_no_more(redis_connection: Redis) -> None:
     batch = submit(redis_connection, ["slow:600"] * 300)
 
     def act() -> None:
-        wait_until(lambda: counts_of(redis_connection, batch)["running"] == RUN_JOBS)
+        wait_until(lambda: counts_of(redis_connection, batch)["running"] == RUN_ROWS)
         time.sleep(0.3)
-        assert counts_of(redis_connection, batch)["running"] == RUN_JOBS
-        assert waiting_lines(redis_connection)[0] == RUN_JOBS + 1
+        assert counts_of(redis_connection, batch)["running"] == RUN_ROWS
+        assert waiting_lines(redis_connection)[0] == RUN_ROWS + 1
         worker.request_stop(15, None)
         wait_until(lambda: counts_of(redis_connection, batch)["running"] <= 3, 0.8)
         assert waiting_lines(redis_connection) == list(range(4, 301))

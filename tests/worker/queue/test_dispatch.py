@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchkv_producer.agreed import RUN_ROWS
 from batchkv_worker.queue.dispatch import (
-    RUN_JOBS,
     View,
     is_ending,
     jobs_to_recall,
@@ -43,9 +43,9 @@ VIEWS = st.builds(
 @pytest.mark.parametrize(
     ("view", "count"),
     [
-        (EMPTY, RUN_JOBS),
-        (replace(EMPTY, num_started=36), RUN_JOBS),  # little room, no backlog: a whole run again
-        (replace(EMPTY, num_started=36, backlog=3), RUN_JOBS),  # the backlog runs low
+        (EMPTY, RUN_ROWS),
+        (replace(EMPTY, num_started=36), RUN_ROWS),  # little room, no backlog: a whole run again
+        (replace(EMPTY, num_started=36, backlog=3), RUN_ROWS),  # the backlog runs low
         (replace(EMPTY, num_started=36, backlog=4), 0),  # it has what the engine wants
         (FULL, 0),
         (replace(EMPTY, slots=500), 508),  # an engine that is larger than a run is filled

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-RUN_JOBS = 128  # neighbours taken at once; more gains nothing, 16 lose two points of hit rate
+from batchkv_producer.agreed import RUN_ROWS
+
 WAVES_AHEAD = 2  # rows that wait in the engine, by default: so many for each slot
 AHEAD_AT_END = 8  # rows that wait in the engine when others may soon have nothing to do
 
@@ -69,7 +70,7 @@ def is_ending(view: View) -> bool:
 def jobs_to_take(view: View) -> int:
     """How many jobs to ask the queue for now; 0 while the backlog has what the engine wants.
 
-    A run is ``RUN_JOBS``, or all that an empty engine has room for if that is more, and never more
+    A run is ``RUN_ROWS``, or all that an empty engine has room for if that is more, and never more
     than an equal share of the queue. A queue that was empty when last looked at is asked for one.
     """
     if view.room <= view.backlog:
@@ -77,7 +78,7 @@ def jobs_to_take(view: View) -> int:
     share = max(1, view.share)
     if is_ending(view):
         return min(max(0, view.free_slots - view.backlog), share)
-    return min(max(RUN_JOBS, view.slots + view.prefetch), share)
+    return min(max(RUN_ROWS, view.slots + view.prefetch), share)
 
 
 def jobs_to_start(view: View) -> int:

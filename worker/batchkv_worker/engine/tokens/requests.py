@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
+from batchkv_producer.agreed import DEFAULT_MAX_TOKENS
 from batchkv_producer.intake.checks import RowFault, check_stop
 from batchkv_producer.intake.messages import check_messages, check_template_variables, check_tools
 from batchkv_producer.order.planner import canonical_text
@@ -30,7 +31,6 @@ from batchkv_worker.kv.slots.layout import Demand
 from batchkv_worker.model.loader import LoadedModel
 from batchkv_worker.sequence import Generation, Sequence
 
-DEFAULT_MAX_TOKENS = 512
 SHARED_SLACK = 16  # tokens by which a text counts otherwise alone than behind its prefix
 
 _RANGES: dict[str, tuple[float, float]] = {

@@ -1,0 +1,239 @@
+"""Every setting of a worker, once: name, flag, variable, default, unit, what is allowed, help.
+
+The table generates the flags of ``batchkv worker`` and ``batchkv run``, their help, what
+``WorkerSettings`` reads from variables, and the page ``docs/settings.md``
+(``tools/settings_page.py``). A new setting is one entry here and one field there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from batchkv_producer.agreed import BLOCK_TOKENS
+
+ADMISSIONS = ("worst", "optimistic")  # how much of a row's answer memory is kept for
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+CACHE_WRITES = ("shared", "all")
+_DAY = 86_400
+_WEEK = 7 * _DAY
+
+
+class Kind(Enum):
+    """What the text of a setting is. ``batchkv_worker.settings`` reads each kind."""
+
+    MODEL = auto()
+    SCHEME = auto()
+    SIZE = auto()
+    WHOLE = auto()
+    NUMBER = auto()
+    CHOICE = auto()
+    SWITCH = auto()
+    FILE = auto()
+    TIERS = auto()
+    OTHER = auto()  # read elsewhere; it only stands on the page
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting. ``name`` is the field of ``WorkerSettings``, empty for what is none.
+
+    ``default`` is written as a user would write it; empty: there is none, or ``no_default`` says
+    what happens. ``low``, ``high`` and ``step`` bound a number in ``unit``; ``auto`` is allowed
+    where that is the default. ``help`` is that of the flag; ``run_help`` that of ``batchkv run``'s
+    flag, empty where ``run`` has none. ``about`` stands on the page.
+    """
+
+    name: str
+    variables: tuple[str, ...]
+    flag: str = ""
+    kind: Kind = Kind.OTHER
+    default: str = ""
+    no_default: str = ""
+    unit: str = ""
+    low: float = 0
+    high: float = 0
+    step: int = 1
+    choices: tuple[str, ...] = ()
+    metavar: str = ""
+    help: str = ""
+    run_help: str = ""
+    about: str = ""
+
+    @property
+    def variable(self) -> str:
+        """The variable that holds the value itself."""
+        return self.variables[0]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one text is the whole setting; tiers may also stand in a file."""
+        return self.kind not in (Kind.TIERS, Kind.OTHER)
+
+    def allowed(self) -> str:
+        """What a value must be, for errors."""
+        span = f"{self.low:g} to {self.high:.0f}"
+        texts = {
+            Kind.MODEL: "a model's name or folder",
+            Kind.SCHEME: "a KV scheme, like affine8 or affine4,last=float",
+            Kind.SIZE: "a size of at least 1MiB, like 4GB or 512MiB",
+            Kind.CHOICE: f"one of {', '.join(self.choices)}"
+            if len(self.choices) > 2
+            else " or ".join(self.choices),
+            Kind.SWITCH: "on or off",
+            Kind.FILE: "a file to write",
+            Kind.NUMBER: f"{self.unit}, {span}",
+            Kind.WHOLE: f"a whole number, {span}",
+        }
+        text = texts[self.kind]
+        if self.kind is Kind.WHOLE and self.unit == "seconds":
+            text = f"whole seconds, {span}"
+        if self.step > 1:
+            text = f"a multiple of {self.step} {self.unit}, {span}"
+        return f"auto, or {text}" if self.default == "auto" and self.kind is Kind.WHOLE else text
+
+    def flag_help(self) -> str:
+        """The help of the flag, with its default."""
+        shown = self.default or self.no_default
+        return f"{self.help}  [{shown}]" if shown else self.help
+
+
+def _seconds(
+    name: str, flag: str, default: str, high: int, text: str, about: str, low: float = 0.1
+) -> Setting:
+    variable = "BATCHKV_" + flag.removeprefix("--").replace("-", "_").upper()
+    return Setting(
+        name, (variable,), flag, Kind.NUMBER, default, "", "seconds", low, high,
+        metavar="S", help=text, about=about,
+    )  # fmt: skip
+
+
+TABLE = (
+    Setting(
+        "model", ("BATCHKV_MODEL",), "--model", Kind.MODEL,
+        help="Model to serve: 'demo', a folder, or a Hugging Face name.",
+        about="the model to serve: a name, a folder, or `demo`",
+    ),
+    Setting(
+        "", ("BATCHKV_REDIS_URL", "BATCHKV_REDIS_URL_FILE"), "--url",
+        no_default="the embedded server",
+        about="where the queue is. The file keeps the password off command lines. A file with a "
+        "password must be closed to others (`chmod 600`)",
+    ),
+    Setting(
+        "", ("BATCHKV_REDIS_CA_FILE",), no_default="the system's authorities",
+        about="who signed the certificate of a `rediss://` server (PEM). Other commands read it "
+        "too",
+    ),
+    Setting(
+        "kv_scheme", ("BATCHKV_KV_SCHEME",), "--kv-scheme", Kind.SCHEME, "affine8",
+        metavar="SCHEME", help="How keys and values are stored.",
+        run_help="How the workers store keys and values: affine8, affine4, k8v4, turbo4, float ...",
+        about="how keys and values are stored",
+    ),
+    Setting(
+        "slots", ("BATCHKV_SLOTS",), "--slots", Kind.WHOLE, "32", "", "rows", 1, 4096,
+        metavar="N", help="Rows that decode at once.",
+        run_help="Rows that a worker decodes at once, at most.",
+        about="rows that decode at once",
+    ),
+    Setting(
+        "prefetch", ("BATCHKV_PREFETCH",), "--prefetch", Kind.WHOLE, "auto", "", "rows", 0, 4096,
+        metavar="N", help="Rows that wait in the engine beside them.",
+        about="rows that wait in the engine, so that whole groups of prompts can be prefilled when "
+        "slots become free. `auto` is two for each slot. Rows that nothing was computed of go "
+        "back when more urgent rows come, and at the end of the queue when other workers may be "
+        "idle",
+    ),
+    Setting(
+        "memory_bytes", ("BATCHKV_MEMORY",), "--memory", Kind.SIZE, no_default="from the device",
+        unit="bytes", metavar="SIZE", help="KV memory, like 4GB.",
+        run_help="Memory that a worker may use, like 12GB.",
+        about="memory for keys and values; an eighth of it stores prefixes",
+    ),
+    Setting(
+        "admission", ("BATCHKV_ADMISSION",), "--admission", Kind.CHOICE, "optimistic",
+        choices=ADMISSIONS, metavar="|".join(ADMISSIONS), help="What memory rows need to enter.",
+        about="`optimistic`: a row enters when what most answers take fits, and leaves for a while "
+        "when memory is short. `worst`: it enters when all of `max_tokens` fits",
+    ),
+    Setting(
+        "prefill_chunk", ("BATCHKV_PREFILL_CHUNK",), "--prefill-chunk", Kind.WHOLE, "auto", "",
+        "tokens", BLOCK_TOKENS, 65_536, BLOCK_TOKENS,
+        metavar="TOKENS", help="Prompt tokens computed at once.",
+        about="prompt tokens computed at once. `auto` is 512 on a CPU, and measured at start on a "
+        "GPU; where 4 s are too short to measure it is 1,024 on Metal and 2,048 on CUDA",
+    ),
+    Setting(
+        "dtype", ("BATCHKV_DTYPE",), "--dtype", Kind.CHOICE, "auto", choices=DTYPES,
+        metavar="|".join(DTYPES), help="What the model computes in.",
+        about="what the model computes in. `auto` is float32 on a CPU, else the weights' own",
+    ),
+    Setting(
+        "wired_limit", ("BATCHKV_WIRED_LIMIT",), "--wired-limit", Kind.SWITCH, "off",
+        metavar="on|off", help="Let MLX wire memory (macOS).",
+        about="lets MLX wire memory. Kernel panics were reported with it under continuous batching",
+    ),
+    Setting(
+        "lease_seconds", ("BATCHKV_LEASE_SECONDS",), "--lease-seconds", Kind.WHOLE, "60", "",
+        "seconds", 1, _DAY, metavar="S", help="How long a lost worker keeps its jobs.",
+        about="how long a lost worker keeps its rows",
+    ),
+    _seconds("heartbeat_seconds", "--heartbeat-seconds", "15", _DAY,
+             "How often leases are renewed.", "how often leases are renewed"),
+    _seconds("maintenance_seconds", "--maintenance-seconds", "30", _DAY,
+             "How often to clean the queue.", "how often lapsed rows are taken back"),
+    _seconds("engine_timeout_seconds", "--engine-timeout", "600", _WEEK,
+             "A step that takes longer is a hang.",
+             "seconds without a step before the worker logs what it was doing and ends"),
+    _seconds("load_timeout_seconds", "--load-timeout", "7200", _WEEK,
+             "The same for loading the model.", "the same for loading the model"),
+    _seconds("drain_seconds", "--drain-seconds", "30", _DAY,
+             "How long a stop lets rows finish.",
+             "how long a stop lets rows finish; the rest goes back", low=0),
+    Setting(
+        "trace", ("BATCHKV_TRACE",), "--trace", Kind.FILE, metavar="FILE",
+        help="Write where the time goes, for Perfetto.  [off]",
+        about="a file for where the time goes, by phase, in Chrome's trace format. Perfetto and "
+        "chrome://tracing show it",
+    ),
+    Setting(
+        "cache", ("BATCHKV_CACHE", "BATCHKV_CACHE_FILE"), "--cache", Kind.TIERS, no_default="off",
+        metavar="TIERS", help='Shared prefixes, like "disk:/var/cache/batchkv?max=50GB".',
+        about="the tiers of the cache, or a file that names them, because tiers may hold passwords",
+    ),
+    Setting(
+        "", ("BATCHKV_CACHE_SECRET_FILE", "BATCHKV_CACHE_SECRET"),
+        about="16 bytes or more that sign blocks. Whoever does not know them cannot give you "
+        "blocks. The file must be closed to others (`chmod 600`)",
+    ),
+    Setting(
+        "", ("BATCHKV_CACHE_SALT_FILE", "BATCHKV_CACHE_SALT"), no_default="empty",
+        about="workers with another salt share nothing, and learn nothing from each other's hits",
+    ),
+    Setting(
+        "cache_write", ("BATCHKV_CACHE_WRITE",), "--cache-write", Kind.CHOICE, "shared",
+        choices=CACHE_WRITES, metavar="|".join(CACHE_WRITES), help="Which blocks to write.",
+        about="what to write: `shared` prefixes, with which other rows of a batch begin too; or "
+        "`all`, also the ends of prompts, for later batches with the same prompts",
+    ),
+    _seconds("cache_lease_seconds", "--cache-lease-seconds", "30", 3600,
+             "How long a lost worker keeps a prefix.",
+             "how long a lost worker keeps a prefix that it was computing", low=1),
+    Setting(
+        "cache_audit", ("BATCHKV_CACHE_AUDIT",), "--cache-audit", Kind.NUMBER, "0", "",
+        "a share of the hits", 0, 1, metavar="SHARE", help="Recompute this share of the hits.",
+        about="the share of rows with cached tokens that are computed again without them; the log "
+        "reports differences",
+    ),
+    Setting(
+        "kv_adopt_float", ("BATCHKV_KV_ADOPT_FLOAT",), "--kv-adopt-float", Kind.SWITCH, "off",
+        metavar="on|off", help="Pack float workers' blocks too.",
+        about="packs blocks of `float` workers into this worker's scheme. Such a row may answer "
+        "otherwise than without the cache. What it computes is not shared",
+    ),
+)  # fmt: skip
+BY_NAME = {setting.name: setting for setting in TABLE if setting.name}
+# What other commands read, and may well stand in a worker's environment.
+OTHER_VARIABLES = ("BATCHKV_HOME", "BATCHKV_DATA")
+VARIABLES = frozenset(OTHER_VARIABLES).union(*(setting.variables for setting in TABLE))

@@ -1,0 +1,66 @@
+# ruff: noqa: T201  (a helper that talks to a terminal)
+"""Write docs/settings.md from the table of settings (``batchkv_producer.settings_table``).
+
+usage: python tools/settings_page.py [--check]
+
+With --check it writes nothing, and exits 1 when the page is not what the table says.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from batchkv_producer.settings_table import TABLE, Setting
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
+HEAD = """\
+# Settings of a worker
+
+<!-- Written by tools/settings_page.py from the table of settings: change that, then run it. -->
+
+Each setting is a flag of `batchkv worker` and a variable. A flag overrides its variable.
+A value that cannot be used is refused by name.
+
+| flag | variable | default | allowed | what it does |
+|---|---|---|---|---|
+"""
+FOOT = """
+`BATCHKV_HOME` is the folder of the embedded server, of logs and of worker files: `~/.batchkv`.
+
+Next: [The cache](cache.md)
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return HEAD + "".join(f"{row(setting)}\n" for setting in TABLE) + FOOT
+
+
+def row(setting: Setting) -> str:
+    """One line of the table."""
+    flag = f"`{setting.flag}`" if setting.flag else ""
+    variables = ", ".join(f"`{name}`" for name in setting.variables)
+    is_word = setting.default and not setting.default[0].isdigit() and setting.default != "off"
+    default = f"`{setting.default}`" if is_word else setting.default or setting.no_default
+    allowed = setting.allowed().replace("|", "\\|") if setting.is_plain else ""
+    cells = (flag, variables, default, allowed, setting.about)
+    return "".join(f"| {cell} " if cell else "| " for cell in cells) + "|"
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page, or compare it."""
+    if arguments == ["--check"]:
+        if PAGE.read_text(encoding="utf-8") == page():
+            return 0
+        print(f"{PAGE.name} is not what the table says: run python tools/settings_page.py")
+        return 1
+    if arguments:
+        print(__doc__)
+        return 2
+    PAGE.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
