@@ -18,6 +18,8 @@ from docs.pages import REPOSITORY, all_pages, blocks, inline_code
 PACKAGES = ("producer", "cache_store", "worker")
 ENDS_OF_A_COMMAND = {"|", "||", "&&", ";", ";;", "&", ">", ">>", "<", "|&"}
 MIN_CHARS_OF_A_SENTENCE = 10
+# What users have, or a model: not of this repository.
+MADE_FILE = re.compile(r"^(out|prompts|bad|mended|results|OUT|.*config)\.|\.(old|errors)\.")
 
 
 def command_lines(text: str) -> Iterator[list[str]]:
@@ -122,6 +124,17 @@ def test_variables_exist(page: Path) -> None:
     """Each BATCHKV_ variable that a page names is read or set somewhere."""
     names = set(re.findall(r"\bBATCHKV_[A-Z_]+[A-Z]", page.read_text("utf-8")))
     assert {name for name in names if name not in sources()} == set()
+
+
+@PAGES
+def test_files_exist(page: Path) -> None:
+    """A file of the sources that a page names is in the repository, whatever its folder."""
+    for text in inline_code(page):
+        if re.fullmatch(r"[\w/.-]+\.(py|lua|sh|acl|conf|jsonl?)", text) and not MADE_FILE.search(
+            text
+        ):
+            name = text.rpartition("/")[2]
+            assert any(REPOSITORY.glob(f"[a-z]*/**/{name}")), text
 
 
 def test_the_page_of_commands_has_all() -> None:
