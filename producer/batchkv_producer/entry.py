@@ -23,13 +23,15 @@ def main() -> None:
 def prepare_streams() -> None:
     """Let output go somewhere, and let every text be written, whatever the streams are.
 
-    Of a closed stream the number would go to the next file that is opened, and what is printed into
-    that file. A character that a terminal's encoding lacks is spelled as in JSON: ``\\u2026``.
+    Of a closed stream the number would go to the next file that is opened: what is printed would go
+    into that file, and processes that are started would have another file in its place. A character
+    that a terminal's encoding lacks is spelled as in JSON: ``\\u2026``.
     """
-    for name, number in (("stdout", 1), ("stderr", 2)):
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             _open_null(number)
-            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+            mode = "w" if number else "r"
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
     codecs.register_error("spelled", _spelled)
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError):  # another kind of stream, which a caller has set
@@ -37,7 +39,7 @@ def prepare_streams() -> None:
 
 
 def _open_null(number: int) -> None:
-    null = os.open(os.devnull, os.O_WRONLY)
+    null = os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)
     if null != number:
         os.dup2(null, number)
         os.close(null)

@@ -170,7 +170,7 @@ def arguments(home: Home, binary: Binary) -> list[str]:
 
 def _start(home: Home, binary: Binary) -> None:
     """Run the program, which puts itself in the background. Needs ``start.lock``."""
-    descriptor = os.open(home.path / "running.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = _inheritable(home.path / "running.lock")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         ran = subprocess.run(
@@ -189,6 +189,18 @@ def _start(home: Home, binary: Binary) -> None:
     if ran.returncode != 0:
         text = (ran.stdout + ran.stderr).decode("utf-8", "replace").splitlines()
         raise _start_failure(home, [line for line in text if line.strip()][-NUM_LOG_LINES_SHOWN:])
+
+
+def _inheritable(path: Path) -> int:
+    """Open a file under a number that no standard stream has: those of a new process are others.
+
+    Where our own are closed, the next file would get the number of one.
+    """
+    low = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        return fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(low)
 
 
 def _await_answer(home: Home) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import stat
@@ -75,6 +76,33 @@ def test_many_at_once_get_one_server(home: Home) -> None:
     assert [process.returncode for process in started] == [0] * 8
     assert urls == {home.url}
     assert home.log.read_text("utf-8").count("Ready to accept connections") == 1
+
+
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("starter", ["library", "command"])
+def test_a_server_holds_its_lock_whatever_streams_its_starter_had(
+    home: Home, starter: str, closed: str
+) -> None:
+    """With standard input closed the lock is not lost on the way to the server: a second process
+    that gets no answer in time must not start a second server on the same data."""
+    words = ["-m", "batchkv_producer", "server", "start"]
+    if starter == "library":
+        words = ["-c", ENSURE, str(home.path)]
+    script = f"{shlex.join([sys.executable, *words])} {closed}"
+    environ = {**os.environ, "BATCHKV_HOME": str(home.path)}
+    ran = subprocess.run(["sh", "-c", script], stdout=subprocess.DEVNULL, env=environ)
+    assert starter == "library" or ran.returncode == 0
+    pid = server.status(home).pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)  # it answers nobody
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(server, "START_TIMEOUT_SECONDS", 0.5)
+            patch.setattr(server, "PROBE_TIMEOUT_SECONDS", 0.1)
+            with pytest.raises(ServerError, match="runs but does not answer"):
+                server.ensure_running(home)
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize(
