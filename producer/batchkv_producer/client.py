@@ -243,7 +243,7 @@ class Client:
         """Queue a batch's failed rows again, and those canceled if asked; how many could be.
 
         A deadline that is past must be given anew (``terms.NEVER``: none). With ``source``, what
-        the submit was given, rows are made anew whose jobs are gone (``restoring``).
+        the submit was given, rows are made anew whose jobs are gone (``submit.restore``).
         """
         return restoring.retry_batch(
             self._connection,

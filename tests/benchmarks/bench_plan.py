@@ -33,13 +33,13 @@ from batchkv_producer.order.planner import Plan
 from batchkv_producer.wire.job import Request, SamplingParams
 from batchkv_worker.engine.tokens.requests import SHARED_SLACK
 from batchkv_worker.queue.dispatch import (
-    WAVES_AHEAD,
     View,
     jobs_to_recall,
     jobs_to_return,
     jobs_to_start,
     jobs_to_take,
 )
+from batchkv_worker.settings import WAVES_AHEAD
 
 DATA = Path(os.environ.get("BATCHKV_DATA", Path(__file__).parents[3] / "shared" / "data"))
 TRACE = "kimi_conversation_trace.jsonl"

@@ -17,8 +17,8 @@ from typing import Any
 import mlx.core as mx
 
 from batchkv_worker.engine.engine import Engine
-from batchkv_worker.kv.layers.contract import Pieces
 from batchkv_worker.kv.slots.step_view import Frame
+from batchkv_worker.kv.types import Pieces
 from batchkv_worker.sequence import Sequence
 from recall.through_engine import Cases
 

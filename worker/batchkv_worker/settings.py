@@ -18,9 +18,9 @@ from batchkv_producer.intake.checks import model_name
 from batchkv_producer.settings_table import BY_NAME, TABLE, VARIABLES, Kind, Setting
 from batchkv_worker.errors import SettingsError
 from batchkv_worker.kv.schemes.spec import SchemeSpec
-from batchkv_worker.queue.dispatch import WAVES_AHEAD
 
 PREFIX = "BATCHKV_"
+WAVES_AHEAD = 2  # rows that wait in the engine, by default: so many for each slot
 SETTINGS = tuple(setting for setting in TABLE if setting.is_plain)
 Admission = Literal["worst", "optimistic"]  # ``settings_table.ADMISSIONS``
 

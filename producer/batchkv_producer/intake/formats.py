@@ -33,7 +33,7 @@ from batchkv_producer.intake.checks import (
 )
 from batchkv_producer.intake.json_array import Readable, elements
 from batchkv_producer.intake.plain import read_plain
-from batchkv_producer.wire.job import Endpoint, ErrorCode, Request
+from batchkv_producer.wire.job import Endpoint, ErrorCode, Request, default_custom_id
 
 MAX_LINE_BYTES = 16 * 2**20
 SKIP_BYTES = 2**20  # how much of an overlong line is read at a time to get past it
@@ -64,11 +64,6 @@ class Row:
     line: int
     request: Request
     model: str | None = None
-
-
-def default_custom_id(line: int) -> str:
-    """What a row without a ``custom_id`` is called."""
-    return f"line-{line}"
 
 
 Name = Callable[[int], str]

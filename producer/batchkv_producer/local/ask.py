@@ -26,7 +26,6 @@ from batchkv_producer.intake.prompting import AUTO, Prompting
 from batchkv_producer.intake.source import Inputs, Piece
 from batchkv_producer.local.follow import snapshot_of
 from batchkv_producer.local.local_workers import (
-    ASK_NAME_PREFIX,
     WORKER_COMMAND,
     LocalWorkers,
     WorkerPlan,
@@ -35,7 +34,7 @@ from batchkv_producer.local.run_support import Outage, give_up, impatient, recla
 from batchkv_producer.local.signals import Interrupted, noted_signals
 from batchkv_producer.local.worker_checks import WAY_OUT_OF_ASK, check_model_folder, check_rights
 from batchkv_producer.monitor.delays import Delays
-from batchkv_producer.monitor.workers import WorkerInfo
+from batchkv_producer.monitor.workers import ASK_NAME_PREFIX, WorkerInfo
 from batchkv_producer.progress import Reporter
 from batchkv_producer.retry import outages_watched, patiently
 from batchkv_producer.submit import fingerprint

@@ -62,14 +62,6 @@ class WorkerError(BatchkvError):
     exit_code = 4
 
 
-ASK_NAME_PREFIX = "run-ask"
-
-
-def local_name_prefix(batch_id: str) -> str:
-    """What the names of a run's own workers begin with."""
-    return f"run-{batch_id[:8]}"
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
     """How many workers to run, and how. ``name_prefix`` begins the name of each.

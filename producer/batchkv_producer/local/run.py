@@ -35,7 +35,6 @@ from batchkv_producer.local.local_workers import (
     LocalWorkers,
     WorkerError,
     WorkerPlan,
-    local_name_prefix,
 )
 from batchkv_producer.local.mended import earlier_of, make_room
 from batchkv_producer.local.run_support import (
@@ -50,6 +49,7 @@ from batchkv_producer.local.signals import Interrupted as Interrupted
 from batchkv_producer.local.signals import noted_signals
 from batchkv_producer.local.worker_checks import check_model_folder, check_model_name, check_rights
 from batchkv_producer.monitor.delays import Delays
+from batchkv_producer.monitor.workers import local_name_prefix
 from batchkv_producer.progress import Reporter, Snapshot, rows
 from batchkv_producer.results import target
 from batchkv_producer.results.aside import holds_other

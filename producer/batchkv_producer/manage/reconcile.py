@@ -17,7 +17,6 @@ from redis.exceptions import ResponseError
 
 from batchkv_producer.agreed import FAILURE_TTL_SECONDS
 from batchkv_producer.errors import NotFoundError, WireError
-from batchkv_producer.intake.formats import default_custom_id
 from batchkv_producer.manage.forget import go_on
 from batchkv_producer.manage.recount import needs_recount, recount
 from batchkv_producer.monitor.queue_state import QueueState, read_queue
@@ -26,7 +25,14 @@ from batchkv_producer.results.bounded import Reader
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.batch_options import moment_text
 from batchkv_producer.wire.error_codes import ErrorCode
-from batchkv_producer.wire.job import Outcome, Request, Result, decode_job, encode_result
+from batchkv_producer.wire.job import (
+    Outcome,
+    Request,
+    Result,
+    decode_job,
+    default_custom_id,
+    encode_result,
+)
 from batchkv_producer.wire.row_facts import custom_ids, rows_among
 from batchkv_producer.wire.transitions import Transitions
 

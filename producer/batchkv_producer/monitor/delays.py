@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from batchkv_producer.local.local_workers import ASK_NAME_PREFIX, local_name_prefix
 from batchkv_producer.monitor.misfit import find_misfit
 from batchkv_producer.monitor.status import BatchStatus
-from batchkv_producer.monitor.workers import WorkerInfo
+from batchkv_producer.monitor.workers import ASK_NAME_PREFIX, WorkerInfo, local_name_prefix
 from batchkv_producer.progress import rows
 from batchkv_producer.retry import patiently
 

@@ -20,6 +20,12 @@ HEARTBEAT_SECONDS = 15.0  # of a worker that does not say otherwise
 MISSED_HEARTBEATS = 2
 MAX_TOLD_CHARS = 1024
 MAX_HELD_READ = 10_000  # leases looked at to count what a worker holds
+ASK_NAME_PREFIX = "run-ask"  # of the names of ask's own workers
+
+
+def local_name_prefix(batch_id: str) -> str:
+    """What the names of a run's own workers begin with."""
+    return f"run-{batch_id[:8]}"
 
 
 @dataclass(frozen=True, slots=True)

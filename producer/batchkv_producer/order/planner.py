@@ -1,10 +1,10 @@
 """The order in which a batch is queued: rows with a common prefix stand next to each other.
 
 The producer has no tokenizer, so the *canonical text* serves: the tools, then roles and messages
-(or the prompt), in the order in which a chat template renders them. ``order`` says what is done
-with it. Order and chunks are a pure function of the file and its defaults: chunk k holds the same
-rows whenever, wherever and however often the file is submitted, which is what makes an interrupted
-submit safe to repeat.
+(or the prompt), in the order in which a chat template renders them. ``prefix_order`` says what is
+done with it. Order and chunks are a pure function of the file and its defaults: chunk k holds the
+same rows whenever, wherever and however often the file is submitted, which is what makes an
+interrupted submit safe to repeat.
 
 Everything lives in a temporary SQLite file that is unlinked as soon as it is open, in the
 directory that TMPDIR names, so that a million rows need no memory and a crash leaves nothing.

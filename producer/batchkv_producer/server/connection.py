@@ -1,7 +1,7 @@
 """How the command line reaches Redis, and how every fault of Redis becomes one clear sentence.
 
 The URL is the ``--url`` flag, else ``BATCHKV_REDIS_URL``, else the content of the file that
-``BATCHKV_REDIS_URL_FILE`` names, else that of the embedded server (``server``). A password never
+``BATCHKV_REDIS_URL_FILE`` names, else that of the embedded server (``embedded``). A password never
 appears in a message.
 """
 

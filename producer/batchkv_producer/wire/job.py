@@ -37,6 +37,11 @@ Style = Literal["raw", "auto"]
 NO_PARAMS = SamplingParams()
 
 
+def default_custom_id(line: int) -> str:
+    """What a row without a ``custom_id`` is called."""
+    return f"line-{line}"
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One validated row: exactly one of ``messages`` (chat) and ``prompt`` (completion) is set.
@@ -180,7 +185,7 @@ _UNREADABLE = (
 def decode_result(data: bytes) -> Result:
     """Inverse of encode_result; raises WireError on anything else.
 
-    A twin's result is its leader's behind a custom_id of its own (``twins``).
+    A twin's result is its leader's behind a custom_id of its own (``order.duplicates``).
     """
     custom_id, data = unstamped(data)
     raw = inflate(data, MAX_RESULT_BYTES, "result")

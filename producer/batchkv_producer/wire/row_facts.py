@@ -20,8 +20,8 @@ from typing import Any
 from isal import isal_zlib
 from redis import Redis
 
-from batchkv_producer.intake.formats import default_custom_id
 from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.job import default_custom_id
 
 DIGEST_BYTES = 16
 MAX_NAMES_BYTES = 64 * 2**20

@@ -52,8 +52,8 @@ restore        the client that has the     the line has a result and its job no 
                input
 =============  ==========================  =======================================================
 
-`batchkv forget` (``forgetting``) ends the machine from any state: once the batch is marked, no move
-writes anything for it, and a row that a move comes upon is dropped with its lease.
+`batchkv forget` (``manage.forget``) ends the machine from any state: once the batch is marked, no
+move writes anything for it, and a row that a move comes upon is dropped with its lease.
 
 Each move is one Lua script, which Redis runs as one step: result, counters, finish order and RQ's
 bookkeeping change together or not at all, and no crash can fall between. A lease is the pair of

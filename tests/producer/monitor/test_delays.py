@@ -16,11 +16,10 @@ from redis import Redis
 from batchkv_producer import Client
 from batchkv_producer.cli import cli
 from batchkv_producer.cli.outcome import say_end
-from batchkv_producer.local.local_workers import local_name_prefix
 from batchkv_producer.local.run import RunReport
 from batchkv_producer.monitor.delays import Delay, Delays, find_delay
 from batchkv_producer.monitor.status import BatchStatus
-from batchkv_producer.monitor.workers import WorkerInfo
+from batchkv_producer.monitor.workers import WorkerInfo, local_name_prefix
 from batchkv_producer.progress import PlainReporter, Snapshot
 from batchkv_producer.results.failures import MAX_LINES_SHOWN, Failures, grouped, told
 from batchkv_producer.wire import redis_keys

@@ -9,14 +9,15 @@ import mlx.core as mx
 import numpy as np
 
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
-from batchkv_worker.kv.layers.contract import LayerKind, Pieces
+from batchkv_worker.kv.layers.contract import LayerKind
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.layers.kinds import AttentionKind
 from batchkv_worker.kv.layers.state import StateSlots
+from batchkv_worker.kv.slots.changes import Move
 from batchkv_worker.kv.slots.layout import Demand
-from batchkv_worker.kv.slots.layouts import Move
 from batchkv_worker.kv.slots.step_view import Frame, Shapes
+from batchkv_worker.kv.types import Pieces
 from worker.kv.reference import (
     VOCABULARY,
     Reference,

@@ -16,13 +16,14 @@ import numpy as np
 from batchkv_worker.kv.attention.paths import Path
 from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
-from batchkv_worker.kv.layers.contract import Chunk, LayerKind, Pieces
+from batchkv_worker.kv.layers.contract import Chunk, LayerKind
 from batchkv_worker.kv.layers.kinds import AttentionKind
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.kv.layers.state import StateKind, StateShape
 from batchkv_worker.kv.schemes.packing import LayerShape, fit_layer
 from batchkv_worker.kv.schemes.spec import SchemeSpec
 from batchkv_worker.kv.slots.layouts import Window
+from batchkv_worker.kv.types import Pieces
 
 SIZE, VALUE_SIZE, HEADS = 64, 128, 2
 VOCABULARY = 4096

@@ -5,7 +5,7 @@ builds the next decode step's graph while the last one still runs, (c) waits for
 starts the next and only now looks at the tokens that came back. Building, most of Python's work,
 thus overlaps with the device; and because a step starts when the one before it has ended, nothing
 else refers to the slot buffers then: MLX writes into them in place, and copies none. On a CPU, (b)
-starts each layer as it is built (``kv.pace``).
+starts each layer as it is built (``kv.backends.pacing``).
 """
 
 from __future__ import annotations

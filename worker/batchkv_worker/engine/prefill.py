@@ -11,10 +11,11 @@ import mlx.core as mx
 from batchkv_worker.engine.schedule.prefix_split import Cuts
 from batchkv_worker.engine.schedule.scheduler import PrefillGroup, Scheduler
 from batchkv_worker.kv.attention.shared_prefix import Stem
-from batchkv_worker.kv.layers.contract import Chunk, Pieces
+from batchkv_worker.kv.layers.contract import Chunk
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.kv.slots.layout import round_up
 from batchkv_worker.kv.start.plan import KvPlan
+from batchkv_worker.kv.types import Pieces
 from batchkv_worker.prefix.interface import SharedPrefixes
 from batchkv_worker.prefix.memory import PrefixCache
 from batchkv_worker.sequence import Sequence

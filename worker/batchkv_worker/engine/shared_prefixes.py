@@ -1,4 +1,4 @@
-"""Which rows hold a common prefix once: the engine's side of ``kv.stem``.
+"""Which rows hold a common prefix once: the engine's side of ``kv.attention.shared_prefix``.
 
 The scheduler says how much of a prefix is worth it, the prefix memory has the blocks, and slots
 hold the stem as long as a row of theirs has it.

@@ -18,7 +18,8 @@ import mlx.core as mx
 from batchkv_cache_store.blocks.block import Block, Kind, Tensor
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_cache_store.lookup import Piece, Wanted
-from batchkv_worker.kv.layers.contract import LayerKind, Pieces
+from batchkv_worker.kv.layers.contract import LayerKind
+from batchkv_worker.kv.types import Pieces
 from batchkv_worker.prefix.bundle import Bundle
 
 # What Python's buffers call the numbers. They cannot be made of halves: those travel as their bits.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from batchkv_worker.kv.layers.contract import Pieces
+from batchkv_worker.kv.types import Pieces
 
 
 class Bundle:

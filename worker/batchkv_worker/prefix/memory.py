@@ -5,7 +5,7 @@ chain of ``batchkv_cache_store.keys``, so that a key names a block and all that 
 row takes the longest chain that is here and computes the rest. What is taken is copied bit for bit:
 a hit computes what a miss would have. ``cache_store.uses`` says what goes when the bytes are up.
 
-A block has up to three parts (``store.anatomy``). Those computed here have all that their model
+A block has up to three parts (``block_layout``). Those computed here have all that their model
 has layers for; those that came from the shared store only what a row needed to go on: the layers
 that keep all tokens of every block, those of a window of the last few, and a state at the end. A
 state also exists here only where a chunk ended and it seemed worth keeping. So a row takes the
@@ -24,9 +24,10 @@ from batchkv_cache_store.blocks.block import Kind
 from batchkv_cache_store.keys import BLOCK_TOKENS, chain, root_key
 from batchkv_cache_store.uses import Kept
 from batchkv_worker.kv.attention.shared_prefix import Stem
-from batchkv_worker.kv.layers.contract import LayerKind, Pieces
+from batchkv_worker.kv.layers.contract import LayerKind
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.kv.slots.layouts import Costs
+from batchkv_worker.kv.types import Pieces
 from batchkv_worker.prefix.block_layout import Anatomy
 from batchkv_worker.prefix.bundle import Bundle
 from batchkv_worker.sequence import Sequence

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 from batchkv_producer.agreed import RUN_ROWS
 
-WAVES_AHEAD = 2  # rows that wait in the engine, by default: so many for each slot
 AHEAD_AT_END = 8  # rows that wait in the engine when others may soon have nothing to do
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.kv.layers.contract import Chunk, LayerKind, Pieces
+from batchkv_worker.kv.layers.contract import Chunk, LayerKind
 from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.layers.kinds import AttentionKind
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
+from batchkv_worker.kv.types import Pieces
 from batchkv_worker.report.results import KindBytes
 
 CHUNK_TOKENS = 256  # logits of so many tokens are held at once

@@ -11,11 +11,11 @@ from typing import Any
 import mlx.core as mx
 
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
-from batchkv_worker.kv.layers.contract import Pieces
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.layers.kinds import AttentionKind
 from batchkv_worker.kv.slots.layout import STEP, Demand
 from batchkv_worker.kv.start.plan import KvPlan
+from batchkv_worker.kv.types import Pieces
 from batchkv_worker.report.results import Timing
 
 ROUNDS = 5  # of both sides, of which the median is taken

@@ -21,15 +21,17 @@ from batchkv_worker.kv.attention import shared_prefix as stem
 from batchkv_worker.kv.attention import shared_prefix_prefill as stem_chunk
 from batchkv_worker.kv.attention.paths import Path
 from batchkv_worker.kv.attention.shared_prefix import Stem
-from batchkv_worker.kv.layers.contract import Both, Chunk, LayerKind, Pieces
+from batchkv_worker.kv.layers.contract import Chunk, LayerKind
 from batchkv_worker.kv.layers.decode import DecodeSlots, costs_of
 from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.layers.kinds import AttentionKind
-from batchkv_worker.kv.schemes.packing import LayerScheme, Parts, TensorScheme
+from batchkv_worker.kv.schemes.packing import LayerScheme, TensorScheme
+from batchkv_worker.kv.slots.changes import Move
 from batchkv_worker.kv.slots.layout import Demand
-from batchkv_worker.kv.slots.layouts import Move, SlotLayouts
+from batchkv_worker.kv.slots.layouts import SlotLayouts
 from batchkv_worker.kv.slots.step_view import Framer, Shapes
 from batchkv_worker.kv.start.plan import make_plan
+from batchkv_worker.kv.types import Both, Parts, Pieces
 from support import tiny_models
 from worker.kv.crowd import Crowd, model_of, random_prompt
 from worker.kv.reference import (

@@ -23,11 +23,11 @@ from batchkv_worker.kv.attention.paths import Path as AttentionPath
 from batchkv_worker.kv.backends.cuda import prefix_kernel as stem_kernel
 from batchkv_worker.kv.backends.cuda.prefix_kernel_source import Kind
 from batchkv_worker.kv.backends.device import is_cuda
-from batchkv_worker.kv.layers.contract import Both
 from batchkv_worker.kv.schemes.packing import LayerScheme, LayerShape, fit_model
 from batchkv_worker.kv.schemes.spec import SchemeSpec
 from batchkv_worker.kv.start import plan
 from batchkv_worker.kv.start import prefix_cost as stem_cost
+from batchkv_worker.kv.types import Both
 from worker.kv.block_of_threads import in_threads, is_there_a_compiler
 from worker.kv.crowd import Crowd, random_prompt
 

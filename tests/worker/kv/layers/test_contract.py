@@ -8,9 +8,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from batchkv_worker.kv.layers.contract import Chunk, LayerKind, Pieces
+from batchkv_worker.kv.layers.contract import Chunk, LayerKind
 from batchkv_worker.kv.layers.kinds import AttentionKind
 from batchkv_worker.kv.slots.step_view import Shapes
+from batchkv_worker.kv.types import Pieces
 from worker.kv.house import House
 from worker.kv.reference import (
     HEADS,

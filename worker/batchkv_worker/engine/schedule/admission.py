@@ -2,7 +2,7 @@
 
 A row is admitted by what it takes now and will take in a while. *Worst case*: all tokens that it
 may generate. *Optimistic*: as many as most answers take, measured on those that ended lately; a row
-whose answer is longer may have to leave its slot for a while (``slot_rows``). Either way what is
+whose answer is longer may have to leave its slot for a while (``decode_rows``). Either way what is
 allocated is held to the budget when buffers grow, not only when a row is admitted.
 """
 

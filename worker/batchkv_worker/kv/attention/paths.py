@@ -26,7 +26,8 @@ from batchkv_worker.kv.backends.cpu import causal_tiles as triangles
 from batchkv_worker.kv.backends.cpu import softmax
 from batchkv_worker.kv.backends.cpu.exp2 import powers_are_faster
 from batchkv_worker.kv.backends.rebind import rebind
-from batchkv_worker.kv.schemes.packing import LayerScheme, Parts
+from batchkv_worker.kv.schemes.packing import LayerScheme
+from batchkv_worker.kv.types import Parts
 
 Path = Literal["fused", "folded", "packed", "spread-fused", "spread-folded", "spread-packed"]
 

@@ -26,8 +26,8 @@ from batchkv_worker.kv.attention.paths import Path, scores_of, weighted
 from batchkv_worker.kv.backends.cpu import softmax
 from batchkv_worker.kv.backends.cpu.exp2 import powers_are_faster
 from batchkv_worker.kv.backends.cuda import prefix_kernel as stem_kernel
-from batchkv_worker.kv.layers.contract import Both
 from batchkv_worker.kv.schemes.packing import LayerScheme
+from batchkv_worker.kv.types import Both
 
 MAX_SCORES = 2**24  # numbers that may stand at once: 64 MiB in float32
 _ranks = count(1)

@@ -9,8 +9,8 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
 from batchkv_worker.kv.attention.shared_prefix import attend
-from batchkv_worker.kv.layers.contract import Both
 from batchkv_worker.kv.schemes.packing import LayerScheme
+from batchkv_worker.kv.types import Both
 
 MAX_DENSE = 2**25  # numbers of keys and values side by side: 64 MiB in half precision
 

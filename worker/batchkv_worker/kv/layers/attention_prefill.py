@@ -20,9 +20,10 @@ from batchkv_worker.kv.attention import shared_prefix_prefill as stem_chunk
 from batchkv_worker.kv.backends.cpu import causal_tiles as triangles
 from batchkv_worker.kv.backends.pacing import Pace
 from batchkv_worker.kv.layers.cache_quirks import OrderedByUs
-from batchkv_worker.kv.layers.contract import Both, Chunk, Pieces, PrefillLayer
-from batchkv_worker.kv.schemes.packing import LayerScheme, Parts
+from batchkv_worker.kv.layers.contract import Chunk, PrefillLayer
+from batchkv_worker.kv.schemes.packing import LayerScheme
 from batchkv_worker.kv.slots.layouts import Window
+from batchkv_worker.kv.types import Both, Parts, Pieces
 
 
 class AttentionPrefill(OrderedByUs, PrefillLayer):

@@ -11,11 +11,12 @@ from batchkv_worker.kv.attention import shared_prefix as stem
 from batchkv_worker.kv.attention.shared_prefix import Summary
 from batchkv_worker.kv.backends.pacing import starts_layers
 from batchkv_worker.kv.layers.cache_quirks import OrderedByUs
-from batchkv_worker.kv.layers.contract import Both, Pieces, SlotLayer
-from batchkv_worker.kv.schemes.packing import LayerScheme, Parts, TensorScheme
+from batchkv_worker.kv.layers.contract import SlotLayer
+from batchkv_worker.kv.schemes.packing import LayerScheme, TensorScheme
 from batchkv_worker.kv.slots.layout import Relayout
 from batchkv_worker.kv.slots.layouts import Window
 from batchkv_worker.kv.slots.step_view import Common, Frame, Span
+from batchkv_worker.kv.types import Both, Parts, Pieces
 
 
 class AttentionSlots(OrderedByUs, SlotLayer):
@@ -25,7 +26,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
     that ``attend`` can answer from the packed parts at no cost.
 
     MLX writes in place only into what nothing waits for; else it copies the buffer. Where layers
-    start their part of a step themselves (``pace``), each waits for what still touches its own
+    start their part of a step themselves (``pacing``), each waits for what still touches its own
     buffers, so that the device is never without work in the meantime. A model whose later
     layers read what was handed out, without asking here, may cost a copy of the buffer.
     """

@@ -29,11 +29,7 @@ import mlx.core as mx
 from batchkv_worker.kv.slots.layout import Relayout
 from batchkv_worker.kv.slots.layouts import Window
 from batchkv_worker.kv.slots.step_view import Frame
-
-Both = tuple[tuple[mx.array, ...], tuple[mx.array, ...]]  # parts of keys, parts of values
-# One row's share of a layer, each ``[1, ...]``, or that of several rows of one length, ``[rows,
-# ...]``: packed parts of keys, then of values, with the time axis at -2; or the arrays of a state.
-Pieces = tuple[mx.array, ...]
+from batchkv_worker.kv.types import Both, Pieces
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ import mlx.core as mx
 from batchkv_worker.kv.attention import paths as attention
 from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
-from batchkv_worker.kv.layers.contract import LayerKind, Pieces
+from batchkv_worker.kv.layers.contract import LayerKind
 from batchkv_worker.kv.schemes.packing import LayerScheme
 from batchkv_worker.kv.slots.layouts import Window
+from batchkv_worker.kv.types import Pieces
 
 
 @dataclass(frozen=True, slots=True)

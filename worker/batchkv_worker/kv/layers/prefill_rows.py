@@ -8,8 +8,9 @@ import mlx.core as mx
 
 from batchkv_worker.kv.backends.pacing import Pace
 from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
-from batchkv_worker.kv.layers.contract import Chunk, LayerKind, Pieces, PrefillLayer
+from batchkv_worker.kv.layers.contract import Chunk, LayerKind, PrefillLayer
 from batchkv_worker.kv.layers.state import StatePrefill
+from batchkv_worker.kv.types import Pieces
 
 
 class PrefillRows:

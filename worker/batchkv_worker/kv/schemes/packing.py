@@ -28,8 +28,7 @@ from batchkv_worker.kv.schemes import rotation
 from batchkv_worker.kv.schemes.names import SMALL_FLOATS, TURBO_BITS, TensorName, TensorNames
 from batchkv_worker.kv.schemes.spec import SchemeSpec
 from batchkv_worker.kv.schemes.turbo import Turbo, TurboSlots
-
-Parts = tuple[mx.array, ...]
+from batchkv_worker.kv.types import Parts
 
 
 @dataclass(frozen=True, slots=True)

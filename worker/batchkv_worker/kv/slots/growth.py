@@ -8,13 +8,36 @@ by whatever is free. ``NoRoom`` says that even this is not enough: a row has to 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from batchkv_worker.kv.slots.layout import Demand, Relayout, SlotLayout
-    from batchkv_worker.kv.slots.layouts import Move
+from batchkv_worker.kv.slots.changes import Demand, Move, Relayout
 
 STEP = 256  # capacities are multiples of this
+
+
+class Columns(Protocol):
+    """What these decisions ask of a layout (``layout.SlotLayout`` says what each is)."""
+
+    window: int | None
+    rows: int
+    capacity: int
+    write: int
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def lowest(self) -> int: ...
+
+    @property
+    def last_end(self) -> int: ...
+
+    @property
+    def ceiling(self) -> int | None: ...
+
+    def rows_for(self, count: int, /) -> int: ...
+
+    def rebuilt(self, rows: int, capacity: int, shift: int, /) -> Relayout: ...
 
 
 class NoRoom(Exception):
@@ -33,7 +56,7 @@ def round_up(value: int, step: int = STEP) -> int:
     return -(-value // step) * step
 
 
-def before_step(layout: SlotLayout, max_cells: int | None) -> Relayout | None:
+def before_step(layout: Columns, max_cells: int | None) -> Relayout | None:
     """What has to change for the write column to exist; raises NoRoom."""
     if layout.write < layout.capacity:
         return None
@@ -56,7 +79,7 @@ def before_step(layout: SlotLayout, max_cells: int | None) -> Relayout | None:
 
 
 def before_join(
-    layout: SlotLayout, demand: Demand, slot: int, wanted_rows: int | None, max_cells: int | None
+    layout: Columns, demand: Demand, slot: int, wanted_rows: int | None, max_cells: int | None
 ) -> Relayout | None:
     """What has to change for a row with tokens in ``slot``, and one step after; raises NoRoom.
 

@@ -21,44 +21,13 @@ beyond the window and a step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from batchkv_worker.kv.slots import growth
+from batchkv_worker.kv.slots.changes import Demand, Relayout
 from batchkv_worker.kv.slots.growth import STEP, round_up
 from batchkv_worker.kv.slots.slot_choice import Ranks, strain_of
 
 __all__ = ["STEP", "Demand", "Relayout", "SlotLayout", "round_up"]
-
-
-@dataclass(frozen=True, slots=True)
-class Relayout:
-    """Old columns [low, high) go to [low + shift, high + shift) of a new buffer.
-
-    It has ``rows`` rows (old rows keep their numbers) and is ``capacity`` columns wide.
-    """
-
-    low: int
-    high: int
-    shift: int
-    rows: int
-    capacity: int
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What a row asks for: tokens already in the cache, and tokens still to come at most.
-
-    The first ``shared`` of them stand in a stem: layers that keep every token have only the rest.
-    """
-
-    length: int
-    remaining: int
-    shared: int = 0
-
-    @property
-    def own(self) -> Demand:
-        """What the row asks of a layer that has the stem beside it."""
-        return Demand(self.length - self.shared, self.remaining)
 
 
 class SlotLayout:

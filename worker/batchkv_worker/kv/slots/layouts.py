@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from batchkv_worker.kv.slots.layout import Demand, Relayout, SlotLayout
+from batchkv_worker.kv.slots.changes import Demand, Move, Relayout
+from batchkv_worker.kv.slots.layout import SlotLayout
 
 if TYPE_CHECKING:
     from batchkv_worker.kv.attention.shared_prefix import Stem
@@ -58,14 +59,6 @@ class Costs:
         # Prefill reads a stem where it stands only when that is most of the prompt.
         own = length - shared if 2 * shared >= length else length
         return own * (self.per_token + self.largest) + windows + self.per_row
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A row goes from one slot to another, which is free."""
-
-    source: int
-    target: int
 
 
 class SlotLayouts:

@@ -19,7 +19,8 @@ from batchkv_worker.kv.backends.cpu import softmax
 from batchkv_worker.kv.backends.cuda import prefix_kernel as stem_kernel
 from batchkv_worker.kv.backends.gpu.joint_product import are_close
 from batchkv_worker.kv.backends.timing import Way, gain, least_times
-from batchkv_worker.kv.schemes.packing import LayerScheme, Parts
+from batchkv_worker.kv.schemes.packing import LayerScheme
+from batchkv_worker.kv.types import Parts
 
 log = logging.getLogger("batchkv.engine")
 

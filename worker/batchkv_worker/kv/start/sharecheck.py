@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from batchkv_worker.kv.attention.shared_prefix import Stem
-from batchkv_worker.kv.layers.contract import Chunk, LayerKind, Pieces
+from batchkv_worker.kv.layers.contract import Chunk, LayerKind
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.layers.kinds import AttentionKind
@@ -29,6 +29,7 @@ from batchkv_worker.kv.start.selfcheck import (
     logits_of,
     worst_difference,
 )
+from batchkv_worker.kv.types import Pieces
 
 log = logging.getLogger("batchkv.engine")
 

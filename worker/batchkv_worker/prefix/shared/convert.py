@@ -13,9 +13,10 @@ from dataclasses import replace
 
 from batchkv_cache_store.blocks.block import Block, Kind
 from batchkv_cache_store.keys import Manifest
-from batchkv_worker.kv.layers.contract import LayerKind, Pieces
+from batchkv_worker.kv.layers.contract import LayerKind
 from batchkv_worker.kv.layers.kinds import AttentionKind
 from batchkv_worker.kv.schemes.packing import LayerScheme, TensorScheme
+from batchkv_worker.kv.types import Pieces
 from batchkv_worker.prefix.block_layout import Anatomy
 from batchkv_worker.prefix.bundle import Bundle
 from batchkv_worker.prefix.shared.identity import describe

@@ -1,6 +1,6 @@
 """Weights of scores that stand in memory: by MLX's softmax, or by powers of two.
 
-Where ``powers`` finds those faster, softmax is put together from them: 2 to the score times
+Where ``exp2`` finds those faster, softmax is put together from them: 2 to the score times
 log2(e), less the highest. Half precision, and every device that has a fast exponential, keep MLX's
 own.
 """

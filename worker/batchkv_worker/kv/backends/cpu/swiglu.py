@@ -2,7 +2,7 @@
 
 mlx-lm's models call one function, ``models.activations.swiglu``, by the name that each model's
 module imported. It computes an exponential for each number; what that costs on a CPU and what is
-done about it says ``powers``.
+done about it says ``exp2``.
 """
 
 from __future__ import annotations
