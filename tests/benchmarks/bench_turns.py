@@ -44,12 +44,26 @@ WARM_UP_JOBS = 32
 # -- one side: a process that runs what it is told
 
 
-def _kv(*names: str) -> Any:
-    """The first module of these names that there is, in ``kv``."""
-    for name in names:
-        with suppress(ModuleNotFoundError):
-            return import_module(f"batchkv_worker.kv.{name}")
-    raise ModuleNotFoundError(f"none of {names}")
+# Where modules of ``kv`` are now, by the names that they had when all lay in one folder.
+ROOMS = {
+    "narrow": "backends.cpu.blocked_linear",
+    "angles": "backends.cpu.rope_cache",
+    "powers": "backends.cpu.exp2",
+    "softmax": "backends.cpu.softmax",
+    "triangles": "backends.cpu.causal_tiles",
+    "gate": "backends.cpu.swiglu",
+    "attention": "attention.paths",
+    "stem": "attention.shared_prefix",
+    "attention_slots": "layers.attention_slots",
+    "plan": "start.plan",
+}
+
+
+def _kv(name: str) -> Any:
+    """A module of ``kv`` in the tree that is served, be it in rooms or in one folder."""
+    with suppress(ModuleNotFoundError):
+        return import_module(f"batchkv_worker.kv.{ROOMS[name]}")
+    return import_module(f"batchkv_worker.kv.{name}")
 
 
 def _without_blocked_linear() -> None:
