@@ -84,6 +84,86 @@ def test_what_is_allowed_passes(tmp_path: Path, path: str, text: str) -> None:
     assert check_tree(tmp_path) == (0, "check_tree: ok\n")
 
 
+def plant(root: Path, files: dict[str, str]) -> None:
+    """A tree of these files."""
+    for name, text in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
+WORKER, PRODUCER = "worker/batchkv_worker", "producer/batchkv_producer"
+
+
+@pytest.mark.parametrize(
+    ("files", "line"),
+    [
+        (
+            {
+                f"{WORKER}/kv/slots/a.py": "from batchkv_worker.kv.layers import b",
+                f"{WORKER}/kv/layers/b.py": "",
+            },
+            f"{WORKER}/kv/slots/a.py: imports batchkv_worker.kv.layers.b: "
+            "kv.slots must not import from kv.layers",
+        ),
+        (
+            {
+                f"{WORKER}/kv/types.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
+                "    from batchkv_worker.engine.schedule.scheduler import Scheduler",
+                f"{WORKER}/engine/schedule/scheduler.py": "class Scheduler: ...",
+            },
+            "kv.types must not import from engine.schedule",
+        ),
+        (
+            {
+                f"{PRODUCER}/wire/a.py": "def f():\n    import batchkv_producer.cli.b",
+                f"{PRODUCER}/cli/b.py": "",
+            },
+            "wire must not import from cli",
+        ),
+        ({f"{PRODUCER}/stray.py": ""}, f"{PRODUCER}/stray.py: in no room of ORDER"),
+        (
+            {
+                f"{PRODUCER}/wire/a.py": "from batchkv_producer.wire.b import x",
+                f"{PRODUCER}/wire/b.py": "from batchkv_producer.wire import c",
+                f"{PRODUCER}/wire/c.py": "import batchkv_producer.wire.a",
+            },
+            "import cycle: batchkv_producer.wire.a, batchkv_producer.wire.b, "
+            "batchkv_producer.wire.c",
+        ),
+        (
+            {f"tests/somewhere/test_{number}.py": "" for number in range(21)},
+            "tests/somewhere: 21 modules in one folder (at most 20)",
+        ),
+        (
+            {
+                f"{WORKER}/queue/a.py": "\n".join(
+                    f"from batchkv_worker.kv.slots.m{n} import x" for n in range(13)
+                )
+            }
+            | {f"{WORKER}/kv/slots/m{n}.py": "x = 1" for n in range(13)},
+            f"{WORKER}/queue/a.py: imports 13 modules of the project (at most 12)",
+        ),
+    ],
+)
+def test_a_breach_of_the_rooms_is_found(tmp_path: Path, files: dict[str, str], line: str) -> None:
+    """An import that goes up, type-only ones too, a circle, a full folder: one line each."""
+    plant(tmp_path, files)
+    code, output = check_tree(tmp_path)
+    assert (code, output.count("\n")) == (1, 2)
+    assert line in output
+
+
+def test_rooms_may_import_down_and_skip_floors(tmp_path: Path) -> None:
+    """Any room may import from any room below it, and twenty modules fill no folder."""
+    files = {f"{WORKER}/queue/m{n}.py": "" for n in range(19)}
+    files[f"{WORKER}/queue/a.py"] = "from batchkv_worker.kv.types import Parts"
+    files[f"{WORKER}/kv/types.py"] = "Parts = tuple"
+    files[f"{WORKER}/queue/__init__.py"] = ""
+    plant(tmp_path, files)
+    assert check_tree(tmp_path) == (0, "check_tree: ok\n")
+
+
 FAKE_BATCHKV = """#!/bin/sh
 echo "$* $BATCHKV_HOME ${BATCHKV_REDIS_URL-unset}" >>"$LOG"
 [ "$1" = run ] || exit 0
