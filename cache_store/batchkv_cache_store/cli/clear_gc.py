@@ -70,7 +70,7 @@ def clear(
 @click.option("--other-than", "kept", multiple=True, metavar="DIGITS",
               help="Blocks of all but this one too (may be repeated).")  # fmt: skip
 @click.option("--other-formats", is_flag=True, help="Blocks of other versions of the format too.")
-@click.option("--dry-run", is_flag=True, help="Tell what would go, and leave it.")
+@click.option("--dry-run", is_flag=True, help="Show what would be deleted, and delete nothing.")
 def gc(
     cache_text: str | None,
     only: str | None,

@@ -40,7 +40,7 @@ LIMIT = 50
     "--by-namespace", is_flag=True, help="For each model and scheme too; reads every block's head."
 )
 def stats(cache_text: str | None, only: str | None, as_json: bool, by_namespace: bool) -> None:
-    """Tell how full each tier is, and of what.
+    """Show how full each tier is, and of what.
 
     \b
     Examples:

@@ -40,8 +40,8 @@ def cli() -> None:
       id=$(batchkv submit prompts.jsonl -m mlx-community/Qwen3-4B-4bit)
       batchkv wait $id && batchkv results $id -o out.jsonl
     \b
-    Without --url, BATCHKV_REDIS_URL and BATCHKV_REDIS_URL_FILE a server of its own serves, which
-    is started when it is needed (batchkv server status).
+    Without --url, BATCHKV_REDIS_URL and BATCHKV_REDIS_URL_FILE, batchkv starts a server of its
+    own when a command needs one (batchkv server status).
     \b
     Exit codes: 0 all is well, 1 some row failed or was wrong, 2 wrong use or input,
     3 trouble with Redis, 4 the work could not go on (disk full, workers that keep dying),

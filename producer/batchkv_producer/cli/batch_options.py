@@ -101,8 +101,8 @@ from_batch_option = click.option(
     "--from",
     "source_batch",
     metavar="BATCH",
-    help="Keep the answers of an earlier batch for rows that ask for the same, whatever their "
-    "custom_id: of a mended file only what changed is computed.",
+    help="Keep the answers of an earlier batch for rows with the same request, whatever their "
+    "custom_id. So only what you changed in a file is computed.",
 )
 age_option = click.option(
     "--older-than",
@@ -129,7 +129,7 @@ on_done_option = click.option(
 allow_bad_option = click.option(
     "--allow-bad",
     is_flag=True,
-    help="Rows that are wrong in the input are told of, but do not make the exit code 1.",
+    help="Report rows that are wrong in the input, but do not end with exit code 1 for them.",
 )
 
 

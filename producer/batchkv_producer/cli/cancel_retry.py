@@ -24,7 +24,7 @@ from batchkv_producer.wire.job import SamplingParams
 @click.argument("target", metavar="ID")
 @url_option
 def cancel(target: str, url: str | None) -> None:
-    """Cancel a batch, or one job of it: what has not ended yet ends as canceled.
+    """Cancel a batch, or one job of it. Rows that have not ended end as canceled.
 
     \b
     Examples:

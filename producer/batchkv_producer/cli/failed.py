@@ -18,12 +18,12 @@ from batchkv_producer.results import outfile
 @url_option
 @click.pass_context
 def failed(ctx: click.Context, batch_id: str, canceled: bool, url: str | None) -> None:
-    """Print the failed rows of a batch as input lines, to be mended and submitted as a file.
+    """Print the failed rows of a batch as input lines, to correct and submit as a file.
 
-    They are OpenAI Batch lines under the rows' own custom_ids, with the batch's model and defaults
-    said; plain prompts are lines without a url, as they were. Exit code 1 if a row has none: one
-    that was wrong in the input stands in your file only, and so does one whose job is no longer in
-    Redis (jobs of failed rows stay for 7 days).
+    They are OpenAI Batch lines with the rows' own custom_ids, the batch's model and its defaults.
+    Plain prompts stay lines without a url. Exit code 1 if a row cannot be printed: a row that was
+    wrong in the input is in your file only. So is a row whose job is no longer in Redis, which
+    keeps jobs of failed rows for 7 days.
 
     \b
     Examples:

@@ -30,12 +30,12 @@ def forget(
     yes: bool,
     url: str | None,
 ) -> None:
-    """Take batches off the server, with their rows and results, whatever state they are in.
+    """Delete batches from the server, with their rows and results, in any state.
 
-    Queued rows are never run, and workers drop those that they have within a second. Files that
-    results were written to stay. Of --older-than, --model and --all-done a batch must fit all that
-    are given; without --all-done that includes batches that are not done. It works on a server that
-    is full. If it is interrupted, the next `forget`, a look at it, or any worker goes on.
+    Queued rows are never run. Workers drop their rows of it within a second. Files of results stay.
+    A batch must fit all of --older-than, --model and --all-done that are given; without --all-done,
+    batches that are not done fit too. It works on a server that is full. If it is interrupted, the
+    next `forget`, a look at the batch, or any worker finishes it.
 
     \b
     Examples:

@@ -95,15 +95,15 @@ def run(
 ) -> None:
     """Run a file of prompts to its end, with workers of its own, and save the results.
 
-    FILE is as for submit; several are one batch, - is standard input, and what comes through a pipe
-    is printed instead of saved, unless -o names OUT (-o - prints the results of a file, too).
+    FILE is as for submit. Several files are one batch. - is standard input. The results of a pipe
+    are printed, unless -o names OUT; -o - prints those of a file, too.
 
-    Answers are appended to OUT as rows end, rows without one to OUT.errors.jsonl. Interrupted or
-    killed at any point, the same command goes on from there: each row is in one of the two. The
-    batch is known by the file's content, the model, the generation flags, --raw and --system; with
-    another --kv-scheme, or other files of the model, it is computed again. When you have corrected
-    the file, rows that ask for the same keep their answers. Exit code 1 if some row failed or was
-    wrong, 5 if the command of --on-done failed.
+    Answers are appended to OUT as rows end, and rows without an answer to OUT.errors.jsonl. Each
+    row is in one of the two. After an interruption or a crash the same command goes on. The file's
+    content, the model, the generation flags, --raw and --system identify the batch. With another
+    --kv-scheme, or other files of the model, it is computed again. After you have corrected the
+    file, rows with the same request keep their answers. Exit code 1 if a row failed or was wrong,
+    5 if the command of --on-done failed.
 
     \b
     Examples:

@@ -43,7 +43,7 @@ def stop() -> None:
 @json_option
 @click.pass_context
 def status(ctx: click.Context, as_json: bool) -> None:
-    """Tell process, socket, version, memory and data folder; exit code 3 when it does not run."""
+    """Show process, version, memory, socket and data folder; exit code 3 when it does not run."""
     found = embedded.status(home_from_environment())
     if as_json:
         print_json(found)

@@ -63,7 +63,7 @@ _GENERATION = (
     ("--top-k", int, "Sample among this many likeliest tokens; 0: all."),
     ("--min-p", float, "Leave out tokens less likely than this share of the likeliest."),
     ("--seed", int, "Seed of every row; without it each row has its own."),
-    ("--repetition-penalty", float, "Above 1 makes tokens that stand there already less likely."),
+    ("--repetition-penalty", float, "Above 1 makes tokens that occurred already less likely."),
 )
 
 

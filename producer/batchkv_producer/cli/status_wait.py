@@ -51,10 +51,10 @@ def _limit(said: int | None) -> int | None:
 def status(
     target: str | None, limit: int | None, is_watching: bool, url: str | None, as_json: bool
 ) -> None:
-    """Tell how everything stands, or one batch, or one job.
+    """Show everything, or one batch, or one job.
 
-    Without ID these are the newest 50 batches, all workers, and the server's memory. --watch does
-    so every 2 seconds: until the batch or job is done, or until Ctrl-C.
+    Everything is the newest 50 batches, all workers, and the server's memory. --watch repeats it
+    every 2 seconds, until the batch or job is done, or until Ctrl-C.
 
     \b
     Examples:
