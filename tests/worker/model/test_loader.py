@@ -39,6 +39,20 @@ def test_dtype_can_be_chosen() -> None:
         load("demo", "int3")
 
 
+def test_defaults_and_sizes_that_make_no_sense_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number of 400 digits, infinity, or a text where a table should be ends no worker."""
+    monkeypatch.setenv("BATCHKV_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL_PATH, folder)
+    wrong = f'{{"top_k": 1{"0" * 400}, "min_p": Infinity, "top_p": NaN, "temperature": 0.5}}'
+    (folder / "generation_config.json").write_text(wrong)
+    assert load(str(folder)).defaults == {"temperature": 0.5}
+    assert model._context({"max_position_embeddings": "8k", "text_config": ["no table"]}) == 8192
+    assert model._context({"text_config": {"max_position_embeddings": 77}}) == 77
+
+
 def test_a_model_knows_what_its_answers_are_made_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,6 @@ What cannot be served is refused here with one sentence, before any job is touch
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -220,13 +219,14 @@ def _vocabulary(name: str, model: Any) -> int:
 
 
 def _context(config: dict[str, Any]) -> int:
-    text = config.get("text_config") or {}
-    for source in (config, text):
-        value = source.get("max_position_embeddings")
+    for source in (config, config.get("text_config")):
+        value = source.get("max_position_embeddings") if isinstance(source, dict) else None
         if isinstance(value, int) and value > 0:
             return value
     return _DEFAULT_CONTEXT
 
+
+_MAX_DEFAULT = 2**64  # what is not below, infinity and no number too, is left out
 
 _FROM_CONFIG = {
     "temperature": "temperature",
@@ -247,7 +247,7 @@ def _generation_defaults(path: Path) -> dict[str, Any]:
     defaults = {
         ours: config[theirs]
         for theirs, ours in _FROM_CONFIG.items()
-        if isinstance(config.get(theirs), int | float) and math.isfinite(config[theirs])
+        if isinstance(config.get(theirs), int | float) and abs(config[theirs]) < _MAX_DEFAULT
     }
     if config.get("do_sample") is False:
         defaults["temperature"] = 0.0
