@@ -24,7 +24,7 @@ from typing import Any
 from batchkv_producer.errors import DiskError
 from batchkv_producer.intake.formats import Row, RowError
 from batchkv_producer.intake.prompting import AUTO, Prompting
-from batchkv_producer.order.canonical import canonical_text as canonical_text
+from batchkv_producer.order.canonical import canonical_text
 from batchkv_producer.order.chunk import Chunk as Chunk
 from batchkv_producer.order.chunk import PlanCounts as PlanCounts
 from batchkv_producer.order.duplicates import can_have_twin, request_digest
@@ -107,8 +107,8 @@ def with_defaults(defaults: SamplingParams) -> Callable[[SamplingParams], Sampli
 class Plan:
     """A batch on its way to the queue: fill it once, seal it, then read its chunks in order.
 
-    ``dedupe``: rows that ask for the same wait for the first of them (``twins``). ``place`` says
-    where a row stands in the input.
+    ``dedupe``: rows that ask for the same wait for the first of them (``duplicates``). ``place``
+    says where a row stands in the input.
     """
 
     def __init__(

@@ -15,8 +15,8 @@ from batchkv_producer.errors import BatchkvError, UsageError, WireError
 from batchkv_producer.intake import formats, plain
 from batchkv_producer.intake.prompting import AUTO, Prompting
 from batchkv_producer.intake.source import Inputs
+from batchkv_producer.order.canonical import canonical_text
 from batchkv_producer.order.duplicates import request_digest
-from batchkv_producer.order.planner import canonical_text
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.batch_options import Terms
 from batchkv_producer.wire.job import Request, decode_job, encode_job

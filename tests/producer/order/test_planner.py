@@ -14,7 +14,8 @@ from batchkv_producer.errors import BatchkvError
 from batchkv_producer.intake.formats import Row, RowError
 from batchkv_producer.order import planner
 from batchkv_producer.order import prefix_order as order
-from batchkv_producer.order.planner import Chunk, Plan, PlanCounts, canonical_text
+from batchkv_producer.order.canonical import canonical_text
+from batchkv_producer.order.planner import Chunk, Plan, PlanCounts
 from batchkv_producer.wire.job import Request, SamplingParams, decode_job
 
 

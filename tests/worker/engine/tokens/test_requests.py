@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from batchkv_producer.order.planner import canonical_text
+from batchkv_producer.order.canonical import canonical_text
 from batchkv_producer.wire.job import Request, SamplingParams
 from batchkv_worker.engine.tokens.requests import SHARED_SLACK, prepare
 from batchkv_worker.engine.tokens.tokenize import RowRefused

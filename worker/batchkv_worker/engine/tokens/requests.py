@@ -16,7 +16,7 @@ from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_producer.agreed import DEFAULT_MAX_TOKENS
 from batchkv_producer.intake.checks import RowFault, check_stop
 from batchkv_producer.intake.messages import check_messages, check_template_variables, check_tools
-from batchkv_producer.order.planner import canonical_text
+from batchkv_producer.order.canonical import canonical_text
 from batchkv_producer.wire.job import ErrorCode, Request, SamplingParams
 from batchkv_worker.engine.schedule.admission import Budget
 from batchkv_worker.engine.tokens.tokenize import (
