@@ -179,8 +179,8 @@ def _sign_off(connection: Redis, record: Record) -> None:
     """Nobody is to count a dead worker among those that serve its queue."""
     key = redis_keys.worker(record.name)
     with suppress(NoPermissionError), connection.pipeline(transaction=False) as pipeline:
-        pipeline.srem("rq:workers", key)
-        pipeline.srem(f"rq:workers:{record.queue}", key)
+        pipeline.srem(redis_keys.workers(), key)
+        pipeline.srem(redis_keys.workers(record.queue), key)
         pipeline.delete(key)
         pipeline.execute()
 

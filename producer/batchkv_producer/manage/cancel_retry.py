@@ -157,5 +157,5 @@ def _cancel_lines(connection: Redis, status: BatchStatus, lines: Sequence[int]) 
     for (job_id, _), verdict in zip(rows, verdicts, strict=True):
         if verdict not in ("", "done"):  # the name of the worker that was running it
             command = json.dumps({"command": "stop-job", "job_id": job_id})
-            connection.publish(f"rq:pubsub:{verdict}", command)
+            connection.publish(redis_keys.commands(verdict), command)
     return sum(verdict != "" for verdict in verdicts)

@@ -83,7 +83,7 @@ def live_workers(connection: Redis, queue: str) -> list[str]:
 
     RQ's sets keep the keys of workers that were killed; their hashes expire.
     """
-    members: Any = connection.smembers(f"rq:workers:{queue}" if queue else "rq:workers")
+    members: Any = connection.smembers(redis_keys.workers(queue))
     keys = sorted(key.decode("utf-8", "replace") for key in members)
     with connection.pipeline(transaction=False) as pipeline:
         for key in keys:

@@ -56,7 +56,8 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
 ``rq:queues``              set     ``rq:queue:Q``
 ``rq:queue:Q``             list    ids waiting; the left end is the head. ``rq:queue:Q:high`` and
                                    ``rq:queue:Q:low`` are those of other priorities; jobs and
-                                   registries are the queue's all the same
+                                   registries are the queue's all the same. An entry that is about
+                                   to be removed is ``batchkv:swept``
 ``rq:job:J``               hash    RQ's job. Some fields are ours: ``bkv_exec``, the execution that
                                    holds the job now (the lease: only its holder may end the job),
                                    ``bkv_begun``, 1 once it was handed to its holder's engine,
@@ -82,6 +83,8 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
                                    ``bkv_tokens_per_second`` (of the last minute), ``bkv_memory``
                                    (bytes), ``bkv_beat_ms`` (how often it is to be heard of) and
                                    ``bkv_seen`` (when it was, by the server's clock)
+``rq:workers``             set     keys of all workers; ``rq:workers:Q`` those of one queue
+``rq:suspended``           string  while it is there, no worker takes jobs
 ``rq:pubsub:<name>``       channel RQ's commands to a worker (``stop-job``)
 =========================  ======  ==============================================================
 """
@@ -94,6 +97,8 @@ import re
 BATCHES = "batchkv:batches"
 QUEUE_PREFIX = "batchkv:"
 RQ_QUEUES = "rq:queues"
+SUSPENDED = "rq:suspended"
+SWEPT = "batchkv:swept"
 PRIORITIES = ("high", "normal", "low")
 
 _JOB_ID = re.compile(r"([0-9a-f]{16})-([1-9][0-9]{0,11})")
@@ -139,6 +144,11 @@ def job(job_id: str) -> str:
     return f"rq:job:{job_id}"
 
 
+def raw_job(job_id: bytes) -> bytes:
+    """The same, for whatever is in a queue's list."""
+    return b"rq:job:" + job_id
+
+
 def queue(name: str) -> str:
     """Key of RQ's list of waiting ids."""
     return f"rq:queue:{name}"
@@ -167,6 +177,16 @@ def registry(kind: str, name: str) -> str:
 def worker(name: str) -> str:
     """Key of RQ's worker hash."""
     return f"rq:worker:{name}"
+
+
+def workers(name: str = "") -> str:
+    """Key of RQ's set of the workers of a queue, or of all workers."""
+    return f"rq:workers:{name}" if name else "rq:workers"
+
+
+def commands(name: str) -> str:
+    """RQ's channel of commands to a worker."""
+    return f"rq:pubsub:{name}"
 
 
 def job_id(batch_id: str, line: int) -> str:

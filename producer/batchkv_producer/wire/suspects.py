@@ -42,7 +42,7 @@ def _count_among(connection: Redis, queue: str, num_entries: int) -> int:
             pipeline.lrange(key, 0, num_entries - 1)
         ids = [job_id for found in pipeline.execute() for job_id in found]
         for job_id in ids:
-            pipeline.hmget(b"rq:job:" + job_id, "bkv_suspect", "bkv_deaths")
+            pipeline.hmget(redis_keys.raw_job(job_id), "bkv_suspect", "bkv_deaths")
         jobs = pipeline.execute(raise_on_error=False)  # a key may be of another type
     return sum(isinstance(job, list) and is_suspect(*job) for job in jobs)
 

@@ -88,7 +88,6 @@ if TYPE_CHECKING:
 MAX_DEATHS = 2  # of a row that runs alone: then it is failed
 ENOUGH_BYTES = 16 * 2**20  # of job data in one pull: a worker holds it, and the server sends it
 SWEEP_ENTRIES = 5000  # of a queue's list, looked at in one step
-SWEPT = "batchkv:swept"  # stands in a queue's list for an entry that is about to be removed
 COPIES = 1000  # of a result to twins, made in one step
 
 
@@ -138,6 +137,7 @@ class Transitions(Arrivals):
         num_begin = count if num_begin is None else num_begin
         args += [self.pull_prefix, ENOUGH_BYTES, num_workers, num_begin]
         args += [int(knows_suspects), int(may_be_apart), *maker.values(), " ".join(abilities)]
+        args.append(FAILURE_TTL_SECONDS)
         keys = [*redis_keys.waiting_lists(queue), redis_keys.registry("wip", queue)]
         return Run.of(self._run("pull", keys, args), num_begin)
 
@@ -300,11 +300,13 @@ class Transitions(Arrivals):
         for key in redis_keys.waiting_lists(queue):
             first, num_seen = 0, SWEEP_ENTRIES
             while num_seen == SWEEP_ENTRIES:
-                num_seen = int(self._run("sweep", [key], [batch_id, first, SWEEP_ENTRIES, SWEPT]))
+                num_seen = int(
+                    self._run("sweep", [key], [batch_id, first, SWEEP_ENTRIES, redis_keys.SWEPT])
+                )
                 first += num_seen
                 yield num_seen
             if first:
-                self.connection.lrem(key, 0, SWEPT)
+                self.connection.lrem(key, 0, redis_keys.SWEPT)
 
 
 def _flat(held: Iterable[JobLease]) -> list[str]:

@@ -1,15 +1,15 @@
 """How many jobs a worker takes from the queue, and when it gives some of them back. Pure.
 
-The queue stands in prefix order, so neighbours share prefixes, and a worker that takes single jobs
-as its slots become free shares them with nobody: eight workers hit 16 % of a production trace's
-blocks so, 36 % with runs of 128 neighbours (``tests/benchmarks/bench_plan.py``). A worker therefore
-takes whole *runs*. What of a run its engine has no room for yet is its *backlog*, and no new run is
-taken while that serves.
+The queue is in prefix order, so consecutive jobs share prefixes. A worker that takes single jobs as
+its slots become free shares prefixes with nobody: eight workers hit 16 % of a production trace's
+blocks that way, and 36 % with runs of 128 jobs (``tests/benchmarks/bench_plan.py``). A worker
+therefore takes whole *runs*. The jobs of a run that its engine has no room for yet are its
+*backlog*. It takes no new run while the backlog is enough.
 
-Long backlogs would let a slow worker hold up the others at the end. So nobody takes more than an
-equal share of what is left; near the end nobody takes more than his free slots; and when the queue
-is empty, while others may be idle, backlogs go back into it. So they do when jobs of a higher
-priority come: those wait for rows that have started, not for a backlog.
+With a long backlog a slow worker would delay the others at the end. So no worker takes more than an
+equal share of the queue, and near the end none takes more than its free slots. When the queue is
+empty and others may be idle, backlogs go back into it. They also go back when jobs of a higher
+priority come: those wait for rows that have started, but not for a backlog.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AHEAD_AT_END = 8  # rows that wait in the engine when others may soon have nothi
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What one worker knows.
+    """The queue and the engine, as one worker sees them.
 
     ``slots``: rows that its engine decodes at once. ``prefetch``: rows that wait in the engine
     beside them. ``num_started``: rows that the engine has. ``backlog``: jobs taken, not started.

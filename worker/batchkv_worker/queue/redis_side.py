@@ -24,7 +24,6 @@ FINISH_GROUP = 200  # endings in one script call: a few milliseconds of the serv
 APART_SECONDS = 300  # within which a worker should have emptied itself; then another tries
 RENEW_GROUP = 500  # leases in one script call, for the same reason
 _LEASE = re.compile(rb"([\w-]{1,200}):([0-9a-f]{1,64})-([0-9]{1,12})")
-SUSPENDED_KEY = "rq:suspended"
 # Errors of a server that will be well again: full, a replica for now, its disk full, loading.
 _PASSING = ("OOM", "READONLY", "MISCONF", "LOADING", "MASTERDOWN", "NOREPLICAS", "BUSY", "TRYAGAIN")
 
@@ -144,7 +143,7 @@ class RedisSide:
         for key in redis_keys.waiting_lists(self._queue):
             pipeline.lrange(key, 0, 0)
         head = next((ids[0] for ids in pipeline.execute() if ids), b"")
-        pipeline.hmget(b"rq:job:" + head, "bkv_suspect", "bkv_deaths")
+        pipeline.hmget(redis_keys.raw_job(head), "bkv_suspect", "bkv_deaths")
         (found,) = pipeline.execute(raise_on_error=False)  # the key may be of another type
         return isinstance(found, list) and is_suspect(*found)
 
@@ -163,10 +162,10 @@ class RedisSide:
     def poll(self, held: Sequence[JobLease]) -> Poll:
         """Look, in one round trip and without writing, whether our leases are still ours."""
         pipeline = self._connection.pipeline(transaction=False)
-        pipeline.exists(SUSPENDED_KEY)
+        pipeline.exists(redis_keys.SUSPENDED)
         for key in redis_keys.waiting_lists(self._queue):
             pipeline.llen(key)
-        pipeline.scard(f"rq:workers:{self._queue}")
+        pipeline.scard(redis_keys.workers(self._queue))
         for lease in held:
             pipeline.hget(redis_keys.job(lease.job_id), "bkv_exec")
         suspended, high, normal, low, num_workers, *holders = pipeline.execute()

@@ -17,7 +17,7 @@
 --       new execution ids, bytes of data after which no further job is taken, number of workers,
 --       how many of the jobs begin at once, 1 if suspects are to be told apart, 1 if they may be
 --       taken, the model's fingerprint, KV scheme and dtype's class ('*' each: compare nothing), names
---       of what the worker can do, between blanks.
+--       of what the worker can do, between blanks, failure ttl (s).
 -- Returns {lengths of the lists afterwards, which of them the jobs are from (1 to 3), jobs, number of
 -- suspects passed by, numbers of rows of each list that others must compute, 1 if there may be more of
 -- these, or of what is dropped, in front of some that fit, 1 if the jobs are suspects}, a job being {id, execution, data or ''
@@ -166,7 +166,7 @@ for attempt = 1, math.max(count, num_begin) + 1000 + 3 * MOST_LACKING do
   if ended and job[1] == 'queued' then
     -- Its result stands. As a failed job it can still be retried, if that is what it was.
     redis.call('HSET', key, 'status', 'failed')
-    redis.call('EXPIRE', key, 7 * 86400)
+    redis.call('EXPIRE', key, ARGV[16])
   elseif job[1] == 'queued' and not live and batch and said_by(batch).is_gone then
     redis.call('DEL', key)  -- `forget` takes away what else there is of it
   elseif job[1] == 'queued' and not live and lacks_ability(job[6]) then
