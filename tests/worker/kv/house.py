@@ -14,8 +14,7 @@ from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.layers.kinds import AttentionKind
 from batchkv_worker.kv.layers.state import StateSlots
-from batchkv_worker.kv.slots.changes import Move
-from batchkv_worker.kv.slots.layout import Demand
+from batchkv_worker.kv.slots.changes import Demand, Move
 from batchkv_worker.kv.slots.step_view import Frame, Shapes
 from batchkv_worker.kv.types import Pieces
 from worker.kv.reference import (

@@ -13,7 +13,7 @@ from batchkv_worker.demo import MODEL_PATH
 from batchkv_worker.engine.engine import Engine, EngineConfig
 from batchkv_worker.engine.tokens.tokenize import RowRefused
 from batchkv_worker.events import Completed, Work
-from batchkv_worker.kv.slots.layout import Demand
+from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.model.loader import load
 from batchkv_worker.sequence import Generation, Sequence
 from worker.kv.crowd import Crowd, random_prompt

@@ -26,9 +26,8 @@ from batchkv_worker.engine.shared_prefixes import Stems
 from batchkv_worker.engine.slot_insert import Placed, runs
 from batchkv_worker.kv.attention.shared_prefix import Stem
 from batchkv_worker.kv.layers.decode import DecodeSlots
-from batchkv_worker.kv.slots.changes import Move
+from batchkv_worker.kv.slots.changes import Demand, Move
 from batchkv_worker.kv.slots.growth import NoRoom, fits
-from batchkv_worker.kv.slots.layout import Demand
 from batchkv_worker.prefix.memory import PrefixCache
 from batchkv_worker.sequence import Sequence
 

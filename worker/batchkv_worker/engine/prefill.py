@@ -13,7 +13,7 @@ from batchkv_worker.engine.schedule.scheduler import PrefillGroup, Scheduler
 from batchkv_worker.kv.attention.shared_prefix import Stem
 from batchkv_worker.kv.layers.contract import Chunk
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
-from batchkv_worker.kv.slots.layout import round_up
+from batchkv_worker.kv.slots.growth import round_up
 from batchkv_worker.kv.start.plan import KvPlan
 from batchkv_worker.kv.types import Pieces
 from batchkv_worker.prefix.interface import SharedPrefixes

@@ -13,7 +13,8 @@ import mlx.core as mx
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.layers.kinds import AttentionKind
-from batchkv_worker.kv.slots.layout import STEP, Demand
+from batchkv_worker.kv.slots.changes import Demand
+from batchkv_worker.kv.slots.growth import STEP
 from batchkv_worker.kv.start.plan import KvPlan
 from batchkv_worker.kv.types import Pieces
 from batchkv_worker.report.results import Timing

@@ -10,7 +10,7 @@ from itertools import combinations, pairwise
 from batchkv_worker.engine.schedule.prefix_split import MAX_STEMS, Cuts, StemCosts, cuts_of
 from batchkv_worker.engine.schedule.scheduler import Budget, Scheduler
 from batchkv_worker.kv.attention.shared_prefix import Stem
-from batchkv_worker.kv.slots.layout import Demand
+from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.kv.slots.layouts import Costs, SlotLayouts
 from batchkv_worker.sequence import Generation, Sequence
 

@@ -13,8 +13,8 @@ import pytest
 
 from batchkv_worker.engine.schedule.admission import FEWEST_ANSWERS, AnswerLengths, Budget
 from batchkv_worker.engine.schedule.scheduler import MAX_PREEMPTIONS, Scheduler
+from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.kv.slots.growth import NoRoom, fits
-from batchkv_worker.kv.slots.layout import Demand
 from batchkv_worker.kv.slots.layouts import Costs, SlotLayouts
 from batchkv_worker.sequence import Generation, Sequence
 

@@ -26,8 +26,7 @@ from batchkv_worker.kv.layers.decode import DecodeSlots, costs_of
 from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.layers.kinds import AttentionKind
 from batchkv_worker.kv.schemes.packing import LayerScheme, TensorScheme
-from batchkv_worker.kv.slots.changes import Move
-from batchkv_worker.kv.slots.layout import Demand
+from batchkv_worker.kv.slots.changes import Demand, Move
 from batchkv_worker.kv.slots.layouts import SlotLayouts
 from batchkv_worker.kv.slots.step_view import Framer, Shapes
 from batchkv_worker.kv.start.plan import make_plan

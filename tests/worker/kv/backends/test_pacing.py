@@ -15,7 +15,7 @@ from batchkv_worker.kv.layers.attention_slots import AttentionSlots
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
-from batchkv_worker.kv.slots.layout import Demand
+from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.kv.slots.step_view import Shapes
 from worker.kv.crowd import Crowd, random_prompt
 from worker.kv.reference import (

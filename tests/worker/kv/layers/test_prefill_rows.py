@@ -16,7 +16,7 @@ from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.layers.discover import CacheTree, discover
 from batchkv_worker.kv.schemes.packing import LayerScheme, LayerShape, fit_layer
 from batchkv_worker.kv.schemes.spec import SchemeSpec
-from batchkv_worker.kv.slots.layout import Demand
+from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.kv.slots.step_view import Shapes
 from support import tiny_models
 from worker.kv.crowd import Crowd, random_prompt

@@ -6,7 +6,9 @@ import random
 
 import pytest
 
-from batchkv_worker.kv.slots.layout import Demand, Relayout, SlotLayout, round_up
+from batchkv_worker.kv.slots.changes import Demand, Relayout
+from batchkv_worker.kv.slots.growth import round_up
+from batchkv_worker.kv.slots.layout import SlotLayout
 from batchkv_worker.kv.slots.step_view import Shapes, Span
 
 

@@ -6,7 +6,8 @@ import mlx.core as mx
 import pytest
 
 from batchkv_worker.kv.backends.cpu.softmax import HIDDEN
-from batchkv_worker.kv.slots.layout import Demand, SlotLayout
+from batchkv_worker.kv.slots.changes import Demand
+from batchkv_worker.kv.slots.layout import SlotLayout
 from batchkv_worker.kv.slots.step_view import Shapes, Span
 
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
+from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.kv.slots.growth import round_up
-from batchkv_worker.kv.slots.layout import Demand
 from batchkv_worker.kv.slots.layouts import Costs, SlotLayouts
 
 RECENT_ANSWERS = 512  # whose lengths are remembered

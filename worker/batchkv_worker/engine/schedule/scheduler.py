@@ -13,7 +13,7 @@ from batchkv_cache_store.uses import Uses
 from batchkv_worker.engine.schedule.admission import AnswerLengths, Budget
 from batchkv_worker.engine.schedule.policy import longest_first
 from batchkv_worker.engine.schedule.prefix_split import Cuts, StemCosts, cuts_of, num_blocks
-from batchkv_worker.kv.slots.layout import Demand
+from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.kv.slots.layouts import SlotLayouts
 from batchkv_worker.sequence import Sequence
 

@@ -27,7 +27,7 @@ from batchkv_worker.engine.tokens.tokenize import (
     is_within,
 )
 from batchkv_worker.events import Work
-from batchkv_worker.kv.slots.layout import Demand
+from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.model.loader import LoadedModel
 from batchkv_worker.sequence import Generation, Sequence
 

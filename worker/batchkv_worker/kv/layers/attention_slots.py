@@ -13,7 +13,7 @@ from batchkv_worker.kv.backends.pacing import starts_layers
 from batchkv_worker.kv.layers.cache_quirks import OrderedByUs
 from batchkv_worker.kv.layers.contract import SlotLayer
 from batchkv_worker.kv.schemes.packing import LayerScheme, TensorScheme
-from batchkv_worker.kv.slots.layout import Relayout
+from batchkv_worker.kv.slots.changes import Relayout
 from batchkv_worker.kv.slots.layouts import Window
 from batchkv_worker.kv.slots.step_view import Common, Frame, Span
 from batchkv_worker.kv.types import Both, Parts, Pieces

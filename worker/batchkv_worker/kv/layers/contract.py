@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from batchkv_worker.kv.slots.layout import Relayout
+from batchkv_worker.kv.slots.changes import Relayout
 from batchkv_worker.kv.slots.layouts import Window
 from batchkv_worker.kv.slots.step_view import Frame
 from batchkv_worker.kv.types import Both, Pieces

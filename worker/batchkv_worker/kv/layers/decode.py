@@ -14,9 +14,9 @@ import mlx.core as mx
 from batchkv_worker.kv.attention.shared_prefix import Stem
 from batchkv_worker.kv.layers.contract import LayerKind, SlotLayer
 from batchkv_worker.kv.layers.discover import CacheTree
-from batchkv_worker.kv.slots.changes import Move
-from batchkv_worker.kv.slots.growth import NoRoom
-from batchkv_worker.kv.slots.layout import STEP, Demand, SlotLayout
+from batchkv_worker.kv.slots.changes import Demand, Move
+from batchkv_worker.kv.slots.growth import STEP, NoRoom
+from batchkv_worker.kv.slots.layout import SlotLayout
 from batchkv_worker.kv.slots.layouts import Changes, Costs, SlotLayouts
 from batchkv_worker.kv.slots.step_view import Frame, Framer, Shapes
 from batchkv_worker.kv.types import Pieces

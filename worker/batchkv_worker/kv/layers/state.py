@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from batchkv_worker.kv.layers.contract import Chunk, LayerKind, PrefillLayer, SlotLayer
-from batchkv_worker.kv.slots.layout import Relayout
+from batchkv_worker.kv.slots.changes import Relayout
 from batchkv_worker.kv.slots.layouts import Window
 from batchkv_worker.kv.slots.step_view import Frame
 from batchkv_worker.kv.types import Pieces

@@ -27,8 +27,6 @@ from batchkv_worker.kv.slots.changes import Demand, Relayout
 from batchkv_worker.kv.slots.growth import STEP, round_up
 from batchkv_worker.kv.slots.slot_choice import Ranks, strain_of
 
-__all__ = ["STEP", "Demand", "Relayout", "SlotLayout", "round_up"]
-
 
 class SlotLayout:
     """Slots, columns and their growth; the tensors follow what this decides."""

@@ -18,7 +18,8 @@ import mlx.core as mx
 
 from batchkv_worker.kv.backends.cpu import softmax
 from batchkv_worker.kv.backends.cpu.rope_cache import ANGLES
-from batchkv_worker.kv.slots.layout import SlotLayout, round_up
+from batchkv_worker.kv.slots.growth import round_up
+from batchkv_worker.kv.slots.layout import SlotLayout
 from batchkv_worker.kv.slots.layouts import SlotLayouts, Window
 from batchkv_worker.kv.slots.row_groups import cut
 

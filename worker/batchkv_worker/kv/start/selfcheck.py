@@ -22,7 +22,7 @@ from batchkv_worker.kv.layers.contract import Chunk, LayerKind
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
-from batchkv_worker.kv.slots.layout import Demand
+from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.kv.slots.step_view import Shapes
 
 log = logging.getLogger("batchkv.engine")

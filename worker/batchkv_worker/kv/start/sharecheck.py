@@ -19,7 +19,7 @@ from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.layers.kinds import AttentionKind
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
-from batchkv_worker.kv.slots.layout import Demand
+from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.kv.slots.step_view import Shapes
 from batchkv_worker.kv.start.selfcheck import (
     STEPS,
