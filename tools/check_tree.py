@@ -9,7 +9,7 @@ Prints one line for each breach and exits 1 when there is any. The rules:
 - imports go down only: producer and cache_store never import MLX or each other's upper rooms;
 - nothing in the three packages can run code that came as data (pickle, eval, exec ...);
 - rooms import in the order of tools/rooms.py, in no circle, and no module imports over 12 others;
-- no folder holds more than 20 modules;
+- no folder holds more than 20 modules, and folders of tests are called like the rooms;
 - functions of at most 60 lines and modules of at most 400, or a reason in ALLOWED_LONG;
 - no tracked file over 1 MB, the packaged model aside;
 - the lock files name no index and no host.

@@ -151,6 +151,15 @@ def full_folders(root: Path, files: list[Path]) -> Iterator[str]:
             yield f"{folder}: {count} modules in one folder (at most {MAX_FOLDER_MODULES})"
 
 
+def unlike_rooms(root: Path, files: list[Path]) -> Iterator[str]:
+    """Folders of tests of a package with rooms that are called like none of them."""
+    names = {file.parent.relative_to(root).parts for file in files if file.suffix == ".py"}
+    rooms = {(parts[0], *parts[2:]) for parts in names if len(parts) > 1 and parts[1] in ORDER}
+    for parts in sorted(names):
+        if parts[0] == "tests" and (parts[1:2] in rooms) and parts[1:] not in rooms:
+            yield f"{'/'.join(parts)}: tests mirror the rooms, and no room is called so"
+
+
 def room_breaches(root: Path, files: list[Path]) -> Iterator[str]:
     """Every breach of the rules about rooms, one line each."""
     modules = modules_in(root, files)
@@ -160,6 +169,7 @@ def room_breaches(root: Path, files: list[Path]) -> Iterator[str]:
     for circle in cycles(imports):
         yield f"import cycle: {', '.join(circle)}"
     yield from full_folders(root, files)
+    yield from unlike_rooms(root, files)
 
 
 def stale_fan_out(root: Path, files: list[Path]) -> Iterator[str]:

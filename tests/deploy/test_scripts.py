@@ -136,6 +136,10 @@ WORKER, PRODUCER = "worker/batchkv_worker", "producer/batchkv_producer"
             "tests/somewhere: 21 modules in one folder (at most 20)",
         ),
         (
+            {f"{WORKER}/queue/a.py": "", f"{WORKER}/cli.py": "", "tests/worker/line/test_a.py": ""},
+            "tests/worker/line: tests mirror the rooms, and no room is called so",
+        ),
+        (
             {
                 f"{WORKER}/queue/a.py": "\n".join(
                     f"from batchkv_worker.kv.slots.m{n} import x" for n in range(13)
@@ -147,7 +151,7 @@ WORKER, PRODUCER = "worker/batchkv_worker", "producer/batchkv_producer"
     ],
 )
 def test_a_breach_of_the_rooms_is_found(tmp_path: Path, files: dict[str, str], line: str) -> None:
-    """An import that goes up, type-only ones too, a circle, a full folder: one line each."""
+    """An import that goes up, a circle, a full or a misnamed folder: one line each."""
     plant(tmp_path, files)
     code, output = check_tree(tmp_path)
     assert (code, output.count("\n")) == (1, 2)
