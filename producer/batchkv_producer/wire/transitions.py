@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from redis import Redis
 
 MAX_DEATHS = 2  # of a row that runs alone: then it is failed
-ENOUGH_BYTES = 16 * 2**20  # of job data in one pull: a worker holds it, and the server sends it
+ENOUGH_BYTES = 16 * 2**20  # of job data in one pull, of results in one ``finish``
 SWEEP_ENTRIES = 5000  # of a queue's list, looked at in one step
 COPIES = 1000  # of a result to twins, made in one step
 

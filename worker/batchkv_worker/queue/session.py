@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from redis.exceptions import RedisError
 
-from batchkv_producer.wire.transitions import JobLease
+from batchkv_producer.wire.transitions import ENOUGH_BYTES, JobLease
 from batchkv_worker.engine.thread import EngineThread, LoadFailed, Notice, Ready
 from batchkv_worker.errors import EXIT_ENGINE_DIED, EXIT_ENGINE_HUNG, EXIT_MODEL_CHANGED
 from batchkv_worker.events import Completed, EngineDied, Recalled, Rejected
@@ -248,7 +248,7 @@ class Session:
     def _finish(self) -> None:
         """Store results. The same call says which other jobs have begun since the last one."""
         while self._state.results or self._in_flight.unreported:
-            group = self._state.results[:FINISH_GROUP]
+            group = self._state.next_results(FINISH_GROUP, ENOUGH_BYTES)
             begun = self._in_flight.unreported[:FINISH_GROUP]
             verdicts = self._serve_engine_until(partial(self._side.finish, group, begun))
             self._state.note_stored(len(group))

@@ -73,6 +73,17 @@ class WorkerState:
         self.canceled += rows
         return [job_id for job_id, _ in rows]
 
+    def next_results(self, most: int, enough_bytes: int) -> list[JobResult]:
+        """The first results that are not stored yet: no more than these, or one."""
+        group: list[JobResult] = []
+        num_bytes = 0
+        for result in self.results[:most]:
+            num_bytes += len(result.result)
+            if group and num_bytes > enough_bytes:
+                break
+            group.append(result)
+        return group
+
     def note_stored(self, num_results: int) -> None:
         """Redis has the first of the results."""
         del self.results[:num_results]
