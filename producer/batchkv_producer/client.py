@@ -127,7 +127,7 @@ class Client:
     def each_batch(self) -> Iterator[BatchStatus]:
         """All batches of the server, newest first, one by one: in bounded memory."""
         for page in listing.newest_first(self._connection):
-            yield from self._reconciler.look_at_all(page)
+            yield from self._reconciler.look_all(page)
 
     def count_batches(self) -> int:
         """How many batches the server has."""

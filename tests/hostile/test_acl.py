@@ -103,9 +103,9 @@ def test_each_role_does_all_its_work(hub: Hub, tmp_path: Path) -> None:
     assert "NOPERM" not in log.read_text() and "Traceback" not in log.read_text()
 
 
-def test_twins_and_terms_need_no_further_rights(hub: Hub, tmp_path: Path) -> None:
-    """Twins, a deadline, an urgent batch and a leader that is canceled, each with its role."""
-    source, url = tmp_path / "twins.jsonl", hub.url("producer")
+def test_duplicates_and_terms_need_no_further_rights(hub: Hub, tmp_path: Path) -> None:
+    """Duplicates, a deadline, an urgent batch and a leader that is canceled, each with its role."""
+    source, url = tmp_path / "duplicates.jsonl", hub.url("producer")
     line = '{"prompt": "same", "temperature": 0, "max_tokens": 4}\n'
     source.write_text(line * 4)
     terms = ("--dedupe", "--priority", "high", "--expires", "8h", "--keep", "1d")

@@ -111,8 +111,8 @@ def test_reconciliation(desk: Desk) -> None:
 def test_an_id_may_be_shortened(desk: Desk, write_lines: Write) -> None:
     """Six digits of an id are enough while they are unique."""
     assert desk.client.status(desk.batch[:6]).batch_id == desk.batch
-    twin = desk.batch[:6] + "0" * 10
-    desk.connection.zadd(redis_keys.BATCHES, {twin: 1})
+    other = desk.batch[:6] + "0" * 10
+    desk.connection.zadd(redis_keys.BATCHES, {other: 1})
     with pytest.raises(NotFoundError, match="could be any of"):
         desk.client.status(desk.batch[:6])
     assert desk.client.status(desk.batch).batch_id == desk.batch

@@ -148,8 +148,8 @@ def tell_checked(
 def checked_line(checked: Checked) -> str:
     """What a file holds, in one line."""
     model = f"model {checked.model}" if checked.model else "no model named"
-    twins = f"{rows(checked.num_twins)} as another, " if checked.num_twins else ""
+    duplicates = f"{rows(checked.num_duplicates)} as another, " if checked.num_duplicates else ""
     return printable(
         f"{rows(checked.total)} = {checked.num_jobs:,} good + {checked.num_bad:,} wrong, "
-        f"{twins}{checked.num_chars:,} characters of prompts, {model}"
+        f"{duplicates}{checked.num_chars:,} characters of prompts, {model}"
     )

@@ -239,9 +239,9 @@ def _check_together(as_json: bool, dry_run: bool, source_batch: str | None) -> N
 def _say_submitted(submitted: Submitted) -> None:
     tell_wrong(submitted)
     bad = f", {submitted.num_bad:,} of them wrong" if submitted.num_bad else ""
-    twins = f", {submitted.num_twins:,} as another" if submitted.num_twins else ""
+    duplicates = f", {submitted.num_duplicates:,} as another" if submitted.num_duplicates else ""
     verb = "joined" if submitted.joined else "queued"
-    say(f"{verb} {rows(submitted.total)}{bad}{twins}, in queue {submitted.queue}")
+    say(f"{verb} {rows(submitted.total)}{bad}{duplicates}, in queue {submitted.queue}")
     if submitted.generation > 1:
         say(generation_words(submitted))
     for note in filter(None, (submitted.model_note, submitted.style_note)):

@@ -1,9 +1,9 @@
-"""What nobody else does for a batch: end rows past the deadline, find those that fell out of it.
+"""Reconciles a batch with Redis: expires overdue rows, recovers rows that tools deleted or moved.
 
-Workers do it in their maintenance, the client whenever it looks at a batch: a batch ends although
+Workers do it in their maintenance, and clients whenever they read a batch. So a batch ends although
 no worker is alive, and although other tools deleted or moved its jobs. Every change is a move of
-``transitions`` with its guard, so that it does not matter who looks, or how many at once. What may
-take long is done in steps of one page of rows: a worker renews its leases in between.
+``transitions`` with its guard, so any number of processes may reconcile at once. Long work is done
+in steps of one page of rows. Between steps a worker renews its leases.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from batchkv_producer.wire.row_facts import custom_ids, rows_among
 from batchkv_producer.wire.transitions import Transitions
 
 PAGE_ROWS = 500
-FORGET_SECONDS = 2.0  # of a look, for a batch that somebody began to forget
+FORGET_SECONDS = 2.0  # of one look, for a batch that somebody began to forget
 FORGET_STEP_SECONDS = 0.3
-REST_SECONDS = 5.0  # between two times that one process goes through the lines of a batch
+REST_SECONDS = 5.0  # before one process reads the lines of an unchanged batch again
 
 _NOT_STARTED = (b"queued", b"deferred")
 _ENDED = (b"failed", b"stopped", b"canceled", b"finished")
@@ -48,21 +48,21 @@ _CANCELED = (ErrorCode.CANCELED, "canceled with one of RQ's own tools")
 
 
 class Reconciler:
-    """Looks at batches and does what is to be done; one for each process."""
+    """Reconciles batches; one for each process."""
 
     def __init__(self, connection: Redis) -> None:
         self._connection = connection
         self._looked: dict[str, tuple[float, tuple[int, ...]]] = {}
 
     def look(self, batch_id: str) -> BatchStatus:
-        """The status of a batch by its full id, after what was to be done."""
+        """Reconcile a batch by its full id; its status afterwards."""
         found = self.reconcile(read_batch(self._connection, batch_id))
         if found.is_forgotten:
             raise being_forgotten(batch_id)
         return found
 
-    def look_at_all(self, batches: Iterable[BatchStatus]) -> list[BatchStatus]:
-        """These, after what was to be done; without those that are gone now."""
+    def look_all(self, batches: Iterable[BatchStatus]) -> list[BatchStatus]:
+        """Reconcile these; their statuses afterwards, without batches that are gone."""
         found = []
         for status in batches:
             with suppress(NotFoundError):
@@ -70,12 +70,11 @@ class Reconciler:
         return found
 
     def reconcile(self, status: BatchStatus) -> BatchStatus:
-        """Do what this status asks for; the status afterwards."""
+        """Reconcile one batch; its status afterwards."""
         return self._after(status) if sum(self.steps(status)) else status
 
     def steps(self, status: BatchStatus) -> Iterator[int]:
-        """Do what this status asks for, some hundred rows at a time; how many were changed each
-        time.
+        """Reconcile one batch in steps of some hundred rows; how many each step changed.
 
         A server that takes no writes (from us) is only read.
         """
@@ -93,9 +92,9 @@ class Reconciler:
             if _is_to_align(status) and self._is_rested(status):
                 yield from align_jobs(connection, status)
             return
-        yield from self._look_after_open(status)
+        yield from self._reconcile_open(status)
 
-    def _look_after_open(self, status: BatchStatus) -> Iterator[int]:
+    def _reconcile_open(self, status: BatchStatus) -> Iterator[int]:
         connection = self._connection
         state = read_queue(connection, status.queue)
         if state.has_due:
@@ -118,7 +117,7 @@ class Reconciler:
         return read_batch(self._connection, status.batch_id)
 
     def _is_rested(self, status: BatchStatus, what: str = "") -> bool:
-        """Whether to go through this batch's lines: once, and again when something has changed."""
+        """Whether to read this batch's lines: once, then after a pause, or when it has changed."""
         now, shown = time.monotonic(), (status.queued, status.expires, status.kept_until)
         until, seen = self._looked.get(status.batch_id + what, (0.0, None))
         if now < until and shown == seen:
@@ -140,7 +139,7 @@ def _is_to_align(status: BatchStatus) -> bool:
 
 
 def _is_stranded(status: BatchStatus, state: QueueState) -> bool:
-    """Whether rows are open that stand nowhere: nothing waits and nobody holds anything."""
+    """Whether open rows are in no list: nothing waits and nobody holds anything."""
     return status.is_submitted and not state.num_waiting and not state.num_leased
 
 
@@ -163,10 +162,10 @@ def expire_rows(connection: Redis, status: BatchStatus) -> Iterator[int]:
 
 
 def mend_rows(connection: Redis, status: BatchStatus) -> Iterator[int]:
-    """Give rows that stand nowhere their error row, or queue them again; how many, page by page.
+    """Store an error for rows that are in no list, or queue them again; how many, page by page.
 
-    To be called when nothing waits in the queue and nobody holds anything. Rows that wait for
-    a twin are left for the next time, for theirs may be among those that go on.
+    To be called when nothing waits in the queue and nobody holds anything. Duplicates are left for
+    the next time: their leaders may be among the rows that are queued again.
     """
     num_mended, num_there, missing = 0, 0, list[int]()
     deferred: list[str] = []
@@ -197,7 +196,7 @@ def mend_rows(connection: Redis, status: BatchStatus) -> Iterator[int]:
 
 
 def settle_lost(connection: Redis, status: BatchStatus, lines: Sequence[int]) -> Iterator[int]:
-    """Give rows whose job was deleted their error row; how many, page by page."""
+    """Store an error for rows whose job was deleted; how many, page by page."""
     names = custom_ids(connection, status.batch_id, lines)
     for start in range(0, len(lines), PAGE_ROWS):
         rows = []
@@ -267,7 +266,7 @@ def error_row(
 def _settle_ended(
     connection: Redis, status: BatchStatus, lines: range, there: Sequence[tuple[int, bytes]]
 ) -> int:
-    """Rows whose job RQ's tools ended get their error row; how many."""
+    """Store an error for rows whose job RQ's tools ended; how many."""
     states = {line: state for line, state in there if state in _ENDED}
     if not states:
         return 0

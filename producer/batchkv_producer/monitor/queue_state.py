@@ -11,7 +11,7 @@ from batchkv_producer.wire import redis_keys
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """What is in a queue: entries that wait, leases, and whether copies to twins are due."""
+    """What is in a queue: entries, leases, and whether duplicates wait for a leader that ended."""
 
     num_waiting: int
     num_leased: int

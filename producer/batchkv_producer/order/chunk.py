@@ -12,7 +12,7 @@ from batchkv_producer.wire.row_facts import NO_FACTS, RowFacts
 class PlanCounts:
     """What a plan holds. ``num_chars`` counts the text of the rows that can be run.
 
-    ``num_twins`` rows wait for one that asks for the same.
+    ``num_duplicates`` rows wait for their leader, a row with the same request.
     """
 
     total: int
@@ -20,7 +20,7 @@ class PlanCounts:
     num_chars: int
     last_line: int
     num_chunks: int
-    num_twins: int = 0
+    num_duplicates: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Chunk:
 
     A job is (line, data, shared bytes); the last says how much of its text another row of the batch
     begins with, so that a worker knows what of it is worth writing for others.
-    Or ``twins`` alone: (line, job data, custom_id, line of the row that it waits for). ``needs``:
-    line -> what it asks of a worker, of rows that ask for more than every version can do.
+    Or ``duplicates`` alone: (line, job data, custom_id, line of the leader).
+    ``needs``: line -> what it asks of a worker, of rows that ask for more than every version can.
     ``facts``: of a stretch of lines, whatever rows the chunk holds. ``kept``: line -> (line of an
     earlier batch that was answered and asks for the same, custom_id).
     """
@@ -38,10 +38,10 @@ class Chunk:
     number: int
     jobs: list[tuple[int, bytes, int]]
     bad_rows: list[RowError]
-    twins: list[tuple[int, bytes, str, int]] = field(default_factory=list)
+    duplicates: list[tuple[int, bytes, str, int]] = field(default_factory=list)
     needs: dict[int, str] = field(default_factory=dict)
     facts: RowFacts = NO_FACTS
     kept: dict[int, tuple[int, str]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.jobs) + len(self.bad_rows) + len(self.twins)
+        return len(self.jobs) + len(self.bad_rows) + len(self.duplicates)

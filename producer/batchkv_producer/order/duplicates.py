@@ -1,9 +1,9 @@
-"""Twins: rows of a batch that ask for the same, so that one answer serves them all (``--dedupe``).
+"""Duplicates: rows of a batch with the same request, which get one answer (``--dedupe``).
 
-Two rows are twins when they agree in every field that decides the answer: all of the request but
-its ``custom_id``, with the batch's defaults filled in. A row that samples without a seed has no
-twin, for two such rows are meant to differ. It samples unless its temperature is said to be 0: what
-nobody says, the model's own configuration may.
+Two requests are the same when all fields that decide the answer are: everything but ``custom_id``,
+with the batch's defaults filled in. Rows that sample without a seed are no duplicates, since their
+answers are meant to differ. A row without a temperature samples, because the model's own
+configuration may say so. The first row is the leader and runs. The others wait for its end.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _others = attrgetter(*(item.name for item in fields(SamplingParams) if item.name
 KEY_BYTES = 16
 
 
-def can_have_twin(request: Request) -> bool:
-    """Whether a row that asks for the same as another one gets the same answer."""
+def can_have_duplicates(request: Request) -> bool:
+    """Whether another row with the same request would get the same answer."""
     params = request.params
     return params.seed is not None or params.temperature == 0
 
 
 def request_digest(request: Request) -> bytes | None:
-    """16 bytes that only requests for the same have in common, whatever their ``custom_id``."""
+    """16 bytes that are equal for equal requests alone, whatever their ``custom_id``."""
     params = request.params
     reals = [None if value is None else float(value) for value in _reals(params)]
     parts = [request.endpoint, request.messages, request.prompt, request.tools]

@@ -27,7 +27,7 @@ from batchkv_producer.intake.prompting import AUTO, Prompting
 from batchkv_producer.order.canonical import canonical_text
 from batchkv_producer.order.chunk import Chunk as Chunk
 from batchkv_producer.order.chunk import PlanCounts as PlanCounts
-from batchkv_producer.order.duplicates import can_have_twin, request_digest
+from batchkv_producer.order.duplicates import can_have_duplicates, request_digest
 from batchkv_producer.order.prefix_order import Entry, in_windows, text_key, with_shared, work_of
 from batchkv_producer.wire.job import ErrorCode, SamplingParams, encode_job
 from batchkv_producer.wire.maker import needs_of
@@ -44,7 +44,7 @@ PRAGMA cache_size = -16384;
 CREATE TABLE rows (
     line INTEGER PRIMARY KEY, custom_id TEXT, sort_key BLOB, num_chars INTEGER,
     endpoint TEXT, code TEXT, message TEXT, data BLOB, size INTEGER, work INTEGER,
-    twin BLOB, needs TEXT, digest BLOB);
+    same BLOB, needs TEXT, digest BLOB);
 CREATE TABLE followers (line INTEGER PRIMARY KEY, leader INTEGER);
 CREATE TABLE earlier (digest BLOB PRIMARY KEY, line INTEGER) WITHOUT ROWID;
 CREATE TABLE plan (chunk INTEGER, line INTEGER, shared INTEGER);
@@ -55,8 +55,8 @@ _BY_CUSTOM_ID = "SELECT custom_id, line, code FROM rows ORDER BY custom_id, line
 _REFUSE = """
 UPDATE rows SET code = ?, message = ?, sort_key = x'', work = -1, data = NULL WHERE line = ?
 """
-_BY_TWIN = """
-SELECT twin, line FROM rows WHERE twin IS NOT NULL AND code IS NULL ORDER BY twin, line
+_BY_DUPLICATE = """
+SELECT same, line FROM rows WHERE same IS NOT NULL AND code IS NULL ORDER BY same, line
 """
 _FOLLOW = "INSERT INTO followers VALUES (?, ?)"
 _FOLLOWERS = """
@@ -146,16 +146,18 @@ class Plan:
 
     def seal(self) -> PlanCounts:
         """Refuse repeated ids, put the rows in order and cut them into chunks."""
-        self._database.executemany(_REFUSE, self._duplicates())
+        self._database.executemany(_REFUSE, self._repeated_ids())
         if self._dedupe:
             self._database.executemany(_FOLLOW, self._followers())
         self._database.executemany("INSERT INTO plan VALUES (?, ?, ?)", self._cut())
         total, num_bad, num_chars, last_line = self._database.execute(_COUNTS).fetchone()
-        num_twins = self._database.execute("SELECT COUNT(*) FROM followers").fetchone()[0]
+        num_duplicates = self._database.execute("SELECT COUNT(*) FROM followers").fetchone()[0]
         last_chunk = self._database.execute("SELECT MAX(chunk) FROM plan").fetchone()[0]
         num_chunks = 0 if last_chunk is None else last_chunk + 1
         self._stretch = stretch_lines(last_line or 0, num_chunks)
-        return PlanCounts(total, num_bad, num_chars or 0, last_line or 0, num_chunks, num_twins)
+        return PlanCounts(
+            total, num_bad, num_chars or 0, last_line or 0, num_chunks, num_duplicates
+        )
 
     def is_all(self, code: str) -> bool:
         """Whether every row is wrong, and in this way."""
@@ -198,7 +200,7 @@ class Plan:
             if needs:
                 chunk.needs[line] = needs
             if leader is not None:
-                chunk.twins.append((line, data, custom_id, leader))
+                chunk.duplicates.append((line, data, custom_id, leader))
             elif code is None:
                 chunk.jobs.append((line, data, shared))
                 if kept is not None:
@@ -239,11 +241,11 @@ class Plan:
         work = work_of(size, request.params.max_tokens)
         custom_id, endpoint = request.custom_id, request.endpoint
         digest = request_digest(request)
-        twin = digest if self._dedupe and can_have_twin(request) else None
-        good = (endpoint, None, None, data, size, work, twin, " ".join(needs_of(request)), digest)
+        same = digest if self._dedupe and can_have_duplicates(request) else None
+        good = (endpoint, None, None, data, size, work, same, " ".join(needs_of(request)), digest)
         return line, custom_id, key, num_chars, *good
 
-    def _duplicates(self) -> Iterator[tuple[str, str, int]]:
+    def _repeated_ids(self) -> Iterator[tuple[str, str, int]]:
         """The good rows whose id an earlier line has. A bad line holds on to its id, too."""
         first_id, first_line = None, 0
         for custom_id, line, code in self._database.execute(_BY_CUSTOM_ID):
@@ -257,7 +259,7 @@ class Plan:
     def _followers(self) -> Iterator[tuple[int, int]]:
         """(line, line of the first) of every row that asks for what an earlier one does."""
         first_key, first_line = None, 0
-        for key, line in self._database.execute(_BY_TWIN):
+        for key, line in self._database.execute(_BY_DUPLICATE):
             if key != first_key:
                 first_key, first_line = key, line
             else:

@@ -155,7 +155,9 @@ def _raw_chunk(chunk: Chunk) -> Chunk:
     return replace(
         chunk,
         jobs=[(line, as_raw(data), shared) for line, data, shared in chunk.jobs],
-        twins=[(line, as_raw(data), own_id, first) for line, data, own_id, first in chunk.twins],
+        duplicates=[
+            (line, as_raw(data), own_id, first) for line, data, own_id, first in chunk.duplicates
+        ],
         needs={},
         facts=NO_FACTS,
         kept={},
@@ -166,8 +168,8 @@ def _send(transitions: Transitions, batch_id: str, spec: BatchSpec, chunk: Chunk
     queue = redis_keys.queue_name(spec.model)
     number, seconds = chunk.number, spec.job_timeout_seconds
     more = (seconds, chunk.needs, chunk.facts)
-    if chunk.twins:
-        return transitions.follow(batch_id, queue, number, chunk.twins, *more)
+    if chunk.duplicates:
+        return transitions.follow(batch_id, queue, number, chunk.duplicates, *more)
     bad_rows = [(row.line, encode_result(_as_result(row, spec.model))) for row in chunk.bad_rows]
     if chunk.kept and spec.earlier is not None and not spec.earlier.why_not:
         earlier = (spec.earlier.batch_id, spec.earlier.num_ended)

@@ -139,7 +139,7 @@ def gone_lines(connection: Redis, batch_id: str, outcome: str = "failed") -> Ite
 
 
 def _jobs(chunk: Chunk) -> list[tuple[int, bytes, int]]:
-    return [*chunk.jobs, *((line, data, 0) for line, data, _, _ in chunk.twins)]
+    return [*chunk.jobs, *((line, data, 0) for line, data, _, _ in chunk.duplicates)]
 
 
 def _identity(connection: Redis, batch_id: str) -> tuple[str, int, SamplingParams]:

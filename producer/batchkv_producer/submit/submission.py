@@ -54,8 +54,8 @@ _ID_VERSION = b"batchkv batch 1"
 class Submitted:
     """A batch that is in the queue. ``joined``: it (or a part of it) had been there before.
 
-    ``errors`` are the first few of the rows that are wrong. ``num_twins`` rows get the answer
-    of one that asks for the same. ``notes``: what was asked for and stays as the batch had it.
+    ``errors`` are the first few of the rows that are wrong. ``num_duplicates`` rows get the answer
+    of another row with the same request. ``notes``: what was asked for and stays as it was.
     ``style_note`` says how plain prompts are sent, if there are any; ``model_note`` which model
     lines name in vain. ``generation``, ``base``, ``relatives``, ``why``: see ``generations``.
     """
@@ -68,7 +68,7 @@ class Submitted:
     num_bad: int
     joined: bool
     errors: tuple[RowError, ...] = ()
-    num_twins: int = 0
+    num_duplicates: int = 0
     notes: tuple[str, ...] = ()
     generation: int = 1
     base: str = ""
@@ -76,6 +76,11 @@ class Submitted:
     relatives: frozenset[str] = frozenset()
     style_note: str = ""
     model_note: str = ""
+
+    @property
+    def num_twins(self) -> int:
+        """The former name of ``num_duplicates``."""
+        return self.num_duplicates
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +97,13 @@ class Checked:
     num_chars: int
     model: str
     batch_id: str
-    num_twins: int = 0
+    num_duplicates: int = 0
     model_note: str = ""
+
+    @property
+    def num_twins(self) -> int:
+        """The former name of ``num_duplicates``."""
+        return self.num_duplicates
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +202,7 @@ def submit(
         num_bad=counts.num_bad,
         joined=joined,
         errors=errors,
-        num_twins=counts.num_twins,
+        num_duplicates=counts.num_duplicates,
         notes=notes,
         style_note=style_note(connection, chosen.batch_id) if num_plain else "",
         generation=chosen.number,
@@ -234,7 +244,7 @@ def _checked(
         num_chars=counts.num_chars,
         model=facts.model,
         batch_id=digest[:16] if facts.model else "",
-        num_twins=counts.num_twins,
+        num_duplicates=counts.num_duplicates,
         model_note=facts.model_note,
     )
 

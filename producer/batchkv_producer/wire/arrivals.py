@@ -110,7 +110,7 @@ class Arrivals(Scripts):
         needs: Mapping[int, str] | None = None,
         facts: RowFacts = NO_FACTS,
     ) -> int:
-        """Store chunk number ``chunk`` of rows that wait for a twin; returns what submit does.
+        """Store chunk number ``chunk`` of duplicates; returns what submit does.
 
         A row is (line, data, custom_id, line of the row that it waits for).
         """

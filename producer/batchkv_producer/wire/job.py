@@ -185,7 +185,7 @@ _UNREADABLE = (
 def decode_result(data: bytes) -> Result:
     """Inverse of encode_result; raises WireError on anything else.
 
-    A twin's result is its leader's behind a custom_id of its own (``order.duplicates``).
+    A duplicate's result is its leader's, after its own custom_id (``stamp``).
     """
     custom_id, data = unstamped(data)
     raw = inflate(data, MAX_RESULT_BYTES, "result")

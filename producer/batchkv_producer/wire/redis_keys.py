@@ -35,8 +35,8 @@ key                        type    content
 ``batchkv:done:B``         list    line numbers in the order in which they ended. Append only: a
                                    retried row stands in it again at its second end
 ``batchkv:held:B``         hash    line number -> execution, of the rows that count as ``running``
-``batchkv:twins:B:<n>``    list    lines that wait for the end of line n, which asks for the same
-``batchkv:due:Q``          hash    job id -> outcome: ended rows some of whose twins still wait
+``batchkv:twins:B:<n>``    list    duplicates of line n, which wait for its end
+``batchkv:due:Q``          hash    job id -> outcome: ended leaders some of whose duplicates wait
 ``batchkv:lock:Q``         string  name of the worker that cleaned queue ``Q`` last; expires, so
                                    that one worker cleans in each interval
 ``batchkv:lock:Q:apart``   string  name of the worker that empties itself to take the suspects of
@@ -67,10 +67,10 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
                                    ``bkv_halves``, half deaths counted in it (``suspects.lua``),
                                    ``bkv_shared``, bytes of its text that others begin with,
                                    ``bkv_needs``, what its worker must be able to do. Of
-                                   rows that wait for a twin: ``bkv_custom_id``, ``bkv_first``
+                                   duplicates: ``bkv_custom_id``, ``bkv_first``
                                    (line of the group's first row), and in that one's hash
                                    ``bkv_lead`` (the line that runs, if it is another); ``bkv_cut``
-                                   (1) of a row that ended at max_tokens and had twins
+                                   (1) of a row that ended at max_tokens and had duplicates
 ``rq:wip:Q``               zset    ``J:<execution>`` -> the second at which its lease ends
 ``rq:executions:J``        zset    execution -> expiry, for RQ's tools
 ``rq:execution:J:<exec>``  hash    the execution, for RQ's tools; expires
@@ -165,7 +165,7 @@ def waiting_lists(name: str) -> list[str]:
 
 
 def due(name: str) -> str:
-    """Key of the ended rows whose twins have not all ended with them."""
+    """Key of the ended leaders whose duplicates have not all ended with them."""
     return f"batchkv:due:{name}"
 
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 _PRELUDES: dict[str, tuple[str, ...]]  # what stands before a script
 _PRELUDES = dict.fromkeys(("retry", "mend", "forget", "sweep", "restore", "recount"), ("common",))
 _PRELUDES |= dict.fromkeys(("give_back", "reap"), ("common", "suspects"))
-_PRELUDES |= dict.fromkeys(("submit", "settle", "copy", "follow"), ("common", "twins"))
-_PRELUDES |= {"pull": ("maker", "suspects"), "finish": ("common", "twins", "maker")}
+_PRELUDES |= dict.fromkeys(("submit", "settle", "copy", "follow"), ("common", "duplicates"))
+_PRELUDES |= {"pull": ("maker", "suspects"), "finish": ("common", "duplicates", "maker")}
 
 FLUSHES = 3  # `SCRIPT FLUSH` may come between loading a script and running it: so often in a row
 

@@ -1,7 +1,7 @@
-"""The custom_id before a result that was copied to a twin: ``=<bytes of it>:<custom_id><result>``.
+"""The custom_id before the copied result of a duplicate: ``=<bytes of it>:<custom_id><result>``.
 
-Redis makes these copies itself (``lua/twins.lua``) and cannot rewrite what is compressed. No result
-begins with ``=``: zlib's first byte is ``x``.
+Redis makes these copies itself (``lua/duplicates.lua``) and cannot rewrite compressed data. No
+result begins with ``=``: zlib's first byte is ``x``.
 """
 
 from __future__ import annotations

@@ -25,14 +25,14 @@
 move           made by                     guard
 =============  ==========================  =======================================================
 submit         the producer                the chunk is the batch's next: enqueued exactly once
-follow         the producer                the same, for rows that wait for a twin (``--dedupe``)
+follow         the producer                the same, for duplicates (``--dedupe``)
 pull           a worker                    status is queued, the line has no result, no living
                                            lease holds the job, and the worker has the weights, KV
                                            scheme, dtype and abilities that batch and job name
 finish         the worker that holds it    the job's ``bkv_exec`` is the worker's execution, and the
                                            line has no result yet; queued again where batch and
                                            worker do not fit
-copy           any worker's maintenance,   the twin is deferred, its leader has a result, the line
+copy           any worker's maintenance,   the row is deferred, its leader has a result, the line
                the client                  has none yet (as within finish)
 give_back      the worker that holds it    as for finish; a death too many ends in failed
 reap           any worker's maintenance,   the lease has lapsed, or its worker is known to be dead.
@@ -45,7 +45,7 @@ settle         the client, any worker's    no result yet, and for canceled: has 
 mend           the client, any worker's    no result and no lease; called for rows in no list
                maintenance
 retry          the client                  status is failed (canceled, if that is asked for) and the
-                                           job's data is still there; deferred if a twin is open
+                                           job's data is still there; deferred if its leader is open
 recount        the client, any worker's    every row has a result, and their number is not that of
                maintenance                 the counts; nothing ended since they were read
 restore        the client that has the     the line has a result and its job no data
@@ -88,7 +88,7 @@ if TYPE_CHECKING:
 MAX_DEATHS = 2  # of a row that runs alone: then it is failed
 ENOUGH_BYTES = 16 * 2**20  # of job data in one pull, of results in one ``finish``
 SWEEP_ENTRIES = 5000  # of a queue's list, looked at in one step
-COPIES = 1000  # of a result to twins, made in one step
+COPIES = 1000  # of a result to duplicates, made in one step
 
 
 class Transitions(Arrivals):
@@ -224,12 +224,12 @@ class Transitions(Arrivals):
         return [v.decode("utf-8", "replace") for v in self._run("settle", keys, args)]
 
     def copy(self, queue: str) -> None:
-        """End the twins of rows that ended: what a step of ``finish`` had no time for."""
+        """End the duplicates of rows that ended: what a step of ``finish`` had no time for."""
         for _ in self.copies(queue):
             pass
 
     def copies(self, queue: str) -> Iterator[int]:
-        """The same, some at a time; how many rows still have twins, each time."""
+        """The same, some at a time; how many rows still have duplicates, each time."""
         args = [queue, iso_now(), RESULT_TTL_SECONDS, FAILURE_TTL_SECONDS, COPIES]
         num_left = 1
         while num_left:

@@ -151,20 +151,20 @@ def test_a_batch_that_was_raw_stays_so(
     assert "auto" in styles
 
 
-def test_twins_of_two_styles_cannot_be_finished_as_raw(
+def test_duplicates_of_two_styles_cannot_be_finished_as_raw(
     client: Client, redis_connection: Redis, write_lines: Write
 ) -> None:
-    """Where styles part what were twins, the submit of the other version is not mixed up."""
+    """Where styles part what were duplicates, the submit of the other version is not mixed up."""
     path = write_lines({"prompt": "a", "seed": 1}, {"body": {"prompt": "a", "seed": 1}})
     first = client.submit(path, model="m", terms=Terms(dedupe=True))
-    assert first.num_twins == 0
+    assert first.num_duplicates == 0
     forget_styles(redis_connection, first.batch_id)
     with pytest.raises(BatchkvError, match="finish the submit with that version"):
         client.submit(path, model="m", terms=Terms(dedupe=True))
 
 
 def test_styles_are_a_part_of_what_is_asked() -> None:
-    """Rows of two styles, or two system messages, are no twins; a raw row's digest is as it was."""
+    """Rows of two styles or system messages are no duplicates; a raw row's digest is as it was."""
     raw = Request("c", "completion", prompt="x")
     styled = [
         raw,

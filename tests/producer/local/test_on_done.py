@@ -207,7 +207,7 @@ def test_joining_tells_what_stays(source: Path) -> None:
     assert "its results stay without a limit" in found.stderr
 
 
-def test_dry_run_counts_twins(source: Path) -> None:
+def test_dry_run_counts_duplicates(source: Path) -> None:
     """Before anything is queued."""
     assert "1 row as another" in batchkv("submit", source, "--dry-run", "--dedupe").stdout
     assert "as another" not in batchkv("submit", source, "--dry-run").stdout

@@ -52,12 +52,12 @@ class Desk:
 
     def submit(self, name: str = "a.jsonl", **terms: object) -> Submitted:
         rows = [{"prompt": f"{name} {n}", "temperature": 0} for n in range(NUM_ROWS - 4)]
-        twins = [{"prompt": f"{name} twin", "temperature": 0}] * 3
-        source = self.write(*rows, *twins, "{broken", name=name)
+        duplicates = [{"prompt": f"{name} duplicate", "temperature": 0}] * 3
+        source = self.write(*rows, *duplicates, "{broken", name=name)
         return self.client.submit(source, model=MODEL, terms=Terms(**terms))  # type: ignore[arg-type]
 
     def mixed(self, name: str = "a.jsonl") -> str:
-        """A batch with rows that ended in each way, run, wait, and wait for a twin."""
+        """A batch with rows that ended in each way, run, wait, and wait for a duplicate."""
         batch = self.submit(name, dedupe=True).batch_id
         self.end(self.pull(3))
         self.end(self.pull(2), "failed")

@@ -102,7 +102,7 @@ def test_a_healthy_batch_is_not_counted_anew(redis_connection: Redis, write_line
         assert not needs_recount(client.status(batch))
 
 
-def test_no_list_of_twins_outlives_its_rows(
+def test_no_list_of_duplicates_outlives_its_rows(
     redis_connection: Redis, worker: Redis, write_lines: Write
 ) -> None:
     """Rows that waited for one whose end was cut short run themselves, and wait no longer."""
@@ -120,10 +120,10 @@ def test_no_list_of_twins_outlives_its_rows(
     assert redis_connection.keys("batchkv:twins:*") == []
 
 
-def test_what_is_left_of_twins_expires_with_the_batch(
+def test_what_is_left_of_duplicates_expires_with_the_batch(
     redis_connection: Redis, write_lines: Write
 ) -> None:
-    """A list of twins that some tool left over goes when the batch's other keys do."""
+    """A list of duplicates that some tool left over goes when the batch's other keys do."""
     client, moves = Client(redis_connection), Transitions(redis_connection)
     terms = Terms(dedupe=True, keep_seconds=3600)
     batch = client.submit(write_lines({"prompt": "a"}), model=MODEL, terms=terms).batch_id

@@ -298,7 +298,7 @@ def test_answers_that_were_cut_are_counted(write_lines: Write, redis_connection:
 def test_copies_of_a_cut_answer_are_cut(
     client: Client, write_lines: Write, monkeypatch: pytest.MonkeyPatch, copies: int
 ) -> None:
-    """Twins of a cut row count as cut, those too that a later step copies to."""
+    """Duplicates of a cut row count as cut, those too that a later step copies to."""
     monkeypatch.setattr("batchkv_producer.wire.transitions.COPIES", copies)
     lines = [{"prompt": "p", "temperature": 0}] * 4
     batch = client.submit(write_lines(*lines), model=MODEL, terms=Terms(dedupe=True)).batch_id

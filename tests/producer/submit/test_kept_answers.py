@@ -235,7 +235,7 @@ def test_an_interrupted_submit_keeps_the_rest_when_it_goes_on(
     assert desk.results(batch) == {f"n-{name}": f"to {name}" for name in "abcdefgh"}
 
 
-def test_twins_of_a_kept_row_are_kept_with_it(desk: Desk) -> None:
+def test_duplicates_of_a_kept_row_are_kept_with_it(desk: Desk) -> None:
     """With --dedupe rows that wait for a kept one end with its answer; copies of copies, too."""
     same = rows("a", temperature=0) + rows("a", prefix="d", temperature=0)
     terms = Terms(dedupe=True)

@@ -209,10 +209,10 @@ def test_a_batch_of_a_version_that_kept_no_defaults_takes_them_as_flags(desk: De
     assert desk.run("retry", batch, "--max-tokens", 9).exit_code == 2
 
 
-def test_twins_come_back_as_rows_of_their_own(desk: Desk) -> None:
+def test_duplicates_come_back_as_rows_of_their_own(desk: Desk) -> None:
     """In a batch with --dedupe a row that waited for another is run when both jobs are gone."""
     rows = [{"custom_id": name, "prompt": "same", "temperature": 0} for name in "abc"]
-    source = desk.write(*rows, name="twins.jsonl")
+    source = desk.write(*rows, name="duplicates.jsonl")
     batch = desk.client.submit(source, model=MODEL, terms=Terms(dedupe=True)).batch_id
     desk.work("failed")
     desk.delete_jobs(batch)

@@ -19,7 +19,7 @@ from batchkv_producer import Client, ExpiredError
 from batchkv_producer.errors import BatchkvError, UsageError, WireError
 from batchkv_producer.manage import reconcile as tending
 from batchkv_producer.monitor.status import read_batch
-from batchkv_producer.order.duplicates import can_have_twin, request_digest
+from batchkv_producer.order.duplicates import can_have_duplicates, request_digest
 from batchkv_producer.submit.submission import Submitted
 from batchkv_producer.wire import redis_keys, transitions
 from batchkv_producer.wire.batch_options import NEVER, Deadline, Terms, deadline_of, seconds_of
@@ -339,7 +339,7 @@ def test_overdue_rows_are_ended_a_part_at_a_time(
 # ---- dedupe ----
 
 
-def test_what_makes_twins() -> None:
+def test_what_makes_duplicates() -> None:
     """Every field that decides the answer counts; custom_id does not, nor does 0 for 0.0."""
     base = Request("a", "chat", messages=[{"role": "user", "content": "q"}])
     zero = SamplingParams(temperature=0)
@@ -347,7 +347,7 @@ def test_what_makes_twins() -> None:
     def key(params: SamplingParams = zero, **changes: Any) -> bytes | None:
         fields = {"custom_id": "b", "endpoint": "chat", "messages": base.messages, **changes}
         request = Request(params=params, **fields)
-        return request_digest(request) if can_have_twin(request) else None
+        return request_digest(request) if can_have_duplicates(request) else None
 
     same_key = key()
     assert same_key == key(custom_id="other") == key(SamplingParams(temperature=0.0))
@@ -374,7 +374,7 @@ def test_rows_that_ask_for_the_same_are_computed_once(desk: Desk) -> None:
     rows = [*same("a", "b", "ü:1"), {"custom_id": "d", "prompt": "q", "temperature": 1}, "{"]
     submitted = desk.submit(*rows, dedupe=True)
     batch = submitted.batch_id
-    assert (submitted.total, submitted.num_jobs, submitted.num_twins) == (5, 4, 2)
+    assert (submitted.total, submitted.num_jobs, submitted.num_duplicates) == (5, 4, 2)
     status = desk.client.status(batch)
     assert (status.queued, status.failed, status.is_deduped) == (4, 1, True)
     pulled = desk.pull()
@@ -404,11 +404,11 @@ def test_defaults_count(desk: Desk) -> None:
     submitted = desk.client.submit(
         path, model=MODEL, terms=Terms(dedupe=True), defaults=SamplingParams(temperature=0)
     )
-    assert submitted.num_twins == 1
-    assert desk.client.check(path, dedupe=True).num_twins == 0
+    assert submitted.num_duplicates == 1
+    assert desk.client.check(path, dedupe=True).num_duplicates == 0
 
 
-def test_a_leader_that_fails_fails_its_twins_and_retry_runs_one(desk: Desk) -> None:
+def test_a_leader_that_fails_fails_its_duplicates_and_retry_runs_one(desk: Desk) -> None:
     """They end with the same error; queued again, again one runs for all."""
     batch = desk.submit(*same("a", "b", "c"), dedupe=True).batch_id
     desk.end(desk.pull(), "failed")
@@ -455,7 +455,7 @@ def test_a_canceled_batch_runs_nothing(desk: Desk) -> None:
     desk.check_books(batch)
 
 
-def test_twins_of_a_row_that_kills_workers_fail_with_it(desk: Desk) -> None:
+def test_duplicates_of_a_row_that_kills_workers_fail_with_it(desk: Desk) -> None:
     """The same request would kill as many again."""
     batch = desk.submit(*same("a", "b"), dedupe=True).batch_id
     for _ in range(MAX_DEATHS + 1):
@@ -467,7 +467,7 @@ def test_twins_of_a_row_that_kills_workers_fail_with_it(desk: Desk) -> None:
     desk.check_books(batch)
 
 
-def test_twins_expire_too(desk: Desk) -> None:
+def test_duplicates_expire_too(desk: Desk) -> None:
     """A row that waits for another has not started."""
     batch = desk.submit(*same("a", "b", "c"), dedupe=True, expires=Deadline(60)).batch_id
     [running] = desk.pull()
@@ -483,7 +483,7 @@ def test_twins_expire_too(desk: Desk) -> None:
     desk.check_books(batch)
 
 
-def test_many_twins_are_copied_in_steps(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_duplicates_are_copied_in_steps(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """One step does so much; the rest is done by whoever looks next, also after a kill."""
     monkeypatch.setattr(transitions, "COPIES", 7)
     batch = desk.submit(*same(*(f"c{n}" for n in range(40))), dedupe=True).batch_id
@@ -563,18 +563,18 @@ def test_all_keys_of_a_kept_batch_expire_together(desk: Desk) -> None:
     desk.check_books(batch)
 
 
-@pytest.mark.parametrize("how", ["cancel", "expire", "twins", "bad"])
+@pytest.mark.parametrize("how", ["cancel", "expire", "duplicates", "bad"])
 def test_however_a_batch_ends_it_is_kept_from_then(desk: Desk, how: str) -> None:
     """The last row may end by any move."""
-    rows: list[Any] = same("a", "b") if how == "twins" else ["{"] if how == "bad" else ["a"]
+    rows: list[Any] = same("a", "b") if how == "duplicates" else ["{"] if how == "bad" else ["a"]
     expires = Deadline(60) if how == "expire" else None
-    submitted = desk.submit(*rows, keep_seconds=60, dedupe=how == "twins", expires=expires)
+    submitted = desk.submit(*rows, keep_seconds=60, dedupe=how == "duplicates", expires=expires)
     batch = submitted.batch_id
     if how == "cancel":
         desk.client.cancel(batch)
     elif how == "expire":
         desk.late(batch)
-    elif how == "twins":
+    elif how == "duplicates":
         desk.end(desk.pull())
     assert desk.client.status(batch).kept_until > 0
     assert 0 < desk.connection.ttl(redis_keys.results(batch)) <= 60
@@ -745,7 +745,7 @@ class Actors:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_moves_with_twins_and_deadlines(
+def test_random_moves_with_duplicates_and_deadlines(
     desk: Desk, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers, cancels, retries, deadlines, deletions in any order: the books balance, all end."""

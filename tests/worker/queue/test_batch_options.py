@@ -1,4 +1,4 @@
-"""Priorities, deadlines and twins on a worker, and what stock tools did behind its back."""
+"""Priorities, deadlines and duplicates on a worker, and what stock tools did behind its back."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_maintenance_of_any_worker_ends_overdue_rows(
 # -- dedupe ---------------------------------------------------------------------------------------
 
 
-def test_twins_on_a_worker(redis_connection: Redis, submit: Submit) -> None:
+def test_duplicates_on_a_worker(redis_connection: Redis, submit: Submit) -> None:
     """The engine sees one of them; each line has its answer."""
     engines: list[FakeEngine] = []
 
@@ -215,7 +215,9 @@ def test_twins_on_a_worker(redis_connection: Redis, submit: Submit) -> None:
     assert {row.custom_id for row in rows.values()} == {f"line-{n}" for n in range(1, 22)}
 
 
-def test_another_twin_runs_when_rq_stops_the_first(redis_connection: Redis, submit: Submit) -> None:
+def test_another_duplicate_runs_when_rq_stops_the_first(
+    redis_connection: Redis, submit: Submit
+) -> None:
     """``stop-job`` ends that row alone: the answer of the others comes from the next."""
     batch = submit(["slow:400"] * 3, temperature=0, dedupe=True)
 

@@ -1,7 +1,7 @@
 -- deferred -> finished | failed: go on with copies that one step of `finish` had no time for.
 -- KEYS: hash of what is due in the queue.
 -- ARGV: queue name, time in ISO 8601, result ttl (s), failure ttl (s), most rows to look at.
--- Returns how many leaders still have twins to copy to.
+-- Returns how many leaders still have duplicates to copy to.
 local queue, iso, result_ttl, failure_ttl, budget =
   ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local now = tonumber(redis.call('TIME')[1])
@@ -11,7 +11,7 @@ for position = 1, #due, 2 do
   if not batch or is_forgotten(batch) or redis.call('HEXISTS', 'batchkv:res:' .. batch, line) == 0 then
     redis.call('HDEL', KEYS[1], due[position])
   elseif budget > 0 then
-    budget = copy_to_twins(queue, batch, line, due[position + 1], iso, now, result_ttl,
+    budget = copy_to_duplicates(queue, batch, line, due[position + 1], iso, now, result_ttl,
       failure_ttl, budget)
     keep_if_done(batch, now)
   end

@@ -1,7 +1,7 @@
 -- started -> finished | failed: end jobs that this worker holds; result, counters, finish order and
 -- RQ's bookkeeping in one step. Only the holder of the job's current execution may end it, and a
--- line gets at most one result. Rows that waited for one of them end with it (`twins.lua`). Jobs that
--- have begun because others ended are marked as such, for `reap`.
+-- line gets at most one result. Their duplicates end with them (`duplicates.lua`). Jobs that have begun
+-- because others ended are marked as such, for `reap`.
 -- A row whose batch is computed with something else than this worker's goes back to the queue.
 -- KEYS: wip, finished, failed zsets, worker hash, queue list.
 -- ARGV: time in ISO 8601, result ttl (s), failure ttl (s), queue name, most copies, fingerprint, KV
@@ -57,8 +57,8 @@ for position = first, #ARGV, 9 do
       redis.call('HINCRBY', hash, outcome, 1)
       if is_cut then
         redis.call('HINCRBY', hash, 'cut', 1)
-        -- For the copies to its twins, which other steps may make.
-        if redis.call('EXISTS', twins_key(batch, line)) == 1 then
+        -- For the copies to its duplicates, which other steps may make.
+        if redis.call('EXISTS', duplicates_key(batch, line)) == 1 then
           redis.call('HSET', key, 'bkv_cut', '1')
         end
       end
@@ -94,8 +94,9 @@ end
 for batch, rows in pairs(ended) do
   if said_by(batch)[5] then
     for _, row in ipairs(rows) do
-      if redis.call('EXISTS', twins_key(batch, row[1])) == 1 then
-        budget = copy_to_twins(queue, batch, row[1], row[2], iso, now, result_ttl, failure_ttl, budget)
+      if redis.call('EXISTS', duplicates_key(batch, row[1])) == 1 then
+        budget = copy_to_duplicates(queue, batch, row[1], row[2], iso, now, result_ttl, failure_ttl,
+          budget)
       end
     end
   end

@@ -20,6 +20,6 @@ for position = 10, #ARGV, 5 do
     'enqueued_at', now, 'origin', queue, 'status', 'deferred', 'description', description,
     'timeout', timeout, 'result_ttl', result_ttl, 'failure_ttl', failure_ttl, 'retries_left', 3,
     'bkv_custom_id', ARGV[position + 2], 'bkv_first', leader, unpack(needs))
-  redis.call('RPUSH', twins_key(batch, leader), line)
+  redis.call('RPUSH', duplicates_key(batch, leader), line)
 end
 return redis.call('HINCRBY', KEYS[1], 'chunks', 1)

@@ -1,7 +1,7 @@
 -- queued | deferred | started -> queued: a row that a stock tool took out of where it waited, or
 -- whose lease it took away, waits again. To be called for rows that stand in no list; one that does
--- is then there twice, and the second entry is dropped by `pull`. One that waited for a twin waits for
--- it no longer.
+-- is then there twice, and the second entry is dropped by `pull`. A duplicate waits for its leader no
+-- longer.
 -- KEYS: queue list, wip zset.  ARGV: time in ISO 8601, then id for each row.
 -- Returns how many were queued.
 local iso = ARGV[1]

@@ -1,6 +1,6 @@
 -- failed | canceled -> queued: run rows again whose job is still there. Their old result goes. One
--- whose twin runs, or will, waits for it. Where a stock tool has put another status on such a job since
--- (it queued it again, which runs no row that has a result), the row can be retried all the same.
+-- whose leader runs, or will run, waits for it. Where a stock tool has put another status on such a job
+-- since (it queued it again, which runs no row that has a result), the row can be retried all the same.
 -- KEYS: batch hash, results, queue list, failed or canceled zset.
 -- ARGV: 'failed' or 'canceled', time in ISO 8601, new timeout (s; 0 keeps the old one), new deadline
 --       (s since 1970; '' keeps the old one, 0 is none), queue name, then id, line for each row.  Returns how many were queued.
@@ -32,7 +32,7 @@ local function has_ended(status, execution)
   return status == outcome or (meddled[status] and (not execution or execution == ''))
 end
 
-local has_twins = redis.call('HEXISTS', KEYS[1], 'dedupe') == 1
+local has_duplicates = redis.call('HEXISTS', KEYS[1], 'dedupe') == 1
 for position = 6, #ARGV, 2 do
   local id, line = ARGV[position], ARGV[position + 1]
   local key = 'rq:job:' .. id
@@ -43,16 +43,16 @@ for position = 6, #ARGV, 2 do
     redis.call('ZREM', KEYS[4], id)
     redis.call('HDEL', key, 'bkv_deaths', 'bkv_died', 'bkv_suspect', 'bkv_halves', 'ended_at')
     redis.call('HDEL', 'batchkv:due:' .. queue, id)
-    local leader = has_twins and open_leader(key, line)
+    local leader = has_duplicates and open_leader(key, line)
     local status = leader and 'deferred' or 'queued'
     redis.call('HSET', key, 'status', status, 'enqueued_at', iso, 'retries_left', 3)
     if timeout > 0 then redis.call('HSET', key, 'timeout', timeout) end
     redis.call('PERSIST', key)
     if leader then
-      local twins = 'batchkv:twins:' .. batch .. ':' .. leader
-      redis.call('RPUSH', twins, line)
+      local duplicates = 'batchkv:twins:' .. batch .. ':' .. leader
+      redis.call('RPUSH', duplicates, line)
       -- Who waited for this row (it led, and not all were told of its end) waits with it now.
-      while redis.call('RPOPLPUSH', 'batchkv:twins:' .. batch .. ':' .. line, twins) do end
+      while redis.call('RPOPLPUSH', 'batchkv:twins:' .. batch .. ':' .. line, duplicates) do end
     else
       redis.call('RPUSH', list, id)
     end

@@ -1,10 +1,10 @@
--- Give rows their last word without holding them.
+-- Store the results of rows without holding them.
 --   canceled: queued | started | deferred | scheduled -> canceled, whoever holds the job
---   failed:   a job that a stock tool or `reap` ended, and that nobody holds, gets its error row
+--   failed:   a job that a stock tool or `reap` ended, and that nobody holds, gets its error
 --   expired:  queued | deferred -> failed, once the batch's deadline is past; nobody holds the job
 --   lost:     (gone) -> failed, for a row of the batch whose job somebody deleted
--- A row that has a result keeps it, and its job keeps its status. Twins of a row that failed end
--- with it; of those that wait for one that was canceled or lost, the first leads the others.
+-- A row that has a result keeps it, and its job keeps its status. Duplicates of a row that failed end
+-- with it. If the leader was canceled or lost, the first duplicate becomes the leader of the others.
 -- KEYS: canceled or failed zset, wip zset, queue list.
 -- ARGV: target, time in ISO 8601, ttl (s), queue name, result ttl (s), most copies, then id, result
 --       for each job.
@@ -32,15 +32,15 @@ local function is_wanted(batch, line, status, live)
     and expires and tonumber(expires) <= now
 end
 
--- A row that had twins has ended: theirs is to end with it, or another's to lead.
-local function tell_twins(batch, line, status)
-  if redis.call('EXISTS', twins_key(batch, line)) == 0 then return end
+-- A leader has ended: its duplicates end with it, or one of them becomes the leader.
+local function end_duplicates(batch, line, status)
+  if redis.call('EXISTS', duplicates_key(batch, line)) == 0 then return end
   if target == 'expired' then
-    redis.call('DEL', twins_key(batch, line))
+    redis.call('DEL', duplicates_key(batch, line))
   elseif target == 'failed' and status ~= 'canceled' then
-    budget = copy_to_twins(queue, batch, line, 'failed', iso, now, result_ttl, ttl, budget)
+    budget = copy_to_duplicates(queue, batch, line, 'failed', iso, now, result_ttl, ttl, budget)
   else
-    promote_twin(list_of(KEYS[3], batch), batch, line, iso)
+    promote_duplicate(list_of(KEYS[3], batch), batch, line, iso)
   end
 end
 
@@ -82,6 +82,6 @@ for position = 7, #ARGV, 2 do
   end
   verdicts[#verdicts + 1] = verdict
 end
-for _, row in ipairs(left) do tell_twins(row[1], row[2], row[3]) end
+for _, row in ipairs(left) do end_duplicates(row[1], row[2], row[3]) end
 for batch in pairs(touched) do keep_if_done(batch, now) end
 return verdicts

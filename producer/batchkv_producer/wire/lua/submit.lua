@@ -86,8 +86,8 @@ if redis.call('HEXISTS', KEYS[1], 'dedupe') == 1 then
   local at, budget = tonumber(redis.call('TIME')[1]), 1000
   for _, leader in ipairs(leaders) do
     local line, before = leader[1], budget
-    if redis.call('EXISTS', twins_key(batch, line)) == 1 then
-      budget = copy_to_twins(queue, batch, line, 'ok', now, at, tonumber(result_ttl),
+    if redis.call('EXISTS', duplicates_key(batch, line)) == 1 then
+      budget = copy_to_duplicates(queue, batch, line, 'ok', now, at, tonumber(result_ttl),
         tonumber(failure_ttl), budget)
       if leader[2] then redis.call('HINCRBY', KEYS[1], 'cut', before - budget) end
     end
