@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from batchkv_producer.monitor.workers import WorkerInfo
     from batchkv_producer.results.stored_rows import StoredRow
     from batchkv_producer.submit.submission import Checked, Submitted
-    from batchkv_producer.wire.batch_options import Deadline, Terms
+    from batchkv_producer.wire.batch_options import BatchOptions, Deadline, Terms
     from batchkv_producer.wire.job import ErrorCode, Result, SamplingParams, TokenLogprob, Usage
 
 __all__ = [
+    "BatchOptions",
     "BatchStatus",
     "BatchkvError",
     "Checked",
@@ -90,6 +91,7 @@ _HOMES = {
         "Submitted",
     ),
     "wire.batch_options": (
+        "BatchOptions",
         "Deadline",
         "Terms",
     ),

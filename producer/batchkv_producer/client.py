@@ -37,11 +37,12 @@ from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, Progres
 from batchkv_producer.submit.kept_answers import Earlier
 from batchkv_producer.submit.submission import Checked, Identified, Submitted
 from batchkv_producer.wire import redis_keys, suspects
-from batchkv_producer.wire.batch_options import NO_TERMS, Deadline, Terms
+from batchkv_producer.wire.batch_options import NO_OPTIONS, BatchOptions, Deadline
 from batchkv_producer.wire.job import Result, SamplingParams, decode_result
 from batchkv_producer.wire.transitions import Transitions
 
 __all__ = [
+    "BatchOptions",
     "BatchStatus",
     "Checked",
     "Client",
@@ -50,7 +51,6 @@ __all__ = [
     "JobInfo",
     "StoredRow",
     "Submitted",
-    "Terms",
     "Unanswered",
     "WorkerInfo",
 ]
@@ -83,14 +83,15 @@ class Client:
         on_progress: Progress | None = None,
         default_model: str | None = None,
         on_identified: Identified | None = None,
-        terms: Terms = NO_TERMS,
+        options: BatchOptions = NO_OPTIONS,
+        terms: BatchOptions | None = None,
         prompting: Prompting = AUTO,
         earlier: Earlier | None = None,
     ) -> Submitted:
         """Queue a file, or dicts as they would stand in its lines; the same again join their batch.
 
-        ``terms``: priority, deadline, dedupe, how long the results stay. A batch that is there
-        keeps its own.
+        ``options``: priority, deadline, dedupe, how long the results stay. A batch that is there
+        keeps its own. ``terms`` is the same under its old name.
 
         ``prompting`` says how plain prompts are sent.
 
@@ -108,7 +109,7 @@ class Client:
             on_progress=on_progress,
             default_model=default_model,
             on_identified=on_identified,
-            terms=terms,
+            options=options if terms is None else terms,
             prompting=prompting,
             earlier=earlier,
         )
@@ -242,8 +243,8 @@ class Client:
     ) -> int:
         """Queue a batch's failed rows again, and those canceled if asked; how many could be.
 
-        A deadline that is past must be given anew (``terms.NEVER``: none). With ``source``, what
-        the submit was given, rows are made anew whose jobs are gone (``submit.restore``).
+        A deadline that is past must be given anew (``batch_options.NEVER``: none). With
+        ``source``, what the submit was given, rows whose jobs are gone are queued anew.
         """
         return restoring.retry_batch(
             self._connection,

@@ -19,7 +19,7 @@ _DAY = 86_400
 _WEEK = 7 * _DAY
 
 
-class Kind(Enum):
+class ValueType(Enum):
     """What the text of a setting is. ``batchkv_worker.settings`` reads each kind."""
 
     MODEL = auto()
@@ -47,7 +47,7 @@ class Setting:
     name: str
     variables: tuple[str, ...]
     flag: str = ""
-    kind: Kind = Kind.OTHER
+    value_type: ValueType = ValueType.OTHER
     default: str = ""
     no_default: str = ""
     unit: str = ""
@@ -68,29 +68,33 @@ class Setting:
     @property
     def is_plain(self) -> bool:
         """Whether one text is the whole setting; tiers may also stand in a file."""
-        return self.kind not in (Kind.TIERS, Kind.OTHER)
+        return self.value_type not in (ValueType.TIERS, ValueType.OTHER)
 
     def allowed(self) -> str:
         """What a value must be, for errors."""
         span = f"{self.low:g} to {self.high:.0f}"
         texts = {
-            Kind.MODEL: "a model's name or folder",
-            Kind.SCHEME: "a KV scheme, like affine8 or affine4,last=float",
-            Kind.SIZE: "a size of at least 1MiB, like 4GB or 512MiB",
-            Kind.CHOICE: f"one of {', '.join(self.choices)}"
+            ValueType.MODEL: "a model's name or folder",
+            ValueType.SCHEME: "a KV scheme, like affine8 or affine4,last=float",
+            ValueType.SIZE: "a size of at least 1MiB, like 4GB or 512MiB",
+            ValueType.CHOICE: f"one of {', '.join(self.choices)}"
             if len(self.choices) > 2
             else " or ".join(self.choices),
-            Kind.SWITCH: "on or off",
-            Kind.FILE: "a file to write",
-            Kind.NUMBER: f"{self.unit}, {span}",
-            Kind.WHOLE: f"a whole number, {span}",
+            ValueType.SWITCH: "on or off",
+            ValueType.FILE: "a file to write",
+            ValueType.NUMBER: f"{self.unit}, {span}",
+            ValueType.WHOLE: f"a whole number, {span}",
         }
-        text = texts[self.kind]
-        if self.kind is Kind.WHOLE and self.unit == "seconds":
+        text = texts[self.value_type]
+        if self.value_type is ValueType.WHOLE and self.unit == "seconds":
             text = f"whole seconds, {span}"
         if self.step > 1:
             text = f"a multiple of {self.step} {self.unit}, {span}"
-        return f"auto, or {text}" if self.default == "auto" and self.kind is Kind.WHOLE else text
+        return (
+            f"auto, or {text}"
+            if self.default == "auto" and self.value_type is ValueType.WHOLE
+            else text
+        )
 
     def flag_help(self) -> str:
         """The help of the flag, with its default."""
@@ -103,14 +107,14 @@ def _seconds(
 ) -> Setting:
     variable = "BATCHKV_" + flag.removeprefix("--").replace("-", "_").upper()
     return Setting(
-        name, (variable,), flag, Kind.NUMBER, default, "", "seconds", low, high,
+        name, (variable,), flag, ValueType.NUMBER, default, "", "seconds", low, high,
         metavar="S", help=text, about=about,
     )  # fmt: skip
 
 
 TABLE = (
     Setting(
-        "model", ("BATCHKV_MODEL",), "--model", Kind.MODEL,
+        "model", ("BATCHKV_MODEL",), "--model", ValueType.MODEL,
         help="Model to serve: 'demo', a folder, or a Hugging Face name.",
         about="the model to serve: a name, a folder, or `demo`",
     ),
@@ -126,56 +130,56 @@ TABLE = (
         "too",
     ),
     Setting(
-        "kv_scheme", ("BATCHKV_KV_SCHEME",), "--kv-scheme", Kind.SCHEME, "affine8",
+        "kv_scheme", ("BATCHKV_KV_SCHEME",), "--kv-scheme", ValueType.SCHEME, "affine8",
         metavar="SCHEME", help="How keys and values are stored.",
         run_help="How the workers store keys and values: affine8, affine4, k8v4, turbo4, float ...",
         about="how keys and values are stored",
     ),
     Setting(
-        "slots", ("BATCHKV_SLOTS",), "--slots", Kind.WHOLE, "32", "", "rows", 1, 4096,
+        "slots", ("BATCHKV_SLOTS",), "--slots", ValueType.WHOLE, "32", "", "rows", 1, 4096,
         metavar="N", help="Rows that decode at once.",
         run_help="Rows that a worker decodes at once, at most.",
         about="rows that decode at once",
     ),
     Setting(
-        "prefetch", ("BATCHKV_PREFETCH",), "--prefetch", Kind.WHOLE, "auto", "", "rows", 0, 4096,
-        metavar="N", help="Rows that wait in the engine beside them.",
+        "prefetch", ("BATCHKV_PREFETCH",), "--prefetch", ValueType.WHOLE, "auto", "",
+        "rows", 0, 4096, metavar="N", help="Rows that wait in the engine beside them.",
         about="rows that wait in the engine, so that whole groups of prompts can be prefilled when "
         "slots become free. `auto` is two for each slot. Rows that nothing was computed of go "
         "back when more urgent rows come, and at the end of the queue when other workers may be "
         "idle",
     ),
     Setting(
-        "memory_bytes", ("BATCHKV_MEMORY",), "--memory", Kind.SIZE, no_default="from the device",
-        unit="bytes", metavar="SIZE", help="KV memory, like 4GB.",
+        "memory_bytes", ("BATCHKV_MEMORY",), "--memory", ValueType.SIZE,
+        no_default="from the device", unit="bytes", metavar="SIZE", help="KV memory, like 4GB.",
         run_help="Memory that a worker may use, like 12GB.",
         about="memory for keys and values; an eighth of it stores prefixes",
     ),
     Setting(
-        "admission", ("BATCHKV_ADMISSION",), "--admission", Kind.CHOICE, "optimistic",
+        "admission", ("BATCHKV_ADMISSION",), "--admission", ValueType.CHOICE, "optimistic",
         choices=ADMISSIONS, metavar="|".join(ADMISSIONS), help="What memory rows need to enter.",
         about="`optimistic`: a row enters when what most answers take fits, and leaves for a while "
         "when memory is short. `worst`: it enters when all of `max_tokens` fits",
     ),
     Setting(
-        "prefill_chunk", ("BATCHKV_PREFILL_CHUNK",), "--prefill-chunk", Kind.WHOLE, "auto", "",
+        "prefill_chunk", ("BATCHKV_PREFILL_CHUNK",), "--prefill-chunk", ValueType.WHOLE, "auto", "",
         "tokens", BLOCK_TOKENS, 65_536, BLOCK_TOKENS,
         metavar="TOKENS", help="Prompt tokens computed at once.",
         about="prompt tokens computed at once. `auto` is 512 on a CPU, and measured at start on a "
         "GPU; where 4 s are too short to measure it is 1,024 on Metal and 2,048 on CUDA",
     ),
     Setting(
-        "dtype", ("BATCHKV_DTYPE",), "--dtype", Kind.CHOICE, "auto", choices=DTYPES,
+        "dtype", ("BATCHKV_DTYPE",), "--dtype", ValueType.CHOICE, "auto", choices=DTYPES,
         metavar="|".join(DTYPES), help="What the model computes in.",
         about="what the model computes in. `auto` is float32 on a CPU, else the weights' own",
     ),
     Setting(
-        "wired_limit", ("BATCHKV_WIRED_LIMIT",), "--wired-limit", Kind.SWITCH, "off",
+        "wired_limit", ("BATCHKV_WIRED_LIMIT",), "--wired-limit", ValueType.SWITCH, "off",
         metavar="on|off", help="Let MLX wire memory (macOS).",
         about="lets MLX wire memory. Kernel panics were reported with it under continuous batching",
     ),
     Setting(
-        "lease_seconds", ("BATCHKV_LEASE_SECONDS",), "--lease-seconds", Kind.WHOLE, "60", "",
+        "lease_seconds", ("BATCHKV_LEASE_SECONDS",), "--lease-seconds", ValueType.WHOLE, "60", "",
         "seconds", 1, _DAY, metavar="S", help="How long a lost worker keeps its jobs.",
         about="how long a lost worker keeps its rows",
     ),
@@ -192,14 +196,15 @@ TABLE = (
              "How long a stop lets rows finish.",
              "how long a stop lets rows finish; the rest goes back", low=0),
     Setting(
-        "trace", ("BATCHKV_TRACE",), "--trace", Kind.FILE, metavar="FILE",
+        "trace", ("BATCHKV_TRACE",), "--trace", ValueType.FILE, metavar="FILE",
         help="Write where the time goes, for Perfetto.  [off]",
         about="a file for where the time goes, by phase, in Chrome's trace format. Perfetto and "
         "chrome://tracing show it",
     ),
     Setting(
-        "cache", ("BATCHKV_CACHE", "BATCHKV_CACHE_FILE"), "--cache", Kind.TIERS, no_default="off",
-        metavar="TIERS", help='Shared prefixes, like "disk:/var/cache/batchkv?max=50GB".',
+        "cache", ("BATCHKV_CACHE", "BATCHKV_CACHE_FILE"), "--cache", ValueType.TIERS,
+        no_default="off", metavar="TIERS",
+        help='Shared prefixes, like "disk:/var/cache/batchkv?max=50GB".',
         about="the tiers of the cache, or a file that names them, because tiers may hold passwords",
     ),
     Setting(
@@ -212,7 +217,7 @@ TABLE = (
         about="workers with another salt share nothing, and learn nothing from each other's hits",
     ),
     Setting(
-        "cache_write", ("BATCHKV_CACHE_WRITE",), "--cache-write", Kind.CHOICE, "shared",
+        "cache_write", ("BATCHKV_CACHE_WRITE",), "--cache-write", ValueType.CHOICE, "shared",
         choices=CACHE_WRITES, metavar="|".join(CACHE_WRITES), help="Which blocks to write.",
         about="what to write: `shared` prefixes, with which other rows of a batch begin too; or "
         "`all`, also the ends of prompts, for later batches with the same prompts",
@@ -221,13 +226,13 @@ TABLE = (
              "How long a lost worker keeps a prefix.",
              "how long a lost worker keeps a prefix that it was computing", low=1),
     Setting(
-        "cache_audit", ("BATCHKV_CACHE_AUDIT",), "--cache-audit", Kind.NUMBER, "0", "",
+        "cache_audit", ("BATCHKV_CACHE_AUDIT",), "--cache-audit", ValueType.NUMBER, "0", "",
         "a share of the hits", 0, 1, metavar="SHARE", help="Recompute this share of the hits.",
         about="the share of rows with cached tokens that are computed again without them; the log "
         "reports differences",
     ),
     Setting(
-        "kv_adopt_float", ("BATCHKV_KV_ADOPT_FLOAT",), "--kv-adopt-float", Kind.SWITCH, "off",
+        "kv_adopt_float", ("BATCHKV_KV_ADOPT_FLOAT",), "--kv-adopt-float", ValueType.SWITCH, "off",
         metavar="on|off", help="Pack float workers' blocks too.",
         about="packs blocks of `float` workers into this worker's scheme. Such a row may answer "
         "otherwise than without the cache. What it computes is not shared",

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from batchkv_cache_store.uses import Kept
 from batchkv_producer.intake.formats import Row
-from batchkv_producer.order.planner import Plan
+from batchkv_producer.order.planner import BatchPlan
 from batchkv_producer.wire.job import Request, SamplingParams
 from batchkv_worker.engine.tokens.requests import SHARED_SLACK
 from batchkv_worker.queue.dispatch import (
@@ -102,7 +102,7 @@ def prefix_order(jobs: Sequence[Job]) -> list[Job]:
         prompt = "".join(f"{block:<8}" * (BLOCK_BYTES // 8) for block in job.chain)
         return Row(line, Request(f"{line}", "completion", prompt=prompt, params=params))
 
-    with Plan(SamplingParams()) as plan:
+    with BatchPlan(SamplingParams()) as plan:
         plan.add(row(line, job) for line, job in enumerate(jobs, 1))
         plan.seal()
         return [

@@ -8,7 +8,7 @@ import pytest
 from redis import Redis
 
 import batchkv_producer
-from batchkv_producer import Client, Terms, UsageError, connect
+from batchkv_producer import BatchOptions, Client, UsageError, connect
 from batchkv_producer.intake.given_rows import as_source
 
 ROWS = [
@@ -27,7 +27,7 @@ def test_dicts_are_rows(client: Client, tmp_path: Path) -> None:
     assert client.status(submitted.batch_id).name == "rows"
     assert client.submit(ROWS[:1], model="m").batch_id != submitted.batch_id
     assert client.check(ROWS, model="m").batch_id == submitted.batch_id
-    assert client.submit(ROWS, model="m", terms=Terms(dedupe=True)).joined
+    assert client.submit(ROWS, model="m", options=BatchOptions(dedupe=True)).joined
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,15 @@ def test_files_and_streams_pass_as_they_are(tmp_path: Path) -> None:
     with path.open("rb") as stream:
         for source in (str(path), path, stream):
             assert as_source(source) is source
+
+
+def test_names_of_before_still_work(client: Client) -> None:
+    """``Terms``, ``submit(terms=...)`` and ``num_twins`` are the names up to 0.1.0."""
+    rows = [{"custom_id": name, "prompt": "p", "seed": 1} for name in "ab"]
+    submitted = client.submit(rows, model="m", terms=batchkv_producer.Terms(dedupe=True))
+    assert batchkv_producer.Terms is BatchOptions
+    assert client.status(submitted.batch_id).is_deduped
+    assert submitted.num_twins == submitted.num_duplicates == 1
 
 
 def test_connect_obeys_the_variable(

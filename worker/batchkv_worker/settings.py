@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 from batchkv_cache_store import opening
 from batchkv_cache_store.sizes import parse_size
 from batchkv_producer.intake.checks import model_name
-from batchkv_producer.settings_table import BY_NAME, TABLE, VARIABLES, Kind, Setting
+from batchkv_producer.settings_table import BY_NAME, TABLE, VARIABLES, Setting, ValueType
 from batchkv_worker.errors import SettingsError
 from batchkv_worker.kv.schemes.spec import SchemeSpec
 
@@ -72,15 +72,15 @@ def _file(_: Setting, text: str) -> str:
     return text
 
 
-_READERS: dict[Kind, Callable[[Setting, str], Any]] = {
-    Kind.MODEL: lambda _, text: model_name(text),
-    Kind.SCHEME: _scheme,
-    Kind.SIZE: lambda _, text: parse_size(text),
-    Kind.WHOLE: _whole,
-    Kind.NUMBER: _number,
-    Kind.CHOICE: _choice,
-    Kind.SWITCH: _switch,
-    Kind.FILE: _file,
+_READERS: dict[ValueType, Callable[[Setting, str], Any]] = {
+    ValueType.MODEL: lambda _, text: model_name(text),
+    ValueType.SCHEME: _scheme,
+    ValueType.SIZE: lambda _, text: parse_size(text),
+    ValueType.WHOLE: _whole,
+    ValueType.NUMBER: _number,
+    ValueType.CHOICE: _choice,
+    ValueType.SWITCH: _switch,
+    ValueType.FILE: _file,
 }
 
 
@@ -88,7 +88,7 @@ def parsed(name: str, text: str) -> Any:
     """The value of a setting that somebody wrote; ValueError says what is wrong with it."""
     setting = BY_NAME[name]
     try:
-        return _READERS[setting.kind](setting, text.strip())
+        return _READERS[setting.value_type](setting, text.strip())
     except _Explained:
         raise
     except ValueError as fault:

@@ -12,7 +12,13 @@ import click
 from batchkv_producer.cli.shared import say
 from batchkv_producer.client import BatchStatus
 from batchkv_producer.local.on_done import EXIT_ON_DONE, run_on_done
-from batchkv_producer.wire.batch_options import NEVER, Deadline, Terms, deadline_of, seconds_of
+from batchkv_producer.wire.batch_options import (
+    NEVER,
+    BatchOptions,
+    Deadline,
+    deadline_of,
+    seconds_of,
+)
 from batchkv_producer.wire.redis_keys import PRIORITIES
 
 R = TypeVar("R")
@@ -83,15 +89,16 @@ _OPTIONS = (
 )
 
 
-def terms_options(command: Callable[..., R]) -> Callable[..., R]:
-    """Add the flags; the command gets them as one ``terms``."""
+def add_batch_options(command: Callable[..., R]) -> Callable[..., R]:
+    """Add the flags; the command gets them as one ``batch_options``."""
 
     @functools.wraps(command)
-    def with_terms(*args: Any, **kwargs: Any) -> R:
+    def with_options(*args: Any, **kwargs: Any) -> R:
         names = ("priority", "expires", "dedupe", "keep_seconds", "fresh", "mixed")
-        return command(*args, terms=Terms(**{n: kwargs.pop(n) for n in names}), **kwargs)
+        found = BatchOptions(**{name: kwargs.pop(name) for name in names})
+        return command(*args, batch_options=found, **kwargs)
 
-    wrapped: Callable[..., R] = with_terms
+    wrapped: Callable[..., R] = with_options
     for option in reversed(_OPTIONS):
         wrapped = option(wrapped)
     return wrapped

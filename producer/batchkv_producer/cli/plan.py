@@ -14,7 +14,7 @@ from batchkv_producer.cli.shared import (
     print_json,
 )
 from batchkv_producer.cli.tables import print_table
-from batchkv_producer.order.prefix_estimate import Outlook
+from batchkv_producer.order.prefix_estimate import PrefixEstimate
 from batchkv_producer.progress import rows
 from batchkv_producer.submit import submission
 from batchkv_producer.wire.job import SamplingParams
@@ -51,7 +51,7 @@ def plan(
       batchkv plan prompts.jsonl --workers 3 --json
     """  # fmt: skip
     with given.opened() as inputs:
-        checked, outlook = submission.survey(
+        checked, estimate = submission.survey(
             inputs,
             model=model,
             defaults=defaults,
@@ -60,21 +60,21 @@ def plan(
             prompting=given.prompting,
         )
     if as_json:
-        print_json({"checked": checked, "outlook": outlook})
+        print_json({"checked": checked, "outlook": estimate})
         return
     tell_wrong(checked)
     click.echo(checked_line(checked))
-    _tell_groups(outlook)
-    _tell_hits(outlook)
+    _tell_groups(estimate)
+    _tell_hits(estimate)
 
 
-def _tell_groups(outlook: Outlook) -> None:
-    if not outlook.num_groups:
+def _tell_groups(estimate: PrefixEstimate) -> None:
+    if not estimate.num_groups:
         click.echo(f"no rows share a prefix of {BLOCK_TOKENS} tokens or more (estimated)")
         return
-    noun = "group" if outlook.num_groups == 1 else "groups"
+    noun = "group" if estimate.num_groups == 1 else "groups"
     click.echo(
-        f"{rows(outlook.num_grouped)} in {outlook.num_groups:,} {noun} with a common prefix; "
+        f"{rows(estimate.num_grouped)} in {estimate.num_groups:,} {noun} with a common prefix; "
         "tokens are estimates, 4 bytes each"
     )
     titles = ("rows", "shared bytes", "shared tokens", "cached tokens", "first line")
@@ -82,16 +82,16 @@ def _tell_groups(outlook: Outlook) -> None:
         titles,
         [
             (g.num_rows, g.shared_bytes, g.shared_tokens, g.cached_tokens, g.first_line)
-            for g in outlook.groups
+            for g in estimate.groups
         ],
     )
-    num_more = outlook.num_groups - len(outlook.groups)
+    num_more = estimate.num_groups - len(estimate.groups)
     if num_more:
         click.echo(f"and {num_more:,} smaller groups")
 
 
-def _tell_hits(outlook: Outlook) -> None:
-    line = f"expected hit rate: {outlook.hit_rate_one:.1%} of prompt tokens with one worker"
-    if outlook.num_workers > 1:
-        line += f", {outlook.hit_rate:.1%} with {outlook.num_workers} that share no cache"
+def _tell_hits(estimate: PrefixEstimate) -> None:
+    line = f"expected hit rate: {estimate.hit_rate_one:.1%} of prompt tokens with one worker"
+    if estimate.num_workers > 1:
+        line += f", {estimate.hit_rate:.1%} with {estimate.num_workers} that share no cache"
     click.echo(line)

@@ -9,12 +9,12 @@ from pathlib import Path
 import click
 
 from batchkv_producer.cli.batch_options import (
+    add_batch_options,
     allow_bad_option,
     exit_code,
     from_batch_option,
     input_code,
     on_done_option,
-    terms_options,
 )
 from batchkv_producer.cli.input_options import (
     Given,
@@ -48,7 +48,7 @@ from batchkv_producer.server.home import home_from_environment
 from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
 from batchkv_producer.submit.kept_answers import earlier_named
 from batchkv_producer.submit.restore import is_any_gone
-from batchkv_producer.wire.batch_options import Terms
+from batchkv_producer.wire.batch_options import BatchOptions
 from batchkv_producer.wire.job import SamplingParams
 
 timeout_option = click.option(
@@ -71,7 +71,7 @@ dry_run_option = click.option(
 @trace_option
 @generation_options
 @timeout_option
-@terms_options
+@add_batch_options
 @on_done_option
 @dry_run_option
 @allow_bad_option
@@ -87,7 +87,7 @@ def run(
     trace: Path | None,
     defaults: SamplingParams,
     job_timeout: int | None,
-    terms: Terms,
+    batch_options: BatchOptions,
     on_done: str | None,
     dry_run: bool,
     allow_bad: bool,
@@ -118,7 +118,7 @@ def run(
         inputs = stack.enter_context(given.opened())
         if dry_run:
             said = (inputs, given, model, defaults)
-            checked = tell_checked(*said, dedupe=terms.dedupe, as_json=False)
+            checked = tell_checked(*said, dedupe=batch_options.dedupe, as_json=False)
             ctx.exit(input_code(checked.num_bad, allow_bad))
         target = out_of(inputs, out)
         opened, progress = stack.enter_context(session(url)), stack.enter_context(reporter())
@@ -134,7 +134,7 @@ def run(
             worker_arguments=worker_arguments,
             trace=trace,
             job_timeout_seconds=job_timeout,
-            terms=terms,
+            batch_options=batch_options,
             prompting=given.prompting,
         )
         report = running.run(
@@ -161,7 +161,7 @@ def _refuse_on_done(_context: object, _option: object, command: str | None) -> N
 @from_batch_option
 @generation_options
 @timeout_option
-@terms_options
+@add_batch_options
 @click.option("--on-done", hidden=True, expose_value=False, callback=_refuse_on_done)
 @dry_run_option
 @allow_bad_option
@@ -177,7 +177,7 @@ def submit(
     source_batch: str | None,
     defaults: SamplingParams,
     job_timeout: int | None,
-    terms: Terms,
+    batch_options: BatchOptions,
     dry_run: bool,
     allow_bad: bool,
     url: str | None,
@@ -204,7 +204,7 @@ def submit(
         inputs = stack.enter_context(given.opened())
         if dry_run:
             said = (inputs, given, model, defaults)
-            checked = tell_checked(*said, dedupe=terms.dedupe, as_json=as_json)
+            checked = tell_checked(*said, dedupe=batch_options.dedupe, as_json=as_json)
             ctx.exit(input_code(checked.num_bad, allow_bad))
         opened = stack.enter_context(session(url))
         earlier = earlier_named(opened.connection, source_batch)
@@ -216,7 +216,7 @@ def submit(
                 defaults=defaults,
                 job_timeout_seconds=job_timeout or DEFAULT_JOB_TIMEOUT_SECONDS,
                 name=name,
-                terms=terms,
+                options=batch_options,
                 prompting=given.prompting,
                 earlier=earlier,
                 on_progress=lambda done, total: progress.update(Snapshot(total, ok=done)),

@@ -145,5 +145,8 @@ def _print_part(value: Any, margin: str) -> None:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: getattr(value, f.name) for f in fields(value)}
+        found = {f.name: getattr(value, f.name) for f in fields(value)}
+        if "num_duplicates" in found:
+            found["num_twins"] = found["num_duplicates"]  # its name up to 0.1.0
+        return found
     return list(value) if isinstance(value, set | frozenset | tuple) else str(value)

@@ -40,12 +40,12 @@ from batchkv_producer.retry import outages_watched, patiently
 from batchkv_producer.submit import fingerprint
 from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
 from batchkv_producer.wire import redis_keys
-from batchkv_producer.wire.batch_options import Deadline, Terms
+from batchkv_producer.wire.batch_options import BatchOptions, Deadline
 from batchkv_producer.wire.job import SamplingParams
 
 TURN_SECONDS = 0.05
 # Of a question that nobody waits for any more, because its process was killed.
-LEFT_ALONE = Terms(priority="high", expires=Deadline(in_seconds=86400), keep_seconds=3600)
+LEFT_ALONE = BatchOptions(priority="high", expires=Deadline(in_seconds=86400), keep_seconds=3600)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def ask(
         defaults=question.defaults,
         job_timeout_seconds=question.job_timeout_seconds,
         name="ask",
-        terms=LEFT_ALONE,
+        options=LEFT_ALONE,
         prompting=question.prompting,
     )
     with _forgotten(client, submitted):

@@ -13,8 +13,8 @@ from batchkv_producer.errors import UsageError
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.progress import rows
 from batchkv_producer.results import aside
-from batchkv_producer.settings_table import BY_NAME, Kind
-from batchkv_producer.wire.batch_options import Terms, moment_text
+from batchkv_producer.settings_table import BY_NAME, ValueType
+from batchkv_producer.wire.batch_options import BatchOptions, moment_text
 from batchkv_producer.wire.maker import Maker
 
 DEFAULT_SCHEME = BY_NAME["kv_scheme"].default
@@ -22,9 +22,9 @@ _DTYPES = {"float32": "float32", "bfloat16": "half", "float16": "half"}
 
 
 def with_own_workers(
-    terms: Terms, arguments: Sequence[str], environ: Mapping[str, str] = os.environ
-) -> Terms:
-    """The terms of a batch that workers of ours are to compute, started with these arguments."""
+    options: BatchOptions, arguments: Sequence[str], environ: Mapping[str, str] = os.environ
+) -> BatchOptions:
+    """The options of a batch that workers of ours are to compute, started with these arguments."""
     flag, variable = BY_NAME["kv_scheme"].flag, BY_NAME["kv_scheme"].variable
     said = arguments[arguments.index(flag) + 1] if flag in arguments else ""
     text = said or environ.get(variable, "").strip() or DEFAULT_SCHEME
@@ -34,7 +34,7 @@ def with_own_workers(
         raise UsageError(f"{flag if said else variable} {text}: {fault}") from fault
     said_dtype = environ.get(BY_NAME["dtype"].variable, "").strip()
     dtype = _DTYPES.get(said_dtype, "")  # "auto": the device decides
-    return replace(terms, maker=replace(terms.maker, scheme=scheme, dtype=dtype))
+    return replace(options, maker=replace(options.maker, scheme=scheme, dtype=dtype))
 
 
 def canonical(scheme: str) -> str:
@@ -49,7 +49,7 @@ def canonical(scheme: str) -> str:
 
 def checked_setting(name: str, text: str) -> str:
     """A worker's setting as its flag takes it; ValueError if it cannot be."""
-    if BY_NAME[name].kind is Kind.SCHEME:
+    if BY_NAME[name].value_type is ValueType.SCHEME:
         return canonical(text)
     for check in entry_points(group="batchkv.checks", name="setting"):
         check.load()(name, text)

@@ -56,9 +56,10 @@ from batchkv_producer.results.aside import holds_other
 from batchkv_producer.retry import outages_watched, patiently
 from batchkv_producer.server.connection import refused_writes
 from batchkv_producer.server.home import home_from_environment
-from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
+from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, Progress
 from batchkv_producer.submit.kept_answers import Earlier
-from batchkv_producer.wire.batch_options import NO_TERMS, Terms
+from batchkv_producer.submit.submission import Identified
+from batchkv_producer.wire.batch_options import NO_OPTIONS, BatchOptions
 from batchkv_producer.wire.job import SamplingParams
 from batchkv_producer.wire.maker import NOBODY
 
@@ -81,7 +82,7 @@ class RunOptions:
     worker_arguments: tuple[str, ...] = ()
     trace: Path | None = None  # of the first worker; see WorkerPlan
     job_timeout_seconds: int | None = None
-    terms: Terms = NO_TERMS
+    batch_options: BatchOptions = NO_OPTIONS
     prompting: Prompting = AUTO
 
 
@@ -132,19 +133,15 @@ def run(
     target.check_target(options.out, options.source)
     expected = Expected.read(options.source)
     if options.num_workers:
-        options = replace(options, terms=with_own_workers(options.terms, options.worker_arguments))
+        known = with_own_workers(options.batch_options, options.worker_arguments)
+        options = replace(options, batch_options=known)
     earlier = None if options.out == target.STDOUT else earlier_of(connection, options.out)
-    submitted = client.submit(
-        options.source,
-        model=options.model,
-        default_model=options.default_model,
-        defaults=options.defaults,
-        job_timeout_seconds=options.job_timeout_seconds or DEFAULT_JOB_TIMEOUT_SECONDS,
-        on_progress=lambda done, total: reporter.update(Snapshot(total, is_queuing=True)),
-        on_identified=partial(_refuse_early, options, connection, url, earlier),
-        terms=options.terms,
-        prompting=options.prompting,
-        earlier=earlier,
+    submitted = _submit(
+        client,
+        options,
+        partial(_refuse_early, options, connection, url, earlier),
+        earlier,
+        lambda done, total: reporter.update(Snapshot(total, is_queuing=True)),
     )
     batch_id, queue = submitted.batch_id, submitted.queue
     reporter.note(first_words(client, submitted, target.shown(options.out)))
@@ -166,8 +163,8 @@ def run(
         with impatient(connection):
             delays = _delays(client, connection, url, reporter, plan)
             outage = Outage(reporter.note, revive)
-            work = _Run(client, batch_id, workers, follower, reporter, delays, outage)
-            work.is_fresh = options.terms.fresh
+            work = _RunLoop(client, batch_id, workers, follower, reporter, delays, outage)
+            work.is_fresh = options.batch_options.fresh
             work.submit_again = partial(_submit_again, client, options, submitted.batch_id, earlier)
             report = work.to_the_end()
         follower.refresh(stale)
@@ -186,16 +183,28 @@ def _submit_again(
                 "submitted any more: put it back and run the same command again"
             )
 
-    client.submit(
+    again = replace(options, batch_options=replace(options.batch_options, fresh=False))
+    _submit(client, again, check, Earlier(earlier.batch_id) if earlier else None)
+
+
+def _submit(
+    client: Client,
+    options: RunOptions,
+    on_identified: Identified,
+    earlier: Earlier | None,
+    on_progress: Progress | None = None,
+) -> Submitted:
+    return client.submit(
         options.source,
         model=options.model,
         default_model=options.default_model,
         defaults=options.defaults,
         job_timeout_seconds=options.job_timeout_seconds or DEFAULT_JOB_TIMEOUT_SECONDS,
-        on_identified=check,
-        terms=replace(options.terms, fresh=False),
+        on_progress=on_progress,
+        on_identified=on_identified,
+        options=options.batch_options,
         prompting=options.prompting,
-        earlier=Earlier(earlier.batch_id) if earlier else None,
+        earlier=earlier,
     )
 
 
@@ -258,7 +267,7 @@ def _refuse_early(
         check_logs(home_from_environment())
 
 
-class _Run:
+class _RunLoop:
     """The loop: collect results, look after the workers, show progress, heed signals."""
 
     def __init__(

@@ -104,11 +104,11 @@ def with_defaults(defaults: SamplingParams) -> Callable[[SamplingParams], Sampli
     return fill
 
 
-class Plan:
+class BatchPlan:
     """A batch on its way to the queue: fill it once, seal it, then read its chunks in order.
 
-    ``dedupe``: rows that ask for the same wait for the first of them (``duplicates``). ``place``
-    says where a row stands in the input.
+    ``dedupe``: a row waits for the first row with the same request (``duplicates``). ``place`` says
+    where a row is in the input.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Plan:
         self._database = sqlite3.connect("", isolation_level=None)  # "": a file that is unlinked
         self._database.executescript(_SETUP)
 
-    def __enter__(self) -> Plan:
+    def __enter__(self) -> BatchPlan:
         return self
 
     def __exit__(

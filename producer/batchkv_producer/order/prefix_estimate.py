@@ -1,9 +1,9 @@
-"""What a file's prefixes promise, before anything is queued: its groups, and expected hits.
+"""Estimates the prefix hits of a file before anything is queued: its groups and its hit rate.
 
-There is no tokenizer here, so tokens are estimates of four bytes of text each, and only whole
-blocks of 256 of them count as shared. Hits are those of workers that take runs of neighbours, share
-nothing with each other, and have memory for the prompt before: an estimate from below where they do
-share, from above where memory is short.
+There is no tokenizer here. A token is estimated as four bytes of text, and only whole blocks of 256
+tokens count as shared. The estimate assumes workers that take runs of consecutive rows, share no
+cache, and keep the prompt before in memory. With a shared cache there are more hits than that; with
+too little memory there are fewer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class PrefixEstimate:
     """The prefixes of a file. ``groups`` are the largest; rates are shares of prompt tokens."""
 
     num_tokens: int
@@ -45,8 +45,8 @@ class Outlook:
     hit_rate: float
 
 
-def look_ahead(entries: Iterable[Entry], num_rows: int, num_workers: int) -> Outlook:
-    """The outlook of ``num_rows`` rows in their order, for so many workers. Memory is flat."""
+def estimate_prefixes(entries: Iterable[Entry], num_rows: int, num_workers: int) -> PrefixEstimate:
+    """Estimate ``num_rows`` rows in their order, for so many workers, in constant memory."""
     dealer = _Dealer(num_rows, num_workers)
     grouper = _Grouper()
     num_tokens = 0
@@ -55,7 +55,7 @@ def look_ahead(entries: Iterable[Entry], num_rows: int, num_workers: int) -> Out
         dealer.deal(entry)
         grouper.add(entry)
     groups = grouper.finish()
-    return Outlook(
+    return PrefixEstimate(
         num_tokens=num_tokens,
         num_groups=grouper.num_groups,
         num_grouped=grouper.num_grouped,

@@ -12,12 +12,12 @@ from batchkv_producer.errors import BatchkvError
 from batchkv_producer.intake.formats import RowError
 from batchkv_producer.intake.prompting import AUTO, Prompting, as_raw
 from batchkv_producer.manage.forget import forget_batch
-from batchkv_producer.order.planner import Chunk, Plan, PlanCounts
+from batchkv_producer.order.planner import BatchPlan, Chunk, PlanCounts
 from batchkv_producer.order.prefix_order import ORDER_VERSION
 from batchkv_producer.submit.generations import Generation, OtherMakingError
 from batchkv_producer.submit.kept_answers import Earlier
 from batchkv_producer.wire import redis_keys
-from batchkv_producer.wire.batch_options import NO_TERMS, Terms, differences
+from batchkv_producer.wire.batch_options import NO_OPTIONS, BatchOptions, differences
 from batchkv_producer.wire.job import Result, SamplingParams, encode_result
 from batchkv_producer.wire.kept_defaults import encode_defaults
 from batchkv_producer.wire.maker import Maker
@@ -38,14 +38,14 @@ class BatchSpec:
     defaults: SamplingParams
     job_timeout_seconds: int = DEFAULT_JOB_TIMEOUT_SECONDS
     name: str = ""
-    terms: Terms = NO_TERMS
+    options: BatchOptions = NO_OPTIONS
     prompting: Prompting = AUTO
     earlier: Earlier | None = None
 
 
 def enqueue(
     transitions: Transitions,
-    plan: Plan,
+    plan: BatchPlan,
     counts: PlanCounts,
     generation: Generation,
     spec: BatchSpec,
@@ -53,8 +53,8 @@ def enqueue(
 ) -> tuple[bool, tuple[str, ...]]:
     """Queue what of the plan is not in the queue yet; whether the batch had been begun before.
 
-    Also, in words, which of its own terms a batch keeps that was there. ``on_progress`` gets (rows
-    in the queue, rows in all). Raises BatchkvError when the server holds a batch that is not this
+    Also, in words, which options a batch that was there keeps. ``on_progress`` gets (rows in the
+    queue, rows in all). Raises BatchkvError when the server holds a batch that is not this
     one, OtherMakingError when it is computed with something else.
     """
     batch_id = generation.batch_id
@@ -83,7 +83,7 @@ def enqueue(
             in_flight.append((chunk, pool.submit(_send, transitions, batch_id, spec, chunk)))
         while in_flight:
             confirm_oldest()
-    return start > 0, (differences(there, spec.terms) if start else ())
+    return start > 0, (differences(there, spec.options) if start else ())
 
 
 def _create_or_join(
@@ -111,10 +111,10 @@ def _create_or_join(
             **generation.fields(),
             **spec.prompting.as_fields(),
             **({"needs": needs} if needs else {}),
-            **spec.terms.as_fields(transitions.server_seconds),
+            **spec.options.as_fields(transitions.server_seconds),
         },
-        spec.terms.maker.fields() if not spec.terms.mixed else _weights(spec.terms.maker),
-        is_mixed=spec.terms.mixed,
+        spec.options.maker.fields() if not spec.options.mixed else _weights(spec.options.maker),
+        is_mixed=spec.options.mixed,
     )
     if there.is_forgotten:
         forget_batch(transitions.connection, batch_id)
@@ -125,7 +125,7 @@ def _create_or_join(
         raise OtherMakingError(f"batch {batch_id} is computed with something else")
     if there.num_enqueued == there.num_chunks:
         return there, counts.num_chunks  # all is there, in whatever order
-    if there.is_deduped != spec.terms.dedupe:
+    if there.is_deduped != spec.options.dedupe:
         how = "with --dedupe" if there.is_deduped else "without --dedupe"
         raise BatchkvError(f"batch {batch_id} was begun {how}: finish the submit the same way")
     if (there.num_chunks, there.order) != (counts.num_chunks, ORDER_VERSION):
@@ -141,9 +141,9 @@ def _weights(maker: Maker) -> dict[str, str]:
     return Maker(maker.fingerprint).fields()
 
 
-def _check_raw(batch_id: str, plan: Plan, counts: PlanCounts, spec: BatchSpec) -> None:
+def _check_raw(batch_id: str, plan: BatchPlan, counts: PlanCounts, spec: BatchSpec) -> None:
     """Refuse to finish what cannot come out as it was begun, before prompts had a style."""
-    if spec.terms.dedupe and 0 < plan.num_plain < counts.total:
+    if spec.options.dedupe and 0 < plan.num_plain < counts.total:
         raise BatchkvError(
             f"batch {batch_id} was begun by a version of batchkv that sent all prompts as they "
             "are; finish the submit with that version"

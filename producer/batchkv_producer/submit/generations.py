@@ -21,7 +21,7 @@ from redis import Redis
 from batchkv_producer.errors import BatchkvError
 from batchkv_producer.submit import fingerprint
 from batchkv_producer.wire import redis_keys
-from batchkv_producer.wire.batch_options import Terms
+from batchkv_producer.wire.batch_options import BatchOptions
 from batchkv_producer.wire.maker import Maker
 
 MAX_RACES = 10  # for the next generation, lost in a row
@@ -69,12 +69,12 @@ class _Seen:
     maker: Maker
     is_mixed: bool
 
-    def fits(self, terms: Terms) -> bool:
-        """Whether its answers may be handed out under these terms: as ``create.lua`` has it."""
-        asked, said = terms.maker, self.maker
+    def fits(self, options: BatchOptions) -> bool:
+        """Whether its answers may be handed out under these options: as ``create.lua`` has it."""
+        asked, said = options.maker, self.maker
         if asked.fingerprint and said.fingerprint and asked.fingerprint != said.fingerprint:
             return False
-        if terms.mixed:
+        if options.mixed:
             return True
         pairs = ((asked.scheme, said.scheme), (asked.dtype, said.dtype))
         if self.is_mixed:
@@ -82,20 +82,20 @@ class _Seen:
         return not any(wanted and has and wanted != has for wanted, has in pairs)
 
 
-def informed(terms: Terms, model: str) -> Terms:
-    """The terms with the fingerprint of the model that stands here, if one does."""
-    if terms.maker.fingerprint:
-        return terms
+def informed(options: BatchOptions, model: str) -> BatchOptions:
+    """The options with the fingerprint of the model that stands here, if one does."""
+    if options.maker.fingerprint:
+        return options
     found = fingerprint.of_model(model)
-    return replace(terms, maker=replace(terms.maker, fingerprint=found)) if found else terms
+    return replace(options, maker=replace(options.maker, fingerprint=found)) if found else options
 
 
 def settled(
-    connection: Redis, digest_of: DigestOf, terms: Terms, make: Callable[[Generation], T]
+    connection: Redis, digest_of: DigestOf, options: BatchOptions, make: Callable[[Generation], T]
 ) -> tuple[Generation, T]:
     """What ``make`` made or joined, and what it gave; one that others made otherwise is left."""
     for num_left in reversed(range(MAX_RACES)):
-        chosen = choose(connection, digest_of, terms)
+        chosen = choose(connection, digest_of, options)
         try:
             return chosen, make(chosen)
         except OtherMakingError:
@@ -104,14 +104,14 @@ def settled(
     raise AssertionError
 
 
-def choose(connection: Redis, digest_of: DigestOf, terms: Terms) -> Generation:
-    """The generation that a submit under these terms makes or joins."""
+def choose(connection: Redis, digest_of: DigestOf, options: BatchOptions) -> Generation:
+    """The generation that a submit under these options makes or joins."""
     seen = list(_seen(connection, digest_of))
     newest = max((each.number for each in seen), default=0)
     there = [each for each in reversed(seen) if each.is_there]
-    fitting = next((each.number for each in there if each.fits(terms)), 0)
+    fitting = next((each.number for each in there if each.fits(options)), 0)
     number, why = fitting, ""
-    if terms.fresh:
+    if options.fresh:
         number = newest + 1
     elif not fitting:
         number = newest + 1 if there else 1

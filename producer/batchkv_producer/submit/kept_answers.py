@@ -15,7 +15,7 @@ from typing import Any
 from redis import Redis
 
 from batchkv_producer.monitor.status import find_batch
-from batchkv_producer.order.planner import Plan
+from batchkv_producer.order.planner import BatchPlan
 from batchkv_producer.results.stored_rows import in_finish_order
 from batchkv_producer.submit import fingerprint as weights
 from batchkv_producer.wire import redis_keys, row_facts
@@ -44,7 +44,7 @@ class Earlier:
     def look(
         self,
         connection: Redis,
-        plan: Plan,
+        plan: BatchPlan,
         relatives: Collection[str],
         model: str,
         *,

@@ -26,7 +26,7 @@ from batchkv_producer.manage.cancel_retry import (
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.monitor.workers import MAX_DIGITS
 from batchkv_producer.order.chunk import Chunk
-from batchkv_producer.order.planner import Plan
+from batchkv_producer.order.planner import BatchPlan
 from batchkv_producer.results.failures import Failures
 from batchkv_producer.results.stored_rows import in_finish_order
 from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
@@ -93,7 +93,7 @@ def restore_rows(
     moves = Transitions(connection)
     num_queued = 0
     prompting, more_identity = kept(connection, status.batch_id)
-    with Plan(said, prompting=prompting) as plan:
+    with BatchPlan(said, prompting=prompting) as plan:
         found = identify(source, plan, said, status.model, more_identity, generation)
         if found != digest:
             raise UsageError(

@@ -24,8 +24,8 @@ from batchkv_producer.intake.model_vote import ModelVote
 from batchkv_producer.intake.prompting import AUTO, Prompting, style_note
 from batchkv_producer.intake.reading import Reading
 from batchkv_producer.intake.source import STDIN_NAME, Source, inputs_of, source_name
-from batchkv_producer.order.planner import Plan, PlanCounts
-from batchkv_producer.order.prefix_estimate import Outlook, look_ahead
+from batchkv_producer.order.planner import BatchPlan, PlanCounts
+from batchkv_producer.order.prefix_estimate import PrefixEstimate, estimate_prefixes
 from batchkv_producer.submit.enqueue import (
     DEFAULT_JOB_TIMEOUT_SECONDS,
     BatchSpec,
@@ -35,7 +35,7 @@ from batchkv_producer.submit.enqueue import (
 from batchkv_producer.submit.generations import Generation, informed, settled
 from batchkv_producer.submit.kept_answers import Earlier
 from batchkv_producer.wire import redis_keys
-from batchkv_producer.wire.batch_options import NO_TERMS, Terms
+from batchkv_producer.wire.batch_options import NO_OPTIONS, BatchOptions
 from batchkv_producer.wire.error_codes import ErrorCode
 from batchkv_producer.wire.job import SamplingParams
 from batchkv_producer.wire.transitions import Transitions
@@ -131,7 +131,7 @@ def check(
     Raises UsageError for the file as a whole.
     """
     said = defaults or SamplingParams()
-    with Plan(said, dedupe=dedupe, prompting=prompting) as plan:
+    with BatchPlan(said, dedupe=dedupe, prompting=prompting) as plan:
         return _checked(as_source(source), plan, said, model, default_model, prompting)
 
 
@@ -143,12 +143,12 @@ def survey(
     default_model: str | None = None,
     num_workers: int = 1,
     prompting: Prompting = AUTO,
-) -> tuple[Checked, Outlook]:
+) -> tuple[Checked, PrefixEstimate]:
     """``check``, and what the file's prefixes promise when so many workers share the queue."""
     said = defaults or SamplingParams()
-    with Plan(said, prompting=prompting) as plan:
+    with BatchPlan(said, prompting=prompting) as plan:
         checked = _checked(source, plan, said, model, default_model, prompting)
-        return checked, look_ahead(plan.entries(), checked.num_jobs, num_workers)
+        return checked, estimate_prefixes(plan.entries(), checked.num_jobs, num_workers)
 
 
 def submit(
@@ -162,7 +162,7 @@ def submit(
     on_progress: Progress | None = None,
     default_model: str | None = None,
     on_identified: Identified | None = None,
-    terms: Terms = NO_TERMS,
+    options: BatchOptions = NO_OPTIONS,
     prompting: Prompting = AUTO,
     earlier: Earlier | None = None,
 ) -> Submitted:
@@ -175,23 +175,23 @@ def submit(
     if job_timeout_seconds < 1:
         raise UsageError(f"the job timeout must be at least 1 second, got {job_timeout_seconds}")
     said = defaults or SamplingParams()
-    with Plan(said, dedupe=terms.dedupe, prompting=prompting) as plan:
+    with BatchPlan(said, dedupe=options.dedupe, prompting=prompting) as plan:
         need: Callable[[ModelVote], str] = lambda vote: vote.need(model, default_model)  # noqa: E731
         facts, counts = _read(source, plan, said, need, prompting)
         title = (name or source_name(source))[:MAX_NAME_CHARS]
-        terms = informed(terms, facts.model)
-        spec = BatchSpec(facts.model, said, job_timeout_seconds, title, terms, prompting, earlier)
+        options = informed(options, facts.model)
+        spec = BatchSpec(facts.model, said, job_timeout_seconds, title, options, prompting, earlier)
         digest_of = partial(batch_digest, facts, said, prompting.identity())
         errors = _placed(plan.errors(MAX_TOLD_ERRORS), facts)
 
         def make(chosen: Generation) -> tuple[bool, tuple[str, ...]]:
             if earlier is not None:
-                earlier.look(connection, plan, chosen.relatives, facts.model, fresh=terms.fresh)
+                earlier.look(connection, plan, chosen.relatives, facts.model, fresh=options.fresh)
             if on_identified is not None:
                 on_identified(chosen.batch_id, facts.model, chosen.relatives)
             return enqueue(Transitions(connection), plan, counts, chosen, spec, on_progress)
 
-        chosen, (joined, notes) = settled(connection, digest_of, terms, make)
+        chosen, (joined, notes) = settled(connection, digest_of, options, make)
         num_plain = plan.num_plain
     return Submitted(
         batch_id=chosen.batch_id,
@@ -215,7 +215,7 @@ def submit(
 
 def identify(
     source: Source,
-    plan: Plan,
+    plan: BatchPlan,
     defaults: SamplingParams,
     model: str,
     more_identity: tuple[bytes, ...] = (),
@@ -228,7 +228,7 @@ def identify(
 
 def _checked(
     source: Source,
-    plan: Plan,
+    plan: BatchPlan,
     said: SamplingParams,
     model: str | None,
     default: str | None,
@@ -288,7 +288,7 @@ def _canonical(defaults: SamplingParams) -> bytes:
 
 def _read(
     source: Source,
-    plan: Plan,
+    plan: BatchPlan,
     defaults: SamplingParams,
     choose: Callable[[ModelVote], str],
     prompting: Prompting = AUTO,

@@ -1,7 +1,7 @@
 """What a submit may ask for a batch beside its rows: priority, deadline, dedupe, how long it stays.
 
 None of it belongs to the batch's identity: the same file, model and defaults join the batch that is
-there, and that one keeps its own terms.
+there, and that one keeps its own options.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Deadline:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class BatchOptions:
     """What is asked for; None is "not said". ``keep_seconds`` counts from the batch's end.
 
     ``fresh``: compute all rows again, in a new generation. ``mixed``: workers of several KV schemes
@@ -77,11 +77,12 @@ class Terms:
         return found
 
 
-NO_TERMS = Terms()
+NO_OPTIONS = BatchOptions()
+Terms = BatchOptions  # its name up to 0.1.0
 NEVER = Deadline()  # for a retry: the deadline that was is none any more
 
 
-def differences(there: BatchRecord, asked: Terms) -> tuple[str, ...]:
+def differences(there: BatchRecord, asked: BatchOptions) -> tuple[str, ...]:
     """What was asked for and is otherwise in the batch that was joined, in words."""
     found = []
     if asked.priority not in (None, there.priority):

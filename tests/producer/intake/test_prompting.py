@@ -18,7 +18,7 @@ from batchkv_producer.intake.source import Inputs
 from batchkv_producer.order.canonical import canonical_text
 from batchkv_producer.order.duplicates import request_digest
 from batchkv_producer.wire import redis_keys
-from batchkv_producer.wire.batch_options import Terms
+from batchkv_producer.wire.batch_options import BatchOptions
 from batchkv_producer.wire.job import Request, decode_job, encode_job
 from batchkv_producer.wire.maker import needs_of
 
@@ -144,7 +144,7 @@ def test_a_batch_that_was_raw_stays_so(
     assert not any(needs)
     joined = client.submit(path, model="m")
     assert "as when it was begun; --fresh" in joined.style_note
-    anew = client.submit(path, model="m", terms=Terms(fresh=True))
+    anew = client.submit(path, model="m", options=BatchOptions(fresh=True))
     assert anew.batch_id != first.batch_id
     assert "through the model's chat template" in anew.style_note
     styles = {request.style for request in requests_of(redis_connection, anew.batch_id).values()}
@@ -156,11 +156,11 @@ def test_duplicates_of_two_styles_cannot_be_finished_as_raw(
 ) -> None:
     """Where styles part what were duplicates, the submit of the other version is not mixed up."""
     path = write_lines({"prompt": "a", "seed": 1}, {"body": {"prompt": "a", "seed": 1}})
-    first = client.submit(path, model="m", terms=Terms(dedupe=True))
+    first = client.submit(path, model="m", options=BatchOptions(dedupe=True))
     assert first.num_duplicates == 0
     forget_styles(redis_connection, first.batch_id)
     with pytest.raises(BatchkvError, match="finish the submit with that version"):
-        client.submit(path, model="m", terms=Terms(dedupe=True))
+        client.submit(path, model="m", options=BatchOptions(dedupe=True))
 
 
 def test_styles_are_a_part_of_what_is_asked() -> None:
@@ -206,7 +206,7 @@ def test_rows_of_a_later_generation_are_restored(
     """retry --from knows the file of a batch that was made again with --fresh."""
     path = write_lines({"prompt": "a"})
     client.submit(path, model="m")
-    again = client.submit(path, model="m", terms=Terms(fresh=True))
+    again = client.submit(path, model="m", options=BatchOptions(fresh=True))
     assert again.generation == 2
     client.cancel(again.batch_id)
     redis_connection.delete(f"rq:job:{again.batch_id}-1")

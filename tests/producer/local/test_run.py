@@ -29,7 +29,7 @@ from batchkv_producer.results.outfile import errors_path
 from batchkv_producer.server import embedded as server
 from batchkv_producer.server.home import Home
 from batchkv_producer.wire import redis_keys
-from batchkv_producer.wire.batch_options import Terms
+from batchkv_producer.wire.batch_options import BatchOptions
 from batchkv_producer.wire.suspects import deaths_until_failed
 from batchkv_producer.wire.transitions import Transitions
 from support import fake_worker
@@ -594,7 +594,7 @@ def test_a_run_whose_server_lost_a_part_of_the_submit_ends(
     monkeypatch.setenv("FAKE_DELAY", "0.02")
     with Redis.from_url(redis_url) as connection:
         notes = Rollback(connection)
-        report = run_here(redis_url, source, notes, terms=Terms(fresh=True))
+        report = run_here(redis_url, source, notes, batch_options=BatchOptions(fresh=True))
         assert notes.num_lost == 10 and report.status.ok == 40
         assert sorted(ids(report.out)) == all_ids()
         assert any("lost rows of this batch" in note for note in notes.notes)

@@ -22,7 +22,7 @@ from batchkv_producer.manage import forget as forgetting
 from batchkv_producer.server.memory_use import read_room
 from batchkv_producer.submit.submission import Submitted
 from batchkv_producer.wire import redis_keys
-from batchkv_producer.wire.batch_options import Terms
+from batchkv_producer.wire.batch_options import BatchOptions
 from batchkv_producer.wire.job import Result as RowResult
 from batchkv_producer.wire.job import decode_job, encode_result
 from batchkv_producer.wire.transitions import JobResult, Pulled, Transitions
@@ -50,11 +50,11 @@ class Desk:
         self.connection, self.write = connection, write
         self.client, self.moves = Client(connection), Transitions(connection)
 
-    def submit(self, name: str = "a.jsonl", **terms: object) -> Submitted:
+    def submit(self, name: str = "a.jsonl", **options: object) -> Submitted:
         rows = [{"prompt": f"{name} {n}", "temperature": 0} for n in range(NUM_ROWS - 4)]
         duplicates = [{"prompt": f"{name} duplicate", "temperature": 0}] * 3
         source = self.write(*rows, *duplicates, "{broken", name=name)
-        return self.client.submit(source, model=MODEL, terms=Terms(**terms))  # type: ignore[arg-type]
+        return self.client.submit(source, model=MODEL, options=BatchOptions(**options))  # type: ignore[arg-type]
 
     def mixed(self, name: str = "a.jsonl") -> str:
         """A batch with rows that ended in each way, run, wait, and wait for a duplicate."""

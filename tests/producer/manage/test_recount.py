@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 from batchkv_producer import Client
 from batchkv_producer.manage.recount import needs_recount
 from batchkv_producer.wire import redis_keys
-from batchkv_producer.wire.batch_options import Terms
+from batchkv_producer.wire.batch_options import BatchOptions
 from batchkv_producer.wire.job import Result, decode_job, encode_result
 from batchkv_producer.wire.transitions import JobResult, Pulled, Transitions
 from support.redis_server import RedisServer
@@ -68,7 +68,7 @@ def test_a_batch_ends_whose_script_was_cut_short(
     and `wait` ends."""
     client = Client(redis_connection)
     file = write_lines(*({"prompt": f"p{n}"} for n in range(6)))
-    batch = client.submit(file, model=MODEL, terms=Terms(keep_seconds=3600)).batch_id
+    batch = client.submit(file, model=MODEL, options=BatchOptions(keep_seconds=3600)).batch_id
     moves = Transitions(worker)
     rows = moves.pull(QUEUE, "w", 10, 60)
     moves.finish(QUEUE, "w", [ending(rows[0])])
@@ -107,9 +107,9 @@ def test_no_list_of_duplicates_outlives_its_rows(
 ) -> None:
     """Rows that waited for one whose end was cut short run themselves, and wait no longer."""
     client = Client(redis_connection)
-    terms = Terms(dedupe=True)
+    options = BatchOptions(dedupe=True)
     rows = [{"prompt": "same", "temperature": 0}] * 3
-    batch = client.submit(write_lines(*rows), model=MODEL, terms=terms).batch_id
+    batch = client.submit(write_lines(*rows), model=MODEL, options=options).batch_id
     moves = Transitions(worker)
     [leader] = moves.pull(QUEUE, "w", 10, 60)
     with denied(redis_connection, "rpush"), suppress(ResponseError):
@@ -125,8 +125,8 @@ def test_what_is_left_of_duplicates_expires_with_the_batch(
 ) -> None:
     """A list of duplicates that some tool left over goes when the batch's other keys do."""
     client, moves = Client(redis_connection), Transitions(redis_connection)
-    terms = Terms(dedupe=True, keep_seconds=3600)
-    batch = client.submit(write_lines({"prompt": "a"}), model=MODEL, terms=terms).batch_id
+    options = BatchOptions(dedupe=True, keep_seconds=3600)
+    batch = client.submit(write_lines({"prompt": "a"}), model=MODEL, options=options).batch_id
     moves.finish(QUEUE, "w", [ending(row) for row in moves.pull(QUEUE, "w", 10, 60)])
     redis_connection.rpush(f"batchkv:twins:{batch}:1", "7")
     client.status(batch)

@@ -23,7 +23,7 @@ from batchkv_producer.monitor.workers import WorkerInfo, local_name_prefix
 from batchkv_producer.progress import PlainReporter, Snapshot
 from batchkv_producer.results.failures import MAX_LINES_SHOWN, Failures, grouped, told
 from batchkv_producer.wire import redis_keys
-from batchkv_producer.wire.batch_options import Terms
+from batchkv_producer.wire.batch_options import BatchOptions
 from batchkv_producer.wire.job import Result as RowResult
 from batchkv_producer.wire.job import decode_job, encode_result
 from batchkv_producer.wire.transitions import JobResult, Transitions, iso_now
@@ -301,7 +301,9 @@ def test_copies_of_a_cut_answer_are_cut(
     """Duplicates of a cut row count as cut, those too that a later step copies to."""
     monkeypatch.setattr("batchkv_producer.wire.transitions.COPIES", copies)
     lines = [{"prompt": "p", "temperature": 0}] * 4
-    batch = client.submit(write_lines(*lines), model=MODEL, terms=Terms(dedupe=True)).batch_id
+    batch = client.submit(
+        write_lines(*lines), model=MODEL, options=BatchOptions(dedupe=True)
+    ).batch_id
     end(client._connection, {"line-1": "length"})
     Transitions(client._connection).copy(QUEUE)
     found = client.status(batch)

@@ -15,7 +15,7 @@ from batchkv_producer.intake.formats import Row, RowError
 from batchkv_producer.order import planner
 from batchkv_producer.order import prefix_order as order
 from batchkv_producer.order.canonical import canonical_text
-from batchkv_producer.order.planner import Chunk, Plan, PlanCounts
+from batchkv_producer.order.planner import BatchPlan, Chunk, PlanCounts
 from batchkv_producer.wire.job import Request, SamplingParams, decode_job
 
 
@@ -33,7 +33,7 @@ def planned(
     *rows: Row | RowError, defaults: SamplingParams | None = None
 ) -> tuple[PlanCounts, list[Chunk]]:
     """Counts and chunks of these rows."""
-    with Plan(defaults or SamplingParams()) as plan:
+    with BatchPlan(defaults or SamplingParams()) as plan:
         plan.add(rows)
         return plan.seal(), list(plan.chunks())
 
@@ -134,7 +134,7 @@ def test_chunks_cover_every_row_once() -> None:
 
 def test_chunks_can_be_read_from_the_middle() -> None:
     """Reading on from a chunk gives the same chunks as reading them all."""
-    with Plan(SamplingParams()) as plan:
+    with BatchPlan(SamplingParams()) as plan:
         plan.add(prompt_row(n, f"prompt {n * 7919 % 1300}") for n in range(1, 1301))
         plan.seal()
         everything = list(plan.chunks())
@@ -210,7 +210,7 @@ def test_ids_are_compared_exactly() -> None:
 
 def test_the_first_errors() -> None:
     """The errors shown are the first by line, as many as asked for."""
-    with Plan(SamplingParams()) as plan:
+    with BatchPlan(SamplingParams()) as plan:
         plan.add([bad_row(3), prompt_row(4, "p"), bad_row(7), bad_row(9)])
         plan.seal()
         assert [row.line for row in plan.errors(2)] == [3, 7]
@@ -219,5 +219,5 @@ def test_the_first_errors() -> None:
 def test_a_full_disk_is_one_clear_error() -> None:
     """A fault of the temporary file is an error that says which file it was."""
     message = r"temporary file .* disk is full; set TMPDIR"
-    with pytest.raises(BatchkvError, match=message), Plan(SamplingParams()):
+    with pytest.raises(BatchkvError, match=message), BatchPlan(SamplingParams()):
         raise sqlite3.OperationalError("database or disk is full")

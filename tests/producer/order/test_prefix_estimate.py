@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from batchkv_producer.cli import cli
-from batchkv_producer.order import prefix_estimate as outlook
-from batchkv_producer.order.prefix_estimate import Outlook, look_ahead
+from batchkv_producer.order import prefix_estimate
+from batchkv_producer.order.prefix_estimate import PrefixEstimate, estimate_prefixes
 from batchkv_producer.order.prefix_order import Entry, text_key
 from batchkv_producer.submit import submission
 
@@ -28,8 +28,8 @@ def entries(*texts: str) -> list[Entry]:
     return [Entry(line, text_key(raw), len(raw), 1) for line, raw in enumerate(raws, 1)]
 
 
-def looked(*texts: str, num_workers: int = 1) -> Outlook:
-    return look_ahead(entries(*texts), len(texts), num_workers)
+def looked(*texts: str, num_workers: int = 1) -> PrefixEstimate:
+    return estimate_prefixes(entries(*texts), len(texts), num_workers)
 
 
 def plan(*arguments: object, stdin: str | None = None) -> Result:
@@ -54,7 +54,7 @@ def test_nothing_shared_and_nothing_at_all() -> None:
     """No groups, no hits, no division by zero."""
     found = looked(words(1, 3000), words(2, 3000))
     assert (found.num_groups, found.groups, found.hit_rate) == (0, (), 0.0)
-    assert look_ahead([], 0, 3).hit_rate_one == 0.0
+    assert estimate_prefixes([], 0, 3).hit_rate_one == 0.0
 
 
 def test_every_worker_computes_a_prefix_once() -> None:
@@ -68,7 +68,7 @@ def test_every_worker_computes_a_prefix_once() -> None:
 
 def test_the_largest_groups_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most rows first; the others are counted."""
-    monkeypatch.setattr(outlook, "MAX_SHOWN_GROUPS", 3)
+    monkeypatch.setattr(prefix_estimate, "MAX_SHOWN_GROUPS", 3)
     texts = [words(100 + size, 1500) + f"{n}" for size in (2, 5, 3, 7, 4) for n in range(size)]
     found = looked(*texts)
     assert (found.num_groups, found.num_grouped) == (5, 21)

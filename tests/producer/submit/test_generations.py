@@ -26,13 +26,16 @@ from batchkv_producer.results.outfile import errors_path
 from batchkv_producer.submit.fingerprint import of_model
 from batchkv_producer.submit.submission import Submitted
 from batchkv_producer.wire import redis_keys
-from batchkv_producer.wire.batch_options import NO_TERMS, Terms
+from batchkv_producer.wire.batch_options import NO_OPTIONS, BatchOptions
 from batchkv_producer.wire.maker import ABILITIES, Maker
 from batchkv_producer.wire.transitions import Transitions
 from support.batchkv_with_fake_worker import FAKE_WORKER
 
 Write = Callable[..., Path]
-FLOAT, AFFINE = Terms(maker=Maker(scheme="float")), Terms(maker=Maker(scheme="affine8"))
+FLOAT, AFFINE = (
+    BatchOptions(maker=Maker(scheme="float")),
+    BatchOptions(maker=Maker(scheme="affine8")),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -60,9 +63,9 @@ def source(write_lines: Write) -> Path:
 
 
 @pytest.fixture
-def submit(client: Client, source: Path, model: Path) -> Callable[[Terms], Submitted]:
-    """Submits the file under some terms."""
-    return lambda terms=NO_TERMS: client.submit(source, model=str(model), terms=terms)
+def submit(client: Client, source: Path, model: Path) -> Callable[[BatchOptions], Submitted]:
+    """Submits the file under some options."""
+    return lambda options=NO_OPTIONS: client.submit(source, model=str(model), options=options)
 
 
 class Notes(PlainReporter):
@@ -85,14 +88,18 @@ class Runs:
 
     def __call__(
         self,
-        terms: Terms = NO_TERMS,
+        batch_options: BatchOptions = NO_OPTIONS,
         scheme: str = "affine8",
         command: tuple[str, ...] = FAKE_WORKER,
     ) -> tuple[str, RunReport]:
         notes = Notes()
         arguments = ("--kv-scheme", scheme)
         options = RunOptions(
-            self.source, self.out, str(self.model), worker_arguments=arguments, terms=terms
+            self.source,
+            self.out,
+            str(self.model),
+            worker_arguments=arguments,
+            batch_options=batch_options,
         )
         with Redis.from_url(self.url) as connection:
             report = run(
@@ -143,7 +150,7 @@ def test_a_scheme_belongs_to_a_generation_once_it_is_known(
 
 def test_fresh_is_always_the_next(submit: Callable[..., Submitted], client: Client) -> None:
     """It takes no number twice while the server remembers it; then the newest goes on."""
-    assert [submit(Terms(fresh=True)).generation for _ in range(3)] == [1, 2, 3]
+    assert [submit(BatchOptions(fresh=True)).generation for _ in range(3)] == [1, 2, 3]
     assert submit().generation == 3
     client.forget(submit().batch_id)
     assert submit().generation == 2
@@ -154,7 +161,7 @@ def test_the_file_of_a_later_generation_is_known_again(
 ) -> None:
     """Rows whose jobs are gone come back from it, as in the first generation."""
     submit()
-    batch = submit(Terms(fresh=True)).batch_id
+    batch = submit(BatchOptions(fresh=True)).batch_id
     client.cancel(batch)
     redis_connection.delete(*(redis_keys.job(f"{batch}-{line}") for line in (1, 2, 3)))
     assert client.retry(batch, canceled=True, source=source) == 3
@@ -166,7 +173,7 @@ def test_a_batch_whose_results_expired_keeps_its_number(
     """Its id stays known, so that a fresh one has another; without one it is made anew, as ever."""
     first = submit()
     redis_connection.delete(redis_keys.batch(first.batch_id))
-    assert submit(Terms(fresh=True)).generation == 2
+    assert submit(BatchOptions(fresh=True)).generation == 2
     assert submit().generation == 2
 
 
@@ -188,7 +195,7 @@ def test_mixed_lets_other_schemes_in(
 ) -> None:
     """The same batch goes on; but who wants one scheme alone does not get answers of several."""
     first = submit(AFFINE)
-    assert submit(Terms(mixed=True)).batch_id == first.batch_id
+    assert submit(BatchOptions(mixed=True)).batch_id == first.batch_id
     assert redis_connection.hget(redis_keys.batch(first.batch_id), "mixed") == b"1"
     assert submit().batch_id == first.batch_id
     assert submit(AFFINE).generation == 2
@@ -245,7 +252,7 @@ def test_run_says_when_nothing_is_computed(runs: Runs) -> None:
     told, report = runs()
     assert "all 3 answered before" in told and "--fresh computes anew" in told
     assert report.completion_tokens == 0 and len(runs.out.read_text().splitlines()) == 3
-    told, report = runs(Terms(fresh=True))
+    told, report = runs(BatchOptions(fresh=True))
     assert "generation 2 of" in told and "answered before" not in told
     assert report.completion_tokens > 0
 
@@ -265,11 +272,11 @@ def test_an_out_of_other_weights_under_the_same_id_is_moved_aside(
 
 def test_a_scheme_that_is_none_is_refused_by_its_name() -> None:
     """Before anything is queued, whether a flag or a variable says it."""
-    assert with_own_workers(NO_TERMS, (), {}).maker == Maker("", "affine8", "")
+    assert with_own_workers(NO_OPTIONS, (), {}).maker == Maker("", "affine8", "")
     said = {"BATCHKV_KV_SCHEME": "k8v4", "BATCHKV_DTYPE": "bfloat16"}
-    assert with_own_workers(NO_TERMS, (), said).maker == Maker("", "affine8+affine4", "half")
+    assert with_own_workers(NO_OPTIONS, (), said).maker == Maker("", "affine8+affine4", "half")
     with pytest.raises(UsageError, match="BATCHKV_KV_SCHEME nonsense: "):
-        with_own_workers(NO_TERMS, (), {"BATCHKV_KV_SCHEME": "nonsense"})
+        with_own_workers(NO_OPTIONS, (), {"BATCHKV_KV_SCHEME": "nonsense"})
 
 
 def test_rows_that_wait_for_other_weights_are_told_of(

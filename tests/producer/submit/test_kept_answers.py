@@ -20,7 +20,7 @@ from batchkv_producer.intake.prompting import Prompting
 from batchkv_producer.submit.kept_answers import Earlier
 from batchkv_producer.submit.submission import Submitted
 from batchkv_producer.wire import redis_keys, row_facts
-from batchkv_producer.wire.batch_options import Terms
+from batchkv_producer.wire.batch_options import BatchOptions
 from batchkv_producer.wire.job import Result as RowResult
 from batchkv_producer.wire.job import SamplingParams, decode_job, encode_result
 from batchkv_producer.wire.maker import Maker
@@ -174,10 +174,10 @@ def test_answers_of_other_weights_or_schemes_are_not_kept(desk: Desk, other: Mak
         desk.moves.create(batch_id, fields, other.fields())
 
     def _digest(path: Path) -> str:
-        from batchkv_producer.order.planner import Plan
+        from batchkv_producer.order.planner import BatchPlan
         from batchkv_producer.submit.submission import identify
 
-        with Plan(SamplingParams()) as plan:
+        with BatchPlan(SamplingParams()) as plan:
             return identify(path, plan, SamplingParams(), MODEL)
 
     desk.client.submit(source, model=MODEL, earlier=earlier, on_identified=begin)
@@ -238,10 +238,10 @@ def test_an_interrupted_submit_keeps_the_rest_when_it_goes_on(
 def test_duplicates_of_a_kept_row_are_kept_with_it(desk: Desk) -> None:
     """With --dedupe rows that wait for a kept one end with its answer; copies of copies, too."""
     same = rows("a", temperature=0) + rows("a", prefix="d", temperature=0)
-    terms = Terms(dedupe=True)
-    first = desk.submit(same, name="first.jsonl", terms=terms).batch_id
+    options = BatchOptions(dedupe=True)
+    first = desk.submit(same, name="first.jsonl", options=options).batch_id
     assert desk.work() == ["a"]
-    second = desk.submit([*reversed(same), *rows("b")], earlier=first, terms=terms).batch_id
+    second = desk.submit([*reversed(same), *rows("b")], earlier=first, options=options).batch_id
     assert desk.work() == ["b"]
     third = desk.submit(same[1:] + rows("c"), name="third.jsonl", earlier=second).batch_id
     assert desk.work() == ["c"]
@@ -367,8 +367,8 @@ def test_answers_that_were_cut_are_counted_when_kept(desk: Desk, is_deduped: boo
         endings.append(JobResult(row.lease, "ok", encode_result(result), is_cut=is_cut))
     desk.moves.finish(QUEUE, "w", endings, maker=OURS)
     again = rows("a", "b", prefix="d", temperature=0) + rows("a", prefix="e", temperature=0)
-    terms = Terms(dedupe=is_deduped)
-    second = desk.submit(again, name="second.jsonl", earlier=first, terms=terms)
+    options = BatchOptions(dedupe=is_deduped)
+    second = desk.submit(again, name="second.jsonl", earlier=first, options=options)
     found = desk.client.status(second.batch_id)
     assert (desk.client.status(first).cut, found.ok, found.cut) == (1, 3, 2)
     assert found.kept + found.copied == 3 and bool(found.copied) == is_deduped

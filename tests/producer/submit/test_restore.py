@@ -16,7 +16,7 @@ from batchkv_producer import Client
 from batchkv_producer.cli import cli
 from batchkv_producer.errors import UsageError
 from batchkv_producer.wire import redis_keys, row_facts
-from batchkv_producer.wire.batch_options import Terms
+from batchkv_producer.wire.batch_options import BatchOptions
 from batchkv_producer.wire.job import Request, SamplingParams, decode_job, encode_job, encode_result
 from batchkv_producer.wire.job import Result as RowResult
 from batchkv_producer.wire.transitions import JobResult, Transitions
@@ -213,7 +213,7 @@ def test_duplicates_come_back_as_rows_of_their_own(desk: Desk) -> None:
     """In a batch with --dedupe a row that waited for another is run when both jobs are gone."""
     rows = [{"custom_id": name, "prompt": "same", "temperature": 0} for name in "abc"]
     source = desk.write(*rows, name="duplicates.jsonl")
-    batch = desk.client.submit(source, model=MODEL, terms=Terms(dedupe=True)).batch_id
+    batch = desk.client.submit(source, model=MODEL, options=BatchOptions(dedupe=True)).batch_id
     desk.work("failed")
     desk.delete_jobs(batch)
     assert desk.client.retry(batch, source=source) == 3
@@ -223,7 +223,7 @@ def test_duplicates_come_back_as_rows_of_their_own(desk: Desk) -> None:
 
 def test_a_batch_that_is_about_to_expire_stays_when_rows_are_made_anew(desk: Desk) -> None:
     """--keep counts from the new end; the facts of the rows expire with the results."""
-    batch = desk.submit(terms=Terms(keep_seconds=1000))
+    batch = desk.submit(options=BatchOptions(keep_seconds=1000))
     desk.work("failed")
     assert desk.connection.ttl(redis_keys.rows(batch)) > 0
     desk.delete_jobs(batch)

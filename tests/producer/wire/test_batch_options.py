@@ -22,7 +22,13 @@ from batchkv_producer.monitor.status import read_batch
 from batchkv_producer.order.duplicates import can_have_duplicates, request_digest
 from batchkv_producer.submit.submission import Submitted
 from batchkv_producer.wire import redis_keys, transitions
-from batchkv_producer.wire.batch_options import NEVER, Deadline, Terms, deadline_of, seconds_of
+from batchkv_producer.wire.batch_options import (
+    NEVER,
+    BatchOptions,
+    Deadline,
+    deadline_of,
+    seconds_of,
+)
 from batchkv_producer.wire.job import (
     Request,
     Result,
@@ -48,9 +54,11 @@ class Desk:
         self.client, self.moves = Client(connection), Transitions(connection)
         self.num_late = 0
 
-    def submit(self, *rows: Any, name: str = "in.jsonl", **terms: Any) -> Submitted:
+    def submit(self, *rows: Any, name: str = "in.jsonl", **options: Any) -> Submitted:
         lines = [{"prompt": r} if isinstance(r, str) and r != "{" else r for r in rows]
-        return self.client.submit(self.write(*lines, name=name), model=MODEL, terms=Terms(**terms))
+        return self.client.submit(
+            self.write(*lines, name=name), model=MODEL, options=BatchOptions(**options)
+        )
 
     def pull(self, count: int = 100, num_workers: int = 1) -> list[Pulled]:
         return self.moves.pull_run(QUEUE, "w", count, 60, num_workers).jobs
@@ -151,9 +159,9 @@ def test_a_time_in_iso() -> None:
 def test_wrong_terms_are_refused(desk: Desk) -> None:
     """Before anything is queued."""
     with pytest.raises(UsageError, match="priority"):
-        Terms(priority="urgent")
+        BatchOptions(priority="urgent")
     with pytest.raises(UsageError, match="keep"):
-        Terms(keep_seconds=0)
+        BatchOptions(keep_seconds=0)
     with pytest.raises(UsageError, match="is past"):
         desk.submit("a", expires=Deadline(at=5))
     assert desk.client.list_batches() == []
@@ -402,7 +410,7 @@ def test_defaults_count(desk: Desk) -> None:
     """What the batch's defaults say is as if the rows had said it."""
     path = desk.write({"prompt": "q"}, {"prompt": "q"})
     submitted = desk.client.submit(
-        path, model=MODEL, terms=Terms(dedupe=True), defaults=SamplingParams(temperature=0)
+        path, model=MODEL, options=BatchOptions(dedupe=True), defaults=SamplingParams(temperature=0)
     )
     assert submitted.num_duplicates == 1
     assert desk.client.check(path, dedupe=True).num_duplicates == 0

@@ -19,7 +19,7 @@ from rq.serializers import JSONSerializer
 
 from batchkv_producer import Client
 from batchkv_producer.wire import redis_keys
-from batchkv_producer.wire.batch_options import Deadline, Terms
+from batchkv_producer.wire.batch_options import BatchOptions, Deadline
 from batchkv_producer.wire.transitions import Transitions
 from batchkv_worker.events import Event
 from batchkv_worker.queue.dispatch import must_yield, queued_first
@@ -46,11 +46,15 @@ Submit = Callable[..., str]
 def submit(redis_connection: Redis, tmp_path: Path) -> Submit:
     """Queue prompts as the client does; the batch's id."""
 
-    def queue(prompts: list[str], name: str = "b", temperature: float = 1, **terms: Any) -> str:
+    def queue(prompts: list[str], name: str = "b", temperature: float = 1, **options: Any) -> str:
         rows = [{"prompt": prompt, "temperature": temperature} for prompt in prompts]
         path = tmp_path / f"{name}.jsonl"
         path.write_text("\n".join(map(json.dumps, rows)) + "\n", "utf-8")
-        return Client(redis_connection).submit(path, model=MODEL, terms=Terms(**terms)).batch_id
+        return (
+            Client(redis_connection)
+            .submit(path, model=MODEL, options=BatchOptions(**options))
+            .batch_id
+        )
 
     return queue
 

@@ -9,7 +9,7 @@ import pytest
 
 from batchkv_cache_store.lease import LocalLeases
 from batchkv_producer.intake.formats import Row as Line
-from batchkv_producer.order.planner import Plan
+from batchkv_producer.order.planner import BatchPlan
 from batchkv_producer.wire.job import Request, SamplingParams, decode_job
 from batchkv_worker.engine.engine import Engine
 from batchkv_worker.events import Completed, Work
@@ -107,7 +107,7 @@ def test_ends_that_nobody_shares_are_forgotten_first() -> None:
 
 def run_batch(engine: Engine, texts: Sequence[str]) -> list[Completed]:
     """A batch as the producer plans it and a worker gets it; answers in the input's order."""
-    with Plan(SamplingParams(max_tokens=2)) as plan:
+    with BatchPlan(SamplingParams(max_tokens=2)) as plan:
         requests = (Request(f"c{n}", "completion", prompt=text) for n, text in enumerate(texts))
         plan.add(Line(line, request) for line, request in enumerate(requests))
         plan.seal()
