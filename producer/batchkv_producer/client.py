@@ -38,6 +38,7 @@ from batchkv_producer.submit.kept_answers import Earlier
 from batchkv_producer.submit.submission import Checked, Identified, Submitted
 from batchkv_producer.wire import redis_keys, suspects
 from batchkv_producer.wire.batch_options import NO_OPTIONS, BatchOptions, Deadline
+from batchkv_producer.wire.batch_options import Terms as Terms
 from batchkv_producer.wire.job import Result, SamplingParams, decode_result
 from batchkv_producer.wire.transitions import Transitions
 

@@ -20,6 +20,7 @@ from batchkv_producer.progress import printable
 from batchkv_producer.server import connection
 from batchkv_producer.server.memory_use import full_server_told
 from batchkv_producer.settings_table import BY_NAME
+from batchkv_producer.submit.fingerprint import progress_told
 from batchkv_producer.wire.job import SamplingParams
 
 P = ParamSpec("P")
@@ -102,6 +103,7 @@ def session(url: str | None) -> Iterator[Session]:
         connection.server_errors(resolved),
         connection.connect(resolved, say) as redis,
         full_server_told(redis),
+        progress_told(say),
     ):
         yield Session(Client(redis), redis, resolved, is_embedded)
 

@@ -13,7 +13,7 @@ from redis import Redis
 
 from batchkv_producer.local.beginning import put_aside
 from batchkv_producer.monitor.status import BatchStatus
-from batchkv_producer.results.aside import first_row, set_aside
+from batchkv_producer.results.aside import first_row, newest_aside, set_aside
 from batchkv_producer.results.outfile import errors_path
 from batchkv_producer.results.target import STDOUT
 from batchkv_producer.submit.kept_answers import Earlier
@@ -22,8 +22,17 @@ from batchkv_producer.wire import redis_keys
 
 
 def earlier_of(connection: Redis, out: Path) -> Earlier | None:
-    """The batch whose results OUT begins with, if the server has it."""
-    for part in (out, errors_path(out)) if out != STDOUT else ():
+    """The batch whose results OUT begins with, if the server has it.
+
+    A run with a mended file moves OUT aside. If it is killed before its first result, there is no
+    OUT: then the file that was moved aside names the batch.
+    """
+    if out == STDOUT:
+        return None
+    parts = [out, errors_path(out)]
+    if not any(part.exists() for part in parts) and (old := newest_aside(out)):
+        parts = [old, errors_path(old)]
+    for part in parts:
         parsed = redis_keys.parse_job_id(str(first_row(part).get("id")))
         if parsed and connection.exists(redis_keys.batch(parsed[0])):
             return Earlier(parsed[0])
@@ -42,5 +51,7 @@ def make_room(
         put_aside(status, submitted, out, note)
         return
     note(earlier.told(status.kept))
+    if not (out.exists() or errors_path(out).exists()):  # an earlier run was killed after this
+        return
     moved = set_aside(out)
     note(f"{out} held the results of batch {earlier.batch_id}: they are in {moved} now")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
 from batchkv_producer.results.line_file import LineFile, OutputError
@@ -32,7 +33,7 @@ def set_aside(out: Path) -> Path:
     A process that is killed between the two has moved the errors file: OUT follows it.
     """
     has_errors = errors_path(out).exists()
-    names = (out.with_name(f"{out.name}.{number}.old.jsonl") for number in itertools.count(1))
+    names = map(partial(_name, out), itertools.count(1))
     free = next(
         name
         for name in names
@@ -49,6 +50,21 @@ def set_aside(out: Path) -> Path:
     except OSError as fault:
         raise OutputError(f"{out} cannot be moved aside: {fault.strerror or fault}") from fault
     return free
+
+
+def newest_aside(out: Path) -> Path | None:
+    """What OUT was moved to last; None if it never was."""
+    last = None
+    for number in itertools.count(1):
+        name = _name(out, number)
+        if not (name.exists() or errors_path(name).exists()):
+            return last
+        last = name
+    return None
+
+
+def _name(out: Path, number: int) -> Path:
+    return out.with_name(f"{out.name}.{number}.old.jsonl")
 
 
 def _is_other(part: Path, batch_id: str, relatives: Collection[str], maker: Maker) -> bool:

@@ -14,8 +14,9 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -38,6 +39,10 @@ MAX_KEPT = 2000  # digests of files
 # A file that changed so recently may change again within one tick of its clock, and show no trace.
 RECENT_SECONDS = 2.0
 
+QUIET_SECONDS = 1.0  # before the first word on files that are read
+TELL_SECONDS = 5.0
+
+_NOTE: ContextVar[Callable[[str], None] | None] = ContextVar("note", default=None)
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -89,7 +94,8 @@ def of_folder(folder: Path) -> str:
     blobs = {name: blob for name in names if (blob := _blob_name(folder / name))}
     if not weights or (blobs and not _indexed(folder) <= weights):
         return ""
-    cache = _Cache.load()
+    plain = [folder / name for name in names if name not in blobs]
+    cache = _Cache.load(_Progress(folder, sum(file.stat().st_size for file in plain)))
     whole = blake3()
     for name in names:
         digest = blobs.get(name) or cache.digest(folder / name)
@@ -141,27 +147,59 @@ def _blob_name(file: Path) -> str:
     return f"blob {blob}" if os.path.basename(head) == "blobs" and _BLOB.fullmatch(blob) else ""
 
 
+@contextmanager
+def progress_told(note: Callable[[str], None]) -> Iterator[None]:
+    """Inside, ``note`` gets a sentence when reading a model's files takes over a second."""
+    token = _NOTE.set(note)
+    try:
+        yield
+    finally:
+        _NOTE.reset(token)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How much of a model's files was read."""
+
+    folder: Path
+    num_bytes: int  # of all of its files that may have to be read
+    num_read: int = 0
+    next_at: float = field(default_factory=lambda: time.monotonic() + QUIET_SECONDS)
+
+    def add(self, num_bytes: int) -> None:
+        self.num_read += num_bytes
+        note = _NOTE.get()
+        if note is not None and time.monotonic() >= self.next_at:
+            self.next_at = time.monotonic() + TELL_SECONDS
+            done, total = self.num_read / 1e9, self.num_bytes / 1e9
+            note(
+                f"reading the files of {self.folder} for their fingerprint, which is then kept: "
+                f"{done:.1f} of at most {total:.1f} GB"
+            )
+
+
 @dataclass(slots=True)
 class _Cache:
     """Digests of files, by all that the system tells of them. Damage only costs hashing again."""
 
     path: Path | None
+    progress: _Progress
     known: dict[str, str] = field(default_factory=dict)
     is_new: bool = False
 
     @classmethod
-    def load(cls) -> _Cache:
+    def load(cls, progress: _Progress) -> _Cache:
         try:
             path = home_from_environment().path / CACHE_NAME
         except BatchkvError:  # there is no home
-            return cls(None)
+            return cls(None, progress)
         try:
             found = json.loads(path.read_bytes())
         except (OSError, ValueError, RecursionError):
-            return cls(path)
+            return cls(path, progress)
         items = found.items() if isinstance(found, dict) else ()
         good = {k: v for k, v in items if isinstance(v, str) and _DIGEST.fullmatch(v)}
-        return cls(path, good)
+        return cls(path, progress, good)
 
     def digest(self, file: Path) -> str:
         """BLAKE3 of a file's content, read only if it may have changed since."""
@@ -175,6 +213,7 @@ class _Cache:
             began = time.time()
             while block := stream.read(READ_BYTES):
                 content.update(block)
+                self.progress.add(len(block))
             found = content.hexdigest()
             changed = max(before.st_mtime, before.st_ctime)
             if _key(os.fstat(stream.fileno())) == key and changed < began - RECENT_SECONDS:

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from batchkv_producer.submit import fingerprint
-from batchkv_producer.submit.fingerprint import CACHE_NAME, locate, of_folder, of_model
+from batchkv_producer.submit.fingerprint import (
+    CACHE_NAME,
+    locate,
+    of_folder,
+    of_model,
+    progress_told,
+)
 
 FILES = {
     "model.safetensors": b"weights",
@@ -93,6 +99,22 @@ def test_files_are_read_once(model: Path, home: Path, monkeypatch: pytest.Monkey
     os.utime(model / "config.json", ns=(times.st_atime_ns, times.st_mtime_ns))
     assert of_folder(model) != before and len(reads) == len(FILES) + 1
     assert (home / CACHE_NAME).stat().st_mode & 0o077 == 0
+
+
+def test_reading_a_large_folder_is_told(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Who waits for files to be read is told what is read, and how much of it; else nobody is."""
+    notes: list[str] = []
+    with progress_told(notes.append):
+        of_folder(model)
+        assert notes == []  # it takes less than a second
+        monkeypatch.setattr(fingerprint, "QUIET_SECONDS", 0.0)
+        monkeypatch.setattr(fingerprint, "TELL_SECONDS", 0.0)
+        of_folder(model)
+    assert len(notes) == len(FILES)
+    assert notes[-1].startswith(f"reading the files of {model} for their fingerprint")
+    assert notes[-1].endswith("0.0 of at most 0.0 GB")
 
 
 def test_a_file_that_has_just_changed_is_not_believed(

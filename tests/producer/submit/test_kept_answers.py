@@ -353,6 +353,30 @@ def test_run_with_a_mended_file_goes_on_from_its_out(
     assert sorted(answers()) == ["c-a", "c-z"]
 
 
+def test_a_run_that_was_killed_early_still_names_what_to_keep(
+    redis_url: str, tmp_path: Path, model: Path
+) -> None:
+    """Killed after OUT was moved aside and before its first result: the next mend keeps answers."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    command = [*BATCHKV, "run", str(source), "-m", str(model), "-o", str(out)]
+
+    def run(*names: str) -> str:
+        source.write_text("".join(json.dumps(line) + "\n" for line in rows(*names)))
+        environment = {**os.environ, "BATCHKV_REDIS_URL": redis_url}
+        ended = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stderr
+
+    run("a", "b")
+    assert "kept 2 answers" in run("a", "b", "c")
+    out.unlink()
+    told = run("a", "b", "d")
+    assert "kept 2 answers" in told and "held the results" not in told
+    assert len(out.read_text().splitlines()) == 3
+
+
 @pytest.mark.parametrize("is_deduped", [False, True])
 def test_answers_that_were_cut_are_counted_when_kept(desk: Desk, is_deduped: bool) -> None:
     """What ended at max_tokens does so in the batch that keeps it, and in copies of it, too."""

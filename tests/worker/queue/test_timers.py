@@ -81,6 +81,27 @@ def test_an_outage_is_retried_with_growing_pauses(clock: Clock) -> None:
     assert not outage.is_on
 
 
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (OutOfMemoryError("command not allowed"), "Redis takes no writes (command not allowed)"),
+        (ReadOnlyError("You can't write"), "Redis takes no writes"),
+        (ResponseError("MISCONF errors writing to disk"), "Redis takes no writes (MISCONF"),
+        (RedisConnectionError("refused"), "Redis is away (refused)"),
+    ],
+)
+def test_a_full_server_is_not_called_away(
+    fault: RedisError, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log tells a server that is full from one that does not answer."""
+
+    def fail() -> None:
+        raise fault
+
+    RedisOutage().attempt(fail)
+    assert told in caplog.text
+
+
 def test_a_fault_of_ours_is_raised() -> None:
     """An error that waiting does not cure ends the session."""
 

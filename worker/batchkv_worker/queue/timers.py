@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from redis.exceptions import RedisError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError
 
 from batchkv_worker.queue.redis_side import is_outage
 from batchkv_worker.trace import IDLE, MAIN, REDIS
@@ -74,7 +74,8 @@ class RedisOutage:
         if self._since is None:
             self._since = now
         if now >= self._log_at:
-            log.warning("Redis is away (%s); the engine goes on, results wait here", fault)
+            what = "takes no writes" if _is_refusal(fault) else "is away"
+            log.warning("Redis %s (%s); the engine goes on, results wait here", what, fault)
             self._log_at = now + self.LOG_SECONDS
         self.retry_at = now + self._pause
         self._pause = min(self._pause * 2, self.LONGEST_PAUSE_SECONDS)
@@ -85,3 +86,9 @@ class RedisOutage:
         self._since = None
         self._pause = self.FIRST_PAUSE_SECONDS
         self._log_at = self.retry_at = 0.0
+
+
+def _is_refusal(fault: RedisError) -> bool:
+    """Whether the server is there, and is full or may not be written to."""
+    is_known = isinstance(fault, OutOfMemoryError | ReadOnlyError)
+    return is_known or str(fault).startswith(("OOM", "MISCONF", "READONLY"))
