@@ -39,6 +39,7 @@ from batchkv_producer.disk import full_home, is_full, ping, refuse_full
 from batchkv_producer.errors import ServerError, UsageError
 from batchkv_producer.server.binary import Binary, Candidates, candidates, find_binary
 from batchkv_producer.server.home import Home, make_folders, refuse_foreign
+from batchkv_producer.server.torn_tail import cut_zeros
 
 START_TIMEOUT_SECONDS = 10.0  # without an answer; a server that loads its data may take longer
 LOAD_TIMEOUT_SECONDS = 900.0
@@ -173,6 +174,7 @@ def _start(home: Home, binary: Binary) -> None:
     descriptor = _inheritable(home.path / "running.lock")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        cut_zeros(home.data)
         ran = subprocess.run(
             arguments(home, binary),
             stdin=subprocess.DEVNULL,

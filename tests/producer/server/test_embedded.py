@@ -78,6 +78,24 @@ def test_many_at_once_get_one_server(home: Home) -> None:
     assert home.log.read_text("utf-8").count("Ready to accept connections") == 1
 
 
+@pytest.mark.parametrize("num_cut", [0, 7])
+@pytest.mark.parametrize("num_zeros", [1, 200_000])
+def test_zeros_at_the_end_of_its_data_are_cut(home: Home, num_cut: int, num_zeros: int) -> None:
+    """A machine lost its power: behind the last command, whole or not, stand zeros where data did
+    not arrive. The server starts, and has all that came before."""
+    server.ensure_running(home)
+    with client(home) as connection:
+        connection.set("first", "kept")
+        connection.set("second", "x" * 100)
+    assert server.stop(home)
+    (file,) = home.data.glob("appendonlydir/*.incr.aof")
+    file.write_bytes(file.read_bytes()[: -num_cut or None] + bytes(num_zeros))
+    server.ensure_running(home)
+    with client(home) as connection:
+        assert connection.get("first") == b"kept"
+        assert connection.exists("second") == (0 if num_cut else 1)
+
+
 @pytest.mark.parametrize("closed", ["<&-", "<&- >&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("starter", ["library", "command"])
 def test_a_server_holds_its_lock_whatever_streams_its_starter_had(
