@@ -1,4 +1,14 @@
-"""One row while it is being generated: everything about it stands here and nowhere else."""
+"""One row while it is generated. Its phase is written here and nowhere else.
+
+A row goes this way::
+
+    WAITING -> PREFILL -> DECODE -> LAST_TOKEN -> ENDED
+                  ^          |
+                  +-- PREEMPTED
+
+A row is also preempted during PREFILL or LAST_TOKEN when memory runs out. It may end in any phase:
+it is cancelled, or fails.
+"""
 
 from __future__ import annotations
 
@@ -62,9 +72,34 @@ class Fetch:
     stop: str = ""
 
 
+class Status(Enum):
+    """The phase of a row."""
+
+    WAITING = auto()  # in the scheduler's queue, never computed
+    PREFILL = auto()  # in the group whose prompts are computed
+    DECODE = auto()  # in a slot
+    LAST_TOKEN = auto()  # its last token is being computed; it needs its slot no more
+    PREEMPTED = auto()  # in the scheduler's queue again
+    ENDED = auto()  # ``finish_reason`` says how
+
+
+# From each phase but the last, a row may also end.
+_NEXT = {
+    Status.WAITING: {Status.PREFILL},
+    Status.PREFILL: {Status.DECODE, Status.PREEMPTED},
+    Status.DECODE: {Status.LAST_TOKEN, Status.PREEMPTED},
+    Status.LAST_TOKEN: {Status.PREEMPTED},
+    Status.PREEMPTED: {Status.PREFILL},
+    Status.ENDED: set[Status](),
+}
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A row from admission to its end.
+
+    The scheduler, the decode rows and the engine call the methods below where the row's phase
+    changes. Only those methods write ``status``, ``slot``, ``finish_reason`` and the counts.
 
     ``num_dispatched`` counts the tokens whose computation has been started; ``generated`` those
     that have been read back. They differ while a step is in flight. A row that left its slot for a
@@ -74,6 +109,7 @@ class Sequence:
     job_id: str
     prompt: list[int]
     generation: Generation
+    status: Status = Status.WAITING
     slot: int | None = None
     num_dispatched: int = 0
     num_overtaken: int = 0  # groups that were formed before it while it was the oldest
@@ -94,7 +130,7 @@ class Sequence:
     num_preempted: int = 0  # how often it had to leave its slot
     first_cached: int = -1  # ``num_cached`` when it came in first; -1: it never had to leave
     num_failures: int = 0  # how often memory ran out while it was alone
-    twin_of: Sequence | None = None  # the row that this one repeats without the cache, see audit
+    replay_of: Sequence | None = None  # the row that this one repeats without the cache, see audit
 
     @property
     def num_prefill(self) -> int:
@@ -126,24 +162,95 @@ class Sequence:
 
     @property
     def is_ended(self) -> bool:
-        return bool(self.finish_reason)
+        return self.status is Status.ENDED
 
-    def set_back(self) -> None:
-        """It leaves its slot and waits again: what it has generated is kept, as more of a prompt.
+    # -- its phases
 
-        Everything that was sampled must have been read back, or is sampled again.
+    def _become(self, status: Status) -> None:
+        allowed = status in _NEXT[self.status]
+        assert allowed, f"row {self.job_id}: {status.name} cannot follow {self.status.name}"
+        self.status = status
+
+    def pass_over(self) -> None:
+        """A group was formed before it although it is the oldest row."""
+        self.num_overtaken += 1
+
+    def start_prefill(self, state_stops: frozenset[int]) -> None:
+        """Its prompt is computed with the next group; states are kept after ``state_stops``."""
+        self._become(Status.PREFILL)
+        self.state_stops = state_stops
+
+    def enter_slot(self, slot: int) -> None:
+        """It decodes in this slot.
+
+        What it has generated is part of its answer again, if it was preempted: ``num_cached`` and
+        ``block_keys`` are of its prompt alone.
         """
-        if self.first_cached < 0:
-            self.first_cached = self.num_cached
-        self.num_resumed = self.num_dispatched = len(self.generated)
-        self.depth_seen = (-1, 0)
-
-    def come_back(self) -> None:
-        """It is in a slot again: its books tell of its prompt alone."""
+        self._become(Status.DECODE)
+        self.slot = slot
         if self.first_cached >= 0:
             self.num_cached = self.first_cached
             self.block_keys = self.block_keys[: (len(self.prompt) - 1) // BLOCK_TOKENS]
             self.depth_seen = (-1, 0)
+
+    def move_to(self, slot: int) -> None:
+        """Its keys and values were copied to another slot."""
+        assert self.status is Status.DECODE
+        self.slot = slot
+
+    def start_step(self) -> None:
+        """A decode step that samples one token for it was built."""
+        assert self.status is Status.DECODE
+        self.num_dispatched += 1
+        if self.num_remaining == 0:
+            self._become(Status.LAST_TOKEN)
+
+    def leave_slot(self) -> None:
+        """Its slot was released. Its phase says why."""
+        self.slot = None
+
+    def park(self, key: bytes, num_shared: int) -> None:
+        """The content of its slot is kept under ``key``, behind ``num_shared`` shared tokens."""
+        self.parked, self.num_shared = key, num_shared
+
+    def unpark(self) -> None:
+        """The content of its slot was copied back, or is lost."""
+        self.parked = b""
+
+    def resume_after(self, block_keys: list[bytes]) -> None:
+        """It will go on after the tokens read so far: they count as part of its prompt.
+
+        ``block_keys`` are of all those tokens; empty when it uses no cached block.
+        """
+        self.num_resumed = len(self.generated)
+        self.block_keys = block_keys
+
+    def preempt(self) -> None:
+        """It waits again because there was no room; tokens that were read are kept."""
+        self.num_preempted += 1
+        self._wait_again()
+
+    def recompute(self, *, was_alone: bool) -> None:
+        """It waits again because memory ran out; tokens that were read are kept.
+
+        ``was_alone``: no other row took memory, so this counts as a failure of the row.
+        """
+        self.num_failures += was_alone
+        self._wait_again()
+
+    def _wait_again(self) -> None:
+        self._become(Status.PREEMPTED)
+        self.slot = None
+        if self.first_cached < 0:
+            self.first_cached = self.num_cached
+        # Tokens that were sampled and not read are sampled again.
+        self.num_resumed = self.num_dispatched = len(self.generated)
+        self.depth_seen = (-1, 0)
+
+    def end(self, finish_reason: str) -> None:
+        """It has ended, or nobody wants it any more: "stop", "length", "canceled" or "error"."""
+        self.status = Status.ENDED
+        self.finish_reason = finish_reason
 
     def last_tokens(self, count: int) -> list[int]:
         """The last ``count`` tokens before the one being fed; short rows repeat their first."""

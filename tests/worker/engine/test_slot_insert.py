@@ -31,7 +31,7 @@ def computed(plan: Scheduler) -> list[str]:
     group = plan.next_group()
     if group is None:
         return []
-    group.position = group.width
+    group.advance(group.width)
     return [row.job_id for row in plan.finish_group()]
 
 

@@ -1,8 +1,9 @@
-"""Trust, and look: a share of the rows that went on from a cached prefix is computed again without.
+"""Checks that cached prefixes are right: a share of the rows that used one is computed again.
 
-The second computation is a row like any other, of which nobody hears. Its tokens must be those of
-the first. They can differ where two correct computations round differently and two tokens were
-nearly even; a block of wrong content shows as many rows that differ early.
+Such a replay is a row like any other, without the cache. Its answer is not reported to anybody.
+Its tokens must be those of the first row. Two correct computations may still differ: they round
+differently, and two tokens may be nearly equally likely. A block of wrong content shows as many
+rows that differ early.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ log = logging.getLogger("batchkv.cache")
 
 
 class Audit:
-    """``share`` of the hits, 0 to 1; ``count`` hears "audited" and "audit_differs"."""
+    """Chooses the rows to replay and compares them.
+
+    ``share``: of the rows with a cached prefix, 0 to 1. ``count`` gets "audited" and
+    "audit_differs".
+    """
 
     def __init__(self, share: float, count: Callable[[str], None]) -> None:
         self._share = share
@@ -27,35 +32,34 @@ class Audit:
         self.num_audited = self.num_differing = 0
 
     def close(self) -> None:
-        """Say what came of it."""
+        """Log how many rows were compared and how many differed."""
         if self._share:
             log.info(
                 "audit: %d hits computed again, %d differ", self.num_audited, self.num_differing
             )
 
-    def twin(self, row: Sequence, tokenizer: Any) -> Sequence | None:
-        """The row to compute for a row that has ended, or None: it is not looked at."""
+    def replay(self, row: Sequence, tokenizer: Any) -> Sequence | None:
+        """The row that repeats a row that has ended; None when this one is not chosen."""
         # A row on converted blocks may differ: its user asked for that.
-        is_hit = row.num_cached > 0 and row.twin_of is None and not row.is_converted
+        is_hit = row.num_cached > 0 and not row.is_converted
         if not is_hit or not self._share or self._random.random() >= self._share:
             return None
         detokenizer = tokenizer.detokenizer if row.generation.stop else None
-        return Sequence(
-            row.job_id, row.prompt, row.generation, detokenizer=detokenizer, twin_of=row
-        )
+        job_id = f"replay of {row.job_id}"  # no job has such an id: it has blanks
+        return Sequence(job_id, row.prompt, row.generation, detokenizer=detokenizer, replay_of=row)
 
-    def compare(self, twin: Sequence) -> None:
-        """A twin has ended too."""
-        row = twin.twin_of
+    def compare(self, replay: Sequence) -> None:
+        """A replay has ended: count it, and log where it differs from its row."""
+        row = replay.replay_of
         assert row is not None
         self._count("audited")
         self.num_audited += 1
-        if twin.generated == row.generated:
+        if replay.generated == row.generated:
             return
         self._count("audit_differs")
         self.num_differing += 1
-        pairs = enumerate(zip(twin.generated, row.generated, strict=False))
-        shorter = min(len(twin.generated), len(row.generated))
+        pairs = enumerate(zip(replay.generated, row.generated, strict=False))
+        shorter = min(len(replay.generated), len(row.generated))
         at = next((place for place, (a, b) in pairs if a != b), shorter)
         log.warning(
             "audit: job %s went on from %d cached tokens and differs from its computation without "

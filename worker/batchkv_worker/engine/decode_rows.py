@@ -76,9 +76,8 @@ class SlotRows:
             self._slots.fill(first.slot, pieces)
         self._slots.settle()
         for one in placed:
-            one.row.come_back()
             self._prefixes.forget(one.row.parked)
-            one.row.parked = b""
+            one.row.unpark()
         self._prefill.drop()
         self._wait_again(rows[len(placed) :])
 
@@ -97,7 +96,7 @@ class SlotRows:
             self._follow(short.move)
             return None
         self._follow(move)
-        row.slot = slot
+        row.enter_slot(slot)
         self.by_slot[slot] = row
         return one
 
@@ -129,7 +128,7 @@ class SlotRows:
         """A row went to another slot."""
         if move is not None:
             row = self.by_slot.pop(move.source)
-            row.slot = move.target
+            row.move_to(move.target)
             self.by_slot[move.target] = row
 
     # -- leaving
@@ -139,7 +138,7 @@ class SlotRows:
         if row.slot is not None:
             self._slots.release(row.slot)
             del self.by_slot[row.slot]
-            row.slot = None
+            row.leave_slot()
 
     def close_gaps(self) -> None:
         """With nobody waiting, keep the rows dense, so that steps compute few free slots.
@@ -153,11 +152,13 @@ class SlotRows:
             self._follow(move)
 
     def extend_keys(self, rows: list[Sequence]) -> None:
-        """Keys of blocks of what rows have generated, too; a twin has none, and uses no block."""
+        """Give rows the keys of blocks of what they have generated, too.
+
+        A replay has none: it uses no cached block.
+        """
         for row in rows:
-            row.num_resumed = len(row.generated)
-            if row.twin_of is None:
-                row.block_keys = self._prefixes.keys(row.tokens(0, row.num_prefill + 1))
+            tokens = row.prompt + row.generated
+            row.resume_after([] if row.replay_of else self._prefixes.keys(tokens))
 
     @property
     def num_bytes(self) -> int:
@@ -172,7 +173,7 @@ class SlotRows:
             self._slots.release(slot)
         self.by_slot.clear()
         for row in found.values():
-            row.slot = None
+            row.leave_slot()
         self._slots.drop()
         return list(found.values())
 
@@ -252,18 +253,15 @@ class SlotRows:
             assert row.slot is not None and row.num_dispatched == len(row.generated)
             num_bytes = self._slots.row_bytes(row.slot)
             stem = self._slots.layouts.stems.get(row.slot)
-            row.set_back()
             self.extend_keys([row])
             if self._prefixes.can_park(num_bytes):
-                row.num_shared = 0 if stem is None else stem.num_tokens
-                row.parked = f"row {next(_parked)}".encode()
+                row.park(f"row {next(_parked)}".encode(), stem.num_tokens if stem else 0)
                 self._prefixes.park(row.parked, num_bytes, partial(self._slots.snapshot, row.slot))
             self.free(row)
         self._wait_again(rows)
 
     def _wait_again(self, rows: list[Sequence]) -> None:
         for row in rows:
-            row.num_preempted += 1
-            row.set_back()
+            row.preempt()
         self.scheduler.requeue(rows)
         self._between = []

@@ -41,7 +41,7 @@ from batchkv_worker.prefix.interface import Alone, SharedPrefixes
 from batchkv_worker.prefix.memory import PrefixCache
 from batchkv_worker.prefix.shared.access import Access
 from batchkv_worker.prefix.shared.client import Link
-from batchkv_worker.sequence import Sequence
+from batchkv_worker.sequence import Sequence, Status
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -138,18 +138,17 @@ class Engine:
         waited = self._scheduler.cancel(job_id)
         if waited is not None:
             self.prefixes.forget(waited.parked)
-            if not waited.is_ended:  # one in prefill is left later
+            if not self._scheduler.is_in_prefill(waited):  # that one is left later
                 self.link.forget(waited)
             return
-        rows = (row for row in self._rows.values() if row.twin_of is None)
-        row = next((row for row in rows if row.job_id == job_id), None)
+        row = next((row for row in self._rows.values() if row.job_id == job_id), None)
         if row is not None:
-            row.finish_reason = "canceled"
+            row.end("canceled")
             self._slot_rows.free(row)
         elif self._in_flight is not None:  # its last token is being computed
             for flying in self._in_flight.rows:
-                if flying is not None and flying.job_id == job_id and flying.twin_of is None:
-                    flying.finish_reason = "canceled"
+                if flying is not None and flying.job_id == job_id:
+                    flying.end("canceled")
 
     def recall(self, job_ids: Collection[str], count: int) -> list[str]:
         """Forget up to ``count`` of these rows, the last first, if they wait and were never begun.
@@ -158,7 +157,7 @@ class Engine:
         """
         rows = reversed(list(self._scheduler.waiting))
         wanted = {*job_ids}
-        fresh = (row.job_id for row in rows if row.twin_of is None and not row.is_begun)
+        fresh = (row.job_id for row in rows if not row.is_begun)
         found = list(islice((job_id for job_id in fresh if job_id in wanted), count))
         for job_id in found:
             self.cancel(job_id)
@@ -201,10 +200,9 @@ class Engine:
         if not in_prefill:
             self._in_flight = self._upcoming = None
         for row in self._shortage.recover(fault, steps, in_prefill=in_prefill):
-            row.finish_reason = "error"
-            if row.twin_of is None:
-                message = f"memory ran out twice for this row alone: {fault}"[:300]
-                self._events.append(Rejected(row.job_id, ErrorCode.OUT_OF_MEMORY, message))
+            row.end("error")
+            message = f"memory ran out twice for this row alone: {fault}"[:300]
+            self._report(row, Rejected(row.job_id, ErrorCode.OUT_OF_MEMORY, message))
 
     def _land(self) -> bool:
         """Read the step in flight back before the next one is built; whether there was one."""
@@ -279,8 +277,8 @@ class Engine:
         step = self._upcoming = Step(rows, sampled)
         for row in rows:
             if row is not None:
-                row.num_dispatched += 1
-                if row.num_remaining == 0:  # known now: the slot is free for the next step
+                row.start_step()
+                if row.status is Status.LAST_TOKEN:  # the slot is free for the next step
                     self._slot_rows.free(row)
         return step
 
@@ -294,22 +292,26 @@ class Engine:
                 event: Event | None = answers.take(row, index, read, self.loaded.tokenizer)
             except Exception as fault:
                 log.exception("row %s: its answer cannot be read back", row.job_id)
-                row.finish_reason = "error"
+                row.end("error")
                 event = Rejected(row.job_id, ErrorCode.ENGINE_ERROR, f"{type(fault).__name__}")
             if event is not None:
                 self._slot_rows.free(row)
                 self._end(row, event)
 
     def _end(self, row: Sequence, event: Event) -> None:
-        """Tell of a row's end, unless it is an audit's; audit it, if it is its turn."""
-        if row.twin_of is not None:
+        """A row has ended: compare a replay; report any other row, and perhaps replay it."""
+        if row.replay_of is not None:
             self._audit.compare(row)
-            return
-        if isinstance(event, Completed):
+        elif isinstance(event, Completed):
             self._scheduler.answers.add(len(row.generated))
             self._shortage.relax()
             saved_ms = round(row.num_cached * self._prefill.seconds_per_token * 1000)
             event = replace(event, saved_ms=saved_ms, note=self.link.note(row))
-            if (twin := self._audit.twin(row, self.loaded.tokenizer)) is not None:
-                self._scheduler.add(twin)  # without keys: nothing cached is used or kept
-        self._events.append(event)
+            if (replay := self._audit.replay(row, self.loaded.tokenizer)) is not None:
+                self._scheduler.add(replay)  # without keys: nothing cached is used or kept
+        self._report(row, event)
+
+    def _report(self, row: Sequence, event: Event) -> None:
+        """Keep a row's event for the next call of ``step``; nobody waits for that of a replay."""
+        if row.replay_of is None:
+            self._events.append(event)

@@ -90,8 +90,7 @@ class Shortage:
         self._link.drop_unsent()
         self._shrink(fault, held, len(lost), num_rows)
         for row in lost:
-            row.set_back()
-            row.num_failures += num_rows == 1
+            row.recompute(was_alone=num_rows == 1)
         self._scheduler.requeue(row for row in lost if row.num_failures < MAX_FAILURES)
         return [row for row in lost if row.num_failures >= MAX_FAILURES]
 

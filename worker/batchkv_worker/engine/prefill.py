@@ -69,10 +69,10 @@ class Prefill:
         ENGINE.enter(PREFILL)
         if group.rows[0].parked and self._parked is None:
             self._parked = self._prefixes.parked(group.rows[0].parked)
-            group.stem = self._stem_of(group)
+            group.hold(self._stem_of(group))
         elif group.width and self._rows is None and self._parked is None:
             self._rows = PrefillRows(self._plan.kinds, self._width(group), self._chunk_tokens)
-            group.stem = self._stem_of(group)
+            group.hold(self._stem_of(group))
             self._prefixes.fill(group.rows, self._rows, group.stem)
         if not group.is_computed:
             self._compute_chunk(group)
@@ -126,7 +126,7 @@ class Prefill:
         if started is not None:
             mx.eval(self._rows.arrays)
             self._observe(sum(lengths), time.perf_counter() - started)
-        group.position = end
+        group.advance(end)
         self._prefixes.publish(group.rows, self._rows, start, end)
 
     def _start_watch(self) -> float | None:

@@ -112,7 +112,7 @@ class PrefixCache:
             if row.parked in self._blocks and self.has_stem(stem):
                 return row.num_prefill
             self.forget(row.parked)
-            row.parked = b""
+            row.unpark()
         return self.depth_of(row) * BLOCK_TOKENS
 
     def depth_of(self, row: Sequence) -> int:

@@ -121,9 +121,13 @@ def test_penalties_look_at_the_tokens_before_the_one_being_fed() -> None:
     """Also for a row that has come back, whose newest token is known already."""
     row = Sequence("x", [1, 2, 3], Generation(9))
     assert row.last_tokens(2) == [1, 2]
-    row.generated, row.num_dispatched = [4, 5], 3  # the third is being computed
+    row.start_prefill(frozenset())
+    row.enter_slot(0)
+    for _ in range(3):
+        row.start_step()
+    row.generated = [4, 5]  # the third is being computed
     assert row.last_tokens(4) == [2, 3, 4, 5]
-    row.set_back()
+    row.preempt()
     assert (row.num_dispatched, row.num_prefill, row.tokens(1, 5)) == (2, 4, [2, 3, 4, 5])
     assert row.last_tokens(4) == [1, 2, 3, 4]
     assert row.last_tokens(6) == [1, 1, 1, 2, 3, 4]

@@ -68,7 +68,7 @@ def test_cancelled_rows_leave_wherever_they_are() -> None:
     group = plan.next_group()
     assert group is not None
     assert plan.cancel("c") and plan.cancel("a") and not plan.cancel("zzz")
-    group.position = group.width
+    group.advance(group.width)
     assert [r.job_id for r in plan.finish_group()] == ["b"]
     assert plan.num_waiting == 0
 
@@ -95,7 +95,7 @@ def test_states_are_kept_where_prompts_part() -> None:
     assert first.state_stops == {512, 1280}
     ends = []
     while group.position < 1300:
-        group.position = group.chunk_end(1024, 1300)
+        group.advance(group.chunk_end(1024, 1300))
         ends.append(group.position)
     assert ends == [512, 1280, 1300]
 
@@ -205,9 +205,9 @@ def test_a_row_keeps_a_token_of_its_own() -> None:
     assert [depth(plan, one, 512) for one in rows] == [1, 1, 2, 2, 2, 2]
     group = plan.next_group()
     assert group is not None and group.stem_blocks == 1 and len(group.rows) == 6
-    for one in reversed(rows):
-        plan.add(one)
-    plan.group = None
+    for one in plan.abandon_group():
+        one.recompute(was_alone=False)
+    plan.requeue(reversed(rows))
     group = plan.next_group()
     assert group is not None and group.stem_blocks == 2 and len(group.rows) == 4
 
@@ -333,7 +333,7 @@ def test_a_parked_row_comes_back_behind_as_many_tokens() -> None:
         group = plan.next_group()
         assert group is not None
         assert (group.stem_cuts, group.stem_blocks) == (cuts, shared)
-        plan.group = None
+        plan.abandon_group()
 
 
 def test_rows_of_another_prefix_are_not_in_the_group() -> None:
@@ -347,7 +347,7 @@ def test_rows_of_another_prefix_are_not_in_the_group() -> None:
     while (group := plan.next_group()) is not None:
         assert group.stem_blocks == 3
         seen.append("".join(sorted(one.job_id for one in group.rows)))
-        plan.group = None
+        plan.abandon_group()
     assert seen == ["a0a1a2a3a4", "b0b1b2b3b4", "c0c1c2c3c4"]
 
 
@@ -402,7 +402,8 @@ def test_a_groups_stem_counts_while_its_prompts_are_computed() -> None:
     assert group is not None and group.stem_blocks == 4
     before = plan.prefill_bytes(group)
     root = Stem(b"ab", 2 * 256, {}, {})
-    group.stem = Stem(b"abcd", 4 * 256, {}, {}, root)
+    group.hold(Stem(b"abcd", 4 * 256, {}, {}, root))
+    assert group.stem is not None
     assert plan.prefill_bytes(group) - before == 4 * 256
     for one, new in ((root, 2), (group.stem, 0)):  # rows take it over
         demand = Demand(one.num_tokens + 1, 1, one.num_tokens)

@@ -55,7 +55,7 @@ class Play:
     def step(self) -> None:
         group = self.scheduler.next_group()
         if group is not None:
-            group.position = min(group.width, group.position + 256)
+            group.advance(min(group.width, group.position + 256))
             self.check()
             if group.is_computed:
                 self.join()
@@ -63,8 +63,8 @@ class Play:
         if self.rows:
             self.layouts.after_step()
         for slot, row in list(self.rows.items()):
+            row.start_step()
             row.generated.append(1)
-            row.num_dispatched += 1
             if len(row.generated) == self.lengths[row.job_id]:
                 if self.learns:
                     self.scheduler.answers.add(len(row.generated))
@@ -96,6 +96,7 @@ class Play:
             except NoRoom:
                 self.set_back(rows[place:])
                 return
+            row.enter_slot(slot)
             self.rows[slot] = row
 
     def make_room(self) -> None:
@@ -132,8 +133,7 @@ class Play:
 
     def set_back(self, rows: list[Sequence]) -> None:
         for row in rows:
-            row.num_preempted += 1
-            row.set_back()
+            row.preempt()
         self.scheduler.requeue(rows)
 
     def leave(self, slot: int) -> None:
@@ -199,7 +199,10 @@ def test_set_back_rows_come_first_and_by_their_worst_case_in_the_end() -> None:
     young, _ = scheduler.waiting
     group = scheduler.next_group()
     assert group is not None and young in group.rows
-    scheduler.requeue(scheduler.abandon_group())
+    rows = scheduler.abandon_group()
+    for row in rows:
+        row.recompute(was_alone=False)
+    scheduler.requeue(rows)
     assert next(iter(scheduler.waiting)) is young
     young.num_preempted = MAX_PREEMPTIONS
     assert scheduler.next_group() is None  # and nobody passes it

@@ -19,7 +19,7 @@ def longest_first(waiting: list[Sequence], num_slots: int) -> list[Sequence]:
         return waiting
     found = sorted(waiting, key=lambda row: -row.num_remaining)
     if oldest is not found[0]:
-        oldest.num_overtaken += 1
+        oldest.pass_over()
         if oldest.num_overtaken > MOST_OVERTAKEN:
             found.remove(oldest)
             found.insert(0, oldest)

@@ -37,9 +37,22 @@ class PrefillGroup:
     """
 
     rows: list[Sequence]
-    position: int = 0  # tokens computed, or taken from the cache, so far
+    position: int = 0  # tokens computed, or taken from the cache, so far; see advance
     stem_cuts: Cuts = ()  # of what all its rows share with others: blocks up to each stem's end
-    stem: Stem | None = None
+    stem: Stem | None = None  # see hold
+
+    def hold(self, stem: Stem | None) -> None:
+        """Its rows are computed behind this stem; None: behind none."""
+        self.stem = stem
+
+    def advance(self, position: int) -> None:
+        """Its rows are computed up to here."""
+        self.position = position
+
+    @property
+    def wanted(self) -> list[Sequence]:
+        """Its rows that were not cancelled."""
+        return [row for row in self.rows if not row.is_ended]
 
     @property
     def stem_blocks(self) -> int:
@@ -91,9 +104,14 @@ class Scheduler:
         self._state_blocks = state_blocks  # blocks after which states are worth keeping, at most
         self._is_optimistic = is_optimistic
         self.answers = AnswerLengths()
-        self.group: PrefillGroup | None = None
+        self._group: PrefillGroup | None = None
         self._waiting: deque[Sequence] = deque()
         self._uses = Uses() if uses is None else uses  # how many waiting rows want a block
+
+    @property
+    def group(self) -> PrefillGroup | None:
+        """The group in prefill."""
+        return self._group
 
     @property
     def num_waiting(self) -> int:
@@ -106,7 +124,7 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not self._waiting and self.group is None and not self.layouts.num_active
+        return not self._waiting and self._group is None and not self.layouts.num_active
 
     def add(self, row: Sequence) -> None:
         self._waiting.append(row)
@@ -121,8 +139,8 @@ class Scheduler:
 
     def abandon_group(self) -> list[Sequence]:
         """Forget the group in prefill; its rows that are still wanted."""
-        group, self.group = self.group, None
-        return [row for row in group.rows if not row.is_ended] if group else []
+        group, self._group = self._group, None
+        return group.wanted if group else []
 
     def prefill_bytes(self, group: PrefillGroup | None) -> int:
         """What the group in prefill holds beside the slots, at most; its stem, if that is new."""
@@ -141,24 +159,28 @@ class Scheduler:
     def cancel(self, job_id: str) -> Sequence | None:
         """Forget a row that waits or is in prefill, and return it; None when it is neither."""
         for row in self._waiting:
-            if row.job_id == job_id and row.twin_of is None:
+            if row.job_id == job_id:
                 self._waiting.remove(row)
                 self._uses.remove(row.block_keys)
+                row.end("canceled")
                 return row
-        rows = self.group.rows if self.group else []
-        for row in rows:
-            if row.job_id == job_id and row.twin_of is None:
-                row.finish_reason = "canceled"  # computed to its end with its neighbours, then left
+        for row in self._group.rows if self._group else ():
+            if row.job_id == job_id:
+                row.end("canceled")  # computed to its end with its neighbours, then left
                 return row
         return None
 
+    def is_in_prefill(self, row: Sequence) -> bool:
+        """Whether the row is in the group in prefill, cancelled or not."""
+        return self._group is not None and any(one is row for one in self._group.rows)
+
     def next_group(self) -> PrefillGroup | None:
         """The group to compute a chunk of now, or None: nothing waits, or nothing fits yet."""
-        if self.group is not None and all(row.is_ended for row in self.group.rows):
-            self.group = None  # everybody in it was cancelled
-        if self.group is None and self._waiting and self._is_worth_it():
-            self.group = self._form_group()
-        return self.group
+        if self._group is not None and not self._group.wanted:
+            self._group = None  # everybody in it was cancelled
+        if self._group is None and self._waiting and self._is_worth_it():
+            self._group = self._form_group()
+        return self._group
 
     def _is_worth_it(self) -> bool:
         """Not for a sliver: a chunk costs a whole pass, so wait until a few slots are free.
@@ -197,8 +219,7 @@ class Scheduler:
         chosen = set(map(id, rows))
         self._waiting = deque(row for row in self._waiting if id(row) not in chosen)
         for row in rows:
-            if self._state_blocks:
-                row.state_stops = self._stops(row)
+            row.start_prefill(self._stops(row) if self._state_blocks else frozenset())
             self._uses.remove(row.block_keys)
         return PrefillGroup(rows, cached, cuts)
 
@@ -288,9 +309,9 @@ class Scheduler:
 
     def finish_group(self) -> list[Sequence]:
         """The rows of the computed group that are still wanted."""
-        group, self.group = self.group, None
+        group, self._group = self._group, None
         assert group is not None and group.is_computed
-        return [row for row in group.rows if not row.is_ended]
+        return group.wanted
 
 
 def _next_block(row: Sequence) -> bytes | None:

@@ -48,9 +48,9 @@ def take(row: Sequence, index: int, read: ReadBack, tokenizer: Any) -> Completed
 def _take_token(row: Sequence, token: int, end_tokens: Collection[int]) -> None:
     row.generated.append(token)
     if token in end_tokens or _hits_stop(row, token):
-        row.finish_reason = "stop"
+        row.end("stop")
     elif len(row.generated) >= row.generation.max_tokens:
-        row.finish_reason = "length"
+        row.end("length")
 
 
 def _add(detokenizer: Any, token: int) -> None:
