@@ -2,6 +2,7 @@
 
 It answers questions about a ledger of facts in its prompt. A KV cache that loses, mixes up or
 garbles a row therefore shows as a wrong answer, which random weights would never tell.
+``tools/demo_model`` trains it, which is no part of the wheel.
 """
 
 from pathlib import Path
