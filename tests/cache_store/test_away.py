@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -186,3 +187,28 @@ print(access.store.tier_stats()["disk"].num_blocks)
     assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stderr
     assert "cache tier disk is away, and asked again later" in ended.stderr
     assert "File too large" in ended.stderr
+
+
+@pytest.mark.parametrize("place", ["usage", "temporary", "aside", "pins", "blocks-1"])
+@pytest.mark.parametrize("thing", ["pipe", "link", "file", "folder"])
+def test_no_thing_in_the_folder_keeps_workers_from_starting(
+    place: str, thing: str, tmp_path: Path
+) -> None:
+    """Whoever may write the folder can put anything there: the tier opens, and is in trouble."""
+    DiskTier(tmp_path / "blocks", MIB).close()
+    path = tmp_path / "blocks" / place
+    path.rmdir() if path.is_dir() else path.unlink()
+    if thing == "pipe":
+        os.mkfifo(path)
+    elif thing == "link":
+        path.symlink_to(tmp_path / "nowhere")
+    elif thing == "file":
+        path.write_text("nothing of ours")
+    else:
+        path.mkdir()
+    block = make_block()
+    with opened(DiskTier(tmp_path / "blocks", 100 * MIB)) as tier:
+        for call in (tier.check, tier.check, lambda: stored(tier, block), tier.stats):
+            with suppress(TierError):
+                call()
+    assert not (tmp_path / "nowhere").exists()

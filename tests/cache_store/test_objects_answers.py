@@ -83,6 +83,22 @@ def test_answers_that_are_not_s3_are_trouble_of_the_tier(answer: Answer) -> None
         tier.close()
 
 
+def test_a_body_without_a_length_is_read() -> None:
+    """A server or a proxy that sends a block in chunks, and does not say how long it is, serves."""
+
+    def chunked(request: BaseHTTPRequestHandler) -> None:
+        request.protocol_version = "HTTP/1.1"
+        request.send_response(200)
+        request.send_header("Transfer-Encoding", "chunked")
+        request.end_headers()
+        request.wfile.write(b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n")
+
+    with _server(chunked) as url:
+        tier = objects_tier(url, "p/")
+        assert tier.get_many([name(1)], {name(1): 5}) == {name(1): b"abcde"}
+        tier.close()
+
+
 def test_a_body_cut_short_is_trouble_and_no_damaged_block() -> None:
     """A connection that breaks in a body must not look like a block that is to be deleted."""
 

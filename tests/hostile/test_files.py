@@ -147,11 +147,11 @@ def test_a_hard_link_is_never_written_to(root: Path, foreign: Path) -> None:
 
 
 def test_a_planted_ledger_is_not_followed(root: Path, foreign: Path) -> None:
-    """Where the ledger should be there is a link: the tier refuses, the file stays whole."""
+    """Where the ledger should be there is a link: the tier tells of it, the file stays whole."""
     (root / "usage").unlink()
     (root / "usage").symlink_to(foreign)
     with pytest.raises(TierError, match=r"cannot be used|symbolic"):
-        DiskTier(root, 4 * MIB)
+        DiskTier(root, 4 * MIB).check()
     assert foreign.read_bytes() == PRECIOUS
     guest = DiskTier(root, 4 * MIB, is_guest=True)
     assert guest.stats().num_evicted == 0
@@ -164,7 +164,7 @@ def test_a_ledger_that_is_no_file_is_told(root: Path, kind: str) -> None:
     (root / "usage").unlink()
     os.mkfifo(root / "usage") if kind == "fifo" else (root / "usage").mkdir()
     with pytest.raises(TierError, match=str(root)):
-        DiskTier(root, 4 * MIB)
+        DiskTier(root, 4 * MIB).check()
     DiskTier(root, 4 * MIB, is_guest=True).stats()
 
 

@@ -62,8 +62,9 @@ class DiskTier(Tier):
     the folder is walked once for many puts. A read marks its file as used (mtime). Pinned blocks
     stay; they may take half of the cap. The constructor raises TierMisconfigured when the folder
     cannot be used. One whose volume is not there (``DiskFolder.check_volume``), is full or can only
-    be read, or whose lock another process holds, is away: ``check`` says so once, and the folder
-    is made when it is first needed after that.
+    be read, whose lock another process holds, or in which something else has the place of what is
+    ours (a pipe, say), is away: ``check`` says so once, and the folder is made when it is first
+    needed after that.
 
     A guest (``is_guest``) looks at a folder that workers fill, under a cap that may not be theirs:
     it makes no folder, and removes nothing unless it is told to.
@@ -104,7 +105,7 @@ class DiskTier(Tier):
             self._found_at_start = fault
         except OSError as fault:
             text = f"{fault.filename or root} cannot be used: {fault.strerror or fault}"
-            if fault.errno not in _AWAY | _NO_ROOM:
+            if fault.errno not in _AWAY | _NO_ROOM and not _is_meddling(fault, root):
                 raise TierMisconfigured(text) from fault
             self._found_at_start = TierError(text)
 
@@ -309,3 +310,14 @@ class DiskTier(Tier):
         # Gone meanwhile, or a folder that may only be read: neither is worth a word.
         with suppress(OSError):
             os.utime(path, follow_symlinks=False)
+
+
+def _is_meddling(fault: OSError, root: Path) -> bool:
+    """Whether somebody has put something else where a thing of ours should be in the folder.
+
+    Whoever may write there can; it must not keep workers from starting. What no file is named for
+    comes from the ledger, which is open then.
+    """
+    if isinstance(fault, PermissionError):
+        return False
+    return fault.filename is None or root in Path(os.fsdecode(fault.filename)).parents

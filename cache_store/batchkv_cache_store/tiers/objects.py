@@ -256,7 +256,7 @@ def _read(answer: dict[str, Any], num_bytes: int) -> bytes:
     """
     with answer["Body"] as body:
         content: bytes = body.read(num_bytes)
-    if len(content) < min(num_bytes, answer["ContentLength"]):
+    if len(content) < min(num_bytes, answer.get("ContentLength", 0)):
         raise OSError(f"an answer was cut after {len(content)} bytes")
     return content
 
