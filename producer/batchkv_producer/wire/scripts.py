@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from redis import Redis
     from redis.commands.core import Script
 
-_PRELUDES: dict[str, tuple[str, ...]]  # what stands before a script
+_PRELUDES: dict[str, tuple[str, ...]]  # scripts that are put before a script
 _PRELUDES = dict.fromkeys(("retry", "mend", "forget", "sweep", "restore", "recount"), ("common",))
 _PRELUDES |= dict.fromkeys(("give_back", "reap"), ("common", "suspects"))
 _PRELUDES |= dict.fromkeys(("submit", "settle", "copy", "follow"), ("common", "duplicates"))

@@ -20,7 +20,7 @@ from batchkv_worker.queue.maintenance import Maintenance
 from batchkv_worker.settings import WorkerSettings
 from batchkv_worker.trace import IDLE, MAIN, REDIS
 
-FINISH_GROUP = 200  # endings in one script call: a few milliseconds of the server's time
+FINISH_GROUP = 200  # results in one script call: a few milliseconds of the server's time
 APART_SECONDS = 300  # within which a worker should have emptied itself; then another tries
 RENEW_GROUP = 500  # leases in one script call, for the same reason
 _LEASE = re.compile(rb"([\w-]{1,200}):([0-9a-f]{1,64})-([0-9]{1,12})")
@@ -38,9 +38,9 @@ def is_outage(fault: RedisError) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """What a look at the server showed: is RQ suspended, and which jobs are no longer ours.
+    """The answer to a poll: whether RQ is suspended, and which jobs are no longer ours.
 
-    ``lengths`` are those of our queue's lists by priority, ``num_workers`` counts the workers that
+    ``lengths`` are those of our queue's lists by priority. ``num_workers`` counts the workers that
     serve it.
     """
 
@@ -51,7 +51,7 @@ class Poll:
 
 
 class RedisSide:
-    """The worker's moves. Every method may raise RedisError; none knows of a job."""
+    """The worker's calls of Redis. Every method may raise RedisError."""
 
     def __init__(
         self,
@@ -77,15 +77,15 @@ class RedisSide:
         self._moves = Transitions(connection)
         self._maintenance = Maintenance(connection, queue, worker, settings.lease_seconds)
         self._is_maintaining = False  # a round of it has begun
-        # Long enough that one late heartbeat does not hide the worker, short enough that a dead
-        # one is not listed for minutes.
+        # One late heartbeat must not hide the worker, and a dead one must not be listed for
+        # minutes.
         self._worker_ttl = settings.lease_seconds + int(settings.heartbeat_seconds) + 15
 
     def wait_for_job(self, timeout_seconds: int) -> tuple[int, ...]:
         """Wait until the queue has a job; the lengths of its lists by priority. Nothing is taken.
 
-        Moving the head of a list to its own head changes nothing, but blocks while there is none.
-        That is the list of normal priority: a job of another is seen when the wait is over.
+        To move the head of a list to its own head changes nothing, but blocks while the list is
+        empty. It is the list of normal priority. Other jobs are seen when the wait is over.
         """
         key = redis_keys.queue(self._queue)
         pipeline = self._connection.pipeline(transaction=False)
@@ -117,7 +117,7 @@ class RedisSide:
         return run
 
     def return_unanswered(self) -> None:
-        """Give back what the last pull took, if its answer never came."""
+        """Give back the jobs of the last pull, if its answer never came."""
         if self._is_unanswered:
             wip = redis_keys.registry("wip", self._queue)
             members: Any = self._connection.zrange(wip, 0, -1)
@@ -129,12 +129,12 @@ class RedisSide:
             self._is_unanswered = False
 
     def claim_suspects(self) -> bool:
-        """Say that we empty ourselves to take the suspects; False when another worker does."""
+        """Claim the suspects: we take no other job before them. False if another worker did."""
         key = redis_keys.apart_lock(self._queue)
         return bool(self._connection.set(key, self._worker, nx=True, ex=APART_SECONDS))
 
     def release_suspects(self) -> None:
-        """What we claimed was taken, by us or by others."""
+        """Give up the claim: the suspects were taken, by us or by others."""
         self._connection.delete(redis_keys.apart_lock(self._queue))
 
     def is_next_suspect(self) -> bool:
@@ -147,9 +147,9 @@ class RedisSide:
         (found,) = pipeline.execute(raise_on_error=False)  # the key may be of another type
         return isinstance(found, list) and is_suspect(*found)
 
-    def finish(self, endings: Sequence[JobResult], begun: Sequence[JobLease]) -> list[str]:
+    def finish(self, results: Sequence[JobResult], begun: Sequence[JobLease]) -> list[str]:
         """See Transitions.finish."""
-        return self._moves.finish(self._queue, self._worker, endings, begun, self.maker)
+        return self._moves.finish(self._queue, self._worker, results, begun, self.maker)
 
     def give_back(self, held: Sequence[JobLease], *, died: bool) -> int:
         """See Transitions.give_back."""
@@ -160,7 +160,7 @@ class RedisSide:
         self._moves.settle(self._queue, "canceled", rows)
 
     def poll(self, held: Sequence[JobLease]) -> Poll:
-        """Look, in one round trip and without writing, whether our leases are still ours."""
+        """Check in one round trip, without writing, whether our leases are still ours."""
         pipeline = self._connection.pipeline(transaction=False)
         pipeline.exists(redis_keys.SUSPENDED)
         for key in redis_keys.waiting_lists(self._queue):
@@ -177,15 +177,15 @@ class RedisSide:
         return Poll(bool(suspended), lost, (high, normal, low), num_workers)
 
     def publish(self, fields: Mapping[Any, Any]) -> None:
-        """Write fields of our own record, which others may read; see ``redis_keys``."""
+        """Write fields of our own record; see ``redis_keys``."""
         self._connection.hset(redis_keys.worker(self._worker), mapping=fields)
 
     def beat(
         self, held: Sequence[JobLease], busy_seconds: float, fields: Mapping[Any, Any] | None = None
     ) -> list[str]:
-        """Prolong the leases and the worker's own record; the ids of jobs that are lost.
+        """Renew the leases and the worker's own record; the ids of jobs that are lost.
 
-        ``fields`` are written to that record in the same round trip as the time that it worked.
+        ``fields`` of that record are written in the same round trip as its working time.
         """
         if not self._connection.hexists(redis_keys.worker(self._worker), "birth"):
             self._register()
@@ -210,14 +210,17 @@ class RedisSide:
         return lost
 
     def set_state(self, state: str) -> None:
-        """Tell RQ's tools what the worker does: busy, idle or suspended. Written on change only."""
+        """Write RQ's state of the worker (busy, idle, suspended) if it has changed."""
         if state != self._state:
             self._set_state(state)
             self._state = state
 
     def maintain(self, seconds: float) -> bool:
-        """Clean the queue's registries for so long, unless another worker just did, and look which
-        other workers of this machine have died; whether all is done."""
+        """Do maintenance for so long; whether the round is over.
+
+        A round begins with a look for dead workers of this machine. The rest is left out if another
+        worker did it in this interval.
+        """
         if not self._is_maintaining:
             self._look()
             self._is_maintaining = self._maintenance.begin(self._settings.maintenance_seconds)

@@ -1,18 +1,18 @@
-"""The server's clock, watched with one that never steps.
+"""Detects steps of the server's clock with a monotonic clock.
 
-Leases end by the server's clock. When somebody sets it forward by more than a lease, or the Mac on
-which the server runs wakes up, all leases seem to have lapsed, those of living workers as well.
+Leases end by the server's clock. When it is set forward by more than a lease, or the server's Mac
+wakes up, all leases seem to have lapsed, those of living workers as well.
 """
 
 from __future__ import annotations
 
 import time
 
-TOLERANCE_SECONDS = 3.0  # a server that is slow to answer is no step
+TOLERANCE_SECONDS = 3.0  # a slow answer of the server is no step
 
 
 class ServerClock:
-    """Knows when the server's clock has stepped forward, as far as this process has seen it."""
+    """Compares each time of the server with the one before, seen by this process."""
 
     def __init__(self, grace_seconds: float) -> None:
         self._grace = grace_seconds
@@ -20,9 +20,9 @@ class ServerClock:
         self._trusted_at = 0.0  # monotonic seconds
 
     def trusts(self, server_now: float) -> bool:
-        """Whether leases that have lapsed by this time of the server are to be believed.
+        """Whether leases that have lapsed by this time of the server count as lapsed.
 
-        Not for ``grace_seconds`` after a step: whoever lives renews its leases within them.
+        For ``grace_seconds`` after a step they do not: living workers renew theirs meanwhile.
         """
         now = time.monotonic()
         if self._seen is not None:

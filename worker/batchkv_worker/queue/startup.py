@@ -1,4 +1,4 @@
-"""What a worker is told at its start: its name, its queue, RQ's flags; and how a fault is told."""
+"""Checks at a worker's start: its name, its queue, RQ's flags. Faults are printed as one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from batchkv_worker.settings import WorkerSettings
 
 
 def default_name() -> str:
-    """Host and a random suffix: after a crash the old name stays taken until it expires."""
+    """Host and a random suffix. After a crash the old name is in use until it expires."""
     host = re.sub(r"[^A-Za-z0-9_.-]+", "-", socket.gethostname()).strip("-.") or "worker"
     return f"{host.removesuffix('.local')[:40]}-{secrets.token_hex(4)}"
 
@@ -46,20 +46,20 @@ def start_trace(settings: WorkerSettings, name: str) -> None:
 
 
 def check_name(name: str | None) -> None:
-    """Refuse a worker's name that a terminal would obey: RQ prints it as it is."""
+    """Refuse control characters in a worker's name, since RQ prints it as it is."""
     if name is not None and not name.isprintable():
         raise SettingsError("--name: it has a character that cannot be printed")
 
 
 class SpelledOut(logging.Formatter):
-    """Log lines whose control characters, wherever they come from, are spelled out."""
+    """Log lines whose control characters are spelled out."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
 def spell_out_logs(date_format: str, log_format: str) -> None:
-    """Let the handlers that RQ has made for us and for itself print nothing that acts."""
+    """Let all log handlers spell control characters out."""
     for name in ("batchkv", "rq.worker"):
         handlers = logging.getLogger(name).handlers
         for handler in (each for each in handlers if isinstance(each, ColorizingStreamHandler)):
@@ -76,7 +76,7 @@ def check_queue(model: str, names: Sequence[str]) -> None:
 
 
 def refuse_options(options: dict[str, Any]) -> None:
-    """RQ's flags that would do nothing here are refused rather than ignored."""
+    """Refuse RQ's flags that would do nothing here."""
     if options.get("exception_handlers") or options.get("disable_default_exception_handler"):
         raise SettingsError("--exception-handler: no exception of a job ever reaches RQ here")
     if options.get("default_result_ttl", DEFAULT_RESULT_TTL) != DEFAULT_RESULT_TTL:
@@ -84,6 +84,6 @@ def refuse_options(options: dict[str, Any]) -> None:
 
 
 def refuse_scheduler(is_wanted: bool) -> None:
-    """RQ's scheduler is a forked process, and nothing of ours is ever scheduled."""
+    """Refuse RQ's scheduler: it is a forked process, and batchkv schedules nothing."""
     if is_wanted:
         raise SettingsError("--with-scheduler: batchkv schedules nothing, and RQ's would fork")

@@ -1,8 +1,9 @@
-"""Being asked to stop: by signals, by RQ's shutdown command, by the end of the parent.
+"""Requests to stop: signals, RQ's shutdown command, the end of the parent.
 
-Handlers only set flags here and wake the main loop; it decides. The first signal is warm (finish
-what is decoding, within the drain limit), the second cold (give everything back now). A signal
-within a second of the first is the same wish twice: a terminal and a parent both send one.
+Handlers only set flags and wake the main loop, which decides. The first signal is a warm stop: rows
+that decode are finished, within the drain limit. The second is a cold stop: everything is given
+back now. A signal within a second of the first is ignored, since a terminal and a parent both send
+one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 
 from batchkv_worker.errors import EXIT_ORPHANED
 
-SAME_WISH_SECONDS = 1.0
+REPEATED_SIGNAL_SECONDS = 1.0
 ORPHAN_GRACE_SECONDS = 10.0
 
 
@@ -37,12 +38,12 @@ class StopRequest:
         now = time.monotonic()
         if self.warm_since is None:
             self.warm_since = now
-        elif now - self.warm_since >= SAME_WISH_SECONDS:
+        elif now - self.warm_since >= REPEATED_SIGNAL_SECONDS:
             self.is_cold = True
         self._wake()
 
     def on_parent_gone(self) -> None:
-        """The parent ended: there is nobody to finish rows for."""
+        """The parent ended: nobody waits for the rows."""
         if self.warm_since is None:
             self.warm_since = time.monotonic()
         self.is_orphaned = True

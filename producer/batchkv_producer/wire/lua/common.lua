@@ -1,4 +1,4 @@
--- Put before the scripts that need it (`transitions.py`).
+-- Put before the scripts that need it (`scripts.py`).
 -- The list in which a batch's rows wait: the queue's own, or that of the batch's priority.
 local function list_of(queue_key, batch)
   local priority = batch and redis.call('HGET', 'batchkv:batch:' .. batch, 'priority')
@@ -6,12 +6,12 @@ local function list_of(queue_key, batch)
   return queue_key
 end
 
--- A server that is full refuses what adds to it, but not in a step that has deleted something: steps
--- that give memory back, or lead to it, begin with this. No line is called 0.
+-- A full server refuses writes that add to it, except in a script that has deleted something before.
+-- Scripts that free memory, or lead to that, begin with this. No line is called 0.
 local function allow_when_full(batch) redis.call('HDEL', 'batchkv:held:' .. batch, '0') end
 
--- Whether `batchkv forget` is at work on a batch, or nothing is left of it: its hash has expired, and a
--- stock tool brought a job back. Nothing more is written for it.
+-- Whether `batchkv forget` has begun with a batch, or only a job is left of it, which a stock tool brought
+-- back. Nothing more is written for such a batch.
 local marks = {}
 local function is_forgotten(batch)
   if marks[batch] == nil then
@@ -33,8 +33,8 @@ local function store_facts(hash, number, digests, names)
   if names ~= '' then redis.call('HSET', hash .. ':rows', 'n' .. number, names) end
 end
 
--- Nobody holds this row any more. Who held it stands beside the job too, so that the count stays
--- right when a tool deletes a job that runs.
+-- Nobody holds this row any more. The holder is also kept outside the job, so that the count stays right
+-- when a tool deletes a running job.
 local function release(batch, line)
   if batch and redis.call('HDEL', 'batchkv:held:' .. batch, line) == 1
       and redis.call('EXISTS', 'batchkv:batch:' .. batch) == 1 then

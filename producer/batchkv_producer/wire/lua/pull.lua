@@ -5,13 +5,13 @@
 -- an id twice, or revive a job that ended while they looked at it) is dropped, and so is what is no
 -- id at all: RQ's have letters, digits, "_" and "-" only. So is a row of a batch that is being
 -- forgotten, or of which nothing is left.
--- Rows of a batch that is computed with another model, KV scheme or dtype than this worker's go
--- behind the others when any of those may be taken, and stay where they are otherwise; so do rows that
--- need what the worker lacks. They keep nobody from what stands behind them, or waits less urgently.
--- What a batch does not say of these yet is written with the first row that is taken of it.
--- Suspects (`suspects.lua`) stay where they are, and what stands behind them is taken; but a worker
--- that may have them takes the group of the first that it meets, and nothing else, as many of it as
--- begin at once. While any wait, no lower priority is taken.
+-- Rows of a batch that needs another model, KV scheme or dtype than this worker's are passed over, and so
+-- are rows that need what the worker cannot do. They go behind the others if any of those may be taken,
+-- and stay where they are otherwise. The rows behind them, and less urgent ones, can be taken. A batch
+-- that does not say its model, scheme or dtype gets the worker's with the first row that is taken.
+-- Suspects (`suspects.lua`) stay where they are, and the rows behind them are taken. A worker that may
+-- take suspects takes the group of the first one that it meets, as many of it as begin at once, and
+-- nothing else. While suspects wait, no lower priority is taken.
 -- KEYS: lists of high, normal and low priority, wip zset.
 -- ARGV: worker name, lease (s), count, time in ISO 8601, largest data accepted (bytes), prefix of the
 --       new execution ids, bytes of data after which no further job is taken, number of workers,

@@ -1,11 +1,10 @@
--- started -> queued at the head of its priority's list, or failed: take back the jobs whose holder
--- let its lease lapse, in the order in which they were pulled, for neighbours share prefixes.
--- What the holder's end means for them is in `suspects.lua`: a death if that is known, else half of
--- one. A job that has died alone `max_deaths` times is failed in RQ's terms; `heal` gives it its error
--- row. Nothing is counted when the holder was heard of after it last spoke of the job: it lives, and
--- does not know that it holds it, for the answer to its pull, or its giving back, was lost. One that
--- was born after that is another process of the same name. Nor is anything counted for a job that had
--- not begun: no engine has seen it.
+-- started -> queued at the head of its priority's list, or failed: take back the jobs whose leases have
+-- lapsed, in the order in which they were pulled, since consecutive jobs share prefixes.
+-- `suspects.lua` counts the holder's end: a whole death if it is proved, else half a death. A job that
+-- has died alone `max_deaths` times is failed in RQ's terms, and `settle` stores its error. Nothing is
+-- counted if the holder sent a heartbeat after its last one for the job: then it lives and does not know
+-- of the job, because the answer to its pull, or its giving back, was lost. A holder that was born after
+-- that is another process of the same name. Nothing is counted for a job that had not begun either.
 -- KEYS: queue list, wip, failed zsets.
 -- ARGV: largest number of leases to look at, max_deaths, failure ttl (s), either '' or the name of a
 --       worker that is no more, whose leases are taken back although they still run, and the half

@@ -3,7 +3,8 @@
 -- since (it queued it again, which runs no row that has a result), the row can be retried all the same.
 -- KEYS: batch hash, results, queue list, failed or canceled zset.
 -- ARGV: 'failed' or 'canceled', time in ISO 8601, new timeout (s; 0 keeps the old one), new deadline
---       (s since 1970; '' keeps the old one, 0 is none), queue name, then id, line for each row.  Returns how many were queued.
+--       (s since 1970; '' keeps the old one, 0 is none), queue name, then id, line for each row.
+-- Returns how many were queued.
 local outcome, iso, timeout = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local expires, queue = ARGV[4], ARGV[5]
 local batch = string.match(KEYS[1], '%x+$')

@@ -1,13 +1,13 @@
--- Put before the scripts that need it (`transitions.py`).
--- Rows that their holder had begun when it died are suspects. Those of one death are a group, which
--- is run together and beside nothing else. If that holder dies too, what is left of the group is
--- halved; a row that is left alone is failed when it has died alone often enough. A death of which
--- there is no proof (a lease that lapsed: a lid was closed, a network was away) counts half.
--- `bkv_suspect` is the group's name, which ends in ".1" if it is of one row; `bkv_halves` are the
--- half deaths counted since the row came into its group, or ever if it is in none; `bkv_died` are
--- the whole deaths, all of them. Older versions write `bkv_deaths` alone: such a row is in the group
--- "old" after one death, and a group of its own after more, for then it died alone. They fail a row
--- at the fourth, so they are told of one alone: a group may see more.
+-- Put before the scripts that need it (`scripts.py`).
+-- Rows that had begun on a worker when it died are suspects. The rows of one death are a group. The
+-- group runs together, and nothing runs beside it. If the next holder dies too, the rest of the group
+-- is halved. A row that has died alone often enough is failed. A death without proof counts half: a
+-- lease may lapse because a lid was closed or a network was away.
+-- `bkv_suspect` is the group's name. It ends in ".1" if the group is of one row. `bkv_halves` are the
+-- half deaths since the row came into its group, or all of them if it is in none. `bkv_died` counts all
+-- whole deaths. Older versions write `bkv_deaths` alone. Such a row is in the group "old" after one
+-- death. After more deaths it is a group of its own, since it then died alone. Older versions fail a
+-- row at the fourth death. A group may see more, so `bkv_deaths` never says more than one.
 
 -- A count of deaths; what is none is 0.
 local function num_deaths(count)
@@ -39,7 +39,7 @@ local function new_group(is_one)
   return string.format('%x-%x-%d', time[1], time[2], num_groups) .. (is_one and '.1' or '')
 end
 
--- One holder is no more, and had begun these rows; `ids` are in the order in which it took them,
+-- One holder has died, and had begun these rows; `ids` are in the order in which it took them,
 -- `halves` is 2 where its death is known and 1 where it is not. Returns which of them are to be
 -- failed, as a set: those that have died alone `max_deaths` times.
 local function count_death(ids, halves, max_deaths)
