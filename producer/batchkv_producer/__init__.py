@@ -1,7 +1,7 @@
-"""batchkv's producer side: submit, follow, and read back batches. Never imports MLX.
+"""batchkv's producer side: submit batches, follow them, read results. Never imports MLX.
 
-The names below are imported when they are first asked for: so little happens before the command
-can heed a Ctrl-C (``entry``).
+A name below is imported when it is first used. So the command starts quickly, and Ctrl-C works from
+the first moment (``entry``).
 """
 
 from __future__ import annotations

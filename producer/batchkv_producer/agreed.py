@@ -1,4 +1,4 @@
-"""Numbers on which producer and worker must agree; each stands here alone."""
+"""Numbers on which producer and worker must agree. Each is defined here only."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from batchkv_producer.retry import Pace, patiently
 from batchkv_producer.submit import restore as restoring
 from batchkv_producer.submit import submission
 from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, Progress
-from batchkv_producer.submit.kept_answers import Earlier
+from batchkv_producer.submit.kept_answers import EarlierBatch
 from batchkv_producer.submit.submission import Checked, Identified, Submitted
 from batchkv_producer.wire import redis_keys, suspects
 from batchkv_producer.wire.batch_options import NO_OPTIONS, BatchOptions, Deadline
@@ -87,7 +87,7 @@ class Client:
         options: BatchOptions = NO_OPTIONS,
         terms: BatchOptions | None = None,
         prompting: Prompting = AUTO,
-        earlier: Earlier | None = None,
+        earlier: EarlierBatch | None = None,
     ) -> Submitted:
         """Queue a file, or dicts as they would stand in its lines; the same again join their batch.
 

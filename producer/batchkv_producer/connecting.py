@@ -1,4 +1,4 @@
-"""From nothing to a client, as the command line does it."""
+"""Makes a connected client, as the command line does."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A disk that is full: told from other faults, and named.
+"""Recognizes a full disk among other faults, and names it.
 
-The embedded server takes no more writes then, and says so to whoever writes (MISCONF) or pings; it
-still answers reads, and goes on by itself when there is room.
+While its disk is full, the embedded server refuses writes (MISCONF) and pings. It still answers
+reads, and accepts writes again when there is room.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the ``batchkv`` script begins: before anything that takes time to import."""
+"""The entry point of the ``batchkv`` script. It runs before the slow imports."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The ``batchkv`` command. This package assembles; what is done stands in the modules beside it.
+"""The ``batchkv`` command. This package only assembles it; the work is done in the other rooms.
 
-Results and ids go to standard output, everything else to standard error. Exit codes: 0 all is
-well, 1 some row failed, was wrong or has no answer, 2 wrong use or wrong input, 3 trouble with
-Redis, 4 the work could not go on (disk full, workers that keep dying), 5 the command of --on-done
-failed, 6 the time to wait is over, 130 interrupted (128 + the signal).
+Results and ids go to standard output, everything else to standard error. Exit codes: 0 success, 1 a
+row failed, was wrong or has no answer, 2 wrong arguments or wrong input, 3 an error of Redis, 4 the
+work cannot go on (disk full, workers that keep dying), 5 the command of --on-done failed, 6 the
+time of --timeout is over, 130 interrupted (128 + the signal).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The flags of ``submit`` and ``run`` that say how a batch is treated, and ``--on-done``."""
+"""The batch's flags of ``submit`` and ``run`` (priority, deadline, ...), and ``--on-done``."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import sys
 import click
 
 from batchkv_producer.cli.shared import say, session, url_option
-from batchkv_producer.manage.input_lines import Lacking, failed_lines
+from batchkv_producer.manage.input_lines import MissingLines, failed_lines
 from batchkv_producer.progress import printable, rows
 from batchkv_producer.results import outfile
 
@@ -30,7 +30,7 @@ def failed(ctx: click.Context, batch_id: str, canceled: bool, url: str | None) -
       batchkv failed 3f2a9c51d07be684 > bad.jsonl
       batchkv failed 3f2a9c51d07be684 --canceled | jq -r .custom_id
     """
-    lacking, num_lines = Lacking(), 0
+    lacking, num_lines = MissingLines(), 0
     is_terminal = sys.stdout.isatty()
     with session(url) as opened:
         status = opened.client.status(batch_id)

@@ -1,4 +1,4 @@
-"""The group of all commands: finds those of other packages, turns every error into one line."""
+"""The group of all commands. It finds commands of other packages and prints errors as one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands that read an input share: its arguments, and what is told of it."""
+"""The arguments of commands that read an input, and what they print about it."""
 
 from __future__ import annotations
 

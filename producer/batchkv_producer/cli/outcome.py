@@ -1,4 +1,4 @@
-"""What a person is told about how a batch went, or why it does not go."""
+"""Prints how a batch ended, or why it makes no progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from batchkv_producer.results.target import STDOUT
 
 if TYPE_CHECKING:
     from batchkv_producer.local.run import RunReport
-    from batchkv_producer.submit.kept_answers import Earlier
+    from batchkv_producer.submit.kept_answers import EarlierBatch
     from batchkv_producer.submit.submission import Submitted
 
 
@@ -31,7 +31,7 @@ def say_unserved(client: Client, batch_id: str) -> None:
         say(misfit.note)
 
 
-def say_before(client: Client, submitted: Submitted, earlier: Earlier | None) -> None:
+def say_before(client: Client, submitted: Submitted, earlier: EarlierBatch | None) -> None:
     """What a submit met: nobody who serves it, answers that it keeps, rows that failed before."""
     say_unserved(client, submitted.batch_id)
     found = client.status(submitted.batch_id)

@@ -1,4 +1,4 @@
-"""``batchkv plan``: what submit would make of a file."""
+"""``batchkv plan``: shows what submit would do with a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``batchkv server``: the embedded server by hand."""
+"""``batchkv server``: starts, stops and shows the embedded server."""
 
 from __future__ import annotations
 

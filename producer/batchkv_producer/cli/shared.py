@@ -1,4 +1,4 @@
-"""What several commands share: options, the connection, ways to print."""
+"""Code that several commands share: options, the connection, output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How batches, jobs and workers are shown: for people in the width of a screen, or as JSON."""
+"""Shows batches, jobs and workers: as tables that fit the screen, or as JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from batchkv_producer.monitor.misfit import find_misfit, why_passed_by
 from batchkv_producer.monitor.remaining import percent_done, seconds_left
 from batchkv_producer.monitor.workers import WorkerInfo
 from batchkv_producer.progress import duration, printable
-from batchkv_producer.server.memory_use import Room, size_text
+from batchkv_producer.server.memory_use import MemoryUse, size_text
 from batchkv_producer.wire.job import Result
 from batchkv_producer.wire.maker import Maker
 
@@ -37,16 +37,20 @@ Left = Mapping[str, float]  # batch id -> seconds until it is done
 
 
 def show_overview(
-    client: Client, read_room: Callable[[], Room | None], limit: int | None, *, as_json: bool
+    client: Client,
+    read_memory_use: Callable[[], MemoryUse | None],
+    limit: int | None,
+    *,
+    as_json: bool,
 ) -> None:
     """The newest batches, all workers, the server's memory."""
     found = client.workers()
     if as_json:
         listed = listed_fields(client, found, limit)
-        print_json({"batches": listed, "workers": worker_dicts(found), "server": read_room()})
+        print_json({"batches": listed, "workers": worker_dicts(found), "server": read_memory_use()})
         return
     batches, num_older = newest(client, limit)
-    left, room = _times_left(client, batches, found), read_room()
+    left, room = _times_left(client, batches, found), read_memory_use()
     click.echo("\n".join(table_lines(_overview_columns(batches, left))))
     _tell_older(num_older)
     click.echo("")

@@ -1,4 +1,4 @@
-"""The commands that tell how things stand: status, wait, list, workers."""
+"""The commands that read states: status, wait, list, workers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from batchkv_producer.local.follow import snapshot_of
 from batchkv_producer.monitor.delays import Delays
 from batchkv_producer.progress import reporter
 from batchkv_producer.server.connection import refused_writes
-from batchkv_producer.server.memory_use import read_room
+from batchkv_producer.server.memory_use import read_memory_use
 
 SHOWN_BATCHES = 50
 
@@ -69,7 +69,7 @@ def status(
 
         def show() -> bool:
             if target is None:
-                room = partial(read_room, opened.connection)
+                room = partial(read_memory_use, opened.connection)
                 most = (limit or None) if as_json else _limit(limit)
                 show_overview(opened.client, room, most, as_json=as_json)
                 return False

@@ -1,4 +1,4 @@
-"""Tables and lists of fields that fit the screen, or 80 columns where there is none."""
+"""Tables and lists of fields that fit the terminal, or 80 columns without one."""
 
 from __future__ import annotations
 

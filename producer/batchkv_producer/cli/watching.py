@@ -1,4 +1,4 @@
-"""``--watch``: what a command shows, again and again."""
+"""``--watch``: repeats a command's output every few seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flags of ``run`` that are about its workers."""
+"""The flags of ``run`` for its workers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One request body, checked field by field: what is honoured, what is neutral, what is refused.
+"""Reads one request body and checks each field.
 
-A field is honoured, or has a value that changes nothing, or fails its row. Nothing that would
-change the answer is dropped in silence. ``null`` means "not said" everywhere.
+A field is used, or has a value that changes nothing, or makes its row fail. No field that would
+change the answer is ignored silently. ``null`` means "not set" everywhere.
 """
 
 from __future__ import annotations

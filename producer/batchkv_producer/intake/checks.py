@@ -1,4 +1,4 @@
-"""Small checks of JSON values, shared by everything that reads a row."""
+"""Small checks of JSON values, used by everything that reads a row."""
 
 from __future__ import annotations
 

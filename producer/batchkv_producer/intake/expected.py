@@ -1,4 +1,4 @@
-"""Answers that the input itself expects (``metadata.expected``), to count the right ones."""
+"""Answers that the input expects (``metadata.expected``), to count the right ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that a program has as dicts: the lines of a file that was never written."""
+"""Rows that a program passes as dicts, read like the lines of a file."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The elements of a JSON array in a stream, one in memory at a time.
+"""Reads the elements of a JSON array from a stream, one at a time.
 
-Only what separates elements is looked at here: brackets, commas, and where strings begin and end.
-What stands between two commas is an element, whatever it is: whoever parses it says what is wrong
-with it, and the next one is not touched by that.
+This module only finds where elements begin and end: it looks at brackets, commas and strings. The
+parser of the element reports what is wrong with it. A wrong element does not affect the next one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a chat row hands to the chat template: messages, tools, template variables."""
+"""The parts of a chat row that go to the chat template: messages, tools, template variables."""
 
 from __future__ import annotations
 

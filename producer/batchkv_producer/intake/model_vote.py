@@ -1,7 +1,7 @@
-"""Which model a batch is for: the one that is asked for, else the one that all lines name.
+"""Decides a batch's model: the one of the command, else the one that all lines name.
 
-Lines may come from others than who submits them. So no line chooses for those that name none, and
-none names a folder: whose files are read here is for the command to say.
+Lines may come from somebody else than the user who submits them. So a line never chooses the model
+of lines that name none, and a line never names a folder: the command decides whose files are read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The quick way to read a line: one schema for the rows that say nothing unusual.
+"""The fast way to read a line: one schema for ordinary rows.
 
-msgspec parses a line and holds it to types and ranges in one pass, about ten times as fast as
-parsing it and looking at each field. The schema is narrower than the rules: what does not fit it
-(a tool, a stop string, a fault of any kind) is no verdict, and ``formats`` reads the line again,
-field by field. What does fit gives the very request that ``formats`` would give.
+msgspec parses a line and checks types and ranges in one pass, about ten times as fast as parsing it
+and checking each field. The schema is narrower than the rules. A line that does not match it (a
+tool, a stop string, any fault) is read again by ``formats``, field by field. A line that matches
+gives exactly the request that ``formats`` would give.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""An input's pieces, read into rows: how each is read, where its rows stand, which are refused.
+"""Reads the files of an input into rows.
 
-Rows of several files are counted through: the lines of the second come after those of the first.
-An array's elements are counted as lines are.
+Lines are counted through all files: those of the second file follow those of the first. Elements of
+an array are counted like lines.
 """
 
 from __future__ import annotations

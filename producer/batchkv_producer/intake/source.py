@@ -1,4 +1,4 @@
-"""The input as bytes: opened, digested as it is read, refused when it is no text at all."""
+"""The input as bytes: opens it, computes its digest while reading, refuses what is no text."""
 
 from __future__ import annotations
 

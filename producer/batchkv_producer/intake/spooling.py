@@ -1,8 +1,8 @@
-"""What a command's FILEs are: pipes and standard input are copied to a file first.
+"""Copies pipes and standard input to a temporary file.
 
-A pipe can be read once, and a run reads its input twice. The copy lies in the home folder where
-there is one, else in TMPDIR; it has no name, so that it is gone with this process however that
-ends, and nobody else can open it.
+A pipe can be read once, and a run reads its input twice. The copy is in the home folder, or in
+TMPDIR where there is none. The copy has no name, so nobody else can open it, and it disappears with
+this process however that ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""``batchkv ask``: one prompt, its answer, and nothing left behind.
+"""``batchkv ask``: answers one prompt and leaves nothing on the server.
 
-A question is a batch of one row with an id of its own, so that the same question again is computed
-again. It goes before all others of the model, and is forgotten when it has an answer, or when who
-asked has lost patience. Should this process be killed, the batch expires by itself.
+A question is a batch of one row with its own id, so the same question is computed again each time.
+It runs before all other rows of the model. It is forgotten when it has an answer, or when the user
+stops waiting. If this process is killed, the batch expires.
 """
 
 from __future__ import annotations

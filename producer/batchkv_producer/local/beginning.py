@@ -1,4 +1,4 @@
-"""What ``batchkv run`` says first, and with what it will have its rows computed."""
+"""The first lines of ``batchkv run``, and the options with which its rows are computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Following a batch: its results into OUT, and its progress."""
+"""Follows a batch: writes its results to OUT and reports its progress."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""The workers of ``batchkv run``: processes on this machine that live no longer than the run.
+"""The workers of ``batchkv run``: processes on this machine that end with the run.
 
-A worker is told who its parent is by a pipe: its standard input, whose other end only the run has.
-When the run ends, however it ends, the pipe does too, and the worker with it. The Redis URL reaches
-it through the environment, since a command line can be read by everybody.
+A worker's standard input is a pipe whose other end only the run holds. When the run ends, however
+it ends, the pipe closes and the worker ends too. The worker gets the Redis URL through its
+environment, because everybody can read a command line.
 
-A worker that dies loses nothing: its jobs go back to the queue at once, and another is started.
-Exit codes of a worker: 0 normal, 2 its configuration is wrong, 70 its engine died, 71 it hung, 72
-its model's files have changed.
+When a worker dies, no row is lost: its jobs go back to the queue at once, and the run starts
+another worker. Exit codes of a worker: 0 normal, 2 wrong configuration, 70 the engine died, 71 the
+engine hung, 72 the model's files have changed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""``batchkv run`` with a mended file: its OUT names the batch whose answers are kept.
+"""``batchkv run`` with a corrected file: OUT names the earlier batch whose answers are kept.
 
-OUT holds the rows of the file as it was. They go to a file beside it, and OUT gets the rows of
-the mended file, most of them with the answers that they had.
+OUT holds the results of the file as it was. They are moved to a file beside it. OUT then gets the
+results of the corrected file, most of them copied from the earlier batch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.results.aside import first_row, newest_aside, set_aside
 from batchkv_producer.results.outfile import errors_path
 from batchkv_producer.results.target import STDOUT
-from batchkv_producer.submit.kept_answers import Earlier
+from batchkv_producer.submit.kept_answers import EarlierBatch
 from batchkv_producer.submit.submission import Submitted
 from batchkv_producer.wire import redis_keys
 
 
-def earlier_of(connection: Redis, out: Path) -> Earlier | None:
+def earlier_of(connection: Redis, out: Path) -> EarlierBatch | None:
     """The batch whose results OUT begins with, if the server has it.
 
     A run with a mended file moves OUT aside. If it is killed before its first result, there is no
@@ -35,12 +35,12 @@ def earlier_of(connection: Redis, out: Path) -> Earlier | None:
     for part in parts:
         parsed = redis_keys.parse_job_id(str(first_row(part).get("id")))
         if parsed and connection.exists(redis_keys.batch(parsed[0])):
-            return Earlier(parsed[0])
+            return EarlierBatch(parsed[0])
     return None
 
 
 def make_room(
-    earlier: Earlier | None,
+    earlier: EarlierBatch | None,
     status: BatchStatus,
     submitted: Submitted,
     out: Path,

@@ -1,7 +1,7 @@
-"""``--on-done``: a command of the user's, run once by the process that waited for the batch.
+"""``--on-done``: runs the user's command once, when the batch that this process waited for is done.
 
-It stands in no place but this process's memory, and nothing of a row is ever part of it: what it
-gets are the batch's id and counts, as variables of its environment.
+The command is kept in the memory of this process only. It gets the batch's id and counts as
+environment variables, and nothing that stands in a row.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Which workers of this machine have ended without a word: a file for each, in the home folder.
+"""Finds workers of this machine that died, by a file for each in the home folder.
 
-That a process is gone is told by its machine alone. So each worker leaves a file there that names
-its process, and takes it away when it ends in order; other workers, when they start and now and
-then, and ``batchkv run`` read what the dead left. A host's name would not do: it changes with the
-network, and two Macs may have the same.
+Only a process's own machine can say that it is gone. So each worker writes a file with its process
+id, and removes it when it ends normally. Other workers read the files when they start and now and
+then; so does ``batchkv run``. A host name is not enough: it changes with the network, and two Macs
+may have the same one.
 
-Under the same boot, and where processes have the same numbers (a container has its own), it is
-certain whether a process lives. Otherwise the machine was started anew, or the folder is shared
-with another: then a worker is dead when the server has not heard of it for two heartbeats.
+If the file was written since the last boot and in the same PID namespace (a container has its own),
+the process id tells for certain whether the process lives. Otherwise the machine was restarted, or
+another machine shares the folder: then a worker is dead when it has missed two heartbeats.
 """
 
 from __future__ import annotations

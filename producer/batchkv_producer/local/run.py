@@ -1,8 +1,8 @@
-"""``batchkv run``: submit a file, run workers here, append the results to OUT as they come.
+"""``batchkv run``: submits a file, runs workers here, appends results to OUT as they come.
 
-Everything that must survive is in Redis (the batch) or in OUT (the results already written), and
-each step may be repeated: submitting joins the batch that is there, OUT takes each id once. So the
-same command after a crash, a kill or a Ctrl-C simply goes on.
+Everything that must survive is in Redis (the batch) or in OUT (written results), and every step can
+be repeated: submitting joins an existing batch, and OUT takes each id once. So the same command
+goes on after a crash, a kill or a Ctrl-C.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from batchkv_producer.retry import outages_watched, patiently
 from batchkv_producer.server.connection import refused_writes
 from batchkv_producer.server.home import home_from_environment
 from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, Progress
-from batchkv_producer.submit.kept_answers import Earlier
+from batchkv_producer.submit.kept_answers import EarlierBatch
 from batchkv_producer.submit.submission import Identified
 from batchkv_producer.wire.batch_options import NO_OPTIONS, BatchOptions
 from batchkv_producer.wire.job import SamplingParams
@@ -172,7 +172,7 @@ def run(
 
 
 def _submit_again(
-    client: Client, options: RunOptions, batch_id: str, earlier: Earlier | None
+    client: Client, options: RunOptions, batch_id: str, earlier: EarlierBatch | None
 ) -> None:
     """Queue what the server has lost of the submit. Raises UsageError when the input is another."""
 
@@ -184,14 +184,14 @@ def _submit_again(
             )
 
     again = replace(options, batch_options=replace(options.batch_options, fresh=False))
-    _submit(client, again, check, Earlier(earlier.batch_id) if earlier else None)
+    _submit(client, again, check, EarlierBatch(earlier.batch_id) if earlier else None)
 
 
 def _submit(
     client: Client,
     options: RunOptions,
     on_identified: Identified,
-    earlier: Earlier | None,
+    earlier: EarlierBatch | None,
     on_progress: Progress | None = None,
 ) -> Submitted:
     return client.submit(
@@ -224,7 +224,7 @@ def _tell_what_stays(
     client: Client,
     submitted: Submitted,
     options: RunOptions,
-    earlier: Earlier | None,
+    earlier: EarlierBatch | None,
     reporter: Reporter,
 ) -> None:
     """What was asked for now, and is otherwise in the batch or the OUT that was there."""
@@ -250,7 +250,7 @@ def _refuse_early(
     options: RunOptions,
     connection: Redis,
     url: str,
-    earlier: Earlier | None,
+    earlier: EarlierBatch | None,
     batch_id: str,
     model: str,
     relatives: frozenset[str],

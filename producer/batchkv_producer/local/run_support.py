@@ -1,4 +1,4 @@
-"""Around the loop of ``batchkv run``: an outage of the server, and what dead workers left."""
+"""Helpers of ``batchkv run``: outages of the server, and leftovers of workers that died."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals that end a command which has workers to stop first."""
+"""Signals that end a command which must stop its workers first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps workers of our own from starting, told before anything is queued."""
+"""Checks before anything is queued whether this machine can run workers for the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changing what is in the queue already: cancel rows, queue failed or canceled rows again."""
+"""Cancels rows, and queues failed or canceled rows again."""
 
 from __future__ import annotations
 

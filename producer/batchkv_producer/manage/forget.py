@@ -1,10 +1,10 @@
-"""``batchkv forget``: take a batch off the server, whatever state its rows are in.
+"""``batchkv forget``: removes a batch from the server, whatever state its rows are in.
 
-A mark on the batch's hash comes first: from then on no move writes anything for it
-(``lua/common.lua``). Then its rows go, a page in each step, with all that RQ keeps of them. Its
-results, its place in the list of batches and its hash go last, so that whoever is killed in between
-leaves something to go on from: any ``forget``, ``list`` or ``status`` and the workers' maintenance
-do. Workers see within a second that their rows are gone. All of it works on a server that is full.
+First the batch's hash is marked: from then on no script writes anything for the batch
+(``lua/common.lua``). Then its rows are removed page by page, with all that RQ keeps of them. The
+results, the entry in the list of batches and the hash are removed last. If the process is killed in
+between, the mark is still there, and the next ``forget``, ``status``, ``list`` or maintenance goes
+on. Workers notice within a second that their rows are gone. All of this works on a full server.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows as lines of an input file again: what ``batchkv failed`` prints."""
+"""Writes failed rows as input lines again, for ``batchkv failed``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STATES = (b"failed", b"canceled", b"stopped", b"finished")
 
 
 @dataclass(slots=True)
-class Lacking:
+class MissingLines:
     """Rows that have no line: wrong in the input, or their job is no longer there."""
 
     num_wrong: int = 0
@@ -30,7 +30,7 @@ class Lacking:
 
 
 def failed_lines(
-    connection: Redis, status: BatchStatus, lacking: Lacking, *, canceled: bool = False
+    connection: Redis, status: BatchStatus, lacking: MissingLines, *, canceled: bool = False
 ) -> Iterator[str]:
     """An input line for each failed (or canceled) row, in the order of the input.
 

@@ -1,10 +1,10 @@
-"""Heal a batch whose counts are not those of its stored results.
+"""Corrects a batch whose counts differ from its stored results.
 
-Each move is one script, but a server does not take back what a script wrote before a command was
-refused to it: rights were taken away for a moment, or the server's version lacks something. A row
-may then have a result that was never counted, and its batch would never be done. Two numbers that
-every look reads tell it. All results are read only then, once every row has one, and the counts
-that follow from them are written if nothing has changed meanwhile.
+Each move is one script, but a server does not undo what a script wrote before a command was refused
+(rights were removed for a moment, or the server's version lacks a command). Then a row may have a
+result that was never counted, and its batch would never be done. Every look compares two numbers
+that show this. Only if they differ, and once every row has a result, all results are read and the
+counts are written, unless something has changed meanwhile.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Where batches, jobs and workers are: read from Redis, changed by nobody here."""
+"""The state of batches, jobs and workers. This room only reads."""

@@ -1,6 +1,6 @@
-"""Why a batch is slow, when it is: a few words for the progress, a sentence for what has a way out.
+"""Explains why a batch is slow: a few words for the progress bar, a sentence if there is a fix.
 
-Each reason is one function of the table below; the first that has something to say is shown.
+Each reason is one function of the table below. The first one that applies is shown.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""All batches of a server, newest first, in bounded memory however many there are.
+"""Lists the batches of a server, newest first, in constant memory.
 
-Ids come in pages, and the hashes of some batches in one transaction each: a server with a hundred
-thousand batches answers others in between, and who wants fifty of them reads no more.
+Ids are read in pages, and batches in transactions of 100. So a server with 100,000 batches can
+serve others in between, and a list of fifty reads only fifty.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows that no worker may compute that serves their queue: what they wait for, and the way out."""
+"""Finds rows that no worker of their queue may compute: what they wait for, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where one job stands: read from Redis, changed by nobody here."""
+"""The state of one job. Read only."""
 
 from __future__ import annotations
 

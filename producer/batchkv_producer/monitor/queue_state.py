@@ -1,4 +1,4 @@
-"""What is in a queue, whoever's rows they are."""
+"""The contents of a queue, of all batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When batches will be done, by what their workers generated in the last minute."""
+"""Estimates when batches will be done, from what their workers generated in the last minute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where batches stand: read from Redis, changed by nobody here."""
+"""The status of batches. Read only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workers that are alive, and what they hold: read from RQ's own records."""
+"""The live workers and what they hold, from RQ's own records."""
 
 from __future__ import annotations
 

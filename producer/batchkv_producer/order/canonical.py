@@ -1,4 +1,4 @@
-"""A request's text as the order of a batch sees it, here and at a worker."""
+"""A request's canonical text: what producer and worker compare to find common prefixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan holds, and the chunks in which it goes to the queue."""
+"""The contents of a plan, and the chunks in which it is queued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The home folder of the embedded server: where everything of it lies, and whose it is."""
+"""The home folder of the embedded server: its paths, and who may open it."""
 
 from __future__ import annotations
 

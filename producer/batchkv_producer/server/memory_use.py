@@ -1,4 +1,4 @@
-"""How full the server is, and which batches hold most of it."""
+"""The server's memory: how much is used, and by which batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class BatchMemory:
     """A batch, and about how many bytes of the server's memory it holds."""
 
     batch_id: str
@@ -37,12 +37,12 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryUse:
     """The server's memory in bytes; ``max_bytes`` 0: no limit is set. The largest batches first."""
 
     used_bytes: int
     max_bytes: int
-    largest: tuple[Held, ...] = ()
+    largest: tuple[BatchMemory, ...] = ()
 
     def __str__(self) -> str:
         limit = f" of {size_text(self.max_bytes)} (maxmemory)" if self.max_bytes else ""
@@ -50,20 +50,24 @@ class Room:
         return f"{size_text(self.used_bytes)}{limit}{most}"
 
 
-def read_room(connection: Redis) -> Room | None:
+def read_memory_use(connection: Redis) -> MemoryUse | None:
     """How full the server is; None when it does not tell this user."""
     try:
         info: dict[str, Any] = connection.info("memory")
-        return Room(int(info["used_memory"]), int(info.get("maxmemory", 0)), largest(connection))
+        return MemoryUse(
+            int(info["used_memory"]), int(info.get("maxmemory", 0)), largest(connection)
+        )
     except (ResponseError, KeyError, ValueError):
         return None
 
 
-def largest(connection: Redis, count: int = 3) -> tuple[Held, ...]:
+def largest(connection: Redis, count: int = 3) -> tuple[BatchMemory, ...]:
     """The batches that hold most memory, measured on samples; none if that may not be asked."""
     most = heapq.nlargest(MAX_MEASURED, _totals(connection))
     try:
-        found = [Held(batch_id, _measured(connection, batch_id, n)) for n, batch_id in most if n]
+        found = [
+            BatchMemory(batch_id, _measured(connection, batch_id, n)) for n, batch_id in most if n
+        ]
     except ResponseError:  # an ACL without MEMORY USAGE
         return ()
     return tuple(sorted(found, key=lambda held: -held.num_bytes)[:count])

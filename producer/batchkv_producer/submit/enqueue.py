@@ -1,4 +1,4 @@
-"""Sending a sealed plan to Redis: create or join the batch, then its chunks one after the other."""
+"""Sends a sealed plan to Redis: creates or joins the batch, then queues its chunks in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchkv_producer.manage.forget import forget_batch
 from batchkv_producer.order.planner import BatchPlan, Chunk, PlanCounts
 from batchkv_producer.order.prefix_order import ORDER_VERSION
 from batchkv_producer.submit.generations import Generation, OtherMakingError
-from batchkv_producer.submit.kept_answers import Earlier
+from batchkv_producer.submit.kept_answers import EarlierBatch
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.batch_options import NO_OPTIONS, BatchOptions, differences
 from batchkv_producer.wire.job import Result, SamplingParams, encode_result
@@ -40,7 +40,7 @@ class BatchSpec:
     name: str = ""
     options: BatchOptions = NO_OPTIONS
     prompting: Prompting = AUTO
-    earlier: Earlier | None = None
+    earlier: EarlierBatch | None = None
 
 
 def enqueue(

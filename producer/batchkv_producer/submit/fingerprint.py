@@ -1,9 +1,9 @@
-"""The fingerprint of a model's files: 32 hex digits, equal wherever the files are. No MLX.
+"""The fingerprint of a model's files: 32 hex digits, equal on every machine. No MLX.
 
-It covers names and contents of weights, configuration, generation defaults, tokenizer and chat
-templates: all from which a worker makes its answers. In a snapshot of the Hugging Face cache files
-are links to blobs whose names are digests, so nothing is read there. Elsewhere a file is hashed
-once, and its digest kept in the home folder by what the system tells of the file.
+It covers the names and contents of all files that decide the answers: weights, configuration,
+generation defaults, tokenizer and chat templates. In a snapshot of the Hugging Face cache, files
+are links to blobs that are named by their digest, so nothing is read. Elsewhere each file is hashed
+once. The digest is cached in the home folder, by the file's identity, size and times.
 """
 
 from __future__ import annotations

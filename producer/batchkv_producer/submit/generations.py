@@ -1,13 +1,14 @@
-"""Generations of a batch: the same file again, computed with something else, or once more.
+"""Generations of a batch: the same file, computed with other weights or settings, or once more.
 
-A batch's id is made from its file, model and generation defaults, and none of it says which weights
-stand behind the model's name, or how keys and values are kept. Answers made with others must not be
-handed out as this submit's: it then makes the batch's next generation, whose id has the number in
-its digest. The first generation's id is as it ever was.
+A batch's id is made from its file, model and generation defaults. It says nothing about the weights
+behind the model's name or the KV scheme. Answers that were computed with others must not be
+returned as those of this submit. So a submit with other weights or another scheme makes the batch's
+next generation, whose id has the generation's number in its digest. The first generation keeps the
+plain id.
 
-Which numbers were taken tells the set of all batches, which keeps ids when results expire; a batch
-that was forgotten is free to be made anew. Without ``fresh`` the newest generation that is there
-and fits goes on.
+The set of all batches says which numbers are taken, because it keeps ids when results expire. The
+number of a forgotten batch is free again. Without ``fresh``, the newest generation that exists and
+fits is joined.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A mended file: answers of an earlier batch that the new one keeps.
+"""Copies answers of an earlier batch to a corrected file's batch.
 
-Rows that ask for the same (their digests, ``row_facts``) need no computing again, as long as the
-earlier batch was computed with what the new one is to be computed with: weights, KV scheme, dtype.
-The answers are copied on the server, in the same step that queues the rest of a chunk
-(``lua/submit.lua``, which compares once more); so a row is kept or queued, never both.
+A row whose request was answered there (equal digests, ``row_facts``) is not computed again, if the
+earlier batch was computed with the same weights, KV scheme and dtype. The server copies the answer
+in the step that queues the rest of the chunk (``lua/submit.lua``, which compares once more). So a
+row is either kept or queued, never both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SAID = ("style", "model", "fingerprint", "scheme", "mixed", "forgotten", *_COUN
 
 
 @dataclass(slots=True)
-class Earlier:
+class EarlierBatch:
     """The batch whose answers may be kept, by its full id, and what was found there.
 
     ``num_alike`` rows of the new file ask for what was answered there, also where nothing is kept.
@@ -117,6 +117,6 @@ def _why_not(said: dict[str, str], model: str) -> str:
     return "it has no answers" if said["ok"] in ("", "0") else ""
 
 
-def earlier_named(connection: Redis, wanted: str | None) -> Earlier | None:
+def earlier_named(connection: Redis, wanted: str | None) -> EarlierBatch | None:
     """The batch that somebody names, by its id or a prefix; raises NotFoundError."""
-    return Earlier(find_batch(connection, wanted)) if wanted else None
+    return EarlierBatch(find_batch(connection, wanted)) if wanted else None

@@ -1,7 +1,7 @@
-"""``batchkv retry --from``: run rows again whose jobs are gone, from the file they came from.
+"""``batchkv retry --from``: queues rows whose jobs are gone, from the file that was submitted.
 
 A job is gone when another tool deleted it, or when its failure is older than RQ keeps. The file
-must be the batch's own: its digest, with the model and the batch's defaults, says so.
+must be the batch's own. Its digest, with the model and the batch's defaults, proves that.
 """
 
 from __future__ import annotations

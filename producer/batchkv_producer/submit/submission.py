@@ -1,9 +1,10 @@
-"""From a file to a batch in the queue: read, identify, enqueue chunk by chunk.
+"""From a file to a queued batch: reads, identifies and enqueues it chunk by chunk.
 
-A batch's id is the first 16 of the 64 hex digits of a SHA-256 over the file's bytes, how they are
-read (``.txt``, JSON lines, an array), the model and the generation defaults; of several files the
-names, too; and of --raw, --system and a later generation what they say. The same file again is
-therefore the same batch: it is joined, and what an interrupted submit left out is added.
+A batch's id is the first 16 of the 64 hex digits of a SHA-256 over: the file's bytes, how they are
+read (``.txt``, JSON lines, an array), the model and the generation defaults. The names of several
+files, --raw, --system and the number of a later generation are part of it where they are given. So
+the same file is the same batch: a second submit joins it, and adds what an interrupted one left
+out.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from batchkv_producer.submit.enqueue import (
     enqueue,
 )
 from batchkv_producer.submit.generations import Generation, informed, settled
-from batchkv_producer.submit.kept_answers import Earlier
+from batchkv_producer.submit.kept_answers import EarlierBatch
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.batch_options import NO_OPTIONS, BatchOptions
 from batchkv_producer.wire.error_codes import ErrorCode
@@ -164,7 +165,7 @@ def submit(
     on_identified: Identified | None = None,
     options: BatchOptions = NO_OPTIONS,
     prompting: Prompting = AUTO,
-    earlier: Earlier | None = None,
+    earlier: EarlierBatch | None = None,
 ) -> Submitted:
     """Put a file into the queue of its model; raises UsageError before anything was changed.
 

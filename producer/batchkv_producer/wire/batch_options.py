@@ -1,7 +1,7 @@
-"""What a submit may ask for a batch beside its rows: priority, deadline, dedupe, how long it stays.
+"""Options of a batch beside its rows: priority, deadline, dedupe, how long results are kept.
 
-None of it belongs to the batch's identity: the same file, model and defaults join the batch that is
-there, and that one keeps its own options.
+They are no part of the batch's identity. The same file, model and defaults join the batch that
+exists, and that batch keeps its own options.
 """
 
 from __future__ import annotations

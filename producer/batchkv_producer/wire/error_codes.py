@@ -1,4 +1,4 @@
-"""Why a row failed, in one word for programs."""
+"""Why a row failed, as one word for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading what was compressed, up to a limit: whoever wrote it may not mean well."""
+"""Decompresses up to a limit, because whoever wrote the data may be hostile."""
 
 from __future__ import annotations
 

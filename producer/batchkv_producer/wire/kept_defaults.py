@@ -1,4 +1,4 @@
-"""A batch's generation defaults, as its hash keeps them."""
+"""A batch's generation defaults, as its hash stores them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What makes a worker's answers: the model's files, the KV scheme, the dtype's class.
+"""What decides a worker's answers: the model's files, the KV scheme and the dtype's class.
 
-A batch keeps what it is computed with, as fields of its hash: what its submit knows, and from the
-first ``pull`` on the rest. A worker that is otherwise passes the batch's rows by. None of it is a
-part of the batch's id.
+A batch stores these as fields of its hash: the submit writes what it knows, the first ``pull``
+writes the rest. A worker with other values passes the batch's rows by. None of it is part of the
+batch's id.
 
-Rows may ask for what workers of older versions cannot do: they say so (``needs_of``), and a worker
-that lacks it passes them by, too.
+A row may require what workers of older versions cannot do (``needs_of``). Such workers pass it by,
+too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How to generate: what a row, or a batch's defaults, say of it."""
+"""Generation parameters of a row, or of a batch's defaults."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What a batch keeps of every row beside its job: a digest of what it asks for, and its custom_id.
+"""What a batch stores of each row beside its job: the digest of its request, and its custom_id.
 
-A job may be gone (deleted by another tool, or its failure older than RQ keeps) when its row is to
-be named, run again, or compared with a row of another file. So each chunk of a submit also stores
-the facts of one stretch of lines, in two fields of ``batchkv:batch:<id>:rows``: ``d<n>``, 16 bytes
-for each line, zeros where there is no row that could be run, and ``n<n>``, compressed names, left
-out when all rows are called by their line. Chunks hold rows in the order of their prefixes,
-stretches in that of the lines, so that a line's stretch is known without looking.
+A job may be gone (another tool deleted it, or its failure is older than RQ keeps) when its row is
+reported, run again, or compared with a row of another file. So each chunk of a submit also stores
+the facts of one stretch of lines, in two fields of ``batchkv:batch:<id>:rows``. ``d<n>`` has 16
+bytes for each line, zeros where there is no row that could be run. ``n<n>`` has the compressed
+custom_ids; it is left out when all rows are named by their line. Chunks hold rows in prefix order,
+stretches hold consecutive lines, so that a line's stretch is known without a search.
 """
 
 from __future__ import annotations

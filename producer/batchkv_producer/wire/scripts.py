@@ -1,4 +1,4 @@
-"""The scripts of ``lua/``, sent to one server and run there."""
+"""Sends the scripts of ``lua/`` to a server and runs them there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suspects: rows that a worker had begun when it died. ``lua/suspects.lua`` says what they are."""
+"""Suspects: rows that a worker had started when it died. ``lua/suspects.lua`` explains them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from redis.exceptions import OutOfMemoryError
 from batchkv_producer import Client, NotFoundError
 from batchkv_producer.cli import cli
 from batchkv_producer.manage import forget as forgetting
-from batchkv_producer.server.memory_use import read_room
+from batchkv_producer.server.memory_use import read_memory_use
 from batchkv_producer.submit.submission import Submitted
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.batch_options import BatchOptions
@@ -303,7 +303,7 @@ def test_status_shows_what_holds_the_memory(desk: Desk, redis_url_kept: str) -> 
     small, large = desk.submit("s.jsonl").batch_id, "x" * 3000
     source = desk.write(*[{"prompt": f"{large}{n * 7919}"} for n in range(300)], name="l.jsonl")
     batch = desk.client.submit(source, model=MODEL).batch_id
-    room = read_room(desk.connection)
+    room = read_memory_use(desk.connection)
     assert room is not None and room.used_bytes > 0
     assert [held.batch_id for held in room.largest] == [batch, small]
     num_bytes = room.largest[0].num_bytes

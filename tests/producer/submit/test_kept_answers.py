@@ -17,7 +17,7 @@ from redis import Redis
 from batchkv_producer import Client
 from batchkv_producer.cli import cli
 from batchkv_producer.intake.prompting import Prompting
-from batchkv_producer.submit.kept_answers import Earlier
+from batchkv_producer.submit.kept_answers import EarlierBatch
 from batchkv_producer.submit.submission import Submitted
 from batchkv_producer.wire import redis_keys, row_facts
 from batchkv_producer.wire.batch_options import BatchOptions
@@ -58,7 +58,7 @@ class Desk:
         self, lines: Sequence[Any], name: str = "in.jsonl", earlier: str = "", **options: Any
     ) -> Submitted:
         source = self.write(*lines, name=name)
-        found = Earlier(earlier) if earlier else None
+        found = EarlierBatch(earlier) if earlier else None
         return self.client.submit(source, model=MODEL, earlier=found, **options)
 
     def work(self, maker: Maker = OURS, failing: Sequence[str] = (), count: int = 100) -> list[str]:
@@ -125,7 +125,7 @@ def test_rows_of_the_earlier_batch_that_still_wait_are_told_of(desk: Desk) -> No
     """Rows of the old file that nobody answered yet stay queued: that is said, with the way out."""
     first = desk.submit(rows("a", "b", "c"), name="first.jsonl").batch_id
     desk.work(count=1)
-    found = Earlier(first)
+    found = EarlierBatch(first)
     desk.client.submit(desk.write(*rows("a", "b", "d")), model=MODEL, earlier=found)
     assert "2 rows of it wait to be computed all the same" in found.told(1)
     assert f"`batchkv cancel {first}`" in found.told(0)
@@ -165,7 +165,7 @@ def test_answers_of_other_weights_or_schemes_are_not_kept(desk: Desk, other: Mak
     first = desk.answered("a", "b")
     source = desk.write(*rows("a", "c"), name="in.jsonl")
     batch = desk.client.check(source, model=MODEL).batch_id
-    earlier = Earlier(first)
+    earlier = EarlierBatch(first)
 
     def begin(batch_id: str, *_: object) -> None:
         """Somebody begins the batch with other workers, just before its rows come in."""
@@ -199,7 +199,7 @@ def test_rows_that_end_meanwhile_are_not_mistaken_for_answers(desk: Desk) -> Non
     """A row of the earlier batch that fails between the look and the copy is computed anew."""
     first = desk.submit(rows("a", "b"), name="first.jsonl").batch_id
     desk.work(count=1)
-    earlier = Earlier(first)
+    earlier = EarlierBatch(first)
 
     def fail(*_: object) -> None:
         desk.work(failing=["a", "b"])
