@@ -62,7 +62,7 @@ class Swept:
 class Tier(ABC):
     """Bytes by name, put once, kept as long as there is room.
 
-    The contract, which ``tests/cache_store/test_tiers.py`` holds every tier to:
+    The contract, which ``tests/cache_store/tiers/test_tiers.py`` holds every tier to:
 
     - Names are those of ``names``; any other is a ValueError, before anything is touched.
     - ``put`` is put-if-absent and atomic: whoever reads sees all of the bytes or none, whatever
