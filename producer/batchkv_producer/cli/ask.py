@@ -30,7 +30,7 @@ from batchkv_producer.wire.job import SamplingParams
 
 @click.command()
 @click.argument("prompt")
-@click.option("-m", "--model", metavar="MODEL", help="Model to ask.  [default: BATCHKV_MODEL]")
+@click.option("-m", "--model", metavar="MODEL", help="The model to ask.  [default: BATCHKV_MODEL]")
 @prompting_options
 @generation_options
 @url_option
@@ -47,9 +47,9 @@ def ask(
 ) -> None:
     """Ask one question, print the answer, keep nothing. PROMPT - is standard input, all of it.
 
-    The question goes before all other work of the model. Where nobody serves the model, a worker is
-    started here and ends with the answer: for many questions, `batchkv worker` stays. Exit code 1
-    if there is no answer; standard error says why.
+    The question runs before all other work of the model. If no worker serves the model, one is
+    started here and ends after the answer; for many questions start `batchkv worker` first. Exit
+    code 1 if there is no answer: standard error says why.
 
     \b
     Examples:

@@ -59,21 +59,21 @@ _OPTIONS = (
         "--expires",
         callback=_deadline,
         metavar="WHEN",
-        help="Rows that have not started by then end as failed (expired): 30m, 8h, 2d from now, "
-        "or a time like 2026-08-01T18:00.",
+        help="Rows that have not started by then fail (expired). 30m, 8h or 2d from now, or a time "
+        "like 2026-08-01T18:00.",
     ),
     click.option(
         "--dedupe",
         is_flag=True,
-        help="Compute rows that ask for the same once. A row that samples without a seed is "
-        "always computed.",
+        help="Compute rows with the same request once. Only rows with temperature 0 or a seed "
+        "count as the same.",
     ),
     click.option(
         "--keep",
         "keep_seconds",
         callback=_keep,
         metavar="TIME",
-        help="Forget the batch and its results so long after its end, like 7d.  [default: never]",
+        help="Delete the batch and its results so long after its end, like 7d.  [default: never]",
     ),
     click.option(
         "--fresh",
@@ -128,8 +128,8 @@ on_done_option = click.option(
     "--on-done",
     metavar="COMMAND",
     help="Run this with the shell when the batch is done. BATCHKV_BATCH, BATCHKV_TOTAL, "
-    "BATCHKV_OK, BATCHKV_FAILED and BATCHKV_CANCELED tell it how. If it fails, the exit code is "
-    f"{EXIT_ON_DONE}.",
+    "BATCHKV_OK, BATCHKV_FAILED and BATCHKV_CANCELED hold its id and counts. If it fails, the exit "
+    f"code is {EXIT_ON_DONE}.",
 )
 
 

@@ -70,9 +70,9 @@ def retry(
 ) -> None:
     """Queue the failed rows of a batch again (rows that were wrong in the input stay failed).
 
-    A failed row's job is kept for 7 days, and other tools may delete it sooner: then --from FILE
-    makes it anew. The flags of generation are needed with --from only, for batches of versions
-    that did not keep them: those of the submit.
+    A failed row's job is kept for 7 days, and other tools may delete it sooner. Then --from FILE
+    queues the row from the file that was submitted. Generation flags are for --from only: repeat
+    those of the submit if an older version submitted the batch.
 
     \b
     Examples:

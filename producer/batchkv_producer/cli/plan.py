@@ -40,10 +40,10 @@ def plan(
     defaults: SamplingParams,
     as_json: bool,
 ) -> None:
-    """Show what submit would do with a file: groups of rows that begin alike, expected hits.
+    """Show what submit would do with a file: groups of rows with a common prefix, expected hits.
 
-    Reads and checks the file as submit does; needs no server and changes nothing. Tokens are
-    estimated at 4 bytes of text each, for there is no tokenizer here.
+    It reads and checks the file as submit does. It needs no server and changes nothing. There is no
+    tokenizer here, so a token is estimated as 4 bytes of text.
 
     \b
     Examples:

@@ -55,9 +55,9 @@ def results(
     url: str | None,
     as_json: bool,
 ) -> None:
-    """Print or save the results of a batch that are there, or all of them with --follow.
+    """Print or save the results of a batch: those there are now, or all with --follow.
 
-    FILE gets the answers, FILE.errors.jsonl the rows that have none: each row is in one of them.
+    FILE gets the answers, FILE.errors.jsonl the rows without one. Each row is in one of the two.
 
     \b
     Examples:
@@ -97,7 +97,7 @@ def results(
     type=click.FloatRange(min=0),
     default=0,
     metavar="SECONDS",
-    help="Wait that long for it.",
+    help="Wait so long for it.",
 )
 @format_option
 @url_option

@@ -59,14 +59,16 @@ timeout_option = click.option(
     f"that are queued already keep theirs.  [default: {DEFAULT_JOB_TIMEOUT_SECONDS}]",
 )
 dry_run_option = click.option(
-    "--dry-run", is_flag=True, help="Read and check the file, count its rows, change nothing."
+    "--dry-run", is_flag=True, help="Read and check the file, and count its rows. Change nothing."
 )
 
 
 @click.command()
 @input_options
 @model_option
-@out_option("OUT", "Where results go; - prints them.  [default: FILE.results.jsonl, - for a pipe]")
+@out_option(
+    "OUT", "The file for results; - prints them.  [default: FILE.results.jsonl, - for a pipe]"
+)
 @worker_options
 @trace_option
 @generation_options
@@ -187,8 +189,8 @@ def submit(
 
     FILE holds OpenAI Batch lines, {"prompt": ..} or {"messages": [..]} lines, an array of such
     objects, or (.txt) one prompt a line; - is standard input. Several FILEs are one batch, whose
-    rows without an id are called FILE:LINE. A row that is wrong is told of and stops no other: the
-    good ones are queued and the id is printed, with exit code 1 (0 with --allow-bad).
+    rows without an id are called FILE:LINE. A wrong row is reported and does not stop the
+    others: they are queued and the id is printed, with exit code 1 (0 with --allow-bad).
 
     \b
     Examples:

@@ -33,7 +33,7 @@ trace_option = click.option(
     metavar="FILE",
     type=click.Path(path_type=Path),
     envvar=BY_NAME["trace"].variable,
-    help="Write where the worker's time goes, for Perfetto; a second worker writes FILE-2, and on.",
+    help="Write where the worker's time goes, for Perfetto. A second worker writes FILE-2, etc.",
 )
 url_option = click.option(
     "--url",
@@ -47,7 +47,7 @@ model_option = click.option(
     "-m",
     "--model",
     metavar="MODEL",
-    help="Model of all rows; without it the one that all lines name, else BATCHKV_MODEL.",
+    help="The model of all rows.  [default: the one that all lines name, else BATCHKV_MODEL]",
 )
 
 
@@ -58,13 +58,13 @@ def out_option(metavar: str, text: str) -> Callable[[Callable[..., R]], Callable
 
 
 _GENERATION = (
-    ("--max-tokens", int, "Most tokens to generate for a row."),
-    ("--temperature", float, "0 takes the likeliest token always."),
-    ("--top-p", float, "Sample among the likeliest tokens of this total probability."),
-    ("--top-k", int, "Sample among this many likeliest tokens; 0: all."),
-    ("--min-p", float, "Leave out tokens less likely than this share of the likeliest."),
-    ("--seed", int, "Seed of every row; without it each row has its own."),
-    ("--repetition-penalty", float, "Above 1 makes tokens that occurred already less likely."),
+    ("--max-tokens", int, "The most tokens to generate for a row."),
+    ("--temperature", float, "0 always takes the likeliest token."),
+    ("--top-p", float, "Sample from the likeliest tokens with this total probability."),
+    ("--top-k", int, "Sample from this many of the likeliest tokens; 0 is all."),
+    ("--min-p", float, "Drop tokens whose probability is below this share of the likeliest one's."),
+    ("--seed", int, "The seed of every row. Without it each row gets its own."),
+    ("--repetition-penalty", float, "Above 1, tokens that occurred already become less likely."),
 )
 
 
@@ -77,10 +77,10 @@ def generation_options(command: Callable[..., R]) -> Callable[..., R]:
         return command(*args, defaults=SamplingParams(**said), **kwargs)
 
     wrapped: Callable[..., R] = click.option(
-        "--stop", multiple=True, metavar="TEXT", help="End before this text (may be repeated)."
+        "--stop", multiple=True, metavar="TEXT", help="Stop before this text. May be repeated."
     )(with_defaults)
     for name, kind, text in reversed(_GENERATION):
-        wrapped = click.option(name, type=kind, help=f"{text} For rows that do not say.")(wrapped)
+        wrapped = click.option(name, type=kind, help=f"{text} Rows may set their own.")(wrapped)
     return wrapped
 
 

@@ -85,9 +85,9 @@ def status(
 @url_option
 @json_option
 def list_batches(limit: int | None, is_watching: bool, url: str | None, as_json: bool) -> None:
-    """List batches, the newest first; with --watch every 2 seconds, until Ctrl-C.
+    """List batches, the newest first.
 
-    A table has the newest 50, unless --limit says otherwise; --json has all.
+    The table shows the newest 50; --limit sets another number. --json lists all.
 
     \b
     Examples:
@@ -112,9 +112,9 @@ def list_batches(limit: int | None, is_watching: bool, url: str | None, as_json:
 @url_option
 @json_option
 def workers(is_watching: bool, url: str | None, as_json: bool) -> None:
-    """List the workers that are alive, on all machines; with --watch every 2 seconds.
+    """List the live workers of all machines.
 
-    TOK/S are tokens generated in the last minute, while there were rows.
+    TOK/S is the mean of the last minute, over the time in which there were rows.
 
     \b
     Examples:
@@ -136,7 +136,9 @@ def workers(is_watching: bool, url: str | None, as_json: bool) -> None:
 
 @click.command()
 @click.argument("batch_id", metavar="BATCH")
-@click.option("--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="Wait no longer.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="Wait at most so long."
+)
 @on_done_option
 @url_option
 @json_option
@@ -149,9 +151,9 @@ def wait(
     url: str | None,
     as_json: bool,
 ) -> None:
-    """Wait until a batch is done. Exit code 1 if some row failed, 6 if the time is over.
+    """Wait until a batch is done. Exit code 1 if a row failed, 6 if the time is over.
 
-    With --on-done the exit code is 5 if that command failed; it is not run when the time is over.
+    With --on-done, the exit code is 5 if that command failed. It is not run when the time is over.
 
     \b
     Examples:

@@ -17,7 +17,7 @@ WATCH_SECONDS = 2.0
 _CLEAR = "\x1b[H\x1b[J"  # to the upper left corner, and nothing below it
 
 watch_option = click.option(
-    "--watch", "is_watching", is_flag=True, help="Again every 2 seconds, until Ctrl-C."
+    "--watch", "is_watching", is_flag=True, help="Repeat every 2 seconds, until Ctrl-C."
 )
 
 

@@ -43,7 +43,7 @@ _WORKERS = click.option(
     type=click.IntRange(0, 64),
     default=1,
     show_default=True,
-    help="Workers to run here; 0: leave the work to those of other machines.",
+    help="Workers to run here. 0 leaves the work to other machines.",
 )
 
 
