@@ -5,12 +5,21 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import click
 
-from batchkv_producer.cli.shared import Session, json_option, out_option, say, session, url_option
+from batchkv_producer.cli.shared import (
+    Session,
+    delays_of,
+    json_option,
+    out_option,
+    say,
+    session,
+    url_option,
+)
 from batchkv_producer.client import StoredRow
 from batchkv_producer.errors import UsageError
 from batchkv_producer.local.follow import Follower, snapshot_of, stale_rows
@@ -18,6 +27,7 @@ from batchkv_producer.local.run import TURN_SECONDS
 from batchkv_producer.progress import printable, reporter
 from batchkv_producer.progress import rows as rows_text
 from batchkv_producer.results import outfile, output
+from batchkv_producer.retry import patiently
 from batchkv_producer.wire.job import Result
 
 format_option = click.option(
@@ -159,10 +169,11 @@ def _append(opened: Session, batch_id: str, out: Path, *, follow: bool) -> None:
     stale = stale_rows(opened.connection, batch_id)
     with outfile.open_results(out, batch_id, stale) as target, reporter() as progress:
         follower = Follower(opened.client, batch_id, target)
+        delays = delays_of(opened, progress.note)
         while True:
-            now = opened.client.status(batch_id)
-            progress.update(snapshot_of(now))
-            num_new = follower.collect()
+            now = patiently(partial(opened.client.status, batch_id))
+            progress.update(snapshot_of(now, delays.look(now) if follow else ""))
+            num_new = patiently(follower.collect)
             if now.is_done or not follow:
                 break
             time.sleep(TURN_SECONDS if num_new == 0 else 0)

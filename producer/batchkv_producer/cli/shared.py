@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,6 +17,7 @@ import click
 from redis import Redis
 
 from batchkv_producer.client import Client
+from batchkv_producer.monitor.delays import Delays
 from batchkv_producer.progress import printable
 from batchkv_producer.server import connection
 from batchkv_producer.server.memory_use import full_server_told
@@ -106,6 +108,16 @@ def session(url: str | None) -> Iterator[Session]:
         progress_told(say),
     ):
         yield Session(Client(redis), redis, resolved, is_embedded)
+
+
+def delays_of(opened: Session, note: Callable[[str], None]) -> Delays:
+    """Tells why a batch is slow; a sentence that has a way out goes to ``note``."""
+    return Delays(
+        opened.client.serving,
+        note,
+        count_apart=opened.client.count_apart,
+        refused_writes=partial(connection.refused_writes, opened.connection, opened.url),
+    )
 
 
 def default_model() -> str | None:

@@ -8,7 +8,14 @@ import click
 
 from batchkv_producer.cli.batch_options import exit_code, on_done_option
 from batchkv_producer.cli.outcome import say_canceled, say_failures
-from batchkv_producer.cli.shared import json_option, print_json, say, session, url_option
+from batchkv_producer.cli.shared import (
+    delays_of,
+    json_option,
+    print_json,
+    say,
+    session,
+    url_option,
+)
 from batchkv_producer.cli.showing import (
     batch_fields,
     listed_fields,
@@ -23,9 +30,7 @@ from batchkv_producer.cli.watching import shown, watch_option
 from batchkv_producer.client import BatchStatus
 from batchkv_producer.errors import UsageError
 from batchkv_producer.local.follow import snapshot_of
-from batchkv_producer.monitor.delays import Delays
 from batchkv_producer.progress import reporter
-from batchkv_producer.server.connection import refused_writes
 from batchkv_producer.server.memory_use import read_memory_use
 
 SHOWN_BATCHES = 50
@@ -163,12 +168,7 @@ def wait(
     """
     with session(url) as opened:
         with reporter() as progress:
-            delays = Delays(
-                opened.client.serving,
-                progress.note,
-                count_apart=opened.client.count_apart,
-                refused_writes=partial(refused_writes, opened.connection, opened.url),
-            )
+            delays = delays_of(opened, progress.note)
 
             def look(now: BatchStatus) -> None:
                 progress.update(snapshot_of(now, delays.look(now)))

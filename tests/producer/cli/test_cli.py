@@ -19,9 +19,10 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 from redis import Redis
+from redis.exceptions import ConnectionError
 
 from batchkv_producer.cli import cli, group
-from batchkv_producer.client import Client
+from batchkv_producer.client import BatchStatus, Client
 from batchkv_producer.progress import LiveReporter, PlainReporter, Rates, Snapshot, duration
 from batchkv_producer.server import embedded as server
 from batchkv_producer.server.home import Home
@@ -411,6 +412,28 @@ def test_results_of_an_older_version_are_migrated(
     for _ in range(2):
         assert "3 of 3 rows" in batchkv("results", batch_id, "-o", out).stderr
         assert [out.read_bytes(), errors.read_bytes()] == new
+
+
+def test_following_into_a_file_outlives_an_outage(
+    at_server: str, redis_connection: Redis, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is away for a moment does not end ``--follow -o``, and while nobody serves the
+    queue it says so, as ``wait`` does."""
+    batch_id, out = submitted(source), source.with_name("out")
+    real, calls = Client.status, list[str]()
+
+    def status(client: Client, wanted: str) -> BatchStatus:
+        calls.append(wanted)
+        if len(calls) in (3, 4):
+            raise ConnectionError("Connection refused")
+        if len(calls) == 6:
+            finish(redis_connection, "m")
+        return real(client, wanted)
+
+    monkeypatch.setattr(Client, "status", status)
+    told = batchkv("results", batch_id, "-o", out, "--follow")
+    assert told.exit_code == 0 and "nobody serves the queue" in told.stderr
+    assert len(calls) > 6 and out.read_text("utf-8").count("\n") == 2
 
 
 def test_results_to_a_file(at_server: str, redis_connection: Redis, source: Path) -> None:
