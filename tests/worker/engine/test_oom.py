@@ -170,7 +170,7 @@ def test_memory_is_allowed_again_as_rows_end() -> None:
     shrunk = running._scheduler.budget.memory_bytes
     assert shrunk < allowed
     for _ in range(256):
-        running._shortage.relax()
+        running._scheduler.memory.relax()
     assert running._scheduler.budget.memory_bytes == allowed
 
 

@@ -120,8 +120,7 @@ def test_rows_too_long_are_refused_at_once() -> None:
     """C6: what never fits is an error at submission for every kind of layer, not a wait."""
     for family in ("gear", "gemma3_text", "qwen3_next"):
         crowd = Crowd(family, memory_bytes=2**20)
-        budget = crowd.engine._scheduler.budget
-        assert not budget.can_ever_hold(Demand(30_000, 10))
+        assert not crowd.engine._scheduler.memory.fits_alone(Demand(30_000, 10))
         with pytest.raises(RowRefused, match="do not fit"):
             crowd.engine.submit_row(Sequence("x", [1] * 30_000, Generation(10)))
         assert crowd.run("small", [1, 2, 3]).usage.completion == 6

@@ -20,14 +20,15 @@ import mlx.core as mx
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_worker.engine.decode_step import Step
 from batchkv_worker.engine.prefill import Prefill
+from batchkv_worker.engine.schedule.prefill_group import PrefillGroup
 from batchkv_worker.engine.schedule.prefix_split import num_blocks
-from batchkv_worker.engine.schedule.scheduler import MAX_PREEMPTIONS, PrefillGroup, Scheduler
+from batchkv_worker.engine.schedule.scheduler import MAX_PREEMPTIONS, Scheduler
 from batchkv_worker.engine.shared_prefixes import Stems
 from batchkv_worker.engine.slot_insert import Placed, runs
 from batchkv_worker.kv.attention.shared_prefix import Stem
 from batchkv_worker.kv.layers.decode import DecodeSlots
-from batchkv_worker.kv.slots.changes import Demand, Move
-from batchkv_worker.kv.slots.growth import NoRoom, fits
+from batchkv_worker.kv.slots.changes import Move
+from batchkv_worker.kv.slots.growth import NoRoom
 from batchkv_worker.prefix.memory import PrefixCache
 from batchkv_worker.sequence import Sequence
 
@@ -83,13 +84,9 @@ class SlotRows:
 
     def _place(self, group: PrefillGroup, row: Sequence) -> Placed | None:
         """Give a row a slot; None when there is no room."""
-        held = self.scheduler.prefill_bytes(group)
-        stem = self._leaders_stem(row, held, group.stem)
+        stem = self._leaders_stem(row, group)
         one = Placed(row, group.rows.index(row), stem.num_tokens if stem else 0)
-        # A group's own stem is in what it holds; one that has grown on it is not.
-        costs, layouts = self.scheduler.budget.costs, self._slots.layouts
-        held += layouts.bytes_of_new(costs, stem, group.stem)
-        max_cells = self._max_cells(held, one.demand)
+        max_cells = self.scheduler.memory.max_cells(group, one.demand, stem)
         try:
             slot, move = self._slots.place(one.demand, stem, max_cells)
         except NoRoom as short:
@@ -100,29 +97,21 @@ class SlotRows:
         self.by_slot[slot] = row
         return one
 
-    def _leaders_stem(self, row: Sequence, held: int, stem: Stem | None) -> Stem | None:
+    def _leaders_stem(self, row: Sequence, group: PrefillGroup) -> Stem | None:
         """A longer stem for a row that has computed what others wait for, if there is room for one.
 
-        Else its long line in the slots would make those of all its followers as long. ``stem`` is
-        the one that it was computed behind; a row that comes back has its tokens as it left.
+        Else its long line in the slots would make those of all its followers as long. Without one
+        it keeps the group's; a row that comes back has its tokens as it left.
         """
-        budget, layouts = self.scheduler.budget, self._slots.layouts
+        stem = group.stem
         cuts = self.scheduler.stem_cuts(row, row.num_prefill, stem)
         keys = row.block_keys[: num_blocks(cuts)]
         num_tokens = len(keys) * BLOCK_TOKENS
         if row.parked or num_tokens <= (stem.num_tokens if stem else 0):
             return stem
-        new = num_tokens - layouts.tokens_held(keys, stem)
-        wanted = new * budget.costs.per_stem_token
-        if wanted + held + layouts.bytes_held(budget.costs) > budget.memory_bytes:
+        if not self.scheduler.memory.fits_stem(keys, stem, group):
             return stem
         return self._stems.of(keys, cuts, stem) or stem
-
-    def _max_cells(self, held: int, demand: Demand | None = None) -> int | None:
-        """Cells that the slots may have while ``held`` bytes are held beside them."""
-        budget = self.scheduler.budget
-        extra = [] if demand is None else [demand]
-        return self._slots.layouts.max_cells(budget.costs, budget.memory_bytes - held, extra)
 
     def _follow(self, move: Move | None) -> None:
         """A row went to another slot."""
@@ -160,11 +149,6 @@ class SlotRows:
             tokens = row.prompt + row.generated
             row.resume_after([] if row.replay_of else self._prefixes.keys(tokens))
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the slots hold, stems among them."""
-        return self._slots.layouts.bytes_held(self.scheduler.budget.costs)
-
     def lose_all(self) -> list[Sequence]:
         """The buffers are gone; the rows that were in them, or on their way."""
         found = {id(row): row for row in (*self._between, *self.by_slot.values())}
@@ -184,11 +168,10 @@ class SlotRows:
 
         ``land`` reads back the step in flight, and says whether there was one.
         """
-        main = self._slots.layouts.main
+        main, scheduler = self._slots.layouts.main, self.scheduler
         while self.by_slot and main.write == main.capacity:
-            held = self.scheduler.prefill_bytes(self.scheduler.group)
             try:
-                self._slots.make_room(self._max_cells(held))
+                self._slots.make_room(scheduler.memory.max_cells(scheduler.group))
                 return
             except NoRoom:
                 pass
@@ -198,13 +181,13 @@ class SlotRows:
                 for move in self._slots.shrink():
                     self._follow(move)
                 continue
-            leaving = self._cheapest(held)
+            leaving = self._cheapest()
             if not leaving:
                 self._slots.make_room(None)  # one row alone: more than its worst case it never has
                 return
             self._preempt(leaving)
 
-    def _cheapest(self, held: int) -> list[Sequence]:
+    def _cheapest(self) -> list[Sequence]:
         """Rows that make room by leaving: those that lose least, or the longest, if that is less.
 
         Rows that may leave no more are left in peace as long as there are others; one row stays.
@@ -216,7 +199,7 @@ class SlotRows:
             sorted(loose, key=self._loss),
             sorted(loose, key=lambda row: -length(row.slot or 0)),
         )
-        found = [self._enough(order, held) for order in orders]
+        found = [self._enough(order) for order in orders]
         return min(found, key=lambda rows: [*map(sum, zip(*map(self._loss, rows), strict=True))])
 
     def _loss(self, row: Sequence) -> tuple[int, int]:
@@ -226,19 +209,15 @@ class SlotRows:
             return 0, total
         return total - min(total, len(row.block_keys) * BLOCK_TOKENS), 0
 
-    def _enough(self, order: list[Sequence], held: int) -> list[Sequence]:
+    def _enough(self, order: list[Sequence]) -> list[Sequence]:
         """The first rows of ``order`` without which the others have room; all, if need be."""
-        budget, layouts = self.scheduler.budget, self._slots.layouts
         left = list(self.by_slot.values())
         for place, row in enumerate(order, start=1):
             left.remove(row)
-            lengths = [
-                layouts.main.length(slot) for slot in (r.slot for r in left) if slot is not None
-            ]
-            num_bytes = budget.memory_bytes - held
-            cells = layouts.max_cells(budget.costs, num_bytes, [], len(left))
-            remaining = max((row.num_remaining for row in left), default=0)
-            if cells is None or fits(lengths, remaining, cells):
+            slots = [other.slot for other in left if other.slot is not None]
+            remaining = max((other.num_remaining for other in left), default=0)
+            memory, group = self.scheduler.memory, self.scheduler.group
+            if memory.fits_without_others(slots, remaining, group):
                 return order[:place]
         return order
 

@@ -31,6 +31,7 @@ class Vitals:
     def report(self) -> str:
         """One line; numbers may be of different moments."""
         group = self._scheduler.group
+        held = self._scheduler.memory.snapshot()
         prompts = "no prompt"
         if group is not None:
             prompts = f"{len(group.rows)} prompts at token {group.position} of {group.width}"
@@ -38,7 +39,7 @@ class Vitals:
         return (
             f"{self._scheduler.num_waiting} rows wait, {prompts} in prefill, "
             f"{len(self._slot_rows.by_slot)} rows decode, {self._slot_rows.num_preempted} had to "
-            f"leave; {self._slot_rows.num_bytes / 1e6:.1f} MB in slots of "
-            f"{self._scheduler.budget.memory_bytes / 1e6:.1f}; MLX had {active:.1f} MB, "
+            f"leave; {held.slots / 1e6:.1f} MB in slots of "
+            f"{held.allowed / 1e6:.1f}; MLX had {active:.1f} MB, "
             f"{cached:.1f} to use again, {peak:.1f} at most"
         )

@@ -75,10 +75,10 @@ class Engine:
         link.attach(self.prefixes)
         chunk = config.chunk_tokens or choose_chunk(loaded, plan)
         memory_bytes = config.memory_bytes - self.prefixes.max_bytes
-        self._budget = Budget(chunk, memory_bytes, plan.costs, plan.shapes.step)
+        budget = Budget(chunk, memory_bytes, plan.costs, plan.shapes.step)
         self._slots = DecodeSlots(plan.kinds, plan.tree, config.slots, plan.shapes)
         self._scheduler = Scheduler(
-            *(self._slots.layouts, self._budget, self.prefixes.num_cached, link.is_ready),
+            *(self._slots.layouts, budget, self.prefixes.num_cached, link.is_ready),
             shares=config.share and plan.shares,
             stem_costs=config.stem_costs(plan),
             ragged=plan.traits.ragged,
@@ -128,7 +128,7 @@ class Engine:
 
     def submit_row(self, row: Sequence) -> None:
         """Take in a row that is tokenized already; raises RowRefused when it can never fit."""
-        check_memory(row, self._budget)
+        check_memory(row, self._scheduler.memory)
         row.block_keys = self.prefixes.keys(row.prompt)
         self.link.begin(row)
         self._scheduler.add(row)
@@ -304,7 +304,7 @@ class Engine:
             self._audit.compare(row)
         elif isinstance(event, Completed):
             self._scheduler.answers.add(len(row.generated))
-            self._shortage.relax()
+            self._scheduler.memory.relax()
             saved_ms = round(row.num_cached * self._prefill.seconds_per_token * 1000)
             event = replace(event, saved_ms=saved_ms, note=self.link.note(row))
             if (replay := self._audit.replay(row, self.loaded.tokenizer)) is not None:

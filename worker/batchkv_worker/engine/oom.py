@@ -21,8 +21,6 @@ from batchkv_worker.sequence import Sequence
 log = logging.getLogger("batchkv.engine")
 
 MAX_FAILURES = 2  # of a row that was alone; then it ends
-SHRINK = 0.8  # of what was held when memory ran out, the most that is held from then on
-GROW = 1.05  # what is allowed again with every row that ends
 
 # Parts of the messages, in lower case: MLX's allocators, Metal's command buffers, CUDA's runtime.
 _SIGNS = (
@@ -62,7 +60,7 @@ class Shortage:
         self._slot_rows = slot_rows
         self._prefixes = prefixes
         self._link = link
-        self._allowed = scheduler.budget.memory_bytes
+        self._memory = scheduler.memory
         self.num_times = 0
 
     def recover(
@@ -74,7 +72,7 @@ class Shortage:
         were. ``steps``: decode steps that are not read back; they are lost with the slots.
         """
         self.num_times += 1
-        held = self._slot_rows.num_bytes + self._scheduler.prefill_bytes(self._scheduler.group)
+        held = self._memory.snapshot(self._scheduler.group).total
         num_rows = len(self._slot_rows.by_slot)
         lost = self._scheduler.abandon_group()
         num_rows += len(lost)
@@ -95,19 +93,12 @@ class Shortage:
         return [row for row in lost if row.num_failures >= MAX_FAILURES]
 
     def _shrink(self, fault: BaseException, held: int, num_lost: int, num_rows: int) -> None:
-        budget = self._scheduler.budget
-        num_bytes = int(min(held, budget.memory_bytes) * SHRINK)
-        self._scheduler.budget = budget.shrunk_to(num_bytes)
+        before = self._memory.budget.memory_bytes
+        self._memory.shrink(held)
         mx.clear_cache()
         log.warning(
             "memory ran out (%s): %d of %d rows are computed again, with %.1f MB for keys and "
             "values instead of %.1f",
-            *(str(fault)[:200], num_lost, num_rows, num_bytes / 1e6, budget.memory_bytes / 1e6),
+            *(str(fault)[:200], num_lost, num_rows),
+            *(self._memory.budget.memory_bytes / 1e6, before / 1e6),
         )
-
-    def relax(self) -> None:
-        """A row has ended well."""
-        budget = self._scheduler.budget
-        if budget.memory_bytes < self._allowed:
-            grown = int(budget.memory_bytes * GROW) + self._allowed // 256 + 1
-            self._scheduler.budget = budget.shrunk_to(min(self._allowed, grown))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from itertools import combinations, pairwise
 
+from batchkv_worker.engine.schedule.memory import Memory
 from batchkv_worker.engine.schedule.prefix_split import MAX_STEMS, Cuts, StemCosts, cuts_of
 from batchkv_worker.engine.schedule.scheduler import Budget, Scheduler
 from batchkv_worker.kv.attention.shared_prefix import Stem
@@ -55,9 +56,9 @@ def test_memory_bounds_admission() -> None:
 
 def test_a_row_too_big_for_the_memory_is_known_at_once() -> None:
     """Nothing waits forever: what can never fit is seen before it is queued."""
-    budget = Budget(512, (768 + 500) * 256, Costs(256))
-    assert budget.can_ever_hold(Demand(500, 200))
-    assert not budget.can_ever_hold(Demand(900, 200))
+    memory = Memory(SlotLayouts(4), Budget(512, (768 + 500) * 256, Costs(256)))
+    assert memory.fits_alone(Demand(500, 200))
+    assert not memory.fits_alone(Demand(900, 200))
 
 
 def test_cancelled_rows_leave_wherever_they_are() -> None:
@@ -107,7 +108,7 @@ def test_windows_and_states_count_in_the_memory() -> None:
     layouts = SlotLayouts(4, [100])
     assert layouts.bytes_needed(windows, [long]) == layouts.bytes_needed(windows, [short])
     assert layouts.bytes_needed(states, [long, short]) == 2000
-    assert not Budget(512, 999, states).can_ever_hold(short)
+    assert not Memory(layouts, Budget(512, 999, states)).fits_alone(short)
 
 
 def sharing(
@@ -385,12 +386,12 @@ def test_a_new_stem_needs_room_beside_buffers_that_are_larger_than_needed() -> N
     held = plan.layouts.bytes_held(costs)
     assert plan.layouts.bytes_needed(costs, demands) < held
     room = held + 4 * 256 + Budget(512, 0, costs).prefill_bytes(demands)
-    assert Budget(512, room, costs).holds(plan.layouts, demands)
-    assert not Budget(512, room - 1, costs).holds(plan.layouts, demands)
+    assert Memory(plan.layouts, Budget(512, room, costs)).fits(demands)
+    assert not Memory(plan.layouts, Budget(512, room - 1, costs)).fits(demands)
     behind(plan, "abcd")
     keys = [b"a", b"ab", b"abc", b"abcd"]
     room += plan.layouts.bytes_held(costs) - held - 4 * 256
-    assert Budget(512, room, costs).holds(plan.layouts, demands, None, keys)
+    assert Memory(plan.layouts, Budget(512, room, costs)).fits(demands, None, keys)
 
 
 def test_a_groups_stem_counts_while_its_prompts_are_computed() -> None:
@@ -400,15 +401,15 @@ def test_a_groups_stem_counts_while_its_prompts_are_computed() -> None:
         plan.add(keyed(str(number), "abcd"))
     group = plan.next_group()
     assert group is not None and group.stem_blocks == 4
-    before = plan.prefill_bytes(group)
+    before = plan.memory.snapshot(group).prefill
     root = Stem(b"ab", 2 * 256, {}, {})
     group.hold(Stem(b"abcd", 4 * 256, {}, {}, root))
     assert group.stem is not None
-    assert plan.prefill_bytes(group) - before == 4 * 256
+    assert plan.memory.snapshot(group).prefill - before == 4 * 256
     for one, new in ((root, 2), (group.stem, 0)):  # rows take it over
         demand = Demand(one.num_tokens + 1, 1, one.num_tokens)
         plan.layouts.admit(demand, plan.layouts.num_active, one)
-        assert plan.prefill_bytes(group) - before == new * 256
+        assert plan.memory.snapshot(group).prefill - before == new * 256
 
 
 def test_shared_tokens_count_once_in_the_memory() -> None:

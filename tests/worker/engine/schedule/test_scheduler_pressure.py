@@ -74,20 +74,18 @@ class Play:
         self.check()
 
     def cells(self, demand: Demand | None = None, count: int | None = None) -> int | None:
-        budget, group = self.scheduler.budget, self.scheduler.group
-        left = budget.memory_bytes - self.scheduler.prefill_bytes(group)
+        budget, memory = self.scheduler.budget, self.scheduler.memory
+        left = budget.memory_bytes - memory.snapshot(self.scheduler.group).prefill
         extra = [] if demand is None else [demand]
         return self.layouts.max_cells(budget.costs, left, extra, count)
 
     def join(self) -> None:
         group = self.scheduler.group
         assert group is not None
-        held = self.scheduler.prefill_bytes(group)
         rows = self.scheduler.finish_group()
         for place, row in enumerate(rows):
             demand = Demand(row.num_prefill, row.num_remaining)
-            budget = self.scheduler.budget
-            cells = self.layouts.max_cells(budget.costs, budget.memory_bytes - held, [demand])
+            cells = self.scheduler.memory.max_cells(group, demand)
             slot, move = self.layouts.make_way(demand)
             if move is not None:
                 self.rows[move.target] = self.rows.pop(move.source)
@@ -144,9 +142,8 @@ class Play:
         """No slot and no byte is lost, and the budget holds."""
         budget = self.scheduler.budget
         assert self.layouts.main.slots == set(self.rows)
-        held = self.layouts.bytes_held(budget.costs)
-        held += self.scheduler.prefill_bytes(self.scheduler.group)
-        assert held <= budget.memory_bytes, (held, budget.memory_bytes)
+        held = self.scheduler.memory.snapshot(self.scheduler.group)
+        assert held.total <= budget.memory_bytes == held.allowed, (held, budget.memory_bytes)
 
 
 @pytest.mark.parametrize("is_optimistic", [True, False])

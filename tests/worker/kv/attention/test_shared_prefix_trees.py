@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from batchkv_worker.engine.schedule.prefill_group import PrefillGroup
 from batchkv_worker.engine.schedule.prefix_split import StemCosts
 from batchkv_worker.kv.attention import shared_prefix_prefill as stem_chunk
 from batchkv_worker.kv.attention.paths import Path
@@ -197,10 +198,11 @@ def test_a_row_that_comes_back_grows_no_stem() -> None:
         crowd.add(str(number), prefix + random_prompt(2 + number, 9), count=3)
     row = next(iter(crowd.engine._scheduler.waiting))
     grow = crowd.engine._slot_rows._leaders_stem
-    found = grow(row, 0, None)
+    group = PrefillGroup([row])
+    found = grow(row, group)
     assert found is not None and found.num_tokens == 2 * BLOCK
     row.parked = b"row"
-    assert grow(row, 0, None) is None
+    assert grow(row, group) is None
     row.parked = b""
     crowd.drain()
 

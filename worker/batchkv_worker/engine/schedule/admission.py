@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.kv.slots.growth import round_up
-from batchkv_worker.kv.slots.layouts import Costs, SlotLayouts
+from batchkv_worker.kv.slots.layouts import Costs
 
 RECENT_ANSWERS = 512  # whose lengths are remembered
 FEWEST_ANSWERS = 16  # before these have ended nothing is known
@@ -56,27 +56,6 @@ class Budget:
     memory_bytes: int
     costs: Costs
     shape_step: int = 1
-
-    def can_ever_hold(self, demand: Demand) -> bool:
-        """Whether the row fits when it is alone."""
-        return self.holds(SlotLayouts(1, self.costs.per_window), [demand])
-
-    def holds(
-        self,
-        layouts: SlotLayouts,
-        demands: list[Demand],
-        ahead: int | None = None,
-        stem_keys: Items[bytes] = (),
-    ) -> bool:
-        """Whether these rows fit beside those in the slots, ``ahead`` tokens from now at most.
-
-        Their prefill stands beside the slots, as they are now and as they grow, until they have
-        moved.
-        """
-        needed = layouts.bytes_needed(self.costs, demands, ahead, stem_keys)
-        held = layouts.bytes_held(self.costs) + layouts.stem_bytes(self.costs, demands, stem_keys)
-        needed = max(needed, held)
-        return needed + self.prefill_bytes(demands) <= self.memory_bytes
 
     def prefill_bytes(self, demands: Items[Demand]) -> int:
         """Bytes of a group in prefill: every row is as wide as the longest."""

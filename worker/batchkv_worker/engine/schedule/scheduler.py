@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_cache_store.uses import Uses
 from batchkv_worker.engine.schedule.admission import AnswerLengths, Budget
+from batchkv_worker.engine.schedule.memory import Memory
 from batchkv_worker.engine.schedule.policy import longest_first
+from batchkv_worker.engine.schedule.prefill_group import PrefillGroup
 from batchkv_worker.engine.schedule.prefix_split import Cuts, StemCosts, cuts_of, num_blocks
-from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.kv.slots.layouts import SlotLayouts
 from batchkv_worker.sequence import Sequence
 
@@ -25,54 +25,6 @@ __all__ = ["Budget", "PrefillGroup", "Scheduler"]
 LOOKAHEAD = 256  # waiting rows among which a group of like length is sought
 STATE_INTERVAL = 16  # blocks after which a state is kept wherever prompts part
 MAX_PREEMPTIONS = 2  # after which a row is admitted by its worst case and left in peace
-
-
-@dataclass(slots=True)
-class PrefillGroup:
-    """Rows whose prompts are computed together, right-padded to the longest.
-
-    A group of several rows fits one chunk; a prompt longer than a chunk is a group of its own. All
-    rows of a group start after the same number of cached tokens, so that one causal mask and one
-    position serve them.
-    """
-
-    rows: list[Sequence]
-    position: int = 0  # tokens computed, or taken from the cache, so far; see advance
-    stem_cuts: Cuts = ()  # of what all its rows share with others: blocks up to each stem's end
-    stem: Stem | None = None  # see hold
-
-    def hold(self, stem: Stem | None) -> None:
-        """Its rows are computed behind this stem; None: behind none."""
-        self.stem = stem
-
-    def advance(self, position: int) -> None:
-        """Its rows are computed up to here."""
-        self.position = position
-
-    @property
-    def wanted(self) -> list[Sequence]:
-        """Its rows that were not cancelled."""
-        return [row for row in self.rows if not row.is_ended]
-
-    @property
-    def stem_blocks(self) -> int:
-        """Blocks at its beginning that stand in stems."""
-        return num_blocks(self.stem_cuts)
-
-    def chunk_end(self, chunk_tokens: int, width: int) -> int:
-        """Where the next chunk ends: at the latest where a row's states are to be kept."""
-        end = min(width, self.position + chunk_tokens)
-        stops = (stop for row in self.rows for stop in row.state_stops)
-        return min((stop for stop in stops if self.position < stop < end), default=end)
-
-    @property
-    def width(self) -> int:
-        """Tokens of the longest row."""
-        return max(row.num_prefill for row in self.rows)
-
-    @property
-    def is_computed(self) -> bool:
-        return self.position >= self.width
 
 
 class Scheduler:
@@ -94,7 +46,7 @@ class Scheduler:
         uses: Uses[bytes] | None = None,
     ) -> None:
         self.layouts = layouts
-        self.budget = budget
+        self.memory = Memory(layouts, budget)
         self._num_cached = num_cached  # tokens of a row's prefix that need no computing
         self._is_ready = is_ready  # whether a row need not wait for its prefix any more
         self._ragged = ragged  # whether rows of unequal length may share a chunk
@@ -112,6 +64,11 @@ class Scheduler:
     def group(self) -> PrefillGroup | None:
         """The group in prefill."""
         return self._group
+
+    @property
+    def budget(self) -> Budget:
+        """What may be spent now."""
+        return self.memory.budget
 
     @property
     def num_waiting(self) -> int:
@@ -141,15 +98,6 @@ class Scheduler:
         """Forget the group in prefill; its rows that are still wanted."""
         group, self._group = self._group, None
         return group.wanted if group else []
-
-    def prefill_bytes(self, group: PrefillGroup | None) -> int:
-        """What the group in prefill holds beside the slots, at most; its stem, if that is new."""
-        if group is None:
-            return 0
-        shared = group.stem_blocks * BLOCK_TOKENS
-        demands = [Demand(row.num_prefill, row.num_remaining, shared) for row in group.rows]
-        new = self.layouts.bytes_of_new(self.budget.costs, group.stem)
-        return self.budget.prefill_bytes(demands) + new
 
     def ahead(self, rows: Iterable[Sequence]) -> int | None:
         """Tokens to reckon with for each row when these are admitted; None: all that may come."""
@@ -207,7 +155,7 @@ class Scheduler:
             if block in upcoming:
                 continue
             width = max(width, row.num_prefill - cached)
-            fits_chunk = not rows or (len(rows) + 1) * width <= self.budget.chunk_tokens
+            fits_chunk = not rows or (len(rows) + 1) * width <= self.memory.budget.chunk_tokens
             room = len(rows) < self.layouts.num_free
             if not (room and fits_chunk and self._fits_memory([*rows, row], cuts)):
                 break
@@ -296,11 +244,9 @@ class Scheduler:
         return frozenset(stop for stop in stops if stop > row.num_cached)
 
     def _fits_memory(self, rows: list[Sequence], cuts: Cuts) -> bool:
-        stem_blocks = num_blocks(cuts)
-        shared = stem_blocks * BLOCK_TOKENS
-        demands = [Demand(row.num_prefill, row.num_remaining, shared) for row in rows]
-        keys = rows[0].block_keys[:stem_blocks]
-        if self.budget.holds(self.layouts, demands, self.ahead(rows), keys):
+        """Whether these rows may be admitted together; a row that is alone always may."""
+        group = PrefillGroup(rows, stem_cuts=cuts)
+        if self.memory.fits(group.demands, self.ahead(rows), group.stem_keys):
             return True
         if len(rows) > 1 or self.layouts.num_active:
             return False

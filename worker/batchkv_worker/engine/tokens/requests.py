@@ -18,7 +18,7 @@ from batchkv_producer.intake.checks import RowFault, check_stop
 from batchkv_producer.intake.messages import check_messages, check_template_variables, check_tools
 from batchkv_producer.order.canonical import canonical_text
 from batchkv_producer.wire.job import ErrorCode, Request, SamplingParams
-from batchkv_worker.engine.schedule.admission import Budget
+from batchkv_worker.engine.schedule.memory import Memory
 from batchkv_worker.engine.tokens.tokenize import (
     SLICE_CHARS,
     RowRefused,
@@ -83,9 +83,10 @@ def _num_common(work: Work, num_prompt: int, tokenizer: Any) -> int | None:
     return max(0, min(num_prompt, num_prompt - num_rest + SHARED_SLACK))
 
 
-def check_memory(row: Sequence, budget: Budget) -> None:
+def check_memory(row: Sequence, memory: Memory) -> None:
     """Refuse a row that does not fit the memory even when it is alone."""
-    if not budget.can_ever_hold(Demand(row.num_prefill, row.num_remaining)):
+    if not memory.fits_alone(Demand(row.num_prefill, row.num_remaining)):
+        budget = memory.whole
         raise RowRefused(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
             f"{len(row.prompt)} prompt tokens and up to {row.generation.max_tokens} more do "

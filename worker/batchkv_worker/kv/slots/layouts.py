@@ -102,6 +102,16 @@ class SlotLayouts:
         new = sum(one.num_own for one in (stem.chain if stem else ()) if one.key not in held)
         return new * costs.per_stem_token
 
+    def peak_bytes(
+        self, costs: Costs, extra: list[Demand], ahead: int | None, stem_keys: list[bytes]
+    ) -> int:
+        """The most that the slots hold with ``extra`` rows admitted: as they are, and grown.
+
+        The arguments are those of ``bytes_needed``.
+        """
+        held = self.bytes_held(costs) + self.stem_bytes(costs, extra, stem_keys)
+        return max(self.bytes_needed(costs, extra, ahead, stem_keys), held)
+
     def bytes_needed(
         self,
         costs: Costs,

@@ -1,0 +1,128 @@
+"""The memory for keys and values: how much there is, how much is held, and what still fits.
+
+Every comparison of bytes with the budget is made here. The layouts say how large buffers are and
+would become; nobody else asks them. No tensors.
+
+Three things are held: the slots with their windows and states, the stems of their rows, and the
+group in prefill. The group is counted until its rows have moved into slots and its arrays are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from batchkv_cache_store.keys import BLOCK_TOKENS
+from batchkv_worker.engine.schedule.admission import Budget
+from batchkv_worker.engine.schedule.prefill_group import PrefillGroup
+from batchkv_worker.kv.slots import growth
+from batchkv_worker.kv.slots.changes import Demand
+from batchkv_worker.kv.slots.layouts import SlotLayouts
+
+if TYPE_CHECKING:
+    from batchkv_worker.kv.attention.shared_prefix import Stem
+
+SHRINK = 0.8  # of what was held when memory ran out, the most that is held from then on
+GROW = 1.05  # what is allowed again with every row that ends
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes at one moment: what may be held, and what is."""
+
+    allowed: int
+    slots: int  # stems among them
+    prefill: int  # the group in prefill, and its stem if no row in a slot has it
+
+    @property
+    def total(self) -> int:
+        """All that is held."""
+        return self.slots + self.prefill
+
+
+class Memory:
+    """The one owner of the budget. ``layouts`` are those of the decode slots."""
+
+    def __init__(self, layouts: SlotLayouts, budget: Budget) -> None:
+        self._layouts = layouts
+        self.whole = budget  # what may be held while memory does not run out
+        self.budget = budget  # what may be held now
+
+    # -- what is held
+
+    def snapshot(self, group: PrefillGroup | None = None) -> Held:
+        """What is held now; ``group`` is the one whose prompts are computed or have to move."""
+        slots = self._layouts.bytes_held(self.budget.costs)
+        return Held(self.budget.memory_bytes, slots, self._prefill_bytes(group))
+
+    def _prefill_bytes(self, group: PrefillGroup | None) -> int:
+        if group is None:
+            return 0
+        new = self._layouts.bytes_of_new(self.budget.costs, group.stem)
+        return self.budget.prefill_bytes(group.demands) + new
+
+    # -- what fits
+
+    def fits_alone(self, demand: Demand) -> bool:
+        """Whether a row fits when no other row is there; if not, it can never run."""
+        alone = SlotLayouts(1, self.whole.costs.per_window)
+        return Memory(alone, self.whole).fits([demand])
+
+    def fits(
+        self, demands: Items[Demand], ahead: int | None = None, stem_keys: Iterable[bytes] = ()
+    ) -> bool:
+        """Whether these rows fit beside those in the slots, ``ahead`` tokens from now at most.
+
+        Their prefill stands beside the slots, as they are now and as they grow, until they have
+        moved. ``stem_keys`` are the blocks that the rows share. ``ahead`` None: all tokens that may
+        still come.
+        """
+        costs = self.budget.costs
+        slots = self._layouts.peak_bytes(costs, list(demands), ahead, list(stem_keys))
+        return slots + self.budget.prefill_bytes(demands) <= self.budget.memory_bytes
+
+    def fits_stem(self, keys: list[bytes], behind: Stem | None, group: PrefillGroup) -> bool:
+        """Whether a stem of these blocks fits beside all that is held.
+
+        Its tokens that are in stems of rows in slots, or in ``behind``, do not count.
+        """
+        new = len(keys) * BLOCK_TOKENS - self._layouts.tokens_held(keys, behind)
+        wanted = new * self.budget.costs.per_stem_token
+        return wanted + self.snapshot(group).total <= self.budget.memory_bytes
+
+    def fits_without_others(
+        self, slots: Iterable[int], most_remaining: int, group: PrefillGroup | None
+    ) -> bool:
+        """Whether the rows in these slots have room for some steps once all others have left."""
+        lengths = [self._layouts.main.length(slot) for slot in slots]
+        free = self.budget.memory_bytes - self._prefill_bytes(group)
+        cells = self._layouts.max_cells(self.budget.costs, free, [], len(lengths))
+        return cells is None or growth.fits(lengths, most_remaining, cells)
+
+    def max_cells(
+        self, group: PrefillGroup | None, demand: Demand | None = None, stem: Stem | None = None
+    ) -> int | None:
+        """Cells that the layers with every token may have beside the group; None: any number.
+
+        ``demand`` is of a row of the group that comes in, behind ``stem``. The group's own stem is
+        counted with the group; one that has grown on it is not.
+        """
+        costs, layouts = self.budget.costs, self._layouts
+        free = self.budget.memory_bytes - self._prefill_bytes(group)
+        free -= layouts.bytes_of_new(costs, stem, group.stem if group else None)
+        return layouts.max_cells(costs, free, [] if demand is None else [demand])
+
+    # -- when it runs out
+
+    def shrink(self, held: int) -> None:
+        """Memory ran out with ``held`` bytes in use: from now on less is used."""
+        num_bytes = int(min(held, self.budget.memory_bytes) * SHRINK)
+        self.budget = self.budget.shrunk_to(num_bytes)
+
+    def relax(self) -> None:
+        """A row has ended well: a little more may be used again, up to the whole budget."""
+        now, whole = self.budget.memory_bytes, self.whole.memory_bytes
+        if now < whole:
+            self.budget = self.budget.shrunk_to(min(whole, int(now * GROW) + whole // 256 + 1))

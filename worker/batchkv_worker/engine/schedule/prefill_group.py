@@ -1,0 +1,73 @@
+"""Rows whose prompts are computed together. No tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from batchkv_cache_store.keys import BLOCK_TOKENS
+from batchkv_worker.engine.schedule.prefix_split import Cuts, num_blocks
+from batchkv_worker.kv.slots.changes import Demand
+from batchkv_worker.sequence import Sequence
+
+if TYPE_CHECKING:
+    from batchkv_worker.kv.attention.shared_prefix import Stem
+
+
+@dataclass(slots=True)
+class PrefillGroup:
+    """Rows whose prompts are computed together, right-padded to the longest.
+
+    A group of several rows fits one chunk; a prompt longer than a chunk is a group of its own. All
+    rows of a group start after the same number of cached tokens, so that one causal mask and one
+    position serve them.
+    """
+
+    rows: list[Sequence]
+    position: int = 0  # tokens computed, or taken from the cache, so far; see advance
+    stem_cuts: Cuts = ()  # of what all its rows share with others: blocks up to each stem's end
+    stem: Stem | None = None  # see hold
+
+    def hold(self, stem: Stem | None) -> None:
+        """Its rows are computed behind this stem; None: behind none."""
+        self.stem = stem
+
+    def advance(self, position: int) -> None:
+        """Its rows are computed up to here."""
+        self.position = position
+
+    @property
+    def wanted(self) -> list[Sequence]:
+        """Its rows that were not cancelled."""
+        return [row for row in self.rows if not row.is_ended]
+
+    @property
+    def demands(self) -> list[Demand]:
+        """What its rows ask of the slots, cancelled ones too: they are computed with the others."""
+        shared = self.stem_blocks * BLOCK_TOKENS
+        return [Demand(row.num_prefill, row.num_remaining, shared) for row in self.rows]
+
+    @property
+    def stem_keys(self) -> list[bytes]:
+        """Keys of the blocks in stems."""
+        return self.rows[0].block_keys[: self.stem_blocks]
+
+    @property
+    def stem_blocks(self) -> int:
+        """Blocks at its beginning that stand in stems."""
+        return num_blocks(self.stem_cuts)
+
+    def chunk_end(self, chunk_tokens: int, width: int) -> int:
+        """Where the next chunk ends: at the latest where a row's states are to be kept."""
+        end = min(width, self.position + chunk_tokens)
+        stops = (stop for row in self.rows for stop in row.state_stops)
+        return min((stop for stop in stops if self.position < stop < end), default=end)
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest row."""
+        return max(row.num_prefill for row in self.rows)
+
+    @property
+    def is_computed(self) -> bool:
+        return self.position >= self.width
