@@ -103,7 +103,7 @@ class SlotRows:
         Else its long line in the slots would make those of all its followers as long. Without one
         it keeps the group's; a row that comes back has its tokens as it left.
         """
-        stem = group.stem
+        stem = self._prefill.stem
         cuts = self.scheduler.stem_cuts(row, row.num_prefill, stem)
         keys = row.block_keys[: num_blocks(cuts)]
         num_tokens = len(keys) * BLOCK_TOKENS

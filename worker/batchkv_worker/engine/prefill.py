@@ -49,6 +49,7 @@ class Prefill:
         self.seconds_per_token = 0.0  # of computing prompts, a moving average; 0 before the first
         self._group: PrefillGroup | None = None  # whose prompts are in _rows
         self._rows: PrefillRows | None = None
+        self.stem: Stem | None = None  # that its rows are computed behind
         self._parked: list[Pieces] | None = None  # of a row that was computed before
         self._untold: list[mx.array] = []  # an array of each chunk, for a trace; see settle
         self._new_untold: list[mx.array] = []
@@ -69,11 +70,11 @@ class Prefill:
         ENGINE.enter(PREFILL)
         if group.rows[0].parked and self._parked is None:
             self._parked = self._prefixes.parked(group.rows[0].parked)
-            group.hold(self._stem_of(group))
+            self._hold_stem(group)
         elif group.width and self._rows is None and self._parked is None:
             self._rows = PrefillRows(self._plan.kinds, self._width(group), self._chunk_tokens)
-            group.hold(self._stem_of(group))
-            self._prefixes.fill(group.rows, self._rows, group.stem)
+            self._hold_stem(group)
+            self._prefixes.fill(group.rows, self._rows, self.stem)
         if not group.is_computed:
             self._compute_chunk(group)
         ENGINE.enter(DECODE)
@@ -98,8 +99,9 @@ class Prefill:
             ENGINE.enter(DECODE)
         self._untold, self._new_untold = self._new_untold, []
 
-    def _stem_of(self, group: PrefillGroup) -> Stem | None:
-        return self._make_stem(group.rows[0].block_keys, group.stem_cuts)
+    def _hold_stem(self, group: PrefillGroup) -> None:
+        self.stem = self._make_stem(group.rows[0].block_keys, group.stem_cuts)
+        group.hold(self.stem)
 
     def _width(self, group: PrefillGroup) -> int:
         ragged = self._plan.traits.ragged  # else no row may have a pad
@@ -164,4 +166,4 @@ class Prefill:
         """The group's rows have moved, or nobody wants them."""
         for row in self._group.rows if self._group else ():
             self._link.forget(row)
-        self._group = self._rows = self._parked = None
+        self._group = self._rows = self._parked = self.stem = None

@@ -27,7 +27,8 @@ class Stems:
         ones on them. None for no cuts, and when a block that is needed is gone.
         """
         held = self._slots.layouts.stems_with(behind)
-        stem, low = None, 0
+        stem: Stem | None = None
+        low = 0
         for high in cuts:
             found = held.get(keys[high - 1])
             if found is None:
@@ -35,5 +36,6 @@ class Stems:
                 if pieces is None:
                     return None
                 found = self._slots.stem(keys[high - 1], high * BLOCK_TOKENS, pieces, stem)
+            assert isinstance(found, Stem)  # no other parts are given to the slots
             stem, low = found, high
         return stem

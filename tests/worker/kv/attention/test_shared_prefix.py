@@ -371,7 +371,7 @@ def test_rows_take_their_stem_along(name: str) -> None:
 def test_a_stem_that_does_not_fit_is_refused() -> None:
     """What a row shares is as long as its stem, or it is an error and not a wrong position."""
     layouts = SlotLayouts(2)
-    some = Stem(b"a", 512, {}, {})
+    some = Stem(b"a", 512, packed={}, slots={})
     for shared, given in ((256, some), (512, None), (0, some)):
         with pytest.raises(ValueError, match="does not fit its stem"):
             layouts.admit(Demand(600, 10, shared), 0, given)
@@ -466,9 +466,9 @@ def readings(layouts: SlotLayouts) -> Counter[Stem]:
 
 def test_groups_read_what_they_have_in_common_once() -> None:
     layouts = SlotLayouts(16)
-    root = Stem(b"r", 512, {}, {})
-    branches = [Stem(bytes([number]), 768, {}, {}, root) for number in range(3)]
-    twig = Stem(b"t", 1024, {}, {}, branches[1])
+    root = Stem(b"r", 512, packed={}, slots={})
+    branches = [Stem(bytes([number]), 768, root, packed={}, slots={}) for number in range(3)]
+    twig = Stem(b"t", 1024, branches[1], packed={}, slots={})
     order = [root, branches[0], branches[0], branches[1], twig, twig, branches[2], None, None]
     for slot, one in enumerate(order):
         depth = one.num_tokens if one else 0
@@ -510,8 +510,12 @@ def test_branches_of_a_stem_are_neighbours() -> None:
     for seed in range(8):
         rng = random.Random(seed)
         layouts = SlotLayouts(16)
-        roots = [Stem(bytes([number]), 512, {}, {}) for number in range(2)]
-        leaves = [Stem(bytes([n, m]), 768, {}, {}, roots[n]) for n in range(2) for m in range(2)]
+        roots = [Stem(bytes([number]), 512, packed={}, slots={}) for number in range(2)]
+        leaves = [
+            Stem(bytes([n, m]), 768, roots[n], packed={}, slots={})
+            for n in range(2)
+            for m in range(2)
+        ]
         for _ in range(300):
             if layouts.num_free and rng.random() < 0.65:
                 sharing(layouts, rng.choice([*roots, *leaves, None]), rng.randrange(1, 200))
@@ -528,7 +532,7 @@ def test_branches_of_a_stem_are_neighbours() -> None:
 def test_rows_of_a_stem_are_neighbours() -> None:
     """Rows that join in turns behind two stems, or none, are attended in three groups."""
     layouts = SlotLayouts(16)
-    stems = [Stem(b"a", 512, {}, {}), Stem(b"b", 256, {}, {})]
+    stems = [Stem(b"a", 512, packed={}, slots={}), Stem(b"b", 256, packed={}, slots={})]
     for slot in range(16):  # so that there are buffers to move rows in
         layouts.admit(Demand(1, 1), slot)
     for slot in range(16):
@@ -547,7 +551,7 @@ def histories(seeds: int) -> Iterator[tuple[SlotLayouts, random.Random]]:
     for seed in range(seeds):
         rng = random.Random(seed)
         layouts = SlotLayouts(16)
-        stems = [Stem(bytes([number]), 512, {}, {}) for number in range(3)]
+        stems = [Stem(bytes([number]), 512, packed={}, slots={}) for number in range(3)]
         for _ in range(300):
             if layouts.num_free and rng.random() < 0.65:
                 sharing(layouts, rng.choice([*stems, None]), rng.randrange(1, 200))

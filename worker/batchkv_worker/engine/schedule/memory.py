@@ -12,17 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_worker.engine.schedule.admission import Budget
 from batchkv_worker.engine.schedule.prefill_group import PrefillGroup
+from batchkv_worker.kv.attention.prefix_part import PrefixPart
 from batchkv_worker.kv.slots import growth
 from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.kv.slots.layouts import SlotLayouts
-
-if TYPE_CHECKING:
-    from batchkv_worker.kv.attention.shared_prefix import Stem
 
 SHRINK = 0.8  # of what was held when memory ran out, the most that is held from then on
 GROW = 1.05  # what is allowed again with every row that ends
@@ -83,7 +80,7 @@ class Memory:
         slots = self._layouts.peak_bytes(costs, list(demands), ahead, list(stem_keys))
         return slots + self.budget.prefill_bytes(demands) <= self.budget.memory_bytes
 
-    def fits_stem(self, keys: list[bytes], behind: Stem | None, group: PrefillGroup) -> bool:
+    def fits_stem(self, keys: list[bytes], behind: PrefixPart | None, group: PrefillGroup) -> bool:
         """Whether a stem of these blocks fits beside all that is held.
 
         Its tokens that are in stems of rows in slots, or in ``behind``, do not count.
@@ -102,7 +99,10 @@ class Memory:
         return cells is None or growth.fits(lengths, most_remaining, cells)
 
     def max_cells(
-        self, group: PrefillGroup | None, demand: Demand | None = None, stem: Stem | None = None
+        self,
+        group: PrefillGroup | None,
+        demand: Demand | None = None,
+        stem: PrefixPart | None = None,
     ) -> int | None:
         """Cells that the layers with every token may have beside the group; None: any number.
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_worker.engine.schedule.prefix_split import Cuts, num_blocks
+from batchkv_worker.kv.attention.prefix_part import PrefixPart
 from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.sequence import Sequence
-
-if TYPE_CHECKING:
-    from batchkv_worker.kv.attention.shared_prefix import Stem
 
 
 @dataclass(slots=True)
@@ -26,9 +23,9 @@ class PrefillGroup:
     rows: list[Sequence]
     position: int = 0  # tokens computed, or taken from the cache, so far; see advance
     stem_cuts: Cuts = ()  # of what all its rows share with others: blocks up to each stem's end
-    stem: Stem | None = None  # see hold
+    stem: PrefixPart | None = None  # see hold
 
-    def hold(self, stem: Stem | None) -> None:
+    def hold(self, stem: PrefixPart | None) -> None:
         """Its rows are computed behind this stem; None: behind none."""
         self.stem = stem
 

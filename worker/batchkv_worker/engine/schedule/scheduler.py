@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_cache_store.uses import Uses
@@ -14,11 +13,9 @@ from batchkv_worker.engine.schedule.memory import Memory
 from batchkv_worker.engine.schedule.policy import longest_first
 from batchkv_worker.engine.schedule.prefill_group import PrefillGroup
 from batchkv_worker.engine.schedule.prefix_split import Cuts, StemCosts, cuts_of, num_blocks
+from batchkv_worker.kv.attention.prefix_part import PrefixPart
 from batchkv_worker.kv.slots.layouts import SlotLayouts
 from batchkv_worker.sequence import Sequence
-
-if TYPE_CHECKING:
-    from batchkv_worker.kv.attention.shared_prefix import Stem
 
 __all__ = ["Budget", "PrefillGroup", "Scheduler"]
 
@@ -201,7 +198,7 @@ class Scheduler:
             window = [row for row in window if row.num_prefill == goal]
         return sorted(window, key=lambda row: abs(row.num_prefill - goal)), cuts
 
-    def stem_cuts(self, row: Sequence, num_cached: int, behind: Stem | None = None) -> Cuts:
+    def stem_cuts(self, row: Sequence, num_cached: int, behind: PrefixPart | None = None) -> Cuts:
         """Of a row's cached tokens, what to share with others: where each of its stems ends.
 
         Stems that are held, and the one that the row was computed ``behind``, stay as they are; new
@@ -215,7 +212,7 @@ class Scheduler:
         wanted = [self._uses.remaining(key) for key in keys]
         return cuts_of(wanted, held, self._stem_costs)
 
-    def _cuts_held(self, keys: list[bytes], behind: Stem | None = None) -> Cuts:
+    def _cuts_held(self, keys: list[bytes], behind: PrefixPart | None = None) -> Cuts:
         """The deepest stem that is held of a chain of blocks, and those that it stands on."""
         held = self.layouts.stems_with(behind)
         last = next((held[key] for key in reversed(keys) if key in held), None)

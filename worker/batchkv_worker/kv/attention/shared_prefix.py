@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import mlx.core as mx
 
 from batchkv_worker.kv.attention.paths import Path, scores_of, weighted
+from batchkv_worker.kv.attention.prefix_part import PrefixPart
 from batchkv_worker.kv.backends.cpu import softmax
 from batchkv_worker.kv.backends.cpu.exp2 import powers_are_faster
 from batchkv_worker.kv.backends.cuda import prefix_kernel as stem_kernel
@@ -30,38 +30,18 @@ from batchkv_worker.kv.schemes.packing import LayerScheme
 from batchkv_worker.kv.types import Both
 
 MAX_SCORES = 2**24  # numbers that may stand at once: 64 MiB in float32
-_ranks = count(1)
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Stem:
-    """``key`` names its last block, ``num_tokens`` stand up to its end, its parents' among them.
+@dataclass(slots=True, eq=False)
+class Stem(PrefixPart):
+    """A part of a chain with its arrays, by leaf of the model's caches.
 
-    By leaf of the model's caches, of what comes after the parent: ``packed`` parts, as prefill
-    reads them, and ``slots`` parts, as decode does. ``rank`` orders stems among each other.
+    ``packed`` are as prefill reads them, ``slots`` as decode does; both of what comes after the
+    parent.
     """
 
-    key: bytes
-    num_tokens: int
-    packed: dict[int, Both]
-    slots: dict[int, Both]
-    parent: Stem | None = None
-    rank: int = field(default_factory=lambda: next(_ranks))
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Of its chain."""
-        return tuple(stem.rank for stem in self.chain)
-
-    @property
-    def chain(self) -> list[Stem]:
-        """Its parents, the first of them first, and itself."""
-        return [*(self.parent.chain if self.parent else []), self]
-
-    @property
-    def num_own(self) -> int:
-        """Tokens that it holds itself."""
-        return self.num_tokens - (self.parent.num_tokens if self.parent else 0)
+    packed: dict[int, Both] = field(kw_only=True)
+    slots: dict[int, Both] = field(kw_only=True)
 
     @property
     def arrays(self) -> list[mx.array]:

@@ -88,7 +88,7 @@ class DecodeSlots:
         packed, slots = {}, {}
         for place, piece in pieces.items():
             packed[place], slots[place] = self.layers[place].stem(piece)
-        stem = Stem(key, num_tokens, packed, slots, parent)
+        stem = Stem(key, num_tokens, parent, packed=packed, slots=slots)
         mx.eval(stem.arrays)
         return stem
 

@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
+from batchkv_worker.kv.attention.prefix_part import PrefixPart
 from batchkv_worker.kv.slots.changes import Demand, Move, Relayout
 from batchkv_worker.kv.slots.layout import SlotLayout
-
-if TYPE_CHECKING:
-    from batchkv_worker.kv.attention.shared_prefix import Stem
 
 Window = int | None  # None: a layer that keeps every token
 Changes = dict[Window, Relayout]
@@ -68,7 +65,7 @@ class SlotLayouts:
         self.main = SlotLayout(num_slots)
         self.all: dict[Window, SlotLayout] = {None: self.main}
         self.all.update({window: SlotLayout(num_slots, window) for window in sorted(set(windows))})
-        self.stems: dict[int, Stem] = {}  # by slot
+        self.stems: dict[int, PrefixPart] = {}  # by slot
 
     @property
     def num_slots(self) -> int:
@@ -83,20 +80,22 @@ class SlotLayouts:
         return self.main.num_free
 
     @property
-    def all_stems(self) -> dict[bytes, Stem]:
+    def all_stems(self) -> dict[bytes, PrefixPart]:
         """The stems that are held, by key: those of rows, and those that these stand on."""
         return {stem.key: stem for leaf in {*self.stems.values()} for stem in leaf.chain}
 
-    def stems_with(self, other: Stem | None) -> dict[bytes, Stem]:
+    def stems_with(self, other: PrefixPart | None) -> dict[bytes, PrefixPart]:
         """The same, with ``other`` and what it stands on, which no row may have yet."""
         return self.all_stems | {stem.key: stem for stem in (other.chain if other else ())}
 
-    def tokens_held(self, keys: Iterable[bytes], behind: Stem | None = None) -> int:
+    def tokens_held(self, keys: Iterable[bytes], behind: PrefixPart | None = None) -> int:
         """How many tokens of a chain of blocks stand in stems that are held, or are ``behind``."""
         held = self.stems_with(behind)
         return max((held[key].num_tokens for key in keys if key in held), default=0)
 
-    def bytes_of_new(self, costs: Costs, stem: Stem | None, behind: Stem | None = None) -> int:
+    def bytes_of_new(
+        self, costs: Costs, stem: PrefixPart | None, behind: PrefixPart | None = None
+    ) -> int:
         """Bytes of those of a chain of stems that no row has yet, and that are not ``behind``."""
         held = self.stems_with(behind)
         new = sum(one.num_own for one in (stem.chain if stem else ()) if one.key not in held)
@@ -183,7 +182,7 @@ class SlotLayouts:
         for layout in self.all.values():
             layout.drop()
 
-    def make_way(self, demand: Demand, stem: Stem | None = None) -> tuple[int, Move | None]:
+    def make_way(self, demand: Demand, stem: PrefixPart | None = None) -> tuple[int, Move | None]:
         """Choose a slot; the row that stood there, if any, has moved in the layouts.
 
         Raises ValueError when no slot is free.
@@ -197,7 +196,11 @@ class SlotLayouts:
         return slot, move
 
     def admit(
-        self, demand: Demand, slot: int, stem: Stem | None = None, max_cells: int | None = None
+        self,
+        demand: Demand,
+        slot: int,
+        stem: PrefixPart | None = None,
+        max_cells: int | None = None,
     ) -> Changes:
         """Give a row the free slot ``slot``; all buffers then have equally many rows.
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 
@@ -234,8 +234,10 @@ class Framer:
             self._made_for = made_for
             self._cuts = {window: self._cut(layout, rows) for window, layout in layouts.all.items()}
             self._cuts[None] = self._cut_by_stem(layouts, rows)
+        # ``DecodeSlots`` gives parts with their arrays to the layouts, which need only the former.
+        stems = cast("Mapping[int, Stem]", layouts.stems)
         spans = {
-            window: Span(layout, rows, self._cuts[window], shapes, layouts.stems)
+            window: Span(layout, rows, self._cuts[window], shapes, stems)
             if window is None
             else Span(layout, rows, self._cuts[window], shapes)
             for window, layout in layouts.all.items()
