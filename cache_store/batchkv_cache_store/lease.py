@@ -23,7 +23,6 @@ from typing import Protocol
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.commands.core import Script
-from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from batchkv_cache_store.breaker import Breaker
@@ -227,7 +226,7 @@ class RedisLeases:
             return _NO_ANSWER
         try:
             answer = call()
-        except (RedisError, OSError) as fault:
+        except Exception as fault:  # noqa: BLE001 - redis-py raises anything at strange answers
             _log.warning("leases hold in this process only: %s", fault)
             self._breaker.failed()
             return _NO_ANSWER

@@ -117,9 +117,10 @@ class RedisTier(Tier):
         self._checked_server()
         if not names:
             return {}
+        keys = [_key(name) for name in names]
         with _redis_errors(), self._redis.pipeline(transaction=False) as pipeline:
-            for name in names:
-                pipeline.strlen(_key(name))
+            for key in keys:
+                pipeline.strlen(key)
             sizes = _answers(pipeline)
         pairs = zip(names, sizes, strict=True)
         return {name: size for name, size in pairs if isinstance(size, int) and size}
@@ -131,9 +132,10 @@ class RedisTier(Tier):
         if not names:
             return {}
         # The head is asked for last and so is the latest used.
+        lasts = [(_key(name), bound(sizes, name) - 1) for name in reversed(names)]
         with _redis_errors(), self._redis.pipeline(transaction=False) as pipeline:
-            for name in reversed(names):
-                pipeline.getrange(_key(name), 0, bound(sizes, name) - 1)
+            for key, last in lasts:
+                pipeline.getrange(key, 0, last)
             values = _answers(pipeline)
         pairs = zip(names, reversed(values), strict=True)
         return {name: value for name, value in pairs if isinstance(value, bytes) and value}
@@ -219,9 +221,7 @@ class RedisTier(Tier):
         return Put.STORED if is_stored else Put.PRESENT
 
     def delete(self, name: str) -> None:
-        self._checked_server()
-        with _redis_errors():
-            self._redis.unlink(_key(name))
+        self.delete_many([name])
 
     def delete_many(self, names: Sequence[str]) -> None:
         keys = [_key(name) for name in names]
@@ -238,8 +238,8 @@ class RedisTier(Tier):
             pipeline.info("memory")
             pipeline.info("stats")
             num_keys, memory, counters = pipeline.execute()
-        evicted = int(counters.get("evicted_keys", 0))
-        return TierStats(num_keys, int(memory["used_memory"]), self.max_bytes, evicted, None)
+            num_bytes, evicted = int(memory["used_memory"]), int(counters.get("evicted_keys", 0))
+        return TierStats(num_keys, num_bytes, self.max_bytes, evicted, None)
 
     def close(self) -> None:
         self._pool.disconnect()
@@ -277,8 +277,13 @@ def _redis_errors() -> Iterator[None]:
         yield
     except (AuthenticationError, NoPermissionError) as fault:
         raise TierMisconfigured(f"the cache's Redis refuses us: {fault}") from fault
+    except TierError:
+        raise
     except (RedisError, OSError) as fault:
         raise TierError(f"the cache's Redis: {fault}") from fault
+    except Exception as fault:  # redis-py raises anything at an answer of another kind
+        problem = f"its answer cannot be read ({type(fault).__name__}: {fault})"
+        raise TierError(f"the cache's Redis: {problem[:300]}") from fault
 
 
 def _answers(pipeline: Pipeline) -> list[Any]:
