@@ -157,11 +157,16 @@ class LineFile:
         self.path = path
 
     def _is_in_place(self) -> bool:
-        """Whether the name still leads to the file that is open."""
+        """Whether the name still leads to the file that is open, as far as can be told.
+
+        Some network file systems number a file anew; one of another size is another file.
+        """
         try:
-            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
+            there = os.stat(self.path)
         except OSError:
             return False
+        here = os.fstat(self._descriptor)
+        return os.path.samestat(here, there) or here.st_size == there.st_size
 
     def _check_untouched(self) -> None:
         """Raise OutputError when what is appended would not stand behind what was written."""

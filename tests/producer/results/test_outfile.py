@@ -428,6 +428,18 @@ def test_a_file_that_others_change_meanwhile_is_not_written_on(
     assert sorted(ids(out)) == [f"{BATCH}-1", f"{BATCH}-2"]
 
 
+def test_a_file_that_is_numbered_anew_is_written_on(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system that gives a file another number meanwhile ends no run."""
+    with open_results(out, BATCH) as target:
+        monkeypatch.setattr("os.path.samestat", lambda *_: False)
+        for line in (1, 2):
+            target.append(line, ok(line), is_failed=False)
+            target.flush()
+    assert ids(out) == [f"{BATCH}-1", f"{BATCH}-2"]
+
+
 def test_an_errors_file_of_somebody_else_is_not_removed(out: Path) -> None:
     """Our errors file was empty and deleted; what another run has put there since stays."""
     with pytest.raises(OutputError), open_results(out, BATCH):
