@@ -96,7 +96,7 @@ _NEXT = {
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A row from admission to its end.
+    """A row from its prompt's tokens to its end.
 
     The scheduler, the decode rows and the engine call the methods below where the row's phase
     changes. Only those methods write ``status``, ``slot``, ``finish_reason`` and the counts.

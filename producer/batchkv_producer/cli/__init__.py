@@ -4,6 +4,9 @@ Results and ids go to standard output, everything else to standard error. Exit c
 row failed, was wrong or has no answer, 2 wrong arguments or wrong input, 3 an error of Redis, 4 the
 work cannot go on (disk full, workers that keep dying), 5 the command of --on-done failed, 6 the
 time of --timeout is over, 130 interrupted (128 + the signal).
+
+``batch_options.exit_code`` decides the code of a batch that was waited for (``run``, ``wait``).
+``group.guarded`` makes a code of each error: its ``exit_code`` (``errors``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The batch's flags of ``submit`` and ``run`` (priority, deadline, ...), and ``--on-done``."""
+"""The batch's flags of ``submit`` and ``run``, and ``--on-done``; the exit codes of a batch."""
 
 from __future__ import annotations
 

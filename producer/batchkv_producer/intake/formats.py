@@ -1,4 +1,4 @@
-"""Reading the input: OpenAI Batch lines, lazy lines, or one prompt a line.
+"""Reading the input: OpenAI Batch lines, simpler JSON lines, or one prompt a line.
 
 ===================  ==========================================================================
 a line               means

@@ -1,1 +1,11 @@
-"""Reading results back, and writing them to a file."""
+"""Reading results back, and writing them to a file.
+
+===============  ==================================================================================
+``stored_rows``  reads results from Redis; ``bounded`` limits how much is read at once
+``output``       makes an output line of a result
+``target``       where results go: a file, or standard output
+``outfile``      writes OUT and OUT.errors.jsonl, with ``line_file`` and ``line_set``
+``aside``        moves an OUT of another generation aside
+``failures``     groups the rows that failed by code, to be shown; writes no file
+===============  ==================================================================================
+"""

@@ -25,6 +25,11 @@ class SamplingParams:
 
     ``logprobs`` is None (off) or the number of alternatives wanted beside each chosen token,
     0 to 20. ``seed`` None means a hash of the job id.
+
+    A new parameter stands in each of these: here and in ``_OPTIONAL_TYPES``; in ``intake.body``
+    (how a line says it); in ``cli.shared`` (its flag); in ``maker`` as a need, because older
+    workers refuse it; in the worker's ``engine.tokens.requests`` and ``sequence.Generation``; in
+    ``docs/input-format.md``.
     """
 
     max_tokens: int | None = None

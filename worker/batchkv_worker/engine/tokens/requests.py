@@ -1,4 +1,4 @@
-"""From a request to a sequence: template, tokens, defaults, limits.
+"""From a request to a sequence: renders the chat template, tokenizes, fills in defaults.
 
 Everything that can be wrong with one row once the model is known is found here and ends that row
 alone, with a code of ``job.ErrorCode``. The producer has checked the same; what comes over Redis is

@@ -1,4 +1,4 @@
-"""Texts to tokens with limits: what cannot fit the context is found out before it costs much.
+"""Refuses texts that cannot fit the context, before ``requests`` tokenizes them.
 
 Tokenizers are native code and templates are the model's: both may fail in any way at all. Here all
 of these ways end one row.
