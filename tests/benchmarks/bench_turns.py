@@ -6,10 +6,12 @@
 ``trees`` compares two source trees; ``pieces`` one tree with itself when one piece of what serves
 only an x86 CPU is off. Each side has a process of its own on the same cores, so that the machine
 treats both alike; several pairs of processes run beside each other, each on cores of its own.
-Every pair of runs gives one ratio, and the median of the ratios counts. ``control`` compares a tree
-with itself: what it is off 1 is noise.
+Sides run in the order a b b a, or b a a b, so that a machine that grows slower or faster meanwhile
+favours neither. Such a round gives one ratio, and the median of the ratios counts. ``control``
+compares a tree with itself: what it is off 1 is noise. No clock decides what engines use: all
+pieces are on, but for the one that is off.
 
-The result is written into ``--json`` after each pair of runs, so that nothing is lost when time
+The result is written into ``--json`` after each round, so that nothing is lost when time
 runs out; the medians are printed at the end.
 """
 
@@ -27,16 +29,17 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 PACKAGES = ("worker", "producer", "cache_store", "tests/benchmarks")
-SETTLE = 0.05  # seconds before each run: the other side's threads may still spin
+SETTLE = 0.1  # seconds before each run: the other side's threads may still spin
+STAGGER = 5.0  # seconds within which blocks begin, so that pairs of cores are not in step
 CORES_EACH = 2
 WARM_UP_JOBS = 32
 
@@ -44,92 +47,65 @@ WARM_UP_JOBS = 32
 # -- one side: a process that runs what it is told
 
 
-# Where modules of ``kv`` are now, by the names that they had when all lay in one folder.
-ROOMS = {
-    "narrow": "backends.cpu.blocked_linear",
-    "angles": "backends.cpu.rope_cache",
-    "powers": "backends.cpu.exp2",
-    "softmax": "backends.cpu.softmax",
-    "triangles": "backends.cpu.causal_tiles",
-    "gate": "backends.cpu.swiglu",
-    "attention": "attention.paths",
-    "stem": "attention.shared_prefix",
-    "attention_slots": "layers.attention_slots",
-    "plan": "start.plan",
+# What is named for an x86 CPU's backend, so that no clock decides; and without each of its pieces.
+ALL_ON = {"uses_exp2": True, "uses_rope_cache": True, "uses_blocked_linear": True}
+ALL_OFF = {**dict.fromkeys(ALL_ON, False), "starts_each_layer": False}
+PIECES: dict[str, dict[str, bool]] = {
+    "control": {},
+    "blocked_linear": {"uses_blocked_linear": False},
+    "rope_cache": {"uses_rope_cache": False},
+    "exp2": {"uses_exp2": False},
+    "swiglu": {},
+    "masks_and_sums": {},
+    "causal_tiles": {},
+    "eager_layers": {"starts_each_layer": False},
+    "softmax": {},
+    "all": ALL_OFF,
 }
 
 
-def _kv(name: str) -> Any:
-    """A module of ``kv`` in the tree that is served, be it in rooms or in one folder."""
-    with suppress(ModuleNotFoundError):
-        return import_module(f"batchkv_worker.kv.{ROOMS[name]}")
+def _module(name: str) -> Any:
     return import_module(f"batchkv_worker.kv.{name}")
 
 
-def _without_blocked_linear() -> None:
-    _kv("narrow").install = lambda *_: 0
+def _switch_off(piece: str) -> None:
+    """Pieces that a backend cannot be named without, since only measurements want that."""
+    backend = _module("backends.cpu.backend").CpuBackend
+    generic = _module("backends.generic").GenericBackend
+    if piece in ("causal_tiles", "all"):
+        backend.attention = generic.attention
+    if piece == "softmax":
+        backend.softmax = generic.softmax
+    if piece == "swiglu":
+        _module("backends.cpu.swiglu").is_used = lambda model: False
+    if piece == "masks_and_sums":
+        softmax = _module("backends.cpu.softmax")
+        softmax.Exp2Softmax.step_mask = lambda self, seen: seen
+        softmax._sum = lambda weights: weights.sum(axis=-1, keepdims=True)
 
 
-def _without_rope_cache() -> None:
-    _kv("angles").install = lambda *_: False
+def _pin(bench: Any, off: str | None) -> None:
+    """Let no clock decide but which path decodes: that, the first engine measures for all."""
+    found: list[Any] = []
+    make = bench.Engine
+    fixed: dict[str, Any] = {"group_cost": 900, "stem_cells": 800}
+    try:
+        backend = _module("backends.cpu.backend").CpuBackend
+    except ModuleNotFoundError:  # a tree from before there were backends
+        _module("powers")._are_measured_faster = lambda: True
+        _module("angles")._is_faster = lambda: True
+        _module("narrow")._is_faster = lambda *_: True
+    else:
+        _switch_off(off or "control")
+        fixed["backend"] = backend(**{**ALL_ON, **PIECES[off or "control"]})
 
+    def engine(loaded: Any, config: Any) -> Any:
+        path = found[0] if found else None
+        made = make(loaded, replace(config, path=path, **fixed))
+        found.extend(made.plan.paths.values())
+        return made
 
-def _without_exp2() -> None:
-    _kv("powers")._are_measured_faster = lambda: False
-
-
-def _without_softmax() -> None:
-    """Only of attention: the gates of feed-forward layers keep powers of two."""
-    for name in ("attention", "stem", "softmax", "triangles", "plan"):
-        _kv(name).powers_are_faster = lambda dtype: False
-
-
-def _without_swiglu() -> None:
-    _kv("gate").install = lambda *_: False
-
-
-def _without_added_masks() -> None:
-    _kv("plan").powers_are_faster = lambda dtype: False
-    _kv("softmax").as_in_steps = lambda mask, dtype: mask
-
-
-def _without_product_sums() -> None:
-    _kv("softmax")._sum = lambda weights: weights.sum(axis=-1, keepdims=True)
-
-
-def _without_masks_and_sums() -> None:
-    _without_added_masks()
-    _without_product_sums()
-
-
-def _without_causal_tiles() -> None:
-    _kv("triangles").are_cut = lambda: False
-
-
-def _without_eager_layers() -> None:
-    _kv("attention_slots").starts_layers = lambda: False
-
-
-def _without_anything() -> None:
-    for name, switch in PIECES.items():
-        if name not in ("control", "all"):
-            switch()
-
-
-PIECES: dict[str, Callable[[], None]] = {
-    "control": lambda: None,
-    "blocked_linear": _without_blocked_linear,
-    "rope_cache": _without_rope_cache,
-    "exp2": _without_exp2,
-    "swiglu": _without_swiglu,
-    "masks_and_sums": _without_masks_and_sums,
-    "causal_tiles": _without_causal_tiles,
-    "eager_layers": _without_eager_layers,
-    "softmax": _without_softmax,
-    "added_masks": _without_added_masks,
-    "product_sums": _without_product_sums,
-    "all": _without_anything,
-}
+    bench.Engine = engine
 
 
 def serve(tree: Path, off: str | None, args: argparse.Namespace) -> None:
@@ -143,8 +119,7 @@ def serve(tree: Path, off: str | None, args: argparse.Namespace) -> None:
     worker: Any = import_module("batchkv_worker")
     if not Path(worker.__file__).is_relative_to(tree):
         raise SystemExit(f"{worker.__file__} is not in {tree}")
-    if off is not None:
-        PIECES[off]()
+    _pin(bench, off)
     mx: Any = import_module("mlx.core")
     choices = _watched_choices()
     model = bench.build_model(args.model, mx.float32)
@@ -156,9 +131,8 @@ def serve(tree: Path, off: str | None, args: argparse.Namespace) -> None:
         seconds, tokens, _ = bench.run_engine(model, workload, args.slots, args.scheme, args.chunk)
         mx.clear_cache()
         mx.synchronize()
-        kinds = Counter(type(module).__name__ for module in model.modules())
         found = {"seconds": seconds, "digest": hash(str(tokens)), "choices": [*choices]}
-        answers.write(json.dumps(found | {"blas": bench.BLAS, "kinds": kinds}) + "\n")
+        answers.write(json.dumps(found | {"blas": bench.BLAS}) + "\n")
         answers.flush()
 
 
@@ -278,14 +252,15 @@ class Book:
         same: Counter[str] = Counter()
         for run in self._runs:
             name = f"{run['name']} {run['workload']}"
-            ratios.setdefault(name, []).append(run["b"]["seconds"] / run["a"]["seconds"])
-            seconds.setdefault(name, []).append(run["a"]["seconds"])
-            same[name] += run["a"]["digest"] == run["b"]["digest"]
+            a, b = (sum(one["seconds"] for one in run[side]) for side in "ab")
+            ratios.setdefault(name, []).append(b / a)
+            seconds.setdefault(name, []).append(a / len(run["a"]))
+            same[name] += len({one["digest"] for side in "ab" for one in run[side]}) == 1
         return {
             name: {
                 "ratio": round(statistics.median(found), 4),
                 "quartiles": [round(n, 4) for n in _quartiles(found)],
-                "pairs": len(found),
+                "rounds": len(found),
                 "same_tokens": same[name],
                 "seconds_a": round(statistics.median(seconds[name]), 3),
             }
@@ -308,28 +283,30 @@ def run_block(
     args: argparse.Namespace,
     book: Book,
 ) -> None:
-    """Some pairs of runs of all workloads, after one that is not counted."""
+    """Some rounds of all workloads, after one of few jobs that is not counted."""
     if time.monotonic() > end:
         return
     with sides_of(comparison, cores, args) as (a, b):
+        for side in (a, b):  # one after the other: the other is not to be disturbed
+            for workload in comparison.workloads:
+                side.run(workload, WARM_UP_JOBS)
         longest = 0.0
-        for turn in range(-1, args.pairs_a_block):
+        for turn in range(args.rounds_a_block):
             for workload in comparison.workloads:
                 begin = time.monotonic()
                 if begin + longest > end:
                     break
-                if turn < 0:  # what is compiled, or measured, the first time
-                    a.run(workload, WARM_UP_JOBS), b.run(workload, WARM_UP_JOBS)
-                    continue
-                order = (a, b) if (turn + number) % 2 == 0 else (b, a)
-                runs = {side: side.run(workload) for side in order}
+                first, second = (a, b) if (turn + number) % 2 == 0 else (b, a)
+                runs: dict[Side, list[dict[str, Any]]] = {a: [], b: []}
+                for side in (first, second, second, first):
+                    runs[side].append(side.run(workload))
                 one = {"name": comparison.name, "workload": workload, "cores": cores}
                 book.add({**one, "a": runs[a], "b": runs[b]})
                 longest = max(longest, time.monotonic() - begin)
 
 
 def compare(comparisons: list[Comparison], args: argparse.Namespace) -> Book:
-    """Blocks of all comparisons, over and over, until there are enough pairs or time is up."""
+    """Blocks of all comparisons, over and over, until there are enough or time is up."""
     end = time.monotonic() + args.seconds
     cores = sorted(os.sched_getaffinity(0))
     groups = [cores[low : low + CORES_EACH] for low in range(0, len(cores), CORES_EACH)]
@@ -340,6 +317,7 @@ def compare(comparisons: list[Comparison], args: argparse.Namespace) -> Book:
     lock = threading.Lock()
 
     def block(comparison: Comparison, number: int) -> None:
+        time.sleep(random.uniform(0, STAGGER))
         with lock:
             mine = free.pop()
         try:
@@ -349,10 +327,10 @@ def compare(comparisons: list[Comparison], args: argparse.Namespace) -> Book:
                 free.insert(0, mine)
 
     with ThreadPoolExecutor(len(groups)) as pool:
-        rounds = -(-args.pairs // args.pairs_a_block)
+        blocks = -(-args.rounds // args.rounds_a_block)
         waits = [
             pool.submit(block, comparison, number)
-            for number in range(rounds)
+            for number in range(blocks)
             for comparison in comparisons
         ]
         for wait in waits:
@@ -377,12 +355,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--piece", choices=list(PIECES), action="append")
     parser.add_argument("--workload", action="append")
     parser.add_argument("--model", default="bench-3m")
-    parser.add_argument("--jobs", type=int, default=256)
+    parser.add_argument("--jobs", type=int, default=64)
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--scheme", default="float")
     parser.add_argument("--chunk", type=int, default=512)
-    parser.add_argument("--pairs", type=int, default=15, help="of runs, of each workload")
-    parser.add_argument("--pairs-a-block", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15, help="of each comparison and workload")
+    parser.add_argument("--rounds-a-block", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=440, help="no run begins later")
     parser.add_argument("--openblas", type=Path, help="the library to serve as libopenblas.so.0")
     parser.add_argument("--json", type=Path, default=Path("turns.json"))
@@ -415,11 +393,11 @@ def main() -> None:
     else:
         raise SystemExit("say trees or pieces")
     book = compare(comparisons, args)
-    print(f"{'':32} {'b over a':>8}   quartiles        pairs  same tokens  seconds of a")
+    print(f"{'':32} {'b over a':>8}   quartiles       rounds  same tokens  seconds of a")
     for name, one in book.medians().items():
         low, high = one["quartiles"]
         print(
-            f"{name:32} {one['ratio']:8.3f}   {low:.3f} to {high:.3f}   {one['pairs']:5}  "
+            f"{name:32} {one['ratio']:8.3f}   {low:.3f} to {high:.3f}   {one['rounds']:5}  "
             f"{one['same_tokens']:11}  {one['seconds_a']:12.2f}"
         )
 
