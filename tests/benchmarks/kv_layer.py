@@ -9,11 +9,11 @@ from typing import Any, get_args
 
 import mlx.core as mx
 
+from batchkv_worker.kv.attention.paths import LayerAttention, attend, in_slots, paths_of
 from batchkv_worker.kv.attention.paths import Path as AttentionPath
-from batchkv_worker.kv.attention.paths import attend, in_slots, paths_of
-from batchkv_worker.kv.backends.cpu import softmax
 from batchkv_worker.kv.schemes.names import TensorNames
 from batchkv_worker.kv.schemes.packing import LayerShape, fit_layer
+from batchkv_worker.kv.start.backend import choose_backend
 
 SCHEMES = ("float", "affine8", "mxfp8", "k8v4", "affine4", "affine4r", "affine3", "nvfp4",
            "turbo4", "turbo3.5", "turbo3")  # fmt: skip
@@ -33,26 +33,25 @@ class Layer:
     def __init__(
         self, scheme: str, path: AttentionPath, rows: int, tokens: int, dtype: mx.Dtype
     ) -> None:
-        self._path, self._dtype = path, dtype
-        self._scheme = in_slots(fit_layer(TensorNames.parse(scheme), _SHAPE), path)
+        backend = choose_backend()
+        kept = in_slots(fit_layer(TensorNames.parse(scheme), _SHAPE), path)
+        self._layer = LayerAttention(backend, kept, dtype, path)
         mx.random.seed(0)
         keys, values = (
             mx.random.normal((rows, _SHAPE.num_heads, tokens + _SPARE, 128)).astype(dtype)
             for _ in range(2)
         )
         self._queries = mx.random.normal((rows, _QUERY_HEADS, 1, 128)).astype(dtype)
-        self._packed = self._scheme.keys.pack(keys), self._scheme.values.pack(values)
+        self._packed = kept.keys.pack(keys), kept.values.pack(values)
         # Rows of unequal length, as they mostly are.
         seen = mx.arange(tokens) >= mx.arange(rows).reshape(-1, 1, 1, 1)
-        self._mask = softmax.as_in_steps(seen, dtype)
+        self._mask = backend.softmax(dtype).step_mask(seen)
         mx.eval(self._queries, self._packed, self._mask)
 
     def run(self) -> None:
         mx.eval(
             attend(
-                self._path,
-                self._scheme,
-                self._dtype,
+                self._layer,
                 self._queries,
                 *(tuple(part[..., _SPARE:, :] for part in side) for side in self._packed),
                 128**-0.5,

@@ -38,7 +38,7 @@ from batchkv_worker import trace  # noqa: E402
 from batchkv_worker.engine.factory import build_engine  # noqa: E402
 from batchkv_worker.engine.tokens.requests import prepare  # noqa: E402
 from batchkv_worker.events import Completed, Work  # noqa: E402
-from batchkv_worker.kv.backends.device import usual_chunk  # noqa: E402
+from batchkv_worker.kv.start.backend import choose_backend  # noqa: E402
 from batchkv_worker.model import loader as model  # noqa: E402
 from batchkv_worker.settings import WorkerSettings  # noqa: E402
 
@@ -118,7 +118,7 @@ class Floor:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._loaded = model.load(settings.model, settings.dtype)
-        self._chunk = settings.prefill_chunk or usual_chunk()
+        self._chunk = settings.prefill_chunk or choose_backend().usual_chunk
         self._slots = settings.slots
 
     def __call__(self, works: list[Work]) -> Figures:

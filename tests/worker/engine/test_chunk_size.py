@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import mlx.core as mx
 import pytest
 
 from batchkv_worker.engine import chunk_size as chunk_probe
 from batchkv_worker.engine.engine import Engine, EngineConfig
+from batchkv_worker.kv.backends.cuda.backend import CudaBackend
+from batchkv_worker.kv.backends.gpu.backend import GpuBackend
 from batchkv_worker.sequence import Generation, Sequence
 from support import tiny_models
 
@@ -35,11 +36,10 @@ def chosen_on(
     monkeypatch: pytest.MonkeyPatch, device: SlowCompiler, *, is_cuda: bool = True
 ) -> int:
     """What `auto` comes down to there."""
-    monkeypatch.setattr(chunk_probe.mx, "default_device", lambda: mx.Device(mx.gpu))
-    monkeypatch.setattr(chunk_probe.mx.metal, "is_available", lambda: not is_cuda)
     monkeypatch.setattr(chunk_probe, "time", device)
     monkeypatch.setattr(chunk_probe, "_compute", device.compute)
-    return chunk_probe.choose_chunk(SimpleNamespace(context=32_768), None)  # type: ignore[arg-type]
+    plan = SimpleNamespace(backend=CudaBackend() if is_cuda else GpuBackend())
+    return chunk_probe.choose_chunk(SimpleNamespace(context=32_768), plan)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

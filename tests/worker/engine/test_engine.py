@@ -17,6 +17,7 @@ from batchkv_worker.events import Completed, Event, Rejected, Work
 from batchkv_worker.kv.attention.paths import Path
 from batchkv_worker.sequence import Generation, Sequence
 from support import tiny_models
+from worker.kv.reference import x86
 
 CHUNK = 256
 LENGTHS = (1, 2, 3, 255, 256, 257, 258, 511, 512, 513, 700, 768, 40, 41, 42, 64)
@@ -127,7 +128,7 @@ def test_rounded_shapes_change_nothing(path: Path) -> None:
     """Columns, rows and widths rounded up for a backend that likes few shapes: the same tokens."""
     model = tiny_models.build("llama")
     rows = prompts(10, seed=7)
-    running = engine(model, "affine8", shape_step=64, path=path)
+    running = engine(model, "affine8", backend=x86(columns_multiple=64, rows_multiple=8), path=path)
     for index, prompt in enumerate(rows):
         running.submit_row(Sequence(str(index), prompt, Generation(8, temperature=0.0)))
     ended = drain(running)
@@ -140,7 +141,7 @@ def test_rows_of_one_length_need_no_mask_where_shapes_are_rounded(path: Path) ->
     """They are read as they are, by the fused kernel unless the codes are; the same tokens."""
     model = tiny_models.build("llama")
     rows = [[index + 3 * place for place in range(30)] for index in range(4)]
-    running = engine(model, "affine8", shape_step=64, path=path)
+    running = engine(model, "affine8", backend=x86(columns_multiple=64, rows_multiple=8), path=path)
     masks: list[bool] = []
     frame = running._slots._framer.frame
 

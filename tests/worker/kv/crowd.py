@@ -12,11 +12,10 @@ import mlx.core as mx
 
 from batchkv_worker.engine.engine import Engine, EngineConfig
 from batchkv_worker.events import Completed
-from batchkv_worker.kv.backends.cpu import blocked_linear as narrow
-from batchkv_worker.kv.backends.gpu import fused_linear as siblings
 from batchkv_worker.sequence import Generation, Sequence
 from parity.families import VOCABULARY
 from support import tiny_models
+from worker.kv.reference import x86
 
 # Two tokens are as good as equal when one leads by no more, in standard deviations of the logits.
 TIE = 1e-3
@@ -37,19 +36,9 @@ _GEAR: dict[str, Any] = {
 }
 
 
-def model_of(family: str) -> Any:
-    """One of ``tiny_models``, or ``gear``; built once, its layers as mlx-lm has them.
-
-    Whatever an engine before chose for them was by a clock.
-    """
-    model = _built(family)
-    narrow.forget(model)
-    siblings.forget(model)
-    return model
-
-
 @cache
-def _built(family: str) -> Any:
+def model_of(family: str) -> Any:
+    """One of ``tiny_models``, or ``gear``; built once."""
     if family != "gear":
         return tiny_models.build(family)
     module = import_module("mlx_lm.models.gear")
@@ -75,6 +64,7 @@ class Crowd:
             "chunk_tokens": 1024,
             "memory_bytes": 2**28,
             "path": "fused",
+            "backend": x86(),
             **changes,
         }
         self.engine = Engine(tiny_models.loaded(self.model), EngineConfig(**values))

@@ -18,6 +18,7 @@ from batchkv_worker.kv.slots.changes import Demand, Move
 from batchkv_worker.kv.slots.step_view import Frame, Shapes
 from batchkv_worker.kv.types import Pieces
 from worker.kv.reference import (
+    BACKEND,
     VOCABULARY,
     Reference,
     bits,
@@ -41,7 +42,7 @@ class House:
     ) -> None:
         self.kinds = kinds
         tree = CacheTree((), tuple(range(len(kinds))))
-        self.slots = DecodeSlots(kinds, tree, slots, shapes or Shapes(group_cost=1))
+        self.slots = DecodeSlots(BACKEND, kinds, tree, slots, shapes or Shapes(group_cost=1))
         self.rows: dict[int, Reference] = {}  # by slot
         self.known: dict[int, list[dict[int, Bits]]] = {}  # by slot, layer and token: its bits
         self.rng = random.Random(1)

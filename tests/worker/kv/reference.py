@@ -14,6 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from batchkv_worker.kv.attention.paths import Path
+from batchkv_worker.kv.backends.contract import Backend
+from batchkv_worker.kv.backends.cpu.backend import CpuBackend
 from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
 from batchkv_worker.kv.layers.contract import Chunk, LayerKind
@@ -22,8 +24,7 @@ from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.kv.layers.state import StateKind, StateShape
 from batchkv_worker.kv.schemes.packing import LayerShape, fit_layer
 from batchkv_worker.kv.schemes.spec import SchemeSpec
-from batchkv_worker.kv.slots.layouts import Window
-from batchkv_worker.kv.types import Pieces
+from batchkv_worker.kv.types import Pieces, Window
 
 SIZE, VALUE_SIZE, HEADS = 64, 128, 2
 VOCABULARY = 4096
@@ -38,16 +39,27 @@ _VALUES = _DRAWN.standard_normal((VOCABULARY, HEADS, VALUE_SIZE)).astype(np.floa
 STATE = StateShape(((2, 3), None, (5,)), (mx.float32, None, mx.float32))
 
 
+def x86(**changes: Any) -> CpuBackend:
+    """An x86 CPU's backend, whatever machine runs the tests; nothing is measured for it."""
+    named = {"uses_exp2": True, "uses_rope_cache": True, "uses_blocked_linear": False}
+    return CpuBackend(**{**named, **changes})
+
+
+BACKEND = x86()
+
+
 def attention_kind(
     name: str,
     window: Window = None,
     dtype: mx.Dtype = mx.float32,
     heads: int = HEADS,
     path: Path = "fused",
+    backend: Backend = BACKEND,
 ) -> AttentionKind:
     """A layer under a scheme by name; keys and values differ in size."""
     names = SchemeSpec.parse(name).base
-    return AttentionKind(fit_layer(names, LayerShape(heads, SIZE, VALUE_SIZE)), dtype, window, path)
+    scheme = fit_layer(names, LayerShape(heads, SIZE, VALUE_SIZE))
+    return AttentionKind(backend, scheme, dtype, window, path)
 
 
 def state_kind() -> StateKind:
@@ -122,7 +134,7 @@ def prefilled(
 ) -> PrefillRows:
     """Prompts computed together, right-padded, in chunks of ``widths`` and then whole."""
     longest = max(map(len, prompts))
-    rows = PrefillRows(kinds, longest, max([*widths, longest]))
+    rows = PrefillRows(BACKEND, kinds, longest, max([*widths, longest]))
     position = 0
     for width in [*widths, longest]:
         width = min(width, longest - position)

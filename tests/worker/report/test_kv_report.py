@@ -17,7 +17,9 @@ from mlx_lm.models.cache import KVCache
 from batchkv_worker.cli import kv_report_command, scheme_names
 from batchkv_worker.errors import SettingsError
 from batchkv_worker.kv.attention.paths import Path as AttentionPath
-from batchkv_worker.kv.start.plan import make_plan
+from batchkv_worker.kv.layers.discover import CacheTree
+from batchkv_worker.kv.start.decision import Fixed
+from batchkv_worker.kv.start.plan import KvPlan, make_plan
 from batchkv_worker.report import speed
 from batchkv_worker.report.capture import AttentionSample
 from batchkv_worker.report.kv_report import Extent, measure
@@ -26,6 +28,7 @@ from batchkv_worker.report.results import Report
 from batchkv_worker.report.show import show
 from benchmarks.bench_kv import BYTES_TO_FLOAT, live_bytes, small_model
 from support.tiny_models import VOCABULARY, build, loaded
+from worker.kv.reference import BACKEND
 
 SMALL = Extent(tokens=96, rows=2, row_tokens=40)
 TOKENS = [(7 * i * i + 3 * i) % VOCABULARY for i in range(96)]
@@ -108,16 +111,18 @@ def test_a_model_without_attention_has_no_error() -> None:
     show(report_of("mamba2", "affine4"))
 
 
+def plan_of(model: Any, caches: CacheTree, scheme: str) -> KvPlan:
+    fixed = Fixed("fused")
+    return make_plan("tiny", model, caches, scheme, mx.float32, BACKEND, slots=2, fixed=fixed)
+
+
 def test_the_error_is_that_of_rounded_keys_and_values() -> None:
     """The attention of layer 0 on keys and values rounded by hand errs exactly as reported."""
     model = build("llama", num_hidden_layers=1)
     ready = loaded(model)
-    plans = [
-        make_plan("tiny", model, ready.caches, name, mx.float32, slots=2, path="fused")
-        for name in ("float", "affine4")
-    ]
+    plans = [plan_of(model, ready.caches, name) for name in ("float", "affine4")]
     calls = type(model.layers[0].self_attn).__call__
-    sample = AttentionSample(model, ready.caches, plans[0].kinds, TOKENS)
+    sample = AttentionSample(BACKEND, model, ready.caches, plans[0].kinds, TOKENS)
     assert type(model.layers[0].self_attn).__call__ is calls  # as it was before
     found = sample.error(plans[1].kinds)
 
@@ -143,8 +148,8 @@ def test_perplexity_is_the_models_own() -> None:
     model = build("gemma3_text")
     ready = loaded(model)
     tokens = TOKENS * 4  # more than one chunk, and longer than the window
-    plan = make_plan("tiny", model, ready.caches, "float", mx.float32, slots=2, path="fused")
-    found = read(model, ready.caches, plan.kinds, tokens)
+    plan = plan_of(model, ready.caches, "float")
+    found = read(BACKEND, model, ready.caches, plan.kinds, tokens)
     logits = model(mx.array([tokens]))[0, :-1]
     said = mx.take_along_axis(logits, mx.array(tokens[1:])[:, None], axis=-1)[:, 0]
     loss = float((mx.logsumexp(logits, axis=-1) - said).mean())

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from batchkv_worker.kv.backends.device import usual_chunk
 from batchkv_worker.kv.layers.contract import Chunk
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.kv.start.plan import KvPlan
@@ -41,9 +40,10 @@ class Measured:
 
 def choose_chunk(loaded: LoadedModel, plan: KvPlan) -> int:
     """Tokens a chunk for this model on this device."""
-    if mx.default_device() == mx.Device(mx.cpu):
-        return usual_chunk()  # sizes make little difference there, and measuring takes long
-    chosen = smallest_fast(measure(loaded, plan, SECONDS, START_SECONDS), usual_chunk())
+    backend = plan.backend
+    if not backend.measures_chunk:
+        return backend.usual_chunk
+    chosen = smallest_fast(measure(loaded, plan, SECONDS, START_SECONDS), backend.usual_chunk)
     mx.clear_cache()
     return chosen
 
@@ -101,7 +101,7 @@ def _time(loaded: LoadedModel, plan: KvPlan, size: int) -> float:
 
 
 def _compute(loaded: LoadedModel, plan: KvPlan, size: int) -> None:
-    rows = PrefillRows(plan.kinds, size, size)
+    rows = PrefillRows(plan.backend, plan.kinds, size, size)
     rows.begin(Chunk(0, size))
     tokens = mx.arange(size)[None] % min(loaded.vocabulary, size)
     loaded.model(tokens, cache=plan.tree.nested(rows.layers))

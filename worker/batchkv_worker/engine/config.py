@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchkv_worker.engine.schedule.prefix_split import MAX_STEMS, StemCosts
-from batchkv_worker.kv.attention import paths as attention
+from batchkv_worker.kv.attention.paths import Path
+from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.start.plan import KvPlan
 from batchkv_worker.settings import Admission
 
@@ -20,16 +21,16 @@ class EngineConfig:
     chunk_tokens: int | None = 512  # None: what this device computes nearly as fast as any
     memory_bytes: int = 4 * 2**30
     prefix_bytes: int | None = None  # of memory_bytes, for prefixes; None: an eighth
-    path: attention.Path | None = None  # None: the fastest by measurement
+    path: Path | None = None  # None: the fastest by measurement
     group_cost: int | None = None  # cells that one more group of rows costs; None: measured
     stem_cells: int | None = None  # cells that a stem must save; None: measured
     max_stems: int = MAX_STEMS  # that grow on each other, in the chain that a row reads
     share: bool = True  # hold a prefix that rows share once and attend it once, where that is right
-    shape_step: int | None = None  # None: what the backend likes, see device.shape_step
+    backend: Backend | None = None  # None: that of the device that serves
     admission: Admission = "optimistic"
     audit: float = 0.0  # share of the rows with a cached prefix that are computed again without it
 
     def stem_costs(self, plan: KvPlan) -> StemCosts:
         """What stems must save under a plan."""
-        another = plan.stem_cost + plan.shapes.group_cost
-        return StemCosts(plan.stem_cost, another, self.max_stems)
+        another = plan.prefix_cells + plan.shapes.group_cost
+        return StemCosts(plan.prefix_cells, another, self.max_stems)

@@ -25,7 +25,7 @@ from batchkv_worker.engine.schedule.prefix_split import num_blocks
 from batchkv_worker.engine.schedule.scheduler import MAX_PREEMPTIONS, Scheduler
 from batchkv_worker.engine.shared_prefixes import Stems
 from batchkv_worker.engine.slot_insert import Placed, runs
-from batchkv_worker.kv.attention.shared_prefix import Stem
+from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.slots.changes import Move
 from batchkv_worker.kv.slots.growth import NoRoom
@@ -97,7 +97,7 @@ class SlotRows:
         self.by_slot[slot] = row
         return one
 
-    def _leaders_stem(self, row: Sequence, group: PrefillGroup) -> Stem | None:
+    def _leaders_stem(self, row: Sequence, group: PrefillGroup) -> SharedPrefix | None:
         """A longer stem for a row that has computed what others wait for, if there is room for one.
 
         Else its long line in the slots would make those of all its followers as long. Without one

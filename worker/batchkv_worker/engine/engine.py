@@ -5,7 +5,7 @@ builds the next decode step's graph while the last one still runs, (c) waits for
 starts the next and only now looks at the tokens that came back. Building, most of Python's work,
 thus overlaps with the device; and because a step starts when the one before it has ended, nothing
 else refers to the slot buffers then: MLX writes into them in place, and copies none. On a CPU, (b)
-starts each layer as it is built (``kv.backends.pacing``).
+starts each layer as it is built (``Backend.starts_each_layer``).
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from batchkv_worker.engine.tokens.requests import check_memory, prepare
 from batchkv_worker.engine.tokens.sampling import sample
 from batchkv_worker.engine.tokens.tokenize import RowRefused, refusals
 from batchkv_worker.events import Completed, Event, Rejected, Work
-from batchkv_worker.kv.backends.device import shape_step
 from batchkv_worker.kv.layers.decode import DecodeSlots
+from batchkv_worker.kv.start.backend import choose_backend
+from batchkv_worker.kv.start.decision import Fixed
 from batchkv_worker.kv.start.plan import make_plan
 from batchkv_worker.model.loader import LoadedModel
 from batchkv_worker.prefix.interface import Alone, SharedPrefixes
@@ -60,11 +61,9 @@ class Engine:
         self.loaded, self.config = loaded, config
         self.plan = plan = make_plan(
             *(loaded.name, loaded.model, loaded.caches, config.scheme, loaded.dtype),
+            config.backend or choose_backend(),
             slots=config.slots,
-            path=config.path,
-            group_cost=config.group_cost,
-            stem_cells=config.stem_cells,
-            shape_step=config.shape_step or shape_step(),
+            fixed=Fixed(config.path, config.group_cost, config.stem_cells),
         )
         self.link: SharedPrefixes = Alone() if access is None else Link(access, loaded, plan)
         link, prefix_bytes = self.link, config.prefix_bytes
@@ -76,7 +75,7 @@ class Engine:
         chunk = config.chunk_tokens or choose_chunk(loaded, plan)
         memory_bytes = config.memory_bytes - self.prefixes.max_bytes
         budget = Budget(chunk, memory_bytes, plan.costs, plan.shapes.step)
-        self._slots = DecodeSlots(plan.kinds, plan.tree, config.slots, plan.shapes)
+        self._slots = DecodeSlots(*(plan.backend, plan.kinds, plan.tree, config.slots, plan.shapes))
         self._scheduler = Scheduler(
             *(self._slots.layouts, budget, self.prefixes.num_cached, link.is_ready),
             shares=config.share and plan.shares,
@@ -229,6 +228,7 @@ class Engine:
         self._prefill.drop()
         self.prefixes.clear()
         self._in_flight = None
+        self.plan.undo()
         mx.clear_cache()
 
     def check_integrity(self) -> None:

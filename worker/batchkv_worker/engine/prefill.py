@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from batchkv_worker.engine.schedule.prefix_split import Cuts
 from batchkv_worker.engine.schedule.scheduler import PrefillGroup, Scheduler
-from batchkv_worker.kv.attention.shared_prefix import Stem
+from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.layers.contract import Chunk
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.kv.slots.growth import round_up
@@ -36,7 +36,7 @@ class Prefill:
         prefixes: PrefixCache,
         chunk_tokens: int,
         link: SharedPrefixes,
-        make_stem: Callable[[list[bytes], Cuts], Stem | None],
+        make_stem: Callable[[list[bytes], Cuts], SharedPrefix | None],
     ) -> None:
         self._model = model
         self._plan = plan
@@ -49,7 +49,7 @@ class Prefill:
         self.seconds_per_token = 0.0  # of computing prompts, a moving average; 0 before the first
         self._group: PrefillGroup | None = None  # whose prompts are in _rows
         self._rows: PrefillRows | None = None
-        self.stem: Stem | None = None  # that its rows are computed behind
+        self.stem: SharedPrefix | None = None  # that its rows are computed behind
         self._parked: list[Pieces] | None = None  # of a row that was computed before
         self._untold: list[mx.array] = []  # an array of each chunk, for a trace; see settle
         self._new_untold: list[mx.array] = []
@@ -72,7 +72,10 @@ class Prefill:
             self._parked = self._prefixes.parked(group.rows[0].parked)
             self._hold_stem(group)
         elif group.width and self._rows is None and self._parked is None:
-            self._rows = PrefillRows(self._plan.kinds, self._width(group), self._chunk_tokens)
+            plan = self._plan
+            self._rows = PrefillRows(
+                *(plan.backend, plan.kinds, self._width(group), self._chunk_tokens)
+            )
             self._hold_stem(group)
             self._prefixes.fill(group.rows, self._rows, self.stem)
         if not group.is_computed:

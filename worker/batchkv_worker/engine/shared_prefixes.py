@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_worker.engine.schedule.prefix_split import Cuts
-from batchkv_worker.kv.attention.shared_prefix import Stem
+from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.prefix.memory import PrefixCache
 
@@ -20,7 +20,9 @@ class Stems:
         self._slots = slots
         self._prefixes = prefixes
 
-    def of(self, keys: list[bytes], cuts: Cuts, behind: Stem | None = None) -> Stem | None:
+    def of(
+        self, keys: list[bytes], cuts: Cuts, behind: SharedPrefix | None = None
+    ) -> SharedPrefix | None:
         """A chain of stems of the blocks ``keys``, ending after as many as ``cuts`` say each.
 
         Those that are held already, by slots or by rows that were computed ``behind`` them, and new

@@ -1,12 +1,18 @@
-"""Words for a row's arrays, which all rooms of the KV cache share."""
+"""Names for the arrays of one row or layer, which all of these rooms share."""
 
 from __future__ import annotations
 
-import mlx.core as mx
+from typing import TYPE_CHECKING
 
-# What a scheme makes of one tensor, keys or values: arrays with the time axis at -2.
-Parts = tuple[mx.array, ...]
-Both = tuple[Parts, Parts]  # parts of keys, parts of values
+if TYPE_CHECKING:  # the scheduler, which reads these names, knows no tensors
+    import mlx.core as mx
+
+# One packed tensor: all arrays have their time axis at -2.
+Parts = tuple["mx.array", ...]
+# Packed keys and packed values of some tokens.
+PackedKV = tuple[Parts, Parts]
 # One row's share of a layer, each ``[1, ...]``, or that of several rows of one length, ``[rows,
 # ...]``: packed parts of keys, then of values, with the time axis at -2; or the arrays of a state.
-Pieces = tuple[mx.array, ...]
+Pieces = tuple["mx.array", ...]
+# How many of the last tokens a layer keeps; None: all of them.
+Window = int | None

@@ -20,6 +20,7 @@ from batchkv_producer.submit import fingerprint
 from batchkv_producer.wire.maker import Maker
 from batchkv_worker.demo import MODEL_PATH as DEMO_PATH
 from batchkv_worker.errors import ModelChangedError, ModelError
+from batchkv_worker.kv.backends import device
 from batchkv_worker.kv.layers.discover import CacheTree, discover
 from batchkv_worker.model import load_progress as loading
 from batchkv_worker.model import rehearsal
@@ -197,8 +198,8 @@ def _first(fault: BaseException) -> str:
 
 def _cast(model: Any, dtype: str) -> None:
     if dtype == "auto":
-        if mx.default_device() == mx.Device(mx.cpu):
-            model.set_dtype(mx.float32)
+        if (usual := device.usual_dtype()) is not None:
+            model.set_dtype(usual)
     elif dtype in _DTYPES:
         model.set_dtype(_DTYPES[dtype])
     else:

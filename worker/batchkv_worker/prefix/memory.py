@@ -23,7 +23,7 @@ import mlx.core as mx
 from batchkv_cache_store.blocks.block import Kind
 from batchkv_cache_store.keys import BLOCK_TOKENS, chain, root_key
 from batchkv_cache_store.uses import Kept
-from batchkv_worker.kv.attention.shared_prefix import Stem
+from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.layers.contract import LayerKind
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.kv.slots.layouts import Costs
@@ -146,7 +146,9 @@ class PrefixCache:
             if kind.window is None and not kind.has_state
         }
 
-    def fill(self, rows: Items[Sequence], prefill: PrefillRows, stem: Stem | None = None) -> None:
+    def fill(
+        self, rows: Items[Sequence], prefill: PrefillRows, stem: SharedPrefix | None = None
+    ) -> None:
         """Give new prefill rows their common number of cached tokens, the first in a stem."""
         count = rows[0].num_cached // BLOCK_TOKENS
         if not count:

@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
+from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
 from batchkv_worker.kv.layers.contract import Chunk, LayerKind
 from batchkv_worker.kv.layers.discover import CacheTree
@@ -141,8 +142,14 @@ class AttentionSample:
     """The calls of attention over the first tokens of a text, with what they give in float."""
 
     def __init__(
-        self, model: Any, tree: CacheTree, exact: Sequence[LayerKind], tokens: Sequence[int]
+        self,
+        backend: Backend,
+        model: Any,
+        tree: CacheTree,
+        exact: Sequence[LayerKind],
+        tokens: Sequence[int],
     ) -> None:
+        self._backend = backend
         self.num_tokens = len(tokens)
         self._tree = tree
         prefill = self._begun(exact)
@@ -175,7 +182,7 @@ class AttentionSample:
         return Error(sum(error for error, _ in errors) / len(errors), worst, layer)
 
     def _begun(self, kinds: Sequence[LayerKind]) -> PrefillRows:
-        prefill = PrefillRows(kinds, self.num_tokens, self.num_tokens)
+        prefill = PrefillRows(self._backend, kinds, self.num_tokens, self.num_tokens)
         prefill.begin(Chunk(0, self.num_tokens))
         return prefill
 

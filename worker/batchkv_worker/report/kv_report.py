@@ -14,9 +14,10 @@ from pathlib import Path
 import mlx.core as mx
 
 from batchkv_worker.errors import SettingsError
-from batchkv_worker.kv.backends.device import shape_step
+from batchkv_worker.kv.backends import device
 from batchkv_worker.kv.schemes.packing import fit_model
 from batchkv_worker.kv.schemes.spec import SchemeSpec
+from batchkv_worker.kv.start.backend import choose_backend
 from batchkv_worker.kv.start.plan import KvPlan, make_plan
 from batchkv_worker.model.loader import LoadedModel, load
 from batchkv_worker.report.capture import AttentionSample
@@ -80,7 +81,7 @@ def measure(
         model=loaded.name,
         layers=str(loaded.caches),
         dtype=str(loaded.dtype).removeprefix("mlx.core."),
-        device=str(mx.default_device()),
+        device=device.name(),
         mlx=mx.__version__,
         text=text_name,
         text_tokens=len(tokens),
@@ -106,7 +107,7 @@ class _Measuring:
     def __init__(
         self, loaded: LoadedModel, tokens: list[int], extent: Extent, note: Callable[[str], None]
     ) -> None:
-        self._loaded = loaded
+        self._loaded, self._backend = loaded, choose_backend()
         self._tokens = tokens
         self._rows = extent.rows
         self._note = note
@@ -116,7 +117,8 @@ class _Measuring:
         note(f"measuring {_BASELINE}")
         self._exact = self._plan(_BASELINE)
         self.sample = AttentionSample(
-            loaded.model, loaded.caches, self._exact.kinds, tokens[:_ERROR_TOKENS]
+            *(self._backend, loaded.model, loaded.caches, self._exact.kinds),
+            tokens[:_ERROR_TOKENS],
         )
         self._reading = self._read(self._exact, tokens)
         self._exact_row = self._read(self._exact, self._row).pieces
@@ -154,9 +156,9 @@ class _Measuring:
             loaded.caches,
             name,
             loaded.dtype,
+            self._backend,
             slots=self._rows,
-            shape_step=shape_step(),
         )
 
     def _read(self, plan: KvPlan, tokens: list[int]) -> Reading:
-        return read(self._loaded.model, self._loaded.caches, plan.kinds, tokens)
+        return read(self._backend, self._loaded.model, self._loaded.caches, plan.kinds, tokens)

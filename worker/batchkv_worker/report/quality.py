@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.layers.contract import Chunk, LayerKind
 from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.layers.kinds import AttentionKind
@@ -38,9 +39,15 @@ class Reading:
         return sum(a == b for a, b in same) / len(self.predictions)
 
 
-def read(model: Any, tree: CacheTree, kinds: Sequence[LayerKind], tokens: Sequence[int]) -> Reading:
+def read(
+    backend: Backend,
+    model: Any,
+    tree: CacheTree,
+    kinds: Sequence[LayerKind],
+    tokens: Sequence[int],
+) -> Reading:
     """Run a text through the model in chunks, as prompts are: attention sees packed history."""
-    prefill = PrefillRows(kinds, len(tokens), CHUNK_TOKENS)
+    prefill = PrefillRows(backend, kinds, len(tokens), CHUNK_TOKENS)
     losses: list[mx.array] = []
     predictions: list[int] = []
     for start in range(0, len(tokens), CHUNK_TOKENS):

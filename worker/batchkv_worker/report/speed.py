@@ -58,7 +58,7 @@ class Decoding:
         self, model: Any, plan: KvPlan, rows: int, pieces: Sequence[Pieces], length: int
     ) -> None:
         self._model = model
-        self._slots = DecodeSlots(plan.kinds, plan.tree, rows, plan.shapes)
+        self._slots = DecodeSlots(plan.backend, plan.kinds, plan.tree, rows, plan.shapes)
         for _ in range(rows):
             self._slots.admit(Demand(length, STEP), pieces)
         self._asked = self._ask(plan)

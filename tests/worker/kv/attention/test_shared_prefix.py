@@ -7,6 +7,7 @@ import random
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -16,11 +17,10 @@ import pytest
 from mlx_lm.models.base import create_causal_mask
 
 from batchkv_worker.events import Completed
-from batchkv_worker.kv.attention import paths as attention
-from batchkv_worker.kv.attention import shared_prefix as stem
-from batchkv_worker.kv.attention import shared_prefix_prefill as stem_chunk
-from batchkv_worker.kv.attention.paths import Path
-from batchkv_worker.kv.attention.shared_prefix import Stem
+from batchkv_worker.kv.attention import paths, shared_prefix, shared_prefix_prefill
+from batchkv_worker.kv.attention.paths import LayerAttention, Path
+from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
+from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.layers.contract import Chunk, LayerKind
 from batchkv_worker.kv.layers.decode import DecodeSlots, costs_of
 from batchkv_worker.kv.layers.discover import CacheTree
@@ -29,11 +29,13 @@ from batchkv_worker.kv.schemes.packing import LayerScheme, TensorScheme
 from batchkv_worker.kv.slots.changes import Demand, Move
 from batchkv_worker.kv.slots.layouts import SlotLayouts
 from batchkv_worker.kv.slots.step_view import Framer, Shapes
+from batchkv_worker.kv.start.decision import Fixed
 from batchkv_worker.kv.start.plan import make_plan
-from batchkv_worker.kv.types import Both, Parts, Pieces
+from batchkv_worker.kv.types import PackedKV, Parts, Pieces
 from support import tiny_models
 from worker.kv.crowd import Crowd, model_of, random_prompt
 from worker.kv.reference import (
+    BACKEND,
     HEADS,
     SIZE,
     VALUE_SIZE,
@@ -46,9 +48,11 @@ from worker.kv.reference import (
     run_layers,
     state_kind,
     values_of,
+    x86,
 )
 
 BLOCK = 256
+ROUNDED = x86(columns_multiple=64, rows_multiple=8)
 QUERY_HEADS = 3 * HEADS
 SCALE = SIZE**-0.5
 SCHEMES = ("float", "affine8", "affine4r", "affine2/32", "k8v4", "mxfp8", "nvfp4r", "turbo3.5")
@@ -62,13 +66,13 @@ def normal(*shape: int) -> mx.array:
     return mx.random.normal(shape)
 
 
-def packed(scheme: LayerScheme, keys: mx.array, values: mx.array, kind: AttentionKind) -> Both:
+def packed(scheme: LayerScheme, keys: mx.array, values: mx.array, kind: AttentionKind) -> PackedKV:
     """As decode slots keep them."""
     pack = kind.scheme.keys.pack(keys), kind.scheme.values.pack(values)
     return scheme.keys.take(pack[0]), scheme.values.take(pack[1])
 
 
-def joined(first: Both, own: Both, rows: int) -> Both:
+def joined(first: PackedKV, own: PackedKV, rows: int) -> PackedKV:
     """The same tokens in one line for each row."""
     sides = [
         tuple(
@@ -80,11 +84,11 @@ def joined(first: Both, own: Both, rows: int) -> Both:
     return sides[0], sides[1]
 
 
-def chains(first: Both) -> list[list[Both]]:
+def chains(first: PackedKV) -> list[list[PackedKV]]:
     """The same columns as one stem, and as three that stand on each other."""
     columns = first[0][0].shape[-2]
     ends = [1, columns // 2, columns]
-    cut: list[Both] = []
+    cut: list[PackedKV] = []
     for low, high in pairwise([0, *ends]):
         sides = [tuple(part[..., low:high, :] for part in parts) for parts in first]
         cut.append((sides[0], sides[1]))
@@ -102,7 +106,8 @@ def check_attend(
     rows, tokens, columns, own_columns = sizes
     mx.random.seed(sum(sizes))
     dtype = kind.dtype
-    scheme = attention.in_slots(kind.scheme, path)
+    scheme = paths.in_slots(kind.scheme, path)
+    layer = LayerAttention(BACKEND, scheme, dtype, path or "fused")
     first, own = (
         packed(
             scheme,
@@ -119,16 +124,16 @@ def check_attend(
         seen = mx.ones((*mask.shape[:-1], columns), mx.bool_)
         whole = mx.concatenate([seen, mask], axis=-1)
     # The fused kernel on dense copies: nothing of what is compared is used to compute this.
-    wanted = attention.attend(
-        "fused", scheme, dtype, queries, *joined(first, own, rows), SCALE, whole, sinks
-    )
-    how = scheme, dtype, queries
+    fused = replace(layer, path="fused")
+    wanted = paths.attend(fused, queries, *joined(first, own, rows), SCALE, whole, sinks)
     for shared in chains(first):
         # With one token a row, the first stems of a chain may have been attended before.
         for count in range(len(shared) + 1 if tokens == 1 else 1):
-            before = [stem.sum_up(*how, one, SCALE) for one in shared[:count]]
+            before = [
+                shared_prefix.attend_partial(layer, queries, one, SCALE) for one in shared[:count]
+            ]
             rest = shared[count:]
-            got = stem.attend(path, *how, rest, own, SCALE, mask, sinks, before)
+            got = shared_prefix.attend(layer, queries, rest, own, SCALE, mask, sinks, before)
             assert got.shape == wanted.shape == (rows, QUERY_HEADS, tokens, VALUE_SIZE)
             assert got.dtype == wanted.dtype
             apart = mx.abs(got.astype(mx.float32) - wanted.astype(mx.float32)).max().item()
@@ -146,7 +151,7 @@ def ragged(rows: int, columns: int) -> mx.array:
 def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How many scores may stand at once."""
     if request.param is not None:
-        monkeypatch.setattr(stem, "MAX_SCORES", request.param)
+        monkeypatch.setattr(shared_prefix, "MAX_SCORES", request.param)
 
 
 @pytest.mark.parametrize("few", [1, 2**14, 2**26], ids=["row by row", "some rows", "all rows"])
@@ -155,7 +160,7 @@ def test_a_chunk_on_copies_of_its_stem(
     name: str, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a GPU computes of a chunk is what a CPU computes: causal, in as many rows at once."""
-    monkeypatch.setattr(stem_chunk, "MAX_DENSE", few)
+    monkeypatch.setattr(shared_prefix_prefill, "MAX_DENSE", few)
     kind = attention_kind(name)
     for rows, tokens, columns, own_columns in ((3, 7, 40, 7), (2, 5, 9, 30), (4, 1, 33, 12)):
         mx.random.seed(rows)
@@ -170,11 +175,11 @@ def test_a_chunk_on_copies_of_its_stem(
         mask = "causal" if tokens > 1 else None
         for sinks in (None, normal(QUERY_HEADS)):
             got = []
-            for copies in (True, False):
-                monkeypatch.setattr(stem_chunk, "copies_stems", lambda copies=copies: copies)
+            for backend in (GenericBackend(), BACKEND):
+                layer = LayerAttention(backend, kind.scheme, mx.float32)
                 for shared in chains(first):
-                    what = (kind.scheme, mx.float32, queries, shared, own, SCALE, mask, sinks)
-                    got.append(stem_chunk.attend_chunk(*what))
+                    what = (queries, shared, own, SCALE, mask, sinks)
+                    got.append(shared_prefix_prefill.attend_chunk(layer, *what))
             for one in got:
                 assert one.shape == (rows, QUERY_HEADS, tokens, VALUE_SIZE)
                 apart = mx.abs(one - got[-1]).max().item()
@@ -261,8 +266,8 @@ class Herd:
             attention_kind(name, path="folded"),
         ]
         tree = CacheTree((), tuple(range(len(self.kinds))))
-        self.slots = DecodeSlots(self.kinds, tree, slots, Shapes(group_cost=cost))
-        self.rows: dict[int, tuple[Reference, Stem | None]] = {}
+        self.slots = DecodeSlots(BACKEND, self.kinds, tree, slots, Shapes(group_cost=cost))
+        self.rows: dict[int, tuple[Reference, SharedPrefix | None]] = {}
         self.rng = random.Random(2)
         self.prefixes: dict[bytes, tuple[int, ...]] = {}
         self.bound = 1e-5 if name == "float" else 0.05
@@ -270,7 +275,7 @@ class Herd:
     def tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self.rng.randrange(1, 4096) for _ in range(count))
 
-    def stem(self, key: bytes, length: int, parent: Stem | None = None) -> Stem:
+    def stem(self, key: bytes, length: int, parent: SharedPrefix | None = None) -> SharedPrefix:
         """Of ``length`` tokens after its parent's."""
         before = self.prefixes[parent.key] if parent else ()
         self.prefixes[key] = prefix = (*before, *self.tokens(length))
@@ -278,7 +283,7 @@ class Herd:
         shared: dict[int, Pieces] = {place: pieces[place] or () for place in (0, 3)}
         return self.slots.stem(key, len(prefix), shared, parent)
 
-    def join(self, shared: Stem | None, length: int) -> int:
+    def join(self, shared: SharedPrefix | None, length: int) -> int:
         """A row of ``length`` tokens of its own."""
         prefix = self.prefixes[shared.key] if shared else ()
         row = Reference((*prefix, *self.tokens(length)))
@@ -371,7 +376,7 @@ def test_rows_take_their_stem_along(name: str) -> None:
 def test_a_stem_that_does_not_fit_is_refused() -> None:
     """What a row shares is as long as its stem, or it is an error and not a wrong position."""
     layouts = SlotLayouts(2)
-    some = Stem(b"a", 512, packed={}, slots={})
+    some = SharedPrefix(b"a", 512, packed={}, slots={})
     for shared, given in ((256, some), (512, None), (0, some)):
         with pytest.raises(ValueError, match="does not fit its stem"):
             layouts.admit(Demand(600, 10, shared), 0, given)
@@ -406,7 +411,7 @@ def test_stems_are_bit_for_bit_what_prefill_packed() -> None:
     """Prefill reads the very pieces, decode those that slots would hold; both are reckoned with."""
     for path in ("fused", "spread-packed"):
         kind = attention_kind("turbo3.5", path=path)
-        slots = DecodeSlots([kind], CacheTree((), (0,)), 2, Shapes())
+        slots = DecodeSlots(BACKEND, [kind], CacheTree((), (0,)), 2, Shapes())
         group = prefilled([kind], [tuple(range(1, 41))], ())
         pieces = group.row(0, 40)[0]
         found = slots.stem(b"a", 40, {0: pieces})
@@ -422,7 +427,7 @@ def test_stems_are_bit_for_bit_what_prefill_packed() -> None:
         assert bits((*found.slots[0][0], *found.slots[0][1])) == bits(wanted)
 
 
-def sharing(layouts: SlotLayouts, shared: Stem | None, length: int) -> int:
+def sharing(layouts: SlotLayouts, shared: SharedPrefix | None, length: int) -> int:
     """A row joins; no tensors."""
     before = shared.num_tokens if shared else 0
     demand = Demand(before + length, 50, before)
@@ -445,7 +450,7 @@ def num_groups(layouts: SlotLayouts) -> int:
     return len(groups)
 
 
-def readings(layouts: SlotLayouts) -> Counter[Stem]:
+def readings(layouts: SlotLayouts) -> Counter[SharedPrefix]:
     """How often each stem is read in the next step, in which lengths cut groups, too.
 
     Every group reads the chain of its stem, each of it once.
@@ -466,9 +471,9 @@ def readings(layouts: SlotLayouts) -> Counter[Stem]:
 
 def test_groups_read_what_they_have_in_common_once() -> None:
     layouts = SlotLayouts(16)
-    root = Stem(b"r", 512, packed={}, slots={})
-    branches = [Stem(bytes([number]), 768, root, packed={}, slots={}) for number in range(3)]
-    twig = Stem(b"t", 1024, branches[1], packed={}, slots={})
+    root = SharedPrefix(b"r", 512, packed={}, slots={})
+    branches = [SharedPrefix(bytes([number]), 768, root, packed={}, slots={}) for number in range(3)]
+    twig = SharedPrefix(b"t", 1024, branches[1], packed={}, slots={})
     order = [root, branches[0], branches[0], branches[1], twig, twig, branches[2], None, None]
     for slot, one in enumerate(order):
         depth = one.num_tokens if one else 0
@@ -510,9 +515,9 @@ def test_branches_of_a_stem_are_neighbours() -> None:
     for seed in range(8):
         rng = random.Random(seed)
         layouts = SlotLayouts(16)
-        roots = [Stem(bytes([number]), 512, packed={}, slots={}) for number in range(2)]
+        roots = [SharedPrefix(bytes([number]), 512, packed={}, slots={}) for number in range(2)]
         leaves = [
-            Stem(bytes([n, m]), 768, roots[n], packed={}, slots={})
+            SharedPrefix(bytes([n, m]), 768, roots[n], packed={}, slots={})
             for n in range(2)
             for m in range(2)
         ]
@@ -532,7 +537,7 @@ def test_branches_of_a_stem_are_neighbours() -> None:
 def test_rows_of_a_stem_are_neighbours() -> None:
     """Rows that join in turns behind two stems, or none, are attended in three groups."""
     layouts = SlotLayouts(16)
-    stems = [Stem(b"a", 512, packed={}, slots={}), Stem(b"b", 256, packed={}, slots={})]
+    stems = [SharedPrefix(b"a", 512, packed={}, slots={}), SharedPrefix(b"b", 256, packed={}, slots={})]
     for slot in range(16):  # so that there are buffers to move rows in
         layouts.admit(Demand(1, 1), slot)
     for slot in range(16):
@@ -551,7 +556,7 @@ def histories(seeds: int) -> Iterator[tuple[SlotLayouts, random.Random]]:
     for seed in range(seeds):
         rng = random.Random(seed)
         layouts = SlotLayouts(16)
-        stems = [Stem(bytes([number]), 512, packed={}, slots={}) for number in range(3)]
+        stems = [SharedPrefix(bytes([number]), 512, packed={}, slots={}) for number in range(3)]
         for _ in range(300):
             if layouts.num_free and rng.random() < 0.65:
                 sharing(layouts, rng.choice([*stems, None]), rng.randrange(1, 200))
@@ -682,8 +687,9 @@ def check_same(crowd: Crowd, expected: dict[str, Completed], scheme: str) -> Non
 
 def shares(model: Any) -> bool:
     caches = tiny_models.loaded(model).caches
-    fixed: dict[str, Any] = {"slots": 2, "path": "fused", "group_cost": 64}
-    return make_plan("tiny", model, caches, "float", mx.float32, **fixed).shares
+    fixed = Fixed("fused", 64)
+    plan = make_plan("tiny", model, caches, "float", mx.float32, BACKEND, slots=2, fixed=fixed)
+    return plan.shares
 
 
 @pytest.mark.parametrize("family", sorted(APART))
@@ -729,19 +735,16 @@ def test_floats_behind_stems(family: str) -> None:
 def test_schemes_behind_stems(family: str, scheme: str) -> None:
     """Other paths and packings, and columns and rows rounded up."""
     path = {"turbo3.5": "spread-packed", "k8v4": "packed"}[scheme]
-    crowd = engine_of(family, scheme, path=path, shape_step=64)
+    crowd = engine_of(family, scheme, path=path, backend=ROUNDED)
     expected = unshared_first(crowd)
     assert {BLOCK, 2 * BLOCK} <= herded(crowd) and len(crowd.ended) == len(prompts())
     check_same(crowd, expected, scheme)
 
 
 @pytest.mark.parametrize(("family", "scheme"), [("llama", "affine8"), ("gemma3_text", "float")])
-def test_chunks_on_copies_of_their_stems(
-    family: str, scheme: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_on_copies_of_their_stems(family: str, scheme: str) -> None:
     """Whole engines that compute prompts as a GPU does: the same tokens."""
-    monkeypatch.setattr(stem_chunk, "copies_stems", lambda: True)
-    crowd = engine_of(family, scheme)
+    crowd = engine_of(family, scheme, backend=GenericBackend())
     expected = unshared_first(crowd)
     assert {BLOCK, 2 * BLOCK} <= herded(crowd) and len(crowd.ended) == len(prompts())
     check_same(crowd, expected, scheme)
@@ -752,7 +755,7 @@ def test_rows_of_one_length_behind_a_stem_need_no_mask(scheme: str, path: Path) 
     """Columns are rounded, but not for rows that start together: the same tokens, no mask."""
     prefix = random_prompt(1, BLOCK)
     rows = {f"row {n}": prefix + random_prompt(10 + n, 20) for n in range(9)}
-    crowd = engine_of("llama", scheme, path=path, shape_step=64, slots=9, chunk_tokens=BLOCK)
+    crowd = engine_of("llama", scheme, path=path, backend=ROUNDED, slots=9, chunk_tokens=BLOCK)
     exact: set[tuple[bool, bool]] = set()
     frame = crowd.engine._slots._framer.frame
 

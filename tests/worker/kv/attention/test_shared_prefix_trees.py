@@ -11,8 +11,8 @@ import pytest
 
 from batchkv_worker.engine.schedule.prefill_group import PrefillGroup
 from batchkv_worker.engine.schedule.prefix_split import StemCosts
-from batchkv_worker.kv.attention import shared_prefix_prefill as stem_chunk
 from batchkv_worker.kv.attention.paths import Path
+from batchkv_worker.kv.backends.generic import GenericBackend
 from worker.kv.attention.test_shared_prefix import (
     BLOCK,
     bytes_held,
@@ -21,6 +21,7 @@ from worker.kv.attention.test_shared_prefix import (
     unshared_first,
 )
 from worker.kv.crowd import Crowd, random_prompt
+from worker.kv.reference import x86
 
 Shape = tuple[int, ...]  # tokens that a chain of stems holds, each for itself
 
@@ -87,13 +88,9 @@ def run(crowd: Crowd, late: int = 5) -> set[Shape]:
     ],
 )
 @pytest.mark.parametrize("copies", [False, True], ids=["parts", "copies"])
-def test_rows_of_a_tree(
-    family: str, scheme: str, path: Path, copies: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_a_tree(family: str, scheme: str, path: Path, copies: bool) -> None:
     """The tokens that rows have without stems; chunks computed as on a CPU, and as on a GPU."""
-    if copies:
-        monkeypatch.setattr(stem_chunk, "copies_stems", lambda: True)
-    crowd = grown(family, scheme, path=path)
+    crowd = grown(family, scheme, path=path, backend=GenericBackend() if copies else x86())
     expected = unshared_first(crowd, run)
     assert run(crowd) >= ALL
     check_same(crowd, expected, scheme)

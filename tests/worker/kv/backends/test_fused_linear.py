@@ -12,11 +12,13 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from batchkv_worker.kv.backends.cpu import blocked_linear as narrow
-from batchkv_worker.kv.backends.gpu import fused_linear as siblings
-from batchkv_worker.kv.backends.gpu import joint_product as joint
+from batchkv_worker.kv.backends.generic import GenericBackend
+from batchkv_worker.kv.backends.gpu import fused_linear, joint_product
+from batchkv_worker.kv.backends.gpu.backend import GpuBackend
+from batchkv_worker.kv.backends.rebind import install, restore
 from batchkv_worker.prefix.shared.identity import weights_digest
 from worker.kv.crowd import Crowd, model_of, random_prompt
+from worker.kv.reference import x86
 
 ROWS = 6
 SIZE = 64
@@ -63,15 +65,20 @@ class Toy(nn.Module):
         return self.head(self.table(tokens) + sums)
 
 
-FAMILIES = [("q", "k", "v"), ("gate", "up"), ("packed_gate", "packed_up")]
+GROUPS = [("q", "k", "v"), ("gate", "up"), ("packed_gate", "packed_up")]
 
 
 @pytest.fixture
 def faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One product wins every comparison, on every machine; blocks, which a CPU may have, none."""
-    monkeypatch.setattr(joint, "is_start_dear", lambda: True)
-    monkeypatch.setattr(narrow, "_is_faster", lambda *shape: False)
-    monkeypatch.setattr(joint, "is_faster", lambda *shape: True)
+    """One product wins every comparison, on every machine."""
+    monkeypatch.setattr(joint_product, "is_faster", lambda *shape: True)
+
+
+def fuse(model: Any) -> int:
+    """Decide and install, in place of what was before; how many groups there are then."""
+    restore(model)
+    install(model, GpuBackend().changes(model, mx.float32, ROWS))
+    return len({id(layer._group) for layer in model.modules() if hasattr(layer, "_group")})
 
 
 @pytest.fixture
@@ -82,16 +89,16 @@ def without_collection() -> Iterator[None]:
     gc.enable()
 
 
-def family_of(toy: Toy, name: str) -> siblings.Family:
-    family: siblings.Family = toy[name]._family
-    return family
+def group_of(toy: Toy, name: str) -> fused_linear.FusedGroup:
+    group: fused_linear.FusedGroup = toy[name]._group
+    return group
 
 
-def test_only_layers_of_one_input_and_one_kind_are_a_family(faster: None) -> None:
+def test_only_layers_of_one_input_and_one_kind_are_a_group(faster: None) -> None:
     toy = Toy()
-    assert siblings.install(toy, ROWS) == len(FAMILIES)
-    for names in FAMILIES:
-        assert len({id(family_of(toy, name)) for name in names}) == 1
+    assert fuse(toy) == len(GROUPS)
+    for names in GROUPS:
+        assert len({id(group_of(toy, name)) for name in names}) == 1
         assert [toy[name]._place for name in names] == list(range(len(names)))
     alone = ("other_bits", "other_dtype", "other_dtype_too", "other_input", "twice", "head")
     assert {type(toy[name]) for name in alone} == {nn.Linear, nn.QuantizedLinear}
@@ -104,7 +111,7 @@ def test_answers_and_parameters_stay_what_they_were(faster: None) -> None:
     names = [name for name, _ in tree_flatten(toy.parameters())]
     digest = weights_digest(toy)
 
-    assert siblings.install(toy, ROWS) == len(FAMILIES)
+    assert fuse(toy) == len(GROUPS)
 
     for x, expected in zip((few, many), before, strict=True):
         for name, part in toy.parts(x).items():
@@ -117,14 +124,14 @@ def test_answers_and_parameters_stay_what_they_were(faster: None) -> None:
 def test_one_product_serves_few_rows_alone(faster: None) -> None:
     """Which of both serves shows when one is spoilt."""
     toy = Toy()
-    siblings.install(toy, ROWS)
-    for names in FAMILIES:
-        family = family_of(toy, names[0])
-        whole = family._product
-        family._product = lambda x, whole=whole: [part * mx.nan for part in whole(x)]
+    fuse(toy)
+    for names in GROUPS:
+        group = group_of(toy, names[0])
+        whole = group._product
+        group._product = lambda x, whole=whole: [part * mx.nan for part in whole(x)]
     for shape, is_spoilt in (((ROWS, 1, SIZE), True), ((1, ROWS + 1, SIZE), False)):
         parts = toy.parts(mx.ones(shape))
-        for name in sum(FAMILIES, ()):
+        for name in sum(GROUPS, ()):
             assert mx.isnan(parts[name]).all().item() == is_spoilt
             assert mx.isnan(parts[name]).any().item() == is_spoilt
 
@@ -132,8 +139,8 @@ def test_one_product_serves_few_rows_alone(faster: None) -> None:
 def test_who_is_asked_something_else_multiplies_itself(faster: None) -> None:
     toy = Toy()
     x, y = mx.random.normal((2, 1, SIZE)), mx.random.normal((2, 1, SIZE))
-    plain = {(name, n): toy[name](z) for name in FAMILIES[0] for n, z in enumerate((x, y))}
-    siblings.install(toy, ROWS)
+    plain = {(name, n): toy[name](z) for name in GROUPS[0] for n, z in enumerate((x, y))}
+    fuse(toy)
     orders = [
         [("k", 0), ("q", 0), ("v", 1), ("k", 0)],
         [("v", 0), ("q", 1), ("k", 0), ("v", 1), ("k", 1)],
@@ -147,18 +154,18 @@ def test_who_is_asked_something_else_multiplies_itself(faster: None) -> None:
 
 def test_nothing_is_held_once_all_were_asked(faster: None) -> None:
     toy = Toy()
-    siblings.install(toy, ROWS)
-    family = family_of(toy, "q")
+    fuse(toy)
+    group = group_of(toy, "q")
     x = mx.random.normal((2, 1, SIZE))
-    for name in FAMILIES[0][:-1]:
+    for name in GROUPS[0][:-1]:
         toy[name](x)
-    assert family._input is x
+    assert group._input is x
     toy.v(x)
-    assert family._input is None
-    assert not family._parts
+    assert group._input is None
+    assert not group._parts
     toy.q(x)
     toy.q(mx.zeros((ROWS + 1, 1, SIZE)))  # more rows: nobody else will be asked for these
-    assert family._input is None
+    assert group._input is None
 
 
 def test_weights_stand_once(faster: None, without_collection: None) -> None:
@@ -167,7 +174,7 @@ def test_weights_stand_once(faster: None, without_collection: None) -> None:
     mx.eval(toy.parameters())
     mx.clear_cache()
     before = mx.get_active_memory()
-    siblings.install(toy, ROWS)
+    fuse(toy)
     more = mx.get_active_memory() - before
     assert more < toy.k.weight.nbytes
     assert mx.get_cache_memory() < toy.q.weight.nbytes
@@ -181,13 +188,13 @@ def test_a_second_engine_of_the_model_decides_anew(
     plain = toy.parts(x)
     mx.eval(plain)
     for _ in range(2):
-        assert siblings.install(toy, ROWS) == len(FAMILIES)
+        assert fuse(toy) == len(GROUPS)
         assert all(mx.allclose(toy.parts(x)[name], plain[name], atol=1e-5) for name in plain)
-    siblings.forget(toy)
-    assert not hasattr(toy.q, "_family")
-    assert siblings.install(toy, ROWS) == len(FAMILIES)
-    monkeypatch.setattr(joint, "is_faster", lambda *shape: False)
-    assert siblings.install(toy, ROWS) == 0
+    restore(toy)
+    assert not hasattr(toy.q, "_group")
+    assert fuse(toy) == len(GROUPS)
+    monkeypatch.setattr(joint_product, "is_faster", lambda *shape: False)
+    assert fuse(toy) == 0
     assert {type(module) for module in toy.modules()} == {
         *(Toy, nn.Embedding, nn.Linear, nn.QuantizedLinear),
     }
@@ -199,23 +206,23 @@ def test_products_that_answer_otherwise_are_not_kept(
 ) -> None:
     """Whichever part it is: what queries find shows from the second token on."""
     place = {"queries": 0, "keys": 1, "gate": 0}[wrong]
-    right = joint.product_of
+    right = joint_product.product_of
 
-    def product_of(family: Any, whole: Any) -> joint.Product:
-        product = right(family, whole)
-        is_wrong = (len(family) == 3) == (wrong != "gate")
+    def product_of(group: Any, whole: Any) -> joint_product.Product:
+        product = right(group, whole)
+        is_wrong = (len(group) == 3) == (wrong != "gate")
         return lambda x: [
             part[..., ::-1] if is_wrong and n == place else part
             for n, part in enumerate(product(x))
         ]
 
     model = model_of("llama")
-    assert siblings.install(model, ROWS) == 2 * len(model.layers)
-    monkeypatch.setattr(joint, "product_of", product_of)
+    assert fuse(model) == 2 * len(model.layers)
+    monkeypatch.setattr(joint_product, "product_of", product_of)
     with caplog.at_level(logging.WARNING, "batchkv.engine"):
-        assert siblings.install(model, ROWS) == 0
-    assert "otherwise" in caplog.text
-    assert siblings.SiblingLinear not in {type(module) for module in model.modules()}
+        assert fuse(model) == 0
+    assert "other answers" in caplog.text
+    assert fused_linear.FusedLinear not in {type(module) for module in model.modules()}
 
 
 @pytest.mark.parametrize("where", ["is_faster", "whole_of", "product_of"])
@@ -228,24 +235,24 @@ def test_a_device_that_refuses_multiplies_as_before(
     toy = Toy()
     x = mx.random.normal((2, 1, SIZE))
     plain = toy.parts(x)
-    monkeypatch.setattr(joint, where, refuse)
+    monkeypatch.setattr(joint_product, where, refuse)
     with caplog.at_level(logging.WARNING, "batchkv.engine"):
-        assert siblings.install(toy, ROWS) == 0
+        assert fuse(toy) == 0
     assert "Unable to allocate" in caplog.text
     assert all(mx.array_equal(toy.parts(x)[name], plain[name]) for name in plain)
 
 
-@pytest.mark.skipif(joint.is_start_dear(), reason="there is a GPU")
-def test_on_a_cpu_each_layer_multiplies_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joint, "is_faster", lambda *shape: True)
+def test_only_gpus_fuse(faster: None) -> None:
+    """On a CPU each layer multiplies for itself: a launch costs next to nothing."""
     toy = Toy()
-    assert siblings.install(toy, ROWS) == 0
-    assert type(toy.q) is nn.Linear
+    for backend in (x86(), GenericBackend()):
+        install(toy, backend.changes(toy, mx.float32, ROWS))
+        assert type(toy.q) is nn.Linear
 
 
-def like_of(module: Any, dtype: mx.Dtype) -> joint.Likeness:
+def like_of(module: Any, dtype: mx.Dtype) -> joint_product.LayerSignature:
     module.set_dtype(dtype)
-    return joint.likeness_of(module, mx.zeros((1, 64), dtype))
+    return joint_product.signature_of(module, mx.zeros((1, 64), dtype))
 
 
 KINDS = {
@@ -261,9 +268,9 @@ def test_the_faster_one_wins_if_it_is_right(kind: str, monkeypatch: pytest.Monke
     """What is timed is played, first the layers apart, then at once; what they answer is real."""
     like = KINDS[kind]()
 
-    products, asked = joint.product_of, []
+    products, asked = joint_product.product_of, []
 
-    def noting(*how: Any) -> joint.Product:
+    def noting(*how: Any) -> joint_product.Product:
         product = products(*how)
         return lambda x: (asked.append("at once"), product(x))[1]
 
@@ -281,38 +288,38 @@ def test_the_faster_one_wins_if_it_is_right(kind: str, monkeypatch: pytest.Monke
             return won
 
         asked.clear()
-        monkeypatch.setattr(joint, "product_of", noting)
-        monkeypatch.setattr(joint, "least_times", play_least_times)
-        monkeypatch.setattr(joint, "gain", play_gain)
-        joint.is_faster.cache_clear()
-        return joint.is_faster(like, (64, 32), ROWS)
+        monkeypatch.setattr(joint_product, "product_of", noting)
+        monkeypatch.setattr(joint_product, "least_times", play_least_times)
+        monkeypatch.setattr(joint_product, "gain", play_gain)
+        joint_product.is_faster.cache_clear()
+        return joint_product.is_faster(like, (64, 32), ROWS)
 
     assert verdict(1.0, 1.2)
     assert not verdict(1.0, 1.05)
     assert not verdict(None)
-    assert not verdict(2 * joint._LONGEST)
+    assert not verdict(2 * joint_product._LONGEST)
     with monkeypatch.context() as less:
-        less.setattr(joint, "MAX_WEIGHTS", 64 * 96 - 1)
+        less.setattr(joint_product, "MAX_WEIGHTS", 64 * 96 - 1)
         assert not verdict(1.0, 1.2)
         assert not asked  # not even timed
     right = products
     products = lambda *how: lambda x: [part * (1 + n) for n, part in enumerate(right(*how)(x))]  # noqa: E731
     assert not verdict(1.0, 1.2)
-    joint.is_faster.cache_clear()
+    joint_product.is_faster.cache_clear()
 
 
 def test_layers_that_hold_other_dtypes_are_not_alike() -> None:
     x = mx.zeros((1, 64))
     layers = [nn.QuantizedLinear(64, 32, bias=False, bits=4) for _ in range(2)]
-    assert joint.likeness_of(layers[0], x) == joint.likeness_of(layers[1], x)
+    assert joint_product.signature_of(layers[0], x) == joint_product.signature_of(layers[1], x)
     layers[1].scales = layers[1].scales.astype(mx.bfloat16)
-    assert joint.likeness_of(layers[0], x) != joint.likeness_of(layers[1], x)
+    assert joint_product.signature_of(layers[0], x) != joint_product.signature_of(layers[1], x)
 
 
 @pytest.mark.parametrize("is_quantized", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma3_text", "qwen3_next"])
 def test_whole_engines_give_the_same_tokens_both_ways(
-    family: str, is_quantized: bool, faster: None, monkeypatch: pytest.MonkeyPatch
+    family: str, is_quantized: bool, faster: None
 ) -> None:
     prompts = {f"row {n}": random_prompt(n, 30 + 37 * n) for n in range(5)}
     model = model_of(family)
@@ -320,12 +327,11 @@ def test_whole_engines_give_the_same_tokens_both_ways(
         model = type(model)(model.args)
         nn.quantize(model, group_size=32, bits=8)
     found, kinds = [], []
-    for wins in (True, False):
-        monkeypatch.setattr(joint, "is_start_dear", lambda wins=wins: wins)
-        crowd: Any = Crowd(model, path="folded")
+    for backend in (GpuBackend(), GenericBackend()):
+        crowd: Any = Crowd(model, path="folded", backend=backend)
         found.append(crowd.answers(prompts))
         kinds.append({type(module) for module in crowd.model.modules()})
     assert found[0] == found[1]
-    sibling = siblings.SiblingQuantizedLinear if is_quantized else siblings.SiblingLinear
-    assert sibling in kinds[0]
-    assert sibling not in kinds[1]
+    fused = fused_linear.FusedQuantizedLinear if is_quantized else fused_linear.FusedLinear
+    assert fused in kinds[0]
+    assert fused not in kinds[1]

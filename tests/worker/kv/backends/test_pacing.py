@@ -7,9 +7,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from batchkv_worker.kv.backends import pacing as pace
-from batchkv_worker.kv.backends.cpu import causal_tiles as triangles
-from batchkv_worker.kv.layers import attention_slots
+from batchkv_worker.kv.backends import device
+from batchkv_worker.kv.backends.contract import Backend, Pacing
+from batchkv_worker.kv.backends.cpu.backend import CpuBackend
+from batchkv_worker.kv.backends.cuda.backend import CudaBackend
+from batchkv_worker.kv.backends.generic import GenericBackend
+from batchkv_worker.kv.backends.gpu.backend import GpuBackend
+from batchkv_worker.kv.backends.pacing import LAYERS_AHEAD, UNPACED, LayersAhead
 from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
 from batchkv_worker.kv.layers.decode import DecodeSlots
@@ -17,6 +21,7 @@ from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.kv.slots.step_view import Shapes
+from batchkv_worker.kv.start.backend import choose_backend
 from worker.kv.crowd import Crowd, random_prompt
 from worker.kv.reference import (
     HEADS,
@@ -26,54 +31,51 @@ from worker.kv.reference import (
     prefilled,
     state_kind,
     values_of,
+    x86,
 )
 
 
-def is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA."""
-    init = pace.Pace.__init__
+class Paced(GenericBackend):
+    """A GPU's backend that holds the host back, as CUDA's does."""
 
-    def kept(self: Any) -> None:
-        init(self)
-        self._is_kept = True
-
-    monkeypatch.setattr(pace.Pace, "__init__", kept)
+    def pacing(self) -> Pacing:
+        return LayersAhead()
 
 
 def test_all_layers_of_a_group_go_at_one_pace() -> None:
     """Layers that keep keys and values share it; another group has its own."""
     kinds = [attention_kind("affine8"), state_kind(), attention_kind("float")]
     first, second = (
-        {id(layer.pace) for layer in rows.layers if isinstance(layer, AttentionPrefill)}
-        for rows in (PrefillRows(kinds, 10, 10), PrefillRows(kinds, 10, 10))
+        {id(layer.pacing) for layer in rows.layers if isinstance(layer, AttentionPrefill)}
+        for rows in [PrefillRows(Paced(), kinds, 10, 10) for _ in range(2)]
     )
-    assert len(first) == len(second) == 1
+    assert len(first) == len(second) == 1 and first != second
+    assert isinstance(CudaBackend().pacing(), LayersAhead)
+    assert GenericBackend().pacing() is UNPACED
 
 
-def test_so_many_layers_are_under_way_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_many_layers_are_under_way_and_no_more() -> None:
     """Every layer is started, and the host waits for the one ``LAYERS_AHEAD`` before."""
-    is_kept(monkeypatch)
-    own = pace.Pace()
-    for index in range(3 * pace.LAYERS_AHEAD):
+    own = LayersAhead()
+    for index in range(3 * LAYERS_AHEAD):
         own.follow(mx.array([index]) + 1)
-        assert len(own._started) == min(index + 1, pace.LAYERS_AHEAD)
-    assert own._started[0].item() == 2 * pace.LAYERS_AHEAD + 1
+        assert len(own._started) == min(index + 1, LAYERS_AHEAD)
+    assert own._started[0].item() == 2 * LAYERS_AHEAD + 1
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gear", "deepseek_v3"])
-def test_pace_changes_no_token(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pace_changes_no_token(family: str) -> None:
     """Rows give the same with and without waiting, in ragged groups and behind prefixes."""
 
-    def tokens() -> list[list[int]]:
-        crowd = Crowd(family, scheme="affine8", chunk_tokens=128, prefix_bytes=2**25)
+    def tokens(backend: Backend) -> list[list[int]]:
+        changes: dict[str, Any] = {"chunk_tokens": 128, "prefix_bytes": 2**25}
+        crowd = Crowd(family, scheme="affine8", backend=backend, **changes)
         for index, length in enumerate((300, 40, 301, 7)):
             crowd.add(str(index), random_prompt(index, length))
         crowd.drain().run("warm", random_prompt(0, 300))
         return [crowd.tokens(job) for job in crowd.prompts]
 
-    free = tokens()
-    is_kept(monkeypatch)
-    assert tokens() == free
+    assert tokens(Paced()) == tokens(GenericBackend())
 
 
 def test_attention_of_prompts_reads_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,23 +89,24 @@ def test_attention_of_prompts_reads_what_is_packed(monkeypatch: pytest.MonkeyPat
         return answer(self, *question)
 
     monkeypatch.setattr(AttentionPrefill, "_attend", noting)
-    monkeypatch.setattr(triangles, "are_cut", lambda: False)  # a CPU's reason to answer
     for scheme in ("affine8", "nvfp4", "float"):
         asked.clear()
-        Crowd("llama", scheme=scheme).run("a", random_prompt(1, 40))
+        # A CPU's would answer for floats too, and cut their triangle into tiles.
+        Crowd("llama", scheme=scheme, backend=GenericBackend()).run("a", random_prompt(1, 40))
         assert all(asked) and bool(asked) is (scheme != "float")
 
 
 # -- decode
 
 
-def start_layers(monkeypatch: pytest.MonkeyPatch, *, starts: bool) -> None:
-    monkeypatch.setattr(attention_slots, "starts_layers", lambda: starts)
-
-
-def test_a_cpu_is_given_layers() -> None:
-    device = mx.default_device()
-    assert pace.starts_layers() is (device == mx.Device(mx.cpu))
+def test_the_backend_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each device that MLX may compute on; only a CPU is given layer after layer."""
+    names = {"cpu": CpuBackend, "cuda": CudaBackend, "metal": GpuBackend}
+    for name, kind in names.items():
+        monkeypatch.setattr(device, "kind", lambda name=name: name)
+        chosen = choose_backend()
+        assert type(chosen) is kind and chosen.name == name
+        assert chosen.starts_each_layer is (name == "cpu")
 
 
 @pytest.mark.parametrize(
@@ -118,14 +121,12 @@ def test_a_cpu_is_given_layers() -> None:
         ("deepseek_v3", "float"),  # answers for itself: started as a whole
     ],
 )
-def test_starting_layers_changes_no_token(
-    family: str, scheme: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_starting_layers_changes_no_token(family: str, scheme: str) -> None:
     """Rows that come, go, grow and share, the same either way."""
     found = []
     for starts in (True, False):
-        start_layers(monkeypatch, starts=starts)
-        crowd = Crowd(family, scheme=scheme, slots=5, chunk_tokens=256, prefix_bytes=2**25)
+        changes: dict[str, Any] = {"slots": 5, "chunk_tokens": 256, "prefix_bytes": 2**25}
+        crowd = Crowd(family, scheme=scheme, backend=x86(starts_each_layer=starts), **changes)
         prefix = random_prompt(1, 300)
         for index in range(14):
             prompt = prefix[: 300 * (index % 2)] + random_prompt(2 + index, 3 + 40 * (index % 5))
@@ -139,16 +140,14 @@ def test_starting_layers_changes_no_token(
 
 @pytest.mark.parametrize("joins", [True, False])
 @pytest.mark.parametrize("starts", [True, False])
-def test_buffers_are_written_in_place(
-    starts: bool, joins: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buffers_are_written_in_place(starts: bool, joins: bool) -> None:
     """However far the device is behind: who does not wait for it has the buffers copied.
 
     One layer of few operations, for MLX's CPU backend makes the host wait by itself for many.
     """
-    start_layers(monkeypatch, starts=starts)
-    kind = attention_kind("float", path="fused")
-    slots = DecodeSlots([kind], CacheTree((), (0,)), 4, Shapes())
+    backend = x86(starts_each_layer=starts)
+    kind = attention_kind("float", path="fused", backend=backend)
+    slots = DecodeSlots(backend, [kind], CacheTree((), (0,)), 4, Shapes())
     rows = [tuple(range(1 + row, 601 + row)) for row in range(4)]
     for row in rows:
         slots.admit(Demand(600, 200), prefilled([kind], [row], ()).row(0, 600))

@@ -1,4 +1,4 @@
-"""The kernel for stems: what surrounds it anywhere, the kernel itself where there is CUDA.
+"""The kernel for shared prefixes: its surroundings anywhere, the kernel itself on CUDA.
 
 Elsewhere its place is taken by the same sums put together from MLX's, which read their inputs by
 the names that the kernel gives them; and its source is compiled for a CPU.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -17,23 +18,29 @@ import mlx.core as mx
 import pytest
 
 from batchkv_worker.engine.schedule.prefix_split import StemCosts
-from batchkv_worker.kv.attention import paths as attention
-from batchkv_worker.kv.attention import shared_prefix as stem
+from batchkv_worker.kv.attention import paths, shared_prefix
+from batchkv_worker.kv.attention.paths import LayerAttention
 from batchkv_worker.kv.attention.paths import Path as AttentionPath
-from batchkv_worker.kv.backends.cuda import prefix_kernel as stem_kernel
+from batchkv_worker.kv.backends import device
+from batchkv_worker.kv.backends.contract import Backend, Change, PrefixKernel
+from batchkv_worker.kv.backends.cuda import prefix_kernel
+from batchkv_worker.kv.backends.cuda.backend import CudaBackend
+from batchkv_worker.kv.backends.cuda.prefix_kernel import CudaPrefixKernel
 from batchkv_worker.kv.backends.cuda.prefix_kernel_source import Kind
-from batchkv_worker.kv.backends.device import is_cuda
+from batchkv_worker.kv.backends.generic import GenericBackend
+from batchkv_worker.kv.backends.gpu.backend import GpuBackend
+from batchkv_worker.kv.layers.kinds import AttentionKind
 from batchkv_worker.kv.schemes.packing import LayerScheme, LayerShape, fit_model
 from batchkv_worker.kv.schemes.spec import SchemeSpec
-from batchkv_worker.kv.start import plan
-from batchkv_worker.kv.start import prefix_cost as stem_cost
-from batchkv_worker.kv.types import Both
+from batchkv_worker.kv.start import prefix_cost
+from batchkv_worker.kv.types import PackedKV
 from worker.kv.block_of_threads import in_threads, is_there_a_compiler
 from worker.kv.crowd import Crowd, random_prompt
+from worker.kv.reference import x86
 
 SCALE = 0.2
 SHAPES = (LayerShape(2, 64, 64), LayerShape(1, 32, 64), LayerShape(4, 128, 128))
-has_cuda = is_cuda()
+has_cuda = device.kind() == "cuda"
 
 
 def in_place_of(kind: Kind) -> Callable[..., list[mx.array]]:
@@ -86,21 +93,35 @@ def in_place_of(kind: Kind) -> Callable[..., list[mx.array]]:
 
 
 @pytest.fixture
-def anywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Something stands for the kernel, and may be chosen; scores are as on a GPU."""
-    for module in (stem, plan):
-        monkeypatch.setattr(module, "powers_are_faster", lambda dtype: False)
-    monkeypatch.setattr(stem_kernel, "_kernel", in_place_of)
-    monkeypatch.setattr(stem_kernel, "fits", lambda layer: True)
-    yield
-    stem_kernel._chosen.clear()
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something takes the place of the kernel, and may be chosen."""
+    monkeypatch.setattr(prefix_kernel, "_kernel", in_place_of)
+
+
+class AnyCuda(CudaBackend):
+    """CUDA's backend without what is done to the model, and for layers of any size."""
+
+    def changes(self, model: Any, dtype: mx.Dtype, rows: int) -> Sequence[Change]:
+        return ()
+
+    def prefix_kernel(self, scheme: LayerScheme, lines: int, dtype: mx.Dtype) -> PrefixKernel:
+        return CudaPrefixKernel(lines, dtype)
+
+
+BACKEND = AnyCuda(columns_multiple=1, rows_multiple=1)
+
+
+def layer_of(
+    scheme: LayerScheme, dtype: mx.Dtype, path: AttentionPath = "folded"
+) -> LayerAttention:
+    return LayerAttention(BACKEND, scheme, dtype, path)
 
 
 def scheme_of(name: str, shape: LayerShape, path: AttentionPath = "folded") -> LayerScheme:
-    return attention.in_slots(fit_model(SchemeSpec.parse(name), [shape])[0], path)
+    return paths.in_slots(fit_model(SchemeSpec.parse(name), [shape])[0], path)
 
 
-def line(scheme: LayerScheme, rows: int, columns: int, dtype: mx.Dtype) -> Both:
+def line(scheme: LayerScheme, rows: int, columns: int, dtype: mx.Dtype) -> PackedKV:
     shape = scheme.shape
     keys, values = (
         mx.random.normal((rows, shape.num_heads, columns, size)).astype(dtype)
@@ -112,7 +133,7 @@ def line(scheme: LayerScheme, rows: int, columns: int, dtype: mx.Dtype) -> Both:
 def check(
     scheme: LayerScheme, dtype: mx.Dtype, lines: int, kind: Kind, *, rows: int = 5, loud: float = 1
 ) -> None:
-    """``stem.attend`` answers the same with and without it; ``loud`` scores are far apart."""
+    """Attention gives the same with and without it; ``loud`` scores are far apart."""
     mx.random.seed(rows)
     heads, columns = scheme.shape.num_heads * lines, 21
     queries = (loud * mx.random.normal((rows, heads, 1, scheme.shape.key_size))).astype(dtype)
@@ -125,15 +146,17 @@ def check(
     sinks = 6 + mx.random.normal((heads,)) if kind.has_sinks else None
     # As groups have it: some of the rows that have a stem in common.
     more = mx.concatenate([queries[:1], queries, queries[:1]])
+    layer = layer_of(scheme, dtype)
     before = [
-        stem.sum_up(scheme, dtype, more, line(scheme, 1, 30, dtype), SCALE).of(slice(1, rows + 1))
+        shared_prefix.attend_partial(layer, more, line(scheme, 1, 30, dtype), SCALE).of(
+            slice(1, rows + 1)
+        )
         for _ in range(kind.summaries)
     ]
     answers = []
-    for is_used in (False, True):
-        stem_kernel.choose(stem_kernel.Layer(scheme, lines, dtype), is_used=is_used)
+    for kernel in (None, CudaPrefixKernel(lines, dtype)):
         rest = (shared, own, SCALE, mask if kind.has_mask else None, sinks, before)
-        answers.append(stem.attend("folded", scheme, dtype, queries, *rest))
+        answers.append(shared_prefix.attend(replace(layer, kernel=kernel), queries, *rest))
     plain, found = answers
     assert found.shape == plain.shape
     assert found.dtype == plain.dtype
@@ -177,7 +200,7 @@ def test_the_source_computes_what_mlx_does(
     tmp_path: Path,
 ) -> None:
     """On a CPU, with a thread for each of the kernel's."""
-    monkeypatch.setattr(stem_kernel, "_kernel", in_threads(tmp_path))
+    monkeypatch.setattr(prefix_kernel, "_kernel", in_threads(tmp_path))
     for scheme, loud in (("float", 1), ("affine8", 1), ("float", 20)):
         check(scheme_of(scheme, shape), mx.float32, lines, kind, loud=loud)
 
@@ -187,16 +210,14 @@ def test_the_kernel_answers_what_mlx_does() -> None:
     """Each kind with some of the layers: all of both would compile for minutes."""
     dtypes = (mx.float32, mx.bfloat16, mx.float16)
     layers = cycle(product(dtypes, SHAPES, ("float", "affine8"), (4, 1)))
-    try:
-        for kind, (dtype, shape, name, lines) in zip(KINDS, layers, strict=False):
-            check(scheme_of(name, shape), dtype, lines, kind)
-    finally:
-        stem_kernel._chosen.clear()
+    for kind, (dtype, shape, name, lines) in zip(KINDS, layers, strict=False):
+        check(scheme_of(name, shape), dtype, lines, kind)
 
 
-@pytest.mark.skipif(has_cuda, reason="there is one here")
 def test_there_is_no_kernel_without_cuda() -> None:
-    assert not stem_kernel.fits(stem_kernel.Layer(scheme_of("float", SHAPES[2]), 2, mx.bfloat16))
+    scheme = scheme_of("float", SHAPES[2])
+    for backend in (GenericBackend(), GpuBackend(), x86()):
+        assert backend.prefix_kernel(scheme, 2, mx.bfloat16) is None
 
 
 @pytest.mark.parametrize(
@@ -210,14 +231,15 @@ def test_there_is_no_kernel_without_cuda() -> None:
         (2, 96, 80, False),
     ],
 )
-def test_layers_that_fit(
-    lines: int, key_size: int, value_size: int, fits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+def test_layers_that_fit(lines: int, key_size: int, value_size: int, fits: bool) -> None:
+    """CUDA's backend has a kernel for them, which serves no other number of heads and dtype."""
     scheme = scheme_of("float", LayerShape(2, key_size, value_size))
-    layer = stem_kernel.Layer(scheme, lines, mx.bfloat16)
-    assert stem_kernel.fits(layer) == fits
+    kernel = CudaBackend().prefix_kernel(scheme, lines, mx.bfloat16)
+    assert (kernel is not None) is fits
+    if kernel is not None:
+        assert kernel.takes(lines, mx.bfloat16)
+        assert not kernel.takes(lines + 1, mx.bfloat16)
+        assert not kernel.takes(lines, mx.float32)
 
 
 def test_each_kind_has_a_source_of_its_own() -> None:
@@ -233,36 +255,40 @@ def test_each_kind_has_a_source_of_its_own() -> None:
         assert kind.source.count("{") == kind.source.count("}")
 
 
-def choice(name: str = "float", path: AttentionPath = "folded") -> bool:
-    shape = SHAPES[0]
-    scheme = fit_model(SchemeSpec.parse(name), [shape])[0]
-    return stem_cost.choose_kernel(scheme, 2 * shape.num_heads, mx.float32, path, num_rows=4)
-
-
-LAYER = stem_kernel.Layer(scheme_of("float", SHAPES[0]), 2, mx.float32)
+def choice(name: str = "float", path: AttentionPath = "folded", backend: Backend = BACKEND) -> bool:
+    """Whether the kernel is chosen for such layers."""
+    layer = LayerAttention(backend, scheme_of(name, SHAPES[0], path), mx.float32, path)
+    found = prefix_cost.choose_kernel(layer, 2 * SHAPES[0].num_heads, num_rows=4)
+    assert found in (None, CudaPrefixKernel(2, mx.float32))
+    return found is not None
 
 
 def test_it_is_chosen_where_it_is_faster(anywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for margin, is_chosen in ((0.0, True), (float("inf"), False), (0.0, True)):
-        monkeypatch.setattr(stem_cost, "_MARGIN", margin)
+        monkeypatch.setattr(prefix_cost, "_MARGIN", margin)
         assert choice() == is_chosen
-        assert stem_kernel.is_chosen(LAYER) == is_chosen
 
 
 def test_with_the_kernel_is_timed_against_without(
     anywhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked: list[Kind] = []
+    kernel = prefix_kernel._kernel
+    monkeypatch.setattr(
+        prefix_kernel, "_kernel", lambda kind: (asked.append(kind), kernel(kind))[1]
+    )
     for won, is_chosen in ((1.2, True), (1.0, False)):
 
         def play_gain(*ways: Callable[[], mx.array], times: int, won: float = won) -> float:
             states = []
             for way in ways:
+                asked.clear()
                 mx.eval(way())
-                states.append(stem_kernel.is_chosen(LAYER))
+                states.append(bool(asked))
             assert states == [False, True] and times > 1
             return won
 
-        monkeypatch.setattr(stem_cost, "gain", play_gain)
+        monkeypatch.setattr(prefix_cost, "gain", play_gain)
         assert choice() == is_chosen
 
 
@@ -270,13 +296,11 @@ def test_with_the_kernel_is_timed_against_without(
 def test_it_is_not_chosen(
     why: str, anywhere: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(stem_cost, "_MARGIN", 0.0)
+    monkeypatch.setattr(prefix_cost, "_MARGIN", 0.0)
     assert choice()
-    if why == "no CUDA":
-        monkeypatch.setattr(stem_kernel, "fits", lambda layer: False)
     if why == "it answers otherwise":
         monkeypatch.setattr(
-            stem_kernel,
+            prefix_kernel,
             "_kernel",
             lambda kind: lambda **how: [1.1 * part for part in in_place_of(kind)(**how)],
         )
@@ -285,34 +309,38 @@ def test_it_is_not_chosen(
         def refuse(kind: Kind) -> Any:
             raise RuntimeError("no compiler")
 
-        monkeypatch.setattr(stem_kernel, "_kernel", refuse)
+        monkeypatch.setattr(prefix_kernel, "_kernel", refuse)
     with caplog.at_level(logging.WARNING, "batchkv.engine"):
-        assert not choice()
-    assert ("otherwise" in caplog.text) == (why == "it answers otherwise")
-    assert not stem_kernel.is_chosen(LAYER)
+        assert not choice(backend=GpuBackend() if why == "no CUDA" else BACKEND)
+    assert ("other answers" in caplog.text) == (why == "it answers otherwise")
 
 
-def test_schemes_of_one_shape_are_chosen_apart(
+def test_schemes_of_one_model_are_chosen_apart(
     anywhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stem_cost, "_MARGIN", 0.0)
-    assert choice()
-    monkeypatch.setattr(stem_cost, "_MARGIN", float("inf"))
-    assert not choice("affine8")
+    """Each layer gets what was chosen for its scheme; layers that are read packed get none."""
+    chosen: dict[str, PrefixKernel | None] = {}
+
+    def choose(layer: LayerAttention, heads: int, num_rows: int) -> PrefixKernel | None:
+        kernel = CudaPrefixKernel(heads, layer.dtype) if not chosen else None
+        return chosen.setdefault(str(layer.scheme), kernel)
+
+    monkeypatch.setattr(prefix_cost, "choose_kernel", choose)
+    crowd = Crowd("llama", scheme="float,first=affine8", path="folded", backend=BACKEND)
+    kinds = [kind for kind in crowd.engine.plan.kinds if isinstance(kind, AttentionKind)]
+    assert len(chosen) == 2 and None in chosen.values()
+    assert [kind.kernel for kind in kinds] == [chosen[str(kind.scheme)] for kind in kinds]
     assert not choice("affine4", "packed")
-    other = stem_kernel.Layer(scheme_of("affine8", SHAPES[0]), 2, mx.float32)
-    assert not stem_kernel.is_chosen(other)
-    assert stem_kernel.is_chosen(LAYER)
 
 
 def test_packed_parts_are_read_packed(anywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel reads dense ones: it is for paths that make them anyway."""
     scheme = scheme_of("affine8", SHAPES[0], "packed")
-    monkeypatch.setattr(stem_kernel, "weigh", lambda *_: pytest.fail("asked"))
-    stem_kernel.choose(stem_kernel.Layer(scheme, 2, mx.float32), is_used=True)
+    monkeypatch.setattr(prefix_kernel, "_kernel", lambda *_: pytest.fail("asked"))
+    layer = replace(layer_of(scheme, mx.float32, "packed"), kernel=CudaPrefixKernel(2, mx.float32))
     queries = mx.random.normal((3, 4, 1, 64))
     own, shared = line(scheme, 3, 8, mx.float32), [line(scheme, 1, 8, mx.float32)]
-    found = stem.attend("packed", scheme, mx.float32, queries, shared, own, SCALE, None)
+    found = shared_prefix.attend(layer, queries, shared, own, SCALE, None)
     assert found.shape == (3, 4, 1, 64)
 
 
@@ -330,14 +358,15 @@ def test_whole_engines_give_the_same_tokens_both_ways(
         f"row {n}": [*root, *branches[n % 2], *random_prompt(9 + n, 5 + 31 * n)] for n in range(6)
     }
     asked: list[Kind] = []
-    kernel = stem_kernel._kernel
-    monkeypatch.setattr(stem_kernel, "_kernel", lambda kind: (asked.append(kind), kernel(kind))[1])
+    kernel = prefix_kernel._kernel
+    monkeypatch.setattr(
+        prefix_kernel, "_kernel", lambda kind: (asked.append(kind), kernel(kind))[1]
+    )
     found, served = [], []
     for margin in (0.0, float("inf")):
-        monkeypatch.setattr(stem_cost, "_MARGIN", margin)
-        crowd: Any = Crowd(
-            family, group_cost=group_cost, path="folded", scheme=scheme, slots=6, stem_cells=1
-        )
+        monkeypatch.setattr(prefix_cost, "_MARGIN", margin)
+        changes: dict[str, Any] = {"slots": 6, "stem_cells": 1, "backend": BACKEND}
+        crowd: Any = Crowd(family, group_cost=group_cost, path="folded", scheme=scheme, **changes)
         crowd.engine._scheduler._stem_costs = StemCosts(1, 1)
         at_start = len(asked)
         found.append(crowd.answers(prompts))

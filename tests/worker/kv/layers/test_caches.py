@@ -14,7 +14,7 @@ from batchkv_worker.prefix.memory import PrefixCache
 from batchkv_worker.sequence import Generation, Sequence
 from support import tiny_models
 from worker.kv.crowd import Crowd, random_prompt
-from worker.kv.reference import attention_kind, bits, prefilled, state_kind
+from worker.kv.reference import attention_kind, bits, prefilled, state_kind, x86
 
 EVERY_KIND = ("llama", "gemma3_text", "qwen3_next", "mamba2", "gear", "deepseek_v3")
 
@@ -218,10 +218,12 @@ def test_prefixes_shorter_and_longer_than_a_window(length: int) -> None:
     crowd.check_alone("cold")
 
 
-@pytest.mark.parametrize("step", [None, 64])
-def test_layouts_have_rows_alike(step: int | None) -> None:
+@pytest.mark.parametrize("multiples", [(1, 1), (64, 8)])
+def test_layouts_have_rows_alike(multiples: tuple[int, int]) -> None:
     """W1: windows and whole histories have a place for every slot, whatever was there before."""
-    crowd = Crowd("gemma3_text", slots=8, prefix_bytes=0, shape_step=step)
+    columns, rows = multiples
+    backend = x86(columns_multiple=columns, rows_multiple=rows)
+    crowd = Crowd("gemma3_text", slots=8, prefix_bytes=0, backend=backend)
     for index in range(4):
         crowd.add(f"many{index}", random_prompt(index, 700), count=3)
     crowd.drain()

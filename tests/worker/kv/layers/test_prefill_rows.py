@@ -9,7 +9,8 @@ import pytest
 from mlx_lm.models import llama
 
 from batchkv_worker.errors import ModelError
-from batchkv_worker.kv.attention import paths as attention
+from batchkv_worker.kv.attention import paths
+from batchkv_worker.kv.attention.paths import LayerAttention
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
 from batchkv_worker.kv.layers.contract import Chunk
 from batchkv_worker.kv.layers.decode import DecodeSlots
@@ -21,7 +22,7 @@ from batchkv_worker.kv.slots.step_view import Shapes
 from support import tiny_models
 from worker.kv.crowd import Crowd, random_prompt
 from worker.kv.house import House
-from worker.kv.reference import attention_kind, keys_of, prefilled, state_kind, values_of
+from worker.kv.reference import BACKEND, attention_kind, keys_of, prefilled, state_kind, values_of
 
 HYBRID = ("qwen3_next", "falcon_h1", "lfm2", "mamba2")
 
@@ -65,12 +66,12 @@ def test_attention_is_that_of_the_dense_values(name: str, heads_each: int, rows:
         mx.repeat(side.unpack(parts, mx.float32), heads_each, axis=1)
         for side, parts in zip((scheme.keys, scheme.values), packed, strict=True)
     ]
-    for length, paths in ((1, ("fused", "folded", "packed")), (3, ("fused",))):
+    for length, names in ((1, ("fused", "folded", "packed")), (3, ("fused",))):
         queries = mx.random.normal((rows, kv_heads * heads_each, length, 64))
         before = mx.array(queries)
         scores = mx.where(mask, 0.2 * queries @ dense[0].swapaxes(-1, -2), -mx.inf)
         wanted = mx.softmax(scores, axis=-1) @ dense[1]
-        for path in paths:
+        for path in names:
             found = _attend(path, scheme, queries, *packed, mask)
             assert mx.allclose(found, wanted, atol=2e-4), path
         assert mx.array_equal(queries, before)
@@ -78,7 +79,8 @@ def test_attention_is_that_of_the_dense_values(name: str, heads_each: int, rows:
 
 def _attend(path: Any, scheme: LayerScheme, queries: mx.array, *rest: Any) -> mx.array:
     keys, values, mask = rest
-    return attention.attend(path, scheme, mx.float32, queries, keys, values, 0.2, mask)
+    layer = LayerAttention(BACKEND, scheme, mx.float32, path)
+    return paths.attend(layer, queries, keys, values, 0.2, mask)
 
 
 @pytest.mark.parametrize("scheme", ["affine8,first=float", "affine8,last=float", "float,0=turbo4"])
@@ -210,7 +212,7 @@ def test_keys_without_heads_are_refused_by_name() -> None:
 def test_slots_keep_their_dtype() -> None:
     """B1: rows that join the empty side or half-precision ones widen no buffer."""
     kinds = [attention_kind("float", None, mx.bfloat16), state_kind()]
-    slots = DecodeSlots(kinds, CacheTree((), (0, 1)), 2, Shapes())
+    slots = DecodeSlots(BACKEND, kinds, CacheTree((), (0, 1)), 2, Shapes())
     rows = prefilled(kinds, [[1, 2, 3]], ())
     slots.admit(Demand(0, 5), None)
     slots.admit(Demand(3, 5), rows.row(0, 3))

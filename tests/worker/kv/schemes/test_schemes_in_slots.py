@@ -8,12 +8,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from batchkv_worker.kv.attention.paths import Path, attend, in_slots, paths_of
+from batchkv_worker.kv.attention.paths import LayerAttention, Path, attend, in_slots, paths_of
 from batchkv_worker.kv.schemes import codes
 from batchkv_worker.kv.schemes.names import TensorNames
 from batchkv_worker.kv.schemes.packing import LayerScheme, LayerShape, fit_layer
 from batchkv_worker.kv.schemes.rotation import rotate
 from batchkv_worker.kv.schemes.turbo import Turbo, TurboSlots
+from worker.kv.reference import BACKEND
 
 SIZES = (32, 64, 96, 128, 192)
 FORMS = [TurboSlots(Turbo(4, 32), False), *(TurboSlots(Turbo(3, 32), form) for form in (0, 1))]
@@ -124,7 +125,8 @@ def test_every_path_attends_alike(name: str) -> None:
     def found(path: Path) -> mx.array:
         own = in_slots(scheme, path)
         parts = own.keys.take(packed[0]), own.values.take(packed[1])
-        return attend(path, own, mx.float32, queries, *parts, 0.3, mask)
+        layer = LayerAttention(BACKEND, own, mx.float32, path)
+        return attend(layer, queries, *parts, 0.3, mask)
 
     wanted = found("fused")
     for path in paths_of(scheme):

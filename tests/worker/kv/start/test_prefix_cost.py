@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from batchkv_worker.engine.engine import Engine, EngineConfig
-from batchkv_worker.kv.attention.paths import Path
+from batchkv_worker.kv.attention.paths import LayerAttention, Path, in_slots
 from batchkv_worker.kv.backends.timing import Way, least_times
-from batchkv_worker.kv.start import prefix_cost as stem_cost
+from batchkv_worker.kv.start import prefix_cost
 from batchkv_worker.kv.start.prefix_cost import LEAST, LONG, MOST, SHORT, UNMEASURED, crossover
 from support import tiny_models
-from worker.kv.reference import HEADS, attention_kind
+from worker.kv.reference import BACKEND, HEADS, attention_kind
+
+
+def layer_of(name: str, path: Path) -> LayerAttention:
+    """As slots have it."""
+    scheme = in_slots(attention_kind(name).scheme, path)
+    return LayerAttention(BACKEND, scheme, mx.float32, path)
 
 
 @pytest.mark.parametrize(
@@ -54,19 +61,21 @@ def test_a_measurement_is_within_its_bounds(
         spent.extend(found)
         return found
 
-    monkeypatch.setattr(stem_cost, "least_times", timed)
-    kind = attention_kind(name, None, mx.float32, path=path)
+    monkeypatch.setattr(prefix_cost, "least_times", timed)
+    layer = layer_of(name, path)
     for rows in (1, 16):
-        cost = stem_cost.measure(kind.scheme, 3 * HEADS, mx.float32, path, num_rows=rows)
+        cost = prefix_cost.measure(layer, 3 * HEADS, num_rows=rows)
         assert LEAST <= cost <= MOST
     assert len(spent) == 8 and None not in spent
 
 
 def test_what_a_stem_saves_is_what_lines_take_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ways that are timed: a short and a long prefix in each line, and as a stem."""
-    kind, asked = attention_kind("float", None, mx.float32, path="folded"), []
-    attend = stem_cost.stem.attend
-    monkeypatch.setattr(stem_cost.stem, "attend", lambda *how: (asked.append(how), attend(*how))[1])
+    asked: list[Any] = []
+    attend = prefix_cost.shared_prefix.attend
+    monkeypatch.setattr(
+        prefix_cost.shared_prefix, "attend", lambda *how: (asked.append(how), attend(*how))[1]
+    )
 
     def timed(runs: Sequence[Way]) -> list[float | None]:
         found, tokens = [], []
@@ -74,12 +83,12 @@ def test_what_a_stem_saves_is_what_lines_take_more(monkeypatch: pytest.MonkeyPat
             asked.clear()
             mx.eval(run())
             found.append(bool(asked))
-            tokens += [how[4][0][0][0].shape[-2] for how in asked]
+            tokens += [how[2][0][0][0].shape[-2] for how in asked]
         assert (found, tokens) == ([False, True, False, True], [SHORT, LONG])
         return [1.0, 2.0, 12.0, 9.0]  # the short one costs 1 ms, the long one saves 3
 
-    monkeypatch.setattr(stem_cost, "least_times", timed)
-    found = stem_cost.measure(kind.scheme, HEADS, mx.float32, "folded", num_rows=5)
+    monkeypatch.setattr(prefix_cost, "least_times", timed)
+    found = prefix_cost.measure(layer_of("float", "folded"), HEADS, num_rows=5)
     assert found == 4 * (SHORT + (LONG - SHORT) // 4)
 
 
@@ -91,7 +100,7 @@ def test_what_is_measured_is_what_decides(monkeypatch: pytest.MonkeyPatch) -> No
         asked.append(num_rows)
         return 5000
 
-    monkeypatch.setattr(stem_cost, "measure", measure)
+    monkeypatch.setattr(prefix_cost, "measure", measure)
     loaded = tiny_models.loaded(tiny_models.build("llama"))
     found = [
         Engine(loaded, EngineConfig(scheme="affine8", slots=4, memory_bytes=2**28, **changes))
@@ -103,6 +112,6 @@ def test_what_is_measured_is_what_decides(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_backend_that_refuses_leaves_the_old_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that four rows have."""
-    monkeypatch.setattr(stem_cost, "least_times", lambda runs: [1.0, None])
-    kind = attention_kind("affine8")
-    assert stem_cost.measure(kind.scheme, HEADS, mx.float32, "fused", num_rows=8) == UNMEASURED
+    monkeypatch.setattr(prefix_cost, "least_times", lambda runs: [1.0, None])
+    layer = layer_of("affine8", "fused")
+    assert prefix_cost.measure(layer, HEADS, num_rows=8) == UNMEASURED

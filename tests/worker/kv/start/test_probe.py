@@ -9,15 +9,20 @@ import mlx.core as mx
 import pytest
 
 from batchkv_worker.kv.attention import paths as attention
-from batchkv_worker.kv.backends.cpu import softmax
+from batchkv_worker.kv.attention.paths import LayerAttention
+from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.start import probe
-from worker.kv.reference import HEADS, attention_kind
+from worker.kv.reference import BACKEND, HEADS, attention_kind, x86
 
 SCHEME = attention_kind("affine8").scheme
 
 
+def layer_of(backend: Backend) -> LayerAttention:
+    return LayerAttention(backend, attention.in_slots(SCHEME, "folded"), mx.float32)
+
+
 def choose() -> probe.Choice:
-    return probe.choose(SCHEME, HEADS, mx.float32, num_rows=16)
+    return probe.choose(BACKEND, SCHEME, HEADS, mx.float32, num_rows=16)
 
 
 def test_times_are_of_one_layer_and_a_groups_cost_is_in_cells(
@@ -40,23 +45,25 @@ def test_layers_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[mx.array] = []
     attend = probe.attend
 
-    def noting(path: Any, scheme: Any, dtype: Any, queries: mx.array, *rest: Any) -> mx.array:
+    def noting(layer: Any, queries: mx.array, *rest: Any) -> mx.array:
         asked.append(queries)
-        return attend(path, scheme, dtype, queries, *rest)
+        return attend(layer, queries, *rest)
 
     monkeypatch.setattr(probe, "attend", noting)
-    sample = probe._Sample(attention.in_slots(SCHEME, "folded"), HEADS, mx.float32, 2, 64)
+    sample = probe._Sample(layer_of(BACKEND), HEADS, 2, 64)
     mx.eval(sample.run("folded"))
     assert len({id(queries) for queries in asked}) == 4
     assert all(mx.array_equal(queries, asked[0]).item() for queries in asked)
 
 
-@pytest.mark.parametrize("powers", [True, False])
-def test_masks_are_as_in_steps(powers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(softmax, "powers_are_faster", lambda dtype: powers)
-    sample = probe._Sample(attention.in_slots(SCHEME, "folded"), HEADS, mx.float32, 4, 64)
+@pytest.mark.parametrize("uses_exp2", [True, False])
+def test_masks_are_as_in_steps(uses_exp2: bool) -> None:
+    """Rows are timed with masks in the form that the backend's softmax keeps them in."""
+    backend = x86(uses_exp2=uses_exp2)
+    sample = probe._Sample(layer_of(backend), HEADS, 4, 64)
     seen = mx.arange(64) >= mx.arange(4).reshape(-1, 1, 1, 1)
-    wanted = softmax.to_add(seen) if powers else seen
+    wanted = backend.softmax(mx.float32).step_mask(seen)
+    assert (wanted.dtype == mx.float32) is uses_exp2
     assert sample._mask.dtype == wanted.dtype
     assert mx.array_equal(sample._mask, wanted).item()
 
@@ -65,10 +72,10 @@ def test_a_path_that_is_refused_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
     """And without any there is no choice."""
     attend, refused = probe.attend, ["fused"]
 
-    def picky(path: Any, *rest: Any) -> mx.array:
-        if path in refused:
+    def picky(layer: LayerAttention, *rest: Any) -> mx.array:
+        if layer.path in refused:
             raise ValueError("no kernel")
-        return attend(path, *rest)
+        return attend(layer, *rest)
 
     monkeypatch.setattr(probe, "attend", picky)
     assert set(choose().milliseconds) == {"folded", "packed"}

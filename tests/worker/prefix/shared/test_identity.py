@@ -9,7 +9,8 @@ import mlx.core as mx
 import pytest
 
 from batchkv_cache_store.keys import namespace
-from batchkv_worker.kv.backends.device import shape_step
+from batchkv_worker.kv.start.backend import choose_backend
+from batchkv_worker.kv.start.decision import Fixed
 from batchkv_worker.kv.start.plan import make_plan
 from batchkv_worker.prefix.shared import identity
 from batchkv_worker.prefix.shared.identity import config_digest, manifest, weights_digest
@@ -22,11 +23,9 @@ PROMPT = random_prompt(1, 600)
 def manifest_of(model: Any, scheme: str = "affine8", **changes: Any) -> dict[str, Any]:
     loaded = tiny_models.loaded(model, **changes)
     plan = make_plan(
-        *("tiny", model, loaded.caches, scheme, loaded.dtype),
+        *("tiny", model, loaded.caches, scheme, loaded.dtype, choose_backend()),
         slots=2,
-        path="fused",
-        group_cost=1,
-        shape_step=shape_step(),
+        fixed=Fixed("fused", 1),
     )
     return manifest(loaded, plan)
 

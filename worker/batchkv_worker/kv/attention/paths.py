@@ -1,31 +1,31 @@
-"""Attention for decode: the paths there are, the hook that lets a cache answer, the probe.
+"""Attention over the keys and values of one layer: the ways to compute it, and the hook.
 
 mlx-lm's models call one function, ``models.base.scaled_dot_product_attention``, by the name that
 each model's module imported. ``install_hook`` rebinds that name in the modules of one loaded model
 to a function which asks the cache first and otherwise does what the original does. A path:
 
-``fused``   dequantize, then MLX's fused kernel
+``fused``   dequantize, then the backend's attention over dense arrays
 ``folded``  dequantize, then two plain matmuls in which the query heads that share a KV head are the
             rows of one product, so that keys and values are read once for all of them
 ``packed``  the same two products as quantized matmuls on the packed parts
 ``spread-`` before any of them: slots keep 3-bit codes so that they are soon made into 4-bit ones,
-            and read as such (``TurboSlots``); only for schemes that have such codes
+            and are read as such (``schemes.turbo.TurboSlots``); only for schemes with such codes
 
-Which is fastest, or exists at all, differs by backend and scheme, so ``probe`` measures.
+Which is fastest, or exists at all, differs by backend and scheme, so ``start.probe`` measures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import mlx.core as mx
 from mlx_lm.models import base
 
-from batchkv_worker.kv.backends.cpu import causal_tiles as triangles
-from batchkv_worker.kv.backends.cpu import softmax
-from batchkv_worker.kv.backends.cpu.exp2 import powers_are_faster
-from batchkv_worker.kv.backends.rebind import rebind
+from batchkv_worker.kv.backends.contract import Backend, PrefixKernel, Softmax
+from batchkv_worker.kv.backends.rebind import binds, rebind
+from batchkv_worker.kv.backends.softmax import hide
 from batchkv_worker.kv.schemes.packing import LayerScheme
 from batchkv_worker.kv.types import Parts
 
@@ -36,6 +36,7 @@ Attend = Callable[[mx.array, float, Any, "mx.array | None"], mx.array]
 
 _NAME = "scaled_dot_product_attention"
 _original = base.scaled_dot_product_attention
+_SPREAD = "spread-"
 
 
 def attention(
@@ -47,7 +48,7 @@ def attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Stands where mlx-lm's function stood: same arguments, same result.
+    """In the place of mlx-lm's function: same arguments, same result.
 
     A cache with an ``attend`` method answers itself, if keys, values and mask are the very ones
     that it handed out. Latent attention, for one, passes other values and a mask with scores in it.
@@ -58,17 +59,25 @@ def attention(
     return _original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 
+def can_hook(model: Any) -> bool:
+    """Whether any module that defines ``model`` calls the function by its name."""
+    return binds(model, _NAME, [_original, attention])
+
+
 def install_hook(model: Any) -> bool:
-    """Rebind the function in the modules that define ``model``; False when none uses it."""
+    """Rebind the function in the modules that define ``model``; False when none uses it.
+
+    It is never undone: for caches that do not answer it does what it did before.
+    """
     return rebind(model, _NAME, _original, attention)
 
 
-def paths_of(scheme: LayerScheme) -> tuple[Path, ...]:
-    """The paths that differ under ``scheme``."""
+def paths_of(scheme: LayerScheme, *, spreads: bool = True) -> tuple[Path, ...]:
+    """The paths that differ under ``scheme``; without ``spreads``, those that do not spread."""
     return tuple(
         path
         for path in get_args(Path)
-        if (scheme.can_spread or not _spreads(path))
+        if ((spreads and scheme.can_spread) or not _spreads(path))
         and (scheme.is_packed or not path.endswith("packed"))
     )
 
@@ -78,22 +87,48 @@ def in_slots(scheme: LayerScheme, path: Path | None) -> LayerScheme:
     return scheme.in_slots(spread=path is not None and _spreads(path))
 
 
-def without_mask(path: Path) -> Path:
-    """The path of the same slots for rows that need no mask, where ``path`` won with one.
-
-    Only where shapes are rounded, that is on CUDA: its fused kernel has no equal then.
-    """
-    return "spread-fused" if _spreads(path) else "fused"
-
-
 def _spreads(path: Path) -> bool:
-    return path.startswith("spread-")
+    return path.startswith(_SPREAD)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """How one layer attends to packed keys and values.
+
+    ``scheme`` is of the parts as they are given: in decode that of ``in_slots``. ``dtype`` is what
+    dense copies have. ``kernel`` serves decode behind shared prefixes, where there is one.
+    """
+
+    backend: Backend
+    scheme: LayerScheme
+    dtype: mx.Dtype
+    path: Path = "fused"
+    kernel: PrefixKernel | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it reads a row's own keys and values packed."""
+        return self.path.endswith("packed")
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it leaves attention to the backend, on dense copies."""
+        return self.path.endswith("fused")
+
+    def softmax(self, queries: mx.array) -> Softmax:
+        """How scores of these queries are weighed."""
+        return self.backend.softmax(queries.dtype)
+
+    def without_mask(self) -> LayerAttention:
+        """For rows of the same slots that need no mask, where a path won with one.
+
+        A fused kernel has no equal then.
+        """
+        return replace(self, path="spread-fused" if _spreads(self.path) else "fused")
 
 
 def attend(
-    path: Path,
-    scheme: LayerScheme,
-    dtype: mx.Dtype,
+    layer: LayerAttention,
     queries: mx.array,
     keys: Parts,
     values: Parts,
@@ -104,45 +139,25 @@ def attend(
     """Attention of ``queries`` ``[rows, heads, tokens, size]`` over packed keys and values.
 
     It is computed in the basis in which they are stored: the queries are rotated into that of the
-    keys, the result out of that of the values. ``scheme`` is of the parts as they are given: in
-    decode that of ``in_slots``. ``dtype`` is what dense copies have. ``folded`` and ``packed`` take
-    one token a row.
+    keys, the result out of that of the values. ``folded`` and ``packed`` take one token a row.
     """
-    if path.endswith("fused"):
-        out = _fused(
+    scheme = layer.scheme
+    if layer.is_fused:
+        out = layer.backend.attention(
             scheme.keys.rotate(queries),
-            scheme.keys.unpack_stored(keys, dtype),
-            scheme.values.unpack_stored(values, dtype),
+            scheme.keys.unpack_stored(keys, layer.dtype),
+            scheme.values.unpack_stored(values, layer.dtype),
             scale,
             mask,
             sinks,
         )
     else:
-        out = _two_products(
-            path.endswith("packed"), scheme, dtype, queries, keys, values, scale, mask, sinks
-        )
+        out = _two_products(layer, queries, keys, values, scale, mask, sinks)
     return scheme.values.unrotate(out)
 
 
-def _fused(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    scale: float,
-    mask: Any,
-    sinks: mx.array | None,
-) -> mx.array:
-    """MLX's own attention; of a triangle only little more than is seen, where MLX computes all."""
-    if isinstance(mask, str) and triangles.are_cut():
-        return triangles.attend(queries, keys, values, scale, sinks)
-    attention = mx.fast.scaled_dot_product_attention
-    return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-
-
 def _two_products(
-    packed: bool,
-    scheme: LayerScheme,
-    dtype: mx.Dtype,
+    layer: LayerAttention,
     queries: mx.array,
     keys: Parts,
     values: Parts,
@@ -155,38 +170,38 @@ def _two_products(
     The scale comes with the rotation of the queries, if there is one: a kernel less.
     """
     rows, heads, _, size = queries.shape
+    scheme, softmax = layer.scheme, layer.softmax(queries)
     kv_heads = scheme.shape.num_heads
-    powers = powers_are_faster(queries.dtype)
-    turned = scheme.keys.rotate(queries, scale * softmax.unit(powers=powers))
-    folded = turned.reshape(rows, kv_heads, heads // kv_heads, size)
+    rotated = scheme.keys.rotate(queries, scale * softmax.unit)
+    folded = rotated.reshape(rows, kv_heads, heads // kv_heads, size)
     if sinks is not None:
         sinks = sinks.reshape(1, kv_heads, heads // kv_heads, 1)
-    scores = scores_of(packed, scheme, dtype, folded, keys)
+    scores = scores_of(layer, folded, keys, packed=layer.is_packed)
     if mask is not None:
-        scores = softmax.hide(scores, mask)
-    (weights,), total = softmax.weigh([scores], sinks, powers=powers)
-    out = weighted(packed, scheme, dtype, weights, values)
+        scores = hide(scores, mask)
+    (weights,), total = softmax.weigh([scores], sinks)
+    out = weighted_values(layer, weights, values, packed=layer.is_packed)
     if total is not None:
         out = out / total
     return out.reshape(rows, heads, 1, scheme.shape.value_size)
 
 
 def scores_of(
-    packed: bool, scheme: LayerScheme, dtype: mx.Dtype, queries: mx.array, keys: Parts
+    layer: LayerAttention, queries: mx.array, keys: Parts, *, packed: bool = False
 ) -> mx.array:
     """Products ``[..., lines, columns]`` of rotated queries with keys, read packed or dense."""
     if packed:
-        return scheme.keys.times(queries, keys, transpose=True)
-    return queries @ scheme.keys.unpack_stored(keys, dtype).swapaxes(-1, -2)
+        return layer.scheme.keys.times(queries, keys, transpose=True)
+    return queries @ layer.scheme.keys.unpack_stored(keys, layer.dtype).swapaxes(-1, -2)
 
 
-def weighted(
-    packed: bool, scheme: LayerScheme, dtype: mx.Dtype, weights: mx.array, values: Parts
+def weighted_values(
+    layer: LayerAttention, weights: mx.array, values: Parts, *, packed: bool = False
 ) -> mx.array:
     """Sums ``[..., lines, size]`` of values, read packed or dense, in the basis of storage."""
     if packed:
-        return scheme.values.times(weights, values, transpose=False)
-    return weights @ scheme.values.unpack_stored(values, dtype)
+        return layer.scheme.values.times(weights, values, transpose=False)
+    return weights @ layer.scheme.values.unpack_stored(values, layer.dtype)
 
 
 def num_query_heads(model: Any, default: int) -> int:

@@ -1,16 +1,19 @@
-"""A prefix that several rows share, held once and attended once for all of them.
+"""A prefix that several rows share, stored once and attended once for all of them.
 
-The layers that keep every token hold a row's own tokens only; what stands before them is the stem.
-Its keys are multiplied with the queries of all its rows in one product, so that they are read once
-and not once a row. Layers with a window or a state keep what they need of it in each row.
+The layers that keep every token store a row's own tokens only; the tokens before them are the
+shared prefix. Its keys are multiplied with the queries of all its rows in one product, so that they
+are read once and not once a row. Layers with a window or a state keep what they need of it in each
+row.
 
-Stems grow on stems: what only some of a stem's rows have in common, after it, is a stem of theirs
-whose ``parent`` it is. Rows read the whole chain of them, and each is held once.
+Shared prefixes form chains: a longer prefix that only some of a prefix's rows share is a prefix of
+its own, whose ``parent`` is the shorter one. It stores the tokens after its parent only. Rows read
+the whole chain.
 
-Rows are attended in groups, of one stem and of like length. What several groups have in common is
-attended once for the rows of all of them (``sum_up``), and each group takes what came of it like
-one more token of its rows: attention over many tokens is attention over one, whose score is the
-logarithm of the sum of their exponentials and whose value is what attention over them alone gives.
+Rows are attended in groups, of one prefix and of like length. A prefix that several groups have in
+common is attended once for the rows of all of them (``attend_partial``). The partial result (output
+and log-sum-exp) enters each group's softmax as one extra column: attention over many tokens equals
+attention over one token whose score is the logarithm of the sum of their exponentials and whose
+value is the output of attention over them alone.
 """
 
 from __future__ import annotations
@@ -21,189 +24,183 @@ from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.kv.attention.paths import Path, scores_of, weighted
+from batchkv_worker.kv.attention.paths import LayerAttention, scores_of, weighted_values
 from batchkv_worker.kv.attention.prefix_part import PrefixPart
-from batchkv_worker.kv.backends.cpu import softmax
-from batchkv_worker.kv.backends.cpu.exp2 import powers_are_faster
-from batchkv_worker.kv.backends.cuda import prefix_kernel as stem_kernel
-from batchkv_worker.kv.schemes.packing import LayerScheme
-from batchkv_worker.kv.types import Both
+from batchkv_worker.kv.backends.contract import PrefixKernel, Softmax
+from batchkv_worker.kv.backends.softmax import hide
+from batchkv_worker.kv.types import PackedKV
 
-MAX_SCORES = 2**24  # numbers that may stand at once: 64 MiB in float32
+MAX_SCORES = 2**24  # scores in memory at once: 64 MiB in float32
 
 
 @dataclass(slots=True, eq=False)
-class Stem(PrefixPart):
+class SharedPrefix(PrefixPart):
     """A part of a chain with its arrays, by leaf of the model's caches.
 
     ``packed`` are as prefill reads them, ``slots`` as decode does; both of what comes after the
     parent.
     """
 
-    packed: dict[int, Both] = field(kw_only=True)
-    slots: dict[int, Both] = field(kw_only=True)
+    packed: dict[int, PackedKV] = field(kw_only=True)
+    slots: dict[int, PackedKV] = field(kw_only=True)
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All that it holds itself."""
+        """All that it stores itself."""
         found = [*self.packed.values(), *self.slots.values()]
         return [array for both in found for parts in both for array in parts]
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """What one token of each row found in a stem, as if it were one token there.
+class PartialAttention:
+    """Attention of one token of each row over a shared prefix alone.
 
-    ``score`` is ``[kv heads, rows, lines, 1]`` in float32, ``value`` ``[kv heads, rows, lines,
-    size]`` as stored; ``lines`` are the query heads that share a KV head.
+    ``score``, the log-sum-exp of its scores, is ``[kv heads, rows, lines, 1]`` in float32.
+    ``value``, its output, is ``[kv heads, rows, lines, size]`` in the basis of storage. ``lines``
+    are the query heads that share a KV head.
     """
 
     score: mx.array
     value: mx.array
 
-    def of(self, rows: slice) -> Summary:
-        """What some of the rows found."""
-        return Summary(self.score[:, rows], self.value[:, rows])
+    def of(self, rows: slice) -> PartialAttention:
+        """That of some of the rows."""
+        return PartialAttention(self.score[:, rows], self.value[:, rows])
 
 
-def sum_up(
-    scheme: LayerScheme, dtype: mx.Dtype, queries: mx.array, shared: Both, scale: float
-) -> Summary:
-    """What ``queries`` ``[rows, heads, 1, size]`` find in one stem."""
+def attend_partial(
+    layer: LayerAttention, queries: mx.array, shared: PackedKV, scale: float
+) -> PartialAttention:
+    """Attention of ``queries`` ``[rows, heads, 1, size]`` over one shared prefix."""
     rows, heads, _, size = queries.shape
     few = max(1, MAX_SCORES // (heads * shared[0][0].shape[-2]))
     if rows > few:
         parts = [
-            sum_up(scheme, dtype, queries[low : low + few], shared, scale)
+            attend_partial(layer, queries[low : low + few], shared, scale)
             for low in range(0, rows, few)
         ]
         scores, found = zip(*((part.score, part.value) for part in parts), strict=True)
-        return Summary(mx.concatenate(scores, axis=1), mx.concatenate(found, axis=1))
-    kv_heads = scheme.shape.num_heads
-    powers = powers_are_faster(queries.dtype)
-    turned = scheme.keys.rotate(queries, scale * softmax.unit(powers=powers))
-    together = _by_head(turned.reshape(rows, kv_heads, heads // kv_heads, size))
-    scores = scores_of(False, scheme, dtype, together, shared[0])
-    weights, total, score = softmax.weigh_alone(scores, powers=powers)
-    value = weighted(False, scheme, dtype, weights, shared[1])
+        return PartialAttention(mx.concatenate(scores, axis=1), mx.concatenate(found, axis=1))
+    kv_heads = layer.scheme.shape.num_heads
+    softmax = layer.softmax(queries)
+    rotated = layer.scheme.keys.rotate(queries, scale * softmax.unit)
+    together = _by_head(rotated.reshape(rows, kv_heads, heads // kv_heads, size))
+    weights, total, score = softmax.weigh_alone(scores_of(layer, together, shared[0]))
+    value = weighted_values(layer, weights, shared[1])
     if total is not None:
         value = value / total
     shape = (kv_heads, rows, heads // kv_heads, -1)
-    return Summary(score.reshape(shape), value.reshape(shape))
+    return PartialAttention(score.reshape(shape), value.reshape(shape))
 
 
 def attend(
-    path: Path | None,
-    scheme: LayerScheme,
-    dtype: mx.Dtype,
+    layer: LayerAttention,
     queries: mx.array,
-    shared: Sequence[Both],
-    own: Both,
+    shared: Sequence[PackedKV],
+    own: PackedKV,
     scale: float,
     mask: Any,
     sinks: mx.array | None = None,
-    before: Sequence[Summary] = (),
+    partials: Sequence[PartialAttention] = (),
 ) -> mx.array:
-    """Attention of ``queries`` ``[rows, heads, tokens, size]`` over what rows share and their own.
+    """Attention of ``queries`` ``[rows, heads, tokens, size]`` over shared prefixes and own tokens.
 
-    ``shared`` has a chain of stems; of others, attended ``before``, there is what was found, for
-    one token a row. ``mask`` says which of their own columns tokens see, ``[rows or 1, 1, tokens or
-    1, columns]``; of the stems they see all. ``path`` is how a row's own part is read. Returns what
-    ``attention.attend`` does.
+    ``shared`` is a chain of prefixes. ``partials`` are the results of prefixes that were attended
+    already, for one token a row. ``mask`` says which of their own columns tokens see, ``[rows or 1,
+    1, tokens or 1, columns]``; of the prefixes they see all. Returns what ``paths.attend`` does.
     """
     rows, heads, num_tokens, size = queries.shape
     columns = sum(keys[0].shape[-2] for keys, _ in (*shared, own))
     few = max(1, MAX_SCORES // (rows * heads * columns))
     if num_tokens > few:
-        # Scores stand in memory as a whole here: of as many tokens at once as is bearable.
+        # Whole scores are in memory here: of as many tokens at once as it may take.
         parts = [
             attend(
-                *(path, scheme, dtype, queries[:, :, low : low + few], shared, own, scale),
+                *(layer, queries[:, :, low : low + few], shared, own, scale),
                 mask if mask is None or mask.shape[-2] == 1 else mask[..., low : low + few, :],
                 sinks,
             )
             for low in range(0, num_tokens, few)
         ]
         return mx.concatenate(parts, axis=2)
+    scheme, softmax = layer.scheme, layer.softmax(queries)
     kv_heads = scheme.shape.num_heads
     lines = heads // kv_heads * num_tokens
-    powers = powers_are_faster(queries.dtype)
-    turned = scheme.keys.rotate(queries, scale * softmax.unit(powers=powers))
-    turned = turned.reshape(rows, kv_heads, lines, size)
-    together = _by_head(turned)
-    far = [scores_of(False, scheme, dtype, together, keys) for keys, _ in shared]
-    packed = path is not None and path.endswith("packed")
-    layer = stem_kernel.Layer(scheme, lines, queries.dtype)
-    if num_tokens == 1 and not packed and stem_kernel.is_chosen(layer):
-        return _by_kernel(scheme, dtype, turned, far, shared, own, mask, sinks, before)
-    near = scores_of(packed, scheme, dtype, turned, own[0])
+    rotated = scheme.keys.rotate(queries, scale * softmax.unit)
+    rotated = rotated.reshape(rows, kv_heads, lines, size)
+    together = _by_head(rotated)
+    prefix_scores = [scores_of(layer, together, keys) for keys, _ in shared]
+    kernel = layer.kernel if num_tokens == 1 and not layer.is_packed else None
+    if kernel is not None and kernel.takes(lines, queries.dtype):
+        return _by_kernel(layer, kernel, rotated, prefix_scores, shared, own, mask, sinks, partials)
+    own_scores = scores_of(layer, rotated, own[0], packed=layer.is_packed)
     if mask is not None:
-        split = near.reshape(rows, heads, num_tokens, near.shape[-1])
-        near = softmax.hide(split, mask).reshape(near.shape)
-    weights, total = _weigh(far, before, near, sinks, num_tokens, powers=powers)
+        split = own_scores.reshape(rows, heads, num_tokens, own_scores.shape[-1])
+        own_scores = hide(split, mask).reshape(own_scores.shape)
+    weights, total = _weigh(softmax, prefix_scores, partials, own_scores, sinks, num_tokens)
     found = [
-        weighted(False, scheme, dtype, of_stem, values).reshape(kv_heads, rows, lines, -1)
-        for of_stem, (_, values) in zip(weights, shared, strict=False)
+        weighted_values(layer, weight, values).reshape(kv_heads, rows, lines, -1)
+        for weight, (_, values) in zip(weights, shared, strict=False)
     ]
-    of_tokens = weights[len(shared) : -1]
-    found += [weight * one.value for weight, one in zip(of_tokens, before, strict=True)]
+    of_partials = weights[len(shared) : -1]
+    found += [weight * one.value for weight, one in zip(of_partials, partials, strict=True)]
     out = sum(found[1:], found[0]).swapaxes(0, 1)
-    out = out + weighted(packed, scheme, dtype, weights[-1], own[1])
+    out = out + weighted_values(layer, weights[-1], own[1], packed=layer.is_packed)
     if total is not None:
         out = out / total
     return scheme.values.unrotate(out.reshape(rows, heads, num_tokens, scheme.shape.value_size))
 
 
 def _by_kernel(
-    scheme: LayerScheme,
-    dtype: mx.Dtype,
+    layer: LayerAttention,
+    kernel: PrefixKernel,
     queries: mx.array,
-    far: list[mx.array],
-    shared: Sequence[Both],
-    own: Both,
+    prefix_scores: list[mx.array],
+    shared: Sequence[PackedKV],
+    own: PackedKV,
     mask: mx.array | None,
     sinks: mx.array | None,
-    before: Sequence[Summary],
+    partials: Sequence[PartialAttention],
 ) -> mx.array:
     """The rest of ``attend`` where one kernel weighs; ``queries`` are by KV head, and scaled."""
     rows, kv_heads, lines, _ = queries.shape
+    scheme, dtype = layer.scheme, layer.dtype
     keys, values = (
         tensor.unpack_stored(parts, dtype)
         for tensor, parts in ((scheme.keys, own[0]), (scheme.values, own[1]))
     )
-    summaries = [(one.score, one.value) for one in before]
-    out, weights = stem_kernel.weigh(queries, far, summaries, keys, values, mask, sinks)
-    for of_stem, (_, stored) in zip(weights, shared, strict=True):
-        out = mx.addmm(out, of_stem, scheme.values.unpack_stored(stored, dtype))
+    pairs = [(one.score, one.value) for one in partials]
+    out, weights = kernel.weigh(queries, prefix_scores, pairs, keys, values, mask, sinks)
+    for weight, (_, stored) in zip(weights, shared, strict=True):
+        out = mx.addmm(out, weight, scheme.values.unpack_stored(stored, dtype))
     out = out.reshape(kv_heads, rows, lines, -1).swapaxes(0, 1)
     return scheme.values.unrotate(out.reshape(rows, kv_heads * lines, 1, -1))
 
 
 def _weigh(
-    far: list[mx.array],
-    before: Sequence[Summary],
-    near: mx.array,
+    softmax: Softmax,
+    prefix_scores: list[mx.array],
+    partials: Sequence[PartialAttention],
+    own_scores: mx.array,
     sinks: mx.array | None,
     num_tokens: int,
-    *,
-    powers: bool,
 ) -> tuple[list[mx.array], mx.array | None]:
-    """Weights of the stems', the summaries' and the rows' own scores, each in its scores' shape.
+    """Weights of prefixes, of partial results and of the rows' own tokens, in their scores' shapes.
 
-    ``far`` are ``[1, kv heads, rows * lines, columns]``, ``near`` ``[rows, kv heads, lines,
-    columns]``. Put together heads first, the large parts are copied once. With them what the
-    weighted values are to be divided by, ``[rows, kv heads, lines, 1]``, or None.
+    ``prefix_scores`` are ``[1, kv heads, rows * lines, columns]``, ``own_scores`` ``[rows, kv
+    heads, lines, columns]``. Joined heads first, the large parts are copied once. With the weights
+    comes what the weighted values are to be divided by, ``[rows, kv heads, lines, 1]``, or None.
     """
-    rows, kv_heads, lines, _ = near.shape
+    rows, kv_heads, lines, _ = own_scores.shape
     if sinks is not None:
         sinks = mx.repeat(sinks, num_tokens).reshape(kv_heads, 1, lines, 1)
-    parts = [part.reshape(kv_heads, rows, lines, part.shape[-1]) for part in far]
-    parts += [one.score for one in before]
-    weights, total = softmax.weigh([*parts, near.swapaxes(0, 1)], sinks, powers=powers)
-    if before:  # their scores are in float32, and so is what was weighed with them
-        weights = [part.astype(near.dtype) for part in weights]
-    weights[: len(far)] = [
-        part.reshape(scores.shape) for part, scores in zip(weights, far, strict=False)
+    parts = [part.reshape(kv_heads, rows, lines, part.shape[-1]) for part in prefix_scores]
+    parts += [one.score for one in partials]
+    weights, total = softmax.weigh([*parts, own_scores.swapaxes(0, 1)], sinks)
+    if partials:  # their scores are in float32, and so are the weights
+        weights = [part.astype(own_scores.dtype) for part in weights]
+    weights[: len(prefix_scores)] = [
+        part.reshape(scores.shape) for part, scores in zip(weights, prefix_scores, strict=False)
     ]
     weights[-1] = weights[-1].swapaxes(0, 1)
     return weights, None if total is None else total.swapaxes(0, 1)

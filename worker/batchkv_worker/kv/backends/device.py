@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Literal
 
 import mlx.core as mx
 
@@ -19,31 +20,26 @@ def prepare_device(*, wired_limit: bool) -> None:
     Wiring is off by default: kernel panics under continuous batching were reported with it and
     none without.
     """
-    log.info("device: %s", mx.default_device())
+    log.info("device: %s", name())
     if wired_limit and mx.metal.is_available():
         mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
 
 
-def is_cuda() -> bool:
-    """Whether MLX computes on a GPU that is not Metal's."""
-    return bool(mx.default_device() == mx.Device(mx.gpu) and not mx.metal.is_available())
-
-
-def shape_step() -> int:
-    """What to round shapes up to: CUDA prepares kernels for each new shape, the others do not."""
-    return 64 if is_cuda() else 1
-
-
-def usual_chunk() -> int:
-    """Tokens of a prompt to compute at once where nothing was measured."""
+def kind() -> Literal["cpu", "metal", "cuda"]:
+    """What MLX computes on by default."""
     if mx.default_device() == mx.Device(mx.cpu):
-        return 512
-    return 2048 if is_cuda() else 1024
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
 
 
-def is_float32_on_cpu(dtype: mx.Dtype) -> bool:
-    """Whether MLX's CPU kernels serve, in the type that they are fast in."""
-    return bool(dtype == mx.float32 and mx.default_device() == mx.Device(mx.cpu))
+def name() -> str:
+    """The device as MLX calls it, for reports."""
+    return str(mx.default_device())
+
+
+def usual_dtype() -> mx.Dtype | None:
+    """The dtype to compute in where nobody asks for one; None: that of the model's weights."""
+    return mx.float32 if kind() == "cpu" else None
 
 
 def kv_memory_bytes(weight_bytes: int) -> int:
@@ -53,7 +49,7 @@ def kv_memory_bytes(weight_bytes: int) -> int:
 
 
 def _recommended_bytes() -> int:
-    if mx.default_device() == mx.Device(mx.gpu):
+    if kind() != "cpu":
         info = mx.device_info()
         for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
             if isinstance(info.get(key), int) and info[key] > 0:

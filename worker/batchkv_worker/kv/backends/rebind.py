@@ -1,10 +1,60 @@
-"""How a function that mlx-lm's models import by name is replaced."""
+"""How a loaded model is changed, and changed back."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
+
+from batchkv_worker.kv.backends.contract import Change, Undo
+
+_INSTALLED = "_batchkv_undo"  # an attribute of a model that has changes
+
+
+def install(model: Any, changes: Sequence[Change]) -> Undo:
+    """Make changes to ``model``, in place of any that were made before; returns what undoes them.
+
+    The last call decides: undoing what is no longer installed does nothing.
+    """
+    restore(model)
+    made: list[Undo] = []
+
+    def undo() -> None:
+        if getattr(model, _INSTALLED, None) is undo:
+            delattr(model, _INSTALLED)
+            while made:
+                made.pop()()
+
+    setattr(model, _INSTALLED, undo)
+    try:
+        for change in changes:
+            made.append(change.install(model))
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def restore(model: Any) -> None:
+    """Undo what ``install`` did to ``model``, or to another model that the same modules define."""
+    undo: Undo | None = getattr(model, _INSTALLED, None)
+    if undo is not None:
+        undo()
+    for module in _modules(model):
+        for name, value in [*vars(module).items()]:
+            if isinstance(value, Replacement):
+                setattr(module, name, value.original)
+
+
+class Replacement:
+    """A function in the place of one that mlx-lm's models import by name."""
+
+    def __init__(self, original: Callable[..., Any], function: Callable[..., Any]) -> None:
+        self.original, self._function = original, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
 
 
 def rebind(
@@ -15,9 +65,48 @@ def rebind(
     Only where it means ``original`` so far. False when none of the modules has it.
     """
     found = False
-    for module_name in {type(module).__module__ for module in model.modules()}:
-        module = sys.modules.get(module_name)
-        if module is not None and getattr(module, name, None) in (original, replacement):
+    for module in _modules(model):
+        if getattr(module, name, None) in (original, replacement):
             setattr(module, name, replacement)
             found = True
     return found
+
+
+def binds(model: Any, name: str, meanings: Sequence[Callable[..., Any]]) -> bool:
+    """Whether ``name`` means one of these in a module that defines ``model``."""
+    return any(getattr(module, name, None) in meanings for module in _modules(model))
+
+
+def swap_class(module: Any, kind: type[Any], **held: Any) -> Undo:
+    """Make one layer of a model an instance of ``kind``, a subclass of its own, that has ``held``.
+
+    Models may refer to a layer from several places, so the object stays the same.
+    """
+    before = type(module)
+    for name, value in held.items():
+        setattr(module, name, value)
+    module.__class__ = kind
+
+    def undo() -> None:
+        module.__class__ = before
+        for name in held:
+            delattr(module, name)
+
+    return undo
+
+
+def undo_all(undos: Sequence[Undo]) -> Undo:
+    """One for several, the last of them first."""
+
+    def undo() -> None:
+        for one in reversed(undos):
+            one()
+
+    return undo
+
+
+def _modules(model: Any) -> Iterator[ModuleType]:
+    """The Python modules that define the classes of ``model``."""
+    for name in {type(module).__module__ for module in model.modules()}:
+        if (module := sys.modules.get(name)) is not None:
+            yield module

@@ -15,15 +15,13 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
-from batchkv_worker.kv.attention import paths as attention
-from batchkv_worker.kv.attention import shared_prefix_prefill as stem_chunk
-from batchkv_worker.kv.backends.cpu import causal_tiles as triangles
-from batchkv_worker.kv.backends.pacing import Pace
+from batchkv_worker.kv.attention import paths, shared_prefix_prefill
+from batchkv_worker.kv.attention.paths import Attend, LayerAttention
+from batchkv_worker.kv.backends.contract import Pacing
+from batchkv_worker.kv.backends.pacing import UNPACED
 from batchkv_worker.kv.layers.cache_quirks import OrderedByUs
 from batchkv_worker.kv.layers.contract import Chunk, PrefillLayer
-from batchkv_worker.kv.schemes.packing import LayerScheme
-from batchkv_worker.kv.slots.layouts import Window
-from batchkv_worker.kv.types import Both, Parts, Pieces
+from batchkv_worker.kv.types import PackedKV, Parts, Pieces, Window
 
 
 class AttentionPrefill(OrderedByUs, PrefillLayer):
@@ -34,25 +32,22 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
     """
 
     def __init__(
-        self,
-        scheme: LayerScheme,
-        window: Window,
-        dtype: mx.Dtype,
-        capacity: int,
-        chunk_tokens: int,
+        self, layer: LayerAttention, window: Window, capacity: int, chunk_tokens: int
     ) -> None:
+        """For prompts of up to ``capacity`` tokens in chunks of up to ``chunk_tokens``."""
         self.offset = 0  # tokens so far: what the models read
         self.base = 0
-        self.pace: Pace | None = None  # which all layers of a group share
-        self._scheme = scheme
+        self.pacing: Pacing = UNPACED  # shared by all layers of a group
+        self._layer = layer
+        self._scheme = layer.scheme
         self._window = window
-        self._dtype = dtype
+        self._dtype = layer.dtype
         self._kept = None if window is None else window - 1 + BLOCK_TOKENS
         self._capacity = capacity if window is None else min(capacity, window + chunk_tokens)
         self._keys: list[mx.array] = []
         self._values: list[mx.array] = []
         self._handed: tuple[mx.array, mx.array] | None = None
-        self._shared: tuple[Both, ...] = ()
+        self._shared: tuple[PackedKV, ...] = ()
 
     # -- what the engine calls
 
@@ -75,7 +70,7 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         self._keys, self._values = map(list, self._scheme.split(pieces))
         self.base, self.offset = first, end
 
-    def share(self, stems: Sequence[Both], num_tokens: int) -> None:
+    def share(self, stems: Sequence[PackedKV], num_tokens: int) -> None:
         """Start after a chain of stems; pieces that are restored after it come behind it.
 
         Only where the model leaves attention to ``attend``: what it is handed lacks the stems.
@@ -138,11 +133,10 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         return self._handed is not None and keys is self._handed[0] and values is self._handed[1]
 
     @property
-    def attend(self) -> attention.Attend | None:
+    def attend(self) -> Attend | None:
         """What the hook calls instead of the model's attention; None where that does as well."""
-        if self._scheme.is_packed or self._shared or triangles.are_cut():
-            return self._attend
-        return None
+        is_better = not self._layer.backend.has_fused_attention
+        return self._attend if is_better or self._scheme.is_packed or self._shared else None
 
     def _attend(
         self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
@@ -150,17 +144,17 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         """In the stored basis: rotating the queries costs less than rotating the history back.
 
         What ``update_and_fetch`` handed out is then never computed, so that nothing dense outlives
-        its layer and the layers can be run one after the other (``Pace``).
+        its layer and the layers can be run one after the other (``Pacing``).
         """
         end = self.offset - self.base
         keys, values = _columns(self._keys, end), _columns(self._values, end)
-        how = (self._scheme, self._dtype, queries)
         if not self._shared:
-            out = attention.attend("fused", *how, keys, values, scale, mask, sinks)
+            out = paths.attend(self._layer, queries, keys, values, scale, mask, sinks)
         else:
-            out = stem_chunk.attend_chunk(*how, self._shared, (keys, values), scale, mask, sinks)
-        if self.pace is not None:
-            self.pace.follow(out)
+            out = shared_prefix_prefill.attend_chunk(
+                self._layer, queries, self._shared, (keys, values), scale, mask, sinks
+            )
+        self.pacing.follow(out)
         return out
 
     def _store(self, parts: list[mx.array], packed: Parts, start: int, end: int) -> None:

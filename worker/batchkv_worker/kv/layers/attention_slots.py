@@ -6,17 +6,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.kv.attention import paths as attention
-from batchkv_worker.kv.attention import shared_prefix as stem
-from batchkv_worker.kv.attention.shared_prefix import Summary
-from batchkv_worker.kv.backends.pacing import starts_layers
+from batchkv_worker.kv.attention import paths, shared_prefix
+from batchkv_worker.kv.attention.paths import Attend, LayerAttention
+from batchkv_worker.kv.attention.shared_prefix import PartialAttention
 from batchkv_worker.kv.layers.cache_quirks import OrderedByUs
 from batchkv_worker.kv.layers.contract import SlotLayer
 from batchkv_worker.kv.schemes.packing import LayerScheme, TensorScheme
 from batchkv_worker.kv.slots.changes import Relayout
-from batchkv_worker.kv.slots.layouts import Window
 from batchkv_worker.kv.slots.step_view import Common, Frame, Span
-from batchkv_worker.kv.types import Both, Parts, Pieces
+from batchkv_worker.kv.types import PackedKV, Parts, Pieces, Window
 
 
 class AttentionSlots(OrderedByUs, SlotLayer):
@@ -25,24 +23,29 @@ class AttentionSlots(OrderedByUs, SlotLayer):
     Dense keys and values are handed out lazily: MLX computes them only if somebody reads them, so
     that ``attend`` can answer from the packed parts at no cost.
 
-    MLX writes in place only into what nothing waits for; else it copies the buffer. Where layers
-    start their part of a step themselves (``pacing``), each waits for what still touches its own
-    buffers, so that the device is never without work in the meantime. A model whose later
+    MLX writes in place only into buffers that no pending operation reads; else it copies them.
+    Where layers start their part of a step themselves (``Backend.starts_each_layer``), each waits
+    for what still reads its own buffers, so that the device always has work. A model whose later
     layers read what was handed out, without asking here, may cost a copy of the buffer.
     """
 
     def __init__(
-        self, scheme: LayerScheme, window: Window, dtype: mx.Dtype, path: attention.Path | None
+        self, scheme: LayerScheme, window: Window, layer: LayerAttention, *, answers: bool
     ) -> None:
-        self._packed = scheme  # of the pieces that come and go
-        self._scheme = attention.in_slots(scheme, path)  # of the buffers
+        """``scheme`` is of the pieces that come and go, ``layer.scheme`` of the buffers.
+
+        ``answers``: the model leaves attention to ``attend``, instead of reading dense arrays.
+        """
+        self._packed = scheme
+        self._scheme = layer.scheme
         self._window = window
-        self._dtype = dtype
-        self._path = path
+        self._dtype = layer.dtype
+        self._layer, self._without_mask = layer, layer.without_mask()
+        self._answers = answers
         self._keys: list[mx.array] = []
         self._values: list[mx.array] = []
-        self._starts = starts_layers()
-        self._started: list[mx.array] = []  # once they are there, nothing touches the buffers
+        self._starts = layer.backend.starts_each_layer
+        self._started: list[mx.array] = []  # once computed, nothing reads the buffers any more
         self._handed: tuple[mx.array, mx.array] | None = None
         self._span: Span | None = None
         self._offsets = mx.array([], mx.int32)
@@ -89,7 +92,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         row = (*self._scheme.keys.give(keys), *self._scheme.values.give(values))
         return tuple(map(mx.contiguous, row))
 
-    def stem(self, pieces: Pieces) -> tuple[Both, Both]:
+    def stem(self, pieces: Pieces) -> tuple[PackedKV, PackedKV]:
         packed = self._packed.split(pieces)
         return packed, (self._scheme.keys.take(packed[0]), self._scheme.values.take(packed[1]))
 
@@ -178,52 +181,51 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         return same and mask is self.span.mask
 
     @property
-    def attend(self) -> attention.Attend | None:
+    def attend(self) -> Attend | None:
         """What the hook calls instead of the model's attention; None on dense arrays."""
-        return None if self._path is None else self._attend
+        return self._attend if self._answers else None
 
     def _attend(
         self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array:
-        assert self._path is not None
-        span, path = self.span, self._path
+        span = self.span
         together = [
-            (common, self._sum_up(common, queries[common.first : common.last], scale))
+            (common, self._partial(common, queries[common.first : common.last], scale))
             for common in span.common
         ]
         found = []
-        for group in span.groups if path.endswith("packed") else span.exact_groups:
+        for group in span.groups if self._layer.is_packed else span.exact_groups:
             rows = slice(group.first, group.last)
             keys, values = (
                 tuple(part[rows, ..., group.low : group.high, :] for part in parts)
                 for parts in (self._keys, self._values)
             )
-            how = (self._scheme, self._dtype, queries[rows])
+            rest = scale, group.mask, sinks
             if group.stem is not None:
                 shared = [one.slots[self.place] for one in group.stems]
-                before = [
-                    found.of(slice(group.first - common.first, group.last - common.first))
-                    for common, found in together
+                partials = [
+                    partial.of(slice(group.first - common.first, group.last - common.first))
+                    for common, partial in together
                     if common.has(group)
                 ]
                 own = keys, values
-                out = stem.attend(path, *how, shared, own, scale, group.mask, sinks, before)
+                out = shared_prefix.attend(self._layer, queries[rows], shared, own, *rest, partials)
             else:
-                best = attention.without_mask(path) if group.is_exact else path
-                out = attention.attend(best, *how, keys, values, scale, group.mask, sinks)
+                layer = self._without_mask if group.is_exact else self._layer
+                out = paths.attend(layer, queries[rows], keys, values, *rest)
             found.append(out)
         out = found[0] if len(found) == 1 else mx.concatenate(found, axis=0)
         if self._starts:
             mx.async_eval(out, self.arrays)
-            # All that is started together ends together. Layers without keys of their own attend
-            # here, too, later.
+            # Arrays that are started together are computed together. Layers without keys of their
+            # own attend here, too, later.
             self._started += [out] if self._started else self.arrays
         return out
 
-    def _sum_up(self, common: Common, queries: mx.array, scale: float) -> Summary:
-        """What rows of several groups find in a stem that all of them read."""
+    def _partial(self, common: Common, queries: mx.array, scale: float) -> PartialAttention:
+        """Attention of rows of several groups over a prefix that all of them share."""
         shared = common.stem.slots[self.place]
-        return stem.sum_up(self._scheme, self._dtype, queries, shared, scale)
+        return shared_prefix.attend_partial(self._layer, queries, shared, scale)
 
     def _visible(self, parts: list[mx.array]) -> Parts:
         span = self.span

@@ -27,9 +27,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from batchkv_worker.kv.slots.changes import Relayout
-from batchkv_worker.kv.slots.layouts import Window
 from batchkv_worker.kv.slots.step_view import Frame
-from batchkv_worker.kv.types import Both, Pieces
+from batchkv_worker.kv.types import PackedKV, Pieces, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class PrefillLayer(ABC):
         Only before the first chunk.
         """
 
-    def share(self, stems: Sequence[Both], num_tokens: int) -> None:
+    def share(self, stems: Sequence[PackedKV], num_tokens: int) -> None:
         """Start after a chain of stems of that many tokens; only layers with every token can.
 
         Only before the first chunk; what is restored comes behind it.
@@ -123,7 +122,7 @@ class SlotLayer(ABC):
         """Rows were filled in: whether the layer has started that, and will wait for it itself."""
         return False
 
-    def stem(self, pieces: Pieces) -> tuple[Both, Both]:
+    def stem(self, pieces: Pieces) -> tuple[PackedKV, PackedKV]:
         """A stem's parts as prefill and as decode read them; only of layers with every token."""
         raise ValueError("this kind of layer has no stem")
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.kv.attention.shared_prefix import Stem
+from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
+from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.layers.contract import LayerKind, SlotLayer
 from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.slots.changes import Demand, Move
@@ -48,8 +49,14 @@ class DecodeSlots:
     """Rows that decode: admitted, stepped together, moved, snapshot, released."""
 
     def __init__(
-        self, kinds: Sequence[LayerKind], tree: CacheTree, num_slots: int, shapes: Shapes
+        self,
+        backend: Backend,
+        kinds: Sequence[LayerKind],
+        tree: CacheTree,
+        num_slots: int,
+        shapes: Shapes,
     ) -> None:
+        self._backend = backend
         windows = [kind.window for kind in kinds if kind.window is not None]
         self.layouts = SlotLayouts(num_slots, windows)
         self.layers: list[SlotLayer] = [kind.slots() for kind in kinds]
@@ -78,8 +85,8 @@ class DecodeSlots:
         key: bytes,
         num_tokens: int,
         pieces: Mapping[int, Pieces],
-        parent: Stem | None = None,
-    ) -> Stem:
+        parent: SharedPrefix | None = None,
+    ) -> SharedPrefix:
         """A prefix of ``num_tokens`` to be shared.
 
         ``pieces`` ``[1, ...]`` are of each leaf that keeps every token, of what comes after
@@ -88,7 +95,7 @@ class DecodeSlots:
         packed, slots = {}, {}
         for place, piece in pieces.items():
             packed[place], slots[place] = self.layers[place].stem(piece)
-        stem = Stem(key, num_tokens, parent, packed=packed, slots=slots)
+        stem = SharedPrefix(key, num_tokens, parent, packed=packed, slots=slots)
         mx.eval(stem.arrays)
         return stem
 
@@ -96,7 +103,7 @@ class DecodeSlots:
         self,
         demand: Demand,
         pieces: Sequence[Pieces] | None,
-        stem: Stem | None = None,
+        stem: SharedPrefix | None = None,
         max_cells: int | None = None,
     ) -> tuple[int, Move | None]:
         """Give a row a slot and copy it in; None for a row without any token yet.
@@ -111,7 +118,7 @@ class DecodeSlots:
         return slot, move
 
     def place(
-        self, demand: Demand, stem: Stem | None = None, max_cells: int | None = None
+        self, demand: Demand, stem: SharedPrefix | None = None, max_cells: int | None = None
     ) -> tuple[int, Move | None]:
         """The first half of ``admit``: a slot, which is to be filled before the next step.
 
@@ -175,6 +182,7 @@ class DecodeSlots:
         """Make room for one token a row; the model may then be run on ``model_cache``."""
         self.make_room(None)
         frame = self._framer.frame(self.layouts)
+        self._backend.begin_step(frame.offsets)
         for layer in self.layers:
             layer.begin(frame)
         return frame

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import (
 from batchkv_worker.errors import ModelError
 from batchkv_worker.kv.layers.state import StateShape
 from batchkv_worker.kv.schemes.packing import LayerShape
-from batchkv_worker.kv.slots.layouts import Window
+from batchkv_worker.kv.types import Window
 
 Item = TypeVar("Item")
 

@@ -1,18 +1,22 @@
-"""The kind of a layer that keeps keys and values."""
+"""The kind of each layer of a model: keys and values under a scheme, or a state."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import mlx.core as mx
 
-from batchkv_worker.kv.attention import paths as attention
+from batchkv_worker.kv.attention.paths import LayerAttention, Path, in_slots
+from batchkv_worker.kv.backends.contract import Backend, PrefixKernel
 from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
 from batchkv_worker.kv.layers.contract import LayerKind
+from batchkv_worker.kv.layers.discover import AttentionShape, Leaf
+from batchkv_worker.kv.layers.state import StateKind
 from batchkv_worker.kv.schemes.packing import LayerScheme
-from batchkv_worker.kv.slots.layouts import Window
-from batchkv_worker.kv.types import Pieces
+from batchkv_worker.kv.types import Pieces, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +24,15 @@ class AttentionKind(LayerKind):
     """Keys and values under a scheme, of all tokens or of the last ``span`` of them.
 
     ``dtype`` is what dense keys and values have. ``path`` is how decode computes attention; None
-    leaves it to the model, on dense arrays.
+    leaves it to the model, on dense arrays. ``kernel`` serves decode behind shared prefixes.
     """
 
+    backend: Backend
     scheme: LayerScheme
     dtype: mx.Dtype
     span: Window = None
-    path: attention.Path | None = None
+    path: Path | None = None
+    kernel: PrefixKernel | None = None
 
     @property
     def window(self) -> Window:
@@ -38,14 +44,15 @@ class AttentionKind(LayerKind):
 
     @property
     def bytes_per_token(self) -> int:
-        return attention.in_slots(self.scheme, self.path).bytes_per_token(self.dtype.size)
+        return in_slots(self.scheme, self.path).bytes_per_token(self.dtype.size)
 
     @property
     def bytes_per_row(self) -> int:
         return 0
 
     def prefill(self, capacity: int, chunk_tokens: int) -> AttentionPrefill:
-        return AttentionPrefill(self.scheme, self.span, self.dtype, capacity, chunk_tokens)
+        layer = LayerAttention(self.backend, self.scheme, self.dtype)
+        return AttentionPrefill(layer, self.span, capacity, chunk_tokens)
 
     def template(self, num_tokens: int) -> Pieces:
         shape = self.scheme.shape
@@ -59,7 +66,37 @@ class AttentionKind(LayerKind):
         return (*keys, *values)
 
     def slots(self) -> AttentionSlots:
-        return AttentionSlots(self.scheme, self.span, self.dtype, self.path)
+        layer = LayerAttention(
+            self.backend,
+            in_slots(self.scheme, self.path),
+            self.dtype,
+            self.path or "fused",
+            self.kernel,
+        )
+        return AttentionSlots(self.scheme, self.span, layer, answers=self.path is not None)
 
     def __str__(self) -> str:
         return "full attention" if self.span is None else f"window of {self.span}"
+
+
+def kinds_of(
+    backend: Backend,
+    leaves: Iterable[Leaf],
+    dtype: mx.Dtype,
+    schemes: Sequence[LayerScheme],
+    ways: Iterable[tuple[Path | None, PrefixKernel | None]] | None = None,
+) -> tuple[LayerKind, ...]:
+    """One for each leaf of a model's caches.
+
+    ``schemes`` and ``ways``, path and kernel, are of its layers with keys and values, in order.
+    Without ``ways`` the model attends itself, on dense arrays.
+    """
+    left = zip(schemes, repeat((None, None)) if ways is None else ways, strict=False)
+    kinds: list[LayerKind] = []
+    for leaf in leaves:
+        if isinstance(leaf, AttentionShape):
+            scheme, (path, kernel) = next(left)
+            kinds.append(AttentionKind(backend, scheme, dtype, leaf.window, path, kernel))
+        else:
+            kinds.append(StateKind(leaf))
+    return tuple(kinds)

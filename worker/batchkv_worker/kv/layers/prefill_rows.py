@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from batchkv_worker.kv.backends.pacing import Pace
+from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
 from batchkv_worker.kv.layers.contract import Chunk, LayerKind, PrefillLayer
 from batchkv_worker.kv.layers.state import StatePrefill
@@ -16,14 +16,17 @@ from batchkv_worker.kv.types import Pieces
 class PrefillRows:
     """One ``PrefillLayer`` for each leaf of the model's caches."""
 
-    def __init__(self, kinds: Sequence[LayerKind], capacity: int, chunk_tokens: int) -> None:
+    def __init__(
+        self, backend: Backend, kinds: Sequence[LayerKind], capacity: int, chunk_tokens: int
+    ) -> None:
+        """For prompts of up to ``capacity`` tokens in chunks of up to ``chunk_tokens``."""
         self.kinds = kinds
         self.capacity = capacity
         self.layers: list[PrefillLayer] = [kind.prefill(capacity, chunk_tokens) for kind in kinds]
-        pace = Pace()
+        pacing = backend.pacing()
         for layer in self.layers:
             if isinstance(layer, AttentionPrefill):
-                layer.pace = pace
+                layer.pacing = pacing
 
     def begin(self, chunk: Chunk) -> None:
         """The chunk that the model computes next."""

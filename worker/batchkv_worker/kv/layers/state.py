@@ -13,9 +13,8 @@ import mlx.core as mx
 
 from batchkv_worker.kv.layers.contract import Chunk, LayerKind, PrefillLayer, SlotLayer
 from batchkv_worker.kv.slots.changes import Relayout
-from batchkv_worker.kv.slots.layouts import Window
 from batchkv_worker.kv.slots.step_view import Frame
-from batchkv_worker.kv.types import Pieces
+from batchkv_worker.kv.types import Pieces, Window
 
 
 @dataclass(frozen=True, slots=True)

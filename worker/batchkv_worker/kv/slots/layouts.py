@@ -13,8 +13,8 @@ from itertools import takewhile
 from batchkv_worker.kv.attention.prefix_part import PrefixPart
 from batchkv_worker.kv.slots.changes import Demand, Move, Relayout
 from batchkv_worker.kv.slots.layout import SlotLayout
+from batchkv_worker.kv.types import Window
 
-Window = int | None  # None: a layer that keeps every token
 Changes = dict[Window, Relayout]
 
 

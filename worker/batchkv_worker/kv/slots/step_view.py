@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 
-from batchkv_worker.kv.backends.cpu import softmax
-from batchkv_worker.kv.backends.cpu.rope_cache import ANGLES
+from batchkv_worker.kv.backends.contract import Softmax
+from batchkv_worker.kv.backends.softmax import MLX_SOFTMAX
 from batchkv_worker.kv.slots.growth import round_up
 from batchkv_worker.kv.slots.layout import SlotLayout
-from batchkv_worker.kv.slots.layouts import SlotLayouts, Window
+from batchkv_worker.kv.slots.layouts import SlotLayouts
 from batchkv_worker.kv.slots.row_groups import cut
+from batchkv_worker.kv.types import Window
 
 if TYPE_CHECKING:
-    from batchkv_worker.kv.attention.shared_prefix import Stem
+    from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +33,22 @@ class Shapes:
     """How shapes are chosen: ``step`` columns and ``rows`` rows are rounded up to.
 
     ``group_cost`` is what one more group costs, in cells (one row's keys and values of one column).
-    ``mask_rank`` is 4, or 5 for a model that folds its query heads itself. ``adds_masks``: those of
-    groups are what is added to scores.
+    ``mask_rank`` is 4, or 5 for a model that folds its query heads itself. ``softmax`` weighs the
+    scores of groups, and says in which form it takes their masks.
     """
 
     step: int = 1
     rows: int = 1
     group_cost: int = 2048
     mask_rank: int = 4
-    adds_masks: bool = False
+    softmax: Softmax = MLX_SOFTMAX
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """Rows [first, last) read columns [low, high). They share ``stem``.
 
-    ``mask`` is as in ``Span``, or what is added to scores instead (``softmax.to_add``).
+    ``mask`` is as in ``Span``, in the form of ``Softmax.step_mask``.
     ``stems`` are those of its chain that no neighbouring group reads with it. ``is_exact``: its
     columns are as many as they are, where others are rounded.
     """
@@ -57,8 +58,8 @@ class Group:
     low: int
     high: int
     mask: mx.array | None
-    stem: Stem | None = None
-    stems: tuple[Stem, ...] = ()
+    stem: SharedPrefix | None = None
+    stems: tuple[SharedPrefix, ...] = ()
     is_exact: bool = False
 
 
@@ -66,7 +67,7 @@ class Group:
 class Common:
     """A stem that several groups have in common: those of rows [first, last)."""
 
-    stem: Stem
+    stem: SharedPrefix
     first: int
     last: int
 
@@ -75,7 +76,7 @@ class Common:
         return self.first <= group.first < self.last
 
 
-Run = tuple[int, int, "Stem | None"]  # the rows of a group, and their stem
+Run = tuple[int, int, "SharedPrefix | None"]  # the rows of a group, and their stem
 
 
 def stems_in_common(runs: Sequence[Run]) -> list[Common]:
@@ -93,7 +94,7 @@ def stems_in_common(runs: Sequence[Run]) -> list[Common]:
     return found
 
 
-def _joint(runs: Sequence[Run], place: int) -> Stem | None:
+def _joint(runs: Sequence[Run], place: int) -> SharedPrefix | None:
     """The last stem that the runs before and after one have in common."""
     chains = [
         run[2].chain if run[2] else [] for run in (*runs[:place][-1:], *runs[place + 1 :][:1])
@@ -118,7 +119,7 @@ class Span:
         rows: int,
         cuts: list[int],
         shapes: Shapes,
-        stems: Mapping[int, Stem] | None = None,
+        stems: Mapping[int, SharedPrefix] | None = None,
     ) -> None:
         step = shapes.step
         self.num_rows = rows
@@ -151,10 +152,9 @@ class Span:
             found.append(Group(first, last, low, self.high, mask, stem, alone))
         if len(found) == 1:
             found[0] = replace(found[0], low=self.low, mask=self.mask)
-        if not self._shapes.adds_masks:
-            return found
+        step_mask = self._shapes.softmax.step_mask
         return [
-            group if group.mask is None else replace(group, mask=softmax.to_add(group.mask))
+            group if group.mask is None else replace(group, mask=step_mask(group.mask))
             for group in found
         ]
 
@@ -181,10 +181,10 @@ class Span:
 
     @cached_property
     def exact_groups(self) -> list[Group]:
-        """The groups for kernels that any number of columns suits: rows of one length, no mask.
+        """The groups for kernels that take any number of columns: rows of one length, no mask.
 
-        Where shapes are rounded, they would have a mask only because of it, and CUDA's fused kernel
-        takes twice as long with one.
+        Where shapes are rounded, they would have a mask only because of it, and a fused kernel may
+        take twice as long with one.
         """
         return [self._exact(group) for group in self.groups]
 
@@ -243,7 +243,6 @@ class Framer:
             for window, layout in layouts.all.items()
         }
         offsets = mx.array([layouts.size(slot) for slot in range(rows)], dtype=mx.int32)
-        ANGLES.begin(offsets)
         return Frame(rows, offsets, spans)
 
     def _cut(self, layout: SlotLayout, rows: int) -> list[int]:

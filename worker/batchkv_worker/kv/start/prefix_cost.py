@@ -1,85 +1,79 @@
-"""What a stem must save to be worth its kernels: measured once at start, on the device that serves.
+"""What a shared prefix must save to be worth its kernels: measured once, on the device that serves.
 
-A prefix that is held once is read once for all of its rows, but attention over it and over what
-each row has of its own takes more kernels than attention over one line. Both are timed for a short
-and for a long prefix; between them lies the number of cells that must be saved.
+A prefix that is stored once is read once for all of its rows, but attention over it and over what
+each row has of its own launches more kernels than attention over one line. Both are timed for a
+short and for a long prefix; between them lies the number of cells that must be saved.
 """
 
 from __future__ import annotations
 
 import logging
-from functools import partial
-from typing import Any
+from dataclasses import replace
 
 import mlx.core as mx
 
-from batchkv_worker.kv.attention import shared_prefix as stem
-from batchkv_worker.kv.attention.paths import Path, attend, in_slots
-from batchkv_worker.kv.backends.cpu import softmax
-from batchkv_worker.kv.backends.cuda import prefix_kernel as stem_kernel
-from batchkv_worker.kv.backends.gpu.joint_product import are_close
+from batchkv_worker.kv.attention import shared_prefix
+from batchkv_worker.kv.attention.paths import LayerAttention, attend
+from batchkv_worker.kv.backends.compare import are_close
+from batchkv_worker.kv.backends.contract import PrefixKernel
 from batchkv_worker.kv.backends.timing import Way, gain, least_times
-from batchkv_worker.kv.schemes.packing import LayerScheme
-from batchkv_worker.kv.types import Parts
+from batchkv_worker.kv.types import PackedKV
 
 log = logging.getLogger("batchkv.engine")
 
 UNMEASURED = 768  # cells: a block of 256 tokens that four rows share
-# A busy machine may say anything; and a stem saves memory, which no clock shows.
+# A busy machine may give any number; and a prefix saves memory, which no clock shows.
 LEAST, MOST = 256, 16_384
 SHORT, LONG = 64, 1024  # tokens of the prefixes that are timed
-OWN = 64  # tokens that each row has beside them
-SCALE = 0.125  # not 1: what models do
+OWN = 64  # tokens that each row has after them
+SCALE = 0.125  # not 1: as models have
 
 FEW = 24  # tokens that show whether the kernel is right
-# Of stems and summaries, with a mask, with sinks: those that a step may ask for, and all at once.
+# Of prefixes and partial results, with a mask, with sinks: those that a step may need, and all.
 _KINDS = [(1, 0, False, False), (1, 0, True, False), (0, 1, True, False), (2, 1, True, True)]
 _MARGIN = 1.05  # by which the kernel has to be faster: timed in turns, it varies by less
 _TIMES = 8  # of it that are timed together
 
 
-def measure(
-    scheme: LayerScheme, num_query_heads: int, dtype: mx.Dtype, path: Path, *, num_rows: int
-) -> int:
-    """Cells (one row's keys and values of one column) that a stem must save, ``LEAST`` to ``MOST``.
+def measure(layer: LayerAttention, num_query_heads: int, *, num_rows: int) -> int:
+    """Cells (one row's keys and values of one column) that a prefix must save.
 
-    ``UNMEASURED`` where the backend refuses what is to be timed.
+    From ``LEAST`` to ``MOST``. ``UNMEASURED`` where the device refuses what is to be timed.
     """
     rows = max(2, num_rows)
-    sample = _Sample(scheme, num_query_heads, dtype, path, rows)
+    sample = _Sample(layer, num_query_heads, rows)
     spent = least_times([*sample.ways(SHORT), *sample.ways(LONG)])
     mx.clear_cache()
     if None in spent:
         return UNMEASURED
-    short, short_by_stem, long, long_by_stem = (one or 0.0 for one in spent)
-    gains = short - short_by_stem, long - long_by_stem
+    short, short_shared, long, long_shared = (one or 0.0 for one in spent)
+    gains = short - short_shared, long - long_shared
     cost = crossover((rows - 1) * SHORT, gains[0], (rows - 1) * LONG, gains[1])
-    log.info("a prefix is held once where that saves %d cells or more", cost)
+    log.info("a prefix is stored once where that saves %d cells or more", cost)
     return cost
 
 
 def choose_kernel(
-    scheme: LayerScheme, num_query_heads: int, dtype: mx.Dtype, path: Path, *, num_rows: int
-) -> bool:
-    """Whether such layers weigh with the kernel from now on: if it is right, and faster."""
-    if path.endswith("packed"):
-        return False
-    sample = _Sample(scheme, num_query_heads, dtype, path, max(2, num_rows))
-    layer = sample.layer
-    is_used = False
+    layer: LayerAttention, num_query_heads: int, *, num_rows: int
+) -> PrefixKernel | None:
+    """The backend's kernel for such layers, if it is right, and faster."""
+    if layer.is_packed:
+        return None
+    lines = num_query_heads // layer.scheme.shape.num_heads
+    kernel = layer.backend.prefix_kernel(layer.scheme, lines, layer.dtype)
+    if kernel is None:
+        return None
+    sample = _Sample(layer, num_query_heads, max(2, num_rows))
     try:
-        is_used = (
-            stem_kernel.fits(layer)
-            and all(sample.is_faster_by_kernel(own) for own in (OWN, LONG))
-            and all(sample.is_right_by_kernel(*kind) for kind in _KINDS)
+        is_used = all(sample.is_faster_by(kernel, own) for own in (OWN, LONG)) and all(
+            sample.is_right_by(kernel, *kind) for kind in _KINDS
         )
     except (ValueError, RuntimeError) as fault:  # what MLX raises for what it cannot compile
-        log.warning("the kernel for stems is not used: %s", fault)
-    finally:
-        stem_kernel.choose(layer, is_used=is_used)
+        log.warning("the kernel for shared prefixes is not used: %s", fault)
+        return None
     if is_used:
-        log.info("one kernel weighs what prefixes and rows hold, for %s", layer.scheme)
-    return is_used
+        log.info("one kernel attends to prefixes and rows, for %s", layer.scheme)
+    return kernel if is_used else None
 
 
 def crossover(few: int, gain_of_few: float, many: int, gain_of_many: float) -> int:
@@ -93,81 +87,66 @@ def crossover(few: int, gain_of_few: float, many: int, gain_of_many: float) -> i
 class _Sample:
     """Random rows of a layer, as slots keep them for a path."""
 
-    def __init__(
-        self, scheme: LayerScheme, num_query_heads: int, dtype: mx.Dtype, path: Path, rows: int
-    ) -> None:
-        self._scheme = in_slots(scheme, path)
-        self._dtype, self._path, self._rows = dtype, path, rows
-        shape = (rows, num_query_heads, 1, scheme.shape.key_size)
-        self._queries = mx.random.normal(shape).astype(dtype)
+    def __init__(self, layer: LayerAttention, num_query_heads: int, rows: int) -> None:
+        self._layer, self._rows = layer, rows
+        shape = (rows, num_query_heads, 1, layer.scheme.shape.key_size)
+        self._queries = mx.random.normal(shape).astype(layer.dtype)
         # As in slots, where rows begin at columns of their own.
         self._first = mx.arange(rows).reshape(-1, 1, 1, 1)
 
     def ways(self, tokens: int) -> tuple[Way, Way]:
-        """Attention over so many tokens and their own in each row's line, and with a stem."""
+        """Attention over so many tokens and their own in each row's line, and behind a prefix."""
         lines = self._line(self._rows, tokens + OWN)
         shared, own = self._line(1, tokens), self._line(self._rows, OWN)
+        softmax = self._layer.backend.softmax(self._layer.dtype)
         whole, rest = (
-            softmax.as_in_steps(mx.arange(count) >= self._first, self._dtype)
-            for count in (tokens + OWN, OWN)
+            softmax.step_mask(mx.arange(count) >= self._first) for count in (tokens + OWN, OWN)
         )
         mx.eval(self._queries, lines, shared, own, whole, rest)
-        how = (self._path, self._scheme, self._dtype, self._queries)
+        layer, queries = self._layer, self._queries
         return (
-            lambda: attend(*how, *lines, SCALE, whole),
-            lambda: self._attend([shared], own, SCALE, rest),
+            lambda: attend(layer, queries, *lines, SCALE, whole),
+            lambda: shared_prefix.attend(layer, queries, [shared], own, SCALE, rest),
         )
 
-    @property
-    def layer(self) -> stem_kernel.Layer:
-        """What it is a sample of, for the kernel."""
-        lines = self._queries.shape[1] // self._scheme.shape.num_heads
-        return stem_kernel.Layer(self._scheme, lines, self._dtype)
-
-    def is_faster_by_kernel(self, own: int) -> bool:
+    def is_faster_by(self, kernel: PrefixKernel, own: int) -> bool:
         """Whether rows with so many tokens of their own are attended in less time."""
         what = [self._line(1, LONG)], self._line(self._rows, own), SCALE, None
-
-        def run(*, is_used: bool) -> mx.array:
-            stem_kernel.choose(self.layer, is_used=is_used)
-            return self._attend(*what)
-
-        ways = partial(run, is_used=False), partial(run, is_used=True)
-        won = gain(*ways, times=_TIMES)
-        log.debug("one kernel behind stems is %.2f times as fast for %d own tokens", won, own)
+        plain, by_kernel = self._layer, replace(self._layer, kernel=kernel)
+        won = gain(
+            lambda: shared_prefix.attend(plain, self._queries, *what),
+            lambda: shared_prefix.attend(by_kernel, self._queries, *what),
+            times=_TIMES,
+        )
+        log.debug("one kernel for prefixes is %.2f times as fast for %d own tokens", won, own)
         return won > _MARGIN
 
-    def is_right_by_kernel(
-        self, stems: int, summaries: int, has_mask: bool, has_sinks: bool
+    def is_right_by(
+        self, kernel: PrefixKernel, prefixes: int, partials: int, has_mask: bool, has_sinks: bool
     ) -> bool:
-        """Whether the kernel answers what MLX's own do, on few tokens, of which each matters."""
-        shared = [self._line(1, FEW) for _ in range(stems)]
-        # As a group has it: some of the rows that have a stem in common.
+        """Whether the kernel gives what MLX's own do, on few tokens, of which each matters."""
+        shared = [self._line(1, FEW) for _ in range(prefixes)]
+        # As a group has it: some of the rows that have a prefix in common.
         twice = mx.concatenate([self._queries, self._queries])
         some = slice(1, self._rows + 1)
         before = [
-            stem.sum_up(self._scheme, self._dtype, twice, self._line(1, FEW), SCALE).of(some)
-            for _ in range(summaries)
+            shared_prefix.attend_partial(self._layer, twice, self._line(1, FEW), SCALE).of(some)
+            for _ in range(partials)
         ]
         mask = mx.arange(FEW) >= self._first if has_mask else None
         sinks = 4 + mx.random.normal((self._queries.shape[1],)) if has_sinks else None
-        what = shared, self._line(self._rows, FEW), SCALE, mask, sinks, before
-        answers = []
-        for is_used in (False, True):
-            stem_kernel.choose(self.layer, is_used=is_used)
-            answers.append(self._attend(*what))
-        if are_close(*answers):
+        what = self._queries, shared, self._line(self._rows, FEW), SCALE, mask, sinks, before
+        plain = shared_prefix.attend(self._layer, *what)
+        found = shared_prefix.attend(replace(self._layer, kernel=kernel), *what)
+        if are_close(plain, found):
             return True
-        log.warning("the kernel for stems answers otherwise than MLX's own: it is not used")
+        log.warning("the kernel for shared prefixes gives other answers than MLX's: not used")
         return False
 
-    def _attend(self, *rest: Any) -> mx.array:
-        return stem.attend(self._path, self._scheme, self._dtype, self._queries, *rest)
-
-    def _line(self, rows: int, tokens: int) -> tuple[Parts, Parts]:
-        shape = self._scheme.shape
+    def _line(self, rows: int, tokens: int) -> PackedKV:
+        scheme = self._layer.scheme
         keys, values = (
-            mx.random.normal((rows, shape.num_heads, tokens, size)).astype(self._dtype)
-            for size in (shape.key_size, shape.value_size)
+            mx.random.normal((rows, scheme.shape.num_heads, tokens, size)).astype(self._layer.dtype)
+            for size in (scheme.shape.key_size, scheme.shape.value_size)
         )
-        return self._scheme.keys.pack(keys), self._scheme.values.pack(values)
+        return scheme.keys.pack(keys), scheme.values.pack(values)

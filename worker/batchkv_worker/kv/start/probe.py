@@ -1,20 +1,20 @@
 """Which attention path decode takes: measured once at start, for each scheme that a model has.
 
-A path that a backend refuses is left out. The same measurement tells what starting the kernels of
-one more group of rows costs, in cells of keys and values.
+A path that the device refuses is left out. The same measurement gives what launching the kernels of
+one more group of rows costs, in cells: one row's keys and values of one column.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
 import mlx.core as mx
 
-from batchkv_worker.kv.attention.paths import Path, attend, in_slots, paths_of
-from batchkv_worker.kv.backends.cpu import softmax
+from batchkv_worker.kv.attention.paths import LayerAttention, Path, attend, in_slots, paths_of
+from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.backends.timing import least_times
 from batchkv_worker.kv.schemes.packing import LayerScheme
 
@@ -24,7 +24,7 @@ log = logging.getLogger("batchkv.engine")
 # packed keys only where they are a multiple of 128.
 _SHORT, _LONG = 64, 576
 _SPARE = 64  # columns of a buffer that are not read: some paths copy what is not in one piece
-_CHAIN = 4  # times in a row, so that the host's wait for the end is not taken for a group's cost
+_CHAIN = 4  # times in a row, so that the host's wait for the end does not count as a group's cost
 _REPEATS = 15
 _MIN_GROUP_COST, _MAX_GROUP_COST = 256, 1 << 20  # whatever a busy machine makes of it
 
@@ -38,20 +38,28 @@ class Choice:
     group_cost: int
 
 
-def choose(scheme: LayerScheme, num_query_heads: int, dtype: mx.Dtype, *, num_rows: int) -> Choice:
+def choose(
+    backend: Backend,
+    scheme: LayerScheme,
+    num_query_heads: int,
+    dtype: mx.Dtype,
+    *,
+    num_rows: int,
+) -> Choice:
     """Time every path for ``num_rows`` rows of such a layer."""
-    paths = paths_of(scheme)
+    paths = paths_of(scheme, spreads=backend.spreads_codes)
     samples: dict[tuple[LayerScheme, int], _Sample] = {}
     ways = []
     for tokens, path in product((_SHORT, _LONG), paths):
         kept = in_slots(scheme, path), tokens  # which some paths have in common
         if kept not in samples:
-            samples[kept] = _Sample(kept[0], num_query_heads, dtype, num_rows, tokens)
+            layer = LayerAttention(backend, kept[0], dtype)
+            samples[kept] = _Sample(layer, num_query_heads, num_rows, tokens)
         ways.append(partial(samples[kept].run, path))
     spent = least_times(ways, _REPEATS)
     samples.clear()
     ways.clear()
-    mx.clear_cache()  # nobody reckons with them
+    mx.clear_cache()  # no memory limit counts them
     shorts: dict[Path, float] = {}
     times: dict[Path, float] = {}
     for path, short, long in zip(paths, spent[: len(paths)], spent[len(paths) :], strict=True):
@@ -81,9 +89,8 @@ def _group_cost(long: float, short: float, num_rows: int) -> int:
 class _Sample:
     """Random rows of a layer, as slots keep them: columns of a longer buffer."""
 
-    def __init__(
-        self, scheme: LayerScheme, num_query_heads: int, dtype: mx.Dtype, rows: int, tokens: int
-    ) -> None:
+    def __init__(self, layer: LayerAttention, num_query_heads: int, rows: int, tokens: int) -> None:
+        scheme, dtype = layer.scheme, layer.dtype
         shape = scheme.shape
         keys, values = (
             mx.random.normal((rows, shape.num_heads, tokens + _SPARE, size)).astype(dtype)
@@ -91,8 +98,8 @@ class _Sample:
         )
         self._queries = mx.random.normal((rows, num_query_heads, 1, shape.key_size)).astype(dtype)
         seen = mx.arange(tokens) >= mx.arange(rows).reshape(-1, 1, 1, 1)
-        self._mask = softmax.as_in_steps(seen, dtype)
-        self._dtype, self._scheme = dtype, scheme
+        self._mask = layer.backend.softmax(dtype).step_mask(seen)
+        self._layer = layer
         self._keys, self._values = (
             tuple(part[..., _SPARE:, :] for part in parts)
             for parts in (scheme.keys.pack(keys), scheme.values.pack(values))
@@ -100,18 +107,10 @@ class _Sample:
         mx.eval(self._queries, self._mask, self._keys, self._values)
 
     def run(self, path: Path) -> mx.array:
-        """Several times, one after the other: layers wait for each other, and for no host."""
-        queries = self._queries
+        """Several times, one after the other: as layers do, without waiting for the host."""
+        queries, layer = self._queries, replace(self._layer, path=path)
         for _ in range(_CHAIN):
-            out = attend(
-                path,
-                self._scheme,
-                self._dtype,
-                queries,
-                self._keys,
-                self._values,
-                0.125,  # a scale that is not 1: what models do
-                self._mask,
-            )
+            # A scale that is not 1, as models have.
+            out = attend(layer, queries, self._keys, self._values, 0.125, self._mask)
             (queries,) = mx.depends([self._queries], [out])
         return out

@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from batchkv_worker.errors import ModelError
+from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.layers.contract import Chunk, LayerKind
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.layers.discover import CacheTree
@@ -51,6 +52,7 @@ _WAYS = (Traits(True, 4), Traits(False, 4), Traits(True, 5), Traits(False, 5))
 
 
 def find_traits(
+    backend: Backend,
     name: str,
     model: Any,
     tree: CacheTree,
@@ -68,8 +70,9 @@ def find_traits(
     tolerance = EXACT_TOLERANCE if dtype == mx.float32 else TOLERANCE
     for way in _WAYS:
         try:
-            plain = disagreement(model, tree, exact, way, None)
-            found = disagreement(model, tree, kinds, way, kinds) if plain <= tolerance else plain
+            found = plain = disagreement(backend, model, tree, exact, way, None)
+            if plain <= tolerance:
+                found = disagreement(backend, model, tree, kinds, way, kinds)
         except Exception as fault:  # noqa: BLE001 - model code may raise anything
             reasons.append(f"{type(fault).__name__}: {fault}"[:200])
             continue
@@ -90,6 +93,7 @@ def find_traits(
 
 
 def disagreement(
+    backend: Backend,
     model: Any,
     tree: CacheTree,
     kinds: Sequence[LayerKind],
@@ -107,11 +111,11 @@ def disagreement(
     for count in sorted({2, min(max(heads, 2), len(LENGTHS)), len(LENGTHS)}):
         rows = [[1 + (5 * i + j) % 17 for j in range(n + STEPS)] for i, n in enumerate(LENGTHS)]
         rows = rows[:count]
-        together = logits_of(model, tree, kinds, traits, rows)
+        together = logits_of(backend, model, tree, kinds, traits, rows)
         expected = [
             _own_logits(model, row)
             if alone is None
-            else logits_of(model, tree, alone, traits, [row])[0]
+            else logits_of(backend, model, tree, alone, traits, [row])[0]
             for row in rows
         ]
         worst = max(worst, worst_difference(together, expected))
@@ -138,6 +142,7 @@ def _own_logits(model: Any, row: list[int]) -> mx.array:
 
 
 def logits_of(
+    backend: Backend,
     model: Any,
     tree: CacheTree,
     kinds: Sequence[LayerKind],
@@ -145,13 +150,14 @@ def logits_of(
     rows: list[list[int]],
 ) -> mx.array:
     """Of the rows' last ``STEPS`` tokens on our caches, together: ``[rows, STEPS, vocabulary]``."""
-    slots = DecodeSlots(kinds, tree, len(rows), Shapes(group_cost=1, mask_rank=traits.mask_rank))
+    shapes = Shapes(group_cost=1, mask_rank=traits.mask_rank)
+    slots = DecodeSlots(backend, kinds, tree, len(rows), shapes)
     places: dict[int, int] = {}  # row by slot
     groups = [list(range(len(rows)))] if traits.ragged else [[i] for i in range(len(rows))]
     for group in groups:
         lengths = tuple(len(rows[i]) - STEPS for i in group)
         width = max(lengths)
-        prefill = PrefillRows(kinds, width, width)
+        prefill = PrefillRows(backend, kinds, width, width)
         ragged = any(length != width for length in lengths)
         prefill.begin(Chunk(0, width, lengths if ragged else None))
         tokens = [(rows[i][:-STEPS] + [0] * width)[:width] for i in group]

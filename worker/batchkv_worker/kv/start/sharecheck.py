@@ -13,7 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.kv.attention.shared_prefix import Stem
+from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
+from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.layers.contract import Chunk, LayerKind
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.layers.discover import CacheTree
@@ -37,15 +38,17 @@ STEM = (9, 4, 11)
 TAILS = (2, 4, 1)  # ragged; the last decode steps are STEPS tokens more
 
 
-def can_share(model: Any, tree: CacheTree, kinds: Sequence[LayerKind], traits: Traits) -> bool:
+def can_share(
+    backend: Backend, model: Any, tree: CacheTree, kinds: Sequence[LayerKind], traits: Traits
+) -> bool:
     """Whether a prefix may be held once for all rows that have it."""
     shared = [place for place, kind in enumerate(kinds) if _keeps_all(kind)]
     if not shared or any(_path_of(kinds[place]) is None for place in shared):
         return False
     rows = [[*STEM, *((7 * i + j) % 13 for j in range(n + STEPS))] for i, n in enumerate(TAILS)]
     try:
-        together = _together(model, tree, kinds, traits, rows, shared)
-        alone = [logits_of(model, tree, kinds, traits, [row])[0] for row in rows]
+        together = _together(backend, model, tree, kinds, traits, rows, shared)
+        alone = [logits_of(backend, model, tree, kinds, traits, [row])[0] for row in rows]
     except Exception as fault:  # noqa: BLE001 - model code may raise anything
         log.info("rows do not share prefixes in attention: %s", fault)
         return False
@@ -61,6 +64,7 @@ def _path_of(kind: LayerKind) -> str | None:
 
 
 def _together(
+    backend: Backend,
     model: Any,
     tree: CacheTree,
     kinds: Sequence[LayerKind],
@@ -69,8 +73,9 @@ def _together(
     shared: list[int],
 ) -> mx.array:
     """Logits of each row's last tokens, ``[rows, STEPS, vocabulary]``, all behind one stem."""
-    slots = DecodeSlots(kinds, tree, len(rows), Shapes(group_cost=1, mask_rank=traits.mask_rank))
-    before = PrefillRows(kinds, len(STEM), len(STEM))
+    shapes = Shapes(group_cost=1, mask_rank=traits.mask_rank)
+    slots = DecodeSlots(backend, kinds, tree, len(rows), shapes)
+    before = PrefillRows(backend, kinds, len(STEM), len(STEM))
     before.begin(Chunk(0, len(STEM)))
     model(mx.array([STEM]), cache=tree.nested(before.layers))
     before.end()
@@ -81,6 +86,7 @@ def _together(
     groups = [list(range(len(rows)))] if traits.ragged else [[i] for i in range(len(rows))]
     for group in groups:
         prefill = _behind(
+            backend,
             stem,
             kinds,
             len(group),
@@ -104,14 +110,15 @@ def _together(
 
 
 def _behind(
-    stem: Stem,
+    backend: Backend,
+    stem: SharedPrefix,
     kinds: Sequence[LayerKind],
     count: int,
     lengths: list[int],
     pieces: list[Pieces | None],
 ) -> PrefillRows:
     """Prefill rows that start after the stem; the other layers have their own of it."""
-    rows = PrefillRows(kinds, max(lengths), max(lengths))
+    rows = PrefillRows(backend, kinds, max(lengths), max(lengths))
     for place, layer in enumerate(rows.layers):
         if place in stem.packed:
             layer.share([stem.packed[place]], stem.num_tokens)

@@ -2,14 +2,16 @@
 
 A BLAS packs both sides of a product before it multiplies. For the few rows of a decode step that
 costs as much as multiplying, at every step anew. OpenBLAS has kernels for small products that read
-both sides as they lie; so weights are kept a second time in blocks of so few columns that each
-block's product is a small one, as long as that takes little memory: it is meant for small models.
+both sides as they lie. So weights are kept a second time in blocks of so few columns that each
+block's product is a small one. This takes memory, so only small models do it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,19 +19,20 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from batchkv_worker.kv.backends import blas
-from batchkv_worker.kv.backends.device import is_float32_on_cpu
+from batchkv_worker.kv.backends.contract import Undo
+from batchkv_worker.kv.backends.rebind import swap_class, undo_all
 from batchkv_worker.kv.backends.timing import gain
 
 log = logging.getLogger("batchkv.engine")
 
 MAX_SMALL = 10**6  # multiplications of a product that OpenBLAS counts as small
-MAX_BYTES = 64 * 2**20  # of all blocks: nobody reckons with them
+MAX_BYTES = 64 * 2**20  # of all blocks: no memory limit counts them
 _MULTIPLE = 16  # columns: a block of fewer is not worth its call
 _MARGIN = 1.1  # by which blocks have to be faster
 _TIMES = 8  # products that are timed together
 
 
-class NarrowLinear(nn.Linear):  # type: ignore[misc]  # MLX does not say what its layers are
+class BlockedLinear(nn.Linear):  # type: ignore[misc]  # MLX does not say what its layers are
     """An ``nn.Linear`` that has ``_blocks`` for inputs of up to ``_rows`` rows.
 
     An underscore keeps them out of the module's parameters.
@@ -46,7 +49,7 @@ class NarrowLinear(nn.Linear):  # type: ignore[misc]  # MLX does not say what it
         return found + self["bias"] if "bias" in self else found
 
 
-class NarrowEmbedding(nn.Embedding):  # type: ignore[misc]
+class BlockedEmbedding(nn.Embedding):  # type: ignore[misc]
     """The same for an embedding that is also the head of its model."""
 
     _blocks: mx.array
@@ -59,9 +62,9 @@ class NarrowEmbedding(nn.Embedding):  # type: ignore[misc]
         return product(x, self._blocks)
 
 
-_NARROW: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: NarrowLinear,
-    nn.Embedding: NarrowEmbedding,
+_BLOCKED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: BlockedLinear,
+    nn.Embedding: BlockedEmbedding,
 }
 
 
@@ -85,36 +88,55 @@ def in_blocks(weight: mx.array, columns: int) -> mx.array:
     return mx.contiguous(weight.reshape(outputs // columns, columns, inputs).swapaxes(-1, -2))
 
 
-def install(model: Any, dtype: mx.Dtype, rows: int) -> int:
-    """Keep the model's weights in blocks, too, for up to ``rows`` rows, where those are faster.
+@dataclass(frozen=True)
+class BlockLinears:
+    """Layers of a model keep blocks, too, for up to ``rows`` rows; ``columns`` by layer's name."""
 
-    Returns how many bytes they take. What was decided for the model before is forgotten.
-    """
-    forget(model)
-    if not (is_float32_on_cpu(dtype) and blas.is_openblas()):
-        return 0
-    found = 0
-    for module in model.modules():
-        kind = _NARROW.get(type(module))
-        if kind is None or module.weight.dtype != dtype:
-            continue
-        if kind is NarrowEmbedding and not _is_tied(model):
-            continue
-        outputs, inputs = module.weight.shape
-        columns = columns_of(outputs, inputs, rows)
-        if columns is None or found + module.weight.nbytes > MAX_BYTES:
-            continue
-        if not _is_faster(outputs, inputs, columns, rows):
-            continue
-        module._blocks, module._rows = in_blocks(module.weight, columns), rows
-        mx.eval(module._blocks)
-        module.__class__ = kind
-        found += module._blocks.nbytes
-    if found:
+    columns: Mapping[str, int]
+    rows: int
+
+    def install(self, model: Any) -> Undo:
+        undos, num_bytes = [], 0
+        layers = dict(model.named_modules())
+        for name, columns in self.columns.items():
+            layer = layers[name]
+            blocks = in_blocks(layer.weight, columns)
+            mx.eval(blocks)
+            kind = _BLOCKED[type(layer)]
+            undos.append(swap_class(layer, kind, _blocks=blocks, _rows=self.rows))
+            num_bytes += blocks.nbytes
         log.info(
-            "weights of %.1f MB are kept in blocks, too, for steps of %d rows", found / 1e6, rows
+            "weights of %.1f MB are kept in blocks, too, for steps of %d rows",
+            *(num_bytes / 1e6, self.rows),
         )
-    return found
+        return undo_all(undos)
+
+
+def choose(model: Any, dtype: mx.Dtype, rows: int, *, measure: bool = True) -> BlockLinears | None:
+    """The layers whose weights to keep in blocks for up to ``rows`` rows: where those are faster.
+
+    Without ``measure``, all that can. None where OpenBLAS does not serve, or no layer gains.
+    """
+    if measure and not blas.is_openblas():
+        return None
+    found: dict[str, int] = {}
+    seen: set[int] = set()
+    num_bytes = 0
+    for name, layer in model.named_modules():
+        if id(layer) in seen or type(layer) not in _BLOCKED or layer.weight.dtype != dtype:
+            continue
+        seen.add(id(layer))
+        if type(layer) is nn.Embedding and not _is_tied(model):
+            continue
+        outputs, inputs = layer.weight.shape
+        columns = columns_of(outputs, inputs, rows)
+        if columns is None or num_bytes + layer.weight.nbytes > MAX_BYTES:
+            continue
+        if measure and not is_faster(outputs, inputs, columns, rows):
+            continue
+        found[name] = columns
+        num_bytes += layer.weight.nbytes
+    return BlockLinears(found, rows) if found else None
 
 
 def _is_tied(model: Any) -> bool:
@@ -122,18 +144,9 @@ def _is_tied(model: Any) -> bool:
     return bool(getattr(getattr(model, "args", None), "tie_word_embeddings", False))
 
 
-def forget(model: Any) -> None:
-    """Let every layer of the model multiply with its weights as they are."""
-    for module in model.modules():
-        for plain, narrow in _NARROW.items():
-            if type(module) is narrow:
-                module.__class__ = plain
-                del module._blocks, module._rows
-
-
 @cache
-def _is_faster(outputs: int, inputs: int, columns: int, rows: int) -> bool:
-    """Measured once a shape, as it will be in a step, beside which Python builds the next one."""
+def is_faster(outputs: int, inputs: int, columns: int, rows: int) -> bool:
+    """Measured once a shape, as in a step: Python builds the next one on a core of its own."""
     x, weight = mx.random.normal((rows, inputs)), mx.random.normal((outputs, inputs))
     blocks = in_blocks(weight, columns)
     mx.eval(x, weight, blocks)

@@ -1,9 +1,9 @@
 """Powers of two of float32 numbers, on CPUs where MLX has no fast exponential.
 
 MLX's CPU backend is not vectorized on x86: an exponential takes it about 16 ns there, a power 5.
-Additions, products and shifts are loops that compilers vectorize, so powers are put together from
-those, in about 2 ns: the whole part of a number becomes an exponent's bits, the rest goes
-through a polynomial.
+Additions, products and shifts are loops that compilers vectorize. Put together from those, a power
+takes about 2 ns: the whole part of a number becomes the bits of an exponent, the rest goes through
+a polynomial.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from functools import cache, partial
 
 import mlx.core as mx
 
-from batchkv_worker.kv.backends.device import is_float32_on_cpu
 from batchkv_worker.kv.backends.timing import gain
 
 LOG2_E = math.log2(math.e)
-LOWEST, HIGHEST = -126.0, 128.0  # what the bits of an exponent can say; the highest is infinity
-_MARGIN = 1.5  # by which powers have to be faster: they take passes more
+LOWEST, HIGHEST = -126.0, 128.0  # what the bits of an exponent can hold; the highest is infinity
+_MARGIN = 1.5  # by which powers have to be faster: they read the numbers more often
 
 # Added to a number and subtracted again, this leaves the whole number next to it: float32 has no
 # bits for more there.
@@ -37,14 +36,12 @@ _TERMS = (
 )
 
 
-def powers_are_faster(dtype: mx.Dtype) -> bool:
-    """Whether ``exp2`` is to be used for numbers of ``dtype`` on the device that serves."""
-    return is_float32_on_cpu(dtype) and _are_measured_faster()
-
-
 @cache
-def _are_measured_faster() -> bool:
-    """Measured once: a few milliseconds, and a second for the compiler where it is the first."""
+def is_faster() -> bool:
+    """Whether ``exp2`` beats MLX's exponential on this device, in float32.
+
+    Measured once: a few milliseconds, and a second for the compiler where it is the first.
+    """
     numbers = -mx.random.uniform(0, 20, (128, 256))
     mx.eval(numbers)
     return gain(lambda: mx.exp(numbers), lambda: exp2(numbers)) > _MARGIN

@@ -12,24 +12,24 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from batchkv_worker.kv.backends.compare import are_close
 from batchkv_worker.kv.backends.timing import gain, least_times
 
 log = logging.getLogger("batchkv.engine")
 
 _MARGIN = 1.1  # by which one product has to be faster: some layers copy their part first
 _TIMES = 8  # products that are timed together
-_LONGEST = 4.0  # milliseconds: where the products take longer, starting them is no matter
-_CLOSE = 0.05  # of the largest number: rounding stays below, a wrong product does not
-_ARRAYS = ("weight", "scales", "biases", "bias")  # with a line for each output
+_LONGEST = 4.0  # milliseconds: where products take longer, launching them does not matter
+_ARRAYS = ("weight", "scales", "biases", "bias")  # with a row for each output
 
-MAX_WEIGHTS = 2**25  # of a family
+MAX_WEIGHTS = 2**25  # of a group
 
 Product = Callable[[mx.array], list[mx.array]]  # of an input: what each of the layers answers
 Whole = dict[str, mx.array]
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
+class LayerSignature:
     """What layers must have in common to be multiplied at once.
 
     ``dtype`` is that of their inputs, ``dtypes`` are those of what they hold, by name; ``packing``
@@ -48,19 +48,14 @@ class Likeness:
         return "bias" in dict(self.dtypes)
 
 
-def is_start_dear() -> bool:
-    """Whether starting a product takes long beside multiplying a few rows: on GPUs."""
-    return bool(mx.default_device() == mx.Device(mx.gpu))
-
-
-def likeness_of(module: Any, x: mx.array) -> Likeness:
+def signature_of(module: Any, x: mx.array) -> LayerSignature:
     """Of a linear layer that is given ``x``."""
     held = {name: module.get(name) for name in _ARRAYS}
     dtypes = tuple((name, array.dtype) for name, array in held.items() if array is not None)
     packing = None
     if isinstance(module, nn.QuantizedLinear):
         packing = (module.bits, module.group_size, module.mode)
-    return Likeness(type(module), x.shape[-1], x.dtype, dtypes, packing)
+    return LayerSignature(type(module), x.shape[-1], x.dtype, dtypes, packing)
 
 
 def outputs_of(module: Any) -> int:
@@ -68,19 +63,19 @@ def outputs_of(module: Any) -> int:
     return int(module.weight.shape[0])
 
 
-def whole_of(family: Sequence[Any]) -> Whole:
-    """What the layers hold, put together: the lines of one after those of another."""
-    first = family[0]
+def whole_of(group: Sequence[Any]) -> Whole:
+    """What the layers hold, put together: the rows of one after those of another."""
+    first = group[0]
     names = [name for name in _ARRAYS if first.get(name) is not None]
-    whole = {name: mx.concatenate([module[name] for module in family]) for name in names}
+    whole = {name: mx.concatenate([module[name] for module in group]) for name in names}
     mx.eval(whole)
     return whole
 
 
-def product_of(family: Sequence[Any], whole: Whole) -> Product:
+def product_of(group: Sequence[Any], whole: Whole) -> Product:
     """What computes all parts at once."""
-    first, bias = family[0], whole.get("bias")
-    ends = list(accumulate(map(outputs_of, family)))[:-1]
+    first, bias = group[0], whole.get("bias")
+    ends = list(accumulate(map(outputs_of, group)))[:-1]
     weight = whole["weight"]
     packed = {name: whole.get(name) for name in ("scales", "biases")}
     if isinstance(first, nn.QuantizedLinear):
@@ -98,22 +93,21 @@ def product_of(family: Sequence[Any], whole: Whole) -> Product:
 
 
 @cache
-def is_faster(like: Likeness, outputs: tuple[int, ...], rows: int) -> bool:
+def is_faster(like: LayerSignature, outputs: tuple[int, ...], rows: int) -> bool:
     """Whether one product of ``rows`` rows is, and gives the same, for layers of so many outputs.
 
-    Measured once a shape, as it will be in a step, beside which Python builds the next one. Not of
-    weights so large that multiplying, and not starting, is what takes time.
+    Measured once a shape. Never for weights so large that launching does not matter.
     """
     if like.inputs * sum(outputs) > MAX_WEIGHTS:
         return False
-    family = [_sample(like, size) for size in outputs]
-    product = product_of(family, whole_of(family))
+    group = [_sample(like, size) for size in outputs]
+    product = product_of(group, whole_of(group))
     x = mx.random.normal((rows, 1, like.inputs)).astype(like.dtype)
-    mx.eval(x, [module.parameters() for module in family])
+    mx.eval(x, [module.parameters() for module in group])
 
     # Whoever asked reads its part, which is a view of what all have.
     def apart() -> list[mx.array]:
-        return [module(x) + 1 for module in family]
+        return [module(x) + 1 for module in group]
 
     def at_once() -> list[mx.array]:
         return [part + 1 for part in product(x)]
@@ -128,13 +122,7 @@ def is_faster(like: Likeness, outputs: tuple[int, ...], rows: int) -> bool:
     )
 
 
-def are_close(one: mx.array, other: mx.array) -> bool:
-    """Whether they differ by no more than rounding explains."""
-    one, other = one.astype(mx.float32), other.astype(mx.float32)
-    return bool((mx.abs(one - other).max() <= _CLOSE * mx.abs(one).max()).item())
-
-
-def _sample(like: Likeness, outputs: int) -> Any:
+def _sample(like: LayerSignature, outputs: int) -> Any:
     """A layer of that kind with weights that mean nothing."""
     module: Any
     if like.packing is None:

@@ -1,0 +1,145 @@
+"""What a device decides about keys, values and attention: one object, chosen once at start.
+
+``kv.start.backend`` chooses it, the engine's parts get it through their constructors. Nothing
+outside this room and ``kv.start`` asks which device serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from batchkv_worker.kv.schemes.packing import LayerScheme
+
+Undo = Callable[[], None]
+
+
+class Softmax(Protocol):
+    """How scores that stand in memory become weights."""
+
+    @property
+    def unit(self) -> float:
+        """Scores are multiplied with this, beyond their scale, before they are weighed."""
+
+    def step_mask(self, seen: mx.array) -> mx.array:
+        """A bool mask in the form that decode steps keep it in; see ``softmax.hide``."""
+
+    def weigh(
+        self, parts: Sequence[mx.array], sinks: mx.array | None = None
+    ) -> tuple[list[mx.array], mx.array | None]:
+        """Weights of scores ``[..., columns]`` in several arrays, each in its shape.
+
+        ``sinks``, as the model has them, broadcast to ``[..., 1]`` and take their share. With the
+        weights comes what the sum of weighted values is still to be divided by, ``[..., 1]``, or
+        None.
+        """
+
+    def weigh_alone(self, scores: mx.array) -> tuple[mx.array, mx.array | None, mx.array]:
+        """``weigh`` for scores ``[..., columns]`` that are joined with others later.
+
+        Also returns the logarithm of the sum of the scores' exponentials, in ``unit``, ``[..., 1]``
+        in float32: the one score that has the weight of them all.
+        """
+
+
+class Pacing(Protocol):
+    """How far the host runs ahead of the device while one group of prompts is computed."""
+
+    def follow(self, output: mx.array) -> None:
+        """The attention of the next layer gives ``output``."""
+
+
+class PrefixKernel(Protocol):
+    """One kernel for what a decode step does between the two products of a shared prefix."""
+
+    def takes(self, lines: int, dtype: mx.Dtype) -> bool:
+        """Whether it was made for so many query heads a KV head, and this dtype."""
+
+    def weigh(
+        self,
+        queries: mx.array,
+        prefix_scores: Sequence[mx.array],
+        partials: Sequence[tuple[mx.array, mx.array]],
+        keys: mx.array,
+        values: mx.array,
+        mask: mx.array | None,
+        sinks: mx.array | None,
+    ) -> tuple[mx.array, list[mx.array]]:
+        """What rows find in their own tokens, and the weights of the prefixes' tokens."""
+
+
+class Change(Protocol):
+    """Something that is done to a loaded model, decided already."""
+
+    def install(self, model: Any) -> Undo:
+        """Do it; returns what undoes it."""
+
+
+class Backend(Protocol):
+    """A device, as far as keys, values and attention depend on it."""
+
+    @property
+    def name(self) -> str:
+        """For the log."""
+
+    @property
+    def columns_multiple(self) -> int:
+        """Columns that a step reads, and widths of prompts, are rounded up to this."""
+
+    @property
+    def rows_multiple(self) -> int:
+        """Rows of a step are rounded up to this."""
+
+    @property
+    def has_fused_attention(self) -> bool:
+        """Whether a fused kernel attends whole chunks without scores in memory."""
+
+    @property
+    def starts_each_layer(self) -> bool:
+        """Whether each layer of a decode step is started when it is built, not the whole step."""
+
+    @property
+    def spreads_codes(self) -> bool:
+        """Whether decode may read 3-bit codes as 4-bit ones; see ``schemes.turbo.TurboSlots``."""
+
+    @property
+    def usual_chunk(self) -> int:
+        """Tokens of a prompt to compute at once where nothing was measured."""
+
+    @property
+    def measures_chunk(self) -> bool:
+        """Whether the size of chunks makes enough of a difference to measure it."""
+
+    def softmax(self, dtype: mx.Dtype) -> Softmax:
+        """How scores of ``dtype`` are weighed."""
+
+    def attention(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attention of ``queries`` ``[rows, heads, tokens, size]`` over dense keys and values.
+
+        ``keys`` and ``values`` are ``[rows, kv heads, columns, size]``. A ``mask`` of a word is
+        causal.
+        """
+
+    def pacing(self) -> Pacing:
+        """For one group of prompts, shared by all of its layers."""
+
+    def begin_step(self, offsets: mx.array) -> None:
+        """A decode step begins; its tokens stand at ``offsets`` (int32, ``[rows]``)."""
+
+    def changes(self, model: Any, dtype: mx.Dtype, rows: int) -> Sequence[Change]:
+        """What to do to ``model``, for steps of up to ``rows`` rows: measured, not yet done."""
+
+    def prefix_kernel(
+        self, scheme: LayerScheme, lines: int, dtype: mx.Dtype
+    ) -> PrefixKernel | None:
+        """The kernel for layers of ``scheme`` with ``lines`` query heads a KV head, if any."""

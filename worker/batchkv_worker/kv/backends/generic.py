@@ -1,0 +1,57 @@
+"""A device of which nothing special is known: Metal's GPU, and whatever comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from batchkv_worker.kv.backends.contract import Change, Pacing, PrefixKernel, Softmax
+from batchkv_worker.kv.backends.pacing import UNPACED
+from batchkv_worker.kv.backends.softmax import MLX_SOFTMAX
+from batchkv_worker.kv.schemes.packing import LayerScheme
+
+
+@dataclass(frozen=True, eq=False)
+class GenericBackend:
+    """Implements ``Backend`` with MLX's own kernels; the model stays as mlx-lm made it."""
+
+    name: str = "generic"
+    columns_multiple: int = 1
+    rows_multiple: int = 1
+    has_fused_attention: bool = True
+    starts_each_layer: bool = False
+    spreads_codes: bool = True
+    usual_chunk: int = 1024
+    measures_chunk: bool = True
+
+    def softmax(self, dtype: mx.Dtype) -> Softmax:
+        return MLX_SOFTMAX
+
+    def attention(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        attention = mx.fast.scaled_dot_product_attention
+        return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+    def pacing(self) -> Pacing:
+        return UNPACED
+
+    def begin_step(self, offsets: mx.array) -> None:
+        """Nothing depends on it."""
+
+    def changes(self, model: Any, dtype: mx.Dtype, rows: int) -> Sequence[Change]:
+        return ()
+
+    def prefix_kernel(
+        self, scheme: LayerScheme, lines: int, dtype: mx.Dtype
+    ) -> PrefixKernel | None:
+        return None

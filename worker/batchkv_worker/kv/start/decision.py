@@ -1,0 +1,191 @@
+"""What is chosen for one model on one machine, and by which measurements. Nothing is changed here.
+
+``decide`` times samples of the model's layers; ``Decision.install`` is the one step that changes
+the model, and returns what undoes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from batchkv_worker.errors import ModelError, SettingsError
+from batchkv_worker.kv.attention import paths
+from batchkv_worker.kv.attention.paths import LayerAttention, Path
+from batchkv_worker.kv.backends.contract import Backend, Change, PrefixKernel, Undo
+from batchkv_worker.kv.backends.rebind import install
+from batchkv_worker.kv.layers.contract import LayerKind
+from batchkv_worker.kv.layers.discover import AttentionShape, CacheTree
+from batchkv_worker.kv.layers.kinds import kinds_of
+from batchkv_worker.kv.schemes.packing import LayerScheme, fit_model
+from batchkv_worker.kv.schemes.spec import SchemeSpec
+from batchkv_worker.kv.slots.step_view import Shapes
+from batchkv_worker.kv.start import prefix_cost, probe
+
+_PROBE_ROWS = 16  # at most, of the slots, when paths are timed
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """What is not to be measured; None measures it.
+
+    ``group_cost``: cells that one more group of rows costs; ``prefix_cells``: cells that a shared
+    prefix must save.
+    """
+
+    path: Path | None = None
+    group_cost: int | None = None
+    prefix_cells: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SchemeChoice:
+    """How layers of one scheme decode. ``milliseconds`` has what each path took, if measured.
+
+    ``path`` None leaves attention to the model, on dense keys and values.
+    """
+
+    path: Path | None = None
+    kernel: PrefixKernel | None = None
+    milliseconds: Mapping[Path, float] | None = None
+    group_cost: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """``schemes`` are of the attention layers, in order; ``choices`` say how each decodes.
+
+    ``changes`` is what to do to the model. ``group_cost`` and ``prefix_cells`` are in cells.
+    """
+
+    backend: Backend
+    dtype: mx.Dtype
+    schemes: tuple[LayerScheme, ...]
+    choices: Mapping[LayerScheme, SchemeChoice]
+    changes: tuple[Change, ...]
+    group_cost: int
+    prefix_cells: int
+    is_hooked: bool  # whether the model leaves attention to its caches
+
+    def install(self, model: Any) -> Undo:
+        """Change the model as decided; returns what undoes it.
+
+        The hook stays: caches that do not answer get what mlx-lm's own function gives.
+        """
+        paths.install_hook(model)
+        return install(model, self.changes)
+
+    def kinds(self, tree: CacheTree) -> tuple[LayerKind, ...]:
+        """One for each leaf of the model's caches."""
+        choices = [self.choices[scheme] for scheme in self.schemes]
+        ways = [(one.path, one.kernel) for one in choices]
+        return kinds_of(self.backend, tree.leaves, self.dtype, self.schemes, ways)
+
+    def exact_kinds(self, tree: CacheTree) -> tuple[LayerKind, ...]:
+        """The same with keys and values as they are, left to the model on dense arrays."""
+        exact = fit_model(SchemeSpec.parse("float"), tree.shapes)
+        return kinds_of(self.backend, tree.leaves, self.dtype, exact)
+
+
+def decide(
+    name: str,
+    model: Any,
+    tree: CacheTree,
+    scheme: str,
+    dtype: mx.Dtype,
+    backend: Backend,
+    *,
+    slots: int,
+    fixed: Fixed | None = None,
+) -> Decision:
+    """Choose for ``model`` and steps of up to ``slots`` rows.
+
+    Raises SettingsError for a scheme that does not fit the model, ModelError for one that the
+    device cannot keep.
+    """
+    fixed = fixed or Fixed()
+    schemes = _fitted(name, tree, scheme)
+    rows = min(_PROBE_ROWS, slots)
+    is_hooked = paths.can_hook(model)
+    changes = tuple(backend.changes(model, dtype, slots))
+    full = _full_attention(tree, schemes)
+    choices = {}
+    for layer in dict.fromkeys(schemes):
+        choice = SchemeChoice()
+        if is_hooked:
+            heads = _query_heads(model, tree, layer)
+            choice = _choose_path(name, backend, layer, heads, dtype, rows, fixed.path)
+            if layer in full:
+                attention = _attention_of(backend, layer, dtype, choice)
+                kernel = prefix_cost.choose_kernel(attention, heads, num_rows=rows)
+                choice = replace(choice, kernel=kernel)
+        choices[layer] = choice
+    group_cost = fixed.group_cost
+    if group_cost is None:
+        costs = [one.group_cost for one in choices.values() if one.group_cost is not None]
+        group_cost = min(costs, default=Shapes().group_cost)
+    prefix_cells = fixed.prefix_cells
+    if prefix_cells is None:
+        prefix_cells = prefix_cost.UNMEASURED
+        if full and is_hooked and fixed.path is None:
+            attention = _attention_of(backend, full[0], dtype, choices[full[0]])
+            heads = _query_heads(model, tree, full[0])
+            prefix_cells = prefix_cost.measure(attention, heads, num_rows=rows)
+    return Decision(backend, dtype, schemes, choices, changes, group_cost, prefix_cells, is_hooked)
+
+
+def _fitted(name: str, tree: CacheTree, scheme: str) -> tuple[LayerScheme, ...]:
+    """The scheme of each attention layer; an index over tokens is never packed."""
+    try:
+        fitted = fit_model(SchemeSpec.parse(scheme), tree.shapes)
+    except ValueError as fault:
+        raise SettingsError(f"KV scheme {scheme!r} does not fit model {name!r}: {fault}") from fault
+    exact = fit_model(SchemeSpec.parse("float"), tree.shapes)
+    indexes = [leaf.is_index for leaf in tree.leaves if isinstance(leaf, AttentionShape)]
+    return tuple(b if c else a for a, b, c in zip(fitted, exact, indexes, strict=True))
+
+
+def _choose_path(
+    name: str,
+    backend: Backend,
+    layer: LayerScheme,
+    heads: int,
+    dtype: mx.Dtype,
+    rows: int,
+    path: Path | None,
+) -> SchemeChoice:
+    """Measured, unless the path is given."""
+    if path is not None:
+        return SchemeChoice(path)
+    try:
+        choice = probe.choose(backend, layer, heads, dtype, num_rows=rows)
+    except (ValueError, RuntimeError) as fault:  # what MLX raises for a kernel that it lacks
+        raise ModelError(
+            f"model {name!r}: this device cannot keep {layer}: {fault}; choose another KV scheme"
+        ) from fault
+    return SchemeChoice(choice.path, None, choice.milliseconds, choice.group_cost)
+
+
+def _attention_of(
+    backend: Backend, layer: LayerScheme, dtype: mx.Dtype, choice: SchemeChoice
+) -> LayerAttention:
+    """As the layer's slots will have it."""
+    path = choice.path
+    assert path is not None
+    in_slots = paths.in_slots(layer, path)
+    return LayerAttention(backend, in_slots, dtype, path, choice.kernel)
+
+
+def _full_attention(tree: CacheTree, schemes: Iterable[LayerScheme]) -> list[LayerScheme]:
+    """The schemes of the layers that keep keys and values of every token, in order."""
+    leaves = (leaf for leaf in tree.leaves if isinstance(leaf, AttentionShape))
+    return [scheme for leaf, scheme in zip(leaves, schemes, strict=True) if leaf.window is None]
+
+
+def _query_heads(model: Any, tree: CacheTree, layer: LayerScheme) -> int:
+    """Query heads of a layer: the model's, if they are a multiple of the layer's own."""
+    heads = paths.num_query_heads(model, tree.shapes[0].num_heads)
+    return heads if heads % layer.shape.num_heads == 0 else layer.shape.num_heads
