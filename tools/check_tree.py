@@ -7,6 +7,7 @@ Prints one line for each breach and exits 1 when there is any. The rules:
 
 - no .py file directly in worker/, producer/ or cache_store/ (a user's worker.py would shadow it);
 - imports go down only: producer and cache_store never import MLX or each other's upper rooms;
+- only the worker's ``kv/backends`` and ``kv/start`` ask which device serves;
 - nothing in the three packages can run code that came as data (pickle, eval, exec ...);
 - rooms import in the order of tools/rooms.py, in no circle, and no module imports over 12 others;
 - no folder holds more than 20 modules, and folders of tests are called like the rooms;
@@ -43,6 +44,11 @@ CODE_FROM_DATA = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marsha
 CODE_FROM_DATA |= {"joblib", "jsonpickle"}
 EVALUATORS = {"eval", "exec"}
 IMPORTERS = {"__import__", "import_module"}
+
+# What tells one device from another, which only these rooms may ask; the others get a backend.
+DEVICE_WORDS = {"default_device", "set_default_device", "Device", "cpu", "gpu", "metal", "cuda"}
+DEVICE_ROOMS = ("kv/backends/", "kv/start/")
+DEVICE_MODULES = tuple(f"batchkv_worker.kv.backends.{name}" for name in ("cpu", "gpu", "cuda"))
 
 # "path" or "path:function" -> why it is longer than the limit. An entry that is no longer needed
 # is a breach too.
@@ -108,6 +114,23 @@ def evaluator_breaches(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"{node.id}() runs code that comes as data"
 
 
+def device_breaches(name: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Questions after the device outside the rooms that know it, and classes of layers changed."""
+    if not name.startswith("worker/") or any(room in name for room in DEVICE_ROOMS):
+        return
+    for line, module in imported_modules(tree):
+        if module.startswith(DEVICE_MODULES):
+            yield line, f"{module} is for {' and '.join(DEVICE_ROOMS)} alone: ask the backend"
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute):
+            continue
+        is_mlx = isinstance(node.value, ast.Name) and node.value.id == "mx"
+        if is_mlx and node.attr in DEVICE_WORDS:
+            yield node.lineno, f"mx.{node.attr} asks for the device: ask the backend"
+        if node.attr == "__class__" and isinstance(node.ctx, ast.Store):
+            yield node.lineno, "an assignment to __class__: kv/backends/rebind.py can undo it"
+
+
 def too_long(name: str, text: str, tree: ast.AST) -> Iterator[tuple[str, int, str]]:
     """(name as in ALLOWED_LONG, line, message) of all functions and modules over their limits."""
     num_lines = len(text.splitlines())
@@ -131,6 +154,7 @@ def source_breaches(root: Path, file: Path) -> Iterator[str]:
     text = file.read_text(encoding="utf-8")
     tree = ast.parse(text, filename=name)
     found = [*import_breaches(room, tree), *evaluator_breaches(tree)]
+    found += device_breaches(name, tree)
     for long_name, line, message in too_long(name, text, tree):
         if long_name not in ALLOWED_LONG:
             found.append((line, message))

@@ -160,6 +160,27 @@ def test_a_breach_of_the_rooms_is_found(tmp_path: Path, files: dict[str, str], l
     assert line in output
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import mlx.core as mx\nmx.default_device()\n", "2: mx.default_device asks"),
+        ("import mlx.core as mx\nfound = mx.metal.is_available()\n", "2: mx.metal asks"),
+        ("from batchkv_worker.kv.backends.cpu import exp2\n", "1: batchkv_worker.kv.backends.cpu"),
+        ("def change(layer, kind):\n    layer.__class__ = kind\n", "2: an assignment to __class__"),
+    ],
+)
+def test_only_backends_know_the_device(tmp_path: Path, code: str, message: str) -> None:
+    """A module of another room that asks for the device is found; in the backends it may."""
+    for room in ("backends", "attention"):
+        file = tmp_path / "worker" / "batchkv_worker" / "kv" / room / "some.py"
+        file.parent.mkdir(parents=True)
+        file.write_text(code)
+    code_of_exit, output = check_tree(tmp_path)
+    assert code_of_exit == 1
+    assert f"kv/attention/some.py:{message}" in output
+    assert "kv/backends/some.py" not in output
+
+
 def test_rooms_may_import_down_and_skip_floors(tmp_path: Path) -> None:
     """Any room may import from any room below it, and twenty modules fill no folder."""
     files = {f"{WORKER}/queue/m{n}.py": "" for n in range(19)}
