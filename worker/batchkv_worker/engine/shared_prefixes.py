@@ -29,7 +29,7 @@ class Stems:
         ones on them. None for no cuts, and when a block that is needed is gone.
         """
         held = self._slots.layouts.stems_with(behind)
-        stem: Stem | None = None
+        stem: SharedPrefix | None = None
         low = 0
         for high in cuts:
             found = held.get(keys[high - 1])
@@ -38,6 +38,6 @@ class Stems:
                 if pieces is None:
                     return None
                 found = self._slots.stem(keys[high - 1], high * BLOCK_TOKENS, pieces, stem)
-            assert isinstance(found, Stem)  # no other parts are given to the slots
+            assert isinstance(found, SharedPrefix)  # no other parts are given to the slots
             stem, low = found, high
         return stem

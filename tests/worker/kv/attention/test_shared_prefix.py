@@ -472,7 +472,9 @@ def readings(layouts: SlotLayouts) -> Counter[SharedPrefix]:
 def test_groups_read_what_they_have_in_common_once() -> None:
     layouts = SlotLayouts(16)
     root = SharedPrefix(b"r", 512, packed={}, slots={})
-    branches = [SharedPrefix(bytes([number]), 768, root, packed={}, slots={}) for number in range(3)]
+    branches = [
+        SharedPrefix(bytes([number]), 768, root, packed={}, slots={}) for number in range(3)
+    ]
     twig = SharedPrefix(b"t", 1024, branches[1], packed={}, slots={})
     order = [root, branches[0], branches[0], branches[1], twig, twig, branches[2], None, None]
     for slot, one in enumerate(order):
@@ -537,7 +539,10 @@ def test_branches_of_a_stem_are_neighbours() -> None:
 def test_rows_of_a_stem_are_neighbours() -> None:
     """Rows that join in turns behind two stems, or none, are attended in three groups."""
     layouts = SlotLayouts(16)
-    stems = [SharedPrefix(b"a", 512, packed={}, slots={}), SharedPrefix(b"b", 256, packed={}, slots={})]
+    stems = [
+        SharedPrefix(b"a", 512, packed={}, slots={}),
+        SharedPrefix(b"b", 256, packed={}, slots={}),
+    ]
     for slot in range(16):  # so that there are buffers to move rows in
         layouts.admit(Demand(1, 1), slot)
     for slot in range(16):

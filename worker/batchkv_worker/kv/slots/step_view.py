@@ -235,7 +235,7 @@ class Framer:
             self._cuts = {window: self._cut(layout, rows) for window, layout in layouts.all.items()}
             self._cuts[None] = self._cut_by_stem(layouts, rows)
         # ``DecodeSlots`` gives parts with their arrays to the layouts, which need only the former.
-        stems = cast("Mapping[int, Stem]", layouts.stems)
+        stems = cast("Mapping[int, SharedPrefix]", layouts.stems)
         spans = {
             window: Span(layout, rows, self._cuts[window], shapes, stems)
             if window is None
