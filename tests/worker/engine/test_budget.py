@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ class Meter:
     """
 
     def __init__(self, running: Engine) -> None:
+        gc.collect()  # what tests before have left is not to be freed meanwhile
         mx.synchronize()
         mx.clear_cache()
         self._before = mx.get_active_memory()
