@@ -15,6 +15,8 @@ import pytest
 from docs.pages import README, REPOSITORY, Block, blocks
 from docs.shell import Machine, pattern
 
+pytestmark = pytest.mark.timeout(600)
+
 DOCS = REPOSITORY / "docs"
 FAKE_WORKER = REPOSITORY / "tests" / "support" / "fake_worker.py"
 # Runs a page's Python in one process, and tells what each block printed.
