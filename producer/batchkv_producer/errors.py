@@ -14,6 +14,11 @@ A row of the input that is wrong is not an exception: it is a ``RowError`` value
 (``formats``), because one bad row never stops the others.
 """
 
+# Of a folder that is installed in place: its code was updated, and what pip wrote beside was not.
+OLD_INSTALLATION = (
+    "the code of batchkv is newer than its installation: run `make venv`, or install it again"
+)
+
 
 class BatchkvError(Exception):
     """Base of everything that batchkv raises on purpose; ``exit_code`` is the CLI's."""

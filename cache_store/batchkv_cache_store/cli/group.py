@@ -71,6 +71,8 @@ def _load(name: str, found: EntryPoint) -> click.Command:
 
 def _missing(name: str, module: str) -> click.Command:
     message = f"`batchkv cache {name}` needs {module}: pip install '{EXTRA}'"
+    if module.startswith("batchkv_"):  # the code of a folder that is installed in place was updated
+        message = "the code of batchkv is newer than its installation: run `make venv`"
 
     def complain(**_: Any) -> NoReturn:
         raise click.ClickException(message)

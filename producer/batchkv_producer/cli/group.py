@@ -13,7 +13,7 @@ import click
 from redis.exceptions import RedisError
 
 from batchkv_producer.disk import is_full
-from batchkv_producer.errors import BatchkvError, ServerError
+from batchkv_producer.errors import OLD_INSTALLATION, BatchkvError, ServerError, UsageError
 from batchkv_producer.progress import printable
 
 ENTRY_POINT_GROUP = "batchkv.commands"
@@ -140,6 +140,8 @@ def _load(name: str, found: EntryPoint) -> click.Command:
     try:
         command = found.load()
     except ImportError as fault:
+        if (fault.name or "").startswith("batchkv_"):
+            raise UsageError(OLD_INSTALLATION) from fault
         return _Missing(name, fault.name or str(fault))
     if not isinstance(command, click.Command):
         raise BatchkvError(f"the entry point {found.value} of `batchkv {name}` is not a command")

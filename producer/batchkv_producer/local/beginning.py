@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from batchkv_producer.client import Client, Submitted
-from batchkv_producer.errors import UsageError
+from batchkv_producer.errors import OLD_INSTALLATION, UsageError
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.progress import rows
 from batchkv_producer.results import aside
@@ -42,8 +42,8 @@ def canonical(scheme: str) -> str:
 
     The worker's package knows; imports go down only, so it is looked up.
     """
-    for check in entry_points(group="batchkv.checks", name="kv-scheme"):
-        return str(check.load()(scheme))
+    for check in _checks("kv-scheme"):
+        return str(check(scheme))
     return scheme
 
 
@@ -51,9 +51,18 @@ def checked_setting(name: str, text: str) -> str:
     """A worker's setting as its flag takes it; ValueError if it cannot be."""
     if BY_NAME[name].value_type is ValueType.SCHEME:
         return canonical(text)
-    for check in entry_points(group="batchkv.checks", name="setting"):
-        check.load()(name, text)
+    for check in _checks("setting"):
+        check(name, text)
     return text
+
+
+def _checks(name: str) -> Iterator[Callable[..., object]]:
+    """The worker's checks of that name; UsageError when the installation is older than the code."""
+    for found in entry_points(group="batchkv.checks", name=name):
+        try:
+            yield found.load()
+        except ModuleNotFoundError as fault:
+            raise UsageError(OLD_INSTALLATION) from fault
 
 
 def first_words(client: Client, submitted: Submitted, where: str) -> str:
