@@ -1,4 +1,4 @@
-"""A device of which nothing special is known: Metal's GPU, and whatever comes."""
+"""A device of which nothing special is known; the other backends inherit from this one."""
 
 from __future__ import annotations
 
