@@ -145,9 +145,9 @@ TABLE = (
         "prefetch", ("BATCHKV_PREFETCH",), "--prefetch", ValueType.WHOLE, "auto", "",
         "rows", 0, 4096, metavar="N", help="Rows that wait in the engine beside them.",
         about="rows that wait in the engine, so that whole groups of prompts can be prefilled when "
-        "slots become free. `auto` is two for each slot. Rows that nothing was computed of go "
-        "back when more urgent rows come, and at the end of the queue when other workers may be "
-        "idle",
+        "slots become free. `auto` is two for each slot. Rows of which nothing is computed yet "
+        "go back when more urgent rows come, and at the end of the queue when other workers may "
+        "be idle",
     ),
     Setting(
         "memory_bytes", ("BATCHKV_MEMORY",), "--memory", ValueType.SIZE,
@@ -234,8 +234,8 @@ TABLE = (
     Setting(
         "kv_adopt_float", ("BATCHKV_KV_ADOPT_FLOAT",), "--kv-adopt-float", ValueType.SWITCH, "off",
         metavar="on|off", help="Pack float workers' blocks too.",
-        about="packs blocks of `float` workers into this worker's scheme. Such a row may answer "
-        "otherwise than without the cache. What it computes is not shared",
+        about="packs blocks of `float` workers into this worker's scheme. A row that uses them may "
+        "get another answer than without the cache. What it computes is not shared",
     ),
 )  # fmt: skip
 BY_NAME = {setting.name: setting for setting in TABLE if setting.name}
