@@ -108,14 +108,16 @@ def table_lines(columns: Iterable[Column], limit: int | None = None) -> list[str
     """The title line and one line for each row; numbers to the right."""
     shown = fitted(columns, limit or width())
     num_rows = max((len(column.values) for column, _ in shown), default=0)
-    titles = [_padded(c.title, size, _is_number(c)) for c, size in shown]
+    is_number = [_is_number(column) for column, _ in shown]  # looks at all values: once
+    pairs = zip(shown, is_number, strict=True)
+    titles = [_padded(column.title, size, right) for (column, size), right in pairs]
     lines = [GAP.join(titles).rstrip()]
     for row in range(num_rows):
         cells = []
-        for column, size in shown:
+        for (column, size), right in zip(shown, is_number, strict=True):
             text = cell(column.values[row])
             text = column.shorten(text, size) if column.shorten else text
-            cells.append(_padded(text, size, _is_number(column)))
+            cells.append(_padded(text, size, right))
         lines.append(GAP.join(cells).rstrip())
     return lines
 

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -237,3 +237,17 @@ def test_watch_and_json_exclude_each_other(redis_connection: Redis) -> None:
     for command in (["status"], ["list"], ["workers"]):
         found = batchkv(*command, "--watch", "--json")
         assert found.exit_code == 2 and "--watch is for people" in found.stderr
+
+
+def test_a_long_table_takes_each_value_a_few_times() -> None:
+    """The work for a table grows with its rows, not with their square."""
+
+    class Counted(list[int]):
+        num_walks = 0
+
+        def __iter__(self) -> Iterator[int]:
+            Counted.num_walks += 1
+            return super().__iter__()
+
+    assert len(table_lines([Column("N", Counted(range(500)))], 80)) == 501
+    assert Counted.num_walks < 10
