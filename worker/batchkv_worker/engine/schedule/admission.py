@@ -1,4 +1,6 @@
-"""What may be admitted: bytes of keys and values, and how many tokens to reckon with. No tensors.
+"""The budget for keys and values, and how many tokens to expect of a row. No tensors.
+
+``memory`` compares the two, and ``scheduler`` admits.
 
 A row is admitted by what it takes now and will take in a while. *Worst case*: all tokens that it
 may generate. *Optimistic*: as many as most answers take, measured on those that ended lately; a row
