@@ -20,7 +20,8 @@ memory keeps, those hundred rows were worth nothing either, in prefix order. Two
   one shared within itself: system prompts, documents, examples; not the ends of single prompts.
 - *Local memory* gives up first what nobody is known to want, then the least recently used of what
   waiting rows want; within one prompt always the deeper block, which is of no use without those
-  before it. The ends of prompts that nobody else begins with go before all (``Kept.leave``).
+  before it. The ends of prompts that nobody else begins with go before all
+  (``EvictionOrder.leave``).
 
 Pure: no I/O, no clock, no threads. Keys are any hashable values, chains are in prompt order; a key
 names its whole prefix, so equal keys have equal predecessors. A block's uses are therefore never
@@ -81,8 +82,8 @@ class Uses(Generic[Key]):
         return number
 
 
-class Kept(Uses[Key]):
-    """The order in which a memory gives up its blocks; room, and the blocks, are the caller's.
+class EvictionOrder(Uses[Key]):
+    """The order in which a memory gives up its blocks; the caller has the blocks and counts bytes.
 
     Every operation takes time by the chain it is given, none by what is kept.
     """

@@ -57,7 +57,7 @@ from batchkv_worker.engine.engine import Engine, EngineConfig  # noqa: E402
 from batchkv_worker.kv.layers.discover import discover  # noqa: E402
 from batchkv_worker.model.loader import LoadedModel  # noqa: E402
 from batchkv_worker.prefix.shared.access import Access  # noqa: E402
-from batchkv_worker.prefix.shared.client import Link  # noqa: E402
+from batchkv_worker.prefix.shared.client import StoreClient  # noqa: E402
 from batchkv_worker.sequence import Generation  # noqa: E402
 from batchkv_worker.sequence import Sequence as Row  # noqa: E402
 from support.redis_server import running_server  # noqa: E402
@@ -124,8 +124,8 @@ def settle(engine: Engine) -> None:
     """Until all that was computed is written: the next measurement starts from rest."""
     while not engine.is_idle:
         engine.step()
-    if isinstance(engine.link, Link):
-        engine.link.flush(600)
+    if isinstance(engine.client, StoreClient):
+        engine.client.flush(600)
 
 
 @contextmanager
@@ -179,7 +179,7 @@ def bench_ttft(house: House) -> dict[str, Any]:
                 if name != "own memory":
                     engine.prefixes.clear()
                 spent, cached = first_token_seconds(engine, prefix + tokens_of(rng, 40))
-                assert cached == PREFIX_TOKENS, (name, cached, engine.link.counters)
+                assert cached == PREFIX_TOKENS, (name, cached, engine.client.counters)
                 times[name].append(spent)
         block_bytes = cold.bytes_per_token * PREFIX_TOKENS
         for engine in (cold, *engines.values()):

@@ -6,12 +6,12 @@ The trace is `kimi_conversation_trace.jsonl` in BATCHKV_DATA (default ../shared/
 checkout); without it nothing is run. It has no text but ids of 512-token blocks, so each id stands
 for a text of its own here, and the real planner orders real requests. Eight workers of unequal
 speed take jobs by the real dispatcher, compute prompts one after the other, hold each row in a slot
-until its answer is out, and keep 500 blocks each, by the order of the real `uses.Kept`, from
-what the planner says of each row and from the rows that wait in the engine. A local hit is a block
-at a prompt's beginning that its worker has; the ceiling is what one endless memory would hit. The
-last rows have a store that all workers share besides, under different rules of what is written
-there ("shared" is the shipped one), and memories that forget by last use alone. --quick takes every
-fourth conversation. Exit code 1 when a target is missed.
+until its answer is out, and keep 500 blocks each, by the order of the real
+`uses.EvictionOrder`, from what the planner says of each row and from the rows that wait in the
+engine. A local hit is a block at a prompt's beginning that its worker has; the ceiling is what one
+endless memory would hit. The last rows have a store that all workers share besides, under different
+rules of what is written there ("shared" is the shipped one), and memories that forget by last use
+alone. --quick takes every fourth conversation. Exit code 1 when a target is missed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import count, takewhile
 from pathlib import Path
 
-from batchkv_cache_store.uses import Kept
+from batchkv_cache_store.uses import EvictionOrder
 from batchkv_producer.intake.formats import Row
 from batchkv_producer.order.planner import BatchPlan
 from batchkv_producer.wire.job import Request, SamplingParams
@@ -145,7 +145,7 @@ class Worker:
     speed: float
     memory_blocks: int
     knows: bool = True  # else it forgets by last use alone
-    kept: Kept[int] = field(default_factory=Kept)
+    kept: EvictionOrder[int] = field(default_factory=EvictionOrder)
     backlog: deque[Job] = field(default_factory=deque)
     engine: deque[Job] = field(default_factory=deque)
     num_decoding: int = 0

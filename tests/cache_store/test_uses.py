@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchkv_cache_store.uses import Kept, Uses
+from batchkv_cache_store.uses import EvictionOrder, Uses
 
 Chain = tuple[str, ...]
 
@@ -75,14 +75,14 @@ def test_what_is_written_is_what_is_wanted_or_shared(
     assert all(uses.remaining(key) == sum(key in each for each in chains) for key in mine)
 
 
-def given_up(kept: Kept[str]) -> list[str]:
+def given_up(kept: EvictionOrder[str]) -> list[str]:
     """All blocks in the order in which they go."""
     return [kept.give_up() for _ in range(kept.num_kept)]
 
 
 def test_unwanted_blocks_go_first() -> None:
     """A block that is wanted outlives younger ones that nobody wants."""
-    kept: Kept[str] = Kept()
+    kept: EvictionOrder[str] = EvictionOrder()
     kept.add(["old"])
     for key in ("old", "x", "y"):
         kept.touch([key])
@@ -94,7 +94,7 @@ def test_unwanted_blocks_go_first() -> None:
 
 def test_the_end_of_a_prompt_goes_before_its_beginning() -> None:
     """A block is of no use without those before it."""
-    kept: Kept[str] = Kept()
+    kept: EvictionOrder[str] = EvictionOrder()
     kept.touch(chain("abc"))
     assert kept.num_held(chain("abcd")) == 3
     assert given_up(kept) == ["abc", "ab", "a"]
@@ -102,7 +102,7 @@ def test_the_end_of_a_prompt_goes_before_its_beginning() -> None:
 
 def test_ends_that_nobody_begins_with_go_before_all() -> None:
     """Though they came last; but not while a waiting row wants them."""
-    kept: Kept[str] = Kept()
+    kept: EvictionOrder[str] = EvictionOrder()
     kept.touch(chain("xy"))
     kept.touch(chain("abcd"))
     kept.leave(chain("abcd")[2:])
@@ -116,7 +116,7 @@ def test_ends_that_nobody_begins_with_go_before_all() -> None:
 
 def test_nothing_kept_is_nothing_to_give_up() -> None:
     """A memory that asks for more than there is has miscounted."""
-    kept: Kept[str] = Kept()
+    kept: EvictionOrder[str] = EvictionOrder()
     kept.touch(["a"])
     kept.drop()
     assert not kept.has("a")
@@ -127,7 +127,7 @@ def test_nothing_kept_is_nothing_to_give_up() -> None:
 @given(CHAINS, st.integers(0, 8), st.randoms(use_true_random=False))
 def test_kept_holds_whole_prefixes(chains: list[Chain], room: int, rng: random.Random) -> None:
     """Whatever comes and goes, every block that is kept has its predecessors."""
-    kept: Kept[str] = Kept()
+    kept: EvictionOrder[str] = EvictionOrder()
     waiting = list(chains)
     for each in waiting:
         kept.add(each)
@@ -153,7 +153,7 @@ def test_knowing_the_future_beats_recency() -> None:
     jobs = [chain(rng.choice(heads) + f"{number:04}") for number in range(600)]
 
     def num_hits(lookahead: int) -> int:
-        kept: Kept[str] = Kept()
+        kept: EvictionOrder[str] = EvictionOrder()
         hits = 0
         for job in jobs[:lookahead]:
             kept.add(job)

@@ -131,14 +131,14 @@ class Readings:
     """Numbers by name, sample by sample."""
 
     def __init__(self, worker: WorkerProcess, vitals: Path, load: Load, connection: Redis) -> None:
-        self._worker, self._vitals, self._connection = worker, vitals, connection
+        self._worker, self._diagnostics, self._connection = worker, vitals, connection
         self._load = load
         self.values: dict[str, list[float]] = {}
 
     @property
     def are_enough(self) -> bool:
         """Whether each quarter has some, and rows of every kind have come by."""
-        told = len(self._vitals.read_text().splitlines()) if self._vitals.exists() else 0
+        told = len(self._diagnostics.read_text().splitlines()) if self._diagnostics.exists() else 0
         num_samples = min(told, len(self.values["rss_kb"]))
         return num_samples >= 8 and self._load.num_batches >= 3 and self._load.num_canceled >= 1
 
@@ -157,7 +157,7 @@ class Readings:
 
     def close(self) -> None:
         """Read what the worker has told of itself."""
-        told = [json.loads(line) for line in self._vitals.read_text().splitlines()]
+        told = [json.loads(line) for line in self._diagnostics.read_text().splitlines()]
         for name in ("arrays", "active", "cached"):
             self.values[f"mlx_{name}"] = [float(line[name]) for line in told]
 

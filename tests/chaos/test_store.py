@@ -58,7 +58,7 @@ def check_rounds(
     first rows were handed over.
     """
     num_cached = 0
-    with running(model, access(tiers, patience_seconds=1.0), slots=4) as engine:
+    with running(model, access(tiers, lookup_seconds=1.0), slots=4) as engine:
         for turn in range(ROUNDS):
             rows = prompts_of(turn)
             hand_over(engine, rows[:6], 0)
@@ -69,9 +69,9 @@ def check_rounds(
             ended = finish(engine, len(rows))
             assert tokens(ended) == expected[turn], turn
             num_cached += sum(cached(ended))
-            engine.link.flush(10)
+            engine.client.flush(10)
             engine.prefixes.clear()
-        return engine.link.counters, num_cached
+        return engine.client.counters, num_cached
 
 
 def hand_over(engine: Engine, rows: list[list[int]], first: int) -> None:
@@ -183,7 +183,7 @@ def test_leases_of_a_server_that_is_gone(
 ) -> None:
     """The leases between workers live in the same server: without it nobody waits for anybody."""
     tiers = [RedisTier(cache.url, GIB)]
-    way = access(tiers, RedisLeases(cache.url, 2.0), is_shared=True, patience_seconds=1.0)
+    way = access(tiers, RedisLeases(cache.url, 2.0), is_shared=True, lookup_seconds=1.0)
     with running(model, way, slots=4) as engine:
         assert tokens(run(engine, prompts_of(0))) == expected[0]
         cache.kill()

@@ -14,7 +14,7 @@ import pytest
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_worker.engine.engine import Engine
 from batchkv_worker.engine.prefill import Prefill
-from batchkv_worker.engine.schedule.admission import FEWEST_ANSWERS
+from batchkv_worker.engine.schedule.admission import FEWEST_OUTPUTS
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from worker.kv.crowd import Crowd, random_prompt
 
@@ -99,8 +99,8 @@ def test_allocated_bytes_keep_to_the_budget(family: str, scheme: str, admission:
     windows = sum(512 * size for size in costs.per_window.values())
     allowed = 8 * (costs.per_row + windows) + 3600 * (costs.per_token + costs.largest)
     crowd = Crowd(family, memory_bytes=allowed, admission=admission, **values)
-    for _ in range(FEWEST_ANSWERS):
-        crowd.engine._scheduler.answers.add(2)
+    for _ in range(FEWEST_OUTPUTS):
+        crowd.engine._scheduler.output_lengths.add(2)
     with metered(crowd.engine) as meter:
         for number, name in enumerate(LOADS):
             for index, (length, count) in enumerate(load(name, random.Random(number))):

@@ -90,7 +90,7 @@ def test_rows_go_on_token_for_token(place: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, failing(getattr(owner, name), at, fault))
         got = drain(running)
-    assert running._shortage.num_times == len(at)
+    assert running._oom_recovery.num_times == len(at)
     assert running._scheduler.budget.memory_bytes < before
     for job_id, event in expected.items():
         assert got[job_id].token_ids == event.token_ids, job_id
@@ -107,7 +107,7 @@ def test_rows_that_decode_go_on_when_a_prompt_finds_no_memory() -> None:
     running.submit_row(Sequence("late", random_prompt(9, 300), Generation(3, temperature=0.0)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Prefill, "_compute_chunk", failing(Prefill._compute_chunk, {1}, ASKED))
-        while not running._shortage.num_times:
+        while not running._oom_recovery.num_times:
             running.step()
         assert all(row.num_resumed == 0 and row.slot is not None for row in decoding.values())
         assert set(drain(running)) >= {"late"}
@@ -160,7 +160,7 @@ def test_a_row_that_is_too_much_alone_ends_and_the_others_go_on() -> None:
 
 
 def test_memory_is_allowed_again_as_rows_end() -> None:
-    """A shortage that has passed does not leave the worker slow for ever."""
+    """A worker is as fast as before once memory suffices again."""
     running = engine("llama")
     allowed = running._scheduler.budget.memory_bytes
     submit(running)

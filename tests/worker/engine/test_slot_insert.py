@@ -10,7 +10,7 @@ import pytest
 from batchkv_worker.engine.engine import Engine, EngineConfig
 from batchkv_worker.engine.schedule.policy import MOST_OVERTAKEN, longest_first
 from batchkv_worker.engine.schedule.scheduler import Budget, Scheduler
-from batchkv_worker.engine.slot_insert import Placed, runs
+from batchkv_worker.engine.slot_insert import Placement, runs
 from batchkv_worker.events import Completed
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.slots.layouts import Costs, SlotLayouts
@@ -62,7 +62,7 @@ def test_rows_that_join_with_one_copy_are_as_if_they_joined_alone(
         with monkeypatch.context() as patch:
             patch.setattr(DecodeSlots, "fill", counted)
             if not together:
-                patch.setattr(Placed, "is_followed_by", lambda one, other: False)
+                patch.setattr(Placement, "is_followed_by", lambda one, other: False)
             for index, prompt in enumerate(prompts):
                 generation = Generation(3 + index, temperature=0.0)
                 running.submit_row(Sequence(str(index), prompt, generation))
@@ -98,7 +98,7 @@ def test_rows_of_one_length_in_neighbouring_slots_are_one_copy() -> None:
     rows = [row(str(i), n) for i, n in enumerate((5, 5, 5, 7, 7, 0, 0))]
     for slot, one in enumerate(rows):
         one.slot = slot
-    placed = [Placed(one, place, 0) for place, one in enumerate(rows)]
+    placed = [Placement(one, place, 0) for place, one in enumerate(rows)]
     lengths = [[one.row.num_prefill for one in run] for run in runs(placed[::-1])]
     assert lengths == [[5, 5, 5], [7, 7], [0], [0]]
     rows[1].slot = 20
@@ -107,9 +107,12 @@ def test_rows_of_one_length_in_neighbouring_slots_are_one_copy() -> None:
     pair = [row("a", 5), row("b", 5)]
     for one, slot in zip(pair, (0, 5), strict=True):
         one.slot = slot
-    assert [len(run) for run in runs([Placed(o, n, 0) for n, o in enumerate(pair)])] == [1, 1]
+    assert [len(run) for run in runs([Placement(o, n, 0) for n, o in enumerate(pair)])] == [1, 1]
     pair[1].slot = 1  # but there is one between them in the group, which has no slot
-    assert [len(run) for run in runs([Placed(pair[0], 0, 0), Placed(pair[1], 2, 0)])] == [1, 1]
+    assert [len(run) for run in runs([Placement(pair[0], 0, 0), Placement(pair[1], 2, 0)])] == [
+        1,
+        1,
+    ]
 
 
 def test_a_row_that_was_begun_goes_before_longer_ones() -> None:

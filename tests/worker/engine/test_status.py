@@ -17,7 +17,7 @@ PHASE = {
     *("num_resumed", "num_preempted", "num_failures", "num_overtaken", "first_cached"),
 }
 # Of a group in prefill, likewise.
-GROUP = {"position", "stem_cuts"}
+GROUP = {"position", "split_points"}
 
 
 def test_a_row_passes_its_phases_in_order() -> None:

@@ -65,8 +65,8 @@ def stall(disk: str, url: str) -> None:
 
         def one_chunk(group: Any) -> None:
             if len(done) == 2:
-                engine.link.outbox.send(is_idle=True)
-                engine.link.flush(30)
+                engine.client.outbox.send(is_idle=True)
+                engine.client.flush(30)
                 tell("stalled")
                 time.sleep(600)
             done.append(compute(group))

@@ -10,15 +10,15 @@ import mlx.core as mx
 import pytest
 
 from batchkv_cache_store.blocks.block import Block, Kind
-from batchkv_worker.prefix.block_layout import Anatomy
+from batchkv_worker.prefix.block_layout import BlockLayout
 from batchkv_worker.prefix.bundle import Bundle
 from support import tiny_models
 from worker.kv.reference import attention_kind, bits
 from worker.prefix.house import access, on_disk, random_prompt, run, running
 
 
-def block_of(anatomy: Anatomy, kind: Kind, bundle: Bundle) -> Block:
-    return Block(b"n" * 32, b"k" * 32, b"p" * 32, 0, kind, b"", anatomy.tensors(kind, bundle))
+def block_of(block_layout: BlockLayout, kind: Kind, bundle: Bundle) -> Block:
+    return Block(b"n" * 32, b"k" * 32, b"p" * 32, 0, kind, b"", block_layout.tensors(kind, bundle))
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
@@ -26,8 +26,8 @@ def block_of(anatomy: Anatomy, kind: Kind, bundle: Bundle) -> Block:
 def test_arrays_survive_as_bytes(scheme: str, dtype: mx.Dtype) -> None:
     """Every scheme in every dtype: out to tensors and back, the same shapes, dtypes and bits."""
     kinds = [replace(attention_kind(scheme), dtype=dtype) for _ in range(3)]
-    anatomy = Anatomy(kinds)
-    template = anatomy.template(Kind.KV)
+    block_layout = BlockLayout(kinds)
+    template = block_layout.template(Kind.KV)
     bundle = template.with_arrays(
         [
             mx.random.randint(0, 256, (*array.shape, array.dtype.size), mx.uint8)
@@ -36,8 +36,8 @@ def test_arrays_survive_as_bytes(scheme: str, dtype: mx.Dtype) -> None:
             for array in template.arrays
         ]
     )
-    assert anatomy.is_like(Kind.KV, bundle)
-    again = anatomy.bundle(block_of(anatomy, Kind.KV, bundle))
+    assert block_layout.is_like(Kind.KV, bundle)
+    again = block_layout.bundle(block_of(block_layout, Kind.KV, bundle))
     assert bits(tuple(again.arrays)) == bits(tuple(bundle.arrays))
     for index in range(3):
         assert bits(again.layer(index)) == bits(bundle.layer(index))
@@ -58,7 +58,7 @@ def test_what_prefill_makes_is_what_the_template_says(
     model.set_dtype(dtype)
     with running(model, access(on_disk(tmp_path)), "affine8", dtype=dtype) as engine:
         run(engine, [random_prompt(1, 260)], 1)
-        counters = engine.link.counters
+        counters = engine.client.counters
     assert "unlike" not in counters and counters["published"] >= 1, counters
 
 
@@ -94,10 +94,10 @@ def submit(engine: Any, prompt: list[int]) -> Any:
 
 def test_other_arrays_are_refused() -> None:
     """A block with one array more, another dtype or another shape is no block of this model."""
-    anatomy = Anatomy([attention_kind("affine8")])
-    template = anatomy.template(Kind.KV)
+    block_layout = BlockLayout([attention_kind("affine8")])
+    template = block_layout.template(Kind.KV)
     good = block_of(
-        anatomy, Kind.KV, template.with_arrays(list(map(mx.zeros_like, template.arrays)))
+        block_layout, Kind.KV, template.with_arrays(list(map(mx.zeros_like, template.arrays)))
     )
     first = good.tensors[0]
     others = [
@@ -111,4 +111,4 @@ def test_other_arrays_are_refused() -> None:
     ]
     for tensors in others:
         with pytest.raises(ValueError, match="other arrays"):
-            anatomy.bundle(replace(good, tensors=tuple(tensors)))
+            block_layout.bundle(replace(good, tensors=tuple(tensors)))

@@ -1,10 +1,10 @@
-"""How an engine works: what a worker's settings come down to."""
+"""The configuration of an engine, made from a worker's settings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchkv_worker.engine.schedule.prefix_split import MAX_STEMS, StemCosts
+from batchkv_worker.engine.schedule.prefix_split import MAX_PARTS, PrefixCosts
 from batchkv_worker.kv.attention.paths import Path
 from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.start.plan import KvPlan
@@ -23,14 +23,14 @@ class EngineConfig:
     prefix_bytes: int | None = None  # of memory_bytes, for prefixes; None: an eighth
     path: Path | None = None  # None: the fastest by measurement
     group_cost: int | None = None  # cells that one more group of rows costs; None: measured
-    stem_cells: int | None = None  # cells that a stem must save; None: measured
-    max_stems: int = MAX_STEMS  # that grow on each other, in the chain that a row reads
-    share: bool = True  # hold a prefix that rows share once and attend it once, where that is right
+    stem_cells: int | None = None  # cells that a shared prefix must save; None: measured
+    max_parts: int = MAX_PARTS  # shared prefixes in the chain that one row reads
+    share: bool = True  # store and attend shared prefixes once, if the model allows it
     backend: Backend | None = None  # None: that of the device that serves
     admission: Admission = "optimistic"
     audit: float = 0.0  # share of the rows with a cached prefix that are computed again without it
 
-    def stem_costs(self, plan: KvPlan) -> StemCosts:
-        """What stems must save under a plan."""
+    def prefix_costs(self, plan: KvPlan) -> PrefixCosts:
+        """Cells that shared prefixes must save under a plan."""
         another = plan.prefix_cells + plan.shapes.group_cost
-        return StemCosts(plan.prefix_cells, another, self.max_stems)
+        return PrefixCosts(plan.prefix_cells, another, self.max_parts)

@@ -1,11 +1,11 @@
-"""The rows that decode, by slot: how they come in, and how they leave before their end.
+"""The rows that decode, by slot: how they are inserted, and how they are preempted.
 
-What the slots allocate is held to the budget here. When the next step would take more, first the
-rows are brought together; then the rows that cost least to lose leave: they wait again, before all
-others, and go on token for token. What their slots held is put into the prefix memory, bit for bit,
-and copied back when there is room; should it have had to go, what the row has generated is computed
-like more of its prompt. A row that has left
-``MAX_PREEMPTIONS`` times comes back when its worst case fits, and then stays; so every row ends.
+The slots never take more than the budget. When the next step would, free slots are closed first.
+Then the rows that cost least to lose are preempted. They wait again, before all others, and go on
+after the tokens that were read. The content of their slots is parked in the prefix memory, bit for
+bit, and copied back when there is room. If it was evicted, the generated tokens are computed like
+more of the prompt. A row that was preempted ``MAX_PREEMPTIONS`` times comes back when its worst
+case fits, and then stays. So every row ends.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from batchkv_worker.engine.prefill import Prefill
 from batchkv_worker.engine.schedule.prefill_group import PrefillGroup
 from batchkv_worker.engine.schedule.prefix_split import num_blocks
 from batchkv_worker.engine.schedule.scheduler import MAX_PREEMPTIONS, Scheduler
-from batchkv_worker.engine.shared_prefixes import Stems
-from batchkv_worker.engine.slot_insert import Placed, runs
+from batchkv_worker.engine.shared_prefixes import SharedPrefixBuilder
+from batchkv_worker.engine.slot_insert import Placement, runs
 from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.slots.changes import Move
@@ -36,8 +36,8 @@ _parked = count(1)
 log = logging.getLogger("batchkv.engine")
 
 
-class SlotRows:
-    """Rows in slots; ``by_slot`` is where each is, ``num_preempted`` how often one had to leave."""
+class DecodeRows:
+    """Rows in slots. ``by_slot`` has the row of each slot; ``num_preempted`` counts preemptions."""
 
     def __init__(
         self,
@@ -45,28 +45,28 @@ class SlotRows:
         scheduler: Scheduler,
         prefixes: PrefixCache,
         prefill: Prefill,
-        stems: Stems,
+        builder: SharedPrefixBuilder,
     ) -> None:
         self._slots = slots
         self.scheduler = scheduler
         self._prefixes = prefixes
         self._prefill = prefill
-        self._stems = stems
+        self._builder = builder
         self.by_slot: dict[int, Sequence] = {}
         self.num_preempted = 0
-        self._between: list[Sequence] = []  # rows that are just coming in or leaving
+        self._in_transit: list[Sequence] = []  # rows that are being inserted or preempted
 
-    # -- coming in
+    # -- inserting
 
-    def join(self, group: PrefillGroup, flying: Step | None = None) -> None:
-        """Rows whose prompts are computed move in; those that find no room wait again.
+    def insert(self, group: PrefillGroup, in_flight: Step | None = None) -> None:
+        """Copy a computed group's rows into slots; rows without room wait again.
 
-        ``flying`` is the step in flight: buffers that it still reads would be copied.
+        The step in flight is waited for: MLX would copy the buffers that it still reads.
         """
-        if flying is not None:
-            mx.eval(flying.sampled.arrays)
-        rows = self._between = self.scheduler.finish_group()
-        placed: list[Placed] = []
+        if in_flight is not None:
+            mx.eval(in_flight.sampled.arrays)
+        rows = self._in_transit = self.scheduler.finish_group()
+        placed: list[Placement] = []
         for row in rows:
             one = self._place(group, row)
             if one is None:
@@ -82,13 +82,13 @@ class SlotRows:
         self._prefill.drop()
         self._wait_again(rows[len(placed) :])
 
-    def _place(self, group: PrefillGroup, row: Sequence) -> Placed | None:
+    def _place(self, group: PrefillGroup, row: Sequence) -> Placement | None:
         """Give a row a slot; None when there is no room."""
-        stem = self._leaders_stem(row, group)
-        one = Placed(row, group.rows.index(row), stem.num_tokens if stem else 0)
-        max_cells = self.scheduler.memory.max_cells(group, one.demand, stem)
+        shared = self._leaders_prefix(row, group)
+        one = Placement(row, group.rows.index(row), shared.num_tokens if shared else 0)
+        max_cells = self.scheduler.memory.max_cells(group, one.demand, shared)
         try:
-            slot, move = self._slots.place(one.demand, stem, max_cells)
+            slot, move = self._slots.place(one.demand, shared, max_cells)
         except NoRoom as short:
             self._follow(short.move)
             return None
@@ -97,24 +97,24 @@ class SlotRows:
         self.by_slot[slot] = row
         return one
 
-    def _leaders_stem(self, row: Sequence, group: PrefillGroup) -> SharedPrefix | None:
-        """A longer stem for a row that has computed what others wait for, if there is room for one.
+    def _leaders_prefix(self, row: Sequence, group: PrefillGroup) -> SharedPrefix | None:
+        """The shared prefix of a row: a longer one than the group's, if others wait for its blocks.
 
-        Else its long line in the slots would make those of all its followers as long. Without one
-        it keeps the group's; a row that comes back has its tokens as it left.
+        Otherwise its many own columns would make those of all rows that follow it as long. There
+        must be room for a longer one. A parked row keeps the group's.
         """
-        stem = self._prefill.stem
-        cuts = self.scheduler.stem_cuts(row, row.num_prefill, stem)
-        keys = row.block_keys[: num_blocks(cuts)]
+        shared = self._prefill.shared_prefix
+        points = self.scheduler.split_points(row, row.num_prefill, shared)
+        keys = row.block_keys[: num_blocks(points)]
         num_tokens = len(keys) * BLOCK_TOKENS
-        if row.parked or num_tokens <= (stem.num_tokens if stem else 0):
-            return stem
-        if not self.scheduler.memory.fits_stem(keys, stem, group):
-            return stem
-        return self._stems.of(keys, cuts, stem) or stem
+        if row.parked or num_tokens <= (shared.num_tokens if shared else 0):
+            return shared
+        if not self.scheduler.memory.fits_shared_prefix(keys, shared, group):
+            return shared
+        return self._builder.build(keys, points, shared) or shared
 
     def _follow(self, move: Move | None) -> None:
-        """A row went to another slot."""
+        """Note that a row was moved to another slot."""
         if move is not None:
             row = self.by_slot.pop(move.source)
             row.move_to(move.target)
@@ -123,16 +123,16 @@ class SlotRows:
     # -- leaving
 
     def free(self, row: Sequence) -> None:
-        """The row's way back: its slot, wherever it ends."""
+        """Release the row's slot, if it has one."""
         if row.slot is not None:
             self._slots.release(row.slot)
             del self.by_slot[row.slot]
             row.leave_slot()
 
     def close_gaps(self) -> None:
-        """With nobody waiting, keep the rows dense, so that steps compute few free slots.
+        """Move rows into free slots below them, so that steps compute few free slots.
 
-        A move copies a row, so it waits until a quarter of the rows are free.
+        For when no row waits. A move copies a row, so a quarter of the slots must be free.
         """
         main = self._slots.layouts.main
         if main.num_active > 0.75 * main.num_rows:
@@ -150,9 +150,9 @@ class SlotRows:
             row.resume_after([] if row.replay_of else self._prefixes.keys(tokens))
 
     def lose_all(self) -> list[Sequence]:
-        """The buffers are gone; the rows that were in them, or on their way."""
-        found = {id(row): row for row in (*self._between, *self.by_slot.values())}
-        self._between = []
+        """Drop all buffers, which are lost. Returns the rows that were in them or in transit."""
+        found = {id(row): row for row in (*self._in_transit, *self.by_slot.values())}
+        self._in_transit = []
         for slot in self._slots.layouts.main.slots:
             self._slots.release(slot)
         self.by_slot.clear()
@@ -163,10 +163,10 @@ class SlotRows:
 
     # -- room for the next step
 
-    def make_room(self, land: Callable[[], bool]) -> None:
-        """Make sure that the next step has its columns; rows leave if there is no other way.
+    def make_room(self, read_back: Callable[[], bool]) -> None:
+        """Make sure that the next step has its columns; preempt rows if there is no other way.
 
-        ``land`` reads back the step in flight, and says whether there was one.
+        ``read_back`` reads the step in flight, and returns whether there was one.
         """
         main, scheduler = self._slots.layouts.main, self.scheduler
         while self.by_slot and main.write == main.capacity:
@@ -175,7 +175,7 @@ class SlotRows:
                 return
             except NoRoom:
                 pass
-            if land():
+            if read_back():
                 continue  # rows may have ended
             if main.rows > main.num_active:
                 for move in self._slots.shrink():
@@ -188,9 +188,9 @@ class SlotRows:
             self._preempt(leaving)
 
     def _cheapest(self) -> list[Sequence]:
-        """Rows that make room by leaving: those that lose least, or the longest, if that is less.
+        """Rows to preempt: those that lose least, or the longest, if these lose less together.
 
-        Rows that may leave no more are left in peace as long as there are others; one row stays.
+        Rows that were preempted MAX_PREEMPTIONS times come last. One row always stays.
         """
         rows = sorted(self.by_slot.values(), key=lambda row: len(row.generated))
         loose = [row for row in rows[:-1] if row.num_preempted < MAX_PREEMPTIONS] or rows[:-1]
@@ -203,14 +203,14 @@ class SlotRows:
         return min(found, key=lambda rows: [*map(sum, zip(*map(self._loss, rows), strict=True))])
 
     def _loss(self, row: Sequence) -> tuple[int, int]:
-        """Tokens that are computed again when the row comes back, and tokens that are copied."""
+        """What preempting a row costs: tokens to compute again, and tokens to copy."""
         total = len(row.prompt) + len(row.generated) - 1
         if row.slot is not None and self._prefixes.can_park(self._slots.row_bytes(row.slot)):
             return 0, total
         return total - min(total, len(row.block_keys) * BLOCK_TOKENS), 0
 
     def _enough(self, order: list[Sequence]) -> list[Sequence]:
-        """The first rows of ``order`` without which the others have room; all, if need be."""
+        """The fewest first rows of ``order`` that must leave for the others to have room."""
         left = list(self.by_slot.values())
         for place, row in enumerate(order, start=1):
             left.remove(row)
@@ -227,7 +227,7 @@ class SlotRows:
             *(len(rows), len(self.by_slot), self.scheduler.budget.memory_bytes),
         )
         self.num_preempted += len(rows)
-        self._between = rows
+        self._in_transit = rows
         for row in rows:
             assert row.slot is not None and row.num_dispatched == len(row.generated)
             num_bytes = self._slots.row_bytes(row.slot)
@@ -243,4 +243,4 @@ class SlotRows:
         for row in rows:
             row.preempt()
         self.scheduler.requeue(rows)
-        self._between = []
+        self._in_transit = []

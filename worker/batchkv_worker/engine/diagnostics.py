@@ -1,31 +1,31 @@
-"""What an engine was doing, for the log of a worker that found it hung. Counts, no content."""
+"""What an engine was doing, for the log of a worker whose engine hangs. Counts, no content."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 
-from batchkv_worker.engine.decode_rows import SlotRows
+from batchkv_worker.engine.decode_rows import DecodeRows
 from batchkv_worker.engine.schedule.scheduler import Scheduler
 
 
-class Vitals:
-    """``beat`` is called by the engine after each step; ``report`` by any thread, at any time.
+class Diagnostics:
+    """``record`` is called by the engine after each step; ``report`` by any thread, at any time.
 
-    MLX is asked at the beat alone: where it hangs, nobody else may call it.
+    Only ``record`` calls MLX: where MLX hangs, no other thread may call it.
     """
 
-    def __init__(self, scheduler: Scheduler, slot_rows: SlotRows) -> None:
+    def __init__(self, scheduler: Scheduler, decode_rows: DecodeRows) -> None:
         self._scheduler = scheduler
-        self._slot_rows = slot_rows
+        self._decode_rows = decode_rows
         self._memory = (0, 0, 0)
-        self.beat()
+        self.record()
 
-    def beat(self) -> None:
-        """A step has ended."""
+    def record(self) -> None:
+        """Read MLX's memory after a step."""
         self._memory = mx.get_active_memory(), mx.get_cache_memory(), mx.get_peak_memory()
 
     def memory_bytes(self) -> int:
-        """What MLX had allocated at the last beat."""
+        """Bytes that MLX had allocated after the last step."""
         return self._memory[0]
 
     def report(self) -> str:
@@ -38,8 +38,8 @@ class Vitals:
         active, cached, peak = (num_bytes / 1e6 for num_bytes in self._memory)
         return (
             f"{self._scheduler.num_waiting} rows wait, {prompts} in prefill, "
-            f"{len(self._slot_rows.by_slot)} rows decode, {self._slot_rows.num_preempted} had to "
-            f"leave; {held.slots / 1e6:.1f} MB in slots of "
-            f"{held.allowed / 1e6:.1f}; MLX had {active:.1f} MB, "
-            f"{cached:.1f} to use again, {peak:.1f} at most"
+            f"{len(self._decode_rows.by_slot)} rows decode, "
+            f"{self._decode_rows.num_preempted} had to leave; "
+            f"{held.slots / 1e6:.1f} MB in slots of {held.allowed / 1e6:.1f}; "
+            f"MLX had {active:.1f} MB, {cached:.1f} to use again, {peak:.1f} at most"
         )

@@ -21,14 +21,14 @@ from batchkv_producer.wire.job import ErrorCode
 from batchkv_worker.engine.audit import Audit
 from batchkv_worker.engine.chunk_size import choose_chunk
 from batchkv_worker.engine.config import EngineConfig
-from batchkv_worker.engine.decode_rows import SlotRows
+from batchkv_worker.engine.decode_rows import DecodeRows
 from batchkv_worker.engine.decode_step import Step, inputs
-from batchkv_worker.engine.diagnostics import Vitals
-from batchkv_worker.engine.oom import Shortage, is_at_once, is_out_of_memory
+from batchkv_worker.engine.diagnostics import Diagnostics
+from batchkv_worker.engine.oom import OomRecovery, is_at_once, is_out_of_memory
 from batchkv_worker.engine.prefill import Prefill
 from batchkv_worker.engine.schedule.scheduler import Budget, Scheduler
-from batchkv_worker.engine.shared_prefixes import Stems
-from batchkv_worker.engine.tokens import outputs as answers
+from batchkv_worker.engine.shared_prefixes import SharedPrefixBuilder
+from batchkv_worker.engine.tokens import outputs
 from batchkv_worker.engine.tokens.requests import check_memory, prepare
 from batchkv_worker.engine.tokens.sampling import sample
 from batchkv_worker.engine.tokens.tokenize import RowRefused, refusals
@@ -38,10 +38,10 @@ from batchkv_worker.kv.start.backend import choose_backend
 from batchkv_worker.kv.start.decision import Fixed
 from batchkv_worker.kv.start.plan import make_plan
 from batchkv_worker.model.loader import LoadedModel
-from batchkv_worker.prefix.interface import Alone, SharedPrefixes
+from batchkv_worker.prefix.interface import NoSharedPrefixes, PrefixClient
 from batchkv_worker.prefix.memory import PrefixCache
 from batchkv_worker.prefix.shared.access import Access
-from batchkv_worker.prefix.shared.client import Link
+from batchkv_worker.prefix.shared.client import StoreClient
 from batchkv_worker.sequence import Sequence, Status
 
 __all__ = ["Engine", "EngineConfig"]
@@ -65,40 +65,50 @@ class Engine:
             slots=config.slots,
             fixed=Fixed(config.path, config.group_cost, config.stem_cells),
         )
-        self.link: SharedPrefixes = Alone() if access is None else Link(access, loaded, plan)
-        link, prefix_bytes = self.link, config.prefix_bytes
+        self.client: PrefixClient = (
+            NoSharedPrefixes() if access is None else StoreClient(access, loaded, plan)
+        )
+        client, prefix_bytes = self.client, config.prefix_bytes
         self.prefixes = PrefixCache(
             config.memory_bytes // 8 if prefix_bytes is None else prefix_bytes,
-            *(plan.costs, plan.kinds, link.root, link.on_new),
+            *(plan.costs, plan.kinds, client.root, client.on_new),
         )
-        link.attach(self.prefixes)
+        client.attach(self.prefixes)
         chunk = config.chunk_tokens or choose_chunk(loaded, plan)
         memory_bytes = config.memory_bytes - self.prefixes.max_bytes
         budget = Budget(chunk, memory_bytes, plan.costs, plan.shapes.step)
         self._slots = DecodeSlots(*(plan.backend, plan.kinds, plan.tree, config.slots, plan.shapes))
         self._scheduler = Scheduler(
-            *(self._slots.layouts, budget, self.prefixes.num_cached, link.is_ready),
+            *(self._slots.layouts, budget, self.prefixes.num_cached, client.is_ready),
             shares=config.share and plan.shares,
-            stem_costs=config.stem_costs(plan),
+            prefix_costs=config.prefix_costs(plan),
             ragged=plan.traits.ragged,
             drop_buffers=self._slots.drop,
             state_blocks=self.prefixes.max_blocks if plan.has_state else 0,
             is_optimistic=config.admission == "optimistic",
-            uses=self.prefixes.kept,
+            uses=self.prefixes.eviction,
         )
-        self._stems = Stems(self._slots, self.prefixes)
+        self._builder = SharedPrefixBuilder(self._slots, self.prefixes)
         self._prefill = Prefill(
-            *(loaded.model, plan, self._scheduler, self.prefixes, chunk, link, self._stems.of)
+            *(
+                loaded.model,
+                plan,
+                self._scheduler,
+                self.prefixes,
+                chunk,
+                client,
+                self._builder.build,
+            )
         )
-        self._audit = Audit(config.audit, link.count)
-        self._slot_rows = SlotRows(
-            *(self._slots, self._scheduler, self.prefixes, self._prefill, self._stems)
+        self._audit = Audit(config.audit, client.count)
+        self._decode_rows = DecodeRows(
+            *(self._slots, self._scheduler, self.prefixes, self._prefill, self._builder)
         )
-        self._rows = self._slot_rows.by_slot
-        self._vitals = Vitals(self._scheduler, self._slot_rows)
-        self.report, self.memory_bytes = self._vitals.report, self._vitals.memory_bytes
+        self._rows = self._decode_rows.by_slot
+        self._diagnostics = Diagnostics(self._scheduler, self._decode_rows)
+        self.report, self.memory_bytes = self._diagnostics.report, self._diagnostics.memory_bytes
         self.maker, self.has_changed = loaded.maker(config.scheme), loaded.has_changed
-        self._shortage = Shortage(self._prefill, self._slot_rows, self.prefixes, link)
+        self._oom_recovery = OomRecovery(self._prefill, self._decode_rows, self.prefixes, client)
         self._is_in_prefill = False
         self._in_flight: Step | None = None
         self._upcoming: Step | None = None  # built, and not started as a whole
@@ -114,45 +124,45 @@ class Engine:
     def is_idle(self) -> bool:
         if self._in_flight is not None or self._events or not self._scheduler.is_idle:
             return False
-        return not self.link.is_busy
+        return not self.client.is_busy
 
     def add(self, work: Work) -> None:
-        """Take a row in; one that can never run is rejected with the next step's events."""
+        """Queue a row; one that can never run is rejected with the next step's events."""
         try:
             with refusals("the prompt cannot be prepared"):
-                shared = self.link.counts_shared
+                shared = self.client.counts_shared
                 self.submit_row(prepare(work, self.loaded, counts_shared=shared))
         except RowRefused as refusal:
             self._events.append(Rejected(work.job_id, refusal.code, str(refusal)))
 
     def submit_row(self, row: Sequence) -> None:
-        """Take in a row that is tokenized already; raises RowRefused when it can never fit."""
+        """Queue a tokenized row; raises RowRefused when it can never fit the memory."""
         check_memory(row, self._scheduler.memory)
         row.block_keys = self.prefixes.keys(row.prompt)
-        self.link.begin(row)
+        self.client.begin(row)
         self._scheduler.add(row)
 
     def cancel(self, job_id: str) -> None:
-        """Forget a row wherever it is; unknown ids are ignored."""
+        """End a row wherever it is; unknown ids are ignored. No event follows."""
         waited = self._scheduler.cancel(job_id)
         if waited is not None:
             self.prefixes.forget(waited.parked)
-            if not self._scheduler.is_in_prefill(waited):  # that one is left later
-                self.link.forget(waited)
+            if not self._scheduler.is_in_prefill(waited):  # that one is released with its group
+                self.client.forget(waited)
             return
         row = next((row for row in self._rows.values() if row.job_id == job_id), None)
         if row is not None:
             row.end("canceled")
-            self._slot_rows.free(row)
+            self._decode_rows.free(row)
         elif self._in_flight is not None:  # its last token is being computed
-            for flying in self._in_flight.rows:
-                if flying is not None and flying.job_id == job_id:
-                    flying.end("canceled")
+            for one in self._in_flight.rows:
+                if one is not None and one.job_id == job_id:
+                    one.end("canceled")
 
     def recall(self, job_ids: Collection[str], count: int) -> list[str]:
-        """Forget up to ``count`` of these rows, the last first, if they wait and were never begun.
+        """Cancel up to ``count`` of these rows, the last first, if they wait and were never begun.
 
-        Returns the ids of those forgotten.
+        Returns the ids of the cancelled rows.
         """
         rows = reversed(list(self._scheduler.waiting))
         wanted = {*job_ids}
@@ -163,24 +173,24 @@ class Engine:
         return found
 
     def step(self) -> list[Event]:
-        """Compute some prompt chunks and one decode step; what ended since the last call."""
+        """Compute some prompt chunks and one decode step. Returns events of rows that ended."""
         try:
             self._step()
         except (RuntimeError, MemoryError) as fault:
             if not is_out_of_memory(fault):
                 raise
             self._run_out(fault)
-        self._vitals.beat()
+        self._diagnostics.record()
         events, self._events = self._events, []
         return events
 
     def _step(self) -> None:
-        self.link.advance(self._scheduler.waiting)
+        self.client.advance(self._scheduler.waiting)
         self._run_prefill()
-        self._slot_rows.make_room(self._land)
+        self._decode_rows.make_room(self._read_in_flight)
         upcoming = self._build_step() if self._rows else None
         landed = self._in_flight
-        self._prefill.settle()
+        self._prefill.wait_for_traced()
         if landed is not None:
             mx.eval(landed.sampled.arrays)
         if upcoming is not None:
@@ -189,22 +199,22 @@ class Engine:
             self._finish(landed)
         self._in_flight, self._upcoming = upcoming, None
         if not self._scheduler.num_waiting:
-            self._slot_rows.close_gaps()
-        self._serve_link(is_still=landed is None and upcoming is None)
+            self._decode_rows.close_gaps()
+        self._serve_store(is_still=landed is None and upcoming is None)
 
     def _run_out(self, fault: Exception) -> None:
-        """Memory ran out: rows are set back, and those that it is too little for end."""
+        """Memory ran out: requeue the rows that are lost, and end those that failed too often."""
         steps = [step for step in (self._in_flight, self._upcoming) if step]
         in_prefill, self._is_in_prefill = self._is_in_prefill and is_at_once(fault), False
         if not in_prefill:
             self._in_flight = self._upcoming = None
-        for row in self._shortage.recover(fault, steps, in_prefill=in_prefill):
+        for row in self._oom_recovery.recover(fault, steps, in_prefill=in_prefill):
             row.end("error")
             message = f"memory ran out twice for this row alone: {fault}"[:300]
             self._report(row, Rejected(row.job_id, ErrorCode.OUT_OF_MEMORY, message))
 
-    def _land(self) -> bool:
-        """Read the step in flight back before the next one is built; whether there was one."""
+    def _read_in_flight(self) -> bool:
+        """Read the step in flight before the next one is built. Returns whether there was one."""
         landed = self._in_flight
         if landed is not None:
             mx.eval(landed.sampled.arrays)
@@ -212,17 +222,17 @@ class Engine:
             self._in_flight = None
         return landed is not None
 
-    def _serve_link(self, *, is_still: bool) -> None:
-        """Hand computed blocks on; wait for the store when every row that waits, waits for it."""
+    def _serve_store(self, *, is_still: bool) -> None:
+        """Send computed blocks; wait for the store when all waiting rows wait for it."""
         is_still = is_still and not self._prefill.is_active
-        self.link.send(is_idle=is_still)
-        if is_still and not self._events and (self._scheduler.num_waiting or self.link.is_busy):
-            self.link.wait(STILL_SECONDS)
+        self.client.send(is_idle=is_still)
+        if is_still and not self._events and (self._scheduler.num_waiting or self.client.is_busy):
+            self.client.wait(STILL_SECONDS)
 
     def close(self) -> None:
         """Drop all rows and buffers."""
         self._audit.close()
-        self.link.close()
+        self.client.close()
         self._rows.clear()
         self._slots.close()
         self._prefill.drop()
@@ -250,9 +260,9 @@ class Engine:
         return self.plan.costs.per_new_token
 
     def _run_prefill(self) -> None:
-        """Chunks of prompts; rows that decode wait for one, rows that have just come in for more.
+        """Compute prompt chunks: one beside rows that decode, else up to CHUNKS_PER_STEP.
 
-        Those that start together end together, and need no mask on the way.
+        Rows that start together end together, and need no mask until then.
         """
         is_decoding = bool(self._rows)  # those that come in below have not begun to
         for _ in range(CHUNKS_PER_STEP):
@@ -262,12 +272,12 @@ class Engine:
             if group is None:
                 return
             if group.is_computed:
-                self._slot_rows.join(group, self._in_flight)
+                self._decode_rows.insert(group, self._in_flight)
             if is_decoding:
                 return
 
     def _build_step(self) -> Step:
-        """The graph of the next step; a row's input is the token that the last step sampled."""
+        """Build the graph of the next step, which takes the tokens that the last one sampled."""
         frame = self._slots.begin_step()
         rows = [self._rows.get(slot) for slot in range(frame.num_rows)]
         tokens = inputs(rows, self._in_flight)
@@ -279,23 +289,23 @@ class Engine:
             if row is not None:
                 row.start_step()
                 if row.status is Status.LAST_TOKEN:  # the slot is free for the next step
-                    self._slot_rows.free(row)
+                    self._decode_rows.free(row)
         return step
 
     def _finish(self, step: Step) -> None:
-        """Read a computed step back and end the rows that it completes."""
-        read = answers.read_back(step.sampled)
+        """Read a computed step, and end the rows that it completes."""
+        read = outputs.read_back(step.sampled)
         for index, row in enumerate(step.rows):
             if row is None or row.is_ended:
                 continue
             try:
-                event: Event | None = answers.take(row, index, read, self.loaded.tokenizer)
+                event: Event | None = outputs.take(row, index, read, self.loaded.tokenizer)
             except Exception as fault:
                 log.exception("row %s: its answer cannot be read back", row.job_id)
                 row.end("error")
                 event = Rejected(row.job_id, ErrorCode.ENGINE_ERROR, f"{type(fault).__name__}")
             if event is not None:
-                self._slot_rows.free(row)
+                self._decode_rows.free(row)
                 self._end(row, event)
 
     def _end(self, row: Sequence, event: Event) -> None:
@@ -303,10 +313,10 @@ class Engine:
         if row.replay_of is not None:
             self._audit.compare(row)
         elif isinstance(event, Completed):
-            self._scheduler.answers.add(len(row.generated))
+            self._scheduler.output_lengths.add(len(row.generated))
             self._scheduler.memory.relax()
             saved_ms = round(row.num_cached * self._prefill.seconds_per_token * 1000)
-            event = replace(event, saved_ms=saved_ms, note=self.link.note(row))
+            event = replace(event, saved_ms=saved_ms, note=self.client.note(row))
             if (replay := self._audit.replay(row, self.loaded.tokenizer)) is not None:
                 self._scheduler.add(replay)  # without keys: nothing cached is used or kept
         self._report(row, event)

@@ -1,8 +1,9 @@
-"""When memory runs out although the budget was kept: what MLX says then, and what is tried again.
+"""Out of memory: how it is recognized, and how the engine goes on.
 
-Others use the same memory, and activations are not in the budget. MLX raises ``RuntimeError`` where
-an allocation fails on Metal and CUDA (on a CPU the process dies). What was being computed then is
-lost, and it is not known how far it got; so whatever may have been touched is computed again.
+It happens although the budget is kept: other processes use the same memory, and activations are not
+in the budget. On Metal and CUDA, MLX raises ``RuntimeError`` when an allocation fails. On a CPU the
+process dies. What was being computed is lost. It is not known how far it got, so every row that may
+have been touched is computed again.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import logging
 
 import mlx.core as mx
 
-from batchkv_worker.engine.decode_rows import SlotRows
+from batchkv_worker.engine.decode_rows import DecodeRows
 from batchkv_worker.engine.decode_step import Step
 from batchkv_worker.engine.prefill import Prefill
-from batchkv_worker.prefix.interface import SharedPrefixes
+from batchkv_worker.prefix.interface import PrefixClient
 from batchkv_worker.prefix.memory import PrefixCache
 from batchkv_worker.sequence import Sequence
 
@@ -34,58 +35,58 @@ _SIGNS = (
 
 
 def is_out_of_memory(fault: BaseException) -> bool:
-    """Whether an exception of MLX's says that memory could not be had."""
+    """Whether an exception of MLX says that an allocation failed."""
     text = str(fault).lower()
     return isinstance(fault, MemoryError) or any(sign in text for sign in _SIGNS)
 
 
 def is_at_once(fault: BaseException) -> bool:
-    """Whether it was said when memory was asked for, and not by the device later."""
+    """Whether the allocation itself raised it, not the device later."""
     return isinstance(fault, MemoryError) or "allocat" in str(fault).lower()
 
 
-class Shortage:
-    """Gets an engine going again after memory ran out.
+class OomRecovery:
+    """Lets an engine go on after memory ran out.
 
-    Rows whose arrays are lost wait again and go on token for token, with less memory than was held
-    when it ran out; with every row that ends there is a little more again. A row for which memory
-    runs out again although it is alone ends.
+    Rows whose arrays are lost wait again, and go on after the tokens that were read. The budget
+    shrinks below what was held; every row that ends raises it a little. A row ends with an error
+    when memory runs out ``MAX_FAILURES`` times while it is alone.
     """
 
     def __init__(
-        self, prefill: Prefill, slot_rows: SlotRows, prefixes: PrefixCache, link: SharedPrefixes
+        self, prefill: Prefill, decode_rows: DecodeRows, prefixes: PrefixCache, client: PrefixClient
     ) -> None:
-        self._scheduler = scheduler = slot_rows.scheduler
+        self._scheduler = scheduler = decode_rows.scheduler
         self._prefill = prefill
-        self._slot_rows = slot_rows
+        self._decode_rows = decode_rows
         self._prefixes = prefixes
-        self._link = link
+        self._client = client
         self._memory = scheduler.memory
         self.num_times = 0
 
     def recover(
         self, fault: BaseException, steps: list[Step], *, in_prefill: bool
     ) -> list[Sequence]:
-        """Set rows back; those of them that cannot be computed here at all.
+        """Requeue the rows that are lost. Returns those that have failed too often alone.
 
-        ``in_prefill``: memory ran out while a prompt was computed, so the rows in slots are as they
-        were. ``steps``: decode steps that are not read back; they are lost with the slots.
+        ``in_prefill``: memory ran out while a prompt was computed, so the slots are unchanged.
+        ``steps``: decode steps that were not read back; they are lost with the slots.
         """
         self.num_times += 1
         held = self._memory.snapshot(self._scheduler.group).total
-        num_rows = len(self._slot_rows.by_slot)
+        num_rows = len(self._decode_rows.by_slot)
         lost = self._scheduler.abandon_group()
         num_rows += len(lost)
         if not in_prefill:
             found = {id(row): row for step in steps for row in step.rows if row is not None}
-            found |= {id(row): row for row in self._slot_rows.lose_all()}
+            found |= {id(row): row for row in self._decode_rows.lose_all()}
             again = [row for row in found.values() if not row.is_ended]
             num_rows = len(again) + len(lost)
-            self._slot_rows.extend_keys(again)
+            self._decode_rows.extend_keys(again)
             lost = again + lost
         self._prefill.drop()
         self._prefixes.clear()
-        self._link.drop_unsent()
+        self._client.drop_unsent()
         self._shrink(fault, held, len(lost), num_rows)
         for row in lost:
             row.recompute(was_alone=num_rows == 1)

@@ -1,4 +1,4 @@
-"""Computing prompts: a group at a time, chunk by chunk, publishing blocks as they complete."""
+"""Computes prompts: one group at a time, in chunks. Completed blocks go to the prefix memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.engine.schedule.prefix_split import Cuts
+from batchkv_worker.engine.schedule.prefix_split import SplitPoints
 from batchkv_worker.engine.schedule.scheduler import PrefillGroup, Scheduler
 from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.layers.contract import Chunk
@@ -16,7 +16,7 @@ from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.kv.slots.growth import round_up
 from batchkv_worker.kv.start.plan import KvPlan
 from batchkv_worker.kv.types import Pieces
-from batchkv_worker.prefix.interface import SharedPrefixes
+from batchkv_worker.prefix.interface import PrefixClient
 from batchkv_worker.prefix.memory import PrefixCache
 from batchkv_worker.sequence import Sequence
 from batchkv_worker.trace import DECODE, ENGINE, PREFILL
@@ -35,24 +35,24 @@ class Prefill:
         scheduler: Scheduler,
         prefixes: PrefixCache,
         chunk_tokens: int,
-        link: SharedPrefixes,
-        make_stem: Callable[[list[bytes], Cuts], SharedPrefix | None],
+        client: PrefixClient,
+        build: Callable[[list[bytes], SplitPoints], SharedPrefix | None],
     ) -> None:
         self._model = model
         self._plan = plan
         self._scheduler = scheduler
         self._prefixes = prefixes
         self._chunk_tokens = chunk_tokens
-        self._link = link
-        self._make_stem = make_stem
+        self._client = client
+        self._build = build
         self._num_chunks = 0
         self.seconds_per_token = 0.0  # of computing prompts, a moving average; 0 before the first
         self._group: PrefillGroup | None = None  # whose prompts are in _rows
         self._rows: PrefillRows | None = None
-        self.stem: SharedPrefix | None = None  # that its rows are computed behind
+        self.shared_prefix: SharedPrefix | None = None  # that its rows are computed after
         self._parked: list[Pieces] | None = None  # of a row that was computed before
-        self._untold: list[mx.array] = []  # an array of each chunk, for a trace; see settle
-        self._new_untold: list[mx.array] = []
+        self._traced: list[mx.array] = []  # of each chunk one number; see wait_for_traced
+        self._new_traced: list[mx.array] = []
 
     @property
     def is_active(self) -> bool:
@@ -60,7 +60,7 @@ class Prefill:
         return self._rows is not None
 
     def advance(self) -> PrefillGroup | None:
-        """Compute the next chunk that the scheduler wants; its group, or None: nothing to do."""
+        """Compute the next chunk of the scheduler's group. Returns the group, if there is one."""
         group = self._scheduler.next_group()
         if group is not self._group:
             self.drop()
@@ -70,41 +70,41 @@ class Prefill:
         ENGINE.enter(PREFILL)
         if group.rows[0].parked and self._parked is None:
             self._parked = self._prefixes.parked(group.rows[0].parked)
-            self._hold_stem(group)
+            self._build_shared_prefix(group)
         elif group.width and self._rows is None and self._parked is None:
             plan = self._plan
             self._rows = PrefillRows(
                 *(plan.backend, plan.kinds, self._width(group), self._chunk_tokens)
             )
-            self._hold_stem(group)
-            self._prefixes.fill(group.rows, self._rows, self.stem)
+            self._build_shared_prefix(group)
+            self._prefixes.fill(group.rows, self._rows, self.shared_prefix)
         if not group.is_computed:
             self._compute_chunk(group)
         ENGINE.enter(DECODE)
         return group
 
     def _mark(self, arrays: list[mx.array]) -> None:
-        """Keep one number of a chunk, in bytes of its own: the chunk's must stay free to move."""
+        """Copy one number of a chunk: holding the chunk's own array would make MLX copy it."""
         if arrays and arrays[-1].size:
             number = arrays[-1][(0,) * arrays[-1].ndim].astype(mx.float32) + 0
             mx.async_eval(number)
-            self._new_untold.append(number)
+            self._new_traced.append(number)
 
-    def settle(self) -> None:
+    def wait_for_traced(self) -> None:
         """For a trace: wait for the chunks that were started before the step in flight.
 
-        The device comes to them first, so that nothing is waited for that would not be anyway; what
-        the step is waited for after that is its own. Its time would be told as theirs otherwise.
+        The device computes them first, so this adds no waiting. The rest of the waiting is then
+        counted for the step alone.
         """
-        if self._untold:
+        if self._traced:
             ENGINE.enter(PREFILL)
-            mx.eval(self._untold)
+            mx.eval(self._traced)
             ENGINE.enter(DECODE)
-        self._untold, self._new_untold = self._new_untold, []
+        self._traced, self._new_traced = self._new_traced, []
 
-    def _hold_stem(self, group: PrefillGroup) -> None:
-        self.stem = self._make_stem(group.rows[0].block_keys, group.stem_cuts)
-        group.hold(self.stem)
+    def _build_shared_prefix(self, group: PrefillGroup) -> None:
+        self.shared_prefix = self._build(group.rows[0].block_keys, group.split_points)
+        group.share(self.shared_prefix)
 
     def _width(self, group: PrefillGroup) -> int:
         ragged = self._plan.traits.ragged  # else no row may have a pad
@@ -135,10 +135,11 @@ class Prefill:
         self._prefixes.publish(group.rows, self._rows, start, end)
 
     def _start_watch(self) -> float | None:
-        """When this chunk began, if it is one that is timed, from a device at rest to its end.
+        """The time at which this chunk starts, if it is timed; else None.
 
         The shared store must know what computing costs, and users what the cache saved. Chunks
-        overlap with decoding else, so a few are waited for; the first compiles kernels and is none.
+        overlap with decoding, so for a few of them the device is waited for before and after. The
+        first chunk compiles kernels and is not timed.
         """
         number, self._num_chunks = self._num_chunks, self._num_chunks + 1
         if not (0 < number <= 2 or number % TIMED_EVERY == TIMED_EVERY - 1):
@@ -149,14 +150,15 @@ class Prefill:
     def _observe(self, num_tokens: int, seconds: float) -> None:
         new, old = seconds / max(1, num_tokens), self.seconds_per_token
         self.seconds_per_token = new if not old else old + NEW_SHARE * (new - old)
-        self._link.observe_prefill(num_tokens, seconds)
+        self._client.observe_prefill(num_tokens, seconds)
 
     def pieces(
         self, group: PrefillGroup, row: Sequence, stem_tokens: int, count: int = 1
     ) -> list[Pieces] | None:
-        """What the slots need of a row of the computed group; None if it had nothing to compute.
+        """The arrays of a row of the computed group, by layer; None for a prompt of one token.
 
-        With a ``count``, of so many neighbours in the group, which are of one length.
+        ``count`` neighbours in the group, of one length, are returned together. The first
+        ``stem_tokens`` are left out where every token is kept: they are in a shared prefix.
         """
         if not row.num_prefill:
             return None
@@ -166,7 +168,7 @@ class Prefill:
         return self._rows.row(group.rows.index(row), row.num_prefill, stem_tokens, count)
 
     def drop(self) -> None:
-        """The group's rows have moved, or nobody wants them."""
+        """Let go of the group's arrays: its rows are in slots, cancelled or requeued."""
         for row in self._group.rows if self._group else ():
-            self._link.forget(row)
-        self._group = self._rows = self._parked = self.stem = None
+            self._client.forget(row)
+        self._group = self._rows = self._parked = self.shared_prefix = None

@@ -1,4 +1,4 @@
-"""Rows whose prompts are computed move into decode slots, several with one copy where they can."""
+"""Which prefilled rows are copied into decode slots together."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from batchkv_worker.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A row that has a slot and is not there yet.
+class Placement:
+    """A row that was given a slot and is not copied yet.
 
-    ``place`` is its own among the rows of its group, ``shared`` how many of its tokens stand in a
-    stem.
+    ``place`` is its index among the rows of its group. ``shared`` of its tokens are in a shared
+    prefix.
     """
 
     row: Sequence
@@ -31,8 +31,8 @@ class Placed:
         """What the row asks of the slots."""
         return Demand(self.row.num_prefill, self.row.num_remaining, self.shared)
 
-    def is_followed_by(self, other: Placed) -> bool:
-        """Whether the other can be copied with it: next in the group, in the slots, and as long."""
+    def is_followed_by(self, other: Placement) -> bool:
+        """Whether both can be copied at once: neighbours in group and slots, of one length."""
         return (
             (other.place, other.slot) == (self.place + 1, self.slot + 1)
             and (self.row.num_prefill, self.shared) == (other.row.num_prefill, other.shared)
@@ -40,9 +40,9 @@ class Placed:
         )
 
 
-def runs(placed: list[Placed]) -> Iterator[list[Placed]]:
-    """The rows of a group by slot, cut where one cannot be copied with the one before it."""
-    run: list[Placed] = []
+def runs(placed: list[Placement]) -> Iterator[list[Placement]]:
+    """Runs of rows, in order of their slots, that can be copied at once."""
+    run: list[Placement] = []
     for one in sorted(placed, key=lambda one: one.slot):
         if run and not run[-1].is_followed_by(one):
             yield run

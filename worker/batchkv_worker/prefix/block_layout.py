@@ -35,7 +35,7 @@ _FORMATS: dict[str, tuple[mx.Dtype, Any]] = {
 _NAMES = {dtype: name for name, (dtype, _) in _FORMATS.items()}
 
 
-class Anatomy:
+class BlockLayout:
     """The kinds of block that a model's layers need."""
 
     def __init__(self, kinds: Sequence[LayerKind]) -> None:

@@ -1,8 +1,9 @@
-"""What the engine asks of the prefixes that workers share; ``Alone`` is a worker that shares none.
+"""What the engine needs of the store that workers share; ``NoSharedPrefixes`` is for no store.
 
-All of it is called on the engine's thread, and only ``wait`` and ``close`` wait. A row's way:
-``begin`` when it comes in; ``advance`` at each step, and ``is_ready`` until it is; ``note`` when it
-ends; ``forget`` once its prompt is computed or nobody wants it.
+All methods are called on the engine's thread. Only ``wait`` and ``close`` wait. For a row, the
+engine calls ``begin`` when it comes in, ``is_ready`` before its prompt is computed, ``note`` when
+it ends, and ``forget`` once its prompt is computed or it is cancelled. It calls ``advance`` at each
+step.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from batchkv_worker.prefix.memory import LOCAL_ROOT, OnNew, PrefixCache
 from batchkv_worker.sequence import Sequence
 
 
-class SharedPrefixes(ABC):
-    """One engine's end of the shared store.
+class PrefixClient(ABC):
+    """One engine's access to the shared store.
 
-    ``root`` starts the key chains of its prompts; ``on_new`` hears of parts of blocks that were
-    computed; ``is_busy`` says that something is to be done at the next step though no row is there;
-    ``counts_shared`` that rows must say how much of them their batch shares.
+    ``root`` is the first key of all its key chains. ``on_new`` is called with parts of blocks that
+    were computed. ``is_busy``: the next step has work for the store, even without any row.
+    ``counts_shared``: rows must say how many of their tokens another row of the batch begins with.
     """
 
     root: bytes = LOCAL_ROOT
@@ -29,7 +30,7 @@ class SharedPrefixes(ABC):
 
     @abstractmethod
     def attach(self, prefixes: PrefixCache) -> None:
-        """The memory to put blocks into; called once, before anything else."""
+        """Set the memory that blocks are put into; called once, before any other method."""
 
     @property
     @abstractmethod
@@ -41,47 +42,47 @@ class SharedPrefixes(ABC):
 
     @abstractmethod
     def advance(self, waiting: Iterable[Sequence]) -> None:
-        """Take in what came; look up prefixes of the rows that are next."""
+        """Take in results of lookups; start lookups for the rows that are next."""
 
     @abstractmethod
     def is_ready(self, row: Sequence) -> bool:
-        """Whether a row's prompt may be computed now; else what it waits for is under way."""
+        """Whether a row's prompt may be computed now; if not, its lookup is under way."""
 
     @abstractmethod
     def wait(self, timeout_seconds: float) -> None:
-        """Wait for something to come: there is nothing else to do."""
+        """Wait for the result of a lookup: the engine has nothing else to do."""
 
     @abstractmethod
     def send(self, *, is_idle: bool) -> None:
-        """After a step: hand on what is computed by now; all of it when nothing else is to do."""
+        """Send blocks that are computed by now, after a step; all when the engine is idle."""
 
     @abstractmethod
     def drop_unsent(self) -> None:
-        """Hand on nothing of what was computed lately: it cannot be trusted."""
+        """Drop blocks that were not sent: memory ran out, so their content cannot be trusted."""
 
     @abstractmethod
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Computing that many prompt tokens took that long."""
+        """Record how long so many prompt tokens took to compute."""
 
     @abstractmethod
     def note(self, row: Sequence) -> CacheNote | None:
-        """What the store had for a row; None for one that is too short to ask."""
+        """What the store had for a row; None for a row without a full block."""
 
     @abstractmethod
     def forget(self, row: Sequence) -> None:
-        """A row's prompt is computed, or nobody wants it any more. Any number of times."""
+        """Release what a row holds: it is computed or cancelled. May be called again."""
 
     @abstractmethod
     def count(self, name: str) -> None:
-        """Count something that is shown with the store's counters."""
+        """Add one to a counter that is shown with the store's."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is under way for a moment, then let everything go."""
+        """Write for a moment what is under way, then release everything."""
 
 
-class Alone(SharedPrefixes):
-    """No store: every row is ready at once, and nothing leaves this worker."""
+class NoSharedPrefixes(PrefixClient):
+    """No store: every row is ready at once, and no block leaves this worker."""
 
     def attach(self, prefixes: PrefixCache) -> None:
         """Nothing comes into it from elsewhere."""
@@ -109,7 +110,7 @@ class Alone(SharedPrefixes):
         """Nothing is ever sent."""
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Nobody weighs loading against computing."""
+        """No loading to compare computing with."""
 
     def note(self, row: Sequence) -> CacheNote | None:
         return None
@@ -118,7 +119,7 @@ class Alone(SharedPrefixes):
         """It holds nothing."""
 
     def count(self, name: str) -> None:
-        """Nobody looks."""
+        """No counters."""
 
     def close(self) -> None:
         """Nothing is open."""

@@ -1,15 +1,15 @@
-"""Prefixes that this worker has, kept packed in memory, block by block.
+"""Prefixes in this worker's memory, packed, block by block.
 
-A block is 256 tokens of all layers, exactly as prefill packed them. Blocks are found by the key
-chain of ``batchkv_cache_store.keys``, so that a key names a block and all that came before it; a
-row takes the longest chain that is here and computes the rest. What is taken is copied bit for bit:
-a hit computes what a miss would have. ``cache_store.uses`` says what goes when the bytes are up.
+A block is 256 tokens of all layers, exactly as prefill packed them. Its key names the block and all
+blocks before it (``batchkv_cache_store.keys``). A row takes the longest chain of blocks that is
+here and computes the rest. Blocks are copied bit for bit, so a hit gives what a miss would have
+computed. ``cache_store.uses`` chooses the blocks to evict when the memory is full.
 
-A block has up to three parts (``block_layout``). Those computed here have all that their model
-has layers for; those that came from the shared store only what a row needed to go on: the layers
-that keep all tokens of every block, those of a window of the last few, and a state at the end. A
-state also exists here only where a chunk ended and it seemed worth keeping. So a row takes the
-longest chain at whose end everything is there.
+A block has up to three parts (``block_layout``): layers that keep all tokens, layers with a window,
+and states. Blocks that were computed here have all parts, but states only where a chunk ended and
+keeping them was worth it. Blocks from the shared store have only the parts that a row needed: the
+first part in every block, the window in the last few, and a state at the end. So a row takes the
+longest chain at whose end all parts are there.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import mlx.core as mx
 
 from batchkv_cache_store.blocks.block import Kind
 from batchkv_cache_store.keys import BLOCK_TOKENS, chain, root_key
-from batchkv_cache_store.uses import Kept
+from batchkv_cache_store.uses import EvictionOrder
 from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.layers.contract import LayerKind
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.kv.slots.layouts import Costs
 from batchkv_worker.kv.types import Pieces
-from batchkv_worker.prefix.block_layout import Anatomy
+from batchkv_worker.prefix.block_layout import BlockLayout
 from batchkv_worker.prefix.bundle import Bundle
 from batchkv_worker.sequence import Sequence
 
@@ -52,7 +52,7 @@ class _Block:
 
 
 class PrefixCache:
-    """Blocks by key; ``kept`` has the order in which they go, and who waits for them.
+    """Blocks by key. ``eviction`` has the order in which they go, and how many rows wait for each.
 
     ``max_blocks`` is the longest chain that there is room for, with its state at the end; no room
     for one keeps nothing. ``root`` starts the chain; ``on_new`` hears of what may be shared.
@@ -72,11 +72,11 @@ class PrefixCache:
         self.max_bytes = self.max_blocks * self.block_bytes + state_bytes
         self.num_bytes = 0
         self.version = 0  # changes whenever a block comes or goes
-        self.anatomy = Anatomy(kinds)
+        self.block_layout = BlockLayout(kinds)
         self._root = root
         self._on_new = on_new
         self._kinds = kinds
-        self._blocks, self.kept = dict[bytes, _Block](), Kept[bytes]()
+        self._blocks, self.eviction = dict[bytes, _Block](), EvictionOrder[bytes]()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -85,7 +85,7 @@ class PrefixCache:
         """Drop everything."""
         self.version += 1
         self._blocks.clear()
-        self.kept.drop()
+        self.eviction.drop()
         self.num_bytes = 0
 
     def keys(self, prompt: list[int]) -> list[bytes]:
@@ -93,20 +93,20 @@ class PrefixCache:
         return chain(self._root, prompt[: self.max_blocks * BLOCK_TOKENS + 1][:-1])
 
     def depth(self, keys: Items[bytes]) -> int:
-        """Blocks of the longest prefix of a chain that is here and can be gone on from."""
-        anatomy, found, num_windows = self.anatomy, 0, 0
+        """Blocks of the longest prefix of a chain that is here with all parts at its end."""
+        block_layout, found, num_windows = self.block_layout, 0, 0
         for number, key in enumerate(keys, start=1):
             parts = self._parts(key)
-            if parts is None or (anatomy.has_kv and Kind.KV not in parts):
+            if parts is None or (block_layout.has_kv and Kind.KV not in parts):
                 break
             num_windows = num_windows + 1 if Kind.WINDOW in parts else 0
-            has_window = num_windows >= min(number, anatomy.num_window_blocks)
-            if has_window and (Kind.STATE in parts or not anatomy.has_state):
+            has_window = num_windows >= min(number, block_layout.num_window_blocks)
+            if has_window and (Kind.STATE in parts or not block_layout.has_state):
                 found = number
         return found
 
     def num_cached(self, row: Sequence) -> int:
-        """Tokens of the row's longest prefix that is here and can be gone on from."""
+        """Tokens of the row's longest prefix that is here with all parts at its end."""
         if row.parked:
             stem = row.block_keys[: row.num_shared // BLOCK_TOKENS]
             if row.parked in self._blocks and self.has_stem(stem):
@@ -181,7 +181,7 @@ class PrefixCache:
 
     def _chain(self, keys: Items[bytes]) -> list[_Block]:
         """Blocks of a chain, now the latest used: its head last, for a tail is nothing alone."""
-        self.kept.touch(keys)
+        self.eviction.touch(keys)
         return [self._blocks[key] for key in keys]
 
     def publish(self, rows: Items[Sequence], prefill: PrefillRows, start: int, end: int) -> None:
@@ -200,7 +200,7 @@ class PrefixCache:
                     for kind, part in parts.items():
                         self._on_new(row, number, kind, part)
             self._touch(keys)
-            self.kept.leave(keys[row.num_common_blocks :])
+            self.eviction.leave(keys[row.num_common_blocks :])
 
     def adopt(
         self,
@@ -208,28 +208,28 @@ class PrefixCache:
         pieces: Mapping[tuple[int, Kind], Bundle],
         is_converted: bool = False,
     ) -> None:
-        """Take in parts of a chain that came from elsewhere, up to the last of them."""
+        """Store parts of a chain that came from the shared store, up to the last of them."""
         depth = max((number for number, _ in pieces), default=-1) + 1
         for number in reversed(range(depth)):
             new = {kind: pieces[number, kind] for kind in Kind if (number, kind) in pieces}
-            if new or not self.anatomy.has_kv:
+            if new or not self.block_layout.has_kv:
                 self._insert(keys[number], new, is_converted)
         self._touch(keys[:depth])
 
     def can_park(self, num_bytes: int) -> bool:
-        """Whether a row of that many bytes may be held; while it comes in it stands twice."""
+        """Whether a row of that many bytes may be parked; while it is copied, it is held twice."""
         return 2 * num_bytes <= self.max_bytes
 
     def park(self, key: bytes, num_bytes: int, make: Callable[[], list[Pieces]]) -> None:
-        """Hold what ``make`` copies out of a slot, as one more block that no chain leads to."""
+        """Store what ``make`` copies out of a slot, as a block that is in no chain."""
         self._make_way(2 * num_bytes)
-        self.kept.add([key])  # its row waits
+        self.eviction.add([key])  # its row waits
         bundle = Bundle(make())
         mx.eval(bundle.arrays)
         self._insert(key, {Kind.KV: bundle}, False)
 
     def parked(self, key: bytes) -> list[Pieces] | None:
-        """A row's pieces as they were copied; None when they had to go."""
+        """A parked row's pieces; None when they were evicted."""
         parts = self._parts(key)
         if parts is None:
             return None
@@ -238,13 +238,13 @@ class PrefixCache:
         return [found or () for found in pieces]
 
     def forget(self, key: bytes) -> None:
-        """Let go of a row, if it is here."""
+        """Drop a parked row, if it is here."""
         if (block := self._blocks.pop(key, None)) is not None:
             self.num_bytes -= block.num_bytes
-        self.kept.forget(key)
+        self.eviction.forget(key)
 
     def _touch(self, keys: Items[bytes]) -> None:
-        self.kept.touch([key for key in keys if key in self._blocks])
+        self.eviction.touch([key for key in keys if key in self._blocks])
 
     def _computed(
         self,
@@ -257,15 +257,15 @@ class PrefixCache:
     ) -> dict[Kind, Bundle]:
         """Parts of a block that the chunk up to ``end`` has completed and that are not known."""
         low = number * BLOCK_TOKENS
-        wanted = [kind for kind in self.anatomy.kinds if kind not in known]
+        wanted = [kind for kind in self.block_layout.kinds if kind not in known]
         parts: dict[Kind, Bundle] = {}
         if Kind.KV in wanted or Kind.WINDOW in wanted:
             pieces = prefill.block(index, low, low + BLOCK_TOKENS)
             tokens = [kind for kind in wanted if kind is not Kind.STATE]
-            parts = {kind: self.anatomy.part(kind, pieces) for kind in tokens}
+            parts = {kind: self.block_layout.part(kind, pieces) for kind in tokens}
         # States exist where a chunk ended, if the row had tokens up to there.
         if Kind.STATE in wanted and low + BLOCK_TOKENS == end and end in row.state_stops:
-            parts[Kind.STATE] = self.anatomy.part(Kind.STATE, prefill.states(index))
+            parts[Kind.STATE] = self.block_layout.part(Kind.STATE, prefill.states(index))
         # Evaluated now: an unevaluated slice would keep the whole group's buffers alive.
         mx.async_eval([part.arrays for part in parts.values()])
         return parts
@@ -273,7 +273,7 @@ class PrefixCache:
     def _insert(self, key: bytes, parts: Mapping[Kind, Bundle], is_converted: bool) -> None:
         self.version += 1
         old = self._blocks.pop(key, None)
-        self.kept.discard(key)
+        self.eviction.discard(key)
         block = _Block(dict(parts), is_converted)
         if old is not None:
             self.num_bytes -= old.num_bytes
@@ -282,12 +282,12 @@ class PrefixCache:
             return
         self._make_way(block.num_bytes)
         self._blocks[key] = block
-        self.kept.touch([key])
+        self.eviction.touch([key])
         self.num_bytes += block.num_bytes
 
     def _make_way(self, num_bytes: int) -> None:
         while self._blocks and self.num_bytes + num_bytes > self.max_bytes:
-            self.num_bytes -= self._blocks.pop(self.kept.give_up()).num_bytes
+            self.num_bytes -= self._blocks.pop(self.eviction.give_up()).num_bytes
 
 
 def _pieces(block: _Block, kind: Kind, layer: int) -> Pieces:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from batchkv_worker.engine.engine import Engine, EngineConfig
-from batchkv_worker.engine.schedule.admission import FEWEST_ANSWERS
+from batchkv_worker.engine.schedule.admission import FEWEST_OUTPUTS
 from batchkv_worker.engine.schedule.scheduler import MAX_PREEMPTIONS
 from batchkv_worker.events import Completed
 from batchkv_worker.kv.slots.growth import STEP
@@ -34,8 +34,8 @@ def room(costs: Costs, columns: int) -> int:
 
 def expect_short_answers(running: Engine, num_tokens: int = 8) -> None:
     """As if many rows had ended early: many of the next ones are let in."""
-    for _ in range(FEWEST_ANSWERS):
-        running._scheduler.answers.add(num_tokens)
+    for _ in range(FEWEST_OUTPUTS):
+        running._scheduler.output_lengths.add(num_tokens)
 
 
 def generation(index: int, count: int) -> Generation:
@@ -97,7 +97,7 @@ def test_rows_that_leave_and_come_back(family: str, scheme: str, num_parked: int
     model = model_of(family)
     roomy = engine(model, scheme=scheme)
     expected = run(roomy, rows())
-    assert roomy._slot_rows.num_preempted == 0
+    assert roomy._decode_rows.num_preempted == 0
     costs = roomy.plan.costs
     prefix_bytes = (num_parked and num_parked + 1) * (360 * costs.per_new_token + costs.per_row)
     memory_bytes = room(costs, 2000) + prefix_bytes
@@ -105,7 +105,7 @@ def test_rows_that_leave_and_come_back(family: str, scheme: str, num_parked: int
     expect_short_answers(tight)
     wanted = rows()
     got = run(tight, wanted)
-    assert tight._slot_rows.num_preempted >= 2
+    assert tight._decode_rows.num_preempted >= 2
     assert max(row.num_preempted for row in wanted) <= MAX_PREEMPTIONS
     for job_id, event in expected.items():
         mine = got[job_id]

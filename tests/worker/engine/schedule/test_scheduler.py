@@ -11,7 +11,12 @@ from pathlib import Path
 
 from batchkv_worker.engine import schedule
 from batchkv_worker.engine.schedule.memory import Memory
-from batchkv_worker.engine.schedule.prefix_split import MAX_STEMS, Cuts, StemCosts, cuts_of
+from batchkv_worker.engine.schedule.prefix_split import (
+    MAX_PARTS,
+    PrefixCosts,
+    SplitPoints,
+    choose_split_points,
+)
 from batchkv_worker.engine.schedule.scheduler import Budget, Scheduler
 from batchkv_worker.kv.attention.prefix_part import PrefixPart
 from batchkv_worker.kv.slots.changes import Demand
@@ -119,7 +124,7 @@ def sharing(
     cached: int = 10**6,
     shares: bool = True,
     stem_cost: int = 3 * 256,
-    most: int = MAX_STEMS,
+    most: int = MAX_PARTS,
 ) -> Scheduler:
     """All full blocks of a row are here, up to ``cached`` tokens."""
     budget = Budget(512, 10**9, Costs(1))
@@ -128,8 +133,8 @@ def sharing(
         return min(cached, 256 * len(row.block_keys))
 
     layouts = SlotLayouts(slots)
-    costs = StemCosts(stem_cost, stem_cost, most)
-    return Scheduler(layouts, budget, num_cached, shares=shares, stem_costs=costs)
+    costs = PrefixCosts(stem_cost, stem_cost, most)
+    return Scheduler(layouts, budget, num_cached, shares=shares, prefix_costs=costs)
 
 
 def keyed(name: str, keys: str, own: int = 9) -> Sequence:
@@ -141,7 +146,7 @@ def keyed(name: str, keys: str, own: int = 9) -> Sequence:
 
 def depth(plan: Scheduler, row: Sequence, num_cached: int) -> int:
     """Blocks of the row in stems."""
-    return max(plan.stem_cuts(row, num_cached), default=0)
+    return max(plan.split_points(row, num_cached), default=0)
 
 
 def behind(plan: Scheduler, keys: str, *cuts: int) -> PrefixPart:
@@ -167,7 +172,7 @@ def test_few_rows_share_nothing() -> None:
                 plan.add(one)
             group = plan.next_group()
             assert group is not None and len(group.rows) == count
-            assert group.stem_blocks == (2 if shares and count >= 4 else 0)
+            assert group.num_shared_blocks == (2 if shares and count >= 4 else 0)
 
 
 def test_rows_that_left_do_not_count() -> None:
@@ -208,12 +213,12 @@ def test_a_row_keeps_a_token_of_its_own() -> None:
         plan.add(one)
     assert [depth(plan, one, 512) for one in rows] == [1, 1, 2, 2, 2, 2]
     group = plan.next_group()
-    assert group is not None and group.stem_blocks == 1 and len(group.rows) == 6
+    assert group is not None and group.num_shared_blocks == 1 and len(group.rows) == 6
     for one in plan.abandon_group():
         one.recompute(was_alone=False)
     plan.requeue(reversed(rows))
     group = plan.next_group()
-    assert group is not None and group.stem_blocks == 2 and len(group.rows) == 4
+    assert group is not None and group.num_shared_blocks == 2 and len(group.rows) == 4
 
 
 def test_a_stem_that_is_there_is_taken() -> None:
@@ -240,14 +245,14 @@ def test_stems_grow_on_stems() -> None:
     rest = [keyed(f"s{number}", "axyz"[: 1 + number % 4]) for number in range(6)]
     for one in (*deep, *rest):
         plan.add(one)
-    assert plan.stem_cuts(deep[0], 10**6) == (1, 4)  # 9 * 1 and 3 * 3
-    assert plan.stem_cuts(rest[3], 10**6) == (1, 2)  # 3 * 1: what it stands on is read for all
-    assert plan.stem_cuts(deep[0], 600) == (1, 2)  # 3 * 1 more
-    assert sharing(most=0).stem_cuts(deep[0], 10**6) == ()
+    assert plan.split_points(deep[0], 10**6) == (1, 4)  # 9 * 1 and 3 * 3
+    assert plan.split_points(rest[3], 10**6) == (1, 2)  # 3 * 1: what it stands on is read for all
+    assert plan.split_points(deep[0], 600) == (1, 2)  # 3 * 1 more
+    assert sharing(most=0).split_points(deep[0], 10**6) == ()
     dear = sharing(stem_cost=9 * 256)
     for one in (*deep, *rest):
         dear.add(one)
-    assert dear.stem_cuts(deep[0], 10**6) == (4,)  # 3 * 4 at once
+    assert dear.split_points(deep[0], 10**6) == (4,)  # 3 * 4 at once
 
 
 def test_what_is_held_is_grown_on() -> None:
@@ -257,14 +262,14 @@ def test_what_is_held_is_grown_on() -> None:
     assert [stem.key for stem in leaf.chain] == [b"a", b"abc"]
     lonely = keyed("x", "abcdefg")
     plan.add(lonely)
-    assert plan.stem_cuts(lonely, 10**6) == (1, 3)
-    assert plan.stem_cuts(keyed("y", "aq"), 10**6) == (1,)
-    assert plan.stem_cuts(keyed("z", "ab"), 10**6) == (1,)  # the second block stands inside one
+    assert plan.split_points(lonely, 10**6) == (1, 3)
+    assert plan.split_points(keyed("y", "aq"), 10**6) == (1,)
+    assert plan.split_points(keyed("z", "ab"), 10**6) == (1,)  # the second block stands inside one
     for number in range(2):
         plan.add(keyed(str(number), "abcdefg"))
-    assert plan.stem_cuts(lonely, 10**6) == (1, 3, 7)
+    assert plan.split_points(lonely, 10**6) == (1, 3, 7)
     computed = PrefixPart(b"abcd", 4 * 256, leaf)  # that no row in a slot has yet
-    assert plan.stem_cuts(lonely, 10**6, computed) == (1, 3, 4, 7)
+    assert plan.split_points(lonely, 10**6, computed) == (1, 3, 4, 7)
     behind(plan, "abcdefg", 1, 3)
     assert len(plan.layouts.all_stems) == 3
 
@@ -275,13 +280,15 @@ def test_a_chain_has_so_many_stems_at_most() -> None:
         for depth, count in ((1, 40), (2, 20), (3, 10), (4, 8)):
             for number in range(count):
                 plan.add(keyed(f"{depth} {number}", "abcd"[:depth]))
-        cuts = plan.stem_cuts(keyed("x", "abcde"), 10**6)
+        cuts = plan.split_points(keyed("x", "abcde"), 10**6)
         assert len(cuts) == most
         behind(plan, "abcd"[: cuts[-1]], *cuts[:-1])
-        assert plan.stem_cuts(keyed("x", "abcde"), 10**6) == cuts
+        assert plan.split_points(keyed("x", "abcde"), 10**6) == cuts
 
 
-def worth(cuts: Cuts, wanted: list[int], held: Cuts, costs: StemCosts) -> int | None:
+def worth(
+    cuts: SplitPoints, wanted: list[int], held: SplitPoints, costs: PrefixCosts
+) -> int | None:
     """Cells that these cuts save; None when one of them saves less than it costs."""
     total = 0
     for low, high in pairwise((0, *cuts)):
@@ -300,7 +307,7 @@ def test_of_all_ways_to_cut_the_best_is_taken() -> None:
     rng = random.Random(5)
     for _ in range(300):
         wanted = sorted((rng.randrange(1, 9) for _ in range(rng.randrange(8))), reverse=True)
-        costs = StemCosts(rng.randrange(2000), rng.randrange(2000), rng.randrange(1, 4))
+        costs = PrefixCosts(rng.randrange(2000), rng.randrange(2000), rng.randrange(1, 4))
         held = (1,) if wanted and rng.random() < 0.3 else ()
         ends = range(len(held) + 1, len(wanted) + 1)
         ways = [
@@ -313,7 +320,7 @@ def test_of_all_ways_to_cut_the_best_is_taken() -> None:
             for value in (worth(cuts, wanted, held, costs) for cuts in ways)
             if value is not None
         )
-        assert worth(cuts_of(wanted, held, costs), wanted, held, costs) == best, (
+        assert worth(choose_split_points(wanted, held, costs), wanted, held, costs) == best, (
             wanted,
             held,
             costs,
@@ -322,9 +329,9 @@ def test_of_all_ways_to_cut_the_best_is_taken() -> None:
 
 def test_only_the_places_where_rows_part_are_tried() -> None:
     """A long prompt is cut in no time: 2,000 blocks, parted at each."""
-    cuts = cuts_of(range(4000, 2000, -1), (), StemCosts(1000, 1000, 4))
+    cuts = choose_split_points(range(4000, 2000, -1), (), PrefixCosts(1000, 1000, 4))
     assert 1 <= len(cuts) <= 4
-    assert cuts_of([5] * 2000, (), StemCosts(1000, 1000, 4)) == (2000,)
+    assert choose_split_points([5] * 2000, (), PrefixCosts(1000, 1000, 4)) == (2000,)
 
 
 def test_a_parked_row_comes_back_behind_as_many_tokens() -> None:
@@ -336,7 +343,7 @@ def test_a_parked_row_comes_back_behind_as_many_tokens() -> None:
         plan.add(one)
         group = plan.next_group()
         assert group is not None
-        assert (group.stem_cuts, group.stem_blocks) == (cuts, shared)
+        assert (group.split_points, group.num_shared_blocks) == (cuts, shared)
         plan.abandon_group()
 
 
@@ -349,7 +356,7 @@ def test_rows_of_another_prefix_are_not_in_the_group() -> None:
         plan.add(keyed(f"c{number}", "aqq"))
     seen = []
     while (group := plan.next_group()) is not None:
-        assert group.stem_blocks == 3
+        assert group.num_shared_blocks == 3
         seen.append("".join(sorted(one.job_id for one in group.rows)))
         plan.abandon_group()
     assert seen == ["a0a1a2a3a4", "b0b1b2b3b4", "c0c1c2c3c4"]
@@ -403,13 +410,13 @@ def test_a_groups_stem_counts_while_its_prompts_are_computed() -> None:
     for number in range(4):
         plan.add(keyed(str(number), "abcd"))
     group = plan.next_group()
-    assert group is not None and group.stem_blocks == 4
+    assert group is not None and group.num_shared_blocks == 4
     before = plan.memory.snapshot(group).prefill
     root = PrefixPart(b"ab", 2 * 256)
-    group.hold(PrefixPart(b"abcd", 4 * 256, root))
-    assert group.stem is not None
+    group.share(PrefixPart(b"abcd", 4 * 256, root))
+    assert group.shared_prefix is not None
     assert plan.memory.snapshot(group).prefill - before == 4 * 256
-    for one, new in ((root, 2), (group.stem, 0)):  # rows take it over
+    for one, new in ((root, 2), (group.shared_prefix, 0)):  # rows take it over
         demand = Demand(one.num_tokens + 1, 1, one.num_tokens)
         plan.layouts.admit(demand, plan.layouts.num_active, one)
         assert plan.memory.snapshot(group).prefill - before == new * 256

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from batchkv_worker.engine.schedule.admission import FEWEST_ANSWERS, AnswerLengths, Budget
+from batchkv_worker.engine.schedule.admission import FEWEST_OUTPUTS, Budget, OutputLengths
 from batchkv_worker.engine.schedule.scheduler import MAX_PREEMPTIONS, Scheduler
 from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.kv.slots.growth import NoRoom, fits
@@ -67,7 +67,7 @@ class Play:
             row.generated.append(1)
             if len(row.generated) == self.lengths[row.job_id]:
                 if self.learns:
-                    self.scheduler.answers.add(len(row.generated))
+                    self.scheduler.output_lengths.add(len(row.generated))
                 self.leave(slot)
                 self.num_ended += 1
         self.layouts.check()
@@ -154,8 +154,8 @@ def test_every_row_ends_within_the_budget(is_optimistic: bool) -> None:
         rng = random.Random(seed)
         play = Play(rng, rng.choice(COSTS), is_optimistic)
         if rng.random() < 0.7:
-            for _ in range(FEWEST_ANSWERS):
-                play.scheduler.answers.add(rng.choice([1, 20]))
+            for _ in range(FEWEST_OUTPUTS):
+                play.scheduler.output_lengths.add(rng.choice([1, 20]))
         rows = rng.randrange(1, 30)
         for number in range(rows):
             play.add(number)
@@ -173,11 +173,11 @@ def test_every_row_ends_within_the_budget(is_optimistic: bool) -> None:
 
 def test_what_most_answers_take() -> None:
     """Nothing is known of few answers; of many, nine of ten need no more than is expected."""
-    answers = AnswerLengths()
-    for length in range(1, FEWEST_ANSWERS):
+    answers = OutputLengths()
+    for length in range(1, FEWEST_OUTPUTS):
         answers.add(length)
         assert answers.expected is None
-    for length in range(FEWEST_ANSWERS, 101):
+    for length in range(FEWEST_OUTPUTS, 101):
         answers.add(length)
     assert answers.expected == 90
     for _ in range(600):
@@ -188,8 +188,8 @@ def test_what_most_answers_take() -> None:
 def test_set_back_rows_come_first_and_by_their_worst_case_in_the_end() -> None:
     """A row that had to leave goes before all others; after some times only if all of it fits."""
     scheduler = Scheduler(SlotLayouts(4), Budget(512, 3000, Costs(1)), is_optimistic=True)
-    for _ in range(FEWEST_ANSWERS):
-        scheduler.answers.add(1)
+    for _ in range(FEWEST_OUTPUTS):
+        scheduler.output_lengths.add(1)
     for name in ("young", "old"):
         scheduler.add(Sequence(name, [1] * 201, Generation(1500)))
     scheduler.layouts.admit(Demand(200, 10), 0)

@@ -445,7 +445,7 @@ def num_groups(layouts: SlotLayouts) -> int:
     assert (groups[0].first, groups[-1].last) == (0, frame.num_rows)
     for group in groups:
         rows = set(range(group.first, group.last)) & layouts.main.slots
-        assert {layouts.stems.get(slot) for slot in rows} <= {group.stem}
+        assert {layouts.stems.get(slot) for slot in rows} <= {group.shared_prefix}
         assert group.low <= min((layouts.main.start(slot) for slot in rows), default=group.low)
     return len(groups)
 
@@ -459,7 +459,7 @@ def readings(layouts: SlotLayouts) -> Counter[SharedPrefix]:
     span = Framer(Shapes(group_cost=40)).frame(layouts).spans[None]
     for group in span.groups:
         before = [common.stem for common in span.common if common.has(group)]
-        chain = group.stem.chain if group.stem else []
+        chain = group.shared_prefix.chain if group.shared_prefix else []
         assert sorted(s.rank for s in (*before, *group.stems)) == sorted(s.rank for s in chain)
     for common in span.common:
         inside = [group for group in span.groups if common.has(group)]
@@ -821,7 +821,7 @@ def test_cancels_behind_stems() -> None:
 def bytes_held(crowd: Crowd) -> int:
     """Of slots, of stems, counted once each, those of the rows in prefill, too, and of prefixes."""
     group = crowd.engine._scheduler.group
-    held = crowd.engine._slots.layouts.stems_with(group.stem if group else None)
+    held = crowd.engine._slots.layouts.stems_with(group.shared_prefix if group else None)
     stems = {id(one): one for one in held.values()}
     arrays = {id(array): array for held in stems.values() for array in held.arrays}
     shared = sum(array.nbytes for array in arrays.values())

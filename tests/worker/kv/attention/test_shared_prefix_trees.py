@@ -1,4 +1,4 @@
-"""Stems that stand on stems: whole engines over prompts that part again and again."""
+"""SharedPrefixBuilder that stand on stems: whole engines over prompts that part again and again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from batchkv_worker.engine.schedule.prefill_group import PrefillGroup
-from batchkv_worker.engine.schedule.prefix_split import StemCosts
+from batchkv_worker.engine.schedule.prefix_split import PrefixCosts
 from batchkv_worker.kv.attention.paths import Path
 from batchkv_worker.kv.backends.generic import GenericBackend
 from worker.kv.attention.test_shared_prefix import (
@@ -48,7 +48,7 @@ ALL: set[Shape] = {(2 * BLOCK,), (2 * BLOCK, BLOCK), (2 * BLOCK, BLOCK, BLOCK)}
 def grown(family: str, scheme: str, most: int = 4, **changes: Any) -> Crowd:
     """An engine that holds a block for three rows, on whatever it stands."""
     crowd = engine_of(family, scheme, **changes)
-    crowd.engine._scheduler._stem_costs = StemCosts(2 * BLOCK, 2 * BLOCK, most)
+    crowd.engine._scheduler._prefix_costs = PrefixCosts(2 * BLOCK, 2 * BLOCK, most)
     return crowd
 
 
@@ -106,9 +106,9 @@ def test_chains_are_as_long_as_they_may_be(most: int) -> None:
 
 
 def test_the_switch_reaches_the_scheduler() -> None:
-    crowd = engine_of("llama", "float", max_stems=2)
-    costs, shapes = crowd.engine._scheduler._stem_costs, crowd.engine.plan.shapes
-    assert costs == StemCosts(768, 768 + shapes.group_cost, 2)
+    crowd = engine_of("llama", "float", max_parts=2)
+    costs, shapes = crowd.engine._scheduler._prefix_costs, crowd.engine.plan.shapes
+    assert costs == PrefixCosts(768, 768 + shapes.group_cost, 2)
 
 
 def test_what_is_shared_is_held_once() -> None:
@@ -194,7 +194,7 @@ def test_a_row_that_comes_back_grows_no_stem() -> None:
     for number in range(6):
         crowd.add(str(number), prefix + random_prompt(2 + number, 9), count=3)
     row = next(iter(crowd.engine._scheduler.waiting))
-    grow = crowd.engine._slot_rows._leaders_stem
+    grow = crowd.engine._decode_rows._leaders_prefix
     group = PrefillGroup([row])
     found = grow(row, group)
     assert found is not None and found.num_tokens == 2 * BLOCK

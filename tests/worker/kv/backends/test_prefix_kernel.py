@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from batchkv_worker.engine.schedule.prefix_split import StemCosts
+from batchkv_worker.engine.schedule.prefix_split import PrefixCosts
 from batchkv_worker.kv.attention import paths, shared_prefix
 from batchkv_worker.kv.attention.paths import LayerAttention
 from batchkv_worker.kv.attention.paths import Path as AttentionPath
@@ -367,7 +367,7 @@ def test_whole_engines_give_the_same_tokens_both_ways(
         monkeypatch.setattr(prefix_cost, "_MARGIN", margin)
         changes: dict[str, Any] = {"slots": 6, "stem_cells": 1, "backend": BACKEND}
         crowd: Any = Crowd(family, group_cost=group_cost, path="folded", scheme=scheme, **changes)
-        crowd.engine._scheduler._stem_costs = StemCosts(1, 1)
+        crowd.engine._scheduler._prefix_costs = PrefixCosts(1, 1)
         at_start = len(asked)
         found.append(crowd.answers(prompts))
         served.append(asked[at_start:])

@@ -106,7 +106,7 @@ def test_what_is_measured_is_what_decides(monkeypatch: pytest.MonkeyPatch) -> No
         Engine(loaded, EngineConfig(scheme="affine8", slots=4, memory_bytes=2**28, **changes))
         for changes in ({}, {"stem_cells": 900}, {"path": "fused"}, {"stem_cells": 0})
     ]
-    assert [engine._scheduler._stem_costs.first for engine in found] == [5000, 900, UNMEASURED, 0]
+    assert [engine._scheduler._prefix_costs.first for engine in found] == [5000, 900, UNMEASURED, 0]
     assert asked == [4]
 
 

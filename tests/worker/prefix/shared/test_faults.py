@@ -78,7 +78,7 @@ def test_damage_is_a_miss(spoil: object, reason: str) -> None:
     tier.spoil = spoil
     with running(model, access([tier])) as engine:
         warm = run(engine, PROMPTS)
-        counters = engine.link.counters
+        counters = engine.client.counters
     assert tokens(warm) == cold and sorted(cached(warm)) == [0, 512, 512, 512]
     assert counters[f"rejected.{reason}"] >= 1
 
@@ -91,7 +91,7 @@ def test_a_tier_that_fails_is_a_miss() -> None:
     tier.fails = True
     with running(model, access([tier])) as engine:
         assert tokens(run(engine, PROMPTS)) == cold
-        assert engine.link.counters["error.memory"] >= 3
+        assert engine.client.counters["error.memory"] >= 3
 
 
 def test_a_full_queue_of_writes_drops_them_and_goes_on(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_full_queue_of_writes_drops_them_and_goes_on(tmp_path: Path) -> None:
     store = Store(on_disk(tmp_path), settings=StoreSettings(max_queued_bytes=1))
     with running(tiny_models.build("llama"), Access(store, leases)) as engine:
         run(engine, PROMPTS)
-        assert engine.link.counters["dropped"] >= 2
+        assert engine.client.counters["dropped"] >= 2
         eventually(lambda: leases.held() == [])
 
 
@@ -142,15 +142,15 @@ def test_an_audit_finds_what_no_checksum_can(caplog: pytest.LogCaptureFixture) -
     model, tier = tiny_models.build("llama"), MemoryTier(256 * MIB)
     with running(model, access([tier])) as engine:
         run(engine, PROMPTS[:1])
-        space, keys = engine.link.namespace, engine.prefixes.keys(PROMPTS[0])
+        space, keys = engine.client.namespace, engine.prefixes.keys(PROMPTS[0])
     with running(model, access([tier]), audit=1.0) as engine:
         assert len(run(engine, PROMPTS[:2])) == 2  # twins are nobody's results
-        counters = engine.link.counters
+        counters = engine.client.counters
         assert (counters["audited"], counters.get("audit_differs", 0)) == (2, 0)
     tampered(tier, PROMPTS[0], space, keys)
     with caplog.at_level(logging.WARNING), running(model, access([tier]), audit=1.0) as engine:
         run(engine, PROMPTS[:1])
-        assert engine.link.counters["audit_differs"] == 1
+        assert engine.client.counters["audit_differs"] == 1
     assert "differs from its computation without" in caplog.text
 
 
@@ -163,13 +163,13 @@ def test_float_blocks_are_converted_only_when_told(family: str) -> None:
         run(engine, [prompt])
     with running(model, access([tier], adopts_float=True), "affine8") as engine:
         assert cached(run(engine, [prompt])) == [512]
-        counters = engine.link.counters
+        counters = engine.client.counters
         assert counters["converted"] >= 2
         more = [*prompt[:600], *random_prompt(9, 400)]
         assert cached(run(engine, [more])) == [512]
         # Its own third block rests on converted ones: it is used here and not published.
         assert cached(run(engine, [[*more[:768], 1]])) == [768]
-        assert engine.link.flush(30) and engine.link.counters.get("published", 0) == 0
+        assert engine.client.flush(30) and engine.client.counters.get("published", 0) == 0
     with running(model, access([tier]), "affine8") as engine:
         assert cached(run(engine, [prompt])) == [0]
     with running(model, access([tier], adopts_float=True), "affine4") as engine:

@@ -125,7 +125,7 @@ def test_changing_any_field_gives_no_hit(
     monkeypatch.setattr("batchkv_worker.prefix.shared.client.manifest", other)
     with running(model, access(on_disk(tmp_path))) as engine:
         assert cached(run(engine, [PROMPT], 1)) == [0]
-        assert engine.link.counters["found_blocks"] == 0
+        assert engine.client.counters["found_blocks"] == 0
 
 
 def test_another_salt_or_token_gives_no_hit(tmp_path: Path) -> None:

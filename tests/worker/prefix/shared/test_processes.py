@@ -93,9 +93,9 @@ def test_a_dead_workers_prefix_is_taken_over(tmp_path: Path, cache_server: Redis
                 engine.step()
                 assert time.monotonic() - killed < LEASE_SECONDS + 30
             assert row.num_cached == 512  # what the dead one had published
-            assert engine.link.flush(30)
+            assert engine.client.flush(30)
             # The two blocks that were missing, and the manifest, which is put if absent.
-            assert engine.link.counters["stored.redis"] == 2
+            assert engine.client.counters["stored.redis"] == 2
     finally:
         holder.kill()
         holder.communicate(timeout=10)

@@ -28,7 +28,7 @@ def test_a_second_worker_takes_every_full_block(family: str, scheme: str, tmp_pa
         assert cached(first) == [0]
     with running(model, access(on_disk(tmp_path)), scheme) as engine:
         second = run(engine, prompts[1:2])
-        counters = engine.link.counters
+        counters = engine.client.counters
     assert cached(second) == [768]
     assert tokens(second) == tokens(cold)
     assert not [name for name in counters if name.startswith(("rejected", "error", "unlike"))]

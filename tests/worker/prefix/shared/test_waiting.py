@@ -74,9 +74,9 @@ def test_a_prefix_is_computed_once_in_a_worker(tmp_path: Path) -> None:
     leases = LocalLeases()
     with running(tiny_models.build("llama"), access(on_disk(tmp_path), leases)) as engine:
         assert sorted(cached(run(engine, tails(10)))) == [0] + 9 * [768]
-        assert engine.link.flush(30)
+        assert engine.client.flush(30)
         eventually(lambda: leases.held() == [])
-        assert engine.link.counters["published"] == 3
+        assert engine.client.counters["published"] == 3
 
 
 def test_another_workers_prefix_is_waited_for(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_worker_that_does_not_get_on_is_not_waited_for(held: str, tmp_path: Pa
         assert ended.usage.cached == 0
         # Later blocks are the other's to publish; the row needs none of them to begin.
         waits = held == "first"
-        assert engine.link.counters.get("gave_up.held", 0) == int(waits)
+        assert engine.client.counters.get("gave_up.held", 0) == int(waits)
         assert not waits or time.monotonic() - start > 0.3
         assert leases.held() == [lease]
 
@@ -129,14 +129,14 @@ def test_a_store_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
         run(engine, tails(1))
     tier.is_open.clear()
     leases = LocalLeases()
-    with running(model, access([tier], leases, patience_seconds=0.2)) as engine:
+    with running(model, access([tier], leases, lookup_seconds=0.2)) as engine:
         rows = [row(str(index), prompt) for index, prompt in enumerate(tails(6))]
         for one in rows:
             engine.submit_row(one)
         start = time.monotonic()
         assert len(finish(engine, 6)) == 6
         assert time.monotonic() - start < DEADLINE_SECONDS / 2
-        assert engine.link.counters["gave_up.slow"] == 6
+        assert engine.client.counters["gave_up.slow"] == 6
         tier.is_open.set()
         late = row("0", [*SHARED, 1, 2])
         engine.submit_row(late)
@@ -161,9 +161,9 @@ def test_a_canceled_row_lets_its_leases_go(tmp_path: Path) -> None:
         for one in reversed(rows):
             engine.cancel(one.job_id)
         finish(engine, 0)
-        assert engine.link.flush(30)
+        assert engine.client.flush(30)
         eventually(lambda: not leases.held())
-        assert engine.link._ahead_bytes == 0
+        assert engine.client._ahead_bytes == 0
 
 
 def test_looking_ahead_is_bounded(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_looking_ahead_is_bounded(tmp_path: Path) -> None:
         ended = {}
         while not engine.is_idle:
             ended.update({event.job_id: event for event in engine.step()})
-            most = max(most, engine.link._ahead_bytes)
+            most = max(most, engine.client._ahead_bytes)
     assert [ended[str(index)].token_ids for index in range(12)] == cold
     assert cached([ended[str(index)] for index in range(12)]) == 12 * [1024]
     assert most <= room // 2 + 2 * 1024 * engine.bytes_per_token
@@ -197,9 +197,9 @@ def test_leases_of_an_answer_that_nobody_waits_for_end_by_themselves() -> None:
         engine.cancel("0")
         assert engine.is_idle
         tier.is_open.set()
-        eventually(lambda: engine.link._fetcher._answers.qsize() == 1)
+        eventually(lambda: engine.client._fetcher._answers.qsize() == 1)
         eventually(lambda: not leases.held())
-        assert engine.link._ahead_bytes == 0
+        assert engine.client._ahead_bytes == 0
 
 
 def test_a_canceled_row_holds_nobody_back() -> None:
@@ -261,9 +261,9 @@ def test_a_block_that_is_computed_twice_lets_both_leases_go() -> None:
             run(engine, tails(1))
             engine.prefixes.clear()
         tier.is_open.set()
-        assert engine.link.flush(30)
+        assert engine.client.flush(30)
         eventually(lambda: not leases.held())
-        assert engine.link.counters["published"] == 3
+        assert engine.client.counters["published"] == 3
         assert cached(run(engine, tails(1))) == [768]
 
 
@@ -275,7 +275,7 @@ def test_what_waits_to_be_copied_out_is_bounded(
     leases = LocalLeases()
     with running(tiny_models.build("llama"), access(on_disk(tmp_path), leases)) as engine:
         run(engine, tails(2))
-        counters = engine.link.counters
+        counters = engine.client.counters
         assert counters["dropped"] == 3 and "published" not in counters
         eventually(lambda: not leases.held())
 
@@ -287,5 +287,5 @@ def test_blocks_that_the_format_cannot_hold_are_not_shared(
     store = Store(on_disk(tmp_path), settings=StoreSettings(limits=Limits(max_block_bytes=300_000)))
     with running(tiny_models.build("llama"), Access(store, LocalLeases())) as engine:
         assert sorted(cached(run(engine, tails(3)))) == [0, 768, 768]
-        assert "lookups" not in engine.link.counters
+        assert "lookups" not in engine.client.counters
     assert caplog.text.count("prefixes are not shared") == 1

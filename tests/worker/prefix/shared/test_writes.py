@@ -28,8 +28,8 @@ def submit(engine: Engine, prompts: Sequence[list[int]], num_common: int | None)
 
 
 def num_written(engine: Engine) -> int:
-    assert engine.link.flush(30)  # type: ignore[attr-defined]
-    return engine.link.counters.get("published", 0)  # type: ignore[attr-defined]
+    assert engine.client.flush(30)  # type: ignore[attr-defined]
+    return engine.client.counters.get("published", 0)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("num_common", "written"), [(0, 0), (700, 2), (768, 3), (None, 5)])
@@ -43,7 +43,7 @@ def test_the_ends_of_prompts_stay_here(
     with running(tiny_models.build("llama"), access(on_disk(tmp_path), leases)) as engine:
         submit(engine, [prompt], num_common)
         engine.step()
-        while not engine.link._questions.has_answers and not engine.prefixes.num_bytes:
+        while not engine.client._pending.has_answers and not engine.prefixes.num_bytes:
             assert len(leases.held()) <= written, "a lease on what will not be written"
             engine.step()
         assert cached(finish(engine, 1)) == [0]

@@ -19,27 +19,27 @@ from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.kv.slots.growth import round_up
 from batchkv_worker.kv.slots.layouts import Costs
 
-RECENT_ANSWERS = 512  # whose lengths are remembered
-FEWEST_ANSWERS = 16  # before these have ended nothing is known
-MOST_OF_TEN = 9  # answers of ten that the tokens reckoned with suffice for
+RECENT_OUTPUTS = 512  # whose lengths are remembered
+FEWEST_OUTPUTS = 16  # that must have ended before a length is expected
+MOST_OF_TEN = 9  # of ten outputs are no longer than the expected length
 
 
-class AnswerLengths:
-    """How long answers have been lately, in tokens."""
+class OutputLengths:
+    """Lengths of recent outputs, in tokens."""
 
     def __init__(self) -> None:
-        self._recent: deque[int] = deque(maxlen=RECENT_ANSWERS)
+        self._recent: deque[int] = deque(maxlen=RECENT_OUTPUTS)
         self._expected: int | None = None
 
     def add(self, num_tokens: int) -> None:
-        """An answer has ended."""
+        """Count the output of a row that has ended."""
         self._recent.append(num_tokens)
         self._expected = None
 
     @property
     def expected(self) -> int | None:
-        """Tokens that most answers need no more of; None while too few have ended."""
-        if len(self._recent) < FEWEST_ANSWERS:
+        """Tokens that suffice for most outputs; None before FEWEST_OUTPUTS rows have ended."""
+        if len(self._recent) < FEWEST_OUTPUTS:
             return None
         if self._expected is None:
             ranked = sorted(self._recent)

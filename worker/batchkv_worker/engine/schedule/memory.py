@@ -3,8 +3,8 @@
 Every comparison of bytes with the budget is made here. The layouts say how large buffers are and
 would become; nobody else asks them. No tensors.
 
-Three things are held: the slots with their windows and states, the stems of their rows, and the
-group in prefill. The group is counted until its rows have moved into slots and its arrays are gone.
+Three things are held: the slots with their windows and states, the shared prefixes of their rows,
+and the group in prefill. The group is counted until its rows are in slots and its arrays are gone.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Held:
     """Bytes at one moment: what may be held, and what is."""
 
     allowed: int
-    slots: int  # stems among them
-    prefill: int  # the group in prefill, and its stem if no row in a slot has it
+    slots: int  # shared prefixes among them
+    prefill: int  # the group in prefill, and its shared prefix if no row in a slot reads it
 
     @property
     def total(self) -> int:
@@ -57,7 +57,7 @@ class Memory:
     def _prefill_bytes(self, group: PrefillGroup | None) -> int:
         if group is None:
             return 0
-        new = self._layouts.bytes_of_new(self.budget.costs, group.stem)
+        new = self._layouts.bytes_of_new(self.budget.costs, group.shared_prefix)
         return self.budget.prefill_bytes(group.demands) + new
 
     # -- what fits
@@ -68,22 +68,24 @@ class Memory:
         return Memory(alone, self.whole).fits([demand])
 
     def fits(
-        self, demands: Items[Demand], ahead: int | None = None, stem_keys: Iterable[bytes] = ()
+        self, demands: Items[Demand], ahead: int | None = None, shared_keys: Iterable[bytes] = ()
     ) -> bool:
         """Whether these rows fit beside those in the slots, ``ahead`` tokens from now at most.
 
-        Their prefill stands beside the slots, as they are now and as they grow, until they have
-        moved. ``stem_keys`` are the blocks that the rows share. ``ahead`` None: all tokens that may
-        still come.
+        Their prefill is held beside the slots, as these are now and as they grow, until the rows
+        have moved. ``shared_keys`` are the blocks that the rows share. ``ahead`` None: all tokens
+        that may still come.
         """
         costs = self.budget.costs
-        slots = self._layouts.peak_bytes(costs, list(demands), ahead, list(stem_keys))
+        slots = self._layouts.peak_bytes(costs, list(demands), ahead, list(shared_keys))
         return slots + self.budget.prefill_bytes(demands) <= self.budget.memory_bytes
 
-    def fits_stem(self, keys: list[bytes], behind: PrefixPart | None, group: PrefillGroup) -> bool:
-        """Whether a stem of these blocks fits beside all that is held.
+    def fits_shared_prefix(
+        self, keys: list[bytes], behind: PrefixPart | None, group: PrefillGroup
+    ) -> bool:
+        """Whether a shared prefix of these blocks fits beside all that is held.
 
-        Its tokens that are in stems of rows in slots, or in ``behind``, do not count.
+        Its tokens that rows in slots read already, or that are in ``behind``, do not count.
         """
         new = len(keys) * BLOCK_TOKENS - self._layouts.tokens_held(keys, behind)
         wanted = new * self.budget.costs.per_stem_token
@@ -102,16 +104,16 @@ class Memory:
         self,
         group: PrefillGroup | None,
         demand: Demand | None = None,
-        stem: PrefixPart | None = None,
+        shared: PrefixPart | None = None,
     ) -> int | None:
         """Cells that the layers with every token may have beside the group; None: any number.
 
-        ``demand`` is of a row of the group that comes in, behind ``stem``. The group's own stem is
-        counted with the group; one that has grown on it is not.
+        ``demand`` is of a row of the group that is inserted after ``shared``. The group's own
+        shared prefix is counted with the group; parts that were added to it are not.
         """
         costs, layouts = self.budget.costs, self._layouts
         free = self.budget.memory_bytes - self._prefill_bytes(group)
-        free -= layouts.bytes_of_new(costs, stem, group.stem if group else None)
+        free -= layouts.bytes_of_new(costs, shared, group.shared_prefix if group else None)
         return layouts.max_cells(costs, free, [] if demand is None else [demand])
 
     # -- when it runs out

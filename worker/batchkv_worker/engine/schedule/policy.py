@@ -1,18 +1,19 @@
-"""Whose turn it is among rows that wait."""
+"""The scheduling policy: the order in which waiting rows are considered."""
 
 from __future__ import annotations
 
 from batchkv_worker.sequence import Sequence
 
-FEWEST_ALIKE = 64  # rows at least among which rows of like length are sought
+FEWEST_ALIKE = 64  # rows at least among which rows of similar length are chosen
 MOST_OVERTAKEN = 32  # groups that may be formed before the oldest row's
 
 
 def longest_first(waiting: list[Sequence], num_slots: int) -> list[Sequence]:
-    """Of rows that wait, oldest first, those that may generate most: twice as many as slots.
+    """The waiting rows that may generate most, up to twice as many as there are slots.
 
-    Started last, a long row would decode alone in the end. Rows that ask for equally much keep
-    their order; one that was begun, or that others have overtaken often enough, comes before all.
+    ``waiting`` is in order of age, the oldest first. A long row that starts last would decode alone
+    in the end. Rows with the same ``max_tokens`` keep their order. The oldest row comes first if it
+    was begun before, or was overtaken MOST_OVERTAKEN times.
     """
     oldest = waiting[0]
     if oldest.is_begun:

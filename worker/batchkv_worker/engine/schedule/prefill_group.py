@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
-from batchkv_worker.engine.schedule.prefix_split import Cuts, num_blocks
+from batchkv_worker.engine.schedule.prefix_split import SplitPoints, num_blocks
 from batchkv_worker.kv.attention.prefix_part import PrefixPart
 from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.sequence import Sequence
@@ -13,7 +13,7 @@ from batchkv_worker.sequence import Sequence
 
 @dataclass(slots=True)
 class PrefillGroup:
-    """Rows whose prompts are computed together, right-padded to the longest.
+    """Rows whose prompts are computed together, padded on the right to the longest.
 
     A group of several rows fits one chunk; a prompt longer than a chunk is a group of its own. All
     rows of a group start after the same number of cached tokens, so that one causal mask and one
@@ -22,12 +22,12 @@ class PrefillGroup:
 
     rows: list[Sequence]
     position: int = 0  # tokens computed, or taken from the cache, so far; see advance
-    stem_cuts: Cuts = ()  # of what all its rows share with others: blocks up to each stem's end
-    stem: PrefixPart | None = None  # see hold
+    split_points: SplitPoints = ()  # of the prefix that all its rows share with others
+    shared_prefix: PrefixPart | None = None  # the last part of that prefix; see share
 
-    def hold(self, stem: PrefixPart | None) -> None:
-        """Its rows are computed behind this stem; None: behind none."""
-        self.stem = stem
+    def share(self, part: PrefixPart | None) -> None:
+        """Its rows are computed after this shared prefix; None: without one."""
+        self.shared_prefix = part
 
     def advance(self, position: int) -> None:
         """Its rows are computed up to here."""
@@ -41,21 +41,21 @@ class PrefillGroup:
     @property
     def demands(self) -> list[Demand]:
         """What its rows ask of the slots, cancelled ones too: they are computed with the others."""
-        shared = self.stem_blocks * BLOCK_TOKENS
+        shared = self.num_shared_blocks * BLOCK_TOKENS
         return [Demand(row.num_prefill, row.num_remaining, shared) for row in self.rows]
 
     @property
-    def stem_keys(self) -> list[bytes]:
-        """Keys of the blocks in stems."""
-        return self.rows[0].block_keys[: self.stem_blocks]
+    def shared_keys(self) -> list[bytes]:
+        """Keys of the blocks in the shared prefix."""
+        return self.rows[0].block_keys[: self.num_shared_blocks]
 
     @property
-    def stem_blocks(self) -> int:
-        """Blocks at its beginning that stand in stems."""
-        return num_blocks(self.stem_cuts)
+    def num_shared_blocks(self) -> int:
+        """Blocks in the shared prefix."""
+        return num_blocks(self.split_points)
 
     def chunk_end(self, chunk_tokens: int, width: int) -> int:
-        """Where the next chunk ends: at the latest where a row's states are to be kept."""
+        """Where the next chunk ends, in tokens: not after a point where states are kept."""
         end = min(width, self.position + chunk_tokens)
         stops = (stop for row in self.rows for stop in row.state_stops)
         return min((stop for stop in stops if self.position < stop < end), default=end)

@@ -1,4 +1,4 @@
-"""Which parts of a prompt are held once for several rows: where stems end. No tensors."""
+"""Where a prompt is split into shared prefixes, each stored once for several rows. No tensors."""
 
 from __future__ import annotations
 
@@ -7,54 +7,57 @@ from dataclasses import dataclass
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
 
-MAX_STEMS = 4  # that one row reads
-MAX_PLACES = 16  # at which stems may end: those before which most rows part
+MAX_PARTS = 4  # shared prefixes in the chain that one row reads
+MAX_PLACES = 16  # split points that are tried: those at which most rows differ
 
-Cuts = tuple[int, ...]  # blocks up to the end of each stem of a chain, ascending
+SplitPoints = tuple[int, ...]  # blocks up to the end of each part of a chain, ascending
 
 
-def num_blocks(cuts: Cuts) -> int:
-    """Blocks that stand in stems."""
-    return cuts[-1] if cuts else 0
+def num_blocks(points: SplitPoints) -> int:
+    """Blocks in shared prefixes."""
+    return points[-1] if points else 0
 
 
 @dataclass(frozen=True, slots=True)
-class StemCosts:
-    """What a stem must save, in cells: the first of a chain, and one that grows on another.
+class PrefixCosts:
+    """How many cells a shared prefix must save: the first of a chain, and another one after it.
 
-    The latter parts the rows of the one that it grows on into groups, whose kernels cost, too.
-    ``most`` is how many stems a chain may have.
+    Another one splits the rows of the first into groups, and each group starts kernels.
+    ``most`` is how many parts a chain may have.
     """
 
     first: int = 0
     another: int = 0
-    most: int = MAX_STEMS
+    most: int = MAX_PARTS
 
 
-def cuts_of(wanted: Sequence[int], held: Cuts, costs: StemCosts) -> Cuts:
-    """Where the stems of a prompt should end; it begins with those that are ``held`` already.
+def choose_split_points(
+    wanted: Sequence[int], held: SplitPoints, costs: PrefixCosts
+) -> SplitPoints:
+    """Where the shared prefixes of a prompt end; the result begins with ``held``, those in use.
 
-    ``wanted`` says of each block how many waiting rows have it. A stem saves what it holds, once
-    for every row but one; of the ways in which every stem pays, the one that saves most.
+    ``wanted`` says for each block how many waiting rows have it. A shared prefix saves its cells
+    once for every row but one. Each new one must save more than it costs. Among all such choices
+    the one that saves most cells is returned.
     """
-    # What ways to cut save, each the best of those that end where it does with as many cuts.
-    best: list[tuple[int, Cuts]] = [(0, held)]
+    # For each end and number of points, the best choice of points and the cells that it saves.
+    best: list[tuple[int, SplitPoints]] = [(0, held)]
     for end in _places(wanted, num_blocks(held)):
-        found: dict[int, tuple[int, Cuts]] = {}
-        for saved, cuts in best:
-            cells = (wanted[end - 1] - 1) * (end - num_blocks(cuts)) * BLOCK_TOKENS
-            cost = costs.another if cuts else costs.first
-            if cells >= max(1, cost) and len(cuts) < costs.most:
-                way = saved + cells - cost, (*cuts, end)
-                found[len(cuts)] = max(way, found.get(len(cuts), way))
+        found: dict[int, tuple[int, SplitPoints]] = {}
+        for saved, points in best:
+            cells = (wanted[end - 1] - 1) * (end - num_blocks(points)) * BLOCK_TOKENS
+            cost = costs.another if points else costs.first
+            if cells >= max(1, cost) and len(points) < costs.most:
+                way = saved + cells - cost, (*points, end)
+                found[len(points)] = max(way, found.get(len(points), way))
         best += found.values()
     return max(best)[1]
 
 
 def _places(wanted: Sequence[int], held: int) -> list[int]:
-    """Blocks after which rows part, ascending: a stem that ends elsewhere could go on for free.
+    """Blocks after which rows differ, ascending; a prefix that ends elsewhere is never better.
 
-    Of very many, those where most tokens part.
+    At most MAX_PLACES of them: those where most tokens differ.
     """
     ends = [
         number

@@ -1,4 +1,4 @@
-"""What to compute next. Knows rows and memory, no tensors, and is tested without MLX."""
+"""Chooses what to compute next. It knows rows and memory, no tensors, and is tested without MLX."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from itertools import islice, pairwise
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_cache_store.uses import Uses
-from batchkv_worker.engine.schedule.admission import AnswerLengths, Budget
+from batchkv_worker.engine.schedule.admission import Budget, OutputLengths
 from batchkv_worker.engine.schedule.memory import Memory
 from batchkv_worker.engine.schedule.policy import longest_first
 from batchkv_worker.engine.schedule.prefill_group import PrefillGroup
-from batchkv_worker.engine.schedule.prefix_split import Cuts, StemCosts, cuts_of, num_blocks
+from batchkv_worker.engine.schedule.prefix_split import (
+    PrefixCosts,
+    SplitPoints,
+    choose_split_points,
+    num_blocks,
+)
 from batchkv_worker.kv.attention.prefix_part import PrefixPart
 from batchkv_worker.kv.slots.layouts import SlotLayouts
 from batchkv_worker.sequence import Sequence
@@ -25,7 +30,7 @@ MAX_PREEMPTIONS = 2  # after which a row is admitted by its worst case and left 
 
 
 class Scheduler:
-    """Rows that wait, the group in prefill, and which group comes next."""
+    """The rows that wait, the group in prefill, and the choice of the next group."""
 
     def __init__(
         self,
@@ -37,7 +42,7 @@ class Scheduler:
         ragged: bool = True,
         state_blocks: int = 0,
         shares: bool = False,
-        stem_costs: StemCosts | None = None,
+        prefix_costs: PrefixCosts | None = None,
         drop_buffers: Callable[[], None] | None = None,
         is_optimistic: bool = False,
         uses: Uses[bytes] | None = None,
@@ -48,14 +53,14 @@ class Scheduler:
         self._is_ready = is_ready  # whether a row need not wait for its prefix any more
         self._ragged = ragged  # whether rows of unequal length may share a chunk
         self._drop_buffers = drop_buffers or layouts.drop  # called when no row is in a slot
-        self._shares = shares  # whether rows may share stems
-        self._stem_costs = stem_costs or StemCosts()
+        self._shares = shares  # whether rows may share prefixes
+        self._prefix_costs = prefix_costs or PrefixCosts()
         self._state_blocks = state_blocks  # blocks after which states are worth keeping, at most
         self._is_optimistic = is_optimistic
-        self.answers = AnswerLengths()
+        self.output_lengths = OutputLengths()
         self._group: PrefillGroup | None = None
         self._waiting: deque[Sequence] = deque()
-        self._uses = Uses() if uses is None else uses  # how many waiting rows want a block
+        self._uses = Uses() if uses is None else uses  # how many waiting rows have a block
 
     @property
     def group(self) -> PrefillGroup | None:
@@ -85,24 +90,24 @@ class Scheduler:
         self._uses.add(row.block_keys)
 
     def requeue(self, rows: Iterable[Sequence]) -> None:
-        """Rows that were begun wait again, before all others, in this order."""
+        """Put preempted rows before all others, in this order."""
         found = list(rows)
         self._waiting.extendleft(reversed(found))
         for row in found:
             self._uses.add(row.block_keys)
 
     def abandon_group(self) -> list[Sequence]:
-        """Forget the group in prefill; its rows that are still wanted."""
+        """Forget the group in prefill. Returns its rows that were not cancelled."""
         group, self._group = self._group, None
         return group.wanted if group else []
 
     def ahead(self, rows: Iterable[Sequence]) -> int | None:
-        """Tokens to reckon with for each row when these are admitted; None: all that may come."""
+        """How many future tokens to count for each row at admission; None: all of them."""
         is_sure = any(row.num_preempted >= MAX_PREEMPTIONS for row in rows)
-        return self.answers.expected if self._is_optimistic and not is_sure else None
+        return self.output_lengths.expected if self._is_optimistic and not is_sure else None
 
     def cancel(self, job_id: str) -> Sequence | None:
-        """Forget a row that waits or is in prefill, and return it; None when it is neither."""
+        """End a row that waits or is in prefill, and return it; None when it is neither."""
         for row in self._waiting:
             if row.job_id == job_id:
                 self._waiting.remove(row)
@@ -111,7 +116,7 @@ class Scheduler:
                 return row
         for row in self._group.rows if self._group else ():
             if row.job_id == job_id:
-                row.end("canceled")  # computed to its end with its neighbours, then left
+                row.end("canceled")  # its prompt is computed with the others, then dropped
                 return row
         return None
 
@@ -120,29 +125,29 @@ class Scheduler:
         return self._group is not None and any(one is row for one in self._group.rows)
 
     def next_group(self) -> PrefillGroup | None:
-        """The group to compute a chunk of now, or None: nothing waits, or nothing fits yet."""
+        """The group whose next chunk is computed now; None when no row waits or none fits."""
         if self._group is not None and not self._group.wanted:
-            self._group = None  # everybody in it was cancelled
+            self._group = None  # all its rows were cancelled
         if self._group is None and self._waiting and self._is_worth_it():
             self._group = self._form_group()
         return self._group
 
     def _is_worth_it(self) -> bool:
-        """Not for a sliver: a chunk costs a whole pass, so wait until a few slots are free.
+        """Whether enough slots are free: a chunk costs a whole pass, however few its rows.
 
-        When nothing decodes there is nothing to wait for.
+        When no row decodes, no slot will become free, so any number is enough.
         """
         free, waiting = self.layouts.num_free, len(self._waiting)
         enough = max(1, self.layouts.num_slots // 16)
         return free >= min(enough, waiting) or not self.layouts.num_active
 
     def _form_group(self) -> PrefillGroup | None:
-        """The row whose turn it is and those nearest to it in length that fit one chunk with it.
+        """The row that is next, and the rows of similar length that fit one chunk with it.
 
-        A row that would compute the same next block as a row already chosen stays behind: it finds
-        that block in the cache when the group is done.
+        A row that would compute the same next block as a chosen row waits. It finds that block in
+        the prefix memory when the group is done.
         """
-        window, cuts = self._alike()
+        window, points = self._alike()
         cached = window[0].num_cached if window else 0
         rows: list[Sequence] = []
         upcoming: set[bytes] = set()
@@ -154,7 +159,7 @@ class Scheduler:
             width = max(width, row.num_prefill - cached)
             fits_chunk = not rows or (len(rows) + 1) * width <= self.memory.budget.chunk_tokens
             room = len(rows) < self.layouts.num_free
-            if not (room and fits_chunk and self._fits_memory([*rows, row], cuts)):
+            if not (room and fits_chunk and self._fits_memory([*rows, row], points)):
                 break
             rows.append(row)
             if block is not None:
@@ -166,12 +171,12 @@ class Scheduler:
         for row in rows:
             row.start_prefill(self._stops(row) if self._state_blocks else frozenset())
             self._uses.remove(row.block_keys)
-        return PrefillGroup(rows, cached, cuts)
+        return PrefillGroup(rows, cached, points)
 
-    def _alike(self) -> tuple[list[Sequence], Cuts]:
-        """Ready rows that may be computed with the one whose turn it is, of its length first.
+    def _alike(self) -> tuple[list[Sequence], SplitPoints]:
+        """Ready rows that may be computed with the next one, those of similar length first.
 
-        And the stems that all of them have in common.
+        Also returns the split points of the prefix that all of them share.
         """
         window = [row for row in islice(self._waiting, LOOKAHEAD) if self._is_ready(row)]
         if not window:
@@ -179,56 +184,58 @@ class Scheduler:
         window = longest_first(window, self.layouts.num_slots)
         for row in window:
             row.num_cached = self._num_cached(row)
-        if window[0].parked:  # computed already: it only has to find room
-            return window[:1], self._cuts_of_parked(window[0])
+        if window[0].parked:  # computed already: it only needs a slot
+            return window[:1], self._points_of_parked(window[0])
         cached, goal = window[0].num_cached, window[0].num_prefill
-        cuts = self.stem_cuts(window[0], window[0].num_cached)
-        stem_blocks = num_blocks(cuts)
-        last = window[0].block_keys[:stem_blocks][-1:]
+        points = self.split_points(window[0], window[0].num_cached)
+        num_shared_blocks = num_blocks(points)
+        last = window[0].block_keys[:num_shared_blocks][-1:]
         window = [
             row
             for row in window
             if row.num_cached == cached
             and not row.parked
-            and row.block_keys[:stem_blocks][-1:] == last
+            and row.block_keys[:num_shared_blocks][-1:] == last
         ]
-        if stem_blocks:  # a row needs a token of its own
-            window = [row for row in window if row.num_prefill > stem_blocks * BLOCK_TOKENS]
+        if num_shared_blocks:  # a row needs a token of its own
+            window = [row for row in window if row.num_prefill > num_shared_blocks * BLOCK_TOKENS]
         if not self._ragged:
             window = [row for row in window if row.num_prefill == goal]
-        return sorted(window, key=lambda row: abs(row.num_prefill - goal)), cuts
+        return sorted(window, key=lambda row: abs(row.num_prefill - goal)), points
 
-    def stem_cuts(self, row: Sequence, num_cached: int, behind: PrefixPart | None = None) -> Cuts:
-        """Of a row's cached tokens, what to share with others: where each of its stems ends.
+    def split_points(
+        self, row: Sequence, num_cached: int, behind: PrefixPart | None = None
+    ) -> SplitPoints:
+        """Where the shared prefixes within a row's cached tokens end.
 
-        Stems that are held, and the one that the row was computed ``behind``, stay as they are; new
-        ones grow on them where they save most.
+        Those in use stay as they are, and so does ``behind``, which the row was computed with. New
+        ones are added after them where they save most.
         """
         if not self._shares:
             return ()
         most = min(num_cached, row.num_prefill - 1) // BLOCK_TOKENS
         keys = row.block_keys[:most]
-        held = self._cuts_held(keys, behind)
+        held = self._held_points(keys, behind)
         wanted = [self._uses.remaining(key) for key in keys]
-        return cuts_of(wanted, held, self._stem_costs)
+        return choose_split_points(wanted, held, self._prefix_costs)
 
-    def _cuts_held(self, keys: list[bytes], behind: PrefixPart | None = None) -> Cuts:
-        """The deepest stem that is held of a chain of blocks, and those that it stands on."""
+    def _held_points(self, keys: list[bytes], behind: PrefixPart | None = None) -> SplitPoints:
+        """Where the longest chain of shared prefixes in use ends that these blocks begin with."""
         held = self.layouts.stems_with(behind)
         last = next((held[key] for key in reversed(keys) if key in held), None)
         return tuple(stem.num_tokens // BLOCK_TOKENS for stem in last.chain) if last else ()
 
-    def _cuts_of_parked(self, row: Sequence) -> Cuts:
-        """A row comes back behind as many tokens as it left."""
+    def _points_of_parked(self, row: Sequence) -> SplitPoints:
+        """Split points of a parked row: it shares as many tokens as when it left its slot."""
         depth = row.num_shared // BLOCK_TOKENS
-        held = self._cuts_held(row.block_keys[:depth])
+        held = self._held_points(row.block_keys[:depth])
         return held if depth in (0, *held) else (*held, depth)
 
     def _stops(self, row: Sequence) -> frozenset[int]:
-        """Where the row's states are worth keeping: where others part from it, and at its end.
+        """Tokens after which the row's states are kept: where other rows differ, and at its end.
 
-        Others wait here, or the producer knows of them. All at the ends of full blocks; states of
-        every block would be gigabytes.
+        The other rows wait here, or the producer told how much text they share. States are kept at
+        ends of full blocks only; those of every block would be gigabytes.
         """
         wanted = [self._uses.remaining(key) for key in row.block_keys[: self._state_blocks]]
         stops = {
@@ -240,18 +247,18 @@ class Scheduler:
         stops.add(min(row.num_common_blocks, len(wanted)) * BLOCK_TOKENS)
         return frozenset(stop for stop in stops if stop > row.num_cached)
 
-    def _fits_memory(self, rows: list[Sequence], cuts: Cuts) -> bool:
+    def _fits_memory(self, rows: list[Sequence], points: SplitPoints) -> bool:
         """Whether these rows may be admitted together; a row that is alone always may."""
-        group = PrefillGroup(rows, stem_cuts=cuts)
-        if self.memory.fits(group.demands, self.ahead(rows), group.stem_keys):
+        group = PrefillGroup(rows, split_points=points)
+        if self.memory.fits(group.demands, self.ahead(rows), group.shared_keys):
             return True
         if len(rows) > 1 or self.layouts.num_active:
             return False
-        self._drop_buffers()  # alone it fits, add() saw to it, if nothing old stays beside it
+        self._drop_buffers()  # the engine refused rows that do not fit even then
         return True
 
     def finish_group(self) -> list[Sequence]:
-        """The rows of the computed group that are still wanted."""
+        """End the computed group. Returns its rows that were not cancelled."""
         group, self._group = self._group, None
         assert group is not None and group.is_computed
         return group.wanted

@@ -1,4 +1,4 @@
-"""From a worker's settings to its way to the store, before any model is loaded."""
+"""Opens the shared store that a worker's settings name, before any model is loaded."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ log = logging.getLogger("batchkv.cache")
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """A worker's way to the store. ``salt`` is its tenant's; ``writer`` signs blocks for people.
+    """An open store and how to use it. ``writer`` is a name in blocks, for people to read.
 
-    ``is_shared``: other processes take leases too. ``patience_seconds``: how long a row waits for
-    one answer; ``held_seconds``: for another worker that publishes nothing meanwhile.
-    ``close_seconds``: how long a worker that ends still writes. ``writes_all``: also the ends of
-    prompts that no other row of their batch begins with.
+    ``is_shared``: other processes take leases, too. ``lookup_seconds``: how long a row waits for
+    one lookup. ``held_seconds``: how long it waits for another worker that publishes no block
+    meanwhile. ``close_seconds``: how long a worker that ends still writes. ``writes_all``: blocks
+    are written even if no other row of the batch begins with them.
     """
 
     store: Store
@@ -36,7 +36,7 @@ class Access:
     writer: str = ""
     adopts_float: bool = False
     writes_all: bool = False
-    patience_seconds: float = 30.0
+    lookup_seconds: float = 30.0
     held_seconds: float = 60.0
     close_seconds: float = 3.0  # the engine's thread is waited for no longer than five
 

@@ -1,12 +1,10 @@
-"""A worker's end of the shared store: which rows wait for what.
+"""A worker's client of the shared store: which rows wait for a lookup or a lease.
 
-Before a row's prompt is computed, the store is asked what it has of it; the row waits until the
-answer is there, others go on meanwhile. What comes is put into the worker's own prefix memory, from
-which rows are filled whether a block was computed here or not. Blocks computed here go the other
-way, through the ``outbox``.
+Before a row's prompt is computed, its prefix is looked up in the store. The row waits for the
+result; other rows go on. Found blocks are put into the worker's own prefix memory. Rows are filled
+from that memory alone. Blocks that are computed here are written through the ``outbox``.
 
-Nothing that the store does holds a row for long: for an answer that does not come, and for another
-worker that does not get on, a row waits up to a limit, and is then computed.
+A row waits for a lookup, and for another worker's lease, up to a limit each. Then it is computed.
 """
 
 from __future__ import annotations
@@ -23,32 +21,32 @@ from batchkv_cache_store.lookup import Piece
 from batchkv_producer.wire.cache_note import CacheNote, token_marks
 from batchkv_worker.kv.start.plan import KvPlan
 from batchkv_worker.model.loader import LoadedModel
-from batchkv_worker.prefix.block_layout import Anatomy
+from batchkv_worker.prefix.block_layout import BlockLayout
 from batchkv_worker.prefix.bundle import Bundle
-from batchkv_worker.prefix.interface import SharedPrefixes
+from batchkv_worker.prefix.interface import PrefixClient
 from batchkv_worker.prefix.memory import PrefixCache
 from batchkv_worker.prefix.shared.access import Access
 from batchkv_worker.prefix.shared.convert import FloatBlocks
-from batchkv_worker.prefix.shared.fetch import Answer, Fetcher, Question
+from batchkv_worker.prefix.shared.fetch import Fetcher, Lookup, LookupResult
 from batchkv_worker.prefix.shared.identity import manifest
 from batchkv_worker.prefix.shared.outbox import Outbox
-from batchkv_worker.prefix.shared.pending import Asked, Questions
+from batchkv_worker.prefix.shared.pending import PendingLookup, PendingLookups
 from batchkv_worker.sequence import Fetch, FetchState, Sequence
 
 log = logging.getLogger("batchkv.cache")
 
 AHEAD_ROWS = 64  # waiting rows that are looked up, the oldest
-TAKE_BYTES = 128 * 2**20  # of answers taken in between two steps, and one more
+TAKE_BYTES = 128 * 2**20  # of results taken in between two steps, and one more
 
 
-class Link(SharedPrefixes):
+class StoreClient(PrefixClient):
     """One engine's lookups, leases and writes."""
 
     def __init__(self, access: Access, loaded: LoadedModel, plan: KvPlan) -> None:
         own = manifest(loaded, plan)
         self.namespace = namespace(own)
         self.root = root_key(self.namespace, access.salt)
-        self.anatomy = Anatomy(plan.kinds)
+        self.block_layout = BlockLayout(plan.kinds)
         self._access = access
         self._store = access.store
         self._floats = FloatBlocks(plan.kinds) if access.adopts_float else None
@@ -56,10 +54,10 @@ class Link(SharedPrefixes):
             self._float_namespace = namespace(self._floats.manifest(own))
         self._fetcher = Fetcher(access.store, access.leases, is_shared=access.is_shared)
         self.outbox = Outbox(
-            *(access.store, self._fetcher.release, self.anatomy),
+            *(access.store, self._fetcher.release, self.block_layout),
             *(self.namespace, self.root, access.writer),
         )
-        self._questions = Questions(self._fetcher)
+        self._pending = PendingLookups(self._fetcher)
         self._ahead_bytes = 0  # fetched for rows that still wait, or expected
         self._prefixes: PrefixCache | None = None
         self._is_on = self._fits()
@@ -69,7 +67,7 @@ class Link(SharedPrefixes):
 
     def _fits(self) -> bool:
         """Whether this model's blocks can be stored at all."""
-        limits, size = self._store.limits, self.anatomy.largest
+        limits, size = self._store.limits, self.block_layout.largest
         if size + limits.max_header_bytes <= limits.max_block_bytes:
             return True
         log.warning(
@@ -80,14 +78,14 @@ class Link(SharedPrefixes):
         return False
 
     def attach(self, prefixes: PrefixCache) -> None:
-        self._prefixes, self.outbox.uses = prefixes, prefixes.kept
+        self._prefixes, self.outbox.uses = prefixes, prefixes.eviction
         if not prefixes.max_blocks:
             self._is_on = False
             log.warning("prefixes are not shared: the memory for prefixes holds not one block")
 
     @property
     def is_busy(self) -> bool:
-        return len(self.outbox) > 0 or self._questions.has_answers
+        return len(self.outbox) > 0 or self._pending.has_answers
 
     def begin(self, row: Sequence) -> None:
         if row.block_keys and self._is_on:
@@ -103,14 +101,14 @@ class Link(SharedPrefixes):
             if self.is_ready(row):
                 continue
             depth = self._prefix_memory.depth_of(row)
-            if not self._questions.may_ask(row.block_keys[depth], now):
+            if not self._pending.may_ask(row.block_keys[depth], now):
                 continue
             if not self._has_room(row, fetch, depth, is_first=place == 0):
                 break  # a younger row must not take the room that this one waits for
             self._ask(row, fetch, depth, now)
 
     def wait(self, timeout_seconds: float) -> None:
-        if not self._questions.has_answers:
+        if not self._pending.has_answers:
             self._fetcher.wait(timeout_seconds)
 
     def send(self, *, is_idle: bool) -> None:
@@ -122,36 +120,36 @@ class Link(SharedPrefixes):
             return True
         now = time.monotonic()
         if fetch.state is FetchState.ASKED:
-            is_late = now - fetch.asked_at > self._access.patience_seconds
+            is_late = now - fetch.asked_at > self._access.lookup_seconds
             return is_late and self._give_up(fetch, "slow")
         depth = self._prefix_memory.depth_of(row)
         # What is computed here, the scheduler sees to it that it is computed once.
         if depth == len(row.block_keys) or self.outbox.is_held(row.block_keys[depth]):
             return True
-        if self._questions.is_hung:
+        if self._pending.is_hung:
             return self._give_up(fetch, "slow")  # the store hangs: nobody else waits for it
-        if self._questions.is_held(row.block_keys[depth]):
+        if self._pending.is_held(row.block_keys[depth]):
             self._see_held(fetch, depth, now)
             if now - fetch.held_since > self._access.held_seconds:
                 return self._give_up(fetch, "held")
         return False
 
     def _see_held(self, fetch: Fetch, depth: int, now: float) -> None:
-        """Another worker computes the row's next block: since when has that not got on?"""
+        """Note since when another worker's lease on the row's next block has made no progress."""
         if fetch.state is not FetchState.HELD or depth > fetch.deepest:
             fetch.state, fetch.stop = FetchState.HELD, "held"
             fetch.held_since, fetch.deepest = now, depth
 
     def _give_up(self, fetch: Fetch, why: str) -> bool:
-        """Nothing is waited for any longer than its limit."""
-        self._questions.give_up(fetch)
+        """Stop waiting: the limit is reached. The row is ready."""
+        self._pending.give_up(fetch)
         self._expect(fetch, 0, 0)
         fetch.state, fetch.stop = FetchState.DONE, why
         self._store.count(f"gave_up.{why}")
         return True
 
     def _has_room(self, row: Sequence, fetch: Fetch, depth: int, *, is_first: bool) -> bool:
-        """Room for what may come; the oldest row that waits always has it."""
+        """Whether the memory has room for the blocks that may come; for the oldest row always."""
         memory = self._prefix_memory
         others = self._ahead_bytes - fetch.num_bytes
         wanted = (len(row.block_keys) - depth) * memory.block_bytes
@@ -161,7 +159,7 @@ class Link(SharedPrefixes):
         return True
 
     def _expect(self, fetch: Fetch, num_bytes: int, num_expected: int) -> None:
-        """That much was fetched for a row and is not used yet, and that much may still come."""
+        """Count bytes that a row has fetched and not used, and those that may still come."""
         self._ahead_bytes += num_bytes + num_expected - fetch.num_bytes - fetch.num_expected
         fetch.num_bytes, fetch.num_expected = num_bytes, num_expected
 
@@ -169,29 +167,29 @@ class Link(SharedPrefixes):
         fetch.state, fetch.asked_at = FetchState.ASKED, now
         fetch.deepest = max(fetch.deepest, depth)
         had = self._prefix_memory.pieces(row.block_keys)
-        wanted = self.anatomy.wanted(self.namespace, row.block_keys, row.prompt, had)
+        wanted = self.block_layout.wanted(self.namespace, row.block_keys, row.prompt, had)
         floats = None
         if self._floats is not None and self._floats.is_needed:
             root = root_key(self._float_namespace, self._access.salt)
             keys = chain(root, row.prompt[: len(row.block_keys) * BLOCK_TOKENS])
-            floats = self.anatomy.wanted(self._float_namespace, keys, row.prompt, had)
+            floats = self.block_layout.wanted(self._float_namespace, keys, row.prompt, had)
         worth = self.outbox.num_worth(row, num_own=1)  # leases on no more: they make others wait
         missing = row.block_keys[depth]
-        self._questions.ask(row, missing, lambda n: Question(n, wanted, worth, floats))
+        self._pending.ask(row, missing, lambda n: Lookup(n, wanted, worth, floats))
 
     def _take_answers(self) -> None:
-        """Take in what came, as much as a step can bear."""
+        """Take in results of lookups, up to TAKE_BYTES."""
         taken = 0
-        for asked, answer in self._questions.answers():
+        for asked, answer in self._pending.answers():
             taken += self._take_in(asked, answer)
             if taken > TAKE_BYTES:
                 return
 
-    def _take_in(self, asked: Asked, answer: Answer) -> int:
-        """Bytes that an answer brought."""
+    def _take_in(self, asked: PendingLookup, answer: LookupResult) -> int:
+        """Take in one result; the bytes that it brought."""
         row, fetch = asked.row, asked.row.fetch
         if fetch is None or row.is_ended or fetch.state is not FetchState.ASKED:
-            self._fetcher.release(answer.leases)  # nobody waits for it any more
+            self._fetcher.release(answer.leases)  # no row waits for it any more
             return 0
         was = self._prefix_memory.depth_of(row)
         num_bytes = self._adopt(row, answer)
@@ -202,16 +200,16 @@ class Link(SharedPrefixes):
         if not answer.is_held or depth == len(row.block_keys):
             fetch.state, fetch.stop = FetchState.DONE, answer.stop
             return num_bytes
-        self._questions.hold_off(row.block_keys[depth])
+        self._pending.hold_off(row.block_keys[depth])
         now = time.monotonic()
         if depth > fetch.deepest or not fetch.held_since:
             fetch.held_since, fetch.deepest = now, max(depth, fetch.deepest)
         fetch.state, fetch.stop = FetchState.HELD, "held"
         return num_bytes
 
-    def _adopt(self, row: Sequence, answer: Answer) -> int:
-        """Put what came into the prefix memory; its bytes there."""
-        own = self._bundles(answer.pieces, self.anatomy.bundle)
+    def _adopt(self, row: Sequence, answer: LookupResult) -> int:
+        """Put found blocks into the prefix memory; their bytes there."""
+        own = self._bundles(answer.pieces, self.block_layout.bundle)
         self._prefix_memory.adopt(row.block_keys, own)
         num_bytes = sum(bundle.nbytes for bundle in own.values())
         if self._floats is not None and answer.floats:
@@ -224,7 +222,7 @@ class Link(SharedPrefixes):
     def _bundles(
         self, pieces: Mapping[Piece, Block], unpack: Callable[[Block], Bundle]
     ) -> dict[Piece, Bundle]:
-        """Arrays of pieces; of those that are not this model's, none."""
+        """Arrays of pieces; pieces with other arrays than this model's are left out."""
         found: dict[Piece, Bundle] = {}
         for piece, block in pieces.items():
             try:
@@ -245,7 +243,7 @@ class Link(SharedPrefixes):
         return self._store.counters()
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until everything handed on is written; False when the time was up first."""
+        """Wait until all that was sent is written; False when the time was up first."""
         return self._store.flush(timeout_seconds)
 
     def count(self, name: str) -> None:
@@ -281,7 +279,7 @@ class Link(SharedPrefixes):
         self._expect(fetch, 0, 0)
         was, fetch.state = fetch.state, FetchState.DONE
         if was is FetchState.ASKED:
-            self._questions.abandon(fetch)
+            self._pending.abandon(fetch)
             self._take_answers()  # one that was there already has leases
         self.outbox.forget(fetch)
 

@@ -17,19 +17,19 @@ from batchkv_worker.kv.layers.contract import LayerKind
 from batchkv_worker.kv.layers.kinds import AttentionKind
 from batchkv_worker.kv.schemes.packing import LayerScheme, TensorScheme
 from batchkv_worker.kv.types import Pieces
-from batchkv_worker.prefix.block_layout import Anatomy
+from batchkv_worker.prefix.block_layout import BlockLayout
 from batchkv_worker.prefix.bundle import Bundle
 from batchkv_worker.prefix.shared.identity import describe
 
 
 class FloatBlocks:
-    """The float twin of a plan's layers."""
+    """The float form of a plan's layers."""
 
     def __init__(self, kinds: tuple[LayerKind, ...]) -> None:
         self._kinds = kinds
-        self._floats = tuple(map(_float_twin, kinds))
-        self._anatomy = Anatomy(self._floats)
-        self._target = Anatomy(kinds)
+        self._floats = tuple(map(_float_form, kinds))
+        self._block_layout = BlockLayout(self._floats)
+        self._target = BlockLayout(kinds)
 
     @property
     def is_needed(self) -> bool:
@@ -42,7 +42,7 @@ class FloatBlocks:
 
     def convert(self, block: Block) -> Bundle:
         """A float block's part, packed; ValueError when its arrays are not as they must."""
-        given = self._anatomy.bundle(block)
+        given = self._block_layout.bundle(block)
         pieces = [
             None if (part := given.layer(index)) is None else _packed(kind, part)
             for index, kind in enumerate(self._kinds)
@@ -50,7 +50,7 @@ class FloatBlocks:
         return self._target.part(Kind(block.kind), pieces)
 
 
-def _float_twin(kind: LayerKind) -> LayerKind:
+def _float_form(kind: LayerKind) -> LayerKind:
     if not isinstance(kind, AttentionKind):
         return kind
     scheme = LayerScheme(kind.scheme.shape, TensorScheme(), TensorScheme())

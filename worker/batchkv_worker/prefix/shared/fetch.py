@@ -1,9 +1,9 @@
 """Lookups in the shared store, on threads of their own while rows decode.
 
-A lookup finds the longest stored prefix of a prompt. What it does not find it tries to lease, so
-that no other worker computes it at the same time; if another has the first missing block already,
-the row is told to wait. Between a lookup and its lease the holder may have published and let go, so
-that whoever gets a lease among several workers looks once more.
+A lookup finds the longest stored prefix of a prompt. It then tries to lease the missing blocks, so
+that no other worker computes them at the same time. If another worker has the lease on the first
+missing block, the row has to wait. Between a lookup and its lease the holder may have published the
+block and released it. So a lookup that gets a lease, among several workers, looks once more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_LOOKS = 4  # at one prompt, while others publish what it was about to lease
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class Lookup:
     """A lookup to make.
 
     ``num_worth``: blocks that will be written once they are computed; the others are not leased.
@@ -43,8 +43,8 @@ class Question:
 
 
 @dataclass(slots=True)
-class Answer:
-    """What came of it.
+class LookupResult:
+    """The result of a lookup.
 
     ``depth``: blocks that can be gone on from with ``pieces`` and what the asker had. ``leases``
     are held for blocks after it; ``is_held``: another worker computes the next one. ``floats``:
@@ -61,14 +61,14 @@ class Answer:
 
 
 class Fetcher:
-    """Threads that answer questions, in order. ``ask`` and ``answers`` are the engine's side."""
+    """Threads that make lookups, in order. The engine calls ``ask`` and ``answers``."""
 
     def __init__(self, store: Store, leases: Leases, *, is_shared: bool) -> None:
         self._store = store
         self._leases = leases
         self._is_shared = is_shared  # whether other processes may hold leases
-        self._questions: SimpleQueue[Question | None] = SimpleQueue()
-        self._answers: SimpleQueue[Answer] = SimpleQueue()
+        self._lookups: SimpleQueue[Lookup | None] = SimpleQueue()
+        self._answers: SimpleQueue[LookupResult] = SimpleQueue()
         self._has_answers = threading.Event()
         self._lock = threading.Lock()
         self._abandoned: set[int] = set()
@@ -83,22 +83,22 @@ class Fetcher:
         for thread in self._threads:
             thread.start()
 
-    def ask(self, question: Question) -> None:
-        """Queue a lookup; its answer comes, whatever happens."""
-        self._questions.put(question)
+    def ask(self, question: Lookup) -> None:
+        """Queue a lookup; its result comes, whatever happens."""
+        self._lookups.put(question)
 
     def abandon(self, ticket: int) -> None:
-        """Nobody waits for this answer any more: its leases are let go as soon as it is there.
+        """Release the leases of this result as soon as it comes: no row waits for it any more.
 
-        It comes all the same; one that is there already still has them.
+        A result that has come already keeps its leases.
         """
         with self._lock:
             self._abandoned.add(ticket)
 
-    def answers(self) -> list[Answer]:
-        """What has been answered since the last call."""
+    def answers(self) -> list[LookupResult]:
+        """Results that came since the last call."""
         self._has_answers.clear()
-        found: list[Answer] = []
+        found: list[LookupResult] = []
         try:
             while True:
                 found.append(self._answers.get_nowait())
@@ -109,28 +109,28 @@ class Fetcher:
         return found
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait for an answer."""
+        """Wait for a result."""
         before = ENGINE.enter(STORE)
         self._has_answers.wait(timeout_seconds)
         ENGINE.enter(before)
 
     def release(self, leases: Sequence[Lease]) -> None:
-        """Let leases go, on a thread that may wait for it."""
+        """Release leases, on a thread of its own."""
         if leases:
             self._leavings.put(leases)
 
     def close(self, timeout_seconds: float) -> None:
         """End the threads; one that a tier keeps longer is left behind."""
         for _ in range(NUM_THREADS):
-            self._questions.put(None)
+            self._lookups.put(None)
         self._leavings.put(None)
         deadline = time.monotonic() + timeout_seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
-        while (question := self._questions.get()) is not None:
-            answer = Answer(question.ticket)
+        while (question := self._lookups.get()) is not None:
+            answer = LookupResult(question.ticket)
             try:
                 self._look(question, answer)
             except Exception:  # whatever broke here, the row is computed
@@ -153,7 +153,7 @@ class Fetcher:
             except Exception:  # they lapse by themselves
                 log.exception("leases could not be let go")
 
-    def _look(self, question: Question, answer: Answer) -> None:
+    def _look(self, question: Lookup, answer: LookupResult) -> None:
         wanted = question.wanted
         for _ in range(_MAX_LOOKS):
             found = self._store.lookup(wanted)
@@ -178,7 +178,7 @@ class Fetcher:
                 self._release(answer)  # what rests on converted blocks is never published
                 answer.is_held = False
 
-    def _take(self, found: Found, answer: Answer) -> bool:
+    def _take(self, found: Found, answer: LookupResult) -> bool:
         """Add what was found; whether that goes deeper than what was found before."""
         is_deeper = found.depth > answer.depth
         if is_deeper or not answer.stop:
@@ -187,6 +187,6 @@ class Fetcher:
             answer.stop = found.stop
         return is_deeper
 
-    def _release(self, answer: Answer) -> None:
+    def _release(self, answer: LookupResult) -> None:
         self._leases.release_many(answer.leases)
         answer.leases = []

@@ -1,8 +1,8 @@
-"""Blocks on their way from the engine to the store, and the leases that end when they are there.
+"""Blocks on their way from the engine to the store, and the leases that end when they are written.
 
-A part of a block is handed in while its graph is still being computed. It is copied out two steps
-later, when reading it waits for nothing, a few megabytes between two steps; the store's own thread
-writes it. Its lease is let go when all parts of the block are written, so that whoever waits for
+A part of a block is added while it is still being computed. It is copied out two steps later, when
+reading it waits for nothing, a few megabytes between two steps. The store's own thread writes it.
+The lease is released when all parts of the block are written, so that another worker that waits for
 the lease finds the block.
 """
 
@@ -21,7 +21,7 @@ from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_cache_store.lease import Lease
 from batchkv_cache_store.store import Store
 from batchkv_cache_store.uses import Uses
-from batchkv_worker.prefix.block_layout import Anatomy, packed_tokens
+from batchkv_worker.prefix.block_layout import BlockLayout, packed_tokens
 from batchkv_worker.prefix.bundle import Bundle
 from batchkv_worker.sequence import Fetch, Sequence
 
@@ -57,20 +57,20 @@ class _Parcel:
 
 
 class Outbox:
-    """Of one engine; all on its thread, but for the end of a write."""
+    """The outbox of one engine. Only the end of a write comes from another thread."""
 
     def __init__(
         self,
         store: Store,
         release: Callable[[Items[Lease]], None],
-        anatomy: Anatomy,
+        block_layout: BlockLayout,
         namespace: bytes,
         root: bytes,
         writer: str,
     ) -> None:
         self._store = store
         self._release = release  # returns at once
-        self._anatomy = anatomy
+        self._block_layout = block_layout
         self._namespace = namespace
         self._root = root
         self._writer = writer
@@ -97,7 +97,7 @@ class Outbox:
         return held is not None and not held.lease.is_lost
 
     def forget(self, owner: Fetch) -> None:
-        """A row is computed or gone: what it leased and nobody computed may be another's."""
+        """A row is computed or cancelled: release its leases on blocks that were not computed."""
         with self._lock:
             gone = [
                 key
@@ -112,10 +112,10 @@ class Outbox:
         return self.uses.num_worth_writing(row.block_keys, row.num_common_blocks, num_own)
 
     def add(self, row: Sequence, number: int, kind: Kind, bundle: Bundle) -> None:
-        """Take in a part that was computed just now, if others can use it (``prefix.OnNew``)."""
+        """Add a part that was computed just now, if other rows can use it (``prefix.OnNew``)."""
         if number >= self.num_worth(row):
             return
-        if not self._anatomy.is_like(kind, bundle):
+        if not self._block_layout.is_like(kind, bundle):
             if not self._has_warned:
                 self._has_warned = True
                 log.warning("prefixes are not shared: this model's %s arrays vary", kind)
@@ -132,7 +132,7 @@ class Outbox:
         self._num_bytes += bundle.nbytes
 
     def send(self, *, is_idle: bool) -> None:
-        """After a step: copy out what is computed by now; all of it when nothing else is to do."""
+        """Copy out parts that are computed by now, after a step; all when the engine is idle."""
         self._step += 1
         left = max(SEND_BYTES, self._num_bytes // 4)
         while self._parcels and left > 0:
@@ -144,7 +144,7 @@ class Outbox:
             self._send(parcel)
 
     def drop_all(self) -> None:
-        """What was computed lately cannot be trusted: none of it is handed on."""
+        """Drop all parts: memory ran out, so their content cannot be trusted."""
         while self._parcels:
             parcel = self._parcels.popleft()
             self._num_bytes -= parcel.bundle.nbytes
@@ -152,7 +152,7 @@ class Outbox:
             self._written(parcel.key)
 
     def send_all(self) -> None:
-        """The engine ends."""
+        """Copy out all parts: the engine ends."""
         while self._parcels:
             self.send(is_idle=True)
 
@@ -184,7 +184,7 @@ class Outbox:
             index=parcel.number,
             kind=parcel.kind,
             tokens=packed_tokens(parcel.row.prompt[low : low + BLOCK_TOKENS], BLOCK_TOKENS)[0],
-            tensors=self._anatomy.tensors(parcel.kind, parcel.bundle),
+            tensors=self._block_layout.tensors(parcel.kind, parcel.bundle),
             writer=self._writer,
             time_ms=time.time_ns() // 1_000_000,
         )
