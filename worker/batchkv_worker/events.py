@@ -1,8 +1,8 @@
-"""What passes between the RQ side (main thread) and the engine (its own thread). No MLX here.
+"""The messages between the main thread (RQ) and the engine's thread. No MLX.
 
-The main thread hands over ``Work`` and job ids to cancel; the engine answers with ``Completed``
-and ``Rejected``, one of them for every piece of work that was not cancelled, and ``EngineDied``
-once, last, when it cannot go on.
+The main thread sends ``Work`` and ids of jobs to cancel. The engine sends one ``Completed`` or
+``Rejected`` for each row that was not cancelled. When it cannot go on, it sends ``EngineDied`` as
+its last message.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from batchkv_producer.wire.maker import Maker
 class Work:
     """One row to generate. ``job_id`` names it in every event.
 
-    ``shared_bytes``: how much of its text another row of its batch begins with; None when nobody
-    knows.
+    ``shared_bytes``: how many bytes of its text another row of its batch begins with; None when
+    that is not known.
     """
 
     job_id: str
@@ -33,8 +33,8 @@ class Work:
 class Completed:
     """A row that ended by itself: ``finish_reason`` is "stop" or "length".
 
-    ``saved_ms``: what computing its cached tokens would have taken, as measured lately. ``note``:
-    what the shared cache had.
+    ``saved_ms``: how long computing its cached tokens would have taken, as measured lately.
+    ``note``: what the shared store had.
     """
 
     job_id: str
@@ -58,14 +58,14 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class EngineDied:
-    """The engine's thread ended; everything it still held must go back to the queue."""
+    """The engine's thread has ended; its rows must go back to the queue."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """Rows that the engine was asked to forget, and of which it had computed nothing."""
+    """Rows that were recalled: cancelled before any of their tokens was computed."""
 
     job_ids: tuple[str, ...]
 
@@ -76,8 +76,8 @@ Event = Completed | Rejected | EngineDied
 class EngineLike(Protocol):
     """The engine as its thread drives it. All calls come from that one thread.
 
-    ``max_in_flight`` is how many rows the engine wants to hold: its slots plus a few that wait
-    so that a free slot is refilled without asking Redis.
+    ``max_in_flight``: how many rows the engine wants to have. These are its slots, and some waiting
+    rows that refill a free slot without a call to Redis.
     """
 
     @property
@@ -85,7 +85,7 @@ class EngineLike(Protocol):
 
     @property
     def maker(self) -> Maker:
-        """What its answers are made with; never changes."""
+        """The model and scheme that its answers are made with; never changes."""
         ...
 
     @property
@@ -94,29 +94,29 @@ class EngineLike(Protocol):
     def add(self, work: Work) -> None: ...
 
     def cancel(self, job_id: str) -> None:
-        """Forget a row; unknown ids are ignored. No event follows."""
+        """Cancel a row; unknown ids are ignored. No event follows."""
 
     def recall(self, job_ids: Sequence[str], count: int) -> list[str]:
-        """Forget up to ``count`` of these rows, the last first; the ids of those forgotten.
+        """Cancel up to ``count`` of these rows, the last first, if nothing of them was computed.
 
-        Only rows of which nothing was computed.
+        Returns the ids of the cancelled rows.
         """
         ...
 
     def step(self) -> list[Event]:
-        """Do one unit of work (a prefill chunk, a decode step) and tell what ended."""
+        """Compute prompt chunks and one decode step. Returns events of rows that ended."""
         ...
 
     def close(self) -> None: ...
 
     def report(self) -> str:
-        """What it was doing, in a line without any content. From any thread; never waits."""
+        """What it was doing, in one line without content. From any thread; never waits."""
         ...
 
     def has_changed(self) -> bool:
-        """Whether the model's files are others now than were loaded. From any thread."""
+        """Whether the model's files have changed since they were loaded. From any thread."""
         ...
 
     def memory_bytes(self) -> int:
-        """What it has allocated on the device, as of its last step. From any thread."""
+        """Bytes that it had allocated on the device after its last step. From any thread."""
         ...

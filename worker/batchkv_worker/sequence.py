@@ -46,17 +46,17 @@ class Generation:
 
 
 class FetchState(Enum):
-    """Where a row's lookup in the shared store stands."""
+    """The state of a row's lookup in the shared store."""
 
     NEW = auto()
     ASKED = auto()
-    HELD = auto()  # another worker computes its next block: asked again in a while
-    DONE = auto()  # its prompt may be computed from what is here now
+    HELD = auto()  # another worker computes its next block: looked up again later
+    DONE = auto()  # its prompt may be computed now
 
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """A row's lookup. Times are of ``time.monotonic``; the last fields tell how it went.
+    """A row's lookup. Times are of ``time.monotonic``.
 
     ``found`` blocks came from the shared store; ``stop`` says why not more
     (``lookup.Found.stop``, or "held", or "slow").
@@ -65,9 +65,9 @@ class Fetch:
     state: FetchState = FetchState.NEW
     asked_at: float = 0.0
     held_since: float = 0.0
-    deepest: int = 0  # blocks that were here at once, at most
-    num_bytes: int = 0  # fetched and not yet used
-    num_expected: int = 0  # that the lookup under way may bring
+    deepest: int = 0  # most blocks that were here at one time
+    num_bytes: int = 0  # fetched and not used yet
+    num_expected: int = 0  # bytes that the pending lookup may bring
     found: int = 0
     stop: str = ""
 
@@ -112,23 +112,23 @@ class Sequence:
     status: Status = Status.WAITING
     slot: int | None = None
     num_dispatched: int = 0
-    num_overtaken: int = 0  # groups that were formed before it while it was the oldest
-    num_cached: int = 0  # prompt tokens that were here already
-    depth_seen: tuple[int, int] = (-1, 0)  # version of the prefix memory, and blocks it had then
+    num_overtaken: int = 0  # groups formed before it while it was the oldest
+    num_cached: int = 0  # prompt tokens found in the prefix memory
+    depth_seen: tuple[int, int] = (-1, 0)  # version of the prefix memory, and the blocks found then
     block_keys: list[bytes] = field(default_factory=list)  # of the prompt's full blocks
     num_common: int | None = None  # tokens that another row of the batch begins with
     state_stops: frozenset[int] = frozenset()  # tokens after which states are kept
     fetch: Fetch | None = None  # its lookup in the shared store
-    is_converted: bool = False  # it goes on from blocks that another scheme rounded first
+    is_converted: bool = False  # it uses blocks that another scheme rounded first
     generated: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    detokenizer: Any = None  # only rows with stop strings follow their text as it grows
+    detokenizer: Any = None  # only for rows with stop strings
     finish_reason: str = ""
     num_resumed: int = 0
-    num_shared: int = 0  # tokens that stood in a stem when it left its slot
-    parked: bytes = b""  # under which its slot's content is held until it comes back
-    num_preempted: int = 0  # how often it had to leave its slot
-    first_cached: int = -1  # ``num_cached`` when it came in first; -1: it never had to leave
+    num_shared: int = 0  # tokens in a shared prefix when it was preempted
+    parked: bytes = b""  # key of its slot's content while that is kept
+    num_preempted: int = 0  # how often it had to wait again for room
+    first_cached: int = -1  # ``num_cached`` of its prompt; -1: it was never preempted
     num_failures: int = 0  # how often memory ran out while it was alone
     replay_of: Sequence | None = None  # the row that this one repeats without the cache, see audit
 
@@ -138,7 +138,7 @@ class Sequence:
         return len(self.prompt) + self.num_resumed - 1
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Tokens [start, end) of the prompt and the answer after it."""
+        """Tokens [start, end) of the prompt followed by the output."""
         length = len(self.prompt)
         return (
             self.prompt[start:end] + self.generated[max(0, start - length) : max(0, end - length)]
@@ -146,18 +146,18 @@ class Sequence:
 
     @property
     def num_common_blocks(self) -> int:
-        """Full blocks that others of the batch begin with; all, if nobody knows."""
+        """Full blocks that another row of the batch begins with; all, if that is not known."""
         known = self.num_common is not None
         return (self.num_common or 0) // BLOCK_TOKENS if known else len(self.block_keys)
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that may still be dispatched."""
+        """Tokens that may still be generated."""
         return self.generation.max_tokens - self.num_dispatched
 
     @property
     def is_begun(self) -> bool:
-        """Whether it was computed before, and had to wait again."""
+        """Whether it was computed before and waits or waited again."""
         return self.num_preempted > 0 or self.num_failures > 0 or bool(self.generated)
 
     @property

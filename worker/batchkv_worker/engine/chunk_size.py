@@ -1,11 +1,10 @@
-"""How many tokens of a prompt to compute at once: measured at start, on the device that serves.
+"""Chooses how many prompt tokens a chunk has, by measuring at start on the device that serves.
 
-Larger chunks use a device better up to a point; rows that decode wait for one chunk at most, so the
-smallest that is nearly as fast as the fastest is taken. It changes no token.
+Larger chunks are faster up to a point, but rows that decode wait for one chunk at most. So the
+smallest size that is nearly as fast as the fastest is chosen. No token depends on it.
 
-The first time that a size is computed, a GPU's kernels for it are compiled, which may take seconds
-where the size itself takes a twentieth of one. That time is not counted: only a limit of its own
-ends it.
+The first time that a size is computed, a GPU compiles kernels for it. That may take seconds where
+the size itself takes a twentieth of one. It is not counted as speed; ``START_SECONDS`` bounds it.
 """
 
 from __future__ import annotations

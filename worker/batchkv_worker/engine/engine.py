@@ -1,11 +1,14 @@
 """The engine: continuous batching over decode slots. ``step`` is schedule, run, finish.
 
-One thread owns it and all of MLX. A step (a) computes prompt chunks while slots are free, (b)
-builds the next decode step's graph while the last one still runs, (c) waits for the last one, then
-starts the next and only now looks at the tokens that came back. Building, most of Python's work,
-thus overlaps with the device; and because a step starts when the one before it has ended, nothing
-else refers to the slot buffers then: MLX writes into them in place, and copies none. On a CPU, (b)
-starts each layer as it is built (``Backend.starts_each_layer``).
+One thread owns it and all of MLX. A step has three parts:
+
+(a) compute prompt chunks while slots are free;
+(b) build the graph of the next decode step while the last step still runs;
+(c) wait for the last step, start the next one, and then read the tokens of the last.
+
+So building, most of Python's work, overlaps with the device. A step starts when the one before it
+has ended. Then nothing else refers to the slot buffers, and MLX writes into them in place. On a
+CPU, (b) starts each layer as it is built (``Backend.starts_each_layer``).
 """
 
 from __future__ import annotations
@@ -48,8 +51,8 @@ __all__ = ["Engine", "EngineConfig"]
 
 log = logging.getLogger("batchkv.engine")
 
-CHUNKS_PER_STEP = 8  # prompt chunks in a step without rows that decode; with such it is one
-STILL_SECONDS = 0.02  # waited for the store at once, when there is nothing else to do
+CHUNKS_PER_STEP = 8  # prompt chunks in a step in which no row decodes; else one
+STILL_SECONDS = 0.02  # of one wait for the store when the engine has nothing else to do
 
 
 class Engine:

@@ -1,6 +1,6 @@
-"""From settings to an engine, on the engine's thread.
+"""Builds an engine from a worker's settings, on the engine's thread.
 
-Nothing here imports MLX before ``blas.load`` has run: a BLAS can only be exchanged before it.
+MLX is imported only after ``blas.load``: another BLAS can only be chosen before that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def build_engine(settings: WorkerSettings) -> Engine:
     from batchkv_worker.model.loader import load
     from batchkv_worker.prefix.shared.access import open_access
 
-    access = open_access(settings)  # first: a fault of the settings costs no loading
+    access = open_access(settings)  # first: a fault in the settings costs no loading
     prepare_device(wired_limit=settings.wired_limit)
     ENGINE.enter(LOAD)
     loaded = load(settings.model, settings.dtype, is_careful=True)

@@ -1,7 +1,7 @@
-"""How many files the process may have open, whatever a library thinks of that.
+"""Keeps the limit of open files when ``mlx_lm`` is imported.
 
-``mlx_lm`` sets the limits to 2,048 and 4,096 when it is imported: that fails where the hard one is
-lower, and lowers it where it is higher.
+``mlx_lm`` sets the limits to 2,048 and 4,096 when it is imported. That fails if the hard limit is
+lower, and lowers it if it is higher.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ WANTED_FILES = 2048  # as mlx_lm wants it: large models have many files
 
 
 def import_mlx_lm() -> None:
-    """Import ``mlx_lm`` for the first time; the soft limit is raised as far as the hard one lets.
+    """Import ``mlx_lm`` for the first time, and raise the soft limit as far as the hard one allows.
 
     Call it before anything else imports ``mlx_lm``.
     """

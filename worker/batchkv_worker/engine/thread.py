@@ -1,8 +1,8 @@
 """The engine on its own thread, the only one that touches MLX.
 
 The main thread puts orders into the inbox (``add``, ``cancel``, ``stop``) and reads lists of
-notices from the outbox. The engine never waits for anybody but an empty inbox: it knows nothing of
-Redis, and a slow main thread only lets its outbox grow.
+notices from the outbox. The engine waits only for its inbox, and only while it is idle. It does not
+know Redis. A slow main thread only lets the outbox grow.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ FIRST_ORDERS_SECONDS = 1.0  # the same when no row decodes: rows that start toge
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The model is loaded; work may come."""
+    """The engine is built and accepts work."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """The engine could not be built: a fault of configuration, not of any job."""
+    """The engine could not be built. The configuration is at fault, not a job."""
 
     error: WorkerError
 
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Nothing happened in the engine; somebody wants the main loop to take a turn."""
+    """Ends a wait of the main loop; nothing happened in the engine."""
 
 
 Notice = Event | Ready | LoadFailed | Wake | Recalled
@@ -64,7 +64,7 @@ _Order = Work | _Cancel | _Recall | None  # None: stop
 
 
 class EngineThread:
-    """Owns the thread. Every method here is called from the main thread and returns at once."""
+    """Owns the thread. The main thread calls the methods; they return at once, except ``join``."""
 
     def __init__(self, factory: Callable[[], EngineLike]) -> None:
         self._factory = factory
@@ -79,43 +79,43 @@ class EngineThread:
         self.loading = ""  # how far building the engine is; empty once it is there
 
     def start(self) -> None:
-        """Start the thread, which builds the engine first and then says Ready."""
+        """Start the thread, which builds the engine and then sends ``Ready``."""
         self.loading = "loading"
         self._thread.start()
 
     @property
     def has_ended(self) -> bool:
-        """Whether the thread was started and is gone."""
+        """Whether the thread was started and has ended."""
         return self._thread.ident is not None and not self._thread.is_alive()
 
     def add(self, works: Sequence[Work]) -> None:
-        """Hand over rows to generate, all at once: the engine does not start with a part."""
+        """Give the engine rows to generate, all at once, so that it can group all of them."""
         if works:
             self._inbox.put(tuple(works))
 
     def cancel(self, job_id: str) -> None:
-        """Forget a row; an event that is already on its way may still come."""
+        """Cancel a row; an event that was already sent may still come."""
         self._inbox.put((_Cancel(job_id),))
 
     def recall(self, job_ids: Sequence[str], count: int) -> None:
-        """Have up to ``count`` of these rows forgotten; ``Recalled`` says which still waited."""
+        """Cancel up to ``count`` of these rows if they wait; ``Recalled`` names those."""
         self._inbox.put((_Recall(tuple(job_ids), count),))
 
     def stop(self) -> None:
-        """Ask the thread to end after the step that it is in."""
+        """Ask the thread to end after its current step."""
         self._inbox.put((None,))
 
     @property
     def memory_bytes(self) -> int:
-        """What the engine has allocated, as of its last step; 0 while there is none."""
+        """Bytes that MLX had allocated after the last step; 0 before the engine is built."""
         return 0 if self._engine is None else self._engine.memory_bytes()
 
     def has_changed(self) -> bool:
-        """Whether the model's files are others now than were loaded. May take seconds."""
+        """Whether the model's files have changed since they were loaded. May take seconds."""
         return self._engine is not None and self._engine.has_changed()
 
     def report(self) -> str:
-        """What the engine was doing; of one that hangs, too."""
+        """What the engine was doing, even when it hangs."""
         if self._engine is None:
             return "it was being built"
         try:
@@ -124,7 +124,7 @@ class EngineThread:
             return f"its state cannot be read: {type(fault).__name__}"
 
     def join(self, timeout_seconds: float) -> bool:
-        """Wait for the thread's end; whether it came."""
+        """Wait for the thread's end. Returns whether it has ended."""
         if self._thread.ident is not None:
             self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
@@ -134,7 +134,7 @@ class EngineThread:
         self._outbox.put((Wake(),))
 
     def notices(self, timeout_seconds: float) -> list[Notice]:
-        """All that is in the outbox, after waiting up to ``timeout_seconds`` for the first."""
+        """All notices in the outbox, after waiting up to ``timeout_seconds`` for the first."""
         found: list[Notice] = []
         try:
             found += self._outbox.get(timeout_seconds > 0, max(timeout_seconds, 0) or None)
@@ -183,7 +183,7 @@ class EngineThread:
                 self._outbox.put(events)
 
     def _take_orders(self, engine: EngineLike) -> bool:
-        """Carry out what is in the inbox; wait there while the engine is idle. False: stop."""
+        """Carry out the orders in the inbox; wait for one while the engine is idle. False: stop."""
         was_idle = engine.is_idle
         if was_idle:
             ENGINE.enter(IDLE)
@@ -201,7 +201,7 @@ class EngineThread:
                     engine.add(order)
                     self.num_steps += 1  # progress too: a long prompt takes time to tokenize
                 if not engine.is_idle and time.monotonic() > until:
-                    return True  # the rest waits: rows that decode must go on
+                    return True  # the other orders wait, so that rows in slots go on
                 order = self._next_order(block=False)
         except Empty:
             return True
@@ -215,7 +215,7 @@ class EngineThread:
 
 
 def _note_memory() -> None:
-    """Write the most that MLX ever held into the trace, if there is one."""
+    """Write MLX's peak memory into the trace, if there is one."""
     mlx = sys.modules.get("mlx.core")
     if ENGINE.is_traced and mlx is not None:
         note("memory", peak_mb=round(mlx.get_peak_memory() / 1e6, 1))
@@ -224,8 +224,8 @@ def _note_memory() -> None:
 def _end_streams() -> None:
     """End MLX's streams of this thread, if it had any.
 
-    Left to the interpreter's exit, their threads are destroyed while they run, and the process ends
-    in ``std::terminate``.
+    Otherwise the interpreter destroys their threads at exit while they run, and the process ends in
+    ``std::terminate``.
     """
     mlx = sys.modules.get("mlx.core")
     if mlx is not None:

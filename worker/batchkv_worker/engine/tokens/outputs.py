@@ -1,4 +1,4 @@
-"""From sampled tokens to an answer: when a row has ended, its text, its log-probabilities."""
+"""Turns sampled tokens into outputs: when a row has ended, its text, its log-probabilities."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchkv_worker.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class ReadBack:
-    """A computed step on the host: one transfer an array, by row."""
+    """The results of a step on the host, by row; one transfer for each array."""
 
     tokens: list[int]
     chosen: list[float]
@@ -24,7 +24,7 @@ class ReadBack:
 
 
 def read_back(sampled: Sampled) -> ReadBack:
-    """Wait for a step and fetch it."""
+    """Wait for a step and copy its results to the host."""
 
     def fetched(array: Any) -> Any:
         return [] if array is None else array.tolist()
@@ -38,7 +38,7 @@ def read_back(sampled: Sampled) -> ReadBack:
 
 
 def take(row: Sequence, index: int, read: ReadBack, tokenizer: Any) -> Completed | None:
-    """Give the row its token of a step; its event when that was the last."""
+    """Give the row its token of a step. Returns its event if that was its last token."""
     _take_token(row, read.tokens[index], tokenizer.eos_token_ids)
     if row.generation.logprobs is not None:
         row.logprobs.append(_logprob(row, index, read, tokenizer))
@@ -54,7 +54,7 @@ def _take_token(row: Sequence, token: int, end_tokens: Collection[int]) -> None:
 
 
 def _add(detokenizer: Any, token: int) -> None:
-    """Add a token's text. Ids that a padded vocabulary has and the tokenizer lacks have none."""
+    """Add a token's text; ids in a padded vocabulary that the tokenizer lacks have none."""
     with suppress(IndexError, KeyError, TypeError):
         detokenizer.add_token(token)
 
@@ -86,7 +86,7 @@ def _completed(row: Sequence, tokenizer: Any) -> Completed:
 
 
 def _text(row: Sequence, tokenizer: Any) -> str:
-    """The answer without its end token."""
+    """The text of the output, without its end token."""
     detokenizer = row.detokenizer
     if detokenizer is None:
         detokenizer = tokenizer.detokenizer

@@ -1,8 +1,7 @@
 """From a request to a sequence: renders the chat template, tokenizes, fills in defaults.
 
-Everything that can be wrong with one row once the model is known is found here and ends that row
-alone, with a code of ``job.ErrorCode``. The producer has checked the same; what comes over Redis is
-checked again.
+A fault in a row is found here and ends that row alone, with a code of ``job.ErrorCode``. The
+producer has made the same checks. Data that comes over Redis is checked again.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 def prepare(work: Work, loaded: LoadedModel, *, counts_shared: bool = False) -> Sequence:
     """The row as the engine runs it; raises RowRefused.
 
-    ``counts_shared``: whether to find out how many of its tokens others of its batch begin with.
+    ``counts_shared``: whether to count how many of its tokens another row of its batch begins with.
     """
     _check_ranges(work.request.params)
     asked = work.request
@@ -70,8 +69,8 @@ def prepare(work: Work, loaded: LoadedModel, *, counts_shared: bool = False) -> 
 def _num_common(work: Work, num_prompt: int, tokenizer: Any) -> int | None:
     """Tokens of the prompt that another row of the batch begins with; None if unknown.
 
-    The rest of the text is what is counted: what a template adds stands before it mostly, and is
-    alike in all rows. Shared text is so not taken for fewer tokens than it is.
+    The rest of the text is tokenized and subtracted. Text that a template adds is mostly at the
+    beginning and equal in all rows, so it counts as shared.
     """
     if work.shared_bytes is None or num_prompt <= BLOCK_TOKENS:
         return work.shared_bytes and num_prompt
@@ -84,7 +83,7 @@ def _num_common(work: Work, num_prompt: int, tokenizer: Any) -> int | None:
 
 
 def check_memory(row: Sequence, memory: Memory) -> None:
-    """Refuse a row that does not fit the memory even when it is alone."""
+    """Refuse a row that does not fit the memory even alone; raises RowRefused."""
     if not memory.fits_alone(Demand(row.num_prefill, row.num_remaining)):
         budget = memory.whole
         raise RowRefused(
@@ -104,7 +103,7 @@ def _check_ranges(asked: SamplingParams) -> None:
 
 
 def _checked(request: Request) -> Request:
-    """The row held to the producer's own rules: shapes, depths, names, stop strings."""
+    """The request after the producer's own checks: shapes, depths, names, stop strings."""
     try:
         check_stop(list(request.params.stop))
         return replace(
@@ -200,7 +199,7 @@ def _generation(work: Work, num_prompt: int, loaded: LoadedModel) -> Generation:
 
 
 def _max_tokens(asked: SamplingParams, num_prompt: int, context: int, default: float | None) -> int:
-    """What was asked must fit the context; what nobody asked for is cut to what is left."""
+    """A requested number must fit the context; a default is cut to what is left of it."""
     room = context - num_prompt
     if asked.max_tokens is not None and asked.max_tokens > room:
         raise RowRefused(

@@ -1,10 +1,10 @@
-"""Choosing tokens: one call for all rows, whatever their parameters.
+"""Chooses tokens: one call for all rows, whatever their parameters.
 
-Randomness comes from the host: a row's n-th token is drawn with the n-th number of a stream that
-depends on the row's seed alone (SplitMix64), by inverting the cumulative distribution. The same
-logits therefore give the same token, whatever the neighbours, the slot, or the backend's generator.
-Filters follow mlx-lm's ``make_sampler``: top_p, min_p and top_k see the untempered distribution,
-the temperature applies to what they leave.
+Random numbers come from the host. A row's n-th token is drawn with the n-th number of a stream that
+depends on the row's seed alone (SplitMix64), by inverting the cumulative distribution. So the same
+logits give the same token, whatever the other rows, the slot, or the backend's generator. Filters
+follow mlx-lm's ``make_sampler``: top_p, min_p and top_k see the distribution without temperature.
+The temperature applies to the tokens that they keep.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Refuses texts that cannot fit the context, before ``requests`` tokenizes them.
 
-Tokenizers are native code and templates are the model's: both may fail in any way at all. Here all
-of these ways end one row.
+Tokenizers are native code, and templates come with the model. Both may fail in any way. Here every
+such failure refuses one row.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class RowRefused(Exception):
 def check_values(values: list[Any], context: int) -> int:
     """Refuse texts and JSON whose characters cannot fit the context; how many there are.
 
-    Everything counts, numbers and brackets too, as a template may write it: indented. The count
-    stops at the limit, however large or deep the values are.
+    Numbers and brackets count, too, and so does the indentation that a template may write. The
+    count stops at the limit, however large or deep the values are.
     """
     most, num_chars = context * MAX_TOKEN_CHARS, 0
     for num in _sizes(values):
@@ -52,7 +52,7 @@ def check_text(text: str, tokenizer: Any, context: int) -> None:
 
 
 def is_within(text: str, tokenizer: Any, num_tokens: int) -> bool:
-    """Whether the text may have no more than that many tokens; short ones are not counted."""
+    """Whether the text may have at most so many tokens; short texts are not counted."""
     if len(text) <= SLICE_CHARS:
         return True
     for start in range(0, len(text), SLICE_CHARS):
@@ -64,9 +64,9 @@ def is_within(text: str, tokenizer: Any, num_tokens: int) -> bool:
 
 @contextmanager
 def refusals(what: str) -> Iterator[None]:
-    """Inside, whatever goes wrong refuses the row.
+    """Turn any exception inside into a refusal of the row.
 
-    A panic of a tokenizer's native code is a BaseException, and as much one row's fault.
+    A panic in a tokenizer's native code is a BaseException, and also the fault of one row.
     """
     try:
         yield
