@@ -1,10 +1,10 @@
 """Faults that are planted in the engine's caches, to see that answers show them.
 
 Assumed of the engine, here and nowhere else in this folder: ``Engine._prefill.pieces(group, row,
-stem_tokens, count)`` is what goes into slots when prompts are done, behind a stem of so many tokens
-(no prompt here shares one), of so many neighbours of one length from ``row`` on, one item for each
-of ``Engine.plan.kinds``, time at axis -2 unless the kind has a state;
-``Engine._slots._framer.frame(layouts)`` makes each step's frame, with ``offsets``, and ``spans`` by
+prefix_tokens, count)`` is what goes into slots when prompts are done, behind a shared prefix of so
+many tokens (no prompt here shares one), of so many neighbours of one length from ``row`` on, one
+item for each of ``Engine.plan.kinds``, time at axis -2 unless the kind has a state;
+``Engine._slots._views.view(layouts)`` makes each step's view, with ``offsets``, and ``spans`` by
 window, whose ``_starts`` are the rows' first columns.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from batchkv_worker.engine.engine import Engine
-from batchkv_worker.kv.slots.step_view import Frame
+from batchkv_worker.kv.slots.step_view import StepView
 from batchkv_worker.kv.types import Pieces
 from batchkv_worker.sequence import Sequence
 from recall.through_engine import Cases
@@ -29,11 +29,11 @@ def _at_handover(running: Engine, change: Change) -> None:
     """From now on rows go into their slots as `change` leaves them."""
     pieces_of = running._prefill.pieces
 
-    def changed(group: Any, row: Sequence, stem_tokens: int, count: int = 1) -> Any:
+    def changed(group: Any, row: Sequence, prefix_tokens: int, count: int = 1) -> Any:
         first = group.rows.index(row)
         lines = []
         for one in group.rows[first : first + count]:
-            pieces = pieces_of(group, one, stem_tokens)
+            pieces = pieces_of(group, one, prefix_tokens)
             assert pieces is not None
             lines.append(change(one, pieces))
         return [
@@ -44,10 +44,10 @@ def _at_handover(running: Engine, change: Change) -> None:
     running._prefill.pieces = changed  # type: ignore[method-assign]
 
 
-def _at_each_step(running: Engine, change: Callable[[Frame], Frame]) -> None:
-    framer = running._slots._framer
-    frame_of = framer.frame
-    framer.frame = lambda layouts: change(frame_of(layouts))  # type: ignore[method-assign]
+def _at_each_step(running: Engine, change: Callable[[StepView], StepView]) -> None:
+    views = running._slots._views
+    frame_of = views.view
+    views.view = lambda layouts: change(frame_of(layouts))  # type: ignore[method-assign]
 
 
 def drop_a_source(running: Engine, cases: Cases) -> None:
@@ -107,22 +107,22 @@ def zero_states(running: Engine, cases: Cases) -> None:
 
 def hurry_offsets(running: Engine, cases: Cases) -> None:
     """Every token that is decoded stands one position too far."""
-    _at_each_step(running, lambda frame: dataclasses.replace(frame, offsets=frame.offsets + 1))
+    _at_each_step(running, lambda view: dataclasses.replace(view, offsets=view.offsets + 1))
 
 
 def lag_offsets(running: Engine, cases: Cases) -> None:
     """Every token that is decoded stands one position short: the first shares another's."""
-    _at_each_step(running, lambda frame: dataclasses.replace(frame, offsets=frame.offsets - 1))
+    _at_each_step(running, lambda view: dataclasses.replace(view, offsets=view.offsets - 1))
 
 
 def narrow_windows(running: Engine, cases: Cases) -> None:
     """While decoding, every window is one token too narrow."""
 
-    def change(frame: Frame) -> Frame:
-        for window, span in frame.spans.items():
+    def change(view: StepView) -> StepView:
+        for window, span in view.spans.items():
             if window is not None:
                 first = span.write - window + 2
                 span._starts = [max(start, first) for start in span._starts]
-        return frame
+        return view
 
     _at_each_step(running, change)

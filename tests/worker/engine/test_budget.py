@@ -63,7 +63,7 @@ def metered(running: Engine) -> Iterator[Meter]:
         return wrapped
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_relayout", "admit", "_move", "snapshot", "stem"):
+        for name in ("_relayout", "admit", "_move", "snapshot", "make_prefix"):
             patch.setattr(DecodeSlots, name, peak(getattr(DecodeSlots, name)))
         patch.setattr(Prefill, "advance", after(Prefill.advance))
         yield meter
@@ -127,7 +127,9 @@ def test_rows_behind_a_prefix_are_in_where_copies_need_ten_times_the_bytes() -> 
         crowd.step()
         layouts = crowd.engine._slots.layouts
         if layouts.num_active > most:
-            held = {id(array): array.nbytes for s in layouts.stems.values() for array in s.arrays}
+            held = {
+                id(array): array.nbytes for s in layouts.prefixes.values() for array in s.arrays
+            }
             most, num_bytes = layouts.num_active, crowd.engine.kv_bytes + sum(held.values())
     assert most == 64
     assert num_bytes * 10 <= copied

@@ -143,17 +143,17 @@ def test_rows_of_one_length_need_no_mask_where_shapes_are_rounded(path: Path) ->
     rows = [[index + 3 * place for place in range(30)] for index in range(4)]
     running = engine(model, "affine8", backend=x86(columns_multiple=64, rows_multiple=8), path=path)
     masks: list[bool] = []
-    frame = running._slots._framer.frame
+    view = running._slots._views.view
 
     def watched(layouts: Any) -> Any:
-        made = frame(layouts)
+        made = view(layouts)
         masks.append(made.spans[None].mask is not None)
         assert [(g.mask, g.high - g.low) for g in made.spans[None].exact_groups] == [
             (None, 30 + len(masks) - 1)
         ]
         return made
 
-    running._slots._framer.frame = watched  # type: ignore[method-assign]
+    running._slots._views.view = watched  # type: ignore[method-assign]
     for index, prompt in enumerate(rows):
         running.submit_row(Sequence(str(index), prompt, Generation(8, temperature=0.0)))
     ended = drain(running)
@@ -587,17 +587,17 @@ def test_rows_that_come_in_together_start_together() -> None:
     and their attention needs no mask.
     """
     running = engine(tiny_models.build("llama"), slots=8, chunk_tokens=32)
-    frames: list[tuple[int, bool]] = []
-    frame = running._slots._framer.frame
+    views: list[tuple[int, bool]] = []
+    view = running._slots._views.view
 
     def watched(layouts: Any) -> Any:
-        made = frame(layouts)
-        frames.append((made.num_rows, made.spans[None].mask is None))
+        made = view(layouts)
+        views.append((made.num_rows, made.spans[None].mask is None))
         return made
 
-    running._slots._framer.frame = watched  # type: ignore[method-assign]
+    running._slots._views.view = watched  # type: ignore[method-assign]
     for index in range(16):  # a chunk takes two of them
         row = Sequence(str(index), [index + 1] * 16, Generation(5, temperature=0.0))
         running.submit_row(row)
     drain(running)
-    assert frames == [(8, True)] * 10
+    assert views == [(8, True)] * 10

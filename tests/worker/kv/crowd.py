@@ -69,8 +69,8 @@ class Crowd:
         }
         self.engine = Engine(tiny_models.loaded(self.model), EngineConfig(**values))
         if group_cost is not None:  # a low one cuts rows into many groups
-            framer = self.engine._slots._framer
-            framer.shapes = replace(framer.shapes, group_cost=group_cost)
+            views = self.engine._slots._views
+            views.shapes = replace(views.shapes, group_cost=group_cost)
         self.prompts: dict[str, list[int]] = {}
         self.ended: dict[str, Completed] = {}
 

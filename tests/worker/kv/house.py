@@ -15,7 +15,7 @@ from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.layers.kinds import AttentionKind
 from batchkv_worker.kv.layers.state import StateSlots
 from batchkv_worker.kv.slots.changes import Demand, Move
-from batchkv_worker.kv.slots.step_view import Frame, Shapes
+from batchkv_worker.kv.slots.step_view import Shapes, StepView
 from batchkv_worker.kv.types import Pieces
 from worker.kv.reference import (
     BACKEND,
@@ -89,17 +89,17 @@ class House:
 
     def step(self) -> None:
         """One token a row; free slots take some token too."""
-        frame = self.slots.begin_step()
-        fed = [self.tokens(1)[0] for _ in range(frame.num_rows)]
+        view = self.slots.begin_step()
+        fed = [self.tokens(1)[0] for _ in range(view.num_rows)]
         run_layers(self.slots.layers, [[token] for token in fed])
         self.rows = {slot: Reference((*row.tokens, fed[slot])) for slot, row in self.rows.items()}
-        assert [frame.offsets[slot].item() for slot in self.rows] == [
+        assert [view.offsets[slot].item() for slot in self.rows] == [
             len(row.tokens) - 1 for row in self.rows.values()
         ]
         for layer, kind in zip(self.slots.layers, self.kinds, strict=True):
             if isinstance(layer, AttentionSlots):
                 assert isinstance(kind, AttentionKind)
-                self._check_seen(layer, kind, frame)
+                self._check_seen(layer, kind, view)
         self.slots.end_step()
         mx.eval(self.slots.arrays)
 
@@ -109,15 +109,15 @@ class House:
 
     # -- what must hold
 
-    def _check_seen(self, layer: AttentionSlots, kind: AttentionKind, frame: Frame) -> None:
+    def _check_seen(self, layer: AttentionSlots, kind: AttentionKind, view: StepView) -> None:
         """Of the columns handed out, the mask leaves each row its own last tokens in order."""
         mask = layer.make_mask(1)
         keys, values = layer.keys_and_values()
-        span = frame.spans[kind.window]
+        span = view.spans[kind.window]
         columns = keys.shape[-2]
-        wanted = np.ones((frame.num_rows, columns), bool)
+        wanted = np.ones((view.num_rows, columns), bool)
         if mask is not None:
-            wanted = np.array(mask).reshape(frame.num_rows, columns)
+            wanted = np.array(mask).reshape(view.num_rows, columns)
         for group in span.groups:
             part = wanted[group.first : group.last, group.low - span.low :]
             assert not wanted[group.first : group.last, : group.low - span.low].any()

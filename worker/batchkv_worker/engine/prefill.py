@@ -153,19 +153,19 @@ class Prefill:
         self._client.observe_prefill(num_tokens, seconds)
 
     def pieces(
-        self, group: PrefillGroup, row: Sequence, stem_tokens: int, count: int = 1
+        self, group: PrefillGroup, row: Sequence, prefix_tokens: int, count: int = 1
     ) -> list[Pieces] | None:
         """The arrays of a row of the computed group, by layer; None for a prompt of one token.
 
         ``count`` neighbours in the group, of one length, are returned together. The first
-        ``stem_tokens`` are left out where every token is kept: they are in a shared prefix.
+        ``prefix_tokens`` are left out where every token is kept: they are in a shared prefix.
         """
         if not row.num_prefill:
             return None
         if self._parked is not None:
             return self._parked
         assert self._rows is not None
-        return self._rows.row(group.rows.index(row), row.num_prefill, stem_tokens, count)
+        return self._rows.row(group.rows.index(row), row.num_prefill, prefix_tokens, count)
 
     def drop(self) -> None:
         """Let go of the group's arrays: its rows are in slots, cancelled or requeued."""

@@ -29,7 +29,7 @@ class SharedPrefixBuilder:
         computed with. Other parts are copied from the prefix memory. None without split points, and
         when a block is not in memory any more.
         """
-        held = self._slots.layouts.stems_with(behind)
+        held = self._slots.layouts.prefixes_with(behind)
         last: SharedPrefix | None = None
         low = 0
         for high in points:
@@ -38,7 +38,7 @@ class SharedPrefixBuilder:
                 pieces = self._prefixes.stem_pieces(keys[low:high])
                 if pieces is None:
                     return None
-                part = self._slots.stem(keys[high - 1], high * BLOCK_TOKENS, pieces, last)
+                part = self._slots.make_prefix(keys[high - 1], high * BLOCK_TOKENS, pieces, last)
             assert isinstance(part, SharedPrefix)  # the slots are given no parts without arrays
             last, low = part, high
         return last

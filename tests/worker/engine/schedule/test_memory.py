@@ -14,7 +14,14 @@ from batchkv_worker.kv.slots.layouts import Costs, SlotLayouts
 from batchkv_worker.sequence import Generation, Sequence
 
 # What tells bytes of the layouts, and what compares them with the budget.
-ARITHMETIC = {"bytes_held", "bytes_needed", "bytes_of_new", "peak_bytes", "stem_bytes", "max_cells"}
+ARITHMETIC = {
+    "bytes_held",
+    "bytes_needed",
+    "bytes_of_new",
+    "peak_bytes",
+    "bytes_of_shared",
+    "max_cells",
+}
 
 
 def test_a_snapshot_counts_slots_and_the_group_in_prefill() -> None:

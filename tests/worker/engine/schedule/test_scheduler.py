@@ -151,7 +151,7 @@ def depth(plan: Scheduler, row: Sequence, num_cached: int) -> int:
 
 def behind(plan: Scheduler, keys: str, *cuts: int) -> PrefixPart:
     """A row in a slot with stems of these blocks, the first of them ending at ``cuts``."""
-    here, stem = plan.layouts.all_stems, None
+    here, stem = plan.layouts.all_prefixes, None
     for end in (*cuts, len(keys)):
         key = keys[:end].encode()
         stem = here.get(key) or PrefixPart(key, 256 * end, stem)
@@ -271,7 +271,7 @@ def test_what_is_held_is_grown_on() -> None:
     computed = PrefixPart(b"abcd", 4 * 256, leaf)  # that no row in a slot has yet
     assert plan.split_points(lonely, 10**6, computed) == (1, 3, 4, 7)
     behind(plan, "abcdefg", 1, 3)
-    assert len(plan.layouts.all_stems) == 3
+    assert len(plan.layouts.all_prefixes) == 3
 
 
 def test_a_chain_has_so_many_stems_at_most() -> None:
@@ -369,9 +369,11 @@ def test_what_stems_stand_on_counts_once_in_the_memory() -> None:
     cells = plan.layouts.main.rows * plan.layouts.main.capacity
     assert plan.layouts.bytes_held(costs) == cells + 256 * (2 + 1 + 2)
     demands = [Demand(5 * 256 + 10, 10, 5 * 256)]
-    before = plan.layouts.bytes_needed(costs, demands, stem_keys=[b"q", b"qr", b"qrs", b"4", b"5"])
+    before = plan.layouts.bytes_needed(
+        costs, demands, prefix_keys=[b"q", b"qr", b"qrs", b"4", b"5"]
+    )
     keys = [b"a", b"ab", b"abd", b"abde", b"abdef"]
-    assert before - plan.layouts.bytes_needed(costs, demands, stem_keys=keys) == 4 * 256
+    assert before - plan.layouts.bytes_needed(costs, demands, prefix_keys=keys) == 4 * 256
     assert plan.layouts.tokens_held(keys) == 4 * 256
     assert plan.layouts.tokens_held([b"a"]) == 0
     new = PrefixPart(b"abdef", 5 * 256, leaves[1])
@@ -381,7 +383,7 @@ def test_what_stems_stand_on_counts_once_in_the_memory() -> None:
     chains = (None, leaves[0], new, newer, apart)
     assert [plan.layouts.bytes_of_new(costs, one) // 256 for one in chains] == [0, 0, 1, 3, 5]
     assert [plan.layouts.bytes_of_new(costs, one, new) // 256 for one in chains] == [0, 0, 0, 2, 5]
-    assert plan.layouts.bytes_of_new(Costs(2, beside_stem=3), new) == 5 * 256
+    assert plan.layouts.bytes_of_new(Costs(2, extra_per_shared=3), new) == 5 * 256
 
 
 def test_a_new_stem_needs_room_beside_buffers_that_are_larger_than_needed() -> None:
@@ -429,7 +431,7 @@ def test_shared_tokens_count_once_in_the_memory() -> None:
         layouts = SlotLayouts(8)
         demands = [Demand(4096 + 10, 10, 4096) for _ in range(count)]
         assert layouts.bytes_needed(costs, demands) == 4096 + count * 256
-        twofold = Costs(1, beside_stem=2)  # prefill reads it in another form than decode does
+        twofold = Costs(1, extra_per_shared=2)  # prefill reads it in another form than decode does
         assert layouts.bytes_needed(twofold, demands) == 3 * 4096 + count * 256
     assert costs.prefill(4096 + 10, 4096, 99) == 10
     plan = sharing()

@@ -28,7 +28,7 @@ from batchkv_worker.kv.layers.kinds import AttentionKind
 from batchkv_worker.kv.schemes.packing import LayerScheme, TensorScheme
 from batchkv_worker.kv.slots.changes import Demand, Move
 from batchkv_worker.kv.slots.layouts import SlotLayouts
-from batchkv_worker.kv.slots.step_view import Framer, Shapes
+from batchkv_worker.kv.slots.step_view import Shapes, StepViews
 from batchkv_worker.kv.start.decision import Fixed
 from batchkv_worker.kv.start.plan import make_plan
 from batchkv_worker.kv.types import PackedKV, Parts, Pieces
@@ -281,7 +281,7 @@ class Herd:
         self.prefixes[key] = prefix = (*before, *self.tokens(length))
         pieces = prefilled(self.kinds, [prefix], ()).block(0, len(before), len(prefix))
         shared: dict[int, Pieces] = {place: pieces[place] or () for place in (0, 3)}
-        return self.slots.stem(key, len(prefix), shared, parent)
+        return self.slots.make_prefix(key, len(prefix), shared, parent)
 
     def join(self, shared: SharedPrefix | None, length: int) -> int:
         """A row of ``length`` tokens of its own."""
@@ -311,13 +311,13 @@ class Herd:
 
     def step(self) -> None:
         """One token a row; every row attends to all that it has had, and to nothing else."""
-        frame = self.slots.begin_step()
-        fed = [self.tokens(1)[0] for _ in range(frame.num_rows)]
+        view = self.slots.begin_step()
+        fed = [self.tokens(1)[0] for _ in range(view.num_rows)]
         run_layers(self.slots.layers, [[token] for token in fed])
         for slot, (row, shared) in self.rows.items():
-            assert frame.offsets[slot].item() == len(row.tokens)
+            assert view.offsets[slot].item() == len(row.tokens)
             self.rows[slot] = Reference((*row.tokens, fed[slot])), shared
-        queries = normal(frame.num_rows, QUERY_HEADS, 1, SIZE)
+        queries = normal(view.num_rows, QUERY_HEADS, 1, SIZE)
         for place, kind in enumerate(self.kinds):
             if isinstance(kind, AttentionKind):
                 layer: Any = self.slots.layers[place]
@@ -341,7 +341,7 @@ class Herd:
         self.slots.check()
         assert self.slots.layouts.main.slots == set(self.rows)
         for slot, (row, shared) in self.rows.items():
-            assert self.slots.layouts.stems.get(slot) is shared
+            assert self.slots.layouts.prefixes.get(slot) is shared
             assert self.slots.size(slot) == len(row.tokens)
             pieces = self.slots.snapshot(slot)
             own = Reference(row.tokens[shared.num_tokens if shared else 0 :])
@@ -378,12 +378,12 @@ def test_a_stem_that_does_not_fit_is_refused() -> None:
     layouts = SlotLayouts(2)
     some = SharedPrefix(b"a", 512, packed={}, slots={})
     for shared, given in ((256, some), (512, None), (0, some)):
-        with pytest.raises(ValueError, match="does not fit its stem"):
+        with pytest.raises(ValueError, match="does not fit its prefix"):
             layouts.admit(Demand(600, 10, shared), 0, given)
 
 
 def test_a_stem_dies_with_its_last_row() -> None:
-    """Nobody in: a stem is let go of, its arrays too, although slots and frames live on."""
+    """Nobody in: a stem is let go of, its arrays too, although slots and views live on."""
     herd = Herd()
     held = [weakref.ref(herd.stem(key, 64)) for key in (b"a", b"b")]
     gc.collect()
@@ -402,7 +402,7 @@ def test_a_stem_dies_with_its_last_row() -> None:
     before = mx.get_active_memory()
     herd.leave(slots[1])
     gc.collect()
-    assert held[0]() is None and not herd.slots.layouts.stems
+    assert held[0]() is None and not herd.slots.layouts.prefixes
     assert before - mx.get_active_memory() >= sum(parts) / 2  # slots may read the packed ones
     herd.step()
 
@@ -414,7 +414,7 @@ def test_stems_are_bit_for_bit_what_prefill_packed() -> None:
         slots = DecodeSlots(BACKEND, [kind], CacheTree((), (0,)), 2, Shapes())
         group = prefilled([kind], [tuple(range(1, 41))], ())
         pieces = group.row(0, 40)[0]
-        found = slots.stem(b"a", 40, {0: pieces})
+        found = slots.make_prefix(b"a", 40, {0: pieces})
         keys, values = found.packed[0]
         assert bits((*keys, *values)) == bits(pieces)
         slots.admit(Demand(40, 5), [pieces])
@@ -423,7 +423,7 @@ def test_stems_are_bit_for_bit_what_prefill_packed() -> None:
         wanted = tuple(part[:1, ..., write - 40 : write, :] for part in buffers)
         costs = costs_of([kind])
         held = {id(array): array.nbytes for array in found.arrays}
-        assert sum(held.values()) == 40 * (costs.per_token + costs.beside_stem)
+        assert sum(held.values()) == 40 * (costs.per_token + costs.extra_per_shared)
         assert bits((*found.slots[0][0], *found.slots[0][1])) == bits(wanted)
 
 
@@ -439,13 +439,13 @@ def sharing(layouts: SlotLayouts, shared: SharedPrefix | None, length: int) -> i
 def num_groups(layouts: SlotLayouts) -> int:
     """Groups of the next step, each row in one that has its stem; rows' lengths cut none."""
     layouts.before_step()
-    frame = Framer(Shapes(group_cost=10**9)).frame(layouts)
-    groups = frame.spans[None].groups
+    view = StepViews(Shapes(group_cost=10**9)).view(layouts)
+    groups = view.spans[None].groups
     assert [group.first for group in groups[1:]] == [group.last for group in groups[:-1]]
-    assert (groups[0].first, groups[-1].last) == (0, frame.num_rows)
+    assert (groups[0].first, groups[-1].last) == (0, view.num_rows)
     for group in groups:
         rows = set(range(group.first, group.last)) & layouts.main.slots
-        assert {layouts.stems.get(slot) for slot in rows} <= {group.shared_prefix}
+        assert {layouts.prefixes.get(slot) for slot in rows} <= {group.prefix}
         assert group.low <= min((layouts.main.start(slot) for slot in rows), default=group.low)
     return len(groups)
 
@@ -456,17 +456,17 @@ def readings(layouts: SlotLayouts) -> Counter[SharedPrefix]:
     Every group reads the chain of its stem, each of it once.
     """
     layouts.before_step()
-    span = Framer(Shapes(group_cost=40)).frame(layouts).spans[None]
+    span = StepViews(Shapes(group_cost=40)).view(layouts).spans[None]
     for group in span.groups:
-        before = [common.stem for common in span.common if common.has(group)]
-        chain = group.shared_prefix.chain if group.shared_prefix else []
-        assert sorted(s.rank for s in (*before, *group.stems)) == sorted(s.rank for s in chain)
+        before = [common.prefix for common in span.common if common.has(group)]
+        chain = group.prefix.chain if group.prefix else []
+        assert sorted(s.rank for s in (*before, *group.prefixes)) == sorted(s.rank for s in chain)
     for common in span.common:
         inside = [group for group in span.groups if common.has(group)]
         assert (inside[0].first, inside[-1].last) == (common.first, common.last)
-        assert len(inside) > 1 and all(common.stem in g.stem.chain for g in inside if g.stem)
-    read = [stem for group in span.groups for stem in group.stems]
-    return Counter([*read, *(common.stem for common in span.common)])
+        assert len(inside) > 1 and all(common.prefix in g.prefix.chain for g in inside if g.prefix)
+    read = [stem for group in span.groups for stem in group.prefixes]
+    return Counter([*read, *(common.prefix for common in span.common)])
 
 
 def test_groups_read_what_they_have_in_common_once() -> None:
@@ -530,7 +530,7 @@ def test_branches_of_a_stem_are_neighbours() -> None:
                 layouts.release(rng.choice(list(layouts.main.slots)))
             if layouts.num_active:
                 read = readings(layouts)
-                assert set(read) == set(layouts.all_stems.values())
+                assert set(read) == set(layouts.all_prefixes.values())
                 more.append(sum(read[one] - 1 for one in roots if one in read))
                 layouts.after_step()
     assert sum(more) / len(more) <= 2.0
@@ -550,7 +550,7 @@ def test_rows_of_a_stem_are_neighbours() -> None:
     for turn in range(5):
         for index, shared in enumerate(stems):
             sharing(layouts, shared, 20 + turn + index)
-            assert num_groups(layouts) == len(set(layouts.stems.values()))
+            assert num_groups(layouts) == len(set(layouts.prefixes.values()))
     for turn in range(4):
         sharing(layouts, None, 30 + 40 * turn)
         assert num_groups(layouts) == 3
@@ -576,7 +576,9 @@ def test_groups_are_few() -> None:
     """Rows that come and go in any order: one group more than stems on average, or fewer."""
     extra = []
     for layouts, _ in histories(8):
-        extra.append(num_groups(layouts) - len({layouts.stems.get(s) for s in layouts.main.slots}))
+        extra.append(
+            num_groups(layouts) - len({layouts.prefixes.get(s) for s in layouts.main.slots})
+        )
         layouts.after_step()
     assert min(extra) >= 0 and sum(extra) / len(extra) <= 1.3
 
@@ -585,7 +587,7 @@ def test_closing_gaps_keeps_stems_together() -> None:
     """Rows move down until they are dense, and no stem is attended in more groups than before."""
     for layouts, rng in histories(4):
         if rng.random() < 0.2 and layouts.num_active <= 0.75 * layouts.main.num_rows:
-            before, held = num_groups(layouts), sorted(s.key for s in layouts.stems.values())
+            before, held = num_groups(layouts), sorted(s.key for s in layouts.prefixes.values())
             moves = 0
             while layouts.close_gap() is not None:
                 layouts.check()
@@ -593,7 +595,7 @@ def test_closing_gaps_keeps_stems_together() -> None:
                 assert moves < 200
             assert layouts.main.slots == set(range(layouts.num_active))
             assert num_groups(layouts) <= before
-            assert sorted(s.key for s in layouts.stems.values()) == held
+            assert sorted(s.key for s in layouts.prefixes.values()) == held
             layouts.after_step()
 
 
@@ -647,7 +649,7 @@ def herded(crowd: Crowd, late: int = 6) -> set[int]:
 
 
 def lengths_of(crowd: Crowd) -> set[int]:
-    return {held.num_tokens for held in crowd.engine._slots.layouts.stems.values()}
+    return {held.num_tokens for held in crowd.engine._slots.layouts.prefixes.values()}
 
 
 def engine_of(family: str, scheme: str, **changes: Any) -> Crowd:
@@ -723,7 +725,7 @@ def test_rows_behind_stems(family: str) -> None:
     expected = unshared_first(crowd)
     assert {BLOCK, 2 * BLOCK} <= herded(crowd) and len(crowd.ended) == len(prompts())
     check_same(crowd, expected, "affine8")
-    assert not crowd.engine._slots.layouts.stems
+    assert not crowd.engine._slots.layouts.prefixes
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
@@ -762,14 +764,14 @@ def test_rows_of_one_length_behind_a_stem_need_no_mask(scheme: str, path: Path) 
     rows = {f"row {n}": prefix + random_prompt(10 + n, 20) for n in range(9)}
     crowd = engine_of("llama", scheme, path=path, backend=ROUNDED, slots=9, chunk_tokens=BLOCK)
     exact: set[tuple[bool, bool]] = set()
-    frame = crowd.engine._slots._framer.frame
+    view = crowd.engine._slots._views.view
 
     def watched(layouts: SlotLayouts) -> Any:
-        made = frame(layouts)
-        exact.update((g.is_exact, g.stem is not None) for g in made.spans[None].exact_groups)
+        made = view(layouts)
+        exact.update((g.is_exact, g.prefix is not None) for g in made.spans[None].exact_groups)
         return made
 
-    crowd.engine._slots._framer.frame = watched  # type: ignore[method-assign]
+    crowd.engine._slots._views.view = watched  # type: ignore[method-assign]
     for name, prompt in rows.items():
         crowd.add(name, prompt, count=12)
     while not crowd.engine.is_idle:
@@ -821,7 +823,7 @@ def test_cancels_behind_stems() -> None:
 def bytes_held(crowd: Crowd) -> int:
     """Of slots, of stems, counted once each, those of the rows in prefill, too, and of prefixes."""
     group = crowd.engine._scheduler.group
-    held = crowd.engine._slots.layouts.stems_with(group.shared_prefix if group else None)
+    held = crowd.engine._slots.layouts.prefixes_with(group.shared_prefix if group else None)
     stems = {id(one): one for one in held.values()}
     arrays = {id(array): array for held in stems.values() for array in held.arrays}
     shared = sum(array.nbytes for array in arrays.values())
@@ -864,7 +866,7 @@ def test_a_closed_engine_holds_no_stem() -> None:
         crowd.add(str(index), [*random_prompt(1, 600), index, 5], count=30)
     while not lengths_of(crowd):
         crowd.step()
-    held = [weakref.ref(found) for found in crowd.engine._slots.layouts.stems.values()]
+    held = [weakref.ref(found) for found in crowd.engine._slots.layouts.prefixes.values()]
     crowd.step(2)
     crowd.engine.close()
     gc.collect()

@@ -53,7 +53,7 @@ def grown(family: str, scheme: str, most: int = 4, **changes: Any) -> Crowd:
 
 
 def shapes_of(crowd: Crowd) -> set[Shape]:
-    leaves = crowd.engine._slots.layouts.stems.values()
+    leaves = crowd.engine._slots.layouts.prefixes.values()
     return {tuple(held.num_own for held in leaf.chain) for leaf in leaves}
 
 
@@ -94,7 +94,7 @@ def test_rows_of_a_tree(family: str, scheme: str, path: Path, copies: bool) -> N
     expected = unshared_first(crowd, run)
     assert run(crowd) >= ALL
     check_same(crowd, expected, scheme)
-    assert not crowd.engine._slots.layouts.all_stems
+    assert not crowd.engine._slots.layouts.all_prefixes
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
@@ -119,11 +119,11 @@ def test_what_is_shared_is_held_once() -> None:
     most: dict[bytes, int] = {}
     while len(most) < 4:
         crowd.step()
-        held = crowd.engine._slots.layouts.all_stems
+        held = crowd.engine._slots.layouts.all_prefixes
         most = max(most, {key: one.num_own for key, one in held.items()}, key=len)
     assert sorted(most.values()) == [BLOCK, BLOCK, BLOCK, 2 * BLOCK]
     per_token = crowd.engine.plan.costs.per_token
-    held = crowd.engine._slots.layouts.all_stems
+    held = crowd.engine._slots.layouts.all_prefixes
     arrays = {id(array): array for one in held.values() for array in one.arrays}
     assert sum(array.nbytes for array in arrays.values()) == 5 * BLOCK * per_token
 
@@ -140,7 +140,7 @@ def test_a_stem_lives_as_long_as_what_stands_on_it() -> None:
     held: list[Any] = []
     while not crowd.engine.is_idle:
         crowd.step()
-        stems = crowd.engine._slots.layouts.all_stems
+        stems = crowd.engine._slots.layouts.all_prefixes
         if len(stems) > len(held):
             held = [weakref.ref(one) for one in stems.values()]
         sizes = {one.num_tokens for one in stems.values()}

@@ -12,7 +12,7 @@ import pytest
 
 from batchkv_worker.kv.layers import attention_slots, state
 from batchkv_worker.kv.slots.layout import SlotLayout
-from batchkv_worker.kv.slots.step_view import Span
+from batchkv_worker.kv.slots.step_view import ColumnSpan
 from worker.kv.house import House
 from worker.kv.layers.test_contract import live
 from worker.kv.reference import attention_kind, state_kind
@@ -61,13 +61,13 @@ def windows_are_one_too_wide(patch: pytest.MonkeyPatch) -> None:
 
 
 def masks_show_a_column_more(patch: pytest.MonkeyPatch) -> None:
-    masked = Span._masked
+    masked = ColumnSpan._masked
 
-    def wrong(self: Span, first: int, last: int, low: int, window: int | None) -> Any:
+    def wrong(self: ColumnSpan, first: int, last: int, low: int, window: int | None) -> Any:
         self._starts = [max(self.low, start - 1) for start in self._starts]
         return masked(self, first, last, low, window)
 
-    patch.setattr(Span, "_masked", wrong)
+    patch.setattr(ColumnSpan, "_masked", wrong)
 
 
 def run() -> None:

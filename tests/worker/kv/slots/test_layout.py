@@ -9,7 +9,7 @@ import pytest
 from batchkv_worker.kv.slots.changes import Demand, Relayout
 from batchkv_worker.kv.slots.growth import round_up
 from batchkv_worker.kv.slots.layout import SlotLayout
-from batchkv_worker.kv.slots.step_view import Shapes, Span
+from batchkv_worker.kv.slots.step_view import ColumnSpan, Shapes
 
 
 def test_rows_end_at_the_write_column() -> None:
@@ -216,10 +216,10 @@ def test_rows_of_one_length_are_read_from_their_own_column() -> None:
     layout = SlotLayout(4)
     for slot, length in enumerate((100, 30, 30, 90)):
         layout.admit(Demand(length, 10), slot)
-    span = Span(layout, 4, [1, 3], Shapes(step=64))
+    span = ColumnSpan(layout, 4, [1, 3], Shapes(step=64))
     assert [(group.low, group.high) for group in span.groups] == [(0, 128), (64, 128), (0, 128)]
     assert all(group.mask is not None for group in span.groups)
     exact = [(group.low, group.high, group.mask) for group in span.exact_groups]
     assert exact == [(0, 101, None), (70, 101, None), (10, 101, None)]
-    ragged = Span(layout, 4, [2], Shapes(step=64)).exact_groups[0]
+    ragged = ColumnSpan(layout, 4, [2], Shapes(step=64)).exact_groups[0]
     assert not ragged.is_exact and ragged.mask is not None

@@ -9,7 +9,7 @@ from batchkv_worker.kv.backends.cpu.softmax import Exp2Softmax
 from batchkv_worker.kv.backends.softmax import HIDDEN, MLX_SOFTMAX
 from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.kv.slots.layout import SlotLayout
-from batchkv_worker.kv.slots.step_view import Shapes, Span
+from batchkv_worker.kv.slots.step_view import ColumnSpan, Shapes
 
 
 def test_masks_of_groups_may_be_what_is_added_to_scores() -> None:
@@ -18,7 +18,8 @@ def test_masks_of_groups_may_be_what_is_added_to_scores() -> None:
     for slot, length in enumerate((100, 90, 30, 30)):
         layout.admit(Demand(length, 10), slot)
     chosen, added = (
-        Span(layout, 4, [2], Shapes(softmax=softmax)) for softmax in (MLX_SOFTMAX, Exp2Softmax())
+        ColumnSpan(layout, 4, [2], Shapes(softmax=softmax))
+        for softmax in (MLX_SOFTMAX, Exp2Softmax())
     )
     assert chosen.groups[1].mask is None and added.groups[1].mask is None
     seen, hidden = chosen.groups[0].mask, added.groups[0].mask
@@ -27,6 +28,6 @@ def test_masks_of_groups_may_be_what_is_added_to_scores() -> None:
     assert mx.array_equal(hidden == 0, seen).item()
     assert hidden.min().item() == pytest.approx(HIDDEN)
     assert added.mask is not None and added.mask.dtype == mx.bool_
-    alone = Span(layout, 4, [], Shapes(softmax=Exp2Softmax()))
+    alone = ColumnSpan(layout, 4, [], Shapes(softmax=Exp2Softmax()))
     assert alone.exact_groups[0].mask is not None and alone.mask is not None
     assert alone.exact_groups[0].mask.dtype == mx.float32 and alone.mask.dtype == mx.bool_

@@ -88,7 +88,7 @@ class Memory:
         Its tokens that rows in slots read already, or that are in ``behind``, do not count.
         """
         new = len(keys) * BLOCK_TOKENS - self._layouts.tokens_held(keys, behind)
-        wanted = new * self.budget.costs.per_stem_token
+        wanted = new * self.budget.costs.per_prefix_token
         return wanted + self.snapshot(group).total <= self.budget.memory_bytes
 
     def fits_without_others(

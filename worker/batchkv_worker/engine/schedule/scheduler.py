@@ -221,7 +221,7 @@ class Scheduler:
 
     def _held_points(self, keys: list[bytes], behind: PrefixPart | None = None) -> SplitPoints:
         """Where the longest chain of shared prefixes in use ends that these blocks begin with."""
-        held = self.layouts.stems_with(behind)
+        held = self.layouts.prefixes_with(behind)
         last = next((held[key] for key in reversed(keys) if key in held), None)
         return tuple(stem.num_tokens // BLOCK_TOKENS for stem in last.chain) if last else ()
 

@@ -70,17 +70,17 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         self._keys, self._values = map(list, self._scheme.split(pieces))
         self.base, self.offset = first, end
 
-    def share(self, stems: Sequence[PackedKV], num_tokens: int) -> None:
-        """Start after a chain of stems; pieces that are restored after it come behind it.
+    def share(self, prefixes: Sequence[PackedKV], num_tokens: int) -> None:
+        """Start after a chain of prefixes; pieces that are restored after it come behind it.
 
-        Only where the model leaves attention to ``attend``: what it is handed lacks the stems.
+        Only where the model leaves attention to ``attend``: what it is handed lacks the prefixes.
         """
-        self._shared = tuple(stems)
+        self._shared = tuple(prefixes)
         self.base = self.offset = num_tokens
         self._capacity -= num_tokens
 
-    def row(self, index: int, length: int, stem_tokens: int = 0, count: int = 1) -> Pieces:
-        start = stem_tokens if self._window is None else max(0, length - self._window + 1)
+    def row(self, index: int, length: int, prefix_tokens: int = 0, count: int = 1) -> Pieces:
+        start = prefix_tokens if self._window is None else max(0, length - self._window + 1)
         return self._cut(index, count, start, length)
 
     def block(self, index: int, start: int, end: int) -> Pieces:

@@ -13,7 +13,7 @@ from batchkv_worker.kv.layers.cache_quirks import OrderedByUs
 from batchkv_worker.kv.layers.contract import SlotLayer
 from batchkv_worker.kv.schemes.packing import LayerScheme, TensorScheme
 from batchkv_worker.kv.slots.changes import Relayout
-from batchkv_worker.kv.slots.step_view import Common, Frame, Span
+from batchkv_worker.kv.slots.step_view import ColumnSpan, CommonPrefix, StepView
 from batchkv_worker.kv.types import PackedKV, Parts, Pieces, Window
 
 
@@ -47,14 +47,14 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         self._starts = layer.backend.starts_each_layer
         self._started: list[mx.array] = []  # once computed, nothing reads the buffers any more
         self._handed: tuple[mx.array, mx.array] | None = None
-        self._span: Span | None = None
+        self._span: ColumnSpan | None = None
         self._offsets = mx.array([], mx.int32)
 
     # -- what the engine calls
 
-    def begin(self, frame: Frame) -> None:
-        self._span = frame.spans[self._window]
-        self._offsets = frame.offsets
+    def begin(self, view: StepView) -> None:
+        self._span = view.spans[self._window]
+        self._offsets = view.offsets
 
     def end(self) -> None:
         self._handed = self._span = None
@@ -92,7 +92,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         row = (*self._scheme.keys.give(keys), *self._scheme.values.give(values))
         return tuple(map(mx.contiguous, row))
 
-    def stem(self, pieces: Pieces) -> tuple[PackedKV, PackedKV]:
+    def as_prefix(self, pieces: Pieces) -> tuple[PackedKV, PackedKV]:
         packed = self._packed.split(pieces)
         return packed, (self._scheme.keys.take(packed[0]), self._scheme.values.take(packed[1]))
 
@@ -138,7 +138,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         return self._offsets
 
     @property
-    def span(self) -> Span:
+    def span(self) -> ColumnSpan:
         """The columns of the step at hand."""
         if self._span is None:
             raise ValueError("a step has to begin first")
@@ -201,8 +201,8 @@ class AttentionSlots(OrderedByUs, SlotLayer):
                 for parts in (self._keys, self._values)
             )
             rest = scale, group.mask, sinks
-            if group.stem is not None:
-                shared = [one.slots[self.place] for one in group.stems]
+            if group.prefix is not None:
+                shared = [one.slots[self.place] for one in group.prefixes]
                 partials = [
                     partial.of(slice(group.first - common.first, group.last - common.first))
                     for common, partial in together
@@ -222,9 +222,9 @@ class AttentionSlots(OrderedByUs, SlotLayer):
             self._started += [out] if self._started else self.arrays
         return out
 
-    def _partial(self, common: Common, queries: mx.array, scale: float) -> PartialAttention:
+    def _partial(self, common: CommonPrefix, queries: mx.array, scale: float) -> PartialAttention:
         """Attention of rows of several groups over a prefix that all of them share."""
-        shared = common.stem.slots[self.place]
+        shared = common.prefix.slots[self.place]
         return shared_prefix.attend_partial(self._layer, queries, shared, scale)
 
     def _visible(self, parts: list[mx.array]) -> Parts:

@@ -10,7 +10,7 @@ A row's way through a layer::
     prefill.begin(chunk)  the model appends  prefill.end()  ...          for every chunk
     prefill.row(i, n)                                                    its pieces
     slots.admit(slot, write, pieces)                                     copied, bit for bit
-    slots.begin(frame)  the model appends one token a row  slots.end()   at every step
+    slots.begin(view)  the model appends one token a row  slots.end()   at every step
     slots.snapshot(slot, start, write)                                   its pieces again
 
 A row is released by its layout alone: whatever a slot holds that no row owns is never seen, and
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from batchkv_worker.kv.slots.changes import Relayout
-from batchkv_worker.kv.slots.step_view import Frame
+from batchkv_worker.kv.slots.step_view import StepView
 from batchkv_worker.kv.types import PackedKV, Pieces, Window
 
 
@@ -64,18 +64,18 @@ class PrefillLayer(ABC):
         Only before the first chunk.
         """
 
-    def share(self, stems: Sequence[PackedKV], num_tokens: int) -> None:
-        """Start after a chain of stems of that many tokens; only layers with every token can.
+    def share(self, prefixes: Sequence[PackedKV], num_tokens: int) -> None:
+        """Start after a chain of prefixes of that many tokens; only layers with every token can.
 
         Only before the first chunk; what is restored comes behind it.
         """
-        raise ValueError("this kind of layer has no stem")
+        raise ValueError("this kind of layer shares no prefix")
 
     @abstractmethod
-    def row(self, index: int, length: int, stem_tokens: int = 0, count: int = 1) -> Pieces:
+    def row(self, index: int, length: int, prefix_tokens: int = 0, count: int = 1) -> Pieces:
         """What a slot needs of row ``index`` after its ``length`` tokens (at least one).
 
-        A slot with a stem needs of a layer that keeps every token only what comes after the stem.
+        In layers that keep every token, a slot with a prefix needs only what comes after it.
         With a ``count``, ``[count, ...]``: of so many rows of that length, neighbours.
         """
 
@@ -100,7 +100,7 @@ class SlotLayer(ABC):
     place: int = 0
 
     @abstractmethod
-    def begin(self, frame: Frame) -> None:
+    def begin(self, view: StepView) -> None:
         """The step whose graph is built next."""
 
     @abstractmethod
@@ -122,9 +122,12 @@ class SlotLayer(ABC):
         """Rows were filled in: whether the layer has started that, and will wait for it itself."""
         return False
 
-    def stem(self, pieces: Pieces) -> tuple[PackedKV, PackedKV]:
-        """A stem's parts as prefill and as decode read them; only of layers with every token."""
-        raise ValueError("this kind of layer has no stem")
+    def as_prefix(self, pieces: Pieces) -> tuple[PackedKV, PackedKV]:
+        """A shared prefix's parts, as prefill and as decode read them.
+
+        Only of layers that keep every token.
+        """
+        raise ValueError("this kind of layer shares no prefix")
 
     @abstractmethod
     def relayout(self, change: Relayout) -> None:

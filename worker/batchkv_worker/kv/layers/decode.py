@@ -19,28 +19,30 @@ from batchkv_worker.kv.slots.changes import Demand, Move
 from batchkv_worker.kv.slots.growth import STEP, NoRoom
 from batchkv_worker.kv.slots.layout import SlotLayout
 from batchkv_worker.kv.slots.layouts import Changes, Costs, SlotLayouts
-from batchkv_worker.kv.slots.step_view import Frame, Framer, Shapes
+from batchkv_worker.kv.slots.step_view import Shapes, StepView, StepViews
 from batchkv_worker.kv.types import Pieces
 
 
 def costs_of(kinds: Sequence[LayerKind]) -> Costs:
     """Bytes of all layers together."""
     windows: dict[int, int] = {}
-    per_token = beside_stem = 0
+    per_token = extra_per_shared = 0
     for kind in kinds:
         if kind.window is None:
             per_token += kind.bytes_per_token
-            beside_stem += 0 if kind.has_state else _bytes_in_stem(kind) - kind.bytes_per_token
+            extra_per_shared += (
+                0 if kind.has_state else _bytes_in_prefix(kind) - kind.bytes_per_token
+            )
         else:
             windows[kind.window] = windows.get(kind.window, 0) + kind.bytes_per_token
     per_row = sum(kind.bytes_per_row for kind in kinds)
     largest = max((kind.bytes_per_token for kind in kinds if kind.window is None), default=0)
-    return Costs(per_token, windows, per_row, beside_stem, largest)
+    return Costs(per_token, windows, per_row, extra_per_shared, largest)
 
 
-def _bytes_in_stem(kind: LayerKind) -> int:
-    """Bytes of one token in a stem; nothing is computed."""
-    packed, slots = kind.slots().stem(kind.template(STEP))
+def _bytes_in_prefix(kind: LayerKind) -> int:
+    """Bytes of one token in a shared prefix; nothing is computed."""
+    packed, slots = kind.slots().as_prefix(kind.template(STEP))
     arrays = {id(array): array for parts in (*packed, *slots) for array in parts}
     return sum(int(array.nbytes) for array in arrays.values()) // STEP
 
@@ -64,7 +66,7 @@ class DecodeSlots:
         self._kinds = kinds
         for place, layer in enumerate(self.layers):
             layer.place = place
-        self._framer = Framer(shapes)
+        self._views = StepViews(shapes)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -80,7 +82,7 @@ class DecodeSlots:
         """Tokens of the row in ``slot``."""
         return self.layouts.size(slot)
 
-    def stem(
+    def make_prefix(
         self,
         key: bytes,
         num_tokens: int,
@@ -94,41 +96,41 @@ class DecodeSlots:
         """
         packed, slots = {}, {}
         for place, piece in pieces.items():
-            packed[place], slots[place] = self.layers[place].stem(piece)
-        stem = SharedPrefix(key, num_tokens, parent, packed=packed, slots=slots)
-        mx.eval(stem.arrays)
-        return stem
+            packed[place], slots[place] = self.layers[place].as_prefix(piece)
+        prefix = SharedPrefix(key, num_tokens, parent, packed=packed, slots=slots)
+        mx.eval(prefix.arrays)
+        return prefix
 
     def admit(
         self,
         demand: Demand,
         pieces: Sequence[Pieces] | None,
-        stem: SharedPrefix | None = None,
+        prefix: SharedPrefix | None = None,
         max_cells: int | None = None,
     ) -> tuple[int, Move | None]:
         """Give a row a slot and copy it in; None for a row without any token yet.
 
-        With a stem the pieces of the layers that keep every token are of what comes after it.
+        With a prefix the pieces of the layers that keep every token are of what comes after it.
         Returns the slot, and how another row moved out of its way. Raises ValueError when no slot
         is free, NoRoom when the layers with every token would have more than ``max_cells``.
         """
-        slot, move = self.place(demand, stem, max_cells)
+        slot, move = self.place(demand, prefix, max_cells)
         self.fill(slot, pieces)
         self.settle()
         return slot, move
 
     def place(
-        self, demand: Demand, stem: SharedPrefix | None = None, max_cells: int | None = None
+        self, demand: Demand, prefix: SharedPrefix | None = None, max_cells: int | None = None
     ) -> tuple[int, Move | None]:
         """The first half of ``admit``: a slot, which is to be filled before the next step.
 
         Rows that are placed later may move it.
         """
-        slot, move = self.layouts.make_way(demand, stem)
+        slot, move = self.layouts.make_way(demand, prefix)
         if move is not None:
             self._move(move)
         try:
-            changes = self.layouts.admit(demand, slot, stem, max_cells)
+            changes = self.layouts.admit(demand, slot, prefix, max_cells)
         except NoRoom:
             raise NoRoom(move) from None
         self._relayout(changes)
@@ -144,7 +146,7 @@ class DecodeSlots:
         mx.eval([layer.arrays for layer in self.layers if not layer.settle()])
 
     def snapshot(self, slot: int) -> list[Pieces]:
-        """A copy of a row in every layer: what ``admit`` takes, with the same stem."""
+        """A copy of a row in every layer: what ``admit`` takes, with the same prefix."""
         return [
             layer.snapshot(slot, layout.start(slot), layout.write)
             for layer, layout in self._with_layouts()
@@ -178,14 +180,14 @@ class DecodeSlots:
         self._relayout(self.layouts.shrink())
         return moves
 
-    def begin_step(self) -> Frame:
+    def begin_step(self) -> StepView:
         """Make room for one token a row; the model may then be run on ``model_cache``."""
         self.make_room(None)
-        frame = self._framer.frame(self.layouts)
-        self._backend.begin_step(frame.offsets)
+        view = self._views.view(self.layouts)
+        self._backend.begin_step(view.offsets)
         for layer in self.layers:
-            layer.begin(frame)
-        return frame
+            layer.begin(view)
+        return view
 
     def end_step(self) -> None:
         """The step's graph is built: every row has one token more."""
@@ -200,8 +202,8 @@ class DecodeSlots:
             layer.drop()
 
     def close(self) -> None:
-        """Let go of all buffers and stems."""
-        self.layouts.stems.clear()
+        """Drop all buffers and shared prefixes."""
+        self.layouts.prefixes.clear()
         self.layers.clear()
         self.model_cache.clear()
 

@@ -38,12 +38,12 @@ class PrefillRows:
         for layer in self.layers:
             layer.end()
 
-    def row(self, index: int, length: int, stem_tokens: int = 0, count: int = 1) -> list[Pieces]:
-        """What the slots need of a row after its ``length`` tokens, behind a stem or none.
+    def row(self, index: int, length: int, prefix_tokens: int = 0, count: int = 1) -> list[Pieces]:
+        """What the slots need of a row after its ``length`` tokens, behind a prefix or none.
 
         With a ``count``, of so many rows of that length, neighbours.
         """
-        return [layer.row(index, length, stem_tokens, count) for layer in self.layers]
+        return [layer.row(index, length, prefix_tokens, count) for layer in self.layers]
 
     def block(self, index: int, start: int, end: int) -> list[Pieces | None]:
         """A row's tokens [start, end) in every layer; None from layers without a time axis."""

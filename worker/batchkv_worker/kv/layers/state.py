@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from batchkv_worker.kv.layers.contract import Chunk, LayerKind, PrefillLayer, SlotLayer
 from batchkv_worker.kv.slots.changes import Relayout
-from batchkv_worker.kv.slots.step_view import Frame
+from batchkv_worker.kv.slots.step_view import StepView
 from batchkv_worker.kv.types import Pieces, Window
 
 
@@ -86,7 +86,7 @@ class StatePrefill(_Arrays, PrefillLayer):
         for (place, _, _), piece in zip(self._shape.used, pieces, strict=True):
             self.cache[place] = piece
 
-    def row(self, index: int, length: int, stem_tokens: int = 0, count: int = 1) -> Pieces:
+    def row(self, index: int, length: int, prefix_tokens: int = 0, count: int = 1) -> Pieces:
         return self.state(index, count)
 
     def state(self, index: int, count: int = 1) -> Pieces:
@@ -114,8 +114,8 @@ class StateSlots(_Arrays, SlotLayer):
         for place, row, dtype in shape.used:
             self.cache[place] = mx.zeros((0, *row), dtype)
 
-    def begin(self, frame: Frame) -> None:
-        self._fit(frame.num_rows)
+    def begin(self, view: StepView) -> None:
+        self._fit(view.num_rows)
 
     def end(self) -> None:
         """Nothing belongs to a step alone."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Demand:
     """What a row asks for: tokens already in the cache, and tokens still to come at most.
 
-    The first ``shared`` of them stand in a stem: layers that keep every token have only the rest.
+    The first ``shared`` of them are in a shared prefix: layers that keep every token have only the
+    rest.
     """
 
     length: int
@@ -18,7 +19,7 @@ class Demand:
 
     @property
     def own(self) -> Demand:
-        """What the row asks of a layer that has the stem beside it."""
+        """What the row asks of a layer that stores the prefix apart."""
         return Demand(self.length - self.shared, self.remaining)
 
 

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from batchkv_worker.kv.slots import growth
 from batchkv_worker.kv.slots.changes import Demand, Relayout
 from batchkv_worker.kv.slots.growth import STEP, round_up
-from batchkv_worker.kv.slots.slot_choice import Ranks, strain_of
+from batchkv_worker.kv.slots.slot_choice import Ranks, placement_cost
 
 
 class SlotLayout:
@@ -133,10 +133,10 @@ class SlotLayout:
 
         Attention reads groups of neighbouring rows, each from the group's first column on, so rows
         of like length belong side by side. Of all slots, taking a free one or moving one row out
-        of the way, the one that adds least to the differences between neighbours is chosen; a
-        move must save what it copies. The second value is None when no row has to move. Rows of the
-        same stems (their ranks, by slot; ``new_ranks`` are the new row's) are attended together, so
-        those come before all.
+        of the way, the one that adds least to the differences between neighbours is chosen. A move
+        must save what it copies. The second value is None when no row has to move. Rows with the
+        same shared prefixes are attended together, so those come before all: ``ranks`` has the
+        ranks of their prefixes, by slot; ``new_ranks`` are the new row's.
         """
         if not self.num_free:
             raise ValueError("no slot is free")
@@ -150,18 +150,18 @@ class SlotLayout:
         used = [slot for slot, line in enumerate(lines) if line is not None]
         free = min(
             (slot for slot, line in enumerate(lines) if line is None),
-            key=lambda slot: strain_of(lines, slot, new),
+            key=lambda slot: placement_cost(lines, slot, new),
         )
         best: tuple[int, int | None] = free, None
-        least = strain_of(lines, free, new)
+        least = placement_cost(lines, free, new)
         if least <= STEP or free >= self.rows:
             return best
         for slot in used:
             moved = lines[slot]
             assert moved is not None
             without = [*lines[:slot], None, *lines[slot + 1 :]]
-            strain = strain_of(without, free, moved) - strain_of(without, slot, moved)
-            strain += strain_of(without, slot, new) + moved[1]
+            strain = placement_cost(without, free, moved) - placement_cost(without, slot, moved)
+            strain += placement_cost(without, slot, new) + moved[1]
             if strain < least:
                 best, least = (slot, free), strain
         return best

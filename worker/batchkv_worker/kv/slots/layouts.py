@@ -22,23 +22,23 @@ Changes = dict[Window, Relayout]
 class Costs:
     """Bytes of a model's caches under a scheme.
 
-    ``per_token``: of all layers that keep every token; ``per_window``: bytes a token of the layers
-    with a window, by window; ``per_row``: of what has no time axis; ``beside_stem``: what a token
-    of a stem takes beside ``per_token``, where prefill reads it in another form than slots do;
-    ``largest``: a token's share of ``per_token`` in the layer that has most, of which two copies
-    stand while a buffer is rebuilt.
+    ``per_token``: of all layers that keep every token. ``per_window``: of the layers with a window,
+    by window. ``per_row``: of what has no time axis. ``extra_per_shared``: what a token of a shared
+    prefix takes beyond ``per_token``, where prefill reads another form than slots do. ``largest``:
+    a token's share of ``per_token`` in the layer that has most; two copies of that layer exist
+    while a buffer is rebuilt.
     """
 
     per_token: int
     per_window: dict[int, int] = field(default_factory=dict)
     per_row: int = 0
-    beside_stem: int = 0
+    extra_per_shared: int = 0
     largest: int = 0
 
     @property
-    def per_stem_token(self) -> int:
-        """Bytes that a token takes in a stem."""
-        return self.per_token + self.beside_stem
+    def per_prefix_token(self) -> int:
+        """Bytes that a token takes in a shared prefix."""
+        return self.per_token + self.extra_per_shared
 
     @property
     def per_new_token(self) -> int:
@@ -48,12 +48,12 @@ class Costs:
     def prefill(self, length: int, shared: int, margin: int) -> int:
         """Bytes of one row in prefill among rows of up to ``length`` tokens.
 
-        ``shared`` of them stand in a stem; ``margin`` tokens are held beside a window.
+        ``shared`` of them are in a shared prefix; ``margin`` tokens are kept beyond a window.
         """
         windows = sum(
             size * min(length, window + margin) for window, size in self.per_window.items()
         )
-        # Prefill reads a stem where it stands only when that is most of the prompt.
+        # Prefill reads a shared prefix in place only if it is most of the prompt.
         own = length - shared if 2 * shared >= length else length
         return own * (self.per_token + self.largest) + windows + self.per_row
 
@@ -65,7 +65,7 @@ class SlotLayouts:
         self.main = SlotLayout(num_slots)
         self.all: dict[Window, SlotLayout] = {None: self.main}
         self.all.update({window: SlotLayout(num_slots, window) for window in sorted(set(windows))})
-        self.stems: dict[int, PrefixPart] = {}  # by slot
+        self.prefixes: dict[int, PrefixPart] = {}  # by slot
 
     @property
     def num_slots(self) -> int:
@@ -80,70 +80,72 @@ class SlotLayouts:
         return self.main.num_free
 
     @property
-    def all_stems(self) -> dict[bytes, PrefixPart]:
-        """The stems that are held, by key: those of rows, and those that these stand on."""
-        return {stem.key: stem for leaf in {*self.stems.values()} for stem in leaf.chain}
+    def all_prefixes(self) -> dict[bytes, PrefixPart]:
+        """All shared prefixes in use, by key: those of rows, and their parents."""
+        return {prefix.key: prefix for leaf in {*self.prefixes.values()} for prefix in leaf.chain}
 
-    def stems_with(self, other: PrefixPart | None) -> dict[bytes, PrefixPart]:
+    def prefixes_with(self, other: PrefixPart | None) -> dict[bytes, PrefixPart]:
         """The same, with ``other`` and what it stands on, which no row may have yet."""
-        return self.all_stems | {stem.key: stem for stem in (other.chain if other else ())}
+        return self.all_prefixes | {prefix.key: prefix for prefix in (other.chain if other else ())}
 
     def tokens_held(self, keys: Iterable[bytes], behind: PrefixPart | None = None) -> int:
-        """How many tokens of a chain of blocks stand in stems that are held, or are ``behind``."""
-        held = self.stems_with(behind)
+        """How many tokens of a chain of blocks are in prefixes in use, or in ``behind``."""
+        held = self.prefixes_with(behind)
         return max((held[key].num_tokens for key in keys if key in held), default=0)
 
     def bytes_of_new(
-        self, costs: Costs, stem: PrefixPart | None, behind: PrefixPart | None = None
+        self, costs: Costs, prefix: PrefixPart | None, behind: PrefixPart | None = None
     ) -> int:
-        """Bytes of those of a chain of stems that no row has yet, and that are not ``behind``."""
-        held = self.stems_with(behind)
-        new = sum(one.num_own for one in (stem.chain if stem else ()) if one.key not in held)
-        return new * costs.per_stem_token
+        """Bytes of the prefixes of a chain that no row has yet and ``behind`` does not have."""
+        held = self.prefixes_with(behind)
+        new = sum(one.num_own for one in (prefix.chain if prefix else ()) if one.key not in held)
+        return new * costs.per_prefix_token
 
     def peak_bytes(
-        self, costs: Costs, extra: list[Demand], ahead: int | None, stem_keys: list[bytes]
+        self, costs: Costs, extra: list[Demand], ahead: int | None, prefix_keys: list[bytes]
     ) -> int:
         """The most that the slots hold with ``extra`` rows admitted: as they are, and grown.
 
         The arguments are those of ``bytes_needed``.
         """
-        held = self.bytes_held(costs) + self.stem_bytes(costs, extra, stem_keys)
-        return max(self.bytes_needed(costs, extra, ahead, stem_keys), held)
+        held = self.bytes_held(costs) + self.bytes_of_shared(costs, extra, prefix_keys)
+        return max(self.bytes_needed(costs, extra, ahead, prefix_keys), held)
 
     def bytes_needed(
         self,
         costs: Costs,
         extra: list[Demand],
         ahead: int | None = None,
-        stem_keys: Iterable[bytes] = (),
+        prefix_keys: Iterable[bytes] = (),
     ) -> int:
-        """Bytes that the slots would grow to with ``extra`` rows admitted, who share stems if any.
+        """Bytes that the slots would grow to with ``extra`` rows admitted, which share a prefix.
 
-        ``stem_keys`` are the blocks of those: what is held already does not count. ``ahead`` is how
-        many tokens are reckoned with for each row at most; None: all that may still come.
+        ``prefix_keys`` are its blocks: those in use already do not count. ``ahead`` is how many
+        tokens count for each row at most; None: all that may still come.
         """
         needed = self.main.cells_needed([demand.own for demand in extra], ahead) * costs.per_token
         needed += self._copied(costs, extra, ahead)
-        return needed + self.stem_bytes(costs, extra, stem_keys) + self._beside(costs, extra)
+        return needed + self.bytes_of_shared(costs, extra, prefix_keys) + self._beside(costs, extra)
 
-    def stem_bytes(self, costs: Costs, extra: list[Demand], stem_keys: Iterable[bytes] = ()) -> int:
-        """Bytes of what ``extra`` rows share and no stem holds yet, as in ``bytes_needed``."""
+    def bytes_of_shared(
+        self, costs: Costs, extra: list[Demand], prefix_keys: Iterable[bytes] = ()
+    ) -> int:
+        """Bytes of what ``extra`` rows share and no prefix holds yet, as in ``bytes_needed``."""
         shared = max((demand.shared for demand in extra), default=0)
-        shared -= min(shared, self.tokens_held(stem_keys))
-        return shared * costs.per_stem_token
+        shared -= min(shared, self.tokens_held(prefix_keys))
+        return shared * costs.per_prefix_token
 
     def _copied(self, costs: Costs, extra: list[Demand], ahead: int | None) -> int:
         """Bytes of the largest layer as it will be: it stands twice while it is rebuilt."""
         return self.main.cells_needed([demand.own for demand in extra], ahead) * costs.largest
 
     def _beside(self, costs: Costs, extra: list[Demand], count: int | None = None) -> int:
-        """Bytes of everything but the layers that keep every token: windows, states, stems.
+        """Bytes of all but rows in layers that keep every token: windows, states, prefixes.
 
         ``count`` None: of all rows; else as if only so many were left.
         """
-        in_stems = sum(stem.num_own for stem in self.all_stems.values())
-        needed = in_stems * costs.per_stem_token
+        in_prefixes = sum(prefix.num_own for prefix in self.all_prefixes.values())
+        needed = in_prefixes * costs.per_prefix_token
         # States stand in every row up to the highest slot, whether anybody is in it or not.
         rows = self.main.rows_for(self.num_active + len(extra))
         rows = max(self.main.num_rows, rows) if count is None else count
@@ -155,7 +157,7 @@ class SlotLayouts:
         return needed
 
     def bytes_held(self, costs: Costs) -> int:
-        """Bytes of the slots as they are now, stems among them."""
+        """Bytes of the slots as they are now, with shared prefixes."""
         main = self.main.rows * self.main.capacity * (costs.per_token + costs.largest)
         return main + self._beside(costs, [])
 
@@ -182,13 +184,13 @@ class SlotLayouts:
         for layout in self.all.values():
             layout.drop()
 
-    def make_way(self, demand: Demand, stem: PrefixPart | None = None) -> tuple[int, Move | None]:
+    def make_way(self, demand: Demand, prefix: PrefixPart | None = None) -> tuple[int, Move | None]:
         """Choose a slot; the row that stood there, if any, has moved in the layouts.
 
         Raises ValueError when no slot is free.
         """
-        ranks = {slot: other.ranks for slot, other in self.stems.items()}
-        slot, free = self.main.choose(demand.own.length, stem.ranks if stem else (), ranks)
+        ranks = {slot: other.ranks for slot, other in self.prefixes.items()}
+        slot, free = self.main.choose(demand.own.length, prefix.ranks if prefix else (), ranks)
         if free is None:
             return slot, None
         move = Move(slot, free)
@@ -199,20 +201,20 @@ class SlotLayouts:
         self,
         demand: Demand,
         slot: int,
-        stem: PrefixPart | None = None,
+        prefix: PrefixPart | None = None,
         max_cells: int | None = None,
     ) -> Changes:
         """Give a row the free slot ``slot``; all buffers then have equally many rows.
 
         Raises NoRoom, before anything is changed, when main's cells would exceed ``max_cells``.
         """
-        if demand.shared != (0 if stem is None else stem.num_tokens):
-            raise ValueError(f"a row that shares {demand.shared} tokens does not fit its stem")
+        if demand.shared != (0 if prefix is None else prefix.num_tokens):
+            raise ValueError(f"a row that shares {demand.shared} tokens does not fit its prefix")
         found: dict[Window, Relayout | None] = {
             None: self.main.admit(demand.own, slot, None, max_cells)[1]
         }
-        if stem is not None:
-            self.stems[slot] = stem
+        if prefix is not None:
+            self.prefixes[slot] = prefix
         for window, layout in self.all.items():
             if window is not None:
                 found[window] = layout.admit(demand, slot, self.main.rows)[1]
@@ -221,8 +223,8 @@ class SlotLayouts:
     def _move(self, move: Move) -> None:
         for layout in self.all.values():
             layout.move(move.source, move.target)
-        if (stem := self.stems.pop(move.source, None)) is not None:
-            self.stems[move.target] = stem
+        if (prefix := self.prefixes.pop(move.source, None)) is not None:
+            self.prefixes[move.target] = prefix
 
     def before_step(self, max_cells: int | None = None) -> Changes:
         """Make sure that every write column exists; raises NoRoom before anything is changed."""
@@ -244,25 +246,25 @@ class SlotLayouts:
         """Take a row's slot back."""
         for layout in self.all.values():
             layout.release(slot)
-        self.stems.pop(slot, None)
+        self.prefixes.pop(slot, None)
 
     def size(self, slot: int) -> int:
-        """Tokens of a row, its stem's among them."""
-        stem = self.stems.get(slot)
-        return self.main.length(slot) + (0 if stem is None else stem.num_tokens)
+        """Tokens of a row, those of its shared prefix included."""
+        prefix = self.prefixes.get(slot)
+        return self.main.length(slot) + (0 if prefix is None else prefix.num_tokens)
 
     def close_gap(self) -> Move | None:
         """Move a row into the lowest free slot below it; None when there is none.
 
-        The last of the next rows that share a stem, or have none: so stems stay together, and the
-        gap goes up until it is gone.
+        It is the last of the next rows that share a prefix, or have none. So rows with one prefix
+        stay together, and the gap moves up until it is gone.
         """
         gap = self.main.gap()
         if gap is None:
             return None
         above = sorted(slot for slot in self.main.slots if slot > gap[1])
-        stem = self.stems.get(above[0])
-        run = takewhile(lambda slot: self.stems.get(slot) is stem, above)
+        prefix = self.prefixes.get(above[0])
+        run = takewhile(lambda slot: self.prefixes.get(slot) is prefix, above)
         move = Move(max(run), gap[1])
         self._move(move)
         return move
@@ -272,6 +274,8 @@ class SlotLayouts:
         for layout in self.all.values():
             layout.check()
             assert (layout.slots, layout.rows) == (self.main.slots, self.main.rows)
-        assert self.stems.keys() <= self.main.slots
-        held = self.all_stems
-        assert all(held[stem.key] is stem for leaf in self.stems.values() for stem in leaf.chain)
+        assert self.prefixes.keys() <= self.main.slots
+        held = self.all_prefixes
+        assert all(
+            held[prefix.key] is prefix for leaf in self.prefixes.values() for prefix in leaf.chain
+        )

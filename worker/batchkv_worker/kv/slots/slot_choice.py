@@ -1,16 +1,16 @@
-"""How much neighbouring rows differ, in stems and length: what a row adds by standing somewhere."""
+"""How much neighbouring rows differ, in shared prefixes and length: the cost of a placement."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_APART = 1 << 32  # what a stem makes rows differ by: more than any row has tokens
-Ranks = tuple[int, ...]  # of the stems that a row reads
+_APART = 1 << 32  # cost of another prefix: more than any row has tokens
+Ranks = tuple[int, ...]  # of the shared prefixes that a row reads
 Line = tuple[Ranks, int]  # and its length
 
 
-def strain_of(lines: Sequence[Line | None], slot: int, new: Line) -> int:
-    """What a row in ``slot`` adds to the differences between neighbours in use."""
+def placement_cost(lines: Sequence[Line | None], slot: int, new: Line) -> int:
+    """What a row in ``slot`` adds to the differences between neighbours in use, in tokens."""
     before = next((line for line in reversed(lines[:slot]) if line is not None), None)
     after = next((line for line in lines[slot + 1 :] if line is not None), None)
     if before is None or after is None:
@@ -20,6 +20,6 @@ def strain_of(lines: Sequence[Line | None], slot: int, new: Line) -> int:
 
 
 def _difference(one: Line, other: Line) -> int:
-    """By how much two rows differ in length, and by how many stems, of the longer chain."""
+    """By how much two rows differ in length, and by how many prefixes, of the longer chain."""
     same = len({*one[0]} & {*other[0]})
     return abs(one[1] - other[1]) + _APART * (max(len(one[0]), len(other[0])) - same)

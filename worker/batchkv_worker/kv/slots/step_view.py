@@ -1,9 +1,9 @@
 """What one decode step reads and writes, the same for all layers of a kind.
 
 Rows in neighbouring slots differ in length. Reading all rows from the first column of the longest
-would waste most of what is read, so attention goes by groups: runs of slots, each read from its own
-first column on. Where a group ends is decided when rows come or go; more groups waste fewer cells
-but start more kernels, so each counts as ``group_cost`` cells.
+would waste most of what is read. So attention reads groups: runs of slots, each from its own first
+column on. Groups are cut when rows come or go. More groups waste fewer cells but launch more
+kernels, so each counts as ``group_cost`` cells.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Shapes:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows [first, last) read columns [low, high). They share ``stem``.
+    """Rows [first, last) read columns [low, high). They share ``prefix``.
 
-    ``mask`` is as in ``Span``, in the form of ``Softmax.step_mask``.
-    ``stems`` are those of its chain that no neighbouring group reads with it. ``is_exact``: its
-    columns are as many as they are, where others are rounded.
+    ``mask`` is as in ``ColumnSpan``, in the form of ``Softmax.step_mask``. ``prefixes`` are those
+    of the chain that no neighbouring group reads too. ``is_exact``: its columns are not rounded,
+    where others are.
     """
 
     first: int
@@ -58,44 +58,44 @@ class Group:
     low: int
     high: int
     mask: mx.array | None
-    stem: SharedPrefix | None = None
-    stems: tuple[SharedPrefix, ...] = ()
+    prefix: SharedPrefix | None = None
+    prefixes: tuple[SharedPrefix, ...] = ()
     is_exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Common:
-    """A stem that several groups have in common: those of rows [first, last)."""
+class CommonPrefix:
+    """A shared prefix that several groups have in common: those of rows [first, last)."""
 
-    stem: SharedPrefix
+    prefix: SharedPrefix
     first: int
     last: int
 
     def has(self, group: Group) -> bool:
-        """Whether it is one of these."""
+        """Whether the group is one of these."""
         return self.first <= group.first < self.last
 
 
-Run = tuple[int, int, "SharedPrefix | None"]  # the rows of a group, and their stem
+Run = tuple[int, int, "SharedPrefix | None"]  # the rows of a group, and their prefix
 
 
-def stems_in_common(runs: Sequence[Run]) -> list[Common]:
-    """The stems that neighbouring groups stand on together."""
+def common_prefixes(runs: Sequence[Run]) -> list[CommonPrefix]:
+    """The shared prefixes that neighbouring groups have in common."""
     found = []
-    chains = [stem.chain if stem else [] for *_, stem in runs]
+    chains = [prefix.chain if prefix else [] for *_, prefix in runs]
     for depth in range(max(map(len, chains), default=0)):
         first = 0
         at_depth = groupby(chain[depth] if depth < len(chain) else None for chain in chains)
-        for stem, same in at_depth:
+        for prefix, same in at_depth:
             last = first + sum(1 for _ in same) - 1
-            if stem is not None and last > first:
-                found.append(Common(stem, runs[first][0], runs[last][1]))
+            if prefix is not None and last > first:
+                found.append(CommonPrefix(prefix, runs[first][0], runs[last][1]))
             first = last + 1
     return found
 
 
-def _joint(runs: Sequence[Run], place: int) -> SharedPrefix | None:
-    """The last stem that the runs before and after one have in common."""
+def _in_common(runs: Sequence[Run], place: int) -> SharedPrefix | None:
+    """The last shared prefix that the runs before and after one have in common."""
     chains = [
         run[2].chain if run[2] else [] for run in (*runs[:place][-1:], *runs[place + 1 :][:1])
     ]
@@ -105,8 +105,8 @@ def _joint(runs: Sequence[Run], place: int) -> SharedPrefix | None:
     return same[-1] if same else None
 
 
-class Span:
-    """Columns of the step at hand in the layers that share a layout.
+class ColumnSpan:
+    """Columns that the current step reads in the layers that share a layout.
 
     Rows [0, num_rows) read columns [low, high). ``mask`` is bool ``[rows, 1, 1, columns]``, or None
     when every row owns every column. ``write`` is the column that the step writes; it is the last,
@@ -119,7 +119,7 @@ class Span:
         rows: int,
         cuts: list[int],
         shapes: Shapes,
-        stems: Mapping[int, SharedPrefix] | None = None,
+        prefixes: Mapping[int, SharedPrefix] | None = None,
     ) -> None:
         step = shapes.step
         self.num_rows = rows
@@ -130,7 +130,7 @@ class Span:
         self._used = layout.slots
         self._cuts = cuts
         self._shapes = shapes
-        self._stems = stems or {}
+        self._prefixes = prefixes or {}
 
     @cached_property
     def mask(self) -> mx.array | None:
@@ -144,12 +144,12 @@ class Span:
     def groups(self) -> list[Group]:
         found = []
         step = self._shapes.step
-        for first, last, stem in self._runs:
+        for first, last, prefix in self._runs:
             low = min(self._starts[first:last]) // step * step
             mask = self._masked(first, last, low, None)
-            taken = {one.stem for one in self.common if one.first <= first < one.last}
-            alone = tuple(one for one in (stem.chain if stem else ()) if one not in taken)
-            found.append(Group(first, last, low, self.high, mask, stem, alone))
+            taken = {one.prefix for one in self.common if one.first <= first < one.last}
+            alone = tuple(one for one in (prefix.chain if prefix else ()) if one not in taken)
+            found.append(Group(first, last, low, self.high, mask, prefix, alone))
         if len(found) == 1:
             found[0] = replace(found[0], low=self.low, mask=self.mask)
         step_mask = self._shapes.softmax.step_mask
@@ -159,24 +159,26 @@ class Span:
         ]
 
     @cached_property
-    def common(self) -> list[Common]:
-        """The stems that are attended once for the rows of several groups."""
-        return stems_in_common(self._runs)
+    def common(self) -> list[CommonPrefix]:
+        """The shared prefixes that are attended once for the rows of several groups."""
+        return common_prefixes(self._runs)
 
     @cached_property
     def _runs(self) -> list[Run]:
         found: list[Run] = []
         for first, last in pairwise([0, *self._cuts, self.num_rows]):
-            stems = (self._stems[slot] for slot in range(first, last) if slot in self._stems)
-            found.append((first, last, next(stems, None)))
+            prefixes = (
+                self._prefixes[slot] for slot in range(first, last) if slot in self._prefixes
+            )
+            found.append((first, last, next(prefixes, None)))
         # Free rows between two branches must not keep what these have in common apart.
         return [
             (
                 first,
                 last,
-                _joint(found, place) if self._used.isdisjoint(range(first, last)) else stem,
+                _in_common(found, place) if self._used.isdisjoint(range(first, last)) else prefix,
             )
-            for place, (first, last, stem) in enumerate(found)
+            for place, (first, last, prefix) in enumerate(found)
         ]
 
     @cached_property
@@ -206,7 +208,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class StepView:
     """The step at hand. ``offsets`` (int32, ``[rows]``) are the positions of its tokens.
 
     The array is bound anew at each step, never changed, since models may hold on to it.
@@ -214,18 +216,18 @@ class Frame:
 
     num_rows: int
     offsets: mx.array
-    spans: dict[Window, Span]
+    spans: dict[Window, ColumnSpan]
 
 
-class Framer:
-    """Makes each step's frame; remembers where groups end until a row comes or goes."""
+class StepViews:
+    """Makes each step's view; remembers where groups end until a row comes or goes."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
         self._cuts: dict[Window, list[int]] = {}
         self._made_for: tuple[int, int, int] | None = None  # version, rows, age of the cuts
 
-    def frame(self, layouts: SlotLayouts) -> Frame:
+    def view(self, layouts: SlotLayouts) -> StepView:
         """The next step of ``layouts``."""
         main, shapes = layouts.main, self.shapes
         rows = min(main.rows, round_up(main.num_rows, shapes.rows))
@@ -233,32 +235,32 @@ class Framer:
         if made_for != self._made_for:
             self._made_for = made_for
             self._cuts = {window: self._cut(layout, rows) for window, layout in layouts.all.items()}
-            self._cuts[None] = self._cut_by_stem(layouts, rows)
+            self._cuts[None] = self._cut_by_prefix(layouts, rows)
         # ``DecodeSlots`` gives parts with their arrays to the layouts, which need only the former.
-        stems = cast("Mapping[int, SharedPrefix]", layouts.stems)
+        prefixes = cast("Mapping[int, SharedPrefix]", layouts.prefixes)
         spans = {
-            window: Span(layout, rows, self._cuts[window], shapes, stems)
+            window: ColumnSpan(layout, rows, self._cuts[window], shapes, prefixes)
             if window is None
-            else Span(layout, rows, self._cuts[window], shapes)
+            else ColumnSpan(layout, rows, self._cuts[window], shapes)
             for window, layout in layouts.all.items()
         }
         offsets = mx.array([layouts.size(slot) for slot in range(rows)], dtype=mx.int32)
-        return Frame(rows, offsets, spans)
+        return StepView(rows, offsets, spans)
 
     def _cut(self, layout: SlotLayout, rows: int) -> list[int]:
         lengths = [layout.length(slot) + 1 for slot in range(rows)]
         return cut(lengths, self.shapes.group_cost, self.shapes.rows)
 
-    def _cut_by_stem(self, layouts: SlotLayouts, rows: int) -> list[int]:
-        """Cuts wherever the stem changes, and within each such run by length."""
+    def _cut_by_prefix(self, layouts: SlotLayouts, rows: int) -> list[int]:
+        """Cuts wherever the shared prefix changes, and within each such run by length."""
         main, used = layouts.main, layouts.main.slots
         lengths = [main.length(slot) + 1 for slot in range(rows)]
         edges, last = [0], None
         for slot in sorted(slot for slot in used if slot < rows):
-            stem = layouts.stems.get(slot)
-            if last is not None and stem is not last[0]:
+            prefix = layouts.prefixes.get(slot)
+            if last is not None and prefix is not last[0]:
                 edges.append(slot)
-            last = (stem,)
+            last = (prefix,)
         cuts = edges[1:]
         for low, high in zip(edges, [*edges[1:], rows], strict=True):
             inner = cut(lengths[low:high], self.shapes.group_cost, self.shapes.rows)

@@ -1,8 +1,8 @@
-"""Before any job: may this model's rows share a stem?
+"""Before any job: whether this model's rows may share a stored prefix.
 
 A model that leaves attention to its caches never notices that a prefix is held once. One that reads
 what its caches hand out would miss the prefix. Which of both it is shows on a few tokens: rows
-behind a stem must give what they give alone.
+behind a prefix must give what they give alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from batchkv_worker.kv.types import Pieces
 
 log = logging.getLogger("batchkv.engine")
 
-STEM = (9, 4, 11)
+PREFIX = (9, 4, 11)
 TAILS = (2, 4, 1)  # ragged; the last decode steps are STEPS tokens more
 
 
@@ -45,7 +45,7 @@ def can_share(
     shared = [place for place, kind in enumerate(kinds) if _keeps_all(kind)]
     if not shared or any(_path_of(kinds[place]) is None for place in shared):
         return False
-    rows = [[*STEM, *((7 * i + j) % 13 for j in range(n + STEPS))] for i, n in enumerate(TAILS)]
+    rows = [[*PREFIX, *((7 * i + j) % 13 for j in range(n + STEPS))] for i, n in enumerate(TAILS)]
     try:
         together = _together(backend, model, tree, kinds, traits, rows, shared)
         alone = [logits_of(backend, model, tree, kinds, traits, [row])[0] for row in rows]
@@ -72,37 +72,37 @@ def _together(
     rows: list[list[int]],
     shared: list[int],
 ) -> mx.array:
-    """Logits of each row's last tokens, ``[rows, STEPS, vocabulary]``, all behind one stem."""
+    """Logits of each row's last tokens, ``[rows, STEPS, vocabulary]``, all with one prefix."""
     shapes = Shapes(group_cost=1, mask_rank=traits.mask_rank)
     slots = DecodeSlots(backend, kinds, tree, len(rows), shapes)
-    before = PrefillRows(backend, kinds, len(STEM), len(STEM))
-    before.begin(Chunk(0, len(STEM)))
-    model(mx.array([STEM]), cache=tree.nested(before.layers))
+    before = PrefillRows(backend, kinds, len(PREFIX), len(PREFIX))
+    before.begin(Chunk(0, len(PREFIX)))
+    model(mx.array([PREFIX]), cache=tree.nested(before.layers))
     before.end()
     states = before.states(0)
-    tokens = before.block(0, 0, len(STEM))
-    stem = slots.stem(b"", len(STEM), {place: _some(tokens[place]) for place in shared})
+    tokens = before.block(0, 0, len(PREFIX))
+    prefix = slots.make_prefix(b"", len(PREFIX), {place: _some(tokens[place]) for place in shared})
     places: dict[int, int] = {}
     groups = [list(range(len(rows)))] if traits.ragged else [[i] for i in range(len(rows))]
     for group in groups:
         prefill = _behind(
             backend,
-            stem,
+            prefix,
             kinds,
             len(group),
             [len(rows[i]) - STEPS for i in group],
             [state or token for state, token in zip(states, tokens, strict=True)],
         )
-        lengths = tuple(len(rows[i]) - STEPS - len(STEM) for i in group)
+        lengths = tuple(len(rows[i]) - STEPS - len(PREFIX) for i in group)
         width = max(lengths)
-        prefill.begin(Chunk(len(STEM), width, None if min(lengths) == width else lengths))
-        chunk = [(rows[i][len(STEM) : -STEPS] + [0] * width)[:width] for i in group]
+        prefill.begin(Chunk(len(PREFIX), width, None if min(lengths) == width else lengths))
+        chunk = [(rows[i][len(PREFIX) : -STEPS] + [0] * width)[:width] for i in group]
         model(mx.array(chunk), cache=tree.nested(prefill.layers))
         prefill.end()
         for place, index in enumerate(group):
             length = len(rows[index]) - STEPS
-            demand = Demand(length, STEPS, len(STEM))
-            slot, move = slots.admit(demand, prefill.row(place, length, len(STEM)), stem)
+            demand = Demand(length, STEPS, len(PREFIX))
+            slot, move = slots.admit(demand, prefill.row(place, length, len(PREFIX)), prefix)
             if move is not None:
                 places[move.target] = places.pop(move.source)
             places[slot] = index
@@ -111,21 +111,21 @@ def _together(
 
 def _behind(
     backend: Backend,
-    stem: SharedPrefix,
+    prefix: SharedPrefix,
     kinds: Sequence[LayerKind],
     count: int,
     lengths: list[int],
     pieces: list[Pieces | None],
 ) -> PrefillRows:
-    """Prefill rows that start after the stem; the other layers have their own of it."""
+    """Prefill rows that start after the shared prefix; other layers get its tokens themselves."""
     rows = PrefillRows(backend, kinds, max(lengths), max(lengths))
     for place, layer in enumerate(rows.layers):
-        if place in stem.packed:
-            layer.share([stem.packed[place]], stem.num_tokens)
+        if place in prefix.packed:
+            layer.share([prefix.packed[place]], prefix.num_tokens)
             continue
         own = tuple(mx.repeat(piece, count, axis=0) for piece in _some(pieces[place]))
-        first = stem.num_tokens if kinds[place].has_state else 0
-        layer.restore(own, first, stem.num_tokens)
+        first = prefix.num_tokens if kinds[place].has_state else 0
+        layer.restore(own, first, prefix.num_tokens)
     return rows
 
 
