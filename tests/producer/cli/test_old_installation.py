@@ -25,15 +25,20 @@ def test_a_run_says_what_to_do_about_an_older_installation(tmp_path: Path) -> No
     (written / "entry_points.txt").write_text(f"[batchkv.checks]\nkv-scheme = {MOVED}\n")
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"prompt": "hi"}\n')
-    home = tmp_path / "home"
-    ended = subprocess.run(
-        [sys.executable, "-m", "batchkv_producer", "run", str(lines), "-m", "demo"],
-        env={"PYTHONPATH": str(tmp_path), "BATCHKV_HOME": str(home), "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    environment = {
+        "PYTHONPATH": str(tmp_path),
+        "BATCHKV_HOME": str(tmp_path / "home"),
+        "HOME": str(tmp_path),
+    }
+
+    def batchkv(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "batchkv_producer", *words]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    ended = batchkv("run", str(lines), "-m", "demo")
+    assert batchkv("server", "stop").returncode == 0
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr == f"batchkv: {OLD_INSTALLATION}\n"
     assert not (tmp_path / "lines.out.jsonl").exists()

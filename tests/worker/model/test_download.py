@@ -81,6 +81,7 @@ def test_a_download_is_said_as_it_goes(
     template = f"{hub}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "ENDPOINT", hub)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # this hub is here
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     said: list[str] = []
     with loading.heard(said.append):
