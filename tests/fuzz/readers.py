@@ -27,7 +27,7 @@ from batchkv_producer.wire.job import (
     encode_result,
 )
 from batchkv_worker.engine.tokens.requests import prepare
-from batchkv_worker.engine.tokens.tokenize import RowRefused
+from batchkv_worker.engine.tokens.text_limits import RowRefused
 from batchkv_worker.events import Work
 from support import tiny_models
 

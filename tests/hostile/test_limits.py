@@ -13,7 +13,7 @@ from batchkv_cache_store.tiers.base import MAX_OBJECT_BYTES
 from batchkv_producer.intake import body, checks, formats, messages, prompting
 from batchkv_producer.results import bounded
 from batchkv_producer.wire import job, transitions
-from batchkv_worker.engine.tokens import tokenize as tokens
+from batchkv_worker.engine.tokens import text_limits as tokens
 from batchkv_worker.model import loader as model
 from batchkv_worker.model import rehearsal
 from support import tiny_models  # noqa: F401  (it loads the BLAS, before MLX)

@@ -10,7 +10,7 @@ import pytest
 from batchkv_producer.wire.job import Request, SamplingParams
 from batchkv_worker.engine.engine import Engine, EngineConfig
 from batchkv_worker.engine.tokens.requests import prepare
-from batchkv_worker.engine.tokens.tokenize import SLICE_CHARS, RowRefused
+from batchkv_worker.engine.tokens.text_limits import SLICE_CHARS, RowRefused
 from batchkv_worker.events import Completed, Rejected, Work
 from batchkv_worker.model.loader import LoadedModel, load
 from support import tiny_models

@@ -17,7 +17,7 @@ import pytest
 from batchkv_producer.wire.job import Request, SamplingParams
 from batchkv_worker.demo import MODEL_PATH
 from batchkv_worker.engine.tokens.requests import prepare
-from batchkv_worker.engine.tokens.tokenize import RowRefused
+from batchkv_worker.engine.tokens.text_limits import RowRefused
 from batchkv_worker.errors import ModelError
 from batchkv_worker.events import Work
 from batchkv_worker.model import rehearsal

@@ -5,7 +5,7 @@ row failed, was wrong or has no answer, 2 wrong arguments or wrong input, 3 an e
 work cannot go on (disk full, workers that keep dying), 5 the command of --on-done failed, 6 the
 time of --timeout is over, 130 interrupted (128 + the signal).
 
-``batch_options.exit_code`` decides the code of a batch that was waited for (``run``, ``wait``).
+``exit_codes`` has the exit codes, and decides that of a batch that was waited for.
 ``group.guarded`` makes a code of each error: its ``exit_code`` (``errors``).
 """
 

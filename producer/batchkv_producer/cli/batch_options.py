@@ -1,17 +1,14 @@
-"""The batch's flags of ``submit`` and ``run``, and ``--on-done``; the exit codes of a batch."""
+"""The batch's flags of ``submit`` and ``run``, and ``--on-done``."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from batchkv_producer.cli.shared import say
-from batchkv_producer.client import BatchStatus
-from batchkv_producer.local.on_done import EXIT_ON_DONE, run_on_done
+from batchkv_producer.cli.exit_codes import EXIT_ON_DONE
 from batchkv_producer.wire.batch_options import (
     NEVER,
     BatchOptions,
@@ -22,9 +19,6 @@ from batchkv_producer.wire.batch_options import (
 from batchkv_producer.wire.redis_keys import PRIORITIES
 
 R = TypeVar("R")
-
-EXIT_SOME_FAILED = 1  # or some row is wrong
-EXIT_TIME_OVER = 6  # the batch is not done, and --timeout is over
 
 
 def _keep(_context: object, _option: object, text: str | None) -> int | None:
@@ -138,26 +132,3 @@ allow_bad_option = click.option(
     is_flag=True,
     help="Report rows that are wrong in the input, but do not end with exit code 1 for them.",
 )
-
-
-def exit_code(
-    status: BatchStatus, on_done: str | None, out: Path | None = None, *, num_allowed: int = 0
-) -> int:
-    """The exit code of who waited for a batch, after the command of ``--on-done``.
-
-    ``num_allowed`` rows may be without an answer.
-    """
-    if not status.is_done:
-        return EXIT_TIME_OVER
-    code = 0 if status.ok + num_allowed >= status.total else EXIT_SOME_FAILED
-    if on_done is None:
-        return code
-    fault = run_on_done(on_done, status, out)
-    if fault:
-        say(fault)
-    return EXIT_ON_DONE if fault else code
-
-
-def input_code(num_bad: int, allow_bad: bool) -> int:
-    """The exit code of who read a file."""
-    return EXIT_SOME_FAILED if num_bad and not allow_bad else 0

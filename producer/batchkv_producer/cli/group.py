@@ -12,6 +12,12 @@ from typing import Any, NoReturn
 import click
 from redis.exceptions import RedisError
 
+from batchkv_producer.cli.exit_codes import (
+    EXIT_BROKEN_PIPE,
+    EXIT_INTERRUPTED,
+    EXIT_OUTPUT,
+    EXIT_USAGE,
+)
 from batchkv_producer.disk import is_full
 from batchkv_producer.errors import OLD_INSTALLATION, BatchkvError, ServerError, UsageError
 from batchkv_producer.progress import printable
@@ -20,10 +26,6 @@ ENTRY_POINT_GROUP = "batchkv.commands"
 # What a command needs that a producer's host does not install.
 NEEDED_MODULES = {"worker": ("mlx", "mlx_lm"), "kv-report": ("mlx", "mlx_lm")}
 EXTRA = "batchkv[worker]"  # what installs them
-EXIT_USAGE = 2
-EXIT_OUTPUT = 4
-EXIT_INTERRUPTED = 130
-EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, as if the signal had ended us
 
 
 class Cli(click.Group):

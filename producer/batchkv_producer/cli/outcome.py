@@ -1,4 +1,4 @@
-"""Prints how a batch ended, or why it makes no progress. ``batch_options`` has the exit codes."""
+"""Prints how a batch ended, or why it makes no progress. ``exit_codes`` has the codes."""
 
 from __future__ import annotations
 

@@ -11,11 +11,10 @@ import click
 from batchkv_producer.cli.batch_options import (
     add_batch_options,
     allow_bad_option,
-    exit_code,
     from_batch_option,
-    input_code,
     on_done_option,
 )
+from batchkv_producer.cli.exit_codes import exit_code, input_code
 from batchkv_producer.cli.input_options import (
     Given,
     again_from,

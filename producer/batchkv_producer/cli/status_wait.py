@@ -6,7 +6,8 @@ from functools import partial
 
 import click
 
-from batchkv_producer.cli.batch_options import exit_code, on_done_option
+from batchkv_producer.cli.batch_options import on_done_option
+from batchkv_producer.cli.exit_codes import exit_code
 from batchkv_producer.cli.outcome import say_canceled, say_failures
 from batchkv_producer.cli.shared import (
     delays_of,

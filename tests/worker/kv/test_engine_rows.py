@@ -11,7 +11,7 @@ import pytest
 from batchkv_producer.wire.job import Request, SamplingParams
 from batchkv_worker.demo import MODEL_PATH
 from batchkv_worker.engine.engine import Engine, EngineConfig
-from batchkv_worker.engine.tokens.tokenize import RowRefused
+from batchkv_worker.engine.tokens.text_limits import RowRefused
 from batchkv_worker.events import Completed, Work
 from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.model.loader import load

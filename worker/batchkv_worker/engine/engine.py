@@ -34,7 +34,7 @@ from batchkv_worker.engine.shared_prefixes import SharedPrefixBuilder
 from batchkv_worker.engine.tokens import outputs
 from batchkv_worker.engine.tokens.requests import check_memory, prepare
 from batchkv_worker.engine.tokens.sampling import sample
-from batchkv_worker.engine.tokens.tokenize import RowRefused, refusals
+from batchkv_worker.engine.tokens.text_limits import RowRefused, refusals
 from batchkv_worker.events import Completed, Event, Rejected, Work
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.start.backend import choose_backend

@@ -12,7 +12,7 @@ import pytest
 from batchkv_producer.order.canonical import canonical_text
 from batchkv_producer.wire.job import Request, SamplingParams
 from batchkv_worker.engine.tokens.requests import SHARED_SLACK, prepare
-from batchkv_worker.engine.tokens.tokenize import RowRefused
+from batchkv_worker.engine.tokens.text_limits import RowRefused
 from batchkv_worker.events import Work
 from batchkv_worker.model.loader import LoadedModel, load
 from support import tiny_models  # first: it loads the BLAS

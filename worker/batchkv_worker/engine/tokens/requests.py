@@ -18,7 +18,7 @@ from batchkv_producer.intake.messages import check_messages, check_template_vari
 from batchkv_producer.order.canonical import canonical_text
 from batchkv_producer.wire.job import ErrorCode, Request, SamplingParams
 from batchkv_worker.engine.schedule.memory import Memory
-from batchkv_worker.engine.tokens.tokenize import (
+from batchkv_worker.engine.tokens.text_limits import (
     SLICE_CHARS,
     RowRefused,
     check_text,
