@@ -15,7 +15,7 @@ RESULT_TTL_SECONDS = 600  # how long RQ's own record of a finished job stays
 
 
 class Arrivals(Scripts):
-    """What a submit does."""
+    """The transitions of a submit."""
 
     def create(
         self,
@@ -25,11 +25,11 @@ class Arrivals(Scripts):
         *,
         is_mixed: bool = False,
     ) -> BatchRecord:
-        """Create the batch or join it; how it stands.
+        """Create the batch or join it. Returns its record.
 
-        ``made_with``: what it is to be computed with (``generations``), as far as that is known. A
-        batch that is there says what it did not say before. When it says otherwise it stays as it
-        is, and does not fit.
+        ``made_with`` is the known part of what computes it (``generations``). An existing batch
+        stores the parts that it lacked. If a part differs, the batch does not change, and the
+        record does not fit.
         """
         made = [item for pair in (made_with or {}).items() for item in pair]
         fields = [item for pair in batch_fields.items() for item in pair]
@@ -53,12 +53,13 @@ class Arrivals(Scripts):
     ) -> int:
         """Enqueue a chunk: (line, data, shared bytes) of jobs, (line, result) of bad rows.
 
-        ``needs``: line -> what a worker must be able to do for it, separated by blanks. ``facts``:
-        see ``row_facts``. ``kept``: see ``chunk``, of the batch ``earlier``: (its id, how often
-        rows of it had ended when it was looked at); ``cut``: its lines that ended at max_tokens.
+        ``needs``: line -> the abilities that a worker needs for it, separated by blanks.
+        ``facts``: see ``row_facts``. ``kept``: see ``chunk``, for the batch ``earlier``: (its id,
+        the number of ends of its rows when it was read). ``cut``: its lines that ended at
+        max_tokens.
 
-        Returns the number of chunks enqueued so far: chunk + 1, or more when another submit of the
-        same file was ahead. Raises nothing when it was; -1 means that the batch is gone.
+        Returns the number of chunks enqueued so far: chunk + 1, or more if another submit of the
+        same file was faster, which is no error. -1 means that the batch is gone.
         """
         args: list[Any] = [queue, chunk, iso_now(), timeout_seconds, RESULT_TTL_SECONDS]
         args += [
@@ -88,9 +89,9 @@ class Arrivals(Scripts):
         timeout_seconds: int,
         expires: int | None = None,
     ) -> int:
-        """Make jobs of ended rows anew, where they are gone, and queue them; how many.
+        """Make the missing jobs of ended rows again and queue them. Returns how many.
 
-        ``outcome``: failed or canceled, as the rows ended. ``expires``: see ``Transitions.retry``.
+        ``outcome`` of the rows: failed or canceled. ``expires``: see ``Transitions.retry``.
         """
         deadline: str | int = "" if expires is None else expires
         args: list[Any] = [outcome, iso_now(), timeout_seconds, deadline, queue]
@@ -110,7 +111,7 @@ class Arrivals(Scripts):
         needs: Mapping[int, str] | None = None,
         facts: RowFacts = NO_FACTS,
     ) -> int:
-        """Store chunk number ``chunk`` of duplicates; returns what submit does.
+        """Store chunk number ``chunk`` of duplicates. Returns the same as ``submit``.
 
         A row is (line, data, custom_id, line of the row that it waits for).
         """

@@ -25,7 +25,7 @@ _PART = re.compile(r"([0-9]+)([smhdw])")
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A moment: so many seconds from now, or ``at`` seconds since 1970 (0: not said)."""
+    """A moment: seconds from now, or ``at`` in seconds since 1970 (0: not given)."""
 
     in_seconds: int = 0
     at: int = 0
@@ -42,10 +42,10 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """What is asked for; None is "not said". ``keep_seconds`` counts from the batch's end.
+    """The options of a batch; None is "not given". ``keep_seconds`` counts from the batch's end.
 
     ``fresh``: compute all rows again, in a new generation. ``mixed``: workers of several KV schemes
-    and dtypes may share the batch. ``maker``: with what it is to be computed, if that is known.
+    and dtypes may share the batch. ``maker``: what computes it, if that is known.
     """
 
     priority: str | None = None
@@ -64,7 +64,7 @@ class BatchOptions:
             raise UsageError(f"keep must be 1 second to 10 years, got {self.keep_seconds} s")
 
     def as_fields(self, server_seconds: Callable[[], int]) -> dict[str, str | int]:
-        """Fields of the batch's hash; none for what was not asked for."""
+        """Fields of the batch's hash, for the options that were given."""
         found: dict[str, str | int] = {}
         if self.priority not in (None, "normal"):
             found["priority"] = str(self.priority)
@@ -79,11 +79,11 @@ class BatchOptions:
 
 NO_OPTIONS = BatchOptions()
 Terms = BatchOptions  # its name up to 0.1.0
-NEVER = Deadline()  # for a retry: the deadline that was is none any more
+NEVER = Deadline()  # for a retry: removes the deadline
 
 
 def differences(there: BatchRecord, asked: BatchOptions) -> tuple[str, ...]:
-    """What was asked for and is otherwise in the batch that was joined, in words."""
+    """One sentence for each option that differs in the joined batch, which keeps its own."""
     found = []
     if asked.priority not in (None, there.priority):
         found.append(f"its priority stays {there.priority}")
@@ -111,7 +111,7 @@ def seconds_of(text: str) -> int:
 
 
 def deadline_of(text: str) -> Deadline:
-    """A duration, or a time in ISO 8601 (this machine's zone unless it says one)."""
+    """A duration, or a time in ISO 8601 (in this machine's zone if it names none)."""
     try:
         return Deadline(in_seconds=seconds_of(text))
     except ValueError:

@@ -20,10 +20,11 @@ from typing import Any
 class CacheNote:
     """Counts are of full blocks of the prompt that could be shared.
 
-    ``wanted`` in all, ``local`` in the worker's own memory before it asked, ``found`` taken from
-    the store, ``stop`` why not more (``batchkv_cache_store.lookup.Found``; "held": another worker
-    computed it and did not get on; "slow": no answer came). ``key`` of the first block that was
-    not there is b"" when all were.
+    ``wanted``: all of them. ``local``: those in the worker's own memory before the lookup.
+    ``found``: those read from the store. ``stop``: why there were no more
+    (``batchkv_cache_store.lookup.Found``; "held": another worker was computing the block and made
+    no progress; "slow": no answer came in time). ``key`` is that of the first missing block; b"" if
+    none was missing.
     """
 
     namespace: bytes
@@ -36,7 +37,7 @@ class CacheNote:
     marks: bytes = b""
 
     def packed(self) -> list[Any]:
-        """As it travels in a result."""
+        """The note as a result stores it."""
         counts = [self.namespace, self.wanted, self.local, self.found, self.stop]
         return [*counts, self.key, self.parent, self.marks] if self.key else counts
 
@@ -46,7 +47,7 @@ class CacheNote:
         namespace, wanted, local, found, stop, *last = values
         key, parent, marks = last or (b"", b"", b"")
         for digest in (namespace, key, parent, marks):
-            if not isinstance(digest, bytes):  # bytes() of a number would make as many zeros
+            if not isinstance(digest, bytes):  # bytes(n) would return n zeros
                 raise TypeError("a digest is not bytes")
         counts = index(wanted), index(local), index(found)
         return cls(namespace, *counts, str(stop), key, parent, marks)

@@ -8,7 +8,10 @@ from batchkv_producer.errors import WireError
 
 
 def inflate(data: bytes, limit: int, what: str) -> bytes:
-    """What ``data`` holds; WireError when it is damaged, or larger than ``limit`` either way."""
+    """Decompress ``data``. Raises WireError if it is damaged, or longer than ``limit`` bytes.
+
+    The limit applies to the compressed and to the decompressed data.
+    """
     if len(data) > limit:
         raise WireError(f"{what} data is larger than {limit} bytes, compressed as it is")
     inflater = zlib.decompressobj()

@@ -27,7 +27,7 @@ from batchkv_producer.wire.params import read_params
 from batchkv_producer.wire.stamp import unstamped
 
 FUNCTION_NAME = "batchkv.generate"
-MAX_JOB_BYTES = 64 * 2**20  # decompressed; the line limit of the reader is lower
+MAX_JOB_BYTES = 64 * 2**20  # decompressed; the reader accepts less in a line
 MAX_RESULT_BYTES = 64 * 2**20
 MAX_CUSTOM_ID_CHARS = 1024
 
@@ -38,7 +38,7 @@ NO_PARAMS = SamplingParams()
 
 
 def default_custom_id(line: int) -> str:
-    """What a row without a ``custom_id`` is called."""
+    """The name of a row that has no ``custom_id``."""
     return f"line-{line}"
 
 
@@ -46,8 +46,8 @@ def default_custom_id(line: int) -> str:
 class Request:
     """One validated row: exactly one of ``messages`` (chat) and ``prompt`` (completion) is set.
 
-    A prompt whose ``style`` is ``auto`` is a user message where the model has a chat template, with
-    ``system`` before it (``prompting``); one that is ``raw`` goes to the model as it is.
+    A prompt of style ``auto`` becomes a user message after ``system``, if the model has a chat
+    template (``prompting``). A prompt of style ``raw`` is sent unchanged.
     """
 
     custom_id: str
@@ -84,8 +84,8 @@ class Result:
     """How one row ended. ``error`` is (code, message) unless the outcome is ok.
 
     ``created`` is seconds since 1970 and ``busy_ms`` the wall time from admission to the end.
-    ``note`` tells what the shared cache had, where a worker has one. ``fingerprint`` and ``scheme``
-    are those of the worker (``maker``); empty from workers of the first version.
+    ``note`` reports the hits in the shared cache, if the worker has one. ``fingerprint`` and
+    ``scheme`` are those of the worker (``maker``); empty from workers of the first version.
     """
 
     custom_id: str
@@ -112,7 +112,7 @@ _param_values, _NO_USAGE = attrgetter(*_PARAM_NAMES), Usage()
 
 
 def encode_job(request: Request) -> bytes:
-    """The job's ``data``: what RQ's JSON serializer reads as a call, compressed."""
+    """The job's ``data``: a call in the form of RQ's JSON serializer, compressed."""
     payload: dict[str, Any] = {"custom_id": request.custom_id, "endpoint": request.endpoint}
     rest = (("messages", request.messages), ("prompt", request.prompt), ("tools", request.tools))
     for name, value in rest:
@@ -129,13 +129,13 @@ def encode_job(request: Request) -> bytes:
     call: list[Any] = [FUNCTION_NAME, None, [payload], {}]
     try:
         raw = _write_json(call)
-    except UnicodeEncodeError:  # half of a surrogate pair, which a command line can hold
+    except UnicodeEncodeError:  # half of a surrogate pair, as a command line may contain
         raw = _JSON.encode(call).encode("utf-8", "surrogatepass")
     return isal_zlib.compress(raw, 1)
 
 
 def decode_job(data: bytes) -> Request:
-    """The request in a job's ``data``; raises WireError on anything that we did not write."""
+    """The request in a job's ``data``. Raises WireError if batchkv did not write the data."""
     call = _load_json(inflate(data, MAX_JOB_BYTES, "job"))
     if not (isinstance(call, list) and len(call) == 4):
         raise WireError("job data is not a call")
@@ -148,7 +148,7 @@ def decode_job(data: bytes) -> Request:
 
 
 def encode_result(result: Result) -> bytes:
-    """A result as stored: msgpack, one-letter keys, compressed; WireError when it is too large."""
+    """A result as stored: msgpack, one-letter keys, compressed. WireError if it is too large."""
     usage = result.usage
     packed: dict[str, Any] = {
         "o": result.outcome,
@@ -175,7 +175,7 @@ def encode_result(result: Result) -> bytes:
     return isal_zlib.compress(raw, 3)
 
 
-# What a map of the wrong shape makes its reader raise (int() of infinity overflows).
+# A map of the wrong shape raises these in its reader (int() of infinity overflows).
 _UNREADABLE = (
     *(ValueError, TypeError, LookupError, AttributeError, OverflowError),
     msgpack.UnpackException,
@@ -185,7 +185,7 @@ _UNREADABLE = (
 def decode_result(data: bytes) -> Result:
     """Inverse of encode_result; raises WireError on anything else.
 
-    A duplicate's result is its leader's, after its own custom_id (``stamp``).
+    The result of a duplicate is its own custom_id and then its leader's result (``stamp``).
     """
     custom_id, data = unstamped(data)
     raw = inflate(data, MAX_RESULT_BYTES, "result")
@@ -222,7 +222,7 @@ def _request(payload: Any) -> Request:
         style=_typed(payload, "style", str, "raw"),
         system=_typed(payload, "system", str, None),
     )
-    if len(request.custom_id) > MAX_CUSTOM_ID_CHARS:  # it stands in the row's result, too
+    if len(request.custom_id) > MAX_CUSTOM_ID_CHARS:  # the row's result stores it, too
         raise WireError("job payload: custom_id is too long")
     if request.endpoint not in ("chat", "completion"):
         raise WireError("job payload names an unknown endpoint")

@@ -10,7 +10,7 @@ from batchkv_producer.wire.params import SamplingParams, read_params
 
 
 def encode_defaults(defaults: SamplingParams) -> str:
-    """What they say, as JSON."""
+    """The defaults as JSON, without fields that were not given."""
     said = {name: value for name, value in asdict(defaults).items() if value not in (None, ())}
     return json.dumps(said)
 

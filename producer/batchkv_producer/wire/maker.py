@@ -15,19 +15,19 @@ from dataclasses import asdict, astuple, dataclass
 
 from batchkv_producer.wire.job import Request
 
-# What a row may need beyond what every worker of the first version can do, and which rows do.
+# Abilities that a row may need and that workers of the first version lack.
 _NEEDS: tuple[tuple[str, Callable[[Request], bool]], ...] = (
     ("style", lambda request: request.style != "raw"),  # a plain prompt for the chat template
 )
 ABILITIES = tuple(name for name, _ in _NEEDS)
 
-SHOWN_DIGITS = 4  # of a fingerprint, to people
+SHOWN_DIGITS = 4  # digits of a fingerprint that messages show
 _MARK_DIGITS = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Fingerprint of the model's files, KV scheme, and "float32" or "half"; "" is not known."""
+    """Fingerprint of the model's files, KV scheme, and "float32" or "half"; "" if not known."""
 
     fingerprint: str = ""
     scheme: str = ""
@@ -39,22 +39,22 @@ class Maker:
         return fingerprint, scheme, dtype
 
     def fields(self) -> dict[str, str]:
-        """What is known of it, as the fields of a batch are called."""
+        """The known parts, by the names of a batch's fields."""
         return {name: value for name, value in asdict(self).items() if value}
 
     def mark(self) -> str:
-        """What the lines of an output file say of it; "" when the weights are not known."""
+        """The ``system_fingerprint`` of output lines; "" if the weights are not known."""
         return f"fp_{self.fingerprint[:_MARK_DIGITS]}_{self.scheme}" if self.fingerprint else ""
 
     def may_have_made(self, mark: str) -> bool:
-        """Whether a line with this mark can be of this maker, by what is known of both."""
+        """Whether this maker can have made a line with this mark. Unknown parts match."""
         parts = mark.split("_", 2)
         if not self.fingerprint or len(parts) != 3 or parts[0] != "fp":
             return True
         return parts[1] == self.fingerprint[:_MARK_DIGITS] and self.scheme in ("", parts[2])
 
     def words(self) -> str:
-        """``weights 3f2a, affine8, half``, as far as it is known."""
+        """``weights 3f2a, affine8, half``: the known parts."""
         weights = f"weights {self.fingerprint[:SHOWN_DIGITS]}" if self.fingerprint else ""
         return ", ".join(word for word in (weights, self.scheme, self.dtype) if word)
 
@@ -64,5 +64,5 @@ ANYBODY = Maker("*", "*", "*")  # compares nothing, and writes nothing
 
 
 def needs_of(request: Request) -> tuple[str, ...]:
-    """What a worker must be able to do for this row, beyond what every version can."""
+    """Abilities that this row needs and that some older workers lack."""
     return tuple(name for name, is_needed in _NEEDS if is_needed(request))

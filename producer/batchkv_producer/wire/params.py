@@ -21,15 +21,15 @@ _OPTIONAL_TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to generate. None means "not said": the worker takes the model's default.
+    """How to generate. None means "not given": the worker uses the model's default.
 
-    ``logprobs`` is None (off) or the number of alternatives wanted beside each chosen token,
-    0 to 20. ``seed`` None means a hash of the job id.
+    ``logprobs`` is None (off) or the number of alternatives returned for each token, 0 to 20.
+    ``seed`` None means a hash of the job id.
 
-    A new parameter stands in each of these: here and in ``_OPTIONAL_TYPES``; in ``intake.body``
-    (how a line says it); in ``cli.shared`` (its flag); in ``maker`` as a need, because older
-    workers refuse it; in the worker's ``engine.tokens.requests`` and ``sequence.Generation``; in
-    ``docs/input-format.md``.
+    A new parameter needs an entry in each of these: here and in ``_OPTIONAL_TYPES``; in
+    ``intake.body`` (its name in a line); in ``cli.shared`` (its flag); in ``maker`` as a need,
+    because older workers refuse it; in the worker's ``engine.tokens.requests`` and
+    ``sequence.Generation``; in ``docs/input-format.md``.
     """
 
     max_tokens: int | None = None

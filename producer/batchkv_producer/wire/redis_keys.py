@@ -115,12 +115,12 @@ def results(batch_id: str) -> str:
 
 
 def held(batch_id: str) -> str:
-    """Key of who holds which row of a batch."""
+    """Key of the holders of a batch's rows."""
     return f"batchkv:held:{batch_id}"
 
 
 def rows(batch_id: str) -> str:
-    """Key of what a batch keeps of every row (``row_facts``)."""
+    """Key of the facts that a batch keeps for every row (``row_facts``)."""
     return f"batchkv:batch:{batch_id}:rows"
 
 
@@ -130,12 +130,12 @@ def done(batch_id: str) -> str:
 
 
 def maintenance_lock(queue: str) -> str:
-    """Key whose presence says that the queue was cleaned in this interval."""
+    """Key that exists if the queue was cleaned in this interval."""
     return f"batchkv:lock:{queue}"
 
 
 def apart_lock(queue: str) -> str:
-    """Key whose presence says that a worker empties itself to take the queue's suspects."""
+    """Key that exists while a worker drains its engine to take the queue's suspects."""
     return f"{maintenance_lock(queue)}:apart"
 
 
@@ -145,7 +145,7 @@ def job(job_id: str) -> str:
 
 
 def raw_job(job_id: bytes) -> bytes:
-    """The same, for whatever is in a queue's list."""
+    """The same, for any entry of a queue's list."""
     return b"rq:job:" + job_id
 
 
@@ -165,7 +165,7 @@ def waiting_lists(name: str) -> list[str]:
 
 
 def due(name: str) -> str:
-    """Key of the ended leaders whose duplicates have not all ended with them."""
+    """Key of the ended leaders that have duplicates without a result."""
     return f"batchkv:due:{name}"
 
 
@@ -203,7 +203,7 @@ def parse_job_id(value: str) -> tuple[str, int] | None:
 def queue_name(model: str) -> str:
     """The queue of a model: ``batchkv:<slug>-<8 hex digits of the name's SHA-256>``.
 
-    The digits keep apart names that share a slug; the slug is for people.
+    The digits distinguish names with the same slug. The slug is for people.
     """
     slug = re.sub(r"[^a-z0-9]+", "-", model.rstrip("/").rsplit("/", 1)[-1].lower()).strip("-")
     digits = hashlib.sha256(model.encode("utf-8", "surrogatepass")).hexdigest()[:8]

@@ -26,7 +26,7 @@ from batchkv_producer.wire.job import default_custom_id
 DIGEST_BYTES = 16
 MAX_NAMES_BYTES = 64 * 2**20
 NO_DIGEST = bytes(DIGEST_BYTES)
-UNLIKE_ALL = b"\xff" * DIGEST_BYTES  # of a row that cannot be compared
+UNLIKE_ALL = b"\xff" * DIGEST_BYTES  # the digest of a row that cannot be compared
 
 _STRETCH = """
 SELECT line, custom_id, digest FROM rows WHERE line BETWEEN ? AND ? AND code IS NULL ORDER BY line
@@ -35,7 +35,7 @@ SELECT line, custom_id, digest FROM rows WHERE line BETWEEN ? AND ? AND code IS 
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """The two fields of one stretch, as they are stored; empty: left out."""
+    """The two fields of one stretch as stored. Empty ones are left out."""
 
     digests: bytes = b""
     names: bytes = b""
@@ -45,7 +45,7 @@ NO_FACTS = RowFacts()
 
 
 def stretch_lines(last_line: int, num_chunks: int) -> int:
-    """How many lines a stretch has: there are as many stretches as chunks."""
+    """The number of lines in a stretch. There are as many stretches as chunks."""
     return -(-last_line // num_chunks) if num_chunks else 1
 
 
@@ -64,7 +64,7 @@ def pack(database: sqlite3.Connection, number: int, num_lines: int) -> RowFacts:
 
 
 def custom_ids(connection: Redis, batch_id: str, lines: Sequence[int]) -> Mapping[int, str]:
-    """Line -> custom_id, of those that can be told."""
+    """Line -> custom_id, for the lines whose custom_id is stored."""
     found: dict[int, str] = {}
     for first, num_lines, wanted in _stretches(connection, batch_id, lines):
         raw: Any = connection.hget(redis_keys.rows(batch_id), f"n{(first - 1) // num_lines}")
@@ -77,7 +77,7 @@ def custom_ids(connection: Redis, batch_id: str, lines: Sequence[int]) -> Mappin
 
 
 def rows_among(connection: Redis, batch_id: str, lines: Sequence[int]) -> list[int] | None:
-    """Those of these lines that are rows that could be run; None when the batch does not know."""
+    """The lines among these whose rows were valid. None if the batch does not store that."""
     rows: list[int] = []
     for first, num_lines, wanted in _stretches(connection, batch_id, lines):
         blob: Any = connection.hget(redis_keys.rows(batch_id), f"d{(first - 1) // num_lines}")
@@ -91,7 +91,7 @@ def rows_among(connection: Redis, batch_id: str, lines: Sequence[int]) -> list[i
 
 
 def digests(connection: Redis, batch_id: str) -> Iterator[tuple[bytes, int]]:
-    """(digest, line) of every row that could be run, of a batch that keeps them."""
+    """(digest, line) of every valid row of a batch that stores digests."""
     raw: Any = connection.hmget(redis_keys.batch(batch_id), "last_line", "num_chunks")
     last_line, num_chunks = (_whole(value) for value in raw)
     num_lines = stretch_lines(last_line, num_chunks)
@@ -106,7 +106,7 @@ def digests(connection: Redis, batch_id: str) -> Iterator[tuple[bytes, int]]:
 def _stretches(
     connection: Redis, batch_id: str, lines: Iterable[int]
 ) -> Iterator[tuple[int, int, list[int]]]:
-    """(first line, number of lines, those of ``lines``) of each stretch in which any lie."""
+    """(first line, number of lines, its part of ``lines``) of each stretch with one of them."""
     raw: Any = connection.hmget(redis_keys.batch(batch_id), "last_line", "num_chunks")
     last_line, num_chunks = (_whole(value) for value in raw)
     num_lines = stretch_lines(last_line, num_chunks)
@@ -118,7 +118,7 @@ def _stretches(
 
 
 def _names(raw: bytes) -> list[Any]:
-    """What anybody may have written: no names when it is not what we write."""
+    """Read names that anybody may have written. Returns none if the format is wrong."""
     if not raw:
         return []
     inflater = zlib.decompressobj()

@@ -19,11 +19,11 @@ _PRELUDES |= dict.fromkeys(("give_back", "reap"), ("common", "suspects"))
 _PRELUDES |= dict.fromkeys(("submit", "settle", "copy", "follow"), ("common", "duplicates"))
 _PRELUDES |= {"pull": ("maker", "suspects"), "finish": ("common", "duplicates", "maker")}
 
-FLUSHES = 3  # `SCRIPT FLUSH` may come between loading a script and running it: so often in a row
+FLUSHES = 3  # tries: somebody may call `SCRIPT FLUSH` between the load of a script and its run
 
 
 class Scripts:
-    """Runs scripts by name; each travels to the server once."""
+    """Runs scripts by name. Each is sent to the server once."""
 
     def __init__(self, connection: Redis) -> None:
         self.connection = connection

@@ -12,7 +12,7 @@ MAX_DIGITS = 8
 
 
 def unstamped(data: bytes) -> tuple[str | None, bytes]:
-    """(custom_id, result) of a copy; (None, data) of any other result. Raises WireError."""
+    """(custom_id, result) for a copy; (None, data) for any other result. Raises WireError."""
     if data[:1] != b"=":
         return None, data
     size, colon, rest = data[1:].partition(b":")

@@ -10,16 +10,16 @@ from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.transitions import MAX_DEATHS
 
 FIRST_ENTRIES = 3  # of each list
-HEAD_ENTRIES = 100  # of each list; one death leaves as many suspects as an engine has rows
+HEAD_ENTRIES = 100  # of each list; one death makes every row of an engine a suspect
 _GROUP = re.compile(rb"[0-9A-Za-z-]+\.?1?")
 _COUNT = re.compile(rb"0*[1-9][0-9]{0,3}")
 _MAX_GROUP_CHARS = 50
 
 
 def is_suspect(group: bytes | None, deaths: bytes | None) -> bool:
-    """By the fields ``bkv_suspect`` and ``bkv_deaths`` of its job, which anybody may have written.
+    """Reads ``bkv_suspect`` and ``bkv_deaths`` of its job, which anybody may have written.
 
-    Versions that knew no groups wrote the second alone.
+    Versions without groups wrote the second alone.
     """
     if group and len(group) <= _MAX_GROUP_CHARS and _GROUP.fullmatch(group):
         return True
@@ -27,9 +27,9 @@ def is_suspect(group: bytes | None, deaths: bytes | None) -> bool:
 
 
 def count_waiting(connection: Redis, queue: str) -> int:
-    """How many suspects wait at the heads of a queue's lists, where they are put.
+    """How many suspects wait at the heads of a queue's lists.
 
-    To be asked often: where none is among the first few, no more are looked at.
+    It is cheap, for it stops at the first few entries if none of these is a suspect.
     """
     if not _count_among(connection, queue, FIRST_ENTRIES):
         return 0
@@ -48,9 +48,9 @@ def _count_among(connection: Redis, queue: str, num_entries: int) -> int:
 
 
 def deaths_until_failed(num_rows: int) -> int:
-    """How many holders a row costs at most that kills each of them, begun beside others.
+    """The most workers that one row can kill, if it starts together with others.
 
-    The first death makes the group, each other one halves it, until the row has died alone often
-    enough.
+    The first death makes the group. Each further death halves it. Then the row runs alone and is
+    failed after enough deaths.
     """
     return 1 + max(0, num_rows - 1).bit_length() + MAX_DEATHS

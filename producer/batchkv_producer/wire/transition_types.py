@@ -9,7 +9,7 @@ from typing import Any
 
 
 def iso_now() -> str:
-    """The present as RQ writes it in job hashes."""
+    """The present time in the format of RQ's job hashes."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
@@ -18,8 +18,8 @@ class BatchRecord:
     """A batch on the server: chunks enqueued so far and in all, the version of their order.
 
     ``expires`` is seconds since 1970, ``keep_seconds`` counts from the end; 0 is none. ``fits``:
-    it is computed with what was asked for, as far as either is known. ``style`` is that of plain
-    prompts; empty for a batch of versions that had none.
+    it is computed with what the caller wants, as far as both are known. ``style`` is that of plain
+    prompts; empty in batches of versions that had no styles.
     """
 
     digest: str
@@ -31,12 +31,12 @@ class BatchRecord:
     keep_seconds: int = 0
     is_deduped: bool = False
     fits: bool = True
-    is_forgotten: bool = False  # `batchkv forget` is at work on it
+    is_forgotten: bool = False  # `batchkv forget` is deleting it
     style: str = ""
 
     @classmethod
     def of(cls, reply: list[Any]) -> BatchRecord:
-        """From what the script answers."""
+        """Read the script's answer."""
         fits, digest, chunks, num_chunks, order, priority, expires, keep, *rest = reply
         dedupe, forgotten, style = rest
         return cls(
@@ -68,8 +68,8 @@ class Pulled:
 
     ``timeout_seconds`` is RQ's timeout of the job; 0 or less means none. ``seconds_left`` are those
     to the batch's deadline. ``rank`` is the index of its priority in ``redis_keys.PRIORITIES``.
-    ``shared_bytes``: see ``planner.Chunk``; None for a job of a producer that did not say it.
-    ``has_begun``: whether Redis takes it for begun already; ``finish`` says so of others.
+    ``shared_bytes``: see ``planner.Chunk``; None if the producer did not store it.
+    ``has_begun``: whether Redis has it as begun. ``finish`` reports the others.
     """
 
     lease: JobLease
@@ -84,12 +84,11 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbours just taken from the queue's head, and how many entries its lists still have.
+    """Consecutive jobs taken from the queue's head, and the lengths of its lists afterwards.
 
-    ``num_passed``: suspects among these that were passed by. ``unfit``: how many entries of each
-    list were seen that other workers must compute. ``has_more``: what stands behind these was not
-    looked at. ``is_apart``: the jobs are suspects, all of one group, beside which nothing else may
-    run.
+    ``num_passed``: suspects that were skipped. ``unfit``: for each list, the number of entries seen
+    that other workers must compute. ``has_more``: the entries after these were not read.
+    ``is_apart``: the jobs are suspects of one group, and nothing else may run with them.
     """
 
     jobs: list[Pulled]
@@ -101,7 +100,7 @@ class Run:
 
     @classmethod
     def of(cls, reply: list[Any], num_begin: int) -> Run:
-        """From what the script answers, whose first ``num_begin`` jobs have begun."""
+        """Read the script's answer. Its first ``num_begin`` jobs have begun."""
         lengths, place, taken, num_passed, unfit, has_more, is_apart = reply
         jobs = [
             Pulled(
@@ -137,9 +136,9 @@ class JobResult:
     cached_tokens: int = 0
     busy_ms: int = 0
     saved_ms: int = 0
-    is_cut: bool = False  # ok, but its answer ends where max_tokens did
+    is_cut: bool = False  # ok, but its answer was cut at max_tokens
 
     @property
     def kind(self) -> str:
-        """What ``finish.lua`` calls it."""
+        """Its name in ``finish.lua``."""
         return "cut" if self.is_cut and self.outcome == "ok" else self.outcome

@@ -85,14 +85,14 @@ from batchkv_producer.wire.transition_types import iso_now as iso_now
 if TYPE_CHECKING:
     from redis import Redis
 
-MAX_DEATHS = 2  # of a row that runs alone: then it is failed
+MAX_DEATHS = 2  # of a row that ran alone; then it is failed
 ENOUGH_BYTES = 16 * 2**20  # of job data in one pull, of results in one ``finish``
 SWEEP_ENTRIES = 5000  # of a queue's list, looked at in one step
 COPIES = 1000  # of a result to duplicates, made in one step
 
 
 class Transitions(Arrivals):
-    """The moves, bound to one connection (which must return bytes, as RQ's do)."""
+    """The transitions over one connection, which must return bytes, as RQ's does."""
 
     def __init__(self, connection: Redis) -> None:
         super().__init__(connection)
@@ -106,7 +106,7 @@ class Transitions(Arrivals):
     def pull(
         self, queue: str, worker: str, count: int, lease_seconds: int, num_begin: int | None = None
     ) -> list[Pulled]:
-        """The jobs of ``pull_run``, whatever deaths they have seen, whoever may compute them."""
+        """The jobs of ``pull_run``, suspects and jobs of any maker included."""
         return self.pull_run(queue, worker, count, lease_seconds, num_begin=num_begin).jobs
 
     def pull_run(
@@ -125,12 +125,12 @@ class Transitions(Arrivals):
     ) -> Run:
         """Take up to ``count`` jobs of one priority from the head of the queue and hold them.
 
-        Fewer when there are no more, when those taken have ``ENOUGH_BYTES`` of data, or when of a
-        high priority this is the share of one among ``num_workers``. The first ``num_begin`` (None:
-        all) begin at once. With ``knows_suspects`` those are passed by; if ``may_be_apart`` and one
-        comes first, as many of its group as begin at once are taken, whatever ``count``, alone.
-        Jobs of batches that are computed with something else than ``maker`` says, or that need
-        other ``abilities``, are passed by.
+        It takes fewer if there are no more, or if those taken have ``ENOUGH_BYTES`` of data. Of a
+        high priority it takes at most the equal share of one of ``num_workers``. The first
+        ``num_begin`` (None: all) begin at once. ``knows_suspects`` skips suspects. If
+        ``may_be_apart`` and a suspect comes first, only its group is taken: as many as begin at
+        once, whatever ``count``. Jobs of batches with another ``maker``, or that need other
+        ``abilities``, are skipped.
         """
         self.pull_prefix = secrets.token_hex(8)
         args: list[Any] = [worker, lease_seconds, count, iso_now(), MAX_JOB_BYTES]
@@ -150,7 +150,7 @@ class Transitions(Arrivals):
         worker_ttl: int,
         now: str = "",
     ) -> dict[str, str]:
-        """Prolong leases, at ``now``; job id -> status ("deleted" when gone) of those lost."""
+        """Prolong leases at ``now``. Returns job id -> status ("deleted" if gone) of lost ones."""
         keys = [redis_keys.registry("wip", queue), redis_keys.worker(worker)]
         args: list[Any] = [lease_seconds, worker_ttl, now or iso_now(), *_flat(held)]
         return {job.decode(): status.decode() for job, status in self._run("renew", keys, args)}
@@ -165,8 +165,8 @@ class Transitions(Arrivals):
     ) -> list[str]:
         """End held jobs; for each "ok", or "lost", "duplicate", "unfit" (nothing was written).
 
-        ``begun`` are other held jobs, which did not begin when they were pulled and now have. A job
-        whose batch is computed with something else than ``maker`` says waits again.
+        ``begun`` are other held jobs that have begun since the pull. A job whose batch has another
+        ``maker`` is queued again.
         """
         args: list[Any] = [iso_now(), RESULT_TTL_SECONDS, FAILURE_TTL_SECONDS, queue, COPIES]
         args += (*maker.values(), len(begun), *_flat(begun))
@@ -179,9 +179,9 @@ class Transitions(Arrivals):
         return [v.decode() for v in self._run("finish", keys, args)]
 
     def give_back(self, queue: str, held: Iterable[JobLease], *, died: bool = False) -> int:
-        """Put held jobs back at the head of the queue; how many went.
+        """Put held jobs back at the head of the queue. Returns how many.
 
-        ``died`` counts a death for them; one that has died alone too often is failed instead.
+        ``died`` counts a death for each. A job that has died alone too often is failed instead.
         """
         keys = [redis_keys.queue(queue)]
         keys += [redis_keys.registry("wip", queue), redis_keys.registry("failed", queue)]
@@ -198,11 +198,11 @@ class Transitions(Arrivals):
         as_of: float | None = None,
         lease_seconds: float = 60.0,
     ) -> tuple[int, int]:
-        """Take back lapsed leases, or all of a worker that is no more; (requeued, failed).
+        """Take back lapsed leases, or all of a dead worker. Returns (requeued, failed).
 
-        The end of that worker is no death if it is not one of its rows' doing. ``as_of``: leases
-        that end after that time of the server's have not lapsed, whatever its clock says now.
-        Those that run for longer than ``lease_seconds`` are cut if its clock was set back.
+        The worker's end counts no death if none of its rows caused it. ``as_of``: leases that end
+        after this time of the server have not lapsed, even if its clock is later now. If the clock
+        was set back, leases that run longer than ``lease_seconds`` are shortened.
         """
         keys = [redis_keys.queue(queue)]
         keys += [redis_keys.registry("wip", queue), redis_keys.registry("failed", queue)]
@@ -215,7 +215,7 @@ class Transitions(Arrivals):
     def settle(self, queue: str, target: str, rows: Sequence[tuple[str, bytes]]) -> list[str]:
         """End (job id, result) rows without holding them; ``target`` as in the script.
 
-        For each: "" when there was nothing to do, "done", or the worker that was running it.
+        Returns for each "" (nothing to do), "done", or the name of the worker that was running it.
         """
         kinds = ("canceled" if target == "canceled" else "failed", "wip")
         keys = [*(redis_keys.registry(kind, queue) for kind in kinds), redis_keys.queue(queue)]
@@ -224,12 +224,12 @@ class Transitions(Arrivals):
         return [v.decode("utf-8", "replace") for v in self._run("settle", keys, args)]
 
     def copy(self, queue: str) -> None:
-        """End the duplicates of rows that ended: what a step of ``finish`` had no time for."""
+        """End the duplicates of ended rows that a step of ``finish`` left open."""
         for _ in self.copies(queue):
             pass
 
     def copies(self, queue: str) -> Iterator[int]:
-        """The same, some at a time; how many rows still have duplicates, each time."""
+        """The same in steps. Each step returns how many rows still have duplicates."""
         args = [queue, iso_now(), RESULT_TTL_SECONDS, FAILURE_TTL_SECONDS, COPIES]
         num_left = 1
         while num_left:
@@ -237,7 +237,7 @@ class Transitions(Arrivals):
             yield num_left
 
     def align(self, batch_id: str, job_ids: Sequence[str]) -> bool:
-        """Let jobs expire with their batch; whether it has ended. No ids: that was all of them."""
+        """Let jobs expire with their batch. Returns whether it has ended. No ids: the last call."""
         return bool(self._run("align", [redis_keys.batch(batch_id)], job_ids))
 
     def recount(
@@ -249,11 +249,11 @@ class Transitions(Arrivals):
         open_jobs: Sequence[tuple[int, str]] = (),
         counts: Mapping[str, int] | None = None,
     ) -> bool:
-        """Write what stored results say of a batch, and of RQ's jobs; whether it was written.
+        """Correct a batch's counts and RQ's jobs by the stored results. Returns whether it did.
 
-        ``there``: how many results and entries of the finish order there were when they were read.
+        ``there``: the numbers of results and of entries in the finish order when they were read.
         ``without_end``: lines with a result that the finish order lacks. ``open_jobs``: (line,
-        outcome) of jobs that have not ended for RQ.
+        outcome) of jobs that are still open in RQ.
         """
         names = ("ok", "failed", "canceled", "cut")
         args: list[Any] = [*there, *("" if counts is None else counts[name] for name in names)]
@@ -264,7 +264,7 @@ class Transitions(Arrivals):
         return bool(self._run("recount", keys, args))
 
     def mend(self, queue: str, job_ids: Sequence[str]) -> int:
-        """Queue rows that have no result, no lease and stand in no list; how many."""
+        """Queue rows that have no result and no lease and are in no list. Returns how many."""
         keys = [redis_keys.queue(queue), redis_keys.registry("wip", queue)]
         return int(self._run("mend", keys, [iso_now(), *job_ids]))
 
@@ -278,9 +278,9 @@ class Transitions(Arrivals):
         timeout_seconds: int = 0,
         expires: int | None = None,
     ) -> int:
-        """Queue failed (or canceled) lines again; how many could be. Timeout 0 is the old one.
+        """Queue failed (or canceled) lines again. Returns how many. Timeout 0 keeps the old one.
 
-        ``expires`` is a new deadline in seconds since 1970; 0 is none, None the old one.
+        ``expires`` is a new deadline in seconds since 1970; 0 is none, None keeps the old one.
         """
         deadline: str | int = "" if expires is None else expires
         args: list[Any] = [outcome, iso_now(), timeout_seconds, deadline, queue]
@@ -291,12 +291,12 @@ class Transitions(Arrivals):
         return int(self._run("retry", keys, args))
 
     def sweep(self, queue: str, batch_id: str) -> None:
-        """Remove a batch's ended jobs from the queue's lists; one that is left does no harm."""
+        """Remove a batch's ended jobs from the queue's lists. A job that is left does no harm."""
         for _ in self.sweep_steps(queue, batch_id):
             pass
 
     def sweep_steps(self, queue: str, batch_id: str) -> Iterator[int]:
-        """The same, some at a time; how many entries were looked at, each time."""
+        """The same in steps. Each step returns how many entries it read."""
         for key in redis_keys.waiting_lists(queue):
             first, num_seen = 0, SWEEP_ENTRIES
             while num_seen == SWEEP_ENTRIES:

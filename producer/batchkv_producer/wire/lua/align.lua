@@ -1,6 +1,6 @@
 -- Let the jobs of a batch that has ended expire with its other keys, and lists of duplicates if any are
 -- left. Jobs that RQ forgets earlier stay as they are.
--- KEYS: batch hash.  ARGV: id for each job; none when all were told.
+-- KEYS: batch hash.  ARGV: id for each job; none when all were given.
 -- Returns 1, or 0 when the batch has not ended (any more).
 local at = redis.call('HGET', KEYS[1], 'kept_until')
 if not at then return 0 end

@@ -6,12 +6,12 @@ local function list_of(queue_key, batch)
   return queue_key
 end
 
--- A full server refuses writes that add to it, except in a script that has deleted something before.
--- Scripts that free memory, or lead to that, begin with this. No line is called 0.
+-- A full server refuses writes that add data, except in a script that has deleted something before.
+-- Scripts that free memory, or prepare that, begin with this. No line has the number 0.
 local function allow_when_full(batch) redis.call('HDEL', 'batchkv:held:' .. batch, '0') end
 
--- Whether `batchkv forget` has begun with a batch, or only a job is left of it, which a stock tool brought
--- back. Nothing more is written for such a batch.
+-- Whether `batchkv forget` has begun to delete a batch, or only one job is left of it, which a stock
+-- tool restored. Nothing is written for such a batch.
 local marks = {}
 local function is_forgotten(batch)
   if marks[batch] == nil then
@@ -27,14 +27,14 @@ local function bare(result)
   return size and string.sub(result, rest + tonumber(size)) or result
 end
 
--- What a batch keeps of a stretch of rows, beside their jobs.
+-- Store the facts of a stretch of rows. They outlive the jobs.
 local function store_facts(hash, number, digests, names)
   if digests ~= '' then redis.call('HSET', hash .. ':rows', 'd' .. number, digests) end
   if names ~= '' then redis.call('HSET', hash .. ':rows', 'n' .. number, names) end
 end
 
--- Nobody holds this row any more. The holder is also kept outside the job, so that the count stays right
--- when a tool deletes a running job.
+-- Remove the holder of this row. The holder is also stored outside the job, so that the count stays
+-- right if a tool deletes a running job.
 local function release(batch, line)
   if batch and redis.call('HDEL', 'batchkv:held:' .. batch, line) == 1
       and redis.call('EXISTS', 'batchkv:batch:' .. batch) == 1 then
@@ -42,7 +42,7 @@ local function release(batch, line)
   end
 end
 
--- If the batch has ended and says how long it is kept, all its keys expire at one moment.
+-- If the batch has ended and has a time to keep, all its keys get one time to expire.
 local function keep_if_done(batch, now)
   local hash = 'batchkv:batch:' .. batch
   local keep = redis.call('HGET', hash, 'keep')
@@ -59,8 +59,8 @@ local function keep_if_done(batch, now)
   end
 end
 
--- Rows of an ended batch are queued again: under a new timeout and deadline if they are given, and no
--- longer about to expire.
+-- Prepare an ended batch for rows that are queued again: store a new timeout and deadline if they are
+-- given, and let its keys no longer expire.
 local function reopen(batch, timeout, expires)
   local hash = 'batchkv:batch:' .. batch
   if tonumber(timeout) > 0 then redis.call('HSET', hash, 'job_timeout', timeout) end

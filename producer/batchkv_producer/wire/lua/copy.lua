@@ -1,4 +1,4 @@
--- deferred -> finished | failed: go on with copies that one step of `finish` had no time for.
+-- deferred -> finished | failed: make copies that a step of `finish` left.
 -- KEYS: hash of what is due in the queue.
 -- ARGV: queue name, time in ISO 8601, result ttl (s), failure ttl (s), most rows to look at.
 -- Returns how many leaders still have duplicates to copy to.

@@ -1,15 +1,15 @@
--- Create a batch, or join the one that exists, unless that is computed with something else: another
--- model, KV scheme, dtype or prompt style than is asked for. What it does not say yet it says then.
--- What is left of one whose hash has expired, or was made without a digest, goes.
+-- Create a batch, or join the one that exists. It does not fit if its model, KV scheme, dtype or prompt
+-- style differs from the caller's. A field that the batch lacks is stored now. Keys that are left of a
+-- batch whose hash has expired, or has no digest, are deleted.
 -- KEYS: batch hash, zset of batches.
--- ARGV: batch id, 1 if several schemes and dtypes may compute it, number of the next pairs, field and
---       value of what it is computed with, then field, value, ... for a new batch.
+-- ARGV: batch id, 1 if several schemes and dtypes may compute it, number of the next pairs, fields and
+--       values of its model, scheme, dtype and style, then field, value, ... for a new batch.
 -- Returns {1 if it fits, digest, chunks, num_chunks, order, priority, expires, keep, dedupe, forgotten,
 -- style} as they stand afterwards; the last seven may be nil.
 local is_mixed, first = ARGV[2] == '1', 4 + 2 * tonumber(ARGV[3])
 local fits = 1
 if redis.call('HEXISTS', KEYS[1], 'digest') == 0 then
-  -- Only what is there: a server that is full takes what comes in a step that has deleted.
+  -- Only keys that exist: a full server accepts writes in a script that has deleted something.
   for _, key in ipairs({KEYS[1], KEYS[1] .. ':rows', 'batchkv:res:' .. ARGV[1],
       'batchkv:done:' .. ARGV[1], 'batchkv:held:' .. ARGV[1]}) do
     if redis.call('EXISTS', key) == 1 then redis.call('DEL', key) end

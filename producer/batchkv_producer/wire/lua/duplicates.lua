@@ -2,8 +2,8 @@
 -- earlier row, the leader. The leader runs, and its duplicates wait in a list, as RQ's "deferred".
 local function duplicates_key(batch, line) return 'batchkv:twins:' .. batch .. ':' .. line end
 
--- The leader has ended: its duplicates end as it did, each with a copy of the result under its own
--- custom_id. Once `budget` of them are done, the leader is noted in `due`, and `copy` goes on.
+-- The leader has ended: each of its duplicates ends with a copy of its result and its own custom_id.
+-- After `budget` of them the leader is noted in `due`, and `copy` does the rest.
 -- Returns what is left of the budget.
 local function copy_to_duplicates(queue, batch, line, outcome, iso, now, result_ttl, failure_ttl,
     budget)
@@ -50,7 +50,7 @@ local function copy_to_duplicates(queue, batch, line, outcome, iso, now, result_
   return budget
 end
 
--- The leader was canceled, or is gone: the next duplicate that still waits leads from now on.
+-- The leader was canceled, or is gone: the next waiting duplicate becomes the leader.
 local function promote_duplicate(list, batch, line, iso)
   local duplicates = duplicates_key(batch, line)
   while true do
@@ -64,7 +64,7 @@ local function promote_duplicate(list, batch, line, iso)
       if redis.call('EXISTS', duplicates) == 1 then
         redis.call('RENAME', duplicates, duplicates_key(batch, duplicate))
       end
-      -- Where rows that are retried look for who leads.
+      -- Rows that are retried find their leader here.
       local first = 'rq:job:' .. batch .. '-' .. (job[2] or duplicate)
       if redis.call('EXISTS', first) == 1 then redis.call('HSET', first, 'bkv_lead', duplicate) end
       return

@@ -1,8 +1,8 @@
 -- started -> finished | failed: end jobs that this worker holds; result, counters, finish order and
 -- RQ's bookkeeping in one step. Only the holder of the job's current execution may end it, and a
 -- line gets at most one result. Their duplicates end with them (`duplicates.lua`). Jobs that have begun
--- because others ended are marked as such, for `reap`.
--- A row whose batch is computed with something else than this worker's goes back to the queue.
+-- because others ended are marked as begun, for `reap`.
+-- A row goes back to the queue if its batch has another model, KV scheme or dtype than this worker.
 -- KEYS: wip, finished, failed zsets, worker hash, queue list.
 -- ARGV: time in ISO 8601, result ttl (s), failure ttl (s), queue name, most copies, fingerprint, KV
 --       scheme and dtype's class of the worker ('*' each: compare nothing), number of jobs that have
@@ -18,7 +18,7 @@ local maker, batches = {ARGV[6], ARGV[7], ARGV[8]}, {}
 local verdicts, ok, failed, ended = {}, 0, 0, {}
 local first = 10 + 2 * tonumber(ARGV[9])
 
--- What the batch says: {fingerprint, scheme, dtype, mixed, dedupe}; read once.
+-- The fields of the batch: {fingerprint, scheme, dtype, mixed, dedupe}; read once.
 local function said_by(batch)
   batches[batch] = batches[batch] or redis.call('HMGET', 'batchkv:batch:' .. batch, 'fingerprint',
     'scheme', 'dtype', 'mixed', 'dedupe')
@@ -49,7 +49,7 @@ for position = first, #ARGV, 9 do
     if batch and not is_dropped and not suits(maker, said_by(batch)) then
       verdict = 'unfit'
     elseif not batch then
-      verdict = 'ok'  -- somebody else's job in our queue: RQ's record is all it gets
+      verdict = 'ok'  -- a job that batchkv did not make: only RQ's record is written
     elseif not is_dropped
         and redis.call('HSETNX', 'batchkv:res:' .. batch, line, result) == 1 then
       verdict = 'ok'
@@ -57,7 +57,7 @@ for position = first, #ARGV, 9 do
       redis.call('HINCRBY', hash, outcome, 1)
       if is_cut then
         redis.call('HINCRBY', hash, 'cut', 1)
-        -- For the copies to its duplicates, which other steps may make.
+        -- Other steps may make the copies to its duplicates.
         if redis.call('EXISTS', duplicates_key(batch, line)) == 1 then
           redis.call('HSET', key, 'bkv_cut', '1')
         end
@@ -102,7 +102,7 @@ for batch, rows in pairs(ended) do
   end
   keep_if_done(batch, now)
 end
--- Of the rows that RQ lists as finished it keeps no record longer: its list goes with the last.
+-- RQ's list of finished jobs expires with its last record.
 if ok > 0 then redis.call('EXPIRE', KEYS[2], result_ttl) end
 if redis.call('EXISTS', KEYS[4]) == 1 then
   if ok > 0 then redis.call('HINCRBY', KEYS[4], 'successful_job_count', ok) end

@@ -1,5 +1,5 @@
--- Store one chunk of rows that ask for what another row of the batch asks for, exactly once, as
--- `submit` does. Such chunks come before those of the rows that they wait for.
+-- Store one chunk of duplicates, exactly once, as `submit` does. Chunks of duplicates come before those
+-- of their leaders.
 -- KEYS: batch hash.
 -- ARGV: queue name, chunk number (from 0), time in ISO 8601, job timeout (s), result ttl (s),
 --       failure ttl (s), description, digests and names of a stretch of rows (`row_facts.py`), then id, data, custom_id, line of the leader, needs for each.
@@ -14,7 +14,7 @@ for position = 10, #ARGV, 5 do
   local id, leader = ARGV[position], ARGV[position + 3]
   local batch, line = string.match(id, '^(%x+)%-(%d+)$')
   local needs = ARGV[position + 4] ~= '' and {'bkv_needs', ARGV[position + 4]} or {}
-  -- Of the batch's former life, with its time to live; see `allow_when_full`.
+  -- A key of an earlier batch with this id has a time to live; see `allow_when_full`.
   if redis.call('EXISTS', 'rq:job:' .. id) == 1 then redis.call('DEL', 'rq:job:' .. id) end
   redis.call('HSET', 'rq:job:' .. id, 'data', ARGV[position + 1], 'created_at', now,
     'enqueued_at', now, 'origin', queue, 'status', 'deferred', 'description', description,

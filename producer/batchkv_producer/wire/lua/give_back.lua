@@ -1,4 +1,5 @@
--- started -> queued, at the head of its priority's list and in the order given: a worker that stops hands its jobs back.
+-- started -> queued, at the head of its priority's list and in the order given: a worker
+-- that stops returns its jobs.
 -- When the holder died with them, the death is counted (`suspects.lua`), and a job that has died alone
 -- `max_deaths` times is failed in RQ's terms, as in `reap`.
 -- KEYS: queue list, wip, failed zsets.

@@ -1,4 +1,4 @@
--- Read jobs in their order until there are bytes enough, one of them at least.
+-- Read jobs in their order until there are enough bytes, but at least one job.
 -- ARGV: bytes that are enough, most bytes of a job's data, states whose data is wanted (',a,b,'),
 -- then ids.
 -- Returns state and data for each of the first of them; data '' when it is larger than it may be,

@@ -1,7 +1,6 @@
--- queued | deferred | started -> queued: a row that a stock tool took out of where it waited, or
--- whose lease it took away, waits again. To be called for rows that stand in no list; one that does
--- is then there twice, and the second entry is dropped by `pull`. A duplicate waits for its leader no
--- longer.
+-- queued | deferred | started -> queued: queue a row again that a stock tool removed from its list, or
+-- whose lease it removed. Called for rows that are in no list. A row that is in a list is then there
+-- twice, and `pull` drops the second entry. A duplicate no longer waits for its leader.
 -- KEYS: queue list, wip zset.  ARGV: time in ISO 8601, then id for each row.
 -- Returns how many were queued.
 local iso = ARGV[1]

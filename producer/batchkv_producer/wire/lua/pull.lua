@@ -1,28 +1,28 @@
 -- queued -> started: take up to `count` jobs from the head of a queue and register each with RQ, all
 -- in one step, so that no crash can leave a job between the queue and its holder. All are of one
 -- priority, the highest that has any; of high ones no worker takes more than an equal share.
--- An id whose job is gone, ended, or held by somebody whose lease still runs (stock tools can queue
--- an id twice, or revive a job that ended while they looked at it) is dropped, and so is what is no
--- id at all: RQ's have letters, digits, "_" and "-" only. So is a row of a batch that is being
--- forgotten, or of which nothing is left.
--- Rows of a batch that needs another model, KV scheme or dtype than this worker's are passed over, and so
--- are rows that need what the worker cannot do. They go behind the others if any of those may be taken,
--- and stay where they are otherwise. The rows behind them, and less urgent ones, can be taken. A batch
--- that does not say its model, scheme or dtype gets the worker's with the first row that is taken.
--- Suspects (`suspects.lua`) stay where they are, and the rows behind them are taken. A worker that may
--- take suspects takes the group of the first one that it meets, as many of it as begin at once, and
--- nothing else. While suspects wait, no lower priority is taken.
+-- An id is dropped if its job is gone, has ended, or is held under a lease that still runs. (Stock tools
+-- can queue an id twice, or restore a job that ended meanwhile.) An entry that is no id is dropped: RQ's
+-- ids have only letters, digits, "_" and "-". A row is dropped if its batch is gone
+-- or is being deleted.
+-- Rows of a batch with another model, KV scheme or dtype than this worker's are skipped. So are rows that
+-- need an ability that the worker lacks. They move to the end of the list if another row of it fits, and
+-- stay in place otherwise. The rows after them, and rows of lower priority, can be taken. A batch without
+-- a model, scheme or dtype gets the worker's with the first row that is taken.
+-- Suspects (`suspects.lua`) stay in place, and the rows after them are taken. A worker that may take
+-- suspects takes only the group of the first one: as many as begin at once. While suspects wait, no
+-- lower priority is taken.
 -- KEYS: lists of high, normal and low priority, wip zset.
 -- ARGV: worker name, lease (s), count, time in ISO 8601, largest data accepted (bytes), prefix of the
 --       new execution ids, bytes of data after which no further job is taken, number of workers,
---       how many of the jobs begin at once, 1 if suspects are to be told apart, 1 if they may be
+--       how many of the jobs begin at once, 1 if suspects are skipped, 1 if they may be
 --       taken, the model's fingerprint, KV scheme and dtype's class ('*' each: compare nothing), names
---       of what the worker can do, between blanks, failure ttl (s).
+--       of the worker's abilities, between blanks, failure ttl (s).
 -- Returns {lengths of the lists afterwards, which of them the jobs are from (1 to 3), jobs, number of
--- suspects passed by, numbers of rows of each list that others must compute, 1 if there may be more of
--- these, or of what is dropped, in front of some that fit, 1 if the jobs are suspects}, a job being {id, execution, data or ''
--- when too large, deaths, timeout (s, 0: none), seconds to the batch's deadline or '', shared bytes or
--- ''}; no jobs while RQ's workers are suspended.
+-- suspects skipped, numbers of rows of each list that others must compute, 1 if more such rows, or
+-- entries to drop, may stand before rows that fit, 1 if the jobs are suspects}. A job is {id, execution,
+-- data or '' when too large, deaths, timeout (s, 0: none), seconds to the batch's deadline or '', shared
+-- bytes or ''}. There are no jobs while RQ's workers are suspended.
 local worker, lease, count, iso, max_bytes, prefix, enough_bytes = ARGV[1], tonumber(ARGV[2]),
   tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
 local wip, num_workers = KEYS[4], math.max(1, tonumber(ARGV[8]))
@@ -32,17 +32,17 @@ local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 local taken, passed, num_bytes, from, batches = {}, {}, 0, 2, {}
 local unfit, lacking, num_lacking, has_more = {0, 0, 0}, {}, {0, 0, 0}, 0
-local budget = {10000, 10000, 10000}  -- of each list: rows for others that are looked at
+local budget = {10000, 10000, 10000}  -- of each list: entries for other workers that one pull reads
 local num_passed = 0
-local apart = nil  -- the group of suspects that is taken
+local apart = nil  -- the group of suspects that this pull takes
 local MOST_LACKING = 1000  -- of each list
-local STRAY = 200  -- other jobs among which its members are looked for
+local STRAY = 200  -- other jobs that are read in search of its members
 
 local function lengths()
   return {redis.call('LLEN', KEYS[1]), redis.call('LLEN', KEYS[2]), redis.call('LLEN', KEYS[3])}
 end
 
--- What the batch says: {fingerprint, scheme, dtype, mixed, deadline, model, forgotten,
+-- The fields of the batch: {fingerprint, scheme, dtype, mixed, deadline, model, forgotten,
 -- digest}; read once.
 local function said_by(batch)
   local said = batches[batch]
@@ -56,7 +56,7 @@ local function said_by(batch)
   return said
 end
 
--- A row of this batch is taken: from now on the batch is computed with what this worker has.
+-- A row of this batch is taken: store the worker's model, scheme and dtype if the batch has none.
 local function claim(batch)
   local said = said_by(batch)
   if said.is_claimed then return end
@@ -86,8 +86,8 @@ local function lacks_ability(needs)
   return false
 end
 
--- The head of the list is for others: put all like it behind the rest. Returns whether what now comes
--- first may be taken. When all are for others nothing moves.
+-- The head of the list is for other workers: move all such rows to the end. Returns whether the new
+-- head may be taken. If all rows are for others, none moves.
 local function pass_by()
   local key = KEYS[from]
   local length, count, found = redis.call('LLEN', key), 0, false
@@ -112,7 +112,7 @@ local function pass_by()
   return found
 end
 
--- The next job, from the first list that has any; once one was met there, from no other list.
+-- The next job of the first list that has one. Later calls read the same list.
 local function next_id()
   while true do
     local is_enough = num_lacking[from] >= MOST_LACKING
@@ -149,7 +149,7 @@ for attempt = 1, math.max(count, num_begin) + 1000 + 3 * MOST_LACKING do
   local is_id = #id <= 200 and string.match(id, '^[%w_%-]+$')
   local key = 'rq:job:' .. id
   local job = {}
-  if is_id then  -- pcall: the key may be of another type, and others' jobs are still to be taken
+  if is_id then  -- pcall: the key may be of another type, and the other jobs must still be taken
     job = redis.pcall('HMGET', key, 'status', 'bkv_exec', 'bkv_deaths', 'timeout',
       'bkv_shared', 'bkv_needs', 'bkv_suspect')
   end
@@ -164,11 +164,11 @@ for attempt = 1, math.max(count, num_begin) + 1000 + 3 * MOST_LACKING do
   local group = knows_suspects and suspect_group(id, job[7], job[3]) or nil
   local may_be_taken = group == apart or (not apart and may_be_apart and #taken == 0)
   if ended and job[1] == 'queued' then
-    -- Its result stands. As a failed job it can still be retried, if that is what it was.
+    -- The row keeps its result. As a failed job, it can still be retried if its row had failed.
     redis.call('HSET', key, 'status', 'failed')
     redis.call('EXPIRE', key, ARGV[16])
   elseif job[1] == 'queued' and not live and batch and said_by(batch).is_gone then
-    redis.call('DEL', key)  -- `forget` takes away what else there is of it
+    redis.call('DEL', key)  -- `forget` deletes its other keys
   elseif job[1] == 'queued' and not live and lacks_ability(job[6]) then
     lacking[#lacking + 1] = {from, id}
     num_lacking[from] = num_lacking[from] + 1
@@ -179,15 +179,15 @@ for attempt = 1, math.max(count, num_begin) + 1000 + 3 * MOST_LACKING do
     if batch then claim(batch) end
     local execution = prefix .. '-' .. attempt
     local held = job[2] and job[2] ~= ''
-    -- A lease that has lapsed goes only now that another takes its place: without a lease `reap`
-    -- would never find a job that still counts as started.
+    -- Delete the lapsed lease only now that a new one replaces it: without a lease `reap` would
+    -- never find a job that still counts as started.
     if held then
       redis.call('ZREM', wip, id .. ':' .. job[2])
       redis.call('DEL', 'rq:executions:' .. id, 'rq:execution:' .. id .. ':' .. job[2])
     end
     redis.call('HSET', key, 'status', 'started', 'started_at', iso, 'last_heartbeat', iso,
       'worker_name', worker, 'bkv_exec', execution)
-    -- A stock tool that queued the job again has left the field as it was.
+    -- A stock tool that queued the job again did not clear this field.
     if #taken < num_begin then
       redis.call('HSET', key, 'bkv_begun', '1')
     else
@@ -214,7 +214,7 @@ for attempt = 1, math.max(count, num_begin) + 1000 + 3 * MOST_LACKING do
     apart = group
   end
 end
-if is_cut_short and #taken + #passed == 0 then has_more = 1 end  -- so many were dropped
+if is_cut_short and #taken + #passed == 0 then has_more = 1 end  -- many entries were dropped
 for index = #passed, 1, -1 do redis.call('LPUSH', KEYS[from], passed[index]) end
 for _, row in ipairs(lacking) do
   redis.call('RPUSH', KEYS[row[1]], row[2])

@@ -1,17 +1,17 @@
 -- started -> queued at the head of its priority's list, or failed: take back the jobs whose leases have
 -- lapsed, in the order in which they were pulled, since consecutive jobs share prefixes.
--- `suspects.lua` counts the holder's end: a whole death if it is proved, else half a death. A job that
--- has died alone `max_deaths` times is failed in RQ's terms, and `settle` stores its error. Nothing is
--- counted if the holder sent a heartbeat after its last one for the job: then it lives and does not know
--- of the job, because the answer to its pull, or its giving back, was lost. A holder that was born after
--- that is another process of the same name. Nothing is counted for a job that had not begun either.
+-- `suspects.lua` counts the holder's end: one death if it is proved, else half a death. A job that has
+-- died alone `max_deaths` times is failed in RQ's terms, and `settle` stores its error. Nothing is
+-- counted if the holder sent a heartbeat after its last one for the job. Then it lives and does not know
+-- the job, because the answer to a pull or a give-back was lost. A holder that was born after that
+-- heartbeat is another process with the same name. A job that had not begun gets no death either.
 -- KEYS: queue list, wip, failed zsets.
 -- ARGV: largest number of leases to look at, max_deaths, failure ttl (s), either '' or the name of a
---       worker that is no more, whose leases are taken back although they still run, and the half
---       deaths that its end counts, the time of the server by which leases must have lapsed ('': now),
---       and seconds beyond which a lease seems too long.
--- A lease that was renewed later than now is one from before the server's clock was set back: it gets
--- the length that it had, from now on.
+--       dead worker, whose leases are taken back although they still run, and the half deaths that
+--       its end counts, the time of the server by which leases must have lapsed ('': now), and the
+--       longest lease (s).
+-- If a lease was renewed later than now, the server's clock was set back. Such a lease gets its old
+-- length, counted from now.
 -- Returns {requeued, failed}.
 local limit, max_deaths, failure_ttl = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local dead, halves = ARGV[4], tonumber(ARGV[5])
@@ -45,7 +45,7 @@ table.sort(found, function(a, b)
   if a[5] ~= b[5] then return a[5] < b[5] end
   return a[6] < b[6]
 end)
--- Whose end took which jobs along, in their order.
+-- Holder -> the jobs that it had begun, in their order.
 local begun, doomed, holders = {}, {}, {}
 for _, entry in ipairs(found) do
   local id, execution, job = entry[2], entry[3], entry[4]

@@ -1,7 +1,7 @@
--- Heal what scripts left that were cut short (a command was refused to them for a moment): the counts
--- of a batch are those of its stored results, each line with a result is in the finish order, and
--- jobs of such lines have ended for RQ, too.
--- Nothing is done when rows have ended or were retried since the results were read.
+-- Repair a batch after a script that failed midway (the server refused it a command). The counts become
+-- those of the stored results, each line with a result gets into the finish order, and its job ends in
+-- RQ's records.
+-- Nothing changes if rows have ended or were retried since the results were read.
 -- KEYS: batch hash, results, finish order, finished, failed, canceled zsets.
 -- ARGV: results and entries of the finish order when they were read, ok, failed, canceled and cut rows
 --       ('' each: leave them), time in ISO 8601, result ttl (s), failure ttl (s), number of lines that

@@ -1,4 +1,4 @@
--- Prolong the leases that a worker still holds, and tell it which it has lost.
+-- Prolong the leases that a worker still holds, and report those that it has lost.
 -- KEYS: wip zset, worker hash.  ARGV: lease (s), worker's ttl (s), time in ISO 8601,
 -- then id, execution for each job.  Returns {id, status or 'deleted'} for each job lost.
 local lease, iso = tonumber(ARGV[1]), ARGV[3]

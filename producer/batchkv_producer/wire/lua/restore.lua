@@ -1,5 +1,5 @@
--- (gone) -> queued: make the jobs of ended rows anew that are no longer there. Their old result goes.
--- A row that somebody else brought back meanwhile, and that has an answer by now, keeps it.
+-- (gone) -> queued: make the missing jobs of ended rows again, and delete their old results.
+-- A row that has an answer by now, because somebody else restored it, keeps it.
 -- KEYS: batch hash, results, queue list, failed or canceled zset.
 -- ARGV: 'failed' or 'canceled', time in ISO 8601, new timeout (s), new deadline (s since 1970; ''
 --       keeps the old one, 0 is none), queue name, result ttl (s), failure ttl (s), description,

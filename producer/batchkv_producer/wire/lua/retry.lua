@@ -1,6 +1,6 @@
--- failed | canceled -> queued: run rows again whose job is still there. Their old result goes. One
--- whose leader runs, or will run, waits for it. Where a stock tool has put another status on such a job
--- since (it queued it again, which runs no row that has a result), the row can be retried all the same.
+-- failed | canceled -> queued: run rows again whose job still exists, and delete their old results.
+-- A row whose leader runs, or will run, waits for it. A stock tool may have changed the job's status by
+-- queueing it again, which runs no row with a result. Such a row can be retried, too.
 -- KEYS: batch hash, results, queue list, failed or canceled zset.
 -- ARGV: 'failed' or 'canceled', time in ISO 8601, new timeout (s; 0 keeps the old one), new deadline
 --       (s since 1970; '' keeps the old one, 0 is none), queue name, then id, line for each row.
@@ -12,8 +12,8 @@ local list = list_of(KEYS[3], batch)
 local queued = 0
 if is_forgotten(batch) then return 0 end
 
--- The line whose end this row is to wait for, if there is one; else it leads itself. So does a row
--- that never waited: nothing here can read its custom_id.
+-- The leader's line if this row is to wait for it; else the row leads itself. So does a row that never
+-- waited, because its custom_id cannot be read here.
 local function open_leader(key, line)
   local first = redis.call('HGET', key, 'bkv_first') or line
   local first_key = 'rq:job:' .. batch .. '-' .. first
@@ -52,7 +52,7 @@ for position = 6, #ARGV, 2 do
     if leader then
       local duplicates = 'batchkv:twins:' .. batch .. ':' .. leader
       redis.call('RPUSH', duplicates, line)
-      -- Who waited for this row (it led, and not all were told of its end) waits with it now.
+      -- Duplicates of this row that have not ended wait with it.
       while redis.call('RPOPLPUSH', 'batchkv:twins:' .. batch .. ':' .. line, duplicates) do end
     else
       redis.call('RPUSH', list, id)

@@ -1,5 +1,5 @@
--- Store the results of rows without holding them.
---   canceled: queued | started | deferred | scheduled -> canceled, whoever holds the job
+-- Store results of rows that the caller does not hold.
+--   canceled: queued | started | deferred | scheduled -> canceled, also if a worker holds the job
 --   failed:   a job that a stock tool or `reap` ended, and that nobody holds, gets its error
 --   expired:  queued | deferred -> failed, once the batch's deadline is past; nobody holds the job
 --   lost:     (gone) -> failed, for a row of the batch whose job somebody deleted

@@ -1,15 +1,16 @@
--- Enqueue one chunk of a batch, exactly once: a chunk whose turn is not now is left alone, so that
--- an interrupted submit, or two at once, end with every job queued one time.
+-- Enqueue one chunk of a batch, exactly once. Only the next chunk is accepted, so that every job is
+-- queued once even after an interrupted submit, or with two submits at once.
 -- KEYS: batch hash, queue list, results, done, set of queues.  The list of the batch's priority is
 -- derived.
 -- ARGV: queue name, chunk number (from 0), time in ISO 8601, job timeout (s), result ttl (s),
 --       failure ttl (s), description, digests and names of a stretch of rows (`row_facts.py`),
---       batch whose answers may be kept ('' for none), how often its rows had ended when it was looked
---       at, number of jobs, then id, data, shared bytes, needs, kept for each job, then line, result for each row that failed before it was queued.
+--       batch whose answers may be kept ('' for none), number of ends of its rows when it was
+--       read, number of jobs, then id, data, shared bytes, needs, kept for each job, then line, result
+--       for each row that failed before it was queued.
 -- `needs` and `kept` may be ''; `kept` is <line of the earlier batch>:<custom_id>, with a "c" before
--- the colon where that line's answer was cut at max_tokens. Such a row ends at
--- once with that line's answer, if the earlier batch was computed with what this one is computed with;
--- what this one does not say of that yet it says then. Else it is queued as the others.
+-- the colon if that line's answer was cut at max_tokens. Such a row ends at once with that line's answer,
+-- if both batches have the same model, scheme and dtype. This batch then stores those that it lacks.
+-- Otherwise the row is queued.
 -- Returns the number of chunks enqueued so far.
 local queue, chunk, now, timeout, result_ttl, failure_ttl, description, num_jobs =
   ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7], tonumber(ARGV[12])
@@ -42,7 +43,7 @@ end
 
 local earlier = may_keep(ARGV[10]) and ARGV[10]
 
--- Whether the row has ended with the answer of an earlier batch's line.
+-- End the row with the answer of an earlier batch's line. Returns whether it did.
 local function keep(id, kept)
   local from, cut, name = string.match(kept, '^(%d+)(c?):(.*)$')
   local result = earlier and from and redis.call('HGET', 'batchkv:res:' .. earlier, from)
@@ -62,7 +63,7 @@ for _ = 1, num_jobs do
   local id = ARGV[position]
   if ARGV[position + 4] == '' or not keep(id, ARGV[position + 4]) then
     local needs = ARGV[position + 3] ~= '' and {'bkv_needs', ARGV[position + 3]} or {}
-    redis.call('DEL', 'rq:job:' .. id)  -- of the batch's former life, with its time to live
+    redis.call('DEL', 'rq:job:' .. id)  -- a key of an earlier batch with this id has a time to live
     redis.call('HSET', 'rq:job:' .. id, 'data', ARGV[position + 1], 'created_at', now,
       'enqueued_at', now, 'origin', queue, 'status', 'queued', 'description', description,
       'timeout', timeout, 'result_ttl', result_ttl, 'failure_ttl', failure_ttl, 'retries_left', 3,
@@ -71,7 +72,7 @@ for _ = 1, num_jobs do
   end
   position = position + 5
 end
--- Many at once is faster; unpack takes some thousands at most.
+-- Many at once are faster; unpack accepts some thousands at most.
 for first = 1, #ids, 1000 do
   redis.call('RPUSH', list, unpack(ids, first, math.min(first + 999, #ids)))
 end

@@ -3,13 +3,13 @@
 -- group runs together, and nothing runs beside it. If the next holder dies too, the rest of the group
 -- is halved. A row that has died alone often enough is failed. A death without proof counts half: a
 -- lease may lapse because a lid was closed or a network was away.
--- `bkv_suspect` is the group's name. It ends in ".1" if the group is of one row. `bkv_halves` are the
--- half deaths since the row came into its group, or all of them if it is in none. `bkv_died` counts all
+-- `bkv_suspect` is the group's name. It ends in ".1" if the group has one row. `bkv_halves` counts the
+-- half deaths since the row entered its group, or all of them if it is in none. `bkv_died` counts all
 -- whole deaths. Older versions write `bkv_deaths` alone. Such a row is in the group "old" after one
 -- death. After more deaths it is a group of its own, since it then died alone. Older versions fail a
 -- row at the fourth death. A group may see more, so `bkv_deaths` never says more than one.
 
--- A count of deaths; what is none is 0.
+-- A count of deaths; 0 if the field is no number.
 local function num_deaths(count)
   return tonumber(string.match(count or '', '^%d%d?%d?%d?$') or '0')
 end
@@ -24,7 +24,7 @@ end
 -- Whether a group is of one row.
 local function is_of_one(group) return string.sub(group, -2) == '.1' end
 
--- Half deaths counted so far; of a row that died alone in an older version those that it stands for.
+-- Half deaths counted so far; at least 2 if an older version saw the row die alone.
 local function halves_of(group, halves)
   halves = tonumber(string.match(halves or '', '^%d$') or '0')
   if string.sub(group, 1, 4) == 'old-' and is_of_one(group) then return math.max(2, halves) end
@@ -39,9 +39,9 @@ local function new_group(is_one)
   return string.format('%x-%x-%d', time[1], time[2], num_groups) .. (is_one and '.1' or '')
 end
 
--- One holder has died, and had begun these rows; `ids` are in the order in which it took them,
--- `halves` is 2 where its death is known and 1 where it is not. Returns which of them are to be
--- failed, as a set: those that have died alone `max_deaths` times.
+-- One holder has died and had begun these rows. `ids` are in the order of the pull; `halves` is 2 if its
+-- death is proved, else 1. Returns the set of those that must fail: they have died alone `max_deaths`
+-- times.
 local function count_death(ids, halves, max_deaths)
   local dying, order, doomed = {}, {}, {}
   for _, id in ipairs(ids) do
@@ -70,7 +70,7 @@ local function count_death(ids, halves, max_deaths)
   end
   for _, group in ipairs(order) do
     local members = dying[group]
-    -- Rows that were no suspects become one group; those of a group become two.
+    -- Rows that were no suspects become one group. A group of suspects becomes two.
     local size = group == '' and #members or math.ceil(#members / 2)
     for first = 1, #members, size do
       local last = math.min(first + size - 1, #members)
@@ -80,7 +80,7 @@ local function count_death(ids, halves, max_deaths)
         redis.call('HDEL', 'rq:job:' .. members[index], 'bkv_halves')
       end
     end
-    -- The others of its group had ended: it died alone.
+    -- The other rows of its group had ended, so it died alone.
     if group ~= '' and #members == 1 and halves == 2 then
       redis.call('HSET', 'rq:job:' .. members[1], 'bkv_halves', 2)
       doomed[members[1]] = max_deaths <= 1

@@ -1,9 +1,8 @@
--- Take the ids of one batch out of a stretch of a queue, all but those that still wait to be run.
--- They are overwritten by a mark, so that nothing moves and a long list costs no more than a short
--- one; the caller removes the marks at the end. A worker that meets a mark or an ended job before
--- that drops it.
+-- Remove the ids of one batch from a stretch of a queue, except those that still wait to be run. Each is
+-- overwritten with a mark: nothing moves, so a long list costs no more than a short one. The caller
+-- removes the marks at the end. A worker that reads a mark or an ended job before that drops it.
 -- KEYS: queue list.  ARGV: batch id, first index, number of entries, mark.
--- Returns how many entries were looked at.
+-- Returns how many entries were read.
 allow_when_full(ARGV[1])
 local prefix = ARGV[1] .. '-'
 local first = tonumber(ARGV[2])

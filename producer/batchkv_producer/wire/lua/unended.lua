@@ -1,4 +1,4 @@
--- Of lines of a batch those that have no result, and their jobs' states, in one step.
+-- The lines of a batch that have no result, and the states of their jobs, in one step.
 -- KEYS: results hash.  ARGV: batch id, then lines.
 -- Returns line and state (null: there is no job) for each.
 local found = {}

@@ -1,4 +1,4 @@
--- Read a hash's fields in their order until there are bytes enough, one of them at least.
+-- Read a hash's fields in their order until there are enough bytes, but at least one field.
 -- KEYS: hash.  ARGV: bytes that are enough, most bytes of a value, then names of fields.
 -- Returns a value for each of the first of them, '' for one that is larger than it may be.
 local enough, most = tonumber(ARGV[1]), tonumber(ARGV[2])
