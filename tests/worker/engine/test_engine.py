@@ -15,6 +15,11 @@ from batchkv_worker.engine.engine import Engine, EngineConfig
 from batchkv_worker.errors import ModelError, SettingsError
 from batchkv_worker.events import Completed, Event, Rejected, Work
 from batchkv_worker.kv.attention.paths import Path
+from batchkv_worker.kv.backends.contract import Backend
+from batchkv_worker.kv.backends.cuda.backend import CudaBackend
+from batchkv_worker.kv.backends.generic import GenericBackend
+from batchkv_worker.kv.backends.gpu import joint_product
+from batchkv_worker.kv.backends.gpu.backend import GpuBackend
 from batchkv_worker.sequence import Generation, Sequence
 from support import tiny_models
 from worker.kv.reference import x86
@@ -601,3 +606,35 @@ def test_rows_that_come_in_together_start_together() -> None:
         running.submit_row(row)
     drain(running)
     assert views == [(8, True)] * 10
+
+
+class CudaWithoutItsKernel(CudaBackend):
+    """All of CUDA's backend that can run on a CPU."""
+
+    def prefix_kernel(self, *_: object) -> None:
+        return None
+
+
+@pytest.mark.parametrize("scheme", ["float", "affine8"])
+@pytest.mark.parametrize(
+    "backend",
+    [GenericBackend(), x86(), GpuBackend(name="metal"), CudaWithoutItsKernel()],
+    ids=["generic", "x86", "metal", "cuda"],
+)
+def test_engines_answer_alike_under_every_backend(
+    backend: Backend, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows with a common prefix and rows of their own give the tokens of each row alone."""
+    monkeypatch.setattr(joint_product, "is_faster", lambda *_: True)
+    model = tiny_models.build("qwen3")
+    common = random.Random(9).choices(range(tiny_models.VOCABULARY), k=512)
+    rows = prompts(6, seed=5) + [[*common, *row[:40]] for row in prompts(6, seed=6)]
+    running = engine(model, scheme, backend=backend, stem_cells=64, group_cost=64)
+    for index, prompt in enumerate(rows):
+        running.submit_row(Sequence(str(index), prompt, Generation(10, temperature=0.0)))
+    ended = drain(running)
+    running.close()
+    bits = 8 if scheme == "affine8" else None
+    for index, prompt in enumerate(rows):
+        expected = tiny_models.alone(model, prompt, 10, bits)
+        assert list(ended[str(index)].token_ids) == expected, (index, len(prompt))
