@@ -4,6 +4,6 @@
 ``requests``     renders the chat template, tokenizes, fills in defaults: a request becomes a row
 ``text_limits``  limits for ``requests``: refuses what cannot fit before tokenizing it takes long
 ``sampling``     chooses the next token of every row
-``outputs``      decides which rows ended (end token, stop string, ``max_tokens``); makes their texts
+``outputs``      decides which rows ended (end token, stop string, ``max_tokens``); makes texts
 ===============  ==================================================================================
 """
