@@ -47,7 +47,7 @@ NUMBERS = {
 
 _IGNORED = frozenset({"user", "metadata", "store"})
 
-# Values that ask for what happens anyway. ``tool_choice: none`` is one only without tools.
+# Values that change nothing. ``tool_choice: none`` is one of them only without tools.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -79,7 +79,7 @@ NO_PARAMS = SamplingParams()
 
 
 def read_body(body: dict[str, Any], endpoint: Endpoint, custom_id: str) -> Request:
-    """The request that a body asks for; raises RowFault on the first field that is wrong."""
+    """The request in a body. Raises RowFault for the first field that is wrong."""
     params = params_of(body, endpoint)
     if endpoint == "completion":
         return Request(custom_id, "completion", prompt=_prompt(body.get("prompt")), params=params)
@@ -97,7 +97,7 @@ def read_body(body: dict[str, Any], endpoint: Endpoint, custom_id: str) -> Reque
 
 
 def model_of(body: dict[str, Any]) -> str | None:
-    """The model that a body names, if any; raises RowFault when it is not a name."""
+    """The model that a body names, if any. Raises RowFault if it is not a name."""
     model = body.get("model")
     if model is None:
         return None
@@ -110,7 +110,7 @@ def model_of(body: dict[str, Any]) -> str | None:
 
 
 def check_defaults(params: SamplingParams) -> None:
-    """Hold generation defaults to the rules of a row; raises UsageError."""
+    """Check generation defaults by the rules for rows. Raises UsageError."""
     for item in fields(SamplingParams):
         value = getattr(params, item.name)
         rule = _ALTERNATIVES if item.name == "logprobs" else NUMBERS.get(item.name)
@@ -123,7 +123,7 @@ def check_defaults(params: SamplingParams) -> None:
 
 
 def params_of(body: dict[str, Any], endpoint: Endpoint) -> SamplingParams:
-    """The sampling that a body asks for; raises RowFault on a field that is wrong or unknown."""
+    """The sampling parameters of a body. Raises RowFault for a wrong or unknown field."""
     handled = _HANDLED[endpoint]
     values: dict[str, Any] = {}
     for name, value in body.items():
@@ -138,13 +138,13 @@ def params_of(body: dict[str, Any], endpoint: Endpoint) -> SamplingParams:
         values["stop"] = check_stop(body["stop"])
     _join_max_tokens(values)
     _add_logprobs(body, endpoint, values)
-    if values.get("top_k") == -1:  # other engines write "all of them" so; ours is 0
+    if values.get("top_k") == -1:  # other engines write -1 for "all tokens"; batchkv writes 0
         values["top_k"] = 0
     return SamplingParams(**values) if values else NO_PARAMS
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    # A boolean equals 0 or 1 in Python; here it must not.
+    # In Python True equals 1; here it must not.
     return any(
         value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
         for neutral in _NEUTRAL.get(name, ())
@@ -162,7 +162,7 @@ def _refusal(name: str, value: Any, endpoint: Endpoint) -> ValueError:
 
 
 def _quoted(value: Any) -> str:
-    """Like ``shown``, but a small flat object or list is spelled out: its kind is no news."""
+    """Like ``shown``, but with the content of a small flat object or list."""
     parts = list(value.values()) if isinstance(value, dict) else value
     if not isinstance(parts, list) or any(isinstance(part, dict | list) for part in parts):
         return shown(value)
@@ -177,7 +177,7 @@ def _join_max_tokens(values: dict[str, Any]) -> None:
 
 
 def _add_logprobs(body: dict[str, Any], endpoint: Endpoint, values: dict[str, Any]) -> None:
-    """Chat says true and top_logprobs, completions say a number; both become one number."""
+    """The number of alternatives. Chat has true and top_logprobs, completions have a number."""
     wanted, top = body.get("logprobs"), body.get("top_logprobs")
     if endpoint == "completion":
         if wanted is not None:

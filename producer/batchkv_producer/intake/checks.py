@@ -11,15 +11,15 @@ from batchkv_producer.wire.job import MAX_CUSTOM_ID_CHARS as MAX_CUSTOM_ID_CHARS
 from batchkv_producer.wire.job import ErrorCode
 
 MAX_SHOWN = 60
-MAX_LOGICAL = 2**16  # above it an upper bound is a matter of storage: not worth a mention
-MAX_DEPTH = 32  # nesting of values that go to the chat template as they are
+MAX_LOGICAL = 2**16  # a higher upper bound only protects storage, so messages leave it out
+MAX_DEPTH = 32  # nesting of values that are passed to the chat template unchanged
 MAX_MODEL_CHARS = 1024
 MAX_STOPS = 16
 MAX_STOP_BYTES = 1024
 
 
 class RowFault(ValueError):
-    """This row is wrong. Never leaves ``formats``, which turns it into a ``RowError`` value."""
+    """This row is wrong. ``formats`` catches it and makes a ``RowError`` value of it."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -27,17 +27,17 @@ class RowFault(ValueError):
 
 
 def invalid(message: str) -> RowFault:
-    """The row asks for something that makes no sense."""
+    """A field of the row has an invalid value."""
     return RowFault(ErrorCode.INVALID_REQUEST, message)
 
 
 def unsupported(message: str) -> RowFault:
-    """The row asks for something that batchkv does not do."""
+    """The row uses a feature that batchkv does not support."""
     return RowFault(ErrorCode.UNSUPPORTED_PARAMETER, message)
 
 
 def shown(value: Any) -> str:
-    """A JSON value as a message quotes it: short, and on one line."""
+    """A JSON value for a message: short, and on one line."""
     if isinstance(value, list):
         return "a list"
     if isinstance(value, dict):
@@ -47,7 +47,7 @@ def shown(value: Any) -> str:
 
 
 def is_text(value: Any, max_chars: int) -> bool:
-    """True for a string of at most that many characters."""
+    """True for a string of at most this many characters."""
     return isinstance(value, str) and len(value) <= max_chars
 
 
@@ -70,13 +70,13 @@ class NumberRule:
         return self.low <= value <= self.high
 
     def check(self, name: str, value: Any) -> Any:
-        """The value, -0.0 as 0.0; raises RowFault when it is not what the rule says."""
+        """The value, with -0.0 as 0.0. Raises RowFault if the rule does not admit it."""
         if not self.admits(value):
             raise invalid(self.complaint(name, value))
-        return value + 0  # two readings of a line must give the same, and 0.0 == -0.0
+        return value + 0  # both readers of a line must return the same value, and 0.0 == -0.0
 
     def complaint(self, name: str, value: Any) -> str:
-        """Why ``admits`` said no, in a sentence."""
+        """The sentence that says why ``admits`` returned False."""
         kind = "a whole number" if self.is_whole else "a number"
         low = f"{'>' if self.is_low_excluded else '>='} {self.low}"
         is_too_large = isinstance(value, (int, float)) and value > self.high
@@ -86,7 +86,7 @@ class NumberRule:
 
 
 def model_name(text: str) -> str:
-    """The name of a model without blanks around it; ValueError for one that no worker serves."""
+    """A model's name without blanks around it. ValueError for a name that no worker serves."""
     name = text.strip()
     if not name:
         raise ValueError("is blank")
@@ -98,7 +98,7 @@ def model_name(text: str) -> str:
 
 
 def is_model_name(text: str) -> bool:
-    """True for a model's name that is right as it stands."""
+    """True for a valid model name without blanks around it."""
     try:
         return model_name(text) == text
     except ValueError:
@@ -106,7 +106,7 @@ def is_model_name(text: str) -> bool:
 
 
 def check_stop(value: Any) -> tuple[str, ...]:
-    """The stop strings that a text or a list of texts asks for; RowFault when they cannot be."""
+    """The stop strings in a string or a list of strings. RowFault if one is invalid."""
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(item, str) for item in stops):
         raise invalid("stop must be a string or a list of strings")
@@ -119,7 +119,7 @@ def check_stop(value: Any) -> tuple[str, ...]:
 
 
 def check_depth(name: str, value: Any) -> None:
-    """Raise RowFault when lists and objects nest deeper than a template should walk."""
+    """Raise RowFault if lists and objects nest deeper than ``MAX_DEPTH``."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         level = [child for item in level for child in _children(item)]

@@ -16,7 +16,7 @@ from batchkv_producer.intake.source import Inputs, Source, inputs_of
 
 
 class Expected:
-    """The answers that the input itself names (``metadata.expected``), 8 bytes a line."""
+    """The expected answers in the input (``metadata.expected``), 8 bytes a line."""
 
     def __init__(self, digests: array[int]) -> None:
         self._digests = digests
@@ -24,7 +24,7 @@ class Expected:
 
     @classmethod
     def read(cls, source: Source) -> Expected:
-        """Look through the input; what cannot be read is no answer (submitting will tell)."""
+        """Read the input. A row that cannot be read has no answer here; the submit reports it."""
         digests = array("Q")
         with suppress(OSError, InputFileError):
             for number, raw in _rows(inputs_of(source)):
@@ -35,7 +35,7 @@ class Expected:
         return cls(digests)
 
     def is_right(self, line: int, answer: str) -> bool:
-        """Whether the answer is the one expected of that line, blanks around it aside."""
+        """Whether the answer is the line's expected one. Blanks around it are ignored."""
         return line <= len(self._digests) and self._digests[line - 1] == _digest(answer)
 
 

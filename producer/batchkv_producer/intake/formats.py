@@ -36,7 +36,7 @@ from batchkv_producer.intake.plain import read_plain
 from batchkv_producer.wire.job import Endpoint, ErrorCode, Request, default_custom_id
 
 MAX_LINE_BYTES = 16 * 2**20
-SKIP_BYTES = 2**20  # how much of an overlong line is read at a time to get past it
+SKIP_BYTES = 2**20  # bytes of an overlong line that are read at once and dropped
 BOM = b"\xef\xbb\xbf"
 
 _BATCH_KEYS = frozenset({"custom_id", "method", "url", "body"})
@@ -46,7 +46,8 @@ _BATCH_KEYS = frozenset({"custom_id", "method", "url", "body"})
 class RowError:
     """A row that cannot be run: a ``job.ErrorCode`` and a sentence that says why.
 
-    ``place`` is where it stands, for people (``line 7``, ``b.jsonl:7``); empty until it is known.
+    ``place`` is its place in the input, for people (``line 7``, ``b.jsonl:7``); empty until it is
+    known.
     """
 
     line: int
@@ -59,7 +60,7 @@ class RowError:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row that can be run. ``model`` is the one that the line itself names."""
+    """A row that can be run. ``model`` is the one that its line names."""
 
     line: int
     request: Request
@@ -67,7 +68,7 @@ class Row:
 
 
 Name = Callable[[int], str]
-Rows = Generator[Row | RowError, None, int]  # returns how many lines or elements there were
+Rows = Generator[Row | RowError, None, int]  # returns the number of lines or elements
 
 
 def read_rows(
@@ -75,8 +76,7 @@ def read_rows(
 ) -> Rows:
     """Each row of the stream in order. At most one line is in memory; I/O errors are raised.
 
-    ``start`` is added to each line's number in the file; ``name`` gives a row of that number
-    its id.
+    ``start`` is added to each line's number in the file. ``name`` returns the id for a number.
     """
     read = _text_row if is_text else _json_row
     number = 0
@@ -94,7 +94,7 @@ def read_rows(
 
 
 def read_elements(stream: Readable, *, start: int = 0, name: Name = default_custom_id) -> Rows:
-    """Each element of the JSON array in the stream, as ``read_rows`` gives lines."""
+    """Each element of the JSON array in the stream, in the same form as ``read_rows``."""
     number = 0
     for raw in elements(stream, MAX_LINE_BYTES):
         number += 1
@@ -130,7 +130,7 @@ def _json_row(line: int, own_id: str, raw: bytes) -> Row | RowError:
 
 
 def _careful_row(line: int, own_id: str, raw: bytes) -> Row | RowError:
-    """Field by field, for the rows that need it and for the faults that have to be named."""
+    """Read a row field by field. This finds the field that is wrong."""
     try:
         value = _parse(raw)
     except RowFault as fault:
@@ -144,7 +144,7 @@ def _careful_row(line: int, own_id: str, raw: bytes) -> Row | RowError:
 
 
 def _identify(value: Any, own_id: str) -> tuple[str, Endpoint]:
-    """The row's name and kind as well as they can be told, whatever else is wrong with it."""
+    """The row's custom_id and endpoint, if they can be read, even if the row is wrong."""
     if not isinstance(value, dict):
         return own_id, "chat"
     custom_id, url = value.get("custom_id"), value.get("url")
@@ -243,7 +243,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite
 
 
 def _check_surrogates(value: Any) -> None:
-    """Half of a UTF-16 pair can be written as an escape, but is no character."""
+    """Refuse half of a UTF-16 pair: JSON can write it as an escape, but it is no character."""
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:

@@ -18,9 +18,9 @@ Given = Source | Rows
 
 
 def as_source(given: Given) -> Source:
-    """A source as it is; rows as JSON lines, with keys in order, which their batch is known by.
+    """A source unchanged; rows as JSON lines with sorted keys, because these name the batch.
 
-    Raises UsageError for what is no row.
+    Raises UsageError for anything else.
     """
     if isinstance(given, str | Path | Inputs):
         return given

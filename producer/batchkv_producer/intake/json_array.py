@@ -17,17 +17,17 @@ BLANKS = b" \t\r\n"
 
 _BETWEEN = re.compile(rb'[{\[\],"]')  # at the top of the array
 _INSIDE = re.compile(rb'[{}\[\]"]')
-_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)  # what of a string is whole
+_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)  # complete characters of a string
 
 
 class Readable(Protocol):
-    """What of a stream is needed here."""
+    """The part of a stream that this module uses."""
 
     def read(self, size: int, /) -> bytes: ...
 
 
 class _Scanner:
-    """Where in the array we are. ``buffer`` begins at the current element, or within it."""
+    """The position in the array. ``buffer`` begins at the current element, or within it."""
 
     def __init__(self, stream: Readable, max_bytes: int) -> None:
         self._stream = stream
@@ -40,7 +40,7 @@ class _Scanner:
         self._is_too_long = False
 
     def open(self) -> None:
-        """Go behind the array's first bracket."""
+        """Skip the array's first bracket."""
         while b"[" not in self._buffer:
             if not self._grow():
                 raise InputFileError("there is no JSON array")
@@ -68,7 +68,7 @@ class _Scanner:
             number += 1
 
     def _separator(self) -> int | None:
-        """Where the current element ends: at a comma or the array's last bracket."""
+        """Find the end of the current element: a comma or the array's last bracket."""
         while True:
             if self._is_in_string and not self._leave_string():
                 return None
@@ -90,10 +90,10 @@ class _Scanner:
                 return found.start()
 
     def _leave_string(self) -> bool:
-        """Go behind the string's last quote; False when there is none."""
+        """Skip to after the string's last quote. False if there is none."""
         while True:
             whole = _STRING.match(self._buffer, self._at)
-            assert whole is not None  # nothing is a whole string, too
+            assert whole is not None  # also matches an empty string
             self._at = whole.end()
             if self._buffer[self._at : self._at + 1] == b'"':
                 self._at += 1
@@ -103,7 +103,7 @@ class _Scanner:
                 return False
 
     def _grow(self) -> bool:
-        """Read on; False at the stream's end. Of an element that is too long nothing is kept."""
+        """Read on; False at the stream's end. An element that is too long is not kept."""
         chunk = self._stream.read(CHUNK_BYTES)
         begin = self._begin
         self._is_too_long |= len(self._buffer) - begin > self._max_bytes
@@ -129,9 +129,9 @@ class _Scanner:
 def elements(stream: Readable, max_bytes: int) -> Iterator[bytes | None]:
     """The text of each element; None for one that is longer than ``max_bytes``.
 
-    The stream begins with an array's bracket, blanks or a byte order mark before it aside. A comma
-    behind the last element is no element. Raises InputFileError when the array does not end, or
-    more follows it.
+    The stream begins with an array's bracket, after blanks or a byte order mark if it has any.
+    A comma after the last element adds none. Raises InputFileError if the array does not end, or if
+    text follows it.
     """
     scanner = _Scanner(stream, max_bytes)
     scanner.open()

@@ -21,8 +21,8 @@ ROLES = {
 _TEXT_KEYS = frozenset({"name", "tool_call_id", "reasoning_content"})
 _PLAIN_KEYS = frozenset({"role", "content"})
 
-# Variables that published chat templates read. Not among them, on purpose: the template itself
-# and everything that the worker passes to it (tools, documents, add_generation_prompt ...).
+# Variables that published chat templates read. Rows may not set the template itself, nor anything
+# that the worker passes to it (tools, documents, add_generation_prompt ...).
 TEMPLATE_VARIABLES = frozenset(
     {
         "enable_thinking",
@@ -40,7 +40,7 @@ TEMPLATE_VARIABLES = frozenset(
 
 
 def check_messages(value: Any) -> list[dict[str, Any]]:
-    """The messages as the template gets them: text parts joined, nulls dropped."""
+    """The messages for the template: text parts joined, nulls dropped."""
     if not isinstance(value, list):
         raise invalid(f"messages must be a list, got {shown(value)}")
     if not value:
@@ -105,7 +105,7 @@ def _check_tool_calls(where: str, value: Any) -> None:
 
 
 def check_tools(value: Any) -> list[dict[str, Any]] | None:
-    """The tools as the template gets them, or None when the list is empty."""
+    """The tools for the template, or None if the list is empty."""
     if not isinstance(value, list):
         raise invalid(f"tools must be a list, got {shown(value)}")
     if len(value) > MAX_TOOLS:
@@ -117,7 +117,7 @@ def check_tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _check_function(where: str, item: Any) -> None:
-    """A tool and a call of it have the same shape: a type, and a function with a name."""
+    """Check a tool, or a call of one: both have a type and a function with a name."""
     if not isinstance(item, dict):
         raise invalid(f"{where} must be an object, got {shown(item)}")
     if item.get("type", "function") != "function":

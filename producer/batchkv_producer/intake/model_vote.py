@@ -15,11 +15,11 @@ from batchkv_producer.intake.formats import Row, RowError
 
 
 class ModelVote:
-    """Passes rows through and remembers which models they name, two at most."""
+    """Yields rows and keeps the models that they name, two at most."""
 
     def __init__(self, place: Callable[[int], str]) -> None:
         self.named: dict[str, int] = {}
-        self.note = ""  # what the lines say and is not heeded
+        self.note = ""  # models in the lines that are ignored
         self._place = place
         self._has_unnamed = False
 
@@ -40,7 +40,7 @@ class ModelVote:
         return model
 
     def decide(self, explicit: str | None, default: str | None) -> str:
-        """The batch's model, empty when nobody names one."""
+        """The batch's model. Empty if neither the caller nor the lines name one."""
         if explicit:
             return _checked_model(explicit)
         if not self.named:
@@ -56,7 +56,7 @@ class ModelVote:
         )
 
     def _of_lines(self, default: str | None) -> str:
-        """The one model that lines name, if it may be chosen so."""
+        """The one model that lines name, if lines may choose it."""
         ((name, line),) = self.named.items()
         where = f"{json.dumps(name)} ({self._place(line)})"
         if self._has_unnamed and default:
@@ -79,7 +79,7 @@ class ModelVote:
 
 
 def _is_path(name: str) -> bool:
-    """Whether this can only be a folder: a repository is called ``owner/name``."""
+    """Whether this can only be a folder: a repository's name has the form ``owner/name``."""
     return name.startswith(("/", "~", ".")) or name.count("/") > 1 or "\\" in name
 
 

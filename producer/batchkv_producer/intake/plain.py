@@ -20,13 +20,13 @@ from batchkv_producer.intake.checks import MAX_CUSTOM_ID_CHARS, NumberRule, RowF
 from batchkv_producer.intake.messages import ROLES
 from batchkv_producer.wire.job import Endpoint, Request, SamplingParams, Style
 
-MAX_INT64 = 2**63 - 1  # msgspec has no bounds beyond it
+MAX_INT64 = 2**63 - 1  # msgspec supports no larger bounds
 
 _PLAIN_ROLES = frozenset(role for role, own in ROLES.items() if role == own)
 
 
 def _number(rule: NumberRule) -> Any:
-    """The type that admits what the rule admits; the kind of number is kept."""
+    """The type with the rule's bounds. An integer stays an integer."""
     high = min(rule.high, MAX_INT64)
     if rule.is_low_excluded:
         bounds = msgspec.Meta(gt=rule.low, le=high)
@@ -49,7 +49,7 @@ _BODY: list[tuple[str, Any, Any]] = [
 
 
 def _decoder(fields: list[tuple[str, Any, Any]]) -> Callable[[bytes], Any]:
-    """Reads an object that has these fields at most: (name, type, default)."""
+    """A reader of objects that have no fields but these: (name, type, default)."""
     return msgspec.json.Decoder[Any](_schema(fields)).decode
 
 
@@ -72,9 +72,9 @@ _RAW: Style = "raw"
 
 
 def read_plain(raw: bytes, default_custom_id: str) -> tuple[Request, str | None] | None:
-    """The request of a line and the model that it names; None when the line is not a plain one."""
+    """A line's request and the model that it names. None if the line is not a plain one."""
     try:
-        # A guess: a lazy line that has this for a value is not read here.
+        # A guess: a line with this text as a value is left to the full reader.
         if b'"body"' in raw:
             line = _batch_line(raw)
             body, url, style = line.body, line.url, _RAW
@@ -95,10 +95,10 @@ def read_plain(raw: bytes, default_custom_id: str) -> tuple[Request, str | None]
 
 
 def _are_plain(messages: Any) -> bool:
-    # Both keys, since there are no others.
+    # The line has both keys, because it may have no others.
     return all(len(item) == 2 and item["role"] in _PLAIN_ROLES for item in messages)
 
 
-@lru_cache(maxsize=256, typed=True)  # most rows of a file say the same; 1 and 1.0 stay apart
+@lru_cache(maxsize=256, typed=True)  # most rows have equal ones; 1 and 1.0 differ
 def _params(*numbers: Any) -> SamplingParams:
     return params_of(dict(zip(NUMBERS, numbers, strict=True)), "chat")

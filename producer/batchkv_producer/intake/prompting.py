@@ -22,13 +22,13 @@ MAX_SYSTEM_CHARS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Prompting:
-    """``raw``: plain prompts stay as they are. ``system``: a message that stands before each."""
+    """``raw``: plain prompts are sent unchanged. ``system``: a message before each of them."""
 
     raw: bool = False
     system: str | None = None
 
     def check(self) -> None:
-        """Raise UsageError for what cannot be meant."""
+        """Raise UsageError for options that exclude each other or are invalid."""
         if self.system is None:
             return
         if self.raw:
@@ -41,13 +41,13 @@ class Prompting:
             raise UsageError("the text of --system is not UTF-8") from None
 
     def apply(self, request: Request) -> Request:
-        """A request as it is sent."""
+        """The request with this style."""
         if request.style == "raw" or self == AUTO:
             return request
         return replace(request, style="raw" if self.raw else "auto", system=self.system)
 
     def identity(self) -> tuple[bytes, ...]:
-        """What of it is a part of a batch's identity: what is said."""
+        """Its part of a batch's identity: the options that were given."""
         if self.raw:
             return (b"raw",)
         return () if self.system is None else (b"system", self.system.encode())
@@ -58,7 +58,7 @@ class Prompting:
         return fields if self.system is None else {**fields, "system": self.system}
 
     def sentence(self) -> str:
-        """What is told of a batch that has plain prompts."""
+        """The note for a batch that has plain prompts."""
         if self.raw:
             return "plain prompts are sent as they are (--raw)"
         through = "plain prompts are sent through the model's chat template, where it has one"
@@ -74,9 +74,9 @@ _STAYS_RAW = (
 
 
 def kept(connection: Redis, batch_id: str) -> tuple[Prompting, tuple[bytes, ...]]:
-    """How a batch that is there sends plain prompts, and what of that is in its digest.
+    """How an existing batch sends plain prompts, and the part of that in its digest.
 
-    Batches of versions before there were styles say nothing, and are raw.
+    Batches of versions without styles store nothing. They are raw.
     """
     there: Any = connection.hmget(redis_keys.batch(batch_id), "style", "system")
     style, system = (None if raw is None else raw.decode("utf-8", "replace") for raw in there)
@@ -87,13 +87,13 @@ def kept(connection: Redis, batch_id: str) -> tuple[Prompting, tuple[bytes, ...]
 
 
 def style_note(connection: Redis, batch_id: str) -> str:
-    """What is told of a batch that has plain prompts."""
+    """The note for a batch that has plain prompts."""
     found, identity = kept(connection, batch_id)
     return _STAYS_RAW if found.raw and not identity else found.sentence()
 
 
 def as_raw(data: bytes) -> bytes:
-    """A job's data with its plain prompt as it is."""
+    """A job's data with its plain prompt unchanged."""
     request = decode_job(data)
     if request.style == "raw":
         return data

@@ -34,7 +34,7 @@ _ROW = re.compile(rb'\s*\[?\s*(\{\s*"(?:custom_id|prompt|messages|body|method|ur
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A piece that was read: how, what its rows are called, and the number before its first."""
+    """A piece that was read: its kind, its name for rows, and the number before its first row."""
 
     kind: Kind
     digest: bytes
@@ -54,14 +54,14 @@ class _Part:
 
 
 class Reading:
-    """Reads all pieces of an input, once; then it knows their digest."""
+    """Reads all pieces of an input once. Afterwards it has their digest."""
 
     def __init__(self, inputs: Inputs) -> None:
         self._inputs = inputs
         self._parts: list[_Part] = []
 
     def rows(self) -> Iterator[Row | RowError]:
-        """Each row in order; raises InputFileError for a piece that cannot be read as a whole."""
+        """Each row in order. Raises InputFileError for a piece that cannot be read."""
         labels = self._inputs.labels if len(self._inputs.pieces) > 1 else ("",)
         start = 0
         for piece, label in zip(self._inputs.pieces, labels, strict=True):
@@ -84,18 +84,18 @@ class Reading:
                 self._parts[-1] = _Part(kind, reader.digest(), label, part.start)
 
     def place(self, line: int) -> str:
-        """Where a row stands, for people: ``line 7``, ``element 7``, ``b.jsonl:7``."""
+        """A row's place in the input, for people: ``line 7``, ``element 7``, ``b.jsonl:7``."""
         part = next(part for part in reversed(self._parts) if part.start < line)
         return part.place(line)
 
     @property
     def kind(self) -> bytes:
-        """How the input was read, as a part of the batch's identity."""
+        """The kinds that the pieces were read as: a part of the batch's identity."""
         return b"files" if len(self._parts) > 1 else self._parts[0].kind.encode()
 
     @property
     def digest(self) -> bytes:
-        """One file's is that of its bytes; of several, names and kinds count, too."""
+        """The digest of one file's bytes. For several files it includes their names and kinds."""
         if len(self._parts) == 1:
             return self._parts[0].digest
         whole = sha256()
@@ -106,7 +106,7 @@ class Reading:
 
     @property
     def may_be_text(self) -> bool:
-        """Whether only our guess made JSON lines of the first piece."""
+        """Whether the first piece was read as JSON lines by a guess."""
         first = self._inputs.pieces[0]
         is_guess = self._inputs.read_as is None and first.suffix not in (".jsonl", ".json")
         return is_guess and self._parts[0].kind == "jsonl"
@@ -114,14 +114,14 @@ class Reading:
 
 @contextmanager
 def opened_piece(piece: Piece, read_as: ReadAs | None) -> Iterator[tuple[HashingReader, Kind]]:
-    """A piece from its beginning, and how to read it."""
+    """Open a piece. Yields its stream and its kind."""
     with piece.opened() as stream:
         reader = HashingReader(stream)
         yield reader, _kind(piece, read_as, reader.look())
 
 
 def _kind(piece: Piece, read_as: ReadAs | None, beginning: bytes) -> Kind:
-    """By what the caller says, else by the file's name, and by how it begins."""
+    """The kind: the caller's choice, else by the file's name and its first bytes."""
     text = beginning.removeprefix(BOM)
     if read_as == "text":
         return "text"
@@ -140,13 +140,13 @@ def _kind(piece: Piece, read_as: ReadAs | None, beginning: bytes) -> Kind:
 
 
 def _holds_rows(beginning: bytes) -> bool:
-    """Whether a text begins like rows in JSON."""
+    """Whether a text begins with a row in JSON, or with an array of rows."""
     found = _ROW.match(beginning)
     if not found:
         return False
     line, newline, _ = beginning[found.start(1) :].partition(b"\n")
     if beginning.lstrip().startswith(b"[") or not (newline or len(beginning) < LOOK_BYTES):
-        return True  # what we see of it is all that tells
+        return True  # only the visible part of the line can be checked
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -155,10 +155,10 @@ def _holds_rows(beginning: bytes) -> bool:
 
 
 def _how_to_convert(piece: Piece, beginning: bytes) -> str:
-    """What to do with a table: a command, for the columns that it has."""
+    """The sentence for a table: a command that converts it, with its own columns."""
     delimiter = _TABLES[piece.suffix]
     first, _, _ = beginning.decode("utf-8", "replace").partition("\n")
-    if delimiter == "," and "," not in first and ";" in first:  # as spreadsheets write it in places
+    if delimiter == "," and "," not in first and ";" in first:  # some spreadsheets write semicolons
         delimiter = ";"
     columns = next(csv.reader([first.rstrip("\r")], delimiter=delimiter), [])
     names = {column.strip().lower(): column for column in reversed(columns)}

@@ -30,7 +30,7 @@ _MAGIC_NUMBERS = {
 
 
 class HashingReader:
-    """A binary stream, of which the beginning can be seen first; digests all bytes that pass."""
+    """A binary stream with a view of its first bytes. It digests all bytes that are read."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -39,7 +39,7 @@ class HashingReader:
         self._seen = b""
 
     def look(self) -> bytes:
-        """The first bytes, which are still to be read."""
+        """The first bytes. They are not consumed."""
         while len(self._seen) < LOOK_BYTES and (
             more := self._stream.read(LOOK_BYTES - len(self._seen))
         ):
@@ -87,7 +87,7 @@ def _refuse_binary(beginning: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One file or stream of an input. ``start``: where to read a stream from, as often as asked."""
+    """One file or stream of an input. ``start``: the offset at which each reading begins."""
 
     origin: Path | BinaryIO
     name: str
@@ -95,12 +95,12 @@ class Piece:
 
     @property
     def suffix(self) -> str:
-        """What a file's name says of its content; empty for a stream."""
+        """The file's suffix, for the kind of its content; empty for a stream."""
         return self.origin.suffix.lower() if isinstance(self.origin, Path) else ""
 
     @contextmanager
     def opened(self) -> Iterator[BinaryIO]:
-        """The bytes; every fault of the file, at any time, becomes an InputFileError."""
+        """The bytes. Every fault of the file becomes an InputFileError, also while it is read."""
         try:
             if isinstance(self.origin, Path):
                 with self.origin.open("rb") as stream:
@@ -116,9 +116,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Files and streams that are one batch, in this order.
+    """Files and streams that make one batch, in this order.
 
-    ``read_as``: ``text`` takes every line for a prompt, ``jsonl`` for JSON; None: names tell.
+    ``read_as``: ``text`` reads every line as a prompt, ``jsonl`` as JSON. None: by the file's name.
     """
 
     pieces: tuple[Piece, ...]
@@ -126,18 +126,18 @@ class Inputs:
 
     @classmethod
     def of(cls, *sources: str | Path | BinaryIO, read_as: ReadAs | None = None) -> Inputs:
-        """The input that these files and streams are."""
+        """The input made of these files and streams."""
         return cls(tuple(_piece(source) for source in sources), read_as)
 
     @property
     def name(self) -> str:
-        """What a batch of these is called."""
+        """The name of their batch."""
         first, num_more = self.pieces[0].name, len(self.pieces) - 1
         return f"{first} and {num_more} more" if num_more else first
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """A name for each piece, which no other has: with as much of its path as that takes."""
+        """A unique name for each piece, with as much of its path as it needs."""
         depth = 1
         names = [piece.name for piece in self.pieces]
         paths = [p.origin if isinstance(p.origin, Path) else Path(p.name) for p in self.pieces]
@@ -154,12 +154,12 @@ Source = str | Path | BinaryIO | Inputs  # a string is a path
 
 
 def inputs_of(source: Source) -> Inputs:
-    """The source as pieces, whatever it was given as."""
+    """Any source as an ``Input`` of pieces."""
     return source if isinstance(source, Inputs) else Inputs.of(source)
 
 
 def source_name(source: Source) -> str:
-    """What to call the input in messages and as a batch's name; always encodable."""
+    """The input's name in messages and for its batch. It can always be encoded."""
     return inputs_of(source).name
 
 

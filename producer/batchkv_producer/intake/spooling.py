@@ -26,7 +26,7 @@ _OWN_DESCRIPTORS = (Path("/dev/fd"), Path("/proc/self/fd"))
 
 
 class SpoolError(BatchkvError):
-    """What comes through a pipe cannot be kept: the disk is full or broken."""
+    """The input of a pipe cannot be stored: the disk is full or broken."""
 
     exit_code = 4
 
@@ -35,7 +35,7 @@ class SpoolError(BatchkvError):
 def gathered(
     files: Sequence[Path], read_as: ReadAs | None, note: Callable[[str], None]
 ) -> Iterator[Inputs]:
-    """The input that a command names; ``-`` is standard input. Copies are gone afterwards."""
+    """The input that a command names; ``-`` is standard input. Copies are deleted at the end."""
     if sum(str(file) == "-" for file in files) > 1:
         raise UsageError("- (standard input) is given twice")
     with ExitStack() as stack:
@@ -65,7 +65,7 @@ def _standard_input(stack: ExitStack, note: Callable[[str], None]) -> Piece:
     try:
         if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             return Piece(stream, STDIN_NAME, start=stream.tell())
-    except (OSError, ValueError):  # a stream that is no file at all can be copied
+    except (OSError, ValueError):  # a stream without a file number can be copied
         pass
     return _spooled(stream, STDIN_NAME, stack)
 
@@ -73,7 +73,7 @@ def _standard_input(stack: ExitStack, note: Callable[[str], None]) -> Piece:
 def _is_pipe(file: Path) -> bool:
     try:
         mode = file.stat().st_mode
-    except OSError:  # reading it will tell
+    except OSError:  # the reader reports the fault
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISSOCK(mode)
 
@@ -84,12 +84,12 @@ def _spooled(stream: BinaryIO, name: str, stack: ExitStack) -> Piece:
         copy = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (the stack closes it)
         stack.callback(copy.close)
         while copy.write(stream.read(COPY_BYTES)) == COPY_BYTES:
-            pass  # less is the end; a terminal would go on after it
+            pass  # a short read is the end; a terminal would accept more input after it
         copy.flush()
     except OSError as fault:
         what = "the disk is full" if is_full(fault) else (fault.strerror or str(fault))
         raise SpoolError(
-            f"cannot keep {name} in {folder}: {what}. Make room, or save it as a file first"
+            f"cannot store {name} in {folder}: {what}. Make room, or save it as a file first"
         ) from fault
     return Piece(cast(BinaryIO, copy), name, start=0)
 

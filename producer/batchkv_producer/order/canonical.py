@@ -10,7 +10,8 @@ from batchkv_producer.wire.job import Request
 def canonical_text(request: Request) -> str:
     """The request's text in the order in which a template renders it."""
     if request.prompt is not None:
-        # A style alone changes no text, nor any order: a template's head is the same for all.
+        # A style alone changes neither text nor order, because a template's head is the same for
+        # all.
         before = (
             () if request.system is None else ("\x1esystem\x1f", request.system, "\x1euser\x1f")
         )

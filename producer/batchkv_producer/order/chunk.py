@@ -10,7 +10,7 @@ from batchkv_producer.wire.row_facts import NO_FACTS, RowFacts
 
 @dataclass(frozen=True, slots=True)
 class PlanCounts:
-    """What a plan holds. ``num_chars`` counts the text of the rows that can be run.
+    """The totals of a plan. ``num_chars`` counts the text of the valid rows.
 
     ``num_duplicates`` rows wait for their leader, a row with the same request.
     """
@@ -27,12 +27,12 @@ class PlanCounts:
 class Chunk:
     """Rows that are queued in one step, and the bad ones among them.
 
-    A job is (line, data, shared bytes); the last says how much of its text another row of the batch
-    begins with, so that a worker knows what of it is worth writing for others.
-    Or ``duplicates`` alone: (line, job data, custom_id, line of the leader).
-    ``needs``: line -> what it asks of a worker, of rows that ask for more than every version can.
-    ``facts``: of a stretch of lines, whatever rows the chunk holds. ``kept``: line -> (line of an
-    earlier batch that was answered and asks for the same, custom_id).
+    A job is (line, data, shared bytes). Another row of the batch begins with this many bytes of its
+    text, and a worker writes only these to the store for others.
+    A chunk of duplicates has only ``duplicates``: (line, job data, custom_id, line of the leader).
+    ``needs``: line -> the abilities that it needs and that older workers lack. ``facts`` are those
+    of a stretch of lines, not of the chunk's rows. ``kept``: line -> (line of an answered row with
+    the same request in an earlier batch, custom_id).
     """
 
     number: int

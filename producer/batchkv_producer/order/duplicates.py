@@ -30,7 +30,7 @@ def can_have_duplicates(request: Request) -> bool:
 
 
 def request_digest(request: Request) -> bytes | None:
-    """16 bytes that are equal for equal requests alone, whatever their ``custom_id``."""
+    """16 bytes that are equal only for equal requests. The ``custom_id`` does not count."""
     params = request.params
     reals = [None if value is None else float(value) for value in _reals(params)]
     parts = [request.endpoint, request.messages, request.prompt, request.tools]
@@ -38,6 +38,6 @@ def request_digest(request: Request) -> bytes | None:
         parts += [request.style, request.system]
     try:
         raw = _write_json([*parts, request.chat_template_kwargs, reals, _others(params)])
-    except UnicodeEncodeError:  # half of a surrogate pair: rare enough to be computed twice
+    except UnicodeEncodeError:  # half of a surrogate pair: rare, so compute it twice
         return None
     return hashlib.blake2b(raw, digest_size=KEY_BYTES).digest()

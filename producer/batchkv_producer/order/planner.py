@@ -66,7 +66,7 @@ _NO_FOLLOWER = "line NOT IN (SELECT line FROM followers)"
 _BY_KEY = """
 SELECT line, sort_key, size, work, 0 FROM rows WHERE {condition}
 ORDER BY sort_key, work >= 0, line
-"""  # a bad row has an empty key and less than no work: bad rows come first
+"""  # a bad row has an empty key and work -1, so bad rows come first
 _IN_ORDER = """
 SELECT rows.line, sort_key, size, work, shared
 FROM plan CROSS JOIN rows ON rows.line = plan.line
@@ -78,7 +78,7 @@ SELECT plan.chunk, rows.line, custom_id, endpoint, code, message, data, shared, 
     earlier.line
 FROM plan CROSS JOIN rows ON rows.line = plan.line LEFT JOIN earlier ON earlier.digest = rows.digest
 WHERE plan.chunk >= ? ORDER BY plan.rowid
-"""  # a cross join keeps SQLite from turning the loops around
+"""  # a cross join keeps SQLite from swapping the loops
 _ERRORS = """
 SELECT line, custom_id, endpoint, code, message FROM rows WHERE code IS NOT NULL
 ORDER BY line LIMIT ?
@@ -89,14 +89,14 @@ _COUNTS = "SELECT COUNT(*), COUNT(code), SUM(num_chars), MAX(line) FROM rows"
 
 
 def with_defaults(defaults: SamplingParams) -> Callable[[SamplingParams], SamplingParams]:
-    """A function that fills in what a row has not said."""
+    """A function that fills in the fields that a row leaves out."""
     unsaid = SamplingParams()
     names = [f.name for f in fields(SamplingParams)]
     said = {n: getattr(defaults, n) for n in names if getattr(defaults, n) != getattr(unsaid, n)}
     if not said:
         return lambda params: params
 
-    @lru_cache(maxsize=256)  # most rows of a file say the same
+    @lru_cache(maxsize=256)  # most rows of a file have equal parameters
     def fill(params: SamplingParams) -> SamplingParams:
         missing = {n: v for n, v in said.items() if getattr(params, n) == getattr(unsaid, n)}
         return replace(params, **missing)
@@ -107,8 +107,8 @@ def with_defaults(defaults: SamplingParams) -> Callable[[SamplingParams], Sampli
 class BatchPlan:
     """A batch on its way to the queue: fill it once, seal it, then read its chunks in order.
 
-    ``dedupe``: a row waits for the first row with the same request (``duplicates``). ``place`` says
-    where a row is in the input.
+    ``dedupe``: a row waits for the first row with the same request (``duplicates``). ``place``
+    returns a row's place in the input.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class BatchPlan:
         self.place: Callable[[int], str] = "line {}".format
         self._fill = with_defaults(defaults)
         self._is_plain = defaults == SamplingParams()
-        self._stretch = 1  # lines whose facts go with one chunk
+        self._stretch = 1  # lines whose facts are stored with one chunk
         self._database = sqlite3.connect("", isolation_level=None)  # "": a file that is unlinked
         self._database.executescript(_SETUP)
 
@@ -141,7 +141,7 @@ class BatchPlan:
             ) from error
 
     def add(self, rows: Iterable[Row | RowError]) -> None:
-        """Take every row of the file."""
+        """Store every row of the file in the table."""
         self._database.executemany(_ADD, map(self._record, rows))
 
     def seal(self) -> PlanCounts:
@@ -160,16 +160,16 @@ class BatchPlan:
         )
 
     def is_all(self, code: str) -> bool:
-        """Whether every row is wrong, and in this way."""
+        """Whether every row is wrong, with this code."""
         return not self._database.execute(_OTHER_THAN, (code,)).fetchone()
 
     def keep(self, answered: Iterable[tuple[bytes, int]]) -> int:
-        """Take (digest, line) of an earlier batch's answers; how many rows ask for the same."""
+        """Store (digest, line) of an earlier batch's answers. Returns how many rows match."""
         self._database.executemany("INSERT OR IGNORE INTO earlier VALUES (?, ?)", answered)
         return int(self._database.execute(_NUM_ALIKE).fetchone()[0])
 
     def needs(self) -> str:
-        """All that its rows ask of a worker beyond what every version can do, between blanks."""
+        """The abilities that its rows need and that older workers lack, between blanks."""
         found = self._database.execute("SELECT DISTINCT needs FROM rows WHERE code IS NULL")
         return " ".join(sorted({need for (needs,) in found for need in (needs or "").split()}))
 
@@ -178,7 +178,7 @@ class BatchPlan:
         return tuple(RowError(*row) for row in self._database.execute(_ERRORS, (limit,)))
 
     def chunks(self, start: int = 0) -> Iterator[Chunk]:
-        """The chunks from number ``start`` on, one in memory at a time."""
+        """The chunks from number ``start`` on. One at a time is in memory."""
         chunk = self._chunk(start)
         query = _FROM_CHUNK.format(leader=_LEADER if self._dedupe else "NULL")
         for (
@@ -214,16 +214,16 @@ class BatchPlan:
         return Chunk(number, [], [], facts=pack(self._database, number, self._stretch))
 
     def entries(self) -> Iterator[Entry]:
-        """The good rows in the order in which they are queued, as the order saw them."""
+        """The good rows in the order of the queue."""
         return map(Entry._make, self._database.execute(_IN_ORDER))
 
     def num_rows_before(self, chunk: int) -> int:
-        """How many rows the chunks before this one hold."""
+        """The number of rows in the chunks before this one."""
         query = "SELECT COUNT(*) FROM plan WHERE chunk < ?"
         return int(self._database.execute(query, (chunk,)).fetchone()[0])
 
     def _record(self, row: Row | RowError) -> tuple[Any, ...]:
-        """A row of the table. A bad row's key is empty: it goes first, and is known at once."""
+        """A row of the table. A bad row's key is empty, so that it comes first."""
         if isinstance(row, RowError):
             line, endpoint = row.line, row.endpoint
             wrong = (endpoint, row.code, row.message)
@@ -246,7 +246,7 @@ class BatchPlan:
         return line, custom_id, key, num_chars, *good
 
     def _repeated_ids(self) -> Iterator[tuple[str, str, int]]:
-        """The good rows whose id an earlier line has. A bad line holds on to its id, too."""
+        """The good rows whose id an earlier line has. A bad line keeps its id, too."""
         first_id, first_line = None, 0
         for custom_id, line, code in self._database.execute(_BY_CUSTOM_ID):
             if custom_id != first_id:
@@ -257,7 +257,7 @@ class BatchPlan:
                 yield ErrorCode.DUPLICATE_CUSTOM_ID, message, line
 
     def _followers(self) -> Iterator[tuple[int, int]]:
-        """(line, line of the first) of every row that asks for what an earlier one does."""
+        """(line, line of the leader) of every row with the same request as an earlier one."""
         first_key, first_line = None, 0
         for key, line in self._database.execute(_BY_DUPLICATE):
             if key != first_key:
@@ -268,8 +268,8 @@ class BatchPlan:
     def _cut(self) -> Iterator[tuple[int, int, int]]:
         """(chunk, line, shared bytes) of every row.
 
-        Rows that wait for another come before all others, in chunks of their own: so that none is
-        submitted when the one that it waits for has ended already.
+        Duplicates come before all other rows, in chunks of their own. So a duplicate is stored
+        before its leader can end.
         """
         chunk = num_rows = num_bytes = 0
         waiting = self._database.execute(_FOLLOWERS) if self._dedupe else ()
@@ -286,7 +286,7 @@ class BatchPlan:
         return ((entry.line, entry.size, entry.shared) for entry in self._ordered())
 
     def _ordered(self) -> Iterator[Entry]:
-        """Every row as they are queued, bad rows first."""
+        """Every row in the order of the queue, bad rows first."""
         by_key = _BY_KEY.format(condition=_NO_FOLLOWER if self._dedupe else "TRUE")
         rows = map(Entry._make, self._database.execute(by_key))
         for entry in rows:

@@ -20,9 +20,9 @@ MAX_SHOWN_GROUPS = 20
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Neighbours that begin alike. Tokens are estimates; ``shared_bytes`` is what all share.
+    """Consecutive rows with a common prefix of ``shared_bytes``. Tokens are estimates.
 
-    ``cached_tokens``: what one worker need not compute, prefixes within the prefix included.
+    ``cached_tokens``: prompt tokens that one worker need not compute, deeper prefixes included.
     """
 
     num_rows: int
@@ -46,7 +46,7 @@ class PrefixEstimate:
 
 
 def estimate_prefixes(entries: Iterable[Entry], num_rows: int, num_workers: int) -> PrefixEstimate:
-    """Estimate ``num_rows`` rows in their order, for so many workers, in constant memory."""
+    """Estimate ``num_rows`` rows in their order for ``num_workers``, in constant memory."""
     dealer = _Dealer(num_rows, num_workers)
     grouper = _Grouper()
     num_tokens = 0
@@ -67,7 +67,7 @@ def estimate_prefixes(entries: Iterable[Entry], num_rows: int, num_workers: int)
 
 
 class _Dealer:
-    """Gives runs to workers in turn, as a queue does whose workers are equally fast."""
+    """Gives runs to workers in turn, like a queue with equally fast workers."""
 
     def __init__(self, num_rows: int, num_workers: int) -> None:
         self._num_left = num_rows
@@ -89,7 +89,7 @@ class _Dealer:
 
 
 class _Grouper:
-    """Follows the rows in order; a group ends where neighbours share less than a block."""
+    """Reads the rows in order. A group ends where two neighbours share less than a block."""
 
     def __init__(self) -> None:
         self.num_groups = 0
@@ -131,7 +131,7 @@ class _Grouper:
 
 
 def cached_tokens(num_bytes: int) -> int:
-    """Tokens in whole blocks of a prefix of so many bytes, by the estimate."""
+    """The estimated tokens in the full blocks of a prefix of this many bytes."""
     num_tokens = num_bytes // BYTES_PER_TOKEN
     return num_tokens - num_tokens % BLOCK_TOKENS
 

@@ -31,14 +31,14 @@ from typing import NamedTuple
 
 from batchkv_producer.agreed import DEFAULT_MAX_TOKENS
 
-ORDER_VERSION = 2  # kept with a batch: only the same order can go on with a submit
+ORDER_VERSION = 2  # stored with a batch: a submit can be resumed only in the same order
 FINE_BYTES, FINE_END = 256, 16 * 2**10
 COARSE_BYTES, COARSE_END = 4 * 2**10, 512 * 2**10
 STEP_BYTES = 512  # depths of the tree are multiples of it
-WINDOW_ROWS = 4096  # arranged at a time: memory does not grow with the file
+WINDOW_ROWS = 4096  # arranged at once, so that memory does not grow with the file
 
-# What a row costs is told in prompt tokens. One more token generated holds a slot as long as
-# computing about this many prompt tokens does.
+# A row's cost is counted in prompt tokens. To generate one token takes about as long as to compute
+# this many prompt tokens.
 TOKENS_PER_GENERATED = 16
 BYTES_PER_TOKEN = 4  # of English text; there is no tokenizer here
 MAX_TOKENS = 2**31 - 1
@@ -49,10 +49,10 @@ _STEP_KEY = FINE_BYTES + 4 * ((STEP_BYTES - FINE_BYTES) // FINE_BYTES)
 
 
 class Entry(NamedTuple):
-    """A row as the order sees it.
+    """A row with the values that decide its place in the order.
 
-    ``size`` is that of its text in UTF-8 bytes, ``work`` what it may cost in prompt tokens,
-    ``shared`` how many bytes of its text another row begins with (``with_shared``).
+    ``size``: bytes of its text in UTF-8. ``work``: its possible cost in prompt tokens. ``shared``:
+    the bytes of its text with which another row begins (``with_shared``).
     """
 
     line: int
@@ -77,17 +77,17 @@ def text_key(raw: bytes) -> bytes:
 
 
 def work_of(size: int, max_tokens: int | None) -> int:
-    """An estimate of what a row costs at most, in prompt tokens."""
+    """An estimate of a row's highest cost, in prompt tokens."""
     num_generated = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
-    num_generated = min(max(num_generated, 0), MAX_TOKENS)  # the worker refuses what cannot be
+    num_generated = min(max(num_generated, 0), MAX_TOKENS)  # the worker refuses invalid values
     return size // BYTES_PER_TOKEN + TOKENS_PER_GENERATED * num_generated
 
 
 def shared_bytes(left: Entry, right: Entry) -> int:
     """How many bytes of text two rows have in common at their beginning, by their keys.
 
-    Never more than there are (but for checksums that are equal by chance, one of four billion);
-    less by up to a piece. Below ``STEP_BYTES`` it is 0.
+    The result is never too large, unless checksums are equal by chance (one in four billion). It
+    may be too small by less than a piece. Below ``STEP_BYTES`` it is 0.
     """
     first, second = left.key, right.key
     num_common = min(len(first), len(second))
@@ -104,11 +104,11 @@ def shared_bytes(left: Entry, right: Entry) -> int:
 
 
 def with_shared(rows: Iterable[Entry]) -> Iterator[Entry]:
-    """Sorted rows, each with how much of it another one begins with: one of its two neighbours.
+    """Sorted rows, each with the bytes that it shares with one of its two neighbours.
 
-    Keys tell that to within a piece. Of the small ones at the beginning of a text it is the end, so
-    that nothing shared is missed; of the large ones behind them the beginning, for they may hold
-    all the rest of a prompt.
+    The keys locate the end of the shared part within one piece. In the small pieces at the start of
+    a text the result includes that piece, so that nothing shared is missed. The large pieces after
+    them are not included, because they may hold the rest of a prompt.
     """
     before = 0
     row: Entry | None = None
@@ -130,14 +130,14 @@ def _most_shared(left: Entry, right: Entry) -> int:
 
 @dataclass(slots=True)
 class _Node:
-    """A prefix that rows share: ``depth`` in steps; rows right under it, and groups below."""
+    """A prefix that rows share: ``depth`` in steps, its own rows, and the groups below it."""
 
     depth: int
     rows: list[Entry] = field(default_factory=list)
     groups: list[tuple[int, list[Entry]]] = field(default_factory=list)  # (work, in order)
 
     def walk(self) -> tuple[int, list[Entry]]:
-        """(work of all, rows in their order). Sorting is stable: equal rows stay as they were."""
+        """(work of all, rows in their order). The sort is stable: equal rows keep their order."""
         rows, ordered = self.rows, list[Entry]()
         if self.depth and rows:
             leader = min(rows, key=attrgetter("size"))
@@ -152,11 +152,11 @@ class _Node:
 
 
 def arrange(rows: Sequence[Entry]) -> list[Entry]:
-    """Rows that are sorted by key, as they are to be queued. Pure."""
+    """Rows sorted by key -> the same rows in the order of the queue. Pure."""
     root = _Node(0)
     path = [root]
     for row, after in zip_longest(rows, islice(rows, 1, None)):
-        # Most rows of most files share nothing: the first comparison says so at once.
+        # Most rows of most files share nothing. The first comparison finds that quickly.
         if after is None or row.key[:_STEP_KEY] != after.key[:_STEP_KEY]:
             depth = 0
         else:

@@ -25,14 +25,14 @@ from batchkv_producer.wire.row_facts import NO_FACTS
 from batchkv_producer.wire.transitions import BatchRecord, Transitions
 
 DEFAULT_JOB_TIMEOUT_SECONDS = 3600
-MAX_IN_FLIGHT = 2  # chunks: Redis works on one while the next is read and packed
+MAX_IN_FLIGHT = 2  # chunks: Redis stores one while the next is read and packed
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """What the caller says about a batch, beside its rows."""
+    """The caller's description of a batch, without its rows."""
 
     model: str
     defaults: SamplingParams
@@ -51,15 +51,15 @@ def enqueue(
     spec: BatchSpec,
     on_progress: Progress | None = None,
 ) -> tuple[bool, tuple[str, ...]]:
-    """Queue what of the plan is not in the queue yet; whether the batch had been begun before.
+    """Queue the chunks that are not in the queue yet.
 
-    Also, in words, which options a batch that was there keeps. ``on_progress`` gets (rows in the
-    queue, rows in all). Raises BatchkvError when the server holds a batch that is not this
-    one, OtherMakingError when it is computed with something else.
+    Returns whether the batch existed, and sentences about the options that it keeps.
+    ``on_progress`` gets (rows in the queue, rows in all). Raises BatchkvError if the server has
+    another batch with this id, OtherMakingError if the batch has another maker.
     """
     batch_id = generation.batch_id
     there, start = _create_or_join(transitions, generation, counts, spec, plan.needs())
-    # Of --raw the plan knows; a batch of its own has it in its id.
+    # The plan already has --raw; a later batch has it in its id.
     is_older = there.style != "auto" and not spec.prompting.raw
     if start < counts.num_chunks and is_older:
         _check_raw(batch_id, plan, counts, spec)
@@ -74,7 +74,7 @@ def enqueue(
         if on_progress is not None:
             on_progress(num_rows, counts.total)
 
-    # One thread keeps the chunks in order. Leaving the block waits for what is on its way.
+    # One thread keeps the chunks in order. The end of the block waits for the last of them.
     with ThreadPoolExecutor(max_workers=1) as pool:
         for planned in plan.chunks(start):
             chunk = _raw_chunk(planned) if is_older and plan.num_plain else planned
@@ -124,7 +124,7 @@ def _create_or_join(
     if not there.fits:
         raise OtherMakingError(f"batch {batch_id} is computed with something else")
     if there.num_enqueued == there.num_chunks:
-        return there, counts.num_chunks  # all is there, in whatever order
+        return there, counts.num_chunks  # all rows are there; their order no longer matters
     if there.is_deduped != spec.options.dedupe:
         how = "with --dedupe" if there.is_deduped else "without --dedupe"
         raise BatchkvError(f"batch {batch_id} was begun {how}: finish the submit the same way")
@@ -137,12 +137,12 @@ def _create_or_join(
 
 
 def _weights(maker: Maker) -> dict[str, str]:
-    """What of it holds for every worker of a mixed batch."""
+    """The part of the maker that all workers of a mixed batch have in common."""
     return Maker(maker.fingerprint).fields()
 
 
 def _check_raw(batch_id: str, plan: BatchPlan, counts: PlanCounts, spec: BatchSpec) -> None:
-    """Refuse to finish what cannot come out as it was begun, before prompts had a style."""
+    """Refuse to finish a batch without styles if it has --dedupe and some plain prompts."""
     if spec.options.dedupe and 0 < plan.num_plain < counts.total:
         raise BatchkvError(
             f"batch {batch_id} was begun by a version of batchkv that sent all prompts as they "
@@ -151,7 +151,7 @@ def _check_raw(batch_id: str, plan: BatchPlan, counts: PlanCounts, spec: BatchSp
 
 
 def _raw_chunk(chunk: Chunk) -> Chunk:
-    """The chunk of a batch that was begun before prompts had a style: all are sent as they are."""
+    """The chunk for a batch of a version without styles: all prompts are sent unchanged."""
     return replace(
         chunk,
         jobs=[(line, as_raw(data), shared) for line, data, shared in chunk.jobs],
@@ -196,7 +196,7 @@ def _as_result(row: RowError, model: str) -> Result:
 
 
 def _check_reply(batch_id: str, chunk: int, num_enqueued: int) -> None:
-    """After our turn the count is past our chunk, whoever enqueued it."""
+    """Check that the chunk is enqueued now, by this submit or another one."""
     if num_enqueued <= chunk:
         raise BatchkvError(
             f"batch {batch_id} vanished from the server while it was submitted; submit it again"

@@ -36,10 +36,10 @@ CACHE_NAME = "fingerprints.json"
 DIGEST_BYTES = 16
 READ_BYTES = 2**24
 MAX_KEPT = 2000  # digests of files
-# A file that changed so recently may change again within one tick of its clock, and show no trace.
+# seconds: a file that changed so recently may change again within one tick of its clock, unseen
 RECENT_SECONDS = 2.0
 
-QUIET_SECONDS = 1.0  # before the first word on files that are read
+QUIET_SECONDS = 1.0  # before the first note on files that are read
 TELL_SECONDS = 5.0
 
 _NOTE: ContextVar[Callable[[str], None] | None] = ContextVar("note", default=None)
@@ -49,10 +49,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def of_model(name: str) -> str:
-    """The fingerprint of what a worker would load by this name here and now; "" if unknown.
+    """The fingerprint of the files that a worker would load by this name now; "" if unknown.
 
-    Nothing is downloaded: a repository is looked up in the local cache of Hugging Face. A model
-    whose weights are not here has no fingerprint.
+    Nothing is downloaded: a repository is read from the local cache of Hugging Face. A model whose
+    weights are not on this machine has no fingerprint.
     """
     folder = locate(name)
     if folder is None:
@@ -73,7 +73,7 @@ def locate(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
         folder = Path(name).expanduser()
         if folder.is_dir():
             return folder
-    except (RuntimeError, OSError, ValueError):  # ~somebody; a name too long or with a NUL
+    except (RuntimeError, OSError, ValueError):  # an unknown ~user; a name too long or with a NUL
         return None
     parts = name.split("/")
     if len(parts) > 2 or not all(re.fullmatch(r"[\w.-]+", part, re.ASCII) for part in parts):
@@ -105,7 +105,7 @@ def of_folder(folder: Path) -> str:
 
 
 def _indexed(folder: Path) -> set[str]:
-    """The files of weights that a snapshot has once it is complete, as far as it says so."""
+    """The files of weights that a complete snapshot has, by its own index."""
     try:
         index = json.loads((folder / "model.safetensors.index.json").read_bytes())
         return {str(name) for name in index["weight_map"].values()}
@@ -114,7 +114,7 @@ def _indexed(folder: Path) -> set[str]:
 
 
 def _names(folder: Path) -> list[str]:
-    """Names of the files that count, in order."""
+    """The names of the files that the fingerprint covers, in order."""
     found = [entry.name for entry in os.scandir(folder) if entry.is_file()]
     more = folder / "additional_chat_templates"
     if more.is_dir():
@@ -128,7 +128,7 @@ def _counts(name: str) -> bool:
 
 
 def _hub(environ: Mapping[str, str]) -> Path:
-    """The folder in which Hugging Face's client keeps repositories."""
+    """The folder in which Hugging Face's client stores repositories."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if value := environ.get(variable):
             return Path(os.path.expandvars(value)).expanduser()
@@ -138,7 +138,7 @@ def _hub(environ: Mapping[str, str]) -> Path:
 
 
 def _blob_name(file: Path) -> str:
-    """The digest that a link into the Hugging Face cache is named by, or ""."""
+    """The digest in the name that a link into the Hugging Face cache points to, or ""."""
     try:
         target = os.readlink(file)
     except OSError:
@@ -149,7 +149,7 @@ def _blob_name(file: Path) -> str:
 
 @contextmanager
 def progress_told(note: Callable[[str], None]) -> Iterator[None]:
-    """Inside, ``note`` gets a sentence when reading a model's files takes over a second."""
+    """Inside, ``note`` gets a sentence if it takes over a second to read a model's files."""
     token = _NOTE.set(note)
     try:
         yield
@@ -159,10 +159,10 @@ def progress_told(note: Callable[[str], None]) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Progress:
-    """How much of a model's files was read."""
+    """Counts the bytes of a model's files that were read."""
 
     folder: Path
-    num_bytes: int  # of all of its files that may have to be read
+    num_bytes: int  # bytes of all files that may have to be read
     num_read: int = 0
     next_at: float = field(default_factory=lambda: time.monotonic() + QUIET_SECONDS)
 
@@ -180,7 +180,7 @@ class _Progress:
 
 @dataclass(slots=True)
 class _Cache:
-    """Digests of files, by all that the system tells of them. Damage only costs hashing again."""
+    """Digests of files by inode, size and times. If this is damaged, files are hashed again."""
 
     path: Path | None
     progress: _Progress
@@ -207,7 +207,7 @@ class _Cache:
             before = os.fstat(stream.fileno())
             key = _key(before)
             if known := self.known.pop(key, ""):
-                self.known[key] = known  # the last used stand at the end
+                self.known[key] = known  # the last used are at the end
                 return known
             content = blake3(max_threads=blake3.AUTO)
             began = time.time()
@@ -221,7 +221,7 @@ class _Cache:
         return found
 
     def save(self) -> None:
-        """Write what is new, whole or not at all; a home that takes nothing does no harm."""
+        """Write the new digests, all or none. A home folder that cannot be written does no harm."""
         if not self.is_new or self.path is None:
             return
         kept = dict(list(self.known.items())[-MAX_KEPT:])

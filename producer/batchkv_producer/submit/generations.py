@@ -34,15 +34,15 @@ T = TypeVar("T")
 
 
 class OtherMakingError(BatchkvError):
-    """Somebody else made this generation meanwhile, with something else."""
+    """Another process made this generation meanwhile, with another maker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
     """The one that a submit makes or joins.
 
-    ``base`` is the id of the first; ``relatives`` are the ids of all. ``why``, in words, what the
-    newest one before is computed with, where that is the reason for another; else empty.
+    ``base`` is the id of the first; ``relatives`` are the ids of all. ``why``: the maker of the
+    previous generation in words, if it is the reason for a new one; else empty.
     """
 
     number: int
@@ -71,7 +71,7 @@ class _Seen:
     is_mixed: bool
 
     def fits(self, options: BatchOptions) -> bool:
-        """Whether its answers may be handed out under these options: as ``create.lua`` has it."""
+        """Whether its answers are valid under these options, by the rule of ``create.lua``."""
         asked, said = options.maker, self.maker
         if asked.fingerprint and said.fingerprint and asked.fingerprint != said.fingerprint:
             return False
@@ -84,7 +84,7 @@ class _Seen:
 
 
 def informed(options: BatchOptions, model: str) -> BatchOptions:
-    """The options with the fingerprint of the model that stands here, if one does."""
+    """The options with the fingerprint of this machine's model, if the model is here."""
     if options.maker.fingerprint:
         return options
     found = fingerprint.of_model(model)
@@ -94,7 +94,10 @@ def informed(options: BatchOptions, model: str) -> BatchOptions:
 def settled(
     connection: Redis, digest_of: DigestOf, options: BatchOptions, make: Callable[[Generation], T]
 ) -> tuple[Generation, T]:
-    """What ``make`` made or joined, and what it gave; one that others made otherwise is left."""
+    """The generation that ``make`` made or joined, and its result.
+
+    A generation that another process made with another maker is skipped.
+    """
     for num_left in reversed(range(MAX_RACES)):
         chosen = choose(connection, digest_of, options)
         try:

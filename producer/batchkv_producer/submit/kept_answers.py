@@ -26,12 +26,12 @@ _SAID = ("style", "model", "fingerprint", "scheme", "mixed", "forgotten", *_COUN
 
 @dataclass(slots=True)
 class EarlierBatch:
-    """The batch whose answers may be kept, by its full id, and what was found there.
+    """The batch whose answers may be kept, by its full id, and its answers.
 
-    ``num_alike`` rows of the new file ask for what was answered there, also where nothing is kept.
-    ``num_ended`` is how often rows of it had ended when it was looked at: what ends later is not
-    known to be an answer. ``num_left`` rows of it had not ended. ``cut_lines`` of it ended at
-    max_tokens. ``why_not``, in words, if nothing can be kept of it.
+    ``num_alike`` rows of the new file have a request that was answered there, even if no answer is
+    kept. ``num_ended`` is the number of ends of its rows when it was read; a row that ends later
+    may have no answer. ``num_left`` rows of it had not ended. ``cut_lines`` of it ended at
+    max_tokens. ``why_not`` says why no answer can be kept.
     """
 
     batch_id: str
@@ -50,15 +50,15 @@ class EarlierBatch:
         *,
         fresh: bool = False,
     ) -> None:
-        """Tell a sealed plan which of its rows were answered there.
+        """Give a sealed plan the rows that were answered there.
 
-        ``relatives`` are the ids of the plan's own batch in all generations; ``fresh``: all rows
-        are to be computed.
+        ``relatives`` are the ids of the plan's own batch in all generations. ``fresh``: compute all
+        rows.
         """
         values: Any = connection.hmget(redis_keys.batch(self.batch_id), _SAID)
         texts = [(value or b"").decode("utf-8", "replace") for value in values]
         said = dict(zip(_SAID, texts, strict=True))
-        same_file = "it is of the same file" if self.batch_id in relatives else ""
+        same_file = "it was made of the same file" if self.batch_id in relatives else ""
         self.why_not = same_file or _why_not(said, model)
         if self.why_not:
             return
@@ -75,17 +75,17 @@ class EarlierBatch:
         alike = row_facts.digests(connection, self.batch_id)
         self.num_alike = plan.keep(pair for pair in alike if pair[1] not in unanswered)
         if not self.num_alike:
-            self.why_not = "none of its rows asks for what a row of this file does"
+            self.why_not = "none of its rows has the same request as a row of this file"
         elif weights.of_model(model) not in ("", said["fingerprint"]):
             self.why_not = "the model's files have changed since"
         elif fresh:
             self.why_not = "--fresh computes all rows"
 
     def told(self, num_kept: int) -> str:
-        """What became of it, in a sentence."""
+        """The outcome in a sentence."""
         if num_kept:
             rows = "1 answer" if num_kept == 1 else f"{num_kept:,} answers"
-            kept = f"kept {rows} of batch {self.batch_id}: these rows ask for the same"
+            kept = f"kept {rows} of batch {self.batch_id}: these rows have the same request"
             return kept + self._what_is_left()
         why = self.why_not or (
             "it was computed with other weights, KV scheme or dtype, or rows of it ended meanwhile"
@@ -93,7 +93,7 @@ class EarlierBatch:
         return f"no answer of batch {self.batch_id} can be kept: {why}{self._what_is_left()}"
 
     def _what_is_left(self) -> str:
-        """Rows of it that are still to be computed, as if its file had not been mended."""
+        """The sentence about its open rows, which are still computed."""
         if not (self.num_alike and self.num_left):
             return ""
         rows = "1 row of it waits" if self.num_left == 1 else f"{self.num_left:,} rows of it wait"
@@ -105,7 +105,7 @@ def _whole(text: str) -> int:
 
 
 def _why_not(said: dict[str, str], model: str) -> str:
-    """Why nothing can be kept of a batch that says this of itself; "" when something may be."""
+    """Why no answer of a batch with these fields can be kept; "" if answers can be."""
     if not said["model"] or said["forgotten"]:
         return "it is no longer on the server"
     if not said["style"]:
@@ -113,10 +113,10 @@ def _why_not(said: dict[str, str], model: str) -> str:
     if said["model"] != model:
         return f"its model is {said['model']}"
     if not (said["fingerprint"] and said["scheme"]) or said["mixed"]:
-        return "with which weights and KV scheme it was computed is not known"
+        return "the weights and KV scheme that computed it are not known"
     return "it has no answers" if said["ok"] in ("", "0") else ""
 
 
 def earlier_named(connection: Redis, wanted: str | None) -> EarlierBatch | None:
-    """The batch that somebody names, by its id or a prefix; raises NotFoundError."""
+    """Find the batch by its id or a prefix of it. Raises NotFoundError."""
     return EarlierBatch(find_batch(connection, wanted)) if wanted else None

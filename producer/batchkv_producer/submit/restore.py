@@ -48,10 +48,10 @@ def retry_batch(
     job_timeout_seconds: int | None = None,
     expires: Deadline | None = None,
 ) -> int:
-    """Queue failed (and canceled) rows again; how many could be.
+    """Queue failed (and canceled) rows again. Returns how many.
 
-    Those whose jobs are gone need ``source``, the file of the submit; see ``restore_rows``. Raises
-    UsageError, and changes nothing, when that is another file, or the batch's deadline is past.
+    Rows whose jobs are gone need ``source``, the file of the submit; see ``restore_rows``. Raises
+    UsageError, and changes nothing, if that is another file or the batch's deadline is past.
     """
     if job_timeout_seconds is not None and job_timeout_seconds < 1:
         raise UsageError(f"the job timeout must be at least 1 second, got {job_timeout_seconds}")
@@ -83,10 +83,10 @@ def restore_rows(
     job_timeout_seconds: int | None = None,
     expires: int | None = None,
 ) -> int:
-    """Queue the failed (and canceled) rows whose jobs are gone again; how many.
+    """Queue the failed (and canceled) rows whose jobs are gone again. Returns how many.
 
-    ``defaults`` are those of the submit; None: as the batch knows them. ``expires`` is a new
-    deadline (seconds since 1970; 0: none). Raises UsageError when the file is not the batch's.
+    ``defaults`` are those of the submit; None: those that the batch stores. ``expires`` is a new
+    deadline (seconds since 1970; 0: none). Raises UsageError if the file is not the batch's.
     """
     digest, generation, there = _identity(connection, status.batch_id)
     said = there if defaults is None else defaults
@@ -118,7 +118,7 @@ def restore_rows(
 
 
 def is_any_gone(connection: Redis, batch_id: str, failures: Iterable[Failures]) -> bool:
-    """Whether jobs of these rows are gone, as far as their lines are told."""
+    """Whether some of these rows have no job. Only rows with a known line are checked."""
     lines = [line for group in failures if group.code not in INPUT_FAULTS for line in group.lines]
     with connection.pipeline(transaction=False) as pipeline:
         for line in lines:
@@ -127,7 +127,7 @@ def is_any_gone(connection: Redis, batch_id: str, failures: Iterable[Failures]) 
 
 
 def gone_lines(connection: Redis, batch_id: str, outcome: str = "failed") -> Iterator[int]:
-    """The lines that ended so, were rows that could be run, and have no job any more."""
+    """The lines with this outcome whose rows were valid and have no job any more."""
     rows = (
         row
         for row in in_finish_order(connection, batch_id)
@@ -143,7 +143,7 @@ def _jobs(chunk: Chunk) -> list[tuple[int, bytes, int]]:
 
 
 def _identity(connection: Redis, batch_id: str) -> tuple[str, int, SamplingParams]:
-    """A batch's digest, generation and defaults; batches of older versions do not know these."""
+    """A batch's digest, generation and defaults. Batches of older versions lack these."""
     raw: Any = connection.hmget(redis_keys.batch(batch_id), "digest", "generation", "defaults")
     digest, generation, defaults = ((value or b"").decode("utf-8", "replace") for value in raw)
     number = int(generation) if generation.isdigit() and len(generation) < MAX_DIGITS else 1

@@ -42,7 +42,7 @@ from batchkv_producer.wire.job import SamplingParams
 from batchkv_producer.wire.transitions import Transitions
 
 MAX_SHOWN_ERRORS = 20
-MAX_TOLD_ERRORS = 5  # by a submit: it queues the rest all the same
+MAX_TOLD_ERRORS = 5  # shown of the wrong rows; the submit queues the others
 MAX_NAME_CHARS = 200
 
 # Gets a batch's id, its model, and the ids of all generations of the batch.
@@ -53,12 +53,13 @@ _ID_VERSION = b"batchkv batch 1"
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A batch that is in the queue. ``joined``: it (or a part of it) had been there before.
+    """A batch that is in the queue. ``joined``: it, or a part of it, was there before.
 
-    ``errors`` are the first few of the rows that are wrong. ``num_duplicates`` rows get the answer
-    of another row with the same request. ``notes``: what was asked for and stays as it was.
-    ``style_note`` says how plain prompts are sent, if there are any; ``model_note`` which model
-    lines name in vain. ``generation``, ``base``, ``relatives``, ``why``: see ``generations``.
+    ``errors`` are the first few wrong rows. ``num_duplicates`` rows get the answer of another row
+    with the same request. ``notes``: options that differ in the existing batch, which keeps its
+    own. ``style_note`` says how plain prompts are sent, if there are any. ``model_note`` names the
+    models in lines that are ignored. ``generation``, ``base``, ``relatives``, ``why``: see
+    ``generations``.
     """
 
     batch_id: str
@@ -86,9 +87,9 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a file would give: ``errors`` are the first 20, ``num_chars`` the prompts' text.
+    """The result of a check: ``errors`` are the first 20, ``num_chars`` counts the prompts' text.
 
-    ``model`` and ``batch_id`` are empty when nobody names a model.
+    ``model`` and ``batch_id`` are empty if neither the caller nor the lines name a model.
     """
 
     total: int
@@ -109,7 +110,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class _FileFacts:
-    """What reading the input has told: its digest, how it was read, its model, where rows stand."""
+    """Facts about the input that was read: its digest, kinds and model, and the rows' places."""
 
     digest: bytes
     kind: bytes
@@ -127,7 +128,7 @@ def check(
     dedupe: bool = False,
     prompting: Prompting = AUTO,
 ) -> Checked:
-    """Read and check a file without a server; it also tells the id that its batch has.
+    """Read and check a file without a server. The result has the id of its batch.
 
     Raises UsageError for the file as a whole.
     """
@@ -145,7 +146,7 @@ def survey(
     num_workers: int = 1,
     prompting: Prompting = AUTO,
 ) -> tuple[Checked, PrefixEstimate]:
-    """``check``, and what the file's prefixes promise when so many workers share the queue."""
+    """``check``, and an estimate of the hits when this many workers share the queue."""
     said = defaults or SamplingParams()
     with BatchPlan(said, prompting=prompting) as plan:
         checked = _checked(source, plan, said, model, default_model, prompting)
@@ -167,11 +168,11 @@ def submit(
     prompting: Prompting = AUTO,
     earlier: EarlierBatch | None = None,
 ) -> Submitted:
-    """Put a file into the queue of its model; raises UsageError before anything was changed.
+    """Put a file into the queue of its model. Raises UsageError before anything changes.
 
     The model is ``model``, else the one that all lines name, else ``default_model``.
-    ``on_identified`` is called before anything is changed, and may refuse by what it raises.
-    ``earlier``: a batch whose answers are kept, where rows ask for the same.
+    ``on_identified`` is called before anything changes, and may raise to refuse. ``earlier``: a
+    batch whose answers are kept for rows with the same request.
     """
     if job_timeout_seconds < 1:
         raise UsageError(f"the job timeout must be at least 1 second, got {job_timeout_seconds}")
@@ -258,8 +259,8 @@ def batch_digest(
 ) -> str:
     """64 hex digits that name a batch; every part is preceded by its length.
 
-    What is newly said is appended only when it is said: ids of older versions stay. ``more`` is
-    what batches have not always said.
+    A new option is appended only if it was given, so that ids of older versions stay. ``more`` has
+    the options that later versions added.
     """
     parts = [
         _ID_VERSION,
@@ -278,7 +279,7 @@ def batch_digest(
 
 
 def _canonical(defaults: SamplingParams) -> bytes:
-    """Defaults as bytes: 1 and 1.0 are the same, and so is a field not said and not there."""
+    """Defaults as bytes. 1 and 1.0 are equal; a field that is None equals one that is missing."""
     said = {name: value for name, value in asdict(defaults).items() if value not in (None, ())}
     plain = {
         name: float(value) if isinstance(value, int) and abs(value) < 2**53 else value

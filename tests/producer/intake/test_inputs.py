@@ -368,7 +368,9 @@ def test_a_copy_lies_in_the_home_folder_or_in_tmpdir(
         reading, writing = os.pipe()
         os.close(writing)
         with (
-            pytest.raises(SpoolError, match=f"keep input-1 in {folder}: the disk is full") as fault,
+            pytest.raises(
+                SpoolError, match=f"store input-1 in {folder}: the disk is full"
+            ) as fault,
             gathered([Path(f"/dev/fd/{reading}")], None, print),
         ):
             raise AssertionError("it was read")

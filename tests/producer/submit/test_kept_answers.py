@@ -269,8 +269,8 @@ def test_a_batch_of_which_nothing_can_be_kept_says_why(
     if what == "forgotten":
         assert found.exit_code == 2 and f"no batch {first}" in found.stderr
         return
-    reasons = {"old": "is not known", "other model": "its model is another"}
-    reasons["nothing alike"] = "none of its rows asks"
+    reasons = {"old": "are not known", "other model": "its model is another"}
+    reasons["nothing alike"] = "none of its rows has the same request"
     assert f"no answer of batch {first} can be kept: " in found.stderr
     assert reasons[what] in found.stderr
     assert desk.client.status(found.stdout.strip()).queued == 2
@@ -281,7 +281,7 @@ def test_submit_from_tells_what_it_keeps(desk: Desk, redis_server: RedisServer) 
     first = desk.answered("a", "b", "c")
     source = desk.write(*rows("a", "b", "d", prefix="n"), name="in.jsonl")
     found = _batchkv("submit", source, "-m", MODEL, "--from", first[:8], url=redis_server.url)
-    assert f"kept 2 answers of batch {first}: these rows ask for the same" in found.stderr
+    assert f"kept 2 answers of batch {first}: these rows have the same request" in found.stderr
     status = desk.client.status(found.stdout.strip())
     assert (status.kept, status.queued) == (2, 1)
 
