@@ -30,7 +30,7 @@ from batchkv_producer.monitor.workers import WorkerInfo
 from batchkv_producer.results import stored_rows as stored
 from batchkv_producer.results.failures import Failures, read_failures
 from batchkv_producer.results.stored_rows import StoredRow
-from batchkv_producer.retry import Pace, patiently
+from batchkv_producer.retry import Pace, read_with_retry
 from batchkv_producer.submit import restore as restoring
 from batchkv_producer.submit import submission
 from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, Progress
@@ -215,7 +215,7 @@ class Client:
         deadline = float("inf") if timeout_seconds is None else time.monotonic() + timeout_seconds
         pace, last_num_ended = Pace(), -1
         while True:
-            now = patiently(partial(self._reconciler.look, full_id))
+            now = read_with_retry(partial(self._reconciler.look, full_id))
             if on_progress is not None:
                 on_progress(now)
             left = deadline - time.monotonic()

@@ -1,4 +1,4 @@
-"""Surviving a short outage of Redis while following a batch."""
+"""Retries reads while Redis is away, and spaces out polls, while a command follows a batch."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from redis.exceptions import AuthenticationError, AuthorizationError, Connection
 MAX_OUTAGE_SECONDS = 60.0
 FIRST_PAUSE_SECONDS = 0.2
 MAX_PAUSE_SECONDS = 2.0
-LOOK_SECONDS = 0.1  # between two calls of who watches an outage
+CALLBACK_SECONDS = 0.1  # between two calls of a callback during an outage
 
 T = TypeVar("T")
 
-_watcher: ContextVar[Callable[[], object]] = ContextVar("watcher", default=lambda: None)
+_callback: ContextVar[Callable[[], object]] = ContextVar("callback", default=lambda: None)
 
 
 @contextmanager
-def outages_watched(watch: Callable[[], object]) -> Iterator[None]:
-    """Inside, ``watch`` is called about ten times a second while ``patiently`` waits.
+def called_during_outages(callback: Callable[[], object]) -> Iterator[None]:
+    """Inside, ``read_with_retry`` calls ``callback`` about ten times a second while it waits.
 
-    What it raises ends the waiting.
+    If ``callback`` raises, the wait ends with its exception.
     """
-    token = _watcher.set(watch)
+    token = _callback.set(callback)
     try:
         yield
     finally:
-        _watcher.reset(token)
+        _callback.reset(token)
 
 
-def patiently(read: Callable[[], T]) -> T:
-    """What ``read`` returns; while the server is away, try again for up to a minute.
+def read_with_retry(read: Callable[[], T]) -> T:
+    """The value that ``read`` returns. While the server is away, retries for up to a minute.
 
-    Only for reads: a call may be repeated. A refused password is no outage and raised at once.
+    Only for reads, because a call may be repeated. A refused password is raised at once.
     """
     deadline = time.monotonic() + MAX_OUTAGE_SECONDS
     pause = FIRST_PAUSE_SECONDS
@@ -53,22 +53,22 @@ def patiently(read: Callable[[], T]) -> T:
 
 
 def _pause(seconds: float) -> None:
-    watch, end = _watcher.get(), time.monotonic() + seconds
-    watch()
+    callback, end = _callback.get(), time.monotonic() + seconds
+    callback()
     while (left := end - time.monotonic()) > 0:
-        time.sleep(min(left, LOOK_SECONDS))
-        watch()
+        time.sleep(min(left, CALLBACK_SECONDS))
+        callback()
 
 
 class Pace:
-    """The pause between two polls: short after news, up to a second when nothing happens."""
+    """The pause between two polls: short after a change, up to a second without one."""
 
     def __init__(self, first_seconds: float = 0.2, longest_seconds: float = 1.0) -> None:
         self._first, self._longest = first_seconds, longest_seconds
         self._next = first_seconds
 
     def reset(self) -> None:
-        """Something happened: poll quickly again."""
+        """Make the next pause short again, because something has changed."""
         self._next = self._first
 
     def sleep(self, at_most_seconds: float = float("inf")) -> None:

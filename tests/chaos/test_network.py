@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from batchkv_producer import Client
-from batchkv_producer import retry as patience
+from batchkv_producer import Client, retry
 from batchkv_producer.errors import ServerError
 from batchkv_producer.server import connection as producer_connection
 from batchkv_producer.wire import redis_keys
@@ -149,7 +148,7 @@ def disturb(line: FaultProxy, rng: random.Random) -> None:
 def quick_replies(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that waits half a second for an answer, not a minute."""
     monkeypatch.setattr(producer_connection, "REPLY_SECONDS", 0.5)
-    monkeypatch.setattr(patience, "MAX_OUTAGE_SECONDS", 2.0)
+    monkeypatch.setattr(retry, "MAX_OUTAGE_SECONDS", 2.0)
 
 
 def rows_in(folder: Path, count: int) -> Path:

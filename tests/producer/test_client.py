@@ -15,8 +15,7 @@ from rq import Queue, Worker
 from rq.serializers import JSONSerializer
 
 import batchkv_producer
-from batchkv_producer import BatchStatus, Client, Submitted
-from batchkv_producer import retry as patience
+from batchkv_producer import BatchStatus, Client, Submitted, retry
 from batchkv_producer.errors import NotFoundError, UsageError, WireError
 from batchkv_producer.manage.cancel_retry import Unanswered
 from batchkv_producer.results import stored_rows as stored
@@ -402,9 +401,9 @@ def test_wait_and_follow_survive_a_restart(write_lines: Write) -> None:
             assert [row.line for row in results] == [1, 2]
 
 
-def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """An outage is waited out for a while only; a refused password not at all."""
-    monkeypatch.setattr(patience, "MAX_OUTAGE_SECONDS", 0.5)
+    monkeypatch.setattr(retry, "MAX_OUTAGE_SECONDS", 0.5)
     calls = []
 
     def fails() -> None:
@@ -416,11 +415,11 @@ def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AuthenticationError("no")
 
     with pytest.raises(ConnectionError, match="gone"):
-        patience.patiently(fails)
+        retry.read_with_retry(fails)
     assert len(calls) > 1
     calls.clear()
     with pytest.raises(AuthenticationError):
-        patience.patiently(refused)
+        retry.read_with_retry(refused)
     assert len(calls) == 1
 
 
@@ -571,5 +570,5 @@ def test_reclaim_takes_back_a_dead_workers_jobs(desk: Desk) -> None:
 @pytest.fixture(autouse=True)
 def quick_polls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Poll often, so that the tests are quick."""
-    monkeypatch.setattr(patience, "FIRST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 0.05)
     yield

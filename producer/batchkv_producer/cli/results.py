@@ -27,7 +27,7 @@ from batchkv_producer.local.run import TURN_SECONDS
 from batchkv_producer.progress import printable, reporter
 from batchkv_producer.progress import rows as rows_text
 from batchkv_producer.results import outfile, output
-from batchkv_producer.retry import patiently
+from batchkv_producer.retry import read_with_retry
 from batchkv_producer.wire.job import Result
 
 format_option = click.option(
@@ -171,9 +171,9 @@ def _append(opened: Session, batch_id: str, out: Path, *, follow: bool) -> None:
         follower = Follower(opened.client, batch_id, target)
         delays = delays_of(opened, progress.note)
         while True:
-            now = patiently(partial(opened.client.status, batch_id))
+            now = read_with_retry(partial(opened.client.status, batch_id))
             progress.update(snapshot_of(now, delays.look(now) if follow else ""))
-            num_new = patiently(follower.collect)
+            num_new = read_with_retry(follower.collect)
             if now.is_done or not follow:
                 break
             time.sleep(TURN_SECONDS if num_new == 0 else 0)

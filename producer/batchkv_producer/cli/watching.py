@@ -11,7 +11,7 @@ from contextlib import redirect_stdout
 import click
 
 from batchkv_producer.errors import UsageError
-from batchkv_producer.retry import patiently
+from batchkv_producer.retry import read_with_retry
 
 WATCH_SECONDS = 2.0
 _CLEAR = "\x1b[H\x1b[J"  # to the upper left corner, and nothing below it
@@ -33,7 +33,7 @@ def shown(show: Callable[[], bool], *, is_watching: bool, as_json: bool) -> None
         raise UsageError("--watch is for people: without it, --json can be asked for repeatedly")
     is_terminal, is_first = sys.stdout.isatty(), True
     while True:
-        text, is_over = patiently(lambda: _captured(show))
+        text, is_over = read_with_retry(lambda: _captured(show))
         if is_terminal:
             text = _CLEAR + text
         elif not is_first:

@@ -36,7 +36,7 @@ from batchkv_producer.local.worker_checks import WAY_OUT_OF_ASK, check_model_fol
 from batchkv_producer.monitor.delays import Delays
 from batchkv_producer.monitor.workers import ASK_NAME_PREFIX, WorkerInfo
 from batchkv_producer.progress import Reporter
-from batchkv_producer.retry import outages_watched, patiently
+from batchkv_producer.retry import called_during_outages, read_with_retry
 from batchkv_producer.submit import fingerprint
 from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
 from batchkv_producer.wire import redis_keys
@@ -164,18 +164,18 @@ class _Waiting:
                 self._heed(caught)
 
             try:
-                with outages_watched(wait_for_server):
+                with called_during_outages(wait_for_server):
                     return self._loop(caught, outage)
             finally:
                 self._end(outage, caught)
 
     def _loop(self, caught: list[int], outage: Outage) -> StoredRow:
         while True:
-            status = patiently(partial(self._client.status, self._batch_id))
+            status = read_with_retry(partial(self._client.status, self._batch_id))
             outage.end()
             self._reporter.update(snapshot_of(status, self._delays.look(status)))
             if status.is_done:
-                row = patiently(lambda: next(self._client.results(self._batch_id), None))
+                row = read_with_retry(lambda: next(self._client.results(self._batch_id), None))
                 if row is None:
                     raise BatchkvError("somebody took the question off the server")
                 return row
@@ -190,7 +190,7 @@ class _Waiting:
     def _end(self, outage: Outage, caught: list[int]) -> None:
         """Forget first, so that a worker of ours has nothing left to finish."""
         num_heeded = len(caught)
-        with outages_watched(give_up):
+        with called_during_outages(give_up):
             if outage.is_on:
                 self._workers.abandon()
                 return

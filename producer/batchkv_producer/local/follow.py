@@ -16,7 +16,7 @@ from batchkv_producer.results.bounded import stored_results
 from batchkv_producer.results.line_set import LineSet
 from batchkv_producer.results.outfile import ResultsFile
 from batchkv_producer.results.target import ResultStream
-from batchkv_producer.retry import patiently
+from batchkv_producer.retry import read_with_retry
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Result, decode_result
 
@@ -65,7 +65,7 @@ class Follower:
         """
         if self._is_behind:
             self.results.refresh(stale)
-        status = patiently(partial(self._client.status, self._batch_id))
+        status = read_with_retry(partial(self._client.status, self._batch_id))
         has_passed_some = status.is_done and self.results.num_rows < status.num_ended
         if self._is_behind or has_passed_some:
             self._position, self._is_behind, self._seen_failed = 0, False, LineSet()

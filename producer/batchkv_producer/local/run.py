@@ -53,7 +53,7 @@ from batchkv_producer.monitor.workers import local_name_prefix
 from batchkv_producer.progress import Reporter, Snapshot, rows
 from batchkv_producer.results import target
 from batchkv_producer.results.aside import holds_other
-from batchkv_producer.retry import outages_watched, patiently
+from batchkv_producer.retry import called_during_outages, read_with_retry
 from batchkv_producer.server.connection import refused_writes
 from batchkv_producer.server.home import home_from_environment
 from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, Progress
@@ -294,7 +294,7 @@ class _RunLoop:
         started, before = time.monotonic(), self._client.status(self._batch_id)
         with noted_signals() as caught:
             try:
-                with outages_watched(lambda: self._wait_for_server(caught)):
+                with called_during_outages(lambda: self._wait_for_server(caught)):
                     status = self._loop(caught, before)
             except BaseException as fault:
                 self._stop(caught, is_cut_off=isinstance(fault, FullHomeError))
@@ -302,7 +302,7 @@ class _RunLoop:
                     raise self._forgotten() from fault
                 raise
             seconds = time.monotonic() - started
-            with outages_watched(give_up):
+            with called_during_outages(give_up):
                 self._workers.stop(lambda: bool(caught))
         return RunReport(
             status=status,
@@ -315,7 +315,7 @@ class _RunLoop:
 
     def _loop(self, caught: list[int], status: BatchStatus) -> BatchStatus:
         while True:
-            num_new = patiently(self._follower.collect)  # what it has written it skips
+            num_new = read_with_retry(self._follower.collect)  # what it has written it skips
             self._outage.end()
             self._reporter.update(snapshot_of(status, self._delays.look(status)))
             if status.is_done:  # it was so before everything was collected: nothing is missing
@@ -330,10 +330,10 @@ class _RunLoop:
                 )
             self._workers.supervise(status.num_ended)
             time.sleep(TURN_SECONDS if num_new == 0 else 0)
-            status = patiently(partial(self._client.status, self._batch_id))
+            status = read_with_retry(partial(self._client.status, self._batch_id))
             if not status.is_submitted:  # it was: a server came back from an older copy
                 self._reporter.note("the server has lost rows of this batch: they are queued again")
-                patiently(self.submit_again)
+                read_with_retry(self.submit_again)
 
     def _forgotten(self) -> NotFoundError:
         path = self._follower.results.path
@@ -360,7 +360,7 @@ class _RunLoop:
         ``is_cut_off``: the server is there, but takes nothing from the workers.
         """
         num_heeded = min(1, len(caught))
-        with outages_watched(give_up):
+        with called_during_outages(give_up):
             if self._outage.is_on or is_cut_off:
                 self._workers.abandon()
                 return

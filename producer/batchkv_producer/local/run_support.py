@@ -16,7 +16,7 @@ from batchkv_producer.disk import full_home, is_full
 from batchkv_producer.errors import ServerError, UsageError
 from batchkv_producer.local.local_workers import remove_old_logs
 from batchkv_producer.local.presence import reclaim_dead
-from batchkv_producer.retry import patiently
+from batchkv_producer.retry import read_with_retry
 from batchkv_producer.server.home import HOME_VARIABLE, Home, home_from_environment, make_folders
 
 
@@ -47,7 +47,7 @@ class Outage:
 
 def reclaim(client: Client, queue: str, worker_name: str, is_death: bool) -> int:
     """Take back what a worker of ours held."""
-    return patiently(lambda: client.reclaim(queue, worker_name, is_death=is_death))
+    return read_with_retry(lambda: client.reclaim(queue, worker_name, is_death=is_death))
 
 
 def tidied_home(connection: Redis) -> Home:

@@ -13,7 +13,7 @@ from batchkv_producer.monitor.misfit import find_misfit
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.monitor.workers import ASK_NAME_PREFIX, WorkerInfo, local_name_prefix
 from batchkv_producer.progress import rows
-from batchkv_producer.retry import patiently
+from batchkv_producer.retry import read_with_retry
 
 LOOK_SECONDS = 1.0  # between two looks at the workers
 GONE_SECONDS = 30.0  # a worker that was there is given this long to come back
@@ -139,13 +139,13 @@ class Delays:
             self.words, self._hopeless_since = "", float("inf")
         elif now >= self._look_at:
             self._look_at = now + LOOK_SECONDS
-            serving = patiently(lambda: self._read(status.queue))
+            serving = read_with_retry(lambda: self._read(status.queue))
             if serving:
                 self._served_at = now
             delay = self._full_disk(status) or self._stalled_submit(status, now)
             delay = delay or find_delay(status, serving, self._num_local)
             if delay is None and status.queued:
-                delay = _apart(patiently(lambda: self._count_apart(status.queue)))
+                delay = _apart(read_with_retry(lambda: self._count_apart(status.queue)))
             self.words = delay.words if delay else ""
             is_hopeless = delay is not None and delay.is_hopeless
             self._hopeless_since = min(now, self._hopeless_since) if is_hopeless else float("inf")
@@ -159,7 +159,7 @@ class Delays:
         if status.num_ended != self._num_ended:
             self._num_ended = status.num_ended
             return None
-        sentence = patiently(self._refused_writes)
+        sentence = read_with_retry(self._refused_writes)
         return Delay("the server's disk is full", sentence) if sentence else None
 
     def _stalled_submit(self, status: BatchStatus, now: float) -> Delay | None:

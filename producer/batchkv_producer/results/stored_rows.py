@@ -11,7 +11,7 @@ from redis import Redis
 from batchkv_producer.errors import WireError
 from batchkv_producer.monitor.status import BatchStatus, check_there, read_batch
 from batchkv_producer.results.bounded import Reader
-from batchkv_producer.retry import Pace, patiently
+from batchkv_producer.retry import Pace, read_with_retry
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Result, decode_result
 
@@ -51,8 +51,8 @@ def in_finish_order(
     position, pace, may_lack = after, Pace(), follow and after == 0
     while True:
         # Read before the page: what ends after this look is in a later page.
-        is_over = not follow or patiently(partial(look, connection, batch_id)).is_done
-        lines = patiently(partial(_ended_lines, connection, batch_id, position))
+        is_over = not follow or read_with_retry(partial(look, connection, batch_id)).is_done
+        lines = read_with_retry(partial(_ended_lines, connection, batch_id, position))
         fresh = [(index, line) for index, line in enumerate(lines, position) if line not in seen]
         for row in _stored(connection, batch_id, fresh):
             if row.line not in seen:
@@ -65,7 +65,9 @@ def in_finish_order(
         if len(lines) < PAGE_ROWS:
             if not is_over:
                 pace.sleep()
-            elif may_lack and num_seen < patiently(partial(_num_stored, connection, batch_id)):
+            elif may_lack and num_seen < read_with_retry(
+                partial(_num_stored, connection, batch_id)
+            ):
                 position, may_lack = 0, False
             else:
                 return
@@ -75,18 +77,18 @@ def in_input_order(
     connection: Redis, batch_id: str, *, follow: bool = False, look: Look = read_batch
 ) -> Iterator[StoredRow]:
     """Each row that has ended, by line; ``follow`` waits at each line until it has."""
-    status = patiently(partial(read_batch, connection, batch_id))
+    status = read_with_retry(partial(read_batch, connection, batch_id))
     line, pace = 1, Pace()
     while line <= status.last_line:
-        is_over = not follow or patiently(partial(look, connection, batch_id)).is_done
+        is_over = not follow or read_with_retry(partial(look, connection, batch_id)).is_done
         lines = range(line, min(line + PAGE_ROWS, status.last_line + 1))
-        values = patiently(partial(Reader(connection).results, batch_id, lines))
+        values = read_with_retry(partial(Reader(connection).results, batch_id, lines))
         lines = lines[: len(values)]
         pairs = zip(lines, values, strict=True)
         found = {number: value for number, value in pairs if value is not None}
         until = lines.stop
         if not is_over:
-            until = patiently(partial(_first_open, connection, status, lines, found.keys()))
+            until = read_with_retry(partial(_first_open, connection, status, lines, found.keys()))
         for number, value in found.items():
             if number < until:
                 yield _row(batch_id, number, NO_POSITION, value)
@@ -102,7 +104,7 @@ def none_missing(
 ) -> Iterator[StoredRow]:
     """These rows of a batch; NotFoundError after them if it has gone since, and some with it."""
     yield from rows
-    patiently(partial(check_there, connection, batch_id))
+    read_with_retry(partial(check_there, connection, batch_id))
 
 
 class _LineSet:
@@ -145,7 +147,7 @@ def _stored(
     reader = Reader(connection)
     while places:
         lines = [line for _, line in places]
-        values = patiently(partial(reader.results, batch_id, lines))
+        values = read_with_retry(partial(reader.results, batch_id, lines))
         for (position, line), value in zip(places, values, strict=False):
             if value is not None:
                 yield _row(batch_id, line, position, value)
