@@ -255,7 +255,7 @@ class Simulation:
                 self._queue.appendleft(worker.last_row())
 
     def _refill(self, worker: Worker) -> None:
-        """As ``Intake`` does, which does not ask for every single row that ends."""
+        """As ``JobPuller`` does, which does not ask for every single row that ends."""
         view = self._view(worker)
         if self._queue and (view.num_started == 0 or view.room >= view.ahead // 2):
             number = min(self._take(view), len(self._queue))

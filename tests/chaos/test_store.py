@@ -22,7 +22,15 @@ from batchkv_worker.sequence import Sequence as Row
 from support import tiny_models
 from support.fault_proxy import FaultProxy, Link
 from support.redis_server import RedisServer, running_server
-from worker.prefix.house import access, cached, finish, random_prompt, run, running, tokens
+from worker.prefix.engines_on_store import (
+    access,
+    cached,
+    finish,
+    random_prompt,
+    run,
+    running,
+    tokens,
+)
 
 GIB = 2**30
 ROUNDS = 4

@@ -72,7 +72,7 @@ def test_kills_outages_and_sleep(tmp_path: Path) -> None:
 
 def numbers(count: int, longest: int) -> Work:
     """Rows for the tiny model, a third of them behind one of two prefixes of more than a block."""
-    from worker.prefix.house import random_prompt, run, running, tokens
+    from worker.prefix.engines_on_store import random_prompt, run, running, tokens
 
     rng = random.Random(SEED)
     prefixes = [random_prompt(1, 300), random_prompt(2, 560)]

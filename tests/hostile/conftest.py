@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hostile.house import Trap, trap
+from hostile.traps import Trap, trap
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ from batchkv_worker.queue.maintenance import Maintenance
 from batchkv_worker.queue.redis_side import RedisSide
 from batchkv_worker.settings import WorkerSettings
 from cache_store.blocks import encoded, make_block
-from hostile.house import batchkv
+from hostile.traps import batchkv
 from support.hub import HUB_SOURCE, Hub, running_hub
 from support.worker_harness import (
     MODEL,

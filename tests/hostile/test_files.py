@@ -24,7 +24,7 @@ from batchkv_producer.server import connection
 from batchkv_producer.server import embedded as server
 from batchkv_producer.server.home import Home
 from cache_store.blocks import encoded, make_block
-from hostile.house import batchkv
+from hostile.traps import batchkv
 
 MIB = 2**20
 BLOCK = make_block()

@@ -10,7 +10,7 @@ import pytest
 from redis import Redis
 
 from batchkv_producer.intake.formats import MAX_LINE_BYTES, Row, RowError, read_rows
-from hostile.house import ESCAPES, batchkv
+from hostile.traps import ESCAPES, batchkv
 
 FIELDS = {
     "max_tokens": True,

@@ -27,7 +27,7 @@ from batchkv_producer.wire.job import Request, Result, encode_job
 from batchkv_producer.wire.transitions import Transitions
 from batchkv_worker.queue.rq_worker import BatchWorker
 from batchkv_worker.settings import WorkerSettings
-from hostile.house import Trap, batchkv, burst, trap
+from hostile.traps import Trap, batchkv, burst, trap
 from support.fake_engine import FakePlan
 from support.redis_server import RedisServer
 from support.worker_harness import (

@@ -14,8 +14,8 @@ from redis import Redis
 from batchkv_producer.errors import WireError
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import decode_result
-from hostile.house import Trap, batchkv
 from hostile.test_jobs import Evil, bomb
+from hostile.traps import Trap, batchkv
 from support.worker_harness import submit
 
 MIB = 2**20

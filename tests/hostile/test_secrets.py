@@ -18,7 +18,7 @@ from redis import Redis
 from batchkv_producer.errors import BatchkvError
 from batchkv_producer.server import connection
 from batchkv_producer.wire import redis_keys
-from hostile.house import batchkv
+from hostile.traps import batchkv
 from support.redis_server import running_server
 from support.worker_harness import WorkerProcess, num_ended, wait_until, workers
 

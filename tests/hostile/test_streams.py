@@ -17,7 +17,7 @@ from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Result, encode_result
 from batchkv_worker.cli import worker_command
 from batchkv_worker.settings import WorkerSettings
-from hostile.house import ESCAPES, FORBIDDEN, batchkv
+from hostile.traps import ESCAPES, FORBIDDEN, batchkv
 from support.worker_harness import submit
 
 TEXT = "Grüße … 😀"

@@ -22,7 +22,7 @@ from batchkv_worker.errors import ModelError
 from batchkv_worker.events import Work
 from batchkv_worker.model import rehearsal
 from batchkv_worker.model.loader import LoadedModel, load
-from hostile.house import Trap
+from hostile.traps import Trap
 from support import tiny_models  # noqa: F401  (first: it loads the BLAS)
 
 INJECTIONS = [

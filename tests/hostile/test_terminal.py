@@ -24,7 +24,7 @@ from batchkv_cache_store.tiers.disk import DiskTier
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Request, Result, encode_job, encode_result
 from cache_store.blocks import encoded, make_block
-from hostile.house import ESCAPES, FORBIDDEN, batchkv
+from hostile.traps import ESCAPES, FORBIDDEN, batchkv
 from support.worker_harness import QUEUE, submit
 
 SHOW = Path(__file__).with_name("show_commands.py")

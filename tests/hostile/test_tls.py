@@ -30,7 +30,7 @@ from batchkv_cache_store.opening import lease_url, open_tiers, parse_tiers
 from batchkv_producer.errors import ServerError, UsageError
 from batchkv_producer.server import connection
 from cache_store.blocks import encoded, make_block
-from hostile.house import batchkv
+from hostile.traps import batchkv
 from support.redis_server import RedisServer, running_server
 from support.worker_harness import WorkerProcess, assert_reconciled, workers
 

@@ -12,7 +12,7 @@ import pytest
 
 from batchkv_producer.manage import forget as forgetting
 from batchkv_producer.wire import redis_keys
-from hostile.house import batchkv
+from hostile.traps import batchkv
 from support.hub import HUB_SOURCE, Hub, running_hub
 from support.worker_harness import MODEL, WorkerProcess, num_ended, wait_until, workers
 

@@ -24,7 +24,7 @@ from batchkv_worker.prefix.shared.access import Access  # noqa: E402
 from batchkv_worker.sequence import Generation  # noqa: E402
 from batchkv_worker.sequence import Sequence as Row  # noqa: E402
 from support import tiny_models  # noqa: E402
-from worker.prefix.house import access, random_prompt, run, running  # noqa: E402
+from worker.prefix.engines_on_store import access, random_prompt, run, running  # noqa: E402
 
 GIB = 2**30
 FAMILIES = ("llama", "gemma3_text", "qwen3_next", "deepseek_v3")

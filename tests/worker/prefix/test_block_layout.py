@@ -14,7 +14,7 @@ from batchkv_worker.prefix.block_layout import BlockLayout
 from batchkv_worker.prefix.bundle import Bundle
 from support import tiny_models
 from worker.kv.reference import attention_kind, bits
-from worker.prefix.house import access, on_disk, random_prompt, run, running
+from worker.prefix.engines_on_store import access, on_disk, random_prompt, run, running
 
 
 def block_of(block_layout: BlockLayout, kind: Kind, bundle: Bundle) -> Block:

@@ -3,7 +3,7 @@
 ==================  ===============================================================================
 ``rq_worker``       the worker as RQ sees it; ``startup`` checks, ``stop`` and ``watchdog`` end it
 ``session``         the main loop, with ``timers``
-``intake``          pulls and leases jobs, gives some back; ``dispatch`` says how many,
+``job_puller``      pulls and leases jobs, gives some back; ``dispatch`` says how many,
                     ``passed_over`` which ones other workers must compute
 ``state``           the worker's rows, with ``in_flight``
 ``redis_side``      every call of Redis; ``background`` runs it on a thread of its own

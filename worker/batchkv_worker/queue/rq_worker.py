@@ -33,7 +33,7 @@ from batchkv_worker.engine.thread import EngineThread
 from batchkv_worker.errors import SettingsError, WorkerError
 from batchkv_worker.events import EngineLike
 from batchkv_worker.queue.in_flight import InFlight
-from batchkv_worker.queue.intake import Limits
+from batchkv_worker.queue.job_puller import Limits
 from batchkv_worker.queue.redis_side import RedisSide, is_outage
 from batchkv_worker.queue.session import Session
 from batchkv_worker.queue.startup import (

@@ -22,7 +22,7 @@ from batchkv_worker.engine.thread import EngineThread, LoadFailed, Notice, Ready
 from batchkv_worker.errors import EXIT_ENGINE_DIED, EXIT_ENGINE_HUNG, EXIT_MODEL_CHANGED
 from batchkv_worker.events import Completed, EngineDied, Recalled, Rejected
 from batchkv_worker.queue.background import Background
-from batchkv_worker.queue.intake import Intake, Limits
+from batchkv_worker.queue.job_puller import JobPuller, Limits
 from batchkv_worker.queue.redis_side import FINISH_GROUP, RedisSide, is_outage
 from batchkv_worker.queue.state import WorkerState
 from batchkv_worker.queue.timers import RedisOutage, Timer
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class Session:
-    """Runs the main thread. What it shares with the intake is in ``state``."""
+    """Runs the main thread. It shares ``state`` with the job puller."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Session:
         self._settings = settings
         self._hard_exit = hard_exit
         self._background = Background(engine.wake)
-        self._intake = Intake(
+        self._puller = JobPuller(
             side, engine, state, limits, settings.rows_ahead, self._serve_engine_until
         )
         self._record = WorkerRecord(settings, engine, state.in_flight, self._publish)
@@ -77,7 +77,7 @@ class Session:
     @property
     def num_taken(self) -> int:
         """How many jobs were pulled in all."""
-        return self._intake.num_taken
+        return self._puller.num_taken
 
     def request_cancel(self, job_id: str) -> None:
         """Stop a job if it is ours. Called from RQ's thread of commands."""
@@ -139,7 +139,7 @@ class Session:
         if self._stop.warm_since is not None:
             drained_for = time.monotonic() - self._stop.warm_since
             return is_empty or drained_for >= self._settings.drain_seconds
-        return is_empty and self._intake.is_spent()
+        return is_empty and self._puller.is_spent()
 
     # -- the engine's half of a turn ----------------------------------------------------------
 
@@ -155,7 +155,7 @@ class Session:
         if state.results or state.canceled or in_flight.unreported or in_flight.recalled:
             return 0.0
         timers = (self._poll_timer, self._heartbeat_timer, self._maintenance_timer)
-        until = min(until, self._intake.pull_at(), *(timer.at for timer in timers))
+        until = min(until, self._puller.pull_at(), *(timer.at for timer in timers))
         return max(0.0, until - now)
 
     def _serve_engine(self, wait_seconds: float) -> None:
@@ -167,7 +167,7 @@ class Session:
         for job_id in self._state.expire(time.monotonic()):
             self._engine.cancel(job_id)
         if self._state.may_start:
-            self._intake.feed()
+            self._puller.feed()
         self._check_engine()
 
     def _serve_engine_until(self, call: Callable[[], T]) -> T:
@@ -228,7 +228,7 @@ class Session:
             self._maintenance_timer.at = max(self._maintenance_timer.at, now + OTHERS_SECONDS)
         self._finish()
         self._cancel_in_redis()
-        self._intake.return_recalled()
+        self._puller.return_recalled()
         self._record.update()
         if self._poll_timer.is_due(now):
             self._poll()
@@ -241,9 +241,9 @@ class Session:
             if self._serve_engine_until(maintain):
                 self._maintenance_timer.restart(now)
         if not self._state.may_start:
-            self._intake.close()
-        if time.monotonic() >= self._intake.pull_at():
-            self._intake.refill()
+            self._puller.close()
+        if time.monotonic() >= self._puller.pull_at():
+            self._puller.refill()
 
     def _finish(self) -> None:
         """Store results. The same call says which other jobs have begun since the last one."""
@@ -257,7 +257,7 @@ class Session:
             if num_dropped:
                 log.info("%d results dropped: their jobs were taken over or ended", num_dropped)
             if not self._in_flight:
-                self._intake.pull_now()
+                self._puller.pull_now()
 
     def _cancel_in_redis(self) -> None:
         if rows := self._state.canceled[:]:
@@ -268,9 +268,9 @@ class Session:
         poll = self._serve_engine_until(partial(self._side.poll, self._in_flight.leases))
         self._drop(poll.lost)
         self._state.is_suspended = poll.is_suspended
-        self._intake.note_poll(poll)
+        self._puller.note_poll(poll)
         if poll.is_suspended and not self._in_flight:
-            self._intake.suspend()
+            self._puller.suspend()
 
     def _renew_leases(self) -> None:
         busy, self._busy_seconds = self._busy_seconds, 0.0

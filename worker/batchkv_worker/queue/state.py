@@ -1,9 +1,9 @@
-"""The state of one worker, which its session and its intake share. Knows neither Redis nor engine.
+"""The state of one worker, shared by its session and its job puller. Needs no Redis, no engine.
 
 A row is here from the moment it is pulled until Redis has its result: in the backlog or in the
 engine (``InFlight``), then among ``results`` or ``canceled``, which are not stored yet. The methods
 here are the only writers of those lists. ``is_ready``, ``is_suspended`` and ``engine_fault`` are
-written by the session alone, ``is_outdated`` by the intake alone.
+written by the session alone, ``is_outdated`` by the job puller alone.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from batchkv_worker.kv.layers.contract import Chunk, LayerKind
 from batchkv_worker.kv.layers.kinds import AttentionKind
 from batchkv_worker.kv.slots.step_view import Shapes
 from batchkv_worker.kv.types import Pieces
-from worker.kv.house import House
+from worker.kv.checked_slots import CheckedSlots
 from worker.kv.reference import (
     HEADS,
     Reference,
@@ -60,114 +60,114 @@ ATTENDING = {name: kind for name, kind in KINDS.items() if isinstance(kind, Atte
 RESTORED = {name: kind for name, kind in ATTENDING.items() if kind.window != 1}
 
 
-def live(house: House, rng: random.Random, turns: int) -> None:
+def live(checked: CheckedSlots, rng: random.Random, turns: int) -> None:
     """Joins of every length, leaves, moves, growth, shifts to both sides, rows that come back."""
     for _ in range(turns):
         choice = rng.random()
-        free = house.slots.layouts.num_free
+        free = checked.slots.layouts.num_free
         if free and choice < 0.3:
             lengths = [rng.choice([0, 1, 3, 39, 40, 41, 90, 300])]
             if free > 1 and rng.random() < 0.5:
                 lengths.append(rng.choice([1, 2, 45]))
-            house.join(*lengths, widths=rng.choice([(), (1,), (40, 1), (16, 64)]))
-        elif house.rows and choice < 0.5:
-            house.leave(rng.choice(list(house.rows)))
-        elif house.rows and choice < 0.65:
-            slot = rng.choice(list(house.rows))
-            row, pieces = house.rows[slot], house.slots.snapshot(slot)
+            checked.join(*lengths, widths=rng.choice([(), (1,), (40, 1), (16, 64)]))
+        elif checked.rows and choice < 0.5:
+            checked.leave(rng.choice(list(checked.rows)))
+        elif checked.rows and choice < 0.65:
+            slot = rng.choice(list(checked.rows))
+            row, pieces = checked.rows[slot], checked.slots.snapshot(slot)
             mx.eval(pieces)
-            house.leave(slot)
-            house.admit(row, pieces if row.tokens else None)
+            checked.leave(slot)
+            checked.admit(row, pieces if row.tokens else None)
         elif choice < 0.75:
-            house.close_gap()
-        elif house.rows:
-            house.steps(rng.choice([1, 2, 20]))
-        house.check()
+            checked.close_gap()
+        elif checked.rows:
+            checked.steps(rng.choice([1, 2, 20]))
+        checked.check()
 
 
 @every_group
 def test_random_histories(kinds: list[LayerKind]) -> None:
     """Whatever comes, goes and moves: contents, bits, sizes, bytes and masks are as they should."""
-    house = House(kinds)
-    live(house, random.Random(len(kinds)), 25)
+    checked = CheckedSlots(kinds)
+    live(checked, random.Random(len(kinds)), 25)
 
 
 @pytest.mark.parametrize("step", [1, 64])
 def test_random_histories_of_all_kinds(step: int) -> None:
     """The same for longer, all kinds at once, with shapes as they are and rounded up."""
     shapes = Shapes(step=step, rows=8 if step > 1 else 1, group_cost=1, mask_rank=5)
-    house = House(GROUPS["all together"], 6, shapes)
-    house.join(5, 7, 2, 1, 3, 9)  # every layout gets all its rows at the start
-    live(house, random.Random(step), 25)
+    checked = CheckedSlots(GROUPS["all together"], 6, shapes)
+    checked.join(5, 7, 2, 1, 3, 9)  # every layout gets all its rows at the start
+    live(checked, random.Random(step), 25)
 
 
 @every_group
 def test_buffers_grow_and_shift(kinds: list[LayerKind]) -> None:
     """A longer row shifts the others right, growth and a shift to the left change no content."""
-    house = House(kinds, 3)
-    (short,) = house.join(10, remaining=900)
-    long = house.join(300, remaining=900)[0]
-    house.check()
-    house.steps(3)
-    writes = [layout.write for layout in house.slots.layouts.all.values()]
-    house.leave(long)
-    for layout in house.slots.layouts.all.values():  # as if hundreds of steps had gone by
+    checked = CheckedSlots(kinds, 3)
+    (short,) = checked.join(10, remaining=900)
+    long = checked.join(300, remaining=900)[0]
+    checked.check()
+    checked.steps(3)
+    writes = [layout.write for layout in checked.slots.layouts.all.values()]
+    checked.leave(long)
+    for layout in checked.slots.layouts.all.values():  # as if hundreds of steps had gone by
         while layout.window is None and layout.write < layout.capacity:
-            house.step()
-    house.steps(2)
-    house.check()
-    assert writes != [layout.write for layout in house.slots.layouts.all.values()]
-    assert len(house.rows[short].tokens) == house.slots.size(short)
+            checked.step()
+    checked.steps(2)
+    checked.check()
+    assert writes != [layout.write for layout in checked.slots.layouts.all.values()]
+    assert len(checked.rows[short].tokens) == checked.slots.size(short)
 
 
 @every_group
 def test_snapshots_are_copies(kinds: list[LayerKind]) -> None:
     """A snapshot does not change when its row goes on, and comes back bit for bit."""
-    house = House(kinds, 2)
-    slot, other = house.join(45, 7)
-    house.steps(2)
-    row, pieces = house.rows[slot], house.slots.snapshot(slot)
+    checked = CheckedSlots(kinds, 2)
+    slot, other = checked.join(45, 7)
+    checked.steps(2)
+    row, pieces = checked.rows[slot], checked.slots.snapshot(slot)
     before = [bits(piece) for piece in pieces]
-    house.steps(3)
-    house.leave(slot)
-    house.leave(other)
-    house.join(60)
-    house.steps(2)
+    checked.steps(3)
+    checked.leave(slot)
+    checked.leave(other)
+    checked.join(60)
+    checked.steps(2)
     assert [bits(piece) for piece in pieces] == before
-    again = house.admit(row, pieces)
-    assert [bits(piece) for piece in house.slots.snapshot(again)] == before
-    house.steps(2)
-    house.check()
+    again = checked.admit(row, pieces)
+    assert [bits(piece) for piece in checked.slots.snapshot(again)] == before
+    checked.steps(2)
+    checked.check()
 
 
 @every_group
 def test_rows_without_a_token(kinds: list[LayerKind]) -> None:
     """A row of no token yet takes the slot of a long one: it finds nothing of it."""
-    house = House(kinds, 2)
-    neighbour, slot = house.join(5, 90, remaining=60)
-    house.steps(3)
-    house.leave(slot)
-    assert house.join(0) == [slot]
-    assert house.slots.size(slot) == 0
-    house.check()
-    house.steps(3)
-    house.check()
-    assert set(house.rows) == {neighbour, slot}
+    checked = CheckedSlots(kinds, 2)
+    neighbour, slot = checked.join(5, 90, remaining=60)
+    checked.steps(3)
+    checked.leave(slot)
+    assert checked.join(0) == [slot]
+    assert checked.slots.size(slot) == 0
+    checked.check()
+    checked.steps(3)
+    checked.check()
+    assert set(checked.rows) == {neighbour, slot}
 
 
 @every_group
 def test_the_last_row_may_leave(kinds: list[LayerKind]) -> None:
-    """An empty house has its buffers, no rows, nothing to move, and takes new rows."""
-    house = House(kinds, 2)
-    assert house.slots.nbytes == 0
-    house.close_gap()
-    for slot in house.join(3, 30):
-        house.leave(slot)
-    house.close_gap()
-    house.check()
-    house.join(4)
-    house.steps(2)
-    house.check()
+    """Empty slots have their buffers, no rows, nothing to move, and take new rows."""
+    checked = CheckedSlots(kinds, 2)
+    assert checked.slots.nbytes == 0
+    checked.close_gap()
+    for slot in checked.join(3, 30):
+        checked.leave(slot)
+    checked.close_gap()
+    checked.check()
+    checked.join(4)
+    checked.steps(2)
+    checked.check()
 
 
 @every_kind
@@ -292,14 +292,14 @@ def test_prefill_without_a_head_axis(name: str, window: int | None) -> None:
 @every_kind
 def test_broken_books_are_seen(kind: LayerKind) -> None:
     """``check`` raises when a buffer is not as its layout says."""
-    house = House([kind], 2)
-    house.join(3, 4)
-    house.slots.check()
-    layer = house.slots.layers[0]
+    checked = CheckedSlots([kind], 2)
+    checked.join(3, 4)
+    checked.slots.check()
+    layer = checked.slots.layers[0]
     if isinstance(kind, AttentionKind):
-        layer.begin(house.slots.begin_step())
+        layer.begin(checked.slots.begin_step())
         layer._keys = [part[:, :, 1:] for part in layer._keys]  # type: ignore[attr-defined]
     else:
         layer[0] = mx.zeros((9, 2, 3))  # type: ignore[index]
     with pytest.raises(AssertionError):
-        house.slots.check()
+        checked.slots.check()

@@ -13,7 +13,7 @@ import pytest
 from batchkv_worker.kv.layers import attention_slots, state
 from batchkv_worker.kv.slots.layout import SlotLayout
 from batchkv_worker.kv.slots.step_view import ColumnSpan
-from worker.kv.house import House
+from worker.kv.checked_slots import CheckedSlots
 from worker.kv.layers.test_contract import live
 from worker.kv.reference import attention_kind, state_kind
 
@@ -72,12 +72,12 @@ def masks_show_a_column_more(patch: pytest.MonkeyPatch) -> None:
 
 def run() -> None:
     kinds = [attention_kind("affine8", 40), state_kind(), attention_kind("affine8")]
-    house = House(kinds, 4)
-    house.join(5, 7, 2, 1)
-    house.leave(1)
-    house.join(0)  # while its neighbours go on
-    house.check()
-    live(house, random.Random(1), 20)
+    checked = CheckedSlots(kinds, 4)
+    checked.join(5, 7, 2, 1)
+    checked.leave(1)
+    checked.join(0)  # while its neighbours go on
+    checked.check()
+    live(checked, random.Random(1), 20)
 
 
 def test_without_a_fault_nothing_is_seen() -> None:

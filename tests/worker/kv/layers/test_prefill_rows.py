@@ -20,8 +20,8 @@ from batchkv_worker.kv.schemes.spec import SchemeSpec
 from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.kv.slots.step_view import Shapes
 from support import tiny_models
+from worker.kv.checked_slots import CheckedSlots
 from worker.kv.crowd import Crowd, random_prompt
-from worker.kv.house import House
 from worker.kv.reference import BACKEND, attention_kind, keys_of, prefilled, state_kind, values_of
 
 HYBRID = ("qwen3_next", "falcon_h1", "lfm2", "mamba2")
@@ -143,19 +143,19 @@ def test_what_is_not_a_number_stays_in_its_row(family: str) -> None:
 
 def test_positions_are_bound_anew_at_each_step() -> None:
     """R1, R2: held positions do not change, and grow past a window by one a step."""
-    house = House([attention_kind("float", 24), attention_kind("float")], 2)
-    house.join(20, 5, remaining=60)
+    checked = CheckedSlots([attention_kind("float", 24), attention_kind("float")], 2)
+    checked.join(20, 5, remaining=60)
     held = []
     for _ in range(40):
-        frame = house.slots.begin_step()
-        offsets = house.slots.layers[0].offset  # type: ignore[attr-defined]
-        assert offsets is house.slots.layers[1].offset is frame.offsets  # type: ignore[attr-defined]
+        frame = checked.slots.begin_step()
+        offsets = checked.slots.layers[0].offset  # type: ignore[attr-defined]
+        assert offsets is checked.slots.layers[1].offset is frame.offsets  # type: ignore[attr-defined]
         held.append(offsets)
-        for layer in house.slots.layers:
+        for layer in checked.slots.layers:
             token = [[7]] * frame.num_rows
             layer.update_and_fetch(keys_of(token), values_of(token))  # type: ignore[attr-defined]
-        house.slots.end_step()
-        mx.eval(house.slots.arrays)
+        checked.slots.end_step()
+        mx.eval(checked.slots.arrays)
     first = {int(n) for n in held[0].tolist()}
     assert first == {20, 5}
     assert [held[step].tolist() for step in (0, 39)] == [
@@ -222,12 +222,12 @@ def test_slots_keep_their_dtype() -> None:
 
 def test_a_slot_that_is_not_there_is_an_error() -> None:
     """B2: slots beyond the last, taken ones and free ones are told apart in Python."""
-    house = House([attention_kind("float")], 1)
-    house.join(2)
+    checked = CheckedSlots([attention_kind("float")], 1)
+    checked.join(2)
     with pytest.raises(ValueError, match="no slot is free"):
-        house.join(2)
+        checked.join(2)
     with pytest.raises(KeyError):
-        house.slots.release(1)
+        checked.slots.release(1)
 
 
 def test_a_row_without_penalty_beside_one_with() -> None:
@@ -245,14 +245,14 @@ def test_a_row_without_penalty_beside_one_with() -> None:
 def test_admission_holds_a_row_twice_not_the_batch() -> None:
     """B9, G7: moving a row into its slot takes no more than the row beside the buffers."""
     kind = attention_kind("float")
-    house = House([kind], 16)
-    house.join(*[200] * 15, remaining=20)
+    checked = CheckedSlots([kind], 16)
+    checked.join(*[200] * 15, remaining=20)
     rows = prefilled([kind], [random_prompt(1, 200)], ())
     pieces = rows.row(0, 200)
     mx.eval(pieces)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    house.slots.admit(Demand(200, 20), pieces)
+    checked.slots.admit(Demand(200, 20), pieces)
     assert mx.get_peak_memory() - before < 3 * 200 * kind.bytes_per_token
 
 

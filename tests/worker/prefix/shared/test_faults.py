@@ -19,7 +19,7 @@ from batchkv_cache_store.tiers.base import Put
 from batchkv_cache_store.tiers.memory import MemoryTier
 from batchkv_worker.prefix.block_layout import packed_tokens
 from support import tiny_models
-from worker.prefix.house import (
+from worker.prefix.engines_on_store import (
     BLOCK,
     access,
     cached,

@@ -15,7 +15,7 @@ from batchkv_worker.kv.start.plan import make_plan
 from batchkv_worker.prefix.shared import identity
 from batchkv_worker.prefix.shared.identity import config_digest, manifest, weights_digest
 from support import tiny_models
-from worker.prefix.house import access, cached, on_disk, random_prompt, run, running
+from worker.prefix.engines_on_store import access, cached, on_disk, random_prompt, run, running
 
 PROMPT = random_prompt(1, 600)
 

@@ -17,7 +17,7 @@ from batchkv_worker.sequence import FetchState, Generation
 from batchkv_worker.sequence import Sequence as Row
 from support import tiny_models
 from support.redis_server import RedisServer, running_server
-from worker.prefix.house import running
+from worker.prefix.engines_on_store import running
 from worker.prefix.one_worker import FAMILIES, LEASE_SECONDS, SCHEMES, SHARED, way
 
 TESTS = Path(__file__).parents[3]

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from support import tiny_models
-from worker.prefix.house import access, cached, on_disk, random_prompt, run, running, tokens
+from worker.prefix.engines_on_store import (
+    access,
+    cached,
+    on_disk,
+    random_prompt,
+    run,
+    running,
+    tokens,
+)
 
 # One of each way of keeping a cache; the others differ in sizes.
 FAMILIES = ("llama", "gemma3_text", "gpt_oss", "qwen3_next", "mamba2", "deepseek_v3", "gemma3n")

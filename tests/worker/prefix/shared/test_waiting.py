@@ -21,7 +21,7 @@ from batchkv_worker.prefix.shared.access import Access
 from batchkv_worker.sequence import FetchState, Generation
 from batchkv_worker.sequence import Sequence as Row
 from support import tiny_models
-from worker.prefix.house import (
+from worker.prefix.engines_on_store import (
     access,
     cached,
     eventually,

@@ -16,7 +16,15 @@ from batchkv_worker.events import Completed, Work
 from batchkv_worker.sequence import Generation
 from batchkv_worker.sequence import Sequence as Row
 from support import tiny_models
-from worker.prefix.house import access, cached, eventually, finish, on_disk, random_prompt, running
+from worker.prefix.engines_on_store import (
+    access,
+    cached,
+    eventually,
+    finish,
+    on_disk,
+    random_prompt,
+    running,
+)
 
 SHARED = random_prompt(1, 768)
 

@@ -45,7 +45,7 @@ class Limits:
     max_idle_seconds: float | None = None
 
 
-class Intake:
+class JobPuller:
     """Keeps the engine filled from the queue. Times are monotonic seconds."""
 
     def __init__(

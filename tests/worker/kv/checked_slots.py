@@ -1,4 +1,4 @@
-"""Decode slots of some kinds beside what each row should hold, checked after every move."""
+"""Decode slots with what each row should hold, which is compared after every move."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from worker.kv.reference import (
 Bits = list[bytes]
 
 
-class House:
+class CheckedSlots:
     """Rows come, go and decode here; ``check`` compares everything with plain Python."""
 
     def __init__(

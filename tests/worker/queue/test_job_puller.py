@@ -1,4 +1,4 @@
-"""What the intake asks for while suspects wait: one turn after the other, without a clock."""
+"""Which jobs the puller asks for while suspects wait. Turns follow each other without a clock."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Usage
 from batchkv_worker.engine.thread import EngineThread
 from batchkv_worker.events import Completed
-from batchkv_worker.queue import intake
+from batchkv_worker.queue import job_puller
 from batchkv_worker.queue.in_flight import InFlight
-from batchkv_worker.queue.intake import Intake, Limits
+from batchkv_worker.queue.job_puller import JobPuller, Limits
 from batchkv_worker.queue.redis_side import RedisSide
 from batchkv_worker.queue.state import WorkerState
 from batchkv_worker.queue.stop import StopRequest
@@ -25,7 +25,7 @@ from support.worker_harness import MODEL, QUEUE, submit, waiting_lines
 
 
 class Desk:
-    """An intake between a real queue and an engine that never starts."""
+    """A job puller between a real queue and an engine that never starts."""
 
     def __init__(self, connection: Redis) -> None:
         self.in_flight = InFlight(MODEL, "w")
@@ -37,18 +37,18 @@ class Desk:
         self.side = RedisSide(
             *(connection, QUEUE, "w", settings), register=lambda: None, set_state=lambda state: None
         )
-        self.intake = Intake(
+        self.puller = JobPuller(
             self.side, engine, self.state, Limits(burst=True), 0, lambda call: call()
         )
 
     def look(self) -> bool:
         """What a turn does once a second; whether jobs are wanted then."""
-        self.intake.note_poll(self.side.poll(self.in_flight.leases))
-        return self.intake.wants_jobs()
+        self.puller.note_poll(self.side.poll(self.in_flight.leases))
+        return self.puller.wants_jobs()
 
     def refill(self) -> list[int]:
         """Ask for jobs; the lines that are held then."""
-        self.intake.refill()
+        self.puller.refill()
         return [int(lease.job_id.split("-")[1]) for lease in self.in_flight.leases]
 
     def end(self, *lines: int) -> None:
@@ -111,7 +111,7 @@ def test_who_holds_rows_lets_suspects_wait(desk: Desk, queue: Any, redis_connect
     queue(3, [1, 2])
     assert desk.look() and desk.refill() == [1, 3]
     assert waiting_lines(redis_connection) == [1, 2]
-    assert not desk.intake.is_exhausted and not desk.intake.is_spent()
+    assert not desk.puller.is_exhausted and not desk.puller.is_spent()
     queue(1, [], name="more")
     assert desk.look() and desk.refill() == [1, 3, 1]
     desk.end(1, 3)
@@ -140,7 +140,7 @@ def test_who_finds_only_suspects_asks_once_a_second(desk: Desk, queue: Any) -> N
     queue(2, [1, 2])
     before = time.monotonic()
     assert desk.look() and desk.refill() == [1]
-    assert desk.intake.pull_at() >= before + intake.PASSED_SECONDS
+    assert desk.puller.pull_at() >= before + job_puller.PASSED_SECONDS
 
 
 def test_one_worker_empties_itself_for_suspects_that_wait_too_long(
@@ -157,7 +157,7 @@ def test_one_worker_empties_itself_for_suspects_that_wait_too_long(
     assert two.look() and two.refill() == [1]
     queue(2, [], name="more")
     assert one.look() and two.look()
-    monkeypatch.setattr(intake, "APART_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(job_puller, "APART_WAIT_SECONDS", 0.0)
     assert not one.look() and two.look()
     assert len(two.refill()) == 3
     one.end(1, 3)
@@ -170,7 +170,7 @@ def test_a_worker_goes_on_when_others_took_the_suspects(
     desk: Desk, queue: Any, redis_connection: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen once a second by one that empties itself; another may do so for the next ones."""
-    monkeypatch.setattr(intake, "APART_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(job_puller, "APART_WAIT_SECONDS", 0.0)
     queue(1, [], name="first")
     assert desk.refill() == [1]
     queue(4, [1, 2])
