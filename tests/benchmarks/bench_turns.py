@@ -88,7 +88,7 @@ def _pin(bench: Any, off: str | None) -> None:
     """Let no clock decide but which path decodes: that, the first engine measures for all."""
     found: list[Any] = []
     make = bench.Engine
-    fixed: dict[str, Any] = {"group_cost": 900, "stem_cells": 800}
+    fixed: dict[str, Any] = {"group_cost": 900, "prefix_cells": 800}
     try:
         backend = _module("backends.cpu.backend").CpuBackend
     except ModuleNotFoundError:  # a tree from before there were backends

@@ -67,7 +67,7 @@ def ask(
         row = asking.ask(
             opened.client, opened.connection, opened.url, question, progress, revive=revive
         )
-    ctx.exit(_told(row, as_json))
+    ctx.exit(_print_row(row, as_json))
 
 
 def _text(prompt: str) -> str:
@@ -84,7 +84,7 @@ def _text(prompt: str) -> str:
         raise UsageError("the prompt on standard input is not UTF-8 text") from None
 
 
-def _told(row: StoredRow, as_json: bool) -> int:
+def _print_row(row: StoredRow, as_json: bool) -> int:
     """Print the answer; the exit code."""
     result = row.result
     if as_json:

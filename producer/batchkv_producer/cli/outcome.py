@@ -10,9 +10,9 @@ import click
 from batchkv_producer.cli.shared import say
 from batchkv_producer.client import BatchStatus, Client
 from batchkv_producer.monitor.delays import unserved_note
-from batchkv_producer.monitor.misfit import find_misfit
+from batchkv_producer.monitor.mismatch import find_mismatch
 from batchkv_producer.progress import rows
-from batchkv_producer.results.failures import Failures, told
+from batchkv_producer.results.failures import Failures, failure_lines
 from batchkv_producer.results.outfile import errors_path
 from batchkv_producer.results.target import STDOUT
 
@@ -27,8 +27,8 @@ def say_unserved(client: Client, batch_id: str) -> None:
     found = client.status(batch_id)
     if not (found.is_done or found.num_workers):
         say(unserved_note(found))
-    elif misfit := find_misfit(found, client.serving(found.queue)):
-        say(misfit.note)
+    elif mismatch := find_mismatch(found, client.serving(found.queue)):
+        say(mismatch.note)
 
 
 def say_before(client: Client, submitted: Submitted, earlier: EarlierBatch | None) -> None:
@@ -36,7 +36,7 @@ def say_before(client: Client, submitted: Submitted, earlier: EarlierBatch | Non
     say_unserved(client, submitted.batch_id)
     found = client.status(submitted.batch_id)
     if earlier:
-        say(earlier.told(found.kept))
+        say(earlier.sentence(found.kept))
     if submitted.joined and found.failed > submitted.num_bad:
         say(
             f"{rows(found.failed - submitted.num_bad)} of it failed before and stay so: "
@@ -61,7 +61,7 @@ def _retry_command(batch: BatchStatus, flags: str = "") -> str:
 
 def say_failures(failures: Iterable[Failures], num_failed: int) -> None:
     """Why rows failed, by code."""
-    for line in told(failures, num_failed):
+    for line in failure_lines(failures, num_failed):
         say(line)
 
 

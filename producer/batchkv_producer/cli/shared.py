@@ -20,9 +20,9 @@ from batchkv_producer.client import Client
 from batchkv_producer.monitor.delays import Delays
 from batchkv_producer.progress import printable
 from batchkv_producer.server import connection
-from batchkv_producer.server.memory_use import full_server_told
+from batchkv_producer.server.memory_use import full_server_named
 from batchkv_producer.settings_table import BY_NAME
-from batchkv_producer.submit.fingerprint import progress_told
+from batchkv_producer.submit.fingerprint import progress_to
 from batchkv_producer.wire.job import SamplingParams
 
 P = ParamSpec("P")
@@ -104,8 +104,8 @@ def session(url: str | None) -> Iterator[Session]:
     with (
         connection.server_errors(resolved),
         connection.connect(resolved, say) as redis,
-        full_server_told(redis),
-        progress_told(say),
+        full_server_named(redis),
+        progress_to(say),
     ):
         yield Session(Client(redis), redis, resolved, is_embedded)
 

@@ -22,7 +22,7 @@ from batchkv_producer.cli.tables import (
 )
 from batchkv_producer.client import BatchStatus, Client, StoredRow
 from batchkv_producer.local.beginning import maker_of
-from batchkv_producer.monitor.misfit import find_misfit, why_passed_by
+from batchkv_producer.monitor.mismatch import find_mismatch, why_passed_by
 from batchkv_producer.monitor.remaining import percent_done, seconds_left
 from batchkv_producer.monitor.workers import WorkerInfo
 from batchkv_producer.progress import duration, printable
@@ -57,9 +57,9 @@ def show_overview(
     show_workers(found)
     for batch in batches:
         here = [worker for worker in found if batch.queue in worker.queues]
-        if misfit := find_misfit(batch, here):
+        if mismatch := find_mismatch(batch, here):
             click.echo("")
-            print_fields([(batch.batch_id, misfit.note)])
+            print_fields([(batch.batch_id, mismatch.note)])
     if room is not None:
         click.echo("")
         print_fields([("server's memory:", str(room))])
@@ -138,7 +138,7 @@ def show_batch(client: Client, batch_id: str, *, as_json: bool) -> bool:
     batch, found = client.status(batch_id), client.workers()
     rate = tokens_per_second(client, batch)
     here = [worker for worker in found if batch.queue in worker.queues]
-    misfit = find_misfit(batch, here)
+    mismatch = find_mismatch(batch, here)
     passing = {worker.name: why_passed_by(batch, worker) for worker in here}
     serving = [name for name, why in passing.items() if not why]
     passing = {name: why for name, why in passing.items() if why}
@@ -146,7 +146,7 @@ def show_batch(client: Client, batch_id: str, *, as_json: bool) -> bool:
     if as_json:
         fields = batch_fields(batch, left)
         more: dict[str, Any] = {"workers": serving, "passed_by": passing}
-        more |= {"waits_for": misfit.note if misfit else None}
+        more |= {"waits_for": mismatch.note if mismatch else None}
         print_json({**fields, "tokens_per_second": rate, **more})
         return batch.is_done
     soon = _left(batch, left)
@@ -177,7 +177,7 @@ def show_batch(client: Client, batch_id: str, *, as_json: bool) -> bool:
             ("speed", None if rate is None else f"{rate:,.0f} tok/s so far"),
             ("workers", serving or ("none" if passing else _nobody(batch))),
             ("passed by", [f"{name} ({why})" for name, why in passing.items()] or None),
-            ("waits for", misfit.note if misfit else None),
+            ("waits for", mismatch.note if mismatch else None),
         ]
     )
     return batch.is_done

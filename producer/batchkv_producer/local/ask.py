@@ -30,7 +30,7 @@ from batchkv_producer.local.local_workers import (
     LocalWorkers,
     WorkerPlan,
 )
-from batchkv_producer.local.run_support import Outage, give_up, impatient, reclaim, tidied_home
+from batchkv_producer.local.run_support import Outage, give_up, one_try, reclaim, tidied_home
 from batchkv_producer.local.signals import Interrupted, noted_signals
 from batchkv_producer.local.worker_checks import WAY_OUT_OF_ASK, check_model_folder, check_rights
 from batchkv_producer.monitor.delays import Delays
@@ -115,7 +115,7 @@ def ask(
         if num_local:
             reporter.note(f"nobody serves {question.model}: a worker is started for this question")
         workers = LocalWorkers(plan, partial(reclaim, client, queue), reporter.note)
-        with impatient(connection):
+        with one_try(connection):
             waiting = _Waiting(client, submitted, workers, reporter, num_local)
             return waiting.to_the_end(Outage(reporter.note, revive))
 

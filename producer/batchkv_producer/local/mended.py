@@ -50,7 +50,7 @@ def make_room(
     if earlier is None or not earlier.num_alike:
         put_aside(status, submitted, out, note)
         return
-    note(earlier.told(status.kept))
+    note(earlier.sentence(status.kept))
     if not (out.exists() or errors_path(out).exists()):  # an earlier run was killed after this
         return
     moved = set_aside(out)

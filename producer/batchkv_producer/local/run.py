@@ -41,7 +41,7 @@ from batchkv_producer.local.run_support import (
     Outage,
     check_logs,
     give_up,
-    impatient,
+    one_try,
     reclaim,
     tidied_home,
 )
@@ -160,7 +160,7 @@ def run(
     stale = stale_rows(connection, batch_id)
     with target.open_results(options.out, batch_id, stale) as results:
         follower = Follower(client, batch_id, results, expected)
-        with impatient(connection):
+        with one_try(connection):
             delays = _delays(client, connection, url, reporter, plan)
             outage = Outage(reporter.note, revive)
             work = _RunLoop(client, batch_id, workers, follower, reporter, delays, outage)

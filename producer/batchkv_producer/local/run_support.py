@@ -83,7 +83,7 @@ def give_up() -> NoReturn:
 
 
 @contextmanager
-def impatient(connection: Redis) -> Iterator[None]:
+def one_try(connection: Redis) -> Iterator[None]:
     """Inside, a server that is away is seen at once: whether to wait is decided by who asks."""
     before = connection.get_retry()
     connection.set_retry(Retry(NoBackoff(), 1))

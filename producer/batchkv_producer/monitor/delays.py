@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from batchkv_producer.monitor.misfit import find_misfit
+from batchkv_producer.monitor.mismatch import find_mismatch
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.monitor.workers import ASK_NAME_PREFIX, WorkerInfo, local_name_prefix
 from batchkv_producer.progress import rows
@@ -76,7 +76,7 @@ def _apart(num_apart: int) -> Delay | None:
 
 
 def _unfit(status: BatchStatus, serving: Sequence[WorkerInfo], num_local: int) -> Delay | None:
-    found = find_misfit(status, serving)
+    found = find_mismatch(status, serving)
     if found is None:
         return None
     own = (local_name_prefix(status.batch_id), ASK_NAME_PREFIX)

@@ -148,11 +148,11 @@ def _worker_info(name: str, values: dict[str, str], num_running: int, now: int) 
         num_running=num_running,
         num_successful=_whole(values, "successful_job_count"),
         num_failed=_whole(values, "failed_job_count"),
-        doing=_told(values, "bkv_state"),
-        version=_told(values, "bkv_version"),
-        model=_told(values, "bkv_model"),
+        doing=_text_of(values, "bkv_state"),
+        version=_text_of(values, "bkv_version"),
+        model=_text_of(values, "bkv_model"),
         fingerprint=values.get("bkv_fingerprint", ""),
-        scheme=_told(values, "bkv_scheme"),
+        scheme=_text_of(values, "bkv_scheme"),
         dtype=values.get("bkv_dtype", ""),
         abilities=tuple(values["bkv_abilities"].split()) if "bkv_abilities" in values else None,
         tokens_per_second=_whole_if_said(values, "bkv_tokens_per_second"),
@@ -186,7 +186,7 @@ def _whole(values: dict[str, str], name: str) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < MAX_DIGITS else 0
 
 
-def _told(values: dict[str, str], name: str) -> str:
+def _text_of(values: dict[str, str], name: str) -> str:
     """What a worker, or whoever writes its record, tells of itself: no more than a line of it."""
     return values.get(name, "")[:MAX_TOLD_CHARS]
 

@@ -83,7 +83,7 @@ def grouped(failed: Iterable[tuple[int, Result]]) -> list[Failures]:
     return sorted(groups, key=lambda group: (-group.count, group.code))[:MAX_GROUPS]
 
 
-def told(failures: Iterable[Failures], num_failed: int) -> Iterator[str]:
+def failure_lines(failures: Iterable[Failures], num_failed: int) -> Iterator[str]:
     """The lines for a person."""
     num_known = 0
     for group in failures:

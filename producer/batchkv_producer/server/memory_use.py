@@ -86,7 +86,7 @@ def _totals(connection: Redis) -> Iterator[tuple[int, str]]:
 
 
 @contextmanager
-def full_server_told(connection: Redis) -> Iterator[None]:
+def full_server_named(connection: Redis) -> Iterator[None]:
     """Inside, a refusal because the server is full names the largest batches."""
     try:
         yield
@@ -106,7 +106,7 @@ def is_full(fault: RedisError) -> bool:
 
 
 def full_sentence(text: str) -> str:
-    """What to tell of such a refusal, with the batches that ``full_server_told`` named."""
+    """What to tell of such a refusal, with the batches that ``full_server_named`` named."""
     named = re.search(r"\[(.*)\]", text)
     most = f". Most is held by batch {named[1]}" if named else ""
     return FULL + most

@@ -148,7 +148,7 @@ def _blob_name(file: Path) -> str:
 
 
 @contextmanager
-def progress_told(note: Callable[[str], None]) -> Iterator[None]:
+def progress_to(note: Callable[[str], None]) -> Iterator[None]:
     """Inside, ``note`` gets a sentence if it takes over a second to read a model's files."""
     token = _NOTE.set(note)
     try:

@@ -81,7 +81,7 @@ class EarlierBatch:
         elif fresh:
             self.why_not = "--fresh computes all rows"
 
-    def told(self, num_kept: int) -> str:
+    def sentence(self, num_kept: int) -> str:
         """The outcome in a sentence."""
         if num_kept:
             rows = "1 answer" if num_kept == 1 else f"{num_kept:,} answers"

@@ -21,7 +21,7 @@ from batchkv_producer.monitor.delays import Delay, Delays, find_delay
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.monitor.workers import WorkerInfo, local_name_prefix
 from batchkv_producer.progress import PlainReporter, Snapshot
-from batchkv_producer.results.failures import MAX_LINES_SHOWN, Failures, grouped, told
+from batchkv_producer.results.failures import MAX_LINES_SHOWN, Failures, failure_lines, grouped
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.batch_options import BatchOptions
 from batchkv_producer.wire.job import Result as RowResult
@@ -274,7 +274,7 @@ def test_many_failures_are_a_few_lines() -> None:
         return RowResult("c", "chat", "failed", "m", error=(code, "why"))
 
     groups = grouped((line, failed("timeout")) for line in range(100, 0, -1))
-    (line, rest) = told(groups, 103)
+    (line, rest) = failure_lines(groups, 103)
     assert line.startswith("100 rows timeout: lines 1, 2, 3, ")
     assert line.endswith(f"{MAX_LINES_SHOWN} and 80 more: why")
     assert rest == "3 rows failed besides these"

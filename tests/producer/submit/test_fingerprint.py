@@ -14,7 +14,7 @@ from batchkv_producer.submit.fingerprint import (
     locate,
     of_folder,
     of_model,
-    progress_told,
+    progress_to,
 )
 
 FILES = {
@@ -106,7 +106,7 @@ def test_reading_a_large_folder_is_told(
 ) -> None:
     """Who waits for files to be read is told what is read, and how much of it; else nobody is."""
     notes: list[str] = []
-    with progress_told(notes.append):
+    with progress_to(notes.append):
         of_folder(model)
         assert notes == []  # it takes less than a second
         monkeypatch.setattr(fingerprint, "QUIET_SECONDS", 0.0)

@@ -19,7 +19,7 @@ from batchkv_producer.client import WorkerInfo
 from batchkv_producer.errors import UsageError
 from batchkv_producer.local.beginning import with_own_workers
 from batchkv_producer.local.run import RunOptions, RunReport, run
-from batchkv_producer.monitor.misfit import find_misfit
+from batchkv_producer.monitor.mismatch import find_mismatch
 from batchkv_producer.progress import PlainReporter
 from batchkv_producer.results.aside import set_aside
 from batchkv_producer.results.outfile import errors_path
@@ -287,15 +287,15 @@ def test_rows_that_wait_for_other_weights_are_told_of(
     mini = WorkerInfo("mini2", "h", 1, (batch.queue,), "idle", 0.0, 0, 0, 0, scheme="affine8")
     mini = replace(mini, abilities=ABILITIES)
     other = replace(mini, fingerprint="9c11" + "0" * 28)
-    found = find_misfit(batch, [other])
+    found = find_mismatch(batch, [other])
     assert found is not None
     weights = f"weights {batch.fingerprint[:4]}"
     assert f"3 rows wait for {weights}; mini2 has weights 9c11. " in found.note
     assert "--fresh" in found.note
-    assert find_misfit(batch, [other, mini]) is None  # one that does not say what it has
-    assert find_misfit(batch, []) is None
+    assert find_mismatch(batch, [other, mini]) is None  # one that does not say what it has
+    assert find_mismatch(batch, []) is None
     scheme = replace(mini, fingerprint=batch.fingerprint, scheme="float")
-    found = find_misfit(batch, [scheme])
+    found = find_mismatch(batch, [scheme])
     assert (
         found is not None and "wait for KV scheme affine8; mini2 has KV scheme float" in found.note
     )
@@ -310,10 +310,10 @@ def test_rows_that_need_more_than_a_worker_can_are_told_of(
     batch = client.status(submit().batch_id)
     assert batch.needs == "sing"
     mini = WorkerInfo("mini2", "h", 1, (batch.queue,), "idle", 0.0, 0, 0, 0, abilities=())
-    found = find_misfit(batch, [mini])
+    found = find_mismatch(batch, [mini])
     assert found and "3 rows wait for a worker that can do sing; mini2 cannot" in found.note
-    assert find_misfit(batch, [mini, replace(mini, abilities=("sing",))]) is None
-    found = find_misfit(batch, [replace(mini, abilities=None)])
+    assert find_mismatch(batch, [mini, replace(mini, abilities=("sing",))]) is None
+    found = find_mismatch(batch, [replace(mini, abilities=None)])
     assert found and "mini2 would fail rows of batch" in found.note
 
 

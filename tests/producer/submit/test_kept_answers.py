@@ -127,8 +127,8 @@ def test_rows_of_the_earlier_batch_that_still_wait_are_told_of(desk: Desk) -> No
     desk.work(count=1)
     found = EarlierBatch(first)
     desk.client.submit(desk.write(*rows("a", "b", "d")), model=MODEL, earlier=found)
-    assert "2 rows of it wait to be computed all the same" in found.told(1)
-    assert f"`batchkv cancel {first}`" in found.told(0)
+    assert "2 rows of it wait to be computed all the same" in found.sentence(1)
+    assert f"`batchkv cancel {first}`" in found.sentence(0)
 
 
 def test_failed_and_canceled_rows_are_computed_again(desk: Desk) -> None:
@@ -183,7 +183,7 @@ def test_answers_of_other_weights_or_schemes_are_not_kept(desk: Desk, other: Mak
     desk.client.submit(source, model=MODEL, earlier=earlier, on_identified=begin)
     status = desk.client.status(batch)
     assert (earlier.num_alike, status.kept, status.queued) == (1, 0, 2)
-    assert "other weights, KV scheme or dtype" in earlier.told(status.kept)
+    assert "other weights, KV scheme or dtype" in earlier.sentence(status.kept)
     assert desk.work(other) == ["a", "c"]
 
 

@@ -1,4 +1,4 @@
-"""What is allocated, measured, against what may be: buffers, their copies, prompts, stems."""
+"""Measured allocations stay within the budget: buffers, their copies, prompts, shared prefixes."""
 
 from __future__ import annotations
 

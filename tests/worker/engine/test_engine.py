@@ -629,7 +629,7 @@ def test_engines_answer_alike_under_every_backend(
     model = tiny_models.build("qwen3")
     common = random.Random(9).choices(range(tiny_models.VOCABULARY), k=512)
     rows = prompts(6, seed=5) + [[*common, *row[:40]] for row in prompts(6, seed=6)]
-    running = engine(model, scheme, backend=backend, stem_cells=64, group_cost=64)
+    running = engine(model, scheme, backend=backend, prefix_cells=64, group_cost=64)
     for index, prompt in enumerate(rows):
         running.submit_row(Sequence(str(index), prompt, Generation(10, temperature=0.0)))
     ended = drain(running)

@@ -94,7 +94,7 @@ def test_the_longest_answers_come_first_and_nobody_starves() -> None:
 
 
 def test_rows_of_one_length_in_neighbouring_slots_are_one_copy() -> None:
-    """Runs end where a length, a stem, a place or a slot differs; an empty row is for itself."""
+    """Runs end where length, shared prefix, place or slot differs; an empty row is alone."""
     rows = [row(str(i), n) for i, n in enumerate((5, 5, 5, 7, 7, 0, 0))]
     for slot, one in enumerate(rows):
         one.slot = slot

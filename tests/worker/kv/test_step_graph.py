@@ -91,7 +91,7 @@ def test_a_run_asks_for_what_it_did(backend: str, workload: str, asked: Counter[
         memory_bytes=2**30,
         path=path,
         group_cost=600,
-        stem_cells=512,
+        prefix_cells=512,
         backend=make(),
     )
     engine = Engine(tiny_models.loaded(model), config)

@@ -23,7 +23,7 @@ class EngineConfig:
     prefix_bytes: int | None = None  # of memory_bytes, for prefixes; None: an eighth
     path: Path | None = None  # None: the fastest by measurement
     group_cost: int | None = None  # cells that one more group of rows costs; None: measured
-    stem_cells: int | None = None  # cells that a shared prefix must save; None: measured
+    prefix_cells: int | None = None  # cells that a shared prefix must save; None: measured
     max_parts: int = MAX_PARTS  # shared prefixes in the chain that one row reads
     share: bool = True  # store and attend shared prefixes once, if the model allows it
     backend: Backend | None = None  # None: that of the device that serves

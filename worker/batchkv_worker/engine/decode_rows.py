@@ -231,10 +231,10 @@ class DecodeRows:
         for row in rows:
             assert row.slot is not None and row.num_dispatched == len(row.generated)
             num_bytes = self._slots.row_bytes(row.slot)
-            stem = self._slots.layouts.prefixes.get(row.slot)
+            shared = self._slots.layouts.prefixes.get(row.slot)
             self.extend_keys([row])
             if self._prefixes.can_park(num_bytes):
-                row.park(f"row {next(_parked)}".encode(), stem.num_tokens if stem else 0)
+                row.park(f"row {next(_parked)}".encode(), shared.num_tokens if shared else 0)
                 self._prefixes.park(row.parked, num_bytes, partial(self._slots.snapshot, row.slot))
             self.free(row)
         self._wait_again(rows)

@@ -66,7 +66,7 @@ class Engine:
             *(loaded.name, loaded.model, loaded.caches, config.scheme, loaded.dtype),
             config.backend or choose_backend(),
             slots=config.slots,
-            fixed=Fixed(config.path, config.group_cost, config.stem_cells),
+            fixed=Fixed(config.path, config.group_cost, config.prefix_cells),
         )
         self.client: PrefixClient = (
             NoSharedPrefixes() if access is None else StoreClient(access, loaded, plan)

@@ -35,7 +35,7 @@ class SharedPrefixBuilder:
         for high in points:
             part = held.get(keys[high - 1])
             if part is None:
-                pieces = self._prefixes.stem_pieces(keys[low:high])
+                pieces = self._prefixes.prefix_pieces(keys[low:high])
                 if pieces is None:
                     return None
                 part = self._slots.make_prefix(keys[high - 1], high * BLOCK_TOKENS, pieces, last)

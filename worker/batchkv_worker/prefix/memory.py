@@ -108,8 +108,8 @@ class PrefixCache:
     def num_cached(self, row: Sequence) -> int:
         """Tokens of the row's longest prefix that is here with all parts at its end."""
         if row.parked:
-            stem = row.block_keys[: row.num_shared // BLOCK_TOKENS]
-            if row.parked in self._blocks and self.has_stem(stem):
+            shared = row.block_keys[: row.num_shared // BLOCK_TOKENS]
+            if row.parked in self._blocks and self.has_pieces(shared):
                 return row.num_prefill
             self.forget(row.parked)
             row.unpark()
@@ -131,13 +131,13 @@ class PrefixCache:
         block = self._blocks.get(key)
         return None if block is None else block.parts
 
-    def has_stem(self, keys: Items[bytes]) -> bool:
-        """Whether ``stem_pieces`` finds every block."""
+    def has_pieces(self, keys: Items[bytes]) -> bool:
+        """Whether ``prefix_pieces`` finds every block."""
         return all(Kind.KV in (self._parts(key) or ()) for key in keys)
 
-    def stem_pieces(self, keys: Items[bytes]) -> dict[int, Pieces] | None:
+    def prefix_pieces(self, keys: Items[bytes]) -> dict[int, Pieces] | None:
         """The blocks of a chain as one, of each layer that keeps every token; None if one lacks."""
-        if not self.has_stem(keys):
+        if not self.has_pieces(keys):
             return None
         blocks = [self._blocks[key] for key in keys]
         return {
@@ -147,9 +147,9 @@ class PrefixCache:
         }
 
     def fill(
-        self, rows: Items[Sequence], prefill: PrefillRows, stem: SharedPrefix | None = None
+        self, rows: Items[Sequence], prefill: PrefillRows, shared: SharedPrefix | None = None
     ) -> None:
-        """Give new prefill rows their common number of cached tokens, the first in a stem."""
+        """Give new prefill rows their common number of cached tokens, the first ones ``shared``."""
         count = rows[0].num_cached // BLOCK_TOKENS
         if not count:
             return
@@ -166,11 +166,11 @@ class PrefixCache:
             seen = 0 if kind.window is None else max(0, end - kind.window + 1)
             first = min(seen // BLOCK_TOKENS, count - 1)
             part = Kind.KV if kind.window is None else Kind.WINDOW
-            if stem is not None and kind.window is None:
+            if shared is not None and kind.window is None:
                 # Without it the fused kernel serves, which a long rest of a prompt needs more.
-                if 2 * stem.num_tokens >= prefill.capacity:
-                    layer.share([one.packed[index] for one in stem.chain], stem.num_tokens)
-                    first = stem.num_tokens // BLOCK_TOKENS
+                if 2 * shared.num_tokens >= prefill.capacity:
+                    layer.share([one.packed[index] for one in shared.chain], shared.num_tokens)
+                    first = shared.num_tokens // BLOCK_TOKENS
                 if first == count:
                     continue
             lines = [

@@ -123,7 +123,7 @@ def sharing(
     slots: int = 8,
     cached: int = 10**6,
     shares: bool = True,
-    stem_cost: int = 3 * 256,
+    prefix_cost: int = 3 * 256,
     most: int = MAX_PARTS,
 ) -> Scheduler:
     """All full blocks of a row are here, up to ``cached`` tokens."""
@@ -133,7 +133,7 @@ def sharing(
         return min(cached, 256 * len(row.block_keys))
 
     layouts = SlotLayouts(slots)
-    costs = PrefixCosts(stem_cost, stem_cost, most)
+    costs = PrefixCosts(prefix_cost, prefix_cost, most)
     return Scheduler(layouts, budget, num_cached, shares=shares, prefix_costs=costs)
 
 
@@ -145,28 +145,28 @@ def keyed(name: str, keys: str, own: int = 9) -> Sequence:
 
 
 def depth(plan: Scheduler, row: Sequence, num_cached: int) -> int:
-    """Blocks of the row in stems."""
+    """Blocks of the row in shared prefixes."""
     return max(plan.split_points(row, num_cached), default=0)
 
 
 def behind(plan: Scheduler, keys: str, *cuts: int) -> PrefixPart:
-    """A row in a slot with stems of these blocks, the first of them ending at ``cuts``."""
-    here, stem = plan.layouts.all_prefixes, None
+    """A row in a slot with shared prefixes of these blocks; ``cuts`` are their ends."""
+    here, part = plan.layouts.all_prefixes, None
     for end in (*cuts, len(keys)):
         key = keys[:end].encode()
-        stem = here.get(key) or PrefixPart(key, 256 * end, stem)
-    assert stem is not None
-    demand = Demand(stem.num_tokens + 5, 10, stem.num_tokens)
-    slot, _ = plan.layouts.make_way(demand, stem)
-    plan.layouts.admit(demand, slot, stem)
-    return stem
+        part = here.get(key) or PrefixPart(key, 256 * end, part)
+    assert part is not None
+    demand = Demand(part.num_tokens + 5, 10, part.num_tokens)
+    slot, _ = plan.layouts.make_way(demand, part)
+    plan.layouts.admit(demand, slot, part)
+    return part
 
 
 def test_few_rows_share_nothing() -> None:
     """A prefix is held once when enough is saved, and where sharing is allowed."""
     for shares in (True, False):
         for count in range(1, 7):
-            plan = sharing(shares=shares, stem_cost=3 * 512)
+            plan = sharing(shares=shares, prefix_cost=3 * 512)
             rows = [keyed(str(number), "ab") for number in range(count)]
             for one in rows:
                 plan.add(one)
@@ -177,7 +177,7 @@ def test_few_rows_share_nothing() -> None:
 
 def test_rows_that_left_do_not_count() -> None:
     """Cancelled rows, and rows of a group that was formed, wait for nothing any more."""
-    plan = sharing(stem_cost=3 * 512)
+    plan = sharing(prefix_cost=3 * 512)
     rows = [keyed(str(number), "ab") for number in range(5)]
     for one in rows:
         plan.add(one)
@@ -191,7 +191,7 @@ def test_rows_that_left_do_not_count() -> None:
 def test_the_depth_that_saves_most_is_shared() -> None:
     """A block that eight rows have against three that four have; a longer tail wins the other way.
 
-    Only cached blocks count, and a row keeps a token of its own. So it is with one stem for each.
+    Only cached blocks count, and a row keeps a token of its own. Here a chain has one prefix.
     """
     plan = sharing(most=1)
     deep = [keyed(f"d{number}", "abc") for number in range(4)]
@@ -221,8 +221,8 @@ def test_a_row_keeps_a_token_of_its_own() -> None:
     assert group is not None and group.num_shared_blocks == 2 and len(group.rows) == 4
 
 
-def test_a_stem_that_is_there_is_taken() -> None:
-    """One row is enough for a stem that rows in slots have; of several the longest."""
+def test_a_prefix_that_is_there_is_taken() -> None:
+    """One row is enough for a shared prefix that rows in slots have; of several the longest."""
     plan = sharing(most=1)
     behind(plan, "a")
     lonely = keyed("x", "abcd")
@@ -238,8 +238,8 @@ def test_a_stem_that_is_there_is_taken() -> None:
     assert depth(plan, lonely, 700) == 1
 
 
-def test_stems_grow_on_stems() -> None:
-    """What some of a stem's rows share beyond it stands on it, if it saves enough by itself."""
+def test_prefixes_grow_on_prefixes() -> None:
+    """Rows of a shared prefix that share more get a longer one on top, if it alone saves enough."""
     plan = sharing()
     deep = [keyed(f"d{number}", "abcd") for number in range(4)]
     rest = [keyed(f"s{number}", "axyz"[: 1 + number % 4]) for number in range(6)]
@@ -249,17 +249,17 @@ def test_stems_grow_on_stems() -> None:
     assert plan.split_points(rest[3], 10**6) == (1, 2)  # 3 * 1: what it stands on is read for all
     assert plan.split_points(deep[0], 600) == (1, 2)  # 3 * 1 more
     assert sharing(most=0).split_points(deep[0], 10**6) == ()
-    dear = sharing(stem_cost=9 * 256)
+    dear = sharing(prefix_cost=9 * 256)
     for one in (*deep, *rest):
         dear.add(one)
     assert dear.split_points(deep[0], 10**6) == (4,)  # 3 * 4 at once
 
 
 def test_what_is_held_is_grown_on() -> None:
-    """The stems of rows in slots stay as they are, those that others stand on among them."""
+    """The shared prefixes of rows in slots do not change, nor do those that they extend."""
     plan = sharing()
     leaf = behind(plan, "abc", 1)
-    assert [stem.key for stem in leaf.chain] == [b"a", b"abc"]
+    assert [part.key for part in leaf.chain] == [b"a", b"abc"]
     lonely = keyed("x", "abcdefg")
     plan.add(lonely)
     assert plan.split_points(lonely, 10**6) == (1, 3)
@@ -274,9 +274,9 @@ def test_what_is_held_is_grown_on() -> None:
     assert len(plan.layouts.all_prefixes) == 3
 
 
-def test_a_chain_has_so_many_stems_at_most() -> None:
+def test_a_chain_has_so_many_prefixes_at_most() -> None:
     for most in (1, 2, 3, 4):
-        plan = sharing(slots=16, stem_cost=0, most=most)
+        plan = sharing(slots=16, prefix_cost=0, most=most)
         for depth, count in ((1, 40), (2, 20), (3, 10), (4, 8)):
             for number in range(count):
                 plan.add(keyed(f"{depth} {number}", "abcd"[:depth]))
@@ -348,7 +348,7 @@ def test_a_parked_row_comes_back_behind_as_many_tokens() -> None:
 
 
 def test_rows_of_another_prefix_are_not_in_the_group() -> None:
-    """All rows of a group have its stem; the others come after them, with theirs."""
+    """All rows of a group have its shared prefix; the others come after them, with theirs."""
     plan = sharing(slots=16)
     for number in range(5):
         plan.add(keyed(f"a{number}", "abb"))
@@ -362,7 +362,7 @@ def test_rows_of_another_prefix_are_not_in_the_group() -> None:
     assert seen == ["a0a1a2a3a4", "b0b1b2b3b4", "c0c1c2c3c4"]
 
 
-def test_what_stems_stand_on_counts_once_in_the_memory() -> None:
+def test_what_prefixes_stand_on_counts_once_in_the_memory() -> None:
     costs = Costs(1)
     plan = sharing()
     leaves = [behind(plan, keys, 2) for keys in ("abc", "abde")]
@@ -386,8 +386,8 @@ def test_what_stems_stand_on_counts_once_in_the_memory() -> None:
     assert plan.layouts.bytes_of_new(Costs(2, extra_per_shared=3), new) == 5 * 256
 
 
-def test_a_new_stem_needs_room_beside_buffers_that_are_larger_than_needed() -> None:
-    """Long rows have left; what they had stands there still, and the stem comes on top."""
+def test_a_new_prefix_needs_room_beside_buffers_that_are_larger_than_needed() -> None:
+    """Long rows have left; what they had stands there still, and the shared prefix comes on top."""
     costs = Costs(1)
     plan = sharing()
     for slot, length in enumerate((4000, 4000, 4000, 10)):
@@ -406,7 +406,7 @@ def test_a_new_stem_needs_room_beside_buffers_that_are_larger_than_needed() -> N
     assert Memory(plan.layouts, Budget(512, room, costs)).fits(demands, None, keys)
 
 
-def test_a_groups_stem_counts_while_its_prompts_are_computed() -> None:
+def test_a_groups_prefix_counts_while_its_prompts_are_computed() -> None:
     """Nobody has it yet, but it stands there: decoding rows must not grow into its place."""
     plan = sharing()
     for number in range(4):

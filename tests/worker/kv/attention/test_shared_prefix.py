@@ -59,7 +59,7 @@ SCHEMES = ("float", "affine8", "affine4r", "affine2/32", "k8v4", "mxfp8", "nvfp4
 # A path's products are rounded in other places than those of the fused kernel.
 BOUNDS = {mx.float32: 1e-5, mx.bfloat16: 0.03}
 
-# -- attention over a stem and each row's own
+# -- attention over a shared prefix and each row's own
 
 
 def normal(*shape: int) -> mx.array:
@@ -85,7 +85,7 @@ def joined(first: PackedKV, own: PackedKV, rows: int) -> PackedKV:
 
 
 def chains(first: PackedKV) -> list[list[PackedKV]]:
-    """The same columns as one stem, and as three that stand on each other."""
+    """The same columns as one shared prefix, and as three that stand on each other."""
     columns = first[0][0].shape[-2]
     ends = [1, columns // 2, columns]
     cut: list[PackedKV] = []
@@ -102,7 +102,7 @@ def check_attend(
     mask: mx.array | None,
     with_sinks: bool,
 ) -> None:
-    """``sizes``: rows, tokens, columns of the stem, columns of each row."""
+    """``sizes``: rows, tokens, columns of the shared prefix, columns of each row."""
     rows, tokens, columns, own_columns = sizes
     mx.random.seed(sum(sizes))
     dtype = kind.dtype
@@ -127,7 +127,7 @@ def check_attend(
     fused = replace(layer, path="fused")
     wanted = paths.attend(fused, queries, *joined(first, own, rows), SCALE, whole, sinks)
     for shared in chains(first):
-        # With one token a row, the first stems of a chain may have been attended before.
+        # With one token a row, the first shared prefixes of a chain may have been attended before.
         for count in range(len(shared) + 1 if tokens == 1 else 1):
             before = [
                 shared_prefix.attend_partial(layer, queries, one, SCALE) for one in shared[:count]
@@ -156,7 +156,7 @@ def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("few", [1, 2**14, 2**26], ids=["row by row", "some rows", "all rows"])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_chunk_on_copies_of_its_stem(
+def test_a_chunk_on_copies_of_its_prefix(
     name: str, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a GPU computes of a chunk is what a CPU computes: causal, in as many rows at once."""
@@ -189,7 +189,7 @@ def test_a_chunk_on_copies_of_its_stem(
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_decode_is_attention_over_both_parts(name: str, dtype: mx.Dtype) -> None:
-    """One token a row behind a stem, every path: as if each row had the stem in its own line."""
+    """One token a row after a shared prefix equals the same with a copy in each row, every path."""
     paths: list[Path | None] = ["fused", "folded", "packed"]
     if attention_kind(name).scheme.can_spread:
         paths += ["spread-fused", "spread-folded", "spread-packed"]
@@ -216,8 +216,8 @@ def test_prefill_is_attention_over_both_parts(name: str, dtype: mx.Dtype) -> Non
 
 @pytest.mark.parametrize("restored", [0, 13])
 @pytest.mark.parametrize("name", ["float", "affine8", "turbo3.5"])
-def test_prompts_go_on_after_a_stem(name: str, restored: int) -> None:
-    """Chunks of two rows behind a stem, and cached tokens after it: they see it and the rest."""
+def test_prompts_go_on_after_a_prefix(name: str, restored: int) -> None:
+    """Chunks of two rows after a shared prefix and cached tokens see both."""
     kind = attention_kind(name)
     rng = random.Random(3)
     prefix = [rng.randrange(1, 4096) for _ in range(48)]
@@ -225,8 +225,8 @@ def test_prompts_go_on_after_a_stem(name: str, restored: int) -> None:
     whole = prefilled([kind], rows, ()).layers[0]
     first = 48 + restored
     layer = kind.prefill(88, 88)
-    stems = [kind.scheme.split(whole.block(0, *ends) or ()) for ends in ((0, 30), (30, 48))]
-    layer.share(stems, 48)
+    prefixes = [kind.scheme.split(whole.block(0, *ends) or ()) for ends in ((0, 30), (30, 48))]
+    layer.share(prefixes, 48)
     if restored:
         cached = [whole.block(index, 48, first) or () for index in range(2)]
         own = tuple(mx.concatenate(parts) for parts in zip(*cached, strict=True))
@@ -256,7 +256,7 @@ def test_prompts_go_on_after_a_stem(name: str, restored: int) -> None:
 
 
 class Herd:
-    """Decode slots with stems beside what each row should hold and attend to."""
+    """Decode slots with shared prefixes beside what each row should hold and attend to."""
 
     def __init__(self, name: str = "float", slots: int = 6, cost: int = 1) -> None:
         self.kinds: list[LayerKind] = [
@@ -275,7 +275,7 @@ class Herd:
     def tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self.rng.randrange(1, 4096) for _ in range(count))
 
-    def stem(self, key: bytes, length: int, parent: SharedPrefix | None = None) -> SharedPrefix:
+    def prefix(self, key: bytes, length: int, parent: SharedPrefix | None = None) -> SharedPrefix:
         """Of ``length`` tokens after its parent's."""
         before = self.prefixes[parent.key] if parent else ()
         self.prefixes[key] = prefix = (*before, *self.tokens(length))
@@ -337,7 +337,7 @@ class Herd:
             assert mx.abs(got[slot] - wanted[0]).max().item() <= self.bound, (slot, window)
 
     def check(self) -> None:
-        """Books and contents: of the layers that keep every token, what comes after the stem."""
+        """Compare records and contents; layers that keep every token hold only the suffix."""
         self.slots.check()
         assert self.slots.layouts.main.slots == set(self.rows)
         for slot, (row, shared) in self.rows.items():
@@ -351,19 +351,19 @@ class Herd:
 
 
 @pytest.mark.parametrize("name", ["float", "affine8"])
-def test_rows_take_their_stem_along(name: str) -> None:
-    """Rows of stems, of stems on these, and of none come, go, move and decode.
+def test_rows_take_their_prefix_along(name: str) -> None:
+    """Rows with shared prefixes, with longer ones on top, and with none come, go, move and decode.
 
-    None ever reads another's stem.
+    None ever reads another row's shared prefix.
     """
     herd = Herd(name)
-    stems = [herd.stem(b"a", 48), herd.stem(b"b", 21), None]
-    stems += [herd.stem(b"ac", 9, stems[0]), herd.stem(b"ad", 70, stems[0])]
-    stems.append(herd.stem(b"ade", 1, stems[-1]))
+    prefixes = [herd.prefix(b"a", 48), herd.prefix(b"b", 21), None]
+    prefixes += [herd.prefix(b"ac", 9, prefixes[0]), herd.prefix(b"ad", 70, prefixes[0])]
+    prefixes.append(herd.prefix(b"ade", 1, prefixes[-1]))
     for _ in range(90):
         choice = herd.rng.random()
         if herd.slots.layouts.num_free and choice < 0.4:
-            herd.join(herd.rng.choice(stems), herd.rng.choice([1, 2, 39, 60, 300]))
+            herd.join(herd.rng.choice(prefixes), herd.rng.choice([1, 2, 39, 60, 300]))
         elif herd.rows and choice < 0.55:
             herd.leave(herd.rng.choice(list(herd.rows)))
         elif choice < 0.65:
@@ -373,8 +373,8 @@ def test_rows_take_their_stem_along(name: str) -> None:
         herd.check()
 
 
-def test_a_stem_that_does_not_fit_is_refused() -> None:
-    """What a row shares is as long as its stem, or it is an error and not a wrong position."""
+def test_a_prefix_that_does_not_fit_is_refused() -> None:
+    """A shared length that is not its prefix's length is an error, not a wrong position."""
     layouts = SlotLayouts(2)
     some = SharedPrefix(b"a", 512, packed={}, slots={})
     for shared, given in ((256, some), (512, None), (0, some)):
@@ -382,13 +382,13 @@ def test_a_stem_that_does_not_fit_is_refused() -> None:
             layouts.admit(Demand(600, 10, shared), 0, given)
 
 
-def test_a_stem_dies_with_its_last_row() -> None:
-    """Nobody in: a stem is let go of, its arrays too, although slots and views live on."""
+def test_a_prefix_dies_with_its_last_row() -> None:
+    """After its last row a shared prefix is freed with its arrays; slots and views live on."""
     herd = Herd()
-    held = [weakref.ref(herd.stem(key, 64)) for key in (b"a", b"b")]
+    held = [weakref.ref(herd.prefix(key, 64)) for key in (b"a", b"b")]
     gc.collect()
     assert [ref() for ref in held] == [None, None]
-    shared = herd.stem(b"a", 64)
+    shared = herd.prefix(b"a", 64)
     parts = [array.nbytes for array in shared.arrays]
     held = [weakref.ref(shared)]
     slots = [herd.join(shared, 3), herd.join(shared, 5), herd.join(None, 4)]
@@ -407,7 +407,7 @@ def test_a_stem_dies_with_its_last_row() -> None:
     herd.step()
 
 
-def test_stems_are_bit_for_bit_what_prefill_packed() -> None:
+def test_prefixes_are_bit_for_bit_what_prefill_packed() -> None:
     """Prefill reads the very pieces, decode those that slots would hold; both are reckoned with."""
     for path in ("fused", "spread-packed"):
         kind = attention_kind("turbo3.5", path=path)
@@ -437,7 +437,7 @@ def sharing(layouts: SlotLayouts, shared: SharedPrefix | None, length: int) -> i
 
 
 def num_groups(layouts: SlotLayouts) -> int:
-    """Groups of the next step, each row in one that has its stem; rows' lengths cut none."""
+    """Groups of the next step. Each row is in one with its shared prefix; lengths split none."""
     layouts.before_step()
     view = StepViews(Shapes(group_cost=10**9)).view(layouts)
     groups = view.spans[None].groups
@@ -451,9 +451,9 @@ def num_groups(layouts: SlotLayouts) -> int:
 
 
 def readings(layouts: SlotLayouts) -> Counter[SharedPrefix]:
-    """How often each stem is read in the next step, in which lengths cut groups, too.
+    """How often each shared prefix is read in the next step, in which lengths split groups, too.
 
-    Every group reads the chain of its stem, each of it once.
+    Every group reads the chain of its shared prefix, each of it once.
     """
     layouts.before_step()
     span = StepViews(Shapes(group_cost=40)).view(layouts).spans[None]
@@ -465,7 +465,7 @@ def readings(layouts: SlotLayouts) -> Counter[SharedPrefix]:
         inside = [group for group in span.groups if common.has(group)]
         assert (inside[0].first, inside[-1].last) == (common.first, common.last)
         assert len(inside) > 1 and all(common.prefix in g.prefix.chain for g in inside if g.prefix)
-    read = [stem for group in span.groups for stem in group.prefixes]
+    read = [prefix for group in span.groups for prefix in group.prefixes]
     return Counter([*read, *(common.prefix for common in span.common)])
 
 
@@ -487,11 +487,11 @@ def test_groups_read_what_they_have_in_common_once() -> None:
     assert readings(layouts) == {root: 2, branches[0]: 1, branches[1]: 1, twig: 1, branches[2]: 1}
 
 
-def test_a_stem_is_read_once_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefix_is_read_once_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once a group: what is multiplied with it has the rows of all groups."""
     herd = Herd()
-    root = herd.stem(b"r", 48)
-    leaves = [herd.stem(b"ra", 20, root), herd.stem(b"rb", 30, root)]
+    root = herd.prefix(b"r", 48)
+    leaves = [herd.prefix(b"ra", 20, root), herd.prefix(b"rb", 30, root)]
     for slot in [herd.join(None, 3) for _ in range(6)]:  # so that there are buffers to move rows in
         herd.leave(slot)
     order = [root, *leaves, *leaves]
@@ -511,7 +511,7 @@ def test_a_stem_is_read_once_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read == {48: 2, 68: 2, 78: 2}  # two layers keep every token
 
 
-def test_branches_of_a_stem_are_neighbours() -> None:
+def test_branches_of_a_prefix_are_neighbours() -> None:
     """Rows of a tree that come and go in any order: each of two roots is read twice, on average."""
     more = []
     for seed in range(8):
@@ -536,10 +536,10 @@ def test_branches_of_a_stem_are_neighbours() -> None:
     assert sum(more) / len(more) <= 2.0
 
 
-def test_rows_of_a_stem_are_neighbours() -> None:
-    """Rows that join in turns behind two stems, or none, are attended in three groups."""
+def test_rows_of_a_prefix_are_neighbours() -> None:
+    """Rows that join in turns behind two shared prefixes, or none, are attended in three groups."""
     layouts = SlotLayouts(16)
-    stems = [
+    prefixes = [
         SharedPrefix(b"a", 512, packed={}, slots={}),
         SharedPrefix(b"b", 256, packed={}, slots={}),
     ]
@@ -548,7 +548,7 @@ def test_rows_of_a_stem_are_neighbours() -> None:
     for slot in range(16):
         layouts.release(slot)
     for turn in range(5):
-        for index, shared in enumerate(stems):
+        for index, shared in enumerate(prefixes):
             sharing(layouts, shared, 20 + turn + index)
             assert num_groups(layouts) == len(set(layouts.prefixes.values()))
     for turn in range(4):
@@ -557,14 +557,14 @@ def test_rows_of_a_stem_are_neighbours() -> None:
 
 
 def histories(seeds: int) -> Iterator[tuple[SlotLayouts, random.Random]]:
-    """Layouts after each join and leave of rows behind three stems, or none."""
+    """Layouts after each join and leave of rows behind three shared prefixes, or none."""
     for seed in range(seeds):
         rng = random.Random(seed)
         layouts = SlotLayouts(16)
-        stems = [SharedPrefix(bytes([number]), 512, packed={}, slots={}) for number in range(3)]
+        prefixes = [SharedPrefix(bytes([number]), 512, packed={}, slots={}) for number in range(3)]
         for _ in range(300):
             if layouts.num_free and rng.random() < 0.65:
-                sharing(layouts, rng.choice([*stems, None]), rng.randrange(1, 200))
+                sharing(layouts, rng.choice([*prefixes, None]), rng.randrange(1, 200))
             elif layouts.num_active:
                 layouts.release(rng.choice(list(layouts.main.slots)))
             layouts.check()
@@ -573,7 +573,7 @@ def histories(seeds: int) -> Iterator[tuple[SlotLayouts, random.Random]]:
 
 
 def test_groups_are_few() -> None:
-    """Rows that come and go in any order: one group more than stems on average, or fewer."""
+    """Rows come and go in any order: on average at most one group more than shared prefixes."""
     extra = []
     for layouts, _ in histories(8):
         extra.append(
@@ -583,8 +583,8 @@ def test_groups_are_few() -> None:
     assert min(extra) >= 0 and sum(extra) / len(extra) <= 1.3
 
 
-def test_closing_gaps_keeps_stems_together() -> None:
-    """Rows move down until they are dense, and no stem is attended in more groups than before."""
+def test_closing_gaps_keeps_prefixes_together() -> None:
+    """Rows move down until there are no gaps, and no shared prefix gets more groups than before."""
     for layouts, rng in histories(4):
         if rng.random() < 0.2 and layouts.num_active <= 0.75 * layouts.main.num_rows:
             before, held = num_groups(layouts), sorted(s.key for s in layouts.prefixes.values())
@@ -613,7 +613,7 @@ APART = {
     *("mamba2", "rwkv7"),
 }
 # How far logarithms of probabilities may be apart. A code at the edge of a bin may go either way.
-# In float32 one row of gemma3, behind copies of stems, is off by 1e-4, all others by 1e-5.
+# In float32 one row of gemma3, after copies of shared prefixes, is off by 1e-4, others by 1e-5.
 CLOSE = {"float": 2e-4, "affine8": 2e-3, "k8v4": 0.01, "turbo3.5": 0.03}
 
 
@@ -634,7 +634,7 @@ def prompts() -> dict[str, list[int]]:
 
 
 def herded(crowd: Crowd, late: int = 6) -> set[int]:
-    """Add all prompts, the last ``late`` of them later, and run; lengths of the stems in use."""
+    """Add all prompts, the last ``late`` later, and run; the lengths of shared prefixes in use."""
     rows = list(prompts().items())
     seen: set[int] = set()
     for index, (name, prompt) in enumerate(rows):
@@ -653,7 +653,7 @@ def lengths_of(crowd: Crowd) -> set[int]:
 
 
 def engine_of(family: str, scheme: str, **changes: Any) -> Crowd:
-    values = {"slots": 12, "group_cost": 64, "chunk_tokens": 512, "stem_cells": 768, **changes}
+    values = {"slots": 12, "group_cost": 64, "chunk_tokens": 512, "prefix_cells": 768, **changes}
     return Crowd(family, scheme=scheme, **values)
 
 
@@ -716,7 +716,7 @@ def test_every_family_is_known() -> None:
 
 
 @pytest.mark.parametrize("family", SHARING)
-def test_rows_behind_stems(family: str) -> None:
+def test_rows_behind_prefixes(family: str) -> None:
     """Two prefixes and a part of one at once, joins and leaves: the tokens of rows without.
 
     One engine for both: the rows that share find the prefixes that the others have computed.
@@ -729,8 +729,8 @@ def test_rows_behind_stems(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
-def test_floats_behind_stems(family: str) -> None:
-    """Engines of their own with stems and without; and mlx-lm's own tokens."""
+def test_floats_behind_prefixes(family: str) -> None:
+    """Engines of their own with shared prefixes and without; and mlx-lm's own tokens."""
     crowd = engine_of(family, "float", path="folded")
     assert {BLOCK, 2 * BLOCK} <= herded(crowd) and len(crowd.ended) == len(prompts())
     check_same(crowd, unshared(family, "float"), "float")
@@ -739,7 +739,7 @@ def test_floats_behind_stems(family: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["turbo3.5", "k8v4"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
-def test_schemes_behind_stems(family: str, scheme: str) -> None:
+def test_schemes_behind_prefixes(family: str, scheme: str) -> None:
     """Other paths and packings, and columns and rows rounded up."""
     path = {"turbo3.5": "spread-packed", "k8v4": "packed"}[scheme]
     crowd = engine_of(family, scheme, path=path, backend=ROUNDED)
@@ -749,7 +749,7 @@ def test_schemes_behind_stems(family: str, scheme: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "scheme"), [("llama", "affine8"), ("gemma3_text", "float")])
-def test_chunks_on_copies_of_their_stems(family: str, scheme: str) -> None:
+def test_chunks_on_copies_of_their_prefixes(family: str, scheme: str) -> None:
     """Whole engines that compute prompts as a GPU does: the same tokens."""
     crowd = engine_of(family, scheme, backend=GenericBackend())
     expected = unshared_first(crowd)
@@ -758,7 +758,7 @@ def test_chunks_on_copies_of_their_stems(family: str, scheme: str) -> None:
 
 
 @pytest.mark.parametrize(("scheme", "path"), [("affine8", "folded"), ("turbo3.5", "spread-folded")])
-def test_rows_of_one_length_behind_a_stem_need_no_mask(scheme: str, path: Path) -> None:
+def test_rows_of_one_length_behind_a_prefix_need_no_mask(scheme: str, path: Path) -> None:
     """Columns are rounded, but not for rows that start together: the same tokens, no mask."""
     prefix = random_prompt(1, BLOCK)
     rows = {f"row {n}": prefix + random_prompt(10 + n, 20) for n in range(9)}
@@ -786,15 +786,15 @@ def test_rows_of_one_length_behind_a_stem_need_no_mask(scheme: str, path: Path) 
         assert crowd.ended[name].token_ids == alone.ended[name].token_ids, name
 
 
-def test_rows_behind_stems_equal_themselves_alone() -> None:
-    """Packed rows behind stems, and the same rows one after the other through one slot."""
+def test_rows_behind_prefixes_equal_themselves_alone() -> None:
+    """Packed rows with shared prefixes equal the same rows one after the other in one slot."""
     crowd = engine_of("llama", "affine8", group_cost=1)
     herded(crowd)
     check_same(crowd, unshared("llama", "affine8", slots=1), "affine8")
 
 
-def test_cancels_behind_stems() -> None:
-    """Rows of two stems cancelled while they wait, in prefill and in slots: the others go on."""
+def test_cancels_behind_prefixes() -> None:
+    """Rows of two shared prefixes are cancelled in wait, prefill and slots: the others go on."""
     crowd, gone = engine_of("llama", "affine8", slots=6, chunk_tokens=64), set()
     for name, prompt in prompts().items():
         crowd.add(name, prompt, count=9, logprobs=2)  # as far as the others go, they must agree
@@ -821,11 +821,11 @@ def test_cancels_behind_stems() -> None:
 
 
 def bytes_held(crowd: Crowd) -> int:
-    """Of slots, of stems, counted once each, those of the rows in prefill, too, and of prefixes."""
+    """Bytes of slots, of shared prefixes (once each, also in prefill), and of cached prefixes."""
     group = crowd.engine._scheduler.group
     held = crowd.engine._slots.layouts.prefixes_with(group.shared_prefix if group else None)
-    stems = {id(one): one for one in held.values()}
-    arrays = {id(array): array for held in stems.values() for array in held.arrays}
+    prefixes = {id(one): one for one in held.values()}
+    arrays = {id(array): array for held in prefixes.values() for array in held.arrays}
     shared = sum(array.nbytes for array in arrays.values())
     return crowd.engine.kv_bytes + shared + crowd.engine.prefixes.num_bytes
 
@@ -859,8 +859,8 @@ def test_more_rows_decode_at_once_when_they_share(scheme: str, path: Path) -> No
     assert most[True] == 16 and most[False] <= 4
 
 
-def test_a_closed_engine_holds_no_stem() -> None:
-    """Closed in the middle: stems are gone with the buffers."""
+def test_a_closed_engine_holds_no_prefix() -> None:
+    """An engine that is closed while rows run frees shared prefixes with the buffers."""
     crowd = engine_of("llama", "affine8")
     for index in range(8):
         crowd.add(str(index), [*random_prompt(1, 600), index, 5], count=30)
@@ -875,7 +875,7 @@ def test_a_closed_engine_holds_no_stem() -> None:
 
 @pytest.mark.parametrize(("family", "blocks"), [("llama", 1), ("qwen3_next", 2)])
 def test_small_prefix_memory(family: str, blocks: int) -> None:
-    """Blocks go before those who wait for them come: rows are right, behind stems or not."""
+    """Blocks are evicted before the rows that wait for them: all rows are right all the same."""
     costs = engine_of(family, "affine8").engine.plan.costs
     room = blocks * BLOCK * costs.per_new_token + 2 * costs.per_row
     crowd = engine_of(family, "affine8", prefix_bytes=room, slots=5)
@@ -885,7 +885,7 @@ def test_small_prefix_memory(family: str, blocks: int) -> None:
     check_same(crowd, unshared(family, "affine8"), "affine8")
 
 
-def test_a_stem_outlives_its_blocks() -> None:
+def test_a_prefix_outlives_its_blocks() -> None:
     """Its blocks are evicted while rows are behind it: they go on, and so do those that come."""
     crowd = engine_of("llama", "float", slots=6)
     rows = {name: prompt for name, prompt in prompts().items() if name.startswith("long")}

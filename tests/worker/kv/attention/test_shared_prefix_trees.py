@@ -1,4 +1,4 @@
-"""SharedPrefixBuilder that stand on stems: whole engines over prompts that part again and again."""
+"""Shared prefixes that extend others: whole engines over prompts that branch repeatedly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from worker.kv.attention.test_shared_prefix import (
 from worker.kv.crowd import Crowd, random_prompt
 from worker.kv.reference import x86
 
-Shape = tuple[int, ...]  # tokens that a chain of stems holds, each for itself
+Shape = tuple[int, ...]  # tokens that a chain of shared prefixes holds, each for itself
 
 
 def tree() -> dict[str, list[int]]:
@@ -89,7 +89,7 @@ def run(crowd: Crowd, late: int = 5) -> set[Shape]:
 )
 @pytest.mark.parametrize("copies", [False, True], ids=["parts", "copies"])
 def test_rows_of_a_tree(family: str, scheme: str, path: Path, copies: bool) -> None:
-    """The tokens that rows have without stems; chunks computed as on a CPU, and as on a GPU."""
+    """Tokens are those without shared prefixes, with chunks computed as on a CPU or as on a GPU."""
     crowd = grown(family, scheme, path=path, backend=GenericBackend() if copies else x86())
     expected = unshared_first(crowd, run)
     assert run(crowd) >= ALL
@@ -128,7 +128,7 @@ def test_what_is_shared_is_held_once() -> None:
     assert sum(array.nbytes for array in arrays.values()) == 5 * BLOCK * per_token
 
 
-def test_a_stem_lives_as_long_as_what_stands_on_it() -> None:
+def test_a_prefix_lives_as_long_as_what_stands_on_it() -> None:
     """And no longer: the last row of a branch lets go of the branch, the last of all of all."""
     crowd = grown("llama", "float", slots=24)
     names = {"everyone": 5, "first": 20, "second": 10}
@@ -140,20 +140,20 @@ def test_a_stem_lives_as_long_as_what_stands_on_it() -> None:
     held: list[Any] = []
     while not crowd.engine.is_idle:
         crowd.step()
-        stems = crowd.engine._slots.layouts.all_prefixes
-        if len(stems) > len(held):
-            held = [weakref.ref(one) for one in stems.values()]
-        sizes = {one.num_tokens for one in stems.values()}
+        prefixes = crowd.engine._slots.layouts.all_prefixes
+        if len(prefixes) > len(held):
+            held = [weakref.ref(one) for one in prefixes.values()]
+        sizes = {one.num_tokens for one in prefixes.values()}
         if not seen or seen[-1] != sizes:
             seen.append(sizes)
-        del stems
+        del prefixes
     assert {2 * BLOCK, 3 * BLOCK} in seen
     gc.collect()
     assert len(held) == 3 and [ref() for ref in held] == [None] * 3
 
 
 def test_rows_of_a_tree_leave_and_come_back() -> None:
-    """Too little memory for all answers: rows are parked behind their stems, and go on there."""
+    """With too little memory for all answers, rows are parked with their prefixes and go on."""
     whole = grown("llama", "float")
     expected = unshared_first(whole, run)
     costs = whole.engine.plan.costs
@@ -179,13 +179,13 @@ def test_rows_of_a_tree_leave_and_come_back() -> None:
         parked = max([parked, *(row.num_shared for row in waiting if row.parked)])
         assert bytes_held(crowd) <= crowd.engine.config.memory_bytes
     assert most >= 2
-    assert parked >= 3 * BLOCK  # behind a stem that stands on another
+    assert parked >= 3 * BLOCK  # after a shared prefix that extends another
     for name in rows:
         start = expected[name].token_ids
         assert crowd.ended[name].token_ids[: len(start)] == start, name
 
 
-def test_a_row_that_comes_back_grows_no_stem() -> None:
+def test_a_row_that_comes_back_grows_no_prefix() -> None:
     """It has its tokens as it left, whatever others wait for by now."""
     crowd = grown("llama", "float", slots=24)
     prefix = random_prompt(1, 2 * BLOCK)
@@ -205,7 +205,7 @@ def test_a_row_that_comes_back_grows_no_stem() -> None:
 
 
 def test_what_a_group_was_computed_behind_is_grown_on() -> None:
-    """A stem that no slot holds yet: its leader and its followers stand on one and the same."""
+    """A shared prefix that no slot holds yet: its leader and its followers use the same one."""
     crowd = grown("llama", "float", slots=24, chunk_tokens=2048)
     first = random_prompt(1, 2 * BLOCK)
     second = first + random_prompt(2, BLOCK)

@@ -84,7 +84,7 @@ def test_attention_of_prompts_reads_what_is_packed(monkeypatch: pytest.MonkeyPat
     answer = AttentionPrefill._attend
 
     def noting(self: AttentionPrefill, *question: Any) -> mx.array:
-        if not self._shared:  # behind a stem, floats too are answered for
+        if not self._shared:  # behind a shared prefix, floats too are answered for
             asked.append(self._scheme.is_packed)
         return answer(self, *question)
 

@@ -365,7 +365,7 @@ def test_whole_engines_give_the_same_tokens_both_ways(
     found, served = [], []
     for margin in (0.0, float("inf")):
         monkeypatch.setattr(prefix_cost, "_MARGIN", margin)
-        changes: dict[str, Any] = {"slots": 6, "stem_cells": 1, "backend": BACKEND}
+        changes: dict[str, Any] = {"slots": 6, "prefix_cells": 1, "backend": BACKEND}
         crowd: Any = Crowd(family, group_cost=group_cost, path="folded", scheme=scheme, **changes)
         crowd.engine._scheduler._prefix_costs = PrefixCosts(1, 1)
         at_start = len(asked)

@@ -69,8 +69,8 @@ def test_a_measurement_is_within_its_bounds(
     assert len(spent) == 8 and None not in spent
 
 
-def test_what_a_stem_saves_is_what_lines_take_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ways that are timed: a short and a long prefix in each line, and as a stem."""
+def test_what_a_prefix_saves_is_what_lines_take_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ways that are timed: a short and a long prefix in each line, and as a shared prefix."""
     asked: list[Any] = []
     attend = prefix_cost.shared_prefix.attend
     monkeypatch.setattr(
@@ -104,7 +104,7 @@ def test_what_is_measured_is_what_decides(monkeypatch: pytest.MonkeyPatch) -> No
     loaded = tiny_models.loaded(tiny_models.build("llama"))
     found = [
         Engine(loaded, EngineConfig(scheme="affine8", slots=4, memory_bytes=2**28, **changes))
-        for changes in ({}, {"stem_cells": 900}, {"path": "fused"}, {"stem_cells": 0})
+        for changes in ({}, {"prefix_cells": 900}, {"path": "fused"}, {"prefix_cells": 0})
     ]
     assert [engine._scheduler._prefix_costs.first for engine in found] == [5000, 900, UNMEASURED, 0]
     assert asked == [4]

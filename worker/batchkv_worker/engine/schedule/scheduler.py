@@ -223,7 +223,7 @@ class Scheduler:
         """Where the longest chain of shared prefixes in use ends that these blocks begin with."""
         held = self.layouts.prefixes_with(behind)
         last = next((held[key] for key in reversed(keys) if key in held), None)
-        return tuple(stem.num_tokens // BLOCK_TOKENS for stem in last.chain) if last else ()
+        return tuple(one.num_tokens // BLOCK_TOKENS for one in last.chain) if last else ()
 
     def _points_of_parked(self, row: Sequence) -> SplitPoints:
         """Split points of a parked row: it shares as many tokens as when it left its slot."""

@@ -14,14 +14,14 @@ MAX_NAMED = 3  # workers
 
 
 @dataclass(frozen=True, slots=True)
-class Misfit:
+class Mismatch:
     """``words`` for the progress; ``note`` is one sentence with all that helps."""
 
     words: str
     note: str
 
 
-def find_misfit(status: BatchStatus, serving: Sequence[WorkerInfo]) -> Misfit | None:
+def find_mismatch(status: BatchStatus, serving: Sequence[WorkerInfo]) -> Mismatch | None:
     """What the waiting rows of a batch lack, when every worker that serves it is known not to fit.
 
     A worker that does not say what it has, being older, takes whatever comes.
@@ -29,7 +29,7 @@ def find_misfit(status: BatchStatus, serving: Sequence[WorkerInfo]) -> Misfit | 
     if status.is_done or not status.queued or not serving:
         return None
     if old := [worker.name for worker in serving if status.needs and worker.abilities is None]:
-        return Misfit(
+        return Mismatch(
             "a worker of an older version fails rows",
             f"{', '.join(old[:MAX_NAMED])} would fail rows of batch {status.batch_id}: they need "
             f"{', '.join(status.needs.split())}, which its version of batchkv does not know. "
@@ -43,7 +43,7 @@ def find_misfit(status: BatchStatus, serving: Sequence[WorkerInfo]) -> Misfit | 
     have = [f"{worker.name} {_has(n, worker)}" for worker, n in differing]
     more = f" and {len(have) - MAX_NAMED} more do not fit" if len(have) > MAX_NAMED else ""
     waiting = f"{rows(status.queued)} wait for {wanted}"
-    return Misfit(
+    return Mismatch(
         f"rows wait for {wanted}",
         f"{waiting}; {', '.join(have[:MAX_NAMED])}{more}. {_way_out(name, status)}",
     )
