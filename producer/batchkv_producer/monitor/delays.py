@@ -15,18 +15,18 @@ from batchkv_producer.monitor.workers import ASK_NAME_PREFIX, WorkerInfo, local_
 from batchkv_producer.progress import rows
 from batchkv_producer.retry import read_with_retry
 
-LOOK_SECONDS = 1.0  # between two looks at the workers
-GONE_SECONDS = 30.0  # a worker that was there is given this long to come back
-STALLED_SECONDS = 30.0  # after which a submit that brings nothing counts as interrupted
-HOPELESS_SECONDS = 30.0  # after which a run ends whose own workers alone serve, and do not fit
+LOOK_SECONDS = 1.0  # between two reads of the workers
+GONE_SECONDS = 30.0  # how long a note waits for the last worker of a queue to come back
+STALLED_SECONDS = 30.0  # a submit that adds nothing for so long counts as interrupted
+HOPELESS_SECONDS = 30.0  # a run ends if for so long only its own workers serve, and none fits
 
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """``words`` stand in the progress as long as it lasts; ``note`` is said once, if not empty.
+    """Why a batch is slow. The progress shows ``words``. ``note`` is printed once, if not empty.
 
-    ``is_hopeless``: nobody will compute the rows as long as only these workers serve.
-    ``is_certain``: a worker that comes would change nothing, so the note does not wait for one.
+    ``is_hopeless``: these workers will never compute the rows.
+    ``is_certain``: a new worker would change nothing, so the note does not wait for one.
     """
 
     words: str
@@ -39,7 +39,7 @@ Reason = Callable[[BatchStatus, Sequence[WorkerInfo], int], Delay | None]
 
 
 def unserved_note(status: BatchStatus) -> str:
-    """What to do when nobody serves a batch's queue."""
+    """The note for a batch whose queue has no worker."""
     return (
         f"nobody serves the queue {status.queue}. On a machine with the model run: "
         f"batchkv worker -m {status.model}"
@@ -81,19 +81,19 @@ def _unfit(status: BatchStatus, serving: Sequence[WorkerInfo], num_local: int) -
         return None
     own = (local_name_prefix(status.batch_id), ASK_NAME_PREFIX)
     if num_local and not any(worker.name.startswith(own) for worker in serving):
-        return Delay("a worker is starting")  # one that fits: there is nothing to do
+        return Delay("a worker is starting")  # our own, which fits
     is_hopeless = num_local > 0 and all(worker.name.startswith(own) for worker in serving)
     return Delay(found.words, found.note, is_hopeless and not status.running)
 
 
-# A reason gets the batch, the workers that serve its queue, and how many of them are our own.
+# Arguments of a reason: the batch, the workers of its queue, the number of our own workers.
 REASONS: tuple[Reason, ...] = (_unserved, _loading, _unfit, _away)
 
 
 def find_delay(
     status: BatchStatus, serving: Sequence[WorkerInfo], num_local: int = 0
 ) -> Delay | None:
-    """Why rows of this batch wait, if it is known."""
+    """Why rows of this batch wait. None if no reason is known."""
     if status.is_done:
         return None
     found = (reason(status, serving, num_local) for reason in REASONS)
@@ -101,7 +101,11 @@ def find_delay(
 
 
 class Delays:
-    """Looks now and then; ``words`` is what the progress shows. Each note is said once."""
+    """Finds the current delay of one batch, about once a second. Prints each note once.
+
+    ``read`` returns the workers of a queue. ``count_apart`` returns the number of its suspects that
+    wait. ``refused_writes`` returns a sentence if the server refuses writes, else "".
+    """
 
     def __init__(
         self,
@@ -115,7 +119,7 @@ class Delays:
         self.words = ""
         self._refused_writes = refused_writes
         self._num_ended = -1
-        self._chunks, self._chunks_at = -1, 0.0  # of the submit, and since when it is so many
+        self._chunks, self._chunks_at = -1, 0.0  # chunks of the submit; when the last one came
         self._count_apart = count_apart
         self._read = read
         self._note = note
@@ -128,12 +132,11 @@ class Delays:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether only our own workers have served for a while, and none of them fits."""
+        """Whether for ``HOPELESS_SECONDS`` only our own workers have served, and none fits."""
         return self._clock() - self._hopeless_since >= HOPELESS_SECONDS
 
     def look(self, status: BatchStatus) -> str:
-        """The words for this moment; ``read`` gives the workers of a queue, ``count_apart`` its
-        suspects that wait, ``refused_writes`` what is wrong with a server that takes none."""
+        """The words for the progress at this moment; "" if there is no delay."""
         now = self._clock()
         if status.is_done:
             self.words, self._hopeless_since = "", float("inf")
@@ -155,7 +158,10 @@ class Delays:
         return self.words
 
     def _full_disk(self, status: BatchStatus) -> Delay | None:
-        """Asked when no row has ended since the last look: workers keep their results then."""
+        """The server refuses writes, so workers keep their results.
+
+        It is asked only if no row has ended since the last look.
+        """
         if status.num_ended != self._num_ended:
             self._num_ended = status.num_ended
             return None
@@ -163,7 +169,7 @@ class Delays:
         return Delay("the server's disk is full", sentence) if sentence else None
 
     def _stalled_submit(self, status: BatchStatus, now: float) -> Delay | None:
-        """A part of the batch is not in the queue, and does not come."""
+        """A part of the batch is missing from the queue, and nothing is added any more."""
         if status.chunks != self._chunks:
             self._chunks, self._chunks_at = status.chunks, now
         if status.is_submitted or now - self._chunks_at < STALLED_SECONDS:

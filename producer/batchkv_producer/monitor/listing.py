@@ -16,13 +16,14 @@ from batchkv_producer.wire import redis_keys
 
 ID_PAGE = 5000
 PAGE_BATCHES = 100  # read in one transaction
-# Batches that are forgotten meanwhile move all older ones up by one. So far back each page begins.
+# A batch that is forgotten meanwhile moves all older ones up by one. So each page begins this many
+# ids before the end of the last one.
 OVERLAP = 500
 _COUNTS = ("total", "ok", "failed", "canceled", "num_chunks", "chunks", "queue")
 
 
 def newest_first(connection: Redis) -> Iterator[list[BatchStatus]]:
-    """All batches of the server, some at a time; those that are gone are left out."""
+    """All batches of the server, in lists. Batches that are gone are left out."""
     workers: dict[str, int] = {}
     for ids in _id_pages(connection):
         for start in range(0, len(ids), PAGE_BATCHES):
@@ -30,7 +31,7 @@ def newest_first(connection: Redis) -> Iterator[list[BatchStatus]]:
 
 
 def count_batches(connection: Redis) -> int:
-    """How many batches the server has. Those whose results have expired only left their ids."""
+    """The number of batches on the server. Expired batches do not count, although ids are left."""
     pages = ([redis_keys.batch(batch_id) for batch_id in ids] for ids in _id_pages(connection))
     return sum(int(connection.exists(*keys)) for keys in pages if keys)
 
@@ -65,7 +66,7 @@ def _is_open(values: list[bytes | None]) -> bool:
 
 
 def _id_pages(connection: Redis) -> Iterator[list[str]]:
-    """All ids, newest first, each once, although batches come and go meanwhile."""
+    """All ids, newest first, in lists. Each comes once, even if batches come and go meanwhile."""
     start, before = 0, set[str]()
     while True:
         raw_ids: Any = connection.zrevrange(redis_keys.BATCHES, start, start + ID_PAGE - 1)

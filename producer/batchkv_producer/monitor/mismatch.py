@@ -1,4 +1,4 @@
-"""Finds rows that no worker of their queue may compute: what they wait for, and what to do."""
+"""Finds rows that no worker of their queue may compute, and says what they wait for."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MAX_NAMED = 3  # workers
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """``words`` for the progress; ``note`` is one sentence with all that helps."""
+    """Why no worker may compute the rows: ``words`` for the progress, ``note`` with ways out."""
 
     words: str
     note: str
 
 
 def find_mismatch(status: BatchStatus, serving: Sequence[WorkerInfo]) -> Mismatch | None:
-    """What the waiting rows of a batch lack, when every worker that serves it is known not to fit.
+    """Why the waiting rows of a batch have no worker. None if a worker of the queue may take them.
 
-    A worker that does not say what it has, being older, takes whatever comes.
+    A worker of an older version reports neither weights nor scheme. It takes every row.
     """
     if status.is_done or not status.queued or not serving:
         return None
@@ -33,7 +33,7 @@ def find_mismatch(status: BatchStatus, serving: Sequence[WorkerInfo]) -> Mismatc
             "a worker of an older version fails rows",
             f"{', '.join(old[:MAX_NAMED])} would fail rows of batch {status.batch_id}: they need "
             f"{', '.join(status.needs.split())}, which its version of batchkv does not know. "
-            "Upgrade it, then `batchkv retry` brings back what it failed",
+            "Upgrade it; then `batchkv retry` queues the rows again that it failed",
         )
     differing = [(worker, _difference(status, worker)) for worker in serving]
     if not all(name for _, name in differing):
@@ -50,13 +50,13 @@ def find_mismatch(status: BatchStatus, serving: Sequence[WorkerInfo]) -> Mismatc
 
 
 def why_passed_by(status: BatchStatus, worker: WorkerInfo) -> str:
-    """Why a worker that serves the queue passes the rows of this batch by; "" if it does not."""
+    """Why a worker of the queue passes by the rows of this batch. "" if it may take them."""
     name = _difference(status, worker)
     return f"it {_has(name, worker)}" if name else ""
 
 
 def _difference(status: BatchStatus, worker: WorkerInfo) -> str:
-    """The first field in which they differ; "" when the worker may take the rows."""
+    """The first field in which batch and worker differ. "" if the worker may take the rows."""
     if status.needs and not set(status.needs.split()) <= set(worker.abilities or ()):
         return "needs"
     names = ("fingerprint",) if status.is_mixed else ("fingerprint", "scheme", "dtype")
@@ -84,9 +84,9 @@ def _named(name: str, value: str) -> str:
 
 
 def _way_out(name: str, status: BatchStatus) -> str:
-    fresh = "`--fresh` with the same file computes all rows with what is there now"
+    fresh = "`--fresh` with the same file computes all rows anew, with the workers there are"
     if name == "needs":
-        return "Upgrade a worker"
+        return "Upgrade a worker of this queue"
     if name == "fingerprint":
         return f"Start a worker where {status.model} has those files; or {fresh}"
     flag = f"--kv-scheme {status.scheme}" if name == "scheme" else "that --dtype"

@@ -30,9 +30,9 @@ _FROM_RQ: dict[bytes, JobStatus] = {
 
 @dataclass(frozen=True, slots=True)
 class JobInfo:
-    """One job. ``custom_id`` is None when nothing that is left of the job tells it.
+    """One job. ``custom_id`` is None if the server no longer has it.
 
-    ``error`` says why a row failed: ``code: message``.
+    ``error``: why a row failed, as ``code: message``.
     """
 
     job_id: str
@@ -46,7 +46,7 @@ class JobInfo:
 
 
 def read_job(connection: Redis, job_id: str) -> JobInfo:
-    """Where one job stands; raises NotFoundError."""
+    """The state of one job. Raises NotFoundError."""
     batch_id, line = split_job_id(job_id)
     with connection.pipeline(transaction=False) as pipeline:
         pipeline.hget(redis_keys.results(batch_id), str(line))
@@ -79,7 +79,7 @@ def _count(raw: bytes | None) -> int:
 
 
 def split_job_id(job_id: str) -> tuple[str, int]:
-    """(batch id, line) of a job id; raises NotFoundError when it is none."""
+    """(batch id, line) of a job id. Raises NotFoundError if the text is no job id."""
     parsed = redis_keys.parse_job_id(job_id)
     if parsed is None:
         raise NotFoundError(f"{job_id!r} is no job id: it looks like 0123456789abcdef-1")

@@ -11,7 +11,7 @@ from batchkv_producer.wire import redis_keys
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """What is in a queue: entries, leases, and whether duplicates wait for a leader that ended."""
+    """A queue: its entries, its leases, and whether duplicates wait for a leader that ended."""
 
     num_waiting: int
     num_leased: int
@@ -19,7 +19,7 @@ class QueueState:
 
 
 def read_queue(connection: Redis, name: str) -> QueueState:
-    """Where a queue stands, in one transaction."""
+    """The state of a queue, read in one transaction."""
     with connection.pipeline(transaction=True) as pipeline:
         for key in redis_keys.waiting_lists(name):
             pipeline.llen(key)

@@ -10,11 +10,12 @@ from batchkv_producer.wire.redis_keys import PRIORITIES
 
 
 def seconds_left(batches: Iterable[BatchStatus], workers: Sequence[WorkerInfo]) -> dict[str, float]:
-    """Batch id -> seconds until it is done, of those for which that can be told.
+    """Batch id -> seconds until the batch is done, for the batches that have an estimate.
 
-    A queue's batches run one after the other, urgent ones first. What an open row will generate is
-    the mean of the rows that have ended well; after a batch without any nothing is known. Nor is it
-    while a worker that is asleep or dead holds rows: they wait until its lease ends.
+    A queue's batches run one after the other, urgent ones first. An open row is expected to
+    generate as many tokens as the mean of the ok rows. A batch without ok rows has no estimate, nor
+    have the batches after it. There is none either while a worker that is asleep or dead holds
+    rows, because they wait until its lease ends.
     """
     found: dict[str, float] = {}
     queues: dict[str, list[BatchStatus]] = {}
@@ -27,7 +28,7 @@ def seconds_left(batches: Iterable[BatchStatus], workers: Sequence[WorkerInfo]) 
             continue
         rate = sum(worker.tokens_per_second or 0 for worker in serving if not worker.is_away)
         num_tokens = 0.0
-        for batch in sorted(waiting, key=_turn):
+        for batch in sorted(waiting, key=_queue_order):
             if not rate or not batch.ok or not batch.completion_tokens:
                 break
             num_open = batch.total - batch.num_ended
@@ -36,11 +37,11 @@ def seconds_left(batches: Iterable[BatchStatus], workers: Sequence[WorkerInfo]) 
     return found
 
 
-def _turn(batch: BatchStatus) -> tuple[int, int]:
+def _queue_order(batch: BatchStatus) -> tuple[int, int]:
     rank = PRIORITIES.index(batch.priority) if batch.priority in PRIORITIES else 1
     return rank, batch.created
 
 
 def percent_done(batch: BatchStatus) -> int:
-    """Rows that have ended, of a hundred; 100 only when all have."""
+    """The per cent of rows that have ended, rounded down. 100 only if all have ended."""
     return 100 if batch.is_done else min(99, 100 * batch.num_ended // max(1, batch.total))

@@ -18,7 +18,7 @@ from batchkv_producer.wire.batch_options import moment_text
 log = logging.getLogger(__name__)
 
 MIN_PREFIX_CHARS = 6
-MAX_COUNT = 2**53  # of anything; no batch comes near, and arithmetic with it stays exact
+MAX_COUNT = 2**53  # of any count: far more than a batch has, and still exact as a float
 
 _PREFIX = re.compile(f"[0-9a-f]{{{MIN_PREFIX_CHARS},16}}")
 
@@ -27,14 +27,15 @@ _PREFIX = re.compile(f"[0-9a-f]{{{MIN_PREFIX_CHARS},16}}")
 class BatchStatus:
     """One batch at one moment, read in one transaction.
 
-    ``created`` is seconds since 1970, ``busy_ms`` summed over rows; ``saved_ms`` is what computing
-    the cached tokens would have taken, as workers measured it. ``last_line`` is the number of the
-    file's last row; it is more than ``total`` when the file has blank lines. ``is_submitted``: all
-    rows are in, none is still on its way.
+    ``created`` is in seconds since 1970. ``busy_ms`` is summed over rows. ``saved_ms`` is the time
+    to compute the cached tokens, as workers measured it. ``last_line`` is the number of the file's
+    last row; it is more than ``total`` if the file has blank lines. ``is_submitted``: all rows are
+    on the server.
 
-    ``expires`` is the deadline, ``kept_until`` when the results go, ``read_at`` the moment of this
-    status: seconds since 1970 by the server's clock, 0 is none. ``num_results`` are stored: as many
-    as rows have ended. ``copied`` rows got the answer of another that asked for the same.
+    ``expires`` is the deadline, ``kept_until`` the time at which the results are deleted,
+    ``read_at`` the time of this status: seconds since 1970 by the server's clock, 0 for none.
+    ``num_results`` counts the stored results, one for each row that has ended. ``copied`` rows got
+    the answer of another row with the same request.
     """
 
     batch_id: str
@@ -61,20 +62,20 @@ class BatchStatus:
     keep_seconds: int = 0
     kept_until: int = 0
     is_deduped: bool = False
-    has_aligned_jobs: bool = False  # what RQ keeps of the jobs goes with the results
+    has_aligned_jobs: bool = False  # RQ's jobs are deleted together with the results
     copied: int = 0
-    kept: int = 0  # ok, with the answer that a row of an earlier batch had
-    chunks: int = 0  # of the submit, that are in the queue
-    cut: int = 0  # ok, their answer ends at max_tokens; older workers do not count them
+    kept: int = 0  # ok rows with the answer of a row of an earlier batch
+    chunks: int = 0  # chunks of the submit that are in the queue
+    cut: int = 0  # ok rows whose answer ends at max_tokens; older workers do not count them
     num_results: int = 0
-    fingerprint: str = ""  # of the model that computes it, like the next two if it is known
+    fingerprint: str = ""  # of the batch's model; like scheme and dtype "" until it is known
     scheme: str = ""
     dtype: str = ""
-    needs: str = ""  # what its rows ask of a worker beyond what every version can, between blanks
+    needs: str = ""  # abilities that a worker needs and older versions lack, separated by blanks
     is_mixed: bool = False  # several schemes and dtypes may compute it
     generation: int = 1
-    base: str = ""  # the id of the first generation, if this is a later one
-    is_forgotten: bool = False  # `batchkv forget` is at work on it
+    base: str = ""  # the id of the first generation, for a later one
+    is_forgotten: bool = False  # `batchkv forget` is deleting it
     read_at: float = field(default=0.0, compare=False)
 
     @property
@@ -84,27 +85,27 @@ class BatchStatus:
 
     @property
     def queued(self) -> int:
-        """Rows that nobody works on yet."""
+        """Rows that no worker holds yet."""
         return self.total - self.num_ended - self.running
 
     @property
     def is_done(self) -> bool:
-        """True when every row has a result."""
+        """True if every row has a result."""
         return self.is_submitted and self.num_ended == self.total
 
     @property
     def is_overdue(self) -> bool:
-        """True when rows that have not started are past the batch's deadline."""
+        """True if rows have not started and the batch's deadline is past."""
         return 0 < self.expires <= self.read_at and self.queued > 0
 
     @property
     def is_untouched(self) -> bool:
-        """True when rows wait, nobody serves them, and no worker has ever taken one of them."""
+        """True if rows wait, no worker serves them, and none has ever taken one of them."""
         has_run = self.running or self.ok or self.busy_ms or self.prompt_tokens
         return not (self.is_done or self.num_workers or has_run)
 
     def whole_sum(self) -> str:
-        """Every row in one sum: ``5 = 1 ok + 1 failed + 0 canceled + 2 queued + 1 running``."""
+        """All rows as one sum: ``5 = 1 ok + 1 failed + 0 canceled + 2 queued + 1 running``."""
         return (
             f"{self.total:,} = {self._ok()} + {self.failed:,} failed + {self.canceled:,} canceled"
             f" + {self.queued:,} queued + {self.running:,} running"
@@ -116,7 +117,7 @@ class BatchStatus:
         return f"{self.ok:,} ok" + (f" ({some})" if some else "")
 
     def reconciliation(self) -> str:
-        """The sum in one line: ``20,000 = 19,959 ok + 41 failed + 0 canceled``."""
+        """The ended rows as a sum: ``20,000 = 19,959 ok + 41 failed + 0 canceled``."""
         open_rows = self.total - self.num_ended
         tail = f" + {open_rows:,} open" if open_rows else ""
         return (
@@ -126,9 +127,9 @@ class BatchStatus:
 
 
 def find_batch(connection: Redis, wanted: str, *, or_forgotten: bool = False) -> str:
-    """The full id of a batch given whole or by a prefix; raises NotFoundError.
+    """The full id of a batch from its id or a prefix of it. Raises NotFoundError.
 
-    A batch that is being forgotten is found only if that is asked for.
+    ``or_forgotten``: also for a batch that is being forgotten.
     """
     batch_id = match_batch(connection, wanted)
     if not connection.exists(redis_keys.batch(batch_id)):
@@ -139,7 +140,7 @@ def find_batch(connection: Redis, wanted: str, *, or_forgotten: bool = False) ->
 
 
 def match_batch(connection: Redis, wanted: str) -> str:
-    """The full id of a batch that is there or was; raises NotFoundError."""
+    """The full id of a batch, even if it has expired. Raises NotFoundError."""
     if not _PREFIX.fullmatch(wanted):
         raise NotFoundError(
             f"{wanted!r} is no batch id: give its 16 hex digits, or at least the first "
@@ -158,7 +159,7 @@ def match_batch(connection: Redis, wanted: str) -> str:
 
 
 def read_batch(connection: Redis, batch_id: str) -> BatchStatus:
-    """The status of one batch by its full id; raises NotFoundError."""
+    """The status of one batch by its full id. Raises NotFoundError."""
     found = read_batches(connection, [batch_id])
     if not found:
         raise gone(connection, batch_id)
@@ -166,7 +167,7 @@ def read_batch(connection: Redis, batch_id: str) -> BatchStatus:
 
 
 def check_there(connection: Redis, batch_id: str) -> None:
-    """Raise NotFoundError when a batch, by its full id, is gone or about to go."""
+    """Raise NotFoundError if the batch of this full id is gone or being forgotten."""
     digest, forgotten = connection.hmget(redis_keys.batch(batch_id), "digest", "forgotten")
     if forgotten is not None:
         raise being_forgotten(batch_id)
@@ -175,12 +176,12 @@ def check_there(connection: Redis, batch_id: str) -> None:
 
 
 def being_forgotten(batch_id: str) -> NotFoundError:
-    """What to raise for a batch that is on its way out."""
+    """The error for a batch that is being forgotten."""
     return NotFoundError(f"batch {batch_id} is being forgotten (`batchkv forget`)")
 
 
 def gone(connection: Redis, batch_id: str) -> NotFoundError:
-    """What to raise for a batch that is not there: was it ever?"""
+    """The error for a missing batch: it has expired, or the server never had it."""
     created: Any = connection.zscore(redis_keys.BATCHES, batch_id)
     if created is None:
         return NotFoundError(f"no batch {batch_id} on this server")
@@ -193,10 +194,10 @@ def gone(connection: Redis, batch_id: str) -> NotFoundError:
 def read_batches(
     connection: Redis, batch_ids: Sequence[str], *, workers: dict[str, int] | None = None
 ) -> list[BatchStatus]:
-    """The status of several batches, read in one transaction; those that are gone are left out.
+    """The status of several batches, read in one transaction. Batches that are gone are left out.
 
-    Of several, one that cannot be read is left out with a warning. ``workers`` keeps how many
-    serve each queue for who reads page after page.
+    One that cannot be read is left out with a warning, if there are others. ``workers`` caches the
+    number of workers of each queue between calls.
     """
     with connection.pipeline(transaction=True) as pipeline:
         pipeline.time()
@@ -208,7 +209,7 @@ def read_batches(
     read_at = seconds + micros / 1e6
     parts = zip(batch_ids, replies[::3], replies[1::3], replies[2::3], strict=True)
     known = {
-        # A script that was cut short may have left the counter wrong; who holds a row stands there.
+        # An interrupted script may have left the counter wrong. The hash of held rows is right.
         batch: {
             **text_map(raw),
             "read_at": str(read_at),

@@ -13,31 +13,30 @@ from redis import Redis
 
 from batchkv_producer.wire import redis_keys
 
-MAX_DIGITS = 19  # of a count: Redis's own are of 64 bits
-# How what a worker does begins before it takes its first row.
-LOADING = ("loading", "downloading", "measuring")
-HEARTBEAT_SECONDS = 15.0  # of a worker that does not say otherwise
+MAX_DIGITS = 19  # of a count: Redis has 64-bit integers
+LOADING = ("loading", "downloading", "measuring")  # ``doing`` begins so before the first row
+HEARTBEAT_SECONDS = 15.0  # of a worker whose record has no other interval
 MISSED_HEARTBEATS = 2
-MAX_TOLD_CHARS = 1024
-MAX_HELD_READ = 10_000  # leases looked at to count what a worker holds
-ASK_NAME_PREFIX = "run-ask"  # of the names of ask's own workers
+MAX_TEXT_CHARS = 1024
+MAX_HELD_READ = 10_000  # leases read to count the jobs of a worker
+ASK_NAME_PREFIX = "run-ask"  # names of workers of `batchkv ask` begin so
 
 
 def local_name_prefix(batch_id: str) -> str:
-    """What the names of a run's own workers begin with."""
+    """The beginning of the names of a run's own workers."""
     return f"run-{batch_id[:8]}"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """One live worker. ``last_heartbeat`` is seconds since 1970; ``num_running`` jobs it holds.
+    """One live worker. ``last_heartbeat`` is in seconds since 1970. It holds ``num_running`` jobs.
 
-    From ``doing`` on it is what the worker tells of itself; older workers do not, and it is empty.
-    ``doing`` is more than RQ's state says: ``loading 2.1 of 7.3 GB``, ``finishing 12 rows``.
-    ``tokens_per_second`` are those generated in the last minute, while there were rows.
+    The worker itself reports ``doing`` and the fields after it. For older workers they are empty.
+    ``doing`` is more precise than RQ's state: ``loading 2.1 of 7.3 GB``, ``finishing 12 rows``.
+    ``tokens_per_second`` is the rate of the last minute in which it had rows.
 
-    ``silent_seconds`` have passed, by the server's clock, since it was heard of, which should be
-    every ``heartbeat_seconds``; ``is_away``: it has missed two.
+    ``silent_seconds``: the time since its last heartbeat, by the server's clock. A heartbeat is due
+    every ``heartbeat_seconds``. ``is_away``: it has missed two.
     """
 
     name: str
@@ -52,10 +51,10 @@ class WorkerInfo:
     doing: str = ""
     version: str = ""
     model: str = ""
-    fingerprint: str = ""  # of its model's files, once they are loaded
+    fingerprint: str = ""  # of its model's files; "" until they are loaded
     scheme: str = ""
     dtype: str = ""
-    abilities: tuple[str, ...] | None = None  # beyond what every version can; None: an older one
+    abilities: tuple[str, ...] | None = None  # that older versions lack; None: an older version
     tokens_per_second: int | None = None
     memory_bytes: int | None = None
     silent_seconds: float = 0.0
@@ -69,19 +68,20 @@ class WorkerInfo:
 
     @property
     def is_loading(self) -> bool:
-        """Whether it takes no rows yet."""
+        """Whether it has not begun to take rows."""
         return self.doing.startswith(LOADING)
 
 
 def text_map(raw: dict[bytes, bytes]) -> dict[str, str]:
-    """A hash as text; bytes that are no UTF-8 are replaced."""
+    """A hash of Redis as text. Bytes that are not UTF-8 are replaced."""
     return {k.decode("utf-8", "replace"): v.decode("utf-8", "replace") for k, v in raw.items()}
 
 
 def live_workers(connection: Redis, queue: str) -> list[str]:
-    """Names of the workers that serve a queue (all of them for ""): born, and not yet dead.
+    """The names of the live workers of a queue, or of all queues for "".
 
-    RQ's sets keep the keys of workers that were killed; their hashes expire.
+    RQ's sets keep the keys of killed workers, but their hashes expire. So only keys count whose
+    hash has a birth and no death.
     """
     members: Any = connection.smembers(redis_keys.workers(queue))
     keys = sorted(key.decode("utf-8", "replace") for key in members)
@@ -98,8 +98,8 @@ def live_workers(connection: Redis, queue: str) -> list[str]:
 
 
 def serving_workers(connection: Redis, queue: str) -> list[WorkerInfo]:
-    """The live workers of one queue. ``num_running``, which takes long to count, is 0 but of those
-    that are away."""
+    """The live workers of one queue. ``num_running`` is 0 except for workers that are away, because
+    it takes long to count."""
     now, pairs = _records(connection, queue)
     found = [_worker_info(name, values, 0, now) for name, values in pairs]
     num_held = _count_held(connection, [queue]) if any(w.is_away for w in found) else {}
@@ -118,7 +118,7 @@ def read_workers(connection: Redis) -> list[WorkerInfo]:
 
 
 def _records(connection: Redis, queue: str) -> tuple[int, list[tuple[str, dict[str, str]]]]:
-    """The server's time, and (name, record) of a queue's live workers; for "" of all of ours."""
+    """The server's time, and (name, record) of a queue's live workers; "": of all our queues."""
     names = live_workers(connection, queue)
     with connection.pipeline(transaction=False) as pipeline:
         pipeline.time()
@@ -135,19 +135,19 @@ def _records(connection: Redis, queue: str) -> tuple[int, list[tuple[str, dict[s
 
 
 def _worker_info(name: str, values: dict[str, str], num_running: int, now: int) -> WorkerInfo:
-    """``now`` is the server's time."""
-    silent = _silent(values, now)
-    beat = _whole(values, "bkv_beat_ms") / 1000 or HEARTBEAT_SECONDS
+    """The worker of a record. ``now`` is the server's time."""
+    silent = _silent_seconds(values, now)
+    beat = _number(values, "bkv_beat_ms") / 1000 or HEARTBEAT_SECONDS
     return WorkerInfo(
         name=name,
         hostname=values.get("hostname", ""),
-        pid=_whole(values, "pid"),
+        pid=_number(values, "pid"),
         queues=tuple(values.get("queues", "").split(",")),
         state=values.get("state", ""),
         last_heartbeat=_seconds(values.get("last_heartbeat", "")),
         num_running=num_running,
-        num_successful=_whole(values, "successful_job_count"),
-        num_failed=_whole(values, "failed_job_count"),
+        num_successful=_number(values, "successful_job_count"),
+        num_failed=_number(values, "failed_job_count"),
         doing=_text_of(values, "bkv_state"),
         version=_text_of(values, "bkv_version"),
         model=_text_of(values, "bkv_model"),
@@ -155,8 +155,8 @@ def _worker_info(name: str, values: dict[str, str], num_running: int, now: int) 
         scheme=_text_of(values, "bkv_scheme"),
         dtype=values.get("bkv_dtype", ""),
         abilities=tuple(values["bkv_abilities"].split()) if "bkv_abilities" in values else None,
-        tokens_per_second=_whole_if_said(values, "bkv_tokens_per_second"),
-        memory_bytes=_whole_if_said(values, "bkv_memory"),
+        tokens_per_second=_number_or_none(values, "bkv_tokens_per_second"),
+        memory_bytes=_number_or_none(values, "bkv_memory"),
         silent_seconds=silent,
         heartbeat_seconds=beat,
         is_away=silent > MISSED_HEARTBEATS * beat + 1,  # the server's time is in whole seconds
@@ -164,35 +164,35 @@ def _worker_info(name: str, values: dict[str, str], num_running: int, now: int) 
 
 
 def seconds_silent(connection: Redis, name: str) -> float:
-    """How long nothing was heard of a worker; infinity when the server has no record of it."""
+    """Seconds since a worker's last heartbeat. Infinity if the server has no record of it."""
     with connection.pipeline(transaction=False) as pipeline:
         pipeline.time()
         pipeline.hgetall(redis_keys.worker(name))
         (now, _), found = pipeline.execute()
-    return _silent(text_map(found), now) if found else math.inf
+    return _silent_seconds(text_map(found), now) if found else math.inf
 
 
-def _silent(values: dict[str, str], now: int) -> float:
+def _silent_seconds(values: dict[str, str], now: int) -> float:
     if "bkv_seen" in values:
-        return max(0.0, float(now - _whole(values, "bkv_seen")))
-    # An older worker, or one that has just begun: by its own clock.
+        return max(0.0, float(now - _number(values, "bkv_seen")))
+    # The record of an older or very new worker only has a time by the worker's own clock.
     last = _seconds(values.get("last_heartbeat", ""))
     return max(0.0, time.time() - last) if last else 0.0
 
 
-def _whole(values: dict[str, str], name: str) -> int:
-    """A number of a record that anybody may have written: 0 when it is none."""
+def _number(values: dict[str, str], name: str) -> int:
+    """A number in a record. 0 if the text is no number, because anybody may have written it."""
     text = values.get(name, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < MAX_DIGITS else 0
 
 
 def _text_of(values: dict[str, str], name: str) -> str:
-    """What a worker, or whoever writes its record, tells of itself: no more than a line of it."""
-    return values.get(name, "")[:MAX_TOLD_CHARS]
+    """A text in a record, cut to one line's length, because anybody may have written it."""
+    return values.get(name, "")[:MAX_TEXT_CHARS]
 
 
-def _whole_if_said(values: dict[str, str], name: str) -> int | None:
-    return _whole(values, name) if name in values else None
+def _number_or_none(values: dict[str, str], name: str) -> int | None:
+    return _number(values, name) if name in values else None
 
 
 def _seconds(iso: str) -> float:
@@ -204,7 +204,7 @@ def _seconds(iso: str) -> float:
 
 
 def _count_held(connection: Redis, queues: Iterable[str]) -> dict[str, int]:
-    """Worker name -> jobs that it holds in these queues."""
+    """Worker name -> number of jobs that it holds in these queues."""
     counts: dict[str, int] = {}
     for queue in queues:
         leases: Any = connection.zrange(redis_keys.registry("wip", queue), 0, MAX_HELD_READ - 1)

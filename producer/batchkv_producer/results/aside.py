@@ -1,4 +1,4 @@
-"""An OUT that holds answers of another generation of the batch: moved aside, never overwritten."""
+"""Moves an OUT with answers of another generation to OUT.1.old.jsonl. It is never overwritten."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ MAX_LINE_BYTES = 2**26
 
 
 def holds_other(out: Path, batch_id: str, relatives: Collection[str], maker: Maker) -> bool:
-    """Whether OUT begins with rows of another generation, or of this one made with something else.
+    """Whether OUT begins with rows of another generation, or of another maker.
 
-    The second happens where a batch was forgotten, or its server lost, and is made anew.
+    A batch that was forgotten, or lost with its server, has the same id when it is submitted again.
+    Then only the maker (weights, scheme, dtype) may differ.
     """
     if out == STDOUT:
         return False
@@ -28,9 +29,9 @@ def holds_other(out: Path, batch_id: str, relatives: Collection[str], maker: Mak
 
 
 def set_aside(out: Path) -> Path:
-    """Move OUT and its errors file to a name that is free; which. Raises OutputError.
+    """Move OUT and its errors file to a free name and return that name. Raises OutputError.
 
-    A process that is killed between the two has moved the errors file: OUT follows it.
+    The errors file is moved first. If the process is killed then, the next call moves OUT.
     """
     has_errors = errors_path(out).exists()
     names = map(partial(_name, out), itertools.count(1))
@@ -42,7 +43,7 @@ def set_aside(out: Path) -> Path:
     try:
         for source, target in ((errors_path(out), errors_path(free)), (out, free)):
             if source.exists():
-                file = LineFile.open(source)  # nobody else is at work on it
+                file = LineFile.open(source)  # locks it, so that no other process writes to it
                 try:
                     source.rename(target)
                 finally:
@@ -53,7 +54,7 @@ def set_aside(out: Path) -> Path:
 
 
 def newest_aside(out: Path) -> Path | None:
-    """What OUT was moved to last; None if it never was."""
+    """The name that OUT was moved to last. None if it never was."""
     last = None
     for number in itertools.count(1):
         name = _name(out, number)
@@ -81,7 +82,7 @@ def _is_other(part: Path, batch_id: str, relatives: Collection[str], maker: Make
 
 
 def first_row(part: Path) -> dict[str, object]:
-    """What the first line of OUT says, or of its errors file; empty when that is no row."""
+    """The first row of OUT or of its errors file. Empty if the first line is no row."""
     try:
         with part.open("rb") as stream:
             row = json.loads(stream.readline(MAX_LINE_BYTES))

@@ -1,7 +1,8 @@
-"""Reading what may be large: sizes are asked for first, and what is enough is read at once.
+"""Reads jobs and results in pages of limited size.
 
-A row's data, and its result, may have 64 MiB. A page of rows is as many as ``ENOUGH_BYTES`` hold,
-or one; the server measures and reads in one step, which costs no round trip more than reading.
+A row's data and its result may each have 64 MiB. A page holds as many rows as fit into
+``ENOUGH_BYTES``, but at least one. The server measures and reads in one step, so this needs no more
+round trips than plain reads.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class Reader(Scripts):
     """Bounded reads of one server."""
 
     def results(self, batch_id: str, lines: Sequence[int]) -> list[bytes | None]:
-        """Stored results of the first of these lines: fewer than were asked for, but one at least.
+        """The stored results of the first of these lines: as many as fit a page, at least one.
 
-        None where there is none, nothing (b"") for one that is larger than a result may be.
+        None for a line without a result, b"" for a result that is larger than allowed.
         """
         args = [ENOUGH_BYTES, MAX_RESULT_BYTES, *map(str, lines)]
         found: list[bytes | None] = self._run("values", [redis_keys.results(batch_id)], args)
@@ -33,7 +34,7 @@ class Reader(Scripts):
     def jobs(
         self, job_ids: Sequence[str], states: Sequence[bytes]
     ) -> Iterator[tuple[str, bytes | None, bytes | None]]:
-        """(id, state, data) of each job; data only of those in one of these states."""
+        """(id, state, data) of each job. Data is read only for jobs in one of these states."""
         start = 0
         while start < len(job_ids):
             wanted = b",%b," % b",".join(states)
@@ -43,7 +44,7 @@ class Reader(Scripts):
             start += len(found) // 2
 
     def unended(self, batch_id: str, lines: Sequence[int]) -> list[tuple[int, bytes | None]]:
-        """(line, state of its job or None) of the lines that have no result, read in one step."""
+        """(line, state of its job or None) of the lines without a result, read in one step."""
         args = [batch_id, *map(str, lines)]
         found: list[Any] = self._run("unended", [redis_keys.results(batch_id)], args)
         return [(int(line), s) for line, s in zip(found[::2], found[1::2], strict=True)]
@@ -52,7 +53,7 @@ class Reader(Scripts):
 def stored_results(
     connection: Redis, batch_id: str, lines: Sequence[int]
 ) -> Iterator[tuple[int, bytes | None]]:
-    """(line, stored result or None) of each line, read a page at a time."""
+    """(line, stored result or None) of each line, read page by page."""
     reader, start = Reader(connection), 0
     while start < len(lines):
         found = reader.results(batch_id, lines[start:])

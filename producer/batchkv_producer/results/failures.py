@@ -1,4 +1,4 @@
-"""Why rows of a batch failed: their codes, with the lines and a message of each."""
+"""Groups the failed rows of a batch by error code, with lines and one message for each code."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Result, decode_result
 
 MAX_GROUPS = 20
-MAX_LINES_SHOWN = 20  # of one group
+MAX_LINES_SHOWN = 20  # in one group
 MAX_MESSAGE_CHARS = 200
-MAX_JOBS_READ = 10_000  # of RQ's list of failed jobs, which other batches are in, too
+MAX_JOBS_READ = 10_000  # from RQ's list of failed jobs, which has jobs of other batches, too
 PAGE_ROWS = 500
-LOOK_SECONDS = 3.0  # spent on reading a batch's results
+LOOK_SECONDS = 3.0  # limit for reading a batch's results
 
 _TAIL_NUMBER = re.compile(rb"-([0-9]{1,12})$")
 
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """The rows that failed with one code: how many are known, their lines, one of their messages.
+    """The rows that failed with one code: their number, first lines and one of their messages.
 
-    ``lines`` are the first in the order of the input.
+    ``count`` are the rows that were found; there may be more.
     """
 
     code: str
@@ -52,14 +52,14 @@ class Failures:
 
 
 def read_failures(connection: Redis, status: BatchStatus) -> list[Failures]:
-    """The failed rows of a batch by code, the most frequent first.
+    """The failed rows of a batch by code, the most frequent code first.
 
-    Of a batch so large that its results cannot be read in seconds, those that were found.
+    A large batch is read for at most ``LOOK_SECONDS``; then some failed rows may be missing.
     """
     if not status.failed:
         return []
     found: dict[int, Result] = dict(_failed_jobs(connection, status))
-    if len(found) < status.failed:  # wrong in the input, or long ago
+    if len(found) < status.failed:  # RQ has no job of rows that were wrong or failed long ago
         until = time.monotonic() + LOOK_SECONDS
         for row in in_finish_order(connection, status.batch_id):
             if row.result.outcome == "failed":
@@ -70,7 +70,7 @@ def read_failures(connection: Redis, status: BatchStatus) -> list[Failures]:
 
 
 def grouped(failed: Iterable[tuple[int, Result]]) -> list[Failures]:
-    """(line, result) of failed rows by code, the most frequent first, at most ``MAX_GROUPS``."""
+    """Group failed rows by code, the most frequent code first, at most ``MAX_GROUPS``."""
     by_code: dict[str, list[tuple[int, str]]] = {}
     for line, result in sorted(failed, key=lambda pair: pair[0]):
         code, message = result.error or ("unknown", "")
@@ -84,7 +84,7 @@ def grouped(failed: Iterable[tuple[int, Result]]) -> list[Failures]:
 
 
 def failure_lines(failures: Iterable[Failures], num_failed: int) -> Iterator[str]:
-    """The lines for a person."""
+    """The lines to print: one for each code, and one for failed rows that were not found."""
     num_known = 0
     for group in failures:
         num_known += group.count
@@ -94,7 +94,7 @@ def failure_lines(failures: Iterable[Failures], num_failed: int) -> Iterator[str
 
 
 def _failed_jobs(connection: Redis, status: BatchStatus) -> Iterator[tuple[int, Result]]:
-    """Failed rows that RQ has on its list."""
+    """The batch's rows in RQ's list of failed jobs."""
     key = redis_keys.registry("failed", status.queue)
     ids: Any = connection.zrevrange(key, 0, MAX_JOBS_READ - 1)
     prefix = f"{status.batch_id}-".encode()

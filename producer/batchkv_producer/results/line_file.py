@@ -1,6 +1,6 @@
-"""A locked file of whole lines, each the output line of one row of one batch.
+"""A locked file of output lines of one batch: whole lines, one for each row.
 
-``outfile`` makes OUT and its errors file of two of these.
+``outfile`` uses two of them, for OUT and for its errors file.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _OWN_LINE = re.compile(rb'\{"id": ?"([0-9a-f]{16})-([1-9][0-9]{0,11})",')
 
 
 class OutputError(DiskError):
-    """OUT could not be written to its end: the disk is full or broken. A rerun goes on."""
+    """OUT could not be written: the disk is full or broken. The same command goes on later."""
 
 
 class LineFile:
-    """One locked file of whole lines, each an output line of one batch, appended to."""
+    """One open and locked file. Rows are appended as whole lines."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._descriptor = descriptor
         self._buffer = bytearray()
-        self._end = os.fstat(descriptor).st_size  # everything before is whole lines
+        self._end = os.fstat(descriptor).st_size  # whole lines end here
 
     @classmethod
     def open(cls, path: Path) -> LineFile:
-        """Open or create; UsageError when that is refused or another process has it locked."""
+        """Open or create the file. UsageError if that fails or another process has locked it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
         if path.exists() and not path.is_file():
             kind = "a folder" if path.is_dir() else "not a regular file"
@@ -53,7 +53,7 @@ class LineFile:
                 raise UsageError(_cannot_open(path, fault)) from fault
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Somebody may have put a new file in its place between the two calls.
+                # Another process may have replaced the file between the two calls.
                 if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                     _sync_folder(path)
                     return cls(path, descriptor)
@@ -65,25 +65,30 @@ class LineFile:
             os.close(descriptor)
 
     def clear(self) -> None:
-        """Let nothing be in it."""
+        """Delete the content of the file."""
         os.ftruncate(self._descriptor, 0)
         self._end = 0
 
     def close(self, *, remove_if_empty: bool = False) -> None:
-        """Let the file and its lock go. Somebody else's file of this name stays."""
+        """Close and unlock the file.
+
+        ``remove_if_empty`` deletes an empty file, unless another file has its name by now.
+        """
         if remove_if_empty and os.fstat(self._descriptor).st_size == 0 and self._is_in_place():
             self.path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
     def write(self, row: bytes) -> None:
+        """Append a row with its newline to the buffer."""
         self._buffer += row
         if len(self._buffer) >= BUFFER_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        """Append what is buffered; on a full disk what was written of it is cut off again.
+        """Append the buffer to the file.
 
-        Nothing is written any more once another program has deleted, replaced or cut the file.
+        If the disk is full, the file is cut back to whole lines. Raises OutputError then, and if
+        another program has deleted, replaced or cut the file.
         """
         self._check_untouched()
         position = self._end
@@ -100,29 +105,31 @@ class LineFile:
         self._end = position
 
     def sync(self) -> None:
+        """Wait until the flushed rows are on the disk. Raises OutputError."""
         try:
-            if sys.platform == "darwin":  # fsync there leaves data in the drive's own cache
+            if sys.platform == "darwin":  # there, fsync leaves data in the drive's own cache
                 try:
                     fcntl.fcntl(self._descriptor, fcntl.F_FULLFSYNC)
                     return
-                except OSError:  # network file systems have no such call
+                except OSError:  # network file systems lack this call
                     pass
             os.fsync(self._descriptor)
         except OSError as fault:
             raise OutputError(_cannot_write(self.path, fault)) from fault
 
     def rows(self, batch_id: str) -> Iterator[tuple[int, bytes]]:
-        """(line number, row with its newline) of every row; UsageError on anything else."""
+        """(line number, row with its newline) of every row. UsageError if a line is no row."""
         with self._reader() as file:
             for number, row in enumerate(file, 1):
                 yield line_of(row, batch_id, self.path, number), row
 
     def first_row(self) -> bytes:
+        """The first line of the file; b"" if it is empty."""
         with self._reader() as file:
             return file.readline(2**26)
 
     def cut_torn_line(self, batch_id: str) -> None:
-        """Cut what stands after the last newline, if it is what a crash leaves of a line."""
+        """Cut the bytes after the last newline, if they are a row that a crash has cut short."""
         start = self._end_of_last_line()
         if start == self._end:
             return
@@ -133,22 +140,22 @@ class LineFile:
         self._end = start
 
     def rewrite(self, batch_id: str, is_kept: Callable[[int], bool]) -> None:
-        """Keep some rows only. The new file takes the place of the old one in one step."""
+        """Keep only some rows. A new file replaces the old one in one step."""
         self.flush()
-        with beside(self.path) as fresh:
+        with replacement_for(self.path) as fresh:
             for line, row in self.rows(batch_id):
                 if is_kept(line):
                     fresh.write(row)
-            fresh.put_in_place_of(self.path)
+            fresh.rename_to(self.path)
         self.adopt(fresh)
 
     def adopt(self, fresh: LineFile) -> None:
-        """Go on with the file that has been put in the place of this one."""
+        """Use the open file ``fresh``, which has replaced this one on the disk."""
         os.close(self._descriptor)
         self._descriptor, self._end = fresh._descriptor, fresh._end
 
-    def put_in_place_of(self, path: Path) -> None:
-        """Give a file that was written ``beside`` another the other's name, in one step."""
+    def rename_to(self, path: Path) -> None:
+        """Write this file to the disk and rename it to ``path``, which it replaces in one step."""
         self.flush()
         self.sync()
         target = Path(os.path.realpath(path))
@@ -157,9 +164,10 @@ class LineFile:
         self.path = path
 
     def _is_in_place(self) -> bool:
-        """Whether the name still leads to the file that is open, as far as can be told.
+        """Whether the file's name still names the open file.
 
-        Some network file systems number a file anew; one of another size is another file.
+        Some network file systems give an open file a new inode number. So a file with another
+        number counts as the same one if the sizes are equal.
         """
         try:
             there = os.stat(self.path)
@@ -169,17 +177,17 @@ class LineFile:
         return os.path.samestat(here, there) or here.st_size == there.st_size
 
     def _check_untouched(self) -> None:
-        """Raise OutputError when what is appended would not stand behind what was written."""
+        """Raise OutputError if another program has deleted, replaced or cut the file."""
         if not self._is_in_place():
-            raise OutputError(_meddled(self.path, "deleted, moved or replaced"))
+            raise OutputError(_changed_by_another(self.path, "deleted, moved or replaced"))
         if os.fstat(self._descriptor).st_size < self._end:
-            raise OutputError(_meddled(self.path, "cut"))
+            raise OutputError(_changed_by_another(self.path, "cut"))
 
     def _reader(self) -> BinaryIO:
         try:
             return open(self.path, "rb", buffering=BUFFER_BYTES)
         except FileNotFoundError as fault:
-            raise OutputError(_meddled(self.path, "deleted or moved")) from fault
+            raise OutputError(_changed_by_another(self.path, "deleted or moved")) from fault
 
     def _end_of_last_line(self) -> int:
         position = self._end
@@ -194,12 +202,13 @@ class LineFile:
 
 
 def line_of(row: bytes, batch_id: str, path: Path, number: int) -> int:
-    """The line number that a row of OUT is the result of."""
+    """The input line of a row of OUT. UsageError if the row is no result of this batch."""
     match = _OWN_LINE.match(row)
     found = (match[1].decode(), int(match[2])) if match and row.endswith(b"}\n") else _parsed(row)
     if found is None:
         raise UsageError(
-            f"{path} is not a file of results: line {number} is none. Choose another with -o"
+            f"{path} is not a file of results: its line {number} is no result. Choose another file "
+            "with -o"
         )
     if found[0] != batch_id:
         raise UsageError(_other_batch(path, found[0], batch_id))
@@ -207,7 +216,7 @@ def line_of(row: bytes, batch_id: str, path: Path, number: int) -> int:
 
 
 def _parsed(row: bytes) -> tuple[str, int] | None:
-    """The id in a line that is JSON but was perhaps formatted anew by another tool."""
+    """The id in a line of JSON that another tool may have formatted anew."""
     try:
         value = json.loads(row)
     except (ValueError, RecursionError):
@@ -219,7 +228,7 @@ def _parsed(row: bytes) -> tuple[str, int] | None:
 def _is_torn(tail: bytes, batch_id: str) -> bool:
     begin = f'{{"id":"{batch_id}-'.encode()
     seen = tail.replace(b" ", b"")[: len(begin)]
-    # A machine that lost its power may leave zeros where the data did not arrive.
+    # After a power failure, data that was not written may read as zeros.
     return begin.startswith(seen.rstrip(b"\0")) and b"\n" not in tail
 
 
@@ -240,40 +249,40 @@ def _cannot_open(path: Path, fault: OSError) -> str:
 
 
 def _cannot_write(path: Path, fault: OSError) -> str:
-    what = "the disk is full" if is_full(fault) else "the disk does not take it"
+    what = "the disk is full" if is_full(fault) else "the disk refuses it"
     return (
         f"cannot write {path}: {what} ({fault.strerror}). Nothing is lost: "
         "make room and run the same command again"
     )
 
 
-def _meddled(path: Path, deed: str) -> str:
+def _changed_by_another(path: Path, change: str) -> str:
     return (
-        f"another program has {deed} {path} while it was being written. No result is lost: run the "
-        "same command again, which writes what the file lacks"
+        f"another program has {change} {path} while it was being written. No result is lost: run "
+        "the same command again, and it writes the missing rows"
     )
 
 
 def _not_ours(path: Path, batch_id: str) -> str:
-    return f"{path} is not a file of results of batch {batch_id}. Choose another with -o"
+    return f"{path} is not a file of results of batch {batch_id}. Choose another file with -o"
 
 
 def _other_batch(path: Path, found: str, batch_id: str) -> str:
     return (
         f"{path} holds results of batch {found}, not of {batch_id}: the input, the model or the "
-        "settings of generation are different ones. Choose another file with -o"
+        "generation flags are different. Choose another file with -o"
     )
 
 
 @contextmanager
-def beside(path: Path) -> Iterator[LineFile]:
-    """An empty file in the folder of ``path``, to be put in its place; gone if that fails.
+def replacement_for(path: Path) -> Iterator[LineFile]:
+    """An empty temporary file in the folder of ``path``, to be renamed to it. Deleted on failure.
 
-    Its name is always the same, so that what a killed process leaves is used by the next.
+    Its name is always ``.NAME.tmp``, so the file of a killed process is used again.
     """
     target = Path(os.path.realpath(path))
     place = target.with_name(f".{target.name}.tmp")
-    if place.is_symlink():  # somebody else's: what it points to is not to be written
+    if place.is_symlink():  # another program made it: the file that it points to must stay
         place.unlink()
     file = LineFile.open(place)
     try:
@@ -289,12 +298,12 @@ def beside(path: Path) -> Iterator[LineFile]:
 
 
 def write_whole(path: Path, rows: Iterable[bytes]) -> int:
-    """Write a file whole and put it in the place of ``path``; how many rows."""
+    """Write a new file and rename it to ``path`` at the end. Returns the number of rows."""
     num_rows = 0
-    with beside(path) as file:
+    with replacement_for(path) as file:
         for row in rows:
             file.write(row)
             num_rows += 1
-        file.put_in_place_of(path)
+        file.rename_to(path)
     file.close()
     return num_rows

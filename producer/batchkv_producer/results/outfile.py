@@ -1,16 +1,16 @@
-"""OUT, the file of answers, and OUT.errors.jsonl beside it, the file of rows that have none.
+"""OUT, the file of answers, and OUT.errors.jsonl, the file of rows without an answer.
 
-Each id is in one of them, once. Both are only ever appended to in whole lines, under a lock, and
-both are read when they are opened. A torn last line, which a crash may leave, is cut then.
+Each id is in one of the two, once. Both files are locked, and rows are appended as whole lines.
+Both are read when they are opened. If a crash has cut the last line short, it is removed then.
 
-A row that failed, was queued again and has ended since changes its line: an answer is appended to
-OUT, another failure to the errors file, and the old line leaves the errors file later, when the new
-one is on the disk. A process that is killed in between leaves both lines; the next opening takes
-the old one out. In the same way it moves a row that stands in the wrong file, as failed rows of
-older versions do, which wrote them into OUT with a copy in the errors file.
+A failed row may be queued again and end again. Then its new line is appended: an answer to OUT,
+another failure to the errors file. The old line is removed from the errors file later, when the new
+one is on the disk. If the process is killed in between, both lines are there, and the next opening
+removes the old one. The next opening also moves a row that is in the wrong file: older versions
+wrote failed rows into OUT, with a copy in the errors file.
 
-The results themselves stay in Redis: a row that reached neither file, because the disk was full for
-example, is written the next time.
+The results stay in Redis. So a row that is in neither file, for example because the disk was full,
+is written the next time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from batchkv_producer.errors import UsageError
-from batchkv_producer.results.line_file import LineFile, OutputError, beside, line_of, write_whole
+from batchkv_producer.results.line_file import (
+    LineFile,
+    OutputError,
+    line_of,
+    replacement_for,
+    write_whole,
+)
 from batchkv_producer.results.line_set import LineSet
 from batchkv_producer.results.output import is_failed_line
 from batchkv_producer.wire import redis_keys
@@ -34,8 +40,8 @@ Stale = Callable[[Sequence[int], Sequence[bytes]], set[int]]
 class ResultsFile:
     """OUT and its errors file, open and locked. ``open_results``, ``append``, then ``flush``.
 
-    Every method that writes raises OutputError when the disk does not take it; what stands in the
-    files is whole lines all the same.
+    Every method that writes raises OutputError if the disk refuses it. The files hold whole lines
+    even then.
     """
 
     def __init__(self, path: Path, batch_id: str, answers: LineFile, errors: LineFile) -> None:
@@ -43,10 +49,10 @@ class ResultsFile:
         self.batch_id = batch_id
         self._answers = answers
         self._errors = errors
-        self._ok = LineSet()  # in OUT
-        self._failed = LineSet()  # in the errors file, and to stay there
-        self._outdated = LineSet()  # in the errors file, but queued again since
-        self._replaced = LineSet()  # of these lines the first in the errors file is to go
+        self._ok = LineSet()  # rows in OUT
+        self._failed = LineSet()  # rows in the errors file that stay there
+        self._outdated = LineSet()  # rows in the errors file that were queued again since
+        self._replaced = LineSet()  # rows whose first line in the errors file must be removed
         self._synced = self._tidied = time.monotonic()
 
     def __enter__(self) -> ResultsFile:
@@ -62,24 +68,25 @@ class ResultsFile:
 
     @property
     def num_ok(self) -> int:
-        """Rows in OUT."""
+        """The number of rows in OUT."""
         return len(self._ok)
 
     @property
     def num_failed(self) -> int:
-        """Rows in the errors file, those that have been queued again aside."""
+        """The number of rows in the errors file, without those that were queued again."""
         return len(self._failed)
 
     @property
     def num_rows(self) -> int:
+        """The number of rows in both files, without those that were queued again."""
         return self.num_ok + self.num_failed
 
     def lacks(self, line: int, *, is_failed: bool) -> bool:
-        """Whether a row's line is to be written. An answer stays; a failure gives way to one."""
+        """Whether a row's line must be written. An answer replaces a failure, never the reverse."""
         return line not in self._ok and not (is_failed and line in self._failed)
 
     def append(self, line: int, text: str, *, is_failed: bool) -> bool:
-        """Write a row's output line (without its newline); False when its id was there already."""
+        """Append a row's output line, given without its newline. False if it was not needed."""
         if not self.lacks(line, is_failed=is_failed):
             return False
         had_failed = self._failed.discard(line) or self._outdated.discard(line)
@@ -94,7 +101,7 @@ class ResultsFile:
         return True
 
     def flush(self) -> None:
-        """Hand everything to the system; to the disk itself about once a second."""
+        """Write all buffered rows to the files, and about once a second wait for the disk."""
         self._answers.flush()
         self._errors.flush()
         now = time.monotonic()
@@ -104,13 +111,13 @@ class ResultsFile:
             self.sync()
 
     def sync(self) -> None:
-        """Wait until the disk has everything that was flushed."""
+        """Wait until all flushed rows are on the disk."""
         self._answers.sync()
         self._errors.sync()
         self._synced = time.monotonic()
 
     def tidy(self) -> None:
-        """Bring all to the disk; then take out of the errors file what has been replaced."""
+        """Write everything to the disk, then remove replaced lines from the errors file."""
         self._answers.flush()
         self._errors.flush()
         self.sync()
@@ -123,7 +130,7 @@ class ResultsFile:
         self._tidied = time.monotonic()
 
     def refresh(self, stale: Stale | None) -> None:
-        """Learn what both files hold, and finish what a crash left undone."""
+        """Read both files, and remove or move lines that a crash or an older version left."""
         self.tidy()
         misplaced = self._read_answers()
         self._read_errors()
@@ -136,13 +143,16 @@ class ResultsFile:
             self._find_outdated(stale)
 
     def replace(self, rows: Iterable[tuple[int, str, bool]]) -> int:
-        """Write both files anew, in this order: (line, text, whether it failed); how many rows.
+        """Write both files anew from (line, text, is_failed) in this order. Returns their number.
 
-        A row that is queued again keeps its line in the errors file. An answer that the server
-        has lost since (it was restored from a copy) stays, at the end.
+        A row that is queued again keeps its line in the errors file. An answer that the server has
+        lost, because it was restored from a copy, stays at the end.
         """
         seen = LineSet()
-        with beside(self.path) as answers, beside(errors_path(self.path)) as errors:
+        with (
+            replacement_for(self.path) as answers,
+            replacement_for(errors_path(self.path)) as errors,
+        ):
             for line, text, is_failed in rows:
                 (errors if is_failed else answers).write(encoded(text))
                 seen.add(line)
@@ -151,16 +161,16 @@ class ResultsFile:
                 for line, row in kept.rows(self.batch_id):
                     if seen.add(line):
                         fresh.write(row)
-            errors.flush()  # a full disk is to be known before the first file is in its place
-            answers.put_in_place_of(self.path)
-            errors.put_in_place_of(errors_path(self.path))
+            errors.flush()  # a full disk must be noticed before the first file is replaced
+            answers.rename_to(self.path)
+            errors.rename_to(errors_path(self.path))
         self._answers.adopt(answers)
         self._errors.adopt(errors)
         self.refresh(None)
         return num_rows
 
     def _read_answers(self) -> LineSet:
-        """Note the rows of OUT; those among them that have failed."""
+        """Read the rows of OUT. Returns the failed rows among them, which are misplaced."""
         self._ok, misplaced = LineSet(), LineSet()
         for line, row in self._answers.rows(self.batch_id):
             if line in misplaced or not self._ok.add(line):
@@ -172,14 +182,14 @@ class ResultsFile:
         return misplaced
 
     def _read_errors(self) -> None:
-        """Note the rows of the errors file. One that OUT has too, or a later line, is to go."""
+        """Read the rows of the errors file. A row with an answer or a later line is replaced."""
         self._failed, self._outdated, self._replaced = LineSet(), LineSet(), LineSet()
         for line, _ in self._errors.rows(self.batch_id):
             if line in self._ok or not self._failed.add(line):
                 self._replaced.add(line)
 
     def _move_to_errors(self, misplaced: LineSet) -> None:
-        """Take failed rows out of OUT, after they are in the errors file and on the disk."""
+        """Move failed rows from OUT to the errors file. They leave OUT last."""
         for line, row in self._answers.rows(self.batch_id):
             if line in misplaced and self._failed.add(line):
                 self._errors.write(row)
@@ -195,13 +205,13 @@ class ResultsFile:
 
 
 def open_results(path: Path, batch_id: str, stale: Stale | None = None) -> ResultsFile:
-    """Open or create OUT for the results of one batch, lock it, and learn what it holds.
+    """Open or create OUT for the results of one batch, lock it, and read it.
 
-    ``stale`` is asked about the rows in the errors file (their line numbers and texts, a few
-    hundred at a time) and names those that have since been run again, or have another line now.
+    ``stale`` gets the line numbers and texts of rows in the errors file, a few hundred at a time.
+    It returns the lines of rows that were queued again since, or have another text now.
 
-    Raises UsageError, and changes nothing, when the file is a folder, cannot be written, is in use
-    by another run, holds results of another batch, or is something else altogether.
+    Raises UsageError, and changes nothing, if the file is a folder, cannot be written, is in use by
+    another run, holds results of another batch, or is no file of results.
     """
     answers = LineFile.open(path)
     try:
@@ -223,7 +233,7 @@ def open_results(path: Path, batch_id: str, stale: Stale | None = None) -> Resul
 
 
 def check_target(path: Path, source: Path | None = None) -> None:
-    """Refuse, before any work is done, an OUT that ``open_results`` would refuse at sight."""
+    """Refuse, before any work, an OUT that is the input or cannot be opened and locked."""
     if path.name in ("", "-"):
         raise UsageError("results need a file with a name: choose it with -o")
     if source and path.exists() and source.exists() and path.samefile(source):
@@ -233,7 +243,7 @@ def check_target(path: Path, source: Path | None = None) -> None:
 
 
 def check_batch(path: Path, batch_id: str) -> None:
-    """Refuse, before any work is done, an OUT that begins with results of another batch."""
+    """Refuse, before any work, an OUT that begins with results of another batch."""
     for part in (path, errors_path(path)):
         if part.exists():
             file = LineFile.open(part)
@@ -245,22 +255,22 @@ def check_batch(path: Path, batch_id: str) -> None:
 
 
 def write_new(path: Path, rows: Iterable[bytes]) -> int:
-    """Write a file whole, in one step at its end; how many rows. It must be new, or empty.
+    """Write a new file, which appears in one step at the end. Returns the number of rows.
 
-    Raises UsageError when it is not, OutputError when the disk is full.
+    Raises UsageError if the file exists and is not empty, OutputError if the disk is full.
     """
     if path.exists() and path.stat().st_size:
-        raise UsageError(f"{path} is there already: choose another file with -o, or remove it")
+        raise UsageError(f"{path} exists: choose another file with -o, or remove it")
     return write_whole(path, rows)
 
 
 def errors_path(path: Path) -> Path:
-    """Where the rows without an answer stand."""
+    """The path of the errors file, which holds the rows without an answer."""
     return path.with_name(path.name + ".errors.jsonl")
 
 
 def encoded(text: str) -> bytes:
-    """A line as it stands in a file. A lone surrogate becomes its JSON escape."""
+    """A line as bytes for a file, with its newline. A lone surrogate becomes its JSON escape."""
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 

@@ -7,7 +7,7 @@ A row has one of three shapes, as OpenAI's files have them::
                         error null
     no answer at all    response null, error {code, message}
 
-The first stands in OUT, the other two in OUT.errors.jsonl (``outfile``).
+Answers go to OUT, the other two to OUT.errors.jsonl (``outfile``).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 from batchkv_producer.wire.job import ErrorCode, Result, TokenLogprob
 from batchkv_producer.wire.maker import Maker
 
-LOWEST_LOGPROB = -9999.0  # what OpenAI writes for "as good as impossible"; JSON has no infinity
+LOWEST_LOGPROB = -9999.0  # as in OpenAI's files, because JSON has no infinity
 
 OK, REFUSED = 200, 400  # status codes of HTTP
 REFUSED_TYPE = "invalid_request_error"
-# The codes of requests that no engine would take: a server would have answered with them.
+# The codes of requests that a server would refuse with a response.
 REFUSED_CODES = frozenset(
     {
         ErrorCode.INVALID_JSON,
@@ -33,7 +33,7 @@ REFUSED_CODES = frozenset(
         ErrorCode.CONTEXT_LENGTH_EXCEEDED,
     }
 )
-# Where OpenAI has a word of its own. Redis keeps ours.
+# Codes that OpenAI names differently. Redis stores batchkv's names.
 OPENAI_CODES = {ErrorCode.EXPIRED: "batch_expired", ErrorCode.CANCELED: "batch_cancelled"}
 
 # A quote inside a JSON string has a backslash before it, so that no text can look like this.
@@ -42,13 +42,13 @@ _ANSWER = re.compile(
     rb'"response": ?\{"status_code": ?200,'
 )
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-# Characters that some readers take for the end of a line, although JSON allows them in strings.
+# Characters that JSON allows in strings, but that some readers treat as the end of a line.
 _LINE_ENDS = {ord(char): f"\\u{ord(char):04x}" for char in "\x7f\x85\u2028\u2029"}
 _TEXT_ESCAPES = str.maketrans({"\\": "\\\\", "\n": "\\n", "\r": "\\r"})
 
 
 def output_line(job_id: str, result: Result) -> str:
-    """One line of an OpenAI Batch output file or error file, without the line's end."""
+    """One line of an OpenAI Batch output file or error file, without its newline."""
     line: dict[str, Any] = {"id": job_id, "custom_id": result.custom_id}
     if result.outcome == "ok":
         body = (
@@ -66,14 +66,14 @@ def output_line(job_id: str, result: Result) -> str:
     text = _JSON.encode(line)
     if text.isascii():
         return text.translate(_LINE_ENDS)
-    # Half a surrogate pair is no character: no UTF-8 file can hold it.
+    # UTF-8 cannot encode half a surrogate pair.
     return text.encode("utf-8", "replace").decode("utf-8").translate(_LINE_ENDS)
 
 
 def is_failed_line(row: bytes) -> bool:
-    """Whether an output line, of this version or of an older one, tells of a row without answer.
+    """Whether an output line, of this or an older version, is of a row without an answer.
 
-    Older versions wrote every failed row with ``response`` null and our own code.
+    Older versions wrote every failed row with ``response`` null and batchkv's own code.
     """
     if _ANSWER.match(row):
         return False
@@ -159,7 +159,7 @@ def _chat_token(token: str, logprob: float) -> dict[str, Any]:
 
 
 def _text_logprobs(tokens: tuple[TokenLogprob, ...] | None) -> dict[str, Any] | None:
-    """The older shape: one list for each property. Offsets count characters of the text."""
+    """The shape for completions: one list for each property. Offsets are in characters."""
     if tokens is None:
         return None
     offsets, position = [], 0
@@ -177,5 +177,5 @@ def _text_logprobs(tokens: tuple[TokenLogprob, ...] | None) -> dict[str, Any] | 
 
 
 def _finite(logprob: float) -> float:
-    """Between the lowest and 0: rounding may end above 0, and NaN compares false with anything."""
+    """The value between ``LOWEST_LOGPROB`` and 0. Rounding may exceed 0; NaN becomes the lowest."""
     return min(logprob, 0.0) if logprob >= LOWEST_LOGPROB else LOWEST_LOGPROB

@@ -1,4 +1,4 @@
-"""Reading results back: in the order in which rows ended, or in the order of the input."""
+"""Reads results from Redis, in the order in which rows ended or in the order of the input."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from redis import Redis
 from batchkv_producer.errors import WireError
 from batchkv_producer.monitor.status import BatchStatus, check_there, read_batch
 from batchkv_producer.results.bounded import Reader
+from batchkv_producer.results.line_set import LineSet
 from batchkv_producer.retry import Pace, read_with_retry
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Result, decode_result
 
 PAGE_ROWS = 200
-MAX_BIT_LINE = 2**30  # 128 MiB of bits
-MAX_LINE_DIGITS = 12  # as in a job's id
+MAX_LINE_DIGITS = 12  # as in the id of a job
 NO_POSITION = -1
 Look = Callable[[Redis, str], BatchStatus]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRow:
-    """One row's result. ``position`` is its index in the finish order, -1 when read by line."""
+    """One row's result. ``position``: its index in the finish order, -1 if it was read by line."""
 
     job_id: str
     line: int
@@ -42,22 +42,20 @@ def in_finish_order(
 ) -> Iterator[StoredRow]:
     """Each row that has ended, once, from index ``after`` of the finish order on.
 
-    A retried row stands in that order twice and comes at the first place at which it has a result.
-    ``follow`` goes on until the batch is done, by what ``look`` says. A server that lost its last
-    second in a crash has other rows now at places that were read: then the order is read once more
-    from its beginning.
+    A retried row is twice in that order. It is yielded at its first place that has a result.
+    ``follow`` goes on until ``look`` returns a status that is done. A server that crashed may have
+    lost its last second, and have other rows now at places that were read already. Then the order
+    is read once more from its beginning.
     """
-    seen, num_seen = _LineSet(), 0
+    seen = LineSet()
     position, pace, may_lack = after, Pace(), follow and after == 0
     while True:
-        # Read before the page: what ends after this look is in a later page.
+        # The status is read before the page, so a row that ends in between is in a later page.
         is_over = not follow or read_with_retry(partial(look, connection, batch_id)).is_done
         lines = read_with_retry(partial(_ended_lines, connection, batch_id, position))
         fresh = [(index, line) for index, line in enumerate(lines, position) if line not in seen]
         for row in _stored(connection, batch_id, fresh):
-            if row.line not in seen:
-                seen.add(row.line)
-                num_seen += 1
+            if seen.add(row.line):
                 yield row
         position += len(lines)
         if lines:
@@ -65,7 +63,7 @@ def in_finish_order(
         if len(lines) < PAGE_ROWS:
             if not is_over:
                 pace.sleep()
-            elif may_lack and num_seen < read_with_retry(
+            elif may_lack and len(seen) < read_with_retry(
                 partial(_num_stored, connection, batch_id)
             ):
                 position, may_lack = 0, False
@@ -76,7 +74,7 @@ def in_finish_order(
 def in_input_order(
     connection: Redis, batch_id: str, *, follow: bool = False, look: Look = read_batch
 ) -> Iterator[StoredRow]:
-    """Each row that has ended, by line; ``follow`` waits at each line until it has."""
+    """Each row that has ended, by line. ``follow`` waits at each line until its row has ended."""
     status = read_with_retry(partial(read_batch, connection, batch_id))
     line, pace = 1, Pace()
     while line <= status.last_line:
@@ -102,30 +100,10 @@ def in_input_order(
 def none_missing(
     connection: Redis, batch_id: str, rows: Iterator[StoredRow]
 ) -> Iterator[StoredRow]:
-    """These rows of a batch; NotFoundError after them if it has gone since, and some with it."""
+    """These rows of a batch. NotFoundError after the last one if the batch was deleted meanwhile,
+    because some rows may be missing then."""
     yield from rows
     read_with_retry(partial(check_there, connection, batch_id))
-
-
-class _LineSet:
-    """A set of line numbers, one bit each; far out, where no file reaches, one entry each."""
-
-    def __init__(self) -> None:
-        self._bits = bytearray()
-        self._far: set[int] = set()
-
-    def __contains__(self, line: int) -> bool:
-        index, bit = divmod(line, 8)
-        return line in self._far or (index < len(self._bits) and bool(self._bits[index] >> bit & 1))
-
-    def add(self, line: int) -> None:
-        if line >= MAX_BIT_LINE:
-            self._far.add(line)
-            return
-        index, bit = divmod(line, 8)
-        if index >= len(self._bits):
-            self._bits.extend(bytes(max(index + 1 - len(self._bits), len(self._bits))))
-        self._bits[index] |= 1 << bit
 
 
 def _num_stored(connection: Redis, batch_id: str) -> int:
@@ -143,7 +121,7 @@ def _ended_lines(connection: Redis, batch_id: str, position: int) -> list[int]:
 def _stored(
     connection: Redis, batch_id: str, places: Sequence[tuple[int, int]]
 ) -> Iterator[StoredRow]:
-    """The rows at these (position, line) places that have a result now."""
+    """The rows at these places (position, line) that have a result now."""
     reader = Reader(connection)
     while places:
         lines = [line for _, line in places]
@@ -162,10 +140,10 @@ def _row(batch_id: str, line: int, position: int, value: bytes) -> StoredRow:
 def _first_open(
     connection: Redis, status: BatchStatus, lines: range, ended: Collection[int]
 ) -> int:
-    """The first of these lines that still has to end, or the line after them.
+    """The first of these lines whose row has not ended, or the line after them.
 
-    A blank line of the input is neither ended nor open: it has no result and, once the batch is
-    submitted, no job. (A job outlives its end, so that a job that is gone had a result before.)
+    A blank line of the input has neither a result nor, once the batch is submitted, a job. A job
+    stays after its row has ended, so a line without a job has no open row.
     """
     missing = [line for line in lines if line not in ended]
     if not missing:
@@ -180,7 +158,7 @@ def _first_open(
 
 
 def rows_among(connection: Redis, batch: BatchStatus, lines: range) -> list[int]:
-    """The lines that are rows: all, unless the file has blank lines."""
+    """The lines that are rows: all of them, unless the file has blank lines."""
     if batch.total == batch.last_line:
         return list(lines)
     with connection.pipeline(transaction=False) as pipeline:

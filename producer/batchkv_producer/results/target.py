@@ -1,4 +1,4 @@
-"""Where a run's results go: OUT, a file to go on from, or standard output, which is none."""
+"""The target of a run's results: the file OUT, or standard output."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ STDOUT = Path("-")
 
 
 class ResultStream:
-    """Standard output in OUT's place: every row once, failed ones too, as they end.
+    """Standard output instead of OUT: every row once, as it ends, also failed ones.
 
-    What an earlier run has printed is not known here, so that it is printed again.
+    Rows that an earlier run has printed are not known here. They are printed again.
     """
 
     def __init__(self) -> None:
@@ -31,30 +31,30 @@ class ResultStream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is held back: every look at the batch ends with ``flush``."""
+        """Nothing to do: ``Follower.collect`` has flushed every row."""
 
     @property
     def num_rows(self) -> int:
-        """Rows that were printed."""
+        """The number of rows that were printed."""
         return len(self._printed)
 
     def lacks(self, line: int, *, is_failed: bool) -> bool:
-        """Whether a row's line is to be printed: once, whatever becomes of it later."""
+        """Whether a row's line must be printed. It is printed once, even if the row ends again."""
         return line not in self._printed
 
     def append(self, line: int, text: str, *, is_failed: bool) -> bool:
-        """Print a row's output line; False when it was printed before."""
+        """Print a row's output line. False if it was printed before."""
         if not self._printed.add(line):
             return False
         self._write(encoded(printable(text) if self._is_terminal else text))
         return True
 
     def flush(self) -> None:
-        """Hand everything to who reads it."""
+        """Flush standard output."""
         self._write(b"")
 
     def refresh(self, stale: Stale | None) -> None:
-        """There is nothing to learn of what was printed before."""
+        """Nothing to do: printed rows cannot be read back."""
 
     def _write(self, row: bytes) -> None:
         try:
@@ -72,7 +72,7 @@ class ResultStream:
 
 
 def check_target(out: Path, source: Source) -> None:
-    """Refuse, before any work is done, an OUT that cannot be."""
+    """Refuse, before any work, an OUT that is the input or cannot be written."""
     if out == STDOUT:
         return
     for piece in inputs_of(source).pieces:
@@ -80,23 +80,23 @@ def check_target(out: Path, source: Source) -> None:
 
 
 def check_batch(out: Path, batch_id: str) -> None:
-    """Refuse, before any work is done, an OUT that begins with results of another batch."""
+    """Refuse, before any work, an OUT that begins with results of another batch."""
     if out != STDOUT:
         outfile.check_batch(out, batch_id)
 
 
 def open_results(out: Path, batch_id: str, stale: Stale | None) -> ResultsFile | ResultStream:
-    """OUT, opened and locked, or standard output."""
+    """Open and lock OUT, or use standard output."""
     return ResultStream() if out == STDOUT else outfile.open_results(out, batch_id, stale)
 
 
 def shown(out: Path) -> str:
-    """What messages call it."""
+    """The name of OUT in messages."""
     return "standard output" if out == STDOUT else str(out)
 
 
 def after_interrupt(out: Path, *, fresh: bool) -> str:
-    """What to tell whoever ended a run early."""
+    """The message for a run that was interrupted."""
     same = "Without --fresh the same" if fresh else "The same"
     if out == STDOUT:
         return f"interrupted. {same} command and input go on, and print again what was printed"

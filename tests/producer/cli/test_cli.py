@@ -460,7 +460,7 @@ def test_results_to_a_file(at_server: str, redis_connection: Redis, source: Path
     assert batchkv("results", batch_id, "-o", text, "--format", "text").exit_code == 0
     assert text.read_text("utf-8").count("the answer\n") == 2
     again = batchkv("results", batch_id, "-o", text, "--format", "text")
-    assert_complains(again, 2, "is there already")
+    assert_complains(again, 2, "exists: choose another")
     assert_complains(batchkv("results", batch_id, "-o", source), 2, "not a file of results")
     assert_complains(batchkv("results", batch_id, "-o", source, "--ordered"), 2, "not a file of")
     assert_complains(batchkv("results", batch_id, "-o", source.parent), 2, "it is a folder")

@@ -339,10 +339,10 @@ def test_lines_formatted_by_another_tool_are_known(out: Path) -> None:
     ("content", "reason"),
     [
         (ok(1, OTHER) + "\n", "holds results of batch fedcba9876543210"),
-        ("hello\n", "line 1 is none"),
+        ("hello\n", "line 1 is no result"),
         ("hello", "not a file of results"),
-        ('{"prompt": "x"}\n', "line 1 is none"),
-        (ok(1) + "\nhello\n", "line 2 is none"),
+        ('{"prompt": "x"}\n', "line 1 is no result"),
+        (ok(1) + "\nhello\n", "line 2 is no result"),
         (ok(1) + "\n" + ok(1) + "\n", "twice"),
         (ok(2, OTHER)[:40], "not a file of results of batch"),
     ],
@@ -489,16 +489,18 @@ def test_write_new_replaces_in_one_step(out: Path) -> None:
 
     assert outfile.write_new(out, (row for row in rows())) == 2
     assert out.read_bytes() == b"a\nb\n"
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="exists: choose another"):
         outfile.write_new(out, [b"c\n"])
 
 
 def test_line_set_is_small_and_exact() -> None:
-    """A million line numbers take less than a megabyte; a huge one takes one page."""
-    lines = LineSet()
+    """A million line numbers take less than a megabyte; huge ones take no pages."""
+    lines, far = LineSet(), range(10**11, 10**11 + 10**9, 10**7)
     assert all(lines.add(n) for n in range(1, 200_001, 2))
-    assert lines.add(10**11) and not lines.add(10**11)
-    assert 1 in lines and 2 not in lines and 10**11 in lines and len(lines) == 100_001
+    assert all(lines.add(n) for n in far) and not lines.add(10**11)
+    assert 1 in lines and 2 not in lines and 10**11 in lines and len(lines) == 100_100
+    assert all(lines.discard(n) for n in far) and not lines.discard(10**11)
+    assert 10**11 not in lines and len(lines) == 100_000
     assert sum(map(len, lines._pages.values())) < 2**16
 
 
