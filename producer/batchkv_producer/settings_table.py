@@ -136,10 +136,11 @@ TABLE = (
         about="how keys and values are stored",
     ),
     Setting(
-        "slots", ("BATCHKV_SLOTS",), "--slots", ValueType.WHOLE, "32", "", "rows", 1, 4096,
+        "slots", ("BATCHKV_SLOTS",), "--slots", ValueType.WHOLE, "auto", "", "rows", 1, 4096,
         metavar="N", help="Rows that decode at once.",
         run_help="Rows that a worker decodes at once, at most.",
-        about="rows that decode at once",
+        about="rows that decode at once. `auto` is 32; on an M5 and on an Ultra it is 64, and on a "
+        "Mac with 16 GB of memory or less it is 16. `batchkv workers --json` shows the number",
     ),
     Setting(
         "prefetch", ("BATCHKV_PREFETCH",), "--prefetch", ValueType.WHOLE, "auto", "",

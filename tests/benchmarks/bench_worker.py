@@ -36,7 +36,7 @@ from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.transitions import Transitions
 from batchkv_worker.queue.rq_worker import BatchWorker
 from batchkv_worker.settings import WorkerSettings
-from support.fake_engine import FakeEngine, FakePlan
+from support.fake_engine import FakeEngine, FakePlan, rows_of
 from support.redis_server import running_server
 from support.worker_harness import MODEL, QUEUE, assert_reconciled, submit
 
@@ -88,7 +88,7 @@ def run_worker(connection: Redis, engine: type[FakeEngine], profile: bool = Fals
     class Worker(BatchWorker):
         @staticmethod
         def engine_factory(settings: WorkerSettings) -> FakeEngine:
-            return engine(settings.slots, settings.rows_ahead, FakePlan())
+            return engine(*rows_of(settings), FakePlan())
 
     worker = Worker([QUEUE], connection=connection, settings=settings)
     profiler = cProfile.Profile() if profile else None

@@ -38,6 +38,7 @@ from batchkv_worker import trace  # noqa: E402
 from batchkv_worker.engine.factory import build_engine  # noqa: E402
 from batchkv_worker.engine.tokens.requests import prepare  # noqa: E402
 from batchkv_worker.events import Completed, Work  # noqa: E402
+from batchkv_worker.kv.backends.default_slots import slots_of_this_machine  # noqa: E402
 from batchkv_worker.kv.start.backend import choose_backend  # noqa: E402
 from batchkv_worker.model import loader as model  # noqa: E402
 from batchkv_worker.settings import WorkerSettings  # noqa: E402
@@ -75,13 +76,18 @@ def engine_side(settings: WorkerSettings) -> Once:
     return once
 
 
+def slots_of(settings: WorkerSettings) -> int:
+    """As many as the engine has, whose default depends on the device."""
+    return settings.slots or slots_of_this_machine()
+
+
 def mlx_side(settings: WorkerSettings) -> Once:
     """mlx-lm's, in the order of the file."""
     loaded = model.load(settings.model, settings.dtype)
 
     def once(works: list[Work]) -> Figures:
         rows = [prepare(work, loaded) for work in works]
-        generator = BatchGenerator(loaded.model, completion_batch_size=settings.slots)
+        generator = BatchGenerator(loaded.model, completion_batch_size=slots_of(settings))
         generator.insert([row.prompt for row in rows], [row.generation.max_tokens for row in rows])
         left, num_tokens = len(rows), 0
         while left:
@@ -119,7 +125,7 @@ class Floor:
     def __init__(self, settings: WorkerSettings) -> None:
         self._loaded = model.load(settings.model, settings.dtype)
         self._chunk = settings.prefill_chunk or choose_backend().usual_chunk
-        self._slots = settings.slots
+        self._slots = slots_of(settings)
 
     def __call__(self, works: list[Work]) -> Figures:
         rows = [prepare(work, self._loaded) for work in works]
@@ -214,7 +220,7 @@ def main(arguments: list[str]) -> None:
     found |= {
         "start_seconds": ready - STARTED,
         "peak_mb": mx.get_peak_memory() / 1e6,
-        "slots": settings.slots,
+        "slots": slots_of(settings),
         "device": str(mx.default_device()),
         "mlx": mx.__version__,
     }

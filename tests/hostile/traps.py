@@ -15,7 +15,7 @@ from redis import Redis
 from batchkv_producer.cli import cli
 from batchkv_worker.queue.rq_worker import BatchWorker
 from batchkv_worker.settings import WorkerSettings
-from support.fake_engine import FakeEngine, FakePlan
+from support.fake_engine import FakeEngine, FakePlan, rows_of
 from support.worker_harness import MODEL, QUEUE
 
 # Everything that a terminal might obey: colours, a title (OSC), C1, a turned direction, a bell.
@@ -76,7 +76,7 @@ def burst(connection: Redis, plan: FakePlan | None = None, **settings: Any) -> B
     class Worker(BatchWorker):
         @staticmethod
         def engine_factory(settings: WorkerSettings) -> FakeEngine:
-            return FakeEngine(settings.slots, settings.rows_ahead, plan or FakePlan())
+            return FakeEngine(*rows_of(settings), plan or FakePlan())
 
     chosen = WorkerSettings(model=MODEL, **settings)
     worker = Worker([QUEUE], connection=connection, settings=chosen)

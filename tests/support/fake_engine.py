@@ -62,7 +62,7 @@ class FakeEngine:
             raise ModelError(plan.load_error)
         self._slots = slots
         self._plan = plan
-        self.max_in_flight = slots + prefetch
+        self.num_slots, self.max_in_flight = slots, slots + prefetch
         self.maker = Maker(plan.fingerprint, plan.scheme, "float32")
         self._waiting: deque[_Row] = deque()
         self._decoding: list[_Row] = []
@@ -143,9 +143,15 @@ def prompt_of(work: Work) -> str:
     return request.prompt or str((request.messages or [{"content": ""}])[-1]["content"])
 
 
+def rows_of(settings: WorkerSettings) -> tuple[int, int]:
+    """Slots, and rows that wait beside them; ``auto`` slots are 32 here."""
+    slots = settings.slots or 32
+    return slots, settings.rows_ahead(slots)
+
+
 def build_fake(settings: WorkerSettings, plan: FakePlan) -> FakeEngine:
     """The factory's form of FakeEngine."""
-    return FakeEngine(settings.slots, settings.rows_ahead, plan)
+    return FakeEngine(*rows_of(settings), plan)
 
 
 class FakeWorker(BatchWorker):

@@ -28,11 +28,13 @@ def build_tiny(settings: WorkerSettings, family: str = FAMILY) -> Any:
     from batchkv_worker.engine.engine import Engine, EngineConfig
     from batchkv_worker.prefix.shared.access import open_access
     from support import tiny_models
+    from support.fake_engine import rows_of
 
+    slots, prefetch = rows_of(settings)
     config = EngineConfig(
         scheme=settings.kv_scheme,
-        slots=settings.slots,
-        prefetch=settings.rows_ahead,
+        slots=slots,
+        prefetch=prefetch,
         chunk_tokens=settings.prefill_chunk,
         memory_bytes=settings.memory_bytes or 2**28,
         path="fused",  # measuring the paths would take longer than the tests

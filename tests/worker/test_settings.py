@@ -42,7 +42,7 @@ def test_defaults_need_only_a_model() -> None:
     """With a model named, every other setting has its documented default."""
     settings = WorkerSettings.from_env(BASE)
     assert settings == WorkerSettings(model="demo")
-    assert (settings.kv_scheme, settings.slots, settings.rows_ahead) == ("affine8", 32, 64)
+    assert (settings.kv_scheme, settings.slots, settings.prefetch) == ("affine8", None, None)
     assert settings.memory_bytes is None
     assert not settings.wired_limit
 
@@ -112,7 +112,17 @@ def test_a_flag_overrides_its_variable() -> None:
 
 def test_an_empty_variable_is_not_set() -> None:
     """``BATCHKV_SLOTS=`` in a service file means the default."""
-    assert WorkerSettings.from_env({**BASE, "BATCHKV_SLOTS": ""}).slots == 32
+    assert WorkerSettings.from_env({**BASE, "BATCHKV_SLOTS": ""}).slots is None
+
+
+def test_auto_leaves_slots_to_the_device() -> None:
+    """``auto`` is allowed and is the default; two rows then wait for each slot that there is."""
+    said_auto = {"BATCHKV_SLOTS": "auto", "BATCHKV_PREFETCH": "auto"}
+    settings = WorkerSettings.from_env(BASE | said_auto)
+    assert settings == WorkerSettings(model="demo")
+    assert [settings.rows_ahead(slots) for slots in (16, 64)] == [32, 128]
+    said = WorkerSettings.from_env(BASE, slots="4", prefetch="7")
+    assert (said.slots, said.rows_ahead(4)) == (4, 7)
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,13 @@ Event = Completed | Rejected | EngineDied
 class EngineLike(Protocol):
     """The engine as its thread drives it. All calls come from that one thread.
 
-    ``max_in_flight``: how many rows the engine wants to have. These are its slots, and some waiting
-    rows that refill a free slot without a call to Redis.
+    ``num_slots``: how many rows it decodes at once. ``max_in_flight``: how many rows it wants to
+    have. These are its slots, and some waiting rows that refill a free slot without a call to
+    Redis.
     """
+
+    @property
+    def num_slots(self) -> int: ...
 
     @property
     def max_in_flight(self) -> int: ...

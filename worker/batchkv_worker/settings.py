@@ -116,7 +116,7 @@ class WorkerSettings:
 
     model: str
     kv_scheme: str = _default("kv_scheme")
-    slots: int = _default("slots")
+    slots: int | None = _default("slots")  # None: as many as suit the device
     prefetch: int | None = _default("prefetch")  # None: as many as ``rows_ahead`` says
     memory_bytes: int | None = _default("memory_bytes")
     admission: Admission = _default("admission")  # noqa: RUF009  (a str, never changed)
@@ -164,10 +164,9 @@ class WorkerSettings:
         settings._check_cache(values.keys())
         return settings
 
-    @property
-    def rows_ahead(self) -> int:
-        """Rows that wait in the engine beside those in its slots."""
-        return WAVES_AHEAD * self.slots if self.prefetch is None else self.prefetch
+    def rows_ahead(self, slots: int) -> int:
+        """Rows that wait in an engine of so many ``slots``, beside those in them."""
+        return WAVES_AHEAD * slots if self.prefetch is None else self.prefetch
 
     def _check_cache(self, said: Set[str]) -> None:
         """What needs a cache, or a kind of tier, is refused without."""

@@ -57,6 +57,7 @@ class WorkerInfo:
     abilities: tuple[str, ...] | None = None  # that older versions lack; None: an older version
     tokens_per_second: int | None = None
     memory_bytes: int | None = None
+    num_slots: int | None = None  # rows that it decodes at once; 0 until its model is loaded
     silent_seconds: float = 0.0
     heartbeat_seconds: float = HEARTBEAT_SECONDS
     is_away: bool = False
@@ -157,6 +158,7 @@ def _worker_info(name: str, values: dict[str, str], num_running: int, now: int) 
         abilities=tuple(values["bkv_abilities"].split()) if "bkv_abilities" in values else None,
         tokens_per_second=_number_or_none(values, "bkv_tokens_per_second"),
         memory_bytes=_number_or_none(values, "bkv_memory"),
+        num_slots=_number_or_none(values, "bkv_slots"),
         silent_seconds=silent,
         heartbeat_seconds=beat,
         is_away=silent > MISSED_HEARTBEATS * beat + 1,  # the server's time is in whole seconds

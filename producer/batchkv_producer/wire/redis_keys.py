@@ -81,8 +81,9 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
                                    ``bkv_scheme``, ``bkv_dtype``, ``bkv_abilities``, ``bkv_state``
                                    (``loading 2.1 of 7.3 GB``, ``finishing 12 rows`` or empty),
                                    ``bkv_tokens_per_second`` (of the last minute), ``bkv_memory``
-                                   (bytes), ``bkv_beat_ms`` (how often it is to be heard of) and
-                                   ``bkv_seen`` (when it was, by the server's clock)
+                                   (bytes), ``bkv_slots`` (rows that it decodes at once; 0 until
+                                   its model is loaded), ``bkv_beat_ms`` (how often it is to be
+                                   heard of) and ``bkv_seen`` (when it was, by the server's clock)
 ``rq:workers``             set     keys of all workers; ``rq:workers:Q`` those of one queue
 ``rq:suspended``           string  while it is there, no worker takes jobs
 ``rq:pubsub:<name>``       channel RQ's commands to a worker (``stop-job``)

@@ -231,7 +231,7 @@ def test_bad_generation_flags_are_refused(
     ("flag", "bad", "good"),
     [
         ("--kv-scheme", ["int8", "", "affine4,last"], ["float", "k8v4", "affine4,last=float"]),
-        ("--slots", ["0", "4097", "x"], ["1", "4096"]),
+        ("--slots", ["0", "4097", "x"], ["1", "4096", "auto"]),
         ("--memory", ["1", "many", "1000kB", "-1GB"], ["512MB", "4GiB", "1.5g", "1MiB", "2000000"]),
     ],
 )

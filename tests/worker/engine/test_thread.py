@@ -38,7 +38,7 @@ def test_ready_comes_first_and_tells_the_capacity() -> None:
     """The main thread hears Ready before anything else and then knows how much to pull."""
     engine = started()
     assert collect(engine, 1) == [Ready()]
-    assert engine.max_in_flight == 6
+    assert (engine.num_slots, engine.max_in_flight) == (4, 6)
     engine.stop()
     assert engine.join(5)
 

@@ -26,7 +26,7 @@ from batchkv_worker.queue.dispatch import must_yield, queued_first
 from batchkv_worker.queue.maintenance import Maintenance
 from batchkv_worker.queue.rq_worker import BatchWorker
 from batchkv_worker.settings import WorkerSettings
-from support.fake_engine import FakeEngine, FakePlan
+from support.fake_engine import FakeEngine, FakePlan, rows_of
 from support.worker_harness import (
     MODEL,
     QUEUE,
@@ -84,7 +84,7 @@ class Gated(FakeEngine):
     """Takes rows in, but ends none until its gate is open."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        super().__init__(settings.slots, settings.rows_ahead, FakePlan(steps=2))
+        super().__init__(*rows_of(settings), FakePlan(steps=2))
         self.gate = threading.Event()
 
     def step(self) -> list[Event]:
@@ -207,7 +207,7 @@ def test_duplicates_on_a_worker(redis_connection: Redis, submit: Submit) -> None
     class Worker(BatchWorker):
         @staticmethod
         def engine_factory(settings: WorkerSettings) -> FakeEngine:
-            engines.append(FakeEngine(settings.slots, settings.rows_ahead, FakePlan()))
+            engines.append(FakeEngine(*rows_of(settings), FakePlan()))
             return engines[0]
 
     batch = submit(["same"] * 20 + ["other"], temperature=0, dedupe=True)
@@ -382,7 +382,7 @@ def test_cancel_frees_a_slot_before_the_next_step(redis_connection: Redis, submi
     class Worker(BatchWorker):
         @staticmethod
         def engine_factory(settings: WorkerSettings) -> FakeEngine:
-            return Engine(settings.slots, settings.rows_ahead, SLOW)
+            return Engine(*rows_of(settings), SLOW)
 
     batch = submit(["slow:100000", "slow:50"])
 

@@ -32,13 +32,13 @@ class Desk:
         self.state = WorkerState(self.in_flight, StopRequest(lambda: None))
         self.state.is_ready, self.state.is_suspended = True, False
         engine = EngineThread(lambda: FakeEngine(8, 0, FakePlan()))
-        engine.max_in_flight = 8
+        engine.num_slots = engine.max_in_flight = 8
         settings = WorkerSettings(model=MODEL)
         self.side = RedisSide(
             *(connection, QUEUE, "w", settings), register=lambda: None, set_state=lambda state: None
         )
         self.puller = JobPuller(
-            self.side, engine, self.state, Limits(burst=True), 0, lambda call: call()
+            self.side, engine, self.state, Limits(burst=True), lambda call: call()
         )
 
     def look(self) -> bool:

@@ -19,7 +19,7 @@ from batchkv_worker.queue import maintenance, session
 from batchkv_worker.queue.maintenance import Maintenance
 from batchkv_worker.queue.rq_worker import BatchWorker
 from batchkv_worker.settings import WorkerSettings
-from support.fake_engine import FakeEngine, FakePlan
+from support.fake_engine import FakeEngine, FakePlan, rows_of
 from support.redis_server import RedisServer
 from support.worker_harness import (
     MODEL,
@@ -63,7 +63,7 @@ class Worker(BatchWorker):
 
     @staticmethod
     def engine_factory(settings: WorkerSettings) -> FakeEngine:
-        return FakeEngine(settings.slots, settings.rows_ahead, FakePlan(step_seconds=0.002))
+        return FakeEngine(*rows_of(settings), FakePlan(step_seconds=0.002))
 
 
 def test_who_cleans_for_long_keeps_its_leases(

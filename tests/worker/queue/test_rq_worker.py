@@ -34,7 +34,7 @@ from batchkv_producer.wire.transitions import Transitions
 from batchkv_worker.queue.rq_worker import BatchWorker
 from batchkv_worker.queue.startup import default_name
 from batchkv_worker.settings import WorkerSettings
-from support.fake_engine import FakeEngine, FakePlan
+from support.fake_engine import FakeEngine, FakePlan, rows_of
 from support.redis_server import RedisServer
 from support.worker_harness import (
     MODEL,
@@ -58,7 +58,7 @@ def make_worker(
     class Worker(BatchWorker):
         @staticmethod
         def engine_factory(settings: WorkerSettings) -> FakeEngine:
-            return FakeEngine(settings.slots, settings.rows_ahead, plan or FakePlan())
+            return FakeEngine(*rows_of(settings), plan or FakePlan())
 
     chosen = WorkerSettings(model=MODEL, **settings)
     return Worker([QUEUE], name, connection=connection, settings=chosen)

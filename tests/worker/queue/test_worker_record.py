@@ -51,11 +51,12 @@ def test_a_worker_tells_of_itself(redis_connection: Redis, redis_url: str, tmp_p
 
     with workers(worker):
         wait_until(lambda: tells_that(doing="loading 2.1 of 7.3 GB", is_loading=True), PATIENCE)
+        assert seen[0].num_slots == 0
         wait_until(lambda: tells_that(doing="", is_loading=False), PATIENCE)
         submit(redis_connection, ["a", "b"])
         wait_until(
             lambda: (
-                tells_that(num_successful=2, memory_bytes=3_100_000_000)
+                tells_that(num_successful=2, memory_bytes=3_100_000_000, num_slots=32)
                 and bool(seen[0].tokens_per_second)
             ),
             PATIENCE,
@@ -121,8 +122,9 @@ def test_a_minute_of_work_is_a_line(
     """Rows, tokens a second, slots and the cache's share; a minute without rows says nothing."""
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    settings = WorkerSettings(model="fake", slots=32)
+    settings = WorkerSettings(model="fake")
     engine = EngineThread(lambda: FakeEngine(32, 8, FakePlan()))
+    engine.num_slots = 32
     in_flight = InFlight("fake", "w")
     told = WorkerRecord(settings, engine, in_flight, lambda _: None)
     caplog.set_level("INFO")

@@ -120,6 +120,10 @@ class Engine:
     # -- what the thread that owns the engine calls
 
     @property
+    def num_slots(self) -> int:
+        return self.config.slots
+
+    @property
     def max_in_flight(self) -> int:
         return self.config.slots + self.config.prefetch
 

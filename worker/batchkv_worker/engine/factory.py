@@ -25,6 +25,7 @@ def build_engine(settings: WorkerSettings) -> Engine:
     log.info(blas.load())
     open_files.import_mlx_lm()
     from batchkv_worker.engine.engine import Engine, EngineConfig
+    from batchkv_worker.kv.backends.default_slots import slots_of_this_machine
     from batchkv_worker.kv.backends.device import kv_memory_bytes, prepare_device
     from batchkv_worker.model.loader import load
     from batchkv_worker.prefix.shared.access import open_access
@@ -33,10 +34,13 @@ def build_engine(settings: WorkerSettings) -> Engine:
     prepare_device(wired_limit=settings.wired_limit)
     ENGINE.enter(LOAD)
     loaded = load(settings.model, settings.dtype, is_careful=True)
+    slots = slots_of_this_machine() if settings.slots is None else settings.slots
+    if settings.slots is None:
+        log.info("%d rows decode at once on this device; --slots sets another number", slots)
     config = EngineConfig(
         scheme=settings.kv_scheme,
-        slots=settings.slots,
-        prefetch=settings.rows_ahead,
+        slots=slots,
+        prefetch=settings.rows_ahead(slots),
         chunk_tokens=settings.prefill_chunk,
         memory_bytes=settings.memory_bytes or kv_memory_bytes(loaded.weight_bytes),
         admission=settings.admission,

@@ -74,7 +74,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._main, name="batchkv-engine", daemon=True)
         self._engine: EngineLike | None = None
         self.num_steps = 0
-        self.max_in_flight = 0
+        self.num_slots = self.max_in_flight = 0  # until it is built
         self.maker: Maker = NOBODY  # until it is built
         self.loading = ""  # how far building the engine is; empty once it is there
 
@@ -170,7 +170,8 @@ class EngineThread:
         self.loading = text
 
     def _serve(self, engine: EngineLike) -> None:
-        self.max_in_flight, self.maker = engine.max_in_flight, engine.maker
+        self.num_slots, self.max_in_flight = engine.num_slots, engine.max_in_flight
+        self.maker = engine.maker
         self._outbox.put((Ready(),))
         while self._take_orders(engine):
             if engine.is_idle:

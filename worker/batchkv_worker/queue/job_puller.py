@@ -54,7 +54,6 @@ class JobPuller:
         engine: EngineThread,
         state: WorkerState,
         limits: Limits,
-        prefetch: int,
         serve_engine_until: ServeEngineUntil,
     ) -> None:
         self._side = side
@@ -62,7 +61,6 @@ class JobPuller:
         self._state = state
         self._in_flight = state.in_flight
         self._limits = limits
-        self._prefetch = prefetch
         self._serve_engine_until = serve_engine_until
         self.is_exhausted = False  # the last pull found nothing
         self.num_taken = 0
@@ -245,8 +243,8 @@ class JobPuller:
 
     def _view(self) -> dispatch.View:
         return dispatch.View(
-            slots=self._engine.max_in_flight - self._prefetch,
-            prefetch=self._prefetch,
+            slots=self._engine.num_slots,
+            prefetch=self._engine.max_in_flight - self._engine.num_slots,
             num_started=self._in_flight.num_started,
             backlog=self._in_flight.num_waiting,
             queued=dispatch.queued_first(self._ours),

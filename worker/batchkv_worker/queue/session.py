@@ -61,9 +61,7 @@ class Session:
         self._settings = settings
         self._hard_exit = hard_exit
         self._background = Background(engine.wake)
-        self._puller = JobPuller(
-            side, engine, state, limits, settings.rows_ahead, self._serve_engine_until
-        )
+        self._puller = JobPuller(side, engine, state, limits, self._serve_engine_until)
         self._record = WorkerRecord(settings, engine, state.in_flight, self._publish)
         self._outage = RedisOutage()
         self._watchdog = Watchdog(settings)

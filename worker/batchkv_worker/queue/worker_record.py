@@ -126,6 +126,7 @@ class WorkerRecord:
             "bkv_state": self._published,
             "bkv_tokens_per_second": f"{self._minute.tokens_per_second:.0f}",
             "bkv_memory": str(self._engine.memory_bytes),
+            "bkv_slots": str(self._engine.num_slots),
             "bkv_beat_ms": f"{1000 * self._settings.heartbeat_seconds:.0f}",
         }
 
@@ -168,7 +169,7 @@ class WorkerRecord:
         rows, _, prompt, cached = self._minute.counts
         if not (rows or self._in_flight.num_started):
             return
-        slots = self._settings.slots
+        slots = self._engine.num_slots
         log.info(
             "last minute: %s rows, %s tok/s, %d of %d slots, cache %.0f %%",
             *(f"{rows:,}", f"{self._minute.tokens_per_second:,.0f}"),

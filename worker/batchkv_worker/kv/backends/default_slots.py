@@ -1,0 +1,48 @@
+"""How many rows decode at once where nobody says: constants by device, until they are measured.
+
+A step's products cost an Apple GPU the same from 10 to 32 rows, and twice that at 33. M1 to M4 are
+at their limit with 32 rows: more rows only wait. An M5 has neural accelerators, whose tiles have 64
+rows, and an Ultra has twice the cores. On small Macs the dense copies and logits of 32 rows take
+what macOS needs for itself.
+"""
+
+from __future__ import annotations
+
+import re
+
+import mlx.core as mx
+
+from batchkv_worker.kv.backends import device
+
+USUAL = 32
+ON_WIDE_CHIPS = 64
+ON_SMALL_MACS = 16
+SMALL_BYTES = 16 * 2**30  # memory of the largest Mac that counts as small
+_WIDE_GENERATION = 5
+
+
+def default_slots(kind: str, chip: str = "", memory_bytes: int = 0) -> int:
+    """Rows that decode at once on a device of a ``device.kind()``.
+
+    ``chip`` is the name that MLX reports, such as ``Apple M4 Max``. ``memory_bytes`` is all of the
+    machine's memory. Chips without a known name and memory of unknown size get the usual number.
+    """
+    if kind != "metal":
+        return USUAL
+    if 0 < memory_bytes <= SMALL_BYTES:
+        return ON_SMALL_MACS
+    generation = re.search(r"\bM([0-9]+)\b", chip)
+    is_wide = "Ultra" in chip or (generation and int(generation[1]) >= _WIDE_GENERATION)
+    return ON_WIDE_CHIPS if is_wide else USUAL
+
+
+def slots_of_this_machine() -> int:
+    """``default_slots`` for the device that MLX computes on by default."""
+    kind = device.kind()
+    if kind != "metal":
+        return default_slots(kind)
+    info = mx.device_info()
+    memory = info.get("memory_size", 0)
+    return default_slots(
+        kind, str(info.get("device_name", "")), memory if isinstance(memory, int) else 0
+    )
