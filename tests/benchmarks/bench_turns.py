@@ -48,11 +48,10 @@ WARM_UP_JOBS = 32
 
 
 # What is named for an x86 CPU's backend, so that no clock decides; and without each of its pieces.
-ALL_ON = {"uses_exp2": True, "uses_rope_cache": True, "uses_blocked_linear": True}
+ALL_ON = {"uses_exp2": True, "uses_rope_cache": True}
 ALL_OFF = {**dict.fromkeys(ALL_ON, False), "starts_each_layer": False}
 PIECES: dict[str, dict[str, bool]] = {
     "control": {},
-    "blocked_linear": {"uses_blocked_linear": False},
     "rope_cache": {"uses_rope_cache": False},
     "exp2": {"uses_exp2": False},
     "swiglu": {},
@@ -94,7 +93,6 @@ def _pin(bench: Any, off: str | None) -> None:
     except ModuleNotFoundError:  # a tree from before there were backends
         _module("powers")._are_measured_faster = lambda: True
         _module("angles")._is_faster = lambda: True
-        _module("narrow")._is_faster = lambda *_: True
     else:
         _switch_off(off or "control")
         fixed["backend"] = backend(**{**ALL_ON, **PIECES[off or "control"]})

@@ -41,7 +41,7 @@ STATE = StateShape(((2, 3), None, (5,)), (mx.float32, None, mx.float32))
 
 def x86(**changes: Any) -> CpuBackend:
     """An x86 CPU's backend, whatever machine runs the tests; nothing is measured for it."""
-    named = {"uses_exp2": True, "uses_rope_cache": True, "uses_blocked_linear": False}
+    named = {"uses_exp2": True, "uses_rope_cache": True}
     return CpuBackend(**{**named, **changes})
 
 

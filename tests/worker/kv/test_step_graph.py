@@ -32,7 +32,7 @@ class Rounded(GenericBackend):
 
 
 BACKENDS: dict[str, tuple[Callable[[], Backend], str, Any]] = {
-    "x86": (lambda: x86(uses_blocked_linear=True), "float", "folded"),
+    "x86": (x86, "float", "folded"),
     "generic": (GenericBackend, "affine8", "packed"),
     "rounded": (lambda: Rounded(columns_multiple=64, rows_multiple=8), "float", "fused"),
 }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from batchkv_worker.kv.backends import timing
-from batchkv_worker.kv.backends.cpu import blocked_linear, exp2, rope_cache
+from batchkv_worker.kv.backends.cpu import exp2, rope_cache
 
 REFUSED = -1.0
 
@@ -106,9 +106,8 @@ def test_a_gain_is_a_ratio_and_none_if_either_is_refused(clock: Clock) -> None:
     [
         (exp2, "exp2", exp2.is_faster.__wrapped__),
         (rope_cache, "rotated", rope_cache.is_faster.__wrapped__),
-        (blocked_linear, "product", lambda: blocked_linear.is_faster.__wrapped__(64, 64, 32, 4)),
     ],
-    ids=["exp2", "rope cache", "blocked linear"],
+    ids=["exp2", "rope cache"],
 )
 def test_what_is_new_is_timed_against_what_is_not(
     module: ModuleType, new: str, ask: Callable[[], bool], monkeypatch: pytest.MonkeyPatch

@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 _CANDIDATES = ("libopenblas.so.0", "libopenblas.so")
-_loaded: list[ctypes.CDLL] = []
 
 
 def load() -> str:
@@ -25,10 +22,9 @@ def load() -> str:
         return "BLAS: as loaded with MLX earlier"
     for name in _CANDIDATES:
         try:
-            library = ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+            ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
         except OSError:
             continue
-        _loaded.append(library)
         return f"BLAS: OpenBLAS ({name})"
     return (
         "BLAS: MLX's reference BLAS, about 50 times slower in float32 than OpenBLAS "
@@ -36,20 +32,3 @@ def load() -> str:
     )
 
 
-def is_openblas() -> bool:
-    """Whether MLX multiplies with OpenBLAS."""
-    return bool(_loaded)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """OpenBLAS with at most so many threads for a while; nothing where it was not loaded."""
-    if not _loaded:
-        yield
-        return
-    before = _loaded[0].openblas_get_num_threads()
-    _loaded[0].openblas_set_num_threads(min(count, before))
-    try:
-        yield
-    finally:
-        _loaded[0].openblas_set_num_threads(before)

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from batchkv_worker.kv.backends.contract import Change, Softmax
-from batchkv_worker.kv.backends.cpu import blocked_linear, causal_tiles, exp2, rope_cache, swiglu
+from batchkv_worker.kv.backends.cpu import causal_tiles, exp2, rope_cache, swiglu
 from batchkv_worker.kv.backends.cpu.rope_cache import CacheRope, RopeTables
 from batchkv_worker.kv.backends.cpu.softmax import Exp2Softmax
 from batchkv_worker.kv.backends.generic import GenericBackend
@@ -36,7 +36,6 @@ class CpuBackend(GenericBackend):
     measures_chunk: bool = False  # sizes make little difference, and measuring takes long
     uses_exp2: bool | None = None
     uses_rope_cache: bool | None = None
-    uses_blocked_linear: bool | None = None
     tables: RopeTables = field(default_factory=RopeTables, repr=False)
 
     def softmax(self, dtype: mx.Dtype) -> Softmax:
@@ -68,10 +67,6 @@ class CpuBackend(GenericBackend):
         uses_rope_cache = self.uses_rope_cache
         if rope_cache.is_faster() if uses_rope_cache is None else uses_rope_cache:
             found.append(CacheRope(self.tables))
-        if self.uses_blocked_linear is not False:
-            measure = self.uses_blocked_linear is None
-            blocked = blocked_linear.choose(model, dtype, rows, measure=measure)
-            found += [] if blocked is None else [blocked]
         return found
 
     def _uses_exp2(self, dtype: mx.Dtype) -> bool:
