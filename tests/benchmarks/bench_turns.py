@@ -55,7 +55,6 @@ PIECES: dict[str, dict[str, bool]] = {
     "rope_cache": {"uses_rope_cache": False},
     "exp2": {"uses_exp2": False},
     "swiglu": {},
-    "masks_and_sums": {},
     "causal_tiles": {},
     "eager_layers": {"starts_each_layer": False},
     "softmax": {},
@@ -77,10 +76,6 @@ def _switch_off(piece: str) -> None:
         backend.softmax = generic.softmax
     if piece == "swiglu":
         _module("backends.cpu.swiglu").is_used = lambda model: False
-    if piece == "masks_and_sums":
-        softmax = _module("backends.cpu.softmax")
-        softmax.Exp2Softmax.step_mask = lambda self, seen: seen
-        softmax._sum = lambda weights: weights.sum(axis=-1, keepdims=True)
 
 
 def _pin(bench: Any, off: str | None) -> None:

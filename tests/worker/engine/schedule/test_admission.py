@@ -44,7 +44,7 @@ def generation(index: int, count: int) -> Generation:
         return Generation(count, temperature=0.0, logprobs=2)
     penalty = 1.3 if index % 3 == 2 else 1.0
     return Generation(
-        count, temperature=0.8, top_p=0.9, seed=index, repetition_penalty=penalty, logprobs=1
+        count, temperature=0.8, top_p=0.9, seed=7 + index, repetition_penalty=penalty, logprobs=1
     )
 
 

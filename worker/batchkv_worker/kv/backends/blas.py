@@ -30,5 +30,3 @@ def load() -> str:
         "BLAS: MLX's reference BLAS, about 50 times slower in float32 than OpenBLAS "
         "(Debian, Ubuntu: apt install libopenblas0-pthread)"
     )
-
-

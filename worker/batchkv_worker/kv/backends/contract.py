@@ -23,9 +23,6 @@ class Softmax(Protocol):
     def unit(self) -> float:
         """Scores are multiplied with this, beyond their scale, before they are weighed."""
 
-    def step_mask(self, seen: mx.array) -> mx.array:
-        """A bool mask in the form that decode steps keep it in; see ``softmax.hide``."""
-
     def weigh(
         self, parts: Sequence[mx.array], sinks: mx.array | None = None
     ) -> tuple[list[mx.array], mx.array | None]:

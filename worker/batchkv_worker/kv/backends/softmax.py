@@ -6,9 +6,6 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-# Added to scores that nobody may see.
-HIDDEN = -1e30
-
 
 def hide(scores: mx.array, mask: mx.array) -> mx.array:
     """Scores of which those that ``mask`` hides have no weight.
@@ -24,10 +21,6 @@ class MlxSoftmax:
     """For devices with a fast exponential, and for half precision."""
 
     unit = 1.0
-
-    def step_mask(self, seen: mx.array) -> mx.array:
-        """The mask itself."""
-        return seen
 
     def weigh(
         self, parts: Sequence[mx.array], sinks: mx.array | None = None

@@ -72,7 +72,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
 
     def admit(self, slot: int, write: int, pieces: Pieces | None) -> None:
         # The whole line is written, in keys and values: what a former row left is masked, but a
-        # weight of 0 times NaN is NaN, as is a score with a mask added, and would stay for ever.
+        # weight of 0 times NaN is NaN, and would stay for ever.
         self._wait()
         rows = None if pieces is None else self._take(pieces)
         for index, part in enumerate(self.arrays):

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 
-from batchkv_worker.kv.backends.contract import Softmax
-from batchkv_worker.kv.backends.softmax import MLX_SOFTMAX
 from batchkv_worker.kv.slots.growth import round_up
 from batchkv_worker.kv.slots.layout import SlotLayout
 from batchkv_worker.kv.slots.layouts import SlotLayouts
@@ -33,24 +31,21 @@ class Shapes:
     """How shapes are chosen: ``step`` columns and ``rows`` rows are rounded up to.
 
     ``group_cost`` is what one more group costs, in cells (one row's keys and values of one column).
-    ``mask_rank`` is 4, or 5 for a model that folds its query heads itself. ``softmax`` weighs the
-    scores of groups, and says in which form it takes their masks.
+    ``mask_rank`` is 4, or 5 for a model that folds its query heads itself.
     """
 
     step: int = 1
     rows: int = 1
     group_cost: int = 2048
     mask_rank: int = 4
-    softmax: Softmax = MLX_SOFTMAX
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """Rows [first, last) read columns [low, high). They share ``prefix``.
 
-    ``mask`` is as in ``ColumnSpan``, in the form of ``Softmax.step_mask``. ``prefixes`` are those
-    of the chain that no neighbouring group reads too. ``is_exact``: its columns are not rounded,
-    where others are.
+    ``mask`` is as in ``ColumnSpan``. ``prefixes`` are those of the chain that no neighbouring group
+    reads too. ``is_exact``: its columns are not rounded, where others are.
     """
 
     first: int
@@ -152,11 +147,7 @@ class ColumnSpan:
             found.append(Group(first, last, low, self.high, mask, prefix, alone))
         if len(found) == 1:
             found[0] = replace(found[0], low=self.low, mask=self.mask)
-        step_mask = self._shapes.softmax.step_mask
-        return [
-            group if group.mask is None else replace(group, mask=step_mask(group.mask))
-            for group in found
-        ]
+        return found
 
     @cached_property
     def common(self) -> list[CommonPrefix]:

@@ -101,7 +101,6 @@ def _checked(name: str, model: Any, tree: CacheTree, decision: Decision, undo: U
         rows=backend.rows_multiple,
         group_cost=decision.group_cost,
         mask_rank=traits.mask_rank,
-        softmax=backend.softmax(decision.dtype),
     )
     shares = can_share(backend, model, tree, kinds, traits)
     costs = costs_of(kinds)

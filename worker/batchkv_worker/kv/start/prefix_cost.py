@@ -98,10 +98,7 @@ class _Sample:
         """Attention over so many tokens and their own in each row's line, and behind a prefix."""
         lines = self._line(self._rows, tokens + OWN)
         shared, own = self._line(1, tokens), self._line(self._rows, OWN)
-        softmax = self._layer.backend.softmax(self._layer.dtype)
-        whole, rest = (
-            softmax.step_mask(mx.arange(count) >= self._first) for count in (tokens + OWN, OWN)
-        )
+        whole, rest = (mx.arange(count) >= self._first for count in (tokens + OWN, OWN))
         mx.eval(self._queries, lines, shared, own, whole, rest)
         layer, queries = self._layer, self._queries
         return (

@@ -97,8 +97,7 @@ class _Sample:
             for size in (shape.key_size, shape.value_size)
         )
         self._queries = mx.random.normal((rows, num_query_heads, 1, shape.key_size)).astype(dtype)
-        seen = mx.arange(tokens) >= mx.arange(rows).reshape(-1, 1, 1, 1)
-        self._mask = layer.backend.softmax(dtype).step_mask(seen)
+        self._mask = mx.arange(tokens) >= mx.arange(rows).reshape(-1, 1, 1, 1)
         self._layer = layer
         self._keys, self._values = (
             tuple(part[..., _SPARE:, :] for part in parts)
