@@ -1,4 +1,4 @@
-"""The state that session and job puller share: rows until they are stored; whether more may start."""
+"""The state that session and job puller share: rows until stored; whether more may start."""
 
 from __future__ import annotations
 
