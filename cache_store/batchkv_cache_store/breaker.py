@@ -1,4 +1,4 @@
-"""A circuit breaker: a tier that keeps failing is left alone for a while.
+"""A circuit breaker: after several failures a tier is not called for a while.
 
 ::
 
@@ -16,7 +16,10 @@ from collections.abc import Callable
 
 
 class Breaker:
-    """Whether a tier may be asked now. Times are seconds of ``clock``; safe to share by threads."""
+    """Decides whether a tier may be called now. Times are seconds of ``clock``.
+
+    Threads may share a breaker.
+    """
 
     def __init__(
         self,
@@ -32,45 +35,45 @@ class Breaker:
         self._lock = threading.Lock()
         self._num_failures = 0
         self._cooldown_seconds = cooldown_seconds
-        self._ask_again_at: float | None = None  # None: closed
+        self._next_call_at: float | None = None  # None: closed
 
     @property
     def is_closed(self) -> bool:
-        """Is the tier in ordinary use?"""
-        return self._ask_again_at is None
+        """Whether the tier is in normal use."""
+        return self._next_call_at is None
 
     @property
-    def is_resting(self) -> bool:
-        """Would nobody be told now that the tier may be asked?"""
+    def is_cooling_down(self) -> bool:
+        """Whether ``may_call`` would return False now."""
         with self._lock:
-            return self._ask_again_at is not None and self._clock() < self._ask_again_at
+            return self._next_call_at is not None and self._clock() < self._next_call_at
 
-    def may_ask(self) -> bool:
-        """May the tier be asked? Whoever is told so while it is open makes the one probe."""
+    def may_call(self) -> bool:
+        """Whether the tier may be called now. While the breaker is open, True allows one probe."""
         with self._lock:
-            if self._ask_again_at is None:
+            if self._next_call_at is None:
                 return True
             now = self._clock()
-            if now < self._ask_again_at:
+            if now < self._next_call_at:
                 return False
-            # A probe that never reports (its thread died) must not keep the breaker open for ever.
-            self._ask_again_at = now + self._cooldown_seconds
+            # If the probe never reports its result (its thread died), the next one may come later.
+            self._next_call_at = now + self._cooldown_seconds
             return True
 
     def succeeded(self) -> None:
-        """The tier did what it was asked."""
+        """Record a call that succeeded."""
         with self._lock:
             self._num_failures = 0
             self._cooldown_seconds = self._first_cooldown_seconds
-            self._ask_again_at = None
+            self._next_call_at = None
 
     def failed(self) -> None:
-        """The tier did not."""
+        """Record a call that failed."""
         with self._lock:
             self._num_failures += 1
-            is_probe = self._ask_again_at is not None
+            is_probe = self._next_call_at is not None
             if not is_probe and self._num_failures < self._max_failures:
                 return
             if is_probe:
                 self._cooldown_seconds = min(2 * self._cooldown_seconds, self._max_cooldown_seconds)
-            self._ask_again_at = self._clock() + self._cooldown_seconds
+            self._next_call_at = self._clock() + self._cooldown_seconds

@@ -1,4 +1,4 @@
-"""A tier that never raises: its troubles are counted, and a breaker keeps them from the store."""
+"""A tier that never raises: failures are counted, and a breaker pauses a failing tier."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _T = TypeVar("_T")
 
 
 class Counters:
-    """Numbers by name, safe to share by threads."""
+    """Numbers by name. Threads may share them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: Counter[str] = Counter()
 
     def add(self, name: str, amount: int = 1) -> None:
-        """Count."""
+        """Add to a counter."""
         with self._lock:
             self._values[name] += amount
 
     def snapshot(self) -> dict[str, int]:
-        """All counters that ever counted, by name."""
+        """All counters that were ever used, by name."""
         with self._lock:
             return dict(sorted(self._values.items()))
 
 
 class GuardedTier:
-    """One tier as the store uses it. Counters, with the tier's name T:
+    """One tier as the store uses it. Its counters, where T is the tier's name:
 
-    ``error.T`` calls that failed, ``skipped.T`` calls not made because the breaker was open,
-    ``stored.T``, ``present.T``, ``full.T`` how puts ended.
+    ``error.T``: calls that failed. ``skipped.T``: calls not made because the breaker was open.
+    ``stored.T``, ``present.T``, ``full.T``: puts by their result (``Put``).
     """
 
     def __init__(self, tier: Tier, breaker: Breaker, gate: Gate, counters: Counters) -> None:
@@ -52,42 +52,42 @@ class GuardedTier:
         self._counters = counters
 
     def contains_many(self, names: Sequence[str]) -> dict[str, int]:
-        """Sizes of the names that are here; none of them when the tier is in trouble."""
+        """Sizes of the names that the tier holds; empty if the tier fails."""
         if not names:
             return {}
         start = time.perf_counter()
-        found = self._ask(lambda: self.tier.contains_many(names))
+        found = self._call(lambda: self.tier.contains_many(names))
         if found is None:
             return {}
         self._gate.observe_round_trip(self.name, time.perf_counter() - start)
         return found
 
     def get_many(self, sizes: Mapping[str, int]) -> dict[str, Buffer]:
-        """Bytes of the names that are here, not more than each was said to have, but for one byte.
+        """Bytes of the names that the tier holds; empty if the tier fails.
 
-        None of them when the tier is in trouble.
+        At most one byte more than ``sizes`` says is read of each name.
         """
         if not sizes:
             return {}
-        return self._ask(lambda: self.tier.get_many(list(sizes), sizes)) or {}
+        return self._call(lambda: self.tier.get_many(list(sizes), sizes)) or {}
 
     def put(self, name: str, buffers: Sequence[Buffer]) -> Put | None:
-        """How the put ended; None when the tier is in trouble."""
-        outcome = self._ask(lambda: self.tier.put(name, buffers))
+        """Store the buffers. Returns the result; None if the tier fails."""
+        outcome = self._call(lambda: self.tier.put(name, buffers))
         if outcome is not None:
             self._counters.add(f"{outcome}.{self.name}")
         return outcome
 
     def set_aside(self, name: str) -> None:
-        """Take a damaged block out of use, if the tier can."""
-        self._ask(lambda: self.tier.set_aside(name))
+        """Take a damaged block out of use, unless the tier fails."""
+        self._call(lambda: self.tier.set_aside(name))
 
     def stats(self) -> TierStats | None:
-        """What the tier holds; None when it is in trouble."""
-        return self._ask(self.tier.stats)
+        """The tier's contents; None if it fails."""
+        return self._call(self.tier.stats)
 
-    def _ask(self, call: Callable[[], _T]) -> _T | None:
-        if not self.breaker.may_ask():
+    def _call(self, call: Callable[[], _T]) -> _T | None:
+        if not self.breaker.may_call():
             self._counters.add(f"skipped.{self.name}")
             return None
         is_back = not self.breaker.is_closed
@@ -99,7 +99,7 @@ class GuardedTier:
             _log.warning("cache tier %s: %s", self.name, fault)
             return None
         except BaseException:
-            # A bug or an interruption says nothing of the tier; it must not stay half open.
+            # A bug or an interrupt is no fault of the tier, but must not leave it half open.
             self.breaker.failed()
             raise
         self.breaker.succeeded()

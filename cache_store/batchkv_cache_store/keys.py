@@ -1,15 +1,15 @@
-"""Keys of cached prefix blocks: what must be equal for packed keys and values to be exchangeable.
+"""Keys of cached prefix blocks. Blocks with equal keys are exchangeable.
 
-A *namespace* is the SHA-256 of a canonical manifest: everything that changes the bits of a block
-(weights, RoPE, KV scheme, dtype, block size ...), and nothing that two machines may choose
-differently. Within it, blocks of one prompt form a chain::
+A *namespace* is the SHA-256 of a canonical manifest. The manifest contains everything that changes
+the bits of a block (weights, RoPE, KV scheme, dtype, block size ...), and nothing that two machines
+may choose differently. In a namespace, the blocks of one prompt form a chain::
 
     k0  = HMAC-SHA256(tenant salt, namespace)
     k_i = SHA-256(k_{i-1} || tokens of block i as little-endian u32 || length of extra || extra)
 
-so that a key names the block's tokens *and* all that came before them. Keys are 32 bytes and equal
-on every machine, process and Python version. The default salt is empty: tenants that must not
-learn from each other's cache hits need salts of their own.
+So a key names the block's tokens *and* all tokens before them. Keys are 32 bytes and equal on every
+machine, process and Python version. The default salt is empty. Tenants that must not learn from
+each other's cache hits need salts of their own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Manifest = dict[str, "str | int | list[str]"]
 
 
 def manifest_text(manifest: Manifest) -> bytes:
-    """A manifest in its one canonical form: JSON in ASCII, its fields in order."""
+    """The canonical form of a manifest: JSON in ASCII, fields sorted by name."""
     text = json.dumps(manifest, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return text.encode("ascii")
 
@@ -39,15 +39,15 @@ def namespace(manifest: Manifest) -> bytes:
 
 
 def root_key(namespace_digest: bytes, salt: bytes = b"") -> bytes:
-    """The chain's start for one tenant; the digest is keyed by the salt."""
+    """The key before the first block of a chain, for one tenant's salt."""
     return hmac.new(salt, namespace_digest, hashlib.sha256).digest()
 
 
 def next_key(parent: bytes, tokens: Sequence[int], extra: bytes = b"") -> bytes:
     """Key of the block that holds ``tokens`` after the prefix named by ``parent``.
 
-    ``extra`` is what else the block depends on (for example an image's digest). Raises ValueError
-    for token ids that no u32 holds.
+    ``extra``: anything else that the block depends on (for example an image's digest). Raises
+    ValueError for token ids that do not fit into a u32.
     """
     try:
         packed = array("I", tokens)
@@ -65,7 +65,7 @@ def _little_endian(words: array[int]) -> bytes:
 
 
 def chain(root: bytes, tokens: Sequence[int], block_tokens: int = BLOCK_TOKENS) -> list[bytes]:
-    """Keys of all full blocks of ``tokens``, first to last; a last partial block has none."""
+    """Keys of all full blocks of ``tokens``, first to last; a partial last block has no key."""
     keys: list[bytes] = []
     parent = root
     for start in range(0, len(tokens) - block_tokens + 1, block_tokens):

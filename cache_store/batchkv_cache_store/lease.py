@@ -1,13 +1,14 @@
 """Leases on blocks that are being computed, so that two workers do not compute one prefix.
 
-Whoever misses a chain takes the leases on all blocks that are missing, computes, publishes and lets
-each go; whoever does not get the first does other work meanwhile and looks again. A lease ends by
-itself: a worker that dies holds it for ``ttl_seconds`` at most. Leases only save work. Two holders
-at once, after a pause or without Redis, compute a block twice and store it once.
+A worker that misses blocks of a chain takes the leases on all of them, computes, publishes, and
+releases each lease. A worker that does not get the first lease does other work and looks again. A
+lease ends by itself: a worker that dies holds it for ``ttl_seconds`` at most. Leases only save
+work. If two workers hold one, after a pause or without Redis, a block is computed twice and stored
+once.
 
-In Redis a lease is ``batchkv-lease:<key in hex>``, its value the holder's token; taken with
-``SET NX PX``, renewed and released by scripts that compare the token first. Within a process,
-leases exclude each other also while Redis does not answer.
+In Redis a lease is the key ``batchkv-lease:<key in hex>`` with the holder's token as its value. It
+is taken with ``SET NX PX``. Scripts that compare the token first renew and release it. In a
+process, leases exclude each other even while Redis does not answer.
 """
 
 from __future__ import annotations
@@ -48,35 +49,36 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The right to compute a block. ``is_lost``: somebody else has it by now; go on, or stop.
+    """The right to compute a block.
 
-    ``is_settled``: it was really given, and is not just being asked for.
+    ``is_lost``: another worker has it now; the holder may go on or stop. ``is_granted``: Redis has
+    granted it, or does not answer; False while the request runs.
     """
 
     key: bytes
     taken_at: float
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     is_lost: bool = False
-    is_settled: bool = False
+    is_granted: bool = False
 
 
 class Leases(Protocol):
-    """What both kinds can do. None of it raises."""
+    """The methods of both kinds of leases. None of them raises."""
 
     def acquire(self, key: bytes) -> Lease | None:
-        """The lease on this block, or None while another holds it."""
+        """Take the lease on this block. Returns None while another worker holds it."""
 
     def acquire_chain(self, keys: Sequence[bytes]) -> list[Lease]:
-        """The leases on the blocks of a chain that no other holds; none if the first is held."""
+        """Take the free leases on the blocks of a chain; none if the first one is not free."""
 
     def release(self, lease: Lease) -> None:
-        """Let it go; a lease that was lost or released before is left as it is."""
+        """Release the lease. Does nothing for one that was lost or released before."""
 
     def release_many(self, leases: Sequence[Lease]) -> None:
-        """Let all of them go, in one round trip."""
+        """Release all of them, in one round trip."""
 
     def close(self) -> None:
-        """Let everything go."""
+        """Release all leases."""
 
 
 class LocalLeases:
@@ -123,7 +125,7 @@ class LocalLeases:
             self._held.clear()
 
     def held(self) -> list[Lease]:
-        """Leases that are held now; those held for too long are taken away first."""
+        """Leases that are held now, after removing those that were held for too long."""
         now = self._clock()
         with self._lock:
             for lease in list(self._held.values()):
@@ -136,9 +138,9 @@ class LocalLeases:
 class RedisLeases:
     """Leases among all workers that share the Redis database at ``url``.
 
-    A thread renews what is held every third of ``ttl_seconds``, for ``max_hold_seconds`` at most: a
-    worker that hangs must not keep a block from everybody. While Redis does not answer, leases
-    hold within the process.
+    A thread renews the held leases every third of ``ttl_seconds``, each for ``max_hold_seconds`` at
+    most, so that a worker that hangs does not block the others. While Redis does not answer, leases
+    hold in this process only.
     """
 
     def __init__(
@@ -155,7 +157,7 @@ class RedisLeases:
             socket_timeout=REPLY_TIMEOUT_SECONDS,
             retry=Retry(NoBackoff(), 1),
         )
-        # One failure is enough: whoever asks for a lease waits for the answer.
+        # One failure is enough, because callers wait for the answer.
         self._breaker = Breaker(1, min(5.0, ttl_seconds / 3), 60.0)
         self._renew_script = self._redis.register_script(_RENEW)
         self._release_script = self._redis.register_script(_RELEASE)
@@ -169,11 +171,11 @@ class RedisLeases:
         lease = self._local.acquire(key)
         if lease is None:
             return None
-        is_ours = self._ask(
+        is_ours = self._call(
             lambda: self._redis.set(_name(key), lease.token, nx=True, px=self._ttl_ms)
         )
         if is_ours or is_ours is _NO_ANSWER:
-            lease.is_settled = True
+            lease.is_granted = True
             return lease
         self._local.release(lease)
         return None
@@ -183,20 +185,20 @@ class RedisLeases:
         if first is None:
             return []
         rest = [lease for key in keys[1:] if (lease := self._local.acquire(key)) is not None]
-        answers = self._ask(lambda: self._set_many(rest))
+        answers = self._call(lambda: self._set_many(rest))
         if not isinstance(answers, list):
             answers = [True] * len(rest)
         held = [first]
         for lease, is_ours in zip(rest, answers, strict=True):
             if is_ours:
-                lease.is_settled = True
+                lease.is_granted = True
                 held.append(lease)
             else:
                 self._local.release(lease)
         return held
 
     def _set_many(self, leases: Sequence[Lease]) -> list[object]:
-        """What SET says to each, in one round trip."""
+        """The replies of SET for each lease, in one round trip."""
         with self._redis.pipeline(transaction=False) as pipe:
             for lease in leases:
                 pipe.set(_name(lease.key), lease.token, nx=True, px=self._ttl_ms)
@@ -220,9 +222,9 @@ class RedisLeases:
     def _release_in_redis(self, leases: Sequence[Lease]) -> None:
         self._run_many(self._release_script, leases, [(lease.token,) for lease in leases])
 
-    def _ask(self, call: Callable[[], object]) -> object:
-        """Redis's answer; _NO_ANSWER, at once, while it is known to be in trouble."""
-        if not self._breaker.may_ask():
+    def _call(self, call: Callable[[], object]) -> object:
+        """The reply of Redis; _NO_ANSWER if it fails, and without a call while it is paused."""
+        if not self._breaker.may_call():
             return _NO_ANSWER
         try:
             answer = call()
@@ -240,32 +242,32 @@ class RedisLeases:
                 self._renew(held)
 
     def _renewable(self) -> list[Lease]:
-        """What is held; not what is being asked for: taken here, it would be refused there."""
-        return [lease for lease in self._local.held() if lease.is_settled]
+        """The granted leases. A renewal of another would set its key before its own request."""
+        return [lease for lease in self._local.held() if lease.is_granted]
 
     def _renew(self, leases: Sequence[Lease]) -> None:
-        """All of them in one round trip, and once more those that were not ours any more."""
+        """Renew all of them in one round trip, then take those again that had lapsed."""
         args: list[tuple[str | int, ...]] = [(lease.token, self._ttl_ms) for lease in leases]
         answers = self._run_many(self._renew_script, leases, args)
         if answers is None:
             return  # the next round tries again
-        # Lapsed while Redis or this process stood still, or held in this process only: taken anew
-        # if nobody else did.
+        # These lapsed while Redis or this process was stopped, or were held in this process only.
+        # Take them again, unless another worker has.
         gone = [lease for lease, is_ours in zip(leases, answers, strict=True) if not is_ours]
-        again = self._ask(lambda: self._set_many(gone)) if gone else []
+        again = self._call(lambda: self._set_many(gone)) if gone else []
         if not isinstance(again, list):
             return
         for lease, is_ours in zip(gone, again, strict=True):
             lease.is_lost = not is_ours
         still = {id(lease) for lease in self._local.held()}
         released = [lease for lease in leases if id(lease) not in still]
-        if released:  # while they were being renewed
+        if released:  # during the renewal
             self._release_in_redis(released)
 
     def _run_many(
         self, script: Script, leases: Sequence[Lease], args: Sequence[tuple[str | int, ...]]
     ) -> list[object] | None:
-        """What a script says to each lease, in one round trip; None while Redis does not answer."""
+        """The script's reply for each lease, in one round trip; None if Redis does not answer."""
 
         def run() -> list[object]:
             with self._redis.pipeline(transaction=False) as pipe:
@@ -273,7 +275,7 @@ class RedisLeases:
                     script(keys=[_name(lease.key)], args=list(values), client=pipe)
                 return list(pipe.execute())
 
-        answers = self._ask(run)
+        answers = self._call(run)
         return answers if isinstance(answers, list) else None
 
 

@@ -1,15 +1,16 @@
-"""Load a cached prefix, or compute it again? Whichever measured speeds say is sooner done.
+"""Decides whether to load a cached prefix or to compute it again, by measured speeds.
 
-A chain of blocks can be taken up to any of several depths. Each depth saves the time of computing
-its tokens and costs one round trip to each tier concerned plus the time of its bytes; the depth
-that saves most is taken, and none when none saves anything. All speeds are measured while working
-(moving averages of seconds a byte and seconds a token, which, unlike averages of speeds, are not
-carried away by one lucky sample). What was never measured counts as free: so it is tried, and
-measured (the search tries one block of it before it goes on). A depth that is refused is tried all
-the same now and then, the smallest step of it, since a network that was slow may not be any more;
-what that may cost is a share of the time that the refused prompts took to compute.
+A chain of blocks can be loaded up to any of several depths. A depth saves the time to compute its
+tokens. It costs one round trip to each of its tiers and the time to load its bytes. The depth that
+saves most is chosen, or none if none saves time.
 
-Pure: no clock, no I/O. Everything is counted in bytes, tokens and seconds.
+All speeds are measured in use, as moving averages of seconds per byte and seconds per token. Unlike
+averages of speeds, these are not distorted by one lucky sample. A speed that was never measured
+counts as free, so that it is tried and measured (the search first loads one block). A network that
+was slow may be fast again. So the smallest step of a refused depth is tried now and then. Such
+tries may cost a fixed share of the time that the refused prompts took to compute.
+
+Pure functions: no clock, no I/O. Units are bytes, tokens and seconds.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_LEAST_SHARE = 0.1  # of a load's time that is surely not the round trip
+_LEAST_SHARE = 0.1  # of a load's time that counts as transfer, whatever the round trip takes
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One depth: the tokens it saves, and the bytes it takes from each tier (by name)."""
+    """One depth: the tokens that it saves, and the bytes to load from each tier (by name)."""
 
     num_tokens: int
     bytes_by_tier: Mapping[str, int]
@@ -42,10 +43,10 @@ class _Average:
 
 
 class Gate:
-    """The measured speeds, and the choice. Safe to share by threads.
+    """Measures speeds and chooses how much of a prefix to load. Threads may share a gate.
 
-    ``weight`` is that of a new sample. Trying what was refused may lose ``probe_share`` of the
-    time that is spent on computing what was refused.
+    ``weight``: of a new sample in a moving average. ``probe_share``: tries of refused depths may
+    lose this share of the time that computing the refused tokens takes.
     """
 
     def __init__(self, weight: float = 0.2, probe_share: float = 0.01) -> None:
@@ -55,15 +56,15 @@ class Gate:
         self._round_trips: dict[str, _Average] = {}
         self._seconds_per_byte: dict[str, _Average] = {}
         self._seconds_per_token = _Average(weight)
-        self._credit_seconds = 0.0  # that a try may lose
+        self._credit_seconds = 0.0  # time that tries may lose
 
     def observe_round_trip(self, tier: str, seconds: float) -> None:
-        """A request that moved next to nothing took that long."""
+        """Record the time of a request that moved almost no bytes."""
         with self._lock:
             self._round_trips.setdefault(tier, _Average(self._weight)).add(seconds)
 
     def observe_load(self, tier: str, num_bytes: int, seconds: float) -> None:
-        """Loading that many bytes in one request took that long."""
+        """Record the time of one request that loaded so many bytes."""
         if num_bytes <= 0:
             return
         with self._lock:
@@ -74,26 +75,27 @@ class Gate:
             average.add(moving / num_bytes)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Computing that many prompt tokens took that long."""
+        """Record the time to compute so many prompt tokens."""
         if num_tokens > 0:
             with self._lock:
                 self._seconds_per_token.add(seconds / num_tokens)
 
     def load_seconds(self, tier: str, num_bytes: int) -> float:
-        """How long a load is expected to take; what was never measured counts as nothing."""
+        """The expected time of a load; what was never measured counts as 0."""
         round_trip, per_byte = self._round_trips.get(tier), self._seconds_per_byte.get(tier)
         fixed = round_trip.value if round_trip is not None else None
         rate = per_byte.value if per_byte is not None else None
         return (fixed or 0.0) + num_bytes * (rate or 0.0)
 
     def is_measured(self, tier: str) -> bool:
-        """Whether a load from this tier was ever timed."""
+        """Whether a load from this tier has been timed."""
         return tier in self._seconds_per_byte
 
     def choose(self, options: Sequence[Option], *, is_first: bool = True) -> int | None:
-        """Index of the option to load, None to compute everything. Options: shallow to deep.
+        """Index of the option to load; None: compute everything. Options are shallow to deep.
 
-        Only the first choice for a prompt counts as a refusal; later ones follow what was loaded.
+        ``is_first``: the first choice for a prompt. Only this one counts as a refusal, because
+        later choices for the prompt repeat it.
         """
         if not options:
             return None

@@ -1,17 +1,17 @@
-"""The search for a prompt's longest cached prefix, through all tiers at once.
+"""The search for a prompt's longest cached prefix in all tiers.
 
-A prompt can be taken up at a *depth*, a number of its blocks, when everything that its model's
-layers need is there: blocks of kind ``kv`` for all blocks up to the depth, of kind ``window`` for
-the last few of them, of kind ``state`` for the very last. The search
+A prompt can continue at a *depth*, a number of its blocks, if all pieces that its model's layers
+need are stored: pieces of kind ``kv`` for all blocks up to the depth, of kind ``window`` for the
+last few of them, of kind ``state`` for the last one. The search has three steps.
 
-1. asks each tier, fast to slow, in one round trip for 64 keys at a time, what it has of what is
-   not found yet; it stops after the first 64 that leave a gap in ``kv``, for what lies behind a
-   gap is of no use;
-2. lists the depths at which all is there, and lets the gate choose one;
-3. fetches of what that depth needs a batch from each tier, one round trip for each, and decodes it.
-   What is gone or damaged meanwhile is looked for in the slower tiers. While something is left to
-   fetch, 2 again: a tier that turned out slow is gone on with only as far as it still pays. The
-   first batch from a tier that was never timed is one block.
+1. It asks each tier, fast to slow, for the pieces that are not found yet: 64 keys in one round
+   trip. It stops after the first 64 keys with a gap in ``kv``, because blocks after a gap are of
+   no use.
+2. It lists the depths that have all their pieces. The gate chooses one.
+3. It loads a batch of this depth's pieces from each tier, in one round trip each, and decodes it.
+   Missing or damaged pieces are searched in the slower tiers. While pieces remain, step 2 follows
+   again, so that a tier that proves slow is used only as far as it pays. The first batch from a
+   tier that was never timed is one block.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Piece = tuple[int, Kind]  # a block's number in the prompt, from 0, and one of i
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A prompt's blocks, first to last, and what the model's layers need of them.
+    """A prompt's blocks, first to last, and the kinds that the model's layers need.
 
-    ``keys``: 32 bytes each. ``tokens``: of each block, ids as little-endian u32.
-    ``num_window_blocks``: how many last blocks the widest sliding window overlaps, 0 for none.
-    ``had``: pieces that the caller has already; they cost nothing and are not fetched.
-    ValueError when they do not fit each other.
+    ``keys``: 32 bytes each. ``tokens``: the ids of each block as little-endian u32.
+    ``num_window_blocks``: how many last blocks the widest sliding window overlaps; 0 for none.
+    ``had``: pieces that the caller already has; they cost nothing and are not loaded. Raises
+    ValueError if the fields contradict each other.
     """
 
     namespace: bytes
@@ -59,19 +59,19 @@ class Wanted:
             raise ValueError("no kind of block is wanted")
 
     def kinds(self) -> list[Kind]:
-        """The kinds that are needed at all."""
+        """The kinds of pieces that the model needs."""
         wanted = {Kind.KV: self.has_kv, Kind.WINDOW: self.num_window_blocks > 0}
         return [
             kind for kind, is_wanted in {**wanted, Kind.STATE: self.has_state}.items() if is_wanted
         ]
 
     def needed_at(self, depth: int) -> list[Piece]:
-        """(block number, kind) of everything that a depth needs, head first."""
+        """(block number, kind) of all pieces that a depth needs, head first."""
         needed = [(number, Kind.KV) for number in range(depth)] if self.has_kv else []
         return needed + self.needed_at_end(depth)
 
     def needed_at_end(self, depth: int) -> list[Piece]:
-        """Of that, what only this depth needs: the window and the state."""
+        """The pieces that only this depth needs: the window and the state."""
         first = max(0, depth - self.num_window_blocks)
         needed = [(number, Kind.WINDOW) for number in range(first, depth)]
         return needed + [(depth - 1, Kind.STATE)] * self.has_state
@@ -79,11 +79,11 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What there is for a prompt, up to ``depth`` blocks; 0 when there is nothing.
+    """The result of a lookup: ``depth`` blocks of the prompt; 0 if nothing was found.
 
-    ``pieces``: what that depth needs and the caller does not have. ``stop`` says why it goes no
-    deeper: "" when nothing more was wanted, "missing <kind> <number>" for the first piece that no
-    tier has, "gated", "rejected <reason>", or "trouble <tier>".
+    ``pieces``: those that the depth needs and the caller does not have. ``stop`` is the reason for
+    not going deeper: "" if all blocks were found, "missing <kind> <number>" for the first piece
+    that no tier has, "gated", "rejected <reason>", or "trouble <tier>".
     """
 
     depth: int = 0
@@ -110,14 +110,14 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Location:
     tier: int
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A block that was loaded: its bytes as they lay in the tier of that number."""
+    """A block that was loaded, with its bytes as stored in the tier of that number."""
 
     name: str
     tier: int
@@ -125,7 +125,7 @@ class Hit:
 
 
 class Search:
-    """One search; made for it and thrown away after. ``run`` once, then read ``hits``."""
+    """One search. Call ``run`` once, then read ``hits``."""
 
     def __init__(
         self,
@@ -143,13 +143,13 @@ class Search:
         self._sealer = sealer
         self._limits = limits
         self._counters = counters
-        self._places: dict[Piece, _Place] = {}
+        self._locations: dict[Piece, _Location] = {}
         self._blocks: dict[Piece, Block] = {}
         self._num_choices = 0
-        self._trouble = ""  # what kept the search from going deeper, when it was not a gap
+        self._trouble = ""  # the reason for not going deeper, unless it is a gap
 
     def run(self) -> Found:
-        """What the tiers have. Raises nothing that a tier or a block could cause."""
+        """Search the tiers. Faults of tiers and blocks raise nothing."""
         self._locate_chain()
         while depth := self._choose():
             needed = [p for p in self._wanted.needed_at(depth) if p not in self._wanted.had]
@@ -160,7 +160,7 @@ class Search:
         return Found(stop=self._stop(0))
 
     def _stop(self, depth: int) -> str:
-        """Why not deeper (``Found.stop``)."""
+        """The reason for not going deeper (``Found.stop``)."""
         if depth == len(self._wanted.keys):
             return ""
         if self._trouble:
@@ -173,7 +173,7 @@ class Search:
         return f"missing {kind} {number}"
 
     def _is_here(self, piece: Piece) -> bool:
-        return piece in self._places or piece in self._wanted.had
+        return piece in self._locations or piece in self._wanted.had
 
     def _locate_chain(self) -> None:
         kinds, num_keys = self._wanted.kinds(), len(self._wanted.keys)
@@ -185,17 +185,17 @@ class Search:
                 return
 
     def _locate(self, pieces: Sequence[Piece], first_tier: int) -> None:
-        """Look for pieces in the tiers from ``first_tier`` on."""
+        """Find the tiers, from ``first_tier`` on, that hold these pieces."""
         missing = {self._name(piece): piece for piece in pieces}
         for index, tier in enumerate(self._tiers[first_tier:], first_tier):
             for name, num_bytes in tier.contains_many(list(missing)).items():
                 if num_bytes > self._limits.max_block_bytes:
                     self._reject(name, tier, Reason.LIMITS)
                 elif name in missing:
-                    self._places[missing.pop(name)] = _Place(index, num_bytes)
+                    self._locations[missing.pop(name)] = _Location(index, num_bytes)
 
     def _choose(self) -> int:
-        """The depth to take, 0 for none."""
+        """The depth to load; 0 for none."""
         options: list[Option] = []
         depths: list[int] = []
         kv_sizes: Counter[str] = Counter()
@@ -222,40 +222,43 @@ class Search:
         return 0 if choice is None else depths[choice]
 
     def _add_size(self, sizes: Counter[str], piece: Piece) -> None:
-        if piece in self._places and piece not in self._blocks:  # what is here costs nothing
-            place = self._places[piece]
+        if piece in self._locations and piece not in self._blocks:  # else it costs nothing
+            place = self._locations[piece]
             sizes[self._tiers[place.tier].name] += place.num_bytes
 
     def _fetch(self, pieces: Sequence[Piece]) -> None:
-        """Load and decode a batch of each tier's pieces; what fails is looked for elsewhere."""
+        """Load and decode a batch from each tier; search failed pieces in the slower tiers."""
         lost: list[tuple[Piece, int]] = []
         for index, tier in enumerate(self._tiers):
-            batch = self._batch([piece for piece in pieces if self._places[piece].tier == index])
+            batch = self._batch([piece for piece in pieces if self._locations[piece].tier == index])
             if not batch:
                 continue
             start = time.perf_counter()
-            sizes = {self._name(piece): self._places[piece].num_bytes for piece in batch}
+            sizes = {self._name(piece): self._locations[piece].num_bytes for piece in batch}
             answers = tier.get_many(sizes)
             for piece in batch:
                 data = answers.get(self._name(piece))
                 if data is None or not self._accept(piece, data, index):
                     lost.append((piece, index))
-            # Checking the bytes is part of what a load costs.
+            # The time of a load includes the checks of its bytes.
             num_bytes = sum(len(data) for data in answers.values())
             self._gate.observe_load(tier.name, num_bytes, time.perf_counter() - start)
         for piece, _ in lost:
-            del self._places[piece]
+            del self._locations[piece]
         for index in sorted({index for _, index in lost}):
             self._locate([piece for piece, at in lost if at == index], index + 1)
 
     def _batch(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """The first of a tier's pieces, as many as one request is for."""
-        if not pieces or not self._gate.is_measured(self._tiers[self._places[pieces[0]].tier].name):
+        """The first of a tier's pieces, as many as one request loads."""
+        if not pieces:
+            return []
+        tier = self._tiers[self._locations[pieces[0]].tier]
+        if not self._gate.is_measured(tier.name):
             return list(pieces[:1])
         batch: list[Piece] = []
         num_bytes = 0
         for piece in pieces[:KEYS_AT_ONCE]:
-            num_bytes += self._places[piece].num_bytes
+            num_bytes += self._locations[piece].num_bytes
             if batch and num_bytes > MAX_FETCH_BYTES:
                 break
             batch.append(piece)

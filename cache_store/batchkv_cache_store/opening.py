@@ -1,16 +1,16 @@
-"""From settings to a store: its tiers, its secrets, and whether it would harm the queue.
+"""Makes a store of settings: reads tiers, secret and salt, and refuses the queue's own database.
 
 =============================  ====================================================================
-``BATCHKV_CACHE``              the tiers (``tiers.specs``); or in the file that
-                               ``BATCHKV_CACHE_FILE`` names, for the sake of passwords
+``BATCHKV_CACHE``              the tiers (``tiers.specs``); if they have passwords, better in the
+                               file that ``BATCHKV_CACHE_FILE`` names
 ``BATCHKV_CACHE_SECRET_FILE``  a file with the secret that signs blocks, 16 bytes or more; or
                                ``BATCHKV_CACHE_SECRET``
 ``BATCHKV_CACHE_SALT_FILE``    a file with the tenant's salt (``keys``); or ``BATCHKV_CACHE_SALT``
 =============================  ====================================================================
 
-Secret and salt are never flags, for a command line is seen by all users of a machine, and their
-files must be closed to others. Every fault of a setting is a ValueError of one sentence; a tier
-that cannot be used is a TierMisconfigured.
+Secret and salt are never flags, because all users of a machine can see its command lines. Other
+users must not have access to their files. A fault in a setting raises ValueError with one sentence.
+A tier that cannot be used raises TierMisconfigured.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _THIS_MACHINE = {"localhost", "127.0.0.1", "::1", None}
 
 
 def open_tiers(specs: Iterable[TierSpec], *, as_guest: bool = False) -> list[Tier]:
-    """The tiers, no server of them asked yet. TierMisconfigured when one cannot be used.
+    """Open the tiers without a call to any server. Raises TierMisconfigured.
 
-    A guest only looks: it makes and evicts nothing.
+    ``as_guest``: for commands that read a cache; such tiers make and evict nothing.
     """
     tiers: list[Tier] = []
     try:
@@ -64,7 +64,7 @@ def open_store(
     gate: Gate | None = None,
     settings: StoreSettings | None = None,
 ) -> Store:
-    """The store of a text; ``Store.close`` closes its tiers.
+    """Make the store that ``text`` describes; ``Store.close`` closes its tiers.
 
     Raises ValueError for the text or the secret, TierMisconfigured for a tier.
     """
@@ -74,21 +74,21 @@ def open_store(
 
 
 def check_secret(secret: bytes | None) -> None:
-    """ValueError for a secret that is too short to sign with."""
+    """Raise ValueError if the secret is too short to sign with."""
     if secret is not None and len(secret) < MIN_SECRET_BYTES:
         raise ValueError(f"the cache's secret has fewer than {MIN_SECRET_BYTES} bytes")
 
 
 def lease_url(specs: Iterable[TierSpec]) -> str | None:
-    """URL, with its password, of the Redis in which leases are taken; None when there is none."""
+    """URL, with its password, of the Redis server that keeps leases; None without one."""
     return next((spec.url for spec in specs if isinstance(spec, RedisSpec)), None)
 
 
 def queue_conflict(specs: Sequence[TierSpec], queue_url: str) -> str | None:
-    """A sentence when a tier is the queue's own database: a cache that evicts would evict jobs.
+    """A sentence if a tier is the queue's own database, else None.
 
-    Compares addresses, so that nothing is asked; ``RedisTier.check`` finds a queue that goes by
-    another name.
+    A cache that evicts would evict jobs. This compares addresses and calls no server.
+    ``RedisTier.check`` finds a queue under another address.
     """
     queue = _database(queue_url)
     for spec in specs:
@@ -101,7 +101,7 @@ def queue_conflict(specs: Sequence[TierSpec], queue_url: str) -> str | None:
 
 
 def _database(url: str) -> tuple[str, int, int] | None:
-    """(host or socket, port, database); None for a URL that cannot be taken apart."""
+    """(host or socket, port, database); None for a URL that cannot be parsed."""
     try:
         split = urlsplit(url)
         said = parse_qs(split.query).get("db", [""])[0] or unquote(split.path).strip("/")
@@ -115,7 +115,7 @@ def _database(url: str) -> tuple[str, int, int] | None:
 
 
 def read_cache(environ: Mapping[str, str]) -> str | None:
-    """The text of the tiers, None when nothing is said. Raises ValueError."""
+    """The text that describes the tiers; None if it is not set. Raises ValueError."""
     content = _read(environ, CACHE_VARIABLE, is_private=False)
     try:
         return None if content is None else content.decode("utf-8")
@@ -124,19 +124,19 @@ def read_cache(environ: Mapping[str, str]) -> str | None:
 
 
 def read_secret(environ: Mapping[str, str]) -> bytes | None:
-    """The secret that signs blocks, None when nothing is said. Raises ValueError."""
+    """The secret that signs blocks; None if it is not set. Raises ValueError."""
     secret = _read(environ, SECRET_VARIABLE, is_private=True)
     check_secret(secret)
     return secret
 
 
 def read_salt(environ: Mapping[str, str]) -> bytes:
-    """The tenant's salt, empty when nothing is said. Raises ValueError."""
+    """The tenant's salt; empty if it is not set. Raises ValueError."""
     return _read(environ, SALT_VARIABLE, is_private=True) or b""
 
 
 def _read(environ: Mapping[str, str], variable: str, *, is_private: bool) -> bytes | None:
-    """Content of the variable, or of the file that <variable>_FILE names, without blanks around."""
+    """The variable, or the file that <variable>_FILE names, without blanks at either end."""
     value = os.fsencode(environ.get(variable, "").strip())
     path = environ.get(f"{variable}_FILE", "").strip()
     if value and path:
@@ -148,7 +148,7 @@ def _read(environ: Mapping[str, str], variable: str, *, is_private: bool) -> byt
         with open(Path(path).expanduser(), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read(_MAX_FILE_BYTES + 1).strip()
-            # What has no password may be read by others, but nobody else may say what it is.
+            # Others may read a file without a password, but they must not write it.
             is_secret = is_private or b"@" in content
             if mode & (0o077 if is_secret else 0o022):
                 raise ValueError(f"{source}, which others may open: chmod 600 it")

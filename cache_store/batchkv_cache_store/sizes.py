@@ -11,7 +11,7 @@ _SHOWN = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "4GB", "512 MiB", "1.5g" or a plain number; ValueError for less than 1 MiB too."""
+    """Bytes of "4GB", "512 MiB", "1.5g" or a plain number; ValueError also below 1 MiB."""
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmgt]i?)?b?", text.strip().lower())
     if match is None:
         raise ValueError("it is not a size like 4GB or 512MiB")
@@ -22,7 +22,7 @@ def parse_size(text: str) -> int:
 
 
 def shown_size(num_bytes: int) -> str:
-    """Three or more digits and a decimal unit: "512 B", "4.0 kB", "50.0 GB"."""
+    """The size for people, in a decimal unit: "512 B", "4.0 kB", "50.0 GB"."""
     for unit, name in _SHOWN:
         if num_bytes >= unit:
             return f"{num_bytes / unit:,.1f} {name}"

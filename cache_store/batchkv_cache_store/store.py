@@ -1,18 +1,18 @@
-"""All tiers behind one face: look up a prompt's prefix, publish its blocks.
+"""All tiers as one store: ``lookup`` finds a prompt's prefix, ``publish`` stores its blocks.
 
-Nothing here fails, delays or corrupts a job. What a tier cannot do, or a block is not, is a miss
-with a counted reason; only wrong arguments raise (ValueError). Writing is a background thread's
-work. The counters, T being a tier's name:
+The store never fails, delays or corrupts a job. A failing tier or a damaged block is a miss with a
+counted reason. Only wrong arguments raise (ValueError). A background thread writes. The counters,
+where T is a tier's name:
 
 =====================  ==========================================================================
-``lookups``            calls of ``lookup``; ``lookups_empty`` those that found nothing
-``wanted_blocks``      blocks of all prompts looked up; ``found_blocks`` those found of them
-``hit.T``              pieces (a block has one of each kind) that came from the tier
-``rejected.<reason>``  bytes that were not the block asked for (``errors.Reason``)
-``gated``              lookups cut short since computing was expected to be quicker
-``published``          blocks queued for writing; ``dropped`` what found the queue full
-``promoted``           hits queued for the faster tiers; ``not_promoted`` when the queue was full
-``given_up``           writes that were still waiting when the time to close was up
+``lookups``            calls of ``lookup``; ``lookups_empty``: those that found nothing
+``wanted_blocks``      blocks of all prompts looked up; ``found_blocks``: those that were found
+``hit.T``              pieces (a block has one of each kind) that were loaded from the tier
+``rejected.<reason>``  objects that were not the requested block (``errors.Reason``)
+``gated``              lookups that loaded less, because computing was expected to be quicker
+``published``          blocks queued for writing; ``dropped``: those that found the queue full
+``promoted``           hits queued for faster tiers; ``not_promoted``: the queue was full
+``given_up``           writes that still waited when the time to close was over
 ``error.T`` ...        see ``guarded``
 =====================  ==========================================================================
 """
@@ -33,12 +33,12 @@ from batchkv_cache_store.keys import Manifest
 from batchkv_cache_store.load_or_compute import Gate
 from batchkv_cache_store.lookup import Found, Hit, Search, Wanted
 from batchkv_cache_store.tiers.base import Tier, TierStats
-from batchkv_cache_store.writer import Taken, WriteBehind
+from batchkv_cache_store.writer import SubmitResult, WriteBehind
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """``max_queued_bytes``: of blocks that wait to be written. Cooldowns: see ``breaker``."""
+    """``max_queued_bytes``: of blocks that wait for the writer. Cooldowns: see ``breaker``."""
 
     max_queued_bytes: int = 512 * 1024 * 1024
     max_failures: int = 3
@@ -48,9 +48,9 @@ class StoreSettings:
 
 
 class Store:
-    """Blocks in ``tiers``, fast to slow. Safe to share by threads; the store closes its tiers.
+    """Blocks in ``tiers``, fast to slow. Threads may share a store. The store closes its tiers.
 
-    ``secret`` (16 bytes or more) signs blocks and refuses those that it did not sign.
+    With a ``secret`` (16 bytes or more) it signs blocks and refuses blocks without its signature.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class Store:
         )
 
     def lookup(self, wanted: Wanted) -> Found:
-        """The longest prefix worth loading, decoded; its tensors are views that keep it alive.
+        """Load and decode the longest prefix worth loading. Tensors are views that keep its bytes.
 
-        Blocks for as long as the tiers take: not for the thread that decodes.
+        It waits for the tiers, so do not call it on the thread that decodes.
         """
         search = Search(
             wanted, self._tiers, self.gate, self._sealer, self._settings.limits, self._counters
@@ -101,45 +101,45 @@ class Store:
         return found
 
     def publish(self, block: Block, on_end: Callable[[], None] | None = None) -> bool:
-        """Queue a block for all tiers; False when the queue is full and the block was dropped.
+        """Queue a block for all tiers. Returns False if the queue is full; the block is dropped.
 
-        The block's buffers are read later: nobody may change them. ``on_end`` is called by the
-        writer's thread when the block was written, or could not be; not for one that is dropped.
-        One that is being written already is not queued again, and its end is told all the same.
-        ValueError for a block that breaks the format's limits.
+        The block's buffers are read later, so they must not change. The writer's thread calls
+        ``on_end`` when the write has ended, well or not. It does not call it for a dropped block.
+        If the block is in the queue already, it is not queued again, and ``on_end`` is called after
+        that write. Raises ValueError for a block that exceeds the format's limits.
         """
         num_bytes = encoded_size(block, self._settings.limits)
         name = block_name(block.key, block.kind)
 
-        taken = self._writer.submit(name, num_bytes, lambda: self._write(name, block), on_end)
-        if taken is not Taken.KNOWN:
-            self._counters.add("published" if taken is Taken.QUEUED else "dropped")
-        return taken is not Taken.REFUSED
+        result = self._writer.submit(name, num_bytes, lambda: self._write(name, block), on_end)
+        if result is not SubmitResult.KNOWN:
+            self._counters.add("published" if result is SubmitResult.QUEUED else "dropped")
+        return result is not SubmitResult.REFUSED
 
     @property
     def limits(self) -> Limits:
-        """What a block may have at most."""
+        """The limits of a block's sizes."""
         return self._settings.limits
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether that many more bytes may wait to be written, and any tier would take them now."""
-        if all(tier.breaker.is_resting for tier in self._tiers):
+        """Whether so many more bytes fit into the queue, and a tier would store them now."""
+        if all(tier.breaker.is_cooling_down for tier in self._tiers):
             return False
         return self._writer.num_bytes + num_bytes <= self._settings.max_queued_bytes
 
     def count(self, name: str, amount: int = 1) -> None:
-        """Count what the store's user saw: a block of another shape, a lookup that it gave up."""
+        """Add to a counter for the store's user, for example blocks whose shapes do not fit."""
         self._counters.add(name, amount)
 
     def publish_manifest(self, manifest: Manifest) -> bytes:
-        """Queue a manifest for all tiers; returns the digest of its namespace.
+        """Queue a manifest for all tiers. Returns the digest of its namespace.
 
-        ValueError for a manifest of more than 64 KiB.
+        Raises ValueError for a manifest of more than 64 KiB.
         """
         digest, text = encode_manifest(manifest)
         name = manifest_name(digest)
-        taken = self._writer.submit(name, len(text), lambda: self._put(name, text, self._tiers))
-        self._counters.add("dropped", taken is Taken.REFUSED)
+        result = self._writer.submit(name, len(text), lambda: self._put(name, text, self._tiers))
+        self._counters.add("dropped", result is SubmitResult.REFUSED)
         return digest
 
     def counters(self) -> dict[str, int]:
@@ -147,24 +147,27 @@ class Store:
         return self._counters.snapshot()
 
     def tier_stats(self) -> dict[str, TierStats | None]:
-        """What each tier holds, None for one in trouble; may take a walk through a folder."""
+        """The contents of each tier; None for a failing one. A disk tier walks its folder."""
         return {tier.name: tier.stats() for tier in self._tiers}
 
     def open_breakers(self) -> list[str]:
-        """Names of tiers that are left alone at present."""
+        """Names of the tiers that failed and are not used now."""
         return [tier.name for tier in self._tiers if not tier.breaker.is_closed]
 
     @property
     def num_queued_bytes(self) -> int:
-        """Bytes that wait to be written."""
+        """Bytes that wait for the writer or are being written."""
         return self._writer.num_bytes
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until everything published is written; False when the time was up first."""
+        """Wait until all published blocks are written. Returns False if the time was over first."""
         return self._writer.flush(timeout_seconds)
 
     def close(self, timeout_seconds: float) -> bool:
-        """Write what waits for that long, then close the tiers; False when writes were given up."""
+        """Write queued blocks for at most so long, then close the tiers.
+
+        Returns False if some were not written.
+        """
         num_left = self._writer.close(timeout_seconds)
         self._counters.add("given_up", num_left)
         for tier in self._tiers:
@@ -176,26 +179,26 @@ class Store:
         self._put(name, data, self._tiers)
 
     def _promote(self, hits: Sequence[Hit]) -> None:
-        """Put what slow tiers had into the faster ones: instant ones now, the others behind.
+        """Copy hits of slow tiers into the faster ones: instant tiers now, others by the writer.
 
-        A chain's tail is worth nothing without its head. So heads are put last where the latest
-        put stays longest, and first where a full queue drops what comes last.
+        A chain's tail is of no use without its head. An instant tier evicts the oldest, so heads
+        are put last there. A full queue drops the latest, so heads are queued first.
         """
         for hit in reversed(hits):
             for tier in self._tiers[: hit.tier]:
                 if tier.tier.is_instant:
                     tier.put(hit.name, [hit.data])
         for hit in hits:
-            behind = [tier for tier in self._tiers[: hit.tier] if not tier.tier.is_instant]
-            if behind:
-                self._promote_behind(hit, behind)
+            slower = [tier for tier in self._tiers[: hit.tier] if not tier.tier.is_instant]
+            if slower:
+                self._queue_promotion(hit, slower)
 
-    def _promote_behind(self, hit: Hit, tiers: Sequence[GuardedTier]) -> None:
+    def _queue_promotion(self, hit: Hit, tiers: Sequence[GuardedTier]) -> None:
         def write() -> None:
             self._put(hit.name, hit.data, tiers)
 
-        taken = self._writer.submit(hit.name, len(hit.data), write)
-        self._counters.add("not_promoted" if taken is Taken.REFUSED else "promoted")
+        result = self._writer.submit(hit.name, len(hit.data), write)
+        self._counters.add("not_promoted" if result is SubmitResult.REFUSED else "promoted")
 
     def _put(self, name: str, data: Buffer, tiers: Sequence[GuardedTier]) -> None:
         for tier in tiers:

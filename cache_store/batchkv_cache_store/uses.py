@@ -1,31 +1,31 @@
-"""Which blocks are worth keeping and writing, told by who still wants them.
+"""Decides which blocks to keep and to write, by the rows that still need them.
 
-A batch worker need not guess: the queue's future is known, in two ways.
+The rows to come are known in two ways.
 
 - *Exactly*, by key, for the rows that wait in the engine: their prompts are tokenized (``Uses``).
-- *As a number*, for all others of the batch, wherever they are: the producer sorts the rows by
-  their text, so it knows how much of a row's text any other row begins with, and says it with each
-  job (``order.with_shared``; some ten bytes). A worker counts what of the prompt that is in tokens,
-  from its end (``requests``). It may be short by a thousand tokens of a shared document of more
-  than four thousand; what of that rows here want is known exactly all the same.
+- *As a number*, for all other rows of the batch. The producer sorts the rows by their text. So it
+  knows how much of a row's text another row begins with, and stores that number with each job
+  (``order.with_shared``; some ten bytes). A worker converts it to tokens, counted from the end of
+  the prompt (``requests``). The result may be too low by a thousand tokens for a shared document
+  of more than four thousand. The uses by rows of the same worker are still exact.
 
-The number is why the backlog is not tokenized ahead: that would tell exactly what the next hundred
-rows want, but nothing of the rest of the queue and of other workers' rows; and near the end of a
-queue, where workers take single rows, every prefix would be computed by every worker. For what
-memory keeps, those hundred rows were worth nothing either, in prefix order. Two decisions follow:
+Because of this number the backlog is not tokenized ahead. Tokenizing would give exact uses for the
+next hundred rows only, not for the rest of the queue or the rows of other workers. Near the end of
+a queue, where workers take single rows, every worker would then compute every prefix. In prefix
+order those hundred rows made no difference to the memory either. Two decisions follow.
 
-- *To the shared store* goes the first part of a prompt that another row of the batch, or of those
-  that wait here, begins with (``num_worth_writing``). Of a production trace that is 24 % of the
-  blocks, and no hit that others could have had is lost. A batch that comes later finds what this
-  one shared within itself: system prompts, documents, examples; not the ends of single prompts.
-- *Local memory* gives up first what nobody is known to want, then the least recently used of what
-  waiting rows want; within one prompt always the deeper block, which is of no use without those
-  before it. The ends of prompts that nobody else begins with go before all
-  (``EvictionOrder.leave``).
+- *The shared store* gets the first part of a prompt that another row of the batch, or another row
+  that waits here, begins with (``num_worth_writing``). In a production trace that is 24 % of the
+  blocks, and no possible hit of another row was lost. A later batch finds the blocks that rows of
+  this batch shared: system prompts, documents, examples; not the ends of single prompts.
+- *Local memory* first evicts blocks that no known row needs, and then the least recently used of
+  the blocks that waiting rows need. In one prompt the deeper block goes first, because it is of no
+  use without the blocks before it. The ends of prompts that no other row begins with go before all
+  others (``EvictionOrder.demote``).
 
-Pure: no I/O, no clock, no threads. Keys are any hashable values, chains are in prompt order; a key
-names its whole prefix, so equal keys have equal predecessors. A block's uses are therefore never
-fewer than those of the blocks behind it, and what is worth writing is the first part of a chain.
+Pure: no I/O, no clock, no threads. Keys are any hashable values. Chains are in prompt order. A key
+names its whole prefix, so equal keys have equal predecessors. So a block has at least as many uses
+as the blocks after it, and the blocks to write are always the first part of a chain.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Uses(Generic[Key]):
-    """How many waiting rows want each block. Memory is that of their chains' distinct keys."""
+    """Counts the waiting rows that need each block; it stores each distinct key once."""
 
     def __init__(self) -> None:
         self._counts: Counter[Key] = Counter()
 
     def __len__(self) -> int:
-        """How many blocks are wanted by somebody."""
+        """The number of blocks that a waiting row needs."""
         return len(self._counts)
 
     def add(self, chain: Sequence[Key]) -> None:
-        """One more waiting row wants these blocks, each once."""
+        """Add a waiting row that needs these blocks, each once."""
         self._counts.update(chain)
 
     def remove(self, chain: Sequence[Key]) -> None:
-        """One row less. Raises KeyError for a block that nobody wanted: a row left twice."""
+        """Remove a row. Raises KeyError for a block without uses: the row was removed twice."""
         for key in chain:
             left = self._counts.get(key, 0) - 1
             if left < 0:
@@ -63,16 +63,16 @@ class Uses(Generic[Key]):
                 del self._counts[key]
 
     def remaining(self, key: Key) -> int:
-        """How many waiting rows want a block."""
+        """The number of waiting rows that need a block."""
         return self._counts.get(key, 0)
 
     def num_worth_writing(
         self, chain: Sequence[Key], num_shared: int | None, num_own: int = 0
     ) -> int:
-        """How many of a prompt's first blocks others can use.
+        """The number of a prompt's first blocks that other rows can use.
 
-        ``num_shared``: blocks that another row of the batch begins with, None when nobody knows:
-        then it is all of them. ``num_own``: 1 while the row itself still waits.
+        ``num_shared``: blocks that another row of the batch begins with. None is unknown, and all
+        blocks count. ``num_own``: 1 while the row itself is among the waiting rows.
         """
         if num_shared is None:
             return len(chain)
@@ -83,14 +83,14 @@ class Uses(Generic[Key]):
 
 
 class EvictionOrder(Uses[Key]):
-    """The order in which a memory gives up its blocks; the caller has the blocks and counts bytes.
+    """The order in which a memory evicts its blocks. The caller holds the blocks and counts bytes.
 
-    Every operation takes time by the chain it is given, none by what is kept.
+    The time of an operation depends on the length of its chain, never on the number of blocks.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # Both in the order of last use, the oldest first.
+        # Both are in the order of last use, the oldest first.
         self._unwanted: OrderedDict[Key, None] = OrderedDict()
         self._wanted: OrderedDict[Key, None] = OrderedDict()
 
@@ -99,11 +99,11 @@ class EvictionOrder(Uses[Key]):
         return len(self._unwanted) + len(self._wanted)
 
     def has(self, key: Key) -> bool:
-        """Whether a block is kept."""
+        """Whether a block is in the order."""
         return key in self._wanted or key in self._unwanted
 
     def num_held(self, chain: Iterable[Key]) -> int:
-        """How many of a chain's first blocks are kept, up to the first that is not."""
+        """The number of a chain's first blocks that are in the order, up to the first gap."""
         count = 0
         for key in chain:
             if not self.has(key):
@@ -113,46 +113,46 @@ class EvictionOrder(Uses[Key]):
 
     def add(self, chain: Sequence[Key]) -> None:
         super().add(chain)
-        self._settle(chain)
+        self._reorder(chain)
 
     def remove(self, chain: Sequence[Key]) -> None:
         super().remove(chain)
-        self._settle(chain)
+        self._reorder(chain)
 
     def touch(self, chain: Sequence[Key]) -> None:
-        """These blocks were used or have come: of their kind they are the last to go."""
-        for key in reversed(chain):  # so that the first block is the last to go
+        """Make these blocks, new or used again, the last of their kind to be evicted."""
+        for key in reversed(chain):  # the first block is evicted last
             self.discard(key)
             self._place(key)
 
-    def leave(self, chain: Sequence[Key]) -> None:
-        """Nobody in the batch comes to want these: they are the first to go, the deepest first."""
+    def demote(self, chain: Sequence[Key]) -> None:
+        """Make these blocks the first to be evicted, the deepest first: no row will need them."""
         for key in chain:
             if key in self._unwanted:
                 self._unwanted.move_to_end(key, last=False)
 
     def discard(self, key: Key) -> None:
-        """A block is gone, if it was kept."""
+        """Remove a block, if it is in the order."""
         self._unwanted.pop(key, None)
         self._wanted.pop(key, None)
 
     def forget(self, key: Key) -> None:
-        """A block is gone, and whoever wanted it."""
+        """Remove a block and all its uses."""
         while self.remaining(key):
             self.remove([key])
         self.discard(key)
 
-    def give_up(self) -> Key:
-        """The block that has to go next, kept no longer. Raises KeyError when there is none."""
+    def pop(self) -> Key:
+        """Remove and return the block to evict next. Raises KeyError when there is none."""
         return (self._unwanted or self._wanted).popitem(last=False)[0]
 
-    def drop(self) -> None:
-        """All blocks are gone; rows want what they want."""
+    def clear(self) -> None:
+        """Remove all blocks, but not their uses."""
         self._unwanted.clear()
         self._wanted.clear()
 
-    def _settle(self, chain: Sequence[Key]) -> None:
-        """The uses of these blocks have changed: sort them anew into wanted and unwanted ones."""
+    def _reorder(self, chain: Sequence[Key]) -> None:
+        """Sort these blocks again into wanted and unwanted ones, after their uses have changed."""
         for key in reversed(chain):
             source = self._unwanted if self.remaining(key) else self._wanted
             if key in source:

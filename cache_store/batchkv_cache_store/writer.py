@@ -1,7 +1,7 @@
-"""Write-behind: one thread that puts blocks into tiers while nobody waits.
+"""Write-behind: one thread writes blocks into tiers, so that no caller waits.
 
-What waits is bounded in bytes. A block that does not fit is dropped: losing a write costs a
-recompute some day, waiting for a disk would cost decoding now.
+The queue is bounded in bytes. A block that does not fit is dropped. A lost write may cost a
+recompute later, but a wait for a disk would stop decoding now.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from enum import Enum, auto
 _log = logging.getLogger(__name__)
 
 
-class Taken(Enum):
-    """What became of a job that was handed in."""
+class SubmitResult(Enum):
+    """The result of ``WriteBehind.submit``."""
 
     QUEUED = auto()
-    KNOWN = auto()  # one of its name waits or runs already, and stands for it
-    REFUSED = auto()  # no room, or closed
+    KNOWN = auto()  # a job of the same name already waits or runs, and serves for both
+    REFUSED = auto()  # the queue is full or closed
 
 
 @dataclass(slots=True)
@@ -33,15 +33,15 @@ class _Job:
 
 
 class WriteBehind:
-    """A queue of at most ``max_bytes``, the job at work included; jobs run in order, one by one.
+    """A queue of at most ``max_bytes``, with the running job. Jobs run in order, one by one.
 
-    A job is known by its name: while one waits or runs, another of its name is not taken.
+    Jobs have names. While a job waits or runs, another job of its name is not queued.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
-        self._jobs: OrderedDict[str, _Job] = OrderedDict()  # the first is the one at work
+        self._jobs: OrderedDict[str, _Job] = OrderedDict()  # the first one runs
         self._num_bytes = 0
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="batchkv-cache-writer", daemon=True)
@@ -49,7 +49,7 @@ class WriteBehind:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that wait or are being written."""
+        """Bytes of all jobs that wait or run."""
         return self._num_bytes
 
     def submit(
@@ -58,40 +58,44 @@ class WriteBehind:
         num_bytes: int,
         run: Callable[[], None],
         on_end: Callable[[], None] | None = None,
-    ) -> Taken:
-        """Queue a job. ``on_end`` is called on the thread after it, however it ends.
+    ) -> SubmitResult:
+        """Queue a job. The writer's thread calls ``on_end`` after it, however it ends.
 
-        Of a job that is known, after the one that stands for it; of a refused one, never.
+        If a job of that name is queued already, ``on_end`` is called after that one. It is never
+        called for a refused job.
         """
         with self._changed:
             if self._is_closed:
-                return Taken.REFUSED
+                return SubmitResult.REFUSED
             job = self._jobs.get(name)
-            taken = Taken.QUEUED if job is None else Taken.KNOWN
+            result = SubmitResult.QUEUED if job is None else SubmitResult.KNOWN
             if job is None:
                 if self._num_bytes + num_bytes > self._max_bytes:
-                    return Taken.REFUSED
+                    return SubmitResult.REFUSED
                 job = self._jobs[name] = _Job(num_bytes, run)
                 self._num_bytes += num_bytes
             if on_end is not None:
                 job.on_end.append(on_end)
             self._changed.notify_all()
-            return taken
+            return result
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until nothing waits or runs; False when the time was up first."""
+        """Wait until no job waits or runs. Returns False if the time was over first."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs, timeout_seconds)
 
     def close(self, timeout_seconds: float) -> int:
-        """Take no more, write what waits for that long; returns how many jobs were given up."""
+        """Refuse new jobs, and wait at most so long for the queued ones. Returns how many are left.
+
+        Jobs that have not begun by then are dropped.
+        """
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._jobs, timeout_seconds)
             num_left = len(self._jobs)
-            # The one at work cannot be called back; the others are not begun.
+            # The running job cannot be stopped; the others have not begun.
             for name in list(self._jobs)[1:]:
                 self._num_bytes -= self._jobs.pop(name).num_bytes
         self._thread.join(max(0.0, deadline - time.monotonic()))
@@ -107,13 +111,13 @@ class WriteBehind:
             try:
                 job.run()
             except Exception:  # noqa: BLE001 - the job loop; the trace is logged
-                # A fault in one block's write is a bug, and no reason to write no other.
+                # A failed write is a bug, but the other blocks must still be written.
                 _log.exception("writing %s failed", name)
             finally:
                 self._end(name, job)
 
     def _end(self, name: str, job: _Job) -> None:
-        """Tell those who wait for the job's end, also who came meanwhile; then it is gone."""
+        """Call all ``on_end`` of a job, also those that were added meanwhile, then remove it."""
         while True:
             with self._changed:
                 waiting, job.on_end = job.on_end, []
@@ -126,4 +130,4 @@ class WriteBehind:
                 try:
                     on_end()
                 except Exception:  # noqa: BLE001 - as above
-                    _log.exception("what follows the write of %s failed", name)
+                    _log.exception("on_end after the write of %s failed", name)

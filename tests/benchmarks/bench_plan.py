@@ -177,9 +177,9 @@ class Worker:
         """Its prompt is computed. As ``PrefixCache`` does."""
         self.kept.touch(job.chain)
         if self.knows and job.num_shared is not None:
-            self.kept.leave(job.chain[job.num_shared :])
+            self.kept.demote(job.chain[job.num_shared :])
         while self.kept.num_kept > self.memory_blocks:
-            self.kept.give_up()
+            self.kept.pop()
 
 
 class Simulation:

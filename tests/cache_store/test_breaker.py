@@ -19,7 +19,7 @@ def opened(clock: Clock) -> Breaker:
     """A breaker that has just opened."""
     breaker = Breaker(3, 5.0, 15.0, clock)
     for _ in range(3):
-        assert breaker.may_ask()
+        assert breaker.may_call()
         breaker.failed()
     return breaker
 
@@ -32,7 +32,7 @@ def test_it_opens_after_failures_in_a_row() -> None:
         breaker.failed()
         breaker.failed()
         breaker.succeeded()
-    assert breaker.is_closed and breaker.may_ask()
+    assert breaker.is_closed and breaker.may_call()
     assert not opened(clock).is_closed
 
 
@@ -41,11 +41,11 @@ def test_one_probe_after_the_cooldown_closes_it() -> None:
     clock = Clock()
     breaker = opened(clock)
     clock.now += 4.9
-    assert not breaker.may_ask()
+    assert not breaker.may_call()
     clock.now += 0.2
-    assert [breaker.may_ask() for _ in range(3)] == [True, False, False]
+    assert [breaker.may_call() for _ in range(3)] == [True, False, False]
     breaker.succeeded()
-    assert all(breaker.may_ask() for _ in range(3))
+    assert all(breaker.may_call() for _ in range(3))
 
 
 def test_failed_probes_wait_longer() -> None:
@@ -54,17 +54,17 @@ def test_failed_probes_wait_longer() -> None:
     breaker = opened(clock)
     for cooldown in (5.0, 10.0, 15.0, 15.0):
         clock.now += cooldown - 0.1
-        assert not breaker.may_ask()
+        assert not breaker.may_call()
         clock.now += 0.2
-        assert breaker.may_ask()
+        assert breaker.may_call()
         breaker.failed()
     clock.now += 20
-    assert breaker.may_ask()
+    assert breaker.may_call()
     breaker.succeeded()
     for _ in range(3):
         breaker.failed()
     clock.now += 5.1
-    assert breaker.may_ask()
+    assert breaker.may_call()
 
 
 def test_a_probe_that_never_reports_is_replaced() -> None:
@@ -72,19 +72,19 @@ def test_a_probe_that_never_reports_is_replaced() -> None:
     clock = Clock()
     breaker = opened(clock)
     clock.now += 5.1
-    assert breaker.may_ask() and not breaker.may_ask()
+    assert breaker.may_call() and not breaker.may_call()
     clock.now += 5.1
-    assert breaker.may_ask()
+    assert breaker.may_call()
 
 
-def test_it_rests_until_somebody_may_ask() -> None:
+def test_it_cools_down_until_a_call_is_allowed() -> None:
     """Closed it does not rest; open it does, but for the moment of the probe."""
     clock = Clock()
-    assert not Breaker(3, 5.0, 15.0, clock).is_resting
+    assert not Breaker(3, 5.0, 15.0, clock).is_cooling_down
     breaker = opened(clock)
-    assert breaker.is_resting
+    assert breaker.is_cooling_down
     clock.now += 5
-    assert not breaker.is_resting
-    assert breaker.may_ask() and breaker.is_resting
+    assert not breaker.is_cooling_down
+    assert breaker.may_call() and breaker.is_cooling_down
     breaker.succeeded()
-    assert not breaker.is_resting
+    assert not breaker.is_cooling_down

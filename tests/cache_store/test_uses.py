@@ -75,9 +75,9 @@ def test_what_is_written_is_what_is_wanted_or_shared(
     assert all(uses.remaining(key) == sum(key in each for each in chains) for key in mine)
 
 
-def given_up(kept: EvictionOrder[str]) -> list[str]:
+def popped(kept: EvictionOrder[str]) -> list[str]:
     """All blocks in the order in which they go."""
-    return [kept.give_up() for _ in range(kept.num_kept)]
+    return [kept.pop() for _ in range(kept.num_kept)]
 
 
 def test_unwanted_blocks_go_first() -> None:
@@ -86,10 +86,10 @@ def test_unwanted_blocks_go_first() -> None:
     kept.add(["old"])
     for key in ("old", "x", "y"):
         kept.touch([key])
-    assert kept.give_up() == "x"
+    assert kept.pop() == "x"
     kept.touch(["w"])
     kept.remove(["old"])  # now it was used before w, and after y
-    assert given_up(kept) == ["y", "w", "old"]
+    assert popped(kept) == ["y", "w", "old"]
 
 
 def test_the_end_of_a_prompt_goes_before_its_beginning() -> None:
@@ -97,7 +97,7 @@ def test_the_end_of_a_prompt_goes_before_its_beginning() -> None:
     kept: EvictionOrder[str] = EvictionOrder()
     kept.touch(chain("abc"))
     assert kept.num_held(chain("abcd")) == 3
-    assert given_up(kept) == ["abc", "ab", "a"]
+    assert popped(kept) == ["abc", "ab", "a"]
 
 
 def test_ends_that_nobody_begins_with_go_before_all() -> None:
@@ -105,23 +105,23 @@ def test_ends_that_nobody_begins_with_go_before_all() -> None:
     kept: EvictionOrder[str] = EvictionOrder()
     kept.touch(chain("xy"))
     kept.touch(chain("abcd"))
-    kept.leave(chain("abcd")[2:])
-    assert given_up(kept) == ["abcd", "abc", "xy", "x", "ab", "a"]
+    kept.demote(chain("abcd")[2:])
+    assert popped(kept) == ["abcd", "abc", "xy", "x", "ab", "a"]
     kept.add(["q"])
     kept.touch(["q"])
-    kept.leave(["q"])
+    kept.demote(["q"])
     kept.touch(["r"])
-    assert given_up(kept) == ["r", "q"]
+    assert popped(kept) == ["r", "q"]
 
 
 def test_nothing_kept_is_nothing_to_give_up() -> None:
     """A memory that asks for more than there is has miscounted."""
     kept: EvictionOrder[str] = EvictionOrder()
     kept.touch(["a"])
-    kept.drop()
+    kept.clear()
     assert not kept.has("a")
     with pytest.raises(KeyError):
-        kept.give_up()
+        kept.pop()
 
 
 @given(CHAINS, st.integers(0, 8), st.randoms(use_true_random=False))
@@ -138,9 +138,9 @@ def test_kept_holds_whole_prefixes(chains: list[Chain], room: int, rng: random.R
         kept.touch(mine)
         held |= set(mine)
         others = {key for each in chains if each != mine for key in each}
-        kept.leave([key for key in mine if key not in others])
+        kept.demote([key for key in mine if key not in others])
         while kept.num_kept > room:
-            held.remove(kept.give_up())
+            held.remove(kept.pop())
         assert kept.num_kept == len(held)
         assert all(kept.has(key) for key in held)
         assert all(set(chain(key)) <= held for key in held)
@@ -165,7 +165,7 @@ def test_knowing_the_future_beats_recency() -> None:
             hits += kept.num_held(job)
             kept.touch(job)
             while kept.num_kept > 30:
-                kept.give_up()
+                kept.pop()
         return hits
 
     assert num_hits(8) > num_hits(0)

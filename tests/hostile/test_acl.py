@@ -379,7 +379,7 @@ def test_the_cache_user_does_all_that_a_tier_and_leases_do(
 def test_the_queues_url_is_no_cache(hub: Hub) -> None:
     """A tier with a user that may not have it says so, and which server refused."""
     for tier in open_tiers(parse_tiers(hub.url("producer"))):
-        with pytest.raises(TierMisconfigured, match=r"refuses us|holds a queue|no memory limit"):
+        with pytest.raises(TierMisconfigured, match=r"refuses the|holds a queue|no memory limit"):
             tier.check()
         tier.close()
 

@@ -15,7 +15,7 @@ from batchkv_producer.results import bounded
 from batchkv_producer.wire import job, transitions
 from batchkv_worker.engine.tokens import text_limits as tokens
 from batchkv_worker.model import loader as model
-from batchkv_worker.model import rehearsal
+from batchkv_worker.model import trial
 from support import tiny_models  # noqa: F401  (it loads the BLAS, before MLX)
 
 TEXT = (Path(__file__).resolve().parents[2] / "SECURITY.md").read_text("utf-8")
@@ -41,7 +41,7 @@ MIB, KIB = 2**20, 2**10
         ("jobs or results that a command", [bounded.ENOUGH_BYTES // MIB]),
         (
             "a model's tokenizer and chat template",
-            [rehearsal.MAX_BYTES // 2**30, int(rehearsal.MAX_SECONDS)],
+            [trial.MAX_BYTES // 2**30, int(trial.MAX_SECONDS)],
         ),
         ("layers in a model's", [model.MAX_LAYERS, model.MAX_CONFIG_BYTES // MIB]),
         ("a block; its header", [LIMITS.max_block_bytes // MIB, LIMITS.max_header_bytes // KIB]),

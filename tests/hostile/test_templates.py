@@ -20,7 +20,7 @@ from batchkv_worker.engine.tokens.requests import prepare
 from batchkv_worker.engine.tokens.text_limits import RowRefused
 from batchkv_worker.errors import ModelError
 from batchkv_worker.events import Work
-from batchkv_worker.model import rehearsal
+from batchkv_worker.model import trial
 from batchkv_worker.model.loader import LoadedModel, load
 from hostile.traps import Trap
 from support import tiny_models  # noqa: F401  (first: it loads the BLAS)
@@ -246,7 +246,7 @@ def test_a_model_that_takes_too_much_is_refused(
     words: str,
 ) -> None:
     """A template that takes all memory, or never ends, does so in a process that is ended."""
-    monkeypatch.setattr(rehearsal, limit, value)
+    monkeypatch.setattr(trial, limit, value)
     folder = with_template(tmp_path / "m", template)
     with pytest.raises(ModelError, match=words):
         load(str(folder), is_careful=True)
@@ -257,7 +257,7 @@ def test_a_model_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     Path(os.environ["BATCHKV_HOME"]).mkdir()
     folder = str(model_folder(tmp_path / "m"))
     assert load(folder, is_careful=True).name == folder
-    monkeypatch.setattr(rehearsal.subprocess, "Popen", lambda *_, **__: pytest.fail("tried again"))
+    monkeypatch.setattr(trial.subprocess, "Popen", lambda *_, **__: pytest.fail("tried again"))
     load(folder, is_careful=True)
     load("demo", is_careful=True)
     with_template(tmp_path / "n", "{{ 1 }}")
@@ -282,7 +282,7 @@ def test_a_model_is_tried_without_the_folder_that_the_user_stands_in(
 )
 def test_a_model_of_endless_layers_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
     """Counts of layers that no model has are refused before anything is built."""
-    with pytest.raises(ModelError, match="layers of 1000000000"):
+    with pytest.raises(ModelError, match="layers = 1000000000"):
         load(str(model_folder(tmp_path / "m", **config)))
 
 

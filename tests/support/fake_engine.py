@@ -23,7 +23,7 @@ from batchkv_producer.wire.job import Usage
 from batchkv_producer.wire.maker import Maker
 from batchkv_worker.errors import ModelError
 from batchkv_worker.events import Completed, Event, Rejected, Work
-from batchkv_worker.model.load_progress import say
+from batchkv_worker.model.load_progress import report
 from batchkv_worker.queue.rq_worker import BatchWorker
 from batchkv_worker.settings import WorkerSettings
 
@@ -54,7 +54,7 @@ class FakeEngine:
     """Slots and a waiting list, as the real one has; one step moves every row in a slot."""
 
     def __init__(self, slots: int, prefetch: int, plan: FakePlan) -> None:
-        say(plan.loading)
+        report(plan.loading)
         time.sleep(plan.load_seconds)
         if plan.load_error == "crash":
             raise RuntimeError("the loader broke")

@@ -1,4 +1,4 @@
-"""Block format 1: one packed piece of a prompt's cache, as it lies in every tier.
+"""Block format 1: one packed piece of a prompt's cache, as every tier stores it.
 
 All numbers are little-endian. ``H`` is the header's length, ``P`` the payload's::
 
@@ -14,13 +14,14 @@ All numbers are little-endian. ``H`` is the header's length, ``P`` the payload's
     S            P       payload: raw tensors, each at a multiple of 64 from S, zeros between them
     S+P          16      seal of all bytes before it (``seal``): xxh3-128, or a keyed MAC
 
-Only the header is msgpack: packing the tensors too would copy them twice. A block ends where its
-sizes say, and nothing may follow. There is one object for each (key, kind), never changed.
+Only the header is msgpack, because packing the tensors too would copy them twice. A block ends at
+the length that its sizes give, and nothing may follow. There is one object for each (key, kind),
+which never changes.
 
-Decoding trusts nothing. Sizes are compared with limits and with what is there before the seal is
-computed, the seal before the header is read, and the header with what the caller asked for before
-any tensor is handed out. Whoever knows no secret can still write blocks with a right checksum, so
-the steps after the seal are as careful as those before.
+Decoding trusts nothing. First it compares the sizes with the limits and with the bytes that are
+there. Then it checks the seal. Then it reads the header and compares it with the expected block.
+Only then it returns tensors. A writer without the secret can still write blocks with a right
+checksum, so the steps after the seal are as careful as those before it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _ZEROS = bytes(ALIGNMENT)
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the caller asked for. ``tokens``: the block's token ids as little-endian u32."""
+    """The block that the caller expects. ``tokens``: its token ids as little-endian u32."""
 
     namespace: bytes
     key: bytes
@@ -65,7 +66,7 @@ class Expected:
 
 
 def encode(block: Block, sealer: Sealer, limits: Limits | None = None) -> list[Buffer]:
-    """The block as buffers to be written one after the other; tensors are not copied.
+    """The block as buffers to write one after the other. Tensors are not copied.
 
     Raises ValueError for a block that ``decode`` would refuse under the same limits.
     """
@@ -80,7 +81,7 @@ def encode(block: Block, sealer: Sealer, limits: Limits | None = None) -> list[B
     for tensor in block.tensors:
         if end % ALIGNMENT:
             parts.append(_ZEROS[: align(end) - end])
-        if num_bytes := tensor.num_bytes:  # a view of nothing cannot be cast
+        if num_bytes := tensor.num_bytes:  # an empty view cannot be cast
             parts.append(memoryview(tensor.data).cast("B"))
         end = align(end) + num_bytes
     parts.append(sealer.seal(parts))
@@ -88,7 +89,7 @@ def encode(block: Block, sealer: Sealer, limits: Limits | None = None) -> list[B
 
 
 def encoded_size(block: Block, limits: Limits | None = None) -> int:
-    """Bytes that the block takes when encoded; ValueError when ``encode`` would refuse it."""
+    """The size of the encoded block in bytes; ValueError if ``encode`` would refuse the block."""
     limits = limits or Limits()
     return _total(*header_bytes(block, limits), limits)
 
@@ -105,7 +106,7 @@ def decode(
 ) -> Block:
     """The block in ``buffer``; its tensors and tokens are read-only views into the buffer.
 
-    Raises BlockRejected, and nothing else, when these bytes are not exactly the block expected.
+    Raises BlockRejected, and nothing else, if these bytes are not exactly the expected block.
     """
     block = decode_any(buffer, sealer, limits)
     _compare(block, expected)
@@ -113,7 +114,7 @@ def decode(
 
 
 def decode_any(buffer: Buffer, sealer: Sealer, limits: Limits | None = None) -> Block:
-    """The block in ``buffer``, whichever it is: for those who look after the store.
+    """The block in ``buffer``, whichever it is; for commands that inspect a store.
 
     Raises BlockRejected, and nothing else, for bytes that are no block.
     """
@@ -129,7 +130,7 @@ def decode_any(buffer: Buffer, sealer: Sealer, limits: Limits | None = None) -> 
 
 
 class Sections(NamedTuple):
-    """Where a block's parts lie, in bytes from its own start; the seal follows ``end``."""
+    """Offsets of a block's parts, in bytes from its start; the seal follows ``end``."""
 
     header_end: int
     start: int
@@ -138,12 +139,12 @@ class Sections(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole block."""
+        """The size of the whole block."""
         return self.end + SEAL_BYTES
 
 
 def read_sections(view: memoryview, limits: Limits, min_bytes: int = PREFIX_BYTES) -> Sections:
-    """What the first 32 bytes say, within limits; raises BlockRejected."""
+    """The sections that the first 32 bytes describe; raises BlockRejected beyond the limits."""
     if view.nbytes >= len(MAGIC) and view[: len(MAGIC)] != MAGIC:
         raise BlockRejected(Reason.BAD_MAGIC, f"it starts with {view[:8].hex()}")
     if view.nbytes < min_bytes:
@@ -152,7 +153,7 @@ def read_sections(view: memoryview, limits: Limits, min_bytes: int = PREFIX_BYTE
     if version != VERSION:
         raise BlockRejected(Reason.VERSION, f"format {version}, not {VERSION}")
     if flags & ~FLAG_MAC or zeros:
-        raise BlockRejected(Reason.HEADER, "bits are set that mean nothing")
+        raise BlockRejected(Reason.HEADER, "unknown bits are set")
     start = align(PREFIX_BYTES + header_size)
     end = start + payload_size
     if header_size > limits.max_header_bytes or end + SEAL_BYTES > limits.max_block_bytes:
@@ -170,7 +171,7 @@ def _check_seal(view: memoryview, end: int, is_mac: bool, sealer: Sealer) -> Non
 
 
 def _compare(block: Block, expected: Expected) -> None:
-    # The namespace first: in another one every key differs, and this says why.
+    # The namespace is compared first: in another one every key differs, too.
     if block.namespace != expected.namespace:
         raise BlockRejected(Reason.NAMESPACE, f"of {block.namespace.hex()[:16]}")
     if block.key != expected.key:
@@ -182,5 +183,5 @@ def _compare(block: Block, expected: Expected) -> None:
 
 
 def join(parts: Sequence[Buffer]) -> bytes:
-    """The buffers as one: the one copy that a block costs."""
+    """The buffers as one; this is the only copy of a block's bytes."""
     return b"".join(parts)

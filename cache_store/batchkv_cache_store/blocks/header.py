@@ -1,4 +1,4 @@
-"""What a block says about itself: the header of format 1, written and read with suspicion.
+"""The header of block format 1: writes it, and checks every field when it reads it.
 
 The header is a msgpack map with exactly these fields, in this order:
 
@@ -14,7 +14,7 @@ The header is a msgpack map with exactly these fields, in this order:
 ``tensors``    array    one row for each: layer, name, dtype, shape (array), offset, bytes
 =============  =======  ======================================================================
 
-Offsets count from the payload's start. The table is canonical: tensors lie in the table's order,
+Offsets count from the payload's start. The table is canonical: tensors follow in the table's order,
 each at the next multiple of 64, and the payload ends with the last one. So no two can overlap, and
 none can reach outside.
 """
@@ -49,7 +49,7 @@ _MAX_TIME_MS = 2**53
 
 
 class Kind(StrEnum):
-    """``kv``: layers that keep all tokens; ``window``: the last ones; ``state``: a recurrence."""
+    """``kv``: of layers that keep all tokens; ``window``: the last tokens; ``state``: recurrent."""
 
     KV = "kv"
     WINDOW = "window"
@@ -61,7 +61,7 @@ _KINDS = {kind.value: kind for kind in Kind}
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a block may have at most, compared before memory is taken.
+    """The largest sizes of a block. They are checked before memory is allocated.
 
     ``max_block_bytes`` counts the whole object, ``max_tokens`` the token ids of one block.
     """
@@ -74,10 +74,10 @@ class Limits:
 
 @dataclass(slots=True)
 class Tensor:
-    """One array. ``layer`` is -1 where layers are stacked; ``data`` is C-contiguous bytes.
+    """One array. ``layer`` is -1 for stacked layers; ``data`` is C-contiguous.
 
-    Little-endian items, ``prod(shape) * item size`` bytes. Never changed once made; not frozen,
-    because a block has hundreds and a frozen one takes three times as long to make.
+    The data are little-endian items, ``prod(shape) * item size`` bytes. A tensor never changes. It
+    is not frozen, because a block has hundreds, and making a frozen one takes three times as long.
     """
 
     layer: int
@@ -113,12 +113,12 @@ class Block:
 
 
 def align(offset: int) -> int:
-    """The next multiple of 64 that is not below ``offset``."""
+    """The smallest multiple of 64 that is not below ``offset``."""
     return (offset + ALIGNMENT - 1) & -ALIGNMENT
 
 
 def header_bytes(block: Block, limits: Limits) -> tuple[bytes, int]:
-    """(header, payload's length); ValueError for what ``parse_header`` would refuse."""
+    """(header, payload's length); ValueError for a block that ``parse_header`` would refuse."""
     rows: list[list[Any]] = []
     end = 0
     for tensor in block.tensors:
@@ -151,7 +151,7 @@ def header_bytes(block: Block, limits: Limits) -> tuple[bytes, int]:
 def parse_header(header: memoryview, payload: memoryview, limits: Limits) -> Block:
     """The block that the header describes, its tensors views into ``payload``.
 
-    Raises BlockRejected for whatever ``header_bytes`` does not write.
+    Raises BlockRejected for a header that ``header_bytes`` does not write.
     """
     try:
         fields = msgpack.unpackb(
@@ -196,7 +196,7 @@ def check_fields(fields: dict[str, Any], limits: Limits) -> None:
 
 
 def _is_count(value: object, maximum: int) -> bool:
-    # bool is an int to isinstance, and msgpack has it as a type of its own.
+    # A bool is an instance of int, but msgpack has a type of its own for it.
     return type(value) is int and 0 <= value <= maximum
 
 
@@ -205,11 +205,11 @@ def _read_table(
 ) -> tuple[Tensor, ...]:
     """The tensors of a table whose payload has ``size`` bytes, as views into ``payload``."""
     tensors = []
-    # Layers are alike: what a dtype and a shape come to is worked out once for all of them.
+    # Layers are alike, so the size of each dtype and shape is computed once.
     sizes: dict[tuple[object, ...], tuple[int, tuple[int, ...]]] = {}
     end = 0
     for row in rows:
-        # In one place and one condition: blocks have hundreds of rows, a call for each adds up.
+        # One condition without calls: blocks have hundreds of rows, and calls add up.
         if type(row) is not list or len(row) != 6:
             raise BlockRejected(Reason.TENSORS, "a row does not have six fields")
         layer, name, dtype, shape, offset, num_bytes = row
@@ -225,10 +225,10 @@ def _read_table(
         if known is None:
             known = sizes[(dtype, *shape)] = _size_of(dtype, shape, limits)
         if offset != (end + ALIGNMENT - 1) & -ALIGNMENT or num_bytes != known[0]:
-            raise BlockRejected(Reason.TENSORS, f"{name} lies elsewhere, or has another size")
+            raise BlockRejected(Reason.TENSORS, f"{name} has another offset or size")
         end = offset + num_bytes
         if end > size:
-            raise BlockRejected(Reason.TENSORS, f"{name} reaches beyond the payload")
+            raise BlockRejected(Reason.TENSORS, f"{name} ends after the payload")
         tensors.append(Tensor(layer, name, dtype, known[1], payload[offset:end]))
     if end != size:
         raise BlockRejected(Reason.TENSORS, "the payload goes on after the last tensor")
@@ -236,7 +236,7 @@ def _read_table(
 
 
 def _size_of(dtype: object, shape: list[Any], limits: Limits) -> tuple[int, tuple[int, ...]]:
-    """(bytes, shape); BlockRejected unless dtype is known and shape is a few whole numbers."""
+    """(bytes, shape); BlockRejected unless dtype is known and shape is a short list of ints."""
     if type(dtype) is not str or dtype not in ITEM_BYTES:
         raise BlockRejected(Reason.TENSORS, "a dtype is unknown")
     if len(shape) > MAX_DIMENSIONS:

@@ -1,7 +1,7 @@
-"""Manifests as they lie in a tier: what a namespace is of, to be read and compared by people.
+"""Manifests in a tier describe a namespace (model, scheme, dtype ...) for people.
 
-The object ``<namespace>.manifest`` is the canonical JSON text of ``keys.namespace``, so that its
-SHA-256 is its name: it needs no seal. Whoever writes it can still put anything into it.
+The object ``<namespace>.manifest`` is the canonical JSON text of ``keys.namespace``. Its SHA-256 is
+its name, so it needs no seal. Its writer can still choose any content.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_MANIFEST_BYTES = 64 * 1024
 
 
 def encode_manifest(manifest: Manifest) -> tuple[bytes, bytes]:
-    """(digest of the namespace, bytes to keep); ValueError for more than 64 KiB."""
+    """(digest of the namespace, bytes to store); ValueError for more than 64 KiB."""
     text = manifest_text(manifest)
     if len(text) > MAX_MANIFEST_BYTES:
         raise ValueError(f"a manifest of {len(text):,} bytes; at most {MAX_MANIFEST_BYTES:,}")
@@ -23,7 +23,7 @@ def encode_manifest(manifest: Manifest) -> tuple[bytes, bytes]:
 
 
 def decode_manifest(data: Buffer, digest: bytes) -> Manifest | None:
-    """The manifest whose digest this is; None when these bytes are not exactly that."""
+    """The manifest with this digest; None if these bytes are not exactly it."""
     text = bytes(data[: MAX_MANIFEST_BYTES + 1])
     if len(text) > MAX_MANIFEST_BYTES:
         return None

@@ -1,6 +1,6 @@
-"""What a block's first bytes say of it: enough for a list, without reading the tensors.
+"""Reads a block's header from its first bytes: enough for a list, without the tensors.
 
-Nothing here is checked by a seal, so none of it is fit for use: ``block.decode`` is for that.
+The seal is not checked, so the result must not be used in attention; ``block.decode`` checks it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from batchkv_cache_store.blocks.seal import Buffer
 from batchkv_cache_store.errors import BlockRejected, Reason
 from batchkv_cache_store.keys import KEY_BYTES
 
-LINKS_BYTES = 192  # what ``peek_links`` needs
-HEAD_BYTES = 20 * 1024  # what ``peek`` needs: all fields before the tensors, of 4,096 tokens
+LINKS_BYTES = 192  # the bytes that ``peek_links`` needs
+HEAD_BYTES = 20 * 1024  # for ``peek``: all fields before the tensors, with 4,096 tokens
 _LINKS = FIELDS[:3]
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Digests of 32 bytes: whose block it is, itself, and the one before it (or the root)."""
+    """Three digests of 32 bytes. ``parent`` is the key of the block before, or the chain's root."""
 
     namespace: bytes
     key: bytes
@@ -33,7 +33,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The header but for its table of tensors; ``num_bytes`` is what the block's sizes come to."""
+    """The header without its table of tensors. ``num_bytes``: of the block, by its sizes."""
 
     links: Links
     index: int
@@ -47,7 +47,7 @@ class Head:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of this block alone."""
+        """The number of this block's own tokens."""
         return len(self.tokens) // 4
 
 
@@ -84,7 +84,7 @@ def peek(data: Buffer, limits: Limits | None = None) -> Head:
 
 
 def _read(header: memoryview, names: Iterable[str], limits: Limits) -> dict[str, Any]:
-    """Fields by name, in the header's order; of ``tensors`` only how many there are."""
+    """Fields by name, in the header's order; for ``tensors`` only their number."""
     unpacker = msgpack.Unpacker(
         max_buffer_size=limits.max_header_bytes,
         max_array_len=limits.max_tensors,

@@ -1,21 +1,21 @@
 """The 16 bytes at a block's end: a checksum against damage, or a MAC against forgery.
 
-Without a secret it is xxh3-128: 30 GB/s, finds every accident, and stops nobody who means harm.
+Without a secret it is xxh3-128: 30 GB/s. It finds accidental damage, but does not stop an attacker.
 
-With a secret it is BLAKE3 in keyed mode, cut to 16 bytes. The choice, for 10 MB on one core of an
-EPYC (milliseconds): keyed blake2b 17, HMAC-SHA256 6.4, keyed BLAKE3 2.8, AES-256-GMAC 1.3. What was
-weighed:
+With a secret it is BLAKE3 in keyed mode, cut to 16 bytes. Milliseconds for 10 MB on one core of an
+EPYC: keyed blake2b 17, HMAC-SHA256 6.4, keyed BLAKE3 2.8, AES-256-GMAC 1.3. The reasons for the
+choice:
 
-- A MAC over the xxh3 digest would cost nothing and be worth nothing: xxh3 is not collision
-  resistant, so that two blocks of one digest can be made, and one would carry the other's MAC.
-- GMAC is the fastest and unforgiving: two blocks under one nonce give away its key, and a nonce
-  taken from the block's key would repeat whenever two machines write the same block with another
-  writer or time in its header. It needs a random nonce in each block and a key for each nonce.
-- Keyed BLAKE3 is a MAC as it stands (a PRF of 128-bit security by its authors' analysis, sections
-  4 and 5 of the BLAKE3 paper), has no nonce to get wrong, covers buffers one after the other, and
-  is a tree: with several cores free it is several times as fast.
+- A MAC over the xxh3 digest would be cheap but useless. xxh3 is not collision resistant, so an
+  attacker can make two blocks of one digest, and use the MAC of one for the other.
+- GMAC is the fastest, but two blocks under one nonce reveal its key. A nonce made of the block's
+  key would repeat when two machines write the same block with different headers (writer, time).
+  GMAC needs a random nonce in each block and a key for each nonce.
+- Keyed BLAKE3 is a MAC by itself (a PRF of 128-bit security by its authors' analysis, sections 4
+  and 5 of the BLAKE3 paper). It needs no nonce, reads buffers one after the other, and is a tree:
+  with free cores it is several times as fast.
 
-The MAC's key is derived from the secret for this one use, so that the secret may serve elsewhere.
+The MAC's key is derived from the secret for this use only, so the secret may be used elsewhere too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Sealer:
-    """Makes and checks seals; ``secret`` None means checksums only. Safe to share by threads.
+    """Makes and checks seals. Without a secret they are checksums. Threads may share a sealer.
 
     Raises ValueError for a secret of fewer than 16 bytes.
     """
@@ -47,24 +47,24 @@ class Sealer:
 
     @property
     def is_keyed(self) -> bool:
-        """Are the seals MACs?"""
+        """Whether the seals are MACs."""
         return self._key is not None
 
     def seal(self, parts: Iterable[Buffer]) -> bytes:
-        """The 16 bytes for ``parts`` (views of bytes), one after the other."""
+        """The seal of ``parts`` (views of bytes), one after the other."""
         if self._key is None:
             checksum = xxh3_128()
             for part in parts:
                 checksum.update(part)
             return checksum.digest()
-        # One thread: a seal is made in the background, where nobody waits for it.
+        # One thread is enough: seals are made in the background.
         mac = blake3(key=self._key)
         for run in _runs(parts):
             mac.update(run)
         return mac.digest(SEAL_BYTES)
 
     def is_valid(self, content: memoryview, seal: memoryview) -> bool:
-        """Is this the seal of that content? Takes the same time for every wrong one."""
+        """Whether this is the seal of that content. A wrong MAC always takes the same time."""
         if self._key is None:
             return xxh3_128_digest(content) == seal
         mac = blake3(content, key=self._key, max_threads=blake3.AUTO)
@@ -72,7 +72,7 @@ class Sealer:
 
 
 def _runs(parts: Iterable[Buffer]) -> Iterator[Buffer]:
-    """The same bytes in pieces of a MiB or more: BLAKE3 is half as fast on small ones."""
+    """The same bytes in pieces of at least a MiB, because BLAKE3 is half as fast on small ones."""
     small: list[Buffer] = []
     num_bytes = 0
     for part in parts:

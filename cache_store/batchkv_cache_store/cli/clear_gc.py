@@ -11,12 +11,12 @@ import click
 
 from batchkv_cache_store.cli.text import Size, count, print_json, print_table, say
 from batchkv_cache_store.cli.tiers import (
+    OpenCache,
     Place,
-    Visit,
     cache_options,
     checked_digits,
     only_one,
-    visit,
+    open_cache,
 )
 from batchkv_cache_store.tiers.base import Swept
 from batchkv_cache_store.upkeep.collect import Choice, Rules, Why, choose, remove
@@ -45,22 +45,22 @@ def clear(
       batchkv cache clear --namespace 3f2a9c51 --yes
     """
     digits = None if namespace is None else checked_digits(namespace)
-    with visit(cache_text, only) as here:
+    with open_cache(cache_text, only) as cache:
         rules = Rules(
             removes=lambda other: digits is None or other.hex().startswith(digits),
             has_unreadable=digits is None,
             has_other_formats=digits is None,
             has_pinned=has_pinned,
         )
-        plans = _plan(here, rules)
+        plans = _plan(cache, rules)
         if digits is not None:
             _check_namespaces([digits], _seen(plans))
         num_names = sum(len(plan.choice.names) for plan in plans)
         if num_names and not yes:
             _ask(plans)
         for plan in plans:
-            _carry_out(here, plan)
-        _print(plans, as_json, is_rehearsal=False)
+            _carry_out(cache, plan)
+        _print(plans, as_json, is_dry_run=False)
 
 
 @click.command()
@@ -98,18 +98,18 @@ def gc(
         is_named = any(namespace.hex().startswith(digits) for digits in firsts)
         return is_named if not kept else not is_named
 
-    with visit(cache_text, only) as here:
-        plans = _plan(here, Rules(removes, has_other_formats=other_formats))
-        if here.failed and firsts:
+    with open_cache(cache_text, only) as cache:
+        plans = _plan(cache, Rules(removes, has_other_formats=other_formats))
+        if cache.failed and firsts:
             # It may have been that tier which knows the namespace.
             raise click.ClickException("a tier does not answer: nothing was removed")
         _check_namespaces(firsts, _seen(plans))
         for plan in plans:
-            with here.told(plan.place):
-                plan.swept = plan.place.tier.sweep(is_rehearsal=dry_run)
+            with cache.reporting(plan.place):
+                plan.swept = plan.place.tier.sweep(is_dry_run=dry_run)
             if not dry_run:
-                _carry_out(here, plan)
-        _print(plans, as_json, is_rehearsal=dry_run)
+                _carry_out(cache, plan)
+        _print(plans, as_json, is_dry_run=dry_run)
 
 
 @dataclass(slots=True)
@@ -138,10 +138,10 @@ class _Plan:
         }
 
 
-def _plan(here: Visit, rules: Rules) -> list[_Plan]:
+def _plan(cache: OpenCache, rules: Rules) -> list[_Plan]:
     plans = []
-    for place in here.places:
-        with here.told(place):
+    for place in cache.places:
+        with cache.reporting(place):
             seen: set[bytes] = set()
             plans.append(_Plan(place, choose(place.tier, rules, seen), seen))
     return plans
@@ -173,22 +173,22 @@ def _ask(plans: Sequence[_Plan]) -> None:
         raise click.ClickException("nothing was deleted: say y, or give --yes")
 
 
-def _carry_out(here: Visit, plan: _Plan) -> None:
-    with here.told(plan.place):
+def _carry_out(cache: OpenCache, plan: _Plan) -> None:
+    with cache.reporting(plan.place):
         remove(plan.place.tier, plan.choice)
 
 
-def _print(plans: Sequence[_Plan], as_json: bool, *, is_rehearsal: bool) -> None:
+def _print(plans: Sequence[_Plan], as_json: bool, *, is_dry_run: bool) -> None:
     if as_json:
-        print_json({"tiers": [plan.as_json() for plan in plans], "is_rehearsal": is_rehearsal})
+        print_json({"tiers": [plan.as_json() for plan in plans], "is_rehearsal": is_dry_run})
         return
     rows = [
-        (len(plan.choice.names) if is_rehearsal else plan.choice.num_removed,
+        (len(plan.choice.names) if is_dry_run else plan.choice.num_removed,
          *(plan.choice.counts[why] for why in Why), plan.swept.num_aside, plan.swept.num_stale,
          plan.choice.num_pinned, Size(plan.num_bytes), str(plan.place))
         for plan in plans
     ]  # fmt: skip
-    first = "WOULD GO" if is_rehearsal else "DELETED"
+    first = "WOULD GO" if is_dry_run else "DELETED"
     titles = (first, "UNREADABLE", "FORMAT", "NAMESPACE", "ASIDE", "LEFT OVER", "PINNED", "BYTES",
               "TIER")  # fmt: skip
     print_table(titles, rows)

@@ -13,7 +13,7 @@ from batchkv_cache_store.blocks.names import digest_of, is_manifest_name, kind_o
 from batchkv_cache_store.blocks.peek import Head, peek
 from batchkv_cache_store.blocks.seal import Buffer, Sealer
 from batchkv_cache_store.cli.text import Size, moment, print_fields, print_json, print_table
-from batchkv_cache_store.cli.tiers import Place, Visit, cache_options, sealer, visit
+from batchkv_cache_store.cli.tiers import OpenCache, Place, cache_options, open_cache, sealer
 from batchkv_cache_store.errors import BlockRejected, Reason
 from batchkv_cache_store.keys import Manifest
 from batchkv_cache_store.upkeep.check import check_block
@@ -50,14 +50,14 @@ def inspect(
       batchkv cache inspect 3f2a9c51 --tier disk --tokens
     """
     own = sealer()
-    with visit(cache_text, only) as here:
-        digits, found = here.find(key)
+    with open_cache(cache_text, only) as cache:
+        digits, found = cache.find(key)
         pieces = []
         for name, places in found.items():
-            with here.told(places[0]):
-                pieces.append(_piece(here, name, places, own, has_tokens))
+            with cache.reporting(places[0]):
+                pieces.append(_piece(cache, name, places, own, has_tokens))
         if has_children:
-            children = _children(here, bytes.fromhex(digits))
+            children = _children(cache, bytes.fromhex(digits))
             for piece in pieces:
                 piece["children"] = children
         if as_json:
@@ -70,7 +70,7 @@ def inspect(
 
 
 def _piece(
-    here: Visit, name: str, places: list[Place], own: Sealer, has_tokens: bool
+    cache: OpenCache, name: str, places: list[Place], own: Sealer, has_tokens: bool
 ) -> dict[str, Any]:
     """What there is to say of one name, by the first of its places."""
     tier = places[0].tier
@@ -83,7 +83,7 @@ def _piece(
         "is_pinned": name in tier.pinned(),
     }
     if is_manifest_name(name):
-        return {**said, "manifest": _manifest(here, digest_of(name))}
+        return {**said, "manifest": _manifest(cache, digest_of(name))}
     block: Block | None = None
     try:
         block = check_block(name, data, own)
@@ -91,10 +91,10 @@ def _piece(
     except BlockRejected as fault:
         is_unknown = fault.reason is Reason.NO_SECRET
         said["seal"] = "MAC, and no secret to check it with" if is_unknown else f"WRONG: {fault}"
-    return said | _header(here, data, has_tokens) | {"tensors": _tensors(block)}
+    return said | _header(cache, data, has_tokens) | {"tensors": _tensors(block)}
 
 
-def _header(here: Visit, data: Buffer, has_tokens: bool) -> dict[str, Any]:
+def _header(cache: OpenCache, data: Buffer, has_tokens: bool) -> dict[str, Any]:
     try:
         head = peek(data)
     except BlockRejected:
@@ -109,39 +109,39 @@ def _header(here: Visit, data: Buffer, has_tokens: bool) -> dict[str, Any]:
         "writer": head.writer,
         "time_ms": head.time_ms,
         "parent": head.links.parent.hex(),
-        "parent_in": _parent_in(here, head),
-        "manifest": _manifest(here, head.links.namespace),
+        "parent_in": _parent_in(cache, head),
+        "manifest": _manifest(cache, head.links.namespace),
     }
     if has_tokens:
         said["tokens"] = list(struct.unpack(f"<{head.num_tokens}I", head.tokens))
     return said
 
 
-def _parent_in(here: Visit, head: Head) -> list[str] | None:
+def _parent_in(cache: OpenCache, head: Head) -> list[str] | None:
     """Tiers that hold the block before; None for the first of a chain, which has none."""
     if head.index == 0:
         return None
     holders = []
-    for place in here.places:
-        with here.told(place):
+    for place in cache.places:
+        with cache.reporting(place):
             names = find_names([place.tier], head.links.parent.hex())
             holders += [str(place)] if any(not is_manifest_name(name) for name in names) else []
     return holders
 
 
-def _manifest(here: Visit, namespace: bytes) -> Manifest | None:
-    for place in here.places:
-        with here.told(place):
+def _manifest(cache: OpenCache, namespace: bytes) -> Manifest | None:
+    for place in cache.places:
+        with cache.reporting(place):
             found = read_manifests(place.tier, [namespace])
             if found:
                 return found[namespace]
     return None
 
 
-def _children(here: Visit, key: bytes) -> list[str]:
+def _children(cache: OpenCache, key: bytes) -> list[str]:
     children: set[str] = set()
-    for place in here.places:
-        with here.told(place):
+    for place in cache.places:
+        with cache.reporting(place):
             for item in iter_items(place.tier):
                 if item.links is not None and item.links.parent == key:
                     children.add(item.links.key.hex())

@@ -7,12 +7,12 @@ import click
 from batchkv_cache_store.blocks.names import digest_of, is_block_name
 from batchkv_cache_store.cli.text import Size, count, print_json, say
 from batchkv_cache_store.cli.tiers import (
+    OpenCache,
     Place,
-    Visit,
     cache_options,
     checked_digits,
     only_one,
-    visit,
+    open_cache,
 )
 from batchkv_cache_store.upkeep.contents import chain_names, find_names
 
@@ -31,9 +31,9 @@ def pin(cache_text: str | None, only: str | None, as_json: bool, key: str, chain
     Examples:
       batchkv cache pin 3f2a9c51 --chain
     """
-    with visit(cache_text, only) as here:
-        place = _disk(here)
-        with here.told(place):
+    with open_cache(cache_text, only) as cache:
+        place = _disk(cache)
+        with cache.reporting(place):
             tier = place.tier
             found = find_names([tier], checked_digits(key))
             names = [name for name in found if is_block_name(name)]
@@ -84,9 +84,9 @@ def unpin(
     """
     if (key is None) is not is_all:
         raise click.UsageError("give a KEY or --all, and not both")
-    with visit(cache_text, only) as here:
-        place = _disk(here)
-        with here.told(place):
+    with open_cache(cache_text, only) as cache:
+        place = _disk(cache)
+        with cache.reporting(place):
             pinned = place.tier.pinned()
             names = pinned if key is None else _chosen(place, key, pinned, chain)
             place.tier.unpin(names)
@@ -106,10 +106,10 @@ def _chosen(place: Place, key: str, pinned: list[str], has_chain: bool) -> list[
     return names + [name for name in before if name in set(pinned)]
 
 
-def _disk(here: Visit) -> Place:
+def _disk(cache: OpenCache) -> Place:
     """The one place whose blocks can be pinned; ClickException when there is none."""
-    others = [str(place) for place in here.places if place.spec.kind != "disk"]
-    disks = [place for place in here.places if place.spec.kind == "disk"]
+    others = [str(place) for place in cache.places if place.spec.kind != "disk"]
+    disks = [place for place in cache.places if place.spec.kind == "disk"]
     if not disks:
         raise click.ClickException(
             f"blocks are pinned on disk, and this cache has no disk: tier; {', '.join(others)} "

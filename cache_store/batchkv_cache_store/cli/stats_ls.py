@@ -24,7 +24,13 @@ from batchkv_cache_store.cli.text import (
     say,
     summary,
 )
-from batchkv_cache_store.cli.tiers import Place, Visit, cache_options, checked_digits, visit
+from batchkv_cache_store.cli.tiers import (
+    OpenCache,
+    Place,
+    cache_options,
+    checked_digits,
+    open_cache,
+)
 from batchkv_cache_store.errors import BlockRejected, Reason
 from batchkv_cache_store.keys import Manifest
 from batchkv_cache_store.tiers.base import Entry, TierStats
@@ -48,11 +54,11 @@ def stats(cache_text: str | None, only: str | None, as_json: bool, by_namespace:
       batchkv cache stats --by-namespace
       batchkv cache stats --json | jq '.tiers[] | {tier, num_bytes}'
     """
-    with visit(cache_text, only) as here:
+    with open_cache(cache_text, only) as cache:
         tiers: list[dict[str, Any]] = []
         spaces: list[dict[str, Any]] = []
-        for place in here.places:
-            with here.told(place):
+        for place in cache.places:
+            with cache.reporting(place):
                 found = place.tier.stats()
                 tally = Tally()
                 by_space: defaultdict[bytes | None, Tally] = defaultdict(Tally)
@@ -169,8 +175,8 @@ def list_blocks(
       batchkv cache ls --json | jq -r '.blocks[].key'
     """
     digits = None if namespace is None else checked_digits(namespace)
-    with visit(cache_text, only) as here:
-        found = list(islice(_listed(here, digits, kind), limit + 1))
+    with open_cache(cache_text, only) as cache:
+        found = list(islice(_listed(cache, digits, kind), limit + 1))
         has_more, found = len(found) > limit, found[:limit]
         if as_json:
             print_json({"blocks": [asdict(each) for each in found], "has_more": has_more})
@@ -187,9 +193,9 @@ def list_blocks(
             say(f"there are more than {limit:,}: --limit N shows more of them")
 
 
-def _listed(here: Visit, digits: str | None, kind: str | None) -> Iterator[_Listed]:
-    for place in here.places:
-        with here.told(place):
+def _listed(cache: OpenCache, digits: str | None, kind: str | None) -> Iterator[_Listed]:
+    for place in cache.places:
+        with cache.reporting(place):
             pinned = set(place.tier.pinned())
             entries = (e for e in place.tier.iter_names() if kind in (None, kind_of(e.name)))
             for entry, head in iter_heads(place.tier, entries, HEAD_BYTES):

@@ -80,7 +80,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class Visit:
+class OpenCache:
     """The tiers that a command looks at, and the exit code that it has come to."""
 
     places: list[Place]
@@ -88,7 +88,7 @@ class Visit:
     failed: list[Place] = field(default_factory=list)
 
     @contextmanager
-    def told(self, place: Place) -> Iterator[None]:
+    def reporting(self, place: Place) -> Iterator[None]:
         """Inside, trouble with the tier ends the block, is told, and sets the exit code."""
         try:
             yield
@@ -106,14 +106,14 @@ class Visit:
         digits = checked_digits(text)
         found: dict[str, list[Place]] = {}
         for place in self.places:
-            with self.told(place):
+            with self.reporting(place):
                 for name in find_names([place.tier], digits):
                     found.setdefault(name, []).append(place)
         return only_one(digits, found), found
 
 
 @contextmanager
-def visit(cache_text: str | None, only: str | None) -> Iterator[Visit]:
+def open_cache(cache_text: str | None, only: str | None) -> Iterator[OpenCache]:
     """Open what ``--cache`` or the environment names, and end the command with its exit code."""
     try:
         text = cache_text or read_cache(os.environ)
@@ -130,7 +130,7 @@ def visit(cache_text: str | None, only: str | None) -> Iterator[Visit]:
     chosen = [spec for spec in specs if only in (None, spec.kind)]
     if not chosen:
         raise click.ClickException(f"this cache has no {only} tier")
-    opened = Visit([Place(spec) for spec in chosen])
+    opened = OpenCache([Place(spec) for spec in chosen])
     try:
         yield opened
     finally:

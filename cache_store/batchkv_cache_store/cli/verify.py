@@ -12,7 +12,7 @@ import click
 
 from batchkv_cache_store.blocks.seal import Sealer
 from batchkv_cache_store.cli.text import Size, count, print_json, print_table, say
-from batchkv_cache_store.cli.tiers import EXIT_DAMAGE, Place, cache_options, sealer, visit
+from batchkv_cache_store.cli.tiers import EXIT_DAMAGE, Place, cache_options, open_cache, sealer
 from batchkv_cache_store.upkeep.check import Verdict, check_all, parse_sample, sample
 
 PROGRESS_SECONDS = 5.0
@@ -75,17 +75,17 @@ def verify(
       batchkv cache verify --repair
     """
     own = sealer()
-    with visit(cache_text, only) as here:
+    with open_cache(cache_text, only) as cache:
         reports = []
-        for place in here.places:
+        for place in cache.places:
             report = _Report(place)
-            with here.told(place):
+            with cache.reporting(place):
                 _verify(report, size, own)
                 for verdict in report.damaged if repair else ():
                     place.tier.set_aside(verdict.entry.name)
             reports.append(report)
         if any(report.damaged for report in reports):
-            here.exit_code = here.exit_code or EXIT_DAMAGE
+            cache.exit_code = cache.exit_code or EXIT_DAMAGE
         if as_json:
             print_json({"tiers": [r.as_json() for r in reports], "is_repaired": repair})
         else:

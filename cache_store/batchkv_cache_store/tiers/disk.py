@@ -33,41 +33,43 @@ from batchkv_cache_store.tiers.disk_survey import walk_blocks
 HIGH_WATERMARK = 0.95
 LOW_WATERMARK = 0.85
 PINNED_SHARE = 0.5
-_ALLOCATION_BYTES = 4096  # file systems take room in such steps, APFS and ext4 among them
-# What a volume answers that is not there, or not any more.
+_ALLOCATION_BYTES = 4096  # the allocation unit of file systems such as APFS and ext4
+# Errors of a volume that is missing.
 _AWAY = {errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT}
-_AWAY |= {errno.EROFS}  # a system turns a disk with faults into one that can only be read
+_AWAY |= {errno.EROFS}  # systems mount a disk with faults read-only
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# Of a block; a folder of the fan-out may be another user's.
+# Errors of a block that cannot be read: a folder of the fan-out may be another user's.
 _NOT_HERE = (FileNotFoundError, PermissionError)
 
 
 class Durability(StrEnum):
-    """What must have reached the disk before a block counts as put.
+    """How far a block must be written to the disk before its put returns.
 
-    A block lost or torn by a power cut is a miss, so ``NONE`` is right for a cache; the others are
-    for folders that are expensive to fill again. ``FILE`` costs a flush a block, ``FULL`` two. On
-    macOS a flush reaches the drive, whose own cache may still lose it; the seal tells.
+    A block that a power cut loses or damages is a miss, so ``NONE`` is right for a cache. The
+    others are for folders that are expensive to fill again. ``FILE`` costs one flush a block,
+    ``FULL`` two. On macOS a flush reaches the drive, whose own cache may still lose the data. The
+    seal finds such damage.
     """
 
-    NONE = "none"  # the operating system writes when it likes
-    FILE = "file"  # fsync of the file: what is there after a power cut is whole
-    FULL = "full"  # and of its folder: what was put is there
+    NONE = "none"  # the operating system writes at its own time
+    FILE = "file"  # fsync of the file: after a power cut each file is whole
+    FULL = "full"  # fsync of its folder, too: after a power cut each block that was put is there
 
 
 class DiskTier(Tier):
     """Files under ``root``, at most ``max_bytes`` of physical disk.
 
-    Above 95 % of that the least recently used go, until 85 % are left; the room between means that
-    the folder is walked once for many puts. A read marks its file as used (mtime). Pinned blocks
-    stay; they may take half of the cap. The constructor raises TierMisconfigured when the folder
-    cannot be used. One whose volume is not there (``DiskFolder.check_volume``), is full or can only
-    be read, whose lock another process holds, or in which something else has the place of what is
-    ours (a pipe, say), is away: ``check`` says so once, and the folder is made when it is first
-    needed after that.
+    Above 95 % of the cap the least recently used files are evicted until 85 % are left. So one walk
+    through the folder serves many puts. A read marks its file as used (mtime). Pinned blocks stay.
+    They may take half of the cap.
 
-    A guest (``is_guest``) looks at a folder that workers fill, under a cap that may not be theirs:
-    it makes no folder, and removes nothing unless it is told to.
+    The constructor raises TierMisconfigured if the folder cannot be used. It does not raise if this
+    may pass: the volume is missing (``DiskFolder.check_volume``), full or read-only, another
+    process holds the lock, or a foreign object (a pipe, for example) is in the place of a file.
+    Then the first ``check`` raises the error, and a later call makes the folder.
+
+    ``is_guest``: for commands that read a folder which workers fill, perhaps under another cap. A
+    guest makes no folder, and removes only what its caller names.
     """
 
     can_pin = True
@@ -100,7 +102,7 @@ class DiskTier(Tier):
             with self._folder.locked() as ledger:
                 self._make_room(ledger, 0)
         except TierAway:
-            return  # ``check`` tells of it, and so does every other method until it is there
+            return  # ``check`` raises it, and so does every other method until the volume is there
         except TierError as fault:
             self._found_at_start = fault
         except OSError as fault:
@@ -110,9 +112,9 @@ class DiskTier(Tier):
             self._found_at_start = TierError(text)
 
     def check(self) -> None:
-        """TierError when the folder, or what it lies in, is not there now.
+        """Raise TierError if the folder or its volume is missing now.
 
-        The first call also tells what kept the folder from being used at the start.
+        The first call also raises an error that the constructor found.
         """
         found, self._found_at_start = self._found_at_start, None
         if found is not None:
@@ -130,7 +132,7 @@ class DiskTier(Tier):
                 status = os.stat(path, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
                     found[name] = status.st_size
-        if not found:  # a volume that is gone looks like a folder without any of them
+        if not found:  # a missing volume looks like an empty folder
             self.check()
         return found
 
@@ -143,7 +145,7 @@ class DiskTier(Tier):
             with os_errors(path), suppress(*_NOT_HERE):
                 self._folder.check(path)
                 found[name] = read_file(path, None if sizes is None else bound(sizes, name))
-        for name in reversed(found):  # the first is touched last
+        for name in reversed(found):  # the first counts as the latest used
             self._touch(self._folder.path(name))
         return found
 
@@ -157,7 +159,7 @@ class DiskTier(Tier):
         return found
 
     def iter_names(self) -> Iterator[Entry]:
-        """Reads one of 256 folders at a time."""
+        """List names, reading one of 256 folders at a time."""
         with os_errors(self._folder.root):
             for entry, rank in walk_blocks(self._folder.blocks):
                 if rank is not None and entry.is_file(follow_symlinks=False):
@@ -195,7 +197,7 @@ class DiskTier(Tier):
             ledger.num_bytes -= num_bytes
 
     def set_aside(self, name: str) -> None:
-        """Move the file to ``aside/``, which keeps the latest few."""
+        """Move the file to ``aside/``, which keeps the latest ``MAX_ASIDE``."""
         path = self._folder.path(checked(name))
         with os_errors(path), self._folder.locked() as ledger, suppress(FileNotFoundError):
             self._folder.check(path, self._folder.aside / name)
@@ -225,18 +227,18 @@ class DiskTier(Tier):
         with os_errors(self._folder.root):
             return self._folder.pins()
 
-    def sweep(self, *, is_rehearsal: bool = False) -> Swept:
+    def sweep(self, *, is_dry_run: bool = False) -> Swept:
         with os_errors(self._folder.root), self._folder.locked() as ledger:
             found = self._folder.survey()
             files = [*found.aside, *found.stale]
-            if not is_rehearsal:
+            if not is_dry_run:
                 for file in files:
                     found.remove(file)
                 ledger.num_bytes = found.num_bytes
         return Swept(len(found.aside), len(found.stale), sum(file.num_bytes for file in files))
 
     def stats(self) -> TierStats:
-        """Walks through the folder: milliseconds for a thousand blocks."""
+        """Count by a walk through the folder: milliseconds for a thousand blocks."""
         with os_errors(self._folder.root):
             found = self._folder.survey()
             num_evicted = self._folder.num_evicted()
@@ -252,15 +254,15 @@ class DiskTier(Tier):
         )
 
     def _reserve(self, name: str, room: int) -> Path | None:
-        """An empty temporary file with its room reserved; None when there is no room."""
+        """Make an empty temporary file and reserve its room. Returns None if there is no room."""
         with self._folder.locked() as ledger:
             if not self._make_room(ledger, room):
                 return None
-            number = next(self._count)  # the folder's lock keeps threads apart too
+            number = next(self._count)  # safe, because threads too exclude each other by the lock
             temporary = self._folder.temporary / f"{name}.{os.getpid()}.{number}.{room}"
             self._folder.check(temporary)
             try:
-                # Whatever a process of the same id left there, or somebody put there, goes.
+                # A process of the same id, or another user, may have left a file of this name.
                 temporary.unlink(missing_ok=True)
                 temporary.touch(mode=0o600, exist_ok=False)
             except FileNotFoundError:
@@ -276,7 +278,7 @@ class DiskTier(Tier):
             return False
         found = self._folder.survey()
         is_of_use = found.num_bytes - found.removable_bytes + room <= self._high
-        # At the start even in vain: what is ours must not be the reason that the cap is broken.
+        # At the start, evict even if that does not suffice: blocks must not exceed the cap.
         if found.num_bytes + room > self._high and (is_of_use or not room):
             ledger.num_evicted += found.evict(max(0, self._low - room))
         ledger.num_bytes = found.num_bytes
@@ -288,7 +290,7 @@ class DiskTier(Tier):
                 temporary.unlink()
                 ledger.num_bytes -= room
                 return Put.PRESENT
-            # Some file systems count a block only when it is on the disk, seconds later.
+            # Some file systems count a file's blocks only seconds later, when they are on the disk.
             num_bytes = max(room, physical_bytes(temporary))
             try:
                 temporary.rename(path)
@@ -307,16 +309,16 @@ class DiskTier(Tier):
             ledger.num_bytes -= room
 
     def _touch(self, path: Path) -> None:
-        # Gone meanwhile, or a folder that may only be read: neither is worth a word.
+        # The file may be gone, or the folder read-only; both do no harm.
         with suppress(OSError):
             os.utime(path, follow_symlinks=False)
 
 
 def _is_meddling(fault: OSError, root: Path) -> bool:
-    """Whether somebody has put something else where a thing of ours should be in the folder.
+    """Whether the error comes from a foreign object in the place of a file of the folder.
 
-    Whoever may write there can; it must not keep workers from starting. What no file is named for
-    comes from the ledger, which is open then.
+    Anyone with write access can put one there. It must not keep workers from starting. An error
+    without a file name comes from the ledger, which is open then.
     """
     if isinstance(fault, PermissionError):
         return False

@@ -1,4 +1,4 @@
-"""Reading and writing the disk tier's files, whatever somebody else has put in their place."""
+"""Reads and writes the disk tier's files, safe from links and pipes that others put there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_VECTORS = 512  # below IOV_MAX everywhere
 
 @contextmanager
 def os_errors(path: Path) -> Iterator[None]:
-    """Inside, every OSError becomes a TierError that names the path."""
+    """Inside the block, every OSError becomes a TierError that names the path."""
     try:
         yield
     except OSError as fault:
@@ -26,21 +26,23 @@ def os_errors(path: Path) -> Iterator[None]:
 
 
 def physical_bytes(path: Path | str) -> int:
-    """What a file takes of the disk."""
+    """The bytes of disk that a file takes."""
     return os.stat(path, follow_symlinks=False).st_blocks * 512
 
 
 def read_file(path: Path, max_bytes: int | None = None) -> bytes:
-    """The file's bytes, of those the first ``max_bytes``; nothing for a link, a pipe, a folder.
+    """The file's first ``max_bytes`` bytes; empty for a link, a pipe or a folder.
 
-    Without ``max_bytes``, one that is larger than any block is cut, for its reader to refuse.
+    Without ``max_bytes``, only one byte of a file larger than any block is read, so that the
+    reader refuses it.
     """
-    # Not mapped: a file that is cut while it is mapped kills its readers. Not blocking: a pipe.
+    # The file is not mapped, because truncating a mapped file kills its readers. O_NONBLOCK is for
+    # a pipe, which would block.
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as fault:
         if fault.errno == errno.ELOOP:
-            return b""  # a link where a block should be
+            return b""  # it is a link
         raise
     try:
         status = os.fstat(descriptor)
@@ -54,9 +56,9 @@ def read_file(path: Path, max_bytes: int | None = None) -> bytes:
 
 
 def write_file(path: Path, buffers: Sequence[Buffer], *, is_synced: bool) -> None:
-    """Write the buffers one after the other, to the disk itself if ``is_synced``.
+    """Write the buffers one after the other into an empty file; ``is_synced``: and flush it.
 
-    The file is there already, and empty: a link that somebody put in its place is not followed.
+    The file must exist. A link in its place is not followed.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor, "wb", buffering=0) as file:
@@ -72,7 +74,7 @@ def write_file(path: Path, buffers: Sequence[Buffer], *, is_synced: bool) -> Non
 
 
 def sync_folder(folder: Path) -> None:
-    """Let the disk itself have what was moved into the folder."""
+    """Flush the folder's entries to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

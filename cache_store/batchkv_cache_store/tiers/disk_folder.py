@@ -1,25 +1,25 @@
-"""The folder of the disk tier: where things lie, how full it is, and what must stay.
+"""The folder of the disk tier: its paths, its ledger of used bytes, and its pins.
 
 ::
 
     root/
-      usage                        bytes that the folder has taken, and blocks that were ever
-                                   evicted (20 digits each); also the folder's lock
+      usage                        the ledger: bytes used, and blocks evicted so far (20 digits
+                                   each); also the folder's lock
       blocks-1/a/b/ab<62>.kv       blocks of format 1, fanned out by the key's first two digits;
                                    manifests too
       temporary/                   blocks being written: <name>.<pid>.<count>.<bytes reserved>
-      aside/                       damaged blocks, the latest few, for a look
-      pins/                        an empty file for each name that is not to be evicted
+      aside/                       the latest damaged blocks, for inspection
+      pins/                        an empty file for each pinned name
 
-Two digits make 256 folders: enough for a million blocks, few enough to read through at a start.
+Two digits make 256 folders: enough for a million blocks, and few enough to list at a start.
 
-Several processes share the folder. How full it is stands in ``usage``, changed only under its
-lock, so that a put reads no folder. Room is reserved there before a byte is written. A process
-that dies leaves at most what it had reserved; the next walk through the folder, at any start and
-before any eviction, counts everything anew.
+Several processes share the folder. ``usage`` has the number of used bytes, so that a put lists no
+folder. It changes under its lock only. A writer reserves room there before it writes a byte. A
+process that dies leaves at most its reservation. Every start and every eviction walks through the
+folder and counts again.
 
-Bytes are physical (``st_blocks``): that is what the disk lacks. What is not ours is counted, its
-bytes too, and left alone.
+Bytes are physical (``st_blocks``), because these are what fills a disk. Foreign files are counted
+with their bytes, and stay.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _USAGE_BYTES = 64  # more than the file has
 
 @dataclass(slots=True)
 class Ledger:
-    """What the folder has taken, while its lock is held; written back when that is released."""
+    """The folder's used bytes and evictions, read under its lock and written at its release."""
 
     num_bytes: int
     num_evicted: int
@@ -59,9 +59,9 @@ class Ledger:
 
 
 class DiskFolder:
-    """Paths, the ledger, the pins. Methods raise OSError; ``locked`` raises TierError too.
+    """Paths, the ledger, the pins. Methods raise OSError; ``locked`` raises TierError, too.
 
-    ``max_pinned_bytes``: pins hold no more than that. A guest removes nothing on its own account.
+    ``max_pinned_bytes``: the most bytes that pins protect. ``is_guest``: removes no stale files.
     """
 
     def __init__(
@@ -79,17 +79,17 @@ class DiskFolder:
         self.max_pinned_bytes = max_pinned_bytes
         self._temporary_age_seconds = temporary_age_seconds
         self._is_guest = is_guest
-        self._device: int | None = None  # of the folder above, as it was seen last
+        self._device: int | None = None  # of the folder above, at the last check
 
     def path(self, name: str) -> Path:
-        """Where the block of this name lies."""
+        """The path of the block or manifest with this name."""
         return self.blocks / name[0] / name[1] / name
 
     def check_volume(self) -> None:
-        """Raise TierAway when what the folder is to lie in is missing, or is another volume now.
+        """Raise TierAway if the folder's volume is missing, or another volume is in its place.
 
-        Folders above it are made in the user's home alone: elsewhere the first one that is missing
-        may be where a volume is mounted, and what is written there would fill the system's disk.
+        Folders above the tier's folder are made in the user's home only. Elsewhere a missing folder
+        may be the mount point of a volume, and a block written there would fill the system's disk.
         """
         parent = self.root.parent
         if not self.root.exists() and not parent.exists() and not _is_in_home(parent):
@@ -102,7 +102,7 @@ class DiskFolder:
             self._device = device
 
     def why_missing(self) -> str:
-        """What to do about a folder that is not there."""
+        """Why the folder does not exist, and what to do."""
         try:
             self.check_volume()
         except TierAway as fault:
@@ -110,7 +110,7 @@ class DiskFolder:
         return "the first worker makes it"
 
     def make(self) -> None:
-        """Make the folders that are always there; prompts are private, so nobody else may look."""
+        """Make the folder and its subfolders. They are closed to others: prompts are private."""
         self.check_volume()
         above = [folder for folder in self.root.parents if not folder.exists()]
         own = (self.root, self.temporary, self.aside, self._pins, self.blocks)
@@ -119,9 +119,9 @@ class DiskFolder:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def check(self, *paths: Path) -> None:
-        """Raise FileNotFoundError when a folder of ours on the way to these paths is a link.
+        """Raise FileNotFoundError if a folder below the root, on these paths, is a link.
 
-        What it leads to is not ours: it is as if nothing were there.
+        The link's target is foreign, so the paths count as missing.
         """
         for path in paths:
             for folder in path.parents:
@@ -132,13 +132,13 @@ class DiskFolder:
 
     @contextmanager
     def locked(self) -> Iterator[Ledger]:
-        """Hold the folder's lock, among threads and processes alike."""
+        """Hold the folder's lock, which excludes other threads and processes."""
         descriptor = self._open_usage()
         try:
             _lock(descriptor, self.root)
             text = os.pread(descriptor, _USAGE_BYTES, 0)
             num_bytes, num_evicted = _read_usage(text)
-            # A usage file that says nothing is as if nothing had been counted: walk.
+            # A usage file without a number needs a walk that counts.
             ledger = Ledger(
                 self.survey().num_bytes if num_bytes is None else num_bytes, num_evicted
             )
@@ -159,7 +159,7 @@ class DiskFolder:
             return os.open(self.root / _USAGE, flags, 0o600)
 
     def survey(self) -> Survey:
-        """Walk through everything; old leftovers of writers that died are removed on the way."""
+        """Walk through the folder. Old files of writers that died are removed on the way."""
         found = Survey()
         for entry in entries(self.root):
             if entry.name not in _OURS or entry.is_symlink():
@@ -193,15 +193,15 @@ class DiskFolder:
         return pins
 
     def pins(self) -> list[str]:
-        """Names that are pinned, whether or not the blocks are here."""
+        """The pinned names, with or without blocks."""
         return sorted(entry.name for entry in self._own(self._pins) if is_name(entry.name))
 
     def _own(self, folder: Path) -> list[os.DirEntry[str]]:
-        """Entries of a folder of ours; none of one that a link leads to."""
+        """The entries of a subfolder; none if it is a link."""
         return [] if folder.is_symlink() else entries(folder)
 
     def add_pins(self, names: Iterable[str]) -> None:
-        """Pin names."""
+        """Pin these names."""
         if not self._pins.is_symlink():
             self._pins.mkdir(mode=0o700, exist_ok=True)
         for name in names:
@@ -209,14 +209,14 @@ class DiskFolder:
             (self._pins / name).touch(mode=0o600)
 
     def remove_pins(self, names: Iterable[str]) -> None:
-        """Let pinned names go; one that is not pinned is left as it is."""
+        """Remove the pins of these names, if there are any."""
         for name in names:
             with suppress(FileNotFoundError):
                 self.check(self._pins / name)
                 (self._pins / name).unlink()
 
     def num_evicted(self) -> int:
-        """Blocks that were ever evicted, by any process."""
+        """The number of blocks that all processes have evicted so far."""
         with suppress(FileNotFoundError):
             return _read_usage(read_file(self.root / _USAGE, _USAGE_BYTES))[1]
         return 0
@@ -225,20 +225,20 @@ class DiskFolder:
 def _is_in_home(path: Path) -> bool:
     try:
         home = Path.home()
-    except RuntimeError:  # there is none
+    except RuntimeError:  # the user has no home
         return False
     return home.is_dir() and path.is_relative_to(home)
 
 
 def _read_usage(text: bytes) -> tuple[int | None, int]:
-    """(bytes taken, None if it does not say; blocks ever evicted)."""
+    """(bytes used, None if the text has no number; blocks evicted so far)."""
     numbers = [int(word) if word.isdigit() else None for word in text.split()]
     num_bytes, num_evicted = (*numbers, None, None)[:2]
     return num_bytes, num_evicted or 0
 
 
 def _lock(descriptor: int, root: Path) -> None:
-    # Not a blocking call: a stopped process may hold the lock, and a lookup must still end.
+    # The call does not block: a stopped process may hold the lock, and a lookup must still end.
     deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
     while True:
         try:

@@ -1,4 +1,4 @@
-"""One walk through the disk tier's folder: what is there, and what would go first."""
+"""One walk through the disk tier's folder: its files, and the order in which they are evicted."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _HEX = frozenset("0123456789abcdef")
 
 
 class Rank(IntEnum):
-    """What goes first when room is short; within a rank, what was used least recently."""
+    """Lower ranks are evicted first; in a rank, the least recently used file."""
 
     ASIDE = 0
     BLOCK = 1
-    MANIFEST = 2  # small, and no use of it is seen
+    MANIFEST = 2  # manifests are small, and reads do not mark them as used
 
 
 class File(NamedTuple):
-    """A file of ours; ``num_bytes`` are physical. Files sort in the order in which they go."""
+    """A file of batchkv; ``num_bytes`` are physical. Files sort in the order of eviction."""
 
     rank: Rank
     used_ns: int
@@ -34,15 +34,15 @@ class File(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its last part: the name of a block or a manifest."""
+        """The last part of the path: the name of a block or a manifest."""
         return os.path.basename(self.path)
 
 
 @dataclass(slots=True)
 class Survey:
-    """What one walk found; bytes are physical. Each file of ours is in one of the three lists.
+    """The result of one walk; bytes are physical. Each file of batchkv is in one of three lists.
 
-    ``stale``: what writers that died have left.
+    ``stale``: files of writers that died.
     """
 
     num_bytes: int = 0
@@ -53,29 +53,29 @@ class Survey:
 
     @property
     def removable_bytes(self) -> int:
-        """Bytes that eviction could free."""
+        """The bytes that eviction could free."""
         return sum(file.num_bytes for file in self.removable)
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes that it could not."""
+        """The bytes that pins protect from eviction."""
         return sum(file.num_bytes for file in self.pinned)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in use."""
+        """The number of blocks in use."""
         return sum(file.rank is Rank.BLOCK for file in (*self.removable, *self.pinned))
 
     @property
     def aside(self) -> list[File]:
-        """Damaged files that were set aside."""
+        """The damaged files that were set aside."""
         return [file for file in self.removable if file.rank is Rank.ASIDE]
 
     def hold_pins(self, pins: dict[str, int], max_bytes: int) -> None:
-        """Take pinned files from ``removable``: those pinned first, up to ``max_bytes``.
+        """Move pinned files from ``removable`` to ``pinned``, the oldest pins first.
 
-        ``pins``: names and when they were pinned. More than ``max_bytes`` was pinned when the cap
-        has been lowered since; the rest is as if it were not.
+        ``pins``: names and the times when they were pinned. If the pins have more than
+        ``max_bytes``, because the cap was lowered since, the latest ones have no effect.
         """
         found = [file for file in self.removable if file.rank and file.name in pins]
         num_bytes = 0
@@ -89,7 +89,7 @@ class Survey:
             self.removable = [file for file in self.removable if file not in held]
 
     def evict(self, max_bytes: int) -> int:
-        """Remove files until the folder has at most ``max_bytes``; returns the blocks removed."""
+        """Remove files until the folder has at most ``max_bytes``. Returns how many were blocks."""
         removed = 0
         for file in sorted(self.removable):
             if self.num_bytes <= max_bytes:
@@ -98,7 +98,7 @@ class Survey:
         return removed
 
     def remove(self, file: File) -> bool:
-        """Remove one file from the disk, unless we may not; the lists are left as they are."""
+        """Remove one file from the disk, if its folder allows it; the lists do not change."""
         try:
             os.unlink(file.path)
         except FileNotFoundError:
@@ -109,13 +109,13 @@ class Survey:
         return True
 
     def count_foreign(self, entry: os.DirEntry[str]) -> None:
-        """Count what is not ours: its bytes too, for they are gone from the disk all the same."""
+        """Count a foreign file, with its bytes, because they take disk space, too."""
         with suppress(FileNotFoundError):
             self.num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
             self.num_foreign += 1
 
     def count_file(self, entry: os.DirEntry[str], rank: Rank) -> None:
-        """Count a file of ours, or what somebody has put in its place."""
+        """Count a file of batchkv, or a foreign object in its place."""
         if not entry.is_file(follow_symlinks=False):
             self.count_foreign(entry)
             return
@@ -137,13 +137,13 @@ class Survey:
             num_bytes = status.st_blocks * 512
             if time.time() - status.st_mtime > max_age_seconds:
                 self.stale.append(File(Rank.ASIDE, status.st_mtime_ns, num_bytes, entry.path))
-            else:  # what it will take was reserved, not what it has now
+            else:  # its reserved size counts, not its size so far
                 num_bytes = max(num_bytes, int(reserved))
             self.num_bytes += num_bytes
 
 
 def entries(folder: Path | str) -> list[os.DirEntry[str]]:
-    """A folder's entries; none when it is gone or no folder."""
+    """A folder's entries; none if it is gone or not a folder."""
     try:
         with os.scandir(folder) as found:
             return list(found)
@@ -152,7 +152,7 @@ def entries(folder: Path | str) -> list[os.DirEntry[str]]:
 
 
 def walk_blocks(blocks: Path) -> Iterator[tuple[os.DirEntry[str], Rank | None]]:
-    """Everything below the folder of blocks, leaf by leaf; rank None for what is foreign."""
+    """All files below the folder of blocks, leaf by leaf; rank None for a foreign one."""
     for entry in [] if blocks.is_symlink() else entries(blocks):
         leaves = _inside(entry)
         if leaves is None:
@@ -170,7 +170,7 @@ def walk_blocks(blocks: Path) -> Iterator[tuple[os.DirEntry[str], Rank | None]]:
 
 
 def _inside(folder: os.DirEntry[str]) -> list[os.DirEntry[str]] | None:
-    """What is in a folder of the fan-out; None for what is no such folder, or is closed to us."""
+    """The entries of a folder of the fan-out; None for anything else, or without permission."""
     if folder.name not in _HEX or folder.is_symlink():  # a link may lead out of the folder
         return None
     try:

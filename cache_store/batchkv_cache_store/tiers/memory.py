@@ -1,4 +1,4 @@
-"""The first tier: blocks in this process's memory, least recently used out first."""
+"""The first tier: blocks in this process's memory. It evicts the least recently used first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchkv_cache_store.tiers.base import Entry, Put, Tier, TierStats, bound, s
 
 
 class MemoryTier(Tier):
-    """At most ``max_bytes`` of blocks; one that is larger than that is never kept."""
+    """At most ``max_bytes`` of blocks. A block larger than that is never stored."""
 
     is_instant = True
 
@@ -63,7 +63,7 @@ class MemoryTier(Tier):
                 _, oldest = self._blocks.popitem(last=False)
                 self._num_bytes -= len(oldest)
                 self._num_evicted += 1
-            # No copy when there is one buffer of bytes: it cannot change.
+            # A single buffer of type bytes cannot change, so it is not copied.
             only = buffers[0] if len(buffers) == 1 else b""
             self._blocks[name] = only if isinstance(only, bytes) and only else b"".join(buffers)
             self._num_bytes += num_bytes

@@ -1,14 +1,14 @@
 """A shared tier: blocks as objects in a bucket, through the S3 protocol (extra ``objects``).
 
-Works with whatever speaks S3: Amazon's, MinIO, Garage, Ceph. Objects are ``<prefix>1/<name>``.
-S3 has no request for many objects, so many requests are in flight at once instead: the time is
-that of one. Put-if-absent is a conditional PUT; a server that does not know it gets a plain one,
-which at worst replaces a block by an equal one.
+It works with any S3 server: Amazon's, MinIO, Garage, Ceph. Objects are ``<prefix>1/<name>``. S3 has
+no request for several objects, so several requests run at once and take the time of one.
+Put-if-absent is a conditional PUT. A server that does not know it gets a plain PUT, which at worst
+replaces a block by an equal one.
 
-S3 has no size limit and no eviction: beyond ``max_bytes`` nothing is written. A lifecycle rule of
-the bucket, on age, is what makes room.
+S3 has no size limit and no eviction. Beyond ``max_bytes`` nothing is written. A lifecycle rule of
+the bucket, by age, makes room.
 
-Whatever the server answers, and however slowly, is a TierError at worst.
+Wrong or slow answers of the server are TierErrors at worst.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ try:
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
-except ModuleNotFoundError:  # an extra; whoever makes the tier is told
+except ModuleNotFoundError:  # an extra; the constructor raises TierMisconfigured without it
     boto3 = Config = None
     BotoCoreError = ClientError = HTTPClientError = OSError
 
@@ -39,7 +39,7 @@ MAX_REQUESTS = 16  # in flight at once
 RECOUNT_SECONDS = 3600.0
 CONNECT_TIMEOUT_SECONDS = 3.0
 READ_TIMEOUT_SECONDS = 10.0
-# Of whole answers, a body of many packets included. Nobody waits for what is written or counted.
+# For a whole answer, with a body of many packets. Writes and counts run in the background.
 ASK_SECONDS = 60.0
 WRITE_SECONDS = 300.0
 COUNT_SECONDS = 300.0
@@ -53,9 +53,9 @@ _REFUSED = {"NoSuchBucket", "AccessDenied", "InvalidAccessKeyId", "SignatureDoes
 class ObjectsTier(Tier):
     """Blocks in ``bucket`` of the server at ``endpoint_url`` (None: Amazon's).
 
-    ``client_settings`` go to boto3 (region, keys; by default it looks where AWS tools look).
-    Others may write too: how full the bucket is gets counted anew every hour, and this process
-    adds what it writes. Nothing is connected before the first call.
+    ``client_settings`` go to boto3 (region, keys; by default boto3 looks where AWS tools look).
+    Other workers may write too, so the bucket's bytes are counted again every hour. In between,
+    this process adds the bytes that it writes. The first call connects.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ObjectsTier(Tier):
                 read_timeout=READ_TIMEOUT_SECONDS,
                 retries={"total_max_attempts": 2},
                 max_pool_connections=MAX_REQUESTS,
-                # Blocks carry a checksum of their own, and not every server knows these.
+                # Blocks have their own checksum, and not every server supports boto3's.
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",
             ),
@@ -92,7 +92,7 @@ class ObjectsTier(Tier):
         self._counted_at: float | None = None  # None: never
 
     def check(self) -> None:
-        """See that the bucket answers and may be listed."""
+        """Check that the bucket answers and can be listed."""
         next(self._pages(), None)
 
     def contains_many(self, names: Sequence[str]) -> dict[str, int]:
@@ -107,7 +107,7 @@ class ObjectsTier(Tier):
         return self._for_each(names, lambda name: self._get_head(name, num_bytes))
 
     def iter_names(self) -> Iterator[Entry]:
-        """Asks for a thousand objects at a time."""
+        """List names, a thousand objects in a request."""
         for page in self._pages():
             for name, num_bytes in page:
                 if is_name(name):
@@ -123,7 +123,7 @@ class ObjectsTier(Tier):
         is_stored = False
         try:
             body = b"".join(buffers)
-            is_stored = self._ask(lambda: self._put_if_absent(key, body), WRITE_SECONDS)
+            is_stored = self._request(lambda: self._put_if_absent(key, body), WRITE_SECONDS)
         finally:
             if not is_stored:
                 self._add(-num_bytes)
@@ -137,7 +137,7 @@ class ObjectsTier(Tier):
             self._add(-num_bytes)
 
     def stats(self) -> TierStats:
-        """Lists the bucket: a request for each thousand objects."""
+        """Count by listing the bucket: one request for each thousand objects."""
         return self._count()
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class ObjectsTier(Tier):
     def _key(self, name: str) -> str:
         return self._prefix + checked(name)
 
-    def _ask(self, request: Callable[[], _T], limit_seconds: float | None = None) -> _T:
+    def _request(self, request: Callable[[], _T], limit_seconds: float | None = None) -> _T:
         with _s3_errors():
             return self._requests.run(request, limit_seconds or ASK_SECONDS)
 
@@ -166,7 +166,7 @@ class ObjectsTier(Tier):
         return None
 
     def _delete(self, name: str) -> int | None:
-        """Bytes that were there."""
+        """Delete the object. Returns its size; None if there was none."""
         num_bytes = self._size(name)
         if num_bytes is not None:
             self._client.delete_object(Bucket=self._bucket, Key=self._key(name))
@@ -188,7 +188,7 @@ class ObjectsTier(Tier):
                 if _code(fault) in _EMPTY:
                     return b""
                 raise
-            return _read(answer, num_bytes)  # a server may answer with the whole
+            return _read(answer, num_bytes)  # a server may send the whole object
         return None
 
     def _put_if_absent(self, key: str, body: bytes) -> bool:
@@ -233,7 +233,7 @@ class ObjectsTier(Tier):
         return TierStats(num_blocks, num_bytes, self.max_bytes, num_foreign=num_foreign)
 
     def _pages(self) -> Iterator[list[tuple[str, int]]]:
-        """Names, without the prefix, and sizes of what is there: a request for each thousand."""
+        """Names without the prefix, and sizes, of all objects: one request for each thousand."""
         listing = self._client.get_paginator("list_objects_v2")
         pages = iter(listing.paginate(Bucket=self._bucket, Prefix=self._prefix))
 
@@ -244,15 +244,15 @@ class ObjectsTier(Tier):
             found = page.get("Contents", ())
             return [(item["Key"].removeprefix(self._prefix), int(item["Size"])) for item in found]
 
-        while (page := self._ask(ask)) is not None:
+        while (page := self._request(ask)) is not None:
             yield page
 
 
 def _read(answer: dict[str, Any], num_bytes: int) -> bytes:
-    """The first bytes of an object, all of them if it has no more.
+    """The first bytes of an object; all of them if it is shorter.
 
-    A body that ends before its time is trouble of the network: taken for a damaged block, the block
-    would be deleted.
+    A body that ends too early is a fault of the network, so it raises OSError. As a damaged block
+    it would be deleted.
     """
     with answer["Body"] as body:
         content: bytes = body.read(num_bytes)
@@ -267,7 +267,7 @@ def _code(fault: ClientError) -> str:
 
 @contextmanager
 def _absent_is_none() -> Iterator[None]:
-    """Inside, an object that is not there ends the block quietly."""
+    """Inside the block, the error of a missing object ends the block and is not raised."""
     try:
         yield
     except ClientError as fault:
@@ -284,6 +284,6 @@ def _s3_errors() -> Iterator[None]:
         raise kind(f"the cache's bucket: {fault}") from fault
     except (BotoCoreError, HTTPClientError, OSError, TierError) as fault:
         raise TierError(f"the cache's bucket: {fault}") from fault
-    except Exception as fault:  # boto3 raises anything at an answer that is not S3's
+    except Exception as fault:  # boto3 raises anything for an answer that is not S3's
         problem = f"its answer cannot be read ({type(fault).__name__}: {fault})"
         raise TierError(f"the cache's bucket: {problem[:300]}") from fault

@@ -1,13 +1,13 @@
 """A shared tier: blocks in a Redis or Valkey server of their own.
 
-One key for each block, ``batchkv-block:1:<name>``, its value the block. The prefix is not the
-queue's (``batchkv:``), and the queue's database is refused: a cache that evicts would evict jobs.
-Eviction policies (``allkeys-lru`` and its kin) reach across all databases of a server, so a server
-with one of them is refused when a queue lives in *any* of its databases.
+Each block is the value of one key, ``batchkv-block:1:<name>``. The prefix differs from the queue's
+(``batchkv:``). The queue's database is refused, because a cache that evicts would evict jobs. A
+policy of ``allkeys-*`` evicts keys of all databases of a server. So a server with such a policy is
+refused if *any* of its databases holds a queue.
 
-How full it may be is the server's ``maxmemory``, with a policy of ``allkeys-*`` for a cache that
-forgets old blocks; without one the tier just stops writing in time. A server without ``maxmemory``
-needs ``max_bytes``.
+The cap is the server's ``maxmemory``. With a policy of ``allkeys-*`` the server evicts old blocks.
+Without one, the tier stops writing before the server is full. A server without ``maxmemory`` needs
+``max_bytes``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from batchkv_cache_store.tiers.base import (
 )
 
 PREFIX = "batchkv-block:1:"
-# Any of these means that a queue lives here: batchkv's batches, RQ's queues and workers.
+# Any of these keys means that the database holds a queue: batchkv's batches, RQ's queues, workers.
 QUEUE_KEYS = ("batchkv:batches", "rq:queues", "rq:workers")
 CONNECT_TIMEOUT_SECONDS = 2.0
 REPLY_TIMEOUT_SECONDS = 10.0
@@ -54,18 +54,17 @@ _WITHOUT_EVICTION_FILL = 0.9  # the server counts buffers and fragments too
 
 @dataclass(frozen=True, slots=True)
 class _Server:
-    """What the server said of itself when it was looked at first."""
+    """The server's settings at the first check."""
 
     max_memory: int  # 0: none
     is_evicting: bool
 
 
 class RedisTier(Tier):
-    """Blocks in the database that ``url`` names, put with SET NX, fetched by ranges.
+    """Blocks in the database of ``url``, stored with SET NX and read with GETRANGE.
 
-    ``max_bytes`` bounds the memory of the whole server as this tier sees it; None leaves it to the
-    server's ``maxmemory``. Nothing is connected before the first call; raises ValueError for a URL
-    that is none.
+    ``max_bytes``: this tier writes nothing while the whole server uses more; None: the server's
+    ``maxmemory``. The first call connects. The constructor raises ValueError for a wrong URL.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class RedisTier(Tier):
             url,
             socket_connect_timeout=CONNECT_TIMEOUT_SECONDS,
             socket_timeout=reply_timeout_seconds,
-            retry=Retry(NoBackoff(), 1),  # one: a connection that idled may have been closed
+            retry=Retry(NoBackoff(), 1),  # an idle connection may have been closed
             decode_responses=False,
         )
         self._redis = Redis(connection_pool=self._pool)
@@ -88,7 +87,7 @@ class RedisTier(Tier):
         self._check_lock = threading.Lock()
 
     def check(self) -> None:
-        """Refuse a queue's database, a server that would evict a queue, and one without a cap."""
+        """Refuse a queue's database, a server that could evict a queue, and one without a cap."""
         with self._check_lock, _redis_errors():
             memory = self._redis.info("memory")
             server = _Server(
@@ -104,7 +103,7 @@ class RedisTier(Tier):
                     "this Redis database holds a queue: give the cache a server of its own, or at "
                     "least another database"
                 )
-            if server.is_evicting and self._has_queue_beside():
+            if server.is_evicting and self._has_queue_elsewhere():
                 raise TierMisconfigured(
                     "this Redis evicts keys of all databases, and one of them holds a queue: give "
                     "the cache a server of its own"
@@ -131,7 +130,7 @@ class RedisTier(Tier):
         self._checked_server()
         if not names:
             return {}
-        # The head is asked for last and so is the latest used.
+        # The head is read last, so that it counts as the latest used.
         lasts = [(_key(name), bound(sizes, name) - 1) for name in reversed(names)]
         with _redis_errors(), self._redis.pipeline(transaction=False) as pipeline:
             for key, last in lasts:
@@ -154,7 +153,7 @@ class RedisTier(Tier):
         return {name: head for name, is_here, head in heads if is_here and isinstance(head, bytes)}
 
     def iter_names(self) -> Iterator[Entry]:
-        """Asks for some hundred keys at a time (SCAN), in a server that holds others too."""
+        """List names by SCAN, some hundred keys at a time; the server may hold other keys, too."""
         self._checked_server()
         cursor = 0
         while True:
@@ -169,7 +168,7 @@ class RedisTier(Tier):
     def _entries(self, names: Sequence[str]) -> list[Entry]:
         def ask(pipeline: Pipeline) -> None:
             for name in names:
-                # First: where NO-TOUCH is not known, asking for the length is a use.
+                # IDLETIME first: without NO-TOUCH, the call for the length counts as a use.
                 pipeline.object("IDLETIME", _key(name))
                 pipeline.strlen(_key(name))
 
@@ -178,18 +177,18 @@ class RedisTier(Tier):
         entries = []
         for name, idle, size in zip(names, answers[::2], answers[1::2], strict=True):
             if isinstance(size, int) and size:
-                # Under a policy by frequency (LFU) the server does not know the time.
+                # Under a policy by frequency (LFU) the server has no time of use.
                 last_used = now - idle if isinstance(idle, int) else None
                 entries.append(Entry(name, size, last_used))
         return entries
 
     def _untouched(self, ask: Callable[[Pipeline], None]) -> list[Any]:
-        """Answers to what ``ask`` puts into a pipeline, none of which counts as a use of a key.
+        """The replies to the calls that ``ask`` puts into a pipeline. They count as no use.
 
-        A key of another type has an error as its answer; any other error is raised.
+        The reply for a key of another type is an error; any other error is raised.
         """
         with _redis_errors(), self._redis.pipeline(transaction=False) as pipeline:
-            # Redis 7.2 and Valkey know it; on others, and for users who may not, it is a use.
+            # Redis 7.2 and Valkey know NO-TOUCH. On others, or without the right, it is a use.
             pipeline.client_no_touch("ON")
             ask(pipeline)
             pipeline.client_no_touch("OFF")
@@ -201,15 +200,19 @@ class RedisTier(Tier):
         if num_bytes > MAX_OBJECT_BYTES:
             return Put.FULL
         with _redis_errors():
-            # A block is megabytes, and another worker may have been quicker; or a queue moved in.
+            # Check before sending megabytes: another worker may have stored the block, and the
+            # database may hold a queue now.
             with self._redis.pipeline(transaction=False) as pipeline:
                 pipeline.exists(key)
                 pipeline.exists(*QUEUE_KEYS)
                 pipeline.info("memory")
                 is_present, has_queue, memory = pipeline.execute()
             if has_queue:
-                self._server = None  # so that every later call says what is wrong
-                raise TierMisconfigured("a queue has moved into the cache's Redis database")
+                self._server = None  # every later call checks again, and raises the same
+                raise TierMisconfigured(
+                    "the cache's Redis database now holds a queue: give the cache a server of its "
+                    "own, or at least another database"
+                )
             if is_present:
                 return Put.PRESENT
             if not self._has_room(server, memory, num_bytes):
@@ -231,7 +234,7 @@ class RedisTier(Tier):
                 self._redis.unlink(*keys)
 
     def stats(self) -> TierStats:
-        """The server's memory; the number of blocks is that of all keys in the database."""
+        """The server's memory. The number of blocks is the number of keys in the database."""
         self._checked_server()
         with _redis_errors(), self._redis.pipeline(transaction=False) as pipeline:
             pipeline.dbsize()
@@ -253,11 +256,12 @@ class RedisTier(Tier):
     def _has_room(self, server: _Server, memory: dict[str, Any], num_bytes: int) -> bool:
         used, maximum = int(memory["used_memory"]), int(memory["maxmemory"])
         if server.is_evicting and maximum and (self.max_bytes or maximum) >= maximum:
-            return num_bytes < maximum  # the server makes room
+            return num_bytes < maximum  # the server evicts
         cap = min(cap for cap in (maximum, self.max_bytes) if cap is not None and cap > 0)
         return used + num_bytes <= cap * _WITHOUT_EVICTION_FILL
 
-    def _has_queue_beside(self) -> bool:
+    def _has_queue_elsewhere(self) -> bool:
+        """Whether another database of the server holds a queue."""
         own = int(self._pool.connection_kwargs.get("db") or 0)
         others = {int(name.removeprefix("db")) for name in self._redis.info("keyspace")} - {own}
         for number in sorted(others):
@@ -276,18 +280,18 @@ def _redis_errors() -> Iterator[None]:
     try:
         yield
     except (AuthenticationError, NoPermissionError) as fault:
-        raise TierMisconfigured(f"the cache's Redis refuses us: {fault}") from fault
+        raise TierMisconfigured(f"the cache's Redis refuses the user: {fault}") from fault
     except TierError:
         raise
     except (RedisError, OSError) as fault:
         raise TierError(f"the cache's Redis: {fault}") from fault
-    except Exception as fault:  # redis-py raises anything at an answer of another kind
+    except Exception as fault:  # redis-py raises anything for an unexpected reply
         problem = f"its answer cannot be read ({type(fault).__name__}: {fault})"
         raise TierError(f"the cache's Redis: {problem[:300]}") from fault
 
 
 def _answers(pipeline: Pipeline) -> list[Any]:
-    """All answers; an error that is about one key is one of them, any other is raised."""
+    """All replies. An error that concerns one key only is a reply; any other is raised."""
     answers = pipeline.execute(raise_on_error=False)
     for answer in answers:
         if isinstance(answer, RedisError) and not _is_about_one_key(answer):
@@ -296,7 +300,7 @@ def _answers(pipeline: Pipeline) -> list[Any]:
 
 
 def _is_about_one_key(fault: RedisError) -> bool:
-    """Is it no reason to do without the other keys? One of another type is not ours."""
+    """Whether the error concerns one key only, for example a key of another type."""
     text = str(fault)
     return text.startswith(("WRONGTYPE", "no such key")) or "LFU" in text
 

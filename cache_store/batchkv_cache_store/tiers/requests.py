@@ -1,8 +1,8 @@
-"""Requests to a server in flight at once, none of them waited for longer than its limit.
+"""Runs several requests to a server at once, each with a limit for its whole time.
 
-A client's own timeouts are between two packets: a server that sends a byte now and then is waited
-for without end. So requests run on threads of their own, which may be left behind: neither who
-asks nor the end of the process waits for them.
+A client's own timeouts count from packet to packet. A server that sends a byte now and then could
+delay an answer without end. So requests run on threads of their own. After the limit, neither the
+caller nor the end of the process waits for such a thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Work = tuple["Future[Any]", Callable[[], Any]]
 
 
 class Requests:
-    """At most ``max_threads`` requests at once. Safe to share by threads."""
+    """Runs at most ``max_threads`` requests at once. Threads may share it."""
 
     def __init__(self, max_threads: int, name: str) -> None:
         self._max_threads = max_threads
@@ -34,13 +34,13 @@ class Requests:
         self._num_busy = 0  # requests that wait or run
 
     def run(self, request: Callable[[], _T], limit_seconds: float) -> _T:
-        """What the request returns; TierError when that takes longer than the limit."""
+        """Return the request's result; TierError if it takes longer than the limit."""
         return self.map(lambda _: request(), [None], limit_seconds)[0]
 
     def map(
         self, request: Callable[[_Item], _T], items: Iterable[_Item], limit_seconds: float
     ) -> list[_T]:
-        """What the request returns for each item; the limit is for all of them together."""
+        """Return the request's result for each item. The limit is for all of them together."""
         deadline = time.monotonic() + limit_seconds
         answers = [self._submit(partial(request, item)) for item in items]
         try:
@@ -49,10 +49,10 @@ class Requests:
             raise TierError(f"no whole answer in {limit_seconds:g} s") from fault
         finally:
             for answer in answers:
-                answer.cancel()  # those that have not begun
+                answer.cancel()  # has an effect if the request has not begun
 
     def close(self) -> None:
-        """Let the threads end, each after the request that it is at."""
+        """End the threads, each after its current request."""
         with self._lock:
             for _ in range(self._num_threads):
                 self._work.put(None)
@@ -74,7 +74,7 @@ class Requests:
             if answer.set_running_or_notify_cancel():
                 try:
                     answer.set_result(call())
-                except BaseException as fault:  # noqa: BLE001 - whoever asked gets it
+                except BaseException as fault:  # noqa: BLE001 - the caller gets it
                     answer.set_exception(fault)
             with self._lock:
                 self._num_busy -= 1

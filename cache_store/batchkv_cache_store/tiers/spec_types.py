@@ -1,7 +1,7 @@
-"""What a user asked for: one frozen value for each tier, and how a tier is made of it.
+"""The settings of tiers as frozen values. ``open`` makes the tier of a value.
 
-``specs`` reads them out of a text; ``opening`` makes a store of them. No ``repr`` or ``str``
-shows a password.
+``specs`` parses them from a text; ``opening`` makes a store of them. No ``repr`` or ``str`` shows a
+password.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ OBJECTS_PREFIX = "batchkv/"
 
 
 class TierSpec(ABC):
-    """One tier as it was written; ``str`` is where it is, without its password.
+    """One tier as the user wrote it; ``str`` is its address without the password.
 
-    ``kind`` is the ``name`` of the tier that ``open`` makes; ``max_bytes`` None leaves the cap to
-    the server.
+    ``kind``: the ``name`` of the tier that ``open`` makes. ``max_bytes`` None: the server's cap.
     """
 
     __slots__ = ()
@@ -36,9 +35,9 @@ class TierSpec(ABC):
 
     @abstractmethod
     def open(self, *, as_guest: bool = False) -> Tier:
-        """The tier. TierMisconfigured when it cannot be used here; servers are not asked yet.
+        """Make the tier, without a call to a server. Raises TierMisconfigured.
 
-        A guest only looks: it makes and evicts nothing (``disk.DiskTier``).
+        ``as_guest``: for commands that read a cache; it makes and evicts nothing (``DiskTier``).
         """
 
     @abstractmethod
@@ -77,7 +76,7 @@ class DiskSpec(TierSpec):
 
 @dataclass(frozen=True, slots=True)
 class RedisSpec(TierSpec):
-    """A database of a Redis server: ``url`` as redis-py takes it, ``place`` without credentials."""
+    """A database of a Redis server. ``url``: for redis-py; ``place``: it without credentials."""
 
     kind = "redis"
     url: str = field(repr=False)
@@ -93,7 +92,7 @@ class RedisSpec(TierSpec):
 
 @dataclass(frozen=True, slots=True)
 class ObjectsSpec(TierSpec):
-    """A bucket; ``prefix`` ends with a slash. Keys come from where AWS tools look for them."""
+    """A bucket; ``prefix`` ends with a slash. Credentials come from where AWS tools look."""
 
     kind = "objects"
     bucket: str
@@ -103,7 +102,7 @@ class ObjectsSpec(TierSpec):
     region: str | None = None
 
     def open(self, *, as_guest: bool = False) -> Tier:
-        # Only here: boto3 is an extra, and takes a while to import.
+        # Imported here, because boto3 is an extra and slow to import.
         from batchkv_cache_store.tiers.objects import ObjectsTier
 
         settings = {"region_name": self.region} if self.region else {}

@@ -1,4 +1,4 @@
-"""How users write where blocks are kept: one text, tiers from fast to slow.
+"""Parses the text that names the tiers, from fast to slow.
 
 ::
 
@@ -16,12 +16,12 @@ objects  ``s3://BUCKET[/PREFIX]``                         ``max`` [100GB], ``reg
                                                           ``endpoint`` [Amazon's]
 =======  ===============================================  ========================================
 
-What stands in square brackets at the right holds without the parameter. Blanks separate tiers: one
-within a tier is written ``%20``, and so are all special characters of a password. There is one
-tier of a kind at most, and memory is the first.
+Defaults are in square brackets at the right. Blanks separate tiers. A blank in a tier is written
+``%20``; special characters of a password are written in the same way. There is at most one tier of
+a kind, and memory comes first.
 
-Every fault is a ValueError of one sentence. None repeats what may be a password, and in a text
-that cannot be taken apart anything may be.
+Every fault is a ValueError of one sentence. No sentence repeats a possible password. In a text that
+cannot be parsed, any part may be a password.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ _REGION = re.compile(r"[a-z0-9-]{1,64}")
 
 
 def parse_tiers(text: str) -> tuple[TierSpec, ...]:
-    """The tiers of a text, in its order; at least one. ValueError says what is wrong with it."""
+    """The tiers of a text, in its order; at least one. Raises ValueError with one sentence."""
     specs: list[TierSpec] = []
     for item in text.split():
         spec = _parse(item)
         if spec.kind in (other.kind for other in specs):
             raise ValueError(f"the cache has two {spec.kind} tiers: keep one")
         if spec.kind == "memory" and specs:
-            raise ValueError("the cache's tiers stand from fast to slow: put memory: first")
+            raise ValueError("the cache's tiers go from fast to slow: put memory: first")
         specs.append(spec)
     if not specs:
         raise ValueError(f"the cache has no tier: {_EXAMPLE}")
@@ -81,7 +81,7 @@ def _parse(item: str) -> TierSpec:
         raise ValueError("a tier of the cache has a character that cannot be printed")
     found = _SCHEME.match(item)
     if found is None or found[0] not in _PARSERS:
-        # What has no scheme may be the end of a password with a blank in it.
+        # An item without a scheme may be the end of a password with a blank in it.
         shown = f", not with {found[0]}:" if found and "@" not in item else ""
         raise ValueError(f"a tier of the cache begins with {_KINDS}{shown}")
     address, _, query = item.partition("?")
@@ -128,7 +128,7 @@ def _redis(address: str, query: str) -> RedisSpec:
         return _unix_socket(split, query)
     if not split.hostname or not _is_port(split):
         raise ValueError(
-            f"the cache's {kind} has no host, or a port that cannot be: write {kind}HOST:PORT/DB; "
+            f"the cache's {kind} has no host, or an invalid port: write {kind}HOST:PORT/DB; "
             f"for a password {_PASSWORD}"
         )
     database = split.path.strip("/") or "0"
@@ -170,7 +170,7 @@ def _objects(address: str, query: str) -> ObjectsSpec:
     values = _parameters("s3://", query, "max", "endpoint", "region")
     region = values.get("region")
     if region is not None and not _REGION.fullmatch(region):
-        raise ValueError("the cache's s3:// has a region that is none: write region=us-east-1")
+        raise ValueError("the cache's s3:// has an invalid region: write region=us-east-1")
     return ObjectsSpec(
         bucket,
         f"{prefix.strip('/')}/" if prefix.strip("/") else OBJECTS_PREFIX,
@@ -186,9 +186,9 @@ def _endpoint(text: str | None) -> str | None:
     split = _split("s3://", text)
     is_plain = not (split.query or split.fragment or "@" in text or split.path.strip("/"))
     if split.scheme not in ("http", "https") or not split.hostname or not is_plain:
-        raise ValueError("the cache's s3:// has an endpoint that cannot be: write http://HOST:PORT")
+        raise ValueError("the cache's s3:// has an invalid endpoint: write http://HOST:PORT")
     if not _is_port(split):
-        raise ValueError("the cache's s3:// has an endpoint whose port cannot be")
+        raise ValueError("the cache's s3:// has an endpoint with an invalid port")
     return text.rstrip("/")
 
 
@@ -196,7 +196,7 @@ def _split(kind: str, address: str) -> SplitResult:
     try:
         return urlsplit(address)
     except ValueError:  # its text may repeat the password
-        raise ValueError(f"the cache's {kind} has an address that cannot be understood") from None
+        raise ValueError(f"the cache's {kind} has an address that cannot be parsed") from None
 
 
 def _is_port(split: SplitResult) -> bool:

@@ -1,1 +1,1 @@
-"""A cache seen from outside: what it holds, whether it is whole, what to remove."""
+"""Reads a cache from outside: lists its contents, checks blocks, removes them."""

@@ -1,4 +1,4 @@
-"""Read stored blocks in full and say which are whole."""
+"""Reads stored blocks in full and checks them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from batchkv_cache_store.tiers.base import Entry, Tier
 from batchkv_cache_store.upkeep.contents import batches
 
 MAX_BATCH_BYTES = 64 * 1024 * 1024
-# Not damage: of a format, or signed with a secret, that is not known here.
+# These are no damage: the format, or the secret of the signature, is not known here.
 UNCHECKED = frozenset({Reason.VERSION, Reason.NO_SECRET})
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found out of a name; ``reason`` None: it is whole, and what its name says."""
+    """The result of a check; ``reason`` None: the object is whole and has the right name."""
 
     entry: Entry
     reason: Reason | None = None
@@ -30,17 +30,17 @@ class Verdict:
 
     @property
     def is_damaged(self) -> bool:
-        """Is it of no use to anybody?"""
+        """Whether no reader can use the block."""
         return self.reason is not None and self.reason not in UNCHECKED
 
 
 def check_all(
     tier: Tier, entries: Iterable[Entry], sealer: Sealer, limits: Limits | None = None
 ) -> Iterator[Verdict]:
-    """A verdict for each entry that is still here. Does not count as a use of any."""
+    """A verdict for each entry that is still in the tier. The reads do not count as uses."""
     limits = limits or Limits()
     for batch in batches(entries, MAX_BATCH_BYTES):
-        # One byte more than a block has, or may have, shows that it has too many.
+        # One byte more than its size, or its limit, shows that a block is too long.
         most = min(limits.max_block_bytes, max(entry.num_bytes for entry in batch))
         found = tier.get_heads([entry.name for entry in batch], most + 1)
         for entry in batch:
@@ -60,7 +60,7 @@ def _verdict(entry: Entry, data: Buffer, sealer: Sealer, limits: Limits) -> Verd
 
 
 def check_block(name: str, data: Buffer, sealer: Sealer, limits: Limits | None = None) -> Block:
-    """The block of that name; raises BlockRejected when these bytes are not."""
+    """Decode the block of that name; raises BlockRejected if these bytes are not that block."""
     block = decode_any(data, sealer, limits)
     if block.key != digest_of(name):
         raise BlockRejected(Reason.KEY, f"it is {block.key.hex()[:16]}")
@@ -70,14 +70,14 @@ def check_block(name: str, data: Buffer, sealer: Sealer, limits: Limits | None =
 
 
 def parse_sample(text: str) -> int | float:
-    """A number of blocks ("500"), or a share of them ("5%", "0.05"); raises ValueError."""
+    """A number of blocks ("500"), or their share ("5%", "0.05"); raises ValueError."""
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)(%?)", text.strip())
     if match is None:
         raise ValueError(f"{text!r} is neither a number of blocks nor a share like 5%")
     if not match[2] and "." not in match[1]:
         number = int(match[1])
         if number < 1:
-            raise ValueError("a sample has one block at least")
+            raise ValueError("a sample has at least one block")
         return number
     share = float(match[1]) / (100 if match[2] else 1)
     if not 0 < share <= 1:
@@ -86,7 +86,7 @@ def parse_sample(text: str) -> int | float:
 
 
 def sample(entries: Iterable[Entry], size: int | float) -> Iterable[Entry]:
-    """So many of the entries (int), or each with that probability (float), at random."""
+    """A random sample: so many entries (int), or each with that probability (float)."""
     if isinstance(size, float):
         return (entry for entry in entries if random.random() < size)
     kept: list[Entry] = []

@@ -1,7 +1,7 @@
-"""Choose and remove what is stored: first all is chosen, then it is removed.
+"""Chooses blocks by rules, and then removes them.
 
-Two steps, since a choice may have to be taken back: a namespace that was named by its first digits
-turns out to be two, or to be none.
+These are two steps, because a choice may turn out wrong: the first digits of a namespace may match
+two namespaces, or none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from batchkv_cache_store.upkeep.contents import NAMES_AT_ONCE, Item, iter_items
 
 
 class Why(StrEnum):
-    """Why a block is chosen."""
+    """Why a block was chosen."""
 
     UNREADABLE = "unreadable"
     FORMAT = "format"  # of another version
@@ -26,7 +26,7 @@ class Why(StrEnum):
 
 @dataclass(slots=True)
 class Choice:
-    """What was chosen in one tier. ``num_pinned``: would have been, but is pinned."""
+    """The names chosen in one tier. ``num_pinned``: blocks that stay because they are pinned."""
 
     names: list[str] = field(default_factory=list)
     num_bytes: int = 0
@@ -37,7 +37,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """``removes``: is everything of this namespace to go?"""
+    """Which objects to choose. ``removes``: whether to choose all blocks of a namespace."""
 
     removes: Callable[[bytes], bool]
     has_unreadable: bool = True
@@ -45,7 +45,7 @@ class Rules:
     has_pinned: bool = False
 
     def why(self, item: Item) -> Why | None:
-        """Why the item goes; None when it stays."""
+        """Why the item is chosen; None if it stays."""
         if item.reason is Reason.VERSION:
             return Why.FORMAT if self.has_other_formats else None
         if item.namespace is None:
@@ -54,7 +54,7 @@ class Rules:
 
 
 def choose(tier: Tier, rules: Rules, seen: set[bytes]) -> Choice:
-    """What goes from a tier; every namespace that is met is added to ``seen``."""
+    """Choose names in a tier. All namespaces that it holds are added to ``seen``."""
     pinned = set() if rules.has_pinned else set(tier.pinned())
     choice = Choice()
     for item in iter_items(tier):
@@ -63,7 +63,7 @@ def choose(tier: Tier, rules: Rules, seen: set[bytes]) -> Choice:
         why = rules.why(item)
         if why is None:
             continue
-        # A pin keeps what is of use to somebody.
+        # A pin does not protect a block that no one can read.
         if why is not Why.UNREADABLE and item.entry.name in pinned:
             choice.num_pinned += 1
             continue
@@ -74,7 +74,7 @@ def choose(tier: Tier, rules: Rules, seen: set[bytes]) -> Choice:
 
 
 def remove(tier: Tier, choice: Choice) -> None:
-    """Remove what was chosen, its pins too; counts in ``num_removed``."""
+    """Remove the chosen names and their pins, and count them in ``num_removed``."""
     for start in range(0, len(choice.names), NAMES_AT_ONCE):
         names = choice.names[start : start + NAMES_AT_ONCE]
         tier.unpin(names)

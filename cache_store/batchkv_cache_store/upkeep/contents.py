@@ -1,8 +1,7 @@
-"""What a tier holds, seen from outside: for people who look after a cache.
+"""Lists the contents of a tier, for commands that manage a cache.
 
-Everything goes through a tier in batches, so that a cache of any size is looked at in little
-memory, and none of it counts as a use. What blocks say of themselves is not checked here
-(``peek``); ``check`` does that, and ``collect`` removes.
+Tiers are read in batches, so that a cache of any size needs little memory. The reads do not count
+as uses. The headers of blocks are read without checks (``peek``); ``check`` makes the checks.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ _CHAINED = (Kind.KV, Kind.WINDOW)
 
 
 def batches(entries: Iterable[Entry], max_bytes: int | None = None) -> Iterator[list[Entry]]:
-    """Entries in lists of at most 64, and of ``max_bytes`` unless one alone has more.
+    """Entries in lists of at most 64, and at most ``max_bytes``, unless a single one has more.
 
-    Each counts as much as the largest: any of them may have grown to what is read of that one.
+    Each entry counts as much as the largest one, because so many bytes are read of each.
     """
     batch: list[Entry] = []
     largest = 0
@@ -54,7 +53,7 @@ def batches(entries: Iterable[Entry], max_bytes: int | None = None) -> Iterator[
 def iter_heads(
     tier: Tier, entries: Iterable[Entry], num_bytes: int
 ) -> Iterator[tuple[Entry, Buffer]]:
-    """Each entry with its first bytes; what is gone meanwhile is left out."""
+    """Each entry with its first bytes, without entries that are gone by now."""
     for batch in batches(entries):
         heads = tier.get_heads([entry.name for entry in batch], num_bytes)
         yield from ((entry, heads[entry.name]) for entry in batch if entry.name in heads)
@@ -62,7 +61,7 @@ def iter_heads(
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A name in a tier, and whose it is; ``reason`` says why a block does not tell."""
+    """A name in a tier, with its namespace; ``reason`` says why the header cannot be read."""
 
     entry: Entry
     namespace: bytes | None
@@ -71,7 +70,7 @@ class Item:
 
 
 def iter_items(tier: Tier, entries: Iterable[Entry] | None = None) -> Iterator[Item]:
-    """What the tier holds (of ``entries``), with the namespace of each."""
+    """The tier's contents (or those of ``entries``), with the namespace of each."""
     entries = tier.iter_names() if entries is None else entries
     for entry, head in iter_heads(tier, entries, LINKS_BYTES):
         yield _item(entry, head)
@@ -95,20 +94,20 @@ def _item(entry: Entry, head: Buffer) -> Item:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts and bytes (of the objects, not of the disk) by kind."""
+    """Counts and bytes by kind; the bytes are those of the objects, not of the disk."""
 
     counts: Counter[str] = field(default_factory=Counter)
     num_bytes: Counter[str] = field(default_factory=Counter)
 
     def add(self, entry: Entry) -> None:
-        """Count one."""
+        """Count one entry."""
         kind = kind_of(entry.name)
         self.counts[kind] += 1
         self.num_bytes[kind] += entry.num_bytes
 
 
 def read_manifests(tier: Tier, namespaces: Iterable[bytes]) -> dict[bytes, Manifest]:
-    """Manifests of those namespaces that have one here which is whole."""
+    """The manifests of these namespaces, as far as the tier holds them undamaged."""
     names = {manifest_name(namespace): namespace for namespace in namespaces}
     found: dict[bytes, Manifest] = {}
     waiting = iter(names)
@@ -123,7 +122,7 @@ def read_manifests(tier: Tier, namespaces: Iterable[bytes]) -> dict[bytes, Manif
 def find_names(tiers: Iterable[Tier], digits: str) -> dict[str, list[Tier]]:
     """Names that begin with these hex digits, each with the tiers that hold it.
 
-    All 64 digits are one question to each tier; fewer read the names of all that is there.
+    With all 64 digits, this makes one call to each tier. With fewer, it lists all names.
     """
     found: dict[str, list[Tier]] = {}
     for tier in tiers:
@@ -133,15 +132,15 @@ def find_names(tiers: Iterable[Tier], digits: str) -> dict[str, list[Tier]]:
             names = tier.get_heads([f"{digits}.{kind}" for kind in kinds], 1)
         else:
             names = (e.name for e in tier.iter_names() if e.name.startswith(digits))
-        for name in set(names):  # a listing may tell a name twice
+        for name in set(names):  # a listing may contain a name twice
             found.setdefault(name, []).append(tier)
     return dict(sorted(found.items()))
 
 
 def chain_names(tier: Tier, key: bytes) -> tuple[list[str], bool]:
-    """Names of the blocks before this one that are here, and whether none of them is missing.
+    """Names of the stored blocks before this one, and whether none is missing.
 
-    Of kinds ``kv`` and ``window``; a state alone needs nothing before it.
+    They are of kinds ``kv`` and ``window``; a state needs no blocks before it.
     """
     names: list[str] = []
     head = _head(tier, key, _CHAINED)
@@ -156,7 +155,7 @@ def chain_names(tier: Tier, key: bytes) -> tuple[list[str], bool]:
 
 
 def _head(tier: Tier, key: bytes, kinds: Iterable[Kind]) -> Head | None:
-    """Head of the first of those kinds that is here and can be read."""
+    """The head of the first of these kinds that is stored and can be read."""
     heads = tier.get_heads([block_name(key, kind) for kind in kinds], HEAD_BYTES)
     for data in heads.values():
         with suppress(BlockRejected):

@@ -393,7 +393,7 @@ def test_disk_guests_change_nothing(tmp_path: Path) -> None:
     os.utime(stale, (1, 1))
     guest = DiskTier(tmp_path, 2 * BLOCK, is_guest=True)
     assert guest.stats().num_blocks == 9 == len(list(guest.iter_names())) and stale.exists()
-    assert guest.sweep(is_rehearsal=True) == Swept(1, 1, BLOCK + 4096) and stale.exists()
+    assert guest.sweep(is_dry_run=True) == Swept(1, 1, BLOCK + 4096) and stale.exists()
     assert guest.sweep() == Swept(1, 1, BLOCK + 4096) and not stale.exists()
     assert ledger(tmp_path) == physical(tmp_path) == 9 * BLOCK
 
@@ -480,7 +480,7 @@ def test_redis_that_holds_a_queue_is_refused(redis_server: RedisServer, redis_ur
         assert beside.put(name(1), [b"x"]) is Put.STORED
         with Redis(unix_socket_path=str(redis_server.socket), db=1) as connection:
             connection.sadd("rq:queues", "q")
-        with pytest.raises(TierMisconfigured, match="moved into"):
+        with pytest.raises(TierMisconfigured, match="holds a queue"):
             beside.put(name(2), [b"x"])
 
 

@@ -84,7 +84,7 @@ def test_a_download_is_said_as_it_goes(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # this hub is here
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     said: list[str] = []
-    with loading.heard(said.append):
+    with loading.listening(said.append):
         assert load(REPOSITORY).context == 8192
     downloading = [text for text in said if text.startswith("downloading ") and "MB" in text]
     total = downloading[-1].rpartition(" of ")[2]

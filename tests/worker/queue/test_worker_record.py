@@ -144,7 +144,7 @@ def test_loading_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are read in groups, each of which is said; the last word is that all are there."""
     monkeypatch.setattr(model, "READ_BYTES", 1_000_000)
     said: list[str] = []
-    with loading.heard(said.append):
+    with loading.listening(said.append):
         model.load("demo")
     assert said[0] == "loading" and len(said) > 3
     total = said[-1].split(" of ")[1]
@@ -155,7 +155,7 @@ def test_loading_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_download_says_how_far_it_is() -> None:
     """The bytes that are there, of both bars that count them; before that the number of files."""
     said: list[str] = []
-    with loading.heard(said.append):
+    with loading.listening(said.append):
         kind = loading.download_bar()
     files, came, written = kind(total=12), kind(total=0, unit="B"), kind(total=0, unit="B")
     files.update(1)
@@ -175,17 +175,17 @@ def test_a_download_says_how_far_it_is() -> None:
 
 def test_what_is_said_of_loading_needs_no_listener() -> None:
     """Whoever loads a model elsewhere hears nothing, and nothing breaks."""
-    loading.say("loading")
+    loading.report("loading")
     assert loading.amount(10, 500) == "10 of 500 bytes"
 
 
 def test_the_engine_thread_keeps_the_last_word() -> None:
     """While the engine is built its words can be read; once it is there they are gone."""
-    heard_by: list[str] = []
+    texts: list[str] = []
 
     def build() -> FakeEngine:
-        loading.say("loading 1.0 of 2.0 GB")
-        heard_by.append(thread.loading)
+        loading.report("loading 1.0 of 2.0 GB")
+        texts.append(thread.loading)
         return FakeEngine(1, 0, FakePlan())
 
     thread = EngineThread(build)
@@ -193,4 +193,4 @@ def test_the_engine_thread_keeps_the_last_word() -> None:
     thread.start()
     wait_until(lambda: thread.max_in_flight == 1)
     thread.stop()
-    assert heard_by == ["loading 1.0 of 2.0 GB"] and thread.loading == ""
+    assert texts == ["loading 1.0 of 2.0 GB"] and thread.loading == ""

@@ -46,7 +46,7 @@ def build_engine(settings: WorkerSettings) -> Engine:
         admission=settings.admission,
         audit=settings.cache_audit,
     )
-    loading.say("measuring what this machine does best")
+    loading.report("measuring what this machine does best")
     ENGINE.enter(MEASURE)
     engine = Engine(loaded, config, access)
     log.info(

@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from batchkv_producer.wire.maker import NOBODY, Maker
 from batchkv_worker.errors import WorkerError
 from batchkv_worker.events import EngineDied, EngineLike, Event, Recalled, Work
-from batchkv_worker.model.load_progress import heard
+from batchkv_worker.model.load_progress import listening
 from batchkv_worker.trace import DECODE, END, ENGINE, IDLE, PREPARE, START, note
 
 log = logging.getLogger("batchkv.worker")
@@ -147,7 +147,7 @@ class EngineThread:
         engine: EngineLike | None = None
         ENGINE.enter(START)
         try:
-            with heard(self._note_loading):
+            with listening(self._note_loading):
                 engine = self._engine = self._factory()
             self.loading = ""
             self._serve(engine)

@@ -1,1 +1,1 @@
-"""Loading a model and learning what the engine must know of it."""
+"""Loads a model, and finds its dtype, context, caches and defaults for the engine."""

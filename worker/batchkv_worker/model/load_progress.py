@@ -1,6 +1,6 @@
-"""How far the loading of a model is: said where it happens, told to whoever builds the engine.
+"""The progress of loading a model. The loader calls ``report``; ``listening`` sets the receiver.
 
-Nobody has to listen: without ``heard`` what is said is dropped.
+Without a receiver the reports are dropped.
 """
 
 from __future__ import annotations
@@ -10,46 +10,46 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-Tell = Callable[[str], object]
+Listener = Callable[[str], object]
 
-_listener: ContextVar[Tell] = ContextVar("listener", default=lambda _: None)
+_listener: ContextVar[Listener] = ContextVar("listener", default=lambda _: None)
 _UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 
 @contextmanager
-def heard(tell: Tell) -> Iterator[None]:
-    """Inside, on this thread, ``tell`` gets each text of ``say``; it must return at once."""
-    token = _listener.set(tell)
+def listening(listener: Listener) -> Iterator[None]:
+    """Inside the block, on this thread, ``listener`` gets each report. It must return at once."""
+    token = _listener.set(listener)
     try:
         yield
     finally:
         _listener.reset(token)
 
 
-def say(text: str) -> None:
-    """What is being done now, like ``loading 2.1 of 7.3 GB``."""
+def report(text: str) -> None:
+    """Report the current step, for example ``loading 2.1 of 7.3 GB``."""
     _listener.get()(text)
 
 
 def amount(num_done: float, total: float) -> str:
-    """``2.1 of 7.3 GB``: both in the unit of the larger."""
+    """A text such as ``2.1 of 7.3 GB``, with the unit that fits the total."""
     size, unit = next((pair for pair in _UNITS if total >= pair[0]), (1, "bytes"))
     digits = 1 if size > 1 else 0
     return f"{num_done / size:,.{digits}f} of {total / size:,.{digits}f} {unit}"
 
 
 def download_bar() -> type[Any]:
-    """A bar in tqdm's manner for a download: shown nowhere, each step of it is said.
+    """A tqdm class for a download. Its bars draw nothing and report each step.
 
-    The hub's client makes several: those that count bytes, and one that counts files.
+    The hub's client makes several bars: some count bytes, and one counts files.
     """
     from tqdm import tqdm
 
-    listener = _listener.get()  # threads of the download have contexts of their own
-    most = 0.0  # bytes: of those that came, and of those that are written
+    listener = _listener.get()  # the threads of the download have contexts of their own
+    most = 0.0  # bytes; one bar counts received bytes, another one written bytes
 
     class Bar(tqdm):  # type: ignore[misc]
-        monitor_interval = 0  # no thread that draws
+        monitor_interval = 0  # starts no thread to draw
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)

@@ -1,7 +1,7 @@
-"""Loading a model and learning what the engine must know of it.
+"""Loads a model and finds its dtype, context, caches and defaults for the engine.
 
-``load`` takes a Hugging Face repository, a local folder or ``demo``, and gives a ``LoadedModel``.
-What cannot be served is refused here with one sentence, before any job is touched.
+``load`` accepts a Hugging Face repository, a local folder or ``demo``, and returns a
+``LoadedModel``. A model that cannot be served is refused with one sentence, before any job starts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from batchkv_worker.errors import ModelChangedError, ModelError
 from batchkv_worker.kv.backends import device
 from batchkv_worker.kv.layers.discover import CacheTree, discover
 from batchkv_worker.model import load_progress as loading
-from batchkv_worker.model import rehearsal
+from batchkv_worker.model import trial
 
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
-READ_BYTES = 2**28  # of weights, between two words about how many there are
+READ_BYTES = 2**28  # of weights between two reports of progress
 MAX_CONFIG_BYTES = 2**24
-MAX_LAYERS = 4096  # of a config's counts of layers, many times what any model has
+MAX_LAYERS = 4096  # of any count of layers in a config; known models have far fewer
 _LAYERS = re.compile(r"(layers?|blocks|depth)$")
 _DEFAULT_CONTEXT = 8192  # for a config that names no limit
 
@@ -37,12 +37,11 @@ _DEFAULT_CONTEXT = 8192  # for a config that names no limit
 class LoadedModel:
     """A model ready to run.
 
-    ``context`` is the most tokens that prompt and answer may have together; ``weight_bytes`` what
-    its parameters occupy; ``defaults`` the sampling values of its ``generation_config.json``;
-    ``vocabulary`` the number of token ids that it has rows for; ``config`` its ``config.json`` and
-    ``adapter`` what names an adapter in its weights: both are part of the cache's identity.
-    ``fingerprint`` is that of the files that were loaded, ``named`` that of what the name stood for
-    on this machine then; "" is not known.
+    ``context``: the most tokens of prompt and answer together. ``weight_bytes``: of its parameters.
+    ``defaults``: the sampling values of its ``generation_config.json``. ``vocabulary``: the number
+    of token ids with a row in the embedding. ``config``: its ``config.json``. ``adapter``: the name
+    of an adapter in its weights; both are part of the cache's identity. ``fingerprint``: of the
+    loaded files. ``named``: of the files that the name meant on this machine then; "" is unknown.
     """
 
     name: str
@@ -65,11 +64,11 @@ class LoadedModel:
         return int(self.dtype.size)
 
     def maker(self, scheme: str) -> Maker:
-        """What the answers under a KV scheme are made with."""
+        """The maker (weights, scheme, dtype) of answers under a KV scheme."""
         return Maker(self.fingerprint, scheme, dtype_class(self.dtype))
 
     def has_changed(self) -> bool:
-        """Whether other files stand behind the name by now. From any thread; may read them all."""
+        """Whether the name means other files now. For any thread; it may read all of them."""
         return bool(self.named) and fingerprint.of_model(self.name) not in ("", self.named)
 
 
@@ -79,17 +78,17 @@ def dtype_class(dtype: mx.Dtype) -> str:
 
 
 def load(name: str, dtype: str = "auto", *, is_careful: bool = False) -> LoadedModel:
-    """Load ``name``; raises ModelError when it cannot be served, saying why.
+    """Load ``name``; raises ModelError with the reason if it cannot be served.
 
     ``dtype`` "auto" is float32 on a CPU, where half precision is slow, else the weights' own.
-    ``is_careful``: the tokenizer and the chat template are tried elsewhere first (``rehearsal``).
+    ``is_careful``: another process first tries the tokenizer and the chat template (``trial``).
     """
-    loading.say("loading")
+    loading.report("loading")
     path = _find(name)
     before, named = _fingerprint(path), fingerprint.of_model(name)
     _check_layers(name, path)
     if is_careful:
-        rehearsal.check(name, path, before)
+        trial.check(name, path, before)
     try:
         model, tokenizer, config = mlx_lm.utils.load(
             str(path), tokenizer_config={"trust_remote_code": False}, return_config=True, lazy=True
@@ -129,7 +128,7 @@ def _fingerprint(path: Path) -> str:
 
 
 def _read(weights: list[mx.array]) -> None:
-    """Read the weights, a group at a time, and say how far that is."""
+    """Read the weights, a group at a time, and report the progress."""
     total, num_done, group = sum(array.nbytes for array in weights), 0, 0
     first = 0
     for index, array in enumerate(weights, 1):
@@ -137,11 +136,11 @@ def _read(weights: list[mx.array]) -> None:
         if group >= READ_BYTES or index == len(weights):
             mx.eval(weights[first:index])
             first, num_done, group = index, num_done + group, 0
-            loading.say(f"loading {loading.amount(num_done, total)}")
+            loading.report(f"loading {loading.amount(num_done, total)}")
 
 
 def _find(name: str) -> Path:
-    """The folder of a model; downloads a repository that is not here yet."""
+    """The folder of a model; downloads a repository that is not on this machine yet."""
     if name == "demo":
         return DEMO_PATH
     path = Path(name).expanduser()
@@ -152,7 +151,7 @@ def _find(name: str) -> Path:
         raise ModelError(f"model {name!r} is not a folder; give a model folder or a repository")
     try:
         return _downloaded(name)
-    except Exception as fault:  # the client's own errors derive from nothing in particular
+    except Exception as fault:  # the client's errors have no common base class
         raise ModelError(
             f"model {name!r} is neither a folder here nor a repository that can be downloaded: "
             f"{_first(fault)}"
@@ -160,7 +159,7 @@ def _find(name: str) -> Path:
 
 
 def _downloaded(name: str) -> Path:
-    """Where the repository is, once it is here. As mlx-lm does it, with progress that is said."""
+    """Download the repository as mlx-lm does, with reports of progress. Returns its folder."""
     fetch = mlx_lm.utils.snapshot_download
     if not fetch.__module__.startswith("huggingface_hub"):  # another hub's client, if asked for
         return Path(mlx_lm.utils._download(name))
@@ -176,23 +175,25 @@ def _check_folder(name: str, path: Path) -> None:
 
 
 def _check_layers(name: str, path: Path) -> None:
-    """Refuse a config that makes a model of so many layers that building it never ends."""
+    """Refuse a config with so many layers that building the model would never end."""
     try:
         if (path / "config.json").stat().st_size > MAX_CONFIG_BYTES:
             raise ModelError(f"model {name!r}: its config.json is over {MAX_CONFIG_BYTES} bytes")
         level: list[Any] = [json.loads((path / "config.json").read_bytes())]
     except (OSError, ValueError, RecursionError):
-        return  # whoever loads it says what is wrong
+        return  # mlx-lm's loader reports what is wrong
     while level:
         parts = [part for part in level if isinstance(part, dict)]
         for key, value in (item for part in parts for item in part.items()):
             if isinstance(value, int) and value > MAX_LAYERS and _LAYERS.search(key):
-                raise ModelError(f"model {name!r}: {key} of {value} in its config.json")
+                raise ModelError(
+                    f"model {name!r}: its config.json has {key} = {value}; at most {MAX_LAYERS}"
+                )
         level = [value for part in parts for value in part.values()]
 
 
 def _first(fault: BaseException) -> str:
-    """The first line of an error: libraries append pages of advice."""
+    """The first line of an error, because libraries append pages of advice."""
     return next(iter(str(fault).strip().splitlines()), type(fault).__name__)[:300]
 
 
@@ -212,7 +213,7 @@ def _float_dtype(weights: list[mx.array]) -> mx.Dtype:
 
 
 def _vocabulary(name: str, model: Any) -> int:
-    """Rows of the embedding: an id beyond them would be read out of bounds. Nothing is computed."""
+    """Rows of the embedding; a larger id would read out of bounds. The graph is not evaluated."""
     try:
         return int(model(mx.array([[0]])).shape[-1])
     except Exception as fault:  # model code may raise anything
@@ -227,7 +228,7 @@ def _context(config: dict[str, Any]) -> int:
     return _DEFAULT_CONTEXT
 
 
-_MAX_DEFAULT = 2**64  # what is not below, infinity and no number too, is left out
+_MAX_DEFAULT = 2**64  # larger values, infinity and NaN are left out
 
 _FROM_CONFIG = {
     "temperature": "temperature",
@@ -240,7 +241,7 @@ _FROM_CONFIG = {
 
 
 def _generation_defaults(path: Path) -> dict[str, Any]:
-    """Sampling values that the model's authors recommend; ``do_sample: false`` means greedy."""
+    """The sampling values that the model recommends; ``do_sample: false`` means greedy."""
     try:
         config = json.loads((path / "generation_config.json").read_text("utf-8"))
     except (OSError, ValueError):

@@ -85,7 +85,7 @@ class PrefixCache:
         """Drop everything."""
         self.version += 1
         self._blocks.clear()
-        self.eviction.drop()
+        self.eviction.clear()
         self.num_bytes = 0
 
     def keys(self, prompt: list[int]) -> list[bytes]:
@@ -200,7 +200,7 @@ class PrefixCache:
                     for kind, part in parts.items():
                         self._on_new(row, number, kind, part)
             self._touch(keys)
-            self.eviction.leave(keys[row.num_common_blocks :])
+            self.eviction.demote(keys[row.num_common_blocks :])
 
     def adopt(
         self,
@@ -287,7 +287,7 @@ class PrefixCache:
 
     def _make_way(self, num_bytes: int) -> None:
         while self._blocks and self.num_bytes + num_bytes > self.max_bytes:
-            self.num_bytes -= self._blocks.pop(self.eviction.give_up()).num_bytes
+            self.num_bytes -= self._blocks.pop(self.eviction.pop()).num_bytes
 
 
 def _pieces(block: _Block, kind: Kind, layer: int) -> Pieces:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from batchkv_cache_store.cli.text import print_fields, print_json, say
-from batchkv_cache_store.cli.tiers import cache_options, visit
+from batchkv_cache_store.cli.tiers import cache_options, open_cache
 from batchkv_cache_store.keys import BLOCK_TOKENS, KEY_BYTES
 from batchkv_producer.cli.shared import session, url_option
 from batchkv_producer.errors import WireError
@@ -51,13 +51,13 @@ def why_command(
         return
     assert result.note is not None
     look = Look(result.note)
-    with visit(cache_text, only) as here:
-        for place in here.places:
-            with here.told(place):
+    with open_cache(cache_text, only) as cache:
+        for place in cache.places:
+            with cache.reporting(place):
                 look.add(str(place), place.tier)
-        if len(here.failed) == len(here.places):
+        if len(cache.failed) == len(cache.places):
             return  # there is nothing to conclude from
-        look.is_partial = look.is_partial or bool(here.failed)
+        look.is_partial = look.is_partial or bool(cache.failed)
         if look.is_partial:
             say(f"seen: at most {look.max_items:,} objects of a tier, and none of one in trouble")
         _print(job_id, result, from_look(result, look), as_json, look)

@@ -1,9 +1,9 @@
-"""A model's tokenizer and chat template are tried in a process of their own, with limits.
+"""Tries a model's tokenizer and chat template in another process, with limits.
 
-Both are a stranger's until they have run once: a template is a program, and either can take all
-memory or never end. So before a worker loads a model's files for the first time, another process
-loads the tokenizer and renders one message. If it takes too much it is ended, the model refused.
-What only some messages bring about is not found here.
+A template is a program. It or the tokenizer can use all memory or never end. So before a worker
+loads a model's files for the first time, another process loads the tokenizer and renders one
+message. If that exceeds a limit, the process is ended and the model is refused. Faults that only
+some messages cause are not found here.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ MAX_BYTES = 4 * 2**30  # a tokenizer of 256,000 tokens takes some hundred megaby
 MAX_SECONDS = 300.0
 POLL_SECONDS = 0.05
 MAX_KNOWN_BYTES = 2**20
-KNOWN_NAME = "rehearsed.txt"  # in the home folder: fingerprints of models that came through
+KNOWN_NAME = "rehearsed.txt"  # in the home folder: fingerprints of models that passed
 
 
 def check(name: str, folder: Path, fingerprint: str) -> None:
     """Try the tokenizer and the template of a model's folder; raises ModelError.
 
-    Not those that came with us, nor files that were tried before. What merely fails is left to
-    the one who loads it, who knows what to say.
+    The included model, and files that passed before, are not tried. A plain failure raises nothing,
+    because the loader will report it better.
     """
     if folder == MODEL_PATH or fingerprint in _known():
         return
-    loading.say("trying the tokenizer and the chat template")
-    # -P: a file called torch.py in the folder that the user stands in must not be imported.
-    command = [sys.executable, "-P", "-m", "batchkv_worker.model.rehearsal", str(folder.absolute())]
+    loading.report("trying the tokenizer and the chat template")
+    # -P: a file named torch.py in the working directory must not be imported.
+    command = [sys.executable, "-P", "-m", "batchkv_worker.model.trial", str(folder.absolute())]
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
-        start_new_session=True,  # a Ctrl-C is no fault of the model
+        start_new_session=True,  # so that a Ctrl-C does not count as a fault of the model
     )
     try:
         excess = _watch(process)
@@ -61,7 +61,7 @@ def check(name: str, folder: Path, fingerprint: str) -> None:
 
 
 def _watch(process: subprocess.Popen[bytes]) -> str:
-    """Wait for the end; what the process took too much of, or nothing."""
+    """Wait for the end of the process. Returns the limit that it exceeded, or ""."""
     deadline = time.monotonic() + MAX_SECONDS
     while process.poll() is None:
         if time.monotonic() > deadline:
@@ -75,7 +75,7 @@ def _watch(process: subprocess.Popen[bytes]) -> str:
 
 
 def _memory_bytes(pid: int) -> int:
-    """What a process has in memory; 0 when nobody can tell."""
+    """The resident memory of a process; 0 if unknown."""
     try:
         pages = Path(f"/proc/{pid}/statm").read_text("ascii").split()[1]
         return int(pages) * resource.getpagesize()
@@ -93,7 +93,7 @@ def _known() -> set[str]:
 
 
 def _remember(fingerprint: str) -> None:
-    # The home may be a folder that cannot be written: then it is tried each time.
+    # If the home folder is read-only, the model is tried each time.
     with suppress(OSError, UsageError):
         descriptor = os.open(_known_file(), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with open(descriptor, "wb") as file:
@@ -104,10 +104,10 @@ def _known_file() -> Path:
     return home_from_environment().path / KNOWN_NAME
 
 
-def rehearse(folder: str) -> None:
-    """What the other process does."""
+def run_trial(folder: str) -> None:
+    """Load the tokenizer and render one message. This runs in the other process."""
     most = int(MAX_SECONDS)
-    resource.setrlimit(resource.RLIMIT_CPU, (most, most))  # also when nobody watches any more
+    resource.setrlimit(resource.RLIMIT_CPU, (most, most))  # holds even if the worker has died
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -117,4 +117,4 @@ def rehearse(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    rehearse(sys.argv[1])
+    run_trial(sys.argv[1])
