@@ -334,14 +334,14 @@ def test_run_with_a_producers_url_is_one_sentence(hub: Hub, tmp_path: Path) -> N
     source.write_text('{"prompt": "run with the wrong URL"}\n')
     found = batchkv("run", source, "-m", MODEL, url=hub.url("producer"))
     assert found.exit_code == 3
-    assert found.stderr.count("\n") == 1 and "lets this user run no workers" in found.stderr
+    assert found.stderr.count("\n") == 1 and "does not let this user run workers" in found.stderr
     assert "batchkv submit" in found.stderr and "Traceback" not in found.stderr
     batch = batchkv("submit", source, "--dry-run", "-m", MODEL, "--json", url=hub.url("producer"))
     with hub.connect("admin") as admin:
         assert admin.zscore(redis_keys.BATCHES, json.loads(batch.stdout)["batch_id"]) is None
     asked = batchkv("ask", "hello", "-m", "nobody/serves-this", url=hub.url("producer"))
     assert asked.exit_code == 3 and asked.stderr.count("\n") == 1
-    assert "`batchkv ask` starts one with the admin's URL only" in asked.stderr
+    assert "`batchkv ask` can start one with the admin's URL only" in asked.stderr
 
 
 def test_the_cache_user_does_all_that_a_tier_and_leases_do(

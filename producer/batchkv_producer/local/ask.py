@@ -1,8 +1,8 @@
 """``batchkv ask``: answers one prompt and leaves nothing on the server.
 
-A question is a batch of one row with its own id, so the same question is computed again each time.
-It runs before all other rows of the model. It is forgotten when it has an answer, or when the user
-stops waiting. If this process is killed, the batch expires.
+A question is a batch of one row with an id of its own, so the same question is computed again each
+time. It runs before all other rows of the model. The batch is deleted as soon as it has an answer,
+or when the user stops the command. If this process is killed, the batch expires.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from batchkv_producer.wire.batch_options import BatchOptions, Deadline
 from batchkv_producer.wire.job import SamplingParams
 
 TURN_SECONDS = 0.05
-# Of a question that nobody waits for any more, because its process was killed.
-LEFT_ALONE = BatchOptions(priority="high", expires=Deadline(in_seconds=86400), keep_seconds=3600)
+# The deadlines matter only if the process is killed; else it deletes the batch itself.
+OPTIONS = BatchOptions(priority="high", expires=Deadline(in_seconds=86400), keep_seconds=3600)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked, of which model, and how the answer is generated."""
+    """A prompt, its model, and the options of generation."""
 
     prompt: str
     model: str
@@ -59,7 +59,7 @@ class Question:
     job_timeout_seconds: int = DEFAULT_JOB_TIMEOUT_SECONDS
 
     def source(self) -> Inputs:
-        """The batch of one row, which no other question is; UsageError for what is no prompt."""
+        """The input of one row, with an id that no other question has. Raises UsageError."""
         if not self.prompt.strip():
             raise UsageError("the prompt is empty")
         try:
@@ -83,10 +83,9 @@ def ask(
     revive: Callable[[], object] | None = None,
     worker_command: Sequence[str] = WORKER_COMMAND,
 ) -> StoredRow:
-    """The answer, or the row that has none; the batch is gone from the server afterwards.
+    """The row with its answer or its error. Afterwards its batch is gone from the server.
 
-    Where nobody serves the model a worker is started here, for this question. Raises as ``run``
-    does.
+    If no worker serves the model, one is started here for this question. Raises as ``run`` does.
     """
     source = question.source()
     queue = redis_keys.queue_name(question.model)
@@ -100,10 +99,10 @@ def ask(
         defaults=question.defaults,
         job_timeout_seconds=question.job_timeout_seconds,
         name="ask",
-        options=LEFT_ALONE,
+        options=OPTIONS,
         prompting=question.prompting,
     )
-    with _forgotten(client, submitted):
+    with _forget_at_end(client, submitted):
         plan = WorkerPlan(
             model=question.model,
             url=url,
@@ -117,11 +116,11 @@ def ask(
         workers = LocalWorkers(plan, partial(reclaim, client, queue), reporter.note)
         with one_try(connection):
             waiting = _Waiting(client, submitted, workers, reporter, num_local)
-            return waiting.to_the_end(Outage(reporter.note, revive))
+            return waiting.wait(Outage(reporter.note, revive))
 
 
 def _is_served(model: str, serving: Sequence[WorkerInfo]) -> bool:
-    """Whether a worker is there that takes the question."""
+    """Whether a worker with these weights serves the model and is not away."""
     own = fingerprint.of_model(model)
     return any(
         not worker.is_away and not (own and worker.fingerprint and own != worker.fingerprint)
@@ -130,8 +129,8 @@ def _is_served(model: str, serving: Sequence[WorkerInfo]) -> bool:
 
 
 @contextmanager
-def _forgotten(client: Client, submitted: Submitted) -> Iterator[None]:
-    """Afterwards the server knows nothing of the batch; without the server it expires."""
+def _forget_at_end(client: Client, submitted: Submitted) -> Iterator[None]:
+    """Delete the batch at the end. If the server is away then, the batch expires."""
     try:
         yield
     finally:
@@ -140,7 +139,7 @@ def _forgotten(client: Client, submitted: Submitted) -> Iterator[None]:
 
 
 class _Waiting:
-    """The loop: look at the batch, after the worker if it is ours, and for signals."""
+    """The loop: reads the batch's status, supervises our own worker, checks for signals."""
 
     def __init__(
         self,
@@ -156,12 +155,13 @@ class _Waiting:
         self._reporter = reporter
         self._delays = Delays(client.serving, reporter.note, num_local)
 
-    def to_the_end(self, outage: Outage) -> StoredRow:
+    def wait(self, outage: Outage) -> StoredRow:
+        """The row, once it has ended. Raises Interrupted after a signal."""
         with noted_signals() as caught:
 
             def wait_for_server() -> None:
-                outage.look()
-                self._heed(caught)
+                outage.begin()
+                self._check_signals(caught)
 
             try:
                 with called_during_outages(wait_for_server):
@@ -177,23 +177,26 @@ class _Waiting:
             if status.is_done:
                 row = read_with_retry(lambda: next(self._client.results(self._batch_id), None))
                 if row is None:
-                    raise BatchkvError("somebody took the question off the server")
+                    raise BatchkvError(
+                        "the question was deleted from the server while it ran (`batchkv forget`): "
+                        "run the same command again"
+                    )
                 return row
-            self._heed(caught)
+            self._check_signals(caught)
             self._workers.supervise(status.num_ended)
             time.sleep(TURN_SECONDS)
 
-    def _heed(self, caught: list[int]) -> None:
+    def _check_signals(self, caught: list[int]) -> None:
         if caught:
-            raise Interrupted(caught[0], "interrupted; the question is withdrawn")
+            raise Interrupted(caught[0], "interrupted; the question is deleted from the server")
 
     def _end(self, outage: Outage, caught: list[int]) -> None:
-        """Forget first, so that a worker of ours has nothing left to finish."""
-        num_heeded = len(caught)
+        """Delete the batch, then stop our own worker, which has nothing left to finish then."""
+        num_handled = len(caught)
         with called_during_outages(give_up):
             if outage.is_on:
                 self._workers.abandon()
                 return
             with suppress(BatchkvError, RedisError):
                 self._client.forget(self._batch_id)
-            self._workers.stop(lambda: len(caught) > num_heeded)
+            self._workers.stop(lambda: len(caught) > num_handled)

@@ -1,4 +1,4 @@
-"""The first lines of ``batchkv run``, and the options with which its rows are computed."""
+"""The first lines that ``batchkv run`` prints, and the options of its own workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DTYPES = {"float32": "float32", "bfloat16": "half", "float16": "half"}
 def with_own_workers(
     options: BatchOptions, arguments: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> BatchOptions:
-    """The options of a batch that workers of ours are to compute, started with these arguments."""
+    """The options of a batch whose own workers are started with these arguments."""
     flag, variable = BY_NAME["kv_scheme"].flag, BY_NAME["kv_scheme"].variable
     said = arguments[arguments.index(flag) + 1] if flag in arguments else ""
     text = said or environ.get(variable, "").strip() or DEFAULT_SCHEME
@@ -38,9 +38,10 @@ def with_own_workers(
 
 
 def canonical(scheme: str) -> str:
-    """The one text of a KV scheme; ValueError if there is none of that name.
+    """The canonical name of a KV scheme. ValueError if there is none of that name.
 
-    The worker's package knows; imports go down only, so it is looked up.
+    Only the worker's package has the schemes. This package may not import it, so the check is found
+    by its entry point.
     """
     for check in _checks("kv-scheme"):
         return str(check(scheme))
@@ -48,7 +49,7 @@ def canonical(scheme: str) -> str:
 
 
 def checked_setting(name: str, text: str) -> str:
-    """A worker's setting as its flag takes it; ValueError if it cannot be."""
+    """The canonical text of a worker's setting. ValueError if the value is invalid."""
     if BY_NAME[name].value_type is ValueType.SCHEME:
         return canonical(text)
     for check in _checks("setting"):
@@ -57,7 +58,7 @@ def checked_setting(name: str, text: str) -> str:
 
 
 def _checks(name: str) -> Iterator[Callable[..., object]]:
-    """The worker's checks of that name; UsageError when the installation is older than the code."""
+    """The worker's checks of that name. UsageError if the installation is older than the code."""
     for found in entry_points(group="batchkv.checks", name=name):
         try:
             yield found.load()
@@ -79,7 +80,7 @@ def first_words(client: Client, submitted: Submitted, where: str) -> str:
 
 
 def generation_words(submitted: Submitted) -> str:
-    """A later generation of a batch, and why there is one."""
+    """The sentence for a later generation of a batch, with the reason."""
     why = f" (the one before has {submitted.why})" if submitted.why else ""
     number = f"generation {submitted.generation} of {submitted.base}"
     return f"batch {submitted.batch_id}, {number}{why}"
@@ -88,24 +89,24 @@ def generation_words(submitted: Submitted) -> str:
 def put_aside(
     status: BatchStatus, submitted: Submitted, out: Path, note: Callable[[str], None]
 ) -> None:
-    """Move an OUT away that holds answers of another generation, and say so."""
+    """Move an OUT that holds answers of another generation aside, and print a note."""
     if aside.holds_other(out, submitted.batch_id, submitted.relatives, maker_of(status)):
         moved = aside.set_aside(out)
         note(f"{out} held answers of another generation of this batch: they are in {moved} now")
 
 
 def maker_of(status: BatchStatus) -> Maker:
-    """What all of a batch's answers are made with, as far as that is said."""
+    """The weights, scheme and dtype of a batch's answers, as far as they are known."""
     if status.is_mixed:
         return Maker(status.fingerprint)
     return Maker(status.fingerprint, status.scheme, status.dtype)
 
 
 def _last_answer(client: Client, status: BatchStatus) -> str:
-    """When, by whom and with what the last row was answered, of those that have an answer."""
+    """The time, worker, weights and scheme of the last answer, in brackets."""
     newest = client.results(status.batch_id, after=max(0, status.num_ended - 1))
     last = next((row.result for row in newest if row.result.outcome == "ok"), None)
     if last is None:
         return ""
-    made = Maker(last.fingerprint, last.scheme).words() or "weights and scheme were not noted then"
+    made = Maker(last.fingerprint, last.scheme).words() or "its weights and scheme are not known"
     return f" (the last {moment_text(last.created)} by {last.worker}; {made})"

@@ -22,7 +22,7 @@ from batchkv_producer.wire.job import Result, decode_result
 
 
 class Follower:
-    """Appends to OUT what has ended since it last looked, in the order in which rows ended."""
+    """Appends the rows to OUT that have ended since the last ``collect``, in the order of ends."""
 
     def __init__(
         self,
@@ -39,10 +39,10 @@ class Follower:
         self._position = 0
         self._scored = LineSet()
         self._seen_failed = LineSet()
-        self._is_behind = False
+        self._must_reread = False
 
     def collect(self) -> int:
-        """Write all that is there now; how many entries that were."""
+        """Write all rows that have ended. Returns the number of new entries in the finish order."""
         num_seen = 0
         for row in self._client.results(self._batch_id, after=self._position):
             num_seen += 1
@@ -50,7 +50,7 @@ class Follower:
             self._score(row.line, row.result)
             is_failed = row.result.outcome != "ok"
             if is_failed and not self._seen_failed.add(row.line):
-                self._is_behind = True  # it may have failed anew, of something else
+                self._must_reread = True  # it failed again, perhaps with another error
             if self.results.lacks(row.line, is_failed=is_failed):
                 text = output.output_line(row.job_id, row.result)
                 self.results.append(row.line, text, is_failed=is_failed)
@@ -58,17 +58,17 @@ class Follower:
         return num_seen
 
     def refresh(self, stale: outfile.Stale) -> None:
-        """At the end: give rows that were retried meanwhile, and failed again, their new line.
+        """At the end: write the new lines of rows that were retried meanwhile and failed again.
 
-        A server that lost its last second in a crash has rows at places that were read before:
-        they are found when all is read again.
+        A server that crashed may have lost its last second, and have other rows now at places that
+        were read already. Then all is read again, too.
         """
-        if self._is_behind:
+        if self._must_reread:
             self.results.refresh(stale)
         status = read_with_retry(partial(self._client.status, self._batch_id))
         has_passed_some = status.is_done and self.results.num_rows < status.num_ended
-        if self._is_behind or has_passed_some:
-            self._position, self._is_behind, self._seen_failed = 0, False, LineSet()
+        if self._must_reread or has_passed_some:
+            self._position, self._must_reread, self._seen_failed = 0, False, LineSet()
             self.collect()
 
     def _score(self, line: int, result: Result) -> None:
@@ -77,7 +77,7 @@ class Follower:
 
 
 def snapshot_of(status: BatchStatus, delay: str = "") -> Snapshot:
-    """The part of a batch's status that progress shows, and why it is slow if it is."""
+    """The progress of a batch. ``delay``: why it is slow, if it is."""
     return Snapshot(
         total=status.total,
         ok=status.ok,
@@ -90,7 +90,7 @@ def snapshot_of(status: BatchStatus, delay: str = "") -> Snapshot:
 
 
 def stale_rows(connection: Redis, batch_id: str) -> outfile.Stale:
-    """Tells which rows of the errors file have been queued again since, or have another line."""
+    """A function that finds the rows of the errors file that were queued again, or have changed."""
 
     def stale(lines: Sequence[int], rows: Sequence[bytes]) -> set[int]:
         stored = stored_results(connection, batch_id, lines)

@@ -32,41 +32,45 @@ from batchkv_producer.server import embedded as server
 from batchkv_producer.server.home import home_from_environment
 from batchkv_producer.wire.suspects import deaths_until_failed
 
-# -P: a file called redis.py in the folder that the user stands in must not be imported.
+# -P: a file called redis.py in the current folder must not be imported.
 WORKER_COMMAND = (sys.executable, "-P", "-m", "batchkv_producer", "worker")
 EXIT_CONFIGURATION = 2
-READY_WORDS = b"the engine is ready"  # in a worker's log, once it takes rows
-EXIT_MODEL_CHANGED = 72  # it is to be started again, and has the new files then
+READY_WORDS = b"the engine is ready"  # in a worker's log, when it begins to take rows
+EXIT_MODEL_CHANGED = 72  # the next worker loads the new files
 EXIT_REASONS = {70: "its engine died", 71: "its engine hung"}
-ORDERLY_EXITS = (0, EXIT_CONFIGURATION, EXIT_MODEL_CHANGED)  # no death of a row
+ORDERLY_EXITS = (0, EXIT_CONFIGURATION, EXIT_MODEL_CHANGED)  # not caused by a row
 
-MAX_IDLE_DEATHS = 3  # in a row, holding nothing: it cannot start
-# Giving up must come after a row that kills whoever takes it was failed, or such a row would end
-# every run. No engine has more rows than that: slots and prefetch end at 4,096 each.
+MAX_IDLE_DEATHS = 3  # consecutive deaths without any row: the worker cannot start
+# A row that kills every worker must be failed before the run gives up, or such a row would end
+# every run. No engine holds more rows than 8,192: slots and prefetch end at 4,096 each.
 MAX_BUSY_DEATHS = deaths_until_failed(8192) + 1
-RESTART_SECONDS = 1.0  # doubled with each death in a row
+RESTART_SECONDS = 1.0  # doubled with each consecutive death
 MAX_RESTART_SECONDS = 16.0
-MAX_BUSY_RESTART_SECONDS = 4.0  # the group that killed it is looked into meanwhile
-WARM_STOP_SECONDS = 45.0  # a worker finishes what it can in 30 and gives back the rest
+MAX_BUSY_RESTART_SECONDS = 4.0  # shorter, because the suspects wait for a worker
+WARM_STOP_SECONDS = 45.0  # a worker finishes rows for 30 seconds and then gives back the rest
 COLD_STOP_SECONDS = 4.0
-ABANDON_SECONDS = 1.0  # without the server a worker can give nothing back
+ABANDON_SECONDS = 1.0  # while the server is away, a worker can give nothing back
 LOG_TTL_SECONDS = 7 * 86400
 
 Reclaim = Callable[[str, bool], int]
 Note = Callable[[str], None]
 
 
+class RefusedWorkerError(UsageError):
+    """A worker refused its model or its settings; its log's last line is the message."""
+
+
 class WorkerError(BatchkvError):
-    """The workers keep dying: there is no point in going on. The batch stays queued."""
+    """The workers keep dying, so the run gives up. The batch stays queued."""
 
     exit_code = 4
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """How many workers to run, and how. ``name_prefix`` begins the name of each.
+    """The number of workers and how to start them. Their names begin with ``name_prefix``.
 
-    ``trace`` is the file that the first worker traces into; others get one beside it.
+    ``trace``: the trace file of the first worker. Others write to numbered files in its folder.
     """
 
     model: str
@@ -79,24 +83,24 @@ class WorkerPlan:
     trace: Path | None = None
 
     def trace_of(self, number: int) -> Path | None:
-        """Where worker process ``number`` traces, the first being 1: FILE, then FILE-2 and on."""
+        """The trace file of worker process ``number``: FILE for 1, then FILE-2, FILE-3."""
         if self.trace is None or number == 1:
             return self.trace
         return self.trace.with_name(f"{self.trace.stem}-{number}{self.trace.suffix}")
 
 
 class _Slot:
-    """The place of one worker; the processes in it follow one another."""
+    """The place of one worker. When its process ends, another one takes the place."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.name = ""
         self.log = Path()
         self.process: subprocess.Popen[bytes] | None = None
-        self.num_idle_deaths = 0  # in a row, without progress of the batch
+        self.num_idle_deaths = 0  # both: consecutive, while no row of the batch has ended
         self.num_busy_deaths = 0
         self.restart_at = 0.0
-        self.renewed_at = -RESTART_SECONDS  # when the model's files had changed under it
+        self.reloaded_at = -RESTART_SECONDS  # the last restart because the model's files changed
 
     @property
     def is_given_up(self) -> bool:
@@ -104,10 +108,10 @@ class _Slot:
 
 
 class LocalWorkers:
-    """Starts them, notices deaths, starts them again, stops them. One thread calls all of it.
+    """Starts workers, starts them again when they die, and stops them. For one thread.
 
-    ``reclaim`` puts the jobs of a worker that is no more back into the queue and says how many
-    there were; it is told whether that was a death, or an end that we made.
+    ``reclaim`` puts the jobs of an ended worker back into the queue and returns their number. Its
+    arguments are the worker's name and whether it died, so that the jobs become suspects.
     """
 
     def __init__(self, plan: WorkerPlan, reclaim: Reclaim, note: Note) -> None:
@@ -120,17 +124,18 @@ class LocalWorkers:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers that were alive when last looked at."""
+        """The process ids of the workers that have not been seen to end."""
         return [slot.process.pid for slot in self._slots if slot.process]
 
     @property
     def logs(self) -> list[Path]:
+        """The log files of the newest worker of each place."""
         return [slot.log for slot in self._slots]
 
     def supervise(self, num_ended: int) -> None:
-        """Start what should run; ``num_ended`` rows of the batch tell whether there is progress.
+        """Start workers that are missing. ``num_ended`` rows of the batch have ended by now.
 
-        Raises UsageError when a worker refuses its configuration, WorkerError when none lives.
+        Raises RefusedWorkerError if a worker refuses its settings, WorkerError if all keep dying.
         """
         if num_ended != self._num_ended:
             self._num_ended = num_ended
@@ -138,21 +143,21 @@ class LocalWorkers:
                 slot.num_idle_deaths = slot.num_busy_deaths = 0
         for slot in self._slots:
             if slot.process and slot.process.poll() is not None:
-                self._bury(slot)
+                self._handle_exit(slot)
             if not slot.process and not slot.is_given_up and time.monotonic() >= slot.restart_at:
                 self._spawn(slot)
         if self._slots and all(slot.is_given_up for slot in self._slots):
-            raise WorkerError(self._last_words())
+            raise WorkerError(self._giving_up())
 
     def stop(self, is_urgent: Callable[[], bool] = lambda: False) -> None:
-        """End all: warmly first (rows that are nearly done are finished, the rest given back).
+        """End all workers. They finish rows that are nearly done and give back the others.
 
-        ``is_urgent`` is asked meanwhile whether the user has lost patience: then everything is
-        given back at once, and what does not end by itself is killed.
+        When ``is_urgent`` returns True, they give back everything at once. A worker that does not
+        end by itself is killed.
         """
         for seconds in (WARM_STOP_SECONDS, COLD_STOP_SECONDS):
             for process in self._running():
-                process.terminate()  # a worker takes the second one for "now"
+                process.terminate()  # a second SIGTERM means: at once
             deadline = time.monotonic() + seconds
             while self._running() and time.monotonic() < deadline:
                 if seconds == WARM_STOP_SECONDS and is_urgent():
@@ -161,7 +166,7 @@ class LocalWorkers:
         self.kill()
 
     def abandon(self) -> None:
-        """End all while the server is away: what they hold goes back when its leases lapse."""
+        """End all workers while the server is away. Their rows go back when the leases lapse."""
         for slot in self._slots:
             if slot.process and slot.process.stdin:
                 slot.process.stdin.close()
@@ -174,30 +179,30 @@ class LocalWorkers:
         return [s.process for s in self._slots if s.process and s.process.poll() is None]
 
     def kill(self) -> None:
-        """End what still runs at once, without raising; what it held is reclaimed if possible."""
+        """Kill the workers that still run. Their jobs are reclaimed if possible. Never raises."""
         for slot in self._slots:
             process, slot.process = slot.process, None
             if not process:
                 continue
             was_killed = process.poll() is None
             if was_killed:
-                self._withdraw(process.pid)
+                self._remove_record(process.pid)
             process.kill()
             process.wait()
             if process.stdin:
                 process.stdin.close()
             if was_killed or process.returncode != 0:
-                # Without the server the leases lapse by themselves, within a minute or two.
+                # While the server is away, the leases lapse by themselves within two minutes.
                 with suppress(RedisError, BatchkvError):
                     is_death = not was_killed and process.returncode not in ORDERLY_EXITS
                     self._reclaim(slot.name, is_death)
 
-    def _withdraw(self, pid: int) -> None:
+    def _remove_record(self, pid: int) -> None:
         with suppress(BatchkvError, OSError):
-            presence.withdraw(home_from_environment(), pid)
+            presence.remove_record(home_from_environment(), pid)
 
     def _spawn(self, slot: _Slot) -> None:
-        if slot.name:  # what its predecessor had on the wire may have arrived after its death
+        if slot.name:  # a last command of the worker before may have arrived after its death
             self._reclaim(slot.name, False)
         slot.name = f"{self._plan.name_prefix}-{slot.index}-{secrets.token_hex(4)}"
         slot.log = self._plan.logs / f"{slot.name}.log"
@@ -214,22 +219,27 @@ class LocalWorkers:
                 stdout=log,
                 stderr=log,
                 env=environment,
-                start_new_session=True,  # Ctrl-C is for the run alone, which stops them in turn
+                start_new_session=True,  # Ctrl-C reaches the run alone, which stops the workers
             )
 
-    def _bury(self, slot: _Slot) -> None:
+    def _handle_exit(self, slot: _Slot) -> None:
+        """Reclaim the jobs of a worker that has ended, and plan when another one starts."""
         assert slot.process is not None
         process, slot.process = slot.process, None
         if process.stdin:
             process.stdin.close()
         if process.returncode == EXIT_MODEL_CHANGED:
-            self._renew(slot)
+            self._restart_with_new_files(slot)
             return
         num_held = self._reclaim(slot.name, process.returncode not in ORDERLY_EXITS)
         if process.returncode == EXIT_CONFIGURATION:
             lines = server.tail(slot.log, 1)
-            raise UsageError(lines[0].removeprefix("batchkv: ") if lines else "worker: bad setting")
-        # A worker whose engine died has given back what it held.
+            raise RefusedWorkerError(
+                lines[0].removeprefix("batchkv: ")
+                if lines
+                else f"a worker refused its settings; its log {slot.log} is empty"
+            )
+        # A worker whose engine died has given back its jobs, so num_held is 0.
         is_busy = num_held > 0 or (process.returncode in EXIT_REASONS and _was_ready(slot.log))
         if is_busy:
             slot.num_busy_deaths += 1
@@ -239,31 +249,32 @@ class LocalWorkers:
         longest = MAX_BUSY_RESTART_SECONDS if is_busy else MAX_RESTART_SECONDS
         slot.restart_at = time.monotonic() + min(RESTART_SECONDS * 2 ** (num_deaths - 1), longest)
         self._note(
-            f"worker {slot.name} ended ({_how(process.returncode)}); back to the "
-            f"queue: {rows(num_held)}. Its last words ({slot.log}): {_joined(slot.log, 1)}"
+            f"worker {slot.name} ended ({_reason(process.returncode)}); {rows(num_held)} went back "
+            f"to the queue. The last line of its log {slot.log}: {_end_of(slot.log, 1)}"
         )
 
-    def _renew(self, slot: _Slot) -> None:
-        """Its model's files have changed: another takes its place at once. No death."""
+    def _restart_with_new_files(self, slot: _Slot) -> None:
+        """Restart a worker that ended because its model's files have changed. It is no death."""
         self._reclaim(slot.name, False)
-        # Files that go on changing must not make it spin.
-        slot.restart_at = max(time.monotonic(), slot.renewed_at + RESTART_SECONDS)
-        slot.renewed_at = slot.restart_at
+        # Wait between two restarts, because the files may go on changing.
+        slot.restart_at = max(time.monotonic(), slot.reloaded_at + RESTART_SECONDS)
+        slot.reloaded_at = slot.restart_at
         self._note(
             f"worker {slot.name} ended: the files of {self._plan.model} have changed since it "
             "loaded them; it is started again"
         )
 
-    def _last_words(self) -> str:
+    def _giving_up(self) -> str:
+        """The message of the error that ends the run."""
         slot = self._slots[-1]
         return (
-            f"the workers died {slot.num_idle_deaths + slot.num_busy_deaths} times in a row and "
-            f"nothing moved; no row is lost. The end of {slot.log}: {_joined(slot.log)}"
+            f"the workers died {slot.num_idle_deaths + slot.num_busy_deaths} times in a row, and "
+            f"no row ended meanwhile; no row is lost. The end of {slot.log}: {_end_of(slot.log)}"
         )
 
 
 def _was_ready(log: Path) -> bool:
-    """Whether a worker's engine came to stand, as it said itself."""
+    """Whether the worker's log says that its engine was ready."""
     try:
         with log.open("rb") as file:
             return any(READY_WORDS in line for line in file)
@@ -277,16 +288,16 @@ def remove_old_logs(logs: Path) -> None:
         try:
             if time.time() - log.stat().st_mtime > LOG_TTL_SECONDS:
                 log.unlink()
-        except OSError:  # another run was quicker
+        except OSError:  # another run has deleted it
             continue
 
 
-def _how(code: int) -> str:
+def _reason(code: int) -> str:
     if code < 0:
         hint = ": out of memory?" if code == -signal.SIGKILL else ""
         return f"killed by {signal.Signals(-code).name}{hint}"
     return EXIT_REASONS.get(code, f"exit code {code}")
 
 
-def _joined(log: Path, num_lines: int = server.NUM_LOG_LINES_SHOWN) -> str:
-    return " | ".join(line.strip() for line in server.tail(log, num_lines)) or "(nothing)"
+def _end_of(log: Path, num_lines: int = server.NUM_LOG_LINES_SHOWN) -> str:
+    return " | ".join(line.strip() for line in server.tail(log, num_lines)) or "(it is empty)"

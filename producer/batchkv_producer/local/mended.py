@@ -1,7 +1,7 @@
-"""``batchkv run`` with a corrected file: OUT names the earlier batch whose answers are kept.
+"""``batchkv run`` with a mended file: OUT names the earlier batch whose answers are kept.
 
-OUT holds the results of the file as it was. They are moved to a file beside it. OUT then gets the
-results of the corrected file, most of them copied from the earlier batch.
+OUT holds the results of the file before it was mended. It is moved to OUT.1.old.jsonl. The new OUT
+gets the results of the mended file, most of them copied from the earlier batch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from batchkv_producer.wire import redis_keys
 
 
 def earlier_of(connection: Redis, out: Path) -> EarlierBatch | None:
-    """The batch whose results OUT begins with, if the server has it.
+    """The batch whose results are in OUT, if the server has it.
 
     A run with a mended file moves OUT aside. If it is killed before its first result, there is no
-    OUT: then the file that was moved aside names the batch.
+    OUT. Then the file that was moved aside names the batch.
     """
     if out == STDOUT:
         return None
@@ -46,12 +46,12 @@ def make_room(
     out: Path,
     note: Callable[[str], None],
 ) -> None:
-    """Make room in OUT for the rows of a mended file, or of another generation; tell of it."""
+    """Move OUT aside for the rows of a mended file or of another generation, and print notes."""
     if earlier is None or not earlier.num_alike:
         put_aside(status, submitted, out, note)
         return
     note(earlier.sentence(status.kept))
-    if not (out.exists() or errors_path(out).exists()):  # an earlier run was killed after this
+    if not (out.exists() or errors_path(out).exists()):  # an earlier run has moved them already
         return
     moved = set_aside(out)
     note(f"{out} held the results of batch {earlier.batch_id}: they are in {moved} now")

@@ -1,7 +1,7 @@
-"""``--on-done``: runs the user's command once, when the batch that this process waited for is done.
+"""``--on-done``: runs the user's command once, when the batch of this process is done.
 
-The command is kept in the memory of this process only. It gets the batch's id and counts as
-environment variables, and nothing that stands in a row.
+The command is stored nowhere but in the memory of this process. Its environment has the batch's id
+and counts, and no text of any row.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from pathlib import Path
 from batchkv_producer.monitor.status import BatchStatus
 
 SHELL = "/bin/sh"
-STDERR = 2  # the process's own, wherever Python's may lead
+STDERR = 2  # the file descriptor of the process; sys.stderr may be another stream
 EXIT_ON_DONE = 5  # the batch is done, but the command failed
 
 
 def variables(status: BatchStatus, out: Path | None = None) -> dict[str, str]:
-    """What the command finds in its environment beside what is there."""
-    told = {
+    """The environment variables that the command gets besides those of this process."""
+    values = {
         "BATCHKV_BATCH": status.batch_id,
         "BATCHKV_TOTAL": str(status.total),
         "BATCHKV_OK": str(status.ok),
         "BATCHKV_FAILED": str(status.failed),
         "BATCHKV_CANCELED": str(status.canceled),
     }
-    return told | ({"BATCHKV_OUT": str(out)} if out else {})
+    return values | ({"BATCHKV_OUT": str(out)} if out else {})
 
 
 def run_on_done(command: str, status: BatchStatus, out: Path | None = None) -> str:
-    """Run the command with the shell and wait for it; what went wrong, or an empty text.
+    """Run the command with the shell and wait for it. Returns a sentence if it failed, else "".
 
-    Its output goes to standard error, so that ours can be read by programs; it reads nothing.
+    Its output goes to standard error, because standard output is for the results. Its standard
+    input is empty.
     """
     environ = {**os.environ, **variables(status, out)}
     try:

@@ -1,13 +1,13 @@
-"""Finds workers of this machine that died, by a file for each in the home folder.
+"""Finds workers of this machine that died. Each worker has a record file in the home folder.
 
-Only a process's own machine can say that it is gone. So each worker writes a file with its process
-id, and removes it when it ends normally. Other workers read the files when they start and now and
-then; so does ``batchkv run``. A host name is not enough: it changes with the network, and two Macs
-may have the same one.
+Only a process's own machine knows whether the process lives. So each worker writes a file with its
+process id, and removes it when it ends normally. Other workers read the files when they start and
+now and then; so does ``batchkv run``. A host name would not do: it changes with the network, and
+two Macs may have the same one.
 
 If the file was written since the last boot and in the same PID namespace (a container has its own),
-the process id tells for certain whether the process lives. Otherwise the machine was restarted, or
-another machine shares the folder: then a worker is dead when it has missed two heartbeats.
+the process id shows whether the process lives. Otherwise the machine was restarted, or another
+machine shares the folder. Then a worker counts as dead after two missed heartbeats.
 """
 
 from __future__ import annotations
@@ -36,17 +36,21 @@ from batchkv_producer.wire.transitions import Transitions
 
 log = logging.getLogger("batchkv.worker")
 
+RECLAIMED = "took back %d jobs of workers of this machine that died"
 MAX_FILES_READ = 1000
 MAX_FILE_BYTES = 4096
-FILE_TTL_SECONDS = 7 * 86400  # of the dead of a server that nobody here works for any more
+FILE_TTL_SECONDS = 7 * 86400  # of records of dead workers of other servers
 MAX_RECLAIMED = 1_000_000
-ASK_SECONDS = 5.0
+COMMAND_SECONDS = 5.0  # limit for sysctl and ps
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A worker: what it serves, and the process that it is. ``started`` tells apart processes that
-    had one number after the other."""
+    """A worker's record: its queue and its process.
+
+    ``boot`` and ``space`` name the boot and the PID namespace in which ``pid`` is valid.
+    ``started`` is the start of the process, because another process may get the same id later.
+    """
 
     name: str
     queue: str
@@ -59,7 +63,7 @@ class Record:
 
     @classmethod
     def read(cls, path: Path) -> Record | None:
-        """What a file says; None for one that says nothing."""
+        """The record in a file. None if the file cannot be read."""
         try:
             with path.open("rb") as file:
                 values = json.loads(file.read(MAX_FILE_BYTES))
@@ -77,13 +81,13 @@ class Record:
             return None
 
     @property
-    def is_seen(self) -> bool:
-        """Whether this process can see that one, if it lives."""
-        return bool(self.boot) and (self.boot, self.space) == (boot_id(), process_space())
+    def has_visible_process(self) -> bool:
+        """Whether this process would see the record's process, if it lives."""
+        return bool(self.boot) and (self.boot, self.space) == (boot_id(), pid_namespace())
 
     def is_dead(self, connection: Redis) -> bool:
-        """Whether its process is gone, as far as can be known. Raises RedisError."""
-        if self.is_seen:
+        """Whether its process is gone, or was silent for two heartbeats. Raises RedisError."""
+        if self.has_visible_process:
             try:
                 return process_start(self.pid) != self.started
             except OSError:
@@ -93,37 +97,39 @@ class Record:
 
 
 class Presence:
-    """The file of one worker, this process. Where there is no home folder, there is none."""
+    """The record file of this process, a worker. Without a home folder there is no file."""
 
     def __init__(self, connection: Redis, name: str, queue: str, heartbeat_seconds: float) -> None:
         self._connection = connection
         self._path: Path | None = None
-        self._silent: set[Path] | None = None  # until the first look
+        self._silent: set[Path] | None = None  # None until the first call of reclaim_dead
         try:
             self._home: Home | None = home_from_environment()
             started = process_start(os.getpid())
             if started is None:
                 raise OSError("this process has no start")
-            place = (boot_id(), process_space(), os.getpid(), started)
+            place = (boot_id(), pid_namespace(), os.getpid(), started)
             record = Record(name, queue, server_of(connection), heartbeat_seconds, *place)
             self._path = _write(self._home, record)
         except (OSError, BatchkvError) as fault:
             self._home = None
-            log.debug("no file tells that this worker lives: %s", fault)
+            log.debug("this worker has no record file: %s", fault)
 
-    def look(self) -> None:
-        """Take back at once what dead workers of this machine held. Raises RedisError."""
+    def reclaim_dead(self) -> None:
+        """Reclaim the jobs of dead workers of this machine. Raises RedisError.
+
+        The first call comes before this worker takes jobs.
+        """
         if self._home is None:
             return
-        # Before our first look we hold nothing: whatever is held under our name is an earlier
-        # process's.
+        # At the first call this worker has no jobs. Jobs under its name are of an earlier process.
         own = self._path if self._silent is None else None
         if num := reclaim_dead(self._connection, self._home, self._silent, own):
-            log.warning("took back %d jobs of workers of this machine that died", num)
+            log.warning(RECLAIMED, num)
         self._silent = set() if self._silent is None else self._silent
 
-    def leave(self) -> None:
-        """The worker ends in order."""
+    def remove(self) -> None:
+        """Remove the file, because the worker ends normally."""
         if self._path is not None:
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
@@ -132,18 +138,19 @@ class Presence:
 def reclaim_dead(
     connection: Redis, home: Home, silent: set[Path] | None = None, own: Path | None = None
 ) -> int:
-    """Take back what dead workers of this machine held on this server; how many jobs.
+    """Reclaim the jobs that dead workers of this machine hold on this server. Returns their number.
 
-    ``silent``: those that cannot be seen and were not heard of at the last look either. The server
-    may just be back from an outage, and have heard of nobody yet. None: one look is enough.
-    ``own`` is the file of the worker that looks, if it holds nothing yet.
+    ``silent``: the records whose workers were silent at the last call. A worker without a visible
+    process must be silent twice, because a server that is just back from an outage has no new
+    heartbeats yet. None: once is enough. ``own``: the file of the calling worker, if it holds no
+    jobs yet.
     """
     here = server_of(connection)
     dead, num = list[tuple[Path, Record]](), 0
     living, holding = set[str](), set[str]()  # names
     for path, record in _records(home, here):
         is_dead = record.is_dead(connection)
-        if is_dead and (silent is None or record.is_seen or path in silent):
+        if is_dead and (silent is None or record.has_visible_process or path in silent):
             dead.append((path, record))
         else:
             living.add(record.name)
@@ -153,30 +160,30 @@ def reclaim_dead(
         elif silent is not None:
             silent.discard(path)
     for path, record in dead:
-        if record.name not in holding:  # else what is held under that name is another process's
+        if record.name not in holding:  # else a living process of that name holds the jobs
             num += sum(Transitions(connection).reap(record.queue, record.name, MAX_RECLAIMED))
         if record.name not in living:
-            _sign_off(connection, record)
+            _unregister(connection, record)
         with suppress(OSError):
             path.unlink(missing_ok=True)
     return num
 
 
-def bury_dead(connection: Redis) -> None:
-    """Take back what dead workers of this machine held, and their names with it. Raises RedisError.
+def reclaim_dead_of_home(connection: Redis) -> None:
+    """Reclaim the jobs and the names of dead workers of this machine. Raises RedisError.
 
-    For who has no file yet; where there is no home folder, nothing is known of the dead.
+    For a process without a ``Presence``. Without a home folder it does nothing.
     """
     try:
         home = home_from_environment()
     except (OSError, BatchkvError):
         return
     if num := reclaim_dead(connection, home):
-        log.warning("took back %d jobs of workers of this machine that died", num)
+        log.warning(RECLAIMED, num)
 
 
-def _sign_off(connection: Redis, record: Record) -> None:
-    """Nobody is to count a dead worker among those that serve its queue."""
+def _unregister(connection: Redis, record: Record) -> None:
+    """Remove a dead worker from RQ's lists, so that it no longer counts as serving its queue."""
     key = redis_keys.worker(record.name)
     with suppress(NoPermissionError), connection.pipeline(transaction=False) as pipeline:
         pipeline.srem(redis_keys.workers(), key)
@@ -185,33 +192,33 @@ def _sign_off(connection: Redis, record: Record) -> None:
         pipeline.execute()
 
 
-def withdraw(home: Home, pid: int) -> None:
-    """We ended this process ourselves: nothing is to be read out of that."""
+def remove_record(home: Home, pid: int) -> None:
+    """Remove the file of a process that the caller has killed, so that it is not found dead."""
     for path in _folder(home).glob(f"{pid}-*.json"):
         record = Record.read(path)
-        if record is None or record.is_seen:  # another machine has its own numbers
+        if record is None or record.has_visible_process:  # else the id is of another machine
             path.unlink(missing_ok=True)
 
 
 def server_of(connection: Redis) -> str:
-    """Which server and database that is, as this machine calls it."""
-    said = connection.connection_pool.connection_kwargs
-    place = said.get("path") or f"{said.get('host', 'localhost')}:{said.get('port', 6379)}"
-    return f"{place}/{said.get('db') or 0}"
+    """The address and database number of a server, as this machine addresses it."""
+    options = connection.connection_pool.connection_kwargs
+    place = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+    return f"{place}/{options.get('db') or 0}"
 
 
 def boot_id() -> str:
-    """Changes with each start of the machine; empty where nobody tells."""
+    """An id of the machine's last boot. Empty if the system has none."""
     try:
         if sys.platform == "darwin":
-            return _said_by("sysctl", "-n", "kern.bootsessionuuid")
+            return _output_of("sysctl", "-n", "kern.bootsessionuuid")
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
 
 
-def process_space() -> str:
-    """Where process ids count: a container has its own."""
+def pid_namespace() -> str:
+    """The namespace of process ids: a container has its own. Empty if the system has none."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -219,9 +226,9 @@ def process_space() -> str:
 
 
 def process_start(pid: int) -> str | None:
-    """When a process was started, in the system's own way of saying it; None when it is gone.
+    """The start of a process, in the system's own format. None if the process is gone.
 
-    Raises OSError when nobody can tell.
+    Raises OSError if the system does not say.
     """
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -231,20 +238,20 @@ def process_start(pid: int) -> str | None:
             return None
     except (ValueError, IndexError) as fault:
         raise OSError(f"process {pid} cannot be read") from fault
-    state, _, start = _said_by("ps", "-o", "state=,lstart=", "-p", str(pid)).partition(" ")
+    state, _, start = _output_of("ps", "-o", "state=,lstart=", "-p", str(pid)).partition(" ")
     return None if not state or state.startswith("Z") else " ".join(start.split())
 
 
-def _said_by(*command: str) -> str:
-    """What a command of the system prints. Raises OSError."""
+def _output_of(*command: str) -> str:
+    """The output of a system command. Raises OSError."""
     environment = {**os.environ, "LC_ALL": "C", "TZ": "UTC"}
     try:
-        asked = subprocess.run(
-            command, capture_output=True, text=True, timeout=ASK_SECONDS, env=environment
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMMAND_SECONDS, env=environment
         )
     except subprocess.TimeoutExpired as fault:
         raise OSError(f"{command[0]} does not answer") from fault
-    return asked.stdout.strip()
+    return done.stdout.strip()
 
 
 def _folder(home: Home) -> Path:
@@ -252,7 +259,7 @@ def _folder(home: Home) -> Path:
 
 
 def _write(home: Home, record: Record) -> Path:
-    """Raises OSError, or UsageError when others may open the folder."""
+    """Write the record file. Raises OSError, or UsageError if others may open the folder."""
     folder = _folder(home)
     home.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -266,7 +273,8 @@ def _write(home: Home, record: Record) -> Path:
 
 
 def _records(home: Home, server: str) -> Iterator[tuple[Path, Record]]:
-    """Those of workers of a server; what cannot be read, or is another's, goes after a week."""
+    """The records of a server's workers. Unreadable ones and those of dead workers of other servers
+    are deleted after a week."""
     try:
         refuse_foreign(_folder(home))
         paths = sorted(_folder(home).glob("*.json"))[:MAX_FILES_READ]

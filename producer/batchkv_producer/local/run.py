@@ -1,8 +1,8 @@
-"""``batchkv run``: submits a file, runs workers here, appends results to OUT as they come.
+"""``batchkv run``: submits a file, runs workers here, appends results to OUT as rows end.
 
-Everything that must survive is in Redis (the batch) or in OUT (written results), and every step can
-be repeated: submitting joins an existing batch, and OUT takes each id once. So the same command
-goes on after a crash, a kill or a Ctrl-C.
+Everything that must survive is in Redis (the batch) or in OUT (written results). Every step can be
+repeated: a submit joins an existing batch, and OUT has each id once. So the same command goes on
+after a crash, a kill or a Ctrl-C.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from batchkv_producer.local.local_workers import (
 from batchkv_producer.local.mended import earlier_of, make_room
 from batchkv_producer.local.run_support import (
     Outage,
-    check_logs,
     give_up,
     one_try,
     reclaim,
@@ -47,7 +46,12 @@ from batchkv_producer.local.run_support import (
 )
 from batchkv_producer.local.signals import Interrupted as Interrupted
 from batchkv_producer.local.signals import noted_signals
-from batchkv_producer.local.worker_checks import check_model_folder, check_model_name, check_rights
+from batchkv_producer.local.worker_checks import (
+    check_logs,
+    check_model_folder,
+    check_model_name,
+    check_rights,
+)
 from batchkv_producer.monitor.delays import Delays
 from batchkv_producer.monitor.workers import local_name_prefix
 from batchkv_producer.progress import Reporter, Snapshot, rows
@@ -68,7 +72,7 @@ TURN_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What ``batchkv run`` was asked for. ``worker_arguments`` are passed on as they are.
+    """The arguments of ``batchkv run``. ``worker_arguments`` are passed on unchanged.
 
     ``out`` may be ``target.STDOUT``. The source is read twice.
     """
@@ -88,7 +92,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """How a run ended. Tokens and seconds are those of this run, not of earlier ones."""
+    """The end of a run. Tokens and seconds are of this run, not of earlier ones."""
 
     status: BatchStatus
     out: Path
@@ -123,12 +127,12 @@ def run(
     revive: Callable[[], object] | None = None,
     worker_command: Sequence[str] = WORKER_COMMAND,
 ) -> RunReport:
-    """Run a file to its end. ``url`` is what ``connection`` is connected to, for the workers.
+    """Run a file to its end. ``url`` is the server of ``connection``; the workers get it.
 
-    ``revive`` starts the server again when it is gone; without it, it is waited for.
+    ``revive`` starts the server again when it is gone. Without it, the run waits for the server.
 
-    Raises UsageError before anything was changed when input, settings or OUT cannot be used;
-    OutputError, WorkerError and Interrupted later: then the same call goes on from there.
+    Raises UsageError before anything was changed if input, settings or OUT cannot be used. Raises
+    RefusedWorkerError, OutputError, WorkerError and Interrupted later; then the same call goes on.
     """
     target.check_target(options.out, options.source)
     expected = Expected.read(options.source)
@@ -145,7 +149,7 @@ def run(
     )
     batch_id, queue = submitted.batch_id, submitted.queue
     reporter.note(first_words(client, submitted, target.shown(options.out)))
-    _tell_what_stays(client, submitted, options, earlier, reporter)
+    _note_what_stays(client, submitted, options, earlier, reporter)
     plan = WorkerPlan(
         model=submitted.model,
         url=url,
@@ -166,7 +170,7 @@ def run(
             work = _RunLoop(client, batch_id, workers, follower, reporter, delays, outage)
             work.is_fresh = options.batch_options.fresh
             work.submit_again = partial(_submit_again, client, options, submitted.batch_id, earlier)
-            report = work.to_the_end()
+            report = work.run_until_done()
         follower.refresh(stale)
     return replace(report, num_wrong=submitted.num_bad)
 
@@ -174,13 +178,13 @@ def run(
 def _submit_again(
     client: Client, options: RunOptions, batch_id: str, earlier: EarlierBatch | None
 ) -> None:
-    """Queue what the server has lost of the submit. Raises UsageError when the input is another."""
+    """Queue the rows that the server has lost. Raises UsageError if the input has changed."""
 
     def check(found: str, model: str, relatives: frozenset[str]) -> None:
         if found != batch_id:
             raise UsageError(
-                f"the server has lost rows of batch {batch_id}, and the input is not what was "
-                "submitted any more: put it back and run the same command again"
+                f"the server has lost rows of batch {batch_id}, and the input has changed since it "
+                "was submitted: restore the input and run the same command again"
             )
 
     again = replace(options, batch_options=replace(options.batch_options, fresh=False))
@@ -220,18 +224,18 @@ def _delays(
     )
 
 
-def _tell_what_stays(
+def _note_what_stays(
     client: Client,
     submitted: Submitted,
     options: RunOptions,
     earlier: EarlierBatch | None,
     reporter: Reporter,
 ) -> None:
-    """What was asked for now, and is otherwise in the batch or the OUT that was there."""
+    """Print where an existing batch differs from this command's flags, and make room in OUT."""
     for note in filter(None, (submitted.model_note, submitted.style_note)):
         reporter.note(note)
     for note in submitted.notes:
-        reporter.note(f"it was there before: {note}")
+        reporter.note(f"the batch existed before: {note}")
     batch = client.status(submitted.batch_id)
     make_room(earlier, batch, submitted, options.out, reporter.note)
     if options.out == target.STDOUT and batch.num_ended > submitted.num_bad:
@@ -255,7 +259,7 @@ def _refuse_early(
     model: str,
     relatives: frozenset[str],
 ) -> None:
-    """What would end the run as soon as it has begun ends it before anything is queued."""
+    """Refuse, before rows are queued, an OUT, a model or rights with which no run can begin."""
     is_mended = earlier is not None and earlier.num_alike > 0
     is_moved = is_mended or holds_other(options.out, batch_id, relatives, NOBODY)
     if not is_moved:
@@ -268,7 +272,7 @@ def _refuse_early(
 
 
 class _RunLoop:
-    """The loop: collect results, look after the workers, show progress, heed signals."""
+    """The loop: collects results, supervises the workers, shows progress, checks for signals."""
 
     def __init__(
         self,
@@ -280,7 +284,7 @@ class _RunLoop:
         delays: Delays,
         outage: Outage,
     ) -> None:
-        self.is_fresh = False  # the same command again would begin anew
+        self.is_fresh = False  # with --fresh the same command would begin anew
         self.submit_again: Callable[[], None] = lambda: None
         self._outage = outage
         self._client = client
@@ -290,7 +294,7 @@ class _RunLoop:
         self._reporter = reporter
         self._delays = delays
 
-    def to_the_end(self) -> RunReport:
+    def run_until_done(self) -> RunReport:
         started, before = time.monotonic(), self._client.status(self._batch_id)
         with noted_signals() as caught:
             try:
@@ -315,23 +319,24 @@ class _RunLoop:
 
     def _loop(self, caught: list[int], status: BatchStatus) -> BatchStatus:
         while True:
-            num_new = read_with_retry(self._follower.collect)  # what it has written it skips
+            num_new = read_with_retry(self._follower.collect)  # it skips rows that it has written
             self._outage.end()
             self._reporter.update(snapshot_of(status, self._delays.look(status)))
-            if status.is_done:  # it was so before everything was collected: nothing is missing
+            if status.is_done:  # the status is older than the collected rows, so none is missing
                 return status
             if caught:
                 raise self._interrupted(caught[0])
             if self._delays.is_hopeless:
                 raise WorkerError(
                     f"the workers of this run may not compute {rows(status.queued)} of batch "
-                    f"{self._batch_id}, and nobody else serves them: {self._delays.words}. No row "
-                    "is lost. `--fresh` with the same command computes all rows with what is here"
+                    f"{self._batch_id}, and no other worker serves them: {self._delays.words}. No "
+                    "row is lost. `--fresh` with the same command computes all rows anew with the "
+                    "workers of this machine"
                 )
             self._workers.supervise(status.num_ended)
             time.sleep(TURN_SECONDS if num_new == 0 else 0)
             status = read_with_retry(partial(self._client.status, self._batch_id))
-            if not status.is_submitted:  # it was: a server came back from an older copy
+            if not status.is_submitted:  # the server was restored from an older copy
                 self._reporter.note("the server has lost rows of this batch: they are queued again")
                 read_with_retry(self.submit_again)
 
@@ -339,13 +344,13 @@ class _RunLoop:
         path = self._follower.results.path
         where = "" if path == target.STDOUT else f" in {path}"
         return NotFoundError(
-            f"batch {self._batch_id} was forgotten while it ran (`batchkv forget`): its rows that "
+            f"batch {self._batch_id} was forgotten while it ran (`batchkv forget`). Its rows that "
             f"had not ended are gone. The answers{where} stay; the same command computes all "
             "rows anew"
         )
 
     def _wait_for_server(self, caught: list[int]) -> None:
-        self._outage.look()
+        self._outage.begin()
         if caught:
             raise self._interrupted(caught[0])
 
@@ -355,18 +360,18 @@ class _RunLoop:
         )
 
     def _stop(self, caught: list[int], *, is_cut_off: bool) -> None:
-        """After a fault or a signal: workers give back what they hold, results are kept.
+        """After an error or a signal: stop the workers, and collect the last results.
 
-        ``is_cut_off``: the server is there, but takes nothing from the workers.
+        ``is_cut_off``: the server runs, but refuses writes of the workers.
         """
-        num_heeded = min(1, len(caught))
+        num_handled = min(1, len(caught))
         with called_during_outages(give_up):
             if self._outage.is_on or is_cut_off:
                 self._workers.abandon()
                 return
             if self._workers.pids:
                 self._reporter.note("stopping the workers; Ctrl-C again ends them by force")
-            self._workers.stop(lambda: len(caught) > num_heeded)
-            # The first fault is the one to tell: what fails now fails because of it, or can wait.
+            self._workers.stop(lambda: len(caught) > num_handled)
+            # Only the first error is reported. An error now follows from it, or can wait.
             with suppress(BatchkvError, RedisError):
                 self._follower.collect()

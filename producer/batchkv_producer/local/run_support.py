@@ -1,8 +1,7 @@
-"""Helpers of ``batchkv run``: outages of the server, and leftovers of workers that died."""
+"""Helpers of ``run`` and ``ask``: outages of the server, and the home folder of the workers."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -12,24 +11,26 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from batchkv_producer.client import Client
-from batchkv_producer.disk import full_home, is_full
-from batchkv_producer.errors import ServerError, UsageError
+from batchkv_producer.errors import ServerError
 from batchkv_producer.local.local_workers import remove_old_logs
 from batchkv_producer.local.presence import reclaim_dead
 from batchkv_producer.retry import read_with_retry
-from batchkv_producer.server.home import HOME_VARIABLE, Home, home_from_environment, make_folders
+from batchkv_producer.server.home import Home, home_from_environment, make_folders
 
 
 class Outage:
-    """The server is away: said once, mended if that is ours to do, and told when it is over."""
+    """An outage of the server: prints a note when it begins and ends, and restarts the server.
+
+    ``revive`` starts the server again. It is None for a server that batchkv did not start.
+    """
 
     def __init__(self, note: Callable[[str], None], revive: Callable[[], object] | None) -> None:
         self.is_on = False
         self._note = note
         self._revive = revive
 
-    def look(self) -> None:
-        """The server does not answer. Raises ServerError when it cannot be started again."""
+    def begin(self) -> None:
+        """The server does not answer. Raises ServerError if it cannot be started again."""
         if self.is_on:
             return
         self.is_on = True
@@ -46,12 +47,12 @@ class Outage:
 
 
 def reclaim(client: Client, queue: str, worker_name: str, is_death: bool) -> int:
-    """Take back what a worker of ours held."""
+    """Put the jobs of a worker of this run back into the queue. Returns their number."""
     return read_with_retry(lambda: client.reclaim(queue, worker_name, is_death=is_death))
 
 
 def tidied_home(connection: Redis) -> Home:
-    """The home folder, after what earlier runs left in it was seen to."""
+    """The home folder, after jobs of dead workers were reclaimed and old logs deleted."""
     home = home_from_environment()
     make_folders(home)
     reclaim_dead(connection, home)
@@ -59,26 +60,8 @@ def tidied_home(connection: Redis) -> Home:
     return home
 
 
-def check_logs(home: Home) -> None:
-    """Refuse, before anything is queued, a home folder in which no worker could write its log.
-
-    Raises UsageError, or FullHomeError when the disk is full.
-    """
-    make_folders(home)
-    try:
-        with tempfile.TemporaryFile(dir=home.logs):
-            pass
-    except OSError as fault:
-        if is_full(fault):
-            raise full_home(home.path, str(fault.strerror)) from fault
-        raise UsageError(
-            f"workers cannot write their logs in {home.logs}: {fault.strerror}. "
-            f"Set {HOME_VARIABLE} to a folder that you can write"
-        ) from fault
-
-
 def give_up() -> NoReturn:
-    """For who watches an outage that is not worth waiting for."""
+    """A callback for an outage that is not worth a wait. Raises ServerError."""
     raise ServerError("the server is away")
 
 

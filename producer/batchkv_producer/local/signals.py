@@ -1,4 +1,4 @@
-"""Signals that end a command which must stop its workers first."""
+"""Signals that end a command, which first has to stop its workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(BatchkvError):
-    """A signal ended the run; ``exit_code`` is 128 + its number, as shells have it."""
+    """A signal ended the command. ``exit_code`` is 128 + its number, as in shells."""
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(message)
@@ -24,20 +24,20 @@ class Interrupted(BatchkvError):
 
 @contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """Inside, signals to stop are only noted, in the list that is given."""
+    """Inside, signals that end a process are only appended to the list that this yields."""
     caught: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
         caught.append(number)
-        if len(caught) > MAX_SIGNALS_NOTED:  # whatever we wait for: this person means it
+        if len(caught) > MAX_SIGNALS_NOTED:  # the user no longer wants to wait for anything
             raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():
         yield caught
         return
     # A signal that is ignored (nohup, a background job) stays ignored.
-    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in heeded}
+    handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in handled}
     try:
         yield caught
     finally:

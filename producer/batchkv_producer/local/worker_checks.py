@@ -1,36 +1,39 @@
-"""Checks before anything is queued whether this machine can run workers for the model."""
+"""Checks, before anything is queued, whether this machine can run workers for the model."""
 
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from pathlib import Path
 
 from redis import Redis
 from redis.exceptions import NoPermissionError
 
+from batchkv_producer.disk import full_home, is_full
 from batchkv_producer.errors import ServerError, UsageError
 from batchkv_producer.server import connection
+from batchkv_producer.server.home import HOME_VARIABLE, Home, make_folders
 from batchkv_producer.submit.fingerprint import locate
 from batchkv_producer.wire import redis_keys
 
 ASK_HUB_SECONDS = 5.0
 
 _WAY_OUT_OF_RUN = (
-    "`batchkv run` needs the admin's URL; with a producer's, use `batchkv submit`, or run "
-    "--workers 0, and leave the work to workers with theirs"
+    "`batchkv run` needs the admin's URL. With the URL of a producer, use `batchkv submit` or "
+    "`batchkv run --workers 0`; workers elsewhere then compute the rows"
 )
 WAY_OUT_OF_ASK = (
-    "no worker that fits serves this model, and `batchkv ask` starts one with the admin's URL "
-    "only; with a producer's, ask when one serves it"
+    "no worker with these weights serves the model, and `batchkv ask` can start one with the "
+    "admin's URL only. With the URL of a producer, ask while a worker serves the model"
 )
 
 
 def check_model_folder(model: str) -> None:
-    """Refuse a model that is said by its place when it is not there; a name is not looked up."""
+    """Refuse a path that is no model folder. A repository name is not looked up here."""
     is_place = model.startswith((".", "/", "~"))
     try:
         folder = Path(model).expanduser()
-    except RuntimeError:  # ~somebody, whom nobody knows
+    except RuntimeError:  # ~name of an unknown user
         folder = Path(model)
     if is_place and not folder.is_dir():
         raise UsageError(f"there is no model folder {model}")
@@ -39,15 +42,15 @@ def check_model_folder(model: str) -> None:
 
 
 def check_model_name(model: str) -> None:
-    """Refuse a repository that is neither here nor on the hub.
+    """Refuse a repository that is neither on this machine nor on the Hugging Face hub.
 
-    A hub that cannot be asked refuses nothing: the worker will say what is wrong.
+    If the hub cannot be reached, nothing is refused. Then the worker reports the error.
     """
     if model == "demo" or Path(model).expanduser().is_dir() or locate(model) is not None:
         return
     if importlib.util.find_spec("huggingface_hub") is None:
         return
-    # Imported here: it takes a while, and most models are here.
+    # Imported here, because it is slow and most models are on this machine.
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
@@ -55,18 +58,37 @@ def check_model_name(model: str) -> None:
         HfApi().model_info(model, timeout=ASK_HUB_SECONDS)
     except (RepositoryNotFoundError, HFValidationError) as fault:
         raise UsageError(
-            f"there is no model {model}: it is no folder here and no repository of the Hugging "
-            "Face hub that this user may read. Check the name; nothing was queued"
+            f"there is no model {model}: it is neither a folder here nor a repository of the "
+            "Hugging Face hub that this user may read. Check the name; nothing was queued"
         ) from fault
-    except Exception:  # noqa: BLE001  offline, a proxy, a hub that fails: the client's own errors
+    except Exception:  # noqa: BLE001  offline, or the hub fails: any error of its client
         return
 
 
 def check_rights(redis: Redis, url: str, model: str, way_out: str = _WAY_OUT_OF_RUN) -> None:
-    """Refuse a user who may not run workers, before they die of it; nothing is changed."""
+    """Refuse a Redis user that may not run workers. Nothing is changed."""
     try:
-        redis.lpop(f"{redis_keys.queue(redis_keys.queue_name(model))}:none")  # where nothing is
+        redis.lpop(f"{redis_keys.queue(redis_keys.queue_name(model))}:none")  # an empty key
     except NoPermissionError as fault:
         raise ServerError(
-            f"Redis at {connection.masked(url)} lets this user run no workers (NOPERM): {way_out}"
+            f"Redis at {connection.masked(url)} does not let this user run workers (NOPERM): "
+            f"{way_out}"
+        ) from fault
+
+
+def check_logs(home: Home) -> None:
+    """Refuse, before anything is queued, a home folder in which workers cannot write their logs.
+
+    Raises UsageError, or FullHomeError if the disk is full.
+    """
+    make_folders(home)
+    try:
+        with tempfile.TemporaryFile(dir=home.logs):
+            pass
+    except OSError as fault:
+        if is_full(fault):
+            raise full_home(home.path, str(fault.strerror)) from fault
+        raise UsageError(
+            f"workers cannot write their logs in {home.logs}: {fault.strerror}. "
+            f"Set {HOME_VARIABLE} to a folder that you can write"
         ) from fault

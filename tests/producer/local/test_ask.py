@@ -98,7 +98,7 @@ def test_a_question_without_an_answer(redis_url: str) -> None:
     assert left_behind(redis_url) == []
 
 
-def test_ctrl_c_withdraws_the_question(redis_url: str) -> None:
+def test_ctrl_c_deletes_the_question(redis_url: str) -> None:
     """An interrupted question is off the server, and its worker is gone."""
     command = [*BATCHKV, "ask", "-m", MODEL, "slow"]
     with subprocess.Popen(
@@ -118,7 +118,7 @@ def test_ctrl_c_withdraws_the_question(redis_url: str) -> None:
         process.send_signal(signal.SIGINT)
         printed, said = process.communicate(timeout=60)
     assert (process.returncode, printed) == (130, ""), said
-    assert "the question is withdrawn" in said
+    assert "the question is deleted from the server" in said
     assert left_behind(redis_url) == []
     with Redis.from_url(redis_url) as redis:
         assert not Client(redis).serving(redis_keys.queue_name(MODEL))

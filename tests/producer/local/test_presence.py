@@ -84,9 +84,9 @@ def test_a_worker_says_that_it_lives(house: House, home: Home) -> None:
     assert (home.path / "workers").stat().st_mode & 0o777 == 0o700
     assert json.loads(path.read_bytes())["pid"] == os.getpid()
     assert reclaim_dead(house.connection, home) == 0
-    worker.leave()
+    worker.remove()
     assert list((home.path / "workers").iterdir()) == []
-    worker.leave()
+    worker.remove()
 
 
 @pytest.mark.parametrize("is_reaped", [False, True])
@@ -148,16 +148,16 @@ def test_a_silence_is_looked_at_twice(house: House, home: Home, leave: Leave) ->
     """Right after an outage nobody was heard of, and all live. Only at its start, when it takes
     over from those before it, one look is enough for a worker."""
     worker = Presence(house.connection, "w", QUEUE, 15.0)
-    worker.look()
+    worker.reclaim_dead()
     leave(boot="another")
     hear(house, 40)
-    worker.look()
+    worker.reclaim_dead()
     hear(house, 1)
-    worker.look()
+    worker.reclaim_dead()
     hear(house, 40)
-    worker.look()
+    worker.reclaim_dead()
     assert house.count("running") == 4
-    worker.look()
+    worker.reclaim_dead()
     assert house.count("running") == 0
 
 
@@ -181,12 +181,12 @@ def test_a_name_that_is_used_again(house: House, home: Home, leave: Leave) -> No
     house.connection.hset(key, mapping={"birth": "x", "last_heartbeat": "9999"})
     leave(started="1")
     again = Presence(house.connection, "victim", QUEUE, 15.0)
-    again.look()
+    again.reclaim_dead()
     assert [is_suspect(house, line) for line in (1, 4, 5)] == [True, True, False]
     assert house.connection.exists(key)
     house.pull(2, worker="victim")
     leave(started="1")
-    again.look()
+    again.reclaim_dead()
     assert house.count("running") == 2
 
 
@@ -206,10 +206,10 @@ def test_whom_we_ended_ourselves_tells_nothing(house: House, home: Home, leave: 
     """``run`` takes away the file of a worker that it kills, and none of another machine's."""
     ours, other = leave(), leave()
     kept = other.rename(other.with_name(f"{os.getpid()}1-x.json"))
-    presence.withdraw(home, os.getpid())
+    presence.remove_record(home, os.getpid())
     assert kept.exists() and not ours.exists()
     elsewhere = leave(boot="another")
-    presence.withdraw(home, os.getpid())
+    presence.remove_record(home, os.getpid())
     assert elsewhere.exists()
 
 
@@ -233,8 +233,8 @@ def test_a_folder_that_others_may_write_is_not_believed(
     assert reclaim_dead(house.connection, home) == 0
     worker = Presence(house.connection, "w", QUEUE, 15.0)
     assert len(list(folder.iterdir())) == 1
-    worker.look()
-    worker.leave()
+    worker.reclaim_dead()
+    worker.remove()
 
 
 def test_no_home_folder_is_no_fault(
@@ -244,8 +244,8 @@ def test_no_home_folder_is_no_fault(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("BATCHKV_HOME", str(tmp_path / "file"))
     worker = Presence(house.connection, "w", QUEUE, 15.0)
-    worker.look()
-    worker.leave()
+    worker.reclaim_dead()
+    worker.remove()
     assert reclaim_dead(house.connection, Home(tmp_path / "none")) == 0
 
 

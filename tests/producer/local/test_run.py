@@ -310,7 +310,7 @@ def test_a_worker_that_dies_is_replaced(
     assert report.status.ok == 40
     assert sorted(ids(source.with_name("out.jsonl"))) == all_ids()
     deaths = [note for note in notes.notes if "killed by SIGKILL" in note]
-    assert len(deaths) == 4 and "back to the queue: 3 rows." in deaths[0]
+    assert len(deaths) == 4 and "3 rows went back to the queue." in deaths[0]
 
 
 def test_a_row_that_kills_engines_ends_no_run(
@@ -600,7 +600,7 @@ def test_a_run_whose_server_lost_a_part_of_the_submit_ends(
         assert any("lost rows of this batch" in note for note in notes.notes)
         report.out.unlink()
         connection.flushall()
-        with pytest.raises(UsageError, match="the input is not what was submitted"):
+        with pytest.raises(UsageError, match="the input has changed since it was submitted"):
             run_here(redis_url, source, Rollback(connection, lambda: source.write_text("{}\n")))
     wait_until_no_worker_lives()
 

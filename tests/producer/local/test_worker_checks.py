@@ -57,7 +57,7 @@ def test_a_mistyped_model_is_refused_before_anything_is_queued(
     )
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr.strip() == (
-        "batchkv: there is no model mlx/Qwen-TYPO: it is no folder here and no repository of the "
-        "Hugging Face hub that this user may read. Check the name; nothing was queued"
+        "batchkv: there is no model mlx/Qwen-TYPO: it is neither a folder here nor a repository of "
+        "the Hugging Face hub that this user may read. Check the name; nothing was queued"
     )
     assert Client(redis_connection).list_batches() == []

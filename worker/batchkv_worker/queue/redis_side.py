@@ -70,7 +70,9 @@ class RedisSide:
         self._register = register
         self._set_state = set_state
         self._look_around = look_around
-        self._has_looked = False  # as `Presence.look` wants it before we hold anything
+        self._has_looked = (
+            False  # as `Presence.reclaim_dead` needs a first call before we hold jobs
+        )
         self._state = ""
         self.maker: Maker = NOBODY  # the engine's, once it is there
         self._is_unanswered = False  # Redis may have made the last pull without our knowing

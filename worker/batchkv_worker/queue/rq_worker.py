@@ -28,7 +28,7 @@ from rq.serializers import JSONSerializer
 from rq.utils import now
 from rq.worker import BaseWorker
 
-from batchkv_producer.local.presence import Presence, bury_dead
+from batchkv_producer.local.presence import Presence, reclaim_dead_of_home
 from batchkv_worker.engine.thread import EngineThread
 from batchkv_worker.errors import SettingsError, WorkerError
 from batchkv_worker.events import EngineLike
@@ -149,7 +149,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
                 code = self._run(session)
             finally:
                 self.teardown()
-                presence.leave()
+                presence.remove()
                 self._end_engine(engine)
         if code:
             raise SystemExit(code)
@@ -197,7 +197,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             settings,
             register=self._register_again,
             set_state=self.set_state,
-            look_around=presence.look,
+            look_around=presence.reclaim_dead,
         )
 
     def _register_again(self) -> None:
@@ -230,7 +230,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             try:
                 super().register_birth()
             except ValueError:
-                bury_dead(self.connection)
+                reclaim_dead_of_home(self.connection)
                 super().register_birth()
         except ValueError as fault:
             message = f"--name {self.name}: a worker of that name lives, or died a minute ago"
