@@ -136,6 +136,20 @@ def test_faults_of_our_command(
     assert last_line(worker).startswith(says)
 
 
+def test_a_missing_model_folder_is_refused_before_the_worker_registers(
+    redis_connection: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    """No record of the worker is left in Redis, by our command or by RQ's."""
+    flags, settings = ["-m", "/nonexistent"], {"MODEL": "/nonexistent"}
+    ours = WorkerProcess(redis_url, tmp_path / "ours", *flags, command=OWN)
+    stock = WorkerProcess(redis_url, tmp_path / "stock", settings=settings)
+    with workers(ours, stock) as started:
+        for worker in started:
+            assert worker.wait() == 2
+            assert last_line(worker) == "batchkv: there is no model folder /nonexistent"
+    assert list(redis_connection.scan_iter("rq:worker*")) == []
+
+
 def test_an_unknown_variable_is_warned_of(redis_url: str, tmp_path: Path) -> None:
     """A misspelled setting does not pass in silence."""
     started = WorkerProcess(redis_url, tmp_path / "log", "--burst", settings={"SLOT": 4})

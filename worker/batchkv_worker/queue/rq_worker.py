@@ -28,7 +28,9 @@ from rq.serializers import JSONSerializer
 from rq.utils import now
 from rq.worker import BaseWorker
 
+from batchkv_producer.errors import BatchkvError
 from batchkv_producer.local.presence import Presence, reclaim_dead_of_home
+from batchkv_producer.local.worker_checks import check_model_folder
 from batchkv_worker.engine.thread import EngineThread
 from batchkv_worker.errors import SettingsError, WorkerError
 from batchkv_worker.events import EngineLike
@@ -89,10 +91,11 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
         if prepare_for_work:
             try:
                 settings = settings or WorkerSettings.from_env(os.environ)
+                check_model_folder(settings.model)
                 check_queue(settings.model, names)
                 check_name(name)
                 refuse_options(options)
-            except WorkerError as fault:
+            except BatchkvError as fault:
                 exit_with(fault)
             name = name or default_name()
         super().__init__(
