@@ -1,7 +1,6 @@
-"""Progress on standard error: a live bar on a terminal, now and then a plain line elsewhere.
+"""Progress on standard error: a live bar on a terminal, a plain line now and then elsewhere.
 
-Also the one place that keeps prompts, answers and logs from sending control sequences to a
-terminal (``printable``).
+``printable`` keeps control sequences in prompts, answers and logs away from terminals.
 """
 
 from __future__ import annotations
@@ -20,22 +19,23 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
 PLAIN_INTERVAL_SECONDS = 5.0
-WINDOW_SECONDS = 30.0  # rates are means over this long
+WINDOW_SECONDS = 30.0  # rates are means over this time
 
-# C0 but tab and newline, DEL, C1, and what turns the direction of writing around.
+# C0 except tab and newline, DEL, C1, and characters that change the direction of writing.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
-def rows(count: int) -> str:
-    """A number of rows, as it is said."""
-    return f"{count:,} row" if count == 1 else f"{count:,} rows"
+def rows(count: int, one: str = "", many: str = "") -> str:
+    """A number of rows in words, with the verb for one row or for several: ``3 rows are``."""
+    text, verb = (f"{count:,} row", one) if count == 1 else (f"{count:,} rows", many)
+    return f"{text} {verb}" if verb else text
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """How a batch stands: rows, and tokens generated so far.
+    """The state of a batch: its rows by outcome, and the tokens generated so far.
 
-    ``is_queuing``: its rows are still on their way into the queue, and what ended is not known.
+    ``is_queuing``: the submit still queues rows, and it is not known how many have ended.
     """
 
     total: int
@@ -44,7 +44,7 @@ class Snapshot:
     canceled: int = 0
     running: int = 0
     completion_tokens: int = 0
-    delay: str = ""  # why it is slow
+    delay: str = ""  # the reason why it is slow, if it is
     is_queuing: bool = False
 
     @property
@@ -60,7 +60,7 @@ class Rates:
         self._samples: deque[tuple[float, int, int]] = deque()
 
     def add(self, snapshot: Snapshot) -> None:
-        if snapshot.is_queuing:  # rows that ended before would count as ended in this moment
+        if snapshot.is_queuing:  # else rows that ended earlier would count as ended now
             return
         now = self._clock()
         self._samples.append((now, snapshot.num_ended, snapshot.completion_tokens))
@@ -80,12 +80,12 @@ class Rates:
             return 0.0
         first, last = self._samples[0], self._samples[-1]
         seconds = last[0] - first[0]
-        # A retried row counts as not ended again, so a sum can fall.
+        # A retried row no longer counts as ended, so the sum can fall.
         return max(0.0, (last[column] - first[column]) / seconds) if seconds > 0 else 0.0
 
 
 class Reporter(Protocol):
-    """Shows how work goes on. ``note`` says something once, above the progress."""
+    """Shows progress. ``note`` prints a sentence once, above the progress."""
 
     def __enter__(self) -> Self: ...
 
@@ -97,7 +97,7 @@ class Reporter(Protocol):
 
 
 class PlainReporter:
-    """A line when something changed, at most one every few seconds; a new delay is told at once."""
+    """Prints a line after a change, at most one every few seconds. A new delay is shown at once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -128,7 +128,7 @@ class PlainReporter:
 
 
 class LiveReporter:
-    """A bar that is redrawn in place, gone when the work is over."""
+    """A bar that is redrawn in place and removed at the end."""
 
     def __init__(self) -> None:
         self._rates = Rates()
@@ -158,13 +158,13 @@ class LiveReporter:
 
 
 def reporter() -> Reporter:
-    """What suits standard error."""
+    """The reporter for standard error: live on a terminal, plain elsewhere."""
     is_terminal = sys.stderr.isatty()
     return LiveReporter() if is_terminal else PlainReporter()
 
 
 def details(snapshot: Snapshot, rates: Rates) -> str:
-    """What stands behind the count: in flight, failures, tokens a second, time left, delay."""
+    """The text after the count: rows in flight, failures, tokens a second, time left, delay."""
     parts = [f"{snapshot.running} in flight"]
     if snapshot.failed:
         parts.append(f"{snapshot.failed} failed")
@@ -172,7 +172,7 @@ def details(snapshot: Snapshot, rates: Rates) -> str:
         parts.append(f"{snapshot.canceled} canceled")
     if rates.tokens_per_second:
         parts.append(f"{rates.tokens_per_second:,.0f} tok/s")
-    if rates.rows_per_second and not snapshot.delay:  # by what it was before: it says nothing now
+    if rates.rows_per_second and not snapshot.delay:  # during a delay an old rate means nothing
         left = (snapshot.total - snapshot.num_ended) / rates.rows_per_second
         parts.append(f"{duration(left)} left")
     if snapshot.delay:
@@ -181,7 +181,7 @@ def details(snapshot: Snapshot, rates: Rates) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: ``45s``, ``3m20s``, ``2h05m``, ``3d04h``."""
+    """Seconds in words: ``45s``, ``3m20s``, ``2h05m``, ``3d04h``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -193,7 +193,7 @@ def duration(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with control and direction characters (newline, tab aside) spelled out."""
+    """The text with control and direction characters as escapes. Newline and tab stay."""
     safe = _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
     return safe.encode("utf-8", "backslashreplace").decode("utf-8")
 

@@ -180,7 +180,7 @@ def test_a_mended_file_and_failed_rows_need_no_further_rights(hub: Hub, tmp_path
         assert f"kept 1 answer of batch {batch}" in told
         assert "1 row of batch" in ok("failed", batch)
         admin.delete(redis_keys.job(f"{batch}-{failed_line}"))
-        assert "1 row queued again" in ok("retry", batch, "--from", first)
+        assert "1 row was queued again" in ok("retry", batch, "--from", first)
 
 
 def test_a_stopped_worker_gives_back_and_reaps_with_its_rights(hub: Hub) -> None:

@@ -284,7 +284,7 @@ def test_a_home_that_is_no_folder_is_refused(tmp_path: Path, kind: str) -> None:
 def test_an_embedded_server_is_the_owners_alone(home: Home) -> None:
     """Socket, data, log and lock: nobody else may open any of them, and no port listens."""
     server.ensure_running(home)
-    with server._client(home) as asked:
+    with server.client_of(home) as asked:
         asked.set("k", "v")
         assert asked.config_get("port")["port"] == "0"
         assert asked.config_get("unixsocketperm")["unixsocketperm"] == "700"

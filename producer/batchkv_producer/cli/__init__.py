@@ -1,12 +1,12 @@
-"""The ``batchkv`` command. This package only assembles it; the work is done in the other rooms.
+"""The ``batchkv`` command. This room has the commands; the other rooms do their work.
 
 Results and ids go to standard output, everything else to standard error. Exit codes: 0 success, 1 a
 row failed, was wrong or has no answer, 2 wrong arguments or wrong input, 3 an error of Redis, 4 the
 work cannot go on (disk full, workers that keep dying), 5 the command of --on-done failed, 6 the
 time of --timeout is over, 130 interrupted (128 + the signal).
 
-``exit_codes`` has the exit codes, and decides that of a batch that was waited for.
-``group.guarded`` makes a code of each error: its ``exit_code`` (``errors``).
+``exit_codes`` has the exit codes, and chooses the one of a command that waited for a batch.
+``group.guarded`` ends with the ``exit_code`` of an error (``errors``).
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from __future__ import annotations
 import click
 
 from batchkv_producer.cli.ask import ask
-from batchkv_producer.cli.cancel_retry import cancel, retry
-from batchkv_producer.cli.failed import failed
-from batchkv_producer.cli.forget import forget
 from batchkv_producer.cli.group import Cli
+from batchkv_producer.cli.manage import cancel, failed, forget, retry
+from batchkv_producer.cli.monitor import list_batches, status, wait, workers
 from batchkv_producer.cli.plan import plan
 from batchkv_producer.cli.results import result, results
 from batchkv_producer.cli.run_submit import run, submit
 from batchkv_producer.cli.server import server
-from batchkv_producer.cli.status_wait import list_batches, status, wait, workers
 
 
 @click.group(cls=Cli, context_settings={"help_option_names": ["-h", "--help"]})
@@ -46,8 +44,8 @@ def cli() -> None:
     Without --url, BATCHKV_REDIS_URL and BATCHKV_REDIS_URL_FILE, batchkv starts a server of its
     own when a command needs one (batchkv server status).
     \b
-    Exit codes: 0 all is well, 1 some row failed or was wrong, 2 wrong use or input,
-    3 trouble with Redis, 4 the work could not go on (disk full, workers that keep dying),
+    Exit codes: 0 success, 1 some row failed or was wrong, 2 wrong use or input,
+    3 an error of Redis, 4 the work could not go on (disk full, workers that keep dying),
     5 the command of --on-done failed, 6 the time of wait --timeout is over, 130 interrupted.
     """
 

@@ -1,4 +1,4 @@
-"""``batchkv ask``."""
+"""``batchkv ask``: one question, one answer."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from functools import partial
 
 import click
 
-from batchkv_producer.cli.input_options import prompting_options
+from batchkv_producer.cli.input_options import prompting_flags
 from batchkv_producer.cli.shared import (
     default_model,
-    generation_options,
+    generation_flags,
     json_option,
     say,
     session,
@@ -31,8 +31,11 @@ from batchkv_producer.wire.job import SamplingParams
 @click.command()
 @click.argument("prompt")
 @click.option("-m", "--model", metavar="MODEL", help="The model to ask.  [default: BATCHKV_MODEL]")
-@prompting_options
-@generation_options
+@prompting_flags(
+    raw="Send the prompt unchanged, without the model's chat template.",
+    system="A system message before the prompt.",
+)
+@generation_flags("", seed="The seed of the answer. Without it each question gets its own.")
 @url_option
 @json_option
 @click.pass_context
@@ -45,10 +48,10 @@ def ask(
     url: str | None,
     as_json: bool,
 ) -> None:
-    """Ask one question, print the answer, keep nothing. PROMPT - is standard input, all of it.
+    """Ask one question, print the answer, keep nothing. PROMPT - reads all of standard input.
 
     The question runs before all other work of the model. If no worker serves the model, one is
-    started here and ends after the answer; for many questions start `batchkv worker` first. Exit
+    started here and ends after the answer. For many questions start `batchkv worker` first. Exit
     code 1 if there is no answer: standard error says why.
 
     \b
@@ -71,13 +74,13 @@ def ask(
 
 
 def _text(prompt: str) -> str:
-    """The prompt; from a pipe without the ends of its last lines, as ``$(..)`` of a shell."""
+    """The prompt. From standard input without newlines at its end, like a shell's ``$(..)``."""
     if prompt != "-":
         return prompt
     if sys.stdin is None:
-        raise UsageError("there is no standard input: say the prompt, or pipe it in")
+        raise UsageError("standard input is closed: give the prompt as an argument, or pipe it in")
     if sys.stdin.isatty():
-        say("reading the prompt from the terminal; Ctrl-D on a line of its own ends it")
+        say("reading the prompt from the terminal: end it with Ctrl-D on a line of its own")
     try:
         return sys.stdin.buffer.read(MAX_LINE_BYTES + 1).decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError:
@@ -85,18 +88,19 @@ def _text(prompt: str) -> str:
 
 
 def _print_row(row: StoredRow, as_json: bool) -> int:
-    """Print the answer; the exit code."""
+    """Print the answer. Returns the exit code."""
     result = row.result
     if as_json:
         _write(output.output_line(row.job_id, result))
     elif result.outcome == "ok":
         _write(result.text.rstrip("\n"))
     if result.outcome != "ok":
-        code, message = result.error or (result.outcome, "somebody canceled the question")
+        code, message = result.error or (result.outcome, "the question was canceled")
         say(f"no answer: {code}: {message}")
         return 1
     if result.finish_reason == "length":
-        say(f"the answer is cut after {result.usage.completion:,} tokens: --max-tokens allows more")
+        num = result.usage.completion
+        say(f"the answer was cut after {num:,} tokens: --max-tokens N allows more")
     return 0
 
 

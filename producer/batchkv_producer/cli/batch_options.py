@@ -1,4 +1,4 @@
-"""The batch's flags of ``submit`` and ``run``, and ``--on-done``."""
+"""The flags of a batch, for ``submit`` and ``run``, and flags of other commands about batches."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ _OPTIONS = (
     click.option(
         "--priority",
         type=click.Choice(PRIORITIES),
-        help="Rows of a high batch are taken before all others of the model, those of a low one "
-        "when there are no others.  [default: normal]",
+        help="Workers take rows of a high batch before all others of the model, and rows of a low "
+        "one only when there are no others.  [default: normal]",
     ),
     click.option(
         "--expires",
         callback=_deadline,
         metavar="WHEN",
-        help="Rows that have not started by then fail (expired). 30m, 8h or 2d from now, or a time "
-        "like 2026-08-01T18:00.",
+        help="A deadline: 30m, 8h or 2d from now, or a time like 2026-08-01T18:00. Rows that have "
+        "not started by then fail (expired).",
     ),
     click.option(
         "--dedupe",
@@ -67,7 +67,7 @@ _OPTIONS = (
         "keep_seconds",
         callback=_keep,
         metavar="TIME",
-        help="Delete the batch and its results so long after its end, like 7d.  [default: never]",
+        help="Delete the batch and its results this long after its end, like 7d.  [default: never]",
     ),
     click.option(
         "--fresh",
@@ -77,14 +77,14 @@ _OPTIONS = (
     click.option(
         "--mixed",
         is_flag=True,
-        help="Let workers with several KV schemes and dtypes share the batch. Without it all rows "
-        "are computed with those of the first worker.",
+        help="Let workers with different KV schemes and dtypes share the batch. Without this flag "
+        "all rows are computed with the scheme and dtype of the first worker.",
     ),
 )
 
 
 def add_batch_options(command: Callable[..., R]) -> Callable[..., R]:
-    """Add the flags; the command gets them as one ``batch_options``."""
+    """Add the flags of a batch. The command gets them as one ``batch_options``."""
 
     @functools.wraps(command)
     def with_options(*args: Any, **kwargs: Any) -> R:
@@ -102,33 +102,33 @@ from_batch_option = click.option(
     "--from",
     "source_batch",
     metavar="BATCH",
-    help="Keep the answers of an earlier batch for rows with the same request, whatever their "
-    "custom_id. So only what you changed in a file is computed.",
+    help="Keep the answers of an earlier batch for rows with the same request, under any "
+    "custom_id. Only rows that you changed are then computed.",
 )
 age_option = click.option(
     "--older-than",
     callback=_keep,
     metavar="TIME",
-    help="Batches that were submitted longer ago than that, like 7d.",
+    help="Batches that were submitted longer ago than this, like 7d.",
 )
 new_deadline_option = click.option(
     "--expires",
     callback=_new_deadline,
     metavar="WHEN",
-    help="Give the batch a new deadline (8h, 2026-08-01T18:00), or none: never.  [default: the one "
-    "it had; needed when that is past]",
+    help="Give the batch a new deadline (8h, 2026-08-01T18:00), or none (never). Needed if its "
+    "deadline is past.  [default: the one it has]",
 )
 on_done_option = click.option(
     "--on-done",
     metavar="COMMAND",
-    help="Run this with the shell when the batch is done. BATCHKV_BATCH, BATCHKV_TOTAL, "
-    "BATCHKV_OK, BATCHKV_FAILED and BATCHKV_CANCELED hold its id and counts. If it fails, the exit "
-    f"code is {EXIT_ON_DONE}.",
+    help="Run this command with the shell when the batch is done. BATCHKV_BATCH, BATCHKV_TOTAL, "
+    "BATCHKV_OK, BATCHKV_FAILED and BATCHKV_CANCELED hold the id and counts of the batch. If the "
+    f"command fails, the exit code is {EXIT_ON_DONE}.",
 )
 
 
 allow_bad_option = click.option(
     "--allow-bad",
     is_flag=True,
-    help="Report rows that are wrong in the input, but do not end with exit code 1 for them.",
+    help="Do not end with exit code 1 because rows are wrong in the input. They are reported.",
 )

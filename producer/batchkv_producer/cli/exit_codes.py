@@ -1,6 +1,6 @@
-"""With which exit code a command ends. README and each command's help list the same codes.
+"""The exit codes of commands. docs/cli.md and the help list the same codes.
 
-Errors have theirs in ``errors.py``: 2 for use and input, 3 for Redis, 4 for a full disk.
+Errors have their codes in ``errors.py``: 2 for use and input, 3 for Redis, 4 for a full disk.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from batchkv_producer.cli.shared import say
 from batchkv_producer.client import BatchStatus
 from batchkv_producer.local.on_done import EXIT_ON_DONE, run_on_done
 
-EXIT_SOME_FAILED = 1  # or some row is wrong
+EXIT_SOME_FAILED = 1  # a row failed, or is wrong in the input
 EXIT_USAGE = 2
 EXIT_OUTPUT = 4
 EXIT_TIME_OVER = 6  # the batch is not done, and --timeout is over
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
-EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, as if the signal had ended us
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, as if the signal had ended the process
 
 __all__ = [
     "EXIT_BROKEN_PIPE",
@@ -34,9 +34,9 @@ __all__ = [
 def exit_code(
     status: BatchStatus, on_done: str | None, out: Path | None = None, *, num_allowed: int = 0
 ) -> int:
-    """The exit code of who waited for a batch, after the command of ``--on-done``.
+    """Run the command of ``--on-done``. Returns the exit code of a command that waited for a batch.
 
-    ``num_allowed`` rows may be without an answer.
+    The code is 0 although up to ``num_allowed`` rows have no answer.
     """
     if not status.is_done:
         return EXIT_TIME_OVER
@@ -50,5 +50,5 @@ def exit_code(
 
 
 def input_code(num_bad: int, allow_bad: bool) -> int:
-    """The exit code of who read a file."""
+    """The exit code of a command that read an input."""
     return EXIT_SOME_FAILED if num_bad and not allow_bad else 0

@@ -23,13 +23,13 @@ from batchkv_producer.errors import OLD_INSTALLATION, BatchkvError, ServerError,
 from batchkv_producer.progress import printable
 
 ENTRY_POINT_GROUP = "batchkv.commands"
-# What a command needs that a producer's host does not install.
+# Packages that a command needs and the installation for producers does not have.
 NEEDED_MODULES = {"worker": ("mlx", "mlx_lm"), "kv-report": ("mlx", "mlx_lm")}
-EXTRA = "batchkv[worker]"  # what installs them
+EXTRA = "batchkv[worker]"  # the extra that installs them
 
 
 class Cli(click.Group):
-    """Commands in the order in which they were added, then those from entry points."""
+    """Lists commands in the order in which they were added, then those from entry points."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         own = list(self.commands)
@@ -45,7 +45,7 @@ class Cli(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # the reader of our output has had enough: `| head`
+        except BrokenPipeError:  # the reader of the output has ended, like `| head`
             _silence_stdout()
             ctx.exit(EXIT_BROKEN_PIPE)
 
@@ -68,13 +68,13 @@ class Cli(click.Group):
 
 
 def guarded(run: Callable[[], Any]) -> int:
-    """Run a command; its exit code. Every error that we know becomes one line.
+    """Run a command. Returns its exit code. Every known error becomes one line.
 
-    Standard output is flushed here, where a disk that is full can still be told of: at its own end
-    Python could only complain, and exit with 120.
+    Standard output is flushed here, so that a full disk is reported in one line. If Python flushed
+    it at exit, it would print a traceback and exit with 120.
     """
     code = _guarded(run)
-    if sys.stdout is None:  # closed by whoever started us
+    if sys.stdout is None:  # the process was started without it
         return code
     flushed = _guarded(sys.stdout.flush)
     return code or flushed
@@ -108,7 +108,7 @@ def _guarded(run: Callable[[], Any]) -> int:
         where = f"{fault.filename}: " if fault.filename else "cannot write the output: "
         code = _complain(f"{where}{fault.strerror or fault}", EXIT_OUTPUT)
         if not fault.filename:
-            _silence_stdout()  # what is left in its buffer has nowhere to go
+            _silence_stdout()  # its buffer cannot be written
         return code
 
 
@@ -124,7 +124,7 @@ def _complain(message: str, code: int) -> int:
 
 
 def _silence_stdout() -> None:
-    """Let nothing more be written, so that Python does not complain at its end."""
+    """Discard all further output, so that Python prints no error at exit."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, sys.stdout.fileno())
     os.close(devnull)
@@ -135,7 +135,7 @@ def _foreign_commands() -> dict[str, EntryPoint]:
 
 
 def _load(name: str, found: EntryPoint) -> click.Command:
-    """The command behind an entry point, or one that says what must be installed for it."""
+    """The command of an entry point, or a command that names the extra to install."""
     missing = [m for m in NEEDED_MODULES.get(name, ()) if importlib.util.find_spec(m) is None]
     if missing:
         return _Missing(name, missing[0])
@@ -151,7 +151,7 @@ def _load(name: str, found: EntryPoint) -> click.Command:
 
 
 class _Missing(click.Command):
-    """Stands in for a command whose dependencies are not installed; takes any arguments."""
+    """Replaces a command whose dependencies are not installed. It accepts any arguments."""
 
     def __init__(self, name: str, module: str) -> None:
         message = f"`batchkv {name}` needs {module}: pip install '{EXTRA}'"

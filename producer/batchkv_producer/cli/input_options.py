@@ -1,4 +1,4 @@
-"""The arguments of commands that read an input, and what they print about it."""
+"""The arguments of commands that read input files, and the lines that they print about them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import click
 
 from batchkv_producer.cli.shared import default_model, print_json, say
 from batchkv_producer.errors import UsageError
-from batchkv_producer.intake.prompting import Prompting
+from batchkv_producer.intake.prompting import AUTO, Prompting
 from batchkv_producer.intake.source import Inputs, ReadAs
 from batchkv_producer.intake.spooling import gathered
 from batchkv_producer.progress import printable, rows
@@ -32,92 +32,94 @@ files_argument = click.argument(
     required=True,
     type=click.Path(path_type=Path, allow_dash=True),
 )
-read_as_option = click.option(
-    "--as",
-    "read_as",
-    type=click.Choice(["jsonl", "text"]),
-    help="Read every line as JSON, or as a prompt.  [default: .txt is text, the rest JSON]",
-)
 
 
-_PROMPTING = (
-    click.option(
-        "--raw",
-        is_flag=True,
-        help="Send plain prompts (text lines, and JSON lines with neither url nor body) as they "
-        "are, without the model's chat template.",
-    ),
-    click.option("--system", metavar="TEXT", help="A system message before each plain prompt."),
-)
+def read_as_option(text: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """``--as``, with this help. The command gets it as ``read_as``."""
+    return click.option(
+        "--as",
+        "read_as",
+        type=click.Choice(["jsonl", "text"]),
+        help=f"{text}  [default: .txt is text, the rest JSON]",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The input that a command was given."""
+    """The input files of a command, and how their lines are read and sent."""
 
     files: tuple[Path, ...]
     read_as: ReadAs | None
-    prompting: Prompting
+    prompting: Prompting = AUTO
 
     @contextmanager
     def opened(self) -> Iterator[Inputs]:
-        """Its files; pipes are there as often as they are read."""
+        """Open the files. Pipes are stored first, so that they can be read several times."""
         with gathered(self.files, self.read_as, say) as inputs:
             yield inputs
 
 
-def prompting_options(command: Callable[..., R]) -> Callable[..., R]:
-    """Add --raw and --system; the command gets them as one ``prompting``."""
+def prompting_flags(*, raw: str, system: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Add --raw and --system, with these helps. The command gets them as one ``prompting``."""
 
-    @functools.wraps(command)
-    def with_prompting(*args: Any, **kwargs: Any) -> R:
-        prompting = Prompting(kwargs.pop("raw"), kwargs.pop("system"))
-        prompting.check()
-        return command(*args, prompting=prompting, **kwargs)
+    def add(command: Callable[..., R]) -> Callable[..., R]:
+        @functools.wraps(command)
+        def with_prompting(*args: Any, **kwargs: Any) -> R:
+            prompting = Prompting(kwargs.pop("raw"), kwargs.pop("system"))
+            prompting.check()
+            return command(*args, prompting=prompting, **kwargs)
 
-    wrapped: Callable[..., R] = with_prompting
-    for option in reversed(_PROMPTING):
-        wrapped = option(wrapped)
-    return wrapped
+        wrapped: Callable[..., R] = click.option("--system", metavar="TEXT", help=system)(
+            with_prompting
+        )
+        return click.option("--raw", is_flag=True, help=raw)(wrapped)
+
+    return add
 
 
 def input_options(command: Callable[..., R]) -> Callable[..., R]:
-    """Add FILE..., --as, --raw and --system; the command gets them as one ``given``."""
+    """Add FILE..., --as, --raw and --system. The command gets them as one ``given``."""
 
     @functools.wraps(command)
     def with_input(*args: Any, **kwargs: Any) -> R:
         names = ("files", "read_as", "prompting")
         return command(*args, given=Given(*(kwargs.pop(name) for name in names)), **kwargs)
 
-    return files_argument(read_as_option(prompting_options(with_input)))
+    prompting = prompting_flags(
+        raw="Send plain prompts (text lines, and JSON lines with neither url nor body) unchanged, "
+        "without the model's chat template.",
+        system="A system message before each plain prompt.",
+    )
+    read_as = read_as_option("Read every line as JSON, or as a prompt.")
+    return files_argument(read_as(prompting(with_input)))
 
 
 def out_of(inputs: Inputs, out: Path | None) -> Path:
-    """Where results go: where the user says, else beside one file; those of a pipe are printed."""
+    """The file for results: ``out``, else one beside a single input file. A pipe's are printed."""
     if out is not None:
         return out
     if len(inputs.pieces) > 1:
-        raise UsageError("several files need a place for their results: -o OUT (-o - prints them)")
+        raise UsageError("several files need one file for results: -o OUT (-o - prints them)")
     origin = inputs.pieces[0].origin
     return origin.with_name(origin.name + ".results.jsonl") if isinstance(origin, Path) else STDOUT
 
 
 def again_from(given: Given) -> str:
-    """What ``batchkv retry`` is given to make rows of the same input anew."""
+    """The flags with which ``batchkv retry`` queues rows of the same input anew."""
     words = [word for file in given.files for word in ("--from", str(file))]
     words += ["--as", given.read_as] if given.read_as else []
     return f" {shlex.join(words)}"
 
 
-def tell_wrong(found: Checked | Submitted) -> None:
-    """A line for each of the first rows that are wrong."""
+def say_wrong(found: Checked | Submitted) -> None:
+    """Print a line for each of the first wrong rows, and the number of the others."""
     for error in found.errors:
         say(f"{error.place}: {error.code}: {error.message}")
-    if found.num_bad > len(found.errors):
-        say(f"and {rows(found.num_bad - len(found.errors))} more that are wrong")
+    if num_more := found.num_bad - len(found.errors):
+        say(f"{num_more:,} more {'row is' if num_more == 1 else 'rows are'} wrong")
 
 
-def tell_checked(
+def check_input(
     inputs: Inputs,
     given: Given,
     model: str | None,
@@ -126,7 +128,7 @@ def tell_checked(
     dedupe: bool,
     as_json: bool,
 ) -> Checked:
-    """``--dry-run``: read and check, change nothing."""
+    """``--dry-run``: read and check the input, print what was found, change nothing."""
     checked = submission.check(
         inputs,
         model=model,
@@ -138,7 +140,7 @@ def tell_checked(
     if as_json:
         print_json(checked)
     else:
-        tell_wrong(checked)
+        say_wrong(checked)
         if checked.model_note:
             say(checked.model_note)
         click.echo(checked_line(checked))
@@ -146,9 +148,10 @@ def tell_checked(
 
 
 def checked_line(checked: Checked) -> str:
-    """What a file holds, in one line."""
+    """The counts of an input, in one line."""
     model = f"model {checked.model}" if checked.model else "no model named"
-    duplicates = f"{rows(checked.num_duplicates)} as another, " if checked.num_duplicates else ""
+    num = checked.num_duplicates
+    duplicates = f"{rows(num, 'is a duplicate', 'are duplicates')}, " if num else ""
     return printable(
         f"{rows(checked.total)} = {checked.num_jobs:,} good + {checked.num_bad:,} wrong, "
         f"{duplicates}{checked.num_chars:,} characters of prompts, {model}"

@@ -1,4 +1,4 @@
-"""Prints how a batch ended, or why it makes no progress. ``exit_codes`` has the codes."""
+"""Prints how a batch ended, or why it makes no progress. ``exit_codes`` has the exit codes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def say_unserved(client: Client, batch_id: str) -> None:
-    """Nobody serves the queue of a batch whose rows were just queued: tell at once."""
+    """Say at once if no worker serves the queue of a batch, or none may compute its rows."""
     found = client.status(batch_id)
     if not (found.is_done or found.num_workers):
         say(unserved_note(found))
@@ -31,42 +31,42 @@ def say_unserved(client: Client, batch_id: str) -> None:
         say(mismatch.note)
 
 
-def say_before(client: Client, submitted: Submitted, earlier: EarlierBatch | None) -> None:
-    """What a submit met: nobody who serves it, answers that it keeps, rows that failed before."""
+def say_after_submit(client: Client, submitted: Submitted, earlier: EarlierBatch | None) -> None:
+    """Say after a submit: no worker serves it, answers are kept, rows had failed before."""
     say_unserved(client, submitted.batch_id)
     found = client.status(submitted.batch_id)
     if earlier:
         say(earlier.sentence(found.kept))
     if submitted.joined and found.failed > submitted.num_bad:
         say(
-            f"{rows(found.failed - submitted.num_bad)} of it failed before and stay so: "
+            f"{rows(found.failed - submitted.num_bad)} of this batch failed before: "
             f"{_retry_command(found)} queues them again"
         )
 
 
 def say_canceled(batch: BatchStatus) -> None:
-    """Canceled rows stay so, whatever is run: tell how to get them back."""
+    """Say which command queues the canceled rows again. No other command computes them."""
     if batch.canceled:
         say(
-            f"{rows(batch.canceled)} canceled: {_retry_command(batch, ' --canceled')} "
-            "queues them again"
+            f"{rows(batch.canceled, 'is', 'are')} canceled: "
+            f"{_retry_command(batch, ' --canceled')} queues them again"
         )
 
 
 def _retry_command(batch: BatchStatus, flags: str = "") -> str:
-    """The retry that this batch accepts: one whose deadline is past wants another."""
+    """The retry that this batch accepts. A batch whose deadline is past needs another one."""
     deadline = " --expires never" if 0 < batch.expires <= batch.read_at else ""
     return f"`batchkv retry {batch.batch_id}{flags}{deadline}`"
 
 
 def say_failures(failures: Iterable[Failures], num_failed: int) -> None:
-    """Why rows failed, by code."""
+    """Print why rows failed, by code."""
     for line in failure_lines(failures, num_failed):
         say(line)
 
 
 def say_end(report: RunReport, failures: Iterable[Failures], again: str = "") -> None:
-    """The last lines of ``batchkv run``. ``again``: what ``batchkv retry`` needs besides."""
+    """Print the last lines of ``batchkv run``. ``again``: more flags for ``batchkv retry``."""
     failed, wrong, failures = report.status.failed, report.num_wrong, tuple(failures)
     too_long = sum(group.count for group in failures if group.code == "context_length_exceeded")
     say_failures(failures, failed)
@@ -74,12 +74,12 @@ def say_end(report: RunReport, failures: Iterable[Failures], again: str = "") ->
         place = f"{errors_path(report.out)} says" if report.out != STDOUT else "their lines say"
         hints = [f"{place} why"]
         if wrong:
-            hints.append(f"{rows(wrong)} wrong in the input: mend the file")
+            hints.append(f"{rows(wrong, 'is', 'are')} wrong in the input: correct the file")
         if too_long:
             retry = _retry_command(report.status, again)
             hints.append(
-                f"{rows(too_long)} too long for the model or the memory: mend the file, or give "
-                f"the worker more memory and {retry}"
+                f"{rows(too_long, 'is', 'are')} too long for the model or the memory: correct the "
+                f"file, or give the worker more memory and run {retry}"
             )
         if failed > wrong + too_long:
             retried = "the others" if wrong or too_long else "them"

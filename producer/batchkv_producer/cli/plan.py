@@ -1,11 +1,11 @@
-"""``batchkv plan``: shows what submit would do with a file."""
+"""``batchkv plan``: shows how submit would group the rows of a file."""
 
 from __future__ import annotations
 
 import click
 
 from batchkv_producer.agreed import BLOCK_TOKENS
-from batchkv_producer.cli.input_options import Given, checked_line, input_options, tell_wrong
+from batchkv_producer.cli.input_options import Given, checked_line, input_options, say_wrong
 from batchkv_producer.cli.shared import (
     default_model,
     generation_options,
@@ -29,7 +29,7 @@ from batchkv_producer.wire.job import SamplingParams
     type=click.IntRange(1, 1024),
     default=1,
     show_default=True,
-    help="Workers that will share the queue.",
+    help="The number of workers that will share the queue.",
 )
 @generation_options
 @json_option
@@ -40,10 +40,10 @@ def plan(
     defaults: SamplingParams,
     as_json: bool,
 ) -> None:
-    """Show what submit would do with a file: groups of rows with a common prefix, expected hits.
+    """Show groups of rows with a common prefix, and how many prompt tokens the cache would have.
 
-    It reads and checks the file as submit does. It needs no server and changes nothing. There is no
-    tokenizer here, so a token is estimated as 4 bytes of text.
+    It reads and checks the file as submit does. It needs no server and changes nothing. It has no
+    tokenizer, so it counts 4 bytes of text as a token.
 
     \b
     Examples:
@@ -62,13 +62,13 @@ def plan(
     if as_json:
         print_json({"checked": checked, "outlook": estimate})
         return
-    tell_wrong(checked)
+    say_wrong(checked)
     click.echo(checked_line(checked))
-    _tell_groups(estimate)
-    _tell_hits(estimate)
+    _print_groups(estimate)
+    _print_hits(estimate)
 
 
-def _tell_groups(estimate: PrefixEstimate) -> None:
+def _print_groups(estimate: PrefixEstimate) -> None:
     if not estimate.num_groups:
         click.echo(f"no rows share a prefix of {BLOCK_TOKENS} tokens or more (estimated)")
         return
@@ -90,7 +90,7 @@ def _tell_groups(estimate: PrefixEstimate) -> None:
         click.echo(f"and {num_more:,} smaller groups")
 
 
-def _tell_hits(estimate: PrefixEstimate) -> None:
+def _print_hits(estimate: PrefixEstimate) -> None:
     line = f"expected hit rate: {estimate.hit_rate_one:.1%} of prompt tokens with one worker"
     if estimate.num_workers > 1:
         line += f", {estimate.hit_rate:.1%} with {estimate.num_workers} that share no cache"

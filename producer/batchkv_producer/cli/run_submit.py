@@ -18,12 +18,12 @@ from batchkv_producer.cli.exit_codes import exit_code, input_code
 from batchkv_producer.cli.input_options import (
     Given,
     again_from,
+    check_input,
     input_options,
     out_of,
-    tell_checked,
-    tell_wrong,
+    say_wrong,
 )
-from batchkv_producer.cli.outcome import say_before, say_end
+from batchkv_producer.cli.outcome import say_after_submit, say_end
 from batchkv_producer.cli.shared import (
     default_model,
     generation_options,
@@ -54,8 +54,8 @@ timeout_option = click.option(
     "--job-timeout",
     type=click.IntRange(min=1),
     metavar="SECONDS",
-    help="A row that takes longer, from when a worker starts on it, ends as failed (timeout). Rows "
-    f"that are queued already keep theirs.  [default: {DEFAULT_JOB_TIMEOUT_SECONDS}]",
+    help="A row that takes longer than this, from its start on a worker, fails (timeout). Rows "
+    f"that are queued already keep their timeout.  [default: {DEFAULT_JOB_TIMEOUT_SECONDS}]",
 )
 dry_run_option = click.option(
     "--dry-run", is_flag=True, help="Read and check the file, and count its rows. Change nothing."
@@ -96,8 +96,8 @@ def run(
 ) -> None:
     """Run a file of prompts to its end, with workers of its own, and save the results.
 
-    FILE is as for submit. Several files are one batch. - is standard input. The results of a pipe
-    are printed, unless -o names OUT; -o - prints those of a file, too.
+    FILE has the lines that submit reads. Several files are one batch. - is standard input. The
+    results of a pipe are printed, unless -o names OUT; -o - prints those of a file, too.
 
     Answers are appended to OUT as rows end, and rows without an answer to OUT.errors.jsonl. Each
     row is in one of the two. After an interruption or a crash the same command goes on. The file's
@@ -118,8 +118,8 @@ def run(
     with ExitStack() as stack:
         inputs = stack.enter_context(given.opened())
         if dry_run:
-            said = (inputs, given, model, defaults)
-            checked = tell_checked(*said, dedupe=batch_options.dedupe, as_json=False)
+            arguments = (inputs, given, model, defaults)
+            checked = check_input(*arguments, dedupe=batch_options.dedupe, as_json=False)
             ctx.exit(input_code(checked.num_bad, allow_bad))
         target = out_of(inputs, out)
         opened, progress = stack.enter_context(session(url)), stack.enter_context(reporter())
@@ -151,14 +151,14 @@ def run(
 
 def _refuse_on_done(_context: object, _option: object, command: str | None) -> None:
     if command is not None:
-        raise UsageError("submit does not wait: give --on-done to `batchkv wait`, or to run")
+        raise UsageError("submit does not wait: give --on-done to `batchkv wait` or `batchkv run`")
 
 
 @click.command()
 @input_options
 @model_option
-@click.option("--ids", is_flag=True, help="Print the ids of the jobs, not that of the batch.")
-@click.option("--name", metavar="TEXT", help="A name for people.  [default: that of the file]")
+@click.option("--ids", is_flag=True, help="Print the ids of the jobs, not the id of the batch.")
+@click.option("--name", metavar="TEXT", help="A name for people.  [default: the file's name]")
 @from_batch_option
 @generation_options
 @timeout_option
@@ -187,9 +187,9 @@ def submit(
     """Queue a file of prompts and print the batch's id. The same file again joins its batch.
 
     FILE holds OpenAI Batch lines, {"prompt": ..} or {"messages": [..]} lines, an array of such
-    objects, or (.txt) one prompt a line; - is standard input. Several FILEs are one batch, whose
-    rows without an id are called FILE:LINE. A wrong row is reported and does not stop the
-    others: they are queued and the id is printed, with exit code 1 (0 with --allow-bad).
+    objects, or (.txt) one prompt a line. - is standard input. Several FILEs are one batch, whose
+    rows without an id are called FILE:LINE. A wrong row is reported. The others are queued and the
+    id is printed, with exit code 1 (0 with --allow-bad).
 
     \b
     Examples:
@@ -204,8 +204,8 @@ def submit(
     with ExitStack() as stack:
         inputs = stack.enter_context(given.opened())
         if dry_run:
-            said = (inputs, given, model, defaults)
-            checked = tell_checked(*said, dedupe=batch_options.dedupe, as_json=as_json)
+            arguments = (inputs, given, model, defaults)
+            checked = check_input(*arguments, dedupe=batch_options.dedupe, as_json=as_json)
             ctx.exit(input_code(checked.num_bad, allow_bad))
         opened = stack.enter_context(session(url))
         earlier = earlier_named(opened.connection, source_batch)
@@ -223,7 +223,7 @@ def submit(
                 on_progress=lambda done, total: progress.update(Snapshot(total, ok=done)),
             )
         _say_submitted(submitted)
-        say_before(opened.client, submitted, earlier)
+        say_after_submit(opened.client, submitted, earlier)
         batch_id = submitted.batch_id
         for shown in opened.client.job_ids(batch_id) if ids else (batch_id,):
             click.echo(shown)
@@ -232,20 +232,21 @@ def submit(
 
 def _check_together(as_json: bool, dry_run: bool, source_batch: str | None) -> None:
     if as_json and not dry_run:
-        raise UsageError("--json goes with --dry-run; submit prints ids")
+        raise UsageError("--json needs --dry-run: without it submit prints ids")
     if source_batch and dry_run:
-        raise UsageError("--dry-run asks no server, and --from BATCH needs one: choose one")
+        raise UsageError("--dry-run uses no server, and --from BATCH needs one: choose one of them")
 
 
 def _say_submitted(submitted: Submitted) -> None:
-    tell_wrong(submitted)
+    say_wrong(submitted)
     bad = f", {submitted.num_bad:,} of them wrong" if submitted.num_bad else ""
-    duplicates = f", {submitted.num_duplicates:,} as another" if submitted.num_duplicates else ""
-    verb = "joined" if submitted.joined else "queued"
+    num = submitted.num_duplicates
+    duplicates = f", {num:,} of them {'a duplicate' if num == 1 else 'duplicates'}" if num else ""
+    verb = "joined a batch of" if submitted.joined else "queued"
     say(f"{verb} {rows(submitted.total)}{bad}{duplicates}, in queue {submitted.queue}")
     if submitted.generation > 1:
         say(generation_words(submitted))
     for note in filter(None, (submitted.model_note, submitted.style_note)):
         say(note)
     for note in submitted.notes:
-        say(f"batch {submitted.batch_id} was there: {note}")
+        say(f"batch {submitted.batch_id} was there already: {note}")

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import click
+from redis.exceptions import RedisError
 
 from batchkv_producer.cli.shared import json_option, print_json, say
 from batchkv_producer.cli.tables import print_fields
 from batchkv_producer.errors import ServerError
+from batchkv_producer.monitor.workers import read_workers
 from batchkv_producer.server import embedded
-from batchkv_producer.server.home import home_from_environment
+from batchkv_producer.server.home import Home, home_from_environment
+
+SHOWN_WORKERS = 5
 
 
 @click.group()
 def server() -> None:
-    """Start, stop or look at the embedded server.
+    """Start, stop or show the embedded server.
 
     Other commands start it by themselves when no other Redis is named. It listens on a unix socket
-    in BATCHKV_HOME (default ~/.batchkv), keeps its data there, and goes on until it is stopped.
+    in BATCHKV_HOME (default ~/.batchkv), keeps its data there, and runs until it is stopped.
 
     \b
     Examples:
@@ -28,22 +32,48 @@ def server() -> None:
 
 @server.command()
 def start() -> None:
-    """Start it if it does not run, and print its URL."""
+    """Start the server if it does not run, and print its URL."""
     click.echo(embedded.ensure_running(home_from_environment()))
 
 
 @server.command()
 def stop() -> None:
-    """Stop it. What it holds stays on disk, and is there at the next start."""
-    was_running = embedded.stop(home_from_environment())
-    say("the server is stopped" if was_running else "no server was running")
+    """Stop the server. Its data stays on disk, and the next start loads it.
+
+    Workers do not end with the server. They wait until it is started again, and then go on. So
+    stop the workers first (Ctrl-C) if you want to end all.
+    """
+    home = home_from_environment()
+    names = _worker_names(home)
+    if not embedded.stop(home):
+        say("no server was running")
+        return
+    say("the server is stopped")
+    if names:
+        listed = ", ".join(names[:SHOWN_WORKERS]) + (", .." if names[SHOWN_WORKERS:] else "")
+        workers, pronoun = ("worker was", "it") if len(names) == 1 else ("workers were", "them")
+        say(
+            f"{len(names)} {workers} connected ({listed}). A worker keeps its rows and goes on "
+            f"when the server is started again. Ctrl-C ends {pronoun}"
+        )
+
+
+def _worker_names(home: Home) -> list[str]:
+    """The names of the workers that use this server; none if it does not run or answer."""
+    if not embedded.status(home).is_running:
+        return []
+    try:
+        with embedded.client_of(home) as connection:
+            return [worker.name for worker in read_workers(connection) if not worker.is_away]
+    except RedisError:
+        return []
 
 
 @server.command()
 @json_option
 @click.pass_context
 def status(ctx: click.Context, as_json: bool) -> None:
-    """Show process, version, memory, socket and data folder; exit code 3 when it does not run."""
+    """Show process, version, memory, socket and data folder. Exit code 3 if it does not run."""
     found = embedded.status(home_from_environment())
     if as_json:
         print_json(found)

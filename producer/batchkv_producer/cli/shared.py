@@ -1,4 +1,4 @@
-"""Code that several commands share: options, the connection, output."""
+"""Parts that several commands share: options, the connection, output."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ trace_option = click.option(
 url_option = click.option(
     "--url",
     metavar="URL",
-    help="Redis to use: redis://, rediss:// or unix://. Better in BATCHKV_REDIS_URL or in the file "
-    "that BATCHKV_REDIS_URL_FILE names: a command line is no place for a password. "
-    "[default: the embedded server]",
+    help="The Redis to use: redis://, rediss:// or unix://. Put a URL with a password into "
+    "BATCHKV_REDIS_URL, or into the file that BATCHKV_REDIS_URL_FILE names: other users can see "
+    "command lines.  [default: the embedded server]",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 model_option = click.option(
@@ -54,36 +54,50 @@ model_option = click.option(
 
 
 def out_option(metavar: str, text: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """``-o``: the file that results go to; the command gets it as ``out``."""
+    """``-o``: the file for results. The command gets it as ``out``."""
     kind = click.Path(path_type=Path)
     return click.option("-o", "--output", "out", type=kind, metavar=metavar, help=text)
 
 
 _GENERATION = (
-    ("--max-tokens", int, "The most tokens to generate for a row."),
+    ("--max-tokens", int, "Generate at most this many tokens."),
     ("--temperature", float, "0 always takes the likeliest token."),
     ("--top-p", float, "Sample from the likeliest tokens with this total probability."),
     ("--top-k", int, "Sample from this many of the likeliest tokens; 0 is all."),
     ("--min-p", float, "Drop tokens whose probability is below this share of the likeliest one's."),
-    ("--seed", int, "The seed of every row. Without it each row gets its own."),
     ("--repetition-penalty", float, "Above 1, tokens that occurred already become less likely."),
 )
 
 
+def generation_flags(note: str, *, seed: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Add the flags of generation. The command gets them as one ``defaults``.
+
+    ``note`` ends the help of each flag; ``seed`` is the help of ``--seed``.
+    """
+
+    def add(command: Callable[..., R]) -> Callable[..., R]:
+        @functools.wraps(command)
+        def with_defaults(*args: Any, **kwargs: Any) -> R:
+            found = {f.name: kwargs.pop(f.name) for f in fields(SamplingParams) if f.name in kwargs}
+            return command(*args, defaults=SamplingParams(**found), **kwargs)
+
+        wrapped: Callable[..., R] = click.option(
+            "--stop",
+            multiple=True,
+            metavar="TEXT",
+            help=f"Stop before this text. May be repeated. {note}".rstrip(),
+        )(with_defaults)
+        for name, kind, text in reversed((*_GENERATION, ("--seed", int, seed))):
+            wrapped = click.option(name, type=kind, help=f"{text} {note}".rstrip())(wrapped)
+        return wrapped
+
+    return add
+
+
 def generation_options(command: Callable[..., R]) -> Callable[..., R]:
-    """Add the flags of generation; the command gets them as one ``defaults``."""
-
-    @functools.wraps(command)
-    def with_defaults(*args: Any, **kwargs: Any) -> R:
-        said = {f.name: kwargs.pop(f.name) for f in fields(SamplingParams) if f.name in kwargs}
-        return command(*args, defaults=SamplingParams(**said), **kwargs)
-
-    wrapped: Callable[..., R] = click.option(
-        "--stop", multiple=True, metavar="TEXT", help="Stop before this text. May be repeated."
-    )(with_defaults)
-    for name, kind, text in reversed(_GENERATION):
-        wrapped = click.option(name, type=kind, help=f"{text} Rows may set their own.")(wrapped)
-    return wrapped
+    """Add the flags of generation for all rows of a batch."""
+    seed = "The seed of every row. Without it each row gets its own."
+    return generation_flags("Rows may set their own.", seed=seed)(command)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +112,7 @@ class Session:
 
 @contextmanager
 def session(url: str | None) -> Iterator[Session]:
-    """Connect (to the embedded server by default); inside, faults of Redis are ServerErrors."""
+    """Connect, to the embedded server by default. Inside, errors of Redis become ServerErrors."""
     is_embedded = connection.resolve_url(url) is None
     resolved = connection.url_in_use(url)
     with (
@@ -111,7 +125,7 @@ def session(url: str | None) -> Iterator[Session]:
 
 
 def delays_of(opened: Session, note: Callable[[str], None]) -> Delays:
-    """Tells why a batch is slow; a sentence that has a way out goes to ``note``."""
+    """Finds out why a batch is slow. ``note`` gets sentences that say what to do about it."""
     return Delays(
         opened.client.serving,
         note,
@@ -121,19 +135,19 @@ def delays_of(opened: Session, note: Callable[[str], None]) -> Delays:
 
 
 def default_model() -> str | None:
-    """The model for rows that name none: BATCHKV_MODEL's."""
+    """The model for rows that name none: the value of BATCHKV_MODEL."""
     return os.environ.get(MODEL_VARIABLE, "").strip() or None
 
 
 def say(text: str) -> None:
-    """A line for the person at the keyboard: standard error."""
+    """Print a line for people on standard error."""
     click.echo(f"batchkv: {printable(text)}", err=True)
 
 
 def print_json(value: Any) -> None:
-    """Dataclasses, lists and dicts of them as indented JSON.
+    """Print dataclasses, and lists and dicts of them, as indented JSON.
 
-    What an iterator yields is a list, and is written as it comes.
+    An iterator becomes a list. Each item is printed as soon as it is there.
     """
     _print_part(value, "")
     click.echo("")
@@ -161,6 +175,6 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         found = {f.name: getattr(value, f.name) for f in fields(value)}
         if "num_duplicates" in found:
-            found["num_twins"] = found["num_duplicates"]  # its name up to 0.1.0
+            found["num_twins"] = found["num_duplicates"]  # the name up to 0.1.0
         return found
     return list(value) if isinstance(value, set | frozenset | tuple) else str(value)

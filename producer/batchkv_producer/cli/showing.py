@@ -15,8 +15,8 @@ from batchkv_producer.cli.tables import (
     CUT,
     Column,
     print_fields,
-    shorten_middle,
-    shorten_model,
+    shorten_models,
+    shorten_names,
     table_lines,
     width,
 )
@@ -30,8 +30,8 @@ from batchkv_producer.server.memory_use import MemoryUse, size_text
 from batchkv_producer.wire.job import Result
 from batchkv_producer.wire.maker import Maker
 
-MIN_PART_CHARS = 16  # of a part that is cut; less says nothing
-MAX_BAD_ROWS_SKIPPED = 200  # to find the first row that was really run
+MIN_PART_CHARS = 16  # of a part that is cut; a shorter one is left out
+MAX_BAD_ROWS_SKIPPED = 200  # while the first row that a worker ran is searched
 
 Left = Mapping[str, float]  # batch id -> seconds until it is done
 
@@ -43,7 +43,7 @@ def show_overview(
     *,
     as_json: bool,
 ) -> None:
-    """The newest batches, all workers, the server's memory."""
+    """Print the newest batches, all workers and the server's memory."""
     found = client.workers()
     if as_json:
         listed = listed_fields(client, found, limit)
@@ -52,7 +52,7 @@ def show_overview(
     batches, num_older = newest(client, limit)
     left, room = _times_left(client, batches, found), read_memory_use()
     click.echo("\n".join(table_lines(_overview_columns(batches, left))))
-    _tell_older(num_older)
+    _print_older(num_older)
     click.echo("")
     show_workers(found)
     for batch in batches:
@@ -77,12 +77,12 @@ def _overview_columns(batches: Sequence[BatchStatus], left: Left) -> list[Column
         Column("CANCELED", [b.canceled for b in batches], drop=2, if_any=True),
         Column("RUNNING", [b.running for b in batches], drop=3),
         Column("QUEUED", [b.queued for b in batches], drop=1),
-        Column("MODEL", [b.model for b in batches], shorten_model, drop=5),
+        Column("MODEL", [b.model for b in batches], shorten_models, drop=5),
     ]
 
 
 def show_list(client: Client, limit: int | None) -> None:
-    """One line a batch, with its name and what was asked for."""
+    """Print one line for each batch, with its name and its flags."""
     batches, num_older = newest(client, limit)
     left = _times_left(client, batches, client.workers())
     columns = [
@@ -96,45 +96,45 @@ def show_list(client: Client, limit: int | None) -> None:
         Column("PRIORITY", [b.priority.replace("normal", "") for b in batches], if_any=True),
         Column("EXPIRES", [(b.expires and _short_moment(b.expires)) or "" for b in batches],
                if_any=True),
-        Column("MODEL", [b.model for b in batches], shorten_model, drop=5),
-        Column("NAME", [b.name for b in batches], shorten_middle, drop=4),
+        Column("MODEL", [b.model for b in batches], shorten_models, drop=5),
+        Column("NAME", [b.name for b in batches], shorten_names, drop=4),
     ]  # fmt: skip
     click.echo("\n".join(table_lines(columns)))
-    _tell_older(num_older)
+    _print_older(num_older)
 
 
 def newest(client: Client, limit: int | None) -> tuple[list[BatchStatus], int]:
-    """The newest batches, and how many older ones there are."""
+    """The newest batches, and the number of older ones."""
     found = client.list_batches(limit)
     is_cut = limit is not None and len(found) == limit
     return found, max(0, client.count_batches() - len(found)) if is_cut else 0
 
 
-def _tell_older(count: int) -> None:
+def _print_older(count: int) -> None:
     if count:
         noun = "1 older batch is" if count == 1 else f"{count:,} older batches are"
         click.echo(f"{noun} not shown: --limit N shows the newest N, --limit 0 all")
 
 
 def _times_left(client: Client, shown: Sequence[BatchStatus], found: Sequence[WorkerInfo]) -> Left:
-    """How long each takes, where that can be told. Batches that are not shown run before some."""
-    at_work = {queue for worker in found if worker.tokens_per_second for queue in worker.queues}
-    queues = at_work & {batch.queue for batch in shown if not batch.is_done}
+    """The time left of each batch, where it is known. It includes batches that are not shown."""
+    busy = {queue for worker in found if worker.tokens_per_second for queue in worker.queues}
+    queues = busy & {batch.queue for batch in shown if not batch.is_done}
     return seconds_left(client.open_batches(queues), found) if queues else {}
 
 
 def listed_fields(
     client: Client, found: Sequence[WorkerInfo], limit: int | None
 ) -> Iterator[dict[str, Any]]:
-    """The newest batches for ``--json``, one by one."""
-    at_work = {queue for worker in found if worker.tokens_per_second for queue in worker.queues}
-    left = seconds_left(client.open_batches(at_work), found) if at_work else {}
+    """The fields of the newest batches for ``--json``, one by one."""
+    busy = {queue for worker in found if worker.tokens_per_second for queue in worker.queues}
+    left = seconds_left(client.open_batches(busy), found) if busy else {}
     for batch in itertools.islice(client.each_batch(), limit):
         yield batch_fields(batch, left)
 
 
 def show_batch(client: Client, batch_id: str, *, as_json: bool) -> bool:
-    """One batch in full; whether it is done."""
+    """Print one batch in full. Returns whether it is done."""
     batch, found = client.status(batch_id), client.workers()
     rate = tokens_per_second(client, batch)
     here = [worker for worker in found if batch.queue in worker.queues]
@@ -170,7 +170,7 @@ def show_batch(client: Client, batch_id: str, *, as_json: bool) -> bool:
             ("generation", f"{batch.generation} of {batch.base}" if batch.base else None),
             ("priority", batch.priority),
             ("expires", moment(batch.expires) if batch.expires else None),
-            ("copied", f"{batch.copied:,} rows asked for the same" if batch.is_deduped else None),
+            ("copied", f"{batch.copied:,} rows were duplicates" if batch.is_deduped else None),
             ("kept", _kept(batch)),
             ("prompt tokens", _prompt_tokens(batch)),
             ("generated", f"{batch.completion_tokens:,} tokens"),
@@ -184,7 +184,7 @@ def show_batch(client: Client, batch_id: str, *, as_json: bool) -> bool:
 
 
 def show_job(client: Client, job_id: str, *, as_json: bool) -> bool:
-    """One job; whether it has ended."""
+    """Print one job. Returns whether it has ended."""
     job = client.job(job_id)
     if as_json:
         print_json(job)
@@ -196,18 +196,18 @@ def show_job(client: Client, job_id: str, *, as_json: bool) -> bool:
 
 
 def show_workers(found: Sequence[WorkerInfo]) -> None:
-    """Two lines a worker: what it does now, and what it is."""
+    """Print two lines for each worker: its work now, and its model and versions."""
     if not found:
         click.echo("no workers: `batchkv worker -m MODEL` starts one on this machine")
         return
     columns = [
-        Column("WORKER", [w.name for w in found], shorten_middle, min_width=16),
-        Column("STATE", [w.shown_state for w in found], shorten_middle, min_width=21),
+        Column("WORKER", [w.name for w in found], shorten_names, min_width=16),
+        Column("STATE", [w.shown_state for w in found], shorten_names, min_width=21),
         Column("ROWS", [w.num_running for w in found]),
         Column("TOK/S", [w.tokens_per_second for w in found]),
         Column("MEMORY", [_size(w.memory_bytes) for w in found], if_any=True),
         Column("SEEN", [f"{w.silent_seconds:.0f}s ago" for w in found], drop=1),
-        Column("MODEL", [w.model or ", ".join(w.queues) for w in found], shorten_model,
+        Column("MODEL", [w.model or ", ".join(w.queues) for w in found], shorten_models,
                min_width=10),
     ]  # fmt: skip
     title, *lines = table_lines(columns)
@@ -218,7 +218,7 @@ def show_workers(found: Sequence[WorkerInfo]) -> None:
 
 
 def _about(worker: WorkerInfo, limit: int) -> str:
-    """What a worker is and has done, as much as there is room for."""
+    """A worker's scheme, version, counts and process, as many of them as fit."""
     parts = [
         Maker(worker.fingerprint, worker.scheme).words(),
         f"batchkv {worker.version}" if worker.version else "",
@@ -247,25 +247,25 @@ def _nobody(batch: BatchStatus) -> str:
         return "none"
     return (
         f"none, and none has ever taken a row of this batch: `batchkv worker -m {batch.model}` "
-        f"serves it, `batchkv forget {batch.batch_id}` takes it back"
+        f"serves it, `batchkv forget {batch.batch_id}` deletes it"
     )
 
 
 def _kept(batch: BatchStatus) -> str | None:
-    """How long the results stay, where that has an end."""
+    """How long the results stay, or None if they stay for ever."""
     if batch.kept_until:
         return f"until {moment(batch.kept_until)}"
     return f"{duration(batch.keep_seconds)} after the end" if batch.keep_seconds else None
 
 
 def _prompt_tokens(batch: BatchStatus) -> str:
-    """How many, how many of them were cached, and what that saved."""
+    """The number of prompt tokens, of cached ones, and the time that these saved."""
     saved = f", which saved {batch.saved_ms / 1000:,.1f} s" if batch.saved_ms else ""
     return f"{batch.prompt_tokens:,} ({batch.cached_tokens:,} cached{saved})"
 
 
 def batch_fields(batch: BatchStatus, left: Left | None = None) -> dict[str, Any]:
-    """A batch for ``--json``."""
+    """The fields of a batch for ``--json``."""
     return {
         **asdict(batch),
         "queued": batch.queued,
@@ -278,12 +278,12 @@ def batch_fields(batch: BatchStatus, left: Left | None = None) -> dict[str, Any]
 
 
 def worker_dicts(found: Sequence[WorkerInfo]) -> list[dict[str, Any]]:
-    """Workers for ``--json``."""
+    """The fields of workers for ``--json``."""
     return [asdict(worker) for worker in found]
 
 
 def state_of(batch: BatchStatus) -> str:
-    """What a batch does, in a word or two."""
+    """The state of a batch, in a word or two."""
     if batch.is_forgotten:
         return "being forgotten"
     if batch.is_done:
@@ -294,7 +294,7 @@ def state_of(batch: BatchStatus) -> str:
 
 
 def moment(seconds: float) -> str:
-    """Seconds since 1970 in local time."""
+    """Seconds since 1970 as local date and time."""
     return _timed("%Y-%m-%d %H:%M:%S", seconds)
 
 
@@ -312,7 +312,7 @@ def _timed(pattern: str, seconds: float) -> str:
 def tokens_per_second(client: Client, batch: BatchStatus) -> float | None:
     """Generated tokens a second from the first row's start to the last row's end (or to now).
 
-    None when nothing was generated yet.
+    None if no token was generated yet.
     """
     if not batch.completion_tokens:
         return None

@@ -1,4 +1,4 @@
-"""Tables and lists of fields that fit the terminal, or 80 columns without one."""
+"""Prints tables and lists of fields that fit the terminal, or 80 columns without one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import re
 import shutil
 import sys
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import click
 
@@ -15,14 +17,15 @@ from batchkv_producer.progress import printable
 
 DEFAULT_WIDTH = 80
 MIN_WIDTH = 40
+MAX_CUTS = 8  # tries to cut texts so that they differ
 GAP = "  "
-CUT = ".."  # stands for what was left out
+CUT = ".."  # in place of the characters that were left out
 
-NO_BREAK = "\x00"  # printable() has left none of these
+NO_BREAK = "\x00"  # a character that printable() never leaves in a text
 
 _COMMAND = re.compile("`[^`]*`")
 
-Shorten = Callable[[str, int], str]
+Shorten = Callable[[Sequence[str], int], list[str]]
 
 
 def width() -> int:
@@ -33,7 +36,7 @@ def width() -> int:
 
 
 def cell(value: object) -> str:
-    """A value as it stands in a table."""
+    """A value as text for a table."""
     if value is None:
         return ""
     if isinstance(value, float):
@@ -55,19 +58,58 @@ def shorten_middle(text: str, limit: int) -> str:
 
 
 def shorten_model(text: str, limit: int) -> str:
-    """A model's name in at most ``limit`` characters: without its owner or folder at first."""
+    """A model's name in at most ``limit`` characters. Its owner or folder is left out first."""
     if len(text) > limit:
         text = text.rstrip("/").rpartition("/")[2]
     return shorten_middle(text, limit)
+
+
+def shorten_names(texts: Sequence[str], limit: int) -> list[str]:
+    """Each text in at most ``limit`` characters. Different texts stay different where they can."""
+    return _apart(texts, limit, shorten_middle)
+
+
+def shorten_models(texts: Sequence[str], limit: int) -> list[str]:
+    """The same for names of models."""
+    return _apart(texts, limit, shorten_model)
+
+
+def _apart(texts: Sequence[str], limit: int, shorten: Callable[[str, int], str]) -> list[str]:
+    """Shorten each text. Texts that would look alike are cut where they differ instead."""
+    short = {text: shorten(text, limit) for text in dict.fromkeys(texts)}
+    for _ in range(MAX_CUTS):
+        alike = defaultdict[str, list[str]](list)
+        for text, shown in short.items():
+            alike[shown].append(text)
+        groups = [group for group in alike.values() if len(group) > 1]
+        if not groups:
+            break
+        for group in groups:
+            pairs = zip(min(group), max(group), strict=False)
+            start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            short |= {text: _cut_before(text, start, limit) for text in group}
+    return [short[text] for text in texts]
+
+
+def _cut_before(text: str, start: int, limit: int) -> str:
+    """The text in at most ``limit`` characters, those from ``start`` on among them."""
+    num_head = min(start, max(0, limit - len(CUT)) // 3)
+    room = limit - num_head - len(CUT)
+    if start <= num_head or room <= 0:
+        return text if len(text) <= limit else text[: max(0, limit - len(CUT))] + CUT[:limit]
+    tail = text[min(start, len(text) - room) :]
+    if len(tail) > room:
+        tail = tail[: max(1, room - len(CUT))] + CUT[: room - 1]
+    return text[:num_head] + CUT + tail
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
     """One column: a title and a value for each row.
 
-    With ``shorten`` it may become as narrow as ``min_width``. A column with ``drop`` above 0 is
-    left out when the table does not fit otherwise, the lowest number first; one ``if_any`` when
-    it says nothing (0 or "" in all rows).
+    With ``shorten`` the column may become as narrow as ``min_width``. If the table still does not
+    fit, columns with a ``drop`` above 0 are left out, the lowest number first. A column with
+    ``if_any`` is left out if all its values are 0 or "".
     """
 
     title: str
@@ -79,7 +121,7 @@ class Column:
 
 
 def fitted(columns: Iterable[Column], limit: int) -> list[tuple[Column, int]]:
-    """The columns that are shown, and how wide each is."""
+    """The columns that fit into ``limit`` characters, and the width of each."""
     shown = [column for column in columns if not column.if_any or any(column.values)]
     while True:
         widths = [_natural(column) for column in shown]
@@ -105,21 +147,19 @@ def _natural(column: Column) -> int:
 
 
 def table_lines(columns: Iterable[Column], limit: int | None = None) -> list[str]:
-    """The title line and one line for each row; numbers to the right."""
+    """The title line and one line for each row. Numbers are aligned to the right."""
     shown = fitted(columns, limit or width())
     num_rows = max((len(column.values) for column, _ in shown), default=0)
-    is_number = [_is_number(column) for column, _ in shown]  # looks at all values: once
-    pairs = zip(shown, is_number, strict=True)
-    titles = [_padded(column.title, size, right) for (column, size), right in pairs]
-    lines = [GAP.join(titles).rstrip()]
-    for row in range(num_rows):
-        cells = []
-        for (column, size), right in zip(shown, is_number, strict=True):
-            text = cell(column.values[row])
-            text = column.shorten(text, size) if column.shorten else text
-            cells.append(_padded(text, size, right))
-        lines.append(GAP.join(cells).rstrip())
-    return lines
+    cells = [_cells(column, size) for column, size in shown]
+    return [GAP.join(each[row] for each in cells).rstrip() for row in range(num_rows + 1)]
+
+
+def _cells(column: Column, size: int) -> list[str]:
+    """The title and all values of a column, padded to its width."""
+    texts = [cell(value) for value in column.values]
+    texts = column.shorten(texts, size) if column.shorten else texts
+    is_number = _is_number(column)
+    return [_padded(text, size, is_number) for text in (column.title, *texts)]
 
 
 def _is_number(column: Column) -> bool:
@@ -132,14 +172,14 @@ def _padded(text: str, size: int, is_number: bool) -> str:
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Columns as wide as they must be; numbers to the right."""
+    """Print columns that are as wide as their longest value. Numbers are aligned to the right."""
     values = list(zip(*rows, strict=True)) or [()] * len(titles)
     columns = [Column(title, each) for title, each in zip(titles, values, strict=True)]
     click.echo("\n".join(table_lines(columns)))
 
 
 def print_fields(pairs: Iterable[tuple[str, object]]) -> None:
-    """One ``name  value`` line each, long ones folded; a value that is None is left out."""
+    """Print one ``name  value`` line each. Long values are folded; None is left out."""
     kept = [(name, cell(value)) for name, value in pairs if value is not None]
     name_width = max((len(name) for name, _ in kept), default=0)
     indent = " " * (name_width + len(GAP))
@@ -147,7 +187,7 @@ def print_fields(pairs: Iterable[tuple[str, object]]) -> None:
         room = max(20, width() - len(indent))
         lines = [value]
         if len(value) > room:
-            # A command stays on one line, so that it can be copied.
+            # A command is not folded, so that it can be copied.
             whole = _COMMAND.sub(lambda found: found[0].replace(" ", NO_BREAK), value)
             lines = textwrap.wrap(whole, room, break_on_hyphens=False)
             lines = [line.replace(NO_BREAK, " ") for line in lines]

@@ -1,4 +1,4 @@
-"""The flags of ``run`` for its workers."""
+"""The flags of ``run`` for its own workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 def _checked(setting: Setting, text: str | None) -> str | None:
-    """What is wrong is said at once, not by each worker. The worker's package knows."""
+    """Check a value before any worker starts. The worker's package has the checks."""
     if text is None:
         return None
     try:
@@ -43,23 +43,23 @@ _WORKERS = click.option(
     type=click.IntRange(0, 64),
     default=1,
     show_default=True,
-    help="Workers to run here. 0 leaves the work to other machines.",
+    help="The number of workers to start here. 0 leaves the work to other machines.",
 )
 
 
 def _check_used(words: list[str], num_workers: int) -> None:
-    """Refuse flags of workers where there are none. A variable may stand there for others."""
+    """Refuse flags for workers if there are no workers. Variables may be set for other commands."""
     source = click.get_current_context().get_parameter_source("trace")
     said = [*words[::2], *(["--trace"] if source is ParameterSource.COMMANDLINE else [])]
     if said and not num_workers:
         raise UsageError(
-            f"{' and '.join(said)} would do nothing: with --workers 0 this command has no workers; "
-            "give it to `batchkv worker`"
+            f"{' and '.join(said)} would do nothing, because --workers 0 starts no worker: give it "
+            "to `batchkv worker`"
         )
 
 
 def worker_options(command: Callable[..., R]) -> Callable[..., R]:
-    """Add the flags; the command gets ``num_workers``, and the rest as ``worker_arguments``."""
+    """Add the flags. The command gets ``num_workers``, and the others as ``worker_arguments``."""
 
     @functools.wraps(command)
     def with_arguments(*args: Any, **kwargs: Any) -> R:

@@ -19,7 +19,7 @@ from redis import Redis
 from redis.exceptions import ResponseError
 
 from batchkv_producer.errors import ExpiredError, UsageError
-from batchkv_producer.monitor.status import BatchStatus, find_batch, match_batch
+from batchkv_producer.monitor.status import BatchStatus, find_batch, match_batch, read_batches
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.scripts import Scripts
 from batchkv_producer.wire.transitions import Transitions
@@ -68,6 +68,16 @@ def go_on(connection: Redis, batch_id: str, queue: str, until: float = math.inf)
             Transitions(connection).sweep(queue, batch_id)
         _step(connection, batch_id, queue, "end")
     return True
+
+
+def find_named(connection: Redis, names: Iterable[str]) -> dict[str, BatchStatus | None]:
+    """The batches with these ids, or unique prefixes of ids. None: only its name is left.
+
+    Raises NotFoundError if there is no such batch.
+    """
+    full = dict.fromkeys(match_batch(connection, name) for name in names)
+    there = {found.batch_id: found for found in read_batches(connection, [*full])}
+    return {batch_id: there.get(batch_id) for batch_id in full}
 
 
 def choose(

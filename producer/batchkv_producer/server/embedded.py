@@ -119,7 +119,7 @@ def status(home: Home) -> ServerStatus:
         "log": str(home.log),
     }
     try:
-        with _client(home) as connection:
+        with client_of(home) as connection:
             info: dict[str, Any] = connection.info()
     except RedisError:
         return ServerStatus(is_running=False, **places)
@@ -209,7 +209,7 @@ def _await_answer(home: Home) -> None:
     started = time.monotonic()
     while True:
         try:
-            with _client(home) as connection:
+            with client_of(home) as connection:
                 ping(connection)
                 return
         except BusyLoadingError:
@@ -232,7 +232,8 @@ def _start_failure(home: Home, said: list[str]) -> ServerError:
     return ServerError(f"the embedded server did not start; the end of {home.log}: {lines}")
 
 
-def _client(home: Home) -> Redis:
+def client_of(home: Home) -> Redis:
+    """A client of the home folder's server, with short timeouts and no retries."""
     return Redis(
         unix_socket_path=str(home.socket),
         socket_timeout=PROBE_TIMEOUT_SECONDS,
@@ -242,7 +243,7 @@ def _client(home: Home) -> Redis:
 
 def _answers(home: Home) -> bool:
     try:
-        with _client(home) as connection:
+        with client_of(home) as connection:
             ping(connection)
             return True
     except RedisError:
@@ -286,7 +287,7 @@ def _pid(home: Home) -> int | None:
     None unless that process is this home's server: ids are used again, and differ in containers.
     """
     pid: int | None = None
-    with suppress(RedisError), _client(home) as connection:
+    with suppress(RedisError), client_of(home) as connection:
         pid = int(connection.info("server")["process_id"])
     if pid is None:
         with suppress(OSError, ValueError):
@@ -306,7 +307,7 @@ def _is_server_of(home: Home, pid: int) -> bool:
 def _shut_down(home: Home) -> bool:
     """Ask a server to end that answers at the socket; whether there was one that does."""
     try:
-        with _client(home) as connection:
+        with client_of(home) as connection:
             connection.shutdown()
     except RedisError:
         return False

@@ -118,6 +118,19 @@ def test_help_ends_with_worked_examples() -> None:
             assert any("--json" in parameter.opts for parameter in command.params)
 
 
+def test_help_speaks_of_what_its_command_has() -> None:
+    """`ask` has one prompt and no rows; `retry` takes generation flags and --as with --from."""
+    of = {name: " ".join(batchkv(name, "--help").stdout.split()) for name in ("ask", "retry")}
+    assert not re.search(r"\brows?\b|plain prompt", of["ask"])
+    command = cli.get_command(click.Context(cli), "retry")
+    assert command
+    flags = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "read_as"}
+    helps = {param.name: getattr(param, "help", "") for param in command.params}
+    assert [name for name in sorted(flags) if "Only with --from" not in helps[name]] == []
+    assert "Only with --from" in of["retry"]
+    assert "Rows may set their own" in " ".join(batchkv("submit", "--help").stdout.split())
+
+
 def test_wrong_use_is_one_line_and_exit_code_2() -> None:
     """Unknown options, missing arguments and unknown commands say where help is."""
     assert_complains(batchkv("submit"), 2, "Missing argument 'FILE.*--help")
@@ -172,7 +185,7 @@ def test_submit_prints_the_id_alone(at_server: str, redis_connection: Redis, sou
     assert wrong.startswith("batchkv: line 2: invalid_json: ")
     assert queued == "batchkv: queued 3 rows, 1 of them wrong, in queue batchkv:m-62c66a7a"
     again = batchkv("submit", source, "-m", "m", "--max-tokens", "9", "--stop", "x", "--stop", "y")
-    assert again.stdout == found.stdout and "joined 3 rows" in again.stderr
+    assert again.stdout == found.stdout and "joined a batch of 3 rows" in again.stderr
     other = batchkv("submit", source, "-m", "m", "--max-tokens", "10")
     assert other.stdout != found.stdout
     assert len(Client(redis_connection).list_batches()) == 2
@@ -283,7 +296,7 @@ def test_dry_run_needs_no_model(source: Path) -> None:
         assert found.exit_code == 1
         assert found.stdout.endswith("no model named\n")
         assert found.stderr.count("\n") == 21
-        assert found.stderr.splitlines()[-1] == "batchkv: and 5 rows more that are wrong"
+        assert found.stderr.splitlines()[-1] == "batchkv: 5 more rows are wrong"
 
 
 def test_dry_run_needs_no_server(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,17 +504,19 @@ def test_cancel_and_retry_say_how_many(
 ) -> None:
     """cancel takes a job or a batch, retry a batch; both tell on standard error."""
     batch_id = submitted(source)
-    assert batchkv("cancel", f"{batch_id}-1").stderr == "batchkv: 1 row canceled\n"
-    assert "0 rows canceled: what was asked for" in batchkv("cancel", f"{batch_id}-1").stderr
-    assert batchkv("cancel", batch_id).stderr == "batchkv: 1 row canceled\n"
+    assert batchkv("cancel", f"{batch_id}-1").stderr == "batchkv: 1 row was canceled\n"
+    assert "no row was canceled: all had ended" in batchkv("cancel", f"{batch_id}-1").stderr
+    assert batchkv("cancel", batch_id).stderr == "batchkv: 1 row was canceled\n"
     waited = batchkv("wait", batch_id)
     assert waited.stdout == "3 = 0 ok + 1 failed + 2 canceled\n"
-    assert f"2 rows canceled: `batchkv retry {batch_id} --canceled`" in waited.stderr
+    assert f"2 rows are canceled: `batchkv retry {batch_id} --canceled`" in waited.stderr
     none = batchkv("retry", batch_id).stderr
-    assert none.startswith("batchkv: 0 rows queued again; 1 row wrong in the input: mend the file")
-    assert f"2 rows canceled: `batchkv retry {batch_id} --canceled`" in none
+    assert none == (
+        "batchkv: no row was queued again. 1 row is wrong in the input: correct the file. "
+        f"2 rows are canceled: `batchkv retry {batch_id} --canceled` queues them again\n"
+    )
     again = batchkv("retry", batch_id, "--canceled", "--job-timeout", "77")
-    assert again.stderr.startswith("batchkv: 2 rows queued again\nbatchkv: nobody serves the queue")
+    assert again.stderr.startswith("batchkv: 2 rows were queued again\nbatchkv: nobody serves")
     finish(redis_connection, "m")
     assert batchkv("wait", batch_id).stdout == "3 = 2 ok + 1 failed + 0 canceled\n"
 
@@ -614,6 +629,16 @@ def test_embedded_server_serves_when_none_is_named(
         assert process("server", "start").stdout == f"{home.url}\n"
         assert process("server", "stop").stderr == "batchkv: the server is stopped\n"
         assert process("server", "stop").stderr == "batchkv: no server was running\n"
+        assert process("server", "start").stdout == f"{home.url}\n"
+        with Redis.from_url(home.url) as connection:
+            now = {"birth": "2026-01-01T00:00:00Z", "bkv_seen": connection.time()[0]}
+            for name in ("mac-1", "mac-2"):
+                key = redis_keys.worker(name)
+                connection.hset(key, mapping={**now, "queues": redis_keys.queue_name("m")})
+                connection.sadd("rq:workers", key)
+        stopped = process("server", "stop").stderr
+        assert stopped.startswith("batchkv: the server is stopped\nbatchkv: 2 workers were conn")
+        assert "(mac-1, mac-2). A worker keeps its rows and goes on when" in stopped
         assert found.stdout.strip() in process("list").stdout
     finally:
         server.stop(home)

@@ -18,7 +18,14 @@ from click.testing import CliRunner, Result
 from redis import Redis
 
 from batchkv_producer.cli import cli
-from batchkv_producer.cli.tables import Column, shorten_middle, shorten_model, table_lines
+from batchkv_producer.cli.tables import (
+    Column,
+    shorten_middle,
+    shorten_model,
+    shorten_models,
+    shorten_names,
+    table_lines,
+)
 from batchkv_producer.monitor.remaining import percent_done, seconds_left
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.monitor.workers import WorkerInfo
@@ -192,13 +199,26 @@ def test_names_keep_what_tells_them_apart() -> None:
     assert [len(shorten_middle("abcdefghij", n)) for n in range(10)] == list(range(10))
 
 
+@pytest.mark.parametrize("limit", [8, 12, 20, 30])
+def test_shortened_names_of_a_column_differ(limit: int) -> None:
+    """Names that begin and end alike are cut so that the part in which they differ is shown."""
+    names = [f"prompts-of-a-long-experiment-{n}-at-temperature-0.jsonl" for n in (1, 2, 3, 31)]
+    models = ["mlx-community/Qwen3-4B-Instruct-2507-4bit", "of-mine/Qwen3-4B-Instruct-2507-4bit"]
+    models += ["mlx-community/Qwen3-4B-Thinking-2507-4bit", "mlx-community/Qwen3-4B-4bit"]
+    for shown in (shorten_names([*names, *names], limit), shorten_models(models, limit)):
+        assert len(set(shown)) == 4, shown
+        assert max(map(len, shown)) <= limit
+    assert shorten_names(["same-name-of-two-batches"] * 2, 8) == ["sam..hes"] * 2
+    assert [len(name) for name in shorten_names(["abcdefgh1x", "abcdefgh2x"], 3)] == [3, 3]
+
+
 def test_what_does_not_fit_is_narrowed_then_dropped() -> None:
     """Names become shorter first; then columns go, by their number; empty ones at once."""
     columns = [
         Column("ID", ["0123456789"]),
         Column("NONE", [0], if_any=True),
         Column("FIRST", ["f" * 10], drop=1),
-        Column("NAME", ["n" * 30], shorten_middle, min_width=8, drop=2),
+        Column("NAME", ["n" * 30], shorten_names, min_width=8, drop=2),
     ]
     assert table_lines(columns, 60)[0].split() == ["ID", "FIRST", "NAME"]
     assert table_lines(columns, 32)[1].split() == ["0123456789", "f" * 10, "nnnn..nnnn"[1:-1]]
@@ -236,7 +256,7 @@ def test_watch_and_json_exclude_each_other(redis_connection: Redis) -> None:
     """A program that wants more asks again; the flag is refused with a sentence."""
     for command in (["status"], ["list"], ["workers"]):
         found = batchkv(*command, "--watch", "--json")
-        assert found.exit_code == 2 and "--watch is for people" in found.stderr
+        assert found.exit_code == 2 and "--watch and --json exclude each other" in found.stderr
 
 
 def test_a_long_table_takes_each_value_a_few_times() -> None:

@@ -155,9 +155,9 @@ def test_rows_of_several_files_are_restored(
     swapped = retried("--from", paths[1], "--from", paths[0], "--as", "text")
     assert swapped.exit_code == 2 and "is not what batch" in swapped.stderr
     alone = retried("--as", "text")
-    assert alone.exit_code == 2 and "with --from FILE only" in alone.stderr
+    assert alone.exit_code == 2 and "for retry --from FILE only" in alone.stderr
     found = retried("--from", paths[0], "--from", paths[1], "--as", "text")
-    assert found.exit_code == 0 and "2 rows queued again" in found.stderr, found.stderr
+    assert found.exit_code == 0 and "2 rows were queued again" in found.stderr, found.stderr
     assert rows_of(redis_connection, batch) == before
 
 

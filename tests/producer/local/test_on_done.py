@@ -167,7 +167,12 @@ def test_status_and_list_show_the_terms(source: Path, redis_connection: Redis) -
     batch = submitted(source, *flags)
     shown = batchkv("status", batch).stdout
     assert "2 = 0 ok + 0 failed + 0 canceled + 2 queued + 0 running" in shown
-    for words in ("priority       high", "7d00h after the end", "expires", "0 rows asked"):
+    for words in (
+        "priority       high",
+        "7d00h after the end",
+        "expires",
+        "0 rows were duplicates",
+    ):
         assert words in shown
     assert "high" in batchkv("list").stdout
     finish(redis_connection)
@@ -209,8 +214,8 @@ def test_joining_tells_what_stays(source: Path) -> None:
 
 def test_dry_run_counts_duplicates(source: Path) -> None:
     """Before anything is queued."""
-    assert "1 row as another" in batchkv("submit", source, "--dry-run", "--dedupe").stdout
-    assert "as another" not in batchkv("submit", source, "--dry-run").stdout
+    assert "1 row is a duplicate" in batchkv("submit", source, "--dry-run", "--dedupe").stdout
+    assert "duplicate" not in batchkv("submit", source, "--dry-run").stdout
 
 
 def test_retry_after_the_deadline(source: Path, redis_connection: Redis) -> None:
@@ -220,7 +225,7 @@ def test_retry_after_the_deadline(source: Path, redis_connection: Redis) -> None
     assert batchkv("wait", batch).exit_code == 1
     refused = batchkv("retry", batch)
     assert refused.exit_code == 2 and "--expires 8h" in refused.stderr
-    assert "2 rows queued again" in batchkv("retry", batch, "--expires", "never").stderr
+    assert "2 rows were queued again" in batchkv("retry", batch, "--expires", "never").stderr
     assert "expires" not in batchkv("status", batch).stdout
 
 

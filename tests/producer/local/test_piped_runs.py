@@ -100,7 +100,7 @@ def test_several_files_need_an_out(redis_url: str, tmp_path: Path) -> None:
         (tmp_path / name).write_text("p1\np2\n")
     found = piped(redis_url, "a.txt", "b.txt")
     assert (found.returncode, found.stdout) == (2, "")
-    assert "several files need a place for their results: -o OUT" in found.stderr
+    assert "several files need one file for results: -o OUT" in found.stderr
     found = piped(redis_url, "a.txt", "b.txt", "-o", "-")
     assert ids(found.stdout) == ["a.txt:1", "a.txt:2", "b.txt:1", "b.txt:2"]
 

@@ -416,7 +416,7 @@ def test_failed_rows_and_retry(redis_url: str, redis_connection: Redis, source: 
     stdout, stderr = first.communicate(timeout=DEADLINE_SECONDS)
     assert first.returncode == 1
     assert stdout.startswith("41 = 39 ok + 2 failed + 0 canceled")
-    assert "2 rows failed" in stderr and "1 row wrong in the input: mend the file" in stderr
+    assert "2 rows failed" in stderr and "1 row is wrong in the input: correct the file" in stderr
     assert "` queues the others again, and `batchkv run` of the same input" in stderr
     assert ids(errors_path(out)) == ["line-41", "q7"]
     assert sorted(ids(out)) == [name for name in all_ids() if name != "q7"]
@@ -433,7 +433,7 @@ def test_only_input_errors_are_not_to_be_retried(redis_url: str, source: Path) -
     with source.open("a", encoding="utf-8") as file:
         file.write("{broken\n")
     _, stderr = start(redis_url, source).communicate(timeout=DEADLINE_SECONDS)
-    assert "1 row failed" in stderr and "mend the file" in stderr and "retry" not in stderr
+    assert "1 row failed" in stderr and "correct the file" in stderr and "retry" not in stderr
 
 
 def test_rows_that_are_wrong_can_be_allowed(redis_url: str, source: Path) -> None:

@@ -321,7 +321,7 @@ def test_status_says_that_nobody_ever_served_a_batch(desk: Desk, redis_url_kept:
     batch = desk.submit().batch_id
     text = batchkv("status", batch, url=redis_url_kept).stdout
     text = " ".join(text.split())
-    assert f"`batchkv worker -m {MODEL}` serves it, `batchkv forget {batch}` takes" in text
+    assert f"`batchkv worker -m {MODEL}` serves it, `batchkv forget {batch}` deletes" in text
     desk.pull(1)
     assert "none has ever taken a row" not in batchkv("status", batch, url=redis_url_kept).stdout
 
@@ -336,14 +336,17 @@ def redis_url_kept(redis_server: RedisServer) -> str:
 
 
 def test_without_a_terminal_it_refuses_unless_yes_is_said(desk: Desk, redis_url_kept: str) -> None:
-    """A script that does not say --yes loses nothing; the batch and its rows stay."""
+    """In a pipe nothing is deleted without --yes, whatever the pipe says; the help says so."""
     batch = desk.mixed()
     found = batchkv("forget", batch, url=redis_url_kept, stdin="y\n")
     assert found.exit_code == 2
-    assert "add --yes" in found.stderr and len(found.stderr.splitlines()) == 1
+    assert "add --yes. Nothing was deleted" in found.stderr
+    assert len(found.stderr.splitlines()) == 1
     assert desk.client.status(batch).total == NUM_ROWS
     found = batchkv("forget", batch, "--yes", url=redis_url_kept)
-    assert (found.exit_code, found.stderr) == (0, f"batchkv: forgot batch {batch} with 40 rows\n")
+    assert (found.exit_code, found.stderr) == (0, f"batchkv: deleted batch {batch} with 40 rows\n")
+    help_text = " ".join(batchkv("forget", "--help", url=redis_url_kept).stdout.split())
+    assert "In a pipe or a script it deletes nothing without --yes" in help_text
 
 
 @pytest.mark.parametrize("answer", ["y", "n"])
@@ -378,7 +381,7 @@ def test_batches_can_be_chosen_by_age_model_and_state(desk: Desk, redis_url_kept
     def left() -> set[str]:
         return {found.batch_id for found in desk.client.list_batches()}
 
-    assert "no batch on this server fits that" in forget("--model", "another").stderr
+    assert "no batch on this server fits these flags" in forget("--model", "another").stderr
     assert forget(old, "--all-done").exit_code == 2
     assert forget().exit_code == 2
     assert left() == {old, done, open_one}

@@ -53,7 +53,8 @@ def test_list_shows_newest(redis_connection: Redis) -> None:
         text = batchkv(command).stdout
         assert ids[-1] in text and ids[10] in text and ids[9] not in text
         assert "10 older batches are not shown: --limit N shows the newest N" in text
-        some = batchkv(command, "--limit", 3).stdout
+        # The line of the server's memory names the largest batches, whichever they are.
+        some = batchkv(command, "--limit", 3).stdout.partition("server's memory")[0]
         assert ids[57] in some and ids[56] not in some and "57 older" in some
         whole = batchkv(command, "--limit", 0).stdout
         assert ids[0] in whole and "older" not in whole

@@ -1,7 +1,12 @@
-"""The commands that read states: status, wait, list, workers."""
+"""The commands that show batches and workers: status, list, workers, wait."""
 
 from __future__ import annotations
 
+import io
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import partial
 
 import click
@@ -27,14 +32,16 @@ from batchkv_producer.cli.showing import (
     show_workers,
     worker_dicts,
 )
-from batchkv_producer.cli.watching import shown, watch_option
 from batchkv_producer.client import BatchStatus
 from batchkv_producer.errors import UsageError
 from batchkv_producer.local.follow import snapshot_of
 from batchkv_producer.progress import reporter
+from batchkv_producer.retry import read_with_retry
 from batchkv_producer.server.memory_use import read_memory_use
 
 SHOWN_BATCHES = 50
+WATCH_SECONDS = 2.0
+_CLEAR = "\x1b[H\x1b[J"  # moves to the upper left corner and clears the screen
 
 limit_option = click.option(
     "--limit",
@@ -42,10 +49,13 @@ limit_option = click.option(
     metavar="N",
     help=f"The newest N batches; 0 is all.  [default: {SHOWN_BATCHES}; all with --json]",
 )
+watch_option = click.option(
+    "--watch", "is_watching", is_flag=True, help="Repeat every 2 seconds, until Ctrl-C."
+)
 
 
-def _limit(said: int | None) -> int | None:
-    return SHOWN_BATCHES if said is None else said or None
+def _limit(given: int | None) -> int | None:
+    return SHOWN_BATCHES if given is None else given or None
 
 
 @click.command()
@@ -59,8 +69,8 @@ def status(
 ) -> None:
     """Show everything, or one batch, or one job.
 
-    Everything is the newest 50 batches, all workers, and the server's memory. --watch repeats it
-    every 2 seconds, until the batch or job is done, or until Ctrl-C.
+    Everything is the newest 50 batches, all workers, and the server's memory. --watch repeats the
+    output every 2 seconds, until the batch or job is done, or until Ctrl-C.
 
     \b
     Examples:
@@ -70,7 +80,7 @@ def status(
       batchkv status 3f2a9c51d07be684 --json | jq .ok
     """
     if target is not None and limit is not None:
-        raise UsageError("--limit is for the list of all batches: leave it or the id out")
+        raise UsageError("--limit is for the list of all batches: leave out --limit or the id")
     with session(url) as opened:
 
         def show() -> bool:
@@ -82,7 +92,7 @@ def status(
             one = show_job if "-" in target else show_batch
             return one(opened.client, target, as_json=as_json)
 
-        shown(show, is_watching=is_watching, as_json=as_json)
+        _show(show, is_watching=is_watching, as_json=as_json)
 
 
 @click.command(name="list")
@@ -93,7 +103,7 @@ def status(
 def list_batches(limit: int | None, is_watching: bool, url: str | None, as_json: bool) -> None:
     """List batches, the newest first.
 
-    The table shows the newest 50; --limit sets another number. --json lists all.
+    The table shows the newest 50. --limit sets another number. --json lists all.
 
     \b
     Examples:
@@ -110,7 +120,7 @@ def list_batches(limit: int | None, is_watching: bool, url: str | None, as_json:
                 show_list(client, _limit(limit))
             return False
 
-        shown(show, is_watching=is_watching, as_json=as_json)
+        _show(show, is_watching=is_watching, as_json=as_json)
 
 
 @click.command()
@@ -120,7 +130,7 @@ def list_batches(limit: int | None, is_watching: bool, url: str | None, as_json:
 def workers(is_watching: bool, url: str | None, as_json: bool) -> None:
     """List the live workers of all machines.
 
-    TOK/S is the mean of the last minute, over the time in which there were rows.
+    TOK/S is the mean of the last minute, over the time in which the worker had rows.
 
     \b
     Examples:
@@ -137,13 +147,13 @@ def workers(is_watching: bool, url: str | None, as_json: bool) -> None:
                 show_workers(found)
             return False
 
-        shown(show, is_watching=is_watching, as_json=as_json)
+        _show(show, is_watching=is_watching, as_json=as_json)
 
 
 @click.command()
 @click.argument("batch_id", metavar="BATCH")
 @click.option(
-    "--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="Wait at most so long."
+    "--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="Wait at most this long."
 )
 @on_done_option
 @url_option
@@ -159,7 +169,7 @@ def wait(
 ) -> None:
     """Wait until a batch is done. Exit code 1 if a row failed, 6 if the time is over.
 
-    With --on-done, the exit code is 5 if that command failed. It is not run when the time is over.
+    The exit code is 5 if the command of --on-done failed. When the time is over it is not run.
 
     \b
     Examples:
@@ -185,3 +195,49 @@ def wait(
         say(f"batch {last.batch_id} is not done yet")
     say_canceled(last)
     ctx.exit(exit_code(last, on_done))
+
+
+# ---- --watch ----
+
+
+def _show(show: Callable[[], bool], *, is_watching: bool, as_json: bool) -> None:
+    """Call ``show`` once. With ``--watch`` call it until it returns True.
+
+    On a terminal each output replaces the one before; elsewhere an empty line separates them.
+    """
+    if not is_watching:
+        show()
+        return
+    if as_json:
+        raise UsageError("--watch and --json exclude each other: run --json again instead")
+    is_terminal, is_first = sys.stdout.isatty(), True
+    while True:
+        text, is_over = read_with_retry(lambda: _captured(show))
+        if is_terminal:
+            text = _CLEAR + text
+        elif not is_first:
+            text = "\n" + text
+        click.echo(text, nl=False)
+        sys.stdout.flush()
+        is_first = False
+        if is_over:
+            return
+        time.sleep(WATCH_SECONDS)
+
+
+class _Screen(io.StringIO):
+    """Keeps what is written. It is a terminal if standard output is, so tables have its width."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+def _captured(show: Callable[[], bool]) -> tuple[str, bool]:
+    screen = _Screen(is_terminal=sys.stdout.isatty())
+    with redirect_stdout(screen):
+        is_over = show()
+    return screen.getvalue(), is_over
