@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 from batchkv_producer.agreed import BLOCK_TOKENS
 
@@ -56,6 +57,7 @@ class Setting:
     step: int = 1
     choices: tuple[str, ...] = ()
     metavar: str = ""
+    is_bare: bool = False  # a switch whose flag takes no value and turns it on
     help: str = ""
     run_help: str = ""
     about: str = ""
@@ -96,9 +98,15 @@ class Setting:
             else text
         )
 
+    def option(self) -> dict[str, Any]:
+        """What click is told of the flag beside its names and help."""
+        if self.is_bare:
+            return {"is_flag": True, "flag_value": "on"}
+        return {"metavar": self.metavar or None}
+
     def flag_help(self) -> str:
         """The help of the flag, with its default."""
-        shown = self.default or self.no_default
+        shown = "" if self.is_bare else self.default or self.no_default
         return f"{self.help}  [{shown}]" if shown else self.help
 
 
@@ -196,6 +204,14 @@ TABLE = (
     _seconds("drain_seconds", "--drain-seconds", "30", _DAY,
              "How long a stop lets rows finish.",
              "how long a stop lets rows finish; the rest goes back", low=0),
+    Setting(
+        "polite", ("BATCHKV_POLITE",), "--polite", ValueType.SWITCH, "off", is_bare=True,
+        help="Pause while this machine runs on battery.",
+        run_help="Pause while this machine runs on battery.",
+        about="pauses while the machine runs on battery. Rows that have not started go back at "
+        "once, rows that have started after 60 s, and the machine may sleep. The flag takes no "
+        "value",
+    ),
     Setting(
         "trace", ("BATCHKV_TRACE",), "--trace", ValueType.FILE, metavar="FILE",
         help="Write where the time goes, for Perfetto.  [off]",

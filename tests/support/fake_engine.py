@@ -18,12 +18,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from batchkv_producer.wire.job import Usage
 from batchkv_producer.wire.maker import Maker
 from batchkv_worker.errors import ModelError
 from batchkv_worker.events import Completed, Event, Rejected, Work
 from batchkv_worker.model.load_progress import report
+from batchkv_worker.queue.pause import Pause, PowerWatch
 from batchkv_worker.queue.rq_worker import BatchWorker
 from batchkv_worker.settings import WorkerSettings
 
@@ -42,6 +44,9 @@ class FakePlan:
     scheme: str = "affine8"
     changed: str = ""  # a file: once it is there, the model on the disk is another
     tally: str = ""  # a file that is told, at each step, how many rows have ended
+    platform: str = ""  # of the worker's power source and of caffeinate; else this system's
+    power_poll_seconds: float = PowerWatch.POLL_SECONDS
+    grace_seconds: float = Pause.GRACE_SECONDS
 
 
 @dataclass(slots=True)
@@ -157,10 +162,21 @@ def build_fake(settings: WorkerSettings, plan: FakePlan) -> FakeEngine:
 class FakeWorker(BatchWorker):
     """BatchWorker on a fake engine, for ``rq worker -w support.fake_engine.FakeWorker``."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        plan = _plan()
+        if plan.platform:
+            self.platform = plan.platform
+        PowerWatch.POLL_SECONDS = plan.power_poll_seconds
+        Pause.GRACE_SECONDS = plan.grace_seconds
+
     @staticmethod
     def engine_factory(settings: WorkerSettings) -> FakeEngine:
-        plan = replace(FakePlan(), **json.loads(os.environ.get("FAKE_PLAN", "{}")))
-        return build_fake(settings, plan)
+        return build_fake(settings, _plan())
+
+
+def _plan() -> FakePlan:
+    return replace(FakePlan(), **json.loads(os.environ.get("FAKE_PLAN", "{}")))
 
 
 def main() -> None:

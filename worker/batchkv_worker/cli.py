@@ -41,8 +41,9 @@ def settings_options(command: Callable[..., None]) -> Callable[..., None]:
     for setting in reversed(TABLE):
         if setting.name:
             flags = ("-m", setting.flag) if setting.name == "model" else (setting.flag,)
-            metavar = setting.metavar or None
-            option = click.option(*flags, setting.name, metavar=metavar, help=setting.flag_help())
+            option = click.option(
+                *flags, setting.name, help=setting.flag_help(), **setting.option()
+            )
             command = option(command)
     return command
 

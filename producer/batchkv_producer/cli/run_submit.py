@@ -39,7 +39,8 @@ from batchkv_producer.cli.worker_options import worker_options
 from batchkv_producer.client import Submitted
 from batchkv_producer.errors import UsageError
 from batchkv_producer.local import run as running
-from batchkv_producer.local.beginning import generation_words
+from batchkv_producer.local.awake import kept_awake
+from batchkv_producer.local.beginning import generation_words, is_polite
 from batchkv_producer.progress import Snapshot, reporter, rows
 from batchkv_producer.results.target import STDOUT
 from batchkv_producer.server.embedded import ensure_running
@@ -122,6 +123,8 @@ def run(
             checked = check_input(*arguments, dedupe=batch_options.dedupe, as_json=False)
             ctx.exit(input_code(checked.num_bad, allow_bad))
         target = out_of(inputs, out)
+        if not is_polite(worker_arguments):  # polite workers keep it awake, but not on battery
+            stack.enter_context(kept_awake())
         opened, progress = stack.enter_context(session(url)), stack.enter_context(reporter())
         home = home_from_environment() if opened.is_embedded else None
         revive = partial(ensure_running, home) if home else None

@@ -30,9 +30,9 @@ def _option(setting: Setting) -> Callable[[Callable[..., R]], Callable[..., R]]:
     return click.option(
         setting.flag,
         setting.name,
-        metavar=setting.metavar,
         callback=lambda _context, _option, value: _checked(setting, value),
         help=setting.run_help,
+        **setting.option(),
     )
 
 
@@ -47,10 +47,10 @@ _WORKERS = click.option(
 )
 
 
-def _check_used(words: list[str], num_workers: int) -> None:
+def _check_used(flags: list[str], num_workers: int) -> None:
     """Refuse flags for workers if there are no workers. Variables may be set for other commands."""
     source = click.get_current_context().get_parameter_source("trace")
-    said = [*words[::2], *(["--trace"] if source is ParameterSource.COMMANDLINE else [])]
+    said = [*flags, *(["--trace"] if source is ParameterSource.COMMANDLINE else [])]
     if said and not num_workers:
         raise UsageError(
             f"{' and '.join(said)} would do nothing, because --workers 0 starts no worker: give it "
@@ -63,9 +63,14 @@ def worker_options(command: Callable[..., R]) -> Callable[..., R]:
 
     @functools.wraps(command)
     def with_arguments(*args: Any, **kwargs: Any) -> R:
-        said = {setting.flag: kwargs.pop(setting.name) for setting in _SETTINGS}
-        words = [word for flag, value in said.items() if value for word in (flag, value)]
-        _check_used(words, kwargs["num_workers"])
+        values = [(setting, kwargs.pop(setting.name)) for setting in _SETTINGS]
+        said = [(setting, value) for setting, value in values if value]
+        _check_used([setting.flag for setting, _ in said], kwargs["num_workers"])
+        words = [
+            word
+            for setting, value in said
+            for word in ((setting.flag,) if setting.is_bare else (setting.flag, value))
+        ]
         return command(*args, worker_arguments=tuple(words), **kwargs)
 
     wrapped: Callable[..., R] = with_arguments

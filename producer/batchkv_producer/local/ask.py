@@ -123,8 +123,9 @@ def _is_served(model: str, serving: Sequence[WorkerInfo]) -> bool:
     """Whether a worker with these weights serves the model and is not away."""
     own = fingerprint.of_model(model)
     return any(
-        not worker.is_away and not (own and worker.fingerprint and own != worker.fingerprint)
+        not (own and worker.fingerprint and own != worker.fingerprint)
         for worker in serving
+        if not (worker.is_away or worker.is_paused)
     )
 
 

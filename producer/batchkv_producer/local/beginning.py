@@ -37,6 +37,19 @@ def with_own_workers(
     return replace(options, maker=replace(options.maker, scheme=scheme, dtype=dtype))
 
 
+def is_polite(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether workers started with these arguments pause on battery.
+
+    A value that cannot be is left to the worker, which refuses it.
+    """
+    setting = BY_NAME["polite"]
+    text = "on" if setting.flag in arguments else environ.get(setting.variable, "").strip()
+    try:
+        return bool(text) and any(check(setting.name, text) for check in _checks("setting"))
+    except ValueError:
+        return False
+
+
 def canonical(scheme: str) -> str:
     """The canonical name of a KV scheme. ValueError if there is none of that name.
 

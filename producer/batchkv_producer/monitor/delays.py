@@ -60,6 +60,13 @@ def _loading(_: BatchStatus, serving: Sequence[WorkerInfo], __: int) -> Delay | 
     return Delay(next(worker.doing for worker in serving))
 
 
+def _paused(_: BatchStatus, serving: Sequence[WorkerInfo], __: int) -> Delay | None:
+    paused = [worker for worker in serving if worker.is_paused]
+    if not paused or any(not (worker.is_paused or worker.is_away) for worker in serving):
+        return None
+    return Delay(f"{paused[0].name} is {paused[0].doing}")
+
+
 def _away(_: BatchStatus, serving: Sequence[WorkerInfo], __: int) -> Delay | None:
     holding = [worker for worker in serving if worker.is_away and worker.num_running]
     if not holding:
@@ -87,7 +94,7 @@ def _unfit(status: BatchStatus, serving: Sequence[WorkerInfo], num_local: int) -
 
 
 # Arguments of a reason: the batch, the workers of its queue, the number of our own workers.
-REASONS: tuple[Reason, ...] = (_unserved, _loading, _unfit, _away)
+REASONS: tuple[Reason, ...] = (_unserved, _loading, _unfit, _paused, _away)
 
 
 def find_delay(

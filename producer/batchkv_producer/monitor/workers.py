@@ -15,6 +15,7 @@ from batchkv_producer.wire import redis_keys
 
 MAX_DIGITS = 19  # of a count: Redis has 64-bit integers
 LOADING = ("loading", "downloading", "measuring")  # ``doing`` begins so before the first row
+PAUSED = "paused"  # ``doing`` of a polite worker on battery begins so
 HEARTBEAT_SECONDS = 15.0  # of a worker whose record has no other interval
 MISSED_HEARTBEATS = 2
 MAX_TEXT_CHARS = 1024
@@ -71,6 +72,11 @@ class WorkerInfo:
     def is_loading(self) -> bool:
         """Whether it has not begun to take rows."""
         return self.doing.startswith(LOADING)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it takes no rows until its machine runs on mains again."""
+        return self.doing.startswith(PAUSED)
 
 
 def text_map(raw: dict[bytes, bytes]) -> dict[str, str]:

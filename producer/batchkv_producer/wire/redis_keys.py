@@ -79,7 +79,8 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
 ``rq:worker:<name>``       hash    RQ's worker. What it tells of itself with each heartbeat is ours:
                                    ``bkv_version``, ``bkv_model``, ``bkv_fingerprint``,
                                    ``bkv_scheme``, ``bkv_dtype``, ``bkv_abilities``, ``bkv_state``
-                                   (``loading 2.1 of 7.3 GB``, ``finishing 12 rows`` or empty),
+                                   (``loading 2.1 of 7.3 GB``, ``finishing 12 rows``,
+                                   ``paused: on battery`` or empty),
                                    ``bkv_tokens_per_second`` (of the last minute), ``bkv_memory``
                                    (bytes), ``bkv_slots`` (rows that it decodes at once; 0 until
                                    its model is loaded), ``bkv_beat_ms`` (how often it is to be

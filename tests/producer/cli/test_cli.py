@@ -262,7 +262,13 @@ def test_bad_worker_flags_are_refused(
 
 
 @pytest.mark.parametrize(
-    "flags", [("--slots", "4"), ("--kv-scheme", "affine4", "--memory", "1GB"), ("--trace", "t")]
+    "flags",
+    [
+        ("--slots", "4"),
+        ("--kv-scheme", "affine4", "--memory", "1GB"),
+        ("--trace", "t"),
+        ("--polite",),
+    ],
 )
 def test_flags_of_workers_need_workers(source: Path, flags: tuple[str, ...]) -> None:
     """`run --workers 0` refuses a flag that only workers of its own would heed."""

@@ -147,6 +147,14 @@ def test_no_time_left_is_told_of_rows_that_a_dead_worker_holds() -> None:
     assert seconds_left([open_rows], [alive, dataclasses.replace(dead, num_running=9)]) == {}
 
 
+def test_a_paused_worker_makes_no_batch_faster() -> None:
+    """The time left is that of the workers that compute; with none of them nothing is known."""
+    open_rows = batch(batch_id="b", ok=90, completion_tokens=900, running=10)
+    paused = dataclasses.replace(worker(90), doing="paused: on battery")
+    assert seconds_left([open_rows], [worker(10), paused]) == {"b": 10.0}
+    assert seconds_left([open_rows], [paused]) == {}
+
+
 @pytest.mark.usefixtures("at_server")
 def test_workers_say_what_they_run(redis_connection: Redis) -> None:
     """Version, model, scheme, tokens a second and memory, for people and for programs."""

@@ -163,12 +163,13 @@ def test_a_model_has_to_be_named(redis_url: str) -> None:
 
 @pytest.mark.usefixtures("worker")
 def test_who_can_not_answer_is_nobody(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that is away, or has other weights than this machine, does not take the question."""
+    """A worker that is away or paused, or has other weights, does not take the question."""
     with Redis.from_url(redis_url) as redis:
         (there,) = Client(redis).serving(redis_keys.queue_name(MODEL))
     assert asking._is_served(MODEL, [there])
     assert not asking._is_served(MODEL, [])
     assert not asking._is_served(MODEL, [replace(there, is_away=True)])
+    assert not asking._is_served(MODEL, [replace(there, doing="paused: on battery")])
     monkeypatch.setattr(asking.fingerprint, "of_model", lambda _: "a" * 32)
     assert asking._is_served(MODEL, [replace(there, fingerprint="")])
     assert not asking._is_served(MODEL, [replace(there, fingerprint="b" * 32)])

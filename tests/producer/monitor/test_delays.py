@@ -151,6 +151,16 @@ def test_a_worker_that_is_away_is_named_with_its_rows() -> None:
     assert house.after(2, worker(), sleepers[0]) == ""
 
 
+def test_a_pause_of_all_workers_is_a_reason() -> None:
+    """Rows wait while every worker is paused or away; one that works is enough to say nothing."""
+    house = House()
+    paused = worker("paused: on battery")
+    away = replace(worker(), is_away=True)
+    assert house.after(0, paused, away) == "w is paused: on battery"
+    assert house.after(2, paused, worker()) == ""
+    assert house.said == []
+
+
 def test_suspects_that_wait_are_told_of(redis_connection: Redis) -> None:
     """Why some rows are not run yet, as long as they wait; nothing of rows that no worker had."""
     client = Client(redis_connection)

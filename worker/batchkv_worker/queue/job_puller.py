@@ -14,6 +14,7 @@ jobs until it holds none.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -28,6 +29,8 @@ from batchkv_worker.queue.model_watch import ModelWatch
 from batchkv_worker.queue.passed_over import PassedOver
 from batchkv_worker.queue.redis_side import Poll, RedisSide
 from batchkv_worker.queue.state import WorkerState
+
+log = logging.getLogger("batchkv.worker")
 
 IDLE_WAIT_SECONDS = 1  # how long the server holds our question while the queue is empty
 EMPTY_QUEUE_SECONDS = 0.1  # how soon to ask again while rows are decoding
@@ -191,7 +194,7 @@ class JobPuller:
 
     def feed(self) -> None:
         """Start rows of the backlog. A row that cannot run at all becomes a result."""
-        while count := dispatch.jobs_to_start(self._view()):
+        while self._state.may_start and (count := dispatch.jobs_to_start(self._view())):
             self._engine.add(self._state.start(count))
 
     def close(self) -> None:
@@ -221,6 +224,21 @@ class JobPuller:
             self._in_flight.drop(lease.job_id)
         self.num_taken -= len(leases)
         self.is_exhausted = False  # a burst does not end before somebody took them
+
+    def return_started(self) -> None:
+        """Give back the rows that the engine has, and cancel them there. No death is counted."""
+        leases = self._in_flight.started
+        if not leases:
+            return
+        self._give_back(leases)
+        for lease in leases:
+            self._engine.cancel(lease.job_id)
+        log.info("gave %d started jobs back to the queue", len(leases))
+
+    def pause(self) -> None:
+        """A pause has begun and nothing is in flight. It is no end of the queue."""
+        self._idle_since = None
+        self._side.set_state("suspended")
 
     def suspend(self) -> None:
         """RQ is suspended and nothing is in flight."""

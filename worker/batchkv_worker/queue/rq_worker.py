@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 from redis import Redis
@@ -29,6 +30,8 @@ from rq.utils import now
 from rq.worker import BaseWorker
 
 from batchkv_producer.errors import BatchkvError
+from batchkv_producer.local.awake import Awake, kept_awake
+from batchkv_producer.local.power import is_on_battery
 from batchkv_producer.local.presence import Presence, reclaim_dead_of_home
 from batchkv_producer.local.worker_checks import check_model_folder
 from batchkv_worker.engine.thread import EngineThread
@@ -36,6 +39,7 @@ from batchkv_worker.errors import SettingsError, WorkerError
 from batchkv_worker.events import EngineLike
 from batchkv_worker.queue.in_flight import InFlight
 from batchkv_worker.queue.job_puller import Limits
+from batchkv_worker.queue.pause import Pause, PowerWatch
 from batchkv_worker.queue.redis_side import RedisSide, is_outage
 from batchkv_worker.queue.session import Session
 from batchkv_worker.queue.startup import (
@@ -74,6 +78,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
     """
 
     engine_factory: ClassVar[Callable[[WorkerSettings], EngineLike]] = staticmethod(build_engine)
+    platform: ClassVar[str] = sys.platform  # decides how to stay awake and what power there is
     connection_timeout = SOCKET_TIMEOUT_SECONDS
 
     def __init__(
@@ -139,14 +144,18 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             exit_with(fault)
         for warning in unknown_variables(os.environ):
             self.log.warning(warning)
-        state = WorkerState(InFlight(settings.model, self.name), self._stop)
         limits = Limits(burst, max_jobs, max_idle_time)
         presence = Presence(
             self.connection, self.name, self.queues[0].name, settings.heartbeat_seconds
         )
         side = self._redis_side(settings, presence)
-        session = self._session = Session(side, engine, state, settings, limits)
-        with self._signal_handlers():
+        with (
+            self._signal_handlers(),
+            kept_awake(self.platform) as awake,
+            self._pause(settings, engine, awake) as pause,
+        ):
+            state = WorkerState(InFlight(settings.model, self.name), self._stop, pause)
+            session = self._session = Session(side, engine, state, settings, limits)
             try:
                 engine.start()
                 code = self._run(session)
@@ -157,6 +166,21 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
         if code:
             raise SystemExit(code)
         return session.num_taken > 0
+
+    @contextmanager
+    def _pause(
+        self, settings: WorkerSettings, engine: EngineThread, awake: Awake
+    ) -> Iterator[Pause]:
+        """Inside, the power source is watched if the worker is to be polite."""
+        if not settings.polite:
+            yield Pause()
+            return
+        watch = PowerWatch(partial(is_on_battery, self.platform), engine.wake)
+        watch.start()
+        try:
+            yield Pause(watch, awake)
+        finally:
+            watch.stop()
 
     @contextmanager
     def _signal_handlers(self) -> Iterator[None]:

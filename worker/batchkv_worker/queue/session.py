@@ -162,6 +162,7 @@ class Session:
         self._record.log_loading()
         self._report_stop()
         self._cancel_wanted()
+        self._heed_pause()
         for job_id in self._state.expire(time.monotonic()):
             self._engine.cancel(job_id)
         if self._state.may_start:
@@ -198,6 +199,13 @@ class Session:
         except Empty:
             for job_id in self._state.cancel(wanted):
                 self._engine.cancel(job_id)
+
+    def _heed_pause(self) -> None:
+        """Begin or end a pause. Rows that only wait in the engine do not wait there for its end."""
+        if self._state.pause.look(self._in_flight.num_started):
+            job_ids = [lease.job_id for lease in self._in_flight.started]
+            self._engine.recall(job_ids, len(job_ids))
+        self._record.paused = self._state.pause.text
 
     def _check_engine(self) -> None:
         state = self._state
@@ -240,6 +248,8 @@ class Session:
                 self._maintenance_timer.restart(now)
         if not self._state.may_start:
             self._puller.close()
+        if self._state.pause.is_grace_over:
+            self._puller.return_started()
         if time.monotonic() >= self._puller.pull_at():
             self._puller.refill()
 
@@ -267,7 +277,9 @@ class Session:
         self._drop(poll.lost)
         self._state.is_suspended = poll.is_suspended
         self._puller.note_poll(poll)
-        if poll.is_suspended and not self._in_flight:
+        if not (self._state.pause.may_work or self._in_flight):
+            self._puller.pause()
+        elif poll.is_suspended and not self._in_flight:
             self._puller.suspend()
 
     def _renew_leases(self) -> None:

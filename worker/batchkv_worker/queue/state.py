@@ -13,15 +13,17 @@ from collections.abc import Iterable
 from batchkv_producer.wire.transitions import JobResult
 from batchkv_worker.events import Completed, Rejected, Work
 from batchkv_worker.queue.in_flight import InFlight
+from batchkv_worker.queue.pause import Pause
 from batchkv_worker.queue.stop import StopRequest
 
 
 class WorkerState:
     """The rows of one worker, and whether it may start more."""
 
-    def __init__(self, in_flight: InFlight, stop: StopRequest) -> None:
+    def __init__(self, in_flight: InFlight, stop: StopRequest, pause: Pause | None = None) -> None:
         self.in_flight = in_flight
         self.stop = stop
+        self.pause = pause or Pause()
         self.results: list[JobResult] = []  # of rows that have ended
         self.canceled: list[tuple[str, bytes]] = []  # (job id, canceled result)
         self.is_ready = False  # the engine has loaded its model
@@ -33,7 +35,8 @@ class WorkerState:
     def may_start(self) -> bool:
         """Whether jobs may be pulled and started."""
         is_well = self.is_ready and self.engine_fault is None
-        return is_well and not (self.is_suspended or self.is_outdated or self.stop.is_asked)
+        is_held_up = self.is_suspended or not self.pause.may_work or self.is_outdated
+        return is_well and not (is_held_up or self.stop.is_asked)
 
     @property
     def holds_jobs(self) -> bool:

@@ -98,6 +98,7 @@ class WorkerRecord:
         self._publish = publish
         self._minute = LastMinute(time.monotonic)
         self._stopping = ""
+        self.paused = ""  # why, as ``Pause.text`` says it
         self._published = ""  # the state in the record
         self._logged = ""
         self._sample_timer = Timer(SAMPLE_SECONDS)
@@ -107,8 +108,8 @@ class WorkerRecord:
 
     @property
     def state(self) -> str:
-        """More than RQ's busy and idle: loading or stopping. Empty most of the time."""
-        return self._stopping or self._engine.loading
+        """More than RQ's busy and idle: stopping, loading, paused. Empty most of the time."""
+        return self._stopping or self._engine.loading or self.paused
 
     def count(self, event: Completed) -> None:
         """A row has ended well."""
