@@ -16,7 +16,7 @@ from batchkv_cache_store.errors import BlockRejected
 from batchkv_cache_store.keys import next_key
 from batchkv_producer.errors import WireError
 from batchkv_producer.intake.formats import Row, RowError, read_rows
-from batchkv_producer.results.output import output_line, text_line
+from batchkv_producer.results.output import failed_text_line, output_line, text_line
 from batchkv_producer.wire.error_codes import ErrorCode
 from batchkv_producer.wire.job import (
     MAX_JOB_BYTES,
@@ -104,7 +104,8 @@ def check_result(data: bytes) -> None:
         result = decode_result(data)
     except WireError:
         return
-    for line in (output_line("0123456789abcdef-1", result), text_line(result)):
+    texts = text_line(result), failed_text_line(result)
+    for line in (output_line("0123456789abcdef-1", result), *texts):
         line.encode("utf-8")
         assert "\n" not in line and "\r" not in line
     encode_result(result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -16,11 +17,12 @@ from batchkv_producer.cli.shared import (
     delays_of,
     json_option,
     out_option,
+    print_json,
     say,
     session,
     url_option,
 )
-from batchkv_producer.client import StoredRow
+from batchkv_producer.client import BatchStatus, StoredRow
 from batchkv_producer.errors import UsageError
 from batchkv_producer.local.follow import Follower, snapshot_of, stale_rows
 from batchkv_producer.local.run import TURN_SECONDS
@@ -36,7 +38,15 @@ format_option = click.option(
     type=click.Choice(["openai", "text"]),
     default="openai",
     show_default=True,
-    help="openai: lines of an OpenAI Batch output file; text: the answers alone, one a line.",
+    help="openai: lines of an OpenAI Batch output file. text: the answers alone, one a line; rows "
+    "without an answer go to standard error, with their custom_id.",
+)
+results_json_option = click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON array of the rows, not lines of JSON; with -o, print how many rows are in "
+    "which file.",
 )
 
 
@@ -47,14 +57,14 @@ format_option = click.option(
     "Append to FILE and FILE.errors.jsonl what they lack, as `batchkv run` does; without it all "
     "rows go to standard output.",
 )
-@click.option("--follow", is_flag=True, help="Go on, in the order in which rows end, to the end.")
+@click.option("--follow", is_flag=True, help="Go on until the batch is done, as rows end.")
 @click.option(
     "--ordered", is_flag=True, help="In the order of the input (both files are written anew)."
 )
-@click.option("--errors", "only_errors", is_flag=True, help="Only rows that have no answer.")
+@click.option("--errors", "only_errors", is_flag=True, help="Print only rows without an answer.")
 @format_option
 @url_option
-@json_option
+@results_json_option
 def results(
     batch_id: str,
     out: Path | None,
@@ -77,26 +87,32 @@ def results(
       batchkv results 3f2a9c51d07be684 --follow | jq -r .response.body.choices[0].message.content
     """  # fmt: skip
     if follow and ordered:
-        raise UsageError("--follow gives rows as they end, --ordered as they stood: choose one")
+        raise UsageError(
+            "--follow prints rows as they end, --ordered in the order of the input: choose one"
+        )
     is_printed = out is None or str(out) == "-"
     if only_errors and not is_printed:
         raise UsageError("--errors is for standard output: FILE.errors.jsonl has these rows anyway")
     _check_format(form, as_json)
     with session(url) as opened:
-        batch_id = opened.client.status(batch_id).batch_id
+        status = opened.client.status(batch_id)
+        batch_id = status.batch_id
         order: Literal["finish", "input"] = "input" if ordered else "finish"
         if out is None or is_printed:
-            rows = opened.client.results(batch_id, order=order, follow=follow)
-            shown = (row for row in rows if not (only_errors and row.result.outcome == "ok"))
-            _print_rows(shown, form, is_flushed=follow)
-        elif form == "openai" and order == "finish":
-            _append(opened, batch_id, out, follow=follow)
-        else:
-            rows = opened.client.results(batch_id, order=order, follow=follow)
-            if form == "text":
-                _write_text(out, rows)
+            printed = _Printed(opened.client.results(batch_id, order=order, follow=follow))
+            if as_json:
+                print_json(json.loads(line) for line in printed.lines("openai", only_errors))
             else:
-                _write_in_order(out, batch_id, rows)
+                _print_lines(printed.lines(form, only_errors), is_flushed=follow)
+            printed.say_what_lacks(status.total, only_errors=only_errors)
+        elif form == "text":
+            rows = opened.client.results(batch_id, order=order, follow=follow)
+            _write_text(out, rows, status.total)
+        elif ordered:
+            rows = opened.client.results(batch_id, order=order)
+            _say_places(_write_in_order(out, batch_id, rows), status, as_json=as_json)
+        else:
+            _say_places(*_append(opened, batch_id, out, follow=follow), as_json=as_json)
 
 
 @click.command()
@@ -134,7 +150,10 @@ def result(
         if found is None:
             say(f"no result yet: job {job_id} is {opened.client.job(job_id).status}")
             ctx.exit(1)
-        _write_line(_formatted(job_id, found, form))
+        if form == "text" and found.outcome != "ok":
+            say(output.failed_text_line(found))
+        else:
+            _write_line(_formatted(job_id, found, form))
     ctx.exit(0 if found.outcome == "ok" else 1)
 
 
@@ -150,9 +169,41 @@ def _formatted(job_id: str, found: Result, form: str) -> str:
     return output.text_line(found) if form == "text" else output.output_line(job_id, found)
 
 
-def _print_rows(rows: Iterable[StoredRow], form: str, *, is_flushed: bool) -> None:
-    for row in rows:
-        _write_line(_formatted(row.job_id, row.result, form))
+class _Printed:
+    """The rows that go to standard output, and their numbers."""
+
+    def __init__(self, rows: Iterable[StoredRow]) -> None:
+        self._rows = rows
+        self._num_ended = self._num_failed = 0
+
+    def lines(self, form: str, only_errors: bool) -> Iterator[str]:
+        """The lines for standard output. In text form, failed rows go to standard error, unless
+        only they are wanted."""
+        for row in self._rows:
+            is_failed = row.result.outcome != "ok"
+            self._num_ended += 1
+            self._num_failed += is_failed
+            if form == "text" and is_failed:
+                line = output.failed_text_line(row.result)
+                if only_errors:
+                    yield line
+                else:
+                    say(line)
+            elif is_failed or not only_errors:
+                yield _formatted(row.job_id, row.result, form)
+
+    def say_what_lacks(self, total: int, *, only_errors: bool) -> None:
+        """Say that rows have not ended, or that no row failed: else no output looks like none."""
+        if self._num_ended < total:
+            verb = "has" if total == 1 else "have"
+            say(f"{self._num_ended:,} of {rows_text(total)} {verb} ended")
+        if only_errors and self._num_ended and not self._num_failed:
+            say("all rows that have ended have an answer")
+
+
+def _print_lines(lines: Iterable[str], *, is_flushed: bool) -> None:
+    for line in lines:
+        _write_line(line)
         if is_flushed:
             sys.stdout.buffer.flush()
 
@@ -164,7 +215,9 @@ def _write_line(line: str) -> None:
     stream.write(outfile.encoded(printable(line) if is_terminal else line))
 
 
-def _append(opened: Session, batch_id: str, out: Path, *, follow: bool) -> None:
+def _append(
+    opened: Session, batch_id: str, out: Path, *, follow: bool
+) -> tuple[outfile.ResultsFile, BatchStatus]:
     outfile.check_target(out)
     stale = stale_rows(opened.connection, batch_id)
     with outfile.open_results(out, batch_id, stale) as target, reporter() as progress:
@@ -178,31 +231,48 @@ def _append(opened: Session, batch_id: str, out: Path, *, follow: bool) -> None:
                 break
             time.sleep(TURN_SECONDS if num_new == 0 else 0)
         follower.refresh(stale)
-    missing = now.total - target.num_rows
-    later = f"; {missing:,} have not ended yet" if missing else ""
-    say(f"{target.num_rows:,} of {rows_text(now.total)}: {_places(target)}{later}")
+    return target, now
 
 
-def _write_in_order(out: Path, batch_id: str, rows: Iterator[StoredRow]) -> None:
+def _write_in_order(out: Path, batch_id: str, rows: Iterator[StoredRow]) -> outfile.ResultsFile:
     outfile.check_target(out)
     with outfile.open_results(out, batch_id) as target:
         target.replace(
             (row.line, output.output_line(row.job_id, row.result), row.result.outcome != "ok")
             for row in rows
         )
-    say(f"{rows_text(target.num_rows)}: {_places(target)}")
+    return target
 
 
-def _write_text(out: Path, rows: Iterator[StoredRow]) -> None:
-    """A file of texts, which has no ids to go on from."""
+def _write_text(out: Path, rows: Iterator[StoredRow], total: int) -> None:
+    """Write a new file of answers alone. It has no ids, so it cannot be appended to later."""
     outfile.check_target(out)
+    printed = _Printed(rows)
     num_rows = outfile.write_new(
-        out, (outfile.encoded(output.text_line(row.result)) for row in rows)
+        out, (outfile.encoded(line) for line in printed.lines("text", only_errors=False))
     )
     say(f"{rows_text(num_rows)} in {out}")
+    printed.say_what_lacks(total, only_errors=False)
 
 
-def _places(target: outfile.ResultsFile) -> str:
-    """How many rows are where."""
-    failed = f", {target.num_failed:,} in {outfile.errors_path(target.path)}"
-    return f"{target.num_ok:,} in {target.path}{failed if target.num_failed else ''}"
+def _say_places(target: outfile.ResultsFile, status: BatchStatus, *, as_json: bool) -> None:
+    """Say how many rows are in which file, on standard error or as JSON on standard output."""
+    errors, missing = outfile.errors_path(target.path), status.total - target.num_rows
+    if as_json:
+        print_json(
+            {
+                "batch_id": status.batch_id,
+                "total": status.total,
+                "not_ended": missing,
+                "out": {"path": target.path, "rows": target.num_ok},
+                "errors": {"path": errors, "rows": target.num_failed},
+            }
+        )
+        return
+    failed = f", {target.num_failed:,} in {errors}" if target.num_failed else ""
+    verb = "has" if missing == 1 else "have"
+    later = f"; {missing:,} {verb} not ended yet" if missing else ""
+    say(
+        f"{target.num_rows:,} of {rows_text(status.total)}: {target.num_ok:,} in {target.path}"
+        f"{failed}{later}"
+    )

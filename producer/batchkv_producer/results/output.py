@@ -93,12 +93,17 @@ def _error_of(result: Result) -> tuple[str, str]:
 
 
 def text_line(result: Result) -> str:
-    """The answer on one line: line breaks as ``\\n``, a backslash doubled; errors in brackets."""
-    if result.outcome == "ok":
-        text = result.text
-    else:
-        code, message = _error_of(result)
-        text = f"[{code}] {message}"
+    """The answer on one line: line breaks as ``\\n``, a backslash doubled."""
+    return _on_one_line(result.text)
+
+
+def failed_text_line(result: Result) -> str:
+    """A row without an answer on one line: ``q3: [timeout] the row took longer than 60 s``."""
+    code, message = _error_of(result)
+    return _on_one_line(f"{result.custom_id}: [{code}] {message}")
+
+
+def _on_one_line(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8").translate(_TEXT_ESCAPES)
 
 

@@ -401,7 +401,7 @@ def test_results_to_standard_output(at_server: str, redis_connection: Redis, sou
     lines = [json.loads(line) for line in batchkv("results", batch_id).stdout.splitlines()]
     assert sorted(line["id"] for line in lines) == [f"{batch_id}-{n}" for n in (1, 2, 3)]
     ordered = batchkv("results", batch_id, "--ordered", "--format", "text").stdout.splitlines()
-    assert ordered[0] == ordered[2] == "one\\ntwo" and ordered[1].startswith("[invalid_json]")
+    assert ordered == ["one\\ntwo"] * 2
     assert batchkv("results", batch_id, "--follow").stdout.count("\n") == 3
     (wrong,) = batchkv("results", batch_id, "--errors").stdout.splitlines()
     response = json.loads(wrong)["response"]
@@ -471,7 +471,7 @@ def test_results_to_a_file(at_server: str, redis_connection: Redis, source: Path
     backwards = out.read_text("utf-8").splitlines(keepends=True)[::-1]
     out.write_text("".join(backwards), "utf-8")
     ordered = batchkv("results", batch_id, "-o", out, "--ordered")
-    assert ordered.stderr == f"batchkv: 3 rows: 2 in {out}, 1 in {errors}\n"
+    assert ordered.stderr == f"batchkv: 3 of 3 rows: 2 in {out}, 1 in {errors}\n"
     assert ids_in(out) == [f"{batch_id}-1", f"{batch_id}-3"]
     assert ids_in(errors) == [f"{batch_id}-2"]
     assert_complains(batchkv("results", batch_id, "-o", out, "--errors"), 2, "standard output")
@@ -483,6 +483,60 @@ def test_results_to_a_file(at_server: str, redis_connection: Redis, source: Path
     assert_complains(batchkv("results", batch_id, "-o", source), 2, "not a file of results")
     assert_complains(batchkv("results", batch_id, "-o", source, "--ordered"), 2, "not a file of")
     assert_complains(batchkv("results", batch_id, "-o", source.parent), 2, "it is a folder")
+
+
+def test_results_say_what_lacks(at_server: str, redis_connection: Redis, source: Path) -> None:
+    """Without a line on standard output, a sentence says why: no row has ended, or none failed."""
+    good = source.with_name("good.txt")
+    good.write_text("one\ntwo\n", "utf-8")
+    batch_id = submitted(good)
+    for flags in ([], ["--errors"], ["--format", "text"], ["--json"]):
+        none = batchkv("results", batch_id, *flags)
+        assert none.stdout == ("[]\n" if "--json" in flags else "")
+        assert (none.exit_code, none.stderr) == (0, "batchkv: 0 of 2 rows have ended\n")
+    finish(redis_connection, "m")
+    assert batchkv("results", batch_id).stderr == ""
+    errors = batchkv("results", batch_id, "--errors")
+    assert errors.stdout == ""
+    assert errors.stderr == "batchkv: all rows that have ended have an answer\n"
+
+
+def test_text_has_answers_alone(at_server: str, redis_connection: Redis, source: Path) -> None:
+    """In text form standard output and FILE have answers alone. A failed row goes to standard error
+    with its id, and to standard output if only errors are wanted."""
+    batch_id, out = submitted(source), source.with_name("text.txt")
+    finish(redis_connection, "m")
+    failed = r"line-2: \[invalid_json\] [^\n]+\n"
+    for flags in (["--ordered"], ["-o", out]):
+        found = batchkv("results", batch_id, "--format", "text", *flags)
+        answers = out.read_text("utf-8") if out in flags else found.stdout
+        assert answers == "the answer\nthe answer\n"
+        assert re.match(f"batchkv: {failed}", found.stderr)
+    errors = batchkv("results", batch_id, "--format", "text", "--errors")
+    assert re.fullmatch(failed, errors.stdout) and errors.stderr == ""
+    one = batchkv("result", f"{batch_id}-2", "--format", "text")
+    assert (one.exit_code, one.stdout) == (1, "")
+    assert re.fullmatch(f"batchkv: {failed}", one.stderr)
+
+
+def test_results_as_json(at_server: str, redis_connection: Redis, source: Path) -> None:
+    """--json prints one array of the rows; with -o it prints how many rows are in which file."""
+    batch_id, out = submitted(source), source.with_name("out.jsonl")
+    some = batchkv("results", batch_id, "--json", "-o", out)
+    assert json.loads(some.stdout)["not_ended"] == 2 and some.stderr == ""
+    finish(redis_connection, "m")
+    rows = json.loads(batchkv("results", batch_id, "--ordered", "--json").stdout)
+    lines = batchkv("results", batch_id, "--ordered").stdout.splitlines()
+    assert rows == [json.loads(line) for line in lines] and len(rows) == 3
+    for flags in ([], ["--ordered"], ["--follow"]):
+        found = json.loads(batchkv("results", batch_id, "--json", "-o", out, *flags).stdout)
+        assert found == {
+            "batch_id": batch_id,
+            "total": 3,
+            "not_ended": 0,
+            "out": {"path": str(out), "rows": 2},
+            "errors": {"path": f"{out}.errors.jsonl", "rows": 1},
+        }
 
 
 def test_result_of_one_job(at_server: str, redis_connection: Redis, source: Path) -> None:

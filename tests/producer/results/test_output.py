@@ -6,7 +6,13 @@ import json
 
 import pytest
 
-from batchkv_producer.results.output import REFUSED_CODES, is_failed_line, output_line, text_line
+from batchkv_producer.results.output import (
+    REFUSED_CODES,
+    failed_text_line,
+    is_failed_line,
+    output_line,
+    text_line,
+)
 from batchkv_producer.wire.job import ErrorCode, Outcome, Result, TokenLogprob, Usage
 
 JOB_ID = "0123456789abcdef-7"
@@ -100,8 +106,8 @@ def test_no_answer_at_all(outcome: Outcome, code: str, shown: str) -> None:
     """What no server has answered has no response, and a code: OpenAI's word where there is one."""
     line = json.loads(output_line(JOB_ID, Result("a", "chat", outcome, error=(code, "too slow"))))
     assert (line["response"], line["error"]) == (None, {"code": shown, "message": "too slow"})
-    shown_text = text_line(Result("a", "chat", outcome, error=(code, "too slow")))
-    assert shown_text == f"[{code}] too slow"
+    text = failed_text_line(Result("a", "chat", outcome, error=(code, "too slow")))
+    assert text == f"a: [{code}] too slow"
 
 
 def test_every_code_has_its_shape() -> None:
@@ -186,7 +192,7 @@ def test_half_a_character_can_be_written() -> None:
 
 
 def test_text_lines() -> None:
-    """As text a row is one line: breaks and backslashes are escaped, errors stand in brackets."""
+    """As text a row is one line, with breaks and backslashes escaped. A failed row has its id."""
     assert text_line(Result("a", "chat", "ok", text="a\nb\\n\r")) == "a\\nb\\\\n\\r"
-    failed = Result("a", "chat", "failed", error=("timeout", "too\nslow"))
-    assert text_line(failed) == "[timeout] too\\nslow"
+    failed = Result("a\n", "chat", "failed", error=("timeout", "too\nslow"))
+    assert failed_text_line(failed) == "a\\n: [timeout] too\\nslow"
