@@ -9,7 +9,10 @@ import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_repetition_penalty
 
+from batchkv_worker.engine.tokens import sampling
 from batchkv_worker.engine.tokens.sampling import sample, uniform
+from batchkv_worker.kv.backends.cpu.softmax import Exp2Softmax
+from batchkv_worker.kv.backends.softmax import MLX_SOFTMAX
 from batchkv_worker.sequence import Generation, Sequence
 
 
@@ -72,6 +75,51 @@ def test_rows_with_and_without_filters_share_a_call() -> None:
     ]
     tokens = sample(logits, mx.zeros((400,), mx.int32), rows).tokens.tolist()
     assert set(tokens[1::2]) == {3} and set(tokens[0::2]) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("has_ties", [False, True])
+@pytest.mark.parametrize(
+    "params",
+    [{"top_k": 20, "top_p": 0.95}, {"top_k": 1}, {"top_k": 64, "min_p": 0.05}],
+)
+def test_a_few_tokens_are_drawn_as_from_a_sorted_vocabulary(
+    params: dict[str, Any], has_ties: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens for the same seeds, whichever way finds the likeliest."""
+    mx.random.seed(6)
+    logits = 3 * mx.random.normal((4000, 333))
+    if has_ties:
+        logits = mx.round(logits)
+    rows: list[Sequence | None] = [
+        row(seed=index, temperature=0.8, **params) for index in range(len(logits))
+    ]
+    inputs = mx.zeros((len(rows),), mx.int32)
+    for softmax in (MLX_SOFTMAX, Exp2Softmax()):
+        found = sample(logits, inputs, rows, softmax).tokens
+        with monkeypatch.context() as patch:
+            patch.setattr(sampling, "MAX_COUNT", 0)
+            wanted = sample(logits, inputs, rows).tokens
+        assert found.tolist() == wanted.tolist()
+
+
+def test_neighbours_do_not_change_how_a_row_draws() -> None:
+    """A small ``top_k`` beside rows without one, with a larger one, greedy rows and free slots."""
+    mx.random.seed(7)
+    logits = mx.random.normal((600, 700))
+    asked: list[dict[str, Any]] = [
+        {"temperature": 1.0, "top_k": 9},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.8},
+        {"temperature": 0.0},
+        {"temperature": 1.3, "top_k": 60, "top_p": 0.9},
+        {"temperature": 1.0, "top_k": 300},
+    ]
+    rows = [row(seed=index, **asked[index % len(asked)]) for index in range(len(logits))]
+    rows_and_free: list[Sequence | None] = [*rows[:-1], None]
+    tokens = sample(logits, mx.zeros((len(rows),), mx.int32), rows_and_free).tokens.tolist()
+    for index, one in enumerate(rows[:-1]):
+        alone = sample(logits[index : index + 1], mx.zeros((1,), mx.int32), [one])
+        assert alone.tokens.item() == tokens[index]
 
 
 def test_repetition_penalty_is_mlx_lms() -> None:

@@ -14,8 +14,12 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from batchkv_worker.sequence import Sequence
+from batchkv_worker.engine.tokens.largest import MAX_COUNT, largest
+from batchkv_worker.kv.backends.contract import Softmax
+from batchkv_worker.kv.backends.softmax import MLX_SOFTMAX
+from batchkv_worker.sequence import Generation, Sequence
 
+FEW_STEP = 16  # counts of likeliest tokens are rounded up to this: a GPU prepares for each shape
 PENALTY_CONTEXT = 20  # tokens that a repetition penalty looks back at, as in mlx-lm
 
 _MASK = (1 << 64) - 1
@@ -48,19 +52,27 @@ class Sampled:
         return [array for array in everything if array is not None]
 
 
-def sample(logits: mx.array, inputs: mx.array, rows: list[Sequence | None]) -> Sampled:
+def sample(
+    logits: mx.array,
+    inputs: mx.array,
+    rows: list[Sequence | None],
+    softmax: Softmax = MLX_SOFTMAX,
+) -> Sampled:
     """Choose a token for each row of ``logits`` ``[rows, vocabulary]``.
 
     ``inputs`` ``[rows]`` are the tokens just fed, which the rows may not have read back yet.
-    Rows that are None (free slots) get some token.
+    Rows that are None (free slots) get some token. ``softmax`` is the backend's for float32.
     """
     active = [row for row in rows if row is not None]
     if any(row.generation.repetition_penalty != 1 for row in active):
         logits = _penalize(logits, inputs, rows)
-    tokens = mx.argmax(logits, axis=-1)
-    if not all(row.generation.is_greedy for row in active):
-        is_greedy = mx.array([row is None or row.generation.is_greedy for row in rows])
-        tokens = mx.where(is_greedy, tokens, _draw(logits.astype(mx.float32), rows))
+    is_greedy = [row is None or row.generation.is_greedy for row in rows]
+    if all(is_greedy):
+        tokens = mx.argmax(logits, axis=-1)
+    else:
+        tokens = _draw(logits.astype(mx.float32), rows, softmax)
+        if any(row.generation.is_greedy for row in active):
+            tokens = mx.where(mx.array(is_greedy), mx.argmax(logits, axis=-1), tokens)
     wanted = [row.generation.logprobs for row in active if row.generation.logprobs is not None]
     if not wanted:
         return Sampled(tokens)
@@ -83,38 +95,97 @@ def _penalize(logits: mx.array, inputs: mx.array, rows: list[Sequence | None]) -
     return mx.put_along_axis(logits, recent, chosen, axis=-1)
 
 
-def _draw(logits: mx.array, rows: list[Sequence | None]) -> mx.array:
-    """One random token a row; ``logits`` float32."""
-    numbers, temperatures = [], []
-    for row in rows:
-        greedy = row is None or row.generation.is_greedy
-        temperatures.append([1.0 if greedy else row.generation.temperature])  # type: ignore[union-attr]
-        numbers.append([0.0 if greedy else uniform(row.generation.seed, row.num_dispatched)])  # type: ignore[union-attr]
-    points, temperature = mx.array(numbers), mx.array(temperatures)
-    if not any(row is not None and row.generation.has_filter for row in rows):
-        return _invert(logits / temperature, points)
+def _draw(logits: mx.array, rows: list[Sequence | None], softmax: Softmax) -> mx.array:
+    """One random token a row; ``logits`` float32.
+
+    A row with a small ``top_k`` draws from those few tokens alone, whatever its neighbours ask.
+    """
+    sampled = [None if row is None or row.generation.is_greedy else row for row in rows]
+    draw = _Draw(
+        mx.array(
+            [[0.0 if r is None else uniform(r.generation.seed, r.num_dispatched)] for r in sampled]
+        ),
+        mx.array([[1.0 if r is None else r.generation.temperature] for r in sampled]),
+        [_NO_FILTER if r is None else _Filter.of(r.generation) for r in sampled],
+    )
+    of_few = [one.is_of_few for one in draw.filters]
+    others = [r for r, is_few in zip(sampled, of_few, strict=True) if r is not None and not is_few]
+    if not any(of_few):
+        return _draw_of_all(logits, draw)
+    few = _draw_of_few(logits, draw, softmax)
+    return mx.where(mx.array(of_few), few, _draw_of_all(logits, draw)) if others else few
+
+
+@dataclass(frozen=True, slots=True)
+class _Filter:
+    """Which of the likeliest tokens a row may draw; ``top_k`` 0 is any number."""
+
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @classmethod
+    def of(cls, generation: Generation) -> _Filter:
+        return cls(generation.top_p, generation.top_k, generation.min_p)
+
+    @property
+    def is_of_few(self) -> bool:
+        """Whether the row draws one of so few tokens that finding these is faster than sorting."""
+        return 0 < self.top_k <= MAX_COUNT
+
+
+_NO_FILTER = _Filter()
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """One draw of each row: ``points`` in [0, 1) and ``temperatures``, both ``[rows, 1]``."""
+
+    points: mx.array
+    temperatures: mx.array
+    filters: list[_Filter]
+
+
+def _draw_of_all(logits: mx.array, draw: _Draw) -> mx.array:
+    """From the whole vocabulary, sorted if a row has a filter."""
+    scaled = logits / draw.temperatures
+    if all(one == _NO_FILTER or one.is_of_few for one in draw.filters):
+        return _invert(scaled, draw.points)
     order = mx.argsort(-logits, axis=-1)
-    kept = _kept(mx.take_along_axis(logits, order, axis=-1), rows)
+    ranked = mx.take_along_axis(logits, order, axis=-1)
+    kept = _kept(ranked, mx.softmax(ranked, axis=-1), draw.filters)
     # Back in the vocabulary's order: what a row draws must not depend on its neighbours' filters.
     kept = mx.put_along_axis(mx.zeros_like(kept), order, kept, axis=-1)
-    return _invert(mx.where(kept, logits / temperature, -math.inf), points)
+    return _invert(mx.where(kept, scaled, -math.inf), draw.points)
 
 
-def _kept(ranked: mx.array, rows: list[Sequence | None]) -> mx.array:
-    """Which of the logits, in falling order, a row's filters leave; the first always."""
-    settings = [
-        (1.0, 0, 0.0)
-        if row is None
-        else (row.generation.top_p, row.generation.top_k, row.generation.min_p)
-        for row in rows
-    ]
-    vocabulary = ranked.shape[-1]
-    top_p = mx.array([[p if p < 1 else 2.0] for p, _, _ in settings])
-    top_k = mx.array([[k or vocabulary] for _, k, _ in settings])
-    min_p = mx.array([[math.log(m) if m > 0 else -math.inf] for _, _, m in settings])
-    probabilities = mx.softmax(ranked, axis=-1)
+def _draw_of_few(logits: mx.array, draw: _Draw, softmax: Softmax) -> mx.array:
+    """For rows with a small ``top_k``; what other rows get means nothing.
+
+    The tokens that a filter leaves come first, in the vocabulary's order: as ``_draw_of_all`` has
+    them, with nothing in between.
+    """
+    most = max(one.top_k for one in draw.filters if one.is_of_few)
+    count = min(-(-most // FEW_STEP) * FEW_STEP, logits.shape[-1])
+    tokens, ranked = largest(logits, count)
+    _, _, log_sum = softmax.weigh_alone(logits * softmax.unit)
+    probabilities = mx.exp(ranked - log_sum / softmax.unit)
+    kept = _kept(ranked, probabilities, draw.filters)
+    order = mx.argsort(mx.where(kept, tokens.astype(mx.int32), logits.shape[-1]), axis=-1)
+    scaled = mx.where(kept, ranked / draw.temperatures, -math.inf)
+    place = _invert(mx.take_along_axis(scaled, order, axis=-1), draw.points)
+    tokens = mx.take_along_axis(tokens, order, axis=-1)
+    return mx.take_along_axis(tokens, place.reshape(-1, 1), axis=-1).reshape(-1)
+
+
+def _kept(ranked: mx.array, probabilities: mx.array, filters: list[_Filter]) -> mx.array:
+    """Which of the likeliest tokens, in falling order, the filters leave; the first always."""
+    count = ranked.shape[-1]
+    top_p = mx.array([[one.top_p if one.top_p < 1 else 2.0] for one in filters])
+    top_k = mx.array([[one.top_k or count] for one in filters])
+    min_p = mx.array([[math.log(one.min_p) if one.min_p > 0 else -math.inf] for one in filters])
     above = mx.cumsum(probabilities, axis=-1) - probabilities
-    rank = mx.arange(vocabulary)
+    rank = mx.arange(count)
     kept = (above < top_p) & (rank < top_k) & (ranked - ranked[:, :1] >= min_p)
     return kept | (rank == 0)
 
@@ -134,13 +205,4 @@ def _with_logprobs(logits: mx.array, tokens: mx.array, count: int) -> Sampled:
     chosen = mx.take_along_axis(logprobs, tokens.reshape(-1, 1), axis=-1).reshape(-1)
     if not count:
         return Sampled(tokens, chosen)
-    count = min(count, logits.shape[-1])
-    candidates = mx.argpartition(-logprobs, kth=count - 1, axis=-1)[:, :count]
-    values = mx.take_along_axis(logprobs, candidates, axis=-1)
-    order = mx.argsort(-values, axis=-1)
-    return Sampled(
-        tokens,
-        chosen,
-        mx.take_along_axis(candidates, order, axis=-1),
-        mx.take_along_axis(values, order, axis=-1),
-    )
+    return Sampled(tokens, chosen, *largest(logprobs, min(count, logits.shape[-1])))
