@@ -120,7 +120,7 @@ class Client:
     def status(self, batch_id: str) -> BatchStatus:
         """Where one batch stands, after rows past its deadline were ended."""
         found = status.find_batch(self._connection, batch_id, or_forgotten=True)
-        return self._reconciler.look(found)
+        return self._reconciler.reconcile_id(found)
 
     def list_batches(self, limit: int | None = None) -> list[BatchStatus]:
         """The batches of the server, newest first: all, or the first ``limit`` of them."""
@@ -129,7 +129,7 @@ class Client:
     def each_batch(self) -> Iterator[BatchStatus]:
         """All batches of the server, newest first, one by one: in bounded memory."""
         for page in listing.newest_first(self._connection):
-            yield from self._reconciler.look_all(page)
+            yield from self._reconciler.reconcile_all(page)
 
     def count_batches(self) -> int:
         """How many batches the server has."""
@@ -165,7 +165,7 @@ class Client:
         deadline = time.monotonic() + wait_seconds
         pace = Pace(first_seconds=0.05, longest_seconds=0.5)
         if self._stored(batch_id, line) is None:
-            self._reconciler.look(batch_id)
+            self._reconciler.reconcile_id(batch_id)
         while (value := self._stored(batch_id, line)) is None:
             one_job.read_job(self._connection, job_id)  # raises when there is no such job
             left = deadline - time.monotonic()
@@ -193,7 +193,7 @@ class Client:
         full_id = self._find(batch_id)
 
         def look(_: Redis, batch: str) -> BatchStatus:
-            return self._reconciler.look(batch)
+            return self._reconciler.reconcile_id(batch)
 
         if order == "input":
             rows = stored.in_input_order(self._connection, full_id, follow=follow, look=look)
@@ -215,7 +215,7 @@ class Client:
         deadline = float("inf") if timeout_seconds is None else time.monotonic() + timeout_seconds
         pace, last_num_ended = Pace(), -1
         while True:
-            now = read_with_retry(partial(self._reconciler.look, full_id))
+            now = read_with_retry(partial(self._reconciler.reconcile_id, full_id))
             if on_progress is not None:
                 on_progress(now)
             left = deadline - time.monotonic()

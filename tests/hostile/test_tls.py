@@ -278,7 +278,7 @@ def test_an_authority_that_is_none_is_told(tmp_path: Path, content: str | None) 
 def test_an_authority_without_tls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever names an authority means TLS: a URL without is wrong use, and not sent in clear."""
     monkeypatch.setenv("BATCHKV_REDIS_CA_FILE", "/etc/ssl/ca.pem")
-    with pytest.raises(UsageError, match="no rediss:// URL"):
+    with pytest.raises(UsageError, match="does not use TLS: use a rediss"):
         connection.resolve_url("redis://:hidden@h:1/0")
     monkeypatch.delenv("BATCHKV_REDIS_CA_FILE")
     assert Redis.from_url("rediss://h").connection_pool.connection_kwargs.get("ssl_cert_reqs") in (

@@ -1,1 +1,1 @@
-"""Changing a batch that is in the queue: reconcile, cancel, retry, forget."""
+"""Changes batches that are on the server: cancel, retry, forget, reconcile, recount."""

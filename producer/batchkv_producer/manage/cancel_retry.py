@@ -36,10 +36,9 @@ _CANCELED = (ErrorCode.CANCELED, "canceled before it was finished")
 
 
 def cancel_batch(connection: Redis, status: BatchStatus) -> int:
-    """Cancel every row that has not ended; how many became canceled.
+    """Cancel all rows that have not ended. Returns the number of canceled rows.
 
-    Rows of a submit that is still going on, or was interrupted, are not there to be canceled:
-    they come in with the rest of the submit.
+    Rows that a submit has not queued yet are not canceled. The rest of the submit queues them.
     """
     num_canceled = sum(_cancel_lines(connection, status, lines) for lines in pages(status))
     Transitions(connection).sweep(status.queue, status.batch_id)
@@ -47,7 +46,7 @@ def cancel_batch(connection: Redis, status: BatchStatus) -> int:
 
 
 def cancel_job(connection: Redis, job_id: str) -> int:
-    """Cancel one row; 1 when it became canceled, 0 when it had ended before."""
+    """Cancel one row. Returns 1 if it was canceled, 0 if it had ended before."""
     batch_id, line = split_job_id(job_id)
     status = read_batch(connection, batch_id)
     num_canceled = _cancel_lines(connection, status, [line])
@@ -58,12 +57,12 @@ def cancel_job(connection: Redis, job_id: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """The rows that ended without an answer. Only those of the first two can be queued again."""
+    """Counts of rows that ended without an answer. Only failed and canceled can be queued again."""
 
     failed: int = 0
     canceled: int = 0
-    wrong: int = 0  # in the input: they never were a job
-    expired: int = 0  # their job is no longer there
+    wrong: int = 0  # wrong in the input, so they never had a job
+    expired: int = 0  # their job is no longer in Redis
 
 
 def retry_batch(
@@ -74,9 +73,10 @@ def retry_batch(
     job_timeout_seconds: int | None = None,
     expires: int | None = None,
 ) -> int:
-    """Queue failed (and canceled) rows again, in the order in which they ended; how many could be.
+    """Queue failed (and canceled) rows again, in the order in which they ended.
 
-    A row that never was a job (bad input), or whose job has expired, stays as it is.
+    Returns the number of rows that were queued. Rows without a job stay unchanged: they were wrong
+    in the input, or their job has expired.
     """
     transitions = Transitions(connection)
     num_queued = 0
@@ -94,22 +94,22 @@ def retry_batch(
 
 
 def new_deadline(connection: Redis, status: BatchStatus, expires: Deadline | None) -> int | None:
-    """Seconds since 1970, 0 for none, None for the one that the batch has.
+    """The new deadline in seconds since 1970; 0 is none, None keeps the deadline of the batch.
 
-    Raises UsageError when that is past and no other is given.
+    Raises UsageError if that one is past and no other is given.
     """
     if expires is not None:
         return 0 if expires == NEVER else expires.moment(Transitions(connection).server_seconds)
     if 0 < status.expires <= status.read_at:
         raise UsageError(
-            f"the deadline of batch {status.batch_id} was {moment_text(status.expires)}: give its "
-            "rows another with --expires 8h, or none with --expires never"
+            f"the deadline of batch {status.batch_id} was {moment_text(status.expires)}: set "
+            "another one with --expires 8h, or none with --expires never"
         )
     return None
 
 
 def count_unanswered(connection: Redis, batch_id: str) -> Unanswered:
-    """Count the rows without an answer, by what can be done about them."""
+    """Count the rows without an answer, by the reason."""
     counts: Counter[str] = Counter()
     rows = (row for row in in_finish_order(connection, batch_id) if row.result.outcome != "ok")
     while page := list(islice(rows, PAGE_ROWS)):
@@ -122,7 +122,7 @@ def count_unanswered(connection: Redis, batch_id: str) -> Unanswered:
 
 
 def have_jobs(connection: Redis, rows: Sequence[StoredRow]) -> list[bool]:
-    """Of each row whether its job is there, with what it asks for."""
+    """For each row, whether Redis still has its job with the request."""
     with connection.pipeline(transaction=False) as pipeline:
         for row in rows:
             pipeline.hstrlen(redis_keys.job(row.job_id), "data")
@@ -130,7 +130,7 @@ def have_jobs(connection: Redis, rows: Sequence[StoredRow]) -> list[bool]:
 
 
 def could_run(result: Result) -> bool:
-    """Whether this row without an answer was right in the input."""
+    """Whether a row without an answer was valid in the input."""
     return result.error is None or result.error[0] not in INPUT_FAULTS
 
 
@@ -155,7 +155,7 @@ def _cancel_lines(connection: Redis, status: BatchStatus, lines: Sequence[int]) 
         return 0
     verdicts = Transitions(connection).settle(status.queue, "canceled", rows)
     for (job_id, _), verdict in zip(rows, verdicts, strict=True):
-        if verdict not in ("", "done"):  # the name of the worker that was running it
+        if verdict not in ("", "done"):  # the name of the worker that runs the row
             command = json.dumps({"command": "stop-job", "job_id": job_id})
             connection.publish(redis_keys.commands(verdict), command)
     return sum(verdict != "" for verdict in verdicts)

@@ -1,10 +1,10 @@
-"""``batchkv forget``: removes a batch from the server, whatever state its rows are in.
+"""``batchkv forget``: deletes a batch from the server, in any state.
 
 First the batch's hash is marked: from then on no script writes anything for the batch
-(``lua/common.lua``). Then its rows are removed page by page, with all that RQ keeps of them. The
-results, the entry in the list of batches and the hash are removed last. If the process is killed in
-between, the mark is still there, and the next ``forget``, ``status``, ``list`` or maintenance goes
-on. Workers notice within a second that their rows are gone. All of this works on a full server.
+(``lua/common.lua``). Then its rows are deleted page by page, with RQ's records of them. The
+results, the entry in the list of batches and the hash are deleted last. If the process is killed in
+between, the mark stays, and the next ``forget``, ``status``, ``list`` or maintenance goes on.
+Workers notice within a second that their rows are gone. All of this works on a full server.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class _Steps(Scripts):
 
 
 def forget_batch(connection: Redis, wanted: str) -> str:
-    """Take a batch off the server, or what is left of one; its full id. Raises NotFoundError."""
+    """Delete a batch, or the rest of one. Returns its full id. Raises NotFoundError."""
     try:
         batch_id = find_batch(connection, wanted, or_forgotten=True)
-    except ExpiredError:  # its keys have expired: the list of batches still names it
+    except ExpiredError:  # its keys have expired, but the list of batches still has its id
         batch_id = match_batch(connection, wanted)
         _step(connection, batch_id, "", "end")
         return batch_id
@@ -51,9 +51,9 @@ def forget_batch(connection: Redis, wanted: str) -> str:
 
 
 def go_on(connection: Redis, batch_id: str, queue: str, until: float = math.inf) -> bool:
-    """Take away what is left of a marked batch; whether all was done by then (monotonic seconds).
+    """Delete the rest of a marked batch. Returns False if it was not finished at ``until``.
 
-    Raises ResponseError when the server does not let this user do it.
+    ``until`` is in monotonic seconds. Raises ResponseError if this user may not do it.
     """
     num_gone = 0
     while True:
@@ -64,7 +64,7 @@ def go_on(connection: Redis, batch_id: str, queue: str, until: float = math.inf)
         if time.monotonic() > until:
             return False
     if num_gone != _GONE:
-        with suppress(ResponseError):  # entries that are left do no harm: `pull` drops them
+        with suppress(ResponseError):  # remaining entries do no harm, because `pull` drops them
             Transitions(connection).sweep(queue, batch_id)
         _step(connection, batch_id, queue, "end")
     return True
@@ -87,9 +87,9 @@ def choose(
     model: str | None = None,
     all_done: bool = False,
 ) -> list[BatchStatus]:
-    """The batches that all of these fit. Raises UsageError when nothing was said."""
+    """The batches that fit all conditions. Raises UsageError if there is no condition."""
     if not (older_than_seconds or model or all_done):
-        raise UsageError("name the batches to forget, or say --all-done, --older-than or --model")
+        raise UsageError("name the batches to delete, or give --all-done, --older-than or --model")
     return [
         batch
         for batch in batches

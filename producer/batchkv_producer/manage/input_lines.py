@@ -1,4 +1,4 @@
-"""Writes failed rows as input lines again, for ``batchkv failed``."""
+"""Turns failed rows into input lines again, for ``batchkv failed``."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _STATES = (b"failed", b"canceled", b"stopped", b"finished")
 
 @dataclass(slots=True)
 class MissingLines:
-    """Rows that have no line: wrong in the input, or their job is no longer there."""
+    """Counts rows for which there is no line."""
 
-    num_wrong: int = 0
-    num_gone: int = 0
+    num_wrong: int = 0  # wrong in the input
+    num_gone: int = 0  # their job is no longer in Redis
 
 
 def failed_lines(
-    connection: Redis, status: BatchStatus, lacking: MissingLines, *, canceled: bool = False
+    connection: Redis, status: BatchStatus, missing: MissingLines, *, canceled: bool = False
 ) -> Iterator[str]:
     """An input line for each failed (or canceled) row, in the order of the input.
 
-    Rows for which there is none are counted in ``lacking``.
+    Rows without a line are counted in ``missing``.
     """
     wanted = ("failed", "canceled") if canceled else ("failed",)
     rows = none_missing(connection, status.batch_id, in_input_order(connection, status.batch_id))
@@ -43,27 +43,27 @@ def failed_lines(
         by_line = {row.line: row.result for row in page}
         for _, line, request in jobs_in(connection, status.batch_id, [*by_line], _STATES):
             if request is not None:
-                # Also where a worker refused it: an older one refuses what another can do.
+                # Also if a worker refused it: an older worker may refuse what a newer one can do.
                 del by_line[line]
                 yield input_line(request, status.model)
         num_gone = sum(map(could_run, by_line.values()))
-        lacking.num_gone += num_gone
-        lacking.num_wrong += len(by_line) - num_gone
+        missing.num_gone += num_gone
+        missing.num_wrong += len(by_line) - num_gone
 
 
 def input_line(request: Request, model: str) -> str:
-    """An OpenAI Batch line that asks for the same, with the batch's defaults said.
+    """An OpenAI Batch line with the same request. The batch's defaults are written out.
 
-    Of a plain prompt a line without a url, as it was.
+    For a plain prompt it is a line without a url, as in the input.
     """
     body: dict[str, Any] = {"model": model}
     is_plain = request.style == "auto" and request.system is None
     endpoint = request.endpoint
     if request.prompt is None:
         body["messages"] = request.messages
-    elif request.system is not None:  # what --system said, no line can say but as messages
-        said = (("system", request.system), ("user", request.prompt))
-        body["messages"] = [{"role": role, "content": text} for role, text in said]
+    elif request.system is not None:  # a line can have the text of --system only as a message
+        messages = (("system", request.system), ("user", request.prompt))
+        body["messages"] = [{"role": role, "content": text} for role, text in messages]
         endpoint = "chat"
     else:
         body["prompt"] = request.prompt
@@ -77,7 +77,7 @@ def input_line(request: Request, model: str) -> str:
     elif num_alternatives is not None:
         params["logprobs"] = num_alternatives
     line: dict[str, Any] = {"custom_id": request.custom_id}
-    if is_plain:  # without a url the prompt goes through the chat template, as it did
+    if is_plain:  # without a url the prompt is sent through the chat template, as before
         line |= {**body, **params}
     else:
         line |= {"method": "POST", "url": _URLS[endpoint], "body": {**body, **params}}

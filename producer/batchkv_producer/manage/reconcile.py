@@ -1,7 +1,7 @@
 """Reconciles a batch with Redis: expires overdue rows, recovers rows that tools deleted or moved.
 
-Workers do it in their maintenance, and clients whenever they read a batch. So a batch ends although
-no worker is alive, and although other tools deleted or moved its jobs. Every change is a move of
+Workers do it in their maintenance, and clients whenever they read a batch. So a batch ends even if
+no worker is alive, or other tools deleted or moved its jobs. Every change is a move of
 ``transitions`` with its guard, so any number of processes may reconcile at once. Long work is done
 in steps of one page of rows. Between steps a worker renews its leases.
 """
@@ -37,9 +37,9 @@ from batchkv_producer.wire.row_facts import custom_ids, rows_among
 from batchkv_producer.wire.transitions import Transitions
 
 PAGE_ROWS = 500
-FORGET_SECONDS = 2.0  # of one look, for a batch that somebody began to forget
+FORGET_SECONDS = 2.0  # spent at once on deleting a batch that is marked as forgotten
 FORGET_STEP_SECONDS = 0.3
-REST_SECONDS = 5.0  # before one process reads the lines of an unchanged batch again
+REST_SECONDS = 5.0  # until a process reads the lines of an unchanged batch again
 
 _NOT_STARTED = (b"queued", b"deferred")
 _ENDED = (b"failed", b"stopped", b"canceled", b"finished")
@@ -52,17 +52,17 @@ class Reconciler:
 
     def __init__(self, connection: Redis) -> None:
         self._connection = connection
-        self._looked: dict[str, tuple[float, tuple[int, ...]]] = {}
+        self._lines_read: dict[str, tuple[float, tuple[int, ...]]] = {}
 
-    def look(self, batch_id: str) -> BatchStatus:
-        """Reconcile a batch by its full id; its status afterwards."""
+    def reconcile_id(self, batch_id: str) -> BatchStatus:
+        """Reconcile a batch by its full id. Returns its status afterwards."""
         found = self.reconcile(read_batch(self._connection, batch_id))
         if found.is_forgotten:
             raise being_forgotten(batch_id)
         return found
 
-    def look_all(self, batches: Iterable[BatchStatus]) -> list[BatchStatus]:
-        """Reconcile these; their statuses afterwards, without batches that are gone."""
+    def reconcile_all(self, batches: Iterable[BatchStatus]) -> list[BatchStatus]:
+        """Reconcile batches. Returns their statuses afterwards, without deleted batches."""
         found = []
         for status in batches:
             with suppress(NotFoundError):
@@ -70,13 +70,13 @@ class Reconciler:
         return found
 
     def reconcile(self, status: BatchStatus) -> BatchStatus:
-        """Reconcile one batch; its status afterwards."""
+        """Reconcile one batch. Returns its status afterwards."""
         return self._after(status) if sum(self.steps(status)) else status
 
     def steps(self, status: BatchStatus) -> Iterator[int]:
-        """Reconcile one batch in steps of some hundred rows; how many each step changed.
+        """Reconcile one batch in steps of some hundred rows. Yields the changed rows of each step.
 
-        A server that takes no writes (from us) is only read.
+        If the server refuses writes, nothing is changed.
         """
         with suppress(ResponseError):
             yield from self._steps(status)
@@ -86,10 +86,10 @@ class Reconciler:
         if status.is_forgotten:
             yield from _forget(connection, status)
             return
-        if needs_recount(status) and self._is_rested(status, "counts"):
+        if needs_recount(status) and self._is_due(status, "counts"):
             yield from recount(connection, status)
         if status.is_done and status.num_results >= status.total:
-            if _is_to_align(status) and self._is_rested(status):
+            if _is_to_align(status) and self._is_due(status):
                 yield from align_jobs(connection, status)
             return
         yield from self._reconcile_open(status)
@@ -101,7 +101,7 @@ class Reconciler:
             for num_leaders in Transitions(connection).copies(status.queue):
                 yield 1 + num_leaders
         is_stranded = _is_stranded(status, state)
-        if not (status.is_overdue or is_stranded) or not self._is_rested(status):
+        if not (status.is_overdue or is_stranded) or not self._is_due(status):
             return
         num_done = 0
         if status.is_overdue:
@@ -116,13 +116,13 @@ class Reconciler:
     def _after(self, status: BatchStatus) -> BatchStatus:
         return read_batch(self._connection, status.batch_id)
 
-    def _is_rested(self, status: BatchStatus, what: str = "") -> bool:
-        """Whether to read this batch's lines: once, then after a pause, or when it has changed."""
-        now, shown = time.monotonic(), (status.queued, status.expires, status.kept_until)
-        until, seen = self._looked.get(status.batch_id + what, (0.0, None))
-        if now < until and shown == seen:
+    def _is_due(self, status: BatchStatus, work: str = "") -> bool:
+        """Whether to read the batch's lines now: first, after a pause, or when it has changed."""
+        now, version = time.monotonic(), (status.queued, status.expires, status.kept_until)
+        until, before = self._lines_read.get(status.batch_id + work, (0.0, None))
+        if now < until and version == before:
             return False
-        self._looked[status.batch_id + what] = (now + REST_SECONDS, shown)
+        self._lines_read[status.batch_id + work] = (now + REST_SECONDS, version)
         return True
 
 
@@ -139,12 +139,12 @@ def _is_to_align(status: BatchStatus) -> bool:
 
 
 def _is_stranded(status: BatchStatus, state: QueueState) -> bool:
-    """Whether open rows are in no list: nothing waits and nobody holds anything."""
+    """Whether open rows are in no list: no job waits and no job has a lease."""
     return status.is_submitted and not state.num_waiting and not state.num_leased
 
 
 def expire_rows(connection: Redis, status: BatchStatus) -> Iterator[int]:
-    """End the rows that have not started by the batch's deadline; how many, page by page."""
+    """End the rows that have not started by the deadline. Yields their number for each page."""
     words = f"not started by {moment_text(status.expires)}"
     moves, num_expired = Transitions(connection), 0
     for lines in pages(status):
@@ -162,10 +162,10 @@ def expire_rows(connection: Redis, status: BatchStatus) -> Iterator[int]:
 
 
 def mend_rows(connection: Redis, status: BatchStatus) -> Iterator[int]:
-    """Store an error for rows that are in no list, or queue them again; how many, page by page.
+    """Queue rows that are in no list again, or store an error for them. Yields counts by page.
 
-    To be called when nothing waits in the queue and nobody holds anything. Duplicates are left for
-    the next time: their leaders may be among the rows that are queued again.
+    Only to be called when no job waits in the queue and no job has a lease. Duplicates are left for
+    the next call: their leaders may be among the rows that are queued again.
     """
     num_mended, num_there, missing = 0, 0, list[int]()
     deferred: list[str] = []
@@ -182,7 +182,7 @@ def mend_rows(connection: Redis, status: BatchStatus) -> Iterator[int]:
         num_page += moves.mend(status.queue, fallen) if fallen else 0
         num_mended += num_page
         yield num_page
-    # Blank lines of the file have no job either. Where nothing tells which, so many are rows:
+    # Blank lines of the file have no job either. This many of the missing lines are rows:
     num_lost = max(0, status.total - status.num_results - num_there)
     if num_lost:
         known = rows_among(connection, status.batch_id, missing)
@@ -196,7 +196,7 @@ def mend_rows(connection: Redis, status: BatchStatus) -> Iterator[int]:
 
 
 def settle_lost(connection: Redis, status: BatchStatus, lines: Sequence[int]) -> Iterator[int]:
-    """Store an error for rows whose job was deleted; how many, page by page."""
+    """Store an error for rows whose job was deleted. Yields their number for each page."""
     names = custom_ids(connection, status.batch_id, lines)
     for start in range(0, len(lines), PAGE_ROWS):
         rows = []
@@ -209,13 +209,13 @@ def settle_lost(connection: Redis, status: BatchStatus, lines: Sequence[int]) ->
 
 
 def find_lost(connection: Redis, status: BatchStatus, lines: range) -> list[int]:
-    """Lines that have neither a job nor a result, of a batch without blank lines."""
+    """The lines that have neither a job nor a result, in a batch without blank lines."""
     found = _without_result(connection, status.batch_id, lines)
     return [line for line, state in found if state is None]
 
 
 def align_jobs(connection: Redis, status: BatchStatus) -> Iterator[int]:
-    """Let what RQ keeps of an ended batch's jobs expire with the batch; 1 at the end."""
+    """Let RQ's records of an ended batch's jobs expire with the batch. Yields 1 at the end."""
     moves = Transitions(connection)
     if status.keep_seconds < FAILURE_TTL_SECONDS or status.is_deduped:
         for lines in pages(status):
@@ -227,7 +227,7 @@ def align_jobs(connection: Redis, status: BatchStatus) -> Iterator[int]:
 
 
 def pages(status: BatchStatus, first_line: int = 1) -> Iterator[range]:
-    """The lines of a batch's file, some hundred at a time."""
+    """The line numbers of a batch's input, some hundred at a time."""
     for start in range(first_line, status.last_line + 1, PAGE_ROWS):
         yield range(start, min(start + PAGE_ROWS, status.last_line + 1))
 
@@ -235,7 +235,7 @@ def pages(status: BatchStatus, first_line: int = 1) -> Iterator[range]:
 def jobs_in(
     connection: Redis, batch_id: str, lines: Sequence[int], states: Sequence[bytes]
 ) -> Iterator[tuple[str, int, Request | None]]:
-    """Jobs among these lines in one of these states, with what they ask for (None: unreadable)."""
+    """(job id, line, request) of the jobs in one of these states. None: it cannot be read."""
     by_id = {redis_keys.job_id(batch_id, line): line for line in lines}
     for job_id, status, data in Reader(connection).jobs(list(by_id), states):
         if status in states:
@@ -251,7 +251,7 @@ def error_row(
     *,
     custom_id: str | None = None,
 ) -> bytes:
-    """The result of a row that no worker ended. ``custom_id``: where the request is gone."""
+    """The result of a row that no worker ended. ``custom_id`` is used if there is no request."""
     result = Result(
         custom_id=request.custom_id if request else custom_id or default_custom_id(line),
         endpoint=request.endpoint if request else "chat",
@@ -266,7 +266,7 @@ def error_row(
 def _settle_ended(
     connection: Redis, status: BatchStatus, lines: range, there: Sequence[tuple[int, bytes]]
 ) -> int:
-    """Store an error for rows whose job RQ's tools ended; how many."""
+    """Store an error for rows whose job was ended by RQ's tools. Returns their number."""
     states = {line: state for line, state in there if state in _ENDED}
     if not states:
         return 0
@@ -285,7 +285,7 @@ def _reason(state: bytes) -> tuple[str, str]:
 def _without_result(
     connection: Redis, batch_id: str, lines: range
 ) -> list[tuple[int, bytes | None]]:
-    """(line, state of its job or None) of the lines that have no result, read in one step."""
+    """(line, state of its job or None) of lines without a result, read in one transaction."""
     return Reader(connection).unended(batch_id, lines)
 
 

@@ -1,10 +1,13 @@
 """Corrects a batch whose counts differ from its stored results.
 
-Each move is one script, but a server does not undo what a script wrote before a command was refused
-(rights were removed for a moment, or the server's version lacks a command). Then a row may have a
-result that was never counted, and its batch would never be done. Every look compares two numbers
-that show this. Only if they differ, and once every row has a result, all results are read and the
-counts are written, unless something has changed meanwhile.
+Each move is one script. But if the server refuses a command in the middle of a script, it does not
+undo the commands before. This happens when rights are removed for a moment, or when the server's
+version lacks a command. Then a row may have a result that was never counted, and its batch would
+never be done.
+
+Whenever a batch is read, two numbers are compared that show this. If they differ and every row has
+a result, all results are read and counted. The counts are written unless the batch has changed
+meanwhile.
 """
 
 from __future__ import annotations
@@ -30,18 +33,18 @@ _OPEN = (b"started", b"deferred")
 
 
 @dataclass(slots=True)
-class _Found:
-    """What the stored results say."""
+class _Counted:
+    """Counts and differences found in the stored results."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    without_end: list[int] = field(default_factory=list)  # lines that the finish order lacks
+    without_end: list[int] = field(default_factory=list)  # lines missing in the finish order
     open_jobs: list[tuple[int, str]] = field(default_factory=list)  # (line, outcome)
 
 
 def needs_recount(status: BatchStatus) -> bool:
-    """Whether a script was cut short, as far as the batch's own numbers show it.
+    """Whether the batch's numbers show that a script was cut short.
 
-    While rows have no result the counts are left alone: more may come, and nobody waits in vain.
+    False while rows have no result: the batch is open anyway, and more results may come.
     """
     if not status.is_submitted or status.num_results < status.total:
         return False
@@ -51,7 +54,7 @@ def needs_recount(status: BatchStatus) -> bool:
 
 
 def recount(connection: Redis, status: BatchStatus) -> Iterator[int]:
-    """Count a batch's results anew, in steps; the last is 1 if that was written."""
+    """Count a batch's results anew, in steps. Yields 1 at the end if the counts were written."""
     batch_id, moves = status.batch_id, Transitions(connection)
     with connection.pipeline(transaction=True) as pipeline:
         pipeline.hlen(redis_keys.results(batch_id))
@@ -64,7 +67,7 @@ def recount(connection: Redis, status: BatchStatus) -> Iterator[int]:
             if line < len(ended):
                 ended[line] = 1
         yield 0
-    found = _Found()
+    found = _Counted()
     for start in range(1, status.last_line + 1, PAGE_ROWS):
         lines = range(start, min(start + PAGE_ROWS, status.last_line + 1))
         _read(connection, batch_id, lines, ended, found)
@@ -82,7 +85,7 @@ def recount(connection: Redis, status: BatchStatus) -> Iterator[int]:
 
 
 def _read(
-    connection: Redis, batch_id: str, lines: Sequence[int], ended: bytearray, found: _Found
+    connection: Redis, batch_id: str, lines: Sequence[int], ended: bytearray, found: _Counted
 ) -> None:
     outcomes: dict[str, tuple[int, str]] = {}
     for line, stored in stored_results(connection, batch_id, lines):
@@ -91,7 +94,7 @@ def _read(
         try:
             result = decode_result(stored)
         except WireError:
-            outcome, is_cut = "failed", False  # as whoever reads it will be told
+            outcome, is_cut = "failed", False  # readers of the result also see a failed row
         else:
             outcome, is_cut = result.outcome, result.finish_reason == "length"
         found.counts[outcome] += 1

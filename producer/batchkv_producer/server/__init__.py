@@ -1,1 +1,1 @@
-"""The embedded server, and how every command reaches one."""
+"""The embedded server, and the connection of every command to its server."""

@@ -1,4 +1,4 @@
-"""Which server program runs here: the packaged one, or one that is installed."""
+"""Finds a server program that runs on this machine: the packaged one, or an installed one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 
 from batchkv_producer.errors import ServerError
 
-MIN_VERSION = (6, 2)  # LMOVE, and what the scripts use
+MIN_VERSION = (6, 2)  # has LMOVE and the other commands of the scripts
 
 Candidates = Callable[[], Iterator[Path]]
 
 
 @dataclass(frozen=True, slots=True)
 class Binary:
-    """A server program that runs here."""
+    """A server program that runs on this machine."""
 
     path: Path
     name: str
@@ -28,7 +28,7 @@ class Binary:
 
 
 def candidates() -> Iterator[Path]:
-    """Server programs to try, the best first: the packaged one, then what is installed."""
+    """Server programs to try, the best first: the packaged one, then installed ones."""
     packaged = _packaged()
     if packaged:
         yield packaged
@@ -51,10 +51,10 @@ def _packaged() -> Path | None:
 
 
 def find_binary(from_candidates: Candidates = candidates) -> Binary:
-    """The first program that runs on this machine and is new enough; ServerError if there is none.
+    """The first program that runs on this machine and is new enough. ServerError if none does.
 
-    It is really run (``--version``), since a packaged program can be there and be unable to start:
-    another C library, no right to execute, a damaged download.
+    Each is run with ``--version``, since a packaged program may be unable to start: it needs
+    another C library, may not be executed, or was damaged in the download.
     """
     refused = []
     for path in from_candidates():
@@ -65,7 +65,7 @@ def find_binary(from_candidates: Candidates = candidates) -> Binary:
     reasons = "".join(f"; {reason}" for reason in refused)
     raise ServerError(
         f"no Redis server program can be run here{reasons}. Install one (`brew install valkey`, "
-        "`apt install redis-server`) or name a server with --url"
+        "`apt install redis-server`), or name a running server with --url"
     )
 
 

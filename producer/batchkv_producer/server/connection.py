@@ -1,8 +1,8 @@
-"""How the command line reaches Redis, and how every fault of Redis becomes one clear sentence.
+"""Connects commands to Redis, and turns every error of Redis into one sentence.
 
 The URL is the ``--url`` flag, else ``BATCHKV_REDIS_URL``, else the content of the file that
-``BATCHKV_REDIS_URL_FILE`` names, else that of the embedded server (``embedded``). A password never
-appears in a message.
+``BATCHKV_REDIS_URL_FILE`` names, else the embedded server's (``embedded``). Messages never contain
+a password.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ CA_VARIABLE = "BATCHKV_REDIS_CA_FILE"
 SCHEMES = ("redis://", "rediss://", "unix://")
 
 MAX_URL_CHARS = 4096
-PROBE_CONNECT_SECONDS = 0.8  # a server that is not there fails within a second
+PROBE_CONNECT_SECONDS = 0.8  # so a missing server is reported within a second
 PROBE_REPLY_SECONDS = 3.0
 CONNECT_SECONDS = 5.0
-REPLY_SECONDS = 60.0  # longer than any script of ours, or a disk that is busy, holds a reply back
+REPLY_SECONDS = 60.0  # longer than any script of batchkv or a busy disk delays a reply
 
 Warn = Callable[[str], None]
 
 
 def resolve_url(url: str | None) -> str | None:
-    """The URL that the flag, else the environment, names; None means the embedded server.
+    """The URL of the flag, else of the environment. None means the embedded server.
 
-    The file with the authority's certificate, if one is named, is made a part of it.
+    If the environment names a file with the authority's certificate, the URL contains its path.
     """
     found = _named_url(url)
     return None if found is None else _with_authority(found)
@@ -70,13 +70,14 @@ def _with_authority(url: str) -> str:
         return url
     if not url.startswith("rediss://"):
         raise UsageError(
-            f"{CA_VARIABLE} is set, but {masked(url)} is no rediss:// URL: there is no TLS to check"
+            f"{CA_VARIABLE} is set, but {masked(url)} does not use TLS: use a rediss:// URL, or "
+            f"unset {CA_VARIABLE}"
         )
     file = Path(path).expanduser().absolute()
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(file)
     except ssl.SSLError as fault:
-        raise UsageError(f"{CA_VARIABLE} names {path}, which holds no certificate") from fault
+        raise UsageError(f"{CA_VARIABLE} names {path}, which has no certificate (PEM)") from fault
     except OSError as fault:
         raise UsageError(f"{CA_VARIABLE} names {path}: {fault.strerror}") from fault
     return f"{url}{'&' if '?' in url else '?'}ssl_ca_certs={quote(str(file))}"
@@ -88,7 +89,7 @@ def _named_url(url: str | None) -> str | None:
     from_variable = os.environ.get(URL_VARIABLE, "").strip()
     path = os.environ.get(URL_FILE_VARIABLE, "").strip()
     if from_variable and path:
-        raise UsageError(f"{URL_VARIABLE} and {URL_FILE_VARIABLE} are both set: keep one")
+        raise UsageError(f"{URL_VARIABLE} and {URL_FILE_VARIABLE} are both set: unset one")
     if from_variable:
         return from_variable
     if not path:
@@ -103,24 +104,24 @@ def _named_url(url: str | None) -> str | None:
         problem = getattr(fault, "strerror", None) or kinds.get(type(fault), str(fault))
         raise UsageError(f"{URL_FILE_VARIABLE} names {path}: {problem}") from fault
     if not found:
-        raise UsageError(f"{URL_FILE_VARIABLE} names {path}, which is empty")
-    # Without a password others may read it, but nobody else may say which server we obey.
+        raise UsageError(f"{URL_FILE_VARIABLE} names {path}, which is empty: write the URL into it")
+    # Others may read a URL without a password. They may never change it.
     if stat.S_IMODE(mode) & (0o077 if "@" in found else 0o022):
         raise UsageError(
-            f"{URL_FILE_VARIABLE} names {path}, which others may open: chmod 600 {path}"
+            f"{URL_FILE_VARIABLE} names {path}, which others may open: run `chmod 600 {path}`"
         )
     return found
 
 
 def url_in_use(url: str | None) -> str:
-    """The URL to connect to: ``resolve_url``'s, or that of the embedded server, now running."""
+    """The URL of ``resolve_url``, or of the embedded server, which is started if needed."""
     return resolve_url(url) or server.ensure_running(home_from_environment())
 
 
 def connect(url: str | None, warn: Warn | None = None) -> Redis:
-    """A connection that was seen to work, with bytes replies; ServerError tells why there is none.
+    """A connection that was tested, with replies as bytes. ServerError says why there is none.
 
-    ``warn`` is told of settings under which the server may lose jobs.
+    ``warn`` gets a sentence about settings under which the server may lose jobs.
     """
     resolved = url_in_use(url)
     with server_errors(resolved):
@@ -130,14 +131,14 @@ def connect(url: str | None, warn: Warn | None = None) -> Redis:
         socket_connect_timeout=CONNECT_SECONDS,
         socket_timeout=REPLY_SECONDS,
         socket_keepalive=None if resolved.startswith("unix://") else True,
-        # About four seconds in all: a server that restarts is waited for, one that is gone is not.
-        # Nor is one that was silent for a minute asked seven times.
+        # About four seconds in all: enough for a server that restarts. Timeouts are not retried:
+        # seven of them would take seven minutes.
         retry=Retry(ExponentialWithJitterBackoff(base=0.1, cap=1.0), 6, (ConnectionError,)),
     )
 
 
 def masked(url: str) -> str:
-    """The URL as it may be shown: without its password, and without a user that may be one."""
+    """The URL without its password, and without a user name that may be a password."""
     if "://" not in url:
         return url.rpartition("@")[2]
     url = re.sub(r"(?<=://)([^/@:]*):.*@", r"\1:***@", url, flags=re.DOTALL)
@@ -148,7 +149,7 @@ def masked(url: str) -> str:
 
 @contextmanager
 def server_errors(url: str) -> Iterator[None]:
-    """Inside, every fault of Redis becomes a ServerError that says what to do about it."""
+    """Inside, every error of Redis becomes a ServerError that says what to do about it."""
     try:
         yield
     except RedisError as fault:
@@ -158,9 +159,9 @@ def server_errors(url: str) -> Iterator[None]:
 
 
 def refused_writes(connection: Redis, url: str) -> str:
-    """What to tell about a server whose disk is full, else an empty text.
+    """A sentence if the server's disk is full, else an empty text.
 
-    Raises FullHomeError when it is this machine's own: then it is here that room must be made.
+    Raises FullHomeError if it is the embedded server, whose disk is on this machine.
     """
     try:
         connection.ping()
@@ -174,12 +175,12 @@ def refused_writes(connection: Redis, url: str) -> str:
 
 
 def is_embedded(url: str) -> bool:
-    """Whether a URL is that of the home folder's own server."""
+    """Whether this is the URL of the home folder's server."""
     return url.startswith("unix://") and url == home_from_environment().url
 
 
 def explain(fault: RedisError, url: str) -> str:
-    """One line: which server, what is wrong with it, what to do."""
+    """One line that names the server, its problem, and the remedy."""
     text = " ".join(str(fault).split())
     if is_full(fault):
         return f"Redis at {masked(url)} {full_sentence(text)}"
@@ -191,32 +192,34 @@ def explain(fault: RedisError, url: str) -> str:
 
 _ANY: tuple[type[Exception], ...] = (RedisError,)
 _AUTH = (AuthenticationError, AuthorizationError, AuthenticationWrongNumberOfArgsError)
+_NO_CONNECTION = "accepts no more connections (maxclients): end other clients, or raise maxclients"
 _NOT_ALLOWED = (
     "does not let this user do that (NOPERM): use the URL of the right role, producer, worker or "
-    "admin; if that is it, the hub's users are older than this batchkv: run deploy/hub/setup.sh "
-    "of this version there and start it again (deploy/README.md, Upgrade)"
+    "admin. If the role is right, the hub's users are older than this batchkv: run "
+    "deploy/hub/setup.sh of this version there and start the hub again (deploy/README.md, Upgrade)"
 )
-# The first that fits is used. A fault inside a script keeps the word, not always the class.
+# The first entry that fits is used. An error inside a script keeps its code, not always its class.
 _FAULTS: tuple[tuple[tuple[type[Exception], ...], str, str], ...] = (
-    (_ANY, "NOAUTH|Authentication required|HELLO must be called", "wants a password: put it in the "
-     "URL (redis://:PASSWORD@host:6379/0), best in the file that BATCHKV_REDIS_URL_FILE names"),
+    (_ANY, "NOAUTH|Authentication required|HELLO must be called", "wants a password: put it into "
+     "the URL (redis://:PASSWORD@host:6379/0), best in the file of BATCHKV_REDIS_URL_FILE"),
     (_ANY, "WRONGPASS|invalid password|invalid username-password|without any password", "refuses "
      "the password or user of the URL: correct it"),
     ((*_AUTH, NoPermissionError), "", _NOT_ALLOWED),
     (_ANY, "NOPERM|ACL failure|No permissions", _NOT_ALLOWED),
     ((ReadOnlyError,), "", "is a read-only replica: use the URL of its primary"),
     (_ANY, "READONLY", "is a read-only replica: use the URL of its primary"),
-    (_ANY, "MISCONF", "cannot write to its disk and takes no more writes (MISCONF): free space "
-     "there, its log tells more"),
-    (_ANY, "NOREPLICAS", "has too few replicas to take writes (min-replicas-to-write)"),
+    (_ANY, "MISCONF", "cannot write to its disk and refuses writes (MISCONF): free space there. "
+     "Its log has more"),
+    (_ANY, "NOREPLICAS", "has too few replicas to accept writes (min-replicas-to-write): start "
+     "them, or lower that setting"),
     ((BusyLoadingError,), "", "is still loading its data: try again in a moment"),
-    (_ANY, "MASTERDOWN", "is a replica that has lost its primary"),
+    (_ANY, "MASTERDOWN", "is a replica that has lost its primary: use the URL of the primary"),
     (_ANY, "MOVED|CLUSTERDOWN|CROSSSLOT", "is a cluster, which batchkv does not support: use a "
      "single server"),
-    (_ANY, "unknown command", "does not know a command that batchkv needs: it must be Redis 6.2 or "
-     "newer, or Valkey"),
-    ((MaxConnectionsError,), "", "has no connection left for us (maxclients)"),
-    (_ANY, "max number of clients", "has no connection left for us (maxclients)"),
+    (_ANY, "unknown command", "does not know a command that batchkv needs: use Redis 6.2 or newer, "
+     "or Valkey"),
+    ((MaxConnectionsError,), "", _NO_CONNECTION),
+    (_ANY, "max number of clients", _NO_CONNECTION),
     (_ANY, "protected mode", "is in protected mode and refuses other machines: set a password and "
      "a bind address there"),
     ((TimeoutError,), "", "does not answer: is the address right, and the machine awake?"),
@@ -226,7 +229,7 @@ _FAULTS: tuple[tuple[tuple[type[Exception], ...], str, str], ...] = (
      "for another name: use the name in the URL that the certificate is for"),
     ((ConnectionError,), "(?i)self.signed|issuer certificate", "has a certificate that no "
      "authority known here has signed: name your authority's file in BATCHKV_REDIS_CA_FILE"),
-    ((ConnectionError,), "CERTIFICATE|SSL|TLS", "cannot be reached over TLS: check the scheme "
+    ((ConnectionError,), "CERTIFICATE|SSL|TLS", "cannot be reached over TLS: check the URL "
      "(redis:// or rediss://) and the certificate"),
     ((ConnectionError,), "(?i)closed by server|reset by peer|broken pipe", "closed the "
      "connection: was it stopped? A rediss:// server also does so with redis://"),
@@ -244,10 +247,10 @@ def _client(url: str, **settings: Any) -> Redis:
         raise UsageError(f"Redis URL {masked(url)} must begin with one of {', '.join(SCHEMES)}")
     settings = {name: value for name, value in settings.items() if value is not None}
     try:
-        # The password may be part of the fault's text, so nothing of it is passed on.
+        # The error's text may contain the password, so it is not shown.
         return Redis.from_url(url, decode_responses=False, **settings)
     except (ValueError, TypeError):
-        message = f"Redis URL {masked(url)} cannot be understood: it is SCHEME://HOST:PORT/DB"
+        message = f"Redis URL {masked(url)} cannot be read: it must be SCHEME://HOST:PORT/DB"
     raise UsageError(message)
 
 
@@ -260,7 +263,7 @@ def _probe(url: str, warn: Warn) -> None:
         try:
             info: dict[str, Any] = connection.info()
         except NoPermissionError:
-            return  # this user may not ask; the commands themselves will tell
+            return  # this user may not read it; the commands report what they may not do
     _refuse_old(url, str(info.get("redis_version", "")))
     policy = info.get("maxmemory_policy", "noeviction")
     if info.get("maxmemory") and policy != "noeviction":
@@ -274,5 +277,5 @@ def _refuse_old(url: str, version: str) -> None:
     parts = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if parts and parts < MIN_VERSION:
         raise ServerError(
-            f"Redis at {masked(url)} is version {version}; batchkv needs 6.2 or newer"
+            f"Redis at {masked(url)} is version {version}; batchkv needs 6.2 or newer: upgrade it"
         )

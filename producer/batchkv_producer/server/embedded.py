@@ -1,19 +1,19 @@
-"""The embedded server: one Redis-compatible process per home folder, started when it is needed.
+"""The embedded server: one Redis-compatible process for each home folder, started when needed.
 
-It is a daemon that outlives the command that started it, listens on a unix socket only, and keeps
-what it holds in an append-only file. Layout of the home folder (``BATCHKV_HOME``, default
+It is a daemon: it goes on when the command that started it ends. It listens on a unix socket only
+and stores its data in an append-only file. Layout of the home folder (``BATCHKV_HOME``, default
 ``~/.batchkv``)::
 
-    redis.sock       the socket (elsewhere when this path is longer than a socket's may be)
+    redis.sock       the socket (elsewhere if this path is too long for a socket)
     data/            the append-only file
     logs/server.log  the server's log
     server.pid       its process id
-    start.lock       held by whoever starts or stops the server, for as long as that takes
-    running.lock     held by the server itself, from its first to its last moment
+    start.lock       held by a process while it starts or stops the server
+    running.lock     held by the server while it runs
 
-``running.lock`` is locked here and inherited by the server. The kernel lets it go when the last
-process that has it ends, so it tells a living server from a dead one without guessing from a
-process id, and two servers can never write one data folder.
+``running.lock`` is locked here, and the server inherits the lock. The kernel releases it when the
+last process that has it ends. So the lock shows whether a server runs, which a process id does not
+show reliably, and two servers can never write to one data folder.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from redis.retry import Retry
 
 from batchkv_producer.disk import full_home, is_full, ping, refuse_full
 from batchkv_producer.errors import ServerError, UsageError
+from batchkv_producer.server.append_only import cut_zeros
 from batchkv_producer.server.binary import Binary, Candidates, candidates, find_binary
 from batchkv_producer.server.home import Home, make_folders, refuse_foreign
-from batchkv_producer.server.torn_tail import cut_zeros
 
-START_TIMEOUT_SECONDS = 10.0  # without an answer; a server that loads its data may take longer
+START_TIMEOUT_SECONDS = 10.0  # without any answer; a server that loads its data may take longer
 LOAD_TIMEOUT_SECONDS = 900.0
 STOP_TIMEOUT_SECONDS = 20.0
 PROBE_TIMEOUT_SECONDS = 2.0
@@ -50,7 +50,7 @@ NUM_LOG_LINES_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class ServerStatus:
-    """What ``batchkv server status`` tells; the last five are None when it is not running."""
+    """The fields of ``batchkv server status``. If it does not run, the last five are None."""
 
     is_running: bool
     url: str
@@ -67,10 +67,10 @@ class ServerStatus:
 def ensure_running(home: Home, from_candidates: Candidates = candidates) -> str:
     """The URL of the home folder's server, which is started if it does not run.
 
-    However many processes call this at once, one server results. Raises ServerError (with the
-    end of the server's log) when it does not come up, FullHomeError when there is no room for it.
+    Many processes may call this at once: only one server is started. Raises ServerError with the
+    end of the server's log if it does not start, and FullHomeError if the disk is full.
     """
-    if os.path.exists(home.socket):  # not so in a folder that is closed to us
+    if os.path.exists(home.socket):  # False, too, in a folder that this user may not open
         refuse_foreign(home.socket.parent)
         if _answers(home):
             return home.url
@@ -85,10 +85,10 @@ def ensure_running(home: Home, from_candidates: Candidates = candidates) -> str:
 
 
 def stop(home: Home) -> bool:
-    """Stop the server and wait until it is gone; False when none ran. What it held is on disk."""
+    """Stop the server and wait for its end. Returns False if none ran. Its data stays on disk."""
     if not home.path.is_dir():
         return False
-    refuse_foreign(home.path)  # its files say which process to end
+    refuse_foreign(home.path)  # because its files name the process to end
     with _start_lock(home):
         if not _is_alive(home):
             return False
@@ -98,20 +98,21 @@ def stop(home: Home) -> bool:
                 os.kill(pid, signal.SIGTERM)
         elif not _shut_down(home):
             raise ServerError(
-                f"a server uses {home.data} but its process cannot be told: it does not answer, "
-                f"and {home.pid_file} names none that listens at {home.socket}"
+                f"a server uses {home.data} but its process is unknown: it does not answer, and "
+                f"{home.pid_file} names no process that listens at {home.socket}. Find it with "
+                "`ps` and end it"
             )
         deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
         while _is_alive(home):
             if time.monotonic() > deadline:
                 named = "" if pid is None else f" (process {pid})"
-                raise ServerError(f"the server{named} does not stop; see {home.log}")
+                raise ServerError(f"the server{named} does not stop: see {home.log}")
             time.sleep(0.02)
     return True
 
 
 def status(home: Home) -> ServerStatus:
-    """How the home folder's server is; asks it when it runs, starts nothing."""
+    """The status of the home folder's server. Starts nothing."""
     places: dict[str, Any] = {
         "url": home.url,
         "socket": str(home.socket),
@@ -135,7 +136,7 @@ def status(home: Home) -> ServerStatus:
 
 
 def tail(log: Path, num_lines: int = NUM_LOG_LINES_SHOWN, num_bytes: int = 16384) -> list[str]:
-    """The last lines of a log that are not empty; none when it cannot be read."""
+    """The last lines of a log without empty ones. No lines if it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
@@ -146,8 +147,8 @@ def tail(log: Path, num_lines: int = NUM_LOG_LINES_SHOWN, num_bytes: int = 16384
 
 
 def arguments(home: Home, binary: Binary) -> list[str]:
-    """The server's command line. The last two settings halve what a job and a result take."""
-    # Redis 6.2 knows the first of them by its older name only.
+    """The server's command line. The last two settings halve the memory of jobs and results."""
+    # Redis 6.2 knows the first of these two only by its older name.
     is_old = binary.name == "redis" and binary.version < (7,)
     listpack = "hash-max-ziplist-value" if is_old else "hash-max-listpack-value"
     settings = {
@@ -170,11 +171,11 @@ def arguments(home: Home, binary: Binary) -> list[str]:
 
 
 def _start(home: Home, binary: Binary) -> None:
-    """Run the program, which puts itself in the background. Needs ``start.lock``."""
+    """Run the program, which makes itself a daemon. The caller must hold ``start.lock``."""
     descriptor = _inheritable(home.path / "running.lock")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        cut_zeros(home.data)
+        cut_zeros(home)
         ran = subprocess.run(
             arguments(home, binary),
             stdin=subprocess.DEVNULL,
@@ -194,9 +195,10 @@ def _start(home: Home, binary: Binary) -> None:
 
 
 def _inheritable(path: Path) -> int:
-    """Open a file under a number that no standard stream has: those of a new process are others.
+    """Open a file under a descriptor of at least 3, which is no standard stream.
 
-    Where our own are closed, the next file would get the number of one.
+    If a standard stream is closed, the next file would get its number. But a new process gets
+    standard streams of its own, so it would not inherit that file.
     """
     low = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -220,15 +222,15 @@ def _await_answer(home: Home) -> None:
             raise _start_failure(home, [])
         if time.monotonic() - started > limit:
             raise ServerError(
-                f"the server of {home.path} runs but does not answer at {home.socket}; "
-                f"`batchkv server stop` ends it, {home.log} may tell why"
+                f"the server of {home.path} runs but does not answer at {home.socket}: see "
+                f"{home.log}. `batchkv server stop` ends it"
             )
         time.sleep(0.01)
 
 
-def _start_failure(home: Home, said: list[str]) -> ServerError:
+def _start_failure(home: Home, output: list[str]) -> ServerError:
     refuse_full(home.path)
-    lines = " | ".join(line.strip() for line in [*said, *tail(home.log)])
+    lines = " | ".join(line.strip() for line in [*output, *tail(home.log)])
     return ServerError(f"the embedded server did not start; the end of {home.log}: {lines}")
 
 
@@ -268,7 +270,7 @@ def _start_lock(home: Home) -> Iterator[None]:
 
 
 def _is_alive(home: Home) -> bool:
-    """Whether some server (or a child that writes its data) holds ``running.lock``."""
+    """Whether a server, or its child that writes data, holds ``running.lock``."""
     try:
         file = _open_lock(home.path / "running.lock")
     except OSError:
@@ -282,9 +284,9 @@ def _is_alive(home: Home) -> bool:
 
 
 def _pid(home: Home) -> int | None:
-    """The server's process id: what it says itself, else the pid file.
+    """The server's process id: from the server itself, else from the pid file.
 
-    None unless that process is this home's server: ids are used again, and differ in containers.
+    None if that process is not this home's server: ids are reused, and differ in containers.
     """
     pid: int | None = None
     with suppress(RedisError), client_of(home) as connection:
@@ -296,16 +298,16 @@ def _pid(home: Home) -> int | None:
 
 
 def _is_server_of(home: Home, pid: int) -> bool:
-    """Whether that process is a server whose arguments name this home's socket."""
+    """Whether this process is a server whose arguments name this home's socket."""
     asked = subprocess.run(["ps", "-ww", "-o", "args=", "-p", str(pid)], capture_output=True)
-    # How ``ps`` writes what is not plain ASCII differs.
+    # ``ps`` writes characters beyond ASCII differently on each system.
     plain = re.split(rb"[^!-~]+", os.fsencode(home.socket))
     wanted = rb"-server.*unixsocket[: ]" + rb".+?".join(map(re.escape, plain)) + rb"(\s|$)"
     return re.search(wanted, asked.stdout, re.DOTALL) is not None
 
 
 def _shut_down(home: Home) -> bool:
-    """Ask a server to end that answers at the socket; whether there was one that does."""
+    """Ask the server at the socket to end. Returns False if none answered."""
     try:
         with client_of(home) as connection:
             connection.shutdown()

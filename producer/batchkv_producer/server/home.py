@@ -1,4 +1,4 @@
-"""The home folder of the embedded server: its paths, and who may open it."""
+"""The home folder of the embedded server: its paths, and its permissions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNQUOTABLE = re.compile(r"[%#?\x00-\x1f\x7f]")
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """The places under one home folder. Nothing is created by naming them."""
+    """The paths in a home folder. They need not exist."""
 
     path: Path
 
@@ -42,7 +42,7 @@ class Home:
 
     @property
     def socket(self) -> Path:
-        """In the home folder, or under /tmp by a name made from it when the path is too long."""
+        """In the home folder; if its path is too long, in a folder of /tmp named by its hash."""
         socket = self.path / "redis.sock"
         if len(os.fsencode(socket)) <= MAX_SOCKET_PATH_BYTES:
             return socket
@@ -51,7 +51,7 @@ class Home:
 
     @property
     def url(self) -> str:
-        """What a URL reads otherwise (``%``, ``#``, ``?``, control characters) is quoted."""
+        """The socket's URL. Characters with a meaning in URLs (``%``, ``#``, ``?``) are quoted."""
         return "unix://" + _UNQUOTABLE.sub(lambda found: quote(found[0]), str(self.socket))
 
 
@@ -69,10 +69,10 @@ def home_from_environment() -> Home:
 
 
 def make_folders(home: Home) -> None:
-    """Create the home folder and what stands in it, for its owner only.
+    """Create the home folder and the folders in it, for its owner only.
 
-    Raises FullHomeError when the disk is full, UsageError when it cannot be for another reason, or
-    when others could write where the server stands.
+    Raises FullHomeError if the disk is full, UsageError if a folder cannot be made or other users
+    may open it.
     """
     try:
         home.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -92,8 +92,10 @@ def make_folders(home: Home) -> None:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Refuse a folder that somebody else owns or may open: its socket could be anybody's, and
-    whoever reaches the socket reads every prompt."""
+    """Raise UsageError if another user owns the folder or may open it.
+
+    A socket in it could be another user's, and a user who reaches the socket can read every prompt.
+    """
     found = folder.lstat() if folder.parent == Path("/tmp") else folder.stat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise UsageError(f"{folder} is not a folder of yours. Set {HOME_VARIABLE} to another one")

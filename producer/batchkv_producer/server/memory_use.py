@@ -1,4 +1,4 @@
-"""The server's memory: how much is used, and by which batches."""
+"""The server's memory: the used bytes, and the largest batches."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 from batchkv_producer.wire import redis_keys
 
 PAGE_BATCHES = 1000
-MAX_MEASURED = 20  # batches, those of most rows
-SAMPLED_JOBS = 8  # of each batch
-SAMPLED_FIELDS = 20  # of each batch's results
+MAX_MEASURED = 20  # the batches with the most rows are measured
+SAMPLED_JOBS = 8  # measured jobs of each batch
+SAMPLED_FIELDS = 20  # measured results of each batch
 FULL = (
-    "is full (maxmemory): `batchkv forget BATCH` makes room, also now, or raise maxmemory. Nothing "
-    "queued so far is lost; the same command goes on from there"
+    "is full (maxmemory): make room with `batchkv forget BATCH`, or raise maxmemory. Rows that are "
+    "queued are not lost: run the same command again to go on"
 )
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True, slots=True)
 class BatchMemory:
-    """A batch, and about how many bytes of the server's memory it holds."""
+    """A batch and an estimate of its bytes in the server's memory."""
 
     batch_id: str
     num_bytes: int
@@ -38,7 +38,7 @@ class BatchMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """The server's memory in bytes; ``max_bytes`` 0: no limit is set. The largest batches first."""
+    """The server's memory in bytes, and its largest batches. ``max_bytes`` 0: there is no limit."""
 
     used_bytes: int
     max_bytes: int
@@ -51,7 +51,7 @@ class MemoryUse:
 
 
 def read_memory_use(connection: Redis) -> MemoryUse | None:
-    """How full the server is; None when it does not tell this user."""
+    """The memory of the server. None if this user may not read it."""
     try:
         info: dict[str, Any] = connection.info("memory")
         return MemoryUse(
@@ -62,7 +62,7 @@ def read_memory_use(connection: Redis) -> MemoryUse | None:
 
 
 def largest(connection: Redis, count: int = 3) -> tuple[BatchMemory, ...]:
-    """The batches that hold most memory, measured on samples; none if that may not be asked."""
+    """The batches with the most memory, estimated from samples; empty if refused."""
     most = heapq.nlargest(MAX_MEASURED, _totals(connection))
     try:
         found = [
@@ -74,7 +74,7 @@ def largest(connection: Redis, count: int = 3) -> tuple[BatchMemory, ...]:
 
 
 def _totals(connection: Redis) -> Iterator[tuple[int, str]]:
-    """How many rows each batch of the server has, and its id."""
+    """(number of rows, id) of each batch on the server."""
     raw_ids: Any = connection.zrange(redis_keys.BATCHES, 0, -1)
     for start in range(0, len(raw_ids), PAGE_BATCHES):
         ids = [raw.decode("utf-8", "replace") for raw in raw_ids[start : start + PAGE_BATCHES]]
@@ -87,7 +87,7 @@ def _totals(connection: Redis) -> Iterator[tuple[int, str]]:
 
 @contextmanager
 def full_server_named(connection: Redis) -> Iterator[None]:
-    """Inside, a refusal because the server is full names the largest batches."""
+    """Inside, the error of a full server names the largest batches."""
     try:
         yield
     except RedisError as fault:
@@ -101,19 +101,19 @@ def full_server_named(connection: Redis) -> Iterator[None]:
 
 
 def is_full(fault: RedisError) -> bool:
-    """Whether the server refused because it has reached its ``maxmemory``."""
+    """Whether the server refused a write because it has reached its ``maxmemory``."""
     return isinstance(fault, OutOfMemoryError) or bool(re.search(r"\bOOM\b", str(fault)))
 
 
 def full_sentence(text: str) -> str:
-    """What to tell of such a refusal, with the batches that ``full_server_named`` named."""
+    """The end of the sentence about a full server, with the batches of ``full_server_named``."""
     named = re.search(r"\[(.*)\]", text)
-    most = f". Most is held by batch {named[1]}" if named else ""
+    most = f". The largest batches are {named[1]}" if named else ""
     return FULL + most
 
 
 def size_text(num_bytes: float) -> str:
-    """Bytes as people read them: 12.3 MB."""
+    """Bytes for people: ``12.3 MB``."""
     unit = 0
     while num_bytes >= 1000 and unit < len(_UNITS) - 1:
         num_bytes, unit = num_bytes / 1000, unit + 1

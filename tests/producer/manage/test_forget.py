@@ -284,7 +284,7 @@ def test_cancel_and_forget_work_on_a_full_server(full: RedisServer, write_lines:
         fill_up(connection)
         refused = batchkv("submit", source, "-m", MODEL, url=full.url)
         assert refused.exit_code == 3
-        assert "is full (maxmemory): `batchkv forget BATCH` makes room" in refused.stderr
+        assert "is full (maxmemory): make room with `batchkv forget BATCH`" in refused.stderr
         assert f"{batch} (" in refused.stderr and f"{other} (" in refused.stderr
         assert "Traceback" not in refused.stderr and len(refused.stderr.splitlines()) == 1
         canceled = batchkv("cancel", batch, url=full.url)

@@ -11,7 +11,7 @@ import pytest
 from redis import Redis
 
 from batchkv_producer.manage import cancel_retry as intervention
-from batchkv_producer.manage import reconcile as tending
+from batchkv_producer.manage import reconcile
 from batchkv_producer.monitor.status import BatchStatus, read_batch
 from batchkv_producer.results import bounded
 from batchkv_producer.results.bounded import Reader, stored_results
@@ -88,7 +88,7 @@ def test_ending_overdue_rows_holds_a_page(redis_connection: Redis, batch: BatchS
     """So does the end of rows past their deadline, in workers and in clients."""
     redis_connection.hset(redis_keys.batch(batch.batch_id), "expires", 1)
     overdue = read_batch(redis_connection, batch.batch_id)
-    peak = held(lambda: drained(tending.expire_rows(redis_connection, overdue)))
+    peak = held(lambda: drained(reconcile.expire_rows(redis_connection, overdue)))
     assert counts_of(redis_connection, batch.batch_id)["failed"] == NUM_ROWS
     assert peak < ALL_BYTES / 2
 
@@ -98,7 +98,7 @@ def test_looking_for_lost_rows_reads_no_result(redis_connection: Redis, ended: B
     lost: list[int] = []
     redis_connection.delete(redis_keys.job(f"{ended.batch_id}-2"))
     lines = range(1, NUM_ROWS + 1)
-    peak = held(lambda: lost.extend(tending.find_lost(redis_connection, ended, lines)))
+    peak = held(lambda: lost.extend(reconcile.find_lost(redis_connection, ended, lines)))
     assert lost == [2] and peak < ROW_BYTES
 
 

@@ -203,7 +203,7 @@ def test_a_full_server_is_told_of() -> None:
     """Out of maxmemory, by a command or by a script, says so and that nothing queued is lost."""
     with running_server("--maxmemory", "1mb", "--maxmemory-policy", "noeviction") as full:
         for write in (_set, _script):
-            with refused(r"is full \(maxmemory\).*Nothing queued so far", full.url) as redis:
+            with refused(r"is full \(maxmemory\).*queued are not lost", full.url) as redis:
                 write(redis)
 
 
@@ -231,8 +231,8 @@ def test_a_server_that_evicts_is_warned_of() -> None:
         ("MISCONF Redis is configured to save RDB snapshots", "cannot write to its disk"),
         ("NOREPLICAS Not enough good replicas to write.", "too few replicas"),
         ("MOVED 866 127.0.0.1:7001", "is a cluster"),
-        ("unknown command 'LMOVE', with args", "must be Redis 6.2"),
-        ("ERR max number of clients reached", "no connection left"),
+        ("unknown command 'LMOVE', with args", "use Redis 6.2 or newer"),
+        ("ERR max number of clients reached", "accepts no more connections"),
         ("something new", "answers with an error: something new"),
     ],
 )

@@ -151,7 +151,7 @@ def test_a_strangers_process_is_not_ended(
         home.pid_file.write_text(str(stranger.pid))
         os.kill(pid, signal.SIGSTOP)  # it cannot say who it is
         try:
-            with pytest.raises(ServerError, match="cannot be told"):
+            with pytest.raises(ServerError, match="its process is unknown"):
                 server.stop(home)
             assert stranger.poll() is None
         finally:

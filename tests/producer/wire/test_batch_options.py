@@ -17,7 +17,7 @@ from rq.serializers import JSONSerializer
 
 from batchkv_producer import Client, ExpiredError
 from batchkv_producer.errors import BatchkvError, UsageError, WireError
-from batchkv_producer.manage import reconcile as tending
+from batchkv_producer.manage import reconcile
 from batchkv_producer.monitor.status import read_batch
 from batchkv_producer.order.duplicates import can_have_duplicates, request_digest
 from batchkv_producer.submit.submission import Submitted
@@ -282,7 +282,7 @@ def test_nothing_waits_for_rows_that_nobody_will_run(desk: Desk, ask: str) -> No
 def test_the_deadline_is_the_servers(desk: Desk) -> None:
     """A move made too early by a wrong clock does nothing."""
     batch = desk.submit("a", expires=Deadline(3600)).batch_id
-    row = tending.error_row(MODEL, 1, None, ("expired", "too early"))
+    row = reconcile.error_row(MODEL, 1, None, ("expired", "too early"))
     assert desk.moves.settle(QUEUE, "expired", [(f"{batch}-1", row)]) == [""]
     desk.connection.hdel(redis_keys.batch(batch), "expires")
     assert desk.moves.settle(QUEUE, "expired", [(f"{batch}-1", row)]) == [""]
@@ -332,10 +332,10 @@ def test_overdue_rows_are_ended_a_part_at_a_time(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker does not stop for as long as a large batch takes: it renews leases in between."""
-    monkeypatch.setattr(tending, "PAGE_ROWS", 2)
+    monkeypatch.setattr(reconcile, "PAGE_ROWS", 2)
     batch = desk.submit(*(f"p{n}" for n in range(5)), expires=Deadline(600)).batch_id
     desk.late(batch)
-    reconciler = tending.Reconciler(desk.connection)
+    reconciler = reconcile.Reconciler(desk.connection)
     found = []
     for num_rows in reconciler.steps(read_batch(desk.connection, batch)):
         assert num_rows <= 2
@@ -469,7 +469,7 @@ def test_duplicates_of_a_row_that_kills_workers_fail_with_it(desk: Desk) -> None
     for _ in range(MAX_DEATHS + 1):
         desk.pull()
         desk.moves.reap(QUEUE, "w")
-    row = tending.error_row(MODEL, 1, None, ("engine_error", "died"))
+    row = reconcile.error_row(MODEL, 1, None, ("engine_error", "died"))
     assert desk.moves.settle(QUEUE, "failed", [(f"{batch}-1", row)]) == ["done"]
     assert desk.codes(batch) == {1: "engine_error", 2: "engine_error"}
     desk.check_books(batch)
@@ -757,7 +757,7 @@ def test_random_moves_with_duplicates_and_deadlines(
     desk: Desk, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers, cancels, retries, deadlines, deletions in any order: the books balance, all end."""
-    monkeypatch.setattr(tending, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(reconcile, "REST_SECONDS", 0.0)
     monkeypatch.setattr(transitions, "COPIES", 2)
     rows = [row for n in range(6) for row in same(*(f"{n}-{k}" for k in range(4)), text=f"t{n}")]
     batch = desk.submit(
