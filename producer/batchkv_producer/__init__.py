@@ -1,7 +1,7 @@
 """batchkv's producer side: submit batches, follow them, read results. Never imports MLX.
 
-A name below is imported when it is first used. So the command starts quickly, and Ctrl-C works from
-the first moment (``entry``).
+A name below is imported at its first use. So commands start quickly, and Ctrl-C works at once
+(``entry``).
 """
 
 from __future__ import annotations

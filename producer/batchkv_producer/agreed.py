@@ -1,9 +1,9 @@
-"""Numbers on which producer and worker must agree. Each is defined here only."""
+"""Numbers on which producer and worker must agree. Each is defined only here."""
 
 from __future__ import annotations
 
-BLOCK_TOKENS = 256  # prefixes are shared in blocks of so many tokens; prefill chunks end there
-RUN_ROWS = 128  # neighbours that a worker takes at once; more gains nothing, 16 lose hits
-DEFAULT_MAX_TOKENS = 512  # of a row that does not say
+BLOCK_TOKENS = 256  # the tokens of a block; prefill chunks end at block boundaries
+RUN_ROWS = 128  # consecutive jobs that a worker takes at once; more gain nothing, 16 lose hits
+DEFAULT_MAX_TOKENS = 512  # for a row that sets no max_tokens
 FAILURE_TTL_DAYS = 7
-FAILURE_TTL_SECONDS = FAILURE_TTL_DAYS * 86_400  # so long a failed row's job is kept
+FAILURE_TTL_SECONDS = FAILURE_TTL_DAYS * 86_400  # how long a failed row's job is kept

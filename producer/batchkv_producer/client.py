@@ -1,4 +1,4 @@
-"""The Python face of batchkv: submit a file, follow it, read it back.
+"""The Python interface of batchkv: submit a file, follow its batch, read the results.
 
 >>> client = Client(Redis.from_url("unix:///tmp/redis.sock"))
 >>> batch = client.submit(Path("prompts.jsonl"), model="demo").batch_id
@@ -19,20 +19,18 @@ from redis import Redis
 from batchkv_producer.errors import UsageError
 from batchkv_producer.intake.given_rows import Given, as_source
 from batchkv_producer.intake.prompting import AUTO, Prompting
-from batchkv_producer.manage import cancel_retry as intervention
-from batchkv_producer.manage import forget as forgetting
+from batchkv_producer.manage import cancel_retry, forget
 from batchkv_producer.manage.cancel_retry import Unanswered
 from batchkv_producer.manage.reconcile import Reconciler
 from batchkv_producer.monitor import listing, one_job, status, workers
 from batchkv_producer.monitor.one_job import JobInfo
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.monitor.workers import WorkerInfo
-from batchkv_producer.results import stored_rows as stored
+from batchkv_producer.results import stored_rows
 from batchkv_producer.results.failures import Failures, read_failures
 from batchkv_producer.results.stored_rows import StoredRow
 from batchkv_producer.retry import Pace, read_with_retry
-from batchkv_producer.submit import restore as restoring
-from batchkv_producer.submit import submission
+from batchkv_producer.submit import restore, submission
 from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, Progress
 from batchkv_producer.submit.kept_answers import EarlierBatch
 from batchkv_producer.submit.submission import Checked, Identified, Submitted
@@ -62,11 +60,11 @@ NO_DEFAULTS = SamplingParams()
 
 
 class Client:
-    """Everything that a producer does, over one connection (which must return bytes).
+    """All operations of a producer, over one connection that must return bytes.
 
     Batch ids may be shortened to a unique prefix of at least 6 digits. An unknown id raises
-    NotFoundError; a server that fails raises redis-py's exceptions. ``wait`` and ``results`` with
-    ``follow`` outlive an outage of up to a minute.
+    NotFoundError. Errors of the server are redis-py's exceptions. ``wait`` and ``results`` with
+    ``follow`` survive an outage of up to a minute.
     """
 
     def __init__(self, connection: Redis) -> None:
@@ -89,16 +87,16 @@ class Client:
         prompting: Prompting = AUTO,
         earlier: EarlierBatch | None = None,
     ) -> Submitted:
-        """Queue a file, or dicts as they would stand in its lines; the same again join their batch.
+        """Queue a file, or dicts like the objects of its lines. The same input joins its batch.
 
-        ``options``: priority, deadline, dedupe, how long the results stay. A batch that is there
-        keeps its own. ``terms`` is the same under its old name.
+        ``options``: priority, deadline, dedupe, how long the results stay. A batch that exists
+        keeps its own. ``terms`` is the old name of ``options``.
 
         ``prompting`` says how plain prompts are sent.
 
-        ``default_model`` serves when neither ``model`` nor the lines name one. ``on_identified``
+        ``default_model`` is used if neither ``model`` nor the lines name one. ``on_identified``
         gets the batch's id and model before anything is changed, and may refuse by raising.
-        ``earlier``: a batch whose answers are kept where rows ask for the same.
+        ``earlier``: a batch whose answers are kept for rows with the same request.
         """
         return submission.submit(
             self._connection,
@@ -118,25 +116,25 @@ class Client:
     check = staticmethod(submission.check)  # needs no server
 
     def status(self, batch_id: str) -> BatchStatus:
-        """Where one batch stands, after rows past its deadline were ended."""
+        """The status of one batch. Rows past its deadline are ended first."""
         found = status.find_batch(self._connection, batch_id, or_forgotten=True)
         return self._reconciler.reconcile_id(found)
 
     def list_batches(self, limit: int | None = None) -> list[BatchStatus]:
-        """The batches of the server, newest first: all, or the first ``limit`` of them."""
+        """The batches of the server, newest first: all, or the newest ``limit``."""
         return list(itertools.islice(self.each_batch(), limit))
 
     def each_batch(self) -> Iterator[BatchStatus]:
-        """All batches of the server, newest first, one by one: in bounded memory."""
+        """All batches of the server, newest first, one by one, in bounded memory."""
         for page in listing.newest_first(self._connection):
             yield from self._reconciler.reconcile_all(page)
 
     def count_batches(self) -> int:
-        """How many batches the server has."""
+        """The number of batches on the server."""
         return listing.count_batches(self._connection)
 
     def open_batches(self, queues: Collection[str]) -> list[BatchStatus]:
-        """The batches of these queues that are not done, newest first, as they stand."""
+        """The batches of these queues that are not done, newest first. Nothing is reconciled."""
         return listing.open_batches(self._connection, queues)
 
     def workers(self) -> list[WorkerInfo]:
@@ -144,30 +142,30 @@ class Client:
         return workers.read_workers(self._connection)
 
     def serving(self, queue: str) -> list[WorkerInfo]:
-        """The live workers of one queue; what they hold is counted of those that are away."""
+        """The live workers of one queue. Their rows are counted only for workers that are away."""
         return workers.serving_workers(self._connection, queue)
 
     def count_apart(self, queue: str) -> int:
-        """How many rows wait to run apart, because a worker died with them."""
+        """The number of rows that wait to run apart, because a worker died with them."""
         return suspects.count_waiting(self._connection, queue)
 
     def failures(self, batch: BatchStatus) -> list[Failures]:
-        """Why rows of a batch failed, by code, the most frequent first."""
+        """The failures of a batch by code, the most frequent first."""
         return read_failures(self._connection, batch)
 
     def job(self, job_id: str) -> JobInfo:
-        """Where one job stands."""
+        """The status of one job."""
         return one_job.read_job(self._connection, job_id)
 
     def result(self, job_id: str, wait_seconds: float = 0) -> Result | None:
-        """One job's result, or None when it has none after ``wait_seconds``."""
+        """One job's result, or None if it has none after ``wait_seconds``."""
         batch_id, line = one_job.split_job_id(job_id)
         deadline = time.monotonic() + wait_seconds
         pace = Pace(first_seconds=0.05, longest_seconds=0.5)
         if self._stored(batch_id, line) is None:
             self._reconciler.reconcile_id(batch_id)
         while (value := self._stored(batch_id, line)) is None:
-            one_job.read_job(self._connection, job_id)  # raises when there is no such job
+            one_job.read_job(self._connection, job_id)  # raises if there is no such job
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
@@ -182,26 +180,28 @@ class Client:
         follow: bool = False,
         after: int = 0,
     ) -> Iterator[StoredRow]:
-        """Results one by one, bad rows included.
+        """Results one by one, those of wrong rows included.
 
         ``order="finish"`` starts at index ``after`` of the finish order. ``follow`` goes on until
         the batch is done; with ``order="input"`` it waits for each line in turn.
 
-        A batch that goes meanwhile, because it expires or is forgotten, raises NotFoundError in the
-        place of the rows that were not read.
+        If the batch expires or is deleted meanwhile, NotFoundError is raised in place of the
+        remaining rows.
         """
         full_id = self._find(batch_id)
 
-        def look(_: Redis, batch: str) -> BatchStatus:
+        def reconciled(_: Redis, batch: str) -> BatchStatus:
             return self._reconciler.reconcile_id(batch)
 
         if order == "input":
-            rows = stored.in_input_order(self._connection, full_id, follow=follow, look=look)
-        else:
-            rows = stored.in_finish_order(
-                self._connection, full_id, follow=follow, after=after, look=look
+            rows = stored_rows.in_input_order(
+                self._connection, full_id, follow=follow, look=reconciled
             )
-        return stored.none_missing(self._connection, full_id, rows)
+        else:
+            rows = stored_rows.in_finish_order(
+                self._connection, full_id, follow=follow, after=after, look=reconciled
+            )
+        return stored_rows.none_missing(self._connection, full_id, rows)
 
     def wait(
         self,
@@ -210,7 +210,7 @@ class Client:
         timeout_seconds: float | None = None,
         on_progress: Callable[[BatchStatus], None] | None = None,
     ) -> BatchStatus:
-        """Poll until the batch is done or the time is over; the last status either way."""
+        """Poll until the batch is done or the time is over. Returns the last status."""
         full_id = self._find(batch_id)
         deadline = float("inf") if timeout_seconds is None else time.monotonic() + timeout_seconds
         pace, last_num_ended = Pace(), -1
@@ -227,10 +227,10 @@ class Client:
             pace.sleep(at_most_seconds=left)
 
     def cancel(self, target: str) -> int:
-        """Cancel a batch or one job; how many rows became canceled."""
+        """Cancel a batch or one job. Returns the number of canceled rows."""
         if "-" in target:
-            return intervention.cancel_job(self._connection, target)
-        return intervention.cancel_batch(self._connection, self.status(target))
+            return cancel_retry.cancel_job(self._connection, target)
+        return cancel_retry.cancel_batch(self._connection, self.status(target))
 
     def retry(
         self,
@@ -242,12 +242,13 @@ class Client:
         source: Given | None = None,
         defaults: SamplingParams | None = None,
     ) -> int:
-        """Queue a batch's failed rows again, and those canceled if asked; how many could be.
+        """Queue a batch's failed rows again, and with ``canceled`` the canceled ones.
 
-        A deadline that is past must be given anew (``batch_options.NEVER``: none). With
-        ``source``, what the submit was given, rows whose jobs are gone are queued anew.
+        Returns the number of queued rows. If the batch's deadline is past, ``expires`` must be a
+        new one, or ``batch_options.NEVER``. ``source`` is the input of the submit: with it, rows
+        whose jobs are no longer in Redis are queued, too.
         """
-        return restoring.retry_batch(
+        return restore.retry_batch(
             self._connection,
             self.status(batch_id),
             None if source is None else as_source(source),
@@ -258,25 +259,26 @@ class Client:
         )
 
     def forget(self, batch_id: str) -> str:
-        """Take a batch off the server, its queued and running rows too; its full id."""
-        return forgetting.forget_batch(self._connection, batch_id)
+        """Delete a batch from the server, with queued and running rows. Returns its full id."""
+        return forget.forget_batch(self._connection, batch_id)
 
     def unanswered(self, batch_id: str) -> Unanswered:
-        """Count a batch's rows without an answer, by what can be done about them."""
-        return intervention.count_unanswered(self._connection, self._find(batch_id))
+        """Count a batch's rows without an answer, by the reason."""
+        return cancel_retry.count_unanswered(self._connection, self._find(batch_id))
 
     def job_ids(self, batch_id: str) -> Iterator[str]:
-        """The ids of a batch's jobs in input order, those of bad rows included."""
+        """The ids of a batch's jobs in input order, those of wrong rows included."""
         batch = self.status(batch_id)
         for start in range(1, batch.last_line + 1, PAGE_ROWS):
             lines = range(start, min(start + PAGE_ROWS, batch.last_line + 1))
-            for line in stored.rows_among(self._connection, batch, lines):
+            for line in stored_rows.rows_among(self._connection, batch, lines):
                 yield redis_keys.job_id(batch.batch_id, line)
 
     def reclaim(self, queue: str, worker_name: str, *, is_death: bool = True) -> int:
-        """Take back at once what a worker holds that is no more; how many jobs.
+        """Take back all jobs of a worker that has ended. Returns their number.
 
-        What it had begun is under suspicion, unless its end was no death (it was ended by us).
+        If ``is_death``, the rows that it had started are suspects. Give False if it was ended on
+        purpose.
         """
         if not worker_name:
             raise UsageError("reclaim needs the name of a worker")

@@ -1,4 +1,4 @@
-"""Makes a connected client, as the command line does."""
+"""Makes a connected client in the same way as the command line."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from batchkv_producer.server import connection
 
 
 def connect(url: str | None = None) -> Client:
-    """A client of the server that ``url``, else BATCHKV_REDIS_URL or BATCHKV_REDIS_URL_FILE names.
+    """A client of the server in ``url``, else in BATCHKV_REDIS_URL or BATCHKV_REDIS_URL_FILE.
 
-    Without any of these it is the embedded server's, which is started if it does not run. Raises
-    ServerError when there is no connection.
+    Without any of these it uses the embedded server, which is started if it does not run. Raises
+    ServerError if there is no connection.
     """
     return Client(connection.connect(url))

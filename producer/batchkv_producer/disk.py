@@ -1,6 +1,6 @@
-"""Recognizes a full disk among other faults, and names it.
+"""Recognizes errors of a full disk, and names the disk.
 
-While its disk is full, the embedded server refuses writes (MISCONF) and pings. It still answers
+While its disk is full, the embedded server refuses writes and pings (MISCONF). It still answers
 reads, and accepts writes again when there is room.
 """
 
@@ -21,16 +21,17 @@ _WORDS = tuple(os.strerror(number) for number in FULL)
 
 
 def is_full(fault: OSError) -> bool:
+    """Whether this error means that a disk or a quota is full."""
     return fault.errno in FULL
 
 
 def takes_no_writes(fault: RedisError) -> bool:
-    """Whether a server refused something because it cannot write to its own disk."""
+    """Whether a server refused a command because it cannot write to its disk."""
     return "MISCONF" in str(fault)
 
 
 def ping(connection: Redis) -> None:
-    """Ask the server whether it is there; one that only takes no writes is."""
+    """Raise RedisError if the server does not answer. One that only refuses writes is fine."""
     try:
         connection.ping()
     except ResponseError as fault:
@@ -39,17 +40,17 @@ def ping(connection: Redis) -> None:
 
 
 def full_home(folder: Path, why: str) -> FullHomeError:
-    """The error that names the home folder whose disk takes nothing more."""
+    """The error that names the home folder on the full disk."""
     found = next((words for words in _WORDS if words in why), "")
-    what = f"is full ({found})" if found else f"does not take what is written ({why[:200]})"
+    problem = f"is full ({found})" if found else f"cannot be written ({why[:200]})"
     return FullHomeError(
-        f"the disk of {folder} {what}: make room there and run the same command again. "
+        f"the disk of {folder} {problem}: make room there and run the same command again. "
         "Nothing that was queued is lost"
     )
 
 
 def refuse_full(folder: Path) -> None:
-    """Raise FullHomeError if a small file cannot be written in the folder for want of room."""
+    """Raise FullHomeError if there is no room for a small file in the folder."""
     probe = folder / f".room.{os.getpid()}"
     try:
         descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)

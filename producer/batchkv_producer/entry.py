@@ -1,4 +1,4 @@
-"""The entry point of the ``batchkv`` script. It runs before the slow imports."""
+"""The entry point of the ``batchkv`` script. Slow imports come after it has begun."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EXIT_INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command. A Ctrl-C so early that nothing has begun ends it without a word."""
+    """Run the command. A Ctrl-C during the imports ends it without a message."""
     try:
         prepare_streams()
         from batchkv_producer.cli import main as begin
@@ -21,11 +21,11 @@ def main() -> None:
 
 
 def prepare_streams() -> None:
-    """Let output go somewhere, and let every text be written, whatever the streams are.
+    """Open closed standard streams, and let every text be written to them.
 
-    Of a closed stream the number would go to the next file that is opened: what is printed would go
-    into that file, and processes that are started would have another file in its place. A character
-    that a terminal's encoding lacks is spelled as in JSON: ``\\u2026``.
+    The next opened file would get the number of a closed stream. Then printed text would go into
+    that file, and new processes would inherit it as a standard stream. A character that a
+    terminal's encoding lacks is written as in JSON: ``\\u2026``.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -34,7 +34,7 @@ def prepare_streams() -> None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
     codecs.register_error("spelled", _spelled)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError):  # another kind of stream, which a caller has set
+        with suppress(AttributeError, OSError):  # a caller has set another kind of stream
             stream.reconfigure(errors="spelled")  # type: ignore[union-attr]
 
 

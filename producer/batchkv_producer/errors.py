@@ -1,33 +1,33 @@
 """The producer's error tree. Every message says what was wrong and what to do about it.
 
     BatchkvError
-    ├── UsageError            the caller's arguments or settings: nothing was changed
+    ├── UsageError            a wrong argument, setting or input; nothing was changed
     │   ├── InputFileError    the input file as a whole cannot be used
-    │   └── NotFoundError     no batch or job by that id
-    │       └── ExpiredError  its results are no longer kept
-    ├── DiskError             a disk is full: make room, and the same command goes on
-    │   └── FullHomeError     the one on which the embedded server keeps what it has
-    ├── ServerError           Redis is missing, refuses us, is full or read-only
-    └── WireError             bytes from Redis are not what batchkv writes
+    │   └── NotFoundError     there is no batch or job with this id
+    │       └── ExpiredError  the batch and its results have expired
+    ├── DiskError             a disk is full: make room, and run the same command again
+    │   └── FullHomeError     the disk of the embedded server is full
+    ├── ServerError           Redis is missing, refuses an operation, is full or read-only
+    └── WireError             bytes from Redis were not written by batchkv
 
-A row of the input that is wrong is not an exception: it is a ``RowError`` value
-(``formats``), because one bad row never stops the others.
+A wrong row of the input is no exception. It is a ``RowError`` value (``formats``), because a wrong
+row never stops the others.
 """
 
-# Of a folder that is installed in place: its code was updated, and what pip wrote beside was not.
+# For an editable installation whose code was updated, while pip's metadata was not.
 OLD_INSTALLATION = (
     "the code of batchkv is newer than its installation: run `make venv`, or install it again"
 )
 
 
 class BatchkvError(Exception):
-    """Base of everything that batchkv raises on purpose; ``exit_code`` is the CLI's."""
+    """The base of all errors of batchkv. ``exit_code`` is the exit code of commands."""
 
     exit_code = 1
 
 
 class UsageError(BatchkvError):
-    """An argument or a setting is wrong; nothing was changed."""
+    """An argument, a setting or the input is wrong. Nothing was changed."""
 
     exit_code = 2
 
@@ -37,21 +37,21 @@ class InputFileError(UsageError):
 
 
 class NotFoundError(UsageError):
-    """No batch or job is known by that id."""
+    """There is no batch or job with this id."""
 
 
 class ExpiredError(NotFoundError):
-    """The batch ended longer ago than its results are kept."""
+    """The batch and its results have expired."""
 
 
 class DiskError(BatchkvError):
-    """A disk takes nothing more; nothing is lost, and the same command goes on."""
+    """A disk is full. Nothing is lost, and the same command goes on when there is room."""
 
     exit_code = 4
 
 
 class FullHomeError(DiskError):
-    """The disk of the home folder is full: the embedded server takes no writes."""
+    """The disk of the home folder is full, so the embedded server refuses writes."""
 
 
 class ServerError(BatchkvError):
@@ -61,4 +61,4 @@ class ServerError(BatchkvError):
 
 
 class WireError(BatchkvError):
-    """Bytes read from Redis are not something that batchkv wrote."""
+    """Bytes from Redis were not written by batchkv."""

@@ -183,4 +183,4 @@ def test_other_faults_are_not_taken_for_a_full_disk(tmp_path: Path) -> None:
     disk.refuse_full(tmp_path / "none")
     assert not list(tmp_path.iterdir())
     assert "is full" in str(disk.full_home(tmp_path, "AOF file: No space left on device"))
-    assert "does not take what is written (MISCONF" in str(disk.full_home(tmp_path, "MISCONF x"))
+    assert "cannot be written (MISCONF" in str(disk.full_home(tmp_path, "MISCONF x"))
