@@ -1,4 +1,4 @@
-"""``batchkv cache``: what is stored where, whether it is whole, and how to be rid of it."""
+"""``batchkv cache``: lists, checks, pins and deletes blocks."""
 
 from batchkv_cache_store.cli.group import cache
 

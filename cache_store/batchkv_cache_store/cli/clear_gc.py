@@ -1,4 +1,4 @@
-"""``batchkv cache clear`` and ``gc``: delete blocks, and never what is not ours."""
+"""``batchkv cache clear`` and ``gc``: delete blocks, and never foreign files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from batchkv_cache_store.cli.text import Size, count, print_json, print_table, say
+from batchkv_cache_store.cli.table import Column, print_table, without_middle
+from batchkv_cache_store.cli.text import Size, count, print_json, say
 from batchkv_cache_store.cli.tiers import (
     OpenCache,
     Place,
@@ -24,8 +25,9 @@ from batchkv_cache_store.upkeep.collect import Choice, Rules, Why, choose, remov
 
 @click.command()
 @cache_options
-@click.option("--namespace", metavar="DIGITS", help="Only of this one; its first digits will do.")
-@click.option("--pinned", "has_pinned", is_flag=True, help="Pinned blocks too.")
+@click.option("--namespace", metavar="DIGITS", help="Delete only blocks of this namespace. Its "
+              "first digits are enough.")  # fmt: skip
+@click.option("--pinned", "has_pinned", is_flag=True, help="Delete pinned blocks, too.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def clear(
     cache_text: str | None,
@@ -35,9 +37,9 @@ def clear(
     has_pinned: bool,
     yes: bool,
 ) -> None:
-    """Delete blocks, of all tiers that are named. What is not ours stays.
+    """Delete the blocks of all tiers. Files of other programs stay.
 
-    Workers compute again what they miss: nothing but time is lost.
+    Workers compute missing blocks again, so only time is lost.
 
     \b
     Examples:
@@ -66,11 +68,12 @@ def clear(
 @click.command()
 @cache_options
 @click.option("--namespace", "gone", multiple=True, metavar="DIGITS",
-              help="Blocks of this one too (may be repeated).")  # fmt: skip
+              help="Delete blocks of this namespace, too (may be repeated).")  # fmt: skip
 @click.option("--other-than", "kept", multiple=True, metavar="DIGITS",
-              help="Blocks of all but this one too (may be repeated).")  # fmt: skip
-@click.option("--other-formats", is_flag=True, help="Blocks of other versions of the format too.")
-@click.option("--dry-run", is_flag=True, help="Show what would be deleted, and delete nothing.")
+              help="Delete blocks of all other namespaces, too (may be repeated).")  # fmt: skip
+@click.option("--other-formats", is_flag=True,
+              help="Delete blocks of other versions of the format, too.")  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Count the blocks, and delete none.")
 def gc(
     cache_text: str | None,
     only: str | None,
@@ -80,10 +83,11 @@ def gc(
     other_formats: bool,
     dry_run: bool,
 ) -> None:
-    """Remove what nobody will use.
+    """Remove files that no worker will use.
 
-    That is what was set aside as damaged, what writers that died left behind, and what cannot be
-    read; blocks of other models, schemes and formats only if you say so. Pinned blocks stay.
+    These are damaged blocks that were set aside, files of writers that died, and blocks that cannot
+    be read. Blocks of other models, schemes and formats are removed only with a flag. Pinned blocks
+    stay.
 
     \b
     Examples:
@@ -91,7 +95,7 @@ def gc(
       batchkv cache gc --other-than 3f2a9c51
     """
     if gone and kept:
-        raise click.UsageError("give --namespace or --other-than, and not both")
+        raise click.UsageError("give --namespace or --other-than, not both")
     firsts = [checked_digits(text) for text in gone or kept]
 
     def removes(namespace: bytes) -> bool:
@@ -101,8 +105,8 @@ def gc(
     with open_cache(cache_text, only) as cache:
         plans = _plan(cache, Rules(removes, has_other_formats=other_formats))
         if cache.failed and firsts:
-            # It may have been that tier which knows the namespace.
-            raise click.ClickException("a tier does not answer: nothing was removed")
+            # The namespace may be in that tier only.
+            raise click.ClickException("a tier does not answer, so nothing was removed")
         _check_namespaces(firsts, _seen(plans))
         for plan in plans:
             with cache.reporting(plan.place):
@@ -114,7 +118,7 @@ def gc(
 
 @dataclass(slots=True)
 class _Plan:
-    """What goes from one tier."""
+    """The blocks and files to remove from one tier."""
 
     place: Place
     choice: Choice
@@ -152,7 +156,7 @@ def _seen(plans: Sequence[_Plan]) -> set[bytes]:
 
 
 def _check_namespaces(firsts: Sequence[str], seen: Set[bytes]) -> None:
-    """Each of the digits must mean one namespace that is here: a slip would remove another."""
+    """Each of the digits must match exactly one namespace, so that a typo removes no other."""
     for digits in firsts:
         only_one(digits, [each.hex() for each in seen if each.hex().startswith(digits)])
 
@@ -168,9 +172,9 @@ def _ask(plans: Sequence[_Plan]) -> None:
     except click.Abort:
         if sys.stdin.isatty():
             raise
-        is_sure = False  # nobody is there to be asked
+        is_sure = False  # there is no terminal to answer from
     if not is_sure:
-        raise click.ClickException("nothing was deleted: say y, or give --yes")
+        raise click.ClickException("nothing was deleted: answer y, or give --yes")
 
 
 def _carry_out(cache: OpenCache, plan: _Plan) -> None:
@@ -182,15 +186,22 @@ def _print(plans: Sequence[_Plan], as_json: bool, *, is_dry_run: bool) -> None:
     if as_json:
         print_json({"tiers": [plan.as_json() for plan in plans], "is_rehearsal": is_dry_run})
         return
-    rows = [
-        (len(plan.choice.names) if is_dry_run else plan.choice.num_removed,
-         *(plan.choice.counts[why] for why in Why), plan.swept.num_aside, plan.swept.num_stale,
-         plan.choice.num_pinned, Size(plan.num_bytes), str(plan.place))
-        for plan in plans
-    ]  # fmt: skip
-    first = "WOULD GO" if is_dry_run else "DELETED"
-    titles = (first, "UNREADABLE", "FORMAT", "NAMESPACE", "ASIDE", "LEFT OVER", "PINNED", "BYTES",
-              "TIER")  # fmt: skip
-    print_table(titles, rows)
-    if any(plan.choice.num_pinned for plan in plans):
-        say("pinned blocks stay: unpin them, or clear --pinned")
+    choices, swept = [plan.choice for plan in plans], [plan.swept for plan in plans]
+    if is_dry_run:
+        first = Column("WOULD GO", [len(choice.names) for choice in choices])
+    else:
+        first = Column("DELETED", [choice.num_removed for choice in choices])
+    print_table(
+        [
+            first,
+            *(Column(str(why).upper(), [choice.counts[why] for choice in choices], if_any=True)
+              for why in Why),
+            Column("ASIDE", [each.num_aside for each in swept], if_any=True),
+            Column("LEFT OVER", [each.num_stale for each in swept], if_any=True),
+            Column("PINNED", [choice.num_pinned for choice in choices], drop=1, if_any=True),
+            Column("BYTES", [Size(plan.num_bytes) for plan in plans]),
+            Column("TIER", [str(plan.place) for plan in plans], without_middle, min_width=8),
+        ]
+    )  # fmt: skip
+    if any(choice.num_pinned for choice in choices):
+        say("pinned blocks stay: unpin them, or use `batchkv cache clear --pinned`")

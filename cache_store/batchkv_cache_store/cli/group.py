@@ -1,4 +1,4 @@
-"""The group of all cache commands, and those that other packages add to it."""
+"""The group ``batchkv cache``: the commands of this package, and those of other packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchkv_cache_store.cli.stats_ls import list_blocks, stats
 from batchkv_cache_store.cli.verify import verify
 
 ENTRY_POINT_GROUP = "batchkv.cache_commands"
-EXTRA = "batchkv[worker]"  # what installs what the commands of other packages need
+EXTRA = "batchkv[worker]"  # installs the packages that commands of other packages need
 
 EPILOG = """\b
 Examples:
@@ -24,9 +24,9 @@ Examples:
   batchkv cache verify --sample 5%
 
 \b
-The text is the workers' own: BATCHKV_CACHE, or the file that BATCHKV_CACHE_FILE names. What workers
-have in memory is not seen from outside. Exit codes: 0 done, 1 damage was found, 2 wrong use,
-3 Redis, 4 another tier does not do what it should.
+The tiers are those of the workers: BATCHKV_CACHE, or the file that BATCHKV_CACHE_FILE names. The
+memory of workers cannot be read from outside. Exit codes: 0 done, 1 damage was found, 2 wrong use,
+3 Redis failed, 4 another tier failed.
 """
 
 
@@ -47,7 +47,7 @@ class CacheGroup(click.Group):
 
 @click.group(cls=CacheGroup, epilog=EPILOG)
 def cache() -> None:
-    """Look after the store of computed prefixes that workers share."""
+    """Inspect and clean the cache of computed prefixes that workers share."""
 
 
 for command in (stats, list_blocks, inspect, verify, pin, unpin, clear, gc):
@@ -59,7 +59,7 @@ def _foreign_commands() -> dict[str, EntryPoint]:
 
 
 def _load(name: str, found: EntryPoint) -> click.Command:
-    """The command behind an entry point, or one that says what must be installed for it."""
+    """The command of an entry point, or one that says what to install for it."""
     try:
         command = found.load()
     except ImportError as fault:
@@ -71,7 +71,7 @@ def _load(name: str, found: EntryPoint) -> click.Command:
 
 def _missing(name: str, module: str) -> click.Command:
     message = f"`batchkv cache {name}` needs {module}: pip install '{EXTRA}'"
-    if module.startswith("batchkv_"):  # the code of a folder that is installed in place was updated
+    if module.startswith("batchkv_"):  # the code of an editable installation was updated
         message = "the code of batchkv is newer than its installation: run `make venv`"
 
     def complain(**_: Any) -> NoReturn:

@@ -1,4 +1,4 @@
-"""``batchkv cache inspect``: everything that one block says, and whether it is whole."""
+"""``batchkv cache inspect``: shows one block's header, tensors and seal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from batchkv_cache_store.blocks.header import Limits
 from batchkv_cache_store.blocks.names import digest_of, is_manifest_name, kind_of
 from batchkv_cache_store.blocks.peek import Head, peek
 from batchkv_cache_store.blocks.seal import Buffer, Sealer
-from batchkv_cache_store.cli.text import Size, moment, print_fields, print_json, print_table
+from batchkv_cache_store.cli.table import Column, print_table, without_middle
+from batchkv_cache_store.cli.text import Size, moment, print_fields, print_json
 from batchkv_cache_store.cli.tiers import OpenCache, Place, cache_options, open_cache, sealer
 from batchkv_cache_store.errors import BlockRejected, Reason
 from batchkv_cache_store.keys import Manifest
@@ -23,12 +24,13 @@ from batchkv_cache_store.upkeep.contents import find_names, iter_items, read_man
 @click.command()
 @cache_options
 @click.argument("key")
-@click.option("--tokens", "has_tokens", is_flag=True, help="Token ids too: they are the prompt.")
+@click.option("--tokens", "has_tokens", is_flag=True,
+              help="Show the token ids, too. They are the prompt.")  # fmt: skip
 @click.option(
     "--children",
     "has_children",
     is_flag=True,
-    help="Look for blocks that follow it too; reads every block's head.",
+    help="Show the blocks that follow it, too. This reads the head of every block.",
 )
 def inspect(
     cache_text: str | None,
@@ -40,8 +42,8 @@ def inspect(
 ) -> None:
     """Show one block: its header, tensors, seal and place in the chain.
 
-    KEY is a block's key or a namespace; its first digits will do. A seal that is a MAC is checked
-    with the secret in BATCHKV_CACHE_SECRET or the file that BATCHKV_CACHE_SECRET_FILE names.
+    KEY is a block's key or a namespace; its first digits are enough. A MAC is checked with the
+    secret in BATCHKV_CACHE_SECRET, or in the file that BATCHKV_CACHE_SECRET_FILE names.
 
     \b
     Examples:
@@ -72,7 +74,7 @@ def inspect(
 def _piece(
     cache: OpenCache, name: str, places: list[Place], own: Sealer, has_tokens: bool
 ) -> dict[str, Any]:
-    """What there is to say of one name, by the first of its places."""
+    """The description of one name, read from the first tier that holds it."""
     tier = places[0].tier
     data = tier.get_heads([name], Limits().max_block_bytes + 1).get(name, b"")
     said: dict[str, Any] = {
@@ -90,7 +92,7 @@ def _piece(
         said["seal"] = "MAC, right" if own.is_keyed else "checksum, right"
     except BlockRejected as fault:
         is_unknown = fault.reason is Reason.NO_SECRET
-        said["seal"] = "MAC, and no secret to check it with" if is_unknown else f"WRONG: {fault}"
+        said["seal"] = "MAC, but no secret is set to check it" if is_unknown else f"WRONG: {fault}"
     return said | _header(cache, data, has_tokens) | {"tensors": _tensors(block)}
 
 
@@ -118,7 +120,7 @@ def _header(cache: OpenCache, data: Buffer, has_tokens: bool) -> dict[str, Any]:
 
 
 def _parent_in(cache: OpenCache, head: Head) -> list[str] | None:
-    """Tiers that hold the block before; None for the first of a chain, which has none."""
+    """The tiers that hold the block before this one; None for the first block of a chain."""
     if head.index == 0:
         return None
     holders = []
@@ -160,11 +162,10 @@ def _tensors(block: Block | None) -> list[dict[str, Any]] | None:
 
 def _print_piece(piece: dict[str, Any]) -> None:
     manifest: Manifest = piece.get("manifest") or {}
-    parent = piece.get("parent")
-    if parent is not None:
+    where = None
+    if piece.get("parent") is not None:
         holders = piece["parent_in"]
-        where = "the root of its chain" if holders is None else ", ".join(holders) or "nowhere here"
-        parent = f"{parent} ({where})"
+        where = "(the root of its chain)" if holders is None else ", ".join(holders) or "(no tier)"
     children = piece.get("children")
     time_ms = piece.get("time_ms")
     print_fields(
@@ -179,7 +180,8 @@ def _print_piece(piece: dict[str, Any]) -> None:
             *((f"  {field}", value) for field, value in sorted(manifest.items())),
             ("index", piece.get("index")),
             ("tokens", piece.get("num_tokens")),
-            ("parent", parent),
+            ("parent", piece.get("parent")),
+            ("  in", where),
             ("children", None if children is None else children or "none"),
             ("writer", piece.get("writer") or None),
             ("written", moment(time_ms / 1000) if time_ms else None),
@@ -188,10 +190,17 @@ def _print_piece(piece: dict[str, Any]) -> None:
     )
     if piece.get("tensors"):
         click.echo("")
-        titles = ("LAYER", "TENSOR", "DTYPE", "SHAPE", "BYTES")
-        rows = [(t["layer"], t["name"], t["dtype"], " x ".join(map(str, t["shape"])),
-                 Size(t["num_bytes"])) for t in piece["tensors"]]  # fmt: skip
-        print_table(titles, rows)
+        tensors = piece["tensors"]
+        shapes = [" x ".join(map(str, tensor["shape"])) for tensor in tensors]
+        print_table(
+            [
+                Column("LAYER", [tensor["layer"] for tensor in tensors]),
+                Column("TENSOR", [tensor["name"] for tensor in tensors], without_middle, 16),
+                Column("DTYPE", [tensor["dtype"] for tensor in tensors]),
+                Column("SHAPE", shapes, without_middle, 16),
+                Column("BYTES", [Size(tensor["num_bytes"]) for tensor in tensors]),
+            ]
+        )
 
 
 def _joined(tokens: list[int] | None) -> str | None:

@@ -1,4 +1,4 @@
-"""``batchkv cache pin`` and ``unpin``: what must not be evicted."""
+"""``batchkv cache pin`` and ``unpin``: protect blocks on disk from eviction."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from batchkv_cache_store.upkeep.contents import chain_names, find_names
 @click.command()
 @cache_options
 @click.argument("key")
-@click.option("--chain", is_flag=True, help="All blocks before it too: alone it is of no use.")
+@click.option("--chain", is_flag=True,
+              help="Pin all blocks before it, too. Without them it is of no use.")  # fmt: skip
 def pin(cache_text: str | None, only: str | None, as_json: bool, key: str, chain: bool) -> None:
-    """Keep a block on the disk, whatever else must go. KEY may be its first digits.
+    """Protect a block on disk from eviction. The first digits of KEY are enough.
 
-    All workers that share the folder respect it. Pins take at most half of the folder's cap; what
-    is in Redis or in object storage cannot be pinned.
+    This holds for all workers that share the folder. Pins take at most half of the folder's cap.
+    Blocks in Redis or in object storage cannot be pinned.
 
     \b
     Examples:
@@ -45,12 +46,12 @@ def pin(cache_text: str | None, only: str | None, as_json: bool, key: str, chain
             if not tier.pin(names):
                 pinned = Size(tier.stats().pinned_bytes)
                 raise click.ClickException(
-                    f"{count(len(names), 'block')} beside the {pinned.shown} that are pinned would "
-                    f"be more than half of the {Size(tier.max_bytes or 0).shown} that {place} may "
-                    "take: unpin others, or raise max"
+                    f"{count(len(names), 'block')} and the {pinned.shown} that are pinned already "
+                    f"would be more than half of max ({Size(tier.max_bytes or 0).shown}) of "
+                    f"{place}: unpin others, or raise max"
                 )
             if not is_whole:
-                say(f"a block of the chain is not in {place}: what is here of it is pinned")
+                say(f"a block of the chain is not in {place}; the blocks after it are pinned")
             pinned_bytes = tier.stats().pinned_bytes
             if as_json:
                 print_json({"tier": str(place), "pinned": names, "is_chain_whole": is_whole,
@@ -65,8 +66,8 @@ def pin(cache_text: str | None, only: str | None, as_json: bool, key: str, chain
 @click.command()
 @cache_options
 @click.argument("key", required=False)
-@click.option("--chain", is_flag=True, help="All blocks before it too.")
-@click.option("--all", "is_all", is_flag=True, help="Everything that is pinned.")
+@click.option("--chain", is_flag=True, help="Unpin all blocks before it, too.")
+@click.option("--all", "is_all", is_flag=True, help="Unpin all blocks.")
 def unpin(
     cache_text: str | None,
     only: str | None,
@@ -75,7 +76,7 @@ def unpin(
     chain: bool,
     is_all: bool,
 ) -> None:
-    """Let a pinned block be evicted again. KEY may be its first digits.
+    """Let a pinned block be evicted again. The first digits of KEY are enough.
 
     \b
     Examples:
@@ -83,7 +84,7 @@ def unpin(
       batchkv cache unpin --all
     """
     if (key is None) is not is_all:
-        raise click.UsageError("give a KEY or --all, and not both")
+        raise click.UsageError("give a KEY or --all, not both")
     with open_cache(cache_text, only) as cache:
         place = _disk(cache)
         with cache.reporting(place):
@@ -100,21 +101,21 @@ def _chosen(place: Place, key: str, pinned: list[str], has_chain: bool) -> list[
     digits = checked_digits(key)
     names = [name for name in pinned if name.startswith(digits)]
     if not names:
-        raise click.ClickException(f"nothing that begins with {digits} is pinned in {place}")
+        raise click.ClickException(f"no pinned block in {place} begins with {digits}")
     digits = only_one(digits, names)
     before = chain_names(place.tier, digest_of(names[0]))[0] if has_chain else []
     return names + [name for name in before if name in set(pinned)]
 
 
 def _disk(cache: OpenCache) -> Place:
-    """The one place whose blocks can be pinned; ClickException when there is none."""
+    """The disk tier, the only one that can pin; ClickException without one."""
     others = [str(place) for place in cache.places if place.spec.kind != "disk"]
     disks = [place for place in cache.places if place.spec.kind == "disk"]
     if not disks:
         raise click.ClickException(
-            f"blocks are pinned on disk, and this cache has no disk: tier; {', '.join(others)} "
-            "evicts by rules of its own"
+            f"only a disk: tier can pin blocks, and this cache has none; {', '.join(others)} "
+            "evicts by its own rules"
         )
     if others:
-        say(f"pins hold on disk; {', '.join(others)} evicts by rules of its own")
+        say(f"the pin holds on disk only; {', '.join(others)} evicts by its own rules")
     return disks[0]

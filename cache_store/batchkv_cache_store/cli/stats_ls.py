@@ -1,4 +1,4 @@
-"""``batchkv cache stats`` and ``ls``: how much there is of what."""
+"""``batchkv cache stats`` and ``ls``: counts and lists the contents of tiers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,22 @@ from batchkv_cache_store.blocks.block import Kind
 from batchkv_cache_store.blocks.names import MANIFEST, is_manifest_name, kind_of
 from batchkv_cache_store.blocks.peek import HEAD_BYTES, peek
 from batchkv_cache_store.blocks.seal import Buffer
+from batchkv_cache_store.cli.table import (
+    Column,
+    first_digits,
+    print_table,
+    table_lines,
+    without_middle,
+)
 from batchkv_cache_store.cli.text import (
     KEY_DIGITS,
     NAMESPACE_DIGITS,
     Size,
+    folded,
     moment,
+    output_width,
     print_json,
-    print_table,
+    printable,
     say,
     summary,
 )
@@ -43,10 +52,12 @@ LIMIT = 50
 @click.command()
 @cache_options
 @click.option(
-    "--by-namespace", is_flag=True, help="For each model and scheme too; reads every block's head."
+    "--by-namespace",
+    is_flag=True,
+    help="Count by model and scheme, too. This reads the head of every block.",
 )
 def stats(cache_text: str | None, only: str | None, as_json: bool, by_namespace: bool) -> None:
-    """Show how full each tier is, and of what.
+    """Show how full each tier is, and what it holds.
 
     \b
     Examples:
@@ -109,25 +120,51 @@ def _space_fields(
 
 
 def _print_tiers(tiers: list[dict[str, Any]]) -> None:
-    titles = ("TIER", *(kind.upper() for kind in KINDS), "BYTES", "CAP", "EVICTED", "ASIDE",
-              "PINNED", "PINNED BYTES", "FOREIGN")  # fmt: skip
-    rows = [
-        (each["tier"], *each["counts"].values(), _size(each["num_bytes"]),
-         _size(each["max_bytes"]), each["num_evicted"], each["num_aside"], each["num_pinned"],
-         _size(each["pinned_bytes"]), each["num_foreign"])
-        for each in tiers
-    ]  # fmt: skip
-    print_table(titles, rows)
+    sizes = {
+        name: [_size(each[name]) for each in tiers]
+        for name in ("num_bytes", "max_bytes", "pinned_bytes")
+    }
+    print_table(
+        [
+            Column("TIER", [each["tier"] for each in tiers], without_middle, min_width=12),
+            *_kind_columns(tiers),
+            Column("BYTES", sizes["num_bytes"]),
+            Column("CAP", sizes["max_bytes"]),
+            Column("EVICTED", [each["num_evicted"] for each in tiers], if_any=True),
+            Column("ASIDE", [each["num_aside"] for each in tiers], if_any=True),
+            Column("PINNED", [each["num_pinned"] for each in tiers], if_any=True),
+            Column("PINNED BYTES", sizes["pinned_bytes"], drop=1, if_any=True),
+            Column("FOREIGN", [each["num_foreign"] for each in tiers], drop=3, if_any=True),
+        ]
+    )
 
 
 def _print_spaces(spaces: list[dict[str, Any]]) -> None:
-    rows = [
-        ((each["namespace"] or "unreadable")[:NAMESPACE_DIGITS], *each["counts"].values(),
-         Size(each["object_bytes"]), each["tier"], summary(each["manifest"]))
-        for each in spaces
-    ]  # fmt: skip
-    titles = ("NAMESPACE", *(kind.upper() for kind in KINDS), "BYTES", "TIER", "MANIFEST SAYS")
-    print_table(titles, rows)
+    """A line for each namespace, with its manifest below."""
+    names = [(each["namespace"] or "unreadable")[:NAMESPACE_DIGITS] for each in spaces]
+    columns = [
+        Column("NAMESPACE", names),
+        *_kind_columns(spaces),
+        Column("BYTES", [Size(each["object_bytes"]) for each in spaces]),
+        Column("TIER", [each["tier"] for each in spaces], without_middle, min_width=12),
+    ]
+    titles, *lines = table_lines(columns, output_width())
+    click.echo(titles)
+    for line, each in zip(lines, spaces, strict=True):
+        click.echo(line)
+        known = printable(summary(each["manifest"]) or "no manifest")
+        click.echo("\n".join(folded(known, indent=2)))
+
+
+def _kind_columns(found: list[dict[str, Any]]) -> list[Column]:
+    """A column for each kind: how many objects of it there are."""
+    counts = {kind: [each["counts"][kind] for each in found] for kind in KINDS}
+    return [
+        Column("KV", counts[Kind.KV]),
+        Column("WINDOW", counts[Kind.WINDOW], if_any=True),
+        Column("STATE", counts[Kind.STATE], if_any=True),
+        Column("MANIFEST", counts[MANIFEST], drop=2),
+    ]
 
 
 def _size(num_bytes: int | None) -> Size | None:
@@ -136,7 +173,7 @@ def _size(num_bytes: int | None) -> Size | None:
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """One line of ``ls``; ``problem`` says why a block does not tell what it is."""
+    """One line of ``ls``; ``problem`` says why a block's header cannot be read."""
 
     key: str
     kind: str
@@ -152,11 +189,12 @@ class _Listed:
 
 @click.command("ls")
 @cache_options
-@click.option("--namespace", metavar="DIGITS", help="Only of this one; its first digits will do.")
-@click.option("--kind", type=click.Choice(KINDS), help="Only of this kind.")
+@click.option("--namespace", metavar="DIGITS", help="List only blocks of this namespace. Its first "
+              "digits are enough.")  # fmt: skip
+@click.option("--kind", type=click.Choice(KINDS), help="List only blocks of this kind.")
 @click.option(
     "--limit", type=click.IntRange(min=1), metavar="N", default=LIMIT, show_default=True,
-    help="Most lines to print.",
+    help="List at most so many blocks.",
 )  # fmt: skip
 def list_blocks(
     cache_text: str | None,
@@ -166,7 +204,9 @@ def list_blocks(
     kind: str | None,
     limit: int,
 ) -> None:
-    """List blocks, tier by tier, in the order in which they are found.
+    """List blocks, tier by tier, in the order in which they are stored.
+
+    A table that is wider than the output shows fewer digits and columns; --json shows all.
 
     \b
     Examples:
@@ -181,16 +221,30 @@ def list_blocks(
         if as_json:
             print_json({"blocks": [asdict(each) for each in found], "has_more": has_more})
             return
-        rows = [
-            (each.key[:KEY_DIGITS], each.kind, Size(each.num_bytes),
-             each.problem or (each.namespace or "")[:NAMESPACE_DIGITS], each.index,
-             each.num_tokens, moment(each.last_used), each.tier + " (pinned)" * each.is_pinned)
-            for each in found
-        ]  # fmt: skip
-        titles = ("KEY", "KIND", "BYTES", "NAMESPACE", "INDEX", "TOKENS", "LAST USED", "TIER")
-        print_table(titles, rows)
+        _print_blocks(found)
         if has_more:
-            say(f"there are more than {limit:,}: --limit N shows more of them")
+            say(f"there are more than {limit:,} blocks: --limit N lists more of them")
+
+
+def _print_blocks(found: list[_Listed]) -> None:
+    spaces = [each.problem or (each.namespace or "")[:NAMESPACE_DIGITS] for each in found]
+    widest_problem = max((len(each.problem or "") for each in found), default=0)
+    times = [moment(each.last_used, "%Y-%m-%d %H:%M") for each in found]
+    # A cache has at most one tier of a kind, so the first part of its address names it.
+    tiers = [each.tier.partition(":")[0] for each in found]
+    print_table(
+        [
+            Column("KEY", [each.key[:KEY_DIGITS] for each in found], first_digits, min_width=10),
+            Column("KIND", [each.kind for each in found]),
+            Column("BYTES", [Size(each.num_bytes) for each in found]),
+            Column("NAMESPACE", spaces, first_digits, min_width=widest_problem),
+            Column("INDEX", [each.index for each in found], drop=2),
+            Column("TOKENS", [each.num_tokens for each in found], drop=1),
+            Column("LAST USED", times),
+            Column("TIER", tiers),
+            Column("PINNED", ["yes" if each.is_pinned else "" for each in found], if_any=True),
+        ]
+    )
 
 
 def _listed(cache: OpenCache, digits: str | None, kind: str | None) -> Iterator[_Listed]:

@@ -1,7 +1,7 @@
-"""What all cache commands share: which tiers they look at, and what happens when one does not do.
+"""Opens the tiers for the cache commands, and reports failing ones.
 
-Tiers are opened as a guest: nothing is made or evicted because somebody looks. One tier in trouble
-is told and does not keep a command from the others; the exit code remembers it.
+Tiers are opened as a guest, so that commands make and evict nothing. A failing tier is reported on
+standard error and in the exit code; the other tiers are still used.
 """
 
 from __future__ import annotations
@@ -41,15 +41,14 @@ def cache_options(command: _Command) -> _Command:
             "--tier",
             "only",
             type=click.Choice(["disk", "redis", "objects"]),
-            help="Only this tier.",
+            help="Use only this tier.",
         ),
         click.option(
             "--cache",
             "cache_text",
             metavar="TIERS",
-            help=f"Where blocks are kept, as the workers have it. Better in {CACHE_VARIABLE} or in "
-            f"the file that {CACHE_VARIABLE}_FILE names: a command line is no place for a "
-            "password.",
+            help=f"The tiers, as the workers have them. Better set {CACHE_VARIABLE}, or name a "
+            f"file in {CACHE_VARIABLE}_FILE, because others can see a password in a command line.",
         ),
     ):
         command = option(command)
@@ -57,7 +56,7 @@ def cache_options(command: _Command) -> _Command:
 
 
 class Place:
-    """A tier as it is named, opened when it is used first."""
+    """The address of a tier, which is opened at its first use."""
 
     def __init__(self, spec: TierSpec) -> None:
         self.spec = spec
@@ -68,20 +67,20 @@ class Place:
 
     @property
     def tier(self) -> Tier:
-        """The tier; raises TierMisconfigured when it cannot be used."""
+        """The opened tier; raises TierMisconfigured if it cannot be used."""
         if self._tier is None:
             self._tier = self.spec.open(as_guest=True)
         return self._tier
 
     def close(self) -> None:
-        """Close the tier if it was opened."""
+        """Close the tier, if it is open."""
         if self._tier is not None:
             self._tier.close()
 
 
 @dataclass(slots=True)
 class OpenCache:
-    """The tiers that a command looks at, and the exit code that it has come to."""
+    """The tiers of a command, and its exit code so far."""
 
     places: list[Place]
     exit_code: int = 0
@@ -89,7 +88,7 @@ class OpenCache:
 
     @contextmanager
     def reporting(self, place: Place) -> Iterator[None]:
-        """Inside, trouble with the tier ends the block, is told, and sets the exit code."""
+        """Inside the block, a failing tier ends it, is reported, and sets the exit code."""
         try:
             yield
         except TierError as fault:
@@ -99,9 +98,9 @@ class OpenCache:
             self.failed.append(place)
 
     def find(self, text: str) -> tuple[str, dict[str, list[Place]]]:
-        """(64 digits, places by name) of what these first digits mean.
+        """(64 digits, places by name) of the key or namespace that begins with these digits.
 
-        ClickException when nothing is meant, or more than one thing.
+        Raises ClickException if there is none, or more than one.
         """
         digits = checked_digits(text)
         found: dict[str, list[Place]] = {}
@@ -114,18 +113,17 @@ class OpenCache:
 
 @contextmanager
 def open_cache(cache_text: str | None, only: str | None) -> Iterator[OpenCache]:
-    """Open what ``--cache`` or the environment names, and end the command with its exit code."""
+    """Open the tiers of ``--cache`` or the environment. The command ends with their exit code."""
     try:
         text = cache_text or read_cache(os.environ)
         if text is None:
-            raise click.ClickException(f"no cache is named: give --cache or set {CACHE_VARIABLE}")
+            raise click.ClickException(f"no cache is set: give --cache or set {CACHE_VARIABLE}")
         specs = [spec for spec in parse_tiers(text) if spec.kind != "memory"]
     except ValueError as fault:
         raise click.ClickException(str(fault)) from None
     if not specs:
         raise click.ClickException(
-            "this cache is in memory alone, which every worker has for itself and nobody sees from "
-            "outside"
+            "this cache has only a memory: tier, which cannot be read from outside of its worker"
         )
     chosen = [spec for spec in specs if only in (None, spec.kind)]
     if not chosen:
@@ -140,7 +138,7 @@ def open_cache(cache_text: str | None, only: str | None) -> Iterator[OpenCache]:
 
 
 def sealer() -> Sealer:
-    """Made of the secret in the environment, if there is one."""
+    """A sealer with the secret in the environment, if there is one."""
     try:
         return Sealer(read_secret(os.environ))
     except ValueError as fault:
@@ -148,7 +146,7 @@ def sealer() -> Sealer:
 
 
 def checked_digits(text: str) -> str:
-    """The first hex digits of a key or a namespace; ClickException for what is none."""
+    """The first hex digits of a key or a namespace; ClickException for any other text."""
     digits = text.lower().partition(".")[0]
     if not _HEX.fullmatch(digits) or len(digits) < MIN_DIGITS:
         raise click.ClickException(f"{text!r} is not {MIN_DIGITS} to 64 hexadecimal digits")
@@ -156,13 +154,13 @@ def checked_digits(text: str) -> str:
 
 
 def only_one(digits: str, names: Sequence[str] | dict[str, list[Place]]) -> str:
-    """The 64 digits that all the names begin with; ClickException for none and for several."""
+    """The 64 digits that all these names begin with; ClickException if none or several match."""
     keys = sorted({name.partition(".")[0] for name in names})
     if not keys:
-        raise click.ClickException(f"nothing here begins with {digits}")
+        raise click.ClickException(f"no name in the cache begins with {digits}")
     if len(keys) > 1:
         length = max(KEY_DIGITS, len(digits) + 4)
         shown = ", ".join(key[:length] for key in keys[:_MAX_CANDIDATES])
         more = ", ..." if len(keys) > _MAX_CANDIDATES else ""
-        raise click.ClickException(f"{digits} may be any of {len(keys):,}: {shown}{more}")
+        raise click.ClickException(f"{digits} matches {len(keys):,} names: {shown}{more}")
     return keys[0]

@@ -1,4 +1,4 @@
-"""``batchkv cache verify``: read blocks in full, and say which are damaged."""
+"""``batchkv cache verify``: reads blocks in full and reports damaged ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from batchkv_cache_store.blocks.seal import Sealer
-from batchkv_cache_store.cli.text import Size, count, print_json, print_table, say
+from batchkv_cache_store.cli.table import Column, print_table, without_middle
+from batchkv_cache_store.cli.text import Size, count, print_json, say
 from batchkv_cache_store.cli.tiers import EXIT_DAMAGE, Place, cache_options, open_cache, sealer
 from batchkv_cache_store.upkeep.check import Verdict, check_all, parse_sample, sample
 
@@ -20,7 +21,7 @@ PROGRESS_SECONDS = 5.0
 
 @dataclass(slots=True)
 class _Report:
-    """What was found in one tier."""
+    """The verdicts of one tier."""
 
     place: Place
     num_whole: int = 0
@@ -58,15 +59,18 @@ class _Report:
 
 @click.command()
 @cache_options
-@click.option("--sample", "size", metavar="N|SHARE", help="So many blocks at random: 500, or 5%.")
-@click.option("--repair", is_flag=True, help="Set damaged ones aside, so that they are made anew.")
+@click.option("--sample", "size", metavar="N|SHARE",
+              help="Read only so many blocks, chosen at random: 500, or 5%.")  # fmt: skip
+@click.option("--repair", is_flag=True,
+              help="Set damaged blocks aside. Workers will compute them again.")  # fmt: skip
 def verify(
     cache_text: str | None, only: str | None, as_json: bool, size: str | None, repair: bool
 ) -> None:
-    """Read blocks in full and check them. Exit code 1 when one is damaged.
+    """Read blocks in full and check them. The exit code is 1 if one is damaged.
 
-    Blocks that are signed with a secret, or of a format, that is not known here are counted and
-    left alone. Set aside means: kept for a look on disk, deleted elsewhere.
+    Blocks that cannot be checked (signed with a secret that is not set here, or of another version
+    of the format) are counted and stay. A disk tier moves a block that is set aside to its folder
+    aside/. Other tiers delete it.
 
     \b
     Examples:
@@ -112,15 +116,23 @@ def _size(text: str) -> int | float:
 
 
 def _print(reports: list[_Report], is_repaired: bool) -> None:
-    rows = [
-        (r.num_whole, len(r.damaged), r.num_unchecked, Size(r.num_bytes), str(r.place),
-         " ".join(f"{reason}={number}" for reason, number in sorted(r.reasons.items())) or None)
-        for r in reports
-    ]  # fmt: skip
-    print_table(("WHOLE", "DAMAGED", "UNCHECKED", "BYTES", "TIER", "REASONS"), rows)
+    reasons = [
+        " ".join(f"{reason}={number}" for reason, number in sorted(report.reasons.items()))
+        for report in reports
+    ]
+    print_table(
+        [
+            Column("WHOLE", [report.num_whole for report in reports]),
+            Column("DAMAGED", [len(report.damaged) for report in reports]),
+            Column("UNCHECKED", [report.num_unchecked for report in reports]),
+            Column("BYTES", [Size(report.num_bytes) for report in reports]),
+            Column("TIER", [str(report.place) for report in reports], without_middle, 8),
+            Column("REASONS", reasons, without_middle, 16, if_any=True),
+        ]
+    )
     damaged = [(report, verdict) for report in reports for verdict in report.damaged]
     for report, verdict in damaged:
         say(f"{verdict.entry.name} in {report.place} is damaged: {verdict.detail}")
     if damaged:
-        done = "set aside" if is_repaired else "left where it is: --repair sets it aside"
-        say(f"{count(len(damaged), 'block')} damaged, {done}")
+        done = "and set aside" if is_repaired else "and not changed: --repair sets them aside"
+        say(f"{count(len(damaged), 'block')} damaged {done}")

@@ -1,4 +1,4 @@
-"""``batchkv cache why``: what the shared cache had for a job's prompt, and why not more."""
+"""``batchkv cache why``: explains which blocks of a job's prompt the shared cache had, and why."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def why_command(
     only: str | None,
     as_json: bool,
 ) -> None:
-    """Explain what the cache had for a job's prompt, and why not more.
+    """Explain which blocks the cache had for a job's prompt, and why no more.
 
-    Where the job's result does not tell, the heads of all blocks are read. Exit code 1 when the job
-    has not ended, or failed.
+    If the job's result does not say why, the heads of all blocks are read. The exit code is 1 if
+    the job has not ended, or has failed.
 
     \b
     Examples:
@@ -56,15 +56,15 @@ def why_command(
             with cache.reporting(place):
                 look.add(str(place), place.tier)
         if len(cache.failed) == len(cache.places):
-            return  # there is nothing to conclude from
+            return  # without a tier there is no explanation
         look.is_partial = look.is_partial or bool(cache.failed)
         if look.is_partial:
-            say(f"seen: at most {look.max_items:,} objects of a tier, and none of one in trouble")
+            say(f"read: at most {look.max_items:,} objects of each tier, and none of failing tiers")
         _print(job_id, result, from_look(result, look), as_json, look)
 
 
 def _ended(url: str | None, job_id: str) -> Result | None:
-    """The result of a job that was answered; of another, None, and one sentence is said."""
+    """The result of a job with an answer. For another job, print a sentence and return None."""
     with session(url) as opened:
         found = opened.client.result(job_id)
         if found is None:
@@ -75,17 +75,17 @@ def _ended(url: str | None, job_id: str) -> Result | None:
             found = None
     note = found.note if found is not None else None
     if note is not None and len(note.key) not in (0, KEY_BYTES):
-        raise WireError(f"what job {job_id} tells of the cache cannot be read")
+        raise WireError(f"the cache note in the result of job {job_id} cannot be read")
     return found
 
 
 def _print(
-    job_id: str, result: Result, told: Explanation, as_json: bool, look: Look | None = None
+    job_id: str, result: Result, found: Explanation, as_json: bool, look: Look | None = None
 ) -> None:
     said = _facts(job_id, result)
     if as_json:
         is_partial = look is not None and look.is_partial
-        print_json(said | asdict(told) | {"is_partial": is_partial})
+        print_json(said | asdict(found) | {"is_partial": is_partial})
         return
     blocks = said["blocks"] or {}
     missing = said["missing"]
@@ -102,7 +102,7 @@ def _print(
             ("  computed", blocks.get("computed")),
             ("first missing", missing and f"block {missing['block']}, from token "
              f"{missing['token']:,}: {missing['key']}"),
-            ("why", told.sentence),
+            ("why", found.sentence),
         ]
     )  # fmt: skip
 
