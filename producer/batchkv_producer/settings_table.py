@@ -1,8 +1,8 @@
-"""Every setting of a worker, once: name, flag, variable, default, unit, what is allowed, help.
+"""Every setting of a worker, once: name, flag, variable, default, unit, allowed values, help.
 
-The table generates the flags of ``batchkv worker`` and ``batchkv run``, their help, what
-``WorkerSettings`` reads from variables, and the page ``docs/settings.md``
-(``tools/settings_page.py``). A new setting is one entry here and one field there.
+The table generates the flags of ``batchkv worker`` and ``batchkv run`` with their help, the
+variables that ``WorkerSettings`` reads, and the page ``docs/settings.md``
+(``tools/settings_page.py``). A new setting is one entry here and one field of ``WorkerSettings``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from batchkv_producer.agreed import BLOCK_TOKENS
 
-ADMISSIONS = ("worst", "optimistic")  # how much of a row's answer memory is kept for
+ADMISSIONS = ("worst", "optimistic")  # how much memory a row's answer gets before it starts
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHE_WRITES = ("shared", "all")
 _DAY = 86_400
@@ -21,7 +21,7 @@ _WEEK = 7 * _DAY
 
 
 class ValueType(Enum):
-    """What the text of a setting is. ``batchkv_worker.settings`` reads each kind."""
+    """The kind of a setting's text. ``batchkv_worker.settings`` reads each kind."""
 
     MODEL = auto()
     SCHEME = auto()
@@ -32,17 +32,17 @@ class ValueType(Enum):
     SWITCH = auto()
     FILE = auto()
     TIERS = auto()
-    OTHER = auto()  # read elsewhere; it only stands on the page
+    OTHER = auto()  # read elsewhere; the table has it for the page only
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. ``name`` is the field of ``WorkerSettings``, empty for what is none.
+    """One setting. ``name`` is the field of ``WorkerSettings``; empty if it is no field.
 
-    ``default`` is written as a user would write it; empty: there is none, or ``no_default`` says
-    what happens. ``low``, ``high`` and ``step`` bound a number in ``unit``; ``auto`` is allowed
-    where that is the default. ``help`` is that of the flag; ``run_help`` that of ``batchkv run``'s
-    flag, empty where ``run`` has none. ``about`` stands on the page.
+    ``default`` is the text that a user would write. Without a default, ``no_default`` describes
+    what is used. ``low``, ``high`` and ``step`` bound a number in ``unit``. ``auto`` is allowed if
+    it is the default. ``help`` is the help of the worker's flag, ``run_help`` that of ``batchkv
+    run``'s flag, or empty if ``run`` has none. ``about`` is the text on the page.
     """
 
     name: str
@@ -64,16 +64,16 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        """The variable that holds the value itself."""
+        """The variable with the value. Others name a file with it."""
         return self.variables[0]
 
     @property
     def is_plain(self) -> bool:
-        """Whether one text is the whole setting; tiers may also stand in a file."""
+        """Whether one text is the whole setting. Tiers may also come from a file."""
         return self.value_type not in (ValueType.TIERS, ValueType.OTHER)
 
     def allowed(self) -> str:
-        """What a value must be, for errors."""
+        """The allowed values in words, for errors."""
         span = f"{self.low:g} to {self.high:.0f}"
         texts = {
             ValueType.MODEL: "a model's name or folder",
@@ -152,11 +152,10 @@ TABLE = (
     ),
     Setting(
         "prefetch", ("BATCHKV_PREFETCH",), "--prefetch", ValueType.WHOLE, "auto", "",
-        "rows", 0, 4096, metavar="N", help="Rows that wait in the engine beside them.",
+        "rows", 0, 4096, metavar="N", help="Rows that wait in the engine for a slot.",
         about="rows that wait in the engine, so that whole groups of prompts can be prefilled when "
-        "slots become free. `auto` is two for each slot. Rows of which nothing is computed yet "
-        "go back when more urgent rows come, and at the end of the queue when other workers may "
-        "be idle",
+        "slots become free. `auto` is two for each slot. Rows that are not started go back when "
+        "more urgent rows come, and at the end of the queue when other workers may be idle",
     ),
     Setting(
         "memory_bytes", ("BATCHKV_MEMORY",), "--memory", ValueType.SIZE,
@@ -166,9 +165,10 @@ TABLE = (
     ),
     Setting(
         "admission", ("BATCHKV_ADMISSION",), "--admission", ValueType.CHOICE, "optimistic",
-        choices=ADMISSIONS, metavar="|".join(ADMISSIONS), help="What memory rows need to enter.",
-        about="`optimistic`: a row enters when what most answers take fits, and leaves for a while "
-        "when memory is short. `worst`: it enters when all of `max_tokens` fits",
+        choices=ADMISSIONS, metavar="|".join(ADMISSIONS),
+        help="How much free memory a row needs to start.",
+        about="`optimistic`: a row starts when the memory of a usual answer fits, and is paused "
+        "for a while when memory is short. `worst`: it starts when all of `max_tokens` fits",
     ),
     Setting(
         "prefill_chunk", ("BATCHKV_PREFILL_CHUNK",), "--prefill-chunk", ValueType.WHOLE, "auto", "",
@@ -179,8 +179,9 @@ TABLE = (
     ),
     Setting(
         "dtype", ("BATCHKV_DTYPE",), "--dtype", ValueType.CHOICE, "auto", choices=DTYPES,
-        metavar="|".join(DTYPES), help="What the model computes in.",
-        about="what the model computes in. `auto` is float32 on a CPU, else the weights' own",
+        metavar="|".join(DTYPES), help="The number type that the model computes in.",
+        about="the number type that the model computes in. `auto` is float32 on a CPU, else the "
+        "type of the weights",
     ),
     Setting(
         "wired_limit", ("BATCHKV_WIRED_LIMIT",), "--wired-limit", ValueType.SWITCH, "off",
@@ -195,15 +196,16 @@ TABLE = (
     _seconds("heartbeat_seconds", "--heartbeat-seconds", "15", _DAY,
              "How often leases are renewed.", "how often leases are renewed"),
     _seconds("maintenance_seconds", "--maintenance-seconds", "30", _DAY,
-             "How often to clean the queue.", "how often lapsed rows are taken back"),
+             "How often lapsed rows are taken back.", "how often lapsed rows are taken back"),
     _seconds("engine_timeout_seconds", "--engine-timeout", "600", _WEEK,
              "A step that takes longer is a hang.",
              "seconds without a step before the worker logs what it was doing and ends"),
     _seconds("load_timeout_seconds", "--load-timeout", "7200", _WEEK,
-             "The same for loading the model.", "the same for loading the model"),
+             "Loading that takes longer is a hang.",
+             "seconds for loading the model and the first step, before the worker ends as above"),
     _seconds("drain_seconds", "--drain-seconds", "30", _DAY,
              "How long a stop lets rows finish.",
-             "how long a stop lets rows finish; the rest goes back", low=0),
+             "how long a stop lets rows finish; the others go back to the queue", low=0),
     Setting(
         "polite", ("BATCHKV_POLITE",), "--polite", ValueType.SWITCH, "off", is_bare=True,
         help="Pause while this machine runs on battery.",
@@ -214,8 +216,8 @@ TABLE = (
     ),
     Setting(
         "trace", ("BATCHKV_TRACE",), "--trace", ValueType.FILE, metavar="FILE",
-        help="Write where the time goes, for Perfetto.  [off]",
-        about="a file for where the time goes, by phase, in Chrome's trace format. Perfetto and "
+        help="Write a trace of the time of each phase, for Perfetto.  [off]",
+        about="a file for a trace: the time of each phase, in Chrome's format. Perfetto and "
         "chrome://tracing show it",
     ),
     Setting(
@@ -226,8 +228,8 @@ TABLE = (
     ),
     Setting(
         "", ("BATCHKV_CACHE_SECRET_FILE", "BATCHKV_CACHE_SECRET"),
-        about="16 bytes or more that sign blocks. Whoever does not know them cannot give you "
-        "blocks. The file must be closed to others (`chmod 600`)",
+        about="16 bytes or more that sign blocks. Blocks of others, who do not know them, are "
+        "refused. The file must be closed to others (`chmod 600`)",
     ),
     Setting(
         "", ("BATCHKV_CACHE_SALT_FILE", "BATCHKV_CACHE_SALT"), no_default="empty",
@@ -236,8 +238,8 @@ TABLE = (
     Setting(
         "cache_write", ("BATCHKV_CACHE_WRITE",), "--cache-write", ValueType.CHOICE, "shared",
         choices=CACHE_WRITES, metavar="|".join(CACHE_WRITES), help="Which blocks to write.",
-        about="what to write: `shared` prefixes, with which other rows of a batch begin too; or "
-        "`all`, also the ends of prompts, for later batches with the same prompts",
+        about="the blocks to write. `shared`: prefixes that several rows of a batch have. `all`: "
+        "also the ends of prompts, for later batches with the same prompts",
     ),
     _seconds("cache_lease_seconds", "--cache-lease-seconds", "30", 3600,
              "How long a lost worker keeps a prefix.",
@@ -256,6 +258,6 @@ TABLE = (
     ),
 )  # fmt: skip
 BY_NAME = {setting.name: setting for setting in TABLE if setting.name}
-# What other commands read, and may well stand in a worker's environment.
+# Variables that other commands read. They may also be set where a worker starts.
 OTHER_VARIABLES = ("BATCHKV_HOME", "BATCHKV_DATA")
 VARIABLES = frozenset(OTHER_VARIABLES).union(*(setting.variables for setting in TABLE))
