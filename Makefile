@@ -1,12 +1,12 @@
 # batchkv: everything that a developer or a first visitor runs. Works with GNU make 3.81 (macOS).
 #
-#   make demo ARGS='--kv-scheme affine4'     options go on to the command behind the target
+#   make demo ARGS='--kv-scheme affine4'     options for the command that the target runs
 #   make venv SET=run                        another set of packages: run, worker or dev
 
 VENV ?= .venv
 SET ?= dev
 ARGS ?=
-# Processes that share the tests' files among them; 0: all in one, which shows what is printed.
+# The number of processes that share the test files. 0 runs all in one process and shows output.
 TESTERS ?= 2
 PYTHON = $(VENV)/bin/python
 # One stamp for each set: a venv of a smaller set does not pass for the developer's.
@@ -38,13 +38,13 @@ test: $(DEV_STAMP) ## Run the whole suite against a real server (ARGS='tests/pro
 parity: $(DEV_STAMP) ## Compare every family of caches under every KV scheme, row by row (ARGS='-k llama')
 	BATCHKV_PARITY=all $(PYTHON) -m pytest tests/parity $(ARGS)
 
-fuzz: $(DEV_STAMP) ## Any bytes into the readers of lines, jobs, results, blocks (FUZZ_SECONDS=60 each)
+fuzz: $(DEV_STAMP) ## Feed random bytes to the readers of lines, jobs, results, blocks (FUZZ_SECONDS=60 each)
 	$(PYTHON) tests/fuzz/long.py $(ARGS)
 
-chaos: $(DEV_STAMP) ## Kills, outages, bad lines, broken caches, at length (ARGS='--seed 7', '--only line')
+chaos: $(DEV_STAMP) ## Test kills, outages, bad lines and broken caches for long (ARGS='--seed 7', '--only line')
 	$(PYTHON) tests/chaos/weather.py $(ARGS)
 
-soak: $(DEV_STAMP) ## A worker under mixed load for half an hour: what it holds stays (ARGS='--minutes 8')
+soak: $(DEV_STAMP) ## A worker under mixed load for half an hour: its memory must not grow (ARGS='--minutes 8')
 	$(PYTHON) tests/chaos/soak.py $(ARGS)
 
 lint: $(DEV_STAMP) ## ruff, mypy, the tree's own rules, and the built wheel without MLX
@@ -67,7 +67,7 @@ format: $(DEV_STAMP) ## Put every file into the project's format
 lock: ## Regenerate requirements/*.txt with uv (ARGS=--upgrade)
 	@sh tools/lock.sh $(ARGS)
 
-clean: ## Delete caches and what was built; .venv stays
+clean: ## Delete caches and build results; .venv stays
 	rm -rf build dist bench-results .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find worker producer cache_store tests tools deploy -name __pycache__ -type d -prune \
 	    -exec rm -rf {} +

@@ -3,9 +3,10 @@
 
 usage: python tools/bench.py [--only NAME] [options that every benchmark gets, such as --quick]
 
-A benchmark is a file with its own main entry. It prints its table, and where it takes ``--json``
-its numbers go to ``bench-results/NAME.json``; what it prints goes to ``bench-results/NAME.log``
-as well. One at a time: two would measure each other. Exit code 1 when any of them failed.
+A benchmark is a file with its own main entry. Its output goes to the terminal and to
+``bench-results/NAME.log``. If it has the flag ``--json``, its numbers go to
+``bench-results/NAME.json``. Benchmarks run one at a time, so that they do not slow each other down.
+Exit code 1 if one of them failed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAIN_ENTRY = 'if __name__ == "__main__":'
 
 
 def benchmarks(only: str | None) -> list[Path]:
-    """The files that can be run, by name; ``only`` keeps those whose name holds it."""
+    """The benchmark files, by name. ``only`` keeps files with this text in their names."""
     files = sorted((ROOT / "tests" / "benchmarks").glob("*.py"))
     return [
         file
@@ -31,7 +32,7 @@ def benchmarks(only: str | None) -> list[Path]:
 
 
 def run(file: Path, options: list[str]) -> int:
-    """Run one benchmark, its output on the terminal and in its log; returns its exit code."""
+    """Run one benchmark. Its output goes to the terminal and to its log. Returns its exit code."""
     source = file.read_text(encoding="utf-8")
     if '"--quick"' not in source and "--quick" in options:
         print(f"{file.stem} has no --quick: it runs in full", flush=True)
@@ -51,7 +52,7 @@ def run(file: Path, options: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Run all, or those named by ``--only``; returns the exit code."""
+    """Run all benchmarks, or those of ``--only``. Returns the exit code."""
     only = None
     if arguments[:1] == ["--only"]:
         if len(arguments) < 2:
@@ -60,7 +61,7 @@ def main(arguments: list[str]) -> int:
         only, arguments = arguments[1], arguments[2:]
     files = benchmarks(only)
     if not files:
-        print("No such benchmark in tests/benchmarks.", file=sys.stderr)
+        print(f"No benchmark in tests/benchmarks has {only!r} in its name.", file=sys.stderr)
         return 1
     RESULTS.mkdir(exist_ok=True)
     failed = []

@@ -3,12 +3,12 @@
 #
 # usage: tools/bootstrap.sh VENV SET
 #   VENV  the directory to make, or to bring up to date
-#   SET   run     a producer host: what `batchkv submit` and its friends import, no MLX
+#   SET   run     a producer host: the packages that `batchkv submit` needs, no MLX
 #         worker  a Mac (or Linux) that runs workers: run, MLX and mlx-lm
-#         dev     worker, and what tests and lint need
+#         dev     worker, and the packages for tests and lint
 #
-# Every package is a wheel whose hash stands in requirements/: nothing is compiled, nothing
-# unlocked is fetched. uv does the work when it is on PATH, else venv and pip.
+# Every package is a wheel whose hash is in requirements/: nothing is compiled, and no unlocked
+# package is downloaded. uv installs them if it is on PATH, else venv and pip.
 set -eu
 
 venv=$1
@@ -20,7 +20,7 @@ if [ ! -f "$requirements" ]; then
     exit 2
 fi
 
-# A variable of the caller's Python must not reach into the new environment.
+# Variables of the caller's Python must not affect the new environment.
 unset PYTHONPATH PYTHONHOME || true
 export PIP_USER=0
 # Some Pythons take macOS 26 for "16.0" unless told not to, and pip and uv then choose a build of
@@ -28,15 +28,15 @@ export PIP_USER=0
 if [ "$(uname -s)" = Darwin ]; then
     export SYSTEM_VERSION_COMPAT=0
 fi
-# uv trusts its own list of authorities unless told to use the machine's, as pip does: behind a
-# company's proxy only the machine's will do. (Older versions know it by the second name.)
+# By default uv trusts its own list of certificate authorities. Behind a company's proxy only the
+# machine's list works, which pip uses, too. (Older versions of uv read the second name.)
 export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}" UV_NATIVE_TLS="${UV_NATIVE_TLS:-true}"
 
 have_uv() { uv --version >/dev/null 2>&1; }
 
-# Print the path of the first Python that will do. Each candidate is run, because a name on PATH
-# may be a version manager's stub for a Python that is not there. MLX has no build for an Intel
-# Python, which an Apple silicon Mac also runs.
+# Print the path of the first usable Python. Each candidate is run, because a name on PATH may be
+# a version manager's stub for a missing Python. An Apple silicon Mac may also run an Intel Python,
+# for which MLX has no build.
 find_python() {
     for name in python3.13 python3.12 python3.11 python3.14 python3 python; do
         "$name" -c '

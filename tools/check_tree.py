@@ -8,9 +8,9 @@ Prints one line for each breach and exits 1 when there is any. The rules:
 - no .py file directly in worker/, producer/ or cache_store/ (a user's worker.py would shadow it);
 - imports go down only: producer and cache_store never import MLX or each other's upper rooms;
 - only the worker's ``kv/backends`` and ``kv/start`` ask which device serves;
-- nothing in the three packages can run code that came as data (pickle, eval, exec ...);
-- rooms import in the order of tools/rooms.py, in no circle, and no module imports over 12 others;
-- no folder holds more than 20 modules, and folders of tests are called like the rooms;
+- nothing in the three packages can run code that comes as data (pickle, eval, exec ...);
+- rooms import in the order of tools/rooms.py, without cycles, and no module imports over 12 others;
+- no folder has more than 20 modules, and the folders of tests have the names of the rooms;
 - functions of at most 60 lines and modules of at most 400, or a reason in ALLOWED_LONG;
 - no tracked file over 1 MB, the packaged model aside;
 - the lock files name no index and no host.
@@ -39,19 +39,19 @@ FORBIDDEN_IMPORTS = {
     "producer": MLX | {"batchkv_worker", "batchkv_cache_store"},
     "worker": set[str](),
 }
-# Modules that rebuild objects from bytes, and so run what the bytes say.
+# Modules that rebuild objects from bytes. They run code that the bytes name.
 CODE_FROM_DATA = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 CODE_FROM_DATA |= {"joblib", "jsonpickle"}
 EVALUATORS = {"eval", "exec"}
 IMPORTERS = {"__import__", "import_module"}
 
-# What tells one device from another, which only these rooms may ask; the others get a backend.
+# Names that distinguish devices. Only these rooms may use them; other rooms get a backend.
 DEVICE_WORDS = {"default_device", "set_default_device", "Device", "cpu", "gpu", "metal", "cuda"}
 DEVICE_ROOMS = ("kv/backends/", "kv/start/")
 DEVICE_MODULES = tuple(f"batchkv_worker.kv.backends.{name}" for name in ("cpu", "gpu", "cuda"))
 
-# "path" or "path:function" -> why it is longer than the limit. An entry that is no longer needed
-# is a breach too.
+# "path" or "path:function" -> the reason why it is longer than the limit. An entry that is no
+# longer needed is a breach, too.
 ALLOWED_LONG: dict[str, str] = {
     "producer/batchkv_producer/cli/run_submit.py:run": "a parameter for each flag, and its help",
 }
@@ -108,14 +108,14 @@ def import_breaches(room: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def evaluator_breaches(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """The bare names eval and exec; a method of that name, such as ``mx.eval``, is another."""
+    """The bare names eval and exec. Methods with these names, such as ``mx.eval``, are allowed."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in EVALUATORS:
             yield node.lineno, f"{node.id}() runs code that comes as data"
 
 
 def device_breaches(name: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Questions after the device outside the rooms that know it, and classes of layers changed."""
+    """Names of devices outside the rooms that may use them, and assignments to ``__class__``."""
     if not name.startswith("worker/") or any(room in name for room in DEVICE_ROOMS):
         return
     for line, module in imported_modules(tree):
@@ -126,9 +126,12 @@ def device_breaches(name: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
             continue
         is_mlx = isinstance(node.value, ast.Name) and node.value.id == "mx"
         if is_mlx and node.attr in DEVICE_WORDS:
-            yield node.lineno, f"mx.{node.attr} asks for the device: ask the backend"
+            yield node.lineno, f"mx.{node.attr} depends on the device: ask the backend"
         if node.attr == "__class__" and isinstance(node.ctx, ast.Store):
-            yield node.lineno, "an assignment to __class__: kv/backends/rebind.py can undo it"
+            yield (
+                node.lineno,
+                "an assignment to __class__: use kv/backends/rebind.py instead",
+            )
 
 
 def too_long(name: str, text: str, tree: ast.AST) -> Iterator[tuple[str, int, str]]:
@@ -176,7 +179,7 @@ def breaches(root: Path) -> Iterator[str]:
 
 
 def stale_exceptions() -> Iterator[str]:
-    """Exceptions that are needed no longer: the code is gone, or short enough."""
+    """Exceptions that are no longer needed: the code is gone, or short enough."""
     yield from stale_fan_out(REPOSITORY, tracked_files(REPOSITORY))
     for entry in ALLOWED_LONG:
         name = entry.split(":")[0]

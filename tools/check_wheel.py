@@ -1,11 +1,11 @@
 # ruff: noqa: T201  (a helper that talks to a terminal)
-"""Build the wheel, install it as a producer host would, and use it with the source out of sight.
+"""Build the wheel, install it as on a producer host, and use it without the source tree.
 
 usage: python tools/check_wheel.py   (the environment's own Python, from anywhere)
 
 A clean environment gets the packages of requirements/run.txt and the wheel, nothing else. The
-packages are copied from the environment that runs this, so that no network is needed and a
-package that run.txt forgets is missed at once. Then ``batchkv`` has to answer, without MLX.
+packages are copied from the environment that runs this, so no network is needed. A package that is
+missing in run.txt is noticed at once. Then ``batchkv`` must run without MLX.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "producer" / "examples" / "quickstart.jsonl"
 PACKAGES = ("batchkv_worker", "batchkv_producer", "batchkv_cache_store")
 
-# Run by the clean environment: every part of the producer imports, and MLX is not there to help.
+# Run in the clean environment: every part of the producer can be imported without MLX.
 PROBE = """
 import importlib, importlib.util, pkgutil, sys
 for name in ("mlx", "mlx_lm", "transformers"):
@@ -40,14 +40,14 @@ importlib.import_module("batchkv_worker")
 
 
 def build_wheel(folder: Path) -> Path:
-    """Build the wheel from a copy of nothing but the tree, with the locked hatchling."""
+    """Build the wheel from the tree, with the locked hatchling."""
     run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)], cwd=ROOT)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
 
 def run(command: list[str], cwd: Path) -> None:
-    """Run a command with an empty environment; on failure its output is the message."""
+    """Run a command with an empty environment. If it fails, end with its output."""
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(cwd)}
     result = subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, env=environment, check=False
@@ -58,7 +58,7 @@ def run(command: list[str], cwd: Path) -> None:
 
 
 def copy_distribution(name: str, site_packages: Path) -> None:
-    """Copy the files of an installed distribution; its scripts are not needed."""
+    """Copy the files of an installed distribution, without its scripts."""
     files = distribution(name).files or []
     for file in files:
         if ".." in file.parts:
@@ -69,13 +69,13 @@ def copy_distribution(name: str, site_packages: Path) -> None:
 
 
 def locked_names() -> list[str]:
-    """Names in the run set, whatever their marker."""
+    """The names in the run set, with any marker."""
     text = (ROOT / "requirements" / "run.txt").read_text(encoding="utf-8")
     return re.findall(r"^([A-Za-z0-9._-]+)==", text, re.MULTILINE)
 
 
 def install(wheel: Path, environment: Path) -> Path:
-    """Make the clean environment; returns its bin directory."""
+    """Make the clean environment. Returns its bin directory."""
     uv = shutil.which("uv")
     venv.create(environment, with_pip=uv is None, symlinks=True)
     site_packages = Path(
@@ -96,7 +96,7 @@ def install(wheel: Path, environment: Path) -> Path:
 
 
 def main() -> None:
-    """Build, install, use; exits with a message at the first fault."""
+    """Build, install and use the wheel. The first error ends it with a message."""
     with tempfile.TemporaryDirectory(prefix="batchkv-wheel-") as name:
         folder = Path(name).resolve()
         wheel = build_wheel(folder / "dist")

@@ -3,8 +3,8 @@
 #
 # usage: tools/demo.sh PATH_OF_BATCHKV [options of `batchkv run`]
 #
-# Everything that the run writes lies in one temporary directory, so the answers are computed
-# every time. No server is left behind, and nothing but the answers, in the file that the run names.
+# The run writes into one temporary directory, so the answers are computed every time. At the end
+# the server is stopped, and only the file of answers stays, which the run names.
 set -eu
 
 batchkv=$1
@@ -15,7 +15,7 @@ state=$(mktemp -d /tmp/batchkv-demo.XXXXXX)
 export BATCHKV_HOME="$state/home"
 mkdir "$BATCHKV_HOME"
 chmod 700 "$BATCHKV_HOME"
-# The caller's own server and model stay out of the demonstration.
+# The demo uses neither the caller's server nor the caller's model.
 unset BATCHKV_REDIS_URL BATCHKV_REDIS_URL_FILE BATCHKV_MODEL || true
 
 # shellcheck disable=SC2329  # called by the trap

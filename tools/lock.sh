@@ -4,8 +4,8 @@
 #
 # usage: tools/lock.sh [uv pip compile options, for example --upgrade]
 #
-# dev.txt holds everything; the smaller sets are resolved under its pins, so that one machine
-# never sees two versions of the same package.
+# dev.txt has all packages. The smaller sets are resolved with its pins, so that one machine never
+# gets two versions of a package.
 set -eu
 cd "$(dirname "$0")/.."
 

@@ -1,8 +1,8 @@
-"""Which room may import from which, for ``check_tree.py``. Standard library only.
+"""The order in which rooms may import, for ``check_tree.py``. Standard library only.
 
-A room is a folder of a package. Below, each package's rooms and the modules beside them stand in
-order: each may import from itself and from all that come after it, and from none before, not even
-for a type. A module belongs to the longest name that fits it.
+A room is a folder of a package. ``ORDER`` lists each package's rooms, and the modules beside them,
+from top to bottom. Each may import from itself and from all that come after it, and from none
+before it, not even a type. A module belongs to the longest name in the list that fits it.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# Module -> why it imports more than MAX_FAN_OUT others of the project. An entry that is no longer
-# needed is a breach too.
+# Module -> the reason why it imports more than MAX_FAN_OUT others of the project. An entry that is
+# no longer needed is a breach, too.
 ALLOWED_FAN_OUT: dict[str, str] = {
-    "batchkv_producer": "the public names, each from where it is",
+    "batchkv_producer": "the public names, from many modules",
     "batchkv_producer.cli.ask": "a command puts parts together",
     "batchkv_producer.cli.run_submit": "two commands put most parts together",
-    "batchkv_producer.client": "one method for each thing that can be done with a batch",
+    "batchkv_producer.client": "one method for each operation on a batch",
     "batchkv_producer.local.ask": "submits, keeps workers and follows, in one function each",
     "batchkv_producer.local.run": "submits, keeps workers and follows, in one function each",
-    "batchkv_producer.manage.reconcile": "each thing that a batch may have lost is another part",
+    "batchkv_producer.manage.reconcile": "each fault of a batch is repaired by another part",
     "batchkv_producer.submit.enqueue": "where plan, options, model and Redis meet",
     "batchkv_producer.submit.restore": "a submit of its own, of rows that were there before",
     "batchkv_producer.submit.submission": "where reading, ordering and queueing meet",
     "batchkv_worker.cli": "one line for each command's parts",
     "batchkv_worker.engine.decode_rows": "rows come from prefill and prefix, and go back there",
     "batchkv_worker.engine.engine": "builds every part of the engine and calls each in a step",
-    "batchkv_worker.kv.start.plan": "asks every part of the KV cache once",
-    "batchkv_worker.prefix.shared.client": "every question that is asked of the store",
+    "batchkv_worker.kv.start.plan": "plans every part of the KV cache",
+    "batchkv_worker.prefix.shared.client": "all requests to the store",
     "batchkv_worker.queue.rq_worker": "builds every part of a session",
 }
 
@@ -70,7 +70,7 @@ def modules_in(root: Path, files: list[Path]) -> dict[str, Path]:
 
 
 def project_imports(file: Path, modules: Mapping[str, Path]) -> set[str]:
-    """The modules of the project that a file imports, for types alone or inside functions, too."""
+    """The modules of the project that a file imports, also only for types or inside functions."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -83,7 +83,7 @@ def project_imports(file: Path, modules: Mapping[str, Path]) -> set[str]:
 
 
 def place(name: str) -> tuple[str, int]:
-    """A module's package, and the place of its room in the order; -1 when it is in none."""
+    """A module's package, and the position of its room in the order; -1 if it is in no room."""
     package, _, rest = name.partition(".")
     rest = rest or "__init__"
     while rest not in ORDER[package]:
@@ -94,7 +94,7 @@ def place(name: str) -> tuple[str, int]:
 
 
 def direction_breaches(imports: Mapping[str, set[str]]) -> Iterator[tuple[str, str]]:
-    """(module, message) of all modules without a room and all imports that go up."""
+    """(module, message) of modules without a room, and of imports that go up."""
     for name, imported in imports.items():
         package, own = place(name)
         if own < 0:
@@ -108,7 +108,7 @@ def direction_breaches(imports: Mapping[str, set[str]]) -> Iterator[tuple[str, s
 
 
 def cycles(imports: Mapping[str, set[str]]) -> Iterator[list[str]]:
-    """One circle of imports through each module that is in any, each circle once."""
+    """The cycles of imports: one through each module that is in any, each cycle once."""
     seen: set[frozenset[str]] = set()
     for name in imports:
         circle = circle_through(name, imports)
@@ -118,7 +118,7 @@ def cycles(imports: Mapping[str, set[str]]) -> Iterator[list[str]]:
 
 
 def circle_through(name: str, imports: Mapping[str, set[str]]) -> list[str]:
-    """The shortest way from a module's imports back to it; empty when there is none."""
+    """The shortest path of imports from a module back to itself; empty if there is none."""
     ways = [[name]]
     known: set[str] = set()
     while ways:
@@ -140,7 +140,7 @@ def fan_out_breaches(imports: Mapping[str, set[str]]) -> Iterator[tuple[str, str
 
 
 def full_folders(root: Path, files: list[Path]) -> Iterator[str]:
-    """Folders that hold too many modules, ``__init__`` aside."""
+    """Folders with too many modules. ``__init__`` is not counted."""
     counts = Counter(
         file.parent.relative_to(root).as_posix()
         for file in files
@@ -152,16 +152,16 @@ def full_folders(root: Path, files: list[Path]) -> Iterator[str]:
 
 
 def unlike_rooms(root: Path, files: list[Path]) -> Iterator[str]:
-    """Folders of tests of a package with rooms that are called like none of them."""
+    """Folders of a package's tests that do not have the name of one of its rooms."""
     names = {file.parent.relative_to(root).parts for file in files if file.suffix == ".py"}
     rooms = {(parts[0], *parts[2:]) for parts in names if len(parts) > 1 and parts[1] in ORDER}
     for parts in sorted(names):
         if parts[0] == "tests" and (parts[1:2] in rooms) and parts[1:] not in rooms:
-            yield f"{'/'.join(parts)}: tests mirror the rooms, and no room is called so"
+            yield f"{'/'.join(parts)}: folders of tests must have the name of a room"
 
 
 def room_breaches(root: Path, files: list[Path]) -> Iterator[str]:
-    """Every breach of the rules about rooms, one line each."""
+    """All breaches of the rules about rooms, one line each."""
     modules = modules_in(root, files)
     imports = {name: project_imports(file, modules) for name, file in sorted(modules.items())}
     for name, message in [*direction_breaches(imports), *fan_out_breaches(imports)]:
@@ -173,7 +173,7 @@ def room_breaches(root: Path, files: list[Path]) -> Iterator[str]:
 
 
 def stale_fan_out(root: Path, files: list[Path]) -> Iterator[str]:
-    """Entries of ALLOWED_FAN_OUT whose module is gone or imports few enough."""
+    """Entries of ALLOWED_FAN_OUT whose module is gone, or imports few enough."""
     modules = modules_in(root, files)
     for name in ALLOWED_FAN_OUT:
         if name not in modules or len(project_imports(modules[name], modules)) <= MAX_FAN_OUT:

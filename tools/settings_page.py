@@ -3,7 +3,7 @@
 
 usage: python tools/settings_page.py [--check]
 
-With --check it writes nothing, and exits 1 when the page is not what the table says.
+With --check it writes nothing, and exits with 1 if the page differs from the table.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 HEAD = """\
 # Settings of a worker
 
-<!-- Written by tools/settings_page.py from the table of settings: change that, then run it. -->
+<!-- Written by tools/settings_page.py from the table of settings. Change the table, and run it. -->
 
 Each setting is a flag of `batchkv worker` and a variable. A flag overrides its variable.
-A value that cannot be used is refused by name.
+An invalid value is refused with the name of its setting.
 
 | flag | variable | default | allowed | what it does |
 |---|---|---|---|---|
@@ -49,11 +49,11 @@ def row(setting: Setting) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, or compare it."""
+    """Write the page, or compare it with the table. Returns the exit code."""
     if arguments == ["--check"]:
         if PAGE.read_text(encoding="utf-8") == page():
             return 0
-        print(f"{PAGE.name} is not what the table says: run python tools/settings_page.py")
+        print(f"{PAGE.name} differs from the table of settings: run python tools/settings_page.py")
         return 1
     if arguments:
         print(__doc__)

@@ -139,7 +139,7 @@ WORKER, PRODUCER = "worker/batchkv_worker", "producer/batchkv_producer"
         ),
         (
             {f"{WORKER}/queue/a.py": "", f"{WORKER}/cli.py": "", "tests/worker/line/test_a.py": ""},
-            "tests/worker/line: tests mirror the rooms, and no room is called so",
+            "tests/worker/line: folders of tests must have the name of a room",
         ),
         (
             {
@@ -163,8 +163,8 @@ def test_a_breach_of_the_rooms_is_found(tmp_path: Path, files: dict[str, str], l
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("import mlx.core as mx\nmx.default_device()\n", "2: mx.default_device asks"),
-        ("import mlx.core as mx\nfound = mx.metal.is_available()\n", "2: mx.metal asks"),
+        ("import mlx.core as mx\nmx.default_device()\n", "2: mx.default_device depends"),
+        ("import mlx.core as mx\nfound = mx.metal.is_available()\n", "2: mx.metal depends"),
         ("from batchkv_worker.kv.backends.cpu import exp2\n", "1: batchkv_worker.kv.backends.cpu"),
         ("def change(layer, kind):\n    layer.__class__ = kind\n", "2: an assignment to __class__"),
     ],

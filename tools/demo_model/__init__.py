@@ -1,1 +1,1 @@
-"""Trains the model of ``batchkv_worker.demo``; no part of the wheel."""
+"""Trains the model of ``batchkv_worker.demo``. It is no part of the wheel."""

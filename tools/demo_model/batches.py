@@ -56,7 +56,7 @@ def _tokenizer(path: str) -> Tokenizer:
 
 
 def _num_facts(rng: random.Random, level: Level) -> int:
-    """Mostly close to the level's maximum, but small ledgers are not forgotten."""
+    """A number of facts: mostly close to the level's maximum, sometimes small."""
     low = level.max_facts // 2 if rng.random() < 0.7 else 2
     return rng.randint(low, level.max_facts)
 
@@ -101,7 +101,7 @@ def draw_chat(rng: random.Random, level: Level) -> str:
 
 
 def draw_batch(tokenizer_path: str, level: Level, seed: str) -> Batch:
-    """The batch that `seed` names. A turn that runs over the end of its row is not asked."""
+    """The batch of a seed. A turn that does not fit into its row is left out."""
     rng = random.Random(seed)
     tokenizer = _tokenizer(tokenizer_path)
     assistant = tokenizer.token_to_id(ASSISTANT)

@@ -1,4 +1,4 @@
-"""What a training run learns when, and at which rate. No MLX here."""
+"""The levels of a training run, and its learning rate. No MLX here."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ PROMOTE_AT = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run may spend. The first limit reached ends it, and both drive the schedules."""
+    """The limits of a run. The first one reached ends it, and both drive the schedules."""
 
     num_steps: int
     max_seconds: float
@@ -35,7 +35,7 @@ class Plan:
 
 
 class Curriculum:
-    """Which level is being learned, and how well."""
+    """The level that is being learned, and the share of right answers."""
 
     def __init__(self, levels: tuple[Level, ...], index: int = 0) -> None:
         self._levels = levels
@@ -51,7 +51,7 @@ class Curriculum:
         return self.index == len(self._levels) - 1
 
     def record(self, level: Level, right: float) -> bool:
-        """Take the share of right answers of one batch in; true when it led to the next level."""
+        """Add the share of right answers of one batch. Returns True if the next level begins."""
         if level is not self.level:
             return False
         self.score = 0.9 * self.score + 0.1 * right

@@ -39,7 +39,7 @@ FINEST_LEVELS, COARSEST_LEVELS = 255.0, 15.0
 
 
 class RoundingCache:
-    """Stands where a layer's KV cache would, and rounds keys and values in groups of 64.
+    """Replaces a layer's KV cache in training, and rounds keys and values in groups of 64.
 
     The error of an affine quantization with `levels` steps, with gradients that pass unchanged.
     """
@@ -135,7 +135,7 @@ def make_step(model: Any, optimizer: Any) -> Callable[..., Any]:
 
 
 class BatchSource:
-    """Batches from other processes, a few ahead; a change of level takes effect behind those."""
+    """Batches from other processes, a few ahead. A new level takes effect after those."""
 
     def __init__(self, tokenizer_path: Path, seed: int, num_processes: int) -> None:
         self._pool = multiprocessing.Pool(num_processes)
@@ -146,7 +146,7 @@ class BatchSource:
         self._pending: collections.deque[tuple[Level, Any]] = collections.deque()
 
     def batches(self, level_of: Callable[[], Level]) -> Iterator[tuple[Level, Batch]]:
-        """Endless batches of the level that `level_of` names when they are ordered."""
+        """Endless batches. `level_of` is called for the level of each when it is ordered."""
         while True:
             while len(self._pending) < self._ahead:
                 level = level_of()
@@ -167,7 +167,7 @@ def _report(**values: Any) -> None:
 
 
 def train(model: Any, plan: Plan, source: BatchSource, course: Curriculum, out: Path) -> None:
-    """Train until the plan is used up; the weights are saved as they go and at the end."""
+    """Train until a limit of the plan is reached. Weights are saved meanwhile and at the end."""
     optimizer: Any = optim.AdamW(plan.peak_rate, betas=[0.9, 0.98], weight_decay=0.01)
     optimizer.init(model.trainable_parameters())
     run_step = make_step(model, optimizer)
