@@ -1,6 +1,7 @@
-"""The stem kernel's source as C++, its threads as threads: for machines with a compiler and no GPU.
+"""Runs the prefix kernel's source as C++ on a CPU, with one thread for each CUDA thread.
 
-One block at a time, with barriers for what CUDA's threads wait for. Only float32; slow.
+It needs a compiler and no GPU. One block runs at a time. Barriers replace CUDA's synchronization.
+Only float32; slow.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from batchkv_worker.kv.backends.cuda.prefix_kernel_source import Kind
+from batchkv_worker.kv.backends.cuda.prefix_kernel_source import Variant
 
 FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC", "-pthread")
 
-# What CUDA has of its own. Warps wait for each other before and after they look at a neighbour.
+# Replacements for CUDA's words. Threads of a warp wait before and after they read from each other.
 _CUDA = """
 #include <barrier>
 #include <cmath>
@@ -82,7 +83,7 @@ extern "C" void run(int heads, int rows, PARAMETERS) {
 
 @cache
 def is_there_a_compiler() -> bool:
-    """Whether there is one that knows barriers."""
+    """Whether there is a C++ compiler with ``<barrier>``."""
     if shutil.which("c++") is None:
         return False
     tried = subprocess.run(
@@ -91,32 +92,32 @@ def is_there_a_compiler() -> bool:
     return tried.returncode == 0
 
 
-def in_threads(folder: Path) -> Callable[[Kind], Callable[..., list[mx.array]]]:
-    """What makes of a kind something to call in the kernel's place; ``folder`` is to build in."""
+def in_threads(folder: Path) -> Callable[[Variant], Callable[..., list[mx.array]]]:
+    """A function in place of ``prefix_kernel._kernel``; it compiles in ``folder``."""
 
     @cache
-    def compiled(kind: Kind, constants: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+    def compiled(variant: Variant, constants: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
         parameters = []
-        for name in kind.inputs:
+        for name in variant.inputs:
             parameters.append(f"const {'bool' if name == 'mask' else 'T'}* {name}")
             parameters += [
                 f"const {type_}* {name}_{what}"
                 for what, type_ in (("shape", "int"), ("strides", "int64_t"))
-                if f"{name}_{what}" in kind.source
+                if f"{name}_{what}" in variant.source
             ]
-        parameters += [f"T* {name}" for name in kind.outputs]
+        parameters += [f"T* {name}" for name in variant.outputs]
         declared = ", ".join(parameters)
         run = _RUN.replace("PARAMETERS", declared)
         run = run.replace("NAMES", ", ".join(part.split()[-1] for part in parameters))
         sizes = "".join(f"static constexpr int {name} = {value};\n" for name, value in constants)
-        kernel = f"static void kernel({declared}) {{{kind.source}}}\n"
-        source = folder / f"{kind.name}-{len([*folder.iterdir()])}.cpp"
+        kernel = f"static void kernel({declared}) {{{variant.source}}}\n"
+        source = folder / f"{variant.name}-{len([*folder.iterdir()])}.cpp"
         source.write_text(f"#include <cstdint>\n{sizes}{_CUDA}{kernel}{run}")
         library = source.with_suffix(".so")
         subprocess.run(["c++", *FLAGS, str(source), "-o", str(library)], check=True)
         return ctypes.CDLL(str(library))
 
-    def kernel_of(kind: Kind) -> Callable[..., list[mx.array]]:
+    def kernel_of(variant: Variant) -> Callable[..., list[mx.array]]:
         def kernel(
             inputs: list[mx.array],
             template: list[tuple[str, Any]],
@@ -127,21 +128,21 @@ def in_threads(folder: Path) -> Callable[[Kind], Callable[..., list[mx.array]]]:
         ) -> list[mx.array]:
             constants = tuple((name, value) for name, value in template if name != "T")
             given, kept = [], []
-            for name, array in zip(kind.inputs, inputs, strict=True):
+            for name, array in zip(variant.inputs, inputs, strict=True):
                 mx.eval(array)
                 view = np.array(memoryview(array), copy=False)  # with the strides that MLX has
                 steps = [step // view.itemsize for step in view.strides]
                 shape = (ctypes.c_int * view.ndim)(*view.shape)
                 strides = (ctypes.c_int64 * view.ndim)(*steps)
-                assert f"{name}_strides" in kind.source or view.flags.c_contiguous
+                assert f"{name}_strides" in variant.source or view.flags.c_contiguous
                 given.append(ctypes.c_void_p(view.ctypes.data))
-                given += [shape] if f"{name}_shape" in kind.source else []
-                given += [strides] if f"{name}_strides" in kind.source else []
+                given += [shape] if f"{name}_shape" in variant.source else []
+                given += [strides] if f"{name}_strides" in variant.source else []
                 kept.append(view)
             found = [np.full(shape, np.nan, np.float32) for shape in output_shapes]
             given += [ctypes.c_void_p(array.ctypes.data) for array in found]
             blocks = grid[0] // threadgroup[0], grid[1]
-            compiled(kind, constants).run(*blocks, *given)
+            compiled(variant, constants).run(*blocks, *given)
             return [mx.array(array) for array in found]
 
         return kernel

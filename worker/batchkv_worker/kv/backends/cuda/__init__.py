@@ -1,1 +1,1 @@
-"""Kernels of our own for CUDA."""
+"""The CUDA backend, with a kernel of its own for shared prefixes."""

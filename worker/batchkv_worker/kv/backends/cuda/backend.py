@@ -1,4 +1,4 @@
-"""CUDA: it prepares kernels for each new shape, and each launch costs its host time."""
+"""The backend for CUDA, where new shapes need new kernels, and each launch costs host time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchkv_worker.kv.schemes.packing import LayerScheme
 
 @dataclass(frozen=True, eq=False)
 class CudaBackend(GpuBackend):
-    """Implements ``Backend``: shapes are rounded, the host is held back."""
+    """Implements ``Backend``: shapes are rounded, and the host waits for the device."""
 
     name: str = "cuda"
     columns_multiple: int = 64

@@ -1,31 +1,32 @@
-"""The source of the kernel for stems: CUDA's C++, and what depends on how many stems there are."""
+"""The CUDA source of the kernel for shared prefixes, made for a number of prefixes and partials."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-WARPS = 8  # of 32 threads; they share the columns of one row and one KV head among them
-_LEAST = "-1e30f"  # below every score; what is masked is left out
+WARPS = 8  # of 32 threads; they divide the columns of one row and one KV head among them
+_LEAST = "-1e30f"  # below every score; masked columns are skipped
 
-# One block of threads for each row and KV head. Its lines are the query heads of that KV head.
+# There is one block of threads for each row and KV head. Its lines are the query heads of that KV
+# head.
 _SOURCE = """
   constexpr int KEY_EACH = KEY_SIZE / 32;
   constexpr int VALUE_EACH = VALUE_SIZE / 32;
   __shared__ float tops[WARPS][LINES];
   __shared__ float sums[WARPS][LINES];
-  __shared__ float found[WARPS][LINES][VALUE_SIZE];
+  __shared__ float outputs[WARPS][LINES][VALUE_SIZE];
   const int head = blockIdx.x;
   const int row = blockIdx.y;
   const int rows = gridDim.y;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int columns = keys_shape[2];
-  const size_t first = (size_t(head) * rows + row) * LINES;  // line of what stands heads first
+  const size_t first = (size_t(head) * rows + row) * LINES;  // line in arrays with heads first
   const T* own_keys = keys + row * keys_strides[0] + head * keys_strides[1];
   const T* own_values = values + row * values_strides[0] + head * values_strides[1];
 
-  // What the row has of its own: each warp takes every so many columns.
+  // The row's own columns, the suffix: each warp reads every WARPS-th column.
   float query[LINES][KEY_EACH];
   float sum_of[LINES][VALUE_EACH];
   float top[LINES];
@@ -72,7 +73,7 @@ _SOURCE = """
     }
   }
 
-  // The highest score of all.
+  // The highest score of prefixes, suffix and partials.
   for (int line = 0; line < LINES; ++line) {
     float highest = top[line];
     HIGHEST
@@ -94,7 +95,7 @@ _SOURCE = """
     all_top[line] = highest;
   }
 
-  // What all weights are to be divided by.
+  // The sum of all weights, by which each is divided.
   for (int line = 0; line < LINES; ++line) {
     float total = 0.0f;
     TOTAL
@@ -106,7 +107,7 @@ _SOURCE = """
       sums[warp][line] = total + sum[line] * share;
     }
     for (int i = 0; i < VALUE_EACH; ++i) {
-      found[warp][line][i * 32 + lane] = sum_of[line][i] * share;
+      outputs[warp][line][i * 32 + lane] = sum_of[line][i] * share;
     }
   }
   __syncthreads();
@@ -125,19 +126,19 @@ _SOURCE = """
     for (int i = threadIdx.x; i < VALUE_SIZE; i += WARPS * 32) {
       float number = 0.0f;
       for (int other = 0; other < WARPS; ++other) {
-        number += found[other][line][i];
+        number += outputs[other][line][i];
       }
-      ALSO_FOUND
-      near[(first + line) * VALUE_SIZE + i] = static_cast<T>(number / all_sum[line]);
+      ALSO_OUTPUT
+      suffix_output[(first + line) * VALUE_SIZE + i] = static_cast<T>(number / all_sum[line]);
     }
   }
 """
 
-# What is done to each score of a stem; ``{n}`` is the stem's number.
+# A loop over the scores of prefix number ``{n}``, with the statement ``{what}`` for each.
 _SCORES = """
-    for (int i = threadIdx.x; i < far{n}_shape[3]; i += WARPS * 32) {{
-      const size_t place = (first + line) * far{n}_shape[3] + i;
-      const float score = static_cast<float>(far{n}[place]);
+    for (int i = threadIdx.x; i < prefix_scores{n}_shape[3]; i += WARPS * 32) {{
+      const size_t place = (first + line) * prefix_scores{n}_shape[3] + i;
+      const float score = static_cast<float>(prefix_scores{n}[place]);
       {what}
     }}"""
 _HIGHEST = "highest = fmaxf(highest, score);"
@@ -146,44 +147,44 @@ _WEIGHT = "weights{n}[place] = static_cast<T>(__expf(score - all_top[line]) / al
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """How many stems and summaries there are, and what else there is."""
+class Variant:
+    """A variant of the kernel: the numbers of prefixes and partials, and its other inputs."""
 
-    stems: int
-    summaries: int
+    prefixes: int
+    partials: int
     has_mask: bool
     has_sinks: bool
 
     @property
     def name(self) -> str:
         flags = ("m" if self.has_mask else "") + ("s" if self.has_sinks else "")
-        return f"batchkv_stem_{self.stems}_{self.summaries}{flags}"
+        return f"batchkv_prefix_{self.prefixes}_{self.partials}{flags}"
 
     @property
     def inputs(self) -> list[str]:
         return [
             *("queries", "keys", "values"),
-            *(f"far{n}" for n in range(self.stems)),
-            *(f"{what}{n}" for n in range(self.summaries) for what in ("score", "value")),
+            *(f"prefix_scores{n}" for n in range(self.prefixes)),
+            *(f"{what}{n}" for n in range(self.partials) for what in ("score", "value")),
             *(["mask"] if self.has_mask else []),
             *(["sinks"] if self.has_sinks else []),
         ]
 
     @property
     def outputs(self) -> list[str]:
-        return ["near", *(f"weights{n}" for n in range(self.stems))]
+        return ["suffix_output", *(f"weights{n}" for n in range(self.prefixes))]
 
     @property
     def source(self) -> str:
-        scores = [_at(f"score{n}") for n in range(self.summaries)]
-        values = [_at(f"value{n}", "i") for n in range(self.summaries)]
+        scores = [_at(f"score{n}") for n in range(self.partials)]
+        values = [_at(f"value{n}", "i") for n in range(self.partials)]
         sink = ["static_cast<float>(sinks[head * LINES + line])"] if self.has_sinks else []
         others = scores + sink
         parts = {
             "SKIP": "if (!mask[row * columns + column]) continue;" if self.has_mask else "",
             "ALSO_HIGHEST": "".join(f"highest = fmaxf(highest, {other});" for other in others),
             "ALSO_TOTAL": "".join(f"total += __expf({other} - all_top[line]);" for other in others),
-            "ALSO_FOUND": "".join(
+            "ALSO_OUTPUT": "".join(
                 f"number += __expf({score} - all_top[line]) * static_cast<float>({value});"
                 for score, value in zip(scores, values, strict=True)
             ),
@@ -195,11 +196,11 @@ class Kind:
         return re.sub("|".join(rf"\b{name}\b" for name in parts), lambda m: parts[m[0]], _SOURCE)
 
     def _of_each(self, what: str) -> str:
-        return "".join(_SCORES.format(n=n, what=what.format(n=n)) for n in range(self.stems))
+        return "".join(_SCORES.format(n=n, what=what.format(n=n)) for n in range(self.prefixes))
 
 
 def _at(name: str, last: str | None = None) -> str:
-    """A number of what lies heads first, of some of its rows."""
+    """A number in an array of a partial, whose heads come first, by its strides."""
     indexes = ["head", "row", "line", *([last] if last else [])]
     places = [f"{index} * {name}_strides[{axis}]" for axis, index in enumerate(indexes)]
     return f"{name}[{' + '.join(places)}]"
