@@ -21,7 +21,6 @@ from batchkv_producer.cli.tables import (
     width,
 )
 from batchkv_producer.client import BatchStatus, Client, StoredRow
-from batchkv_producer.local.beginning import maker_of
 from batchkv_producer.monitor.mismatch import find_mismatch, why_passed_by
 from batchkv_producer.monitor.remaining import percent_done, seconds_left
 from batchkv_producer.monitor.workers import WorkerInfo
@@ -166,7 +165,7 @@ def show_batch(client: Client, batch_id: str, *, as_json: bool) -> bool:
             ("running", batch.running),
             ("queued", batch.queued),
             ("sum", batch.whole_sum()),
-            ("computed with", maker_of(batch).words() or None),
+            ("computed with", batch.maker.words() or None),
             ("generation", f"{batch.generation} of {batch.base}" if batch.base else None),
             ("priority", batch.priority),
             ("expires", moment(batch.expires) if batch.expires else None),

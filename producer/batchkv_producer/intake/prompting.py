@@ -86,10 +86,15 @@ def kept(connection: Redis, batch_id: str) -> tuple[Prompting, tuple[bytes, ...]
     return found, found.identity()
 
 
-def style_note(connection: Redis, batch_id: str) -> str:
-    """The note for a batch that has plain prompts."""
+def style_note(connection: Redis, batch_id: str, *, is_new: bool) -> str:
+    """The note for a batch that has plain prompts. "" for one that existed, and got it then.
+
+    A batch of a version without styles gets its note each time, because it got none then.
+    """
     found, identity = kept(connection, batch_id)
-    return _STAYS_RAW if found.raw and not identity else found.sentence()
+    if found.raw and not identity:
+        return _STAYS_RAW
+    return found.sentence() if is_new else ""
 
 
 def as_raw(data: bytes) -> bytes:

@@ -10,10 +10,12 @@ from pathlib import Path
 
 from batchkv_producer.client import Client, Submitted
 from batchkv_producer.errors import OLD_INSTALLATION, UsageError
+from batchkv_producer.local.mended import make_room
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.progress import rows
-from batchkv_producer.results import aside
+from batchkv_producer.results import target
 from batchkv_producer.settings_table import BY_NAME, ValueType
+from batchkv_producer.submit.kept_answers import EarlierBatch
 from batchkv_producer.wire.batch_options import BatchOptions, moment_text
 from batchkv_producer.wire.maker import Maker
 
@@ -79,8 +81,8 @@ def _checks(name: str) -> Iterator[Callable[..., object]]:
             raise UsageError(OLD_INSTALLATION) from fault
 
 
-def first_words(client: Client, submitted: Submitted, where: str) -> str:
-    """Which batch this is, and what of it is not computed now."""
+def first_line(client: Client, submitted: Submitted, where: str) -> str:
+    """The batch's id, whether it starts, goes on or is finished, and its answers from before."""
     batch_id, before = submitted.batch_id, ""
     name = generation_words(submitted) if submitted.generation > 1 else f"batch {batch_id}"
     if not submitted.joined:
@@ -89,7 +91,8 @@ def first_words(client: Client, submitted: Submitted, where: str) -> str:
     if num_before := status.ok:
         whole = f"all {num_before:,}" if num_before == submitted.total else f"{num_before:,}"
         before = f"; {whole} answered before{_last_answer(client, status)}, --fresh computes anew"
-    return f"{name} goes on: {rows(submitted.total)}, results in {where}{before}"
+    state = "is finished, nothing is computed" if status.is_done else "goes on"
+    return f"{name} {state}: {rows(submitted.total)}, results in {where}{before}"
 
 
 def generation_words(submitted: Submitted) -> str:
@@ -97,22 +100,6 @@ def generation_words(submitted: Submitted) -> str:
     why = f" (the one before has {submitted.why})" if submitted.why else ""
     number = f"generation {submitted.generation} of {submitted.base}"
     return f"batch {submitted.batch_id}, {number}{why}"
-
-
-def put_aside(
-    status: BatchStatus, submitted: Submitted, out: Path, note: Callable[[str], None]
-) -> None:
-    """Move an OUT that holds answers of another generation aside, and print a note."""
-    if aside.holds_other(out, submitted.batch_id, submitted.relatives, maker_of(status)):
-        moved = aside.set_aside(out)
-        note(f"{out} held answers of another generation of this batch: they are in {moved} now")
-
-
-def maker_of(status: BatchStatus) -> Maker:
-    """The weights, scheme and dtype of a batch's answers, as far as they are known."""
-    if status.is_mixed:
-        return Maker(status.fingerprint)
-    return Maker(status.fingerprint, status.scheme, status.dtype)
 
 
 def _last_answer(client: Client, status: BatchStatus) -> str:
@@ -123,3 +110,29 @@ def _last_answer(client: Client, status: BatchStatus) -> str:
         return ""
     made = Maker(last.fingerprint, last.scheme).words() or "its weights and scheme are not known"
     return f" (the last {moment_text(last.created)} by {last.worker}; {made})"
+
+
+def note_what_stays(
+    client: Client,
+    submitted: Submitted,
+    earlier: EarlierBatch | None,
+    out: Path,
+    job_timeout_seconds: int | None,
+    note: Callable[[str], None],
+) -> None:
+    """Print where an existing batch differs from this command's flags, and make room in OUT."""
+    for text in filter(None, (submitted.model_note, submitted.style_note)):
+        note(text)
+    for text in submitted.notes:
+        note(f"the batch existed before: {text}")
+    batch = client.status(submitted.batch_id)
+    make_room(earlier, batch, submitted, out, note)
+    if out == target.STDOUT and batch.num_ended > submitted.num_bad:
+        them = "it is" if batch.num_ended == 1 else "they are"
+        note(f"{rows(batch.num_ended)} ended before; {them} printed again")
+    there = batch.job_timeout_seconds
+    if job_timeout_seconds and there not in (0, job_timeout_seconds):
+        note(
+            f"the rows of this batch keep their timeout of {there} s; for those that failed "
+            f"`batchkv retry {submitted.batch_id} --job-timeout {job_timeout_seconds}` sets another"
+        )

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from redis import Redis
 
-from batchkv_producer.local.beginning import put_aside
 from batchkv_producer.monitor.status import BatchStatus
-from batchkv_producer.results.aside import first_row, newest_aside, set_aside
+from batchkv_producer.results.aside import first_row, holds_other, newest_aside, set_aside
 from batchkv_producer.results.outfile import errors_path
 from batchkv_producer.results.target import STDOUT
 from batchkv_producer.submit.kept_answers import EarlierBatch
@@ -48,10 +47,19 @@ def make_room(
 ) -> None:
     """Move OUT aside for the rows of a mended file or of another generation, and print notes."""
     if earlier is None or not earlier.num_alike:
-        put_aside(status, submitted, out, note)
+        _put_aside(status, submitted, out, note)
         return
     note(earlier.sentence(status.kept))
     if not (out.exists() or errors_path(out).exists()):  # an earlier run has moved them already
         return
     moved = set_aside(out)
     note(f"{out} held the results of batch {earlier.batch_id}: they are in {moved} now")
+
+
+def _put_aside(
+    status: BatchStatus, submitted: Submitted, out: Path, note: Callable[[str], None]
+) -> None:
+    """Move an OUT that holds answers of another generation aside, and print a note."""
+    if holds_other(out, submitted.batch_id, submitted.relatives, status.maker):
+        moved = set_aside(out)
+        note(f"{out} held answers of another generation of this batch: they are in {moved} now")

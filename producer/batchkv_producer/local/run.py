@@ -7,6 +7,7 @@ after a crash, a kill or a Ctrl-C.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,15 +29,16 @@ from batchkv_producer.errors import (
 from batchkv_producer.intake.expected import Expected
 from batchkv_producer.intake.prompting import AUTO, Prompting
 from batchkv_producer.intake.source import Source
-from batchkv_producer.local.beginning import first_words, with_own_workers
+from batchkv_producer.local.beginning import first_line, note_what_stays, with_own_workers
 from batchkv_producer.local.follow import Follower, snapshot_of, stale_rows
 from batchkv_producer.local.local_workers import (
     WORKER_COMMAND,
     LocalWorkers,
+    RefusedWorkerError,
     WorkerError,
     WorkerPlan,
 )
-from batchkv_producer.local.mended import earlier_of, make_room
+from batchkv_producer.local.mended import earlier_of
 from batchkv_producer.local.run_support import (
     Outage,
     give_up,
@@ -148,8 +150,9 @@ def run(
         lambda done, total: reporter.update(Snapshot(total, is_queuing=True)),
     )
     batch_id, queue = submitted.batch_id, submitted.queue
-    reporter.note(first_words(client, submitted, target.shown(options.out)))
-    _note_what_stays(client, submitted, options, earlier, reporter)
+    reporter.note(first_line(client, submitted, target.shown(options.out)))
+    timeout = options.job_timeout_seconds
+    note_what_stays(client, submitted, earlier, options.out, timeout, reporter.note)
     plan = WorkerPlan(
         model=submitted.model,
         url=url,
@@ -198,18 +201,23 @@ def _submit(
     earlier: EarlierBatch | None,
     on_progress: Progress | None = None,
 ) -> Submitted:
-    return client.submit(
-        options.source,
-        model=options.model,
-        default_model=options.default_model,
-        defaults=options.defaults,
-        job_timeout_seconds=options.job_timeout_seconds or DEFAULT_JOB_TIMEOUT_SECONDS,
-        on_progress=on_progress,
-        on_identified=on_identified,
-        options=options.batch_options,
-        prompting=options.prompting,
-        earlier=earlier,
-    )
+    """Queue the file. Raises Interrupted for Ctrl-C, which is not caught before the loop begins."""
+    try:
+        return client.submit(
+            options.source,
+            model=options.model,
+            default_model=options.default_model,
+            defaults=options.defaults,
+            job_timeout_seconds=options.job_timeout_seconds or DEFAULT_JOB_TIMEOUT_SECONDS,
+            on_progress=on_progress,
+            on_identified=on_identified,
+            options=options.batch_options,
+            prompting=options.prompting,
+            earlier=earlier,
+        )
+    except KeyboardInterrupt:
+        message = "interrupted before all rows were queued. The same command goes on from here"
+        raise Interrupted(signal.SIGINT, message) from None
 
 
 def _delays(
@@ -222,32 +230,6 @@ def _delays(
         count_apart=client.count_apart,
         refused_writes=partial(refused_writes, connection, url),
     )
-
-
-def _note_what_stays(
-    client: Client,
-    submitted: Submitted,
-    options: RunOptions,
-    earlier: EarlierBatch | None,
-    reporter: Reporter,
-) -> None:
-    """Print where an existing batch differs from this command's flags, and make room in OUT."""
-    for note in filter(None, (submitted.model_note, submitted.style_note)):
-        reporter.note(note)
-    for note in submitted.notes:
-        reporter.note(f"the batch existed before: {note}")
-    batch = client.status(submitted.batch_id)
-    make_room(earlier, batch, submitted, options.out, reporter.note)
-    if options.out == target.STDOUT and batch.num_ended > submitted.num_bad:
-        them = "it is" if batch.num_ended == 1 else "they are"
-        reporter.note(f"{rows(batch.num_ended)} ended before; {them} printed again")
-    there = batch.job_timeout_seconds
-    if options.job_timeout_seconds and there not in (0, options.job_timeout_seconds):
-        reporter.note(
-            f"the rows of this batch keep their timeout of {there} s; for those that failed "
-            f"`batchkv retry {submitted.batch_id} --job-timeout {options.job_timeout_seconds}` "
-            "sets another"
-        )
 
 
 def _refuse_early(
@@ -304,6 +286,8 @@ class _RunLoop:
                 self._stop(caught, is_cut_off=isinstance(fault, FullHomeError))
                 if isinstance(fault, NotFoundError) and not isinstance(fault, ExpiredError):
                     raise self._forgotten() from fault
+                if isinstance(fault, Interrupted):
+                    raise self._interrupted(caught[0], before.total) from None
                 raise
             seconds = time.monotonic() - started
             with called_during_outages(give_up):
@@ -324,8 +308,7 @@ class _RunLoop:
             self._reporter.update(snapshot_of(status, self._delays.look(status)))
             if status.is_done:  # the status is older than the collected rows, so none is missing
                 return status
-            if caught:
-                raise self._interrupted(caught[0])
+            self._check_signals(caught)
             if self._delays.is_hopeless:
                 raise WorkerError(
                     f"the workers of this run may not compute {rows(status.queued)} of batch "
@@ -333,7 +316,7 @@ class _RunLoop:
                     "row is lost. `--fresh` with the same command computes all rows anew with the "
                     "workers of this machine"
                 )
-            self._workers.supervise(status.num_ended)
+            self._supervise(status)
             time.sleep(TURN_SECONDS if num_new == 0 else 0)
             status = read_with_retry(partial(self._client.status, self._batch_id))
             if not status.is_submitted:  # the server was restored from an older copy
@@ -349,14 +332,31 @@ class _RunLoop:
             "rows anew"
         )
 
+    def _supervise(self, status: BatchStatus) -> None:
+        """Supervise the workers. An error that ends them says how to go on with the batch."""
+        try:
+            self._workers.supervise(status.num_ended)
+        except (RefusedWorkerError, WorkerError) as fault:
+            raise type(fault)(
+                f"{str(fault).rstrip('.')}. {rows(status.total - status.num_ended)} of batch "
+                f"{self._batch_id} stay in the queue: the same command goes on, and "
+                f"`batchkv forget {self._batch_id}` deletes the batch"
+            ) from fault
+
     def _wait_for_server(self, caught: list[int]) -> None:
         self._outage.begin()
-        if caught:
-            raise self._interrupted(caught[0])
+        self._check_signals(caught)
 
-    def _interrupted(self, number: int) -> Interrupted:
+    def _check_signals(self, caught: list[int]) -> None:
+        if caught:
+            raise Interrupted(caught[0], "interrupted")
+
+    def _interrupted(self, number: int, total: int) -> Interrupted:
+        """The error that ends an interrupted run, after the last results were collected."""
+        results = self._follower.results
         return Interrupted(
-            number, target.after_interrupt(self._follower.results.path, fresh=self.is_fresh)
+            number,
+            target.after_interrupt(results, self._batch_id, total, fresh=self.is_fresh),
         )
 
     def _stop(self, caught: list[int], *, is_cut_off: bool) -> None:

@@ -14,6 +14,7 @@ from batchkv_producer.errors import ExpiredError, NotFoundError, WireError
 from batchkv_producer.monitor.workers import live_workers, text_map
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.batch_options import moment_text
+from batchkv_producer.wire.maker import Maker
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,13 @@ class BatchStatus:
     base: str = ""  # the id of the first generation, for a later one
     is_forgotten: bool = False  # `batchkv forget` is deleting it
     read_at: float = field(default=0.0, compare=False)
+
+    @property
+    def maker(self) -> Maker:
+        """The weights, scheme and dtype of all answers of the batch, as far as they are known."""
+        if self.is_mixed:
+            return Maker(self.fingerprint)
+        return Maker(self.fingerprint, self.scheme, self.dtype)
 
     @property
     def num_ended(self) -> int:

@@ -64,7 +64,7 @@ class ResultsFile:
                 self.tidy()
         finally:
             self._errors.close(remove_if_empty=True)
-            self._answers.close()
+            self._answers.close(remove_if_empty=kind is not None)  # it has not begun
 
     @property
     def num_ok(self) -> int:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from batchkv_producer.intake.source import Source, inputs_of
-from batchkv_producer.progress import printable
+from batchkv_producer.progress import printable, rows
 from batchkv_producer.results import outfile
 from batchkv_producer.results.line_file import OutputError
 from batchkv_producer.results.line_set import LineSet
@@ -95,9 +95,21 @@ def shown(out: Path) -> str:
     return "standard output" if out == STDOUT else str(out)
 
 
-def after_interrupt(out: Path, *, fresh: bool) -> str:
+def after_interrupt(
+    results: ResultsFile | ResultStream, batch_id: str, total: int, *, fresh: bool
+) -> str:
     """The message for a run that was interrupted."""
-    same = "Without --fresh the same" if fresh else "The same"
-    if out == STDOUT:
-        return f"interrupted. {same} command and input go on, and print again what was printed"
-    return f"interrupted; {out} is in order. {same} command goes on from here"
+    same, num_rows = "Without --fresh the same" if fresh else "The same", results.num_rows
+    if results.path == STDOUT:
+        place = "were printed"
+        how = "command and input go on, and print again what was printed"
+    else:
+        place = f"{'is' if num_rows == 1 else 'are'} in {results.path}"
+        how = "command goes on from here"
+    count = f"{num_rows:,} of {rows(total)} {place}"
+    if num_rows >= total:
+        return f"interrupted: {count}. {same} {how}"
+    return (
+        f"interrupted: {count}. The others stay in the queue; `batchkv cancel {batch_id}` ends "
+        f"them. {same} {how}"
+    )

@@ -57,7 +57,7 @@ class Submitted:
 
     ``errors`` are the first few wrong rows. ``num_duplicates`` rows get the answer of another row
     with the same request. ``notes``: options that differ in the existing batch, which keeps its
-    own. ``style_note`` says how plain prompts are sent, if there are any. ``model_note`` names the
+    own. ``style_note`` says how plain prompts of a new batch are sent. ``model_note`` names the
     models in lines that are ignored. ``generation``, ``base``, ``relatives``, ``why``: see
     ``generations``.
     """
@@ -206,7 +206,7 @@ def submit(
         errors=errors,
         num_duplicates=counts.num_duplicates,
         notes=notes,
-        style_note=style_note(connection, chosen.batch_id) if num_plain else "",
+        style_note=style_note(connection, chosen.batch_id, is_new=not joined) if num_plain else "",
         generation=chosen.number,
         base=chosen.base,
         why=chosen.why,

@@ -78,7 +78,7 @@ def test_a_pipe_into_a_file_goes_on(redis_url: str, tmp_path: Path) -> None:
         found = piped(redis_url, "-", "-o", "out.jsonl")
         assert found.returncode == 0, found.stderr
         assert ids((tmp_path / "out.jsonl").read_text()) == ALL_IDS
-    assert "goes on" in found.stderr
+    assert "is finished" in found.stderr
 
 
 def test_a_file_on_standard_input(redis_url: str, tmp_path: Path) -> None:

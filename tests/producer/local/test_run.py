@@ -232,10 +232,13 @@ def test_ctrl_c_gives_rows_back_and_says_how_to_go_on(
     interrupted.send_signal(signal.SIGINT)
     _, stderr = interrupted.communicate(timeout=DEADLINE_SECONDS)
     assert interrupted.returncode == 130
-    assert stderr.splitlines()[-1].endswith("The same command goes on from here")
     wait_until_no_worker_lives()
     status = Client(redis_connection).list_batches()[0]
     assert status.running == 0 and status.ok == len(ids(out)) < 40
+    assert stderr.splitlines()[-1] == (
+        f"batchkv: interrupted: {status.ok} of 40 rows are in {out}. The others stay in the queue; "
+        f"`batchkv cancel {status.batch_id}` ends them. The same command goes on from here"
+    )
     start(redis_url, source).communicate(timeout=DEADLINE_SECONDS)
     assert sorted(ids(out)) == all_ids()
 
@@ -384,13 +387,33 @@ def test_workers_that_cannot_start_end_the_run(
 
 
 def test_a_wrong_setting_ends_the_run_at_once(
-    redis_url: str, source: Path, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, redis_connection: Redis, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker's exit code 2 is the user's error: its last line is the message, no restart."""
+    """A worker's exit code 2 is the user's error: its last line is the message, no restart. The
+    message says what becomes of the batch, and no empty OUT stays."""
     monkeypatch.setenv("FAKE_EXIT", "2")
-    monkeypatch.setenv("FAKE_WORDS", "loading\nbatchkv: there is no model fake")
-    with pytest.raises(UsageError, match=r"^there is no model fake$"):
+    monkeypatch.setenv("FAKE_WORDS", "loading\nbatchkv: there is no model fake.")
+    with pytest.raises(UsageError) as caught:
         run_here(redis_url, source)
+    batch_id = Client(redis_connection).list_batches()[0].batch_id
+    assert str(caught.value) == (
+        f"there is no model fake. 40 rows of batch {batch_id} stay in the queue: the same command "
+        f"goes on, and `batchkv forget {batch_id}` deletes the batch"
+    )
+    assert not source.with_name("out.jsonl").exists()
+
+
+def test_a_finished_batch_is_said_to_be_finished(redis_url: str, source: Path) -> None:
+    """A second run of a finished batch says that its answers are from before, and does not repeat
+    how prompts are sent."""
+    first, again = Notes(), Notes()
+    run_here(redis_url, source, first)
+    run_here(redis_url, source, again)
+    assert "starts: 40 rows" in first.notes[0]
+    assert "plain prompts are sent through the model's chat template" in first.notes[1]
+    (only,) = again.notes
+    assert "is finished, nothing is computed: 40 rows" in only
+    assert "all 40 answered before" in only
 
 
 def test_a_run_takes_back_what_dead_workers_of_this_machine_held(
