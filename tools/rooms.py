@@ -23,7 +23,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("kv.start", "kv.layers", "kv.slots", "kv.attention"),
         *("kv.backends.cuda", "kv.backends.gpu", "kv.backends.cpu", "kv.backends"),
         *("settings", "kv.schemes", "kv.types", "kv", "demo"),
-        *("sequence", "events", "trace", "errors"),
+        *("sequence", "events", "trace", "faults", "errors"),
     ),
     "batchkv_producer": (
         *("__main__", "entry", "cli", "__init__", "local", "connecting", "client"),

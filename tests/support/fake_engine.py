@@ -1,10 +1,10 @@
 """An engine without MLX, and a worker class that runs it: ``rq worker -w support.fake_engine...``.
 
 What a row does is in its prompt: any text is echoed, after ``plan.steps`` steps. The words
-``slow:N`` (N steps), ``reject:CODE``, ``crash`` (the step raises), ``hang`` (the step never ends;
-also ``hang in C`` and ``hang with the interpreter``) and ``die`` (the process ends at once) do what
-they say. The plan of a worker in another process comes from the variable FAKE_PLAN, which the
-product does not know.
+``slow:N`` (N steps), ``reject:CODE``, ``crash`` (the step raises), ``device fault`` (it raises what
+Metal does), ``hang`` (the step never ends; also ``hang in C`` and ``hang with the interpreter``)
+and ``die`` (the process ends at once) do what they say. The plan of a worker in another process
+comes from the variable FAKE_PLAN, which the product does not know.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class FakePlan:
     fingerprint: str = ""  # of the model that it says it has
     scheme: str = "affine8"
     changed: str = ""  # a file: once it is there, the model on the disk is another
+    trouble: str = ""  # why it says that it computes less than it could
     tally: str = ""  # a file that is told, at each step, how many rows have ended
     platform: str = ""  # of the worker's power source and of caffeinate; else this system's
     power_poll_seconds: float = PowerWatch.POLL_SECONDS
@@ -111,8 +112,14 @@ class FakeEngine:
         while self._waiting and len(self._decoding) < self._slots:
             self._decoding.append(self._waiting.popleft())
 
+    def rest(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
+
+    def trouble(self) -> str:
+        return self._plan.trouble
 
     def has_changed(self) -> bool:
         return bool(self._plan.changed) and Path(self._plan.changed).exists()
@@ -130,6 +137,11 @@ class FakeEngine:
                 return Rejected(work.job_id, text.split(":")[1], "rejected as asked")
             case "crash":
                 raise RuntimeError("crashed as asked")
+            case "device fault":
+                raise RuntimeError(
+                    "[METAL] Command buffer execution failed: Innocent Victim "
+                    "(00000005:kIOGPUCommandBufferCallbackErrorInnocentVictim)"
+                )
             case "hang":
                 threading.Event().wait()
             case "hang in C":  # ctypes lets go of the interpreter around the call

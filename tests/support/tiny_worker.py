@@ -3,8 +3,8 @@
 ``rq worker -w support.tiny_worker.TinyWorker``: all of the product but the loading of a model from
 files. The cache, the KV scheme and the slots are those of the settings. Prompts and answers are
 numbers, as ``tiny_models.NumberTokenizer`` writes them. The plan in the variable FAKE_PLAN may say
-``step_seconds``, a pause before each step, and ``vitals``, a file that gets a line of JSON now and
-then: what MLX holds.
+``step_seconds``, a pause before each step; ``vitals``, a file that gets a line of JSON now and
+then: what MLX holds; and ``faults``, the numbers of the decode steps in which the device fails.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from batchkv_worker.settings import WorkerSettings
 
 FAMILY = "llama"
 VITALS_SECONDS = 0.5
+METAL_FAULT = (
+    "[METAL] Command buffer execution failed: Impacting Interactivity "
+    "(0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)"
+)
 COMMAND_CLASS = "support.tiny_worker.TinyWorker"
 
 
@@ -44,6 +48,7 @@ def build_tiny(settings: WorkerSettings, family: str = FAMILY) -> Any:
     engine = Engine(tiny_models.loaded(tiny_models.build(family)), config, access)
     plan = json.loads(os.environ.get("FAKE_PLAN", "{}"))
     pause, vitals = plan.get("step_seconds", 0.0), plan.get("vitals")
+    _plant_faults(plan.get("faults", []))
     step, tell_at = engine.step, [0.0]
 
     def paced() -> Any:
@@ -55,6 +60,22 @@ def build_tiny(settings: WorkerSettings, family: str = FAMILY) -> Any:
 
     engine.step = paced  # type: ignore[method-assign]
     return engine
+
+
+def _plant_faults(steps: list[int]) -> None:
+    """Let the graphs of these decode steps raise what Metal does; the first is number 1."""
+    from batchkv_worker.kv.layers.decode import DecodeSlots
+
+    end_step, number = DecodeSlots.end_step, [0]
+
+    def end(self: Any) -> None:
+        number[0] += 1
+        if number[0] in steps:
+            raise RuntimeError(METAL_FAULT)
+        end_step(self)
+
+    if steps:
+        DecodeSlots.end_step = end  # type: ignore[method-assign]
 
 
 def _tell(path: str) -> None:

@@ -32,7 +32,8 @@ Examples:
 \b
 Every flag that sets how the worker runs has a variable: --slots is BATCHKV_SLOTS, and so on.
 Exit codes: 0 done or stopped, 2 configuration, 3 Redis, 70 the engine died, 71 it hung,
-72 the model's files have changed since they were loaded: start it again.
+72 the model's files have changed since they were loaded: start it again,
+74 the GPU failed twice within a minute: start it again.
 """
 
 

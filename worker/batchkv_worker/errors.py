@@ -17,6 +17,7 @@ exit code   meaning
 71          the engine hung; counts and stacks are in the log, what it held went back to the queue
 72          the model's files changed since they were loaded: start the worker again
 73          the parent is gone and the worker could not leave in time: leases bring its jobs back
+74          the GPU failed twice within a minute; what it held went back, no death is counted
 ==========  =====================================================================================
 """
 
@@ -28,6 +29,7 @@ EXIT_ENGINE_DIED = 70
 EXIT_ENGINE_HUNG = 71
 EXIT_MODEL_CHANGED = 72
 EXIT_ORPHANED = 73
+EXIT_DEVICE_FAULT = 74
 
 
 class WorkerError(BatchkvError):

@@ -58,9 +58,13 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class EngineDied:
-    """The engine's thread has ended; its rows must go back to the queue."""
+    """The engine's thread has ended; its rows must go back to the queue.
+
+    ``is_device_fault``: the device failed, for no reason of the rows. It is no death of theirs.
+    """
 
     reason: str
+    is_device_fault: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +115,17 @@ class EngineLike(Protocol):
         """Compute prompt chunks and one decode step. Returns events of rows that ended."""
         ...
 
+    def rest(self) -> None:
+        """Give memory back that idle rows do not need; called every few seconds while idle."""
+
     def close(self) -> None: ...
 
     def report(self) -> str:
         """What it was doing, in one line without content. From any thread; never waits."""
+        ...
+
+    def trouble(self) -> str:
+        """Why it computes less than it could, in a few words; mostly empty. From any thread."""
         ...
 
     def has_changed(self) -> bool:

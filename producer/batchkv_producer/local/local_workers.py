@@ -6,7 +6,7 @@ environment, because everybody can read a command line.
 
 When a worker dies, no row is lost: its jobs go back to the queue at once, and the run starts
 another worker. Exit codes of a worker: 0 normal, 2 wrong configuration, 70 the engine died, 71 the
-engine hung, 72 the model's files have changed.
+engine hung, 72 the model's files have changed, 74 the GPU failed.
 """
 
 from __future__ import annotations
@@ -37,13 +37,21 @@ WORKER_COMMAND = (sys.executable, "-P", "-m", "batchkv_producer", "worker")
 EXIT_CONFIGURATION = 2
 READY_WORDS = b"the engine is ready"  # in a worker's log, when it begins to take rows
 EXIT_MODEL_CHANGED = 72  # the next worker loads the new files
+EXIT_DEVICE_FAULT = 74  # the GPU failed twice within a minute, for no reason of the rows
 EXIT_REASONS = {70: "its engine died", 71: "its engine hung"}
-ORDERLY_EXITS = (0, EXIT_CONFIGURATION, EXIT_MODEL_CHANGED)  # not caused by a row
+# No row can be the reason of these.
+ORDERLY_EXITS = (0, EXIT_CONFIGURATION, EXIT_MODEL_CHANGED, EXIT_DEVICE_FAULT)
+DEVICE_ADVICE = (
+    "On a Mac, let the display sleep, or set AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1 before you start "
+    "the run"
+)
 
 MAX_IDLE_DEATHS = 3  # consecutive deaths without any row: the worker cannot start
 # A row that kills every worker must be failed before the run gives up, or such a row would end
 # every run. No engine holds more rows than 8,192: slots and prefetch end at 4,096 each.
 MAX_BUSY_DEATHS = deaths_until_failed(8192) + 1
+MAX_DEVICE_FAULTS = 5  # consecutive ends of a worker because the GPU failed
+DEVICE_PAUSE_SECONDS = 5.0  # before the first restart after one; doubled with each
 RESTART_SECONDS = 1.0  # doubled with each consecutive death
 MAX_RESTART_SECONDS = 16.0
 MAX_BUSY_RESTART_SECONDS = 4.0  # shorter, because the suspects wait for a worker
@@ -97,14 +105,17 @@ class _Slot:
         self.name = ""
         self.log = Path()
         self.process: subprocess.Popen[bytes] | None = None
-        self.num_idle_deaths = 0  # both: consecutive, while no row of the batch has ended
+        self.num_idle_deaths = 0  # these are consecutive, while no row of the batch has ended
         self.num_busy_deaths = 0
+        self.num_device_faults = 0
         self.restart_at = 0.0
         self.reloaded_at = -RESTART_SECONDS  # the last restart because the model's files changed
 
     @property
     def is_given_up(self) -> bool:
-        return self.num_idle_deaths >= MAX_IDLE_DEATHS or self.num_busy_deaths >= MAX_BUSY_DEATHS
+        has_died = self.num_idle_deaths >= MAX_IDLE_DEATHS
+        has_died |= self.num_busy_deaths >= MAX_BUSY_DEATHS
+        return has_died or self.num_device_faults >= MAX_DEVICE_FAULTS
 
 
 class LocalWorkers:
@@ -140,7 +151,7 @@ class LocalWorkers:
         if num_ended != self._num_ended:
             self._num_ended = num_ended
             for slot in self._slots:
-                slot.num_idle_deaths = slot.num_busy_deaths = 0
+                slot.num_idle_deaths = slot.num_busy_deaths = slot.num_device_faults = 0
         for slot in self._slots:
             if slot.process and slot.process.poll() is not None:
                 self._handle_exit(slot)
@@ -231,6 +242,9 @@ class LocalWorkers:
         if process.returncode == EXIT_MODEL_CHANGED:
             self._restart_with_new_files(slot)
             return
+        if process.returncode == EXIT_DEVICE_FAULT:
+            self._restart_after_device_fault(slot)
+            return
         num_held = self._reclaim(slot.name, process.returncode not in ORDERLY_EXITS)
         if process.returncode == EXIT_CONFIGURATION:
             lines = server.tail(slot.log, 1)
@@ -264,11 +278,26 @@ class LocalWorkers:
             "loaded them; it is started again"
         )
 
+    def _restart_after_device_fault(self, slot: _Slot) -> None:
+        """Restart a worker whose GPU failed, after a pause. No row can be the reason."""
+        self._reclaim(slot.name, False)
+        slot.num_device_faults += 1
+        pause = DEVICE_PAUSE_SECONDS * 2 ** (slot.num_device_faults - 1)
+        slot.restart_at = time.monotonic() + pause
+        then = f"started again in {pause:g} s"
+        if slot.is_given_up:
+            then = f"not started again: that was {slot.num_device_faults} times, and no row ended"
+        self._note(
+            f"worker {slot.name} ended: the GPU failed twice within a minute. Its rows went back "
+            f"to the queue. It is {then}. {DEVICE_ADVICE}. Its log: {slot.log}"
+        )
+
     def _giving_up(self) -> str:
         """The message of the error that ends the run."""
         slot = self._slots[-1]
+        num_deaths = slot.num_idle_deaths + slot.num_busy_deaths + slot.num_device_faults
         return (
-            f"the workers died {slot.num_idle_deaths + slot.num_busy_deaths} times in a row, and "
+            f"the workers died {num_deaths} times in a row, and "
             f"no row ended meanwhile; no row is lost. The end of {slot.log}: {_end_of(slot.log)}"
         )
 

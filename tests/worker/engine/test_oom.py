@@ -9,10 +9,10 @@ import pytest
 
 from batchkv_producer.wire.job import ErrorCode
 from batchkv_worker.engine.engine import Engine, EngineConfig
-from batchkv_worker.engine.oom import is_at_once, is_out_of_memory
 from batchkv_worker.engine.prefill import Prefill
 from batchkv_worker.engine.tokens import outputs as answers
 from batchkv_worker.events import Completed, Rejected
+from batchkv_worker.faults import is_at_once, is_out_of_memory
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.sequence import Generation, Sequence
@@ -90,7 +90,7 @@ def test_rows_go_on_token_for_token(place: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, failing(getattr(owner, name), at, fault))
         got = drain(running)
-    assert running._oom_recovery.num_times == len(at)
+    assert running._recovery.num_out_of_memory == len(at)
     assert running._scheduler.budget.memory_bytes < before
     for job_id, event in expected.items():
         assert got[job_id].token_ids == event.token_ids, job_id
@@ -107,7 +107,7 @@ def test_rows_that_decode_go_on_when_a_prompt_finds_no_memory() -> None:
     running.submit_row(Sequence("late", random_prompt(9, 300), Generation(3, temperature=0.0)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Prefill, "_compute_chunk", failing(Prefill._compute_chunk, {1}, ASKED))
-        while not running._oom_recovery.num_times:
+        while not running._recovery.num_out_of_memory:
             running.step()
         assert all(row.num_resumed == 0 and row.slot is not None for row in decoding.values())
         assert set(drain(running)) >= {"late"}

@@ -7,7 +7,10 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 
+import pytest
+
 from batchkv_producer.wire.job import Request
+from batchkv_worker.engine import thread
 from batchkv_worker.engine.thread import EngineThread, LoadFailed, Notice, Ready, Wake
 from batchkv_worker.errors import ModelError
 from batchkv_worker.events import Completed, EngineDied, EngineLike, Event, Work
@@ -99,6 +102,39 @@ def test_an_idle_engine_costs_no_steps() -> None:
     time.sleep(0.1)
     assert engine.num_steps == 0
     engine.stop()
+    assert engine.join(5)
+
+
+def test_an_engine_that_stays_idle_gives_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again and again while it is idle, never while it has rows; it takes work as before."""
+    monkeypatch.setattr(thread, "IDLE_SECONDS", 0.02)
+    rests: list[bool] = []
+
+    class Resting(FakeEngine):
+        def rest(self) -> None:
+            rests.append(self.is_idle)
+
+    engine = started(lambda: Resting(4, 2, FakePlan()))
+    collect(engine, 1)
+    deadline = time.monotonic() + 5
+    while len(rests) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    engine.add([work("a", "slow:20")])
+    [event] = collect(engine, 1)
+    assert isinstance(event, Completed) and all(rests)
+    assert engine.num_steps > 0
+    engine.stop()
+    assert engine.join(5)
+
+
+def test_a_device_that_failed_is_no_death_of_a_row() -> None:
+    """The engine ends all the same, and the notice says why."""
+    engine = started()
+    engine.add([work("a", "device fault")])
+    _, death = collect(engine, 2)
+    assert isinstance(death, EngineDied) and death.is_device_fault
+    assert "Innocent Victim" in death.reason
     assert engine.join(5)
 
 

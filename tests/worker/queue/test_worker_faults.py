@@ -141,6 +141,20 @@ def test_a_dead_engine_is_exit_code_70(redis_connection: Redis, start: Start) ->
     assert redis_connection.hget(f"rq:job:{batch}-3", "bkv_deaths") == b"1"
 
 
+def test_a_device_that_failed_is_exit_code_74(redis_connection: Redis, start: Start) -> None:
+    """The rows go back in their order without a death, and another worker runs them as before."""
+    batch = submit(redis_connection, ["slow:1", "slow:3", "device fault", "p"])
+    with workers(start(settings={"SLOTS": 4})) as (worker,):
+        assert worker.wait() == 74
+    assert "no death of theirs is counted" in worker.said
+    assert "AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1" in worker.said
+    waiting = redis_connection.lrange(redis_keys.queue(QUEUE), 0, -1)
+    assert waiting == sorted(waiting) and f"{batch}-3".encode() in waiting
+    for line in range(1, 5):
+        died = redis_connection.hmget(f"rq:job:{batch}-{line}", "bkv_deaths", "bkv_suspect")
+        assert died == [None, None]
+
+
 def test_a_poisonous_row_does_not_take_its_neighbours_along(
     redis_connection: Redis, start: Start
 ) -> None:

@@ -140,6 +140,22 @@ def test_a_minute_of_work_is_a_line(
     assert "last minute: 60 rows, 120 tok/s, 30 of 32 slots, cache 61 %" in caplog.text
 
 
+def test_a_worker_that_is_short_of_memory_says_so() -> None:
+    """The engine's words are its state, in the record and at once, until it stops."""
+    engine = EngineThread(lambda: FakeEngine(4, 8, FakePlan(trouble="short of memory")))
+    published: list[dict[str, str]] = []
+    settings = WorkerSettings(model="fake")
+    record = WorkerRecord(settings, engine, InFlight("fake", "w"), published.append)
+    engine.start()
+    wait_until(lambda: record.state == "short of memory", PATIENCE)
+    record.update()
+    assert published == [{"bkv_state": "short of memory"}]
+    record.stop()
+    assert record.state == "stopping"
+    engine.stop()
+    assert engine.join(5)
+
+
 def test_loading_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are read in groups, each of which is said; the last word is that all are there."""
     monkeypatch.setattr(model, "READ_BYTES", 1_000_000)

@@ -187,6 +187,29 @@ class DecodeRows:
                 return
             self._preempt(leaving)
 
+    def shed(self) -> int:
+        """Preempt rows until the others fit the budget, and give their memory back.
+
+        No step may be in flight. What the rows held is dropped, not parked. One row stays. Returns
+        how many have left.
+        """
+        if not self.by_slot:
+            self._slots.drop()
+            return 0
+        leaving = [] if self._fits([*self.by_slot.values()]) else self._cheapest()
+        if leaving:
+            self._preempt(leaving, parks=False)
+        for move in self._slots.shrink(is_tight=True):
+            self._follow(move)
+        return len(leaving)
+
+    def _fits(self, rows: list[Sequence]) -> bool:
+        """Whether these rows have room for some steps when all others have left."""
+        slots = [row.slot for row in rows if row.slot is not None]
+        remaining = max((row.num_remaining for row in rows), default=0)
+        memory, group = self.scheduler.memory, self.scheduler.group
+        return memory.fits_without_others(slots, remaining, group)
+
     def _cheapest(self) -> list[Sequence]:
         """Rows to preempt: those that lose least, or the longest, if these lose less together.
 
@@ -214,14 +237,11 @@ class DecodeRows:
         left = list(self.by_slot.values())
         for place, row in enumerate(order, start=1):
             left.remove(row)
-            slots = [other.slot for other in left if other.slot is not None]
-            remaining = max((other.num_remaining for other in left), default=0)
-            memory, group = self.scheduler.memory, self.scheduler.group
-            if memory.fits_without_others(slots, remaining, group):
+            if self._fits(left):
                 return order[:place]
         return order
 
-    def _preempt(self, rows: list[Sequence]) -> None:
+    def _preempt(self, rows: list[Sequence], *, parks: bool = True) -> None:
         log.info(
             "%d of %d rows leave their slots for a while: %d bytes for keys and values are taken",
             *(len(rows), len(self.by_slot), self.scheduler.budget.memory_bytes),
@@ -233,7 +253,7 @@ class DecodeRows:
             num_bytes = self._slots.row_bytes(row.slot)
             shared = self._slots.layouts.prefixes.get(row.slot)
             self.extend_keys([row])
-            if self._prefixes.can_park(num_bytes):
+            if parks and self._prefixes.can_park(num_bytes):
                 row.park(f"row {next(_parked)}".encode(), shared.num_tokens if shared else 0)
                 self._prefixes.park(row.parked, num_bytes, partial(self._slots.snapshot, row.slot))
             self.free(row)

@@ -27,8 +27,10 @@ from batchkv_worker.engine.config import EngineConfig
 from batchkv_worker.engine.decode_rows import DecodeRows
 from batchkv_worker.engine.decode_step import Step, inputs
 from batchkv_worker.engine.diagnostics import Diagnostics
-from batchkv_worker.engine.oom import OomRecovery, is_at_once, is_out_of_memory
 from batchkv_worker.engine.prefill import Prefill
+from batchkv_worker.engine.pressure import NoPressure, Pressure
+from batchkv_worker.engine.recovery import Recovery
+from batchkv_worker.engine.relief import Relief
 from batchkv_worker.engine.schedule.scheduler import Budget, Scheduler
 from batchkv_worker.engine.shared_prefixes import SharedPrefixBuilder
 from batchkv_worker.engine.tokens import outputs
@@ -36,6 +38,7 @@ from batchkv_worker.engine.tokens.requests import check_memory, prepare
 from batchkv_worker.engine.tokens.sampling import sample
 from batchkv_worker.engine.tokens.text_limits import RowRefused, refusals
 from batchkv_worker.events import Completed, Event, Rejected, Work
+from batchkv_worker.faults import is_at_once, is_device_fault, is_out_of_memory
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.start.backend import choose_backend
 from batchkv_worker.kv.start.decision import Fixed
@@ -59,7 +62,11 @@ class Engine:
     """Implements ``events.EngineLike`` over one loaded model."""
 
     def __init__(
-        self, loaded: LoadedModel, config: EngineConfig, access: Access | None = None
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        access: Access | None = None,
+        pressure: Pressure | None = None,
     ) -> None:
         self.loaded, self.config = loaded, config
         self.plan = plan = make_plan(
@@ -93,15 +100,7 @@ class Engine:
         )
         self._builder = SharedPrefixBuilder(self._slots, self.prefixes)
         self._prefill = Prefill(
-            *(
-                loaded.model,
-                plan,
-                self._scheduler,
-                self.prefixes,
-                chunk,
-                client,
-                self._builder.build,
-            )
+            *(loaded.model, plan, self._scheduler, self.prefixes, client, self._builder.build)
         )
         self._audit = Audit(config.audit, client.count)
         self._decode_rows = DecodeRows(
@@ -111,7 +110,9 @@ class Engine:
         self._diagnostics = Diagnostics(self._scheduler, self._decode_rows)
         self.report, self.memory_bytes = self._diagnostics.report, self._diagnostics.memory_bytes
         self.maker, self.has_changed = loaded.maker(config.scheme), loaded.has_changed
-        self._oom_recovery = OomRecovery(self._prefill, self._decode_rows, self.prefixes, client)
+        self._recovery = Recovery(self._prefill, self._decode_rows, self.prefixes, client)
+        self._pressure = pressure or NoPressure()
+        self._relief = Relief(self._pressure, self._decode_rows, self.prefixes)
         self._is_in_prefill = False
         self._in_flight: Step | None = None
         self._upcoming: Step | None = None  # built, and not started as a whole
@@ -184,14 +185,15 @@ class Engine:
         try:
             self._step()
         except (RuntimeError, MemoryError) as fault:
-            if not is_out_of_memory(fault):
+            if not is_out_of_memory(fault) and not is_device_fault(fault):
                 raise
-            self._run_out(fault)
+            self._recover(fault)
         self._diagnostics.record()
         events, self._events = self._events, []
         return events
 
     def _step(self) -> None:
+        self._relief.apply(self._read_in_flight)
         self.client.advance(self._scheduler.waiting)
         self._run_prefill()
         self._decode_rows.make_room(self._read_in_flight)
@@ -209,13 +211,13 @@ class Engine:
             self._decode_rows.close_gaps()
         self._serve_store(is_still=landed is None and upcoming is None)
 
-    def _run_out(self, fault: Exception) -> None:
-        """Memory ran out: requeue the rows that are lost, and end those that failed too often."""
+    def _recover(self, fault: Exception) -> None:
+        """Requeue the rows that are lost, and end those that failed too often."""
         steps = [step for step in (self._in_flight, self._upcoming) if step]
         in_prefill, self._is_in_prefill = self._is_in_prefill and is_at_once(fault), False
         if not in_prefill:
             self._in_flight = self._upcoming = None
-        for row in self._oom_recovery.recover(fault, steps, in_prefill=in_prefill):
+        for row in self._recovery.recover(fault, steps, in_prefill=in_prefill):
             row.end("error")
             message = f"memory ran out twice for this row alone: {fault}"[:300]
             self._report(row, Rejected(row.job_id, ErrorCode.OUT_OF_MEMORY, message))
@@ -236,8 +238,19 @@ class Engine:
         if is_still and not self._events and (self._scheduler.num_waiting or self.client.is_busy):
             self.client.wait(STILL_SECONDS)
 
+    def rest(self) -> None:
+        """Idle for a while: give back the memory that MLX keeps to use again."""
+        self._relief.apply(self._read_in_flight)
+        mx.clear_cache()
+        self._diagnostics.record()
+
+    def trouble(self) -> str:
+        """Why rows wait that could run, for the worker's record."""
+        return self._relief.words
+
     def close(self) -> None:
         """Drop all rows and buffers."""
+        self._pressure.close()
         self._audit.close()
         self.client.close()
         self._rows.clear()
@@ -320,8 +333,7 @@ class Engine:
         if row.replay_of is not None:
             self._audit.compare(row)
         elif isinstance(event, Completed):
-            self._scheduler.output_lengths.add(len(row.generated))
-            self._scheduler.memory.relax()
+            self._scheduler.note_completed(len(row.generated))
             saved_ms = round(row.num_cached * self._prefill.seconds_per_token * 1000)
             event = replace(event, saved_ms=saved_ms, note=self.client.note(row))
             if (replay := self._audit.replay(row, self.loaded.tokenizer)) is not None:

@@ -25,30 +25,37 @@ def build_engine(settings: WorkerSettings) -> Engine:
     log.info(blas.load())
     open_files.import_mlx_lm()
     from batchkv_worker.engine.engine import Engine, EngineConfig
+    from batchkv_worker.engine.pressure import watch
     from batchkv_worker.kv.backends.default_slots import slots_of_this_machine
-    from batchkv_worker.kv.backends.device import kv_memory_bytes, prepare_device
+    from batchkv_worker.kv.backends.device import prepare_device
+    from batchkv_worker.kv.start.kv_memory import choose_memory, read_facts
     from batchkv_worker.model.loader import load
     from batchkv_worker.prefix.shared.access import open_access
 
     access = open_access(settings)  # first: a fault in the settings costs no loading
     prepare_device(wired_limit=settings.wired_limit)
+    facts = read_facts(settings.cache)  # before the model takes its own
     ENGINE.enter(LOAD)
     loaded = load(settings.model, settings.dtype, is_careful=True)
     slots = slots_of_this_machine() if settings.slots is None else settings.slots
     if settings.slots is None:
         log.info("%d rows decode at once on this device; --slots sets another number", slots)
+    memory_bytes = choose_memory(
+        *(settings.model, facts, loaded.weight_bytes, loaded.caches, settings.kv_scheme),
+        *(loaded.dtype, settings.memory_bytes),
+    )
     config = EngineConfig(
         scheme=settings.kv_scheme,
         slots=slots,
         prefetch=settings.rows_ahead(slots),
         chunk_tokens=settings.prefill_chunk,
-        memory_bytes=settings.memory_bytes or kv_memory_bytes(loaded.weight_bytes),
+        memory_bytes=memory_bytes,
         admission=settings.admission,
         audit=settings.cache_audit,
     )
     loading.report("measuring what this machine does best")
     ENGINE.enter(MEASURE)
-    engine = Engine(loaded, config, access)
+    engine = Engine(loaded, config, access, watch(facts.kind))
     log.info(
         "model %s: %s, %s, context %d, %.1f MB of weights; KV %s: %d bytes a token, "
         "up to %.1f MB in %d slots",

@@ -34,7 +34,6 @@ class Prefill:
         plan: KvPlan,
         scheduler: Scheduler,
         prefixes: PrefixCache,
-        chunk_tokens: int,
         client: PrefixClient,
         build: Callable[[list[bytes], SplitPoints], SharedPrefix | None],
     ) -> None:
@@ -42,7 +41,7 @@ class Prefill:
         self._plan = plan
         self._scheduler = scheduler
         self._prefixes = prefixes
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens = scheduler.budget.chunk_tokens  # of the group in _rows
         self._client = client
         self._build = build
         self._num_chunks = 0
@@ -73,6 +72,7 @@ class Prefill:
             self._build_shared_prefix(group)
         elif group.width and self._rows is None and self._parked is None:
             plan = self._plan
+            self._chunk_tokens = self._scheduler.budget.chunk_tokens
             self._rows = PrefillRows(
                 *(plan.backend, plan.kinds, self._width(group), self._chunk_tokens)
             )

@@ -20,12 +20,14 @@ from queue import Empty, SimpleQueue
 from batchkv_producer.wire.maker import NOBODY, Maker
 from batchkv_worker.errors import WorkerError
 from batchkv_worker.events import EngineDied, EngineLike, Event, Recalled, Work
+from batchkv_worker.faults import WORKAROUNDS, is_device_fault
 from batchkv_worker.model.load_progress import listening
 from batchkv_worker.trace import DECODE, END, ENGINE, IDLE, PREPARE, START, note
 
 log = logging.getLogger("batchkv.worker")
 
 ORDERS_SECONDS = 0.05  # spent on new rows between two steps
+IDLE_SECONDS = 5.0  # after which, and every so often, an idle engine gives memory back
 FIRST_ORDERS_SECONDS = 1.0  # the same when no row decodes: rows that start together end together
 
 
@@ -110,6 +112,11 @@ class EngineThread:
         """Bytes that MLX had allocated after the last step; 0 before the engine is built."""
         return 0 if self._engine is None else self._engine.memory_bytes()
 
+    @property
+    def trouble(self) -> str:
+        """Why the engine computes less than it could, in a few words; mostly empty."""
+        return "" if self._engine is None else self._engine.trouble()
+
     def has_changed(self) -> bool:
         """Whether the model's files have changed since they were loaded. May take seconds."""
         return self._engine is not None and self._engine.has_changed()
@@ -155,7 +162,9 @@ class EngineThread:
             self._outbox.put((LoadFailed(error),))
         except Exception as error:  # noqa: BLE001 - whatever broke, the jobs must go back
             log.error("the engine died:\n%s", traceback.format_exc())
-            self._outbox.put((EngineDied(f"{type(error).__name__}: {error}"),))
+            if is_of_device := is_device_fault(error):
+                log.error("the device failed, for no reason of the rows. %s", WORKAROUNDS)
+            self._outbox.put((EngineDied(f"{type(error).__name__}: {error}", is_of_device),))
         finally:
             ENGINE.enter(END)
             _note_memory()
@@ -205,13 +214,15 @@ class EngineThread:
                     return True  # the other orders wait, so that rows in slots go on
                 order = self._next_order(block=False)
         except Empty:
+            if was_idle and engine.is_idle:
+                engine.rest()
             return True
         return False
 
     def _next_order(self, *, block: bool) -> _Order:
-        """The oldest order; raises Empty when there is none and the call may not ``block``."""
+        """The oldest order; raises Empty when there is none, after IDLE_SECONDS with ``block``."""
         while not self._orders:
-            self._orders.extend(self._inbox.get(block=block))
+            self._orders.extend(self._inbox.get(block, IDLE_SECONDS if block else None))
         return self._orders.popleft()
 
 

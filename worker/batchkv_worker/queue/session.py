@@ -19,7 +19,12 @@ from redis.exceptions import RedisError
 
 from batchkv_producer.wire.transitions import ENOUGH_BYTES, JobLease
 from batchkv_worker.engine.thread import EngineThread, LoadFailed, Notice, Ready
-from batchkv_worker.errors import EXIT_ENGINE_DIED, EXIT_ENGINE_HUNG, EXIT_MODEL_CHANGED
+from batchkv_worker.errors import (
+    EXIT_DEVICE_FAULT,
+    EXIT_ENGINE_DIED,
+    EXIT_ENGINE_HUNG,
+    EXIT_MODEL_CHANGED,
+)
 from batchkv_worker.events import Completed, EngineDied, Recalled, Rejected
 from batchkv_worker.queue.background import Background
 from batchkv_worker.queue.job_puller import JobPuller, Limits
@@ -104,11 +109,18 @@ class Session:
         if fault is None:
             is_asked = self._stop.is_asked
             return EXIT_MODEL_CHANGED if self._state.is_outdated and not is_asked else 0
+        if self._state.is_device_fault:
+            log.critical(
+                "the device failed (%s); the jobs went back to the queue, and no death of theirs "
+                "is counted. Ending with code %d, to be started again",
+                *(fault, EXIT_DEVICE_FAULT),
+            )
+            return EXIT_DEVICE_FAULT
         log.critical("the engine died (%s); its jobs went back to the queue", fault)
         return EXIT_ENGINE_DIED
 
     def _try_to_leave(self, deadline: float) -> bool:
-        has_died = self._state.engine_fault is not None
+        has_died = self._state.engine_fault is not None and not self._state.is_device_fault
         try:
             self._finish()
             self._cancel_in_redis()
@@ -186,8 +198,9 @@ class Session:
                     log.info("the engine is ready: up to %d jobs", self._engine.max_in_flight)
                 case Recalled(job_ids):
                     self._in_flight.recall(job_ids)
-                case EngineDied(reason):
+                case EngineDied(reason, is_device_fault):
                     self._state.engine_fault = reason
+                    self._state.is_device_fault = is_device_fault
                 case LoadFailed(error):
                     raise error
 

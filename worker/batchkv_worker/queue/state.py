@@ -30,6 +30,7 @@ class WorkerState:
         self.is_suspended = True  # RQ's workers are suspended; assumed until the first look
         self.is_outdated = False  # the model's files are not those that were loaded
         self.engine_fault: str | None = None  # why the engine died
+        self.is_device_fault = False  # it died since the device failed: no row can be the reason
 
     @property
     def may_start(self) -> bool:

@@ -108,8 +108,8 @@ class WorkerRecord:
 
     @property
     def state(self) -> str:
-        """More than RQ's busy and idle: stopping, loading, paused. Empty most of the time."""
-        return self._stopping or self._engine.loading or self.paused
+        """More than RQ's state: stopping, loading, paused, short of memory. Mostly empty."""
+        return self._stopping or self._engine.loading or self.paused or self._engine.trouble
 
     def count(self, event: Completed) -> None:
         """A row has ended well."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_worker.engine.schedule.admission import Budget
@@ -23,6 +23,8 @@ from batchkv_worker.kv.slots.layouts import SlotLayouts
 
 SHRINK = 0.8  # of what was held when memory ran out, the most that is held from then on
 GROW = 1.05  # what is allowed again with every row that ends
+LEAST_CHUNK = 64  # tokens; chunks are not halved below
+CALM_ROWS = 64  # rows that end well before chunks are twice as long again
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Memory:
         self._layouts = layouts
         self.whole = budget  # what may be held while memory does not run out
         self.budget = budget  # what may be held now
+        self._num_calm_rows = 0  # that ended well since the chunk size changed
 
     # -- what is held
 
@@ -116,15 +119,29 @@ class Memory:
         free -= layouts.bytes_of_new(costs, shared, group.shared_prefix if group else None)
         return layouts.max_cells(costs, free, [] if demand is None else [demand])
 
-    # -- when it runs out
+    # -- when it runs out, or the device fails
 
     def shrink(self, held: int) -> None:
         """Memory ran out with ``held`` bytes in use: from now on less is used."""
         num_bytes = int(min(held, self.budget.memory_bytes) * SHRINK)
         self.budget = self.budget.shrunk_to(num_bytes)
 
+    def halve_chunk(self) -> None:
+        """The device failed: from the next group on, prompts are computed in smaller chunks."""
+        self._set_chunk(
+            max(self.budget.chunk_tokens // 2, min(LEAST_CHUNK, self.whole.chunk_tokens))
+        )
+
+    def _set_chunk(self, tokens: int) -> None:
+        self._num_calm_rows = 0
+        self.budget = replace(self.budget, chunk_tokens=tokens)
+
     def relax(self) -> None:
         """A row has ended well: a little more may be used again, up to the whole budget."""
         now, whole = self.budget.memory_bytes, self.whole.memory_bytes
         if now < whole:
             self.budget = self.budget.shrunk_to(min(whole, int(now * GROW) + whole // 256 + 1))
+        if self.budget.chunk_tokens < self.whole.chunk_tokens:
+            self._num_calm_rows += 1
+            if self._num_calm_rows >= CALM_ROWS:
+                self._set_chunk(min(2 * self.budget.chunk_tokens, self.whole.chunk_tokens))

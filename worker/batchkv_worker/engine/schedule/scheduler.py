@@ -57,6 +57,7 @@ class Scheduler:
         self._prefix_costs = prefix_costs or PrefixCosts()
         self._state_blocks = state_blocks  # blocks after which states are worth keeping, at most
         self._is_optimistic = is_optimistic
+        self._is_held = False  # the machine is short of memory
         self.output_lengths = OutputLengths()
         self._group: PrefillGroup | None = None
         self._waiting: deque[Sequence] = deque()
@@ -84,6 +85,16 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         return not self._waiting and self._group is None and not self.layouts.num_active
+
+    def hold(self, is_held: bool) -> None:
+        """While held, no group starts beside rows that decode, and the budget does not grow."""
+        self._is_held = is_held
+
+    def note_completed(self, num_tokens: int) -> None:
+        """A row with an output of so many tokens has ended well."""
+        self.output_lengths.add(num_tokens)
+        if not self._is_held:
+            self.memory.relax()
 
     def add(self, row: Sequence) -> None:
         self._waiting.append(row)
@@ -128,9 +139,13 @@ class Scheduler:
         """The group whose next chunk is computed now; None when no row waits or none fits."""
         if self._group is not None and not self._group.wanted:
             self._group = None  # all its rows were cancelled
-        if self._group is None and self._waiting and self._is_worth_it():
+        if self._group is None and self._waiting and self._may_start() and self._is_worth_it():
             self._group = self._form_group()
         return self._group
+
+    def _may_start(self) -> bool:
+        """Whether memory allows a group to start; when no row decodes, one always may."""
+        return not self._is_held or not self.layouts.num_active
 
     def _is_worth_it(self) -> bool:
         """Whether enough slots are free: a chunk costs a whole pass, however few its rows.

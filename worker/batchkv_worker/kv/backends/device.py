@@ -4,28 +4,46 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Literal
 
 import mlx.core as mx
+
+from batchkv_worker.kv.backends import host_memory
+from batchkv_worker.kv.backends.memory_budget import Kind, MemoryFacts, pool_limit
 
 log = logging.getLogger("batchkv.device")
 
 _CPU_SHARE = 0.5  # of the machine's memory, when keys and values live in it
-_RESERVE = 0.1  # of a GPU's working set, for activations
+_DRAIN_ATTEMPTS = 16
+_CLEAN_ROUNDS = 2  # without an error, after which the device has nothing left to report
 
 
 def prepare_device(*, wired_limit: bool) -> None:
-    """Say which device serves; wire memory only when asked.
+    """Say which device serves, and limit the memory that MLX takes on a Mac.
+
+    By default MLX on Metal keeps most of a Mac's memory once it was used. So the memory that it
+    keeps after it was freed gets a limit. And when more is in use than the device recommends, MLX
+    waits for running work before it starts more. CUDA keeps MLX's own limits: its memory is no
+    other program's, and memory that was freed costs much to get again.
 
     Wiring is off by default: kernel panics under continuous batching were reported with it and
     none without.
     """
     log.info("device: %s", name())
-    if wired_limit and mx.metal.is_available():
-        mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+    if not mx.metal.is_available():
+        return
+    recommended = int(mx.device_info()["max_recommended_working_set_size"])
+    pool = pool_limit(_ram_bytes())
+    mx.set_cache_limit(pool)
+    mx.set_memory_limit(recommended)
+    log.info(
+        "MLX may use %.1f GB, and keeps up to %.1f GB of freed memory",
+        *(recommended / 2**30, pool / 2**30),
+    )
+    if wired_limit:
+        mx.set_wired_limit(recommended)
 
 
-def kind() -> Literal["cpu", "metal", "cuda"]:
+def kind() -> Kind:
     """What MLX computes on by default."""
     if mx.default_device() == mx.Device(mx.cpu):
         return "cpu"
@@ -42,10 +60,50 @@ def usual_dtype() -> mx.Dtype | None:
     return mx.float32 if kind() == "cpu" else None
 
 
-def kv_memory_bytes(weight_bytes: int) -> int:
-    """Bytes for keys and values: what the device recommends to use, less weights and a reserve."""
-    total = _recommended_bytes()
-    return max(64 * 2**20, int(total * (1 - _RESERVE)) - weight_bytes)
+def memory_facts(tier_bytes: int = 0) -> MemoryFacts:
+    """The facts of this machine.
+
+    ``tier_bytes`` is the limit of the worker's cache tier in memory.
+    """
+    which, ram = kind(), _ram_bytes()
+    if which != "metal":
+        return MemoryFacts(which, ram, _recommended_bytes())
+    return MemoryFacts(
+        which,
+        ram,
+        _recommended_bytes(),
+        wired=host_memory.wired_bytes(),
+        hub=host_memory.hub_bytes(host_memory.job_folders()),
+        tier=tier_bytes,
+        swap=host_memory.swap_bytes(),
+    )
+
+
+def drain() -> bool:
+    """Wait until the device has nothing to do and reports no error. False: it goes on to report.
+
+    Work that was given to a device before it failed may fail later, and the next call raises for
+    it. So a small computation is made, too.
+    """
+    num_clean = 0
+    for _ in range(_DRAIN_ATTEMPTS):
+        try:
+            mx.synchronize()
+            mx.eval(mx.zeros(1) + 1)
+        except (RuntimeError, MemoryError) as fault:
+            num_clean = 0
+            log.debug("the device still reports: %s", fault)
+            continue
+        num_clean += 1
+        if num_clean == _CLEAN_ROUNDS:
+            return True
+    return False
+
+
+def _ram_bytes() -> int:
+    if mx.metal.is_available() and (size := int(mx.device_info().get("memory_size", 0))):
+        return size
+    return int(os.sysconf("SC_PHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
 
 
 def _recommended_bytes() -> int:
@@ -54,5 +112,4 @@ def _recommended_bytes() -> int:
         for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
             if isinstance(info.get(key), int) and info[key] > 0:
                 return int(info[key])
-    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return int(pages * size * _CPU_SHARE)
+    return int(_ram_bytes() * _CPU_SHARE)

@@ -172,12 +172,15 @@ class DecodeSlots:
         """Make sure that the next step has its columns; raises NoRoom."""
         self._relayout(self.layouts.before_step(max_cells))
 
-    def shrink(self) -> list[Move]:
-        """Bring the rows together and let go of the buffers' other rows; how rows moved."""
+    def shrink(self, *, is_tight: bool = False) -> list[Move]:
+        """Bring the rows together and let go of the buffers' other rows; how rows moved.
+
+        ``is_tight``: let go of columns that the next step does not need, too.
+        """
         moves = []
         while (move := self.close_gap()) is not None:
             moves.append(move)
-        self._relayout(self.layouts.shrink())
+        self._relayout(self.layouts.shrink(is_tight=is_tight))
         return moves
 
     def begin_step(self) -> StepView:

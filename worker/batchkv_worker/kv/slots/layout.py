@@ -209,9 +209,14 @@ class SlotLayout:
         """Make sure that the write column exists; raises NoRoom."""
         return self._move(growth.before_step(self, max_cells))
 
-    def shrink(self) -> Relayout | None:
-        """Let go of the rows above the highest slot in use."""
-        return self._move(self.rebuilt(self.num_rows, self.capacity, 0))
+    def shrink(self, *, is_tight: bool = False) -> Relayout | None:
+        """Let go of the rows above the highest slot in use.
+
+        ``is_tight``: also of columns that no row owns, but for those of the next step.
+        """
+        shift = -self.lowest if is_tight else 0
+        capacity = round_up(self.write + shift + 1) if is_tight else self.capacity
+        return self._move(self.rebuilt(self.num_rows, min(capacity, self.capacity), shift))
 
     def rebuilt(self, rows: int, capacity: int, shift: int) -> Relayout:
         """New buffers that keep every column that somebody owns."""

@@ -232,9 +232,9 @@ class SlotLayouts:
         found |= {window: self.all[window].before_step() for window in self.all if window}
         return {window: change for window, change in found.items() if change is not None}
 
-    def shrink(self) -> Changes:
-        """Let go of the rows above the highest slot in use."""
-        found = {window: layout.shrink() for window, layout in self.all.items()}
+    def shrink(self, *, is_tight: bool = False) -> Changes:
+        """Let go of the rows above the highest slot in use; ``is_tight``: and of free columns."""
+        found = {window: one.shrink(is_tight=is_tight) for window, one in self.all.items()}
         return {window: change for window, change in found.items() if change is not None}
 
     def after_step(self) -> None:

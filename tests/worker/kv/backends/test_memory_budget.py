@@ -1,0 +1,303 @@
+"""The memory for keys and values on machines of all sizes, and the facts that it comes from.
+
+What Macs recommend is as llama.cpp prints it there (``recommendedMaxWorkingSetSize``): two thirds
+of the memory up to 32 GB, three quarters above.
+"""
+
+from __future__ import annotations
+
+import logging
+import plistlib
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from batchkv_worker.errors import ModelError
+from batchkv_worker.kv.backends import device, host_memory, sysctl
+from batchkv_worker.kv.backends.memory_budget import (
+    GIB,
+    LEAST_BYTES,
+    USEFUL_BYTES,
+    MemoryFacts,
+    MemoryPlan,
+    ModelFacts,
+    plan_memory,
+    pool_limit,
+)
+from batchkv_worker.kv.layers.discover import AttentionShape, CacheTree
+from batchkv_worker.kv.schemes.packing import LayerShape
+from batchkv_worker.kv.start.kv_memory import choose_memory, dense_share
+from support import tiny_models  # noqa: F401 - first: it loads the BLAS
+
+RECOMMENDED_MIB = {8: 5461, 16: 10922, 24: 16384, 32: 21845, 64: 49152, 128: 98304, 512: 393216}
+QWEN_4B = ModelFacts(int(2.26e9), 0.0523)  # 4 bits, affine8: one of 36 layers, at twice the bytes
+QWEN_8B = ModelFacts(int(4.6e9), 0.0523)
+HUB = 12 * GIB  # the queue's 4 GB and the cache's 8, as deploy/hub has them
+
+VM_STAT = """\
+Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                               24113.
+Pages active:                            356208.
+Pages inactive:                          350183.
+Pages speculative:                         5060.
+Pages throttled:                              0.
+Pages wired down:                        152013.
+Pages purgeable:                           3219.
+"Translation faults":                 987654321.
+Pages occupied by compressor:             98765.
+"""
+
+
+def mac(gib: int, **changes: int) -> MemoryFacts:
+    """A Mac with so much memory."""
+    return replace(MemoryFacts("metal", gib * GIB, RECOMMENDED_MIB[gib] * 2**20), **changes)
+
+
+def taken(plan: MemoryPlan, model: ModelFacts) -> int:
+    return plan.kv_bytes + plan.copies + plan.pool + model.weights
+
+
+@pytest.mark.parametrize("gib", RECOMMENDED_MIB)
+def test_a_mac_keeps_its_share(gib: int) -> None:
+    """What a worker takes is what macOS recommends at most, and leaves a fifth or 3 GB."""
+    plan = plan_memory(mac(gib), QWEN_4B)
+    assert not plan.problem and plan.kv_bytes > USEFUL_BYTES
+    assert taken(plan, QWEN_4B) <= 0.9 * RECOMMENDED_MIB[gib] * 2**20 + 1
+    assert taken(plan, QWEN_4B) + max(3 * GIB, gib * GIB // 5) <= gib * GIB
+    assert taken(plan, QWEN_4B) >= 0.97 * plan.total  # and what is there is used
+
+
+@pytest.mark.parametrize(
+    ("gib", "expected"), [(8, 1.9), (16, 5.6), (24, 9.3), (64, 32.1), (128, 69.4), (512, 293.5)]
+)
+def test_the_table_of_the_page(gib: int, expected: float) -> None:
+    """The numbers of docs/internals/memory.md."""
+    assert round(plan_memory(mac(gib), QWEN_4B).kv_bytes / GIB, 1) == expected
+
+
+def test_what_others_hold_is_left_to_them() -> None:
+    """Servers of a hub, a cache in memory, and what another program has wired."""
+    alone = plan_memory(mac(32), QWEN_4B)
+    beside_hub = plan_memory(mac(32, hub=HUB), QWEN_4B)
+    assert beside_hub.total == 32 * GIB - 32 * GIB // 5 - HUB
+    assert beside_hub.kv_bytes < alone.kv_bytes
+    beside_cache = plan_memory(mac(32, hub=HUB, tier=2 * GIB), QWEN_4B)
+    assert beside_hub.total - beside_cache.total == 2 * GIB
+    usual = plan_memory(mac(32, wired=3 * GIB), QWEN_4B)
+    assert usual == alone  # what macOS wires for itself is in its share
+    beside_other = plan_memory(mac(32, wired=15 * GIB), QWEN_4B)
+    assert beside_other.kv_bytes < alone.kv_bytes - 3 * GIB
+
+
+def test_little_memory_is_explained() -> None:
+    """A small Mac that is also the hub: rows still fit, and a sentence has the numbers."""
+    plan = plan_memory(mac(16, hub=HUB, swap=3 * GIB), QWEN_4B)
+    assert plan.kv_bytes == USEFUL_BYTES and not plan.is_hopeless
+    for words in ("16.0 GB", "10.7 GB", "2.1 GB", "12.0 GB (maxmemory)", "--memory", "swapped out"):
+        assert words in plan.problem
+    small = plan_memory(mac(8), QWEN_8B)
+    assert 0.3 * GIB < small.kv_bytes < 0.6 * GIB and small.problem and not small.is_hopeless
+
+
+def test_a_model_that_is_too_large_is_hopeless() -> None:
+    """Its weights take what macOS recommends: each step would swap."""
+    plan = plan_memory(mac(16), ModelFacts(16 * 10**9))
+    assert plan.is_hopeless and plan.kv_bytes == LEAST_BYTES and "14.9 GB" in plan.problem
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_other_devices_have_what_they_had(kind: Any) -> None:
+    """Nine tenths of what is recommended, less the weights: their memory is no Mac's."""
+    facts = MemoryFacts(kind, 256 * GIB, 140 * GIB, wired=50 * GIB, hub=HUB, tier=GIB)
+    plan = plan_memory(facts, QWEN_4B)
+    assert plan.kv_bytes == int(140 * GIB * 0.9) - QWEN_4B.weights
+    assert plan.pool == plan.copies == 0 and not plan.problem
+    assert plan_memory(facts, ModelFacts(200 * GIB)).kv_bytes == LEAST_BYTES
+
+
+def test_the_pool_has_a_limit() -> None:
+    """A sixteenth of the memory, between 0.5 and 4 GB."""
+    assert [pool_limit(gib * GIB) / GIB for gib in (4, 8, 16, 24, 64, 512)] == [
+        *(0.5, 0.5, 1.0, 1.5, 4.0, 4.0)
+    ]
+
+
+# -- the facts
+
+
+def test_wired_memory_is_read_from_vm_stat() -> None:
+    """As macOS 15 prints it on Apple silicon; anything else counts as nothing."""
+    assert host_memory.wired_in(VM_STAT) == 152013 * 16384
+    assert host_memory.wired_in("vm_stat: no such thing") == 0
+
+
+def test_a_command_that_is_missing_or_hangs_counts_as_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A start never fails or waits because of it."""
+    asked = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        asked.append(options["timeout"])
+        raise faults[len(asked) - 1]
+
+    faults = [FileNotFoundError("vm_stat"), subprocess.TimeoutExpired("vm_stat", 5)]
+    monkeypatch.setattr(host_memory.subprocess, "run", run)
+    assert [host_memory.wired_bytes("darwin") for _ in faults] == [0, 0]
+    assert len(asked) == 2 and host_memory.wired_bytes("linux") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("maxmemory 4gb", 4 * GIB),
+        ("# maxmemory 9gb\nmaxmemory 8GB\nmaxmemory-policy allkeys-lru", 8 * GIB),
+        ("maxmemory 500mb\n maxmemory 100m", 100 * 10**6),
+        ("maxmemory 1048576", 2**20),
+        ("maxmemory-policy noeviction", 0),
+    ],
+)
+def test_a_servers_limit_is_read_from_its_configuration(text: str, expected: int) -> None:
+    """The last line counts, in the server's own units."""
+    assert host_memory.limit_in(text) == expected
+
+
+def test_the_hubs_own_configurations_have_limits() -> None:
+    """What deploy/hub installs is 4 GB for the queue and 8 GB for the cache."""
+    hub = Path(__file__).parents[4] / "deploy/hub"
+    limits = [
+        host_memory.limit_in((hub / f"{name}.conf").read_text()) for name in ("queue", "cache")
+    ]
+    assert sum(limits) == HUB
+
+
+def test_the_hubs_servers_are_found_in_launchds_files(tmp_path: Path) -> None:
+    """Agents and daemons, each label once. A file that is broken counts as nothing."""
+    agents, daemons, hub = (tmp_path / name for name in ("agents", "daemons", "hub"))
+    for folder in (agents, daemons, hub):
+        folder.mkdir()
+    assert host_memory.hub_bytes((agents, daemons)) == 0
+    (hub / "queue.conf").write_text("port 6379\nmaxmemory 4gb\n")
+    (hub / "cache.conf").write_text("maxmemory 8gb\n")
+    server = ["/bin/sh", "-c", 'exec "$@"', "batchkv-server", "/opt/valkey-server"]
+    queue = {"ProgramArguments": [*server, str(hub / "queue.conf")], "WorkingDirectory": str(hub)}
+    for folder in (agents, daemons):
+        (folder / "dev.batchkv.queue.plist").write_bytes(plistlib.dumps(queue))
+    assert host_memory.hub_bytes((agents, daemons)) == 4 * GIB
+    cache = {"ProgramArguments": [*server, "cache.conf"], "WorkingDirectory": str(hub)}
+    (daemons / "dev.batchkv.cache.plist").write_bytes(plistlib.dumps(cache))
+    assert host_memory.hub_bytes((agents, daemons)) == 12 * GIB
+    for broken in (b"", b"<plist>", plistlib.dumps(["no", "job"]), b"\xff\xfe"):
+        (daemons / "dev.batchkv.cache.plist").write_bytes(broken)
+        assert host_memory.hub_bytes((agents, daemons)) == 4 * GIB
+
+
+class Kernel:
+    """``sysctlbyname`` of a C library with these values."""
+
+    def __init__(self, **values: bytes) -> None:
+        self._values = values
+
+    def sysctlbyname(self, name: bytes, value: Any, size: Any, *_: object) -> int:
+        found = self._values.get(name.decode().replace(".", "_"))
+        if found is None:
+            return -1
+        value[: len(found)] = found
+        size._obj.value = len(found)
+        return 0
+
+
+def test_numbers_of_the_kernel_are_read_by_name() -> None:
+    """``struct xsw_usage`` of <sys/sysctl.h>: total, available, used, page size, encrypted."""
+    usage = struct.pack("<QQQIi", 2 * GIB, GIB // 2, 3 * GIB // 2, 16384, 1)
+    kernel = Kernel(kern_memorystatus_vm_pressure_level=struct.pack("<i", 4), vm_swapusage=usage)
+
+    def read(name: str) -> bytes:
+        return sysctl.read_sysctl(name, kernel)
+
+    assert sysctl.pressure_level(read) == 4
+    assert sysctl.swap_used(read) == host_memory.swap_bytes(read) == 3 * GIB // 2
+    with pytest.raises(OSError, match=r"sysctl hw\.nothing"):
+        read("hw.nothing")
+    with pytest.raises(ValueError, match="has 2 bytes of 24"):
+        sysctl.swap_used(lambda _: b"ab")
+    assert host_memory.swap_bytes(lambda _: b"ab") == 0
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS has it")
+def test_other_systems_have_no_such_call() -> None:
+    """There the error says so, and nothing is called."""
+    with pytest.raises(OSError, match="macOS"):
+        sysctl.read_sysctl(sysctl.SWAP_USAGE)
+    assert host_memory.swap_bytes() == 0
+
+
+# -- the device and the model
+
+
+def test_mlx_is_limited_on_metal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it keeps of freed memory, and what it may use; wired memory only when asked."""
+    limits: dict[str, int] = {}
+    info = {"max_recommended_working_set_size": 10922 * 2**20, "memory_size": 16 * GIB}
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    for name in ("set_cache_limit", "set_memory_limit", "set_wired_limit"):
+        monkeypatch.setattr(mx, name, lambda size, name=name: limits.update({name: size}))
+    with caplog.at_level(logging.INFO, "batchkv.device"):
+        device.prepare_device(wired_limit=False)
+    assert limits == {"set_cache_limit": GIB, "set_memory_limit": 10922 * 2**20}
+    assert "MLX may use 10.7 GB, and keeps up to 1.0 GB of freed memory" in caplog.text
+    device.prepare_device(wired_limit=True)
+    assert limits["set_wired_limit"] == 10922 * 2**20
+
+
+def test_mlx_keeps_its_own_limits_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's memory is no other program's; a CPU has no pool."""
+    for name in ("set_cache_limit", "set_memory_limit", "set_wired_limit"):
+        monkeypatch.setattr(mx, name, lambda _, name=name: pytest.fail(name))
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    device.prepare_device(wired_limit=True)
+
+
+def test_the_facts_of_a_cpu_are_half_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before: nothing else is read there."""
+    monkeypatch.setattr(device, "kind", lambda: "cpu")
+    monkeypatch.setattr(device, "_ram_bytes", lambda: 64 * GIB)
+    assert device.memory_facts(GIB) == MemoryFacts("cpu", 64 * GIB, 32 * GIB)
+
+
+def tree_of(*windows: int | None) -> CacheTree:
+    shape = LayerShape(8, 128, 128)
+    leaves = tuple(AttentionShape(shape, window) for window in windows)
+    return CacheTree(leaves, tuple(range(len(leaves))))
+
+
+def test_a_dense_copy_is_of_one_layer_with_all_tokens() -> None:
+    """Float keeps nothing packed. Layers with a window keep few tokens, and do not count."""
+    dense = 8 * 2 * 128 * 2
+    affine8 = 8 * 2 * (128 + 128 // 64 * 4)
+    assert dense_share(tree_of(None, None), "float", mx.bfloat16) == 0
+    share = dense_share(tree_of(None, None), "affine8", mx.bfloat16)
+    assert share == pytest.approx(dense / (2 * affine8), rel=0.05)
+    assert dense_share(tree_of(None, None, 512), "affine8", mx.bfloat16) == share
+    assert dense_share(tree_of(512, 512), "affine8", mx.bfloat16) == share
+    assert dense_share(CacheTree((), ()), "affine8", mx.bfloat16) == 0
+
+
+def test_a_worker_says_that_memory_is_short(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning where rows can run; an error for a model that cannot. --memory decides for all."""
+    tree, small = tree_of(*[None] * 36), mac(16, hub=HUB)
+    with caplog.at_level(logging.WARNING, "batchkv.device"):
+        found = choose_memory("m", small, QWEN_4B.weights, tree, "affine8", mx.bfloat16)
+    assert found == USEFUL_BYTES and "12.0 GB (maxmemory)" in caplog.text
+    with pytest.raises(ModelError, match=r"'m' is too large for this machine: .*--memory"):
+        choose_memory("m", small, 16 * 10**9, tree, "affine8", mx.bfloat16)
+    assert choose_memory("m", small, 16 * 10**9, tree, "affine8", mx.bfloat16, GIB) == GIB
