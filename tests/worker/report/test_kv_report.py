@@ -1,4 +1,4 @@
-"""``batchkv kv-report``: what it measures is what it says, on every kind of cache; its errors."""
+"""``batchkv kv-report``: its figures are right for every kind of cache; its errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TOKENS = [(7 * i * i + 3 * i) % VOCABULARY for i in range(96)]
 
 @pytest.fixture(autouse=True)
 def _one_short_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are not what is tested here."""
+    """Shortens the timing, because times are not tested here."""
     monkeypatch.setattr(speed, "ROUNDS", 1)
     monkeypatch.setattr(speed, "_SAMPLE_SECONDS", 0.0)
 
@@ -50,7 +50,7 @@ def command(*arguments: str) -> Result:
 
 
 def test_the_demo_model_is_measured() -> None:
-    """Fewer bits take fewer bytes and err more; 8 bits change next to nothing; JSON parses."""
+    """Fewer bits take fewer bytes and have larger errors; 8 bits change little; JSON parses."""
     size = ("--tokens", "200", "--rows", "2", "--row-tokens", "64")
     said = command("-m", "demo", "--schemes", "affine8,affine4,turbo3,float", "--json", *size)
     assert said.exit_code == 0, said.output
@@ -87,7 +87,7 @@ def test_the_demo_model_is_measured() -> None:
 def test_every_kind_of_cache_is_measured(
     family: str, kinds: dict[str, int], paths: tuple[str, ...] | None
 ) -> None:
-    """States, windows, latents, shared keys and dense models: same facts, by kind of layer."""
+    """States, windows, latents, shared keys and dense models are measured by kind of layer."""
     exact, eight = report_of(family, "affine8").schemes
     for one in (exact, eight):
         assert {kind.kind: kind.layers for kind in one.kinds} == kinds
@@ -95,7 +95,7 @@ def test_every_kind_of_cache_is_measured(
         for kind in one.kinds:
             is_state = kind.kind == "state"
             assert (kind.bytes_per_row > 0) is is_state and (kind.bytes_per_token == 0) is is_state
-    # An index, by which tokens are chosen, stays float.
+    # An index that chooses tokens stays float.
     least = 1.3 if family == "deepseek_v32" else 3
     assert exact.bytes_per_token > least * eight.bytes_per_token
     assert exact.error and eight.error
@@ -104,7 +104,7 @@ def test_every_kind_of_cache_is_measured(
 
 
 def test_a_model_without_attention_has_no_error() -> None:
-    """Only states: every scheme is the same, and there is nothing to err."""
+    """A model with states only: every scheme is the same, and there is no error."""
     exact, four = report_of("mamba2", "affine4").schemes
     assert four.error is None and four.attention is None and four.paths == ()
     assert four.bytes_per_token == 0 and four.quality == exact.quality
@@ -117,7 +117,7 @@ def plan_of(model: Any, caches: CacheTree, scheme: str) -> KvPlan:
 
 
 def test_the_error_is_that_of_rounded_keys_and_values() -> None:
-    """The attention of layer 0 on keys and values rounded by hand errs exactly as reported."""
+    """The attention of layer 0 with values rounded by hand has exactly the reported error."""
     model = build("llama", num_hidden_layers=1)
     ready = loaded(model)
     plans = [plan_of(model, ready.caches, name) for name in ("float", "affine4")]
@@ -144,7 +144,7 @@ def test_the_error_is_that_of_rounded_keys_and_values() -> None:
 
 
 def test_perplexity_is_the_models_own() -> None:
-    """In float, in chunks on our caches, it is what the model gives in one run without a cache."""
+    """In float, in chunks with batchkv's caches, it equals one run of the model without a cache."""
     model = build("gemma3_text")
     ready = loaded(model)
     tokens = TOKENS * 4  # more than one chunk, and longer than the window
@@ -160,7 +160,7 @@ def test_perplexity_is_the_models_own() -> None:
 def test_tables_name_every_scheme(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain columns for a file, a drawn table for a terminal, the same facts in both."""
+    """A file gets plain columns and a terminal a drawn table, with the same contents."""
     found = report_of("qwen3_next", "affine4,last=float")
     show(found)
     plain = capsys.readouterr().out
@@ -175,7 +175,7 @@ def test_tables_name_every_scheme(
 
 
 def test_overrides_stay_with_their_scheme() -> None:
-    """Commas part schemes, and a scheme's own overrides too; blanks and repeats do not matter."""
+    """Commas separate schemes, and a scheme's overrides, too; blanks and repeats do not matter."""
     assert scheme_names("affine4, last = float,turbo3") == ["affine4,last=float", "turbo3"]
     assert scheme_names("k8v4,K8V4") == ["affine8+affine4"] * 2
     for text in ("last=float", "affine9", ""):
@@ -189,17 +189,17 @@ def test_overrides_stay_with_their_scheme() -> None:
         (("-m", "demo", "--schemes", "affine8,int3"), "--schemes affine8,int3: unknown KV scheme"),
         (("-m", "demo", "--schemes", "affine4,9=float"), "this model's are 0 to 3"),
         (("-m", "./nowhere"), "model './nowhere' is not a folder"),
-        (("-m", "demo", "--text", "nowhere.txt"), "--text nowhere.txt: cannot be read: No such"),
-        (("-m", "demo", "--text", "."), "--text .: cannot be read: Is a directory"),
-        (("-m", "demo", "--text", "empty.txt"), "--text empty.txt: holds no text"),
-        (("-m", "demo", "--text", "bytes.bin"), "--text bytes.bin: is not text in UTF-8"),
-        (("-m", "demo", "--text", "short.txt"), "--text short.txt: gives 2 tokens; at least 32"),
+        (("-m", "demo", "--text", "nowhere.txt"), "--text nowhere.txt: the file cannot be read: No such"),
+        (("-m", "demo", "--text", "."), "--text .: the file cannot be read: Is a directory"),
+        (("-m", "demo", "--text", "empty.txt"), "--text empty.txt: the file has no text"),
+        (("-m", "demo", "--text", "bytes.bin"), "--text bytes.bin: the file is not UTF-8 text"),
+        (("-m", "demo", "--text", "short.txt"), "--text short.txt: has 2 tokens; at least 32"),
     ],
 )
 def test_faults_are_one_line(
     arguments: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Configuration is exit code 2 and one line that names what was wrong."""
+    """A fault in the configuration is exit code 2 and one line that names the fault."""
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text(" \n", "utf-8")
     Path("bytes.bin").write_bytes(b"\xff\xfe\x00")
@@ -211,7 +211,7 @@ def test_faults_are_one_line(
 
 
 def test_the_command_needs_no_mlx_to_be_listed() -> None:
-    """Help, and a scheme that is none, come before MLX is imported."""
+    """Help, and the error of an unknown scheme, come before MLX is imported."""
     code = (
         "import sys; from batchkv_worker.cli import kv_report_command, scheme_names; "
         "scheme_names('affine4'); sys.exit('mlx.core' in sys.modules)"
@@ -220,7 +220,7 @@ def test_the_command_needs_no_mlx_to_be_listed() -> None:
 
 
 def test_slots_take_the_bytes_that_their_scheme_promises() -> None:
-    """Through the engine, in float16: live bytes of the slots against those of float."""
+    """The live bytes of an engine's slots in float16, relative to float, are as promised."""
     model = small_model(mx.float16, layers=2, context=512)
     prompts = [40, 200]
     whole = live_bytes(model, "float", prompts)

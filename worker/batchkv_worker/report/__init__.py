@@ -1,1 +1,1 @@
-"""The parts of ``batchkv kv-report``: what is measured, and how it is shown."""
+"""The parts of ``batchkv kv-report``: measurements of KV schemes, and their tables."""

@@ -1,10 +1,10 @@
-"""The attention layers of a model on their real inputs, on float caches and again on packed ones.
+"""Runs a model's attention layers on their real inputs, with float caches and with packed ones.
 
-A model is run once on float caches while every module's call is watched: the innermost module that
-is handed a layer's cache is that layer's attention. Called again with what it was called with, but
-with the cache of a scheme, it makes the very same queries, keys and values, and what it gives
-differs by what the scheme does to them. No class of model has to be known for this; where a model
-computes attention itself, or from a latent, it does so here too.
+First the model runs on float caches while all calls of modules are recorded. The innermost module
+that receives a layer's cache is that layer's attention. Then this module is called again with the
+same arguments, but with the cache of a scheme. It computes the same queries, keys and values, so
+its output differs only by the effect of the scheme. This needs no knowledge of model classes. It
+also works for a model that computes attention itself, or from a latent.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from batchkv_worker.report.results import Error
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Stands in an argument for the cache of a leaf, or for the keys and values it handed out."""
+class _Placeholder:
+    """In an argument: the cache of a leaf, or the keys and values that this cache returned."""
 
     leaf: int
     handed_out: bool = False
@@ -35,7 +35,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call of a layer's attention: with places for caches, and what it gave on float ones."""
+    """A call of a layer's attention, with placeholders for caches, and its output in float."""
 
     leaf: int
     run: Callable[..., Any]
@@ -45,79 +45,84 @@ class _Call:
 
 
 @dataclass(slots=True)
-class _Frame:
-    """A module that is being called: leaves it was handed, those that its own modules were."""
+class _OpenCall:
+    """A module during its call: the leaves that it received, and those that it passed on."""
 
     module: Any
     leaves: set[int]
     passed_on: set[int] = field(default_factory=set)
 
 
-class _Watch:
-    """Notes the calls of attention, in order."""
+class _CallRecorder:
+    """Records the calls of attention, in order."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self.calls: list[_Call] = []
         self._layers = layers
         self._numbers = {id(layer): number for number, layer in enumerate(layers)}
-        self._open: list[_Frame] = []
+        self._open: list[_OpenCall] = []
 
     def call(self, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
-        """Call ``original`` on a module, noting it when it is a layer's attention."""
-        places = [self._placed(value) for value in (*args, *kwargs.values())]
-        leaves = {leaf for place in places for leaf in _leaves(place)}
+        """Call ``original`` on a module, and record the call if it is a layer's attention."""
+        values = [self._with_placeholders(value) for value in (*args, *kwargs.values())]
+        leaves = {leaf for value in values for leaf in _leaves(value)}
         if not leaves or (self._open and self._open[-1].module is module):
             return original(module, *args, **kwargs)
-        frame = _Frame(module, leaves)
-        noted = len(self.calls)
-        self._open.append(frame)
+        opened = _OpenCall(module, leaves)
+        num_before = len(self.calls)
+        self._open.append(opened)
         try:
             found = original(module, *args, **kwargs)
         finally:
             self._open.pop()
             if self._open:
-                self._open[-1].passed_on |= leaves | frame.passed_on
-        own = [n for n in leaves - frame.passed_on if isinstance(self._layers[n], AttentionPrefill)]
+                self._open[-1].passed_on |= leaves | opened.passed_on
+        own = [
+            n for n in leaves - opened.passed_on if isinstance(self._layers[n], AttentionPrefill)
+        ]
         output = found[0] if isinstance(found, tuple) else found
         if own:
-            # What it called (an indexer, say) runs again with it.
-            del self.calls[noted:]
-            named = dict(zip(kwargs, places[len(args) :], strict=True))
+            # Drop the calls inside of it (of an indexer, for example): they run again with it.
+            del self.calls[num_before:]
+            named = dict(zip(kwargs, values[len(args) :], strict=True))
             self.calls.append(
                 _Call(
                     min(own),
                     lambda *a, **k: original(module, *a, **k),
-                    tuple(places[: len(args)]),
+                    tuple(values[: len(args)]),
                     named,
                     output,
                 )
             )
         return found
 
-    def _placed(self, value: Any) -> Any:
-        """The argument with places where caches stand, or what they handed out."""
+    def _with_placeholders(self, value: Any) -> Any:
+        """The argument with placeholders for caches, and for keys and values of caches."""
         if id(value) in self._numbers:
-            return _Place(self._numbers[id(value)])
+            return _Placeholder(self._numbers[id(value)])
         if not isinstance(value, tuple):
             return value
         for number, layer in enumerate(self._layers):
             is_pair = isinstance(layer, AttentionPrefill) and len(value) == 2
             if is_pair and layer.handed_out(*value, None):
-                return _Place(number, handed_out=True)
-        return tuple(self._placed(item) for item in value)
+                return _Placeholder(number, handed_out=True)
+        return tuple(self._with_placeholders(item) for item in value)
 
 
-def _leaves(place: Any) -> Iterator[int]:
-    if isinstance(place, _Place):
-        yield place.leaf
-    elif isinstance(place, tuple):
-        for item in place:
+def _leaves(value: Any) -> Iterator[int]:
+    if isinstance(value, _Placeholder):
+        yield value.leaf
+    elif isinstance(value, tuple):
+        for item in value:
             yield from _leaves(item)
 
 
 @contextmanager
-def _watched(model: Any, watch: _Watch) -> Iterator[None]:
-    """Every module's calls go through ``watch``; Python looks calls up in the class."""
+def _recorded(model: Any, recorder: _CallRecorder) -> Iterator[None]:
+    """Inside the block, calls of all modules go through ``recorder``.
+
+    Python looks up ``__call__`` in the class, so the classes are changed.
+    """
     owners = {
         owner
         for module in model.modules()
@@ -127,7 +132,7 @@ def _watched(model: Any, watch: _Watch) -> Iterator[None]:
     originals = {owner: vars(owner)["__call__"] for owner in owners}
 
     def through(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda module, *args, **kwargs: watch.call(original, module, args, kwargs)
+        return lambda module, *args, **kwargs: recorder.call(original, module, args, kwargs)
 
     try:
         for owner, original in originals.items():
@@ -139,7 +144,7 @@ def _watched(model: Any, watch: _Watch) -> Iterator[None]:
 
 
 class AttentionSample:
-    """The calls of attention over the first tokens of a text, with what they give in float."""
+    """The calls of attention over the first tokens of a text, with their outputs in float."""
 
     def __init__(
         self,
@@ -152,18 +157,18 @@ class AttentionSample:
         self._backend = backend
         self.num_tokens = len(tokens)
         self._tree = tree
-        prefill = self._begun(exact)
-        watch = _Watch(prefill.layers)
-        with _watched(model, watch):
+        prefill = self._empty_caches(exact)
+        recorder = _CallRecorder(prefill.layers)
+        with _recorded(model, recorder):
             model(mx.array([tokens]), cache=tree.nested(prefill.layers))
         self._calls = [
-            call for call in watch.calls if mx.issubdtype(call.output.dtype, mx.floating)
+            call for call in recorder.calls if mx.issubdtype(call.output.dtype, mx.floating)
         ]
         mx.eval([call.output for call in self._calls])
 
     def error(self, kinds: Sequence[LayerKind]) -> Error | None:
-        """How far the outputs are from float under ``kinds``; None without attention."""
-        prefill = self._begun(kinds)
+        """The error of the outputs under ``kinds``, relative to float; None without attention."""
+        prefill = self._empty_caches(kinds)
         numbers = [
             number
             for number, layer in enumerate(prefill.layers)
@@ -181,15 +186,15 @@ class AttentionSample:
         worst, layer = max(errors)
         return Error(sum(error for error, _ in errors) / len(errors), worst, layer)
 
-    def _begun(self, kinds: Sequence[LayerKind]) -> PrefillRows:
+    def _empty_caches(self, kinds: Sequence[LayerKind]) -> PrefillRows:
         prefill = PrefillRows(self._backend, kinds, self.num_tokens, self.num_tokens)
         prefill.begin(Chunk(0, self.num_tokens))
         return prefill
 
 
 def _filled(value: Any, layers: Sequence[Any]) -> Any:
-    """The argument with caches, and what they handed out, in their places."""
-    if isinstance(value, _Place):
+    """The argument with caches, or their keys and values, in place of placeholders."""
+    if isinstance(value, _Placeholder):
         layer = layers[value.leaf]
         return layer.keys_and_values() if value.handed_out else layer
     if isinstance(value, tuple):

@@ -1,8 +1,7 @@
-"""``batchkv kv-report``: what each KV scheme costs and saves, measured on one model and device.
+"""``batchkv kv-report``: measures the costs and savings of KV schemes on one model and device.
 
-Nothing here is computed from the schemes' definitions: bytes are those of arrays that were filled,
-errors those of the model's own attention, times those of the engine's own decode slots. Float, kept
-by the same code, is the baseline of everything.
+All figures are measured. Bytes are those of filled arrays, errors those of the model's own
+attention, and times those of the engine's decode slots. The baseline is float in the same code.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from batchkv_worker.report.results import Quality, Report, SchemeReport
 from batchkv_worker.report.speed import Decoding, in_turns
 from batchkv_worker.report.text import read_text
 
-FEWEST_TOKENS = 32  # below, a perplexity says nothing
-_ERROR_TOKENS = 512  # over which attention's error is taken: its inputs are held for all layers
+FEWEST_TOKENS = 32  # with fewer, a perplexity means nothing
+_ERROR_TOKENS = 512  # for the error of attention, because its inputs for all layers are in memory
 _BASELINE = "float"
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much is measured: tokens of the text at most; rows that decode and their length."""
+    """The most tokens of the text; the number and the length of the rows in decode."""
 
     tokens: int = 2048
     rows: int = 8
@@ -48,12 +47,12 @@ def report(
     extent: Extent,
     note: Callable[[str], None],
 ) -> Report:
-    """Load ``model`` and measure; ``note`` hears what is being done.
+    """Load ``model`` and measure the schemes. ``note`` receives the current step.
 
-    Raises ModelError, and SettingsError for a text that cannot be used or a scheme that names a
-    layer which the model has not.
+    Raises ModelError, and SettingsError for an unusable text, or a scheme with a rule for a layer
+    that the model does not have.
     """
-    called, text = read_text(text_file)  # before a model is fetched
+    called, text = read_text(text_file)  # before a download of the model
     note(f"loading {model}")
     loaded = load(model, dtype)
     tokens = [int(token) for token in loaded.tokenizer.encode(text)]
@@ -68,12 +67,12 @@ def measure(
     extent: Extent,
     note: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Measure every scheme (their canonical names) on a loaded model; float is always the first."""
+    """Measure the schemes (canonical names) on a loaded model; float always comes first."""
     _check(loaded, schemes)
     tokens = tokens[: min(extent.tokens, loaded.context)]
     if len(tokens) < FEWEST_TOKENS:
         raise SettingsError(
-            f"--text {text_name}: gives {len(tokens)} tokens; at least {FEWEST_TOKENS} are needed"
+            f"--text {text_name}: has {len(tokens)} tokens; at least {FEWEST_TOKENS} are needed"
         )
     measuring = _Measuring(loaded, tokens, extent, note)
     others = [name for name in dict.fromkeys(schemes) if name != _BASELINE]
@@ -93,7 +92,7 @@ def measure(
 
 
 def _check(loaded: LoadedModel, schemes: Sequence[str]) -> None:
-    """Refuse a scheme that does not suit the model before the first one is measured."""
+    """Refuse a scheme that does not fit the model, before any measurement."""
     for name in schemes:
         try:
             fit_model(SchemeSpec.parse(name), loaded.caches.shapes)
@@ -102,7 +101,7 @@ def _check(loaded: LoadedModel, schemes: Sequence[str]) -> None:
 
 
 class _Measuring:
-    """The model, the text, and how float does on them."""
+    """Measures schemes on a model and a text; the results for float are kept for comparison."""
 
     def __init__(
         self, loaded: LoadedModel, tokens: list[int], extent: Extent, note: Callable[[str], None]
@@ -112,7 +111,7 @@ class _Measuring:
         self._rows = extent.rows
         self._note = note
         self.row_tokens = min(extent.row_tokens, loaded.context)
-        # A row as long as was asked for, whatever the length of the text.
+        # A row of the requested length; a short text is repeated.
         self._row = (tokens * -(-self.row_tokens // len(tokens)))[: self.row_tokens]
         note(f"measuring {_BASELINE}")
         self._exact = self._plan(_BASELINE)
@@ -124,7 +123,7 @@ class _Measuring:
         self._exact_row = self._read(self._exact, self._row).pieces
 
     def scheme(self, name: str) -> SchemeReport:
-        """Everything about one scheme."""
+        """Measure one scheme."""
         is_baseline = name == _BASELINE
         if not is_baseline:
             self._note(f"measuring {name}")
@@ -148,7 +147,7 @@ class _Measuring:
         )
 
     def _plan(self, name: str) -> KvPlan:
-        """As the engine makes it."""
+        """The plan that the engine would make for the scheme."""
         loaded = self._loaded
         return make_plan(
             loaded.name,

@@ -1,4 +1,4 @@
-"""What a scheme keeps of a text: its bytes, and how well the model predicts from them."""
+"""Measures a scheme on a text: the bytes of its arrays, and the model's predictions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.kv.types import Pieces
 from batchkv_worker.report.results import KindBytes
 
-CHUNK_TOKENS = 256  # logits of so many tokens are held at once
+CHUNK_TOKENS = 256  # logits of so many tokens are in memory at once
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A text that went through the model: mean loss (nats a token), the likeliest token at each
-    place, and what one decode row needs of it."""
+    """The results of a text: mean loss (nats a token), the likeliest token after each token, and
+    the pieces that a decode row of it needs."""
 
     loss: float
     predictions: list[int]
@@ -34,7 +34,7 @@ class Reading:
         return math.exp(min(self.loss, 700.0))
 
     def agreement(self, other: Reading) -> float:
-        """Share of places at which both predict the same token."""
+        """The share of tokens after which both predict the same token."""
         same = zip(self.predictions, other.predictions, strict=True)
         return sum(a == b for a, b in same) / len(self.predictions)
 
@@ -46,7 +46,7 @@ def read(
     kinds: Sequence[LayerKind],
     tokens: Sequence[int],
 ) -> Reading:
-    """Run a text through the model in chunks, as prompts are: attention sees packed history."""
+    """Run a text through the model in chunks, like a prompt: attention reads packed values."""
     prefill = PrefillRows(backend, kinds, len(tokens), CHUNK_TOKENS)
     losses: list[mx.array] = []
     predictions: list[int] = []
@@ -58,8 +58,8 @@ def read(
         prefill.end()
         logits = logits[0, : nexts.size].astype(mx.float32)
         likely = mx.argmax(logits, axis=-1)
-        said = mx.take_along_axis(logits, nexts[:, None], axis=-1)[:, 0]
-        loss = (mx.logsumexp(logits, axis=-1) - said).sum()
+        right = mx.take_along_axis(logits, nexts[:, None], axis=-1)[:, 0]
+        loss = (mx.logsumexp(logits, axis=-1) - right).sum()
         mx.eval(loss, likely, prefill.arrays)
         losses.append(loss)
         predictions += likely.tolist()
@@ -69,7 +69,7 @@ def read(
 
 
 def measured_bytes(kinds: Sequence[LayerKind], pieces: Sequence[Pieces]) -> tuple[KindBytes, ...]:
-    """Bytes of each kind of layer, off the arrays that a row has there."""
+    """The bytes of each kind of layer, counted in the arrays of a row."""
     found: dict[str, list[tuple[LayerKind, Pieces]]] = {}
     for kind, arrays in zip(kinds, pieces, strict=True):
         found.setdefault(str(kind), []).append((kind, arrays))

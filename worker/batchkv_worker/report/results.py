@@ -1,4 +1,4 @@
-"""What a report says. Plain data: it is shown and written as JSON without MLX."""
+"""The contents of a report as plain data, for tables and JSON. No MLX."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class KindBytes:
-    """The layers of one kind together, as their arrays were found to be.
+    """The measured bytes of all layers of one kind.
 
-    ``fitted`` names what they keep, which differs from the scheme asked for where its groups do not
-    divide a head. ``bytes_per_row`` is a state's, whatever the row's length.
+    ``fitted``: the scheme in use. It differs from the requested one if its groups do not divide a
+    head. ``bytes_per_row``: of a state, which does not depend on the row's length.
     """
 
     kind: str
@@ -23,9 +23,9 @@ class KindBytes:
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """Error of the attention layers' outputs, relative to float: mean and worst over layers.
+    """The error of the attention layers' outputs, relative to float: mean and worst over layers.
 
-    ``worst_layer`` counts the layers that keep keys and values, from 0.
+    ``worst_layer``: its number among the layers with keys and values, from 0.
     """
 
     mean: float
@@ -35,7 +35,7 @@ class Error:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Of a text: perplexity, and the share of tokens after which float predicts the same."""
+    """Perplexity of a text, and the share of tokens after which float predicts the same."""
 
     perplexity: float
     same_prediction: float
@@ -43,7 +43,7 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Median milliseconds of a scheme and of float, measured in turns."""
+    """Median milliseconds of a scheme and of float, measured alternately."""
 
     milliseconds: float
     float_milliseconds: float
@@ -57,8 +57,8 @@ class Timing:
 class SchemeReport:
     """One scheme on the model; ``error`` and ``attention`` are None without attention layers.
 
-    ``paths`` are how decode computes attention: as measured to be fastest, or ``dense`` where the
-    model reads dense keys and values and computes it itself.
+    ``paths``: how decode computes attention. It is the fastest way by measurement, or ``dense`` for
+    a model that reads dense keys and values and computes attention itself.
     """
 
     scheme: str
@@ -71,7 +71,7 @@ class SchemeReport:
 
     @property
     def bytes_per_token(self) -> float:
-        """Of all layers, while the token is in every window."""
+        """Bytes of a token in all layers, while it is in every window."""
         return sum(kind.bytes_per_token for kind in self.kinds)
 
 
@@ -92,11 +92,11 @@ class Report:
     schemes: tuple[SchemeReport, ...]
 
     def perplexity_change(self, scheme: SchemeReport) -> float:
-        """Relative to float: 0.01 is one percent more."""
+        """The change of perplexity relative to float; 0.01 is one percent more."""
         return scheme.quality.perplexity / self.schemes[0].quality.perplexity - 1
 
     def as_json(self) -> dict[str, Any]:
-        """The report as plain values, with the ratios that its tables show."""
+        """The report as plain values, with the ratios of its tables."""
         document = asdict(self)
         for written, scheme in zip(document["schemes"], self.schemes, strict=True):
             written["bytes_per_token"] = scheme.bytes_per_token

@@ -1,4 +1,4 @@
-"""A report as tables: drawn by rich on a terminal, in plain columns elsewhere."""
+"""Prints a report as tables: by rich on a terminal, in plain columns elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def show(report: Report) -> None:
     if not sys.stdout.isatty():
         sys.stdout.write("\n".join([_heading(report), "", *map(_plain, tables)]))
         return
-    # Imported here: rich takes 50 ms, and a file needs none of it.
+    # Imported here, because rich takes 50 ms and is not needed for a file.
     from rich.console import Console
     from rich.table import Table
 
@@ -107,7 +107,7 @@ def _percent(value: float) -> str:
 
 
 def _num_names(table: _Table) -> int:
-    """Leading columns that hold names; numbers follow, aligned to the right."""
+    """The number of leading columns with names. Numbers follow, aligned to the right."""
     return 3 if table.title == "Memory" else 2 if table.head[1] == "path" else 1
 
 

@@ -1,4 +1,4 @@
-"""What a decode step costs under a scheme, against float: both sides in turns."""
+"""Measures the time of a decode step under a scheme and under float, alternately."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from batchkv_worker.kv.start.plan import KvPlan
 from batchkv_worker.kv.types import Pieces
 from batchkv_worker.report.results import Timing
 
-ROUNDS = 5  # of both sides, of which the median is taken
-_SAMPLE_SECONDS = 0.05  # that one side works at least, before it is the other's turn
+ROUNDS = 5  # of both sides; their median counts
+_SAMPLE_SECONDS = 0.05  # at least so long one side runs before the other
 _MOST_STEPS = 16
 DENSE = "dense"  # the path of a model that reads dense keys and values
 
-# What a model asks of a layer's cache in a step: queries, their scale, sinks.
-_Question = tuple[mx.array, float, mx.array | None]
+# A call of ``attend`` of a layer's cache in a step: queries, their scale, sinks.
+_AttendCall = tuple[mx.array, float, mx.array | None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """One layer's part of a step: what is written, and the questions of ``attend``.
+class _LayerStep:
+    """One layer's part of a step: the keys and values to write, and the calls of ``attend``.
 
-    Without questions the model reads dense keys and values and computes attention itself.
+    Without calls the model reads dense keys and values and computes attention itself.
     """
 
     layer: AttentionSlots
     path: str
     keys: mx.array
     values: mx.array
-    questions: list[_Question]
+    calls: list[_AttendCall]
 
-    def answers(self) -> list[mx.array]:
+    def outputs(self) -> list[mx.array]:
+        """Write the keys and values, and compute attention."""
         dense = self.layer.update_and_fetch(self.keys, self.values)
-        if not self.questions:
+        if not self.calls:
             return list(dense)
         return [
-            self.layer._attend(queries, scale, None, sinks)
-            for queries, scale, sinks in self.questions
+            self.layer._attend(queries, scale, None, sinks) for queries, scale, sinks in self.calls
         ]
 
 
 class Decoding:
-    """Rows that decode under one plan, all alike: one row's pieces admitted to every slot."""
+    """Equal rows that decode under one plan: every slot holds a copy of one row's pieces."""
 
     def __init__(
         self, model: Any, plan: KvPlan, rows: int, pieces: Sequence[Pieces], length: int
@@ -61,66 +61,67 @@ class Decoding:
         self._slots = DecodeSlots(plan.backend, plan.kinds, plan.tree, rows, plan.shapes)
         for _ in range(rows):
             self._slots.admit(Demand(length, STEP), pieces)
-        self._asked = self._ask(plan)
+        self._layers = self._record_step(plan)
 
     @property
     def has_attention(self) -> bool:
         """Whether a layer keeps keys and values."""
-        return bool(self._asked)
+        return bool(self._layers)
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """How attention is computed, layer by layer, each way once."""
-        taken = (asked.path if asked.questions else DENSE for asked in self._asked)
+        """The ways in which the layers compute attention, each once."""
+        taken = (step.path if step.calls else DENSE for step in self._layers)
         return tuple(dict.fromkeys(taken))
 
     def step(self) -> None:
-        """One token a row through the whole model."""
-        frame = self._slots.begin_step()
-        tokens = mx.ones((frame.num_rows, 1), mx.int32)
+        """Compute one token a row with the whole model."""
+        view = self._slots.begin_step()
+        tokens = mx.ones((view.num_rows, 1), mx.int32)
         logits = self._model(tokens, cache=self._slots.model_cache)[:, -1]
         self._slots.end_step()
         mx.eval(logits, self._slots.arrays)
 
     def attention(self) -> None:
-        """The caches' part of a step alone: packing one token a row, and answering ``attend``."""
+        """Compute the caches' part of a step only: pack one token a row, and attend."""
         self._slots.begin_step()
-        answers = [answer for asked in self._asked for answer in asked.answers()]
+        outputs = [output for step in self._layers for output in step.outputs()]
         self._slots.end_step()
-        mx.eval(answers, self._slots.arrays)
+        mx.eval(outputs, self._slots.arrays)
 
-    def _ask(self, plan: KvPlan) -> list[_Asked]:
-        """Run a step and note what the model asks of each layer."""
+    def _record_step(self, plan: KvPlan) -> list[_LayerStep]:
+        """Run a step and record the calls of each layer."""
         rows = self._slots.layouts.num_active
-        asked = [
-            _Asked(layer, kind.path or DENSE, *_random_token(kind, rows), [])
+        steps = [
+            _LayerStep(layer, kind.path or DENSE, *_random_token(kind, rows), [])
             for kind, layer in zip(plan.kinds, self._slots.layers, strict=True)
             if isinstance(kind, AttentionKind) and isinstance(layer, AttentionSlots)
         ]
         original = AttentionSlots._attend
-        AttentionSlots._attend = _noting(asked, original)  # type: ignore[method-assign]
+        AttentionSlots._attend = _recording(steps, original)  # type: ignore[method-assign]
         try:
             self.step()
         finally:
             AttentionSlots._attend = original  # type: ignore[method-assign]
-        mx.eval([queries for one in asked for queries, _, _ in one.questions])
-        return asked
+        mx.eval([queries for step in steps for queries, _, _ in step.calls])
+        return steps
 
 
-def _noting(asked: list[_Asked], original: Callable[..., mx.array]) -> Callable[..., Any]:
-    questions = {id(one.layer): one.questions for one in asked}
+def _recording(steps: list[_LayerStep], original: Callable[..., mx.array]) -> Callable[..., Any]:
+    """``AttentionSlots._attend`` that also records its arguments in ``steps``."""
+    calls = {id(step.layer): step.calls for step in steps}
 
     def attend(
         layer: AttentionSlots, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array:
-        questions[id(layer)].append((queries, scale, sinks))
+        calls[id(layer)].append((queries, scale, sinks))
         return original(layer, queries, scale, mask, sinks)
 
     return attend
 
 
 def _random_token(kind: AttentionKind, rows: int) -> tuple[mx.array, mx.array]:
-    """Keys and values of one token a row."""
+    """Random keys and values of one token a row."""
     shape = kind.scheme.shape
     keys, values = (
         mx.random.normal((rows, shape.num_heads, 1, size)).astype(kind.dtype)
@@ -131,7 +132,7 @@ def _random_token(kind: AttentionKind, rows: int) -> tuple[mx.array, mx.array]:
 
 
 def in_turns(run: Callable[[], None], baseline: Callable[[], None]) -> Timing:
-    """Both sides ``ROUNDS`` times, alternating, so that a busy moment of the machine meets both."""
+    """Time both sides alternately, ``ROUNDS`` times, so that other load affects both."""
     sides = [(side, _steps(side)) for side in (run, baseline)]
     spent: list[list[float]] = [[], []]
     for _ in range(ROUNDS):
@@ -142,7 +143,7 @@ def in_turns(run: Callable[[], None], baseline: Callable[[], None]) -> Timing:
 
 
 def _steps(side: Callable[[], None]) -> int:
-    """How many steps make a sample; the first one compiles kernels and does not count."""
+    """The number of steps in a sample; the first step compiles kernels and does not count."""
     side()
     return max(1, min(_MOST_STEPS, round(_SAMPLE_SECONDS / max(_seconds(side, 1), 1e-6))))
 

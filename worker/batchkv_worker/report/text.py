@@ -1,7 +1,8 @@
-"""The text that a report reads when it is given none, and the reading of one that it is given.
+"""The built-in text of a report, and the reading of a text from a file.
 
-Prose with names and figures that come back much later, so that attention has something to find
-far behind; a table, a recipe and a little code, so that no one kind of text decides.
+The built-in text is prose whose names and figures come back much later, so that attention must find
+them far back. A table, a recipe and a little code are in it, so that not only one kind of text
+counts.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ BUILT_IN = "built in"
 
 
 def read_text(file: Path | None) -> tuple[str, str]:
-    """(what to call the text, the text); raises SettingsError for a file that gives none."""
+    """(name of the text, the text); raises SettingsError for a file without usable text."""
     if file is None:
         return BUILT_IN, SAMPLE
     try:
         text = file.read_text("utf-8")
     except UnicodeDecodeError as fault:
-        raise SettingsError(f"--text {file}: is not text in UTF-8") from fault
+        raise SettingsError(f"--text {file}: the file is not UTF-8 text") from fault
     except OSError as fault:
         reason = fault.strerror or type(fault).__name__
-        raise SettingsError(f"--text {file}: cannot be read: {reason}") from fault
+        raise SettingsError(f"--text {file}: the file cannot be read: {reason}") from fault
     if not text.strip():
-        raise SettingsError(f"--text {file}: holds no text")
+        raise SettingsError(f"--text {file}: the file has no text")
     return file.name, text
 
 
