@@ -48,7 +48,9 @@ IMPORTERS = {"__import__", "import_module"}
 # Names that distinguish devices. Only these rooms may use them; other rooms get a backend.
 DEVICE_WORDS = {"default_device", "set_default_device", "Device", "cpu", "gpu", "metal", "cuda"}
 DEVICE_ROOMS = ("kv/backends/", "kv/start/")
-DEVICE_MODULES = tuple(f"batchkv_worker.kv.backends.{name}" for name in ("cpu", "gpu", "cuda"))
+DEVICE_MODULES = tuple(
+    f"batchkv_worker.kv.backends.{name}" for name in ("cpu", "gpu", "metal", "cuda")
+)
 
 # "path" or "path:function" -> the reason why it is longer than the limit. An entry that is no
 # longer needed is a breach, too.

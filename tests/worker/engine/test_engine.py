@@ -19,7 +19,7 @@ from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend
 from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.backends.gpu import joint_product
-from batchkv_worker.kv.backends.gpu.backend import GpuBackend
+from batchkv_worker.kv.backends.metal.backend import MetalBackend
 from batchkv_worker.sequence import Generation, Sequence
 from support import tiny_models
 from worker.kv.reference import x86
@@ -618,7 +618,7 @@ class CudaWithoutItsKernel(CudaBackend):
 @pytest.mark.parametrize("scheme", ["float", "affine8"])
 @pytest.mark.parametrize(
     "backend",
-    [GenericBackend(), x86(), GpuBackend(name="metal"), CudaWithoutItsKernel()],
+    [GenericBackend(), x86(), MetalBackend(), CudaWithoutItsKernel()],
     ids=["generic", "x86", "metal", "cuda"],
 )
 def test_engines_answer_alike_under_every_backend(

@@ -13,7 +13,6 @@ from batchkv_worker.engine.schedule.scheduler import PrefillGroup, Scheduler
 from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.layers.contract import Chunk
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
-from batchkv_worker.kv.slots.growth import round_up
 from batchkv_worker.kv.start.plan import KvPlan
 from batchkv_worker.kv.types import Pieces
 from batchkv_worker.prefix.interface import PrefixClient
@@ -108,7 +107,7 @@ class Prefill:
 
     def _width(self, group: PrefillGroup) -> int:
         ragged = self._plan.traits.ragged  # else no row may have a pad
-        return round_up(group.width, self._plan.shapes.step) if ragged else group.width
+        return self._plan.backend.padded_width(group.width) if ragged else group.width
 
     def _compute_chunk(self, group: PrefillGroup) -> None:
         """One chunk of the group's prompts; logits are never read, so MLX never computes them."""

@@ -51,7 +51,7 @@ class OutputLengths:
 class Budget:
     """What the scheduler may spend: tokens a prefill chunk, and bytes of keys and values.
 
-    ``shape_step`` is what the width of prompts is rounded up to.
+    The width of prompts is rounded up to a multiple of ``shape_step`` at most.
     """
 
     chunk_tokens: int

@@ -27,7 +27,7 @@ from batchkv_worker.kv.backends.contract import Backend, PrefixKernel, Softmax
 from batchkv_worker.kv.backends.rebind import binds, rebind
 from batchkv_worker.kv.backends.softmax import hide
 from batchkv_worker.kv.schemes.packing import LayerScheme
-from batchkv_worker.kv.types import Parts
+from batchkv_worker.kv.types import PackedKV, Parts
 
 Path = Literal["fused", "folded", "packed", "spread-fused", "spread-folded", "spread-packed"]
 
@@ -118,6 +118,17 @@ class LayerAttention:
     def softmax(self, queries: mx.array) -> Softmax:
         """How scores of these queries are weighed."""
         return self.backend.softmax(queries.dtype)
+
+    def dequantize(self, packed: PackedKV) -> PackedKV:
+        """Dense keys and values in the basis of storage, as ``dequantized`` reads them."""
+        keys, values = packed
+        dense_keys = self.scheme.keys.unpack_stored(keys, self.dtype)
+        return (dense_keys,), (self.scheme.values.unpack_stored(values, self.dtype),)
+
+    @property
+    def dequantized(self) -> LayerAttention:
+        """The same for keys and values that ``dequantize`` gave, or slices of them."""
+        return replace(self, scheme=self.scheme.dequantized)
 
     def without_mask(self) -> LayerAttention:
         """For rows of the same slots that need no mask, where a path won with one.

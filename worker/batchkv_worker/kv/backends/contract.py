@@ -83,11 +83,15 @@ class Backend(Protocol):
 
     @property
     def columns_multiple(self) -> int:
-        """Columns that a step reads, and widths of prompts, are rounded up to this."""
+        """Columns that a step reads are rounded up to this."""
 
     @property
     def rows_multiple(self) -> int:
-        """Rows of a step are rounded up to this."""
+        """Rows of a step and of its groups are rounded up to this."""
+
+    @property
+    def keeps_shapes(self) -> bool:
+        """Whether packed columns are read rounded even where exact ones would need no mask."""
 
     @property
     def has_fused_attention(self) -> bool:
@@ -108,6 +112,19 @@ class Backend(Protocol):
     @property
     def measures_chunk(self) -> bool:
         """Whether the size of chunks makes enough of a difference to measure it."""
+
+    def padded_rows(self, rows: int) -> int:
+        """Rows that a step computes when ``rows`` are in use, if its buffers have so many."""
+
+    def padded_width(self, tokens: int) -> int:
+        """Tokens to pad prompts of up to ``tokens`` to, if the model may see pads."""
+
+    def reads_whole(self, visible: int, stored: int) -> bool:
+        """Whether to dequantize whole buffers and slice the dense result.
+
+        Else a slice is dequantized. A layer's buffers have ``stored`` cells (one row's keys and
+        values of one column), of which ``visible`` are read.
+        """
 
     def softmax(self, dtype: mx.Dtype) -> Softmax:
         """How scores of ``dtype`` are weighed."""

@@ -14,6 +14,11 @@ from batchkv_worker.kv.backends.softmax import MLX_SOFTMAX
 from batchkv_worker.kv.schemes.packing import LayerScheme
 
 
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that holds ``value``."""
+    return -(-value // multiple) * multiple
+
+
 @dataclass(frozen=True, eq=False)
 class GenericBackend:
     """Implements ``Backend`` with MLX's own kernels; the model stays as mlx-lm made it."""
@@ -21,11 +26,21 @@ class GenericBackend:
     name: str = "generic"
     columns_multiple: int = 1
     rows_multiple: int = 1
+    keeps_shapes: bool = False
     has_fused_attention: bool = True
     starts_each_layer: bool = False
     spreads_codes: bool = True
     usual_chunk: int = 1024
     measures_chunk: bool = True
+
+    def padded_rows(self, rows: int) -> int:
+        return round_up(rows, self.rows_multiple)
+
+    def padded_width(self, tokens: int) -> int:
+        return round_up(tokens, self.columns_multiple)
+
+    def reads_whole(self, visible: int, stored: int) -> bool:
+        return False
 
     def softmax(self, dtype: mx.Dtype) -> Softmax:
         return MLX_SOFTMAX

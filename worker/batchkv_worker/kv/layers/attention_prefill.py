@@ -38,7 +38,7 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         self.offset = 0  # tokens so far: what the models read
         self.base = 0
         self.pacing: Pacing = UNPACED  # shared by all layers of a group
-        self._layer = layer
+        self._layer, self._dequantized = layer, layer.dequantized
         self._scheme = layer.scheme
         self._window = window
         self._dtype = layer.dtype
@@ -147,15 +147,26 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         its layer and the layers can be run one after the other (``Pacing``).
         """
         end = self.offset - self.base
-        keys, values = _columns(self._keys, end), _columns(self._values, end)
-        if not self._shared:
-            out = paths.attend(self._layer, queries, keys, values, scale, mask, sinks)
+        layer, shared = self._layer, self._shared
+        keys, values = tuple(self._keys), tuple(self._values)
+        if self._reads_whole(end):
+            layer, (keys, values) = self._dequantized, layer.dequantize((keys, values))
+            shared = tuple(self._layer.dequantize(one) for one in shared)
+        keys, values = _columns(keys, end), _columns(values, end)
+        if not shared:
+            out = paths.attend(layer, queries, keys, values, scale, mask, sinks)
         else:
             out = shared_prefix_prefill.attend_chunk(
-                self._layer, queries, self._shared, (keys, values), scale, mask, sinks
+                layer, queries, shared, (keys, values), scale, mask, sinks
             )
         self.pacing.follow(out)
         return out
+
+    def _reads_whole(self, end: int) -> bool:
+        """Whether to dequantize all columns of the buffers, not those up to ``end``."""
+        columns = self.arrays[0].shape[-2]
+        is_sliced = self._scheme.is_packed and end < columns
+        return is_sliced and self._layer.backend.reads_whole(end, columns)
 
     def _store(self, parts: list[mx.array], packed: Parts, start: int, end: int) -> None:
         if start == 0 and end >= self._capacity:  # the whole row in one chunk
@@ -179,5 +190,5 @@ def _widened(part: mx.array | None, like: mx.array, columns: int, used: int) -> 
     return mx.concatenate([part[..., :used, :], rest], axis=-2)
 
 
-def _columns(parts: list[mx.array], end: int) -> Parts:
+def _columns(parts: Sequence[mx.array], end: int) -> Parts:
     return tuple(part if part.shape[-2] == end else part[..., :end, :] for part in parts)

@@ -14,7 +14,7 @@ from batchkv_worker.kv.layers.contract import SlotLayer
 from batchkv_worker.kv.schemes.packing import LayerScheme, TensorScheme
 from batchkv_worker.kv.slots.changes import Relayout
 from batchkv_worker.kv.slots.step_view import ColumnSpan, CommonPrefix, StepView
-from batchkv_worker.kv.types import PackedKV, Parts, Pieces, Window
+from batchkv_worker.kv.types import PackedKV, Pieces, Window
 
 
 class AttentionSlots(OrderedByUs, SlotLayer):
@@ -40,7 +40,10 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         self._scheme = layer.scheme
         self._window = window
         self._dtype = layer.dtype
-        self._layer, self._without_mask = layer, layer.without_mask()
+        self._layer = layer
+        # With a mask and without, by whether whole buffers were dequantized.
+        self._ways = [(way, way.without_mask()) for way in (layer, layer.dequantized)]
+        self._is_rounded = layer.is_packed or (layer.backend.keeps_shapes and scheme.is_packed)
         self._answers = answers
         self._keys: list[mx.array] = []
         self._values: list[mx.array] = []
@@ -163,9 +166,11 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         ):
             for part, new in zip(parts, piece, strict=True):
                 part[: span.num_rows, ..., span.write : span.write + 1, :] = new
+        cells = span.num_rows * (span.high - span.low)
+        is_whole = self._reads_whole(cells)
         self._handed = (
-            self._scheme.keys.unpack(self._visible(self._keys), self._dtype),
-            self._scheme.values.unpack(self._visible(self._values), self._dtype),
+            self._dense(self._scheme.keys, self._keys, is_whole),
+            self._dense(self._scheme.values, self._values, is_whole),
         )
         return self._handed
 
@@ -193,26 +198,34 @@ class AttentionSlots(OrderedByUs, SlotLayer):
             (common, self._partial(common, queries[common.first : common.last], scale))
             for common in span.common
         ]
+        is_whole = not self._layer.is_packed and self._reads_whole(span.visible)
+        layer, without_mask = self._ways[is_whole]
+        buffers = tuple(self._keys), tuple(self._values)
+        if is_whole:  # once for all groups
+            keys, values = (tuple(part[: span.num_rows] for part in parts) for parts in buffers)
+            buffers = self._layer.dequantize((keys, values))
         found = []
-        for group in span.groups if self._layer.is_packed else span.exact_groups:
+        for group in span.groups if self._is_rounded else span.exact_groups:
             rows = slice(group.first, group.last)
             keys, values = (
                 tuple(part[rows, ..., group.low : group.high, :] for part in parts)
-                for parts in (self._keys, self._values)
+                for parts in buffers
             )
             rest = scale, group.mask, sinks
             if group.prefix is not None:
                 shared = [one.slots[self.place] for one in group.prefixes]
+                if is_whole:
+                    shared = [self._layer.dequantize(one) for one in shared]
                 partials = [
                     partial.of(slice(group.first - common.first, group.last - common.first))
                     for common, partial in together
                     if common.has(group)
                 ]
                 own = keys, values
-                out = shared_prefix.attend(self._layer, queries[rows], shared, own, *rest, partials)
+                out = shared_prefix.attend(layer, queries[rows], shared, own, *rest, partials)
             else:
-                layer = self._without_mask if group.is_exact else self._layer
-                out = paths.attend(layer, queries[rows], keys, values, *rest)
+                way = without_mask if group.is_exact else layer
+                out = paths.attend(way, queries[rows], keys, values, *rest)
             found.append(out)
         out = found[0] if len(found) == 1 else mx.concatenate(found, axis=0)
         if self._starts:
@@ -227,9 +240,21 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         shared = common.prefix.slots[self.place]
         return shared_prefix.attend_partial(self._layer, queries, shared, scale)
 
-    def _visible(self, parts: list[mx.array]) -> Parts:
+    def _reads_whole(self, visible: int) -> bool:
+        """Whether to dequantize the buffers of the step's rows, not the columns that are read."""
         span = self.span
-        return tuple(part[: span.num_rows, ..., span.low : span.high, :] for part in parts)
+        if not self._scheme.is_packed:
+            return False
+        return self._layer.backend.reads_whole(visible, span.stored)
+
+    def _dense(self, scheme: TensorScheme, parts: list[mx.array], is_whole: bool) -> mx.array:
+        """All visible columns, dense, as the model knows them."""
+        span = self.span
+        rows, columns = slice(span.num_rows), slice(span.low, span.high)
+        if is_whole:
+            whole = scheme.unpack(tuple(part[rows] for part in parts), self._dtype)
+            return whole[..., columns, :]
+        return scheme.unpack(tuple(part[rows, ..., columns, :] for part in parts), self._dtype)
 
 
 def _rebuilt(part: mx.array, change: Relayout) -> mx.array:

@@ -148,6 +148,11 @@ class TensorScheme:
         """Whether decode slots may keep its codes as planes (``TurboSlots``)."""
         return isinstance(self.codec, Turbo) and self.codec.bits == 3
 
+    @property
+    def dequantized(self) -> TensorScheme:
+        """The scheme of what ``unpack_stored`` gives: dense, in the same basis."""
+        return TensorScheme(Float(), self.rotated)
+
     def in_slots(self, spread: bool) -> TensorScheme:
         """The scheme of the parts that decode slots keep; ``spread`` where there is a choice."""
         if not isinstance(self.codec, Turbo):
@@ -202,6 +207,11 @@ class LayerScheme:
     @property
     def can_spread(self) -> bool:
         return self.keys.can_spread or self.values.can_spread
+
+    @property
+    def dequantized(self) -> LayerScheme:
+        """See ``TensorScheme.dequantized``."""
+        return LayerScheme(self.shape, self.keys.dequantized, self.values.dequantized)
 
     def in_slots(self, spread: bool) -> LayerScheme:
         """The scheme of what decode slots keep; see ``TensorScheme.in_slots``."""

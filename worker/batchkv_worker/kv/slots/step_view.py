@@ -8,7 +8,7 @@ kernels, so each counts as ``group_cost`` cells.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -28,16 +28,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """How shapes are chosen: ``step`` columns and ``rows`` rows are rounded up to.
+    """How shapes are chosen: ``step`` columns and ``rows`` rows of a group are rounded up to.
 
+    ``padded_rows`` is how many rows a step computes for rows in use; None rounds those up, too.
     ``group_cost`` is what one more group costs, in cells (one row's keys and values of one column).
     ``mask_rank`` is 4, or 5 for a model that folds its query heads itself.
     """
 
     step: int = 1
     rows: int = 1
+    padded_rows: Callable[[int], int] | None = None
     group_cost: int = 2048
     mask_rank: int = 4
+
+    def rows_of_step(self, layout: SlotLayout) -> int:
+        """Rows that a step computes; never more than the buffers have."""
+        used = layout.num_rows
+        padded = round_up(used, self.rows) if self.padded_rows is None else self.padded_rows(used)
+        return min(layout.rows, padded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +113,7 @@ class ColumnSpan:
 
     Rows [0, num_rows) read columns [low, high). ``mask`` is bool ``[rows, 1, 1, columns]``, or None
     when every row owns every column. ``write`` is the column that the step writes; it is the last,
-    unless shapes are rounded.
+    unless shapes are rounded. ``stored`` is how many cells the buffers of these rows have.
     """
 
     def __init__(
@@ -118,6 +126,7 @@ class ColumnSpan:
     ) -> None:
         step = shapes.step
         self.num_rows = rows
+        self.stored = rows * layout.capacity
         self.write = layout.write
         self.low = layout.lowest // step * step
         self.high = min(layout.capacity, round_up(self.write + 1, step))
@@ -148,6 +157,11 @@ class ColumnSpan:
         if len(found) == 1:
             found[0] = replace(found[0], low=self.low, mask=self.mask)
         return found
+
+    @cached_property
+    def visible(self) -> int:
+        """Cells that the groups read."""
+        return sum((one.last - one.first) * (one.high - one.low) for one in self.groups)
 
     @cached_property
     def common(self) -> list[CommonPrefix]:
@@ -221,7 +235,7 @@ class StepViews:
     def view(self, layouts: SlotLayouts) -> StepView:
         """The next step of ``layouts``."""
         main, shapes = layouts.main, self.shapes
-        rows = min(main.rows, round_up(main.num_rows, shapes.rows))
+        rows = shapes.rows_of_step(main)
         made_for = (main.version, rows, main.write // 64)  # windows change as rows grow
         if made_for != self._made_for:
             self._made_for = made_for

@@ -6,7 +6,7 @@ from batchkv_worker.kv.backends import device
 from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.backends.cpu.backend import CpuBackend
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend
-from batchkv_worker.kv.backends.gpu.backend import GpuBackend
+from batchkv_worker.kv.backends.metal.backend import MetalBackend
 
 
 def choose_backend() -> Backend:
@@ -14,4 +14,4 @@ def choose_backend() -> Backend:
     kind = device.kind()
     if kind == "cpu":
         return CpuBackend()
-    return CudaBackend() if kind == "cuda" else GpuBackend(name="metal")
+    return CudaBackend() if kind == "cuda" else MetalBackend()

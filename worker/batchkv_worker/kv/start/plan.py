@@ -99,6 +99,7 @@ def _checked(name: str, model: Any, tree: CacheTree, decision: Decision, undo: U
     shapes = Shapes(
         step=backend.columns_multiple,
         rows=backend.rows_multiple,
+        padded_rows=backend.padded_rows,
         group_cost=decision.group_cost,
         mask_rank=traits.mask_rank,
     )

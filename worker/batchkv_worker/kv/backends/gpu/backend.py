@@ -15,7 +15,7 @@ from batchkv_worker.kv.backends.gpu import fused_linear
 
 @dataclass(frozen=True, eq=False)
 class GpuBackend(GenericBackend):
-    """Implements ``Backend`` for Metal, and what CUDA has in common with it."""
+    """What Metal and CUDA have in common."""
 
     name: str = "gpu"
 
