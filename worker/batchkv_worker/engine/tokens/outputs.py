@@ -39,18 +39,24 @@ def read_back(sampled: Sampled) -> ReadBack:
 
 def take(row: Sequence, index: int, read: ReadBack, tokenizer: Any) -> Completed | None:
     """Give the row its token of a step. Returns its event if that was its last token."""
-    _take_token(row, read.tokens[index], tokenizer.eos_token_ids)
+    stop_start = _take_token(row, read.tokens[index], tokenizer.eos_token_ids)
     if row.generation.logprobs is not None:
         row.logprobs.append(_logprob(row, index, read, tokenizer))
-    return _completed(row, tokenizer) if row.is_ended else None
+    return _completed(row, tokenizer, stop_start) if row.is_ended else None
 
 
-def _take_token(row: Sequence, token: int, end_tokens: Collection[int]) -> None:
+def _take_token(row: Sequence, token: int, end_tokens: Collection[int]) -> int | None:
+    """Append a token, and end the row if it is the last. Returns where a stop string begins."""
     row.generated.append(token)
-    if token in end_tokens or _hits_stop(row, token):
+    if token in end_tokens:
+        row.end("stop")
+        return None
+    stop_start = _add_and_find_stop(row, token)
+    if stop_start is not None:
         row.end("stop")
     elif len(row.generated) >= row.generation.max_tokens:
         row.end("length")
+    return stop_start
 
 
 def _add(detokenizer: Any, token: int) -> None:
@@ -59,26 +65,27 @@ def _add(detokenizer: Any, token: int) -> None:
         detokenizer.add_token(token)
 
 
-def _hits_stop(row: Sequence, token: int) -> bool:
+def _add_and_find_stop(row: Sequence, token: int) -> int | None:
     if row.detokenizer is None:
-        return False
+        return None
     _add(row.detokenizer, token)
-    return _find_stop(row.detokenizer.text, row.generation.stop) is not None
+    return _find_stop(row.detokenizer.text, row.generation.stop)
 
 
 def _find_stop(text: str, stops: tuple[str, ...]) -> int | None:
-    """Where the first of the stop strings begins."""
+    """The start of the stop string that begins first, or None."""
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     return min(found, default=None)
 
 
-def _completed(row: Sequence, tokenizer: Any) -> Completed:
+def _completed(row: Sequence, tokenizer: Any, stop_start: int | None) -> Completed:
     text = _text(row, tokenizer)
-    cut = _find_stop(text, row.generation.stop)
+    if stop_start is None:  # the end of the text, which the detokenizer held back, may have one
+        stop_start = _find_stop(text, row.generation.stop)
     return Completed(
         job_id=row.job_id,
-        text=text if cut is None else text[:cut],
-        finish_reason=row.finish_reason if cut is None else "stop",
+        text=text if stop_start is None else text[:stop_start],
+        finish_reason=row.finish_reason if stop_start is None else "stop",
         usage=Usage(len(row.prompt), len(row.generated), row.num_cached),
         token_ids=tuple(row.generated),
         logprobs=tuple(row.logprobs) if row.generation.logprobs is not None else None,
