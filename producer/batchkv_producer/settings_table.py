@@ -99,7 +99,7 @@ class Setting:
         )
 
     def option(self) -> dict[str, Any]:
-        """What click is told of the flag beside its names and help."""
+        """The arguments of click's option besides its names and help."""
         if self.is_bare:
             return {"is_flag": True, "flag_value": "on"}
         return {"metavar": self.metavar or None}

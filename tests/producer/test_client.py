@@ -77,7 +77,7 @@ def gappy(redis_connection: Redis, write_lines: Write) -> Desk:
 
 
 def test_every_public_name_is_there() -> None:
-    """The package imports its names when they are asked for: each of them, and no other."""
+    """The package imports each public name at its first use, and has no others."""
     assert all(getattr(batchkv_producer, name) for name in batchkv_producer.__all__)
     with pytest.raises(AttributeError, match="nothing_like_this"):
         assert batchkv_producer.nothing_like_this
@@ -133,7 +133,7 @@ def test_batches_are_listed_newest_first(desk: Desk, write_lines: Write) -> None
 
 
 def test_a_batch_that_is_not_ours(client: Client, redis_connection: Redis) -> None:
-    """A hash that cannot be a batch is an error of its own."""
+    """A hash that is no batch raises an error of its own."""
     redis_connection.hset(redis_keys.batch("a" * 16), mapping={"digest": "d", "total": "many"})
     with pytest.raises(WireError):
         client.status("a" * 16)
@@ -176,7 +176,7 @@ def test_workers_that_live(desk: Desk) -> None:
 def test_a_worker_that_missed_two_heartbeats(
     desk: Desk, record: dict[str, Any], is_away: bool
 ) -> None:
-    """It is asleep or away; the server's clock counts, for its own may be wrong."""
+    """It is shown as asleep or away. The server's clock decides, because its own may be wrong."""
     key = redis_keys.worker("mac-1")
     fields = {"birth": "x", "queues": desk.queue, "state": "busy", **record}
     if "bkv_seen" in record:
@@ -197,7 +197,7 @@ def test_workers_that_were_killed(desk: Desk) -> None:
 
 
 def test_workers_of_other_queues(desk: Desk) -> None:
-    """A stock worker of somebody else's queue is none of ours."""
+    """RQ's workers of other queues are not listed."""
     queue = Queue("default", connection=desk.connection, serializer=JSONSerializer)
     Worker([queue], connection=desk.connection, serializer=JSONSerializer).register_birth()
     assert desk.client.workers() == []
@@ -207,7 +207,7 @@ def test_workers_of_other_queues(desk: Desk) -> None:
 
 
 def test_a_job_through_its_life(desk: Desk) -> None:
-    """Queued, running, ok; and the name that its line gave it."""
+    """A job is queued, running, ok, and has the custom_id of its line."""
     job_id = desk.job_id(2)
     assert desk.client.job(job_id).status == "queued"
     pulled = desk.pull(1)
@@ -230,14 +230,14 @@ def test_a_bad_row_is_a_job_too(desk: Desk) -> None:
 
 @pytest.mark.parametrize("job_id", ["x", "0" * 16, "0" * 16 + "-0", "0" * 16 + "-1", "a-1\n"])
 def test_an_unknown_job(desk: Desk, job_id: str) -> None:
-    """What is no job id, or names no job, is "not found"."""
+    """A text that is no job id, or names no job, is "not found"."""
     for ask in (desk.client.job, desk.client.result, desk.client.cancel):
         with pytest.raises(NotFoundError):
             ask(job_id)
 
 
 def test_waiting_for_a_result(desk: Desk) -> None:
-    """A result is waited for as long as asked, and comes as soon as it is there."""
+    """``result`` waits for the given time, and returns as soon as the result is there."""
     assert desk.client.result(desk.job_id(2), wait_seconds=0.1) is None
     with later(desk.run):
         assert desk.client.result(desk.job_id(2), wait_seconds=30) is not None
@@ -271,7 +271,7 @@ def test_results_in_finish_order(desk: Desk) -> None:
 
 
 def test_results_in_input_order(desk: Desk) -> None:
-    """Rows come by line; those that have not ended are passed over."""
+    """Rows come by line. Rows that have not ended are left out."""
     desk.run(3)
     assert desk.lines(order="input") == [1, 2, 4, 5]
     assert {row.position for row in desk.client.results(desk.batch, order="input")} == {-1}
@@ -282,7 +282,7 @@ def test_results_in_input_order(desk: Desk) -> None:
 def test_pages_are_seamless(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, page_rows: int, order: str
 ) -> None:
-    """Whatever the size of a page, each row comes once."""
+    """Each row comes once with any page size."""
     monkeypatch.setattr(stored, "PAGE_ROWS", page_rows)
     desk.run()
     for follow in (False, True):
@@ -291,7 +291,7 @@ def test_pages_are_seamless(
 
 
 def test_a_retried_row_comes_once(desk: Desk) -> None:
-    """A row that failed, was retried and ended again stands in the order twice, comes once."""
+    """A row that failed, was retried and ended again is in the order twice and comes once."""
     desk.run(1, "failed")
     desk.run(1)
     assert desk.client.retry(desk.batch) == 1
@@ -304,10 +304,10 @@ def test_a_retried_row_comes_once(desk: Desk) -> None:
 
 @pytest.mark.parametrize("order", ["finish", "input"])
 @pytest.mark.parametrize("has_expired", [False, True])
-def test_a_batch_that_goes_meanwhile_is_no_short_one(
+def test_a_batch_that_is_deleted_meanwhile_is_an_error(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, order: str, has_expired: bool
 ) -> None:
-    """Results that are forgotten, or expire, while they are read end with an error, not early."""
+    """Results that are deleted, or expire, while they are read end with an error."""
     monkeypatch.setattr(stored, "PAGE_ROWS", 2)
     desk.run()
     results = desk.client.results(desk.batch, order=order)  # type: ignore[arg-type]
@@ -343,7 +343,7 @@ def test_following_in_input_order(desk: Desk) -> None:
 
 
 def test_blank_lines_are_no_rows(gappy: Desk) -> None:
-    """Blank lines are waited for in no order, and have no ids."""
+    """Blank lines are never waited for, and have no ids."""
     assert list(gappy.client.job_ids(gappy.batch)) == [gappy.job_id(line) for line in (2, 4, 6)]
     with later(gappy.run):
         assert gappy.lines(order="input", follow=True) == [2, 4, 6]
@@ -366,7 +366,7 @@ def test_results_of_an_unknown_batch(client: Client) -> None:
 
 
 def test_wait_until_done(desk: Desk) -> None:
-    """Waiting reports each look and ends with the batch."""
+    """Waiting reports each status and ends with the batch."""
     seen: list[BatchStatus] = []
     with later(desk.run):
         status = desk.client.wait(desk.batch, on_progress=seen.append)
@@ -383,7 +383,7 @@ def test_wait_no_longer_than_asked(desk: Desk) -> None:
 
 
 def test_wait_and_follow_survive_a_restart(write_lines: Write) -> None:
-    """A server that goes away and comes back with its data interrupts nobody."""
+    """A restart of the server with its data interrupts neither wait nor follow."""
     with running_server("--appendonly", "yes", "--appendfsync", "always") as server:
         desk = Desk(server.connect(), write_lines({"prompt": "a"}, {"prompt": "b"}))
 
@@ -402,7 +402,7 @@ def test_wait_and_follow_survive_a_restart(write_lines: Write) -> None:
 
 
 def test_retries_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An outage is waited out for a while only; a refused password not at all."""
+    """Reads are retried for a limited time during an outage, and never after a refused password."""
     monkeypatch.setattr(retry, "MAX_OUTAGE_SECONDS", 0.5)
     calls = []
 
@@ -427,7 +427,7 @@ def test_retries_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cancel_a_batch(desk: Desk) -> None:
-    """What has ended stays, the rest becomes canceled with its own name; the queue is empty."""
+    """Ended rows stay, the others are canceled under their custom_ids, and the queue is empty."""
     desk.run(1)
     held = desk.pull(1)
     assert desk.client.cancel(desk.batch) == 3
@@ -479,7 +479,7 @@ def test_cancel_one_job(desk: Desk) -> None:
 
 
 def test_cancel_a_job_that_cannot_be_read(desk: Desk) -> None:
-    """A job whose data is not ours is canceled under its line's name."""
+    """A job with unreadable data is canceled under the name of its line."""
     desk.connection.hset(redis_keys.job(desk.job_id(4)), "data", b"\x80pickle?")
     assert desk.client.cancel(desk.batch) == 4
     result = desk.client.result(desk.job_id(4))
@@ -504,7 +504,7 @@ def test_retry_failed_rows_only(desk: Desk) -> None:
 
 
 def test_retry_of_canceled_rows(desk: Desk) -> None:
-    """Canceled rows run again when that is asked for, once, and the sum is right at every point."""
+    """With the flag canceled rows run again, once, and the sum is right at every point."""
     desk.run(1, "failed")
     desk.pull(1)
     assert desk.client.cancel(desk.batch) == 3
@@ -532,7 +532,7 @@ def test_retry_with_a_new_timeout(desk: Desk) -> None:
 
 
 def test_rows_whose_job_is_gone_are_counted(desk: Desk) -> None:
-    """A failed row whose job has expired cannot be run again, and is told from a wrong one."""
+    """A failed row whose job has expired cannot run again. It is counted apart from wrong rows."""
     desk.run(outcome="failed")
     desk.connection.delete(redis_keys.job(desk.job_id(3)))
     assert desk.client.unanswered(desk.batch) == Unanswered(failed=3, wrong=1, expired=1)

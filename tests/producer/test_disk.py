@@ -55,7 +55,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def limited(room: int) -> Callable[[], None]:
-    """What makes a new process, and those that it starts, unable to write larger files."""
+    """A limit on the size of files for a new process and its children."""
     return partial(resource.setrlimit, resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
 
 
@@ -89,7 +89,7 @@ def assert_names(found: subprocess.CompletedProcess[str], home: Home) -> None:
 
 
 def test_a_server_that_finds_no_room_to_start(home: Home, source: Path) -> None:
-    """No room for what a server writes at its start: the folder is named, in submit and in run."""
+    """Without room for a server's start, submit and run name the folder."""
     for command in ("submit", "run"):
         assert_names(batchkv(command, source, "-m", "m", room=0), home)
     assert not list(home.path.glob(".room*"))
@@ -111,7 +111,7 @@ def test_a_server_that_has_no_room_for_more(home: Home, source: Path) -> None:
 
 
 def test_a_disk_that_fills_while_rows_wait(home: Home, source: Path) -> None:
-    """wait does not wait on for workers that cannot tell their results: it names the disk."""
+    """wait ends and names the disk if workers cannot store their results."""
     start_server(ROOM)
     one = source.with_name("one.txt")
     one.write_text("hello\n", "utf-8")
@@ -120,7 +120,7 @@ def test_a_disk_that_fills_while_rows_wait(home: Home, source: Path) -> None:
     assert_names(batchkv("wait", batch_id, "--timeout", "30"), home)
 
 
-def test_a_run_ends_when_its_workers_cannot_tell_results(home: Home, source: Path) -> None:
+def test_a_run_ends_when_its_workers_cannot_store_results(home: Home, source: Path) -> None:
     """run does not go on in silence while its workers keep results that nobody takes: it ends,
     names the disk, and its worker ends with it."""
     start_server(ROOM)
@@ -146,7 +146,7 @@ def test_a_run_ends_when_its_workers_cannot_tell_results(home: Home, source: Pat
 
 
 def test_a_hub_that_is_full_is_a_reason_to_wait(home: Home, source: Path) -> None:
-    """Another machine's disk is for others to mend: it is told in the progress and in a note."""
+    """A full disk of another machine is shown in the progress and in a note, and waited for."""
     start_server(ROOM)
     one = source.with_name("one.txt")
     one.write_text("hello\n", "utf-8")
@@ -168,7 +168,7 @@ def test_a_hub_that_is_full_is_a_reason_to_wait(home: Home, source: Path) -> Non
 
 
 class Steps:
-    """A clock on which a minute has passed whenever it is looked at."""
+    """A clock that goes on by a minute with each call."""
 
     now = 0.0
 

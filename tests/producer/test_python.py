@@ -1,4 +1,4 @@
-"""batchkv from Python: rows as dicts, a client from nothing."""
+"""batchkv from Python: rows as dicts, and a client without arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = [
 
 
 def test_dicts_are_rows(client: Client, tmp_path: Path) -> None:
-    """A list of dicts is queued as lines of a file would be, in any order of their keys."""
+    """A list of dicts is queued like the lines of a file, with their keys in any order."""
     submitted = client.submit(ROWS, model="m")
     assert (submitted.total, submitted.num_bad, submitted.joined) == (2, 0, False)
     turned = [dict(reversed(row.items())) for row in ROWS]
@@ -41,13 +41,13 @@ def test_dicts_are_rows(client: Client, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_row_is_refused(client: Client, rows: object, words: str) -> None:
-    """Before anything is queued, one sentence names the row and what is wrong with it."""
+    """Before anything is queued, one sentence names the row and its fault."""
     with pytest.raises(UsageError, match=words):
         client.submit(rows, model="m")  # type: ignore[arg-type]
     assert client.list_batches() == []
 
 
-def test_a_wrong_row_is_told_of_as_in_a_file(client: Client) -> None:
+def test_a_wrong_row_fails_as_in_a_file(client: Client) -> None:
     """A dict that is no request fails alone, by its number."""
     submitted = client.submit([*ROWS, {"prompt": 5}], model="m")
     assert (submitted.total, submitted.num_bad) == (3, 1)
@@ -55,7 +55,7 @@ def test_a_wrong_row_is_told_of_as_in_a_file(client: Client) -> None:
 
 
 def test_files_and_streams_pass_as_they_are(tmp_path: Path) -> None:
-    """What was a source before is the same source."""
+    """A file or stream is passed on unchanged."""
     path = tmp_path / "in.jsonl"
     path.write_text("{}")
     with path.open("rb") as stream:

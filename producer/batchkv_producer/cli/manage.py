@@ -194,7 +194,7 @@ def forget(
     Queued rows are never run. Workers drop rows of the batch within a second. Files of results
     stay. A batch must fit all of --older-than, --model and --all-done that are given; without
     --all-done, batches that are not done fit too. It works on a server that is full. If it is
-    interrupted, the next `forget`, a look at the batch, or any worker finishes it.
+    interrupted, the next `forget`, `status` or `list`, or any worker, finishes it.
 
     \b
     Examples:

@@ -50,11 +50,11 @@ _WORKERS = click.option(
 def _check_used(flags: list[str], num_workers: int) -> None:
     """Refuse flags for workers if there are no workers. Variables may be set for other commands."""
     source = click.get_current_context().get_parameter_source("trace")
-    said = [*flags, *(["--trace"] if source is ParameterSource.COMMANDLINE else [])]
-    if said and not num_workers:
+    given = [*flags, *(["--trace"] if source is ParameterSource.COMMANDLINE else [])]
+    if given and not num_workers:
         raise UsageError(
-            f"{' and '.join(said)} would do nothing, because --workers 0 starts no worker: give it "
-            "to `batchkv worker`"
+            f"{' and '.join(given)} would do nothing: --workers 0 starts no worker. Give it to "
+            "`batchkv worker`"
         )
 
 
@@ -64,11 +64,11 @@ def worker_options(command: Callable[..., R]) -> Callable[..., R]:
     @functools.wraps(command)
     def with_arguments(*args: Any, **kwargs: Any) -> R:
         values = [(setting, kwargs.pop(setting.name)) for setting in _SETTINGS]
-        said = [(setting, value) for setting, value in values if value]
-        _check_used([setting.flag for setting, _ in said], kwargs["num_workers"])
+        given = [(setting, value) for setting, value in values if value]
+        _check_used([setting.flag for setting, _ in given], kwargs["num_workers"])
         words = [
             word
-            for setting, value in said
+            for setting, value in given
             for word in ((setting.flag,) if setting.is_bare else (setting.flag, value))
         ]
         return command(*args, worker_arguments=tuple(words), **kwargs)

@@ -1,4 +1,4 @@
-"""The ``batchkv`` command: what goes to which stream, exit codes, errors in one line."""
+"""The ``batchkv`` command: its standard output and error, exit codes, errors in one line."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def at_server(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The test session's server is the one that the command finds."""
+    """Commands use the server of the test session."""
     monkeypatch.setenv("BATCHKV_REDIS_URL", redis_url)
     return redis_url
 
@@ -176,7 +176,7 @@ def test_ctrl_c_during_the_imports_is_silent(module: str) -> None:
 
 
 def test_submit_prints_the_id_alone(at_server: str, redis_connection: Redis, source: Path) -> None:
-    """Standard output is the batch id, so that a script can take it; the same file joins."""
+    """Standard output is the batch id alone, for scripts. The same file joins its batch."""
     found = batchkv("submit", source, "-m", "m", "--max-tokens", "9", "--stop", "x", "--stop", "y")
     assert re.fullmatch("[0-9a-f]{16}\n", found.stdout)
     wrong, queued, style, unserved = found.stderr.splitlines()
@@ -201,7 +201,7 @@ def test_submit_ids_and_standard_input(at_server: str, source: Path) -> None:
 def test_model_comes_from_flag_then_line_then_environment(
     at_server: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """-m overrides the lines' model; BATCHKV_MODEL serves when no line names one; else an error."""
+    """-m overrides the lines' model. BATCHKV_MODEL is used if no line names one; else an error."""
     named = tmp_path / "named.jsonl"
     named.write_text('{"prompt": "x", "model": "of-line"}\n', "utf-8")
     assert_complains(batchkv("submit", source), 2, "no model.*-m MODEL")
@@ -251,7 +251,7 @@ def test_bad_generation_flags_are_refused(
 def test_bad_worker_flags_are_refused(
     source: Path, flag: str, bad: list[str], good: list[str]
 ) -> None:
-    """What no worker would take is refused by run itself, before anything is done."""
+    """A value that every worker would refuse is refused by run, before anything is queued."""
     for value in bad:
         assert_complains(batchkv("run", source, "-m", "m", flag, value), 2, flag)
     for value in good:
@@ -271,7 +271,7 @@ def test_bad_worker_flags_are_refused(
     ],
 )
 def test_flags_of_workers_need_workers(source: Path, flags: tuple[str, ...]) -> None:
-    """`run --workers 0` refuses a flag that only workers of its own would heed."""
+    """`run --workers 0` refuses a flag that only its own workers would use."""
     command = ("run", source, "-m", "m", "--workers", "0", "--dry-run", "--allow-bad")
     assert_complains(batchkv(*command, *flags), 2, f"{flags[0]} .*--workers 0")
     assert batchkv(*command).exit_code == 0
@@ -295,7 +295,7 @@ def test_wrong_rows_are_exit_code_1(at_server: str, redis_connection: Redis, sou
 
 
 def test_dry_run_needs_no_model(source: Path) -> None:
-    """Rows are checked although nobody has named a model yet; all that are wrong are counted."""
+    """Rows are checked although no model is named. All wrong rows are counted."""
     source.write_text("{broken\n" * 25, "utf-8")
     for command in ("submit", "run"):
         found = batchkv(command, source, "--dry-run")
@@ -306,7 +306,7 @@ def test_dry_run_needs_no_model(source: Path) -> None:
 
 
 def test_dry_run_needs_no_server(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--dry-run counts and names what is wrong, with no server and nothing left behind."""
+    """--dry-run counts rows and reports wrong ones, without a server. It leaves no file."""
     monkeypatch.setenv("BATCHKV_REDIS_URL", "redis://127.0.0.1:1/0")
     for command in ("submit", "run"):
         found = batchkv(command, source, "-m", "m", "--dry-run")
@@ -318,7 +318,7 @@ def test_dry_run_needs_no_server(source: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [path.name for path in source.parent.iterdir()] == ["in.jsonl"]
 
 
-def test_inputs_that_cannot_be_used_are_told_of(at_server: str, tmp_path: Path) -> None:
+def test_inputs_that_cannot_be_used_are_refused(at_server: str, tmp_path: Path) -> None:
     """No file, a folder, an empty file: one line, exit code 2."""
     (tmp_path / "empty").touch()
     for path, reason in (("none", "does not exist"), ("", "is a directory"), ("empty", "no rows")):
@@ -333,7 +333,7 @@ def test_inputs_that_cannot_be_used_are_told_of(at_server: str, tmp_path: Path) 
 def test_status_of_all_of_a_batch_and_of_a_job(
     at_server: str, redis_connection: Redis, source: Path
 ) -> None:
-    """status tells counts, queue, speed and workers; --json gives the same to programs."""
+    """status shows counts, queue, speed and workers. --json has the same for programs."""
     batch_id = submitted(source)
     shown = batchkv("status").stdout
     assert batch_id in shown and "33 %" in shown
@@ -370,8 +370,8 @@ def test_list_and_workers(at_server: str, redis_connection: Redis, source: Path)
     assert json.loads(batchkv("workers", "--json").stdout)[0]["hostname"] == "studio"
 
 
-def test_unknown_ids_are_told_of(at_server: str) -> None:
-    """An id that nobody knows is exit code 2 in every command that takes one."""
+def test_unknown_ids_are_refused(at_server: str) -> None:
+    """An unknown id is exit code 2 in every command that takes one."""
     for command in ("status", "wait", "results", "cancel", "retry"):
         assert_complains(batchkv(command, "0123456789abcdef"), 2, "no batch 0123456789abcdef")
     for command in ("status", "result", "cancel"):
@@ -417,7 +417,7 @@ def ids_in(path: Path) -> list[str]:
 def test_results_of_an_older_version_are_migrated(
     at_server: str, redis_connection: Redis, source: Path
 ) -> None:
-    """An OUT with failed rows of the old shape ends as a new one does, and stays so."""
+    """An OUT with failed rows of the old shape becomes like a new one, and stays like it."""
     batch_id, out = submitted(source), source.with_name("out")
     finish(redis_connection, "m")
     batchkv("results", batch_id, "-o", out)
@@ -433,11 +433,11 @@ def test_results_of_an_older_version_are_migrated(
         assert [out.read_bytes(), errors.read_bytes()] == new
 
 
-def test_following_into_a_file_outlives_an_outage(
+def test_following_into_a_file_survives_an_outage(
     at_server: str, redis_connection: Redis, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that is away for a moment does not end ``--follow -o``, and while nobody serves the
-    queue it says so, as ``wait`` does."""
+    """A short outage of the server does not end ``--follow -o``. While no worker serves the queue,
+    it says so, like ``wait``."""
     batch_id, out = submitted(source), source.with_name("out")
     real, calls = Client.status, list[str]()
 
@@ -456,7 +456,7 @@ def test_following_into_a_file_outlives_an_outage(
 
 
 def test_results_to_a_file(at_server: str, redis_connection: Redis, source: Path) -> None:
-    """-o appends what is missing, answers and errors apart; --ordered and text write anew."""
+    """-o appends missing rows, answers and errors apart. --ordered and text write new files."""
     batch_id, out = submitted(source), source.with_name("out")
     errors = source.with_name("out.errors.jsonl")
     first = batchkv("results", batch_id, "-o", out)
@@ -562,7 +562,7 @@ def test_status_of_a_failed_job_says_why(at_server: str, source: Path) -> None:
 def test_cancel_and_retry_say_how_many(
     at_server: str, redis_connection: Redis, source: Path
 ) -> None:
-    """cancel takes a job or a batch, retry a batch; both tell on standard error."""
+    """cancel takes a job or a batch, retry a batch. Both report on standard error, in sentences."""
     batch_id = submitted(source)
     assert batchkv("cancel", f"{batch_id}-1").stderr == "batchkv: 1 row was canceled\n"
     assert "no row was canceled: all had ended" in batchkv("cancel", f"{batch_id}-1").stderr
@@ -585,7 +585,7 @@ def test_cancel_and_retry_say_how_many(
 
 
 def at_terminal(*arguments: object) -> str:
-    """What a terminal gets of a command's standard output and error."""
+    """The text that a terminal gets from a command."""
     main_end, other_end = pty.openpty()
     command = [sys.executable, "-m", "batchkv_producer", *map(str, arguments)]
     started = subprocess.Popen(command, stdout=other_end, stderr=other_end)
@@ -608,7 +608,7 @@ def at_terminal(*arguments: object) -> str:
 def test_control_characters_do_not_reach_a_terminal(
     at_server: str, redis_connection: Redis, source: Path
 ) -> None:
-    """Answers with escape sequences are spelled out on a terminal, and exact in a pipe."""
+    """Escape sequences in answers are escaped on a terminal, and unchanged in a pipe."""
     batch_id = submitted(source)
     finish(redis_connection, "m", f"say {ESCAPE}")
     for flags in (["--format", "text"], []):
@@ -622,7 +622,7 @@ def test_control_characters_do_not_reach_a_terminal(
 def test_wait_at_a_terminal_draws_and_cleans_up(
     at_server: str, redis_connection: Redis, source: Path
 ) -> None:
-    """On a terminal progress is a bar, and what stays at the end is the sum."""
+    """On a terminal progress is a bar. At the end only the sum stays."""
     batch_id = submitted(source)
     finish(redis_connection, "m")
     shown = at_terminal("wait", batch_id)
@@ -631,7 +631,7 @@ def test_wait_at_a_terminal_draws_and_cleans_up(
 
 
 def test_names_do_not_reach_a_terminal_raw(at_server: str, source: Path) -> None:
-    """A batch's name, and a file's in an error, are spelled out too."""
+    """A batch's name, and a file's name in an error, are escaped, too."""
     named = batchkv("submit", source, "-m", "m", "--name", f"n{ESCAPE}")
     assert named.exit_code == 1
     for found in (batchkv("list"), batchkv("status"), batchkv("status", named.stdout.strip()),
@@ -664,7 +664,7 @@ def test_results_to_a_full_standard_output(
 
 
 def test_no_server_is_exit_code_3(source: Path) -> None:
-    """Every command that needs Redis tells in one line that it is not there, without a password."""
+    """Without Redis, every command that needs it ends with one line, which has no password."""
     url = "redis://:secret@127.0.0.1:1/0"
     for command in (["submit", source, "-m", "m"], ["run", source, "-m", "m"], ["status"],
                     ["list"], ["workers"], ["wait", "0123456789abcdef"]):  # fmt: skip
@@ -675,7 +675,7 @@ def test_no_server_is_exit_code_3(source: Path) -> None:
 def test_embedded_server_serves_when_none_is_named(
     source: Path, monkeypatch: pytest.MonkeyPatch, redis_server: object, tmp_path: Path
 ) -> None:
-    """Without a URL a server is started, outlives the command, and can be told of and stopped."""
+    """Without a URL a server is started. It goes on after the command, and can be stopped."""
     home = Home(Path("/tmp") / f"bkv-cli-{os.getpid()}")
     monkeypatch.setenv("BATCHKV_HOME", str(home.path))
     try:
@@ -709,7 +709,7 @@ def test_embedded_server_serves_when_none_is_named(
 
 
 def test_plain_progress_is_rare(capsys: pytest.CaptureFixture[str]) -> None:
-    """Elsewhere than on a terminal: at most one line every five seconds, none without news."""
+    """Without a terminal: at most one line every five seconds, and none without a change."""
     now = [0.0]
     plain = PlainReporter(lambda: now[0])
     for second in range(60):
@@ -722,7 +722,7 @@ def test_plain_progress_is_rare(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rates_are_those_of_the_last_half_minute() -> None:
-    """A stall shows in the rate after half a minute; without two looks there is none."""
+    """A stall shows in the rate after half a minute. Before the second sample there is no rate."""
     now = [0.0]
     rates = Rates(lambda: now[0])
     assert rates.rows_per_second == 0
@@ -733,7 +733,7 @@ def test_rates_are_those_of_the_last_half_minute() -> None:
 
 
 def test_rows_that_ended_before_are_no_rate() -> None:
-    """A run that goes on, or keeps answers, promises no time left before it has ended a row."""
+    """A continued run, or one with kept answers, shows no time left before it has ended a row."""
     rates = Rates(itertools.count().__next__)
     rates.add(Snapshot(total=13, is_queuing=True))
     for _ in range(2):
@@ -742,7 +742,7 @@ def test_rows_that_ended_before_are_no_rate() -> None:
 
 
 def test_live_progress_takes_any_text(capsys: pytest.CaptureFixture[str]) -> None:
-    """Square brackets in a note are no markup."""
+    """Square brackets in a note are printed as they are."""
     with LiveReporter() as live:
         live.update(Snapshot(10, ok=3))
         live.note("see [/tmp/x] [bold]")
@@ -750,5 +750,5 @@ def test_live_progress_takes_any_text(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_durations_read_well() -> None:
-    """Two units at most."""
+    """A duration has at most two units."""
     assert [duration(s) for s in (3.4, 200, 7500, 100_000)] == ["3s", "3m20s", "2h05m", "1d03h"]

@@ -1,4 +1,4 @@
-"""Code that was updated in place, beside what an earlier installation wrote of it."""
+"""Code that was updated in place, with the metadata of an earlier installation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOVED = "batchkv_worker.no_such_room:command"
 
 
 def test_a_run_says_what_to_do_about_an_older_installation(tmp_path: Path) -> None:
-    """A check that has moved since is no traceback, and nothing is queued."""
+    """A check that has moved is reported in one line, and nothing is queued."""
     written = tmp_path / "earlier-1.dist-info"
     written.mkdir()
     (written / "METADATA").write_text("Metadata-Version: 2.1\nName: earlier\nVersion: 1\n")
@@ -45,7 +45,7 @@ def test_a_run_says_what_to_do_about_an_older_installation(tmp_path: Path) -> No
 
 
 def test_a_command_that_has_moved_is_not_taken_for_an_extra_that_is_missing() -> None:
-    """`pip install 'batchkv[worker]'` would not help: what is installed must be written anew."""
+    """`pip install 'batchkv[worker]'` would not help: the metadata must be written again."""
     with pytest.raises(UsageError, match="newer than its installation"):
         group._load("worker", EntryPoint("worker", MOVED, "batchkv.commands"))
 

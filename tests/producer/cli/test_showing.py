@@ -62,7 +62,7 @@ def batchkv(*arguments: object) -> Result:
 
 
 def fill(connection: Redis) -> list[str]:
-    """Batches of many rows and long names, in every state, and workers that tell all or nothing."""
+    """Batches with many rows and long names, in every state, and workers with and without data."""
     moves, ids = Transitions(connection), []
     for number, model in enumerate(MODELS):
         batch_id, queue = f"{number:016x}", redis_keys.queue_name(model)
@@ -95,7 +95,7 @@ def fill(connection: Redis) -> list[str]:
 
 @pytest.mark.usefixtures("at_server")
 def test_everything_fits_eighty_columns(redis_connection: Redis) -> None:
-    """With long names, a million rows and all that a batch may say, no line is longer than 80."""
+    """With long names, a million rows and all columns, no line is longer than 80 characters."""
     ids = fill(redis_connection)
     commands = (["status"], ["list"], ["workers"], *(["status", each] for each in ids))
     for command in commands:
@@ -109,7 +109,7 @@ def test_everything_fits_eighty_columns(redis_connection: Redis) -> None:
 
 @pytest.mark.usefixtures("at_server")
 def test_per_cent_and_time_left(redis_connection: Redis) -> None:
-    """What is done of a hundred, and when it will be by what the workers generate now."""
+    """The share of rows that are done, and the time left at the present speed of the workers."""
     ids = fill(redis_connection)
     shown = batchkv("status", ids[0]).stdout
     assert re.search(r"done +34 %, about 3h34m left\n", shown)  # 658,667 rows of 100 at 5,120/s
@@ -122,8 +122,8 @@ def test_per_cent_and_time_left(redis_connection: Redis) -> None:
 
 
 @pytest.mark.usefixtures("at_server")
-def test_workers_that_pass_by_are_told_apart(redis_connection: Redis) -> None:
-    """``status BATCH`` does not say of workers that pass its rows by that they serve it."""
+def test_workers_that_pass_rows_by_are_listed_apart(redis_connection: Redis) -> None:
+    """``status BATCH`` does not list workers that pass its rows by as serving it."""
     (batch_id, *_) = fill(redis_connection)
     redis_connection.hset(redis_keys.batch(batch_id), "scheme", "affine8")
     name = "a-mac-with-a-long-host-name-in-the-cellar-0-1a2b3c4d"
@@ -137,8 +137,8 @@ def test_workers_that_pass_by_are_told_apart(redis_connection: Redis) -> None:
     assert fields["workers"] == [name] and fields["passed_by"] == {}
 
 
-def test_no_time_left_is_told_of_rows_that_a_dead_worker_holds() -> None:
-    """They wait until its lease ends; a dead worker that holds nothing only counts for nothing."""
+def test_no_time_left_is_shown_for_rows_that_a_dead_worker_holds() -> None:
+    """They wait until its lease ends. A dead worker without rows does not change the time left."""
     open_rows = batch(batch_id="b", ok=90, completion_tokens=900, running=10)
     alive = worker(10)
     assert seconds_left([open_rows], [alive]) == {"b": 10.0}
@@ -171,7 +171,7 @@ def test_workers_say_what_they_run(redis_connection: Redis) -> None:
 
 
 def test_batches_of_a_queue_wait_for_each_other() -> None:
-    """The second batch's time is that of both; an urgent one comes first; queues are apart."""
+    """A batch's time includes the batches before it. Urgent ones come first, queues are apart."""
     batches = [
         batch(batch_id="late", created=2, ok=50, completion_tokens=500),
         batch(batch_id="early", created=1, ok=90, completion_tokens=900),
@@ -198,8 +198,8 @@ def test_a_hundred_per_cent_is_all() -> None:
     assert percent_done(batch(total=100, ok=1)) == 1
 
 
-def test_names_keep_what_tells_them_apart() -> None:
-    """A model loses its owner or folder first; then the middle goes."""
+def test_names_are_shortened_in_the_middle() -> None:
+    """A model's owner or folder is left out first, then the middle of its name."""
     assert shorten_model("mlx-community/Qwen3-4B-4bit", 20) == "Qwen3-4B-4bit"
     assert shorten_model("mlx-community/Qwen3-4B-4bit", 10) == "Qwen..4bit"
     assert shorten_model("/models/mine/", 8) == "mine"
@@ -221,7 +221,7 @@ def test_shortened_names_of_a_column_differ(limit: int) -> None:
 
 
 def test_what_does_not_fit_is_narrowed_then_dropped() -> None:
-    """Names become shorter first; then columns go, by their number; empty ones at once."""
+    """Names become shorter first. Then columns are left out by their number, empty ones at once."""
     columns = [
         Column("ID", ["0123456789"]),
         Column("NONE", [0], if_any=True),
@@ -244,7 +244,7 @@ def watched(url: str, tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
 def test_watch_shows_a_batch_until_it_is_done(
     redis_connection: Redis, redis_url: str, tmp_path: Path
 ) -> None:
-    """On a pipe a block each time, with an empty line between; the end of the batch is its end."""
+    """In a pipe, blocks are separated by an empty line. It ends when the batch is done."""
     (batch_id, *_) = fill(redis_connection)
     process = watched(redis_url, tmp_path, "status", batch_id)
     assert process.stdout is not None
@@ -261,14 +261,14 @@ def test_watch_shows_a_batch_until_it_is_done(
 
 @pytest.mark.usefixtures("at_server")
 def test_watch_and_json_exclude_each_other(redis_connection: Redis) -> None:
-    """A program that wants more asks again; the flag is refused with a sentence."""
+    """Together they are refused with a sentence."""
     for command in (["status"], ["list"], ["workers"]):
         found = batchkv(*command, "--watch", "--json")
         assert found.exit_code == 2 and "--watch and --json exclude each other" in found.stderr
 
 
 def test_a_long_table_takes_each_value_a_few_times() -> None:
-    """The work for a table grows with its rows, not with their square."""
+    """The work for a table grows linearly with its rows."""
 
     class Counted(list[int]):
         num_walks = 0

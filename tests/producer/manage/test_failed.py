@@ -1,4 +1,4 @@
-"""``batchkv failed``: rows that failed are an input file again."""
+"""``batchkv failed``: failed rows become an input file again."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         {**CHAT, "chat_template_kwargs": {"enable_thinking": False}, "repetition_penalty": 1.1},
     ],
 )
-def test_a_line_asks_for_what_the_row_asked(line: dict[str, Any]) -> None:
-    """A request that became a line and is read again is the same request."""
+def test_a_line_has_the_request_of_its_row(line: dict[str, Any]) -> None:
+    """A request that is written as a line and read again is unchanged."""
     (first,) = read_rows(io.BytesIO(json.dumps(line).encode()))
     assert isinstance(first, Row)
     text = input_line(first.request, MODEL)
@@ -59,7 +59,7 @@ def test_a_line_asks_for_what_the_row_asked(line: dict[str, Any]) -> None:
 
 
 def test_a_system_message_of_a_flag_becomes_one_of_the_line() -> None:
-    """What --system put before a plain prompt stands in the line, as messages."""
+    """A plain prompt with the text of --system becomes a line with messages."""
     request = Request("s", "completion", prompt="p", style="auto", system="be brief")
     body = json.loads(input_line(request, MODEL))["body"]
     assert [m["content"] for m in body["messages"]] == ["be brief", "p"]
@@ -68,7 +68,7 @@ def test_a_system_message_of_a_flag_becomes_one_of_the_line() -> None:
 def test_failed_rows_are_printed_as_lines_that_can_be_submitted(
     redis_connection: Redis, redis_server: RedisServer, write_lines: Callable[..., Path]
 ) -> None:
-    """In the order of the input, with the defaults said; the rest is counted and told of."""
+    """They come in the order of the input, with the defaults. Rows without a line are counted."""
     client, moves = Client(redis_connection), Transitions(redis_connection)
     names = ["a", "b", "c", "d", "e"]
     source = write_lines(*({"custom_id": n, "prompt": f"to {n}"} for n in names), "{broken")

