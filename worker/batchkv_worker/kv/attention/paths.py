@@ -119,6 +119,15 @@ class LayerAttention:
         """How scores of these queries are weighed."""
         return self.backend.softmax(queries.dtype)
 
+    def reads_whole(self, visible: int, stored: int) -> bool:
+        """Whether to ``dequantize`` whole buffers of ``stored`` cells, and slice the dense result.
+
+        Else the ``visible`` cells are sliced, and read as the path does.
+        """
+        if self.is_packed or not self.scheme.is_packed:
+            return False
+        return self.backend.reads_whole(visible, stored)
+
     def dequantize(self, packed: PackedKV) -> PackedKV:
         """Dense keys and values in the basis of storage, as ``dequantized`` reads them."""
         keys, values = packed

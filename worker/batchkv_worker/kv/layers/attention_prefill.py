@@ -149,7 +149,8 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         end = self.offset - self.base
         layer, shared = self._layer, self._shared
         keys, values = tuple(self._keys), tuple(self._values)
-        if self._reads_whole(end):
+        columns = keys[0].shape[-2]
+        if end < columns and layer.reads_whole(end, columns):
             layer, (keys, values) = self._dequantized, layer.dequantize((keys, values))
             shared = tuple(self._layer.dequantize(one) for one in shared)
         keys, values = _columns(keys, end), _columns(values, end)
@@ -161,12 +162,6 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
             )
         self.pacing.follow(out)
         return out
-
-    def _reads_whole(self, end: int) -> bool:
-        """Whether to dequantize all columns of the buffers, not those up to ``end``."""
-        columns = self.arrays[0].shape[-2]
-        is_sliced = self._scheme.is_packed and end < columns
-        return is_sliced and self._layer.backend.reads_whole(end, columns)
 
     def _store(self, parts: list[mx.array], packed: Parts, start: int, end: int) -> None:
         if start == 0 and end >= self._capacity:  # the whole row in one chunk

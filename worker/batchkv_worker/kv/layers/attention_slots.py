@@ -167,7 +167,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
             for part, new in zip(parts, piece, strict=True):
                 part[: span.num_rows, ..., span.write : span.write + 1, :] = new
         cells = span.num_rows * (span.high - span.low)
-        is_whole = self._reads_whole(cells)
+        is_whole = self._layer.reads_whole(cells, span.stored)
         self._handed = (
             self._dense(self._scheme.keys, self._keys, is_whole),
             self._dense(self._scheme.values, self._values, is_whole),
@@ -198,7 +198,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
             (common, self._partial(common, queries[common.first : common.last], scale))
             for common in span.common
         ]
-        is_whole = not self._layer.is_packed and self._reads_whole(span.visible)
+        is_whole = self._layer.reads_whole(span.visible, span.stored)
         layer, without_mask = self._ways[is_whole]
         buffers = tuple(self._keys), tuple(self._values)
         if is_whole:  # once for all groups
@@ -239,13 +239,6 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         """Attention of rows of several groups over a prefix that all of them share."""
         shared = common.prefix.slots[self.place]
         return shared_prefix.attend_partial(self._layer, queries, shared, scale)
-
-    def _reads_whole(self, visible: int) -> bool:
-        """Whether to dequantize the buffers of the step's rows, not the columns that are read."""
-        span = self.span
-        if not self._scheme.is_packed:
-            return False
-        return self._layer.backend.reads_whole(visible, span.stored)
 
     def _dense(self, scheme: TensorScheme, parts: list[mx.array], is_whole: bool) -> mx.array:
         """All visible columns, dense, as the model knows them."""
