@@ -46,12 +46,12 @@ def make_block(
 
 
 def expected(block: Block) -> Expected:
-    """What a caller asks for who wants this block."""
+    """The expectation of a caller who wants this block."""
     return Expected(block.namespace, block.key, block.kind, block.tokens)
 
 
 def encoded(block: Block, sealer: Sealer = PLAIN) -> bytes:
-    """The block as it lies in a tier."""
+    """The block as a tier stores it."""
     return join(encode(block, sealer))
 
 

@@ -1,4 +1,4 @@
-"""Tiers to test: a Redis of the cache's own, a server that speaks S3, and each tier in turn."""
+"""Tiers to test: a Redis server for the cache, an S3 server, and each tier in turn."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def cache_server(evicting_server: RedisServer) -> RedisServer:
 
 @pytest.fixture(scope="session")
 def bucket_url() -> Iterator[str]:
-    """A server that speaks S3, in a process of its own, with the bucket ``blocks``."""
+    """An S3 server in another process, with the bucket ``blocks``."""
     boto3 = pytest.importorskip("boto3")
     pytest.importorskip("moto.server")
     with closing(socket.socket()) as probe:

@@ -1,4 +1,4 @@
-"""What a process of its own runs: importable by name, as a spawned process wants it."""
+"""The code of another process, importable by name, as a spawned process needs it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def wanted(blocks: list[Block]) -> Wanted:
 
 
 def publish_many(root: str, seed: int) -> None:
-    """One worker's life: publish and look up chains that others publish too."""
+    """A worker that publishes and looks up chains which others publish, too."""
     store = Store([MemoryTier(20_000), DiskTier(Path(root), 30 * 4096)])
     for number in range(30):
         blocks = chain_of([(number * seed + place // 4) % 7 for place in range(24)])

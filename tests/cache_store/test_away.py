@@ -29,7 +29,7 @@ TESTS = Path(__file__).parents[1]
 
 @pytest.fixture
 def volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a volume is mounted, when it is: at present it is not."""
+    """The mount point of a volume that is not mounted now."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return tmp_path / "volumes" / "fast"
 
@@ -48,7 +48,7 @@ def opened(tier: DiskTier) -> Iterator[DiskTier]:
 
 
 def test_nothing_is_made_where_a_volume_is_missing(volume: Path) -> None:
-    """The tier opens, every call says what is missing, and no folder appears; then it is used."""
+    """The tier opens, every call names the missing folder, none is made; later it is used."""
     block = make_block()
     name = f"{block.key.hex()}.kv"
     with opened(DiskTier(volume / "blocks", 100 * MIB)) as tier:
@@ -67,7 +67,7 @@ def test_nothing_is_made_where_a_volume_is_missing(volume: Path) -> None:
 
 
 def test_a_volume_that_goes_is_not_made_anew(volume: Path) -> None:
-    """Unmounted while it is in use, nothing is written in its place; mounted again it goes on."""
+    """After an unmount nothing is written in its place; mounted again, the tier is used again."""
     volume.mkdir(parents=True)
     block = make_block()
     name = f"{block.key.hex()}.kv"
@@ -84,7 +84,7 @@ def test_a_volume_that_goes_is_not_made_anew(volume: Path) -> None:
 
 
 def test_folders_in_the_home_are_made(volume: Path, tmp_path: Path) -> None:
-    """There nothing is mounted as a rule: every folder on the way is made, as before."""
+    """In the home all missing folders of the path are made, because volumes are rare there."""
     (tmp_path / "home").mkdir()
     root = tmp_path / "home" / ".batchkv" / "deep" / "blocks"
     with opened(DiskTier(root, 100 * MIB)) as tier:
@@ -93,7 +93,7 @@ def test_folders_in_the_home_are_made(volume: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_used_is_still_refused(volume: Path) -> None:
-    """What is no matter of waiting, such as a file in its place, is a fault of the settings."""
+    """A fault that will not pass, such as a file in its place, is a fault of the settings."""
     volume.parent.mkdir()
     volume.write_text("no folder")
     with pytest.raises(TierMisconfigured):
@@ -101,13 +101,13 @@ def test_a_folder_that_cannot_be_used_is_still_refused(volume: Path) -> None:
 
 
 def test_a_guest_is_told_what_is_missing(volume: Path) -> None:
-    """``batchkv cache`` names the volume, and not a worker that would make the folder."""
+    """``batchkv cache`` names the volume and does not say that a worker makes the folder."""
     with pytest.raises(TierMisconfigured, match="mount its volume"):
         DiskTier(volume / "blocks", 100 * MIB, is_guest=True)
 
 
 def test_a_store_comes_back_to_a_tier(volume: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The other tiers are used meanwhile; once the volume is there it gets blocks, and is told."""
+    """The other tiers are used meanwhile. The mounted volume gets blocks, and the log says so."""
     (tiers, now) = (open_tiers(parse_tiers(f"memory: disk:{volume}/blocks")), [0.0])
     store = Store(tiers, settings=StoreSettings(), clock=lambda: now[0])
     blocks = [make_block((index, 2, 3, 4)) for index in range(6)]
@@ -128,7 +128,7 @@ def test_a_store_comes_back_to_a_tier(volume: Path, caplog: pytest.LogCaptureFix
 
 
 def test_a_worker_starts_without_its_tiers(volume: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A volume that is not mounted and a Redis that is down are told of; no exit code 2."""
+    """A worker logs an unmounted volume and a Redis that is down, and does not end with 2."""
     cache = f"memory: disk:{volume}/blocks redis://127.0.0.1:1/0?max=1GB"
     access = open_access(WorkerSettings(model="m", cache=cache))
     assert access is not None
@@ -146,7 +146,7 @@ def test_a_worker_starts_without_its_tiers(volume: Path, caplog: pytest.LogCaptu
 def test_a_worker_starts_beside_a_locked_tier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A folder whose lock another process holds is away at the start, and used once it is free."""
+    """A folder that another process has locked is away at the start, and used after that."""
     monkeypatch.setattr(disk_folder, "LOCK_TIMEOUT_SECONDS", 0.05)
     (tmp_path / "usage").touch()
     code = "import fcntl,sys; f=open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print(1); input()"
@@ -166,7 +166,7 @@ def test_a_worker_starts_beside_a_locked_tier(
 
 
 def test_a_worker_starts_beside_a_full_tier(tmp_path: Path) -> None:
-    """A disk that takes not one byte more at the start is away, and used once it has room."""
+    """A full disk is away at the start, and used when it has room."""
     code = f"""
 import resource, sys
 sys.path.append('')
@@ -194,7 +194,7 @@ print(access.store.tier_stats()["disk"].num_blocks)
 def test_no_thing_in_the_folder_keeps_workers_from_starting(
     place: str, thing: str, tmp_path: Path
 ) -> None:
-    """Whoever may write the folder can put anything there: the tier opens, and is in trouble."""
+    """With a foreign object in place of its files, the tier opens, and its calls fail."""
     DiskTier(tmp_path / "blocks", MIB).close()
     path = tmp_path / "blocks" / place
     path.rmdir() if path.is_dir() else path.unlink()

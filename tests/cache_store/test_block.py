@@ -1,4 +1,4 @@
-"""Block format 1: bytes written down, and nothing but an exact block is ever read back."""
+"""Block format 1: its recorded bytes, and the refusal of everything but an exact block."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GOLDEN_MAC = "f56c9400643c8baf339be9c9ea0e0a50"
 
 
 def rejection(data: bytes, block: Block, sealer: Sealer = PLAIN, **changes: Any) -> Reason | None:
-    """Why ``data`` is not ``block`` (asked for with ``changes``); None when it is."""
+    """Why ``data`` is not ``block`` (expected with ``changes``); None if it is."""
     try:
         decode(data, sealer, dataclasses.replace(expected(block), **changes))
     except BlockRejected as fault:
@@ -49,7 +49,7 @@ def rejection(data: bytes, block: Block, sealer: Sealer = PLAIN, **changes: Any)
 
 
 def resealed(content: bytes) -> bytes:
-    """Content with a right checksum: what somebody makes who knows the format."""
+    """Content with a right checksum, as an attacker who knows the format would make it."""
     return content + PLAIN.seal((content,))
 
 
@@ -72,7 +72,7 @@ def header_fields(block: Block) -> dict[str, Any]:
 
 
 def test_golden_bytes() -> None:
-    """The bytes of a known block, written down: they may never change within format 1."""
+    """The bytes of a known block are those recorded here; they may never change in format 1."""
     data = encoded(make_block())
     assert data[:-SEAL_BYTES].hex() == GOLDEN
     assert data[-SEAL_BYTES:].hex() == GOLDEN_SEAL
@@ -112,7 +112,7 @@ def test_encoding_copies_no_tensor() -> None:
 
 
 def test_a_block_without_tensors_or_tokens() -> None:
-    """Empty tables, empty tokens and tensors of no bytes are blocks too."""
+    """Empty tables, empty tokens and tensors without bytes are blocks, too."""
     empty = Tensor(3, "none", "float16", (2, 0, 5), b"")
     for tensors in ((), (empty,), (empty, *make_block().tensors, empty)):
         block = dataclasses.replace(make_block(), tensors=tensors, tokens=b"")
@@ -121,7 +121,7 @@ def test_a_block_without_tensors_or_tokens() -> None:
 
 @pytest.mark.parametrize("sealer", [PLAIN, SIGNED], ids=["checksum", "mac"])
 def test_every_flipped_byte_is_a_miss(sealer: Sealer) -> None:
-    """Whichever byte changes, and whichever of its bits, the block is refused with a reason."""
+    """A change of any bit of any byte makes the block refused, with a reason."""
     block = make_block()
     data = bytearray(encoded(block, sealer))
     seen: Counter[Reason | None] = Counter()
@@ -136,7 +136,7 @@ def test_every_flipped_byte_is_a_miss(sealer: Sealer) -> None:
 
 @pytest.mark.parametrize("sealer", [PLAIN, SIGNED], ids=["checksum", "mac"])
 def test_every_truncation_is_a_miss(sealer: Sealer) -> None:
-    """A block cut anywhere is truncated; one with more at its end is no block either."""
+    """A block cut at any place is truncated; one with extra bytes is refused, too."""
     block = make_block()
     data = encoded(block, sealer)
     assert {rejection(data[:n], block, sealer) for n in range(len(data))} == {Reason.TRUNCATED}
@@ -154,7 +154,7 @@ def test_foreign_files_are_told_apart() -> None:
 
 
 def test_another_block_than_asked_for_is_a_miss() -> None:
-    """A whole block is refused where namespace, key, kind or tokens are not those asked for."""
+    """A whole block is refused if namespace, key, kind or tokens differ from the expected ones."""
     block = make_block()
     data = encoded(block)
     assert rejection(data, block, namespace=b"o" * 32) is Reason.NAMESPACE
@@ -193,7 +193,7 @@ def test_lying_sizes_take_no_memory() -> None:
         {"tokens": bytes(4 * 4097)},
     ):
         liars.append(with_header(block, msgpack.packb({**header_fields(block), **change})))
-    # msgpack arrays that claim a million items each, one within the other.
+    # msgpack arrays that claim a million items each, one inside the other.
     liars.append(with_header(block, b"\xdd\x00\x0f\xff\xff" * 400))
     liars.append(with_header(block, b"\xdc\x07\xff" * 80_000))
     tracemalloc.start()
@@ -207,7 +207,7 @@ def test_lying_sizes_take_no_memory() -> None:
 
 
 BAD_TABLES: dict[str, object] = {
-    # The payload has 67 bytes: all of these but the second end where it does.
+    # The payload has 67 bytes: all of these but the second end with it.
     "overlap": [[0, "a", "uint8", [24], 0, 24], [0, "b", "uint8", [47], 20, 47]],
     "outside": [[0, "a", "uint8", [3], 2**40, 3]],
     "negative offset": [[0, "a", "uint8", [3], -64, 3], [0, "b", "uint8", [3], 64, 3]],
@@ -264,7 +264,7 @@ def test_wrong_fields_are_refused(change: dict[str, object]) -> None:
 
 
 def test_random_mutations_are_misses() -> None:
-    """10,000 mutations, half of them with a right checksum: a miss with a reason, or the block."""
+    """10,000 mutations, half with a right checksum, give a miss with a reason, or the block."""
     rng = random.Random(7)
     block = make_block()
     data = encoded(block)
@@ -287,7 +287,7 @@ def test_random_mutations_are_misses() -> None:
 
 
 def mutated(data: bytes, rng: random.Random, header_size: int) -> bytes:
-    """Bytes overwritten, taken out, put in or moved; mostly in the prefix and the header."""
+    """Overwrite, remove, insert or move bytes, mostly in the prefix and the header."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         end = rng.choice((32, 32 + header_size, 32 + header_size, len(changed)))
@@ -308,13 +308,13 @@ def mutated(data: bytes, rng: random.Random, header_size: int) -> bytes:
 
 
 def same_contents(data: bytes, block: Block) -> bool:
-    """A mutation of padding, parent, writer, time, index or names still is the block asked for."""
+    """A mutation of padding, parent, writer, time, index or names is still the expected block."""
     found = decode(data, PLAIN, expected(block))
     return (found.key, found.tokens) == (block.key, block.tokens)
 
 
 def test_blocks_that_cannot_be_read_cannot_be_written() -> None:
-    """What decode would refuse, encode refuses with a ValueError."""
+    """encode refuses with ValueError whatever decode would refuse."""
     block = make_block()
     tensor = block.tensors[0]
     wrong: list[dict[str, Any]] = [
@@ -350,7 +350,7 @@ def test_limits_are_the_readers() -> None:
 
 
 def test_nothing_is_read_from_random_bytes() -> None:
-    """Random bytes behind a right magic are refused whatever they say."""
+    """Random bytes after a right magic are always refused."""
     rng = random.Random(1)
     block = make_block()
     for _ in range(500):

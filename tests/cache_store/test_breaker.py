@@ -1,4 +1,4 @@
-"""The circuit breaker: opens after several failures, asks once after each cooldown."""
+"""The circuit breaker opens after several failures and allows one call after each cooldown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from batchkv_cache_store.breaker import Breaker
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -25,7 +25,7 @@ def opened(clock: Clock) -> Breaker:
 
 
 def test_it_opens_after_failures_in_a_row() -> None:
-    """Two failures and a success are no reason; three failures are."""
+    """Two failures and a success do not open it; three failures do."""
     clock = Clock()
     breaker = Breaker(3, 5.0, 15.0, clock)
     for _ in range(5):
@@ -37,7 +37,7 @@ def test_it_opens_after_failures_in_a_row() -> None:
 
 
 def test_one_probe_after_the_cooldown_closes_it() -> None:
-    """While open nobody asks; after the cooldown one may, and its success lets all."""
+    """While open it allows no call; after the cooldown one, and its success closes it."""
     clock = Clock()
     breaker = opened(clock)
     clock.now += 4.9
@@ -49,7 +49,7 @@ def test_one_probe_after_the_cooldown_closes_it() -> None:
 
 
 def test_failed_probes_wait_longer() -> None:
-    """Each failed probe doubles the cooldown, up to its maximum; a success starts anew."""
+    """Each failed probe doubles the cooldown, up to its maximum; a success resets it."""
     clock = Clock()
     breaker = opened(clock)
     for cooldown in (5.0, 10.0, 15.0, 15.0):
@@ -68,7 +68,7 @@ def test_failed_probes_wait_longer() -> None:
 
 
 def test_a_probe_that_never_reports_is_replaced() -> None:
-    """A probe whose thread died does not keep the tier out of use."""
+    """After a probe whose thread died, another call is allowed later."""
     clock = Clock()
     breaker = opened(clock)
     clock.now += 5.1
@@ -78,7 +78,7 @@ def test_a_probe_that_never_reports_is_replaced() -> None:
 
 
 def test_it_cools_down_until_a_call_is_allowed() -> None:
-    """Closed it does not rest; open it does, but for the moment of the probe."""
+    """It cools down only while it is open, and not in the moment of the probe."""
     clock = Clock()
     assert not Breaker(3, 5.0, 15.0, clock).is_cooling_down
     breaker = opened(clock)

@@ -1,4 +1,4 @@
-"""Block keys: stable across machines, different for whatever makes blocks differ."""
+"""Block keys: equal on all machines, different for everything that changes a block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MANIFEST = {"format": 1, "weights": "ab" * 32, "scheme": ["affine8/g64"] * 2, "b
 
 
 def test_golden_vectors() -> None:
-    """The keys of a known prompt, written down: they may never change within a format."""
+    """The keys of a known prompt are those recorded here; they may never change in a format."""
     root = root_key(namespace(dict(MANIFEST)))
     keys = chain(root, list(range(512)))
     assert namespace(dict(MANIFEST)).hex() == GOLDEN_NAMESPACE
@@ -62,7 +62,7 @@ def test_salt_separates_tenants() -> None:
 
 
 def test_a_token_changes_its_block_and_all_after_it() -> None:
-    """Keys before the changed token stay, all from its block on differ."""
+    """Keys before the changed token are the same; all from its block on differ."""
     root = root_key(b"n")
     tokens = list(range(5 * BLOCK_TOKENS))
     other = list(tokens)
@@ -78,7 +78,7 @@ def test_only_full_blocks_have_keys() -> None:
 
 
 def test_extra_is_length_prefixed() -> None:
-    """Bytes cannot move between tokens and extra unnoticed."""
+    """Tokens and extra are separated: moving bytes between them changes the key."""
     parent = root_key(b"n")
     assert next_key(parent, [1, 2]) != next_key(parent, [1], b"\x02\x00\x00\x00")
     assert next_key(parent, [1], b"") != next_key(parent, [1], b"\x00")

@@ -1,4 +1,4 @@
-"""Leases: one holder at a time, gone with their holder, and never in anybody's way."""
+"""Leases: one holder at a time, which end with their holder and never stop work."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_one_holder_at_a_time(leases: Leases) -> None:
 
 
 def test_a_lease_that_is_being_asked_for_is_not_taken_by_its_own_renewal(redis_url: str) -> None:
-    """A renewal that falls between asking and the answer leaves the answer to who asked."""
+    """A renewal between the request of a lease and its reply does not change the reply."""
     with closing(RedisLeases(redis_url)) as leases:
         ask = leases._redis.set
 
@@ -66,7 +66,7 @@ def test_a_lease_that_is_being_asked_for_is_not_taken_by_its_own_renewal(redis_u
 
 
 def test_a_chain_is_leased_from_its_first_block_on(leases: Leases) -> None:
-    """All free blocks of a chain at once; nothing when the first is another's."""
+    """All free leases of a chain at once; none if another holds the first."""
     keys = [bytes([number]) * 32 for number in range(4)]
     assert leases.acquire_chain([]) == []
     other = leases.acquire(keys[2])
@@ -81,7 +81,7 @@ def test_a_chain_is_leased_from_its_first_block_on(leases: Leases) -> None:
 def test_a_chain_that_another_worker_computes_is_left_to_it(
     redis_url: str, redis_connection: Redis
 ) -> None:
-    """Of a chain, what others hold in Redis is theirs; what was not got is not kept here either."""
+    """Leases of a chain that others hold in Redis are not taken, and not held locally either."""
     keys = [bytes([number]) * 32 for number in range(3)]
     with closing(RedisLeases(redis_url)) as first, closing(RedisLeases(redis_url)) as second:
         (held,) = first.acquire_chain(keys[1:2])
@@ -93,7 +93,7 @@ def test_a_chain_that_another_worker_computes_is_left_to_it(
 
 
 def test_workers_exclude_each_other(redis_url: str) -> None:
-    """Two workers on one Redis: the second gets the lease when the first lets it go."""
+    """Two workers on one Redis: the second gets the lease when the first releases it."""
     with closing(RedisLeases(redis_url)) as first, closing(RedisLeases(redis_url)) as second:
         lease = first.acquire(KEY)
         assert lease is not None and second.acquire(KEY) is None
@@ -102,7 +102,7 @@ def test_workers_exclude_each_other(redis_url: str) -> None:
 
 
 def test_a_lease_is_renewed_while_it_is_held(redis_url: str, redis_connection: Redis) -> None:
-    """The holder's thread sets the time to live anew, again and again."""
+    """The holder's thread renews the time to live repeatedly."""
     with closing(RedisLeases(redis_url, ttl_seconds=6.0)) as leases:
         leases.acquire(KEY)
         redis_connection.pexpire(NAME, 100_000)
@@ -110,7 +110,7 @@ def test_a_lease_is_renewed_while_it_is_held(redis_url: str, redis_connection: R
 
 
 def test_a_dead_holders_lease_is_taken_over(redis_url: str, redis_connection: Redis) -> None:
-    """What nobody renews expires; the old holder, back again, neither renews nor releases it."""
+    """A lease without renewals expires; its old holder can neither renew nor release it."""
     redis_connection.set(NAME, "of a worker that died", px=50)
     with closing(RedisLeases(redis_url, ttl_seconds=0.3)) as leases:
         held = []
@@ -123,7 +123,7 @@ def test_a_dead_holders_lease_is_taken_over(redis_url: str, redis_connection: Re
 
 
 def test_a_lease_is_not_held_for_ever(redis_url: str, redis_connection: Redis) -> None:
-    """A worker that hangs loses the lease though its thread still lives."""
+    """A worker that hangs loses the lease, though its renewing thread still runs."""
     leases = RedisLeases(redis_url, ttl_seconds=0.3, max_hold_seconds=0.5)
     with closing(leases):
         lease = leases.acquire(KEY)
@@ -133,7 +133,7 @@ def test_a_lease_is_not_held_for_ever(redis_url: str, redis_connection: Redis) -
 
 
 def test_closing_releases(redis_url: str, redis_connection: Redis) -> None:
-    """A worker that ends leaves no lease behind."""
+    """A worker that ends releases its leases."""
     leases = RedisLeases(redis_url)
     leases.acquire(KEY)
     assert redis_connection.exists(NAME)
@@ -142,7 +142,7 @@ def test_closing_releases(redis_url: str, redis_connection: Redis) -> None:
 
 
 def test_without_redis_leases_hold_in_the_process(tmp_path: Path) -> None:
-    """Without Redis work goes on: one process does not compute a block twice, others may."""
+    """Without Redis, one process does not compute a block twice; others may."""
     with closing(RedisLeases(f"unix://{tmp_path}/none")) as leases:
         lease = leases.acquire(KEY)
         assert lease is not None and leases.acquire(KEY) is None
@@ -167,7 +167,7 @@ def test_leases_move_into_redis_when_it_is_back() -> None:
 
 
 def test_local_leases_end_by_themselves() -> None:
-    """In a process too a holder that forgot its lease loses it."""
+    """In one process, too, a holder that never releases its lease loses it."""
     now = [0.0]
     leases = LocalLeases(max_hold_seconds=10.0, clock=lambda: now[0])
     lease = leases.acquire(KEY)

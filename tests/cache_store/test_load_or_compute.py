@@ -1,4 +1,4 @@
-"""Load or compute: the measured speeds decide, and what is unknown is tried."""
+"""Load or compute: the measured speeds decide, and unknown speeds are tried."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MB = 1_000_000
 
 
 def options(*tiers: str, num_bytes: int = 10 * MB, num_tokens: int = 256) -> list[Option]:
-    """Depths of a chain whose blocks lie in these tiers, head first."""
+    """The options of a chain whose blocks are in these tiers, head first."""
     made: list[Option] = []
     sizes: dict[str, int] = {}
     for depth, tier in enumerate(tiers, start=1):
@@ -20,7 +20,7 @@ def options(*tiers: str, num_bytes: int = 10 * MB, num_tokens: int = 256) -> lis
 
 
 def measured(tokens_per_second: float = 1000.0, **bytes_per_second: float) -> Gate:
-    """A gate that knows its speeds; round trips take a millisecond."""
+    """A gate with measured speeds; round trips take a millisecond."""
     gate = Gate()
     gate.observe_prefill(1000, 1000 / tokens_per_second)
     for tier, speed in bytes_per_second.items():
@@ -30,20 +30,20 @@ def measured(tokens_per_second: float = 1000.0, **bytes_per_second: float) -> Ga
 
 
 def test_what_was_never_measured_is_loaded() -> None:
-    """Without a prefill rate, or without a tier's speed, the deepest option is taken."""
+    """Without a prefill rate, or without a tier's speed, the deepest option is chosen."""
     assert Gate().choose(options("redis", "redis")) == 1
     assert measured().choose(options("redis", "redis")) == 1
     assert Gate().choose([]) is None
 
 
 def test_a_load_must_be_quicker_than_computing() -> None:
-    """256 tokens take 256 ms to compute: 10 MB pay at 100 MB/s, and not at 30."""
+    """256 tokens take 256 ms to compute: to load 10 MB pays at 100 MB/s, but not at 30."""
     assert measured(redis=100 * MB).choose(options("redis")) == 0
     assert measured(redis=30 * MB).choose(options("redis")) is None
 
 
 def test_the_round_trip_counts_once() -> None:
-    """One tiny block is not worth a second's round trip, ten are."""
+    """One small block is not worth a round trip of a second, but ten are."""
     gate = measured(redis=1000 * MB)
     for _ in range(50):
         gate.observe_round_trip("redis", 1.0)
@@ -52,21 +52,21 @@ def test_the_round_trip_counts_once() -> None:
 
 
 def test_a_slow_tail_is_computed_and_a_fast_head_loaded() -> None:
-    """The chain is taken as far as its tiers are worth it."""
+    """The chain is loaded as far as its tiers save time."""
     gate = measured(disk=1000 * MB, redis=20 * MB)
     assert gate.choose(options("disk", "disk", "redis")) == 1
     assert gate.choose(options("redis", "disk")) is None
-    # A slow head pays for itself when enough comes quickly behind it.
+    # A slow head pays if enough blocks after it come quickly.
     assert gate.choose(options("redis", *["disk"] * 8)) == 8
 
 
 def test_a_tier_that_was_refused_is_probed_within_a_share_of_the_time() -> None:
-    """A refused step is tried when a hundredth of the computed time pays for it, and mends."""
+    """A refused step is tried when 1 % of the computed time covers its loss; speeds recover."""
     gate = measured(redis=20 * MB)  # a block takes 0.5 s to load and 0.256 to compute
     chain = options("redis", "redis", "redis")
     choices = [gate.choose(chain) for _ in range(100)]
     tried = [index for index, choice in enumerate(choices) if choice is not None]
-    # 0.768 s computed a refusal; a try loses 0.245 s: one in 32.
+    # Each refusal computes for 0.768 s, and a try loses 0.245 s: one in 32.
     assert tried == [31, 63, 95] and {choices[index] for index in tried} == {0}
     for _ in range(40):
         gate.observe_load("redis", 100 * MB, 0.1)
@@ -74,14 +74,14 @@ def test_a_tier_that_was_refused_is_probed_within_a_share_of_the_time() -> None:
 
 
 def test_only_the_first_choice_for_a_prompt_earns_a_try() -> None:
-    """Choosing again after each batch of one prompt does not add up."""
+    """Later choices for the same prompt do not count as refusals."""
     gate = measured(redis=20 * MB)
     chain = options("redis", "redis", "redis")
     assert {gate.choose(chain, is_first=False) for _ in range(100)} == {None}
 
 
 def test_averages_move_and_ignore_nothing_loads() -> None:
-    """New samples count for a fifth; a load of nothing says nothing."""
+    """A new sample counts for a fifth; a load of no bytes does not count."""
     gate = Gate()
     gate.observe_load("disk", 0, 5.0)
     assert gate.load_seconds("disk", MB) == 0.0

@@ -1,4 +1,4 @@
-"""What users write to say where blocks are kept, and what becomes of it."""
+"""The settings of tiers: how texts, variables and files are read, and their errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SECRET = "0123456789abcdef"
 
 
 def test_all_kinds_are_read_in_their_order() -> None:
-    """One text names every tier with its parameters; what is not said has a default."""
+    """One text names every tier with its parameters; other parameters have defaults."""
     assert parse_tiers(
         "memory:?max=2GB disk:/Volumes/My%20Disk/b?max=50GB&fsync=file "
         "redis://hub:6380/1?max=4GB s3://bucket/some/prefix?max=1TB&endpoint=http://hub:9000/"
@@ -62,7 +62,7 @@ def test_all_kinds_are_read_in_their_order() -> None:
     ],
 )
 def test_redis_urls_lose_what_is_ours_and_show_no_password(text: str, url: str, place: str) -> None:
-    """redis-py gets its URL without our parameters; people see it without credentials."""
+    """redis-py gets its URL without batchkv's parameters; users see it without credentials."""
     (spec,) = parse_tiers(text)
     assert isinstance(spec, RedisSpec)
     assert (spec.url, str(spec)) == (url, place) and lease_url([spec]) == url
@@ -111,7 +111,7 @@ def test_redis_urls_lose_what_is_ours_and_show_no_password(text: str, url: str, 
     ],
 )
 def test_what_cannot_be_is_refused_with_a_sentence(text: str, sentence: str) -> None:
-    """Whatever is wrong is said in one line that names what to write."""
+    """Every fault is one line that says what to write."""
     with pytest.raises(ValueError) as caught:
         parse_tiers(text)
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
@@ -125,7 +125,7 @@ def test_what_cannot_be_is_refused_with_a_sentence(text: str, sentence: str) -> 
     end=st.sampled_from(["@hub:6379/0", "@hub?max=1", "@/sock?db=x", "", "@", "@hub?pw=x"]),
 )
 def test_no_error_repeats_a_password(start: str, middle: str, end: str) -> None:
-    """However a password is written, no part of it is in an error or a repr."""
+    """No part of a password is in an error or a repr, however it is written."""
     try:
         shown = repr(parse_tiers(f"{start}hunter{middle}trap{end}"))
     except ValueError as fault:
@@ -148,7 +148,7 @@ def test_sizes_are_read_and_shown() -> None:
 
 
 def test_tiers_are_opened_together_or_not_at_all(tmp_path: Path) -> None:
-    """A text becomes a store of its tiers; one that cannot be used is an error at once."""
+    """A text becomes a store with its tiers; a tier that cannot be used raises at once."""
     text = f"memory:?max=4MiB disk:{tmp_path / 'c'}?max=8MiB&fsync=full redis://127.0.0.1:1"
     store = open_store(text, secret=SECRET.encode())
     assert list(store.tier_stats()) == ["memory", "disk", "redis"]
@@ -161,7 +161,7 @@ def test_tiers_are_opened_together_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_an_objects_tier_is_opened_with_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bucket, endpoint and region reach the client; nothing is connected."""
+    """The client gets bucket, endpoint and region, and does not connect."""
     pytest.importorskip("boto3")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
@@ -185,13 +185,13 @@ def test_an_objects_tier_is_opened_with_its_settings(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_a_cache_in_the_queues_database_is_told(cache: str, queue: str, is_one: bool) -> None:
-    """Equal addresses are found whatever way they are written, and no password is repeated."""
+    """Equal addresses are found in any notation, and no password is repeated."""
     sentence = queue_conflict(parse_tiers(cache), queue)
     assert (sentence is not None) is is_one and "pw" not in (sentence or "")
 
 
 def test_secrets_come_from_the_environment_or_a_closed_file(tmp_path: Path) -> None:
-    """A file that others may open, one that is empty and a short secret are refused."""
+    """A file that others may open, an empty file and a short secret are refused."""
     file = tmp_path / "secret"
     file.write_text(f"{SECRET}\n")
     file.chmod(0o600)

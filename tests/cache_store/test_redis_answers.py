@@ -1,4 +1,4 @@
-"""What is no Redis, or speaks it badly, at the cache's address: trouble of the tier at worst."""
+"""A server at the cache's address that is no Redis, or a faulty one, is a TierError at worst."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cache_store.places import MIB, name
 
 @contextmanager
 def _server(answer: bytes) -> Iterator[str]:
-    """The URL of a server that answers every command so."""
+    """The URL of a server that gives this answer to every command."""
 
     class Handler(StreamRequestHandler):
         def handle(self) -> None:
@@ -49,7 +49,7 @@ def _server(answer: bytes) -> Iterator[str]:
 def test_answers_of_another_kind_are_trouble_of_the_tier(
     answer: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No answer ends a worker at its start or is raised to who asks; leases hold in the process."""
+    """No answer ends a worker at its start or raises in a lookup; leases hold in the process."""
     with _server(answer) as url:
         tier = RedisTier(url, MIB)
         calls: list[Callable[[], object]] = [

@@ -34,7 +34,7 @@ FLUSH_SECONDS = 30.0
 
 
 class FaultyTier(MemoryTier):
-    """Memory under another name, that can be told to fail, to wait or to lie; calls are kept."""
+    """A memory tier that can be set to fail, to wait or to return wrong bytes. It records calls."""
 
     is_instant = False
 
@@ -80,13 +80,13 @@ def publish(store: Store, blocks: Sequence[Block]) -> None:
 
 
 def put(tier: Tier, blocks: Sequence[Block]) -> None:
-    """Put blocks into a tier, past any store."""
+    """Put blocks into a tier without a store."""
     for block in blocks:
         tier.put(block_name(block.key, block.kind), [encoded(block)])
 
 
 def counted(store: Store, *names: str) -> list[int]:
-    """The values of counters."""
+    """The values of these counters."""
     return [store.counters().get(name, 0) for name in names]
 
 
@@ -107,7 +107,7 @@ def test_what_is_published_is_found(tmp_path: Path) -> None:
 
 
 class closing_store(closing[Store]):
-    """A store, closed at the end, with everything written."""
+    """A store that is closed at the end, after all writes."""
 
     def __init__(self, tiers: Sequence[Tier], **settings: Any) -> None:
         super().__init__(Store(tiers, **settings))
@@ -137,7 +137,7 @@ def test_a_manifest_lies_beside_its_blocks(tmp_path: Path) -> None:
      b'{"a":' + b"9" * 5000 + b"}", b'{"a":"' + b"x" * 70_000 + b'"}', b"\xff\xfe"],
 )  # fmt: skip
 def test_what_is_no_manifest_is_none(text: bytes) -> None:
-    """Damage, another form and anything that is too large or too deep is None, never an error."""
+    """Damaged, non-canonical, too large or too deep manifests are None, never an error."""
     digest = hashlib.sha256(text).digest()
     assert decode_manifest(text, digest) == ({} if text == b"{}" else None)
     assert decode_manifest(text, b"0" * 32) is None
@@ -152,7 +152,7 @@ def test_a_gap_ends_the_chain() -> None:
 
 
 def test_tiers_complete_each_other_and_hits_move_up() -> None:
-    """One chain may lie in several tiers; what a slow tier had, the faster ones have afterwards."""
+    """A chain may be spread over several tiers; hits of slow tiers are copied to faster ones."""
     blocks = chain_of(PROMPT)
     memory, disk, shared = MemoryTier(MIB), FaultyTier("disk"), FaultyTier()
     put(memory, blocks[:2])
@@ -166,7 +166,7 @@ def test_tiers_complete_each_other_and_hits_move_up() -> None:
 
 
 def test_64_keys_are_one_round_trip() -> None:
-    """A tier is asked once for 64 keys, and once for their bytes; 65 keys are two of each."""
+    """A tier gets one call for 64 keys, and one for their bytes; 65 keys take two of each."""
     for num_blocks, trips in ((64, [64]), (65, [64, 1])):
         shared = FaultyTier()
         blocks = chain_of(range(4 * num_blocks))
@@ -180,7 +180,7 @@ def test_64_keys_are_one_round_trip() -> None:
 
 
 def test_nothing_is_asked_behind_a_gap() -> None:
-    """A prompt whose first 64 blocks are not all there is not asked about any further."""
+    """If one of a prompt's first 64 blocks is missing, no later keys are looked up."""
     shared = FaultyTier()
     with closing_store([shared]) as store:
         assert store.lookup(wanted(chain_of(range(4 * 300)))).depth == 0
@@ -189,7 +189,7 @@ def test_nothing_is_asked_behind_a_gap() -> None:
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "swap", "empty", "huge"])
 def test_a_damaged_block_is_a_miss_and_set_aside(tmp_path: Path, damage: str) -> None:
-    """A damaged block ends the chain, is counted by reason, and makes room for a good one."""
+    """A damaged block ends the chain, is counted by reason, and can be stored again."""
     blocks = chain_of(PROMPT)
     disk = DiskTier(tmp_path, MIB)
     put(disk, blocks)
@@ -218,7 +218,7 @@ def test_a_damaged_block_is_a_miss_and_set_aside(tmp_path: Path, damage: str) ->
 
 
 def test_a_damaged_block_is_taken_from_the_next_tier() -> None:
-    """What a fast tier has damaged or lost is fetched from a slower one in the same lookup."""
+    """A block that a fast tier lost or damaged is loaded from a slower one in the same lookup."""
     blocks = chain_of(PROMPT)
     disk, shared = FaultyTier("disk"), FaultyTier()
     put(disk, blocks[:3])
@@ -231,7 +231,7 @@ def test_a_damaged_block_is_taken_from_the_next_tier() -> None:
 
 
 def test_blocks_that_vanish_between_asking_and_fetching_are_misses() -> None:
-    """A tier that says yes and then has nothing costs the rest of the chain, not the lookup."""
+    """A tier that reports a block and then lacks it ends the chain; the lookup does not fail."""
     blocks = chain_of(PROMPT)
 
     class Forgetful(FaultyTier):
@@ -247,7 +247,7 @@ def test_blocks_that_vanish_between_asking_and_fetching_are_misses() -> None:
 
 
 def test_signed_blocks_need_their_secret() -> None:
-    """With a secret, foreign blocks are misses; without it, signed ones are, and they stay."""
+    """With a secret, unsigned blocks are misses; without one, signed blocks are, and they stay."""
     blocks = chain_of(PROMPT)
     tier = FaultyTier()
     with closing_store([tier], secret=b"secret of the first") as store:
@@ -263,7 +263,7 @@ def test_signed_blocks_need_their_secret() -> None:
 
 
 def test_states_and_windows_decide_where_a_prompt_is_taken_up() -> None:
-    """Only a depth at which every kind is there is used; windows are needed at its end alone."""
+    """A depth is used only if all its kinds are stored; windows are needed only at its end."""
     kv = chain_of(PROMPT)
     windows = [dataclasses.replace(block, kind=Kind.WINDOW) for block in kv]
     states = [dataclasses.replace(block, kind=Kind.STATE) for block in kv]
@@ -279,13 +279,13 @@ def test_states_and_windows_decide_where_a_prompt_is_taken_up() -> None:
 
 
 def test_a_tier_is_timed_before_much_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One block first; from a tier that is too slow no other follows, and that one is used."""
+    """First one block is loaded. If the tier is too slow, no other is, but this one is used."""
     blocks = chain_of(PROMPT)
     shared = FaultyTier()
     put(shared, blocks)
     gate = Gate()
     gate.observe_prefill(1_000_000, 1.0)  # four tokens take 4 microseconds: nothing is quicker
-    # But for asking what there is, unless the machine pauses then.
+    # The calls that ask for names take no time here, unless the machine pauses.
     monkeypatch.setattr(gate, "observe_round_trip", lambda tier, seconds: None)
     with closing_store([shared], gate=gate) as store:
         found = store.lookup(wanted(blocks))
@@ -294,7 +294,7 @@ def test_a_tier_is_timed_before_much_is_loaded(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_the_caller_has_is_not_fetched() -> None:
-    """Pieces that the caller has count as here, wherever they stand, and are not loaded again."""
+    """Pieces that the caller already has count as found and are not loaded again."""
     kv = chain_of(PROMPT)
     windows = [dataclasses.replace(block, kind=Kind.WINDOW) for block in kv]
     had = {(0, Kind.KV), (1, Kind.KV), (2, Kind.KV), (4, Kind.WINDOW)}
@@ -307,7 +307,7 @@ def test_what_the_caller_has_is_not_fetched() -> None:
 
 
 def test_the_end_of_a_write_is_told() -> None:
-    """``on_end`` comes once the block can be found, also when every tier refused it."""
+    """``on_end`` is called when the block can be found, and also if every tier refused it."""
     block = make_block()
     shared = FaultyTier()
     with closing_store([shared]) as store:
@@ -320,7 +320,7 @@ def test_the_end_of_a_write_is_told() -> None:
 
 
 def test_a_lookup_says_why_it_went_no_deeper() -> None:
-    """The first gap, the gate, damage, or a tier in trouble."""
+    """``stop`` is the first gap, the gate, damage, or a failing tier."""
     blocks = chain_of(PROMPT)
     memory, shared = MemoryTier(MIB), FaultyTier()
     put(memory, blocks[:2])
@@ -339,7 +339,7 @@ def test_a_lookup_says_why_it_went_no_deeper() -> None:
 
 
 def test_a_broken_tier_is_left_alone_and_asked_again() -> None:
-    """Failures are misses; after three the tier is not asked, after the cooldown it is, once."""
+    """Failures are misses. After three the tier gets no calls, and after the cooldown one call."""
     blocks = chain_of(PROMPT)
     memory, shared = MemoryTier(MIB), FaultyTier()
     put(memory, blocks[:2])
@@ -362,7 +362,7 @@ def test_a_broken_tier_is_left_alone_and_asked_again() -> None:
 
 
 def test_a_full_queue_drops_the_write_and_never_waits() -> None:
-    """While a tier is stuck, what does not fit into the queue is dropped and counted."""
+    """While a tier hangs, blocks that do not fit into the queue are dropped and counted."""
     blocks = chain_of(PROMPT, num_bytes=4000)
     shared = FaultyTier()
     shared.may_put.clear()
@@ -378,7 +378,7 @@ def test_a_full_queue_drops_the_write_and_never_waits() -> None:
 
 
 def test_closing_writes_what_waits_for_so_long() -> None:
-    """A close flushes; when a tier is stuck it gives up in time and says how much was lost."""
+    """``close`` flushes. If a tier hangs, it ends in time and counts the lost writes."""
     blocks = chain_of(PROMPT)
     shared = FaultyTier()
     store = Store([shared])
@@ -395,7 +395,7 @@ def test_closing_writes_what_waits_for_so_long() -> None:
 
 
 def test_one_block_published_twice_is_written_once() -> None:
-    """A block that waits already is not queued again, and one that is there is left as it is."""
+    """A block that already waits is not queued again, and a stored one does not change."""
     shared = FaultyTier()
     block = make_block()
     with closing_store([shared]) as store:
@@ -409,7 +409,7 @@ def test_one_block_published_twice_is_written_once() -> None:
 
 
 def test_a_bug_in_one_write_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    """The writer's thread outlives whatever one block does to it, and leaves a trace."""
+    """The writer's thread survives any exception of a write, and logs its trace."""
     shared = FaultyTier()
     with closing_store([shared]) as store:
         broken = dataclasses.replace(make_block(), writer="w")
@@ -424,7 +424,7 @@ def test_a_bug_in_one_write_does_not_stop_the_others(caplog: pytest.LogCaptureFi
 
 
 def test_what_is_slower_than_computing_is_not_loaded() -> None:
-    """The gate leaves a slow tier's blocks where they are; the fast tier's head is loaded."""
+    """The gate refuses a slow tier's blocks; the head in the fast tier is loaded."""
     blocks = chain_of(PROMPT, num_bytes=4000)
     memory, shared = MemoryTier(MIB), FaultyTier()
     put(memory, blocks[:2])
@@ -454,7 +454,7 @@ def test_wrong_arguments_are_errors_of_the_caller() -> None:
 
 
 def test_two_machines_share_blocks_through_redis(tmp_path: Path) -> None:
-    """What one worker publishes, another finds; Redis dying and coming back costs misses only."""
+    """One worker finds the blocks of another. A restart of Redis costs misses only."""
     blocks = chain_of(PROMPT, num_bytes=40_000)
     settings = StoreSettings(cooldown_seconds=0.0, max_failures=1)
 
@@ -479,7 +479,7 @@ def test_two_machines_share_blocks_through_redis(tmp_path: Path) -> None:
 
 
 def test_nothing_is_copied_out_for_tiers_that_rest(tmp_path: Path) -> None:
-    """There is no room for what no tier would take now; one of two that works is enough."""
+    """``has_room`` is False if no tier works; one working tier of two is enough."""
     store = Store([MemoryTier(2**20), DiskTier(tmp_path, 2**20)])
     for tier in store._tiers:
         assert store.has_room(100)

@@ -30,7 +30,7 @@ WRITERS = st.integers(0, 1)
 
 
 def physical(root: Path) -> int:
-    """Bytes of disk under the folder, the ledger aside."""
+    """Bytes of disk under the folder, without the ledger."""
     files = [path for path in root.rglob("*") if path.is_file() and path.name != "usage"]
     return sum(path.stat().st_blocks * 512 for path in files)
 
@@ -80,7 +80,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.stores[reader].flush(FLUSH_SECONDS)
 
     def known_depth(self, blocks: list[Block]) -> int:
-        """What the dict says: blocks of the prompt before the first that it lacks."""
+        """The depth by the dict: blocks of the prompt before the first missing one."""
         gaps = [number for number, b in enumerate(blocks) if b.key not in self.published]
         return gaps[0] if gaps else len(blocks)
 
@@ -91,7 +91,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(blocks=PROMPTS, share=st.floats(0, 1))
     def crash_before_the_rename(self, blocks: list[Block], share: float) -> None:
-        """A worker dies with a temporary file half or wholly written; nobody reads it."""
+        """A worker dies and leaves a temporary file, half or wholly written; no lookup reads it."""
         disk = DiskTier(self.root, self.max_bytes)
         data = encoded(blocks[-1])
         temporary = disk._reserve(block_name(blocks[-1].key, Kind.KV), 4096)
@@ -100,14 +100,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def sweep(self) -> None:
-        """Another worker starts an hour later: what dead ones left is gone."""
+        """Another worker starts an hour later: files of dead workers are gone."""
         DiskTier(self.root, self.max_bytes, temporary_age_seconds=-1.0)
         assert not list((self.root / "temporary").iterdir())
         assert int((self.root / "usage").read_text().split()[0]) == physical(self.root)
 
     @rule(blocks=PROMPTS, number=st.integers(0, MAX_BLOCKS - 1), place=st.integers(0, 2**16))
     def damage(self, blocks: list[Block], number: int, place: int) -> None:
-        """A block rots on the disk: the next lookup stops there, and the block is gone."""
+        """A block is damaged on the disk: the next lookup stops there and removes the block."""
         for writer in (0, 1):
             self.restart(writer)
         depth = self.stores[0].lookup(wanted(blocks)).depth
@@ -142,7 +142,7 @@ TestStoreModel.settings = settings(max_examples=30, stateful_step_count=20, dead
 
 
 def test_processes_share_a_folder_under_pressure(tmp_path: Path) -> None:
-    """Processes that write, read and evict the same blocks see whole blocks and hold the cap."""
+    """Processes that write, read and evict the same blocks see whole blocks and keep the cap."""
     context = multiprocessing.get_context("spawn")
     workers = [
         context.Process(target=publish_many, args=(str(tmp_path), seed)) for seed in (1, 2, 3)

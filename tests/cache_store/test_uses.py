@@ -1,4 +1,4 @@
-"""Uses of blocks: what is written, what memory keeps."""
+"""Uses of blocks: which blocks are written, and which memory keeps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHAINS = st.lists(st.text("ab", min_size=1, max_size=5).map(chain), max_size=12)
 
 
 def test_only_what_others_can_use_is_written() -> None:
-    """What the batch shares, as its producer says, or what rows want that wait here."""
+    """Blocks to write: those shared in the batch by its producer, or needed by rows that wait."""
     uses: Uses[str] = Uses()
     uses.add(chain("abx"))
     assert uses.num_worth_writing(chain("abcd"), 0) == 2
@@ -35,12 +35,12 @@ def test_only_what_others_can_use_is_written() -> None:
 
 
 def test_what_nobody_knows_of_is_written() -> None:
-    """A row whose producer said nothing: all of it may be of use."""
+    """Without a number from the producer, all blocks of a row may be of use."""
     assert Uses[str]().num_worth_writing(chain("abc"), None) == 3
 
 
 def test_a_row_that_waits_does_not_count_itself() -> None:
-    """It looks up its prompt while it waits: one use is its own."""
+    """A row that looks up its prompt while it waits counts as one use itself."""
     uses: Uses[str] = Uses()
     uses.add(chain("abc"))
     assert uses.num_worth_writing(chain("abc"), 0, num_own=1) == 0
@@ -49,7 +49,7 @@ def test_a_row_that_waits_does_not_count_itself() -> None:
 
 
 def test_a_row_that_leaves_twice_is_a_fault() -> None:
-    """Counts never go below nothing."""
+    """Counts never go below zero."""
     uses: Uses[str] = Uses()
     uses.add(chain("ab"))
     uses.remove(chain("ab"))
@@ -61,7 +61,7 @@ def test_a_row_that_leaves_twice_is_a_fault() -> None:
 def test_what_is_written_is_what_is_wanted_or_shared(
     chains: list[Chain], number: int, num_shared: int
 ) -> None:
-    """Of any waiting rows: the blocks with a use left, and the shared ones; they are the first."""
+    """For any waiting rows, the blocks to write are the first ones: with a use left, or shared."""
     if not chains:
         return
     uses: Uses[str] = Uses()
@@ -76,12 +76,12 @@ def test_what_is_written_is_what_is_wanted_or_shared(
 
 
 def popped(kept: EvictionOrder[str]) -> list[str]:
-    """All blocks in the order in which they go."""
+    """All blocks in the order of eviction."""
     return [kept.pop() for _ in range(kept.num_kept)]
 
 
 def test_unwanted_blocks_go_first() -> None:
-    """A block that is wanted outlives younger ones that nobody wants."""
+    """A block with uses is evicted after younger blocks without uses."""
     kept: EvictionOrder[str] = EvictionOrder()
     kept.add(["old"])
     for key in ("old", "x", "y"):
@@ -93,7 +93,7 @@ def test_unwanted_blocks_go_first() -> None:
 
 
 def test_the_end_of_a_prompt_goes_before_its_beginning() -> None:
-    """A block is of no use without those before it."""
+    """A block is evicted before the blocks that come before it in its chain."""
     kept: EvictionOrder[str] = EvictionOrder()
     kept.touch(chain("abc"))
     assert kept.num_held(chain("abcd")) == 3
@@ -101,7 +101,7 @@ def test_the_end_of_a_prompt_goes_before_its_beginning() -> None:
 
 
 def test_ends_that_nobody_begins_with_go_before_all() -> None:
-    """Though they came last; but not while a waiting row wants them."""
+    """Demoted blocks are evicted first, though they came last, but not while a row needs them."""
     kept: EvictionOrder[str] = EvictionOrder()
     kept.touch(chain("xy"))
     kept.touch(chain("abcd"))
@@ -115,7 +115,7 @@ def test_ends_that_nobody_begins_with_go_before_all() -> None:
 
 
 def test_nothing_kept_is_nothing_to_give_up() -> None:
-    """A memory that asks for more than there is has miscounted."""
+    """``pop`` without blocks raises KeyError, because then the memory has miscounted."""
     kept: EvictionOrder[str] = EvictionOrder()
     kept.touch(["a"])
     kept.clear()
@@ -126,7 +126,7 @@ def test_nothing_kept_is_nothing_to_give_up() -> None:
 
 @given(CHAINS, st.integers(0, 8), st.randoms(use_true_random=False))
 def test_kept_holds_whole_prefixes(chains: list[Chain], room: int, rng: random.Random) -> None:
-    """Whatever comes and goes, every block that is kept has its predecessors."""
+    """In any order of operations, every block in the order has its predecessors."""
     kept: EvictionOrder[str] = EvictionOrder()
     waiting = list(chains)
     for each in waiting:
@@ -147,7 +147,7 @@ def test_kept_holds_whole_prefixes(chains: list[Chain], room: int, rng: random.R
 
 
 def test_knowing_the_future_beats_recency() -> None:
-    """In no good order a memory that knows the next rows hits more than one that does not."""
+    """With rows in random order, a memory that knows the next rows has more hits."""
     rng = random.Random(2)
     heads = ["".join(rng.choices("abcdefgh", k=4)) for _ in range(12)]
     jobs = [chain(rng.choice(heads) + f"{number:04}") for number in range(600)]

@@ -55,7 +55,7 @@ def cache(*arguments: object, stdin: str | None = None) -> Result:
 
 
 def said(*arguments: object, code: int = 0) -> Any:
-    """What a command prints with --json."""
+    """The output of a command with --json."""
     found = cache(*arguments, "--json")
     assert found.exit_code == code, found.output
     return json.loads(found.stdout)
@@ -88,7 +88,7 @@ def publish_manifests(tier: Tier) -> None:
         tier.put(manifest_name(digest), [text])
 
 
-# Which cache
+# -- which cache
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_cache_that_cannot_be_looked_at_is_one_sentence(
 
 
 def test_a_tier_that_is_not_there_cannot_be_chosen(disk: DiskTier) -> None:
-    """--tier names one of the cache's own."""
+    """--tier must name a tier of this cache."""
     found = cache("stats", "--tier", "redis")
     assert (found.exit_code, found.stderr) == (2, "batchkv: this cache has no redis tier\n")
 
@@ -120,7 +120,7 @@ def test_a_tier_that_is_not_there_cannot_be_chosen(disk: DiskTier) -> None:
 def test_the_cache_may_stand_in_a_file(
     disk: DiskTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """BATCHKV_CACHE_FILE is as good as BATCHKV_CACHE; a flag goes before both."""
+    """BATCHKV_CACHE_FILE works like BATCHKV_CACHE; the flag overrides both."""
     (tmp_path / "named").write_text(os.environ["BATCHKV_CACHE"])
     monkeypatch.delenv("BATCHKV_CACHE")
     monkeypatch.setenv("BATCHKV_CACHE_FILE", str(tmp_path / "named"))
@@ -139,7 +139,7 @@ def test_a_tier_in_trouble_keeps_nobody_from_the_others(disk: DiskTier, tmp_path
 
 
 def test_looking_changes_nothing(disk: DiskTier, tmp_path: Path) -> None:
-    """Whoever looks under a lower cap evicts nothing."""
+    """A command under a lower cap evicts nothing."""
     names = fill(disk, chain_of(range(200), num_bytes=40_000))
     root = tmp_path / "cache"
     before = sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*.kv"))
@@ -152,7 +152,7 @@ def test_looking_changes_nothing(disk: DiskTier, tmp_path: Path) -> None:
 
 
 def test_stats_count_by_kind_and_namespace(disk: DiskTier, tmp_path: Path) -> None:
-    """Blocks by kind, bytes against the cap, what is pinned, set aside or foreign, whose it is."""
+    """Counts by kind, bytes and cap, pinned, damaged and foreign files, and namespaces."""
     blocks = chain_of(PROMPT)
     state = dataclasses.replace(blocks[5], kind=Kind.STATE)
     names = fill(disk, [*blocks, state, *of_other_model()])
@@ -178,7 +178,7 @@ def test_stats_count_by_kind_and_namespace(disk: DiskTier, tmp_path: Path) -> No
 
 
 def test_ls_lists_what_blocks_say(disk: DiskTier) -> None:
-    """Kind, namespace, index and tokens of each; filters; more than the limit is told."""
+    """Kind, namespace, index and tokens of each block; filters; a note beyond the limit."""
     blocks = chain_of(PROMPT)
     names = fill(disk, [*blocks, *of_other_model()])
     publish_manifests(disk)
@@ -198,7 +198,7 @@ def test_ls_lists_what_blocks_say(disk: DiskTier) -> None:
 
 
 def test_unreadable_blocks_are_listed_with_their_reason(disk: DiskTier) -> None:
-    """What a stranger put under a block's name is told, and breaks no list."""
+    """Foreign bytes under a block's name are listed with a reason and break no list."""
     for number, data in enumerate([b"", b"\x1b[2J" * 20, encoded(chain_of(PROMPT)[0])]):
         disk.put(f"{number:064x}.kv", [data])
     problems = {each["key"][-1]: each["problem"] for each in said("ls")["blocks"]}
@@ -212,7 +212,7 @@ def test_unreadable_blocks_are_listed_with_their_reason(disk: DiskTier) -> None:
 
 
 def test_inspect_shows_a_block(disk: DiskTier) -> None:
-    """Header, tensors, seal, manifest and neighbours; token ids only when asked for."""
+    """Header, tensors, seal, manifest, parent and children; token ids only with --tokens."""
     blocks = chain_of(PROMPT)
     fill(disk, [*blocks[1:4], dataclasses.replace(blocks[2], kind=Kind.STATE)])
     publish_manifests(disk)
@@ -235,7 +235,7 @@ def test_inspect_shows_a_block(disk: DiskTier) -> None:
 
 
 def test_inspect_tells_the_seal(disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A MAC is checked with the secret; without it that is said; damage is said, with the rest."""
+    """A MAC is checked with the secret. A missing secret and damage are reported with the rest."""
     blocks = chain_of(PROMPT)
     fill(disk, blocks[:2], Sealer(SECRET))
     key = blocks[0].key.hex()
@@ -251,7 +251,7 @@ def test_inspect_tells_the_seal(disk: DiskTier, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_inspect_needs_digits_that_mean_one_thing(disk: DiskTier) -> None:
-    """Ambiguous digits are refused with what they may mean, unknown ones and others too."""
+    """Ambiguous digits are refused with all matches; unknown and invalid digits are refused."""
     for tail in ("0", "1"):
         disk.put("abcd" + "0" * 59 + tail + ".kv", [b"x"])
     disk.put("abcd" + "0" * 60 + ".state", [b"x"])
@@ -263,7 +263,7 @@ def test_inspect_needs_digits_that_mean_one_thing(disk: DiskTier) -> None:
 
 
 def test_inspect_shows_a_manifest(disk: DiskTier) -> None:
-    """A namespace's digits show what it is of, on one screen without control characters."""
+    """The digits of a namespace show its manifest, without control characters."""
     publish_manifests(disk)
     digest = namespace(OTHER).hex()
     assert said("inspect", digest[:6])["pieces"][0]["manifest"] == OTHER
@@ -275,7 +275,7 @@ def test_inspect_shows_a_manifest(disk: DiskTier) -> None:
 
 
 def test_verify_finds_damage_and_repairs_on_request(disk: DiskTier, tmp_path: Path) -> None:
-    """Exit code 1 while there is damage; --repair sets it aside; what is only unknown stays."""
+    """Exit code 1 while there is damage; --repair sets it aside; unchecked blocks stay."""
     blocks = chain_of(PROMPT)
     names = fill(disk, blocks)
     publish_manifests(disk)
@@ -308,7 +308,7 @@ def test_verify_finds_damage_and_repairs_on_request(disk: DiskTier, tmp_path: Pa
 
 
 def test_verify_takes_samples(disk: DiskTier) -> None:
-    """A number of blocks, or a share; anything else is refused."""
+    """--sample is a number of blocks or a share; any other text is refused."""
     fill(disk, chain_of(range(400)))
     assert said("verify", "--sample", "7")["tiers"][0]["num_whole"] == 7
     assert said("verify", "--sample", "1000")["tiers"][0]["num_whole"] == 100
@@ -322,7 +322,7 @@ def test_verify_takes_samples(disk: DiskTier) -> None:
 
 
 def test_pins_hold_for_every_process(disk: DiskTier, tmp_path: Path) -> None:
-    """A pinned chain stays while others go; unpinned, it goes too."""
+    """A pinned chain stays while others are evicted; unpinned, it is evicted, too."""
     blocks = chain_of(PROMPT)
     names = fill(disk, [*blocks, dataclasses.replace(blocks[5], kind=Kind.STATE)])
     found = said("pin", blocks[5].key.hex()[:12], "--chain")
@@ -340,7 +340,7 @@ def test_pins_hold_for_every_process(disk: DiskTier, tmp_path: Path) -> None:
 
 
 def test_pins_that_cannot_be_are_refused(disk: DiskTier, tmp_path: Path) -> None:
-    """More than half of the cap, a chain with a gap, no disk, nothing by that name."""
+    """Pins above half of the cap, without a disk tier or of unknown names are refused."""
     blocks = chain_of(range(24), num_bytes=400_000)
     names = fill(disk, blocks)
     last = blocks[5].key.hex()
@@ -366,7 +366,7 @@ def test_pins_that_cannot_be_are_refused(disk: DiskTier, tmp_path: Path) -> None
 
 
 def test_clear_asks_first_and_leaves_what_is_not_ours(disk: DiskTier, tmp_path: Path) -> None:
-    """Without yes nothing goes; foreign files and pinned blocks stay; --pinned takes those too."""
+    """Without yes nothing is deleted. Foreign files stay; pinned blocks do without --pinned."""
     names = fill(disk, chain_of(PROMPT))
     publish_manifests(disk)
     disk.pin(names[:1])
@@ -386,7 +386,7 @@ def test_clear_asks_first_and_leaves_what_is_not_ours(disk: DiskTier, tmp_path: 
 
 
 def test_clear_takes_one_namespace(disk: DiskTier) -> None:
-    """Only the named one goes; digits that mean none are refused."""
+    """Only the named namespace is deleted; digits without a match are refused."""
     names = fill(disk, chain_of(PROMPT))
     fill(disk, of_other_model())
     publish_manifests(disk)
@@ -398,7 +398,7 @@ def test_clear_takes_one_namespace(disk: DiskTier) -> None:
 
 
 def test_gc_removes_what_nobody_will_use(disk: DiskTier, tmp_path: Path) -> None:
-    """Leftovers and the unreadable always; other formats and models only when named."""
+    """gc removes stale and unreadable files; other formats and models only with flags."""
     names = fill(disk, chain_of(PROMPT))
     others = fill(disk, of_other_model())
     publish_manifests(disk)
@@ -437,7 +437,7 @@ def test_gc_removes_what_nobody_will_use(disk: DiskTier, tmp_path: Path) -> None
 
 
 def test_redis_is_looked_after_too(cache_server: RedisServer, tmp_path: Path) -> None:
-    """All commands on a real server, and foreign keys beside the cache's own stay."""
+    """All commands work on a real server, and foreign keys stay."""
     text = f"{cache_server.url}"
     blocks = chain_of(PROMPT)
     with closing(RedisTier(text)) as tier, cache_server.connect() as connection:
@@ -463,7 +463,7 @@ def test_redis_is_looked_after_too(cache_server: RedisServer, tmp_path: Path) ->
 def test_object_storage_is_looked_after_too(
     bucket_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All commands on a server that speaks S3."""
+    """All commands work on an S3 server."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", S3_SETTINGS["aws_access_key_id"])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", S3_SETTINGS["aws_secret_access_key"])
     arguments = ("--cache", f"s3://blocks/cli?endpoint={bucket_url}&region=us-east-1")
@@ -483,7 +483,7 @@ def test_object_storage_is_looked_after_too(
 
 
 def test_other_packages_add_commands(monkeypatch: pytest.MonkeyPatch, disk: DiskTier) -> None:
-    """What stands in the entry point group is a command; what cannot be imported says why."""
+    """Each entry point of the group is a command; one that cannot be imported says why."""
 
     @click.command()
     def extra() -> None:
@@ -506,7 +506,7 @@ def test_other_packages_add_commands(monkeypatch: pytest.MonkeyPatch, disk: Disk
 
 
 def test_the_command_works_as_a_process(disk: DiskTier) -> None:
-    """As installed: JSON on standard output, one line on standard error, exit codes."""
+    """The installed command: JSON on standard output, one line on standard error, exit codes."""
     fill(disk, chain_of(PROMPT))
 
     def process(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -50,14 +50,14 @@ def test_texts_are_shortened_before_columns_are_left_out(width: int, line: str) 
 
 
 def test_a_table_without_rows_is_its_titles() -> None:
-    """Columns that may be left out are; numbers of an empty column do not matter."""
+    """Without rows only titles are printed, without those of ``if_any`` columns."""
     empty = [dataclasses.replace(column, values=[]) for column in COLUMNS]
     assert table_lines(empty, 80) == ["KEY  SIZE  LESS  LEAST  PATH"]
 
 
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> DiskTier:
-    """A disk tier at a long path, with something to show in each column."""
+    """A disk tier at a long path, with a value for each column."""
     for name in [name for name in os.environ if name.startswith("BATCHKV_")]:
         monkeypatch.delenv(name)
     root = tmp_path / ("folder-of-blocks-" * 8) / "cache"

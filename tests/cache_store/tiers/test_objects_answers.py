@@ -1,4 +1,4 @@
-"""What speaks S3 badly: whatever it answers, however slowly, is trouble of the tier at worst."""
+"""Faulty S3 servers: wrong or slow answers are a TierError at worst."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Answer = Callable[[BaseHTTPRequestHandler], None]
 
 @contextmanager
 def _server(answer: Answer) -> Iterator[str]:
-    """The URL of a server that answers every request so."""
+    """The URL of a server that gives this answer to every request."""
 
     class Handler(BaseHTTPRequestHandler):
         def _any(self) -> None:
@@ -74,7 +74,7 @@ def _redirects(request: BaseHTTPRequestHandler) -> None:
     ids=["redirects to itself", "no size", "no key", "a size in words", "a page"],
 )
 def test_answers_that_are_not_s3_are_trouble_of_the_tier(answer: Answer) -> None:
-    """A server whose answers make no sense is a TierError: it ends no worker at its start."""
+    """A server with senseless answers is a TierError, which ends no worker at its start."""
     with _server(answer) as url:
         tier = objects_tier(url, "p/")
         for call in (tier.check, tier.stats, lambda: list(tier.iter_names())):
@@ -84,7 +84,7 @@ def test_answers_that_are_not_s3_are_trouble_of_the_tier(answer: Answer) -> None
 
 
 def test_a_body_without_a_length_is_read() -> None:
-    """A server or a proxy that sends a block in chunks, and does not say how long it is, serves."""
+    """A block that comes in chunks, without its length, is read."""
 
     def chunked(request: BaseHTTPRequestHandler) -> None:
         request.protocol_version = "HTTP/1.1"
@@ -100,7 +100,7 @@ def test_a_body_without_a_length_is_read() -> None:
 
 
 def test_a_body_cut_short_is_trouble_and_no_damaged_block() -> None:
-    """A connection that breaks in a body must not look like a block that is to be deleted."""
+    """A connection that breaks in a body is no damaged block, so the block is not deleted."""
 
     def cut(request: BaseHTTPRequestHandler) -> None:
         request.send_response(200)
@@ -124,7 +124,7 @@ def test_a_body_cut_short_is_trouble_and_no_damaged_block() -> None:
 
 @contextmanager
 def _dripping() -> Iterator[str]:
-    """The URL of a server whose answers never end, a byte now and then."""
+    """The URL of a server that sends a byte now and then, without end."""
     is_over = threading.Event()
 
     def drip(request: BaseHTTPRequestHandler) -> None:
@@ -143,7 +143,7 @@ def _dripping() -> Iterator[str]:
 
 
 def test_a_server_that_drips_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer of a byte now and then ends at its limit, whatever the socket's own limits say."""
+    """An answer of a byte now and then ends at its limit, though the socket's timeouts do not."""
     monkeypatch.setattr(objects, "ASK_SECONDS", 0.3)
     with _dripping() as url:
         tier = objects_tier(url, "p/")
@@ -170,7 +170,7 @@ except TierError:
 
 
 def test_a_request_that_hangs_keeps_no_process() -> None:
-    """A process ends though a request of its tier is still being answered."""
+    """A process can end while a request of its tier still waits for its answer."""
     with _dripping() as url:
         ran = subprocess.run(
             [sys.executable, "-c", _LEAVES, url],
@@ -183,7 +183,7 @@ def test_a_request_that_hangs_keeps_no_process() -> None:
 
 
 def test_a_bucket_that_never_ends_is_not_counted_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A listing of page after page is given up, and nothing is written meanwhile."""
+    """A listing without end stops at its limit, and nothing is written."""
     monkeypatch.setattr(objects, "COUNT_SECONDS", 0.2)
 
     def page(request: BaseHTTPRequestHandler) -> None:

@@ -1,4 +1,4 @@
-"""A folder in which another user has been, say root once: the rest of it is used all the same."""
+"""A folder with parts of another user (root, for example): the rest of it is used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK = 8192
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """A folder that any user can reach, and may write."""
+    """A folder that all users may read and write."""
     folder = Path(tempfile.mkdtemp(prefix="batchkv-users-", dir="/tmp"))
     folder.chmod(0o777)
     yield folder
@@ -30,7 +30,7 @@ def root() -> Iterator[Path]:
 
 @contextmanager
 def _another_user(closed: Path) -> Iterator[None]:
-    """Inside we are a user to whom this folder is closed."""
+    """Inside the block, the process is a user without access to this folder."""
     if os.geteuid() == 0:
         for path in (closed.parents[2], *closed.parents[2].rglob("*")):
             if path != closed and closed not in path.parents:
@@ -48,7 +48,7 @@ def _another_user(closed: Path) -> Iterator[None]:
 
 
 def _filled(root: Path) -> Path:
-    """Five blocks, of which the first lies in the folder that is given back."""
+    """Five blocks; the first is in the returned folder."""
     with closing(DiskTier(root / "blocks", MIB)) as tier:
         for number in range(1, 6):
             assert tier.put(name(number), [bytes(BLOCK)]) is Put.STORED
@@ -57,7 +57,7 @@ def _filled(root: Path) -> Path:
 
 
 def test_a_closed_folder_of_another_user_costs_its_blocks_alone(root: Path) -> None:
-    """A tier opens, lists, counts, reads and writes around what another user has closed."""
+    """A tier opens, lists, counts, reads and writes without a folder that is closed to it."""
     with _another_user(_filled(root)):
         tier = DiskTier(root / "blocks", MIB)
         assert {entry.name for entry in tier.iter_names()} == {name(n) for n in range(2, 6)}
@@ -72,7 +72,7 @@ def test_a_closed_folder_of_another_user_costs_its_blocks_alone(root: Path) -> N
 
 
 def test_what_may_not_be_removed_is_no_room(root: Path) -> None:
-    """Eviction passes by files in another user's folder; the tier opens under a smaller cap too."""
+    """Eviction skips files in another user's folder; the tier opens under a smaller cap, too."""
     closed = _filled(root)
     closed.chmod(0o755)
     for path in closed.iterdir():

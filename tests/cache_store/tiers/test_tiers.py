@@ -1,4 +1,4 @@
-"""One contract for all tiers, and what each of them promises beyond it."""
+"""The contract of all tiers, and the further promises of each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCK = 64 * 1024  # a whole number of the file system's units
 
 
 def test_what_is_put_is_got(tier: Tier) -> None:
-    """Buffers of every sort come back as one, with their size; what is not here is left out."""
+    """Buffers of all types come back as one, with their size; missing names are left out."""
     parts = [b"head", memoryview(bytearray(b"x" * 100_000)), bytearray(b"tail")]
     assert tier.put(name(1), parts) is Put.STORED
     assert tier.put(name(2, "state"), [b"s"]) is Put.STORED
@@ -38,7 +38,7 @@ def test_what_is_put_is_got(tier: Tier) -> None:
 
 
 def test_the_first_put_stays(tier: Tier) -> None:
-    """A second put of a name says that it is present, and changes nothing."""
+    """A second put of a name returns PRESENT and changes nothing."""
     assert tier.put(name(1), [b"first"]) is Put.STORED
     assert tier.put(name(1), [b"second"]) is Put.PRESENT
     assert bytes(tier.get_many([name(1)])[name(1)]) == b"first"
@@ -56,7 +56,7 @@ def test_buffers_are_not_kept(tier: Tier) -> None:
 
 @pytest.mark.parametrize("remove", ["delete", "set_aside", "delete_many"])
 def test_what_is_removed_is_gone(tier: Tier, remove: str) -> None:
-    """Deleting and setting aside make room for a new put; a name that is not here is no error."""
+    """After ``delete`` or ``set_aside`` a name can be put again; a missing name is no error."""
     tier.put(name(1), [b"first"])
     for _ in range(2):
         getattr(tier, remove)([name(1), name(2)] if remove == "delete_many" else name(1))
@@ -66,7 +66,7 @@ def test_what_is_removed_is_gone(tier: Tier, remove: str) -> None:
 
 
 def test_names_are_listed(tier: Tier) -> None:
-    """Blocks and manifests are told with their sizes, and nothing else that lies beside them."""
+    """Blocks and manifests are listed with their sizes, and no foreign objects."""
     sizes = {name(number): 10 + number for number in range(20)}
     sizes |= {name(3, "manifest"): 5, name(4, "window"): 6, name(4, "state"): 7}
     assert list(tier.iter_names()) == []
@@ -87,7 +87,7 @@ def test_names_are_listed(tier: Tier) -> None:
 
 
 def test_a_listing_is_lazy_and_survives_changes(tier: Tier) -> None:
-    """A listing that nobody reads costs nothing, and one that is read while blocks go goes on."""
+    """An unread listing makes no calls; a listing goes on while blocks are deleted."""
     num_blocks = 20 if tier.name == "objects" else 600
     for number in range(num_blocks):
         tier.put(name(number), [b"x"])
@@ -99,7 +99,7 @@ def test_a_listing_is_lazy_and_survives_changes(tier: Tier) -> None:
 
 
 def test_heads_are_read_alone(tier: Tier) -> None:
-    """The first bytes of many blocks; all of a shorter one; what is not here is left out."""
+    """The first bytes of blocks, all bytes of a shorter one, and no missing names."""
     tier.put(name(1), [b"head", bytes(100_000)])
     tier.put(name(2, "manifest"), [b"{}"])
     found = tier.get_heads([name(0), name(1), name(2, "manifest")], 4)
@@ -149,7 +149,7 @@ def test_looking_is_no_use(cache_server: RedisServer, tmp_path: Path) -> None:
     ],
 )
 def test_names_are_checked(tier: Tier, bad: str) -> None:
-    """What is not the name of a block reaches no tier: no path, no key of others."""
+    """A text that is no name is refused by every tier: no path, no key of other programs."""
     for call in (tier.delete, tier.set_aside, lambda n: tier.put(n, [b"x"])):
         with pytest.raises(ValueError, match="not the name"):
             call(bad)
@@ -160,7 +160,7 @@ def test_names_are_checked(tier: Tier, bad: str) -> None:
 
 
 def test_what_has_grown_is_not_read(tier: Tier) -> None:
-    """Of a name that another block stands under by now, one byte more is read than was said."""
+    """If an object has grown, one byte more than the given size is read."""
     tier.put(name(1), [b"x" * 1000])
     sizes = tier.contains_many([name(1)])
     tier.delete(name(1))
@@ -169,7 +169,7 @@ def test_what_has_grown_is_not_read(tier: Tier) -> None:
 
 
 def test_racing_puts_leave_one_whole_block(tier: Tier) -> None:
-    """Of threads that put one name at once all succeed, one is stored, readers see it whole."""
+    """Threads that put one name at once all succeed, one is stored, and readers see it whole."""
     barrier = threading.Barrier(4)
     outcomes: list[Put] = []
 
@@ -187,7 +187,7 @@ def test_racing_puts_leave_one_whole_block(tier: Tier) -> None:
 
 
 def test_the_cap_is_never_passed(tier: Tier) -> None:
-    """However much is put, the tier holds no more than its cap, and takes no block larger."""
+    """The tier never holds more than its cap and refuses a block larger than that."""
     tier.check()
     assert tier.max_bytes is not None
     block = bytes(MIB)
@@ -203,7 +203,7 @@ def test_the_cap_is_never_passed(tier: Tier) -> None:
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_least_recently_used_goes_first(kind: str, tmp_path: Path) -> None:
-    """What was read lately stays, and of what was read together the first stays longest."""
+    """Recently read blocks stay; of blocks read together the first stays longest."""
     tier = MemoryTier(8 * BLOCK) if kind == "memory" else small_disk(tmp_path)
     for number in range(6):
         tier.put(name(number), [bytes(BLOCK)])
@@ -217,7 +217,7 @@ def test_least_recently_used_goes_first(kind: str, tmp_path: Path) -> None:
 
 
 def small_disk(root: Path, num_blocks: int = 8) -> DiskTier:
-    """A disk tier with room for that many test blocks besides its own folders."""
+    """A disk tier with room for so many test blocks and its own folders."""
     return DiskTier(root, int(num_blocks * BLOCK / 0.95) + 4096)
 
 
@@ -225,19 +225,19 @@ def small_disk(root: Path, num_blocks: int = 8) -> DiskTier:
 
 
 def physical(root: Path) -> int:
-    """Bytes of disk that all files below a folder take, the ledger aside."""
+    """Bytes of disk of all files below a folder, without the ledger."""
     files = (path for path in root.rglob("*") if path.is_file() and path.name != "usage")
     return sum(path.stat().st_blocks * 512 for path in files)
 
 
 def ledger(root: Path) -> int:
-    """What the folder's ledger says."""
+    """The used bytes in the folder's ledger."""
     return int((root / "usage").read_text().split()[0])
 
 
 @pytest.mark.parametrize("durability", list(Durability))
 def test_disk_outlives_its_process(tmp_path: Path, durability: Durability) -> None:
-    """Another tier on the same folder finds the blocks, the ledger agrees with the disk."""
+    """Another tier on the same folder finds the blocks; the ledger agrees with the disk."""
     first = DiskTier(tmp_path, MIB, durability)
     first.put(name(1), [b"x" * 5000])
     second = DiskTier(tmp_path, MIB)
@@ -248,7 +248,7 @@ def test_disk_outlives_its_process(tmp_path: Path, durability: Durability) -> No
 
 
 def test_disk_over_its_cap_at_start_is_cut(tmp_path: Path) -> None:
-    """A folder that holds more than a new, lower cap is under it before the first call."""
+    """A folder above a new, lower cap is below it before the first call."""
     large = DiskTier(tmp_path, 100 * BLOCK)
     for number in range(40):
         large.put(name(number), [bytes(BLOCK)])
@@ -259,7 +259,7 @@ def test_disk_over_its_cap_at_start_is_cut(tmp_path: Path) -> None:
 
 
 def test_disk_processes_share_one_cap(tmp_path: Path) -> None:
-    """Two tiers that write in turn hold one cap together, though neither sees the other's puts."""
+    """Two tiers that write alternately keep one cap, though neither sees the other's puts."""
     tiers = [small_disk(tmp_path), small_disk(tmp_path)]
     for number in range(40):
         assert tiers[number % 2].put(name(number), [bytes(BLOCK)]) is Put.STORED
@@ -294,7 +294,7 @@ def test_disk_leftovers_are_swept_by_age(tmp_path: Path) -> None:
 
 
 def test_disk_leaves_foreign_files_alone(tmp_path: Path) -> None:
-    """Files and folders that are not ours are counted and stay, however full it is."""
+    """Foreign files and folders are counted and stay, even if the folder is full."""
     tier = small_disk(tmp_path)
     tier.put(name(0), [b"x"])
     foreign = [
@@ -318,7 +318,7 @@ def test_disk_leaves_foreign_files_alone(tmp_path: Path) -> None:
 
 
 def test_disk_keeps_few_damaged_blocks(tmp_path: Path) -> None:
-    """Damaged blocks are set aside for a look, the latest few, and are the first to go."""
+    """The latest damaged blocks are set aside, and they are evicted first."""
     tier = DiskTier(tmp_path, 100 * BLOCK)
     for number in range(MAX_ASIDE + 4):
         tier.put(name(number), [bytes(BLOCK)])
@@ -331,7 +331,7 @@ def test_disk_keeps_few_damaged_blocks(tmp_path: Path) -> None:
 
 
 def test_disk_pins_are_not_evicted(tmp_path: Path) -> None:
-    """What one tier pins stays in every other on the folder, also after a restart."""
+    """A pin holds in all tiers on the folder, also after a restart."""
     first, second = small_disk(tmp_path), small_disk(tmp_path)
     for number in range(3):
         first.put(name(number), [bytes(BLOCK)])
@@ -352,7 +352,7 @@ def test_disk_pins_are_not_evicted(tmp_path: Path) -> None:
 
 
 def test_disk_pins_take_half_of_the_cap_at_most(tmp_path: Path) -> None:
-    """A pin beyond half is refused whole; under a lower cap the pins that are too many hold not."""
+    """Pins above half of the cap are all refused; under a lower cap the latest have no effect."""
     tier = DiskTier(tmp_path, 8 * BLOCK)
     for number in range(6):
         tier.put(name(number), [bytes(BLOCK)])
@@ -369,7 +369,7 @@ def test_disk_pins_take_half_of_the_cap_at_most(tmp_path: Path) -> None:
 
 
 def test_disk_manifests_go_last(tmp_path: Path) -> None:
-    """A manifest outlives the blocks that room is made of, and counts in the cap."""
+    """Manifests are evicted after blocks, and count in the cap."""
     tier = small_disk(tmp_path)
     tier.put(name(0, "manifest"), [b"{}"])
     for number in range(20):
@@ -380,7 +380,7 @@ def test_disk_manifests_go_last(tmp_path: Path) -> None:
 
 
 def test_disk_guests_change_nothing(tmp_path: Path) -> None:
-    """Who only looks makes no folder, keeps to no cap and removes no leftovers."""
+    """A guest makes no folder, evicts nothing and removes no stale files."""
     with pytest.raises(TierMisconfigured, match="no folder"):
         DiskTier(tmp_path / "none", MIB, is_guest=True)
     assert not (tmp_path / "none").exists()
@@ -399,7 +399,7 @@ def test_disk_guests_change_nothing(tmp_path: Path) -> None:
 
 
 def test_only_disks_pin(cache_server: RedisServer) -> None:
-    """A tier that cannot pin says so, before anything is asked."""
+    """A tier that cannot pin raises ValueError before any call."""
     with closing(RedisTier(cache_server.url)) as tier:
         assert not tier.can_pin and tier.pinned() == []
         with pytest.raises(ValueError, match="redis tier cannot pin"):
@@ -409,7 +409,7 @@ def test_only_disks_pin(cache_server: RedisServer) -> None:
 
 
 def test_disk_folder_may_vanish(tmp_path: Path) -> None:
-    """A folder deleted while it is in use is a miss, and is made again by the next put."""
+    """After its folder is deleted, lookups miss, and the next put makes the folder again."""
     root = tmp_path / "cache"
     tier = DiskTier(root, MIB)
     tier.put(name(1), [b"x"])
@@ -428,7 +428,7 @@ def _remove_tree(root: Path) -> None:
 
 
 def test_disk_follows_no_links_and_reads_no_pipes(tmp_path: Path) -> None:
-    """What lies in a block's place and is no file is no block, and never hangs a reader."""
+    """A pipe, link or folder in a block's place is no block, and never blocks a reader."""
     tier = DiskTier(tmp_path, MIB)
     secret = tmp_path.parent / f"{tmp_path.name}-secret"
     secret.write_text("secret")
@@ -450,7 +450,7 @@ def test_disk_that_cannot_be_used_says_so(tmp_path: Path) -> None:
 
 
 def test_disk_without_space_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that runs out of space while a block is written keeps nothing of it."""
+    """If the disk is full in the midst of a write, no part of the block stays."""
     tier = DiskTier(tmp_path, MIB)
 
     def no_space(*_: object) -> int:
@@ -465,7 +465,7 @@ def test_disk_without_space_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_redis_that_holds_a_queue_is_refused(redis_server: RedisServer, redis_url: str) -> None:
-    """The queue's database is recognized by batchkv's own keys and by RQ's, also later."""
+    """The queue's database is recognized by batchkv's keys and by RQ's, also later."""
     for key in ("batchkv:batches", "rq:queues", "rq:workers"):
         with redis_server.connect() as connection:
             connection.flushall()
@@ -485,7 +485,7 @@ def test_redis_that_holds_a_queue_is_refused(redis_server: RedisServer, redis_ur
 
 
 def test_redis_that_evicts_a_queue_beside_it_is_refused(cache_server: RedisServer) -> None:
-    """An evicting server takes keys of all databases: a queue in any of them is a refusal."""
+    """A server that evicts is refused if any of its databases holds a queue."""
     with Redis(unix_socket_path=str(cache_server.socket), db=3) as connection:
         connection.sadd("rq:queues", "q")
         with closing(RedisTier(cache_server.url)) as tier:
@@ -496,7 +496,7 @@ def test_redis_that_evicts_a_queue_beside_it_is_refused(cache_server: RedisServe
 
 
 def test_redis_without_a_limit_is_refused(redis_url: str) -> None:
-    """A server without maxmemory needs a limit of ours, and then stops before it."""
+    """A server without maxmemory needs ``max_bytes``, and then writes stop before that."""
     with closing(RedisTier(redis_url)) as tier, pytest.raises(TierMisconfigured, match="maxmemory"):
         tier.check()
     with closing(RedisTier(redis_url, 8 * MIB)) as tier:
@@ -506,7 +506,7 @@ def test_redis_without_a_limit_is_refused(redis_url: str) -> None:
 
 
 def test_redis_that_is_full_evicts_or_says_so(cache_server: RedisServer) -> None:
-    """An evicting server makes room by itself; one that does not is full, and that is no error."""
+    """A server that evicts makes room by itself; another one is full, which is no error."""
     with closing(RedisTier(cache_server.url)) as tier:
         for number in range(20):
             assert tier.put(name(number), [bytes(8 * MIB)]) is Put.STORED
@@ -524,7 +524,7 @@ def test_redis_that_is_full_evicts_or_says_so(cache_server: RedisServer) -> None
 def test_redis_put_that_loses_the_race_changes_nothing(
     cache_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A block that another worker put after this one had looked stays, whoever is the later."""
+    """If another worker stores the block after the check, its block stays."""
     with closing(RedisTier(cache_server.url)) as tier, cache_server.connect() as other:
 
         def too_late(*_: object) -> bool:
@@ -537,7 +537,7 @@ def test_redis_put_that_loses_the_race_changes_nothing(
 
 
 def test_redis_keys_of_another_type_are_no_blocks(cache_server: RedisServer) -> None:
-    """A list in a block's place is not here, and the other blocks still are."""
+    """A list in a block's place counts as missing; the other blocks are found."""
     with closing(RedisTier(cache_server.url)) as tier, cache_server.connect() as connection:
         connection.rpush(PREFIX + name(1), "x")
         tier.put(name(2), [b"block"])
@@ -549,7 +549,7 @@ def test_redis_keys_of_another_type_are_no_blocks(cache_server: RedisServer) -> 
 
 
 def test_redis_keys_have_a_prefix_of_their_own(cache_server: RedisServer) -> None:
-    """No key of the cache looks like one of the queue's."""
+    """No key of the cache begins like a key of the queue."""
     with closing(RedisTier(cache_server.url)) as tier:
         tier.put(name(1), [b"x"])
     with cache_server.connect() as connection:
@@ -558,7 +558,7 @@ def test_redis_keys_have_a_prefix_of_their_own(cache_server: RedisServer) -> Non
 
 
 def test_redis_fetches_in_one_round_trip(cache_server: RedisServer) -> None:
-    """64 blocks are one batch of commands, and so is their presence."""
+    """64 blocks take one batch of commands, and the check for them another one."""
     names = [name(number) for number in range(64)]
     with closing(RedisTier(cache_server.url)) as tier, cache_server.connect() as connection:
         for each in names:
@@ -573,7 +573,7 @@ def test_redis_fetches_in_one_round_trip(cache_server: RedisServer) -> None:
 
 
 def test_objects_that_others_wrote_count(bucket_url: str) -> None:
-    """What is in the bucket already counts towards the cap; foreign objects are told apart."""
+    """Objects that are already in the bucket count in the cap; foreign ones are counted apart."""
     from batchkv_cache_store.tiers.objects import ObjectsTier
 
     with closing(objects_tier(bucket_url, "shared/")) as first:
@@ -592,7 +592,7 @@ def test_objects_that_others_wrote_count(bucket_url: str) -> None:
 
 
 def test_servers_that_are_gone_are_tier_errors(bucket_url: str, tmp_path: Path) -> None:
-    """Nothing but TierError comes from a server that does not answer, or that refuses."""
+    """A server that does not answer, or refuses, gives TierError and nothing else."""
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

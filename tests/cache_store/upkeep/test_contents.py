@@ -1,4 +1,4 @@
-"""What blocks say of themselves without being read, and what is made of it."""
+"""The heads of blocks, and the lists, chains, samples and batches made of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DATA = encoded(BLOCK)
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 256, Limits().max_tokens])
 def test_a_head_says_what_its_header_says(num_tokens: int) -> None:
-    """Everything but the tensors stands in the first bytes, of the longest header too."""
+    """The first bytes hold all fields before the tensors, even of the longest header."""
     block = make_block(tokens=range(num_tokens), index=7, kind=Kind.STATE)
     block = dataclasses.replace(block, writer="\u20ac" * 80)
     data = encoded(block)
@@ -46,7 +46,7 @@ def test_a_head_says_what_its_header_says(num_tokens: int) -> None:
 
 @given(place=st.integers(0, 399), byte=st.integers(0, 255), cut=st.integers(0, 400))
 def test_a_damaged_head_is_rejected_or_read(place: int, byte: int, cut: int) -> None:
-    """Whatever the first bytes are, nothing but BlockRejected comes of them."""
+    """Any first bytes give a head or BlockRejected."""
     data = bytearray(DATA[:400])
     data[place] = byte
     for read in (peek, peek_links):
@@ -62,7 +62,7 @@ def test_a_damaged_head_is_rejected_or_read(place: int, byte: int, cut: int) -> 
                     | st.dictionaries(st.text(max_size=3), inner, max_size=3)),
        st.sampled_from(FIELDS))  # fmt: skip
 def test_a_strange_header_is_peeked_at_as_it_is_read(value: object, field: str) -> None:
-    """A field of another type is refused here exactly when it is refused in full."""
+    """``peek`` refuses a field exactly when ``decode`` does."""
     end = 32 + int.from_bytes(DATA[12:16], "little")
     header = msgpack.packb(msgpack.unpackb(DATA[32:end]) | {field: value})
     data = DATA[:12] + len(header).to_bytes(4, "little") + DATA[16:32] + header
@@ -81,7 +81,7 @@ def _accepts(read: Callable[[], object]) -> bool:
 
 
 def test_items_know_their_namespace_or_why_not() -> None:
-    """A block whose size or key is not what it says is told apart, a manifest is its digest."""
+    """A block of another size or key has a reason; a manifest's namespace is in its name."""
     tier = MemoryTier(MIB)
     right = block_name(BLOCK.key, BLOCK.kind)
     for each, data in {
@@ -101,7 +101,7 @@ def test_items_know_their_namespace_or_why_not() -> None:
 
 
 def test_a_chain_is_followed_to_its_root_or_to_its_gap() -> None:
-    """Blocks and windows before a block; a state alone needs none."""
+    """A chain has the blocks and windows before a block; a state needs none."""
     tier = MemoryTier(MIB)
     blocks = chain_of(range(24))
     window = dataclasses.replace(blocks[2], kind=Kind.WINDOW)
@@ -119,7 +119,7 @@ def test_a_chain_is_followed_to_its_root_or_to_its_gap() -> None:
 
 
 def test_a_chain_that_runs_in_a_circle_ends() -> None:
-    """Headers are written by others: a parent that does not come before ends the chain."""
+    """A header may be wrong: a parent that does not come before ends the chain."""
     tier = MemoryTier(MIB)
     first, second = chain_of(range(8))
     first = dataclasses.replace(first, parent=second.key, index=2)
@@ -129,7 +129,7 @@ def test_a_chain_that_runs_in_a_circle_ends() -> None:
 
 
 def test_names_are_found_by_their_first_digits() -> None:
-    """Those that begin so, in all tiers that hold them; a whole key is asked for directly."""
+    """Names that begin with the digits, with their tiers; a whole key needs no listing."""
     first, second = MemoryTier(MIB), MemoryTier(MIB)
     first.put(name(1), [b"x"])
     for each in (name(1), name(1, "state"), name(2)):
@@ -141,7 +141,7 @@ def test_names_are_found_by_their_first_digits() -> None:
 
 
 def test_batches_are_bounded() -> None:
-    """64 names at most, and no more bytes than allowed, were each as large as the largest."""
+    """At most 64 names, and no more bytes than allowed, if each were as large as the largest."""
     entries = [Entry(name(number), size) for number, size in enumerate([5, 5, 50, 1, 9, 1])]
     assert [[e.num_bytes for e in b] for b in batches(entries, 10)] == [[5, 5], [50], [1], [9], [1]]
     assert [len(batch) for batch in batches([entries[0]] * 130)] == [64, 64, 2]
@@ -149,7 +149,7 @@ def test_batches_are_bounded() -> None:
 
 
 def test_samples_are_drawn_at_random() -> None:
-    """So many, each as likely as any; or a share; fewer when there are fewer."""
+    """So many entries, all equally likely, or a share; fewer if there are fewer."""
     entries = [Entry(name(number), 1) for number in range(200)]
     drawn = [entry for _ in range(60) for entry in sample(entries, 10)]
     assert len(drawn) == 600 and len(set(drawn)) > 150
@@ -163,7 +163,7 @@ def test_samples_are_drawn_at_random() -> None:
 
 
 def test_checking_reads_in_bounded_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check of many blocks never asks for more bytes at once than its bound."""
+    """A check of many blocks never reads more bytes at once than its limit."""
     tier = MemoryTier(MIB)
     blocks = chain_of(range(40), num_bytes=4000)
     for block in blocks:

@@ -189,7 +189,7 @@ def test_overrides_stay_with_their_scheme() -> None:
         (("-m", "demo", "--schemes", "affine8,int3"), "--schemes affine8,int3: unknown KV scheme"),
         (("-m", "demo", "--schemes", "affine4,9=float"), "this model's are 0 to 3"),
         (("-m", "./nowhere"), "model './nowhere' is not a folder"),
-        (("-m", "demo", "--text", "nowhere.txt"), "--text nowhere.txt: the file cannot be read: No"),
+        (("-m", "demo", "--text", "nowhere.txt"), "--text nowhere.txt: the file cannot be read"),
         (("-m", "demo", "--text", "."), "--text .: the file cannot be read: Is a directory"),
         (("-m", "demo", "--text", "empty.txt"), "--text empty.txt: the file has no text"),
         (("-m", "demo", "--text", "bytes.bin"), "--text bytes.bin: the file is not UTF-8 text"),
