@@ -40,7 +40,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def worker(redis_url: str) -> Iterator[None]:
-    """A worker of the model that is none of ours."""
+    """A worker of the model that `ask` did not start."""
     environment = {**os.environ, "BATCHKV_REDIS_URL": redis_url}
     command = [sys.executable, fake_worker.__file__, "--model", MODEL, "--name", "other"]
     with subprocess.Popen(command, env=environment) as process, Redis.from_url(redis_url) as redis:
@@ -72,7 +72,8 @@ def left_behind(url: str) -> list[str]:
 
 
 def test_an_answer_and_nothing_else(redis_url: str) -> None:
-    """Nobody serves the model: a worker is started; the answer is printed, the batch forgotten."""
+    """If no worker serves the model, one is started. The answer is printed and the batch
+    deleted."""
     found = asked(redis_url, "why?")
     assert (found.returncode, found.stdout) == (0, fake_worker.answer("why?") + "\n"), found.stderr
     assert f"nobody serves {MODEL}: a worker is started" in found.stderr
@@ -81,7 +82,8 @@ def test_an_answer_and_nothing_else(redis_url: str) -> None:
 
 @pytest.mark.usefixtures("worker")
 def test_a_worker_that_is_there_answers(redis_url: str) -> None:
-    """No other is started; standard input is one prompt, without the end of its last line."""
+    """No worker is started if one serves the model. Standard input is one prompt, without its last
+    newline."""
     found = asked(redis_url, "-", "--json", stdin="two\nlines\n")
     assert found.returncode == 0, found.stderr
     assert "a worker is started" not in found.stderr
@@ -91,7 +93,7 @@ def test_a_worker_that_is_there_answers(redis_url: str) -> None:
 
 
 def test_a_question_without_an_answer(redis_url: str) -> None:
-    """A row that failed is exit code 1, with its reason on standard error alone."""
+    """A failed row is exit code 1, with its reason on standard error alone."""
     found = asked(redis_url, "bad", FAIL="bad")
     assert (found.returncode, found.stdout) == (1, "")
     assert "no answer: engine_error: it was told to" in found.stderr
@@ -99,7 +101,7 @@ def test_a_question_without_an_answer(redis_url: str) -> None:
 
 
 def test_ctrl_c_deletes_the_question(redis_url: str) -> None:
-    """An interrupted question is off the server, and its worker is gone."""
+    """An interrupted question is deleted from the server, and its worker ends."""
     command = [*BATCHKV, "ask", "-m", MODEL, "slow"]
     with subprocess.Popen(
         command,
@@ -125,7 +127,7 @@ def test_ctrl_c_deletes_the_question(redis_url: str) -> None:
 
 
 def test_the_same_question_is_another_batch() -> None:
-    """An answer that was given before is not given again: no two questions have one id."""
+    """An earlier answer is not given again, because no two questions have the same id."""
     client = Client.__new__(Client)  # checking needs no server
     ids = {client.check(Question("why?", "m").source(), model="m").batch_id for _ in range(3)}
     assert len(ids) == 3
@@ -135,13 +137,13 @@ def test_the_same_question_is_another_batch() -> None:
     ("prompt", "why"), [(" \n", "empty"), ("\ud800", "not UTF-8"), ("x" * 2**24, "longer than")]
 )
 def test_what_is_no_question_is_refused(prompt: str, why: str) -> None:
-    """Before anything is sent or started, in one line."""
+    """A wrong prompt is refused in one line, before anything is sent or started."""
     with pytest.raises(UsageError, match=why):
         Question(prompt, "m").source()
 
 
 def test_a_question_is_a_plain_prompt() -> None:
-    """So it goes through the chat template, with the system message, unless it is raw."""
+    """It is sent through the chat template, with the system message, unless it is raw."""
     for prompting in (Prompting(), Prompting(system="s"), Prompting(raw=True)):
         question = Question("why?", "m", prompting=prompting)
         checked = Client.check(question.source(), model="m", prompting=prompting)
@@ -149,7 +151,7 @@ def test_a_question_is_a_plain_prompt() -> None:
 
 
 def test_a_model_has_to_be_named(redis_url: str) -> None:
-    """-m or BATCHKV_MODEL; a folder that is not there is told of before anything is queued."""
+    """Without -m and BATCHKV_MODEL, or with a folder that does not exist, nothing is queued."""
     command = [*BATCHKV, "ask", "why?"]
     options = settings(redis_url)
     found = subprocess.run(command, capture_output=True, timeout=60, **options)
@@ -163,7 +165,7 @@ def test_a_model_has_to_be_named(redis_url: str) -> None:
 
 @pytest.mark.usefixtures("worker")
 def test_who_can_not_answer_is_nobody(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that is away or paused, or has other weights, does not take the question."""
+    """A worker that is away, paused or has other weights does not count as serving the model."""
     with Redis.from_url(redis_url) as redis:
         (there,) = Client(redis).serving(redis_keys.queue_name(MODEL))
     assert asking._is_served(MODEL, [there])

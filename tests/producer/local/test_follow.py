@@ -1,4 +1,4 @@
-"""Following a batch into OUT, while rows are retried and the server forgets."""
+"""A batch is followed into OUT, while rows are retried and the server forgets them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def messages(path: Path) -> list[str]:
 
 
 def test_a_row_that_fails_anew_has_the_new_reason(redis_connection: Redis, tmp_path: Path) -> None:
-    """A row that was written as failed, retried and failed otherwise has its last line, once."""
+    """A failed row that was retried and failed with another error has its last line, once."""
     batch_id, out = submit(redis_connection, tmp_path, 3), tmp_path / "out"
     errors, client = outfile.errors_path(out), Client(redis_connection)
     stale = stale_rows(redis_connection, batch_id)
@@ -52,7 +52,8 @@ def test_a_row_that_fails_anew_has_the_new_reason(redis_connection: Redis, tmp_p
 
 
 def test_a_queued_row_keeps_its_old_line(redis_connection: Redis, tmp_path: Path) -> None:
-    """Between a retry and its end the errors file has the row, which does not count as ended."""
+    """Between a retry and its end a row keeps its line in the errors file, and counts as not
+    ended."""
     batch_id, out = submit(redis_connection, tmp_path, 2), tmp_path / "out"
     errors, client = outfile.errors_path(out), Client(redis_connection)
     stale = stale_rows(redis_connection, batch_id)

@@ -1,4 +1,4 @@
-"""``--on-done``, and the flags of ``test_terms`` on the command line."""
+"""``--on-done``, and the flags of a batch on the command line."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def test_the_command_gets_the_counts(
     outcome: str,
     code: int,
 ) -> None:
-    """By its environment, once; what it says goes to standard error; the code is the rows'."""
+    """The command runs once, with the counts in its environment. Its output goes to standard error.
+    The exit code depends on the rows."""
     batch = submitted(source)
     finish(redis_connection, outcome)
     done = batchkv("wait", batch, "--on-done", SHOW)
@@ -86,10 +87,10 @@ def test_the_command_gets_the_counts(
         ("no-such-command-at-all", "ended with exit code 127"),
     ],
 )
-def test_its_failure_is_told(
+def test_its_failure_is_reported(
     source: Path, redis_connection: Redis, command: str, words: str
 ) -> None:
-    """In words, and by exit code 5, whatever became of the rows."""
+    """A failed command is a sentence and exit code 5, whether rows failed or not."""
     batch = submitted(source)
     finish(redis_connection)
     done = batchkv("wait", batch, "--on-done", command)
@@ -99,7 +100,7 @@ def test_its_failure_is_told(
 
 
 def test_it_is_not_run_before_the_end(source: Path, tmp_path: Path) -> None:
-    """A wait whose time is over has seen no end."""
+    """A wait whose time is over does not run the command."""
     batch = submitted(source)
     mark = tmp_path / "mark"
     done = batchkv("wait", batch, "--timeout", "0.1", "--on-done", f"touch {mark}")
@@ -108,7 +109,8 @@ def test_it_is_not_run_before_the_end(source: Path, tmp_path: Path) -> None:
 
 
 def test_submit_refuses_it(source: Path, redis_connection: Redis) -> None:
-    """It does not wait; the sentence says who does. Nothing was queued."""
+    """submit does not wait, so it refuses the flag and names the commands that have it. Nothing is
+    queued."""
     found = batchkv("submit", source, "-m", "m", "--on-done", "true")
     assert found.exit_code == 2
     assert "submit does not wait: give --on-done to `batchkv wait`" in found.stderr
@@ -118,7 +120,7 @@ def test_submit_refuses_it(source: Path, redis_connection: Redis) -> None:
 def test_run_gives_it_the_results_file(
     source: Path, redis_connection: Redis, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The command of ``run`` also learns where the results are, and stands nowhere in Redis."""
+    """The command of ``run`` gets the path of OUT. It is not stored in Redis."""
     submitted(source)
     finish(redis_connection)
     secret = "echo to:$BATCHKV_OUT with-a-secret"
@@ -131,7 +133,7 @@ def test_run_gives_it_the_results_file(
 
 
 def test_an_interrupted_wait_runs_nothing(source: Path, tmp_path: Path) -> None:
-    """Ctrl-C while rows are open: no end, no command."""
+    """After Ctrl-C, while rows are open, the command does not run."""
     batch = submitted(source)
     mark = tmp_path / "mark"
     command = [
@@ -161,8 +163,9 @@ def test_an_interrupted_wait_runs_nothing(source: Path, tmp_path: Path) -> None:
 # ---- the other flags ----
 
 
-def test_status_and_list_show_the_terms(source: Path, redis_connection: Redis) -> None:
-    """For people and as JSON; the sum has every row in it."""
+def test_status_and_list_show_the_options(source: Path, redis_connection: Redis) -> None:
+    """status and list show the options of a batch, for people and as JSON. The sum has every
+    row."""
     flags = ("--priority", "high", "--expires", "8h", "--dedupe", "--keep", "7d")
     batch = submitted(source, *flags)
     shown = batchkv("status", batch).stdout
@@ -195,7 +198,7 @@ def test_status_and_list_show_the_terms(source: Path, redis_connection: Redis) -
 def test_wrong_values_are_refused(
     source: Path, redis_connection: Redis, flags: tuple[str, str], words: str
 ) -> None:
-    """By the flag's name, before anything is queued; submit and run alike."""
+    """submit and run name the flag of a wrong value, before anything is queued."""
     for command in ("submit", "run"):
         found = batchkv(command, source, "-m", "m", *flags)
         assert found.exit_code == 2
@@ -204,7 +207,7 @@ def test_wrong_values_are_refused(
 
 
 def test_joining_tells_what_stays(source: Path) -> None:
-    """A second submit that asks for something else does not get it in silence."""
+    """A second submit with other options says that the batch keeps its own."""
     batch = submitted(source)
     found = batchkv("submit", source, "-m", "m", "--priority", "high", "--keep", "1d")
     assert found.stdout.strip() == batch
@@ -213,13 +216,13 @@ def test_joining_tells_what_stays(source: Path) -> None:
 
 
 def test_dry_run_counts_duplicates(source: Path) -> None:
-    """Before anything is queued."""
+    """Duplicates are counted before anything is queued."""
     assert "1 row is a duplicate" in batchkv("submit", source, "--dry-run", "--dedupe").stdout
     assert "duplicate" not in batchkv("submit", source, "--dry-run").stdout
 
 
 def test_retry_after_the_deadline(source: Path, redis_connection: Redis) -> None:
-    """It asks for another deadline, and takes one, or none."""
+    """retry needs another deadline, or none, when the deadline is past."""
     batch = submitted(source, "--expires", "1h")
     redis_connection.hset(redis_keys.batch(batch), "expires", 1)
     assert batchkv("wait", batch).exit_code == 1
@@ -230,7 +233,8 @@ def test_retry_after_the_deadline(source: Path, redis_connection: Redis) -> None
 
 
 def test_results_that_are_no_longer_kept(source: Path, redis_connection: Redis) -> None:
-    """One sentence and exit code 2, as for a batch that never was, in other words."""
+    """Expired results are one sentence and exit code 2. The sentence differs from that for an
+    unknown batch."""
     batch = submitted(source, "--keep", "1h")
     redis_connection.delete(redis_keys.batch(batch))
     found = batchkv("results", batch)

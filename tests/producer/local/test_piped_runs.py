@@ -48,7 +48,7 @@ ALL_IDS = sorted(f"q{n}" for n in range(1, 13))
 
 
 def test_a_pipe_through_run(redis_url: str, tmp_path: Path) -> None:
-    """Rows come in, result lines and nothing else go out, failed ones too; no file is left."""
+    """Rows come in, and only result lines go out, also of failed rows. No file is left."""
     found = piped(redis_url, "-", FAIL="q3")
     assert found.returncode == 1
     assert ids(found.stdout) == ALL_IDS
@@ -60,7 +60,7 @@ def test_a_pipe_through_run(redis_url: str, tmp_path: Path) -> None:
 
 
 def test_the_same_bytes_again_join_and_are_printed_again(redis_url: str) -> None:
-    """A second run of the same pipe computes nothing, prints all rows, and says so."""
+    """A second run of the same pipe computes nothing, and prints all rows with a note."""
     first = piped(redis_url, "-")
     again = piped(redis_url, "-")
     assert first.returncode == again.returncode == 0
@@ -73,7 +73,7 @@ def test_the_same_bytes_again_join_and_are_printed_again(redis_url: str) -> None
 
 
 def test_a_pipe_into_a_file_goes_on(redis_url: str, tmp_path: Path) -> None:
-    """With -o OUT a pipe is what a file is: the same rows again go on from OUT."""
+    """With -o OUT, the same rows through a pipe go on from OUT, as a file does."""
     for _ in range(2):
         found = piped(redis_url, "-", "-o", "out.jsonl")
         assert found.returncode == 0, found.stderr
@@ -95,7 +95,7 @@ def test_a_file_on_standard_input(redis_url: str, tmp_path: Path) -> None:
 
 
 def test_several_files_need_an_out(redis_url: str, tmp_path: Path) -> None:
-    """Several files have no file beside which results would be looked for: -o says where."""
+    """Several files need -o, because no file name would be the default of OUT."""
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("p1\np2\n")
     found = piped(redis_url, "a.txt", "b.txt")
@@ -106,7 +106,7 @@ def test_several_files_need_an_out(redis_url: str, tmp_path: Path) -> None:
 
 
 def test_a_reader_that_has_enough_ends_the_run(redis_url: str) -> None:
-    """`run ... | head -1` ends quietly, and its workers with it; no row is lost."""
+    """`run ... | head -1` ends without an error, and its workers end too. No row is lost."""
     environment = {**os.environ, "BATCHKV_REDIS_URL": redis_url, "FAKE_DELAY": "0.05"}
     command = [*BATCHKV, "run", "-", "-m", MODEL]
     with subprocess.Popen(
@@ -129,7 +129,7 @@ def test_a_reader_that_has_enough_ends_the_run(redis_url: str) -> None:
 
 
 def test_standard_input_that_is_a_terminal_is_told_of(redis_url: str) -> None:
-    """Who types rows is told how to end them, instead of looking at a command that hangs."""
+    """On a terminal a note says how to end the input, because the command waits for it."""
     outer, inner = os.openpty()
     command = [*BATCHKV, "run", "-", "-m", MODEL]
     environment = {**os.environ, "BATCHKV_REDIS_URL": redis_url}

@@ -1,4 +1,4 @@
-"""Which workers of this machine are dead: by what they left, their processes and the server."""
+"""Dead workers of this machine are found by their record files, their processes and the server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENDLESS = (
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
-    """A home folder of the test's own, which is not there yet."""
+    """A home folder of the test's own, which does not exist yet."""
     monkeypatch.setenv("BATCHKV_HOME", str(tmp_path / "home"))
     return Home(tmp_path / "home")
 
@@ -55,7 +55,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def leave(home: Home, house: House) -> Leave:
-    """Writes the file of a worker: this process's own, but for what is said."""
+    """Writes the record file of this process, with some fields changed."""
 
     def make(**said: object) -> Path:
         worker = Presence(house.connection, "victim", QUEUE, 15.0)
@@ -67,8 +67,8 @@ def leave(home: Home, house: House) -> Leave:
     return make
 
 
-def hear(house: House, seconds_ago: int) -> None:
-    """The server heard of the worker so long ago."""
+def set_heartbeat(house: House, seconds_ago: int) -> None:
+    """Sets the worker's last heartbeat on the server to so many seconds ago."""
     seen = house.connection.time()[0] - seconds_ago
     house.connection.hset(redis_keys.worker("victim"), "bkv_seen", seen)
 
@@ -78,7 +78,7 @@ def is_suspect(house: House, line: int) -> bool:
 
 
 def test_a_worker_says_that_it_lives(house: House, home: Home) -> None:
-    """One file for its owner alone; it goes when the worker ends in order."""
+    """A worker has one file for its owner alone. It is removed when the worker ends normally."""
     worker = Presence(house.connection, "victim", QUEUE, 15.0)
     (path,) = (home.path / "workers").iterdir()
     assert (home.path / "workers").stat().st_mode & 0o777 == 0o700
@@ -93,10 +93,10 @@ def test_a_worker_says_that_it_lives(house: House, home: Home) -> None:
 def test_a_process_that_is_gone_is_a_death(
     house: House, home: Home, leave: Leave, child: subprocess.Popen[bytes], is_reaped: bool
 ) -> None:
-    """What it held goes back at once, its begun rows as one group, though it was heard of just now;
-    a process that nobody waited for yet is gone all the same."""
+    """The jobs of a process that is gone are reclaimed at once, as one group of suspects, even
+    after a recent heartbeat. A zombie counts as gone."""
     path = leave(pid=child.pid, started=process_start(child.pid))
-    hear(house, 0)
+    set_heartbeat(house, 0)
     assert reclaim_dead(house.connection, home) == 0
     child.send_signal(signal.SIGSTOP)
     assert reclaim_dead(house.connection, home) == 0
@@ -113,7 +113,7 @@ def test_a_process_that_is_gone_is_a_death(
 
 
 def test_a_dead_worker_is_counted_no_more(house: House, home: Home, leave: Leave) -> None:
-    """It leaves RQ's lists with its rows, and its name may be used again."""
+    """It is removed from RQ's lists, and its name may be used again."""
     key = redis_keys.worker("victim")
     house.connection.hset(key, mapping={"birth": "x", "queues": QUEUE})
     for workers in ("rq:workers", f"rq:workers:{QUEUE}"):
@@ -126,7 +126,7 @@ def test_a_dead_worker_is_counted_no_more(house: House, home: Home, leave: Leave
 
 
 def test_a_number_that_another_process_has_now(house: House, home: Home, leave: Leave) -> None:
-    """It is told by when the process was started."""
+    """A process id that was used again is recognized by the process's start."""
     leave(started="1")
     assert reclaim_dead(house.connection, home) == 4
 
@@ -135,26 +135,26 @@ def test_a_number_that_another_process_has_now(house: House, home: Home, leave: 
 def test_a_process_that_cannot_be_seen(
     house: House, home: Home, leave: Leave, place: dict[str, str]
 ) -> None:
-    """Of another boot, another container or another machine: dead when two heartbeats are missing,
-    and none that was heard of seconds ago."""
+    """A record of another boot, container or machine is dead after two missed heartbeats, not
+    before."""
     leave(**place, pid=2**22 + 1)
     for seconds_ago, num in ((0, 0), (29, 0), (40, 4)):
-        hear(house, seconds_ago)
+        set_heartbeat(house, seconds_ago)
         assert reclaim_dead(house.connection, home) == num
     assert is_suspect(house, 1)
 
 
 def test_a_silence_is_looked_at_twice(house: House, home: Home, leave: Leave) -> None:
-    """Right after an outage nobody was heard of, and all live. Only at its start, when it takes
-    over from those before it, one look is enough for a worker."""
+    """Right after an outage all workers seem silent, so a worker must be silent at two calls. At a
+    worker's first call once is enough."""
     worker = Presence(house.connection, "w", QUEUE, 15.0)
     worker.reclaim_dead()
     leave(boot="another")
-    hear(house, 40)
+    set_heartbeat(house, 40)
     worker.reclaim_dead()
-    hear(house, 1)
+    set_heartbeat(house, 1)
     worker.reclaim_dead()
-    hear(house, 40)
+    set_heartbeat(house, 40)
     worker.reclaim_dead()
     assert house.count("running") == 4
     worker.reclaim_dead()
@@ -162,21 +162,22 @@ def test_a_silence_is_looked_at_twice(house: House, home: Home, leave: Leave) ->
 
 
 def test_a_machine_that_was_started_anew(house: House, home: Home, leave: Leave) -> None:
-    """The server has forgotten the worker, and its lease still runs."""
+    """After a reboot the jobs of a worker without a record on the server are reclaimed, although
+    the lease still runs."""
     leave(boot="before")
     assert reclaim_dead(house.connection, home) == 4
 
 
 def test_a_name_that_a_living_process_has(house: House, home: Home, leave: Leave) -> None:
-    """What is held under it is the living one's."""
+    """Jobs under a name belong to the living process of that name."""
     dead, alive = leave(started="1"), leave()
     assert reclaim_dead(house.connection, home) == 0
     assert not dead.exists() and alive.exists()
 
 
 def test_a_name_that_is_used_again(house: House, home: Home, leave: Leave) -> None:
-    """A worker that starts under the name of one that died finds that one's rows before it holds
-    any of its own: they are suspects. Later what is held under the name is its own."""
+    """A worker with the name of a dead one reclaims that one's jobs as suspects, before it takes
+    jobs. Later the jobs under the name are its own."""
     key = redis_keys.worker("victim")
     house.connection.hset(key, mapping={"birth": "x", "last_heartbeat": "9999"})
     leave(started="1")
@@ -191,7 +192,8 @@ def test_a_name_that_is_used_again(house: House, home: Home, leave: Leave) -> No
 
 
 def test_workers_of_another_server_are_left_alone(house: House, home: Home, leave: Leave) -> None:
-    """Who works for that server looks after them; after a week the file of a dead one goes."""
+    """Records of another server are left to its workers. That of a dead worker is deleted after a
+    week."""
     path = leave(server="elsewhere:6379/0", started="1")
     alive = leave(server="elsewhere:6379/0")
     assert reclaim_dead(house.connection, home) == 0
@@ -202,8 +204,8 @@ def test_workers_of_another_server_are_left_alone(house: House, home: Home, leav
     assert alive.exists() and not path.exists()
 
 
-def test_whom_we_ended_ourselves_tells_nothing(house: House, home: Home, leave: Leave) -> None:
-    """``run`` takes away the file of a worker that it kills, and none of another machine's."""
+def test_a_killed_worker_leaves_no_record(house: House, home: Home, leave: Leave) -> None:
+    """``run`` removes the file of a worker that it kills, but not one of another machine."""
     ours, other = leave(), leave()
     kept = other.rename(other.with_name(f"{os.getpid()}1-x.json"))
     presence.remove_record(home, os.getpid())
@@ -217,7 +219,7 @@ def test_whom_we_ended_ourselves_tells_nothing(house: House, home: Home, leave: 
     "text", ["", "{", "[]", "null", '{"name": 1}', "[" * 5000, '{"pid": "x"}', ENDLESS, "\x00\xff"]
 )
 def test_a_file_that_says_nothing(house: House, home: Home, leave: Leave, text: str) -> None:
-    """It keeps nobody from reading the others."""
+    """A file that cannot be read does not hinder the others."""
     leave(started="1")
     (home.path / "workers" / "0-bad.json").write_text(text)
     assert reclaim_dead(house.connection, home) == 4
@@ -226,7 +228,7 @@ def test_a_file_that_says_nothing(house: House, home: Home, leave: Leave, text: 
 def test_a_folder_that_others_may_write_is_not_believed(
     house: House, home: Home, leave: Leave
 ) -> None:
-    """Nothing is read there, and nothing written."""
+    """In a folder that others may write, no file is read or written."""
     leave(started="1")
     folder = home.path / "workers"
     folder.chmod(0o777)
@@ -240,7 +242,7 @@ def test_a_folder_that_others_may_write_is_not_believed(
 def test_no_home_folder_is_no_fault(
     house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker works without one; then its death is known by its lease alone."""
+    """A worker works without a home folder. Then only its lease shows that it died."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("BATCHKV_HOME", str(tmp_path / "file"))
     worker = Presence(house.connection, "w", QUEUE, 15.0)
@@ -250,7 +252,7 @@ def test_no_home_folder_is_no_fault(
 
 
 def test_a_server_is_told_by_its_address() -> None:
-    """Without user and password."""
+    """The record names the server by its address, without user and password."""
     for url, expected in (
         ("unix:///tmp/s.sock?db=2", "/tmp/s.sock/2"),
         ("redis://me:secret@studio.local:6380/1", "studio.local:6380/1"),
@@ -260,7 +262,7 @@ def test_a_server_is_told_by_its_address() -> None:
 
 
 def test_processes_have_a_start() -> None:
-    """Ours has one that stays, process 0 and one that cannot be have none."""
+    """A living process has a start that does not change. Process 0 and impossible ids have none."""
     assert process_start(os.getpid()) == process_start(os.getpid()) != ""
     assert process_start(2**22 + 1) is None
 
@@ -268,7 +270,7 @@ def test_processes_have_a_start() -> None:
 def test_ps_tells_the_same_where_there_is_no_proc(
     child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """macOS has no /proc: then ``ps`` says when a process was started, and whether it is gone."""
+    """Without /proc, as on macOS, ``ps`` gives a process's start, and shows whether it is gone."""
     read_text = Path.read_text
 
     def no_proc(path: Path, *rest: str, **named: str) -> str:
@@ -290,7 +292,7 @@ def test_ps_tells_the_same_where_there_is_no_proc(
 
 
 def test_the_moves_are_those_of_a_death(house: House, home: Home, leave: Leave) -> None:
-    """A second look finds nothing more, and takes nothing from whoever runs the rows now."""
+    """A second call finds nothing more, and takes no jobs from the workers that have them now."""
     leave(started="1")
     assert reclaim_dead(house.connection, home) == 4
     moves = Transitions(house.connection)

@@ -1,4 +1,4 @@
-"""``batchkv run``: every row in OUT once, whoever is killed and whenever; workers end with it."""
+"""``batchkv run``: every row is in OUT once, whatever is killed. Its workers end with it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def all_ids(num_rows: int = 40) -> list[str]:
 
 
 class Notes(PlainReporter):
-    """A reporter that remembers what it was told."""
+    """A reporter that stores its notes and snapshots."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def run_here(
 
 
 def start(url: str, source: Path, *flags: str, **fake: object) -> subprocess.Popen[str]:
-    """``batchkv run`` in a process of its own, as a user would have it."""
+    """``batchkv run`` in a process of its own, as a user starts it."""
     environment = {**os.environ, "BATCHKV_REDIS_URL": url}
     environment |= {f"FAKE_{name}": str(value) for name, value in fake.items()}
     out = str(source.parent / "out.jsonl")
@@ -123,7 +123,7 @@ def start(url: str, source: Path, *flags: str, **fake: object) -> subprocess.Pop
 
 
 def num_lines_of(path: Path) -> int:
-    """Lines that are there; OUT comes and goes while run finds out whether it can write it."""
+    """The number of lines of OUT. OUT comes and goes while run checks whether it can write it."""
     try:
         return path.read_bytes().count(b"\n")
     except FileNotFoundError:
@@ -138,7 +138,7 @@ def wait_for_lines(path: Path, num_lines: int) -> None:
 
 
 def living_workers() -> Iterator[int]:
-    """Process ids of fake workers that are alive (zombies, which nobody reaped, are not)."""
+    """Process ids of fake workers that are alive. Zombies do not count."""
     listed = subprocess.run(
         ["ps", "-ww", "-eo", "pid=,stat=,args="], capture_output=True, text=True
     )
@@ -164,7 +164,7 @@ def wait_until_pulled(url: str) -> None:
 
 
 def test_runs_a_file_to_its_end(redis_url: str, source: Path) -> None:
-    """Every row once in OUT, the sum, the tokens and the right answers in the last line."""
+    """Every row is in OUT once. The last line has the sum, the tokens and the right answers."""
     notes = Notes()
     report = run_here(redis_url, source, notes, num_workers=2)
     assert sorted(ids(source.with_name("out.jsonl"))) == all_ids()
@@ -178,7 +178,7 @@ def test_runs_a_file_to_its_end(redis_url: str, source: Path) -> None:
 def test_each_worker_traces_into_a_file_of_its_own(
     redis_url: str, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first has the file that was named; the one that follows it when it died, another."""
+    """The first worker traces into the named file; the one that replaces it uses another."""
     monkeypatch.setenv("FAKE_DIE_AFTER", "30")
     run_here(redis_url, source, trace=source.with_name("t.json"))
     files = {path.name: path.read_text() for path in source.parent.glob("t*.json")}
@@ -203,8 +203,8 @@ def test_a_finished_batch_starts_no_worker(
 
 
 def test_killed_again_and_again_each_row_is_there_once(redis_url: str, source: Path) -> None:
-    """kill -9 of run in the middle, several times: the same command ends with each id in OUT or in
-    the errors file, once."""
+    """After several kill -9 of run, the same command ends with each id in OUT or in the errors
+    file, once."""
     with source.open("a", encoding="utf-8") as file:
         file.write("{broken\n")
     out = source.with_name("out.jsonl")
@@ -225,7 +225,8 @@ def test_killed_again_and_again_each_row_is_there_once(redis_url: str, source: P
 def test_ctrl_c_gives_rows_back_and_says_how_to_go_on(
     redis_url: str, redis_connection: Redis, source: Path
 ) -> None:
-    """SIGINT: exit code 130, OUT in order, nothing held any more; the same command goes on."""
+    """After SIGINT the exit code is 130, and no worker holds rows. A sentence has the counts, and
+    the same command goes on."""
     out = source.with_name("out.jsonl")
     interrupted = start(redis_url, source, DELAY=0.05)
     wait_for_lines(out, 5)
@@ -244,7 +245,7 @@ def test_ctrl_c_gives_rows_back_and_says_how_to_go_on(
 
 
 def test_a_second_ctrl_c_does_not_wait(redis_url: str, source: Path) -> None:
-    """Workers that take their time are ended by force when the user insists; no row is lost."""
+    """A second signal ends slow workers by force. No row is lost."""
     out = source.with_name("out.jsonl")
     interrupted = start(redis_url, source, DELAY=20)
     wait_until_pulled(redis_url)
@@ -268,7 +269,7 @@ def read_until(stream: IO[str] | None, wanted: str) -> None:
 
 
 def test_ctrl_c_does_not_wait_for_a_server_that_is_away(source: Path) -> None:
-    """Redis stops: the run says so at once, and the first SIGINT ends it within seconds."""
+    """When Redis stops, the run says so at once, and the first SIGINT ends it within seconds."""
     with running_server() as hub:
         waiting = start(hub.url, source, DELAY=20)
         wait_until_pulled(hub.url)
@@ -285,7 +286,7 @@ def test_ctrl_c_does_not_wait_for_a_server_that_is_away(source: Path) -> None:
 
 
 def test_the_server_of_its_own_is_started_again(home: Path, source: Path) -> None:
-    """kill -9 of the embedded server in the middle: the run starts it, and no row is lost."""
+    """After kill -9 of the embedded server the run starts it again, and no row is lost."""
     out = source.with_name("out.jsonl")
     try:
         running = start("", source, DELAY=0.05)
@@ -305,7 +306,8 @@ def test_the_server_of_its_own_is_started_again(home: Path, source: Path) -> Non
 def test_a_worker_that_dies_is_replaced(
     redis_url: str, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers that kill themselves every nine rows: their rows go back at once, the run ends."""
+    """Workers kill themselves every nine rows. Their rows go back at once, and the run ends with
+    all answers."""
     monkeypatch.setattr(local_workers, "RESTART_SECONDS", 0.01)
     monkeypatch.setenv("FAKE_DIE_AFTER", "9")
     notes = Notes()
@@ -319,8 +321,8 @@ def test_a_worker_that_dies_is_replaced(
 def test_a_row_that_kills_engines_ends_no_run(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers that end with 70 have given their rows back: more deaths of them than a worker that
-    cannot start is allowed find the one row that is failed."""
+    """Workers that end with 70 have given their rows back. They may die more often than workers
+    that cannot start, so that the one bad row is found and failed."""
     monkeypatch.setattr(local_workers, "RESTART_SECONDS", 0.01)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setenv("FAKE_PLAN", json.dumps({"steps": 20}))
@@ -340,8 +342,8 @@ def test_a_row_that_kills_engines_ends_no_run(
 def test_a_run_whose_workers_have_other_weights_ends(
     redis_url: str, source: Path, redis_connection: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that was updated since the batch began: nobody will compute its rows here, so the run
-    says what waits for what and how to go on, with exit code 4; no row is lost."""
+    """If the model was updated since the batch began, no worker here computes its rows. The run
+    says so, with a way out and exit code 4. No row is lost."""
     monkeypatch.setattr(delays, "HOPELESS_SECONDS", 0.5)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setenv("FAKE_PLAN", json.dumps({"fingerprint": "b" * 32}))
@@ -358,7 +360,8 @@ def test_a_run_whose_workers_have_other_weights_ends(
 def test_a_home_that_takes_no_logs_is_refused_before_anything_is_queued(
     redis_url: str, source: Path, redis_connection: Redis, tmp_path: Path, obstacle: str
 ) -> None:
-    """What would end the run once its rows are queued ends it before, with exit code 2."""
+    """A home folder without room for logs is refused with exit code 2, before anything is
+    queued."""
     logs = tmp_path / "home" / "logs"
     logs.parent.mkdir(mode=0o700, exist_ok=True)
     if obstacle == "a file":
@@ -375,7 +378,8 @@ def test_a_home_that_takes_no_logs_is_refused_before_anything_is_queued(
 def test_workers_that_cannot_start_end_the_run(
     redis_url: str, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After three deaths in a row without progress the run gives up and shows the last words."""
+    """After three consecutive deaths without progress the run ends with the last lines of the
+    log."""
     monkeypatch.setattr(local_workers, "RESTART_SECONDS", 0.01)
     monkeypatch.setenv("FAKE_EXIT", "70")
     monkeypatch.setenv("FAKE_WORDS", "some traceback\nthe GPU is on fire")
@@ -419,7 +423,8 @@ def test_a_finished_batch_is_said_to_be_finished(redis_url: str, source: Path) -
 def test_a_run_takes_back_what_dead_workers_of_this_machine_held(
     redis_url: str, redis_connection: Redis, source: Path, home: Path
 ) -> None:
-    """At its start, though their leases still run: nobody else would for a minute."""
+    """A run reclaims the jobs of dead workers of this machine at its start, although their leases
+    still run."""
     client, queue = Client(redis_connection), redis_keys.queue_name(MODEL)
     client.submit(source, model=MODEL)
     assert len(Transitions(redis_connection).pull(queue, "gone", 2, 600)) == 2
@@ -431,7 +436,8 @@ def test_a_run_takes_back_what_dead_workers_of_this_machine_held(
 
 
 def test_failed_rows_and_retry(redis_url: str, redis_connection: Redis, source: Path) -> None:
-    """Failed rows: exit code 1, the errors file; what a retry answers moves from there to OUT."""
+    """Failed rows are exit code 1 and go to the errors file. After a retry the answers are in
+    OUT."""
     with source.open("a", encoding="utf-8") as file:
         file.write("{broken\n")
     out = source.with_name("out.jsonl")
@@ -452,7 +458,7 @@ def test_failed_rows_and_retry(redis_url: str, redis_connection: Redis, source: 
 
 
 def test_only_input_errors_are_not_to_be_retried(redis_url: str, source: Path) -> None:
-    """When all that failed was wrong in the input the run does not speak of a retry."""
+    """If all failed rows were wrong in the input, the run does not suggest a retry."""
     with source.open("a", encoding="utf-8") as file:
         file.write("{broken\n")
     _, stderr = start(redis_url, source).communicate(timeout=DEADLINE_SECONDS)
@@ -460,7 +466,8 @@ def test_only_input_errors_are_not_to_be_retried(redis_url: str, source: Path) -
 
 
 def test_rows_that_are_wrong_can_be_allowed(redis_url: str, source: Path) -> None:
-    """--allow-bad: rows wrong in the input do not make run's exit code 1, but failed ones do."""
+    """With --allow-bad, rows that are wrong in the input do not make the exit code 1; failed rows
+    do."""
     with source.open("a", encoding="utf-8") as file:
         file.write("{broken\n")
     allowed = start(redis_url, source, "--allow-bad")
@@ -475,7 +482,7 @@ def test_rows_that_are_wrong_can_be_allowed(redis_url: str, source: Path) -> Non
 
 
 def test_a_timeout_that_comes_too_late_is_told_of(redis_url: str, source: Path) -> None:
-    """A batch that is there keeps its timeout: asking for another says how to get it."""
+    """An existing batch keeps its timeout. The run says so, with the command that changes it."""
     run_here(redis_url, source, job_timeout_seconds=60)
     for asked, is_told in ((None, False), (60, False), (90, True)):
         notes = Notes()
@@ -486,7 +493,7 @@ def test_a_timeout_that_comes_too_late_is_told_of(redis_url: str, source: Path) 
 def test_a_retry_during_the_run_reaches_out(
     redis_url: str, redis_connection: Redis, source: Path, tmp_path: Path
 ) -> None:
-    """A row that failed, was written and was retried while the run went on ends ok in OUT."""
+    """A row that failed, was written and is retried during the run ends ok in OUT."""
     out = source.with_name("out.jsonl")
     running = start(redis_url, source, FAIL="q1", DELAY=0.1)
     wait_for_lines(errors_path(out), 1)
@@ -514,7 +521,7 @@ def test_a_retry_during_the_run_reaches_out(
 def test_a_batch_that_is_forgotten_ends_its_run(
     redis_url: str, redis_connection: Redis, source: Path
 ) -> None:
-    """`batchkv forget` during a run ends it with one sentence that says what stays."""
+    """`batchkv forget` during a run ends it with one sentence, which says that the answers stay."""
     running = start(redis_url, source, DELAY=0.05)
     wait_for_lines(source.with_name("out.jsonl"), 3)
     client = Client(redis_connection)
@@ -528,7 +535,7 @@ def test_a_batch_that_is_forgotten_ends_its_run(
 
 
 def test_url_is_not_in_the_process_list(redis_url: str, source: Path) -> None:
-    """Workers get the URL, which may hold a password, through their environment only."""
+    """Workers get the URL, which may have a password, through their environment only."""
     running = start(redis_url, source, DELAY=0.05)
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not (pids := list(living_workers())):
@@ -552,7 +559,7 @@ def test_out_that_cannot_be_used_queues_nothing(
 def test_out_of_another_batch_is_refused(
     redis_url: str, redis_connection: Redis, source: Path
 ) -> None:
-    """Results of another input are never mixed with these; nothing is queued, no worker started."""
+    """An OUT with results of another input is refused. Nothing is queued, and no worker starts."""
     run_here(redis_url, source)
     with source.open("a", encoding="utf-8") as file:
         file.write('{"prompt": "one more"}\n')
@@ -569,7 +576,7 @@ def test_out_of_another_batch_is_refused(
 def test_a_model_folder_that_is_not_there_queues_nothing(
     redis_url: str, redis_connection: Redis, source: Path
 ) -> None:
-    """A model said by its place must be there when workers run here; a name is not looked up."""
+    """A path must be a model folder when workers run here. A repository name is not looked up."""
     empty = source.parent / "empty"
     empty.mkdir()
     for model, reason in (
@@ -587,8 +594,8 @@ def test_a_model_folder_that_is_not_there_queues_nothing(
 
 
 class Rollback(Notes):
-    """Takes the end of a submit off the server once a row has ended, as if it were an older copy
-    of itself; ``meddle`` is called then."""
+    """Deletes the end of a submit from the server once a row has ended, as if the server were
+    restored from an older copy. Calls ``meddle`` then."""
 
     def __init__(self, connection: Redis, meddle: Callable[[], object] = lambda: None) -> None:
         super().__init__()
@@ -611,8 +618,8 @@ class Rollback(Notes):
 def test_a_run_whose_server_lost_a_part_of_the_submit_ends(
     redis_url: str, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that comes back from an older copy lacks the end of the submit: it is queued again,
-    and every row is answered. With another input in its place the run ends and says so."""
+    """A server that was restored from an older copy lacks the end of the submit. It is queued
+    again, and every row is answered. If the input has changed, the run ends and says so."""
     monkeypatch.setattr(planner, "CHUNK_ROWS", 10)
     monkeypatch.setenv("FAKE_DELAY", "0.02")
     with Redis.from_url(redis_url) as connection:
@@ -654,7 +661,8 @@ def test_full_disk_then_a_rerun(redis_url: str, source: Path) -> None:
 
 
 def test_kill_survives_a_server_that_is_gone(tmp_path: Path) -> None:
-    """Ending the workers never fails because of the server: it may be the reason for ending."""
+    """Killing the workers never fails because of the server, whose outage may be the reason for
+    it."""
 
     def reclaim(name: str, is_death: bool) -> int:
         raise WorkerError("gone")
@@ -676,7 +684,7 @@ def test_kill_survives_a_server_that_is_gone(tmp_path: Path) -> None:
 def test_only_an_end_that_may_be_a_rows_doing_is_a_death(
     tmp_path: Path, script: str, is_death: bool
 ) -> None:
-    """What a worker held that ended in order, or that we killed, is under no suspicion."""
+    """The jobs of a worker that ended normally or was killed by the run are no suspects."""
     reclaimed: list[bool] = []
 
     def reclaim(name: str, is_death: bool) -> int:
@@ -704,7 +712,8 @@ def status(**values: object) -> BatchStatus:
 
 
 def test_expected_answers_are_found_wherever_they_stand(tmp_path: Path) -> None:
-    """metadata.expected counts in the body and at top level, as text or number, by line."""
+    """metadata.expected is read from the body and from the top level, as text or number, for each
+    line."""
     path = tmp_path / "in.jsonl"
     lines = [
         '{"body": {"metadata": {"expected": " a "}}}',

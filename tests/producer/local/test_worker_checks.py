@@ -1,4 +1,4 @@
-"""What ``batchkv run`` refuses before anything is queued: a model that nobody has."""
+"""``batchkv run`` refuses a model that does not exist, before anything is queued."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def hub() -> Iterator[str]:
 def test_a_mistyped_model_is_refused_before_anything_is_queued(
     hub: str, redis_url: str, redis_connection: Redis, tmp_path: Path
 ) -> None:
-    """``run`` asks the hub for a name that is no folder here; without an answer it goes on."""
+    """``run`` asks the hub for a name that is no folder here. Without an answer it goes on."""
     source = tmp_path / "p.txt"
     source.write_text("hello\n")
     keep = {k: v for k, v in os.environ.items() if not k.startswith(("BATCHKV_", "HF_"))}

@@ -1,4 +1,4 @@
-"""Why a batch is slow, and why rows of it failed: what run and wait tell of it."""
+"""run and wait print why a batch is slow, and why rows of it failed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def worker(doing: str = "") -> WorkerInfo:
 
 
 class House:
-    """Delays of one batch, workers that come and go, a clock that is moved by hand."""
+    """Delays of one batch, with workers that come and go and a clock that the test sets."""
 
     def __init__(self, num_local: int = 0) -> None:
         self.now = 0.0
@@ -62,7 +62,8 @@ class House:
 
 
 def test_nobody_serving_is_said_at_once_and_once() -> None:
-    """A queue without workers is told of at the first look, with the command that starts one."""
+    """A queue without workers is reported at the first look, once, with the command that starts a
+    worker."""
     house = House()
     assert house.after(0) == "nobody serves the queue"
     assert len(house.said) == 1 and "batchkv worker -m m" in house.said[0]
@@ -72,7 +73,8 @@ def test_nobody_serving_is_said_at_once_and_once() -> None:
 
 
 def test_a_run_whose_own_workers_do_not_fit_is_hopeless_after_a_while() -> None:
-    """Only its own, and for half a minute: another's worker may be one that somebody changes."""
+    """A run is hopeless after half a minute in which only its own workers served and none fitted.
+    Other workers could still be restarted with what fits."""
     wanted = status(fingerprint="aa", batch_id="b" * 16)
     own = replace(worker(), name=f"{local_name_prefix('b' * 16)}-1", fingerprint="bb")
     for serving, ends in (([own], True), ([own, replace(own, name="mini2")], False)):
@@ -89,7 +91,7 @@ def test_a_run_whose_own_workers_do_not_fit_is_hopeless_after_a_while() -> None:
 
 
 def test_a_worker_that_was_there_has_time_to_come_back() -> None:
-    """The bar says at once that nobody is there; the sentence waits for half a minute."""
+    """The bar shows a missing worker at once; the sentence waits for half a minute."""
     house = House()
     assert house.after(0, worker()) == ""
     for second in range(1, 60):
@@ -98,8 +100,8 @@ def test_a_worker_that_was_there_has_time_to_come_back() -> None:
 
 
 def test_a_submit_that_brings_nothing_for_a_while_was_interrupted() -> None:
-    """Nobody brings the rest of such a batch: it is said, with what to do, while workers are there
-    and while none is. A submit that goes on is none."""
+    """A submit that adds nothing for a while is reported as interrupted, with and without workers.
+    One that still adds rows is not."""
     for serving in ([worker()], []):
         house = House(num_local=1)
         house.serving = serving
@@ -113,7 +115,7 @@ def test_a_submit_that_brings_nothing_for_a_while_was_interrupted() -> None:
 
 
 def test_loading_is_shown_while_no_worker_is_ready() -> None:
-    """What the first of them says of itself; once one takes rows there is nothing to say."""
+    """The progress shows the state of the first worker that loads, until one takes rows."""
     house = House(num_local=1)
     assert house.after(0) == "a worker is starting" and not house.said
     assert house.after(2, worker("downloading 1.2 of 7.3 GB")) == "downloading 1.2 of 7.3 GB"
@@ -125,8 +127,8 @@ def test_loading_is_shown_while_no_worker_is_ready() -> None:
 
 
 def test_a_run_whose_own_worker_is_starting_asks_for_no_other() -> None:
-    """Workers there do not fit, the run's own will: no sentence. Of one of its own that does not
-    fit, or of a run without workers, there is one."""
+    """If other workers do not fit but the run's own is starting, there is no note. There is one if
+    its own does not fit, or if it has none."""
     batch = status(batch_id="0123456789abcdef", scheme="affine4", needs="")
     other = replace(worker(), scheme="affine8")
     own = replace(other, name="run-01234567-1-ab")
@@ -140,7 +142,7 @@ def test_a_run_whose_own_worker_is_starting_asks_for_no_other() -> None:
 
 
 def test_a_worker_that_is_away_is_named_with_its_rows() -> None:
-    """That of those that holds most; one that holds nothing delays nobody."""
+    """The worker that is away and holds most rows is named. One that holds none is no delay."""
     house = House()
     sleepers = [
         replace(worker(), name=name, is_away=True, num_running=held)
@@ -152,7 +154,7 @@ def test_a_worker_that_is_away_is_named_with_its_rows() -> None:
 
 
 def test_a_pause_of_all_workers_is_a_reason() -> None:
-    """Rows wait while every worker is paused or away; one that works is enough to say nothing."""
+    """It is a delay if every worker is paused or away. It is none if one works."""
     house = House()
     paused = worker("paused: on battery")
     away = replace(worker(), is_away=True)
@@ -162,7 +164,7 @@ def test_a_pause_of_all_workers_is_a_reason() -> None:
 
 
 def test_suspects_that_wait_are_told_of(redis_connection: Redis) -> None:
-    """Why some rows are not run yet, as long as they wait; nothing of rows that no worker had."""
+    """Suspects are reported as long as they wait. Rows that no worker has had are not."""
     client = Client(redis_connection)
     source = io.BytesIO(
         b"".join(b'{"messages": [{"role": "user", "content": "p%d"}]}\n' % n for n in range(9))
@@ -192,7 +194,7 @@ def test_suspects_that_wait_are_told_of(redis_connection: Redis) -> None:
 
 
 def test_a_plain_line_comes_at_once_for_a_new_delay(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first words about a delay do not wait for the interval; more of the same do."""
+    """The first line about a delay does not wait for the interval; later ones do."""
     now = [0.0]
     plain = PlainReporter(lambda: now[0])
     for text in ("", "loading 1.0 of 7.3 GB", "loading 2.0 of 7.3 GB", "measuring"):
@@ -241,7 +243,8 @@ def end(connection: Redis, outcomes: dict[str, tuple[str, str] | str]) -> None:
 def test_submit_says_at_once_that_nobody_serves(
     write_lines: Write, redis_connection: Redis
 ) -> None:
-    """With no worker submit names the command that starts one; with a worker it says nothing."""
+    """If no worker serves the queue, submit names the command that starts one. Else it says
+    nothing."""
     source = write_lines({"prompt": "a"})
     found = batchkv("submit", source, "-m", MODEL)
     assert found.exit_code == 0 and "nobody serves the queue" in found.stderr
@@ -254,7 +257,7 @@ def test_submit_says_at_once_that_nobody_serves(
 
 @pytest.mark.usefixtures("at_server")
 def test_wait_says_at_once_that_nobody_serves(write_lines: Write) -> None:
-    """Not after half a minute: a wait of a tenth of a second is long enough to be told."""
+    """wait reports a queue without workers even if it waits for a tenth of a second only."""
     batch = batchkv("submit", write_lines({"prompt": "a"}), "-m", MODEL).stdout.strip()
     found = batchkv("wait", batch, "--timeout", "0.1")
     assert "nobody serves the queue" in found.stderr and "batchkv worker -m m" in found.stderr
@@ -262,7 +265,8 @@ def test_wait_says_at_once_that_nobody_serves(write_lines: Write) -> None:
 
 @pytest.mark.usefixtures("at_server")
 def test_wait_gives_the_reasons_of_failed_rows(write_lines: Write, redis_connection: Redis) -> None:
-    """By code, with lines and a message, wrong rows of the input too; --json has them as well."""
+    """wait prints reasons by code, with lines and a message, also of rows that are wrong in the
+    input. So does --json."""
     rows = [{"custom_id": f"c{n}", "prompt": "p"} for n in range(1, 8)]
     source = write_lines(*rows, {"prompt": 5})
     batch = batchkv("submit", source, "-m", MODEL).stdout.strip()
@@ -278,7 +282,8 @@ def test_wait_gives_the_reasons_of_failed_rows(write_lines: Write, redis_connect
 
 
 def test_many_failures_are_a_few_lines() -> None:
-    """Twenty lines are named of a code, the number of the others is told, and of codes too."""
+    """For a code twenty lines are named and the others counted. The number of codes is limited,
+    too."""
 
     def failed(code: str) -> RowResult:
         return RowResult("c", "chat", "failed", "m", error=(code, "why"))
@@ -293,7 +298,7 @@ def test_many_failures_are_a_few_lines() -> None:
 
 @pytest.mark.usefixtures("at_server")
 def test_answers_that_were_cut_are_counted(write_lines: Write, redis_connection: Redis) -> None:
-    """Of the rows that ended well, those cut at max_tokens stand in the sum and in --json."""
+    """ok rows that were cut at max_tokens are counted in the sum and in --json."""
     source = write_lines(*({"custom_id": f"c{n}", "prompt": "p"} for n in range(3)))
     batch = batchkv("submit", source, "-m", MODEL).stdout.strip()
     end(redis_connection, {"c0": "length", "c2": "length"})
@@ -308,7 +313,7 @@ def test_answers_that_were_cut_are_counted(write_lines: Write, redis_connection:
 def test_copies_of_a_cut_answer_are_cut(
     client: Client, write_lines: Write, monkeypatch: pytest.MonkeyPatch, copies: int
 ) -> None:
-    """Duplicates of a cut row count as cut, those too that a later step copies to."""
+    """Duplicates of a cut row count as cut, also those that get their copy in a later step."""
     monkeypatch.setattr("batchkv_producer.wire.transitions.COPIES", copies)
     lines = [{"prompt": "p", "temperature": 0}] * 4
     batch = client.submit(
@@ -322,7 +327,7 @@ def test_copies_of_a_cut_answer_are_cut(
 
 @pytest.mark.usefixtures("at_server")
 def test_wait_shows_how_far_loading_is(write_lines: Write, redis_connection: Redis) -> None:
-    """What the worker of the queue says of itself stands in the first line of the progress."""
+    """The first line of the progress shows what the worker of the queue reports."""
     batch = batchkv("submit", write_lines({"prompt": "a"}), "-m", MODEL).stdout.strip()
     key, doing = redis_keys.worker("w"), "loading 2.1 of 7.3 GB"
     about = {"birth": "2026-01-01T00:00:00Z", "queues": QUEUE, "bkv_state": doing}
@@ -336,7 +341,7 @@ def test_wait_shows_how_far_loading_is(write_lines: Write, redis_connection: Red
 def hints(
     capsys: pytest.CaptureFixture[str], failures: list[Failures], num_wrong: int, **values: object
 ) -> str:
-    """The line of ``run``'s end that says what to do."""
+    """The last line of ``run``, which says how to go on."""
     found = status(batch_id="b", failed=sum(group.count for group in failures), **values)
     say_end(RunReport(found, Path("out"), 0, 0.0, 0, 0, num_wrong), failures)
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "rows failed: " in line)
@@ -346,7 +351,8 @@ def hints(
 def test_the_end_of_a_run_names_a_retry_only_where_it_helps(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Rows that are too long fail again as they are; past a deadline a retry wants another."""
+    """No retry is suggested for rows that are too long. After a deadline the retry has another
+    one."""
     long = Failures("context_length_exceeded", 2, (1, 2), "")
     wrong, died = Failures("invalid_json", 1, (3,), ""), Failures("engine_error", 1, (4,), "")
     line = hints(capsys, [long, wrong], 1)

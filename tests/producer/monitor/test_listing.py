@@ -1,4 +1,4 @@
-"""Many batches: listed newest first, in pages, in bounded memory."""
+"""Many batches are listed newest first, in pages, in bounded memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_batches(connection: Redis, count: int, **more: Any) -> list[str]:
 
 @pytest.mark.usefixtures("at_server")
 def test_list_shows_newest(redis_connection: Redis) -> None:
-    """`list` and `status` show the newest 50 batches, and say how many there are beside them."""
+    """`list` and `status` show the newest 50 batches, and the number of the others."""
     ids = make_batches(redis_connection, 60)
     for command in ("list", "status"):
         text = batchkv(command).stdout
@@ -74,20 +74,20 @@ def test_list_as_json_has_all(redis_connection: Redis) -> None:
 
 @pytest.mark.usefixtures("at_server")
 def test_list_of_nothing_is_json(redis_connection: Redis) -> None:
-    """An empty server has an empty list, also as JSON."""
+    """The list of an empty server is empty, also as JSON."""
     assert json.loads(batchkv("list", "--json").stdout) == []
     assert json.loads(batchkv("status", "--json").stdout)["batches"] == []
 
 
 @pytest.mark.usefixtures("at_server")
 def test_limit_with_an_id_is_refused() -> None:
-    """``status ID`` shows one batch, and a limit has nothing to say there."""
+    """``status ID`` shows one batch and refuses --limit."""
     found = CliRunner().invoke(cli, ["status", "0123456789abcdef", "--limit", "3"])
     assert found.exit_code == 2 and "--limit is for the list" in found.output
 
 
 def test_pages_miss_none(redis_connection: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches that come and go between two pages make no other batch appear twice or not at all."""
+    """If batches come and go between two pages, every other batch is still listed exactly once."""
     monkeypatch.setattr(listing, "ID_PAGE", 40)
     monkeypatch.setattr(listing, "OVERLAP", 10)
     ids = make_batches(redis_connection, 100)
@@ -101,7 +101,7 @@ def test_pages_miss_none(redis_connection: Redis, monkeypatch: pytest.MonkeyPatc
 
 
 def test_memory_of_list_is_bounded(redis_connection: Redis) -> None:
-    """Going through all batches takes no more memory for many batches than for some."""
+    """Listing many batches takes no more memory than listing some."""
     make_batches(redis_connection, 6000)
     client = Client(redis_connection)
     tracemalloc.start()
@@ -114,7 +114,7 @@ def test_memory_of_list_is_bounded(redis_connection: Redis) -> None:
 
 
 def test_count_leaves_out_what_expired(redis_connection: Redis) -> None:
-    """Ids of batches whose results have expired are not counted, nor listed."""
+    """Batches whose results have expired are neither counted nor listed."""
     ids = make_batches(redis_connection, 9)
     redis_connection.delete(*map(redis_keys.batch, ids[:4]))
     client = Client(redis_connection)
@@ -123,7 +123,7 @@ def test_count_leaves_out_what_expired(redis_connection: Redis) -> None:
 
 @pytest.mark.usefixtures("at_server")
 def test_time_left_counts_batches_not_shown(redis_connection: Redis) -> None:
-    """How long a batch takes includes those before it in the queue, shown or not."""
+    """The time left of a batch includes all batches before it in the queue, shown or not."""
     open_rows = {"total": 11, "completion_tokens": 100}
     ids = make_batches(redis_connection, 3, **open_rows)
     key = redis_keys.worker("w")

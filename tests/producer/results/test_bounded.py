@@ -1,4 +1,4 @@
-"""Rows of many megabytes: what reads them holds a page of bytes, not a page of rows."""
+"""Rows of many megabytes are read in pages of limited bytes, not of limited rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALL_BYTES = NUM_ROWS * ROW_BYTES
 
 @pytest.fixture(autouse=True)
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a megabyte is enough for a page."""
+    """Sets the size of a page to half a megabyte."""
     monkeypatch.setattr(bounded, "ENOUGH_BYTES", PAGE_BYTES)
 
 
@@ -63,7 +63,7 @@ def ended(redis_connection: Redis, batch: BatchStatus, text: str) -> BatchStatus
 
 
 def held(call: Callable[[], object]) -> int:
-    """The most bytes that Python held meanwhile."""
+    """The peak of Python's memory during the call."""
     tracemalloc.start()
     try:
         call()
@@ -73,19 +73,19 @@ def held(call: Callable[[], object]) -> int:
 
 
 def drained(rows: Iterator[object]) -> int:
-    """How many there are, none of which is kept."""
+    """The number of items, none of which is kept."""
     return sum(1 for _ in rows)
 
 
 def test_canceling_holds_a_page(redis_connection: Redis, batch: BatchStatus) -> None:
-    """``cancel`` reads the rows' names out of their data, some of them at a time."""
+    """``cancel`` reads the custom_ids from the rows' data, page by page."""
     peak = held(lambda: intervention.cancel_batch(redis_connection, batch))
     assert counts_of(redis_connection, batch.batch_id)["canceled"] == NUM_ROWS
     assert peak < ALL_BYTES / 2
 
 
 def test_ending_overdue_rows_holds_a_page(redis_connection: Redis, batch: BatchStatus) -> None:
-    """So does the end of rows past their deadline, in workers and in clients."""
+    """Ending rows past their deadline reads page by page, in workers and in clients."""
     redis_connection.hset(redis_keys.batch(batch.batch_id), "expires", 1)
     overdue = read_batch(redis_connection, batch.batch_id)
     peak = held(lambda: drained(reconcile.expire_rows(redis_connection, overdue)))
@@ -94,7 +94,7 @@ def test_ending_overdue_rows_holds_a_page(redis_connection: Redis, batch: BatchS
 
 
 def test_looking_for_lost_rows_reads_no_result(redis_connection: Redis, ended: BatchStatus) -> None:
-    """Whether a row has a result is asked, and the result stays where it is."""
+    """The search for lost rows checks whether a row has a result, and does not read it."""
     lost: list[int] = []
     redis_connection.delete(redis_keys.job(f"{ended.batch_id}-2"))
     lines = range(1, NUM_ROWS + 1)
@@ -106,14 +106,14 @@ def test_looking_for_lost_rows_reads_no_result(redis_connection: Redis, ended: B
 def test_reading_results_holds_a_page(
     read: Callable[..., Iterator[object]], redis_connection: Redis, ended: BatchStatus
 ) -> None:
-    """``results`` reads as many rows at once as there is room for, in either order, each once."""
+    """``results`` reads page by page in either order, each row once."""
     counts: list[int] = []
     peak = held(lambda: counts.append(drained(read(redis_connection, ended.batch_id))))
     assert counts == [NUM_ROWS - 1] and peak < ALL_BYTES / 2
 
 
 def test_the_reasons_of_failures_hold_a_page(redis_connection: Redis, ended: BatchStatus) -> None:
-    """So do the reasons that ``wait`` and ``run`` tell of."""
+    """The reasons that ``wait`` and ``run`` print are read page by page."""
     counts: list[int] = []
     peak = held(lambda: counts.append(drained(_failed_jobs(redis_connection, ended))))
     assert counts == [NUM_ROWS - 1] and peak < ALL_BYTES / 2
@@ -122,7 +122,7 @@ def test_the_reasons_of_failures_hold_a_page(redis_connection: Redis, ended: Bat
 def test_a_page_has_one_row_at_least(
     redis_connection: Redis, ended: BatchStatus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row that is more than enough is read alone; one larger than it may be is not read."""
+    """A row larger than a page is read alone. One larger than the limit of a row is not read."""
     monkeypatch.setattr(bounded, "ENOUGH_BYTES", 10)
     lines = [3, 2, 4]
     found = list(stored_results(redis_connection, ended.batch_id, lines))

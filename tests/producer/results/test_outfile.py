@@ -1,4 +1,4 @@
-"""OUT: whole lines, each id once, whatever state a crash, a user or the disk leaves it in."""
+"""OUT has whole lines and each id once, whatever a crash, a user or a full disk does to it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def test_appends_whole_lines_and_skips_ids_that_are_there(out: Path) -> None:
 
 @pytest.mark.parametrize("kept", [1, 5, 12, 27, 28, 60])
 def test_torn_last_line_is_cut(out: Path, kept: int) -> None:
-    """Whatever part of a last line a crash left is cut, and the row is written anew."""
+    """If a crash has cut the last line short anywhere, the line is removed and the row is written
+    again."""
     write(out, [(1, ok(1))])
     whole = out.read_bytes()
     out.write_bytes(whole + ok(2).encode()[:kept])
@@ -79,7 +80,7 @@ def test_torn_last_line_is_cut(out: Path, kept: int) -> None:
 
 
 def test_zeros_after_a_power_failure_are_cut(out: Path) -> None:
-    """Blocks of zeros at the end, as a file system may leave them, are no reason to give up."""
+    """Zeros at the end, which a file system may leave after a power failure, are removed."""
     write(out, [(1, ok(1))])
     out.write_bytes(out.read_bytes() + bytes(4096))
     write(out, [(2, ok(2))])
@@ -91,7 +92,7 @@ def test_zeros_after_a_power_failure_are_cut(out: Path) -> None:
 def test_any_cut_anywhere_ends_with_each_id_once(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Cut both files at any byte: after a rerun each id is in the one file where it belongs."""
+    """If both files are cut at any byte, a rerun ends with each id once, in the right file."""
     out = tmp_path_factory.mktemp("cut") / "o"
     rows = {n: bad(n) if n % 3 == 0 else ok(n, text='x"error":null}\n' * n) for n in range(1, 9)}
 
@@ -110,7 +111,7 @@ def test_any_cut_anywhere_ends_with_each_id_once(
 
 
 def test_failed_rows_stand_in_the_errors_file_alone(out: Path) -> None:
-    """A failed row is in OUT.errors.jsonl, once, and not in OUT, also after a rerun."""
+    """A failed row is in OUT.errors.jsonl once, and not in OUT, also after a rerun."""
     for _ in range(2):
         write(out, [(1, ok(1))])
         write(out, [(3, bad(3)), (4, refused(4))], is_failed=True)
@@ -119,7 +120,7 @@ def test_failed_rows_stand_in_the_errors_file_alone(out: Path) -> None:
 
 
 def test_both_files_are_read_at_start(out: Path) -> None:
-    """A row of the errors file counts as one that is there, and is not written again."""
+    """A row in the errors file is not written again."""
     write(out, [(1, ok(1))])
     write(out, [(3, bad(3))], is_failed=True)
     with open_results(out, BATCH) as again:
@@ -128,7 +129,7 @@ def test_both_files_are_read_at_start(out: Path) -> None:
 
 
 def test_an_errors_file_of_another_batch_is_refused(out: Path) -> None:
-    """What stands beside OUT is read, too: it has to be this batch's, and nothing is changed."""
+    """The errors file must be of the same batch, too. Nothing is changed."""
     outfile.errors_path(out).write_text(ok(1, OTHER) + "\n", "utf-8")
     with pytest.raises(UsageError, match="holds results of batch fedcba9876543210"):
         open_results(out, BATCH)
@@ -152,7 +153,8 @@ def test_a_retried_row_moves_to_out(out: Path) -> None:
 
 
 def test_a_retried_row_that_failed_again_has_its_new_line(out: Path) -> None:
-    """Until it has ended anew a row that is queued again keeps its line; then the new one stays."""
+    """A row that is queued again keeps its line until it has ended again. Then the new line
+    replaces it."""
     errors = outfile.errors_path(out)
     write(out, [(2, bad(2)), (3, bad(3))], is_failed=True)
     with open_results(out, BATCH, lambda lines, rows: {2} & set(lines)) as again:
@@ -166,7 +168,7 @@ def test_a_retried_row_that_failed_again_has_its_new_line(out: Path) -> None:
 def test_the_new_line_is_on_the_disk_before_the_old_one_goes(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """OUT is synced between the answer's writing and the errors file's replacement."""
+    """OUT is synced after the answer is written and before the errors file is replaced."""
     write(out, [(2, bad(2))], is_failed=True)
     write(out, [(1, ok(1)), (3, bad(3))])  # a failed row in OUT, as of an older version
     calls: list[tuple[str, str]] = []
@@ -194,7 +196,7 @@ def test_the_new_line_is_on_the_disk_before_the_old_one_goes(
 
 
 def test_a_long_run_tidies_now_and_then(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has been replaced leaves the errors file while the run goes on, not at its end only."""
+    """Replaced lines leave the errors file during the run, not only at its end."""
     write(out, [(2, bad(2)), (3, bad(3))], is_failed=True)
     with open_results(out, BATCH) as again:
         again.append(2, ok(2), is_failed=False)
@@ -217,7 +219,8 @@ def old_bad(line: int) -> str:
 
 @pytest.mark.parametrize("num_copied", [0, 1, 2])
 def test_failed_rows_in_out_are_moved(out: Path, num_copied: int) -> None:
-    """An OUT of an older version gives its failed rows to the errors file, which may have some."""
+    """Failed rows in an OUT of an older version are moved to the errors file, which may have some
+    already."""
     errors = outfile.errors_path(out)
     rows = [ok(1), old_bad(2), ok(3), old_bad(4), refused(5)]
     out.write_text("".join(f"{row}\n" for row in rows), "utf-8")
@@ -282,8 +285,8 @@ for number in itertools.count(1):
 
 
 def test_killed_between_any_two_writes(tmp_path: Path) -> None:
-    """kill -9 before any write, sync or rename, of a migration and of retried rows: no row that
-    was there is ever gone, and the next run ends with each id in one file."""
+    """After kill -9 before any write, sync or rename, during a migration or with retried rows, no
+    row is lost. The next run ends with each id in one file."""
     before = tmp_path / "before"
     before.mkdir()
     old = [ok(1), old_bad(2), old_bad(3), ok(4), refused(7), bad(8)]
@@ -319,7 +322,7 @@ def test_files_in_the_order_of_the_input(out: Path) -> None:
 
 
 def test_answers_that_the_server_lost_stay(out: Path) -> None:
-    """Written anew in order, OUT keeps an answer that a server from an older copy has no more."""
+    """An OUT that is written anew in order keeps an answer that a restored server has lost."""
     write(out, [(3, ok(3)), (1, ok(1))])
     with open_results(out, BATCH) as target:
         assert target.replace(iter([(1, ok(1), False)])) == 1
@@ -328,7 +331,7 @@ def test_answers_that_the_server_lost_stay(out: Path) -> None:
 
 
 def test_lines_formatted_by_another_tool_are_known(out: Path) -> None:
-    """A line that another program wrote anew (spaces, order of keys) still has its id."""
+    """A line that another program has reformatted (spaces, order of keys) still has its id."""
     value = {"error": None, "custom_id": "c1", "id": f"{BATCH}-1", "response": {}}
     out.write_text(json.dumps(value) + "\n", "utf-8")
     with open_results(out, BATCH) as again:
@@ -350,7 +353,7 @@ def test_lines_formatted_by_another_tool_are_known(out: Path) -> None:
 def test_a_file_that_is_something_else_is_refused_unchanged(
     out: Path, content: str, reason: str
 ) -> None:
-    """Another batch's results, or a file that holds no results, is refused and not touched."""
+    """A file with another batch's results, or without results, is refused and not changed."""
     out.write_text(content, "utf-8")
     with pytest.raises(UsageError, match=reason):
         open_results(out, BATCH)
@@ -358,7 +361,8 @@ def test_a_file_that_is_something_else_is_refused_unchanged(
 
 
 def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
-    """A folder, a device, a folder that is not there, the input itself: each says what it is."""
+    """A folder, a device, a path in a missing folder and the input are refused. The error names
+    which it is."""
     source = tmp_path / "in.jsonl"
     source.write_text("{}\n", "utf-8")
     (tmp_path / "link").symlink_to("/dev/full")
@@ -377,7 +381,7 @@ def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
 
 
 def test_two_writers_are_not_let_in(out: Path) -> None:
-    """While one run appends, a second is refused; afterwards it is not."""
+    """While one run has OUT open, a second is refused; afterwards it is not."""
     message = "is being written by another batchkv"
     with open_results(out, BATCH), pytest.raises(UsageError, match=message):
         open_results(out, BATCH)
@@ -396,7 +400,7 @@ def test_lock_is_not_inherited_by_children(out: Path) -> None:
 
 
 def replace_by_copy(path: Path) -> None:
-    """What `sed -i` and editors do."""
+    """Replaces a file by a copy, as `sed -i` and editors do."""
     copy = path.with_name("copy")
     copy.write_bytes(path.read_bytes())
     copy.replace(path)
@@ -415,8 +419,8 @@ def replace_by_copy(path: Path) -> None:
 def test_a_file_that_others_change_meanwhile_is_not_written_on(
     out: Path, meddle: Callable[[Path], object], deed: str
 ) -> None:
-    """OUT is deleted, moved, replaced or cut while it is written: the writer says so and ends, and
-    the next one writes every row."""
+    """If OUT is deleted, moved, replaced or cut during a run, the run ends with an error. The next
+    run writes every row."""
     words = f"another program has .*{deed}"
     with pytest.raises(OutputError, match=words), open_results(out, BATCH) as target:
         target.append(1, ok(1), is_failed=False)
@@ -431,7 +435,7 @@ def test_a_file_that_others_change_meanwhile_is_not_written_on(
 def test_a_file_that_is_numbered_anew_is_written_on(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A network file system that gives a file another number meanwhile ends no run."""
+    """A new inode number, as a network file system may give it, does not end the run."""
     with open_results(out, BATCH) as target:
         monkeypatch.setattr("os.path.samestat", lambda *_: False)
         for line in (1, 2):
@@ -441,7 +445,7 @@ def test_a_file_that_is_numbered_anew_is_written_on(
 
 
 def test_an_errors_file_of_somebody_else_is_not_removed(out: Path) -> None:
-    """Our errors file was empty and deleted; what another run has put there since stays."""
+    """Our empty errors file was deleted. The file that another run has created since stays."""
     with pytest.raises(OutputError), open_results(out, BATCH):
         outfile.errors_path(out).unlink()
         outfile.errors_path(out).write_text(bad(1) + "\n", "utf-8")
@@ -467,7 +471,7 @@ except OutputError as fault:
 
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="no file size limit here")
 def test_a_full_disk_leaves_whole_lines_and_a_rerun_goes_on(out: Path, tmp_path: Path) -> None:
-    """When the disk takes no more, OUT ends with a whole line, and later the rest follows."""
+    """On a full disk OUT ends with a whole line. A later run writes the rest."""
     lines = [ok(n) for n in range(1, 21)]
     (tmp_path / "lines").write_text("\n".join(lines), "utf-8")
     limit = str(len(lines[0]) * 5 + 20)
@@ -481,7 +485,7 @@ def test_a_full_disk_leaves_whole_lines_and_a_rerun_goes_on(out: Path, tmp_path:
 
 
 def test_write_new_replaces_in_one_step(out: Path) -> None:
-    """A file that is written whole appears at its end only, and never over one that is there."""
+    """A file that is written whole appears only at the end, and replaces no existing file."""
 
     def rows() -> list[bytes]:
         assert not out.exists()

@@ -1,4 +1,4 @@
-"""Output lines: OpenAI's shapes, and JSON that every reader takes for one line."""
+"""Output lines have OpenAI's shapes, and every reader sees one line."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("code", REFUSED)
 def test_a_refused_request(code: str) -> None:
-    """A request that was wrong has the answer that a server would have given: 400, and why."""
+    """A wrong request has the response that a server would have sent: 400 and the reason."""
     line = json.loads(output_line(JOB_ID, Result("a", "chat", "failed", error=(code, "so it is"))))
     assert line == {
         "id": JOB_ID,
@@ -103,7 +103,8 @@ def test_a_refused_request(code: str) -> None:
     ],
 )
 def test_no_answer_at_all(outcome: Outcome, code: str, shown: str) -> None:
-    """What no server has answered has no response, and a code: OpenAI's word where there is one."""
+    """A row that failed on the way has no response, but an error with OpenAI's code, if it has
+    one."""
     line = json.loads(output_line(JOB_ID, Result("a", "chat", outcome, error=(code, "too slow"))))
     assert (line["response"], line["error"]) == (None, {"code": shown, "message": "too slow"})
     text = failed_text_line(Result("a", "chat", outcome, error=(code, "too slow")))
@@ -111,7 +112,7 @@ def test_no_answer_at_all(outcome: Outcome, code: str, shown: str) -> None:
 
 
 def test_every_code_has_its_shape() -> None:
-    """Each code that a row can have is either a refusal or the lack of an answer, by decision."""
+    """Each error code is listed as a refusal or as a missing answer."""
     codes = {code for name, code in vars(ErrorCode).items() if name.isupper()}
     others = {"timeout", "canceled", "expired", "lost", "out_of_memory", "engine_error"}
     assert codes == REFUSED_CODES | others and set(REFUSED) == REFUSED_CODES
@@ -128,7 +129,7 @@ TRICKY = (
 @pytest.mark.parametrize("text", TRICKY)
 @pytest.mark.parametrize("code", ["timeout", "invalid_json"])
 def test_answers_and_failures_are_told_apart(text: str, code: str) -> None:
-    """Whatever ids and answers hold, a line tells by itself whether the row has an answer."""
+    """A line shows whether the row has an answer, whatever its id and text are."""
     ok = output_line(JOB_ID, Result(text, "chat", "ok", text=text)).encode()
     failed = output_line(JOB_ID, Result(text, "chat", "failed", error=(code, text))).encode()
     assert not is_failed_line(ok + b"\n") and is_failed_line(failed + b"\n")
@@ -156,7 +157,7 @@ def test_chat_logprobs() -> None:
 
 
 def test_completion_logprobs() -> None:
-    """Completions: four lists side by side, offsets in characters."""
+    """Completions have four parallel lists, with offsets in characters."""
     result = Result("a", "completion", "ok", text="Paris", logprobs=TOKENS)
     body = json.loads(output_line(JOB_ID, result))["response"]["body"]
     assert body["choices"][0]["logprobs"] == {
@@ -171,7 +172,8 @@ def test_completion_logprobs() -> None:
     "text", ["a\nb\r\nc", "a\u2028b\u2029c\x85d\x7fe\x0bf\x1ch", "\U0001f600é"]
 )
 def test_one_line_to_every_reader(text: str) -> None:
-    """Whatever the answer holds, its line is one line, also to readers that know Unicode's ends."""
+    """Whatever the answer has, its line is one line, also for readers that know Unicode's line
+    ends."""
     line = output_line(JOB_ID, Result(text, "chat", "ok", text=text))
     assert line.splitlines() == [line]
     parsed = json.loads(line)
@@ -180,7 +182,7 @@ def test_one_line_to_every_reader(text: str) -> None:
 
 
 def test_half_a_character_can_be_written() -> None:
-    """A lone surrogate in an answer does not make the line impossible to encode."""
+    """A lone surrogate in an answer can be encoded."""
     result = Result("a", "chat", "ok", text="x\ud800y\u2028")
     assert (
         "x?y"
