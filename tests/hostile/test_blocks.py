@@ -1,4 +1,4 @@
-"""Blocks that lie with a right checksum, as somebody makes them who knows the format."""
+"""Forged blocks with a right checksum, as an attacker who knows the format makes them."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def lying(header: bytes, payload: bytes = PAYLOAD, sealer: Sealer = PLAIN) -> by
 
 
 def fields(**changes: Any) -> bytes:
-    """A block whose header says something else."""
+    """A block with another value in its header."""
     return lying(msgpack.packb({**FIELDS, **changes}))
 
 
 def row(**changes: Any) -> bytes:
-    """A block whose first tensor says something else."""
+    """A block with another value in the row of its first tensor."""
     names = ("layer", "name", "dtype", "shape", "offset", "num_bytes")
     first = dict(zip(names, FIELDS["tensors"][0], strict=True)) | changes
     return fields(tensors=[[*first.values()], *FIELDS["tensors"][1:]])
 
 
 def sizes(header: int, payload: int, flags: int = 0, zeros: int = 0) -> bytes:
-    """A block whose first 32 bytes say something else."""
+    """A block with other values in its first 32 bytes."""
     prefix = DATA[:10] + struct.pack("<HIQQ", flags, header, payload, zeros)
     return sealed(prefix + DATA[32:-SEAL_BYTES])
 
@@ -129,7 +129,7 @@ HOSTILE: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_block_that_lies_is_a_miss(name: str) -> None:
-    """It is refused with a reason, takes no memory, and the store computes in its place."""
+    """A forged block is refused with a reason, takes no memory, and is a miss for the store."""
     tracemalloc.start()
     try:
         with pytest.raises(BlockRejected):
@@ -146,7 +146,7 @@ def test_a_block_that_lies_is_a_miss(name: str) -> None:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_store_goes_on_without_it(name: str) -> None:
-    """Nothing that lies under a wanted name reaches who asks; the next tier is asked."""
+    """A foreign object under a block's name is a miss; the next tier is searched."""
     tier = MemoryTier(2**26)
     tier.put(f"{BLOCK.key.hex()}.kv", [HOSTILE[name] or b"\0"])
     store = Store([tier])
@@ -157,7 +157,7 @@ def test_a_store_goes_on_without_it(name: str) -> None:
 
 
 def test_tenants_with_other_salts_never_meet() -> None:
-    """The same tokens under two salts share no key, and one's blocks are misses to the other."""
+    """The same tokens under two salts share no key; blocks of one are misses for the other."""
     tokens = list(range(TOKENS * 64 * 4))
     ours = chain(root_key(NAMESPACE, b"ours"), tokens)
     theirs = chain(root_key(NAMESPACE, b"theirs"), tokens)
@@ -236,13 +236,13 @@ def test_a_chain_that_goes_in_circles_ends() -> None:
 
 
 def test_a_block_that_grows_after_the_question_takes_no_memory(tmp_path: Path) -> None:
-    """A writer of the cache swaps files between the question for sizes and the read: misses."""
+    """Files that a writer swaps between the call for sizes and the read are misses."""
     from batchkv_cache_store.tiers.disk import DiskTier
 
     blocks = chain_of(list(range(16)))
 
     class Swapped(DiskTier):
-        """Every block is a sparse file of 128 MiB once its size was asked for."""
+        """After the call for its size, every block is replaced by a sparse file of 128 MiB."""
 
         def get_many(self, names: Sequence[str], sizes: Any = None) -> dict[str, Buffer]:
             for each in (tmp_path / "blocks-1").rglob("*.kv"):
@@ -265,7 +265,7 @@ def test_a_block_that_grows_after_the_question_takes_no_memory(tmp_path: Path) -
 
 
 def test_the_limits_come_before_the_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block above a limit is refused by its first bytes: nothing else of it is looked at."""
+    """A block above a limit is refused by its first bytes; no other bytes are read."""
     monkeypatch.setattr(block_module, "_check_seal", lambda *_: pytest.fail("looked at"))
     big = random.Random(3).randbytes(100)
     for data in (sizes(2**20, 100), sizes(HEADER_SIZE, 2**40) + big):

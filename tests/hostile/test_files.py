@@ -1,4 +1,4 @@
-"""Files that somebody else put where ours should be: in the disk tier, in the home, as secrets."""
+"""Foreign files in place of batchkv's: in the disk tier, in the home, as secrets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
-    """A file of somebody's that nothing may change or remove."""
+    """Another user's file, which must not be changed or removed."""
     path = tmp_path / "foreign"
     path.write_bytes(PRECIOUS)
     return path
@@ -53,7 +53,7 @@ def place_of(root: Path) -> Path:
 
 
 def walk_all(tier: DiskTier) -> None:
-    """Everything that looks at a folder, and what removes from it."""
+    """All calls that read a folder or remove from it."""
     tier.contains_many([NAME])
     tier.get_many([NAME])
     tier.get_heads([NAME], 10)
@@ -66,7 +66,7 @@ def walk_all(tier: DiskTier) -> None:
 
 @pytest.mark.parametrize("kind", ["link", "folder link", "fifo", "folder", "device", "socket"])
 def test_what_is_no_file_in_a_blocks_place_is_a_miss(root: Path, foreign: Path, kind: str) -> None:
-    """It is not followed, not waited for, and what it leads to stays as it was."""
+    """A foreign object is not followed and not waited for, and a link's target does not change."""
     place = place_of(root)
     place.unlink()
     match kind:
@@ -126,13 +126,13 @@ def test_what_a_folder_link_leads_to_is_not_ours(root: Path, tmp_path: Path, fol
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Every file below, with what it has and when it was used last."""
+    """All files below, with their contents and times of use."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
 def test_a_hard_link_is_never_written_to(root: Path, foreign: Path) -> None:
-    """A block's name on somebody's file: read and refused by its seal, never changed."""
+    """Another user's file under a block's name is refused by its seal and never changed."""
     place = place_of(root)
     place.unlink()
     place.hardlink_to(foreign)
@@ -147,7 +147,7 @@ def test_a_hard_link_is_never_written_to(root: Path, foreign: Path) -> None:
 
 
 def test_a_planted_ledger_is_not_followed(root: Path, foreign: Path) -> None:
-    """Where the ledger should be there is a link: the tier tells of it, the file stays whole."""
+    """With a link in place of the ledger, the tier fails, and the link's target stays whole."""
     (root / "usage").unlink()
     (root / "usage").symlink_to(foreign)
     with pytest.raises(TierError, match=r"cannot be used|symbolic"):
@@ -172,7 +172,7 @@ def test_a_ledger_that_is_no_file_is_told(root: Path, kind: str) -> None:
     "text", [b"9" * 60, b"-5\n-5", b"\xff" * 60, b"", b"nan\nnan", b"1e400", "٣٣".encode()]
 )
 def test_a_ledger_that_lies_is_counted_anew(root: Path, text: bytes) -> None:
-    """Whatever it says, the cap holds and blocks are put."""
+    """With any content of the ledger, the cap holds and blocks are put."""
     (root / "usage").write_bytes(text)
     tier = DiskTier(root, 4 * MIB)
     tier.delete(NAME)
@@ -181,7 +181,7 @@ def test_a_ledger_that_lies_is_counted_anew(root: Path, text: bytes) -> None:
 
 
 def test_a_planted_temporary_is_not_followed(root: Path, foreign: Path) -> None:
-    """The name under which a block is about to be written is a link to somebody's file."""
+    """A link in place of a temporary file is not followed."""
     tier = DiskTier(root, 4 * MIB)
     tier.delete(NAME)
     room = -(-len(DATA) // 4096) * 4096
@@ -220,7 +220,7 @@ def test_foreign_files_are_counted_and_left(root: Path, foreign: Path, age: int)
 
 
 def test_a_fan_out_folder_that_leads_away_is_not_evicted_from(root: Path, tmp_path: Path) -> None:
-    """A link among the folders of blocks is foreign: nothing behind it is listed or removed."""
+    """A link among the folders of blocks is foreign: its target is not listed or changed."""
     away = tmp_path / "away" / "e"
     away.mkdir(parents=True)
     theirs = away / ("ee" + "0" * 62 + ".kv")
@@ -235,7 +235,7 @@ def test_a_fan_out_folder_that_leads_away_is_not_evicted_from(root: Path, tmp_pa
 def test_a_disk_tiers_folders_are_closed(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts are private: folders, and those above, are the owner's only, and so are blocks."""
+    """Prompts are private: only the owner has access to folders and blocks."""
     monkeypatch.setenv("HOME", str(tmp_path))  # only there those above are made
     DiskTier(tmp_path / "new" / "deep" / "blocks", 4 * MIB).put(NAME, [DATA])
     for path in [root, *root.rglob("*"), tmp_path / "new", *(tmp_path / "new").rglob("*")]:
@@ -257,7 +257,7 @@ def home() -> Iterator[Home]:
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o755, 0o711, 0o750, 0o705, 0o1777])
 @pytest.mark.parametrize("folder", [".", "data", "logs"])
 def test_a_home_that_is_open_to_others_is_refused(home: Home, mode: int, folder: str) -> None:
-    """To write, to read or to pass through: the error says chmod 700, and no server is started."""
+    """A home that others may write, read or enter is refused with chmod 700; no server starts."""
     for name in ("data", "logs"):
         (home.path / name).mkdir(mode=0o700)
     (home.path / folder).chmod(mode)
@@ -268,7 +268,7 @@ def test_a_home_that_is_open_to_others_is_refused(home: Home, mode: int, folder:
 
 @pytest.mark.parametrize("kind", ["file", "link to nothing", "fifo"])
 def test_a_home_that_is_no_folder_is_refused(tmp_path: Path, kind: str) -> None:
-    """One sentence that names the path and the variable."""
+    """The error is one sentence that names the path and the variable."""
     path = tmp_path / "odd"
     match kind:
         case "file":
@@ -282,7 +282,7 @@ def test_a_home_that_is_no_folder_is_refused(tmp_path: Path, kind: str) -> None:
 
 
 def test_an_embedded_server_is_the_owners_alone(home: Home) -> None:
-    """Socket, data, log and lock: nobody else may open any of them, and no port listens."""
+    """Other users can open neither socket, data, log nor lock, and no port listens."""
     server.ensure_running(home)
     with server.client_of(home) as asked:
         asked.set("k", "v")
@@ -294,7 +294,7 @@ def test_an_embedded_server_is_the_owners_alone(home: Home) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 def test_another_user_cannot_reach_the_socket(home: Home) -> None:
-    """A process of another user is refused by the file system, before the server hears of it."""
+    """The file system refuses another user's process before it reaches the server."""
     server.ensure_running(home)
     script = (
         f"import os, socket\nos.setgid(65534); os.setuid(65534)\n"
@@ -310,7 +310,7 @@ def test_another_user_cannot_reach_the_socket(home: Home) -> None:
 
 
 def test_a_planted_pid_ends_no_process(home: Home) -> None:
-    """`server stop` in a folder that others may write believes no pid file; elsewhere it looks."""
+    """`server stop` trusts no pid file in a folder that others may write; else it checks it."""
     victim = os.getpid()
     (home.path / "server.pid").write_text(str(victim))
     assert server.stop(home) is False  # nobody holds the lock
@@ -328,7 +328,7 @@ URL = "redis://worker:hidden-password@h:1/0"
 def test_a_url_file_that_others_may_open_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
 ) -> None:
-    """With a password in it nobody else may read it; the error repeats nothing of it."""
+    """A file with a password must be closed to others; the error repeats no part of it."""
     path = tmp_path / "url"
     path.write_text(URL)
     path.chmod(mode)
@@ -348,7 +348,7 @@ def test_a_url_file_that_others_may_open_is_refused(
     "variable", ["BATCHKV_CACHE", "BATCHKV_CACHE_SECRET", "BATCHKV_CACHE_SALT"]
 )
 def test_cache_files_that_others_may_open_are_refused(tmp_path: Path, variable: str) -> None:
-    """Tiers with a password, the secret and the salt: only in files that are closed."""
+    """Tiers with a password, the secret and the salt are read from closed files only."""
     path = tmp_path / "secret"
     path.write_text("redis://cache:hidden-password@h:1/0")
     read = {
@@ -369,7 +369,7 @@ def test_cache_files_that_others_may_open_are_refused(tmp_path: Path, variable: 
 def test_a_url_file_that_is_none_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """A folder, a device without an end, bytes: one sentence that names the file."""
+    """A folder, an endless device or bytes in place of the file give one sentence with its name."""
     path = tmp_path / "url"
     match kind:
         case "fifo":

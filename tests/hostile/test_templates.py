@@ -1,4 +1,4 @@
-"""Chat templates: what a row says is text for them, and what a model's own says runs in a sandbox.
+"""Chat templates: a row's contents are text for them, and the model's template runs in a sandbox.
 
 The real demo model's tokenizer and template, through the worker's own preparation of rows.
 """
@@ -50,7 +50,7 @@ def user(content: Any, **more: Any) -> list[dict[str, Any]]:
 
 
 def text_of(loaded: LoadedModel, made: Work) -> str:
-    """What the model would read of a row."""
+    """The text of a row that the model would read."""
     return str(loaded.tokenizer.decode(prepare(made, loaded).prompt))
 
 
@@ -62,7 +62,7 @@ def refused(loaded: LoadedModel, made: Work) -> RowRefused:
 
 @pytest.mark.parametrize("text", INJECTIONS)
 def test_a_template_in_a_message_is_text(demo: LoadedModel, text: str) -> None:
-    """The template gets messages as values: it renders nothing that stands in them."""
+    """The template gets messages as values and renders no template code in them."""
     as_text = demo.tokenizer.decode(demo.tokenizer.encode(text))
     assert as_text.strip() in text_of(demo, work(messages=user(text)))
     tools = [{"type": "function", "function": {"name": text, "description": text}}]
@@ -72,7 +72,7 @@ def test_a_template_in_a_message_is_text(demo: LoadedModel, text: str) -> None:
 
 @pytest.mark.parametrize("role", [*INJECTIONS[:2], "wizard", "System", "", "<|system|>", "a\nb"])
 def test_a_role_is_one_of_five_words(demo: LoadedModel, role: str) -> None:
-    """A role that is none never reaches the template, whoever wrote the job."""
+    """An unknown role never reaches the template, whoever wrote the job."""
     fault = refused(demo, work(messages=[{"role": role, "content": "x"}]))
     assert fault.code == "invalid_request" and "role must be one of" in str(fault)
 
@@ -86,7 +86,7 @@ def test_a_role_is_one_of_five_words(demo: LoadedModel, role: str) -> None:
     ],
 )
 def test_a_template_variable_is_of_a_list(demo: LoadedModel, name: str) -> None:
-    """A template, and whatever else the call takes, cannot be given by a row."""
+    """A row cannot set the template or any other argument of the call."""
     made = work(messages=user("x"), chat_template_kwargs={name: "{{ 7*7 }}"})
     fault = refused(demo, made)
     assert fault.code == "unsupported_parameter" and name in str(fault)
@@ -94,7 +94,7 @@ def test_a_template_variable_is_of_a_list(demo: LoadedModel, name: str) -> None:
 
 @pytest.mark.parametrize("value", [{"a": 1}, [1], "x" * 2000])
 def test_a_template_variable_is_a_plain_value(demo: LoadedModel, value: Any) -> None:
-    """No objects, no lists, no long texts for the variables that there are."""
+    """Template variables take no objects, no lists and no long texts."""
     made = work(messages=user("x"), chat_template_kwargs={"reasoning_effort": value})
     assert refused(demo, made).code == "invalid_request"
 
@@ -133,12 +133,12 @@ def deep(levels: int) -> Any:
     ],
 )
 def test_the_worker_checks_shapes_again(demo: LoadedModel, fields: dict[str, Any]) -> None:
-    """What a producer would have refused, the worker refuses of whoever wrote to Redis."""
+    """The worker refuses all that a producer refuses, whoever wrote it to Redis."""
     assert refused(demo, work(**fields)).code in ("invalid_request", "unsupported_parameter")
 
 
 def test_texts_that_cannot_fit_are_not_rendered(demo: LoadedModel) -> None:
-    """Tools and names count like contents: hours of tokenizing are refused in a moment."""
+    """Tools and names count like contents: hours of tokenizing are refused at once."""
     much = "x " * (demo.context * 128)
     tools = [{"type": "function", "function": {"name": "f", "description": much}}]
     for made in (work(messages=user("x"), tools=tools), work(messages=user("x", name=much))):
@@ -164,7 +164,7 @@ def model_folder(folder: Path, **config: Any) -> Path:
 
 
 def test_a_models_own_code_is_not_run(tmp_path: Path, sentinel: Trap) -> None:
-    """A repository that brings a Python file is refused, with the file's name, and not imported."""
+    """A repository with a Python file is refused, with the file's name, and not imported."""
     folder = model_folder(tmp_path / "m", model_file="evil.py")
     (folder / "evil.py").write_text(f"open({str(sentinel.mark)!r}, 'w')\n")
     with pytest.raises(ModelError, match=r"evil\.py|model_file|trust_remote_code"):
@@ -172,7 +172,7 @@ def test_a_models_own_code_is_not_run(tmp_path: Path, sentinel: Trap) -> None:
 
 
 def test_a_tokenizers_own_code_is_not_run(tmp_path: Path, sentinel: Trap) -> None:
-    """Nor is code that the tokenizer's configuration names."""
+    """Code that the tokenizer's configuration names is not imported either."""
     folder = model_folder(tmp_path / "m")
     (folder / "evil.py").write_text(f"open({str(sentinel.mark)!r}, 'w')\nclass T: pass\n")
     path = folder / "tokenizer_config.json"
@@ -209,7 +209,7 @@ def test_a_pickled_checkpoint_is_not_read(tmp_path: Path, sentinel: Trap) -> Non
     ],
 )
 def test_a_models_template_runs_in_a_sandbox(demo: LoadedModel, template: str) -> None:
-    """A template that reaches for Python's insides is its rows' error, each for itself."""
+    """A template that tries to reach Python's internals fails its rows, each for itself."""
     own = demo.tokenizer.chat_template
     demo.tokenizer.chat_template = template
     try:
@@ -245,7 +245,7 @@ def test_a_model_that_takes_too_much_is_refused(
     value: float,
     words: str,
 ) -> None:
-    """A template that takes all memory, or never ends, does so in a process that is ended."""
+    """A template that takes all memory, or never ends, runs in a process that is ended."""
     monkeypatch.setattr(trial, limit, value)
     folder = with_template(tmp_path / "m", template)
     with pytest.raises(ModelError, match=words):
@@ -253,7 +253,7 @@ def test_a_model_that_takes_too_much_is_refused(
 
 
 def test_a_model_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What came through is known by its files, and not tried again; other files are."""
+    """A model that passed is not tried again, until its files change."""
     Path(os.environ["BATCHKV_HOME"]).mkdir()
     folder = str(model_folder(tmp_path / "m"))
     assert load(folder, is_careful=True).name == folder
@@ -268,7 +268,7 @@ def test_a_model_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_model_is_tried_without_the_folder_that_the_user_stands_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file there that is called like a library is not run."""
+    """A file in the working directory with the name of a library is not run."""
     stranger = Path("transformers.py")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
@@ -281,14 +281,14 @@ def test_a_model_is_tried_without_the_folder_that_the_user_stands_in(
     "config", [{"num_hidden_layers": 10**9}, {"text_config": {"n_layers": 10**9}}]
 )
 def test_a_model_of_endless_layers_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
-    """Counts of layers that no model has are refused before anything is built."""
+    """Counts of layers that no model has are refused before the model is built."""
     with pytest.raises(ModelError, match="layers = 1000000000"):
         load(str(model_folder(tmp_path / "m", **config)))
 
 
 @pytest.mark.parametrize("seed", [10**400, -(10**400), 0, -0, 2**64])
 def test_a_seed_of_any_size_is_a_seed(demo: LoadedModel, seed: int) -> None:
-    """Whatever number it is, the stream that it gives is of 64 bits."""
+    """A seed of any size gives a stream of 64 bits."""
     from batchkv_worker.engine.tokens.sampling import uniform
 
     made = Work("b-1", Request("c", "completion", prompt="hello", params=SamplingParams(seed=seed)))

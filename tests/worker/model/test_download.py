@@ -23,7 +23,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class SmallHub(BaseHTTPRequestHandler):
-    """What a client asks for to download one repository."""
+    """The requests of a client that downloads one repository."""
 
     files: ClassVar[dict[str, bytes]] = {}
 
@@ -64,7 +64,7 @@ def _digest(data: bytes) -> str:
 
 @pytest.fixture
 def hub() -> Iterator[str]:
-    """Its URL; it has the packaged model's files."""
+    """The hub's URL; it has the files of the included model."""
     SmallHub.files = {file.name: file.read_bytes() for file in MODEL_PATH.iterdir()}
     with ThreadingHTTPServer(("127.0.0.1", 0), SmallHub) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -77,7 +77,7 @@ def hub() -> Iterator[str]:
 def test_a_download_is_said_as_it_goes(
     hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Bytes of how many, then that it loads; the client's own bars are not drawn."""
+    """The download reports its bytes, then the loading; the client's own bars are not drawn."""
     template = f"{hub}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "ENDPOINT", hub)

@@ -1,4 +1,4 @@
-"""Loading models: what is served, and the one sentence for what is not."""
+"""Loading models: those that are served, and the sentence that refuses others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_demo_model_loads_as_any_folder_does() -> None:
 
 
 def test_dtype_can_be_chosen() -> None:
-    """A named dtype is what the weights are cast to; an unknown one is refused."""
+    """The weights are cast to a named dtype; an unknown one is refused."""
     assert load("demo", "bfloat16").dtype == mx.bfloat16
     with pytest.raises(ModelError, match="unknown dtype"):
         load("demo", "int3")
@@ -42,7 +42,7 @@ def test_dtype_can_be_chosen() -> None:
 def test_defaults_and_sizes_that_make_no_sense_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A number of 400 digits, infinity, or a text where a table should be ends no worker."""
+    """A default of 400 digits, infinity, or a text in place of a table ends no worker."""
     monkeypatch.setenv("BATCHKV_HOME", str(tmp_path / "home"))
     folder = tmp_path / "model"
     shutil.copytree(MODEL_PATH, folder)
@@ -56,8 +56,7 @@ def test_defaults_and_sizes_that_make_no_sense_are_left_out(
 def test_a_model_knows_what_its_answers_are_made_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fingerprint is what a producer computes; both 16-bit dtypes are one class; and a file
-    that is written to later is noticed."""
+    """The fingerprint equals a producer's; both 16-bit dtypes are one class; a later change shows."""
     monkeypatch.setenv("BATCHKV_HOME", str(tmp_path / "home"))
     folder = tmp_path / "model"
     shutil.copytree(MODEL_PATH, folder)
@@ -74,7 +73,7 @@ def test_a_model_knows_what_its_answers_are_made_with(
 def test_files_that_change_while_they_are_loaded_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody knows what was read: the worker ends, to be started again."""
+    """If files change while they are loaded, the worker ends, to be started again."""
     monkeypatch.setenv("BATCHKV_HOME", str(tmp_path / "home"))
     folder = tmp_path / "model"
     shutil.copytree(MODEL_PATH, folder)
@@ -100,7 +99,7 @@ def test_files_that_change_while_they_are_loaded_are_refused(
     ],
 )
 def test_incomplete_folders_are_named(tmp_path: Path, make: Any, words: str) -> None:
-    """A folder that is missing, empty or without weights is refused with what it lacks."""
+    """A missing folder, or one without config or weights, is refused with the reason."""
     with pytest.raises(ModelError, match=words):
         load(str(make(tmp_path)))
 
@@ -116,7 +115,7 @@ def _file(path: Path) -> Path:
 
 
 def test_broken_weights_are_named(tmp_path: Path) -> None:
-    """Weights that cannot be read, or a config of no known model, are one clear error."""
+    """Unreadable weights, or a config of an unknown model, give one clear error."""
     folder = tmp_path / "m"
     shutil.copytree(MODEL_PATH, folder)
     (folder / "model.safetensors").write_bytes(b"torn")
@@ -128,7 +127,7 @@ def test_broken_weights_are_named(tmp_path: Path) -> None:
 
 
 def test_code_in_a_model_folder_never_runs(tmp_path: Path) -> None:
-    """A config that asks for a Python file of its own is refused, and the file is not executed."""
+    """A config with a Python file of its own is refused, and the file is not executed."""
     folder = tmp_path / "m"
     shutil.copytree(MODEL_PATH, folder)
     mark = tmp_path / "ran"
@@ -168,6 +167,6 @@ def test_caches_that_nobody_knows_are_refused_by_name(caches: list[Any], words: 
 
 
 def test_chunked_attention_is_refused_with_its_reason() -> None:
-    """llama4's model code wants one position for all rows."""
+    """llama4 is refused, because its model code needs one position for all rows."""
     with pytest.raises(ModelError, match="one position for all rows"):
         discover("tiny", tiny_models.build("llama4"))
