@@ -27,7 +27,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("sequence", "events", "trace", "faults", "errors"),
     ),
     "batchkv_producer": (
-        *("__main__", "entry", "cli", "__init__", "local", "connecting", "client"),
+        *("__main__", "entry", "cli", "__init__", "service", "local", "connecting", "client"),
         *("submit", "manage", "results", "monitor", "order", "intake", "server", "wire"),
         *("retry", "disk", "progress", "settings_table", "agreed", "errors"),
     ),

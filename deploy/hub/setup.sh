@@ -88,7 +88,7 @@ printf 'HUB_UID=%s\nHUB_GID=%s\n' "$(id -u)" "$(id -g)" >"$hub/.env"
 cat <<END
 The hub's directory is ready: $hub
 On Linux with Docker:  cd $hub && docker compose up -d
-On a Mac:              deploy/mac/install-hub.sh --hub $hub
+On a Mac:              batchkv service install hub --hub $hub
 Every machine that works gets a copy of $hub/secrets/worker.url, every one that submits one of
 $hub/secrets/producer.url, readable by its owner only; a worker that is to share prefixes also one
 of $hub/secrets/cache.tiers. admin.url stays here.

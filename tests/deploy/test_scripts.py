@@ -12,7 +12,8 @@ import pytest
 import rooms
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted([*ROOT.glob("deploy/*/*.sh"), *ROOT.glob("tools/*.sh"), ROOT / ".ci" / "run"])
+GLOBS = ("deploy/*/*.sh", "tools/*.sh", "producer/*/*/*.sh", ".ci/run")
+SCRIPTS = sorted(path for pattern in GLOBS for path in ROOT.glob(pattern))
 
 
 def test_shellcheck_is_content() -> None:

@@ -81,7 +81,8 @@ def sources() -> str:
                     found.append("".join(map(str, parts)))
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     found.append(node.value)
-    found += [(REPOSITORY / "tools" / "bootstrap.sh").read_text("utf-8")]
+    scripts = ("tools/bootstrap.sh", "producer/batchkv_producer/service/supervise.sh")
+    found += [(REPOSITORY / script).read_text("utf-8") for script in scripts]
     return " ".join("\n".join(found).split())
 
 

@@ -21,6 +21,7 @@ from batchkv_producer.cli.plan import plan
 from batchkv_producer.cli.results import result, results
 from batchkv_producer.cli.run_submit import run, submit
 from batchkv_producer.cli.server import server
+from batchkv_producer.service.command import service
 
 
 @click.group(cls=Cli, context_settings={"help_option_names": ["-h", "--help"]})
@@ -57,6 +58,7 @@ for _command in (failed, cancel, retry, forget):
 cli.add_command(list_batches)
 cli.add_command(workers)
 cli.add_command(server)
+cli.add_command(service)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import os
 import re
 import ssl
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -179,9 +180,35 @@ def is_embedded(url: str) -> bool:
     return url.startswith("unix://") and url == home_from_environment().url
 
 
-def explain(fault: RedisError, url: str) -> str:
+# macOS 15 and newer keep programs that launchd starts for a user off the local network. Connections
+# fail at once with EHOSTUNREACH, and names ending in .local may not resolve.
+_LOCAL_NETWORK = (
+    "If the same command works in a Terminal, macOS keeps this program off the local network: "
+    "allow it in System Settings > Privacy & Security > Local Network, or install the worker as a "
+    "daemon, which needs no permission (sudo batchkv service install worker --daemon). If it "
+    "fails there too,"
+)
+_FAULTS_OF_MACS = (
+    (
+        r"Error 65 connecting to ",
+        f"cannot be reached: there is no route to it (errno 65). {_LOCAL_NETWORK} the machine is "
+        "off, asleep or in another network",
+    ),
+    (
+        r"(?i)connecting to [^ ]*\.local:.*nodename nor servname",
+        f"cannot be found: the name does not resolve. {_LOCAL_NETWORK} check the name, or use the "
+        "address",
+    ),
+)
+
+
+def explain(fault: RedisError, url: str, platform: str = sys.platform) -> str:
     """One line that names the server, its problem, and the remedy."""
     text = " ".join(str(fault).split())
+    if platform == "darwin" and isinstance(fault, ConnectionError):
+        for pattern, sentence in _FAULTS_OF_MACS:
+            if re.search(pattern, text):
+                return f"Redis at {masked(url)} {sentence}"
     if is_full(fault):
         return f"Redis at {masked(url)} {full_sentence(text)}"
     for kinds, pattern, sentence in _FAULTS:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 
 from batchkv_producer.errors import ServerError, UsageError
@@ -157,6 +158,32 @@ def test_something_else_listens() -> None:
         message = complaint(f"redis://127.0.0.1:{other.getsockname()[1]}/0")
         thread.join()
     assert "closed the connection" in message
+
+
+# The words of redis-py for macOS: EHOSTUNREACH of connect(), EAI_NONAME of getaddrinfo().
+NO_ROUTE = "Error 65 connecting to studio.local:6379. No route to host."
+NO_NAME = "Error 8 connecting to {}:6379. nodename nor servname provided, or not known."
+
+
+@pytest.mark.parametrize(
+    ("text", "platform", "is_explained"),
+    [
+        (NO_ROUTE, "darwin", True),
+        (NO_ROUTE, "linux", False),
+        (NO_NAME.format("studio.local"), "darwin", True),
+        (NO_NAME.format("studio.example.org"), "darwin", False),
+        ("Error 61 connecting to studio.local:6379. Connection refused.", "darwin", False),
+    ],
+)
+def test_the_local_network_of_macs_is_explained(
+    text: str, platform: str, is_explained: bool
+) -> None:
+    """A Mac that may not reach its network says where to allow it, and that a daemon may."""
+    fault = RedisConnectionError(text)
+    message = connection.explain(fault, "redis://:secret@studio.local:6379/0", platform)
+    assert ("Privacy & Security > Local Network" in message) == is_explained
+    assert ("service install worker --daemon" in message) == is_explained
+    assert "secret" not in message
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""``batchkv service``: workers and servers under launchd (macOS) or systemd (Linux)."""
