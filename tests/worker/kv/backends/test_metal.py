@@ -174,13 +174,18 @@ def slots_of_4b(backend: Backend, lengths: list[int], longest: int = 0) -> Decod
         slots.place(Demand(length, 200))
     if longest:
         slots.release(slots.place(Demand(longest, 200))[0])
-    (layer,) = slots.layers
-    assert isinstance(layer, AttentionSlots)
-    layer._keys, layer._values = (
-        [mx.zeros(part.shape, part.dtype) for part in parts]
-        for parts in (layer._keys, layer._values)
-    )
+    forget_content(slots)
     return slots
+
+
+def forget_content(slots: DecodeSlots) -> None:
+    """Leave out of the next step's graph how rows came in, and what grew."""
+    for layer in slots.layers:
+        assert isinstance(layer, AttentionSlots)
+        layer._keys, layer._values = (
+            [mx.zeros(part.shape, part.dtype) for part in parts]
+            for parts in (layer._keys, layer._values)
+        )
 
 
 def attention_of_4b(slots: DecodeSlots) -> Callable[[int], list[mx.array]]:
@@ -207,7 +212,7 @@ def mean_new_megabytes(
         run = attention_of_4b(slots)
         main = slots.layouts.main
         capacity, steps = main.capacity, []
-        for _ in range(min(129, capacity - main.write)):
+        for _ in range(min(96, capacity - main.write)):
             steps.append(allocations(trace_step(slots, run)))
         assert main.capacity == capacity and len(steps) > 64
     _, *found = new_bytes_by_step(steps, num_layers=36)
@@ -229,10 +234,34 @@ def test_a_step_allocates_little(load: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert mean_new_megabytes(monkeypatch, METAL, *LOADS[load]) <= 16
 
 
+def test_rows_that_come_and_go_allocate_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other groups, buffers that grow, both ways to read them: still at most 16 MB a step."""
+    monkeypatch.setattr(mx, "eval", lambda *_: None)
+    monkeypatch.setattr(mx, "dequantize", one_kernel)
+    rng = random.Random(3)
+    slots = slots_of_4b(METAL, [rng.randrange(600, 1000) for _ in range(31)])
+    run, left, steps = attention_of_4b(slots), {slot: slot + 9 for slot in range(31)}, []
+    for _ in range(150):
+        steps.append(allocations(trace_step(slots, run)))
+        left = {slot: count - 1 for slot, count in left.items()}
+        for slot in [slot for slot, count in left.items() if not count]:
+            del left[slot]
+            slots.release(slot)
+        while slots.layouts.main.num_free:
+            demand = Demand(rng.randrange(200, 1200), rng.randrange(50, 400))
+            slot, move = slots.place(demand)
+            if move is not None:
+                left[move.target] = left.pop(move.source)
+            left[slot] = demand.remaining
+        slots.make_room(None)
+        forget_content(slots)
+    found = new_bytes_by_step(steps, num_layers=36)[20:]
+    assert sum(found) / len(found) <= 16e6
+
+
 def test_without_constant_shapes_nothing_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same steps allocate three layers anew each time: 600 MB. So the test above can fail."""
-    for load in LOADS.values():
-        assert 550 < mean_new_megabytes(monkeypatch, GenericBackend(), *load) < 700
+    assert 550 < mean_new_megabytes(monkeypatch, GenericBackend(), *LOADS["equal"]) < 700
 
 
 # -- the same answers
