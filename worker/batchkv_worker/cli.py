@@ -180,7 +180,7 @@ def kv_report_command(
     dtype: str,
     as_json: bool,
 ) -> None:
-    """Measure what KV schemes cost and save on one model and this device."""
+    """Measure the costs and savings of KV schemes on this device."""
     from batchkv_worker.engine import open_files
     from batchkv_worker.kv.backends import blas
     from batchkv_worker.queue.startup import exit_with

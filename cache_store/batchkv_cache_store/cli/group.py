@@ -47,7 +47,7 @@ class CacheGroup(click.Group):
 
 @click.group(cls=CacheGroup, epilog=EPILOG)
 def cache() -> None:
-    """Inspect and clean the cache of computed prefixes that workers share."""
+    """Inspect and clean the cache of prefixes that workers share."""
 
 
 for command in (stats, list_blocks, inspect, verify, pin, unpin, clear, gc):

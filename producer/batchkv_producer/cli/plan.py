@@ -40,7 +40,7 @@ def plan(
     defaults: SamplingParams,
     as_json: bool,
 ) -> None:
-    """Show groups of rows with a common prefix, and how many prompt tokens the cache would have.
+    """Show which rows have a common prefix, and expected cache hits.
 
     It reads and checks the file as submit does. It needs no server and changes nothing. It has no
     tokenizer, so it counts 4 bytes of text as a token.

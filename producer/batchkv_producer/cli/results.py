@@ -75,9 +75,9 @@ def results(
     url: str | None,
     as_json: bool,
 ) -> None:
-    """Print or save the results of a batch: those there are now, or all with --follow.
+    """Print or save the results of a batch.
 
-    FILE gets the answers, FILE.errors.jsonl the rows without one. Each row is in one of the two.
+    Without --follow these are the results that are there now. FILE gets the answers, FILE.errors.jsonl the rows without one. Each row is in one of the two.
 
     \b
     Examples:

@@ -95,9 +95,9 @@ def run(
     allow_bad: bool,
     url: str | None,
 ) -> None:
-    """Run a file of prompts to its end, with workers of its own, and save the results.
+    """Run a file of prompts to its end and save the results.
 
-    FILE has the lines that submit reads. Several files are one batch. - is standard input. The
+    It starts workers of its own. FILE has the lines that submit reads. Several files are one batch. - is standard input. The
     results of a pipe are printed, unless -o names OUT; -o - prints those of a file, too.
 
     Answers are appended to OUT as rows end, and rows without an answer to OUT.errors.jsonl. Each

@@ -126,6 +126,13 @@ def test_help_ends_with_worked_examples() -> None:
             assert any("--json" in parameter.opts for parameter in command.params)
 
 
+def test_the_list_of_commands_fits_the_terminal() -> None:
+    """`batchkv --help` has 80 columns, and no command's summary is cut."""
+    above, _, listed = batchkv("--help").stdout.partition("\nCommands:\n")
+    assert [line for line in listed.splitlines() if line.endswith("...")] == []
+    assert max(map(len, [*above.splitlines(), *listed.splitlines()])) <= 80
+
+
 def test_help_speaks_of_what_its_command_has() -> None:
     """`ask` has one prompt and no rows; `retry` takes generation flags and --as with --from."""
     of = {name: " ".join(batchkv(name, "--help").stdout.split()) for name in ("ask", "retry")}
