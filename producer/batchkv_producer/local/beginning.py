@@ -28,14 +28,14 @@ def with_own_workers(
 ) -> BatchOptions:
     """The options of a batch whose own workers are started with these arguments."""
     flag, variable = BY_NAME["kv_scheme"].flag, BY_NAME["kv_scheme"].variable
-    said = arguments[arguments.index(flag) + 1] if flag in arguments else ""
-    text = said or environ.get(variable, "").strip() or DEFAULT_SCHEME
+    given = arguments[arguments.index(flag) + 1] if flag in arguments else ""
+    text = given or environ.get(variable, "").strip() or DEFAULT_SCHEME
     try:
         scheme = canonical(text)
     except ValueError as fault:
-        raise UsageError(f"{flag if said else variable} {text}: {fault}") from fault
-    said_dtype = environ.get(BY_NAME["dtype"].variable, "").strip()
-    dtype = _DTYPES.get(said_dtype, "")  # "auto": the device decides
+        raise UsageError(f"{flag if given else variable} {text}: {fault}") from fault
+    given_dtype = environ.get(BY_NAME["dtype"].variable, "").strip()
+    dtype = _DTYPES.get(given_dtype, "")  # "auto": the device decides
     return replace(options, maker=replace(options.maker, scheme=scheme, dtype=dtype))
 
 

@@ -67,7 +67,8 @@ def give_up() -> NoReturn:
 
 @contextmanager
 def one_try(connection: Redis) -> Iterator[None]:
-    """Inside, a server that is away is seen at once: whether to wait is decided by who asks."""
+    """Inside, a command to Redis is not retried by its client, so the caller sees an outage at once
+    and decides how long to wait."""
     before = connection.get_retry()
     connection.set_retry(Retry(NoBackoff(), 1))
     try:

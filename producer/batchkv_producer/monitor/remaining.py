@@ -1,4 +1,4 @@
-"""Estimates when batches will be done, from what their workers generated in the last minute."""
+"""Estimates when batches will be done, from the tokens a second of their workers."""
 
 from __future__ import annotations
 

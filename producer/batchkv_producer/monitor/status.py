@@ -195,7 +195,7 @@ def gone(connection: Redis, batch_id: str) -> NotFoundError:
         return NotFoundError(f"no batch {batch_id} on this server")
     return ExpiredError(
         f"batch {batch_id} (of {moment_text(created)}) is no longer kept: its results have expired,"
-        " as --keep said at its submit; submit the file again to run it anew"
+        " because the time of its --keep is over; submit the file again to run it anew"
     )
 
 

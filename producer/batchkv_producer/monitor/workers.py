@@ -1,4 +1,4 @@
-"""The live workers and what they hold, from RQ's own records."""
+"""The live workers and the number of their jobs, from RQ's own records."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def after_interrupt(
     same, num_rows = "Without --fresh the same" if fresh else "The same", results.num_rows
     if results.path == STDOUT:
         place = "were printed"
-        how = "command and input go on, and print again what was printed"
+        how = "command and input go on; they print these rows again"
     else:
         place = f"{'is' if num_rows == 1 else 'are'} in {results.path}"
         how = "command goes on from here"
