@@ -72,9 +72,10 @@ def retry(
 ) -> None:
     """Queue the failed rows of a batch again.
 
-    Rows that were wrong in the input stay failed. A failed row's job is kept for 7 days, and other tools may delete it sooner. Then --from FILE
-    queues the row from the file that was submitted. Generation flags are for --from only: repeat
-    those of the submit if an older version submitted the batch.
+    Rows that were wrong in the input stay failed. A failed row's job is kept for 7 days, and other
+    tools may delete it sooner. Then --from FILE queues the row from the file that was submitted.
+    Generation flags are for --from only: repeat those of the submit if an older version submitted
+    the batch.
 
     \b
     Examples:
@@ -138,10 +139,10 @@ def _why_not_all(batch_id: str, left: Unanswered, num_queued: int, name: str) ->
 def failed(ctx: click.Context, batch_id: str, canceled: bool, url: str | None) -> None:
     """Print the failed rows of a batch as input lines.
 
-    You can correct and submit them as a file. They are OpenAI Batch lines with the rows' own custom_ids, the batch's model and its defaults.
-    Plain prompts stay lines without a url. Exit code 1 if a row cannot be printed: a row that was
-    wrong in the input is in your file only. So is a row whose job is no longer in Redis, which
-    keeps jobs of failed rows for 7 days.
+    You can correct and submit them as a file. They are OpenAI Batch lines with the rows' own
+    custom_ids, the batch's model and its defaults. Plain prompts stay lines without a url. Exit
+    code 1 if a row cannot be printed: a row that was wrong in the input is in your file only. So is
+    a row whose job is no longer in Redis, which keeps jobs of failed rows for 7 days.
 
     \b
     Examples:

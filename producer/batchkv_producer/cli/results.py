@@ -77,7 +77,8 @@ def results(
 ) -> None:
     """Print or save the results of a batch.
 
-    Without --follow these are the results that are there now. FILE gets the answers, FILE.errors.jsonl the rows without one. Each row is in one of the two.
+    Without --follow these are the results that are there now. FILE gets the answers,
+    FILE.errors.jsonl the rows without one. Each row is in one of the two.
 
     \b
     Examples:

@@ -97,8 +97,9 @@ def run(
 ) -> None:
     """Run a file of prompts to its end and save the results.
 
-    It starts workers of its own. FILE has the lines that submit reads. Several files are one batch. - is standard input. The
-    results of a pipe are printed, unless -o names OUT; -o - prints those of a file, too.
+    It starts workers of its own. FILE has the lines that submit reads. Several files are one batch.
+    - is standard input. The results of a pipe are printed, unless -o names OUT; -o - prints those
+    of a file, too.
 
     Answers are appended to OUT as rows end, and rows without an answer to OUT.errors.jsonl. Each
     row is in one of the two. After an interruption or a crash the same command goes on. The file's
