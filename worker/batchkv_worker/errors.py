@@ -5,7 +5,7 @@
         ├── SettingsError        a variable or a flag has a value that it cannot have
         ├── ModelError           the model is unknown, incomplete or not supported
         ├── ModelChangedError    its files changed while they were loaded; exit code 72
-        └── QueueMismatchError   told to serve a queue that belongs to another model
+        └── QueueMismatchError   the worker's queue belongs to another model
 
 ==========  =====================================================================================
 exit code   meaning

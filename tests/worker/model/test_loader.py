@@ -56,7 +56,7 @@ def test_defaults_and_sizes_that_make_no_sense_are_left_out(
 def test_a_model_knows_what_its_answers_are_made_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fingerprint equals a producer's; both 16-bit dtypes are one class; a later change shows."""
+    """The fingerprint is a producer's; both 16-bit dtypes are one class; later changes show."""
     monkeypatch.setenv("BATCHKV_HOME", str(tmp_path / "home"))
     folder = tmp_path / "model"
     shutil.copytree(MODEL_PATH, folder)

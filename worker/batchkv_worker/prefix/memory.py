@@ -55,7 +55,7 @@ class PrefixCache:
     """Blocks by key. ``eviction`` has the order in which they go, and how many rows wait for each.
 
     ``max_blocks`` is the longest chain that there is room for, with its state at the end; no room
-    for one keeps nothing. ``root`` starts the chain; ``on_new`` hears of what may be shared.
+    for one keeps nothing. ``root`` starts the chain; ``on_new`` gets blocks to share.
     """
 
     def __init__(

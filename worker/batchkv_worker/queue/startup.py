@@ -69,9 +69,9 @@ def spell_out_logs(date_format: str, log_format: str) -> None:
 def check_queue(model: str, names: Sequence[str]) -> None:
     expected = redis_keys.queue_name(model)
     if list(names) != [expected]:
-        told = ", ".join(repr(name) for name in names) or "none"
+        asked = ", ".join(repr(name) for name in names) or "none"
         raise QueueMismatchError(
-            f"model {model!r} has the queue {expected!r}, but the worker was told to serve {told}"
+            f"model {model!r} has the queue {expected!r}, but the worker should serve {asked}"
         )
 
 

@@ -136,9 +136,9 @@ def test_a_worker_without_a_cache_and_a_prompt_too_short_are_told_apart() -> Non
 @pytest.mark.parametrize(
     ("depth", "stop", "sentence"),
     [
-        (3, "", "everything was there: 3 blocks"),
+        (3, "", "all blocks were found: 3 blocks"),
         (1, "gated", "expected to take longer than computing"),
-        (1, "rejected checksum", "what the store had of block 1 was refused: it is damaged"),
+        (1, "rejected checksum", "the stored block 1 was refused: it is damaged"),
         (1, "rejected of_tomorrow", "was refused: of_tomorrow"),
         (0, "trouble redis", "the redis tier did not answer"),
         (0, "trouble lookup", "the lookup failed in the worker"),
@@ -154,7 +154,7 @@ def test_some_reasons_need_no_look_at_the_tiers(depth: int, stop: str, sentence:
 
 
 def test_each_reason_for_refusing_a_block_has_its_own_phrase() -> None:
-    """None is told by the name of a counter."""
+    """No sentence has the name of a counter."""
     found = [from_result(ended(1, f"rejected {reason}")) for reason in Reason]
     sentences = {each.sentence for each in found if each is not None}
     assert len(sentences) == len(Reason)
@@ -175,7 +175,7 @@ def test_a_block_published_since_tells_by_whom_and_when(
     shelf.put(stored(0, BEFORE), stored(1, time_ms, writer="studio.local"))
     found = explained(shelf, ended(1, "missing kv 1"))
     assert found.reason == "published" and found.sentence.endswith(words)
-    assert "block 1 was not there then" in found.sentence
+    assert "block 1 was not stored then" in found.sentence
     assert "published by studio.local at 20" in found.sentence
 
 
@@ -191,7 +191,8 @@ def test_the_prompt_parts_from_what_is_stored_at_a_token(shelf: Shelf) -> None:
     shelf.put(*(stored(1, BEFORE, parting(1, at)) for at in (3, 200, 40)))
     found = explained(shelf, ended(1, "missing kv 1"))
     assert (found.reason, found.parts_at) == ("parted", 456)
-    assert found.sentence == "the prompt parts from what is stored at token 456, in block 1"
+    expected = "the prompt differs from those that are stored at token 456, in block 1"
+    assert found.sentence == expected
 
 
 def test_what_the_job_has_stored_itself_does_not_hide_where_it_parted(shelf: Shelf) -> None:
@@ -200,8 +201,8 @@ def test_what_the_job_has_stored_itself_does_not_hide_where_it_parted(shelf: She
     shelf.put(stored(1, BEFORE, parting(1, 9)), stored(1, DURING), stored(2, DURING - 1), young)
     found = explained(shelf, ended(1, "missing kv 1"))
     assert (found.reason, found.parts_at) == ("parted", 265)
-    assert "parts from what was stored at token 265" in found.sentence
-    assert "block 1 is there now, published by mac.local at" in found.sentence
+    assert "differs from those that were stored at token 265" in found.sentence
+    assert "block 1 is stored now, published by mac.local at" in found.sentence
 
 
 def test_tokens_that_differ_only_at_the_end_may_show_no_mark(shelf: Shelf) -> None:
@@ -239,7 +240,7 @@ def test_another_tenants_chains_begin_elsewhere(shelf: Shelf) -> None:
     salted = root_key(NAMESPACE, b"another tenant's")
     shelf.put(stored(0, BEFORE, root=salted), stored(1, BEFORE, root=salted))
     found = explained(shelf, ended(0, "missing kv 0"))
-    assert found.reason == "salt" and "another salt" in found.sentence
+    assert found.reason == "salt" and "salt differs" in found.sentence
     shelf.put(stored(0, DURING))
     assert explained(shelf, ended(0, "missing kv 0")).reason == "salt"
 
@@ -265,15 +266,15 @@ def test_an_empty_namespace_is_compared_with_the_nearest(shelf: Shelf) -> None:
     assert result.note is not None
     result = dataclasses.replace(result, note=dataclasses.replace(result.note, namespace=space))
     shelf.put(stored(0, BEFORE))  # of another namespace, whatever its parent
-    assert explained(shelf, result).sentence.endswith("nor is a manifest that tells what these are")
+    assert explained(shelf, result).sentence.endswith("and no manifest describes these")
     shelf.describe(own)
-    assert explained(shelf, result).sentence.endswith("and there is no manifest of any other")
+    assert explained(shelf, result).sentence.endswith("and no other namespace has a manifest")
     shelf.describe(near, far)
     found = explained(shelf, result)
     assert found.reason == "namespace"
     assert found.sentence == (
-        "nothing of the worker's model and KV scheme is stored; the nearest that has a manifest "
-        "differs in dtype (bfloat16 here, float16 there) and layers (first in layer 1)"
+        "no block of the worker's model and KV scheme is stored; the most similar namespace with a "
+        "manifest differs in dtype (bfloat16 here, float16 there) and layers (first in layer 1)"
     )
 
 
@@ -281,11 +282,11 @@ def test_a_namespace_that_began_with_the_job_is_compared_too(shelf: Shelf) -> No
     """By then its own blocks are there."""
     other, _ = described()
     shelf.put(stored(0, DURING), stored(1, DURING))
-    assert "was stored, nor is" in explained(shelf, ended(0, "missing kv 0")).sentence
+    assert "was stored, and no manifest" in explained(shelf, ended(0, "missing kv 0")).sentence
     shelf.describe(MANIFEST, other)
     found = explained(shelf, ended(0, "missing kv 0"))
     assert found.reason == "namespace" and "model (test here, nothing there)" in found.sentence
-    assert "block 0 is there now, published by mac.local" in found.sentence
+    assert "block 0 is stored now, published by mac.local" in found.sentence
 
 
 def test_the_first_prompt_of_a_model_with_states_alone_met_an_empty_store(shelf: Shelf) -> None:
@@ -315,7 +316,7 @@ def test_a_state_is_kept_at_few_places(shelf: Shelf, others: list[Block]) -> Non
     assert found.reason == "no_state" and "and every 16 blocks" in found.sentence
 
 
-def test_a_state_stored_since_is_told(shelf: Shelf) -> None:
+def test_a_state_that_was_stored_since_is_named(shelf: Shelf) -> None:
     """The keys and values were there before, so that the prompt did not part there."""
     state = stored(1, DURING, kind=Kind.STATE)
     shelf.put(stored(1, BEFORE, parting(1, 5)), stored(1, BEFORE), state)
@@ -323,11 +324,11 @@ def test_a_state_stored_since_is_told(shelf: Shelf) -> None:
     assert found.reason == "no_state" and found.sentence.endswith("while the job ran")
 
 
-def test_a_missing_window_is_told(shelf: Shelf) -> None:
+def test_a_missing_window_is_named(shelf: Shelf) -> None:
     """The layers with a window have theirs beside the others' keys and values."""
     shelf.put(stored(0, BEFORE), stored(1, BEFORE))
     found = explained(shelf, ended(1, "missing window 1"))
-    assert found.reason == "no_window" and "needs a window there" in found.sentence
+    assert found.reason == "no_window" and "needs a window of that block" in found.sentence
 
 
 def test_a_look_is_bounded_and_asks_for_the_block_all_the_same(shelf: Shelf) -> None:
@@ -384,14 +385,19 @@ def test_the_command_explains_a_job(server: str, shelf: Shelf, redis_connection:
     assert [fields[name] for name in ("blocks", "from the worker's memory", "from the store")] == [
         *("3", "1", "1")
     ]
-    assert fields["why"] == "the prompt parts from what is stored at token 524, in block 2"
-    told = json.loads(why(server, "--json", "--tier", "disk").stdout)
-    assert told["blocks"] == {"wanted": 3, "local": 1, "found": 1, "computed": 1}
-    assert told["missing"] == {
+    expected = "the prompt differs from those that are stored at token 524, in block 2"
+    assert fields["why"] == expected
+    document = json.loads(why(server, "--json", "--tier", "disk").stdout)
+    assert document["blocks"] == {"wanted": 3, "local": 1, "found": 1, "computed": 1}
+    assert document["missing"] == {
         "block": 2, "token": 512, "key": KEYS[2].hex(), "parent": KEYS[1].hex(),
     }  # fmt: skip
-    assert (told["reason"], told["parts_at"], told["is_partial"]) == ("parted", 524, False)
-    assert not re.search(r"\b(10)?70\d{3}\b", shown.stdout + json.dumps(told))
+    assert (document["reason"], document["parts_at"], document["is_partial"]) == (
+        "parted",
+        524,
+        False,
+    )
+    assert not re.search(r"\b(10)?70\d{3}\b", shown.stdout + json.dumps(document))
 
 
 def test_the_command_needs_no_cache_where_the_result_tells(
@@ -403,8 +409,8 @@ def test_the_command_needs_no_cache_where_the_result_tells(
     shown = why(server)
     assert shown.exit_code == 0 and "why" in shown.stdout
     record(redis_connection, ended(0, "", note=None))
-    told = json.loads(why(server, "--json").stdout)
-    assert (told["reason"], told["blocks"], told["missing"]) == ("no_cache", None, None)
+    document = json.loads(why(server, "--json").stdout)
+    assert (document["reason"], document["blocks"], document["missing"]) == ("no_cache", None, None)
     record(redis_connection, ended(0, "missing kv 0"))
     shown = why(server)
     assert (shown.exit_code, shown.stdout) == (2, "") and "BATCHKV_CACHE" in shown.stderr
@@ -432,15 +438,15 @@ def test_a_job_without_an_answer_is_one_sentence(server: str, redis_connection: 
     )
 
 
-def test_a_tier_in_trouble_is_told(server: str, redis_connection: Redis, tmp_path: Path) -> None:
+def test_a_failing_tier_is_reported(server: str, redis_connection: Redis, tmp_path: Path) -> None:
     """Nothing is concluded from a tier that was not seen; the exit code says so."""
     record(redis_connection, ended(0, "missing kv 0"))
     shown = why(server, "--cache", f"disk:{tmp_path / 'gone'}")
     assert (shown.exit_code, shown.stdout) == (2, "") and "no folder" in shown.stderr
     two = f"{os.environ['BATCHKV_CACHE']} unix:///no/such/socket"
     shown = why(server, "--cache", two, "--json")
-    told = json.loads(shown.stdout)
-    assert (shown.exit_code, told["reason"], told["is_partial"]) == (3, "absent", True)
+    document = json.loads(shown.stdout)
+    assert (shown.exit_code, document["reason"], document["is_partial"]) == (3, "absent", True)
     assert "none of failing tiers" in shown.stderr
 
 

@@ -36,7 +36,7 @@ MIB = 2**20
 
 
 class BadTier(MemoryTier):
-    """Memory that can be told to fail, or to return other bytes than it was given."""
+    """A memory tier that can be set to fail, or to return other bytes than it was given."""
 
     def __init__(self) -> None:
         super().__init__(256 * MIB)
@@ -155,8 +155,8 @@ def test_an_audit_finds_what_no_checksum_can(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
-def test_float_blocks_are_converted_only_when_told(family: str) -> None:
-    """A quantized worker packs float blocks when told to, for itself alone; never the reverse."""
+def test_float_blocks_are_converted_only_if_set_so(family: str) -> None:
+    """A quantized worker packs float blocks if set so, for its own use only; never the reverse."""
     model, tier = tiny_models.build(family), MemoryTier(256 * MIB)
     prompt = PROMPTS[0]
     with running(model, access([tier]), "float") as engine:

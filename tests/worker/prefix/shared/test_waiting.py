@@ -244,7 +244,7 @@ def test_an_old_row_is_not_overtaken_for_ever(tmp_path: Path) -> None:
 
 
 def test_a_block_that_is_computed_twice_lets_both_leases_go() -> None:
-    """Written once, told twice: a chain that was evicted in mid-write is not held for ever."""
+    """A chain that is evicted during its write, and written again, is not held for ever."""
 
     class SlowTier(GatedTier):
         def put(self, name: str, buffers: Sequence[Buffer]) -> Put:

@@ -1,12 +1,12 @@
-"""Why a prompt was computed and not taken from the shared cache, told after its job has ended.
+"""Explains why a prompt was computed and not loaded from the shared cache, after its job has ended.
 
-Some of it stands in the note that the worker left in the job's result (``from_result``). For the
-rest the tiers are looked at as they are now (``why_look``), and ``from_look`` concludes. By then
-the job has most likely stored the missing block itself. So age counts: only what is older than
-that block, or than the job, tells what the lookup met.
+Part of the answer is in the note that the worker stored in the job's result (``from_result``). For
+the rest, ``why_look`` reads the tiers as they are now, and ``from_look`` concludes from that. By
+then the job has most likely stored the missing block itself. So ages count: only objects that are
+older than that block, or than the job, show what the lookup found.
 
-No token id leaves this module, only the number of the token at which the prompt parts from others.
-It needs no MLX, so that it runs wherever results are read.
+No token id leaves this module, only the number of the first token that differs from stored prompts.
+It needs no MLX, so that it runs on every machine that reads results.
 """
 
 from __future__ import annotations
@@ -23,34 +23,35 @@ from batchkv_producer.wire.cache_note import CacheNote
 from batchkv_producer.wire.job import Result
 from batchkv_worker.prefix.explain.why_look import Look
 
-_PARTS = (Kind.WINDOW, Kind.STATE)  # kept beside a block's keys and values, and not everywhere
-_AT_ONCE_MS = 1_000  # results tell their end in whole seconds
+_PARTS = (Kind.WINDOW, Kind.STATE)  # stored in addition to keys and values, not for every block
+_AT_ONCE_MS = 1_000  # results have the time of their end in whole seconds
 _UNITS = ((2 * 86_400, 86_400, "day"), (7_200, 3_600, "hour"), (120, 60, "minute"))
 
 _REFUSED = {
-    Reason.BAD_MAGIC: "it is no block at all",
-    Reason.VERSION: "it is of a format that the worker does not read",
-    Reason.TRUNCATED: "it is damaged, namely cut short",
-    Reason.TRAILING: "it is damaged, namely longer than it says",
-    Reason.LIMITS: "it is larger than a block may be",
+    Reason.BAD_MAGIC: "it is no block",
+    Reason.VERSION: "it has a format that the worker does not read",
+    Reason.TRUNCATED: "it is damaged: its end is missing",
+    Reason.TRAILING: "it is damaged: it is longer than its header says",
+    Reason.LIMITS: "it is larger than the limit for blocks",
     Reason.CHECKSUM: "it is damaged",
     Reason.MAC: "it is not signed with the worker's secret",
-    Reason.NO_SECRET: "it is signed, and the worker has no secret to check that with",
-    Reason.HEADER: "its header is not one that batchkv writes",
-    Reason.TENSORS: "its table of tensors does not fit what it holds",
+    Reason.NO_SECRET: "it is signed, and the worker has no secret to check the signature",
+    Reason.HEADER: "batchkv does not write such a header",
+    Reason.TENSORS: "its table of tensors does not fit its contents",
     Reason.NAMESPACE: "it is of another namespace, so of another model or KV scheme",
-    Reason.KEY: "it is another block than its name says",
-    Reason.KIND: "it is of another kind than its name says",
-    Reason.TOKENS: "it holds other tokens than its key stands for",
+    Reason.KEY: "its key is not the one in its name",
+    Reason.KIND: "its kind is not the one in its name",
+    Reason.TOKENS: "its tokens do not belong to its key",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """``reason``: one word for scripts. ``sentence``: for people; others wrote parts of it.
+    """``reason``: one word for scripts. ``sentence``: for people; parts of it come from writers.
 
-    ``parts_at``: number in the prompt, from 0, of the first token that differs from what is stored.
-    A mark is one byte: where hundreds of blocks part there, it may be a token or two later.
+    ``parts_at``: number in the prompt, from 0, of the first token that differs from stored prompts.
+    Tokens are compared by marks of one byte. So among hundreds of blocks, the number may be a token
+    or two too high.
     """
 
     reason: str
@@ -64,19 +65,19 @@ def missing_block(note: CacheNote) -> int:
 
 
 def from_result(result: Result) -> Explanation | None:
-    """What a job's result explains by itself; None when the tiers must be looked at."""
+    """The explanation in a job's result; None if the tiers must be read for it."""
     note = result.note
     if note is None:
         return _without_note(result.usage.prompt)
     if not note.key:
-        return Explanation("complete", f"everything was there: {count(note.wanted, 'block')}")
+        return Explanation("complete", f"all blocks were found: {count(note.wanted, 'block')}")
     block = missing_block(note)
     word, _, rest = note.stop.partition(" ")
     sentences = {
-        "gated": f"loading block {block} and what follows was expected to take longer than "
-        "computing it",
-        "rejected": f"what the store had of block {block} was refused: {_refusal(rest)}",
-        "trouble": "the lookup failed in the worker, whose log tells more"
+        "gated": f"loading block {block} and the blocks after it was expected to take longer than "
+        "computing them",
+        "rejected": f"the stored block {block} was refused: {_refusal(rest)}",
+        "trouble": "the lookup failed in the worker: its log has the error"
         if rest == "lookup"
         else f"the {rest} tier did not answer",
         "held": f"another worker was computing block {block} and did not publish it in time",
@@ -89,13 +90,13 @@ def _without_note(num_tokens: int) -> Explanation:
     if num_tokens <= BLOCK_TOKENS:
         return Explanation(
             "short",
-            f"the prompt has {count(num_tokens, 'token')}, and what is shared are full blocks of "
-            f"{BLOCK_TOKENS} before the last token",
+            f"the prompt has {count(num_tokens, 'token')}, too few for one full block of "
+            f"{BLOCK_TOKENS} before its last token",
         )
     return Explanation(
         "no_cache",
-        "the worker had no cache: BATCHKV_CACHE was not set there, or its memory for prefixes has "
-        "no room for one block",
+        "the worker had no cache: BATCHKV_CACHE was not set there, or its memory for prefixes is "
+        "smaller than one block",
     )
 
 
@@ -108,12 +109,12 @@ def _refusal(reason: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A job and what was found. ``here``: the missing piece, if it is in a tier now."""
+    """A job and the contents of the tiers. ``here``: the missing piece, if a tier has it now."""
 
     result: Result
     note: CacheNote
     look: Look
-    kind: Kind | None  # of the missing piece; None when the note does not tell
+    kind: Kind | None  # of the missing piece; None if the note does not have it
     here: Head | None
 
     @property
@@ -121,11 +122,11 @@ class _Case:
         return self.result.created * 1000 - self.result.busy_ms
 
     def was_before(self, time_ms: int | None) -> bool:
-        """Whether something of that age was there before the job, as far as clocks agree."""
+        """Whether an object of that age was stored before the job, if the clocks agree."""
         return time_ms is not None and time_ms < self.started_ms
 
     def is_evidence(self, time_ms: int | None) -> bool:
-        """Whether something of that age may be what the lookup met."""
+        """Whether the lookup may have found an object of that age."""
         return time_ms is not None and (self.here is None or time_ms < self.here.time_ms)
 
     @property
@@ -134,14 +135,14 @@ class _Case:
 
     @property
     def since(self) -> str:
-        """Who stored the missing piece meanwhile and when, as the end of a sentence."""
+        """The writer and the time of the missing piece, as the end of a sentence."""
         if self.here is None:
             return ""
-        return f"; block {self.block} is there now, {self.written}"
+        return f"; block {self.block} is stored now, {self.written}"
 
     @property
     def written(self) -> str:
-        """Who stored the piece that is here, and when."""
+        """The writer and the time of the stored piece, in words."""
         assert self.here is not None
         time_ms = self.here.time_ms
         when = moment(time_ms / 1000) or "an unknown time"
@@ -152,7 +153,7 @@ class _Case:
             relation = f"{_span(self.started_ms - time_ms)} before the job began"
         else:
             relation = f"{_span(past_ms)} after the job had ended"
-        return f"published by {self.here.writer or 'somebody'} at {when}, {relation}"
+        return f"published by {self.here.writer or 'an unnamed worker'} at {when}, {relation}"
 
 
 def _span(milliseconds: int) -> str:
@@ -164,7 +165,7 @@ def _span(milliseconds: int) -> str:
 
 
 def from_look(result: Result, look: Look) -> Explanation:
-    """What the tiers explain of a job for which ``from_result`` knew nothing."""
+    """The explanation from the tiers, if ``from_result`` gave none."""
     note = result.note
     assert note is not None
     kind = _missing_kind(note)
@@ -179,10 +180,11 @@ def from_look(result: Result, look: Look) -> Explanation:
 
 
 def _missing_kind(note: CacheNote) -> Kind | None:
-    """Which piece of the missing block the lookup did not find."""
+    """The kind of the piece of the missing block that the lookup did not find."""
     word, _, rest = note.stop.partition(" ")
     kind, _, number = rest.partition(" ")
-    # The row may have found more in the worker's memory after the lookup: then it told of another.
+    # The row may have found more in the worker's memory after the lookup. Then the note's ``stop``
+    # is about another block.
     is_of_block = word == "missing" and number == str(missing_block(note)) and kind in list(Kind)
     return Kind(kind) if is_of_block else None
 
@@ -192,13 +194,13 @@ def _was_there(case: _Case) -> Explanation | None:
         return None
     return Explanation(
         "present",
-        f"block {case.block} is there, {case.written}: it was not looked up, or had not reached a "
-        "tier yet, or the machines' clocks differ",
+        f"block {case.block} is stored, {case.written}: the worker did not look it up, or it had "
+        "not reached a tier yet, or the machines' clocks differ",
     )
 
 
 def _part_alone(case: _Case) -> Explanation | None:
-    """The block was there, but for the part that the model goes on from."""
+    """The block was stored, but without the window or state that the model needs."""
     others = [head.time_ms for kind, head in case.look.pieces.items() if kind is not case.kind]
     is_beside = case.here is None or any(map(case.was_before, others))
     return _part(case) if case.kind in _PARTS and others and is_beside else None
@@ -208,11 +210,11 @@ def _part(case: _Case) -> Explanation:
     why = "it was never stored, or was evicted"
     if case.kind is Kind.STATE:
         why = (
-            "states are kept only where prompts part, at a prompt's last full block, and every 16 "
-            "blocks"
+            "states are stored only where prompts begin to differ, at a prompt's last full block, "
+            "and every 16 blocks"
         )
-    text = f"to go on after block {case.block} the model needs a {case.kind} there, and there was "
-    return Explanation(f"no_{case.kind}", f"{text}none: {why}{case.since}")
+    text = f"to go on after block {case.block} the model needs a {case.kind} of that block, and "
+    return Explanation(f"no_{case.kind}", f"{text}none was stored: {why}{case.since}")
 
 
 def _evicted_before(case: _Case) -> Explanation | None:
@@ -220,12 +222,12 @@ def _evicted_before(case: _Case) -> Explanation | None:
 
 
 def _evicted(case: _Case) -> Explanation | None:
-    # States are kept here and there: what follows a block does not show that it had one.
+    # Few blocks have states, so later blocks do not prove that this one had a state.
     if case.look.child_ms is None or case.kind is Kind.STATE:
         return None
     return Explanation(
         "evicted",
-        f"block {case.block} was there once, for blocks that follow it are stored: it was evicted "
+        f"block {case.block} was stored before, because blocks after it are stored: it was evicted "
         f"or deleted{case.since}",
     )
 
@@ -235,11 +237,13 @@ def _parted(case: _Case) -> Explanation | None:
     if not commons:
         return None
     low, size, common = case.block * BLOCK_TOKENS, len(case.note.marks), max(commons)
-    tense = "was" if case.here else "is"
-    if common >= size:  # a difference after which no mark was left to show it
-        text = f"the prompt parts from what {tense} stored in the last tokens of block {case.block}"
-        return Explanation("parted", text + case.since, low + max(0, size - 1))
-    text = f"the prompt parts from what {tense} stored at token {low + common:,}"
+    stored = f"{'were' if case.here else 'are'} stored"
+    if common >= size:  # the marks are equal, so the difference is at the end
+        text = f"the prompt differs from those that {stored} in the last tokens of "
+        return Explanation(
+            "parted", f"{text}block {case.block}{case.since}", low + max(0, size - 1)
+        )
+    text = f"the prompt differs from those that {stored} at token {low + common:,}"
     return Explanation("parted", f"{text}, in block {case.block}{case.since}", low + common)
 
 
@@ -248,45 +252,45 @@ def _other_salt(case: _Case) -> Explanation | None:
         return None
     return Explanation(
         "salt",
-        "what is stored for this model and KV scheme is another tenant's: the worker had another "
-        f"salt than the writers{case.since}",
+        "the stored blocks of this model and KV scheme are another tenant's: the worker's salt "
+        f"differs from that of the writers{case.since}",
     )
 
 
 def _other_namespace(case: _Case) -> Explanation | None:
     look, space = case.look, case.note.namespace
     is_empty = look.block_ms is None
-    # Or it was: all that there is came with this job, or later.
+    # It was empty if all its blocks came with this job, or later.
     was_empty = case.block == 0 and not case.was_before(look.block_ms)
     if look.is_partial or not (is_empty or was_empty):
         return None
     tense = "is" if is_empty else "was"
-    text = f"nothing of the worker's model and KV scheme {tense} stored"
+    text = f"no block of the worker's model and KV scheme {tense} stored"
     if space not in look.manifests:
-        text += ", nor is a manifest that tells what these are"
+        text += ", and no manifest describes these"
     elif fields := look.nearest(space):
-        text += f"; the nearest that has a manifest differs in {_joined(fields)}"
+        text += f"; the most similar namespace with a manifest differs in {_joined(fields)}"
     else:
-        text += ", and there is no manifest of any other"
+        text += ", and no other namespace has a manifest"
     return Explanation("namespace", text + case.since)
 
 
 def _published(case: _Case) -> Explanation | None:
     if case.here is None:
         return None
-    return Explanation("published", f"block {case.block} was not there then{case.since}")
+    return Explanation("published", f"block {case.block} was not stored then{case.since}")
 
 
 def _never(case: _Case) -> Explanation:
     if case.kind in _PARTS:
         return _part(case)
     evicted = case.look.num_evicted.items()
-    told = ", ".join(f"{name} has evicted {count(number, 'block')}" for name, number in evicted)
+    counts = ", ".join(f"{name} has evicted {count(number, 'block')}" for name, number in evicted)
     text = (
-        f"block {case.block} was never stored (BATCHKV_CACHE_WRITE says what is), or was evicted "
-        "with all that followed it"
+        f"block {case.block} was never stored (BATCHKV_CACHE_WRITE chooses which blocks are), or "
+        "was evicted with all blocks after it"
     )
-    return Explanation("absent", f"{text} ({told} so far)" if told else text)
+    return Explanation("absent", f"{text} ({counts} so far)" if counts else text)
 
 
 _RULES: tuple[Callable[[_Case], Explanation | None], ...] = (

@@ -108,7 +108,7 @@ def _print(
 
 
 def _facts(job_id: str, result: Result) -> dict[str, Any]:
-    """What the result says, for JSON. No marks of tokens: they tell something of the prompt."""
+    """The facts in the result, for JSON, without marks of tokens, which depend on the prompt."""
     note = result.note
     blocks = missing = None
     if note is not None:

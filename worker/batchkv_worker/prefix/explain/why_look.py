@@ -1,6 +1,6 @@
-"""What the tiers hold around the first block of a prompt that the shared cache did not have.
+"""Reads from the tiers what they hold around the first missing block of a prompt.
 
-Only the heads of blocks are read, never their tensors, and none of it counts as a use.
+Only the heads of blocks are read, never their tensors. The reads do not count as uses.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from batchkv_cache_store.tiers.base import Tier
 from batchkv_cache_store.upkeep.contents import iter_heads, read_manifests
 from batchkv_producer.wire.cache_note import CacheNote, token_marks
 
-MAX_ITEMS = 200_000  # of one tier, of which a look reads the heads
-_MAX_VALUE_CHARACTERS = 40  # of a manifest's field that is told as it is
+MAX_ITEMS = 200_000  # of one tier, whose heads are read
+_MAX_VALUE_CHARACTERS = 40  # of a manifest's field that is shown in full
 _FIRST_TOKENS = 8
-_HEAD_BYTES = 4 * BLOCK_TOKENS + 1024  # all fields before the tensors, of a block of ours
+_HEAD_BYTES = 4 * BLOCK_TOKENS + 1024  # all fields before the tensors, of a block of batchkv
 
 
 class Look:
-    """What tiers hold of a note's namespace, and around its first missing block.
+    """The tiers' blocks of a note's namespace, and around its first missing block.
 
-    Times are milliseconds since 1970, as the writers' clocks had them, None where nothing was
-    found. ``max_items``: of a tier with more than that the rest is not read. ``is_partial`` tells,
-    and is for the caller to set when a tier could not be looked at.
+    Times are milliseconds since 1970 by the writers' clocks; None if nothing was found.
+    ``max_items``: the most objects that are read of a tier. ``is_partial``: whether a tier has
+    more. The caller sets it, too, if a tier failed.
     """
 
     def __init__(self, note: CacheNote, max_items: int = MAX_ITEMS) -> None:
-        self.pieces: dict[Kind, Head] = {}  # what is here of the missing block
+        self.pieces: dict[Kind, Head] = {}  # of the missing block
         self.siblings: dict[bytes, tuple[int, int]] = {}  # by key: tokens in common, time
         self.child_ms: int | None = None  # of the oldest block that follows the missing one
         self.block_ms: int | None = None  # of the oldest block of the namespace
@@ -46,8 +46,8 @@ class Look:
         self._note = note
 
     def add(self, name: str, tier: Tier) -> None:
-        """Look through a tier that people know by that name; raises TierError."""
-        # Asked for by name, so that it is seen even where the look is cut short.
+        """Read a tier, which users know by that name; raises TierError."""
+        # The block is also read by its name, in case it is not among the first ``max_items``.
         names = [block_name(self._note.key, kind) for kind in Kind]
         for found, data in tier.get_heads(names, _HEAD_BYTES).items():
             head = _head(found, data)
@@ -63,16 +63,16 @@ class Look:
                 namespaces.add(digest_of(entry.name))
                 continue
             head = _head(entry.name, data)
-            # One that is cut short or has too much at its end is of no use to anybody.
+            # A block that is too short or too long cannot be used.
             if head is not None and head.num_bytes == entry.num_bytes:
                 self._add_block(head)
         self.is_partial = self.is_partial or next(entries, None) is not None
         self.manifests |= read_manifests(tier, namespaces)
 
     def nearest(self, namespace: bytes) -> list[str]:
-        """In what a namespace's manifest differs from that of the others which is most like it.
+        """The fields in which a namespace's manifest differs from the most similar other one.
 
-        Nothing when one of both is not there.
+        Empty if one of the two is missing.
         """
         own = self.manifests.get(namespace)
         others = [each for space, each in sorted(self.manifests.items()) if space != namespace]
@@ -93,7 +93,7 @@ class Look:
 
 
 def _head(name: str, data: Buffer) -> Head | None:
-    """The head of the block of that name; None when it cannot be read or is of another."""
+    """The head of the block of that name; None if it is unreadable or another block's."""
     try:
         head = peek(data)
     except BlockRejected:
@@ -107,10 +107,10 @@ def _older(known_ms: int | None, head: Head) -> int:
 
 
 def _num_common(note: CacheNote, head: Head) -> int:
-    """How many of the missing block's first tokens this one has too, as far as marks tell."""
+    """The number of the missing block's first tokens that this one has, too, by their marks."""
     tokens: Sequence[int] = struct.unpack(f"<{head.num_tokens}I", head.tokens)
     common = 0
-    for size in (_FIRST_TOKENS, len(tokens)):  # most blocks differ soon: all marks take a while
+    for size in (_FIRST_TOKENS, len(tokens)):  # most blocks differ early, and all marks take time
         pairs = zip(note.marks, token_marks(tokens[:size]), strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if common < size:
@@ -119,7 +119,7 @@ def _num_common(note: CacheNote, head: Head) -> int:
 
 
 def _differences(own: Manifest, other: Manifest) -> list[str]:
-    """The fields that differ, each with both values where they are short."""
+    """The fields that differ, each with both values if these are short."""
     names = sorted(own.keys() | other.keys())
     return [_difference(n, own.get(n), other.get(n)) for n in names if own.get(n) != other.get(n)]
 

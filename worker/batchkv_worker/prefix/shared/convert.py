@@ -1,4 +1,4 @@
-"""Float blocks of the same model, packed into this worker's scheme when it was told to.
+"""Float blocks of the same model, packed into this worker's scheme if it is set so.
 
 Blocks of a float worker and of a quantized one are of different namespaces, and nothing of the one
 is ever taken for the other. A worker with ``--kv-adopt-float`` may pack float blocks itself. Their
