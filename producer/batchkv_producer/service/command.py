@@ -38,7 +38,7 @@ _SETTINGS = tuple(setting for setting in TABLE if setting.name not in ("", "mode
 
 @click.group()
 def service() -> None:
-    """Install workers and the hub's servers as services of this machine.
+    """Install workers and the hub as services of this machine.
 
     On macOS they run under launchd, on Linux under systemd. They are started again when they end.
     Without --daemon a service belongs to your login. With --daemon it belongs to the machine,
