@@ -3,8 +3,7 @@
 # grow without bound; this does the rest.
 #
 # usage: supervise.sh LOG CODES SECONDS AWAKE PROGRAM [ARGUMENT...]
-#   LOG      the file for the output. Above 10 MB its content moves to LOG.1, at the start and every
-#            10 minutes
+#   LOG      the file for the output. When it is above 10 MB, its content moves to LOG.1
 #   CODES    exit codes of a wrong configuration, like "2 126". After one of them it waits SECONDS
 #            before it ends, so that launchd does not start the program again at once
 #   AWAKE    yes: the machine does not sleep while the program runs
@@ -38,13 +37,10 @@ await_child() {
     done
 }
 
+# It ends soon after the program, by itself: a signal may come before it can be heeded.
 rotate_now_and_then() {
-    nap=''
-    trap 'kill "$nap" 2>/dev/null; exit 0' TERM
-    while :; do
-        sleep 600 &
-        nap=$!
-        wait "$nap"
+    while kill -0 "$child" 2>/dev/null; do
+        sleep 5
         rotate
     done
 }
