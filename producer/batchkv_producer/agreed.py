@@ -1,4 +1,4 @@
-"""Numbers on which producer and worker must agree. Each is defined only here."""
+"""Numbers and words on which producer and worker must agree. Each is defined only here."""
 
 from __future__ import annotations
 
@@ -7,3 +7,6 @@ RUN_ROWS = 128  # consecutive jobs that a worker takes at once; more gain nothin
 DEFAULT_MAX_TOKENS = 512  # for a row that sets no max_tokens
 FAILURE_TTL_DAYS = 7
 FAILURE_TTL_SECONDS = FAILURE_TTL_DAYS * 86_400  # how long a failed row's job is kept
+
+# ``bkv_state`` of a worker whose machine is. It then computes fewer rows at once than it could.
+SHORT_OF_MEMORY = "short of memory"

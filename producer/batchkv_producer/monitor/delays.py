@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from batchkv_producer.agreed import SHORT_OF_MEMORY
 from batchkv_producer.monitor.mismatch import find_mismatch
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.monitor.workers import ASK_NAME_PREFIX, WorkerInfo, local_name_prefix
@@ -75,6 +76,13 @@ def _away(_: BatchStatus, serving: Sequence[WorkerInfo], __: int) -> Delay | Non
     return Delay(f"{first.name} is asleep or away and holds {rows(first.num_running)}")
 
 
+def _short_of_memory(_: BatchStatus, serving: Sequence[WorkerInfo], __: int) -> Delay | None:
+    short = [worker for worker in serving if worker.doing == SHORT_OF_MEMORY]
+    if not short:
+        return None
+    return Delay(f"{short[0].name} is {SHORT_OF_MEMORY}, so fewer rows decode at once")
+
+
 def _apart(num_apart: int) -> Delay | None:
     if not num_apart:
         return None
@@ -94,7 +102,7 @@ def _unfit(status: BatchStatus, serving: Sequence[WorkerInfo], num_local: int) -
 
 
 # Arguments of a reason: the batch, the workers of its queue, the number of our own workers.
-REASONS: tuple[Reason, ...] = (_unserved, _loading, _unfit, _paused, _away)
+REASONS: tuple[Reason, ...] = (_unserved, _loading, _unfit, _paused, _away, _short_of_memory)
 
 
 def find_delay(

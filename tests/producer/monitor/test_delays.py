@@ -163,6 +163,14 @@ def test_a_pause_of_all_workers_is_a_reason() -> None:
     assert house.said == []
 
 
+def test_a_worker_that_is_short_of_memory_is_a_reason() -> None:
+    """It computes fewer rows at once than it could; other reasons come first."""
+    short = replace(worker("short of memory"), name="mini")
+    found = find_delay(status(), [worker(), short])
+    assert found == Delay("mini is short of memory, so fewer rows decode at once")
+    assert find_delay(status(), [worker("loading 1 of 2 GB"), worker("loading")]) != found
+
+
 def test_suspects_that_wait_are_told_of(redis_connection: Redis) -> None:
     """Suspects are reported as long as they wait. Rows that no worker has had are not."""
     client = Client(redis_connection)

@@ -177,3 +177,39 @@ def test_chunks_grow_again_as_rows_end() -> None:
         assert memory.budget.chunk_tokens == expected
         for _ in range(CALM_ROWS):
             memory.relax()
+
+
+def test_a_chunk_that_grows_is_that_of_the_next_group() -> None:
+    """Layers with a window have room for the chunks that their group began with."""
+    calm, running = engine("gemma3_text"), engine("gemma3_text")
+    for each in (calm, running):
+        each.submit_row(Sequence("long", random_prompt(3, 900), Generation(9, temperature=0.0)))
+    expected = drain(calm)["long"]
+    memory = running._scheduler.memory
+    memory.halve_chunk()
+    memory.halve_chunk()
+    group = running._prefill.advance()
+    assert group is not None and group.position == 64
+    for _ in range(2 * CALM_ROWS):
+        memory.relax()
+    assert memory.budget.chunk_tokens == 256
+    running._prefill.advance()
+    assert group.position == 128
+    got = drain(running)["long"]
+    assert isinstance(expected, Completed) and isinstance(got, Completed)
+    assert got.token_ids == expected.token_ids
+
+
+def test_draining_ends_when_nothing_more_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors may come one by one, between calls that succeed; too many are a broken device."""
+    script = [None, VICTIM, TIMEOUT, None, None, None, LATER, None, None, None, None]
+
+    def call(*_: Any) -> None:
+        if (fault := script.pop(0)) is not None:
+            raise fault
+
+    monkeypatch.setattr(mx, "synchronize", call)
+    monkeypatch.setattr(mx, "eval", call)
+    assert device.drain() and not script
+    script += [VICTIM] * 99
+    assert not device.drain() and len(script) > 50

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from batchkv_producer.agreed import SHORT_OF_MEMORY
 from batchkv_worker.engine import pressure, relief
 from batchkv_worker.engine.engine import Engine, EngineConfig
 from batchkv_worker.engine.pressure import (
@@ -82,7 +83,7 @@ def test_no_row_starts_beside_others_while_memory_is_short(
         assert running.trouble() == ""
         running.step()
         begun = {row.job_id for row in running._rows.values()}
-        assert running.trouble() == relief.WORDS and running._scheduler.num_waiting
+        assert running.trouble() == SHORT_OF_MEMORY and running._scheduler.num_waiting
         ended = set[str]()
         while running._rows:
             assert {row.job_id for row in running._rows.values()} <= begun

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from batchkv_producer.agreed import SHORT_OF_MEMORY
 from batchkv_worker.engine.decode_rows import DecodeRows
 from batchkv_worker.engine.pressure import Level, Pressure
 from batchkv_worker.prefix.memory import PrefixCache
@@ -25,7 +26,6 @@ log = logging.getLogger("batchkv.engine")
 SHRINK_SECONDS = 5.0  # between two times: macOS needs a while to notice
 _WORTH = 16  # a part of the budget so small that giving it back would not help
 _WORTH_A_LINE = 2**20  # bytes given back that are logged
-WORDS = "short of memory"
 
 
 class Relief:
@@ -50,7 +50,7 @@ class Relief:
     @property
     def words(self) -> str:
         """For the worker's record; empty while there is enough memory. From any thread."""
-        return WORDS if self._level > Level.NORMAL else ""
+        return SHORT_OF_MEMORY if self._level > Level.NORMAL else ""
 
     def apply(self, read_back: Callable[[], bool]) -> None:
         """Follow the level of this moment. ``read_back`` reads the step in flight."""
