@@ -17,7 +17,7 @@ MAX_FAN_OUT = 12
 
 ORDER: dict[str, tuple[str, ...]] = {
     "batchkv_worker": (
-        *("cli", "__init__", "rq_config", "queue"),
+        *("cli", "__init__", "rq_config", "doctor", "queue"),
         *("engine", "engine.tokens", "engine.schedule"),
         *("prefix.explain", "prefix.shared", "prefix", "report", "model"),
         *("kv.start", "kv.layers", "kv.slots", "kv.attention"),
@@ -27,8 +27,8 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("sequence", "events", "trace", "faults", "errors"),
     ),
     "batchkv_producer": (
-        *("__main__", "entry", "cli", "__init__", "service", "local", "connecting", "client"),
-        *("submit", "manage", "results", "monitor", "order", "intake", "server", "wire"),
+        *("__main__", "entry", "cli", "__init__", "doctor", "service", "local", "connecting"),
+        *("client", "submit", "manage", "results", "monitor", "order", "intake", "server", "wire"),
         *("retry", "disk", "progress", "settings_table", "agreed", "errors"),
     ),
     "batchkv_cache_store": (
@@ -44,6 +44,7 @@ ALLOWED_FAN_OUT: dict[str, str] = {
     "batchkv_producer.cli.ask": "a command puts parts together",
     "batchkv_producer.cli.run_submit": "two commands put most parts together",
     "batchkv_producer.client": "one method for each operation on a batch",
+    "batchkv_producer.doctor.examine": "lists every check of every part once",
     "batchkv_producer.local.ask": "submits, keeps workers and follows, in one function each",
     "batchkv_producer.local.run": "submits, keeps workers and follows, in one function each",
     "batchkv_producer.manage.reconcile": "each fault of a batch is repaired by another part",

@@ -21,6 +21,7 @@ from batchkv_producer.cli.plan import plan
 from batchkv_producer.cli.results import result, results
 from batchkv_producer.cli.run_submit import run, submit
 from batchkv_producer.cli.server import server
+from batchkv_producer.doctor.command import doctor
 from batchkv_producer.service.command import service
 
 
@@ -60,6 +61,7 @@ cli.add_command(list_batches)
 cli.add_command(workers)
 cli.add_command(server)
 cli.add_command(service)
+cli.add_command(doctor)
 
 
 def main() -> None:

@@ -135,6 +135,11 @@ def status(home: Home) -> ServerStatus:
     )
 
 
+def holds_data(home: Home) -> bool:
+    """Whether some server, or a child that writes its data, holds the lock of the data."""
+    return _is_alive(home)
+
+
 def tail(log: Path, num_lines: int = NUM_LOG_LINES_SHOWN, num_bytes: int = 16384) -> list[str]:
     """The last lines of a log without empty ones. No lines if it cannot be read."""
     try:

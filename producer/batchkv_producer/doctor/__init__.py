@@ -1,0 +1,1 @@
+"""``batchkv doctor``: facts by tiny commands, verdicts as pure functions of facts."""

@@ -1,0 +1,90 @@
+"""Puts the examination together: which checks, in which order, with which bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from batchkv_producer.doctor import (
+    fixes,
+    home_folder,
+    installation,
+    linux,
+    programs,
+    queue_server,
+    worker_part,
+)
+from batchkv_producer.doctor.contract import Check, Finding
+from batchkv_producer.doctor.mac import crashes, launchd, memory, one_shot, places, power, system
+from batchkv_producer.doctor.machine import Machine
+from batchkv_producer.doctor.reach import address_of
+from batchkv_producer.doctor.runner import run_checks
+
+MACHINE_SECONDS = 12.0  # for the checks of the machine, which run at once
+DEVICE_SECONDS = 15.0  # for those of MLX without a model, after them: 30 s in all with a margin
+MODEL_SECONDS = 1800.0  # to load a model, which may be downloaded, and to check it
+TIER_SECONDS = 60.0
+SERVER_SECONDS = 25.0
+STRESS_MARGIN_SECONDS = 900.0
+WORKER = "worker"  # the entry point of the worker's checks
+
+_MODULES = (system, installation, linux, memory, home_folder, programs, power, launchd, places)
+MACHINE_CHECKS: tuple[Check[Any], ...] = tuple(
+    check for module in (*_MODULES, crashes, fixes) for check in module.CHECKS
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to examine besides the machine. Empty texts and None: not wanted."""
+
+    model: str = ""
+    scheme: str = ""
+    url: str = ""
+    cache: str = ""
+    stress_seconds: float = 0.0
+    is_stress_alone: bool = False  # nobody named the model: it only serves the load
+
+
+def examine_all(wanted: Wanted, machine: Machine) -> Iterator[Finding]:
+    """Every finding as it is made; what needs a model or a server comes last."""
+    yield from run_checks(MACHINE_CHECKS, machine, MACHINE_SECONDS)
+    yield from _part(machine, "device", DEVICE_SECONDS, {})
+    if wanted.url:
+        yield from run_checks(server_checks(wanted.url, machine), machine, SERVER_SECONDS)
+    model: dict[str, object] = {"model": wanted.model, "scheme": wanted.scheme}
+    cache: dict[str, object] = {"cache": wanted.cache, "queue": wanted.url}
+    if wanted.model and not wanted.is_stress_alone:
+        yield from _part(machine, "model", MODEL_SECONDS, {**model, **cache})
+    elif wanted.cache:
+        yield from _part(machine, "tiers", TIER_SECONDS, cache)
+    if wanted.stress_seconds:
+        limit = wanted.stress_seconds + STRESS_MARGIN_SECONDS
+        seconds = {"seconds": wanted.stress_seconds}
+        yield from _part(machine, "stress", limit, {**model, **seconds})
+
+
+def server_checks(url: str, machine: Machine) -> list[Check[Any]]:
+    """Of the queue's server; on a Mac also from inside launchd."""
+    found: list[Check[Any]] = list(queue_server.checks(url))
+    address = address_of(url)
+    if address is not None:
+        host, port = address
+
+        def gather(of: Machine) -> one_shot.LaunchdReach:
+            return one_shot.compare(of, host, port)
+
+        found.append(Check("services' network", gather, one_shot.judge, ("darwin",), 20.0))
+    return found
+
+
+def _part(
+    machine: Machine, name: str, seconds: float, values: dict[str, object]
+) -> Iterator[Finding]:
+    """One part of the worker's checks; none where the worker's packages are not installed."""
+    module = worker_part.module_of(WORKER)
+    if module is None:
+        return
+    request = worker_part.Request(seconds, {"part": name, "limit": seconds, **values})
+    yield from worker_part.run_part(module, request, machine.environ)

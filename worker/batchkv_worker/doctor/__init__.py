@@ -1,0 +1,1 @@
+"""The checks of ``batchkv doctor`` that need MLX, a model or the tiers of the cache."""
