@@ -50,7 +50,7 @@ MIB, KIB = 2**20, 2**10
             [LIMITS.max_tensors, LIMITS.max_tokens, header.MAX_DIMENSIONS, header.MAX_TEXT_BYTES],
         ),
         ("blocks fetched at once", [lookup.MAX_FETCH_BYTES // MIB]),
-        ("an object of a tier", [MAX_OBJECT_BYTES // MIB]),
+        ("any object of a tier", [MAX_OBJECT_BYTES // MIB]),
         ("a manifest", [manifests.MAX_MANIFEST_BYTES // KIB]),
     ],
 )
