@@ -21,10 +21,11 @@ from batchkv_producer.intake.expected import Expected
 from batchkv_producer.local import local_workers, worker_checks
 from batchkv_producer.local.local_workers import LocalWorkers, WorkerError, WorkerPlan
 from batchkv_producer.local.presence import Presence
-from batchkv_producer.local.run import RunOptions, RunReport, run
+from batchkv_producer.local.run import Interrupted, RunOptions, RunReport, run
 from batchkv_producer.monitor import delays
 from batchkv_producer.order import planner
 from batchkv_producer.progress import PlainReporter, Snapshot
+from batchkv_producer.results import target
 from batchkv_producer.results.outfile import errors_path
 from batchkv_producer.server import embedded as server
 from batchkv_producer.server.home import Home
@@ -242,6 +243,40 @@ def test_ctrl_c_gives_rows_back_and_says_how_to_go_on(
     )
     start(redis_url, source).communicate(timeout=DEADLINE_SECONDS)
     assert sorted(ids(out)) == all_ids()
+
+
+def test_ctrl_c_while_rows_are_queued_says_how_to_go_on(
+    redis_url: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt before the loop is exit code 130, too, with a sentence and no OUT."""
+
+    def submit(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Client, "submit", submit)
+    with pytest.raises(Interrupted, match="The same command goes on from here") as caught:
+        run_here(redis_url, source)
+    assert caught.value.exit_code == 130
+    assert not source.with_name("out.jsonl").exists()
+
+
+def test_an_interrupted_run_says_where_its_rows_are(tmp_path: Path) -> None:
+    """The sentence names OUT or standard output, counts its rows, and fits --fresh."""
+    out, batch = tmp_path / "out.jsonl", "0123456789abcdef"
+    with target.open_results(out, batch, None) as results:
+        results.append(1, f'{{"id":"{batch}-1","x":1}}', is_failed=False)
+        some = target.after_interrupt(results, batch, 3, fresh=False)
+        every = target.after_interrupt(results, batch, 1, fresh=True)
+    rest = f"The others stay in the queue; `batchkv cancel {batch}` ends them. The same command"
+    assert some == f"interrupted: 1 of 3 rows is in {out}. {rest} goes on from here"
+    assert every == (
+        f"interrupted: 1 of 1 row is in {out}. Without --fresh the same command goes on from here"
+    )
+    printed = target.after_interrupt(target.ResultStream(), batch, 3, fresh=False)
+    assert printed == (
+        f"interrupted: 0 of 3 rows were printed. {rest} and input go on; they print these rows "
+        "again"
+    )
 
 
 def test_a_second_ctrl_c_does_not_wait(redis_url: str, source: Path) -> None:
