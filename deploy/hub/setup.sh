@@ -6,7 +6,7 @@
 #   HUB   the directory to make or to bring up to date, for example ~/batchkv-hub
 #   HOST  the name or address by which the other machines reach this one, for example studio.local
 #
-# Run again, it renews the configurations, the users' rights and the URLs and keeps passwords and
+# A second run renews the configurations, the users' rights and the URLs. It keeps passwords and
 # data. To change a password, delete its file under HUB/secrets/passwords first.
 set -euo pipefail
 
@@ -40,8 +40,8 @@ make_password() {
     od -An -N16 -tx1 /dev/urandom | tr -d ' \n'
 }
 
-# Passwords go from file to file, through pipes and what the shell does itself: none of them is
-# ever an argument, which all users of a machine can see.
+# Passwords go from file to file, through pipes and builtins of the shell. None of them is ever an
+# argument of a program, because all users of a machine can see those.
 digest() {
     if command -v sha256sum >/dev/null; then sha256sum; else shasum -a 256; fi | cut -d ' ' -f 1
 }
@@ -55,7 +55,7 @@ write_users() {
         [ -s "$file" ] || make_password >"$file"
         printf '%s %s\n' "$user" "$(digest <"$file")"
     done >"$hub/secrets/$server-users.new"
-    # Comments go, and continued lines are joined: the server knows neither.
+    # Remove comments and join continued lines, because the server supports neither.
     awk 'FNR == NR { digests[$1] = $2; next }
         /^#/ || NF == 0 { next }
         {
@@ -71,7 +71,7 @@ write_users() {
 write_users queue producer worker admin
 write_users cache cache admin
 
-# The URLs hold the passwords, so they are files to copy and never arguments.
+# The URLs contain the passwords, so they are files to copy, and never arguments.
 write_url() {
     printf 'redis://%s:%s@%s:%s/0\n' \
         "$3" "$(cat "$hub/secrets/passwords/$2-$3")" "$host" "$4" >"$hub/secrets/$1.url"
@@ -80,7 +80,7 @@ write_url producer queue producer 6379
 write_url worker queue worker 6379
 write_url admin queue admin 6379
 write_url cache cache cache 6380
-# What a worker's BATCHKV_CACHE_FILE is to hold: its own disk first, then the hub's cache.
+# The contents of a worker's BATCHKV_CACHE_FILE: its own disk first, then the hub's cache.
 printf 'disk:~/.batchkv/blocks?max=20GB %s\n' "$(cat "$hub/secrets/cache.url")" \
     >"$hub/secrets/cache.tiers"
 printf 'HUB_UID=%s\nHUB_GID=%s\n' "$(id -u)" "$(id -g)" >"$hub/.env"
@@ -89,7 +89,7 @@ cat <<END
 The hub's directory is ready: $hub
 On Linux with Docker:  cd $hub && docker compose up -d
 On a Mac:              batchkv service install hub --hub $hub
-Every machine that works gets a copy of $hub/secrets/worker.url, every one that submits one of
-$hub/secrets/producer.url, readable by its owner only; a worker that is to share prefixes also one
-of $hub/secrets/cache.tiers. admin.url stays here.
+Copy $hub/secrets/worker.url to each machine that runs a worker, and
+$hub/secrets/producer.url to each machine that submits. Let only their owner read the copies.
+A worker that shares prefixes also needs $hub/secrets/cache.tiers. admin.url stays here.
 END
