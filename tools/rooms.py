@@ -17,7 +17,7 @@ MAX_FAN_OUT = 12
 
 ORDER: dict[str, tuple[str, ...]] = {
     "batchkv_worker": (
-        *("cli", "__init__", "rq_config", "doctor", "queue"),
+        *("cli", "__init__", "rq_config", "doctor", "queue", "bench"),
         *("engine", "engine.tokens", "engine.schedule"),
         *("prefix.explain", "prefix.shared", "prefix", "report", "model"),
         *("kv.start", "kv.layers", "kv.slots", "kv.attention"),

@@ -1,5 +1,5 @@
 """The worker's commands: ``batchkv worker``, which is the worker of ``rq worker -w
-batchkv_worker.BatchWorker`` with flags, and ``batchkv kv-report``.
+batchkv_worker.BatchWorker`` with flags, ``batchkv kv-report`` and ``batchkv bench``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -221,3 +222,87 @@ def scheme_names(text: str) -> list[str]:
         return [str(SchemeSpec.parse(name)) for name in found]
     except ValueError as fault:
         raise SettingsError(f"--schemes {text}: {fault}") from fault
+
+
+BENCH_EPILOG = """\b
+Examples:
+  batchkv bench -m demo --quick
+  batchkv bench -m mlx-community/Qwen3-4B-4bit > bench.md
+  batchkv bench -m MODEL --schemes affine8,float --parts passes,decode --json
+
+\b
+The tables are Markdown, to paste into an issue. They name the chip, and no person or host.
+Each figure has its bound beside it: what this machine's bandwidth and products allow, which are
+measured first. With --quick few rows are measured once: that shows that it works, not how fast.
+"""
+
+
+@click.command("bench", epilog=BENCH_EPILOG)
+@click.option("-m", "--model", required=True, help="'demo', a folder, or a Hugging Face name.")
+@click.option(
+    "--schemes",
+    metavar="A,B,C",
+    default="affine8,float,affine4",
+    show_default=True,
+    help="KV schemes of decode steps. Batches use the first.",
+)
+@click.option(
+    "--parts",
+    metavar="A,B,C",
+    default="passes,prefill,decode,batches,product",
+    show_default=True,
+    help="What to measure.",
+)
+@click.option(
+    "--slots",
+    metavar="N",
+    type=click.IntRange(1, 4096),
+    help="Rows that decode at once. Default: as a worker chooses.",
+)
+@click.option(
+    "--rows",
+    metavar="N",
+    type=click.IntRange(1, 100_000),
+    help="Rows of each batch.  [default: 64; --quick: 8]",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    default="auto",
+    show_default=True,
+    help="What the model computes in.",
+)
+@click.option("--quick", is_flag=True, help="A few rows, once.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench_command(
+    model: str,
+    schemes: str,
+    parts: str,
+    slots: int | None,
+    rows: int | None,
+    dtype: str,
+    quick: bool,
+    as_json: bool,
+) -> None:
+    """Measure how fast this machine serves a model, beside what it could do at most."""
+    from batchkv_worker.engine import open_files
+    from batchkv_worker.kv.backends import blas
+    from batchkv_worker.queue.startup import exit_with
+
+    try:
+        names = tuple(dict.fromkeys(scheme_names(schemes)))
+        blas.load()  # before MLX: a BLAS can only be exchanged then
+        open_files.import_mlx_lm()
+        from batchkv_worker.bench.extent import QUICK, Extent, parts_of
+        from batchkv_worker.bench.run import Bench
+        from batchkv_worker.bench.show import as_markdown
+
+        extent = replace(QUICK if quick else Extent(), parts=parts_of(parts))
+        extent = replace(extent, rows=rows or extent.rows)
+        found = Bench(
+            *(model, names, slots, dtype, extent),
+            lambda text: click.echo(f"batchkv: {text}", err=True),
+        ).run()
+    except BatchkvError as fault:
+        exit_with(fault)
+    click.echo(json.dumps(found.as_json(), indent=1) if as_json else as_markdown(found), nl=as_json)

@@ -1,0 +1,100 @@
+"""``batchkv bench`` on this machine: every part runs, and every figure has its bound."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from batchkv_worker.bench import rates
+from batchkv_worker.bench.extent import PARTS, QUICK, parts_of
+from batchkv_worker.bench.results import BenchReport, ForwardPass, Machine, Model
+from batchkv_worker.bench.run import Bench
+from batchkv_worker.bench.show import as_markdown
+from batchkv_worker.cli import bench_command
+from batchkv_worker.errors import SettingsError
+
+
+@pytest.fixture(scope="module")
+def report() -> BenchReport:
+    """A quick bench of the demo model, whole; a machine of any speed does."""
+    notes: list[str] = []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(rates, "READ_SIDE", {True: 64, False: 64})
+    patch.setattr(rates, "SIDE", {True: 64, False: 64})
+    try:
+        found = Bench(
+            "demo", ("float", "affine8"), 4, "auto", replace(QUICK, rows=4), notes.append
+        ).run()
+    finally:
+        patch.undo()
+    assert len(notes) == 9
+    return found
+
+
+def test_every_part_is_measured_beside_its_bound(report: BenchReport) -> None:
+    """Times, speeds and bounds are positive; both sides of batches gave the same tokens."""
+    assert [one.rows for one in report.passes] == list(QUICK.pass_rows)
+    assert all(one.ms > 0 and one.bound_ms > 0 for one in (*report.passes, *report.decode))
+    assert [one.tokens for one in report.prefill] == list(QUICK.prefill_tokens)
+    assert all(min(p.tokens_per_second, p.bound_tokens_per_second) > 0 for p in report.prefill)
+    assert [(d.scheme, d.context) for d in report.decode] == [("float", 64), ("affine8", 64)]
+    assert [one.workload for one in report.batches] == ["equal", "mixed", "shared"]
+    for batch in report.batches:
+        assert min(batch.engine_seconds, batch.mlx_lm_seconds, batch.bound_seconds) > 0
+        assert batch.rows == 4 and batch.same_rows >= 3  # a near tie may go either way
+    (product,) = report.product
+    assert product.rows == 4 and product.generated > 0
+    assert min(product.seconds, product.engine_seconds, product.start_seconds) > 0
+
+
+def test_tables_and_json_name_no_person_and_no_path(report: BenchReport) -> None:
+    """What is pasted into an issue has chip, versions and figures only."""
+    text = as_markdown(report) + json.dumps(report.as_json())
+    for private in (str(Path.home()), sys.prefix, "/tmp"):
+        assert private not in text
+    assert report.machine.chip and report.machine.mlx
+    for title in ("Forward passes", "Prefill", "Decode steps", "Batches", "batchkv run"):
+        assert f"\n{title}" in text
+
+
+def test_a_table_is_markdown() -> None:
+    """Heads, alignment, a line for each figure; parts without any are left out."""
+    machine = Machine("Chip", 16, "OS 1", "cpu", "1", "2", "3", 100.0, 2.0)
+    model = Model("m", "2 layers", "float32", 1.5)
+    passes = (ForwardPass(32, 16.0, 12.0),)
+    text = as_markdown(BenchReport(machine, model, "affine8", 32, passes))
+    assert text.splitlines()[-3:] == [
+        "| rows | ms | tokens/s | bound ms | of bound |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        "| 32 | 16.00 | 2,000 | 12.00 | 75 % |",
+    ]
+    assert "Prefill" not in text
+
+
+def test_parts_are_named_or_refused() -> None:
+    """A part that is not there is named with those that are."""
+    assert parts_of("decode, passes") == ("decode", "passes")
+    for text in ("decode,speed", " , "):
+        with pytest.raises(SettingsError, match=", ".join(PARTS)):
+            parts_of(text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--parts", "speed"], "no part 'speed'"),
+        (["--schemes", "affine9"], "--schemes affine9"),
+        (["-m", "/nowhere/model"], "'/nowhere/model'"),
+    ],
+)
+def test_wrong_use_ends_with_one_sentence(flags: list[str], said: str) -> None:
+    """With exit code 2, before anything is measured."""
+    found: Any = CliRunner().invoke(bench_command, ["-m", "demo", "--quick", *flags])
+    assert found.exit_code == 2
+    assert said in found.stderr and "Traceback" not in found.stderr

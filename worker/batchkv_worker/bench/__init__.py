@@ -1,0 +1,1 @@
+"""``batchkv bench``: how fast this machine serves one model, each figure beside its bound."""
