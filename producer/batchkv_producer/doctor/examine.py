@@ -16,12 +16,21 @@ from batchkv_producer.doctor import (
     worker_part,
 )
 from batchkv_producer.doctor.contract import Check, Finding
-from batchkv_producer.doctor.mac import crashes, launchd, memory, one_shot, places, power, system
+from batchkv_producer.doctor.mac import (
+    crashes,
+    launchd,
+    memory,
+    network,
+    one_shot,
+    places,
+    power,
+    system,
+)
 from batchkv_producer.doctor.machine import Machine
 from batchkv_producer.doctor.reach import address_of
 from batchkv_producer.doctor.runner import run_checks
 
-MACHINE_SECONDS = 12.0  # for the checks of the machine, which run at once
+MACHINE_SECONDS = 10.0  # for the checks of the machine, which run at once
 DEVICE_SECONDS = 15.0  # for those of MLX without a model, after them: 30 s in all with a margin
 MODEL_SECONDS = 1800.0  # to load a model, which may be downloaded, and to check it
 TIER_SECONDS = 60.0
@@ -75,6 +84,10 @@ def server_checks(url: str, machine: Machine) -> list[Check[Any]]:
         def gather(of: Machine) -> one_shot.LaunchdReach:
             return one_shot.compare(of, host, port)
 
+        def route(of: Machine) -> network.RouteFacts:
+            return network.route_facts(of, host)
+
+        found.append(Check("network", route, network.judge_route, ("darwin",)))
         found.append(Check("services' network", gather, one_shot.judge, ("darwin",), 20.0))
     return found
 
@@ -86,5 +99,6 @@ def _part(
     module = worker_part.module_of(WORKER)
     if module is None:
         return
-    request = worker_part.Request(seconds, {"part": name, "limit": seconds, **values})
+    is_short = seconds <= DEVICE_SECONDS
+    request = worker_part.Request(seconds, {"part": name, **values}, may_be_late=is_short)
     yield from worker_part.run_part(module, request, machine.environ)

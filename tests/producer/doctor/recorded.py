@@ -183,6 +183,31 @@ JETSAM = """{"bug_type":"298","timestamp":"2026-09-29 17:13:21.00 +0530","os_ver
   ]
 }
 """
+# route(8), networksetup(8) and ifconfig(8) of a Mac with Ethernet, Wi-Fi and Thunderbolt.
+ROUTE = """   route to: 192.168.1.10
+destination: 192.168.1.0
+       mask: 255.255.255.0
+  interface: en0
+      flags: <UP,DONE,CLONING,STATIC>
+"""
+PORTS = """
+Hardware Port: Ethernet
+Device: en0
+Ethernet Address: 00:00:5e:00:53:01
+
+Hardware Port: Wi-Fi
+Device: en1
+Ethernet Address: 00:00:5e:00:53:02
+
+Hardware Port: Thunderbolt Bridge
+Device: bridge0
+Ethernet Address: 00:00:5e:00:53:03
+
+VLAN Configurations
+===================
+"""
+BRIDGE_UP = "bridge0: flags=8863<UP,BROADCAST> mtu 1500\n\tmember: en2\n\tstatus: active\n"
+BRIDGE_DOWN = BRIDGE_UP.replace("active", "inactive")
 # nvidia-smi --query-gpu=name,driver_version,memory.free,memory.total --format=csv,noheader,nounits
 H200 = "NVIDIA H200, 570.133.20, 142884, 143771\n"
 

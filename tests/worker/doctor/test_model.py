@@ -14,7 +14,8 @@ import pytest
 from batchkv_producer.doctor.contract import Level, Verdict
 from batchkv_producer.wire.job import TokenLogprob, Usage
 from batchkv_worker.demo import MODEL_PATH
-from batchkv_worker.doctor import attention, hit_miss, model
+from batchkv_worker.doctor import attention, capacity, hit_miss, model
+from batchkv_worker.doctor.examined import Examined
 from batchkv_worker.doctor.program import made
 from batchkv_worker.engine import factory
 from batchkv_worker.engine.engine import Engine
@@ -126,7 +127,15 @@ def test_the_likeliest_tokens_are_exact(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_memory_is_judged(memory: int, slots: int, level: Level) -> None:
     """With 8 GiB, 512 MiB and 32 MiB for keys and values of 78 KB a token."""
-    assert model.judge_memory(memory, 78_336, slots, 2**31).level is level
+    assert capacity.judge_memory(memory, 78_336, slots).level is level
+
+
+def test_what_keeps_memory_from_a_model_is_said() -> None:
+    """The worker's own sentences: what takes how much, and what to do."""
+    problem = "0.7 GB of 8.0 GB are left. The model's weights take 4.1 GB. Use a smaller model"
+    verdict = capacity.judge_memory(2**30, 78_336, 16, problem)
+    assert verdict.level is Level.WARN
+    assert "weights take 4.1 GB" in verdict.found and verdict.todo == "Use a smaller model"
 
 
 @pytest.mark.parametrize(
@@ -135,26 +144,26 @@ def test_memory_is_judged(memory: int, slots: int, level: Level) -> None:
 )
 def test_chips_without_bfloat16_are_known(architecture: str, is_slow: bool) -> None:
     """M1 and M2 by the name that MLX gives their GPUs."""
-    assert model.is_slow_at_bfloat16(architecture) is is_slow
+    assert capacity.is_slow_at_bfloat16(architecture) is is_slow
 
 
 def test_float16_is_recommended_with_its_gain() -> None:
     """Only where it was measured to be faster."""
-    assert "--dtype float16" in model.judge_dtype(1.34).todo
-    assert "1.34 times" in model.judge_dtype(1.34).found
-    assert not model.judge_dtype(1.01).todo
+    assert "--dtype float16" in capacity.judge_dtype(1.34).todo
+    assert "1.34 times" in capacity.judge_dtype(1.34).found
+    assert not capacity.judge_dtype(1.01).todo
 
 
 def test_a_prefix_pays_from_its_bytes_and_the_speed_of_prompts() -> None:
     """78 KB a token at 1,600 tokens a second are 125 MB/s."""
-    assert model.break_even(78_336, 1600.0) == pytest.approx(125.3, abs=0.1)
+    assert capacity.break_even(78_336, 1600.0) == pytest.approx(125.3, abs=0.1)
 
 
 def test_all_steps_of_a_loaded_model(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the files to the tiers, which are judged by this model's speed; the engine is closed."""
-    monkeypatch.setattr(model, "SPEED_SECONDS", 0.1)
+    monkeypatch.setattr(capacity, "SPEED_SECONDS", 0.1)
     closed = []
 
     def build(settings: Any) -> Engine:
@@ -198,6 +207,6 @@ def test_settings_of_the_environment_are_the_workers(
     """Slots and dtype count; the worker's own cache is not touched."""
     monkeypatch.setenv("BATCHKV_SLOTS", "7")
     monkeypatch.setenv("BATCHKV_CACHE", "redis://somewhere:6379/0")
-    settings = model.settings_of(model.Examined("demo", "affine4", tmp_path))
+    settings = model.settings_of(Examined("demo", "affine4", tmp_path))
     assert (settings.slots, settings.kv_scheme) == (7, "affine4")
     assert str(settings.cache).startswith(f"disk:{tmp_path}")

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchkv_producer.doctor.contract import Verdict, fail, ok, warn
+from batchkv_worker.doctor.examined import Examined
 from batchkv_worker.doctor.hit_miss import numbers
-from batchkv_worker.doctor.model import Examined, files_verdict, load_verdict
+from batchkv_worker.doctor.model import files_verdict, load_verdict
 
 if TYPE_CHECKING:
     from batchkv_worker.engine.engine import Engine

@@ -19,6 +19,7 @@ _MEANINGS = {
     70: "its engine died",
     71: "its engine hung",
     72: "the model's files have changed",
+    74: "the GPU failed twice within a minute",
     78: "launchd cannot run its program",
     126: "its program may not be run",
     127: "its program is not there",
@@ -121,7 +122,7 @@ def judge_launchd(facts: LaunchdFacts) -> Verdict:
         verdicts.append(
             fail(
                 f"{twice[0]} is installed as an agent and as a daemon",
-                "`batchkv service uninstall` removes one",
+                "`batchkv service uninstall` removes both; then install one",
             )
         )
     if agents and facts.encrypts and not facts.logs_in:
@@ -159,7 +160,7 @@ def _of_service(service: Service, has_gui: bool) -> Verdict | None:
     if not service.is_loaded:
         return fail(
             f"the {kind} {label} is installed and not loaded",
-            "`batchkv service install` loads it again",
+            "`batchkv service install worker` (or hub) loads it again",
         )
     if service.is_running and (service.runs <= MANY_RUNS or not service.last_exit):
         return None

@@ -15,7 +15,7 @@ import pytest
 from batchkv_producer.doctor.contract import Check, Level
 from batchkv_producer.doctor.examine import MACHINE_CHECKS
 from batchkv_producer.doctor.home_folder import HomeFacts, judge_home, type_in_mounts_of_mac
-from batchkv_producer.doctor.mac import memory, power, system
+from batchkv_producer.doctor.mac import memory, network, power, system
 from batchkv_producer.doctor.mac.mach_o import minimum_os
 from batchkv_producer.doctor.machine import Machine, Output
 from batchkv_producer.doctor.runner import examine
@@ -174,6 +174,36 @@ def test_the_firewall_matters_to_a_hub_only(tmp_path: Path) -> None:
     install_plist(mac, HUB)
     verdict = examine(OURS["firewall"], mac)
     assert verdict is not None and verdict.level is Level.WARN
+
+
+@pytest.mark.parametrize(
+    ("interface", "bridge", "level", "words"),
+    [
+        ("en0", recorded.BRIDGE_DOWN, Level.OK, "by Ethernet"),
+        ("en1", recorded.BRIDGE_DOWN, Level.WARN, "by Wi-Fi"),
+        ("bridge0", recorded.BRIDGE_UP, Level.OK, "by Thunderbolt Bridge"),
+        ("lo0", recorded.BRIDGE_DOWN, Level.OK, "on this Mac"),
+    ],
+)
+def test_the_way_to_a_server_is_judged(
+    interface: str, bridge: str, level: Level, words: str, tmp_path: Path
+) -> None:
+    """Wi-Fi is slow for blocks of the cache."""
+    changes: dict[tuple[str, ...], str | Output] = {
+        ("route", "-n", "get", "hub"): recorded.ROUTE.replace("en0", interface),
+        ("networksetup", "-listallhardwareports"): recorded.PORTS,
+        ("ifconfig", "bridge0"): bridge,
+    }
+    verdict = network.judge_route(network.route_facts(a_mac(tmp_path, changes), "hub"))
+    assert verdict is not None and verdict.level is level and words in verdict.found, verdict
+
+
+def test_a_thunderbolt_link_that_is_not_used_is_named(tmp_path: Path) -> None:
+    """Two Macs are linked, and the server's address goes by Ethernet."""
+    facts = network.RouteFacts("Ethernet", has_bridge=True)
+    verdict = network.judge_route(facts)
+    assert verdict is not None and "Thunderbolt" in verdict.todo
+    assert network.judge_route(network.route_facts(a_mac(tmp_path), "hub")) is None
 
 
 def report(machine: Machine, name: str, text: str, hours_old: float) -> None:
