@@ -46,11 +46,11 @@ def forget_batch(connection: Redis, wanted: str) -> str:
         return batch_id
     queue: Any = connection.hget(redis_keys.batch(batch_id), "queue")
     _step(connection, batch_id, "", "mark")
-    go_on(connection, batch_id, (queue or b"").decode("utf-8", "replace"))
+    finish_forget(connection, batch_id, (queue or b"").decode("utf-8", "replace"))
     return batch_id
 
 
-def go_on(connection: Redis, batch_id: str, queue: str, until: float = math.inf) -> bool:
+def finish_forget(connection: Redis, batch_id: str, queue: str, until: float = math.inf) -> bool:
     """Delete the rest of a marked batch. Returns False if it was not finished at ``until``.
 
     ``until`` is in monotonic seconds. Raises ResponseError if this user may not do it.

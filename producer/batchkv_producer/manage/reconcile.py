@@ -17,7 +17,7 @@ from redis.exceptions import ResponseError
 
 from batchkv_producer.agreed import FAILURE_TTL_SECONDS
 from batchkv_producer.errors import NotFoundError, WireError
-from batchkv_producer.manage.forget import go_on
+from batchkv_producer.manage.forget import finish_forget
 from batchkv_producer.manage.recount import needs_recount, recount
 from batchkv_producer.monitor.queue_state import QueueState, read_queue
 from batchkv_producer.monitor.status import BatchStatus, being_forgotten, read_batch
@@ -130,7 +130,7 @@ def _forget(connection: Redis, status: BatchStatus) -> Iterator[int]:
     until, is_over = time.monotonic() + FORGET_SECONDS, False
     while not is_over and time.monotonic() < until:
         step = min(until, time.monotonic() + FORGET_STEP_SECONDS)
-        is_over = go_on(connection, status.batch_id, status.queue, step)
+        is_over = finish_forget(connection, status.batch_id, status.queue, step)
         yield int(is_over)
 
 
