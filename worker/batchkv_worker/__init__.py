@@ -1,7 +1,7 @@
-"""The worker: a group of jobs from the queue, one engine, results as they end.
+"""The worker: it takes jobs from the queue, computes them in one engine, and stores the results.
 
 ``batchkv_worker.BatchWorker`` is the class for ``rq worker -w``. It is loaded on first use, so that
-importing this package is cheap; MLX is loaded later still, on the engine's own thread.
+the import of this package is quick. MLX is loaded even later, on the engine's thread.
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ EPILOG = """\b
 Examples:
   batchkv worker -m demo                          serve the embedded server
   batchkv worker -m mlx-community/Qwen3-4B-4bit --url redis://studio.local:6379
-  batchkv worker -m demo --burst                  until the queue is empty
+  batchkv worker -m demo --burst                  end when the queue is empty
 
 \b
-Every flag that sets how the worker runs has a variable: --slots is BATCHKV_SLOTS, and so on.
+Every setting of the worker also has a variable: BATCHKV_SLOTS for --slots, and so on.
 Exit codes: 0 done or stopped, 2 configuration, 3 Redis, 70 the engine died, 71 it hung,
 72 the model's files have changed since they were loaded: start it again,
 74 the GPU failed twice within a minute: start it again.
@@ -39,7 +39,7 @@ Exit codes: 0 done or stopped, 2 configuration, 3 Redis, 70 the engine died, 71 
 
 
 def settings_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add a flag for each setting of the table that has one; they come as keywords."""
+    """Add a flag for each setting of the table that has a name; values are keyword arguments."""
     for setting in reversed(TABLE):
         if setting.name:
             flags = ("-m", setting.flag) if setting.name == "model" else (setting.flag,)
@@ -56,10 +56,11 @@ def settings_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--name", help="Name shown by RQ's tools. Default: host and a random suffix.")
 @click.option("--burst", is_flag=True, help="End when the queue is empty.")
 @click.option("--max-jobs", type=click.IntRange(min=1), help="End after so many jobs.")
-@click.option("--max-idle-time", type=click.IntRange(min=1), help="End when idle for so many s.")
-@click.option("--exit-with-parent", is_flag=True, help="End when standard input does.")
-@click.option("-q", "--quiet", is_flag=True, help="Only warnings.")
-@click.option("-v", "--verbose", is_flag=True, help="RQ's debug messages too.")
+@click.option("--max-idle-time", type=click.IntRange(min=1),
+              help="End after so many seconds without a job.")  # fmt: skip
+@click.option("--exit-with-parent", is_flag=True, help="End when standard input ends.")
+@click.option("-q", "--quiet", is_flag=True, help="Log only warnings.")
+@click.option("-v", "--verbose", is_flag=True, help="Log RQ's debug messages, too.")
 def worker_command(
     url: str | None,
     name: str | None,
@@ -72,7 +73,7 @@ def worker_command(
     **flags: Any,
 ) -> None:
     """Serve the queue of one model on this machine."""
-    # RQ takes a tenth of a second to import: not for every batchkv command.
+    # Imported here, because RQ takes a tenth of a second, and other commands do not need it.
     from batchkv_worker.queue.rq_worker import BatchWorker
     from batchkv_worker.queue.startup import exit_with
 
@@ -101,7 +102,7 @@ def worker_command(
 
 
 def check_cache(settings: WorkerSettings, queue_url: str) -> None:
-    """SettingsError when the cache would share its database with the queue."""
+    """Raise SettingsError if the cache would share its database with the queue."""
     specs = parse_tiers(settings.cache) if settings.cache else ()
     if conflict := queue_conflict(specs, queue_url):
         raise SettingsError(conflict)
@@ -117,9 +118,9 @@ Examples:
 \b
 Every number is measured, against float on the same device:
   bytes        of the arrays that a row's tokens fill, for each kind of layer
-  error        of what attention gives, on the model's own inputs; mean and worst layer
-  perplexity   of the text, attention seeing what was packed; how often float predicts the same
-  cost         of a decode step, and of what the caches do in it, in turns with float
+  error        of the output of attention, on the model's own inputs; mean and worst layer
+  perplexity   of the text with packed values, and how often float predicts the same token
+  cost         of a decode step and of the caches' part of it, measured alternately with float
 """
 
 
@@ -137,7 +138,7 @@ Every number is measured, against float on the same device:
     "text_file",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="UTF-8 text to read.  [built in]",
+    help="UTF-8 text to measure with.  [built in]",
 )
 @click.option(
     "--tokens",
@@ -145,7 +146,7 @@ Every number is measured, against float on the same device:
     type=click.IntRange(min=32),
     default=2048,
     show_default=True,
-    help="Most tokens of the text.",
+    help="Use at most so many tokens of the text.",
 )
 @click.option(
     "--rows",
@@ -153,7 +154,7 @@ Every number is measured, against float on the same device:
     type=click.IntRange(1, 4096),
     default=8,
     show_default=True,
-    help="Rows that decode.",
+    help="Number of rows in decode.",
 )
 @click.option(
     "--row-tokens",
@@ -161,14 +162,14 @@ Every number is measured, against float on the same device:
     type=click.IntRange(min=32),
     default=1024,
     show_default=True,
-    help="Tokens of each.",
+    help="Tokens of each of these rows.",
 )
 @click.option(
     "--dtype",
     type=click.Choice(DTYPES),
     default="auto",
     show_default=True,
-    help="What the model computes in.",
+    help="The dtype in which the model computes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def kv_report_command(
@@ -208,7 +209,7 @@ def kv_report_command(
 
 
 def scheme_names(text: str) -> list[str]:
-    """Canonical names of schemes in a list by commas; ``last=float`` belongs to the one before.
+    """Canonical names of comma-separated schemes; ``last=float`` belongs to the one before.
 
     Raises SettingsError.
     """
@@ -270,7 +271,7 @@ measured first. With --quick few rows are measured once: that shows that it work
     type=click.Choice(DTYPES),
     default="auto",
     show_default=True,
-    help="What the model computes in.",
+    help="The dtype in which the model computes.",
 )
 @click.option("--quick", is_flag=True, help="A few rows, once.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -1,8 +1,8 @@
 """The worker's error tree, and the exit codes of a worker process.
 
     BatchkvError
-    └── WorkerError              configuration: nothing was taken from the queue; exit code 2
-        ├── SettingsError        a variable or a flag has a value that it cannot have
+    └── WorkerError              a fault in the configuration, before any job; exit code 2
+        ├── SettingsError        a variable or a flag has an invalid value
         ├── ModelError           the model is unknown, incomplete or not supported
         ├── ModelChangedError    its files changed while they were loaded; exit code 72
         └── QueueMismatchError   the worker's queue belongs to another model
@@ -11,13 +11,13 @@
 exit code   meaning
 ==========  =====================================================================================
 0           asked to stop, or nothing left to do (``--burst``, ``--max-jobs``, ``--max-idle-time``)
-2           configuration: a restart will not help
-3           Redis cannot be reached or refuses us at the start
-70          the engine died; what it held went back to the queue
-71          the engine hung; counts and stacks are in the log, what it held went back to the queue
+2           a fault in the configuration: a restart will not help
+3           Redis cannot be reached at the start, or refuses the worker
+70          the engine died; its rows went back to the queue
+71          the engine hung; counts and stacks are in the log; its rows went back to the queue
 72          the model's files changed since they were loaded: start the worker again
-73          the parent is gone and the worker could not leave in time: leases bring its jobs back
-74          the GPU failed twice within a minute; what it held went back, no death is counted
+73          the parent ended and the worker could not end in time: its leases bring its jobs back
+74          the GPU failed twice within a minute; its rows went back, no death is counted
 ==========  =====================================================================================
 """
 
@@ -33,13 +33,13 @@ EXIT_DEVICE_FAULT = 74
 
 
 class WorkerError(BatchkvError):
-    """The worker cannot be started as it is configured; ``str()`` is one line for people."""
+    """The worker cannot start with its configuration; ``str()`` is one line for people."""
 
     exit_code = 2
 
 
 class SettingsError(WorkerError):
-    """A setting has a value that it cannot have; the message names the variable or the flag."""
+    """A setting has an invalid value; the message names the variable or the flag."""
 
 
 class ModelError(WorkerError):
@@ -47,10 +47,10 @@ class ModelError(WorkerError):
 
 
 class ModelChangedError(WorkerError):
-    """The model's files were written to while they were loaded: nobody knows what was read."""
+    """The model's files changed while they were loaded, so the loaded weights are unknown."""
 
     exit_code = EXIT_MODEL_CHANGED
 
 
 class QueueMismatchError(WorkerError):
-    """The queue to serve is not the queue of the model."""
+    """The worker should serve another queue than that of its model."""

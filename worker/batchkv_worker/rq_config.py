@@ -1,8 +1,8 @@
 """RQ's configuration module: ``rq worker -c batchkv_worker.rq_config -w ...``.
 
 The URL comes from BATCHKV_REDIS_URL or from the file that BATCHKV_REDIS_URL_FILE names, so that no
-password stands in a process list; ``--url`` still wins. With BATCHKV_MODEL set, the queue need not
-be named. RQ imports this module and reads its names in capitals, and nothing else.
+process list shows a password. ``--url`` overrides both. With BATCHKV_MODEL set, the queue need not
+be named. RQ imports this module and reads only its names in capitals.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ try:
     if (_found := _url()) is not None:
         REDIS_URL = _found
 except UsageError as fault:
-    # RQ has no place for an error of its configuration: this is the process's own last word.
+    # RQ cannot report an error of its configuration, so print it here and end the process.
     sys.stderr.write(f"batchkv: {printable(str(fault))}\n")
     raise SystemExit(fault.exit_code) from fault
 

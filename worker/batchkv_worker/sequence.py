@@ -1,4 +1,4 @@
-"""One row while it is generated. Its phase is written here and nowhere else.
+"""One row from its prompt to its end. Only this module changes a row's phase.
 
 A row goes this way::
 
@@ -210,7 +210,7 @@ class Sequence:
         self.slot = None
 
     def park(self, key: bytes, num_shared: int) -> None:
-        """The content of its slot is kept under ``key``, behind ``num_shared`` shared tokens."""
+        """The content of its slot is stored under ``key``, after ``num_shared`` shared tokens."""
         self.parked, self.num_shared = key, num_shared
 
     def unpark(self) -> None:
@@ -248,7 +248,7 @@ class Sequence:
         self.depth_seen = (-1, 0)
 
     def end(self, finish_reason: str) -> None:
-        """It has ended, or nobody wants it any more: "stop", "length", "canceled" or "error"."""
+        """It ends, or is no longer needed: "stop", "length", "canceled" or "error"."""
         self.status = Status.ENDED
         self.finish_reason = finish_reason
 

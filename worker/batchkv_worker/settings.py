@@ -1,8 +1,8 @@
-"""Every setting of a worker: read once, checked once, never changed.
+"""All settings of a worker: read once, checked once, never changed.
 
-What settings there are stands in ``batchkv_producer.settings_table``. A flag of ``batchkv worker``
-overrides its variable. A value that cannot be is a ``SettingsError`` that names the variable or the
-flag, the value, and what is allowed.
+``batchkv_producer.settings_table`` has the list of settings. A flag of ``batchkv worker`` overrides
+its variable. An invalid value raises ``SettingsError`` with the variable or the flag, the value and
+the allowed values.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from batchkv_worker.errors import SettingsError
 from batchkv_worker.kv.schemes.spec import SchemeSpec
 
 PREFIX = "BATCHKV_"
-WAVES_AHEAD = 2  # rows that wait in the engine, by default: so many for each slot
+WAVES_AHEAD = 2  # default of the rows that wait in the engine, for each slot
 SETTINGS = tuple(setting for setting in TABLE if setting.is_plain)
 Admission = Literal["worst", "optimistic"]  # ``settings_table.ADMISSIONS``
 
 
 class _Explained(ValueError):
-    """Its text says what is wrong and what is known."""
+    """An error whose text already names the fault and the known values."""
 
 
 def _scheme(_: Setting, text: str) -> str:
@@ -85,7 +85,7 @@ _READERS: dict[ValueType, Callable[[Setting, str], Any]] = {
 
 
 def parsed(name: str, text: str) -> Any:
-    """The value of a setting that somebody wrote; ValueError says what is wrong with it."""
+    """Parse the text of a setting; ValueError says what is wrong with it."""
     setting = BY_NAME[name]
     try:
         return _READERS[setting.value_type](setting, text.strip())
@@ -96,7 +96,7 @@ def parsed(name: str, text: str) -> Any:
 
 
 def _value(setting: Setting, text: str, source: str) -> Any:
-    """The value; ``source`` is the variable or the flag that the error names."""
+    """Parse the text; ``source`` is the variable or the flag, for the error."""
     try:
         return parsed(setting.name, text)
     except ValueError as fault:
@@ -105,14 +105,14 @@ def _value(setting: Setting, text: str, source: str) -> Any:
 
 
 def _default(name: str) -> Any:
-    """The table's default as a value; None where it says none."""
+    """The table's default as a value; None if it has none."""
     text = BY_NAME[name].default
     return parsed(name, text) if text else None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What a worker was told. ``memory_bytes`` None means: derived from the device."""
+    """The settings of a worker. ``memory_bytes`` None: derived from the device."""
 
     model: str
     kv_scheme: str = _default("kv_scheme")
@@ -141,7 +141,7 @@ class WorkerSettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], **overrides: Any) -> Self:
-        """Read the variables; ``overrides`` are the flags, None where not given.
+        """Read the variables; ``overrides`` are the flags, None if not given.
 
         Raises SettingsError. Unknown variables are not an error: see ``unknown_variables``.
         """
@@ -166,11 +166,11 @@ class WorkerSettings:
         return settings
 
     def rows_ahead(self, slots: int) -> int:
-        """Rows that wait in an engine of so many ``slots``, beside those in them."""
+        """The rows that wait in an engine of so many ``slots``, besides those in slots."""
         return WAVES_AHEAD * slots if self.prefetch is None else self.prefetch
 
     def _check_cache(self, said: Set[str]) -> None:
-        """What needs a cache, or a kind of tier, is refused without."""
+        """Refuse settings that need a cache, or a kind of tier, if there is none."""
         specs = opening.parse_tiers(self.cache) if self.cache else ()
         if "cache_lease_seconds" in said and opening.lease_url(specs) is None:
             raise SettingsError(
@@ -207,7 +207,7 @@ def _cache_values(environ: Mapping[str, str], given: str | None) -> dict[str, An
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """A warning for each BATCHKV_* variable that nobody reads, with the closest one that exists."""
+    """A warning for each unknown BATCHKV_* variable, with the closest one that exists."""
     warnings = []
     for name in sorted(environ):
         if not name.startswith(PREFIX) or name in VARIABLES:

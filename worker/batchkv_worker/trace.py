@@ -1,14 +1,14 @@
-"""Where a worker's time goes, by phase, in Chrome's trace format (``--trace FILE``).
+"""Records a worker's time by phase, in Chrome's trace format (``--trace FILE``).
 
-Each thread has a track and is in one phase at a time, so that the phases of a track sum to the time
-that its thread was there. The file is a JSON array whose end is written last: Perfetto and
-chrome://tracing read it without, as a killed worker leaves it.
+Each thread has a track and is in one phase at a time. So the phases of a track sum to the life of
+its thread. The file is a JSON array whose end is written last. Perfetto and chrome://tracing also
+read a file without its end, as a killed worker leaves it.
 
-A stretch of one phase is an event, but short ones that take turns are put together: a second of
-them is one event for each phase, in the order in which they came first, as long as all its
-stretches together (``args.stretches`` of them have ended in it). With each ten thousand events
-that second, and what is short, doubles, so that a file grows slower and slower. Off, a phase costs
-a look whether anybody traces.
+A long stretch of one phase is an event. Short stretches that alternate are merged: a second of them
+becomes one event for each phase, in the order of their first stretches. An event is as long as all
+its stretches together, and ``args.stretches`` counts those that ended in it. After each ten
+thousand events that second doubles, and the limit of a short stretch with it. So a file grows ever
+more slowly. Without a trace, a phase costs one comparison.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ START, LOAD, MEASURE = "start", "load", "measure"
 PREPARE, PREFILL, DECODE, IDLE, END = "prepare", "prefill", "decode", "idle", "end"
 REDIS, STORE = "waiting for Redis", "waiting for the store"
 
-WINDOW_SECONDS = 1.0  # of short stretches that are put together
-OWN_SHARE = 0.05  # of that time, from which on a stretch is an event of its own
-LONGEST_WINDOWS = 10  # that one phase may last before it is written all the same
+WINDOW_SECONDS = 1.0  # of short stretches that are merged
+OWN_SHARE = 0.05  # of that time; a longer stretch is an event of its own
+LONGEST_WINDOWS = 10  # after so many, an unfinished phase is written
 EVENTS_PER_DOUBLING = 10_000
 
 
 class Track:
-    """The phases of one thread. ``enter`` is called on it, the rest by whoever traces."""
+    """The phases of one thread. The thread calls ``enter``; ``Trace`` calls the other methods."""
 
     def __init__(self, number: int, name: str) -> None:
         self.number, self.name = number, name
         self._trace: Trace | None = None
         self._phase: str | None = None
         self._since = self._window_since = 0.0
-        self._sums: dict[str, tuple[float, int]] = {}  # seconds, stretches; in order of coming
+        self._sums: dict[str, tuple[float, int]] = {}  # seconds, stretches; by first stretch
 
     @property
     def is_traced(self) -> bool:
-        """Whether anybody wants to know."""
+        """Whether a trace is open."""
         return self._trace is not None
 
     def attach(self, trace: Trace | None) -> None:
-        """From now on phases go there, or nowhere."""
+        """Send the phases to this trace from now on; None: to none."""
         self._trace, self._phase, self._sums = trace, None, {}
 
     def enter(self, phase: str | None) -> str | None:
-        """The thread is in that phase from now on, or in none; returns the one before."""
+        """Begin a phase, or none. Returns the phase before."""
         trace = self._trace
         if trace is None:
             return None
@@ -66,7 +66,7 @@ class Track:
         return before
 
     def look(self, trace: Trace, now: float, *, is_over: bool = False) -> None:
-        """Write what is long enough; all there is when it ``is_over``. Under the trace's lock."""
+        """Write the sums if their time is over, or if it ``is_over``. Needs the trace's lock."""
         if self._phase is None:
             return
         self._add(now, 0)
@@ -77,7 +77,7 @@ class Track:
             self._phase = None
 
     def _turn(self, trace: Trace, phase: str | None, now: float) -> None:
-        """The stretch ends, and one of another phase begins."""
+        """End the stretch, and begin one of another phase."""
         if self._phase is None:
             self._window_since = self._since = now
         else:
@@ -104,7 +104,7 @@ class Track:
 
 
 class Trace:
-    """The file. Its tracks are attached while it is open; one that cannot be written is left."""
+    """The file. Tracks are attached while it is open. After a failed write it is closed."""
 
     def __init__(
         self, file: IO[str], tracks: tuple[Track, ...], clock: Callable[[], float]
@@ -114,7 +114,7 @@ class Trace:
         self.window_seconds = WINDOW_SECONDS
         self._file: IO[str] | None = file
         self._tracks = tracks
-        self._origin = time.time() - clock()  # traces of several workers have one time
+        self._origin = time.time() - clock()  # so that traces of several workers have one time
         self._num_events = 0
         self._look_at = clock() + WINDOW_SECONDS
 
@@ -128,7 +128,7 @@ class Trace:
                 track.attach(self)
 
     def look(self) -> None:
-        """Have all tracks written, once in a while: a thread that waits cannot do it itself."""
+        """Write all tracks now and then, because a waiting thread cannot write its own."""
         now = self.clock()
         if now < self._look_at:
             return
@@ -149,7 +149,7 @@ class Trace:
                     with file:
                         file.write("\n]\n")
                 except OSError as fault:
-                    self._tell(fault)
+                    self._warn(fault)
 
     def write(
         self,
@@ -157,41 +157,41 @@ class Trace:
         name: str,
         track: int,
         at: float,
-        told: dict[str, Any],
+        values: dict[str, Any],
         seconds: float | None = None,
     ) -> None:
-        """One event, in the file at once: a worker may be killed at any moment."""
+        """Write one event, and flush it, because a worker may be killed at any moment."""
         if self._file is None:
             return
         begin = round((self._origin + at) * 1e6, 1)
         event: dict[str, Any] = {"name": name, "ph": kind, "ts": begin}
         if seconds is not None:
             event["dur"] = round(seconds * 1e6, 1)
-        event |= {"pid": os.getpid(), "tid": track, "args": told}
+        event |= {"pid": os.getpid(), "tid": track, "args": values}
         try:
             self._file.write((",\n" if self._num_events else "[\n") + json.dumps(event))
             self._file.flush()
         except OSError as fault:
             file, self._file = self._file, None
-            with suppress(OSError):  # it tries once more to write what it has
+            with suppress(OSError):  # it tries to write its buffer again
                 file.close()
-            self._tell(fault)
+            self._warn(fault)
         self._num_events += 1
         if self._num_events % EVENTS_PER_DOUBLING == 0:
             self.window_seconds *= 2
 
-    def _tell(self, fault: OSError) -> None:
+    def _warn(self, fault: OSError) -> None:
         log.warning("the trace ends here: it cannot be written (%s)", fault.strerror or fault)
 
 
-# Of this process: what its threads do is no matter of one part of it.
+# Of this process, because the phases of its threads belong to all of its parts.
 MAIN = Track(1, "main: Redis")
 ENGINE = Track(2, "engine")
 _open: Trace | None = None
 
 
 def open_trace(path: str, process: str, clock: Callable[[], float] = time.perf_counter) -> None:
-    """Trace this process into a new file; raises OSError when it cannot be written."""
+    """Trace this process into a new file; raises OSError if it cannot be written."""
     global _open
     close_trace()
     file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - it stays open until the end
@@ -207,9 +207,9 @@ def close_trace() -> None:
         trace.close()
 
 
-def note(name: str, **told: float) -> None:
-    """Numbers of this moment, such as the most memory that was used."""
+def note(name: str, **values: float) -> None:
+    """Write numbers of this moment, such as the peak memory, if there is a trace."""
     trace = _open
     if trace is not None:
         with trace.lock:
-            trace.write("C", name, ENGINE.number, trace.clock(), dict(told))
+            trace.write("C", name, ENGINE.number, trace.clock(), dict(values))
