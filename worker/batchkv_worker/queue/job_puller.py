@@ -171,7 +171,8 @@ class JobPuller:
         self._next_pull = 0.0 if run.num_queued else now + EMPTY_QUEUE_SECONDS
         self._in_flight.hold(run.jobs)
         self.num_taken += len(run.jobs)
-        self.feed()
+        if self._state.pause.may_work:
+            self.feed()
         if self._in_flight:
             self._idle_since = None
             self._side.set_state("busy")
@@ -194,7 +195,7 @@ class JobPuller:
 
     def feed(self) -> None:
         """Start rows of the backlog. A row that cannot run at all becomes a result."""
-        while self._state.may_start and (count := dispatch.jobs_to_start(self._view())):
+        while count := dispatch.jobs_to_start(self._view()):
             self._engine.add(self._state.start(count))
 
     def close(self) -> None:
