@@ -2,7 +2,7 @@
 
 mlx-lm's models call one function, ``models.base.scaled_dot_product_attention``, by the name that
 each model's module imported. ``install_hook`` rebinds that name in the modules of one loaded model
-to a function which asks the cache first and otherwise does what the original does. A path:
+to a function that lets the cache compute attention if it can, and else calls the original. A path:
 
 ``fused``   dequantize, then the backend's attention over dense arrays
 ``folded``  dequantize, then two plain matmuls in which the query heads that share a KV head are the
@@ -11,7 +11,7 @@ to a function which asks the cache first and otherwise does what the original do
 ``spread-`` before any of them: slots keep 3-bit codes so that they are soon made into 4-bit ones,
             and are read as such (``schemes.turbo.TurboSlots``); only for schemes with such codes
 
-Which is fastest, or exists at all, differs by backend and scheme, so ``start.probe`` measures.
+The available paths and the fastest one differ by backend and scheme, so ``start.probe`` measures.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ def attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """In the place of mlx-lm's function: same arguments, same result.
+    """Replaces mlx-lm's function, with the same arguments and result.
 
-    A cache with an ``attend`` method answers itself, if keys, values and mask are the very ones
-    that it handed out. Latent attention, for one, passes other values and a mask with scores in it.
+    A cache with an ``attend`` method computes attention itself, if keys, values and mask are the
+    arrays that it returned. Latent attention, for example, passes other values and a mask with
+    scores.
     """
     attend = getattr(cache, "attend", None)
     if attend is not None and cache.handed_out(keys, values, mask):
@@ -67,7 +68,7 @@ def can_hook(model: Any) -> bool:
 def install_hook(model: Any) -> bool:
     """Rebind the function in the modules that define ``model``; False when none uses it.
 
-    It is never undone: for caches that do not answer it does what it did before.
+    This is never undone: for other caches the function calls the original.
     """
     return rebind(model, _NAME, _original, attention)
 
@@ -83,7 +84,7 @@ def paths_of(scheme: LayerScheme, *, spreads: bool = True) -> tuple[Path, ...]:
 
 
 def in_slots(scheme: LayerScheme, path: Path | None) -> LayerScheme:
-    """The scheme of what decode slots keep so that ``path`` can read it."""
+    """The scheme of decode slots that ``path`` can read."""
     return scheme.in_slots(spread=path is not None and _spreads(path))
 
 
@@ -95,8 +96,8 @@ def _spreads(path: Path) -> bool:
 class LayerAttention:
     """How one layer attends to packed keys and values.
 
-    ``scheme`` is of the parts as they are given: in decode that of ``in_slots``. ``dtype`` is what
-    dense copies have. ``kernel`` serves decode behind shared prefixes, where there is one.
+    ``scheme``: of the given parts, in decode that of ``in_slots``. ``dtype``: of dense copies.
+    ``kernel``: for decode with shared prefixes, if there is one.
     """
 
     backend: Backend

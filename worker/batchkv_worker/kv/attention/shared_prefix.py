@@ -2,8 +2,7 @@
 
 The layers that keep every token store a row's own tokens only; the tokens before them are the
 shared prefix. Its keys are multiplied with the queries of all its rows in one product, so that they
-are read once and not once a row. Layers with a window or a state keep what they need of it in each
-row.
+are read once and not once a row. Layers with a window or a state keep their part of it in each row.
 
 Shared prefixes form chains: a longer prefix that only some of a prefix's rows share is a prefix of
 its own, whose ``parent`` is the shorter one. It stores the tokens after its parent only. Rows read
@@ -37,7 +36,7 @@ MAX_SCORES = 2**24  # scores in memory at once: 64 MiB in float32
 class SharedPrefix(PrefixPart):
     """A part of a chain with its arrays, by leaf of the model's caches.
 
-    ``packed`` are as prefill reads them, ``slots`` as decode does; both of what comes after the
+    ``packed`` is the form for prefill, ``slots`` that for decode; both have the tokens after the
     parent.
     """
 
@@ -46,7 +45,7 @@ class SharedPrefix(PrefixPart):
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All that it stores itself."""
+        """All arrays of this part alone."""
         found = [*self.packed.values(), *self.slots.values()]
         return [array for both in found for parts in both for array in parts]
 
@@ -64,7 +63,7 @@ class PartialAttention:
     value: mx.array
 
     def of(self, rows: slice) -> PartialAttention:
-        """That of some of the rows."""
+        """The partial results of some of the rows."""
         return PartialAttention(self.score[:, rows], self.value[:, rows])
 
 
@@ -113,7 +112,7 @@ def attend(
     columns = sum(keys[0].shape[-2] for keys, _ in (*shared, own))
     few = max(1, MAX_SCORES // (rows * heads * columns))
     if num_tokens > few:
-        # Whole scores are in memory here: of as many tokens at once as it may take.
+        # Whole scores are in memory here, so only as many tokens are computed at once as fit.
         parts = [
             attend(
                 *(layer, queries[:, :, low : low + few], shared, own, scale),
@@ -188,8 +187,8 @@ def _weigh(
     """Weights of prefixes, of partial results and of the rows' own tokens, in their scores' shapes.
 
     ``prefix_scores`` are ``[1, kv heads, rows * lines, columns]``, ``own_scores`` ``[rows, kv
-    heads, lines, columns]``. Joined heads first, the large parts are copied once. With the weights
-    comes what the weighted values are to be divided by, ``[rows, kv heads, lines, 1]``, or None.
+    heads, lines, columns]``. With the heads first, the large parts are copied once. Also returns
+    the divisor of the weighted values, ``[rows, kv heads, lines, 1]``, or None.
     """
     rows, kv_heads, lines, _ = own_scores.shape
     if sinks is not None:

@@ -24,10 +24,10 @@ def attend_chunk(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """``attend`` for a chunk of prompts; a ``mask`` of a word is causal.
+    """``attend`` for a chunk of prompts; a ``mask`` that is a word means causal.
 
-    Where the backend has a fused kernel, that is faster on a copy of the prefixes for each of a few
-    rows, made for one layer and dropped, than two products with scores in memory.
+    If the backend has a fused kernel, a copy of the prefixes for each of a few rows, made for one
+    layer and dropped, is faster than two products with scores in memory.
     """
     if layer.backend.has_fused_attention and (isinstance(mask, str) or mask is None):
         return _attend_dense(layer, queries, shared, own, scale, mask, sinks)
@@ -67,6 +67,6 @@ def _attend_dense(
 
 
 def _joined(shared: list[mx.array], own: mx.array) -> mx.array:
-    """What each row has of its own after what all share, ``[rows, heads, tokens, size]``."""
+    """The shared prefixes and then each row's own tokens, ``[rows, heads, tokens, size]``."""
     lines = [mx.broadcast_to(part, (own.shape[0], *part.shape[1:])) for part in shared]
     return mx.concatenate([*lines, own], axis=2)

@@ -1,1 +1,1 @@
-"""What each kind of layer keeps, from prefill to decode slot to stored block."""
+"""The cache of each kind of layer, in prefill, in decode slots and in stored blocks."""

@@ -1,9 +1,9 @@
 """Prefill of a layer that keeps keys and values.
 
-Rows of a group start together and are right-padded: under a causal mask no real token ever sees a
-pad, so nothing is rolled or finalized, and row j is simply ``[:length[j]]``. Keys and values are
-packed as soon as they are made and attention always sees what was packed (for the chunk itself as
-for its history), so that neither chunk size nor batch changes what is computed.
+Rows of a group start together and are right-padded. Under a causal mask no real token sees a pad,
+so nothing is rolled or finalized, and row j is simply ``[:length[j]]``. Keys and values are packed
+at once, and attention always reads the packed values, for the chunk itself as for its history. So
+neither chunk size nor batch changes the result.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from batchkv_worker.kv.types import PackedKV, Parts, Pieces, Window
 class AttentionPrefill(OrderedByUs, PrefillLayer):
     """Packed keys and values, ``[rows, heads, columns, part size]``; column 0 is token ``base``.
 
-    With a window, tokens that no later token sees are dropped as chunks come, but for one block:
-    the block that the chunk before has begun is still to be cut out.
+    With a window, each chunk drops tokens that no later token sees, except for one block: the block
+    that the chunk before began is still to be stored.
     """
 
     def __init__(
         self, layer: LayerAttention, window: Window, capacity: int, chunk_tokens: int
     ) -> None:
         """For prompts of up to ``capacity`` tokens in chunks of up to ``chunk_tokens``."""
-        self.offset = 0  # tokens so far: what the models read
+        self.offset = 0  # tokens so far; the models read it
         self.base = 0
         self.pacing: Pacing = UNPACED  # shared by all layers of a group
         self._layer, self._dequantized = layer, layer.dequantized
@@ -49,7 +49,7 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         self._handed: tuple[mx.array, mx.array] | None = None
         self._shared: tuple[PackedKV, ...] = ()
 
-    # -- what the engine calls
+    # -- calls by the engine
 
     def begin(self, chunk: Chunk) -> None:
         if chunk.position != self.offset:
@@ -63,7 +63,7 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
             self.base += first
 
     def end(self) -> None:
-        # Once computed, the dense history of every layer would stand side by side.
+        # Otherwise the dense histories of all layers would be in memory at once.
         self._handed = None
 
     def restore(self, pieces: Pieces, first: int, end: int) -> None:
@@ -71,9 +71,10 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         self.base, self.offset = first, end
 
     def share(self, prefixes: Sequence[PackedKV], num_tokens: int) -> None:
-        """Start after a chain of prefixes; pieces that are restored after it come behind it.
+        """Start after a chain of prefixes. Restored pieces follow the prefixes.
 
-        Only where the model leaves attention to ``attend``: what it is handed lacks the prefixes.
+        Only for models that leave attention to ``attend``, because their dense keys and values lack
+        the prefixes.
         """
         self._shared = tuple(prefixes)
         self.base = self.offset = num_tokens
@@ -96,7 +97,7 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
     def arrays(self) -> list[mx.array]:
         return [*self._keys, *self._values]
 
-    # -- what the model calls
+    # -- calls by the model
 
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
@@ -123,18 +124,18 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         return self._handed
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What the last update returned: layers without keys of their own read another's."""
+        """The result of the last update, which layers without keys of their own read."""
         if self._handed is None:
             raise ValueError("no keys have been computed in this chunk")
         return self._handed
 
     def handed_out(self, keys: Any, values: Any, mask: Any) -> bool:
-        """Whether these are what the last update returned; any mask will do."""
+        """Whether these are the result of the last update, with any mask."""
         return self._handed is not None and keys is self._handed[0] and values is self._handed[1]
 
     @property
     def attend(self) -> Attend | None:
-        """What the hook calls instead of the model's attention; None where that does as well."""
+        """The function that the hook calls instead of the model's attention; None: call that."""
         is_better = not self._layer.backend.has_fused_attention
         return self._attend if is_better or self._scheme.is_packed or self._shared else None
 
@@ -143,8 +144,8 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
     ) -> mx.array:
         """In the stored basis: rotating the queries costs less than rotating the history back.
 
-        What ``update_and_fetch`` handed out is then never computed, so that nothing dense outlives
-        its layer and the layers can be run one after the other (``Pacing``).
+        Then the result of ``update_and_fetch`` is never computed. So dense arrays exist in one
+        layer at a time only, and layers can run one after the other (``Pacing``).
         """
         end = self.offset - self.base
         layer, shared = self._layer, self._shared

@@ -20,19 +20,19 @@ from batchkv_worker.kv.types import PackedKV, Pieces, Window
 class AttentionSlots(OrderedByUs, SlotLayer):
     """Packed ``[slots, heads, capacity, part size]``, rows right-aligned to one write column.
 
-    Dense keys and values are handed out lazily: MLX computes them only if somebody reads them, so
-    that ``attend`` can answer from the packed parts at no cost.
+    The dense keys and values that it returns are lazy: MLX computes them only if they are read. So
+    ``attend`` can use the packed parts without their cost.
 
     MLX writes in place only into buffers that no pending operation reads; else it copies them.
-    Where layers start their part of a step themselves (``Backend.starts_each_layer``), each waits
-    for what still reads its own buffers, so that the device always has work. A model whose later
-    layers read what was handed out, without asking here, may cost a copy of the buffer.
+    Where layers start their part of a step themselves (``Backend.starts_each_layer``), each layer
+    waits for the operations that still read its buffers, so that the device always has work. If
+    later layers of a model read the returned arrays without a call here, a buffer may be copied.
     """
 
     def __init__(
         self, scheme: LayerScheme, window: Window, layer: LayerAttention, *, answers: bool
     ) -> None:
-        """``scheme`` is of the pieces that come and go, ``layer.scheme`` of the buffers.
+        """``scheme`` is that of pieces, ``layer.scheme`` that of the buffers.
 
         ``answers``: the model leaves attention to ``attend``, instead of reading dense arrays.
         """
@@ -53,7 +53,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         self._span: ColumnSpan | None = None
         self._offsets = mx.array([], mx.int32)
 
-    # -- what the engine calls
+    # -- calls by the engine
 
     def begin(self, view: StepView) -> None:
         self._span = view.spans[self._window]
@@ -74,7 +74,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         return self._starts
 
     def admit(self, slot: int, write: int, pieces: Pieces | None) -> None:
-        # The whole line is written, in keys and values: what a former row left is masked, but a
+        # The whole line is written, in keys and values. A former row's columns are masked, but a
         # weight of 0 times NaN is NaN, and would stay for ever.
         self._wait()
         rows = None if pieces is None else self._take(pieces)
@@ -134,7 +134,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
             for part in sample
         ]
 
-    # -- what the model calls
+    # -- calls by the model
 
     @property
     def offset(self) -> mx.array:
@@ -175,19 +175,19 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         return self._handed
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What the last update returned: layers without keys of their own read another's."""
+        """The result of the last update, which layers without keys of their own read."""
         if self._handed is None:
             raise ValueError("no keys have been computed in this step")
         return self._handed
 
     def handed_out(self, keys: Any, values: Any, mask: Any) -> bool:
-        """Whether these are what the last update returned, with this step's own mask."""
+        """Whether these are the result of the last update, with this step's own mask."""
         same = self._handed is not None and keys is self._handed[0] and values is self._handed[1]
         return same and mask is self.span.mask
 
     @property
     def attend(self) -> Attend | None:
-        """What the hook calls instead of the model's attention; None on dense arrays."""
+        """The function that the hook calls instead of the model's; None on dense arrays."""
         return self._attend if self._answers else None
 
     def _attend(
@@ -241,7 +241,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         return shared_prefix.attend_partial(self._layer, queries, shared, scale)
 
     def _dense(self, scheme: TensorScheme, parts: list[mx.array], is_whole: bool) -> mx.array:
-        """All visible columns, dense, as the model knows them."""
+        """All visible columns, dense, in the model's basis."""
         span = self.span
         rows, columns = slice(span.num_rows), slice(span.low, span.high)
         if is_whole:

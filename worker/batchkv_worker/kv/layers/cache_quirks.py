@@ -1,4 +1,4 @@
-"""What some models do to a cache beyond appending and reading."""
+"""Support for models that use a cache for more than appending and reading."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import mlx.core as mx
 class OrderedByUs(ABC):
     """``keys`` and ``values`` that models read and assign only to order MLX's evaluation.
 
-    They tie a cache's arrays to others (``mx.depends``) or drop an array they never read, lest a
-    graph grow without end. Here every buffer is evaluated at every step, so what is assigned is let
-    go: it would be one more reference to a buffer, which MLX would then copy to write.
+    They make a cache's arrays depend on others (``mx.depends``), or drop an array that they never
+    read, so that a graph does not grow without end. Here every buffer is evaluated at every step.
+    So assigned arrays are dropped: another reference to a buffer would make MLX copy it.
     """
 
     @property

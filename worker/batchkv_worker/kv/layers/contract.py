@@ -1,9 +1,9 @@
-"""What every layer's cache can do: the contract between the engine and the kinds of layers.
+"""The contract between the engine and the caches of all kinds of layers.
 
-A model's caches are of few kinds: keys and values of every token, or of the last window of them;
-states without a time axis. The engine does not tell them apart. For each cache of the model there
-is one ``LayerKind``; it makes a ``PrefillLayer`` for the prompts that are computed together, and
-one ``SlotLayer`` for the rows that decode.
+A model's caches are of few kinds: keys and values of all tokens, or of the last window of them;
+states without a time axis. The engine treats all kinds alike. For each cache of the model there is
+one ``LayerKind``. It makes a ``PrefillLayer`` for the prompts that are computed together, and one
+``SlotLayer`` for the rows in slots.
 
 A row's way through a layer::
 
@@ -13,9 +13,9 @@ A row's way through a layer::
     slots.begin(view)  the model appends one token a row  slots.end()   at every step
     slots.snapshot(slot, start, write)                                   its pieces again
 
-A row is released by its layout alone: whatever a slot holds that no row owns is never seen, and
-``admit`` makes a slot as if nobody had been there. What is packed is packed once: pieces move from
-prefill to blocks to slots as they are.
+The layout alone releases a row: attention never reads the contents of a slot without a row, and
+``admit`` overwrites what a former row left. Keys and values are packed once: pieces move from
+prefill to blocks to slots unchanged.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from batchkv_worker.kv.types import PackedKV, Pieces, Window
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [position, position + width) of every row of a group are computed now.
+    """The next tokens to compute, [position, position + width) of every row of a group.
 
-    ``lengths`` says how many of them each row really has (0 to ``width``); None: all have all.
+    ``lengths``: how many of them each row really has (0 to ``width``); None: all of them.
     """
 
     position: int
@@ -51,11 +51,11 @@ class PrefillLayer(ABC):
 
     @abstractmethod
     def begin(self, chunk: Chunk) -> None:
-        """The chunk that the model computes next; chunks follow each other without a gap."""
+        """Prepare for the chunk that the model computes next. Chunks follow without a gap."""
 
     @abstractmethod
     def end(self) -> None:
-        """The chunk's graph is built: let go of everything that belongs to the chunk alone."""
+        """After the chunk's graph is built, drop all that belongs to the chunk only."""
 
     @abstractmethod
     def restore(self, pieces: Pieces, first: int, end: int) -> None:
@@ -67,16 +67,16 @@ class PrefillLayer(ABC):
     def share(self, prefixes: Sequence[PackedKV], num_tokens: int) -> None:
         """Start after a chain of prefixes of that many tokens; only layers with every token can.
 
-        Only before the first chunk; what is restored comes behind it.
+        Only before the first chunk. Restored pieces follow the prefixes.
         """
         raise ValueError("this kind of layer shares no prefix")
 
     @abstractmethod
     def row(self, index: int, length: int, prefix_tokens: int = 0, count: int = 1) -> Pieces:
-        """What a slot needs of row ``index`` after its ``length`` tokens (at least one).
+        """The pieces that a slot needs of row ``index`` after its ``length`` tokens (at least one).
 
-        In layers that keep every token, a slot with a prefix needs only what comes after it.
-        With a ``count``, ``[count, ...]``: of so many rows of that length, neighbours.
+        In layers that keep every token, a slot with a prefix needs only the tokens after it. With a
+        ``count`` they are ``[count, ...]``, of so many adjacent rows of that length.
         """
 
     @abstractmethod
@@ -86,14 +86,14 @@ class PrefillLayer(ABC):
     @property
     @abstractmethod
     def arrays(self) -> list[mx.array]:
-        """What must be evaluated for the last chunk to have been computed."""
+        """The arrays to evaluate, so that the last chunk is computed."""
 
 
 class SlotLayer(ABC):
     """One layer of the rows that decode, one token a row and step.
 
-    Follows mlx-lm's cache contract as far as the models use it. ``arrays`` is all that it holds
-    between steps; its sizes follow the layout, never the number of steps. ``place`` is its number
+    Follows mlx-lm's cache contract as far as the models use it. Between steps it holds only
+    ``arrays``, whose sizes follow the layout and not the number of steps. ``place``: its number
     among the leaves of the model's caches.
     """
 
@@ -101,41 +101,41 @@ class SlotLayer(ABC):
 
     @abstractmethod
     def begin(self, view: StepView) -> None:
-        """The step whose graph is built next."""
+        """Prepare for the step whose graph is built next."""
 
     @abstractmethod
     def end(self) -> None:
-        """The graph is built: let go of everything that belongs to the step alone."""
+        """After the graph is built, drop all that belongs to the step only."""
 
     @abstractmethod
     def admit(self, slot: int, write: int, pieces: Pieces | None) -> None:
-        """Copy a row in, to end before column ``write``; None is a row without any token yet.
+        """Copy a row in, so that it ends before column ``write``; None: it has no token yet.
 
-        Pieces ``[count, ...]`` are of as many rows, from ``slot`` on.
+        Pieces ``[count, ...]`` are of so many rows, from ``slot`` on.
         """
 
     @abstractmethod
     def snapshot(self, slot: int, start: int, write: int) -> Pieces:
-        """A copy of a row's columns [start, write): what ``admit`` takes."""
+        """A copy of a row's columns [start, write), in the form for ``admit``."""
 
     def settle(self) -> bool:
-        """Rows were filled in: whether the layer has started that, and will wait for it itself."""
+        """After rows were copied in: whether the layer has started that and waits for it itself."""
         return False
 
     def as_prefix(self, pieces: Pieces) -> tuple[PackedKV, PackedKV]:
-        """A shared prefix's parts, as prefill and as decode read them.
+        """The parts of a shared prefix, in the forms for prefill and for decode.
 
-        Only of layers that keep every token.
+        Only layers that keep every token have it.
         """
         raise ValueError("this kind of layer shares no prefix")
 
     @abstractmethod
     def relayout(self, change: Relayout) -> None:
-        """Follow what the layout has decided."""
+        """Change the buffers as the layout has decided."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Let go of the buffers: nobody is in, and the next row makes its own."""
+        """Drop the buffers. No row is in them, and the next row makes new ones."""
 
     @abstractmethod
     def check(self, rows: int, capacity: int) -> None:
@@ -153,7 +153,7 @@ class SlotLayer(ABC):
 
 
 class LayerKind(ABC):
-    """What one cache of a model keeps, and how."""
+    """The kind of one cache of a model, and its scheme."""
 
     @property
     @abstractmethod

@@ -1,7 +1,7 @@
 """The decode slots of all layers, and the layouts that they follow.
 
-Layouts decide, layers follow: whatever moves a row goes through here, so that no layer and no
-layout is ever forgotten.
+Layouts decide, and layers follow. Every move of a row goes through here, so that it reaches all
+layers and layouts.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class DecodeSlots:
         pieces: Mapping[int, Pieces],
         parent: SharedPrefix | None = None,
     ) -> SharedPrefix:
-        """A prefix of ``num_tokens`` to be shared.
+        """Make a shared prefix of ``num_tokens``.
 
-        ``pieces`` ``[1, ...]`` are of each leaf that keeps every token, of what comes after
+        ``pieces`` ``[1, ...]`` are of each leaf that keeps every token, and of the tokens after
         ``parent``.
         """
         packed, slots = {}, {}
@@ -110,9 +110,9 @@ class DecodeSlots:
     ) -> tuple[int, Move | None]:
         """Give a row a slot and copy it in; None for a row without any token yet.
 
-        With a prefix the pieces of the layers that keep every token are of what comes after it.
-        Returns the slot, and how another row moved out of its way. Raises ValueError when no slot
-        is free, NoRoom when the layers with every token would have more than ``max_cells``.
+        With a prefix, the pieces of layers that keep every token are of the tokens after it.
+        Returns the slot, and how another row moved to make it free. Raises ValueError if no slot is
+        free, NoRoom if the layers with every token would have more than ``max_cells``.
         """
         slot, move = self.place(demand, prefix, max_cells)
         self.fill(slot, pieces)
@@ -142,11 +142,11 @@ class DecodeSlots:
             layer.admit(slot, layout.write, None if pieces is None else pieces[index])
 
     def settle(self) -> None:
-        """After rows were filled in: MLX writes in place only into what nothing waits for."""
+        """After rows were copied in: MLX writes in place only into buffers without open reads."""
         mx.eval([layer.arrays for layer in self.layers if not layer.settle()])
 
     def snapshot(self, slot: int) -> list[Pieces]:
-        """A copy of a row in every layer: what ``admit`` takes, with the same prefix."""
+        """A copy of a row in every layer, in the form for ``admit`` with the same prefix."""
         return [
             layer.snapshot(slot, layout.start(slot), layout.write)
             for layer, layout in self._with_layouts()
@@ -158,7 +158,7 @@ class DecodeSlots:
         return sum(n * kind.bytes_per_token + kind.bytes_per_row for n, kind in sizes)
 
     def release(self, slot: int) -> None:
-        """Take a row's slot back; costs nothing."""
+        """Release a row's slot; this copies nothing."""
         self.layouts.release(slot)
 
     def close_gap(self) -> Move | None:
@@ -173,9 +173,9 @@ class DecodeSlots:
         self._relayout(self.layouts.before_step(max_cells))
 
     def shrink(self, *, is_tight: bool = False) -> list[Move]:
-        """Bring the rows together and let go of the buffers' other rows; how rows moved.
+        """Close gaps between rows and drop the buffers' other rows. Returns how rows moved.
 
-        ``is_tight``: let go of columns that the next step does not need, too.
+        ``is_tight``: drop columns that the next step does not need, too.
         """
         moves = []
         while (move := self.close_gap()) is not None:
@@ -193,13 +193,13 @@ class DecodeSlots:
         return view
 
     def end_step(self) -> None:
-        """The step's graph is built: every row has one token more."""
+        """End the step after its graph is built. Every row has one token more."""
         for layer in self.layers:
             layer.end()
         self.layouts.after_step()
 
     def drop(self) -> None:
-        """With nobody in: let go of buffers that the next row is not to stand beside."""
+        """Without rows, drop the buffers, so that the next row does not add to them."""
         self.layouts.drop()
         for layer in self.layers:
             layer.drop()
@@ -214,7 +214,7 @@ class DecodeSlots:
         """Raise AssertionError unless layouts and buffers agree."""
         self.layouts.check()
         for layer, layout in self._with_layouts():
-            if layout.rows:  # else the buffers are about to be made anew
+            if layout.rows:  # else the next row makes new buffers
                 layer.check(layout.rows, layout.capacity)
 
     def _with_layouts(self) -> list[tuple[SlotLayer, SlotLayout]]:
@@ -225,7 +225,7 @@ class DecodeSlots:
         return [(self.layouts.all[kind.window], kind) for kind in self._kinds]
 
     def _move(self, move: Move) -> None:
-        """The layouts know already: the row's columns are found at its new slot."""
+        """Copy a row's columns to its new slot, after the layouts have changed."""
         pairs = self._with_layouts()
         rows = [
             layer.snapshot(move.source, layout.start(move.target), layout.write)

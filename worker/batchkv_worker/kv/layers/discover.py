@@ -1,7 +1,7 @@
-"""What a model keeps: learned from the caches that it makes and from one token run through them.
+"""Finds the kinds and shapes of a model's caches: by their classes, and by computing one token.
 
-A class of cache that is not known here is refused by name. What a known class does not tell (how
-many heads, which sizes, which arrays a state has) is read off after one token.
+An unknown class of cache is refused by its name. Facts that a known class does not have (the number
+of heads, sizes, the arrays of a state) are read from its arrays after one token.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """A layer of keys and values: their shape, and how many last tokens it sees (None: all).
+    """A layer with keys and values: their shape, and how many last tokens it sees (None: all).
 
-    ``is_index``: what it keeps as keys and values is one array, by which tokens are chosen rather
-    than weighed; rounding would choose others.
+    ``is_index``: its keys and values are one array, which selects tokens instead of weighing them.
+    Rounding would select others.
     """
 
     shape: LayerShape
@@ -45,7 +45,7 @@ Leaf = AttentionShape | StateShape
 
 @dataclass(frozen=True, slots=True)
 class CacheTree:
-    """A model's caches: the leaves in order, and how the model wants them nested.
+    """A model's caches: the leaves in order, and their nesting in the model.
 
     ``nesting`` has one entry for each cache of the model: a leaf's number, or several for a cache
     that is a list of caches.
@@ -55,7 +55,7 @@ class CacheTree:
     nesting: tuple[int | tuple[int, ...], ...]
 
     def nested(self, items: Sequence[Item]) -> list[Item | tuple[Item, ...]]:
-        """One item for each leaf, as the model wants them."""
+        """One item for each leaf, nested as in the model."""
         return [
             items[entry] if isinstance(entry, int) else tuple(items[i] for i in entry)
             for entry in self.nesting
@@ -63,7 +63,7 @@ class CacheTree:
 
     @property
     def shapes(self) -> list[LayerShape]:
-        """Of the layers that keep keys and values."""
+        """The shapes of the layers with keys and values."""
         return [leaf.shape for leaf in self.leaves if isinstance(leaf, AttentionShape)]
 
     def __str__(self) -> str:

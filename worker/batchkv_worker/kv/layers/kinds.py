@@ -23,8 +23,8 @@ from batchkv_worker.kv.types import Pieces, Window
 class AttentionKind(LayerKind):
     """Keys and values under a scheme, of all tokens or of the last ``span`` of them.
 
-    ``dtype`` is what dense keys and values have. ``path`` is how decode computes attention; None
-    leaves it to the model, on dense arrays. ``kernel`` serves decode behind shared prefixes.
+    ``dtype``: of dense keys and values. ``path``: how decode computes attention; None leaves it to
+    the model, on dense arrays. ``kernel``: for decode with shared prefixes.
     """
 
     backend: Backend

@@ -29,19 +29,19 @@ class PrefillRows:
                 layer.pacing = pacing
 
     def begin(self, chunk: Chunk) -> None:
-        """The chunk that the model computes next."""
+        """Prepare all layers for the chunk that the model computes next."""
         for layer in self.layers:
             layer.begin(chunk)
 
     def end(self) -> None:
-        """The chunk's graph is built."""
+        """End the chunk in all layers, after its graph is built."""
         for layer in self.layers:
             layer.end()
 
     def row(self, index: int, length: int, prefix_tokens: int = 0, count: int = 1) -> list[Pieces]:
-        """What the slots need of a row after its ``length`` tokens, behind a prefix or none.
+        """The pieces that slots need of a row after its ``length`` tokens, with a prefix or not.
 
-        With a ``count``, of so many rows of that length, neighbours.
+        With a ``count``, they are of so many adjacent rows of that length.
         """
         return [layer.row(index, length, prefix_tokens, count) for layer in self.layers]
 
@@ -57,5 +57,5 @@ class PrefillRows:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What must be evaluated for the last chunk to have been computed."""
+        """The arrays to evaluate, so that the last chunk is computed."""
         return [array for layer in self.layers for array in layer.arrays]

@@ -1,7 +1,7 @@
 """A layer that keeps a state instead of tokens: recurrent and convolution layers.
 
-The arrays of a state have a batch axis and no time axis. Whatever the model stores replaces what
-was there, so nothing is written in place; a row comes in by replacing its line.
+The arrays of a state have a batch axis and no time axis. The model replaces the arrays, so nothing
+is written in place. A new row replaces its line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from batchkv_worker.kv.types import Pieces, Window
 class StateShape:
     """Shapes of a layer's arrays without their batch axis, and their dtypes.
 
-    None stands where the model never stores an array.
+    None is an array that the model never stores.
     """
 
     shapes: tuple[tuple[int, ...] | None, ...]
@@ -46,7 +46,7 @@ class StateShape:
 
 
 class _Arrays:
-    """What the models see: a list of arrays, ``lengths`` of the rows in the chunk, ``advance``."""
+    """The cache for models: a list of arrays, ``lengths`` of rows in the chunk, ``advance``."""
 
     def __init__(self, count: int) -> None:
         self.cache: list[mx.array | None] = [None] * count
@@ -60,10 +60,10 @@ class _Arrays:
         self.cache[index] = value
 
     def advance(self, num_tokens: int) -> None:
-        """Nothing to do: ``lengths`` are those of one chunk and are set anew for the next."""
+        """Does nothing: ``lengths`` are of one chunk, and are set again for the next."""
 
     def make_mask(self, num_tokens: int, **_: Any) -> mx.array | None:
-        """bool ``[rows, tokens]``: which of the chunk's tokens are real; None when all are."""
+        """bool ``[rows, tokens]``: which of the chunk's tokens are real; None if all are."""
         if self.lengths is None:
             return None
         return mx.arange(num_tokens) < self.lengths[:, None]
@@ -118,7 +118,7 @@ class StateSlots(_Arrays, SlotLayer):
         self._fit(view.num_rows)
 
     def end(self) -> None:
-        """Nothing belongs to a step alone."""
+        """Does nothing, because nothing belongs to a step only."""
 
     def admit(self, slot: int, write: int, pieces: Pieces | None) -> None:
         count = pieces[0].shape[0] if pieces else 1
@@ -131,7 +131,7 @@ class StateSlots(_Arrays, SlotLayer):
         return tuple(mx.contiguous(array[slot : slot + 1]) for array in self.arrays)
 
     def relayout(self, change: Relayout) -> None:
-        """Nothing to do: there are no columns, and rows follow the steps."""
+        """Does nothing: there are no columns, and the rows are those of the steps."""
 
     def drop(self) -> None:
         for place, row, dtype in self._shape.used:  # new ones: the old may never be computed
@@ -152,7 +152,7 @@ class StateSlots(_Arrays, SlotLayer):
         return max((array.shape[0] for array in self.arrays), default=0)
 
     def _fit(self, rows: int) -> None:
-        """Rows beyond are nobody's and go; missing ones come as zeros."""
+        """Drop rows beyond the layout's, and add missing ones as zeros."""
         for place, row, dtype in self._shape.used:
             array = self.cache[place]
             assert array is not None
