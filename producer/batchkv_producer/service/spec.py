@@ -27,6 +27,7 @@ KEPT_VARIABLES = (
     "HF_HUB_CACHE",
     "HF_HUB_OFFLINE",
     "SSL_CERT_FILE",
+    "AGX_RELAX_CDM_CTXSTORE_TIMEOUT",  # lets the GPU work longer beside a display
 )
 
 

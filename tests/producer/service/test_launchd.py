@@ -271,11 +271,13 @@ def test_places_of_the_caller_are_kept(
 ) -> None:
     """Variables that name folders reach the service; a secret in a variable does not."""
     monkeypatch.setenv("HF_HOME", "/models")
+    monkeypatch.setenv("AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "1")
     monkeypatch.setenv("HF_TOKEN", PASSWORD)
     monkeypatch.setenv("BATCHKV_REDIS_URL_FILE", str(mac.url_file))
     assert batchkv("service", "install", "worker", "-m", "demo").exit_code == 0
     environment = mac.agent()["EnvironmentVariables"]
     assert environment["HF_HOME"] == "/models" and "HF_TOKEN" not in environment
+    assert environment["AGX_RELAX_CDM_CTXSTORE_TIMEOUT"] == "1"
 
 
 def test_the_cache_is_named_by_a_closed_file(mac: FakeServices, batchkv: Batchkv) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from batchkv_producer.service.spec import SERVER_LABELS
 from batchkv_worker.errors import ModelError
 from batchkv_worker.kv.backends import device, host_memory, sysctl
 from batchkv_worker.kv.backends.memory_budget import (
@@ -183,9 +184,10 @@ def test_the_hubs_servers_are_found_in_launchds_files(tmp_path: Path) -> None:
     for folder in (agents, daemons, hub):
         folder.mkdir()
     assert host_memory.hub_bytes((agents, daemons)) == 0
+    assert tuple(SERVER_LABELS.values()) == host_memory.HUB_LABELS
     (hub / "queue.conf").write_text("port 6379\nmaxmemory 4gb\n")
     (hub / "cache.conf").write_text("maxmemory 8gb\n")
-    server = ["/bin/sh", "-c", 'exec "$@"', "batchkv-server", "/opt/valkey-server"]
+    server = ["/bin/sh", "/opt/supervise.sh", "server.log", "1", "60", "yes", "/opt/valkey-server"]
     queue = {"ProgramArguments": [*server, str(hub / "queue.conf")], "WorkingDirectory": str(hub)}
     for folder in (agents, daemons):
         (folder / "dev.batchkv.queue.plist").write_bytes(plistlib.dumps(queue))
