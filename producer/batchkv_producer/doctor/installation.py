@@ -15,9 +15,9 @@ from pathlib import Path
 
 from batchkv_producer.doctor.contract import Check, Verdict, fail, ok, warn, worst
 from batchkv_producer.doctor.machine import Machine, read_text
-from batchkv_producer.errors import OLD_INSTALLATION
 
 PACKAGE = "batchkv"
+AGAIN = "run `make venv`, or install batchkv again"
 MIN_PYTHON = (3, 11)
 MIN_GLIBC = (2, 35)
 _ENGINE = ("mlx", "mlx-lm")
@@ -157,15 +157,12 @@ def judge_entries(facts: EntryFacts) -> Verdict:
         )
     if facts.broken:
         return fail(
-            f"the code of {', '.join(facts.broken)} has moved: {OLD_INSTALLATION}",
-            "run `make venv`, or install batchkv again",
+            f"the code of {', '.join(facts.broken)} has moved since the installation", AGAIN
         )
     missing = sorted((facts.declared or frozenset()) - facts.noted)
     if missing:
-        return warn(
-            f"{len(missing)} entry points of the code are not installed: {OLD_INSTALLATION}",
-            "run `make venv`, or install batchkv again",
-        )
+        names = ", ".join(each.partition(" = ")[0] for each in missing)
+        return warn(f"the code is newer than its installation, which lacks {names}", AGAIN)
     return ok(f"all {len(facts.noted)} entry points of batchkv lead to its code")
 
 
