@@ -15,12 +15,12 @@ from click.testing import CliRunner, Result
 from mlx_lm.models.cache import KVCache
 
 from batchkv_worker.cli import kv_report_command, scheme_names
-from batchkv_worker.errors import SettingsError
+from batchkv_worker.errors import ModelError, SettingsError
 from batchkv_worker.kv.attention.paths import Path as AttentionPath
 from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.start.decision import Fixed
 from batchkv_worker.kv.start.plan import KvPlan, make_plan
-from batchkv_worker.report import speed
+from batchkv_worker.report import kv_report, speed
 from batchkv_worker.report.capture import AttentionSample
 from batchkv_worker.report.kv_report import Extent, measure
 from batchkv_worker.report.quality import read
@@ -43,6 +43,22 @@ def _one_short_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def report_of(family: str, *schemes: str) -> Report:
     return measure(loaded(build(family)), schemes, "numbers", TOKENS, SMALL)
+
+
+def test_memory_is_limited_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a Mac, MLX would keep most of the machine's memory, as in a worker without limits."""
+    limited: list[bool] = []
+
+    def load(name: str, dtype: str) -> Any:
+        assert limited == [False]
+        raise ModelError("far enough")
+
+    monkeypatch.setattr(
+        kv_report.device, "prepare_device", lambda *, wired_limit: limited.append(wired_limit)
+    )
+    monkeypatch.setattr(kv_report, "load", load)
+    with pytest.raises(ModelError, match="far enough"):
+        kv_report.report("m", ["affine8"], None, "auto", SMALL, lambda _: None)
 
 
 def command(*arguments: str) -> Result:

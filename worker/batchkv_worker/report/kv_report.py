@@ -53,6 +53,7 @@ def report(
     that the model does not have.
     """
     called, text = read_text(text_file)  # before a download of the model
+    device.prepare_device(wired_limit=False)
     note(f"loading {model}")
     loaded = load(model, dtype)
     tokens = [int(token) for token in loaded.tokenizer.encode(text)]
