@@ -156,6 +156,16 @@ BLOCKS_NONE = "Firewall has block all state set to disabled.\n"
 UNSIGNED = (
     "{path}: invalid signature (code or signature have been modified)\nIn architecture: arm64\n"
 )
+# The load commands (kind, bytes) of libmlx.dylib in mlx_metal 0.32.4's wheels, up to the one that
+# names the system, and that one: platform, lowest macOS, SDK, number of tools, a tool. By the
+# wheel's tag; what stands between is left out.
+MLX_LIBRARY = ((0x19, 712), (0x19, 232), (0x19, 552), (0x19, 72), (0xD, 48), (0x80000034, 16),
+               (0x80000033, 16), (0x2, 24), (0xB, 80), (0x1B, 24))  # fmt: skip
+MLX_BUILD = {
+    "macosx_14_0": (0x32, 32, 1, 917504, 1705216, 1),
+    "macosx_15_0": (0x32, 32, 1, 983040, 1705216, 1),
+    "macosx_26_0": (0x32, 32, 1, 1704448, 1705216, 1),
+}
 # mount(8) on macOS 14.
 MOUNT_OF_MAC = """/dev/disk3s1s1 on / (apfs, sealed, local, read-only, journaled)
 devfs on /dev (devfs, local, nobrowse)

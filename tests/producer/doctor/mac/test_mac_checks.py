@@ -265,6 +265,17 @@ def test_the_lowest_macos_of_a_library_is_read() -> None:
     assert minimum_os(fat.ljust(64, b"\0") + thin) == (26, 2, 0)
 
 
+@pytest.mark.parametrize(
+    ("tag", "lowest"),
+    [("macosx_14_0", (14, 0, 0)), ("macosx_15_0", (15, 0, 0)), ("macosx_26_0", (26, 2, 0))],
+)
+def test_mlxs_own_library_says_from_which_macos_it_runs(tag: str, lowest: tuple[int, ...]) -> None:
+    """The head of the real library of each wheel; that of 26.0 needs 26.2."""
+    commands = [struct.pack("<II", *each).ljust(each[1], b"\0") for each in recorded.MLX_LIBRARY]
+    build = struct.pack("<IIIIII", *recorded.MLX_BUILD[tag]).ljust(32, b"\0")
+    assert minimum_os(mach_o([*commands, build])) == lowest
+
+
 @pytest.mark.parametrize("data", [b"", b"\x7fELF", mach_o([BUILD_26_2])[:40], mach_o([b"\0" * 8])])
 def test_what_is_no_library_says_nothing(data: bytes) -> None:
     """A file that is cut short, or another one, has no lowest macOS; nothing is raised."""
