@@ -12,7 +12,7 @@ from batchkv_worker.kv.backends.contract import Backend, Pacing
 from batchkv_worker.kv.backends.cpu.backend import CpuBackend
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend
 from batchkv_worker.kv.backends.generic import GenericBackend
-from batchkv_worker.kv.backends.gpu.backend import GpuBackend
+from batchkv_worker.kv.backends.metal.backend import MetalBackend
 from batchkv_worker.kv.backends.pacing import LAYERS_AHEAD, UNPACED, LayersAhead
 from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
@@ -101,7 +101,7 @@ def test_attention_of_prompts_reads_what_is_packed(monkeypatch: pytest.MonkeyPat
 
 def test_the_backend_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each device that MLX may compute on; only a CPU is given layer after layer."""
-    names = {"cpu": CpuBackend, "cuda": CudaBackend, "metal": GpuBackend}
+    names = {"cpu": CpuBackend, "cuda": CudaBackend, "metal": MetalBackend}
     for name, kind in names.items():
         monkeypatch.setattr(device, "kind", lambda name=name: name)
         chosen = choose_backend()
