@@ -113,14 +113,24 @@ def _wanted(
         from batchkv_producer.local.worker_checks import check_model_folder
 
         check_model_folder(model)
-    tiers = cache if cache is not None else _tiers_of_environment()
+    tiers, faults = cache or "", []
+    try:
+        tiers = _tiers_of_environment() if cache is None else cache
+    except UsageError as fault:  # a finding: a doctor is run when something is wrong
+        faults.append(("cache", str(fault)))
+    server = ""
+    try:
+        server = connection.resolve_url(url) or ""
+    except UsageError as fault:
+        faults.append(("queue server", str(fault)))
     return Wanted(
         model or ("demo" if stress else ""),
         kv_scheme,
-        connection.resolve_url(url) or "",
+        server,
         "" if tiers.strip() == "off" else tiers,
         (seconds or STRESS_SECONDS) if stress else 0.0,
         is_stress_alone=not model,
+        faults=tuple(faults),
     )
 
 

@@ -15,7 +15,7 @@ from batchkv_producer.doctor import (
     queue_server,
     worker_part,
 )
-from batchkv_producer.doctor.contract import Check, Finding
+from batchkv_producer.doctor.contract import Check, Finding, fail
 from batchkv_producer.doctor.mac import (
     crashes,
     launchd,
@@ -54,12 +54,16 @@ class Wanted:
     cache: str = ""
     stress_seconds: float = 0.0
     is_stress_alone: bool = False  # nobody named the model: it only serves the load
+    faults: tuple[tuple[str, str], ...] = ()  # (check, why what the environment names is no use)
 
 
 def examine_all(wanted: Wanted, machine: Machine) -> Iterator[Finding]:
     """Every finding as it is made; what needs a model or a server comes last."""
     yield from run_checks(MACHINE_CHECKS, machine, MACHINE_SECONDS)
     yield from _part(machine, "device", DEVICE_SECONDS, {})
+    for name, sentence in wanted.faults:
+        found, _, todo = sentence.rpartition(": ")
+        yield Finding(name, fail(found or sentence, todo))
     if wanted.url:
         yield from run_checks(server_checks(wanted.url, machine), machine, SERVER_SECONDS)
     model: dict[str, object] = {"model": wanted.model, "scheme": wanted.scheme}

@@ -107,6 +107,25 @@ def test_flags_that_do_nothing_are_refused(
     assert len(wanted) == num_before
 
 
+def test_what_the_environment_names_wrongly_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A file that is missing, or that others may open, keeps no other check from being made."""
+    (tmp_path / "url").write_text("redis://worker:secret@hub:6379/0")
+    (tmp_path / "url").chmod(0o644)
+    monkeypatch.setenv("BATCHKV_REDIS_URL_FILE", str(tmp_path / "url"))
+    monkeypatch.setenv("BATCHKV_CACHE_FILE", str(tmp_path / "missing"))
+    run(monkeypatch, [])
+    monkeypatch.undo()
+    asked = wanted[-1]
+    monkeypatch.setattr(worker_part, "module_of", lambda _: None)
+    said = {each.name: each.verdict for each in examine.examine_all(asked, examine.Machine())}
+    assert said["queue server"].level is said["cache"].level is Level.FAIL
+    assert "chmod 600" in said["queue server"].todo
+    assert "No such file" in said["cache"].todo
+    assert "secret" not in str(said)
+
+
 def test_fix_says_each_change(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only with --fix, and once: the second time there is nothing to do."""
     home.mkdir(mode=0o755)
