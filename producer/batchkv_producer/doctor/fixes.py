@@ -29,7 +29,8 @@ MAX_SHOWN = 4
 # Files that commands make for a moment, in the home folder.
 _TEMPORARY = (".fingerprints.json.*", ".doctor.*", ".room.*", "workers/*.part")
 # Files that hold what was measured, as JSON. A broken one is ignored anyway.
-_MEASURED = ("fingerprints.json", "measured.json", "measured/*.json")
+_MEASURED = ("fingerprints.json", "measured/*.json")
+_KEPT_PARTS = ("facts", "results")  # of a file of measurements, both objects
 _MEASURED_TEMPORARY = ("measured/.*", "measured/*.new", "measured/*.part", "measured/*.tmp")
 _OWN_FOLDERS = "batchkv-doctor-*"  # of the temporary folder
 
@@ -74,7 +75,7 @@ def _broken(machine: Machine, home: Home) -> Iterator[Fix]:
     for pattern in _MEASURED:
         for path in sorted(home.path.glob(pattern)):
             is_temporary = path.name.startswith(".")
-            if not is_temporary and _is_own_file(path) and not _holds_json(path):
+            if not is_temporary and _is_own_file(path) and not _can_be_read(path):
                 yield _removal(machine, path, "which cannot be read, and is measured again")
 
 
@@ -127,14 +128,18 @@ def _is_own_file(path: Path) -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 
-def _holds_json(path: Path) -> bool:
+def _can_be_read(path: Path) -> bool:
+    """Whether a file of digests or measurements is one."""
     try:
-        json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         return False
     except OSError:  # it may be whole, and closed to us for the moment
         return True
-    return True
+    if not isinstance(content, dict):
+        return False
+    parts = _KEPT_PARTS if path.parent.name == "measured" else ()
+    return all(isinstance(content.get(part), dict) for part in parts)
 
 
 def _may_live(path: Path) -> bool:

@@ -80,12 +80,16 @@ def test_leftovers_of_dead_commands_go(home: Path, name: str) -> None:
     assert not (home / name).exists()
 
 
+@pytest.mark.parametrize("broken", ['{"facts": {}, "resu', "[]", '{"facts": 7}', ""])
 @pytest.mark.parametrize("name", ["fingerprints.json", "measured/abc.json"])
-def test_broken_measurements_go_and_whole_ones_stay(home: Path, name: str) -> None:
-    """What is no JSON is measured again anyway."""
-    (home / name).write_text('{"whole": 1}')
+def test_broken_measurements_go_and_whole_ones_stay(home: Path, name: str, broken: str) -> None:
+    """What is no JSON, or has no results, is measured again anyway."""
+    (home / name).write_text('{"facts": {}, "results": {}}')
+    (home / "measured" / "lock").touch()
     assert own_facts(machine(home)) == ()
-    (home / name).write_text('{"half": ')
+    if (name, broken) == ("fingerprints.json", '{"facts": 7}'):
+        return  # any object is a file of digests
+    (home / name).write_text(broken)
     assert len(mend(home)) == 1
     assert not (home / name).exists()
 
