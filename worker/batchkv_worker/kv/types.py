@@ -1,4 +1,4 @@
-"""Names for the arrays of one row or layer, which all of these rooms share."""
+"""Types for the arrays of one row or layer, for all rooms of the worker."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ LAYERS_AHEAD = 2  # layers whose dense copies may exist at once
 
 
 class Unpaced:
-    """The device keeps the host from running far ahead by itself."""
+    """For devices that keep the host from running far ahead by themselves."""
 
     def follow(self, output: mx.array) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
 
 UNPACED = Unpaced()
@@ -34,7 +34,7 @@ class LayersAhead:
         self._started: deque[mx.array] = deque()
 
     def follow(self, output: mx.array) -> None:
-        """Start ``output``, what the attention of the next layer gives."""
+        """Start ``output``, the result of the attention of the next layer."""
         mx.async_eval(output)
         self._started.append(output)
         if len(self._started) > LAYERS_AHEAD:

@@ -1,4 +1,4 @@
-"""How a loaded model is changed, and changed back."""
+"""Changes a loaded model, and undoes the changes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _INSTALLED = "_batchkv_undo"  # an attribute of a model that has changes
 
 
 def install(model: Any, changes: Sequence[Change]) -> Undo:
-    """Make changes to ``model``, in place of any that were made before; returns what undoes them.
+    """Make changes to ``model``, and undo earlier ones first. Returns a function to undo them.
 
-    The last call decides: undoing what is no longer installed does nothing.
+    If later changes were installed, that function does nothing.
     """
     restore(model)
     made: list[Undo] = []
@@ -48,7 +48,7 @@ def restore(model: Any) -> None:
 
 
 class Replacement:
-    """A function in the place of one that mlx-lm's models import by name."""
+    """A function that replaces one that mlx-lm's models import by name."""
 
     def __init__(self, original: Callable[..., Any], function: Callable[..., Any]) -> None:
         self.original, self._function = original, function

@@ -1,4 +1,4 @@
-"""Weights of scores that stand in memory, by MLX's own softmax; and masks of scores."""
+"""Weights of scores in memory, by MLX's own softmax; and masks of scores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import mlx.core as mx
 
 
 def hide(scores: mx.array, mask: mx.array) -> mx.array:
-    """Scores of which those that ``mask`` hides have no weight.
+    """The scores, changed so that those that ``mask`` hides get no weight.
 
     A bool mask is true where scores are seen. Any other mask is added to the scores.
     """
@@ -40,7 +40,7 @@ class MlxSoftmax:
         return found, None
 
     def weigh_alone(self, scores: mx.array) -> tuple[mx.array, mx.array | None, mx.array]:
-        """In float32: the log-sum-exp stands for all scores, so its error is not averaged out."""
+        """In float32, because an error of the log-sum-exp would affect all scores alike."""
         scores, dtype = scores.astype(mx.float32), scores.dtype
         weights = mx.softmax(scores, axis=-1).astype(dtype)
         return weights, None, mx.logsumexp(scores, axis=-1, keepdims=True)

@@ -2,16 +2,16 @@
 
 ========  =========================================================================================
 nibbles   8 codes a word, 4 bits each, the first lowest: ``[..., numbers / 8]``. For 4-bit codes it
-          is what ``mlx.core.quantize`` makes, and 3-bit codes may stand in it with a 0 on top.
+          is the form of ``mlx.core.quantize``. A 3-bit code in it has a 0 as its top bit.
 stream    3-bit codes one after the other, as ``mlx.core.quantize`` packs them, the first lowest:
           ``[..., 3 numbers / 32]``
-planes    four nibble words in three: the last quarter of a vector's words is taken apart, and its
-          bits fill the top bits of the other three quarters. ``[..., 3 numbers / 32]`` too.
+planes    four nibble words in three: the bits of the last quarter of a vector's words fill the top
+          bits of the other three quarters. Also ``[..., 3 numbers / 32]``.
 ========  =========================================================================================
 
-A stream costs many operations to take apart, planes a few for every 32 codes: kept so, 3-bit codes
-become 4-bit ones for the moment of a product. All functions are exact and work on the last axis;
-the others may be empty.
+Unpacking a stream takes many operations, unpacking planes a few for every 32 codes. So 3-bit codes
+are stored as planes and become 4-bit ones for a product. All functions are exact and work on the
+last axis; the others may be empty.
 """
 
 from __future__ import annotations

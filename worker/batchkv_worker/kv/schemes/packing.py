@@ -2,7 +2,7 @@
 
 A packed tensor is a tuple of arrays ("parts") that all keep their time axis at -2, so that every
 buffer, slice and copy in this package treats any scheme alike; no part packs two tokens into one
-number. What the parts are, for ``[..., time, size]``:
+number. The parts of ``[..., time, size]``:
 
 =========  =======================================================================================
 float      the numbers
@@ -13,8 +13,8 @@ turbo      codes (uint32) and one scale a group; see ``Turbo``. In decode slots 
            3-bit codes perhaps in another order (``TurboSlots``): ``in_slots``, ``take``, ``give``
 =========  =======================================================================================
 
-A rotated scheme keeps every vector in another orthonormal basis (``rotation``). ``names`` and
-``spec`` read what users write; ``fit_model`` makes of it what each layer of a model keeps.
+A rotated scheme stores every vector in another orthonormal basis (``rotation``). ``names`` and
+``spec`` parse the text of users; ``fit_model`` makes the scheme of each layer of a model of it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Quantized:
         return tuple(mx.quantize(stored, group_size=self.group, bits=self.bits, mode=self.mode))
 
     def unpack(self, parts: Parts, dtype: mx.Dtype) -> mx.array:
-        # The small floats' scales are uint8 and say nothing of the dtype that is wanted.
+        # The small floats' scales are uint8, so the wanted dtype must be given.
         wanted = None if self._is_affine else dtype
         dense = mx.dequantize(
             *parts, group_size=self.group, bits=self.bits, mode=self.mode, dtype=wanted
@@ -98,7 +98,7 @@ Codec = Float | Quantized | Turbo | TurboSlots
 
 @dataclass(frozen=True, slots=True)
 class TensorScheme:
-    """How one tensor ``[..., time, size]`` is kept: a codec, and whether it is rotated before."""
+    """How one tensor ``[..., time, size]`` is stored: a codec, and whether it is rotated first."""
 
     codec: Codec = Float()
     rotated: bool = False
@@ -120,17 +120,17 @@ class TensorScheme:
         return self.unrotate(self.unpack_stored(parts, dtype))
 
     def unpack_stored(self, parts: Parts, dtype: mx.Dtype) -> mx.array:
-        """The values in the basis that they are kept in: as ``unpack`` when nothing is rotated."""
+        """The values in the basis of storage; without a rotation the same as ``unpack``."""
         return self.codec.unpack(parts, dtype)
 
     def rotate(self, x: mx.array, scale: float = 1.0) -> mx.array:
-        """``x`` ``[..., size]``, times ``scale``, in the basis that values are kept in."""
+        """``x`` ``[..., size]``, times ``scale``, in the basis of storage."""
         if self.rotated:
             return rotation.rotate(x, scale)
         return x if scale == 1.0 else x * scale
 
     def unrotate(self, x: mx.array) -> mx.array:
-        """``x`` ``[..., size]`` back from the basis that values are kept in."""
+        """``x`` ``[..., size]`` back from the basis of storage."""
         return rotation.unrotate(x) if self.rotated else x
 
     def times(self, left: mx.array, parts: Parts, *, transpose: bool) -> mx.array:
@@ -150,7 +150,7 @@ class TensorScheme:
 
     @property
     def dequantized(self) -> TensorScheme:
-        """The scheme of what ``unpack_stored`` gives: dense, in the same basis."""
+        """The scheme of the result of ``unpack_stored``: dense, in the same basis."""
         return TensorScheme(Float(), self.rotated)
 
     def in_slots(self, spread: bool) -> TensorScheme:
@@ -160,7 +160,7 @@ class TensorScheme:
         return TensorScheme(TurboSlots(self.codec, spread and self.can_spread), self.rotated)
 
     def take(self, parts: Parts) -> Parts:
-        """Parts as slots of this scheme keep them, from parts as they were packed."""
+        """The parts for slots of this scheme, made of packed parts."""
         return self.codec.take(parts) if isinstance(self.codec, TurboSlots) else parts
 
     def give(self, parts: Parts) -> Parts:
@@ -181,7 +181,7 @@ class TensorScheme:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Keys and values of one layer: heads, and numbers a head keeps for each."""
+    """Keys and values of one layer: heads, and the numbers of a head for each."""
 
     num_heads: int
     key_size: int
@@ -190,7 +190,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerScheme:
-    """What one layer keeps: its shape and the schemes of its keys and of its values."""
+    """The scheme of one layer: its shape, and the schemes of its keys and of its values."""
 
     shape: LayerShape
     keys: TensorScheme
@@ -214,11 +214,11 @@ class LayerScheme:
         return LayerScheme(self.shape, self.keys.dequantized, self.values.dequantized)
 
     def in_slots(self, spread: bool) -> LayerScheme:
-        """The scheme of what decode slots keep; see ``TensorScheme.in_slots``."""
+        """The scheme of decode slots; see ``TensorScheme.in_slots``."""
         return LayerScheme(self.shape, self.keys.in_slots(spread), self.values.in_slots(spread))
 
     def split(self, pieces: Parts) -> tuple[Parts, Parts]:
-        """Parts of keys and parts of values; ValueError when there are more or fewer."""
+        """Parts of keys and parts of values; ValueError for a wrong number of parts."""
         keys, values = self.keys.codec.num_parts, self.values.codec.num_parts
         if len(pieces) != keys + values:
             raise ValueError(f"{len(pieces)} pieces do not fit {self}")
@@ -256,7 +256,7 @@ def fit_layer(names: TensorNames, shape: LayerShape) -> LayerScheme:
 def fit_model(spec: SchemeSpec, shapes: Sequence[LayerShape]) -> tuple[LayerScheme, ...]:
     """The scheme of each attention layer, given their shapes, first to last.
 
-    Raises ValueError when an override names a layer that the model has not.
+    Raises ValueError if an override names a layer that the model does not have.
     """
     names = spec.names(len(shapes))
     return tuple(fit_layer(name, shape) for name, shape in zip(names, shapes, strict=True))

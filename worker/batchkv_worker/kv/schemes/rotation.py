@@ -1,17 +1,17 @@
 """A fixed orthonormal rotation of the head dimension.
 
-Keys of trained models have a few channels that are many times larger than the rest, and the scale
-of a group is set by its largest number. A rotation spreads each channel over all of them; what is
-left looks Gaussian, whatever went in. Scores do not change when queries are rotated alike, and the
-output of attention, a sum of rotated values, is rotated back once per query.
+Keys of trained models have a few channels that are many times larger than the others, and the
+largest number of a group sets its scale. A rotation spreads each channel over all channels, so that
+the result looks Gaussian for any input. Scores do not change if queries are rotated in the same
+way. The output of attention, a sum of rotated values, is rotated back once per query.
 
 The rotation is a product with an explicit matrix: a Hadamard matrix with random signs for sizes
-that are powers of two, a random orthonormal one for others. One product is one kernel, which costs
-a decode step less than the several of a fast transform do, heads being small; and all entries of a
-Hadamard matrix are of one magnitude, so that half precision rounds them all alike and leaves it
-orthogonal.
+that are powers of two, a random orthonormal one for others. One product is one kernel. Because
+heads are small, it costs a decode step less than the several kernels of a fast transform. All
+entries of a Hadamard matrix have one magnitude, so that half precision rounds them all alike and
+leaves it orthogonal.
 
-Matrices depend on the size alone and never change: packed keys outlive the process.
+Matrices depend on the size only and never change, because packed keys outlive the process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SEED = 20250428  # part of what packed data means
 def rotate(x: mx.array, scale: float = 1.0) -> mx.array:
     """``scale * (x @ R)`` along the last axis; shape and dtype stay.
 
-    R is orthonormal: lengths and dot products of equally rotated vectors stay, beyond rounding.
+    R is orthonormal: except for rounding, lengths and dot products of rotated vectors stay.
     """
     return _times(x, False, scale)
 

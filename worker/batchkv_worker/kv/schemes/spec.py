@@ -27,7 +27,7 @@ _LAYERS = "first, last, a number, a range as 0-3, or several joined by +"
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Attention layers by number: inclusive ranges, in which -1 stands for the last layer."""
+    """Attention layers by number: inclusive ranges, in which -1 means the last layer."""
 
     ranges: tuple[tuple[int, int], ...]
 
@@ -37,7 +37,7 @@ class Layers:
         return cls(tuple(_range(some, text) for some in text.split("+")))
 
     def numbers(self, num_layers: int) -> set[int]:
-        """The layers named; ValueError when the model has no layer of such a number."""
+        """The numbers of these layers; ValueError if the model does not have one of them."""
         if not num_layers:
             raise ValueError("KV scheme names attention layers, and this model has none")
         named: set[int] = set()
@@ -75,7 +75,7 @@ def _range_text(bounds: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SchemeSpec:
-    """What every attention layer of a model keeps: a base, and overrides for some layers."""
+    """The schemes of all attention layers of a model: a base, and overrides for some layers."""
 
     base: TensorNames
     overrides: tuple[tuple[Layers, TensorNames], ...] = ()
@@ -84,7 +84,7 @@ class SchemeSpec:
     def parse(cls, text: str) -> SchemeSpec:
         """Read the text that this module's docstring describes.
 
-        Raises ValueError with one sentence that names what is wrong and what is known.
+        Raises ValueError with one sentence that names the fault and the known values.
         """
         base, *overrides = re.sub(r"\s", "", text).lower().split(",")
         if not base:
@@ -99,7 +99,7 @@ class SchemeSpec:
     def names(self, num_layers: int) -> list[TensorNames]:
         """The names for each attention layer of a model that has so many, first to last.
 
-        Raises ValueError when an override names a layer that the model has not.
+        Raises ValueError if an override names a layer that the model does not have.
         """
         names = [self.base] * num_layers
         for layers, override in self.overrides:

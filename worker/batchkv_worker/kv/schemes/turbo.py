@@ -28,11 +28,11 @@ class Turbo:
     - the levels are evenly spaced and symmetric, ``scale * (code - (2**bits - 1) / 2)``, which is
       all that MLX's affine products know; biases follow from scales and are not stored (decode
       slots keep them, see ``TurboSlots``);
-    - the scale follows the largest magnitude of each group of 64, shrunk to what minimizes the
-      squared error, instead of the vector's norm. That gain pays for the even spacing: 9.6 % at 4
+    - the scale follows the largest magnitude of each group of 64, not the vector's norm. It is
+      shrunk so that the squared error is least. That gain pays for the even spacing: 9.6 % at 4
       bits and 18.7 % at 3 (optimal levels at a fixed norm: 9.75 % and 18.6 %);
     - the paper's variant with a 1-bit sketch of the residual, which makes scores unbiased, is left
-      out: it needs a second product, and the mean is not what attention suffers from;
+      out: it needs a second product, and a bias is not the error that hurts attention;
     - 3.5 bits, for which the paper gives more bits to outlier channels, are 4 for keys and 3 for
       values: after a full rotation no channel is special, and scores suffer more than sums do.
     """
@@ -85,12 +85,12 @@ class Turbo:
 
 @dataclass(frozen=True, slots=True)
 class TurboSlots:
-    """Turbo as decode slots keep it, made for being read at every step.
+    """Turbo in decode slots, which are read at every step.
 
-    Biases stand beside codes and scales: deriving them would be a kernel more a tensor and step.
-    ``spread``: 3-bit codes are kept as planes (``codes``) and multiplied as 4-bit ones, which some
-    backends do several times faster; levels and bytes are the same. What ``stored`` packs goes in
-    and comes out again bit for bit.
+    Biases are stored besides codes and scales, because deriving them would cost one more kernel a
+    tensor and step. ``spread``: 3-bit codes are stored as planes (``codes``) and multiplied as
+    4-bit ones, which is several times faster on some backends; levels and bytes are the same. Parts
+    that ``stored`` has packed go in and come out bit for bit.
     """
 
     stored: Turbo
@@ -103,14 +103,14 @@ class TurboSlots:
         return self.stored.group
 
     def pack(self, stored: mx.array) -> _Parts:
-        """Codes, scales and biases of numbers that come one token a row."""
+        """Codes, scales and biases of new numbers, one token a row."""
         if not self.spread:
             return self.take(self.stored.pack(stored))
         found, scales = self.stored._round(stored)
         return codes.planes_of(codes.nibbles(found)), scales, self.stored._biases(scales)
 
     def take(self, parts: _Parts) -> _Parts:
-        """Codes, scales and biases of what ``stored`` has packed."""
+        """Codes, scales and biases, made of parts that ``stored`` has packed."""
         packed, scales = parts
         if self.spread:
             packed = codes.planes_of(codes.nibbles_of(packed))

@@ -1,1 +1,1 @@
-"""What MLX's CPU backend is too slow at, done in other ways."""
+"""Faster replacements for slow operations of MLX's CPU backend."""

@@ -1,1 +1,1 @@
-"""What any GPU gains from, as fewer kernels."""
+"""Changes that help on any GPU, such as fewer kernels."""

@@ -1,4 +1,4 @@
-"""A GPU: launching a kernel costs its host more than the few rows of a step cost the device."""
+"""A GPU, whose host takes longer to launch a kernel than the device takes for a step's few rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchkv_worker.kv.backends.gpu import fused_linear
 
 @dataclass(frozen=True, eq=False)
 class GpuBackend(GenericBackend):
-    """What Metal and CUDA have in common."""
+    """The common part of Metal and CUDA."""
 
     name: str = "gpu"
 

@@ -1,14 +1,14 @@
 """Linear layers that read the same input, multiplied at once for the few rows of a decode step.
 
-Models ask for queries, keys and values one after another, and for a gate beside what it gates: for
-each a product of the same few rows. Such a product costs a GPU's host more to launch than it costs
-the device to multiply: CUDA's host spends most of a decode step on launches. Here the first of the
-layers multiplies with the weights of all of them, and the others take their parts of that. On a CPU
-a launch costs next to nothing.
+Models compute queries, keys and values one after another, and a gate and its input: each is a
+product of the same few rows. A GPU's host takes longer to launch such a product than the device
+takes to multiply. CUDA's host spends most of a decode step on launches. Here the first of the
+layers multiplies with the weights of all of them, and the others take their parts of the result. On
+a CPU a launch costs almost nothing.
 
 Layers that read the same input are found by running one token through the model, not by their
-names. Weights are stored once: what the single layers hold, with which prompts are still
-multiplied, becomes views of the whole.
+names. Weights are stored once: the weights of the single layers, which prompts still use, become
+views of the whole.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _TOKENS = (1, 3, 2)
 
 
 class FusedGroup:
-    """Layers of one input: ``product`` gives what each of ``count`` answers, in their order.
+    """Layers with one input: ``product`` returns the outputs of all ``count`` layers, in order.
 
-    For inputs of up to ``rows`` rows. It keeps no arrays once the last layer was asked.
+    For inputs of up to ``rows`` rows. After the last layer's call it keeps no arrays.
     """
 
     def __init__(self, product: Product, count: int, rows: int) -> None:
@@ -48,9 +48,9 @@ class FusedGroup:
         self._parts: list[mx.array] = []
 
     def take(self, place: int, x: mx.array) -> mx.array | None:
-        """The answer of one layer to ``x`` ``[..., inputs]``; None when it is to multiply itself.
+        """The output of one layer for ``x`` ``[..., inputs]``; None: it must multiply itself.
 
-        That is when there are more rows, or when the first layer was not asked the same.
+        That is so with more rows, or if the first layer had another input.
         """
         if place == 0:
             self._input = None
@@ -77,7 +77,7 @@ class _Fused:
         return part
 
 
-class FusedLinear(_Fused, nn.Linear):  # type: ignore[misc]  # MLX does not say what it is
+class FusedLinear(_Fused, nn.Linear):  # type: ignore[misc]  # MLX has no types
     """An ``nn.Linear`` of a group."""
 
 
@@ -95,8 +95,8 @@ _FUSED: dict[type[nn.Module], type[nn.Module]] = {
 class FuseLinears:
     """Groups of layers, by their names, are multiplied at once for up to ``rows`` rows.
 
-    A device that refuses something, or has no memory left for it, multiplies as before; so does one
-    that then gives other answers.
+    If the device refuses this, has no memory for it, or then gives other answers, the layers
+    multiply as before.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -116,7 +116,7 @@ class FuseLinears:
                 log.warning("fused linear layers give other answers than single ones: not used")
         except (ValueError, RuntimeError) as fault:
             log.warning("linear layers are not fused: %s", fault)
-        mx.clear_cache()  # what layers held before: as much as the model
+        mx.clear_cache()  # the former weights take as much as the model
         if not is_right:
             undo()
             return undo_all([])
@@ -140,7 +140,7 @@ def choose(model: Any, rows: int) -> FuseLinears | None:
 
 
 def _logits(model: Any) -> mx.array:
-    """What the model answers to a few tokens, one by one: as a decode step does."""
+    """The model's outputs for a few tokens, one by one, as in decode steps."""
     cache = make_prompt_cache(model)
     logits = [model(mx.array([[token]]), cache=cache) for token in _TOKENS]
     mx.eval(logits)
@@ -148,7 +148,7 @@ def _logits(model: Any) -> mx.array:
 
 
 def _of_one_input(model: Any) -> list[tuple[LayerSignature, list[Any]]]:
-    """Layers that are given the very same array and are alike, in the order of their calls."""
+    """Similar layers that receive the same array, in the order of their calls."""
     calls: list[tuple[mx.array, Any]] = []
     with _watched(model, calls):
         model(mx.array([[0]]), cache=make_prompt_cache(model))
@@ -169,7 +169,7 @@ def _multiplies_as_given(layer: Any, x: mx.array) -> bool:
 
 @contextmanager
 def _watched(model: Any, calls: list[tuple[mx.array, Any]]) -> Iterator[None]:
-    """Note what linear layers are given, until the end."""
+    """Inside the block, record the inputs of linear layers."""
 
     def watched(kind: type[nn.Module]) -> type[nn.Module]:
         def call(self: Any, x: mx.array) -> Any:
@@ -187,7 +187,7 @@ def _watched(model: Any, calls: list[tuple[mx.array, Any]]) -> Iterator[None]:
 
 
 def _fuse(group: Sequence[Any], rows: int, done: list[Undo]) -> None:
-    """Make one product of a group; what each layer holds becomes a view of what all hold."""
+    """Make one product of a group. The weights of each layer become views of the whole."""
     whole = joint_product.whole_of(group)
     product = joint_product.product_of(group, whole)
     edges = [0, *accumulate(map(joint_product.outputs_of, group))]
@@ -198,4 +198,4 @@ def _fuse(group: Sequence[Any], rows: int, done: list[Undo]) -> None:
         mx.eval(layer.parameters())
         kind = _FUSED[type(layer)]
         done.append(swap_class(layer, kind, _group=together, _place=place))
-    mx.clear_cache()  # what the layers held before is as large as the model in the end
+    mx.clear_cache()  # the former weights together are as large as the model

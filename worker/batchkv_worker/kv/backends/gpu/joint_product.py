@@ -1,4 +1,4 @@
-"""One product with the weights of several linear layers, and whether it is faster than theirs."""
+"""One product with the weights of several linear layers; measures whether it is faster."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ Whole = dict[str, mx.array]
 
 @dataclass(frozen=True, slots=True)
 class LayerSignature:
-    """What layers must have in common to be multiplied at once.
+    """The properties that layers must have in common to be multiplied at once.
 
-    ``dtype`` is that of their inputs, ``dtypes`` are those of what they hold, by name; ``packing``
-    has the bits, group size and mode of quantized weights.
+    ``dtype``: of their inputs. ``dtypes``: of their arrays, by name. ``packing``: the bits, group
+    size and mode of quantized weights.
     """
 
     kind: type[nn.Module]
@@ -44,12 +44,12 @@ class LayerSignature:
 
     @property
     def has_bias(self) -> bool:
-        """Whether something is added to the product."""
+        """Whether the layers have a bias."""
         return "bias" in dict(self.dtypes)
 
 
 def signature_of(module: Any, x: mx.array) -> LayerSignature:
-    """Of a linear layer that is given ``x``."""
+    """The properties of a linear layer with the input ``x``."""
     held = {name: module.get(name) for name in _ARRAYS}
     dtypes = tuple((name, array.dtype) for name, array in held.items() if array is not None)
     packing = None
@@ -59,12 +59,12 @@ def signature_of(module: Any, x: mx.array) -> LayerSignature:
 
 
 def outputs_of(module: Any) -> int:
-    """How many numbers a linear layer answers for a row."""
+    """The number of outputs of a linear layer for a row."""
     return int(module.weight.shape[0])
 
 
 def whole_of(group: Sequence[Any]) -> Whole:
-    """What the layers hold, put together: the rows of one after those of another."""
+    """The layers' arrays joined: the rows of one layer after those of another."""
     first = group[0]
     names = [name for name in _ARRAYS if first.get(name) is not None]
     whole = {name: mx.concatenate([module[name] for module in group]) for name in names}
@@ -73,7 +73,7 @@ def whole_of(group: Sequence[Any]) -> Whole:
 
 
 def product_of(group: Sequence[Any], whole: Whole) -> Product:
-    """What computes all parts at once."""
+    """A function that computes the outputs of all layers at once."""
     first, bias = group[0], whole.get("bias")
     ends = list(accumulate(map(outputs_of, group)))[:-1]
     weight = whole["weight"]
@@ -94,9 +94,10 @@ def product_of(group: Sequence[Any], whole: Whole) -> Product:
 
 @cache
 def is_faster(like: LayerSignature, outputs: tuple[int, ...], rows: int) -> bool:
-    """Whether one product of ``rows`` rows is, and gives the same, for layers of so many outputs.
+    """Whether one product is faster for layers of so many outputs, and gives the same results.
 
-    Measured once a shape. Never for weights so large that launching does not matter.
+    This is measured once for each shape and number of rows. It is False for weights so large that
+    launches do not matter.
     """
     if like.inputs * sum(outputs) > MAX_WEIGHTS:
         return False
@@ -105,7 +106,7 @@ def is_faster(like: LayerSignature, outputs: tuple[int, ...], rows: int) -> bool
     x = mx.random.normal((rows, 1, like.inputs)).astype(like.dtype)
     mx.eval(x, [module.parameters() for module in group])
 
-    # Whoever asked reads its part, which is a view of what all have.
+    # Each layer reads its part, which is a view of the whole.
     def apart() -> list[mx.array]:
         return [module(x) + 1 for module in group]
 
@@ -123,7 +124,7 @@ def is_faster(like: LayerSignature, outputs: tuple[int, ...], rows: int) -> bool
 
 
 def _sample(like: LayerSignature, outputs: int) -> Any:
-    """A layer of that kind with weights that mean nothing."""
+    """A layer of that kind with arbitrary weights."""
     module: Any
     if like.packing is None:
         module = nn.Linear(like.inputs, outputs, like.has_bias)
