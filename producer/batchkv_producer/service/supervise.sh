@@ -31,9 +31,10 @@ rotate() {
 # Wait for a process whose number is in $child, however often a signal interrupts the wait.
 await_child() {
     while :; do
+        is_interrupted=no
         code=0
         wait "$child" || code=$?
-        kill -0 "$child" 2>/dev/null || return 0
+        [ "$is_interrupted" = yes ] || return 0
     done
 }
 
@@ -48,6 +49,7 @@ rotate_now_and_then() {
 # shellcheck disable=SC2317  # the trap calls it
 stop() {
     is_stopped=yes
+    is_interrupted=yes
     [ -z "$child" ] || kill -TERM "$child" 2>/dev/null
 }
 
@@ -64,14 +66,15 @@ if [ "$awake" = yes ]; then
 fi
 await_child
 ended=$code
+child=''
 for bad in $codes; do
     if [ "$ended" -eq "$bad" ] && [ "$is_stopped" = no ]; then
         printf 'batchkv: exit code %s is one of a wrong configuration. ' "$ended"
         printf 'Next try in %s s; installing the service again tries at once.\n' "$seconds"
-        sleep "$seconds" &
-        child=$!
-        [ "$is_stopped" = no ] || kill -TERM "$child" 2>/dev/null
-        await_child
+        while [ "$seconds" -gt 0 ] && [ "$is_stopped" = no ]; do
+            sleep 1
+            seconds=$((seconds - 1))
+        done
     fi
 done
 kill "$rotor" 2>/dev/null

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,8 @@ LIVES_UNTIL_STOPPED = "trap 'echo stopped; exit 7' TERM; echo up; while :; do sl
 class House:
     """A folder with a log and the programs of a Mac, and services started there."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, shell: Sequence[str]) -> None:
+        self.shell = shell
         self.mac = FakeMac(folder / "mac").install()
         self.log = folder / "service.log"
         self.started: list[subprocess.Popen[bytes]] = []
@@ -30,7 +32,7 @@ class House:
     def start(
         self, *command: str, codes: str = "2", seconds: str = "0", awake: str = "no"
     ) -> subprocess.Popen[bytes]:
-        words: Sequence[str] = ("/bin/sh", str(SUPERVISOR), str(self.log), codes, seconds, awake)
+        words = (*self.shell, str(SUPERVISOR), str(self.log), codes, seconds, awake)
         process = subprocess.Popen([*words, *command], env={"PATH": self.mac.path})
         self.started.append(process)
         return process
@@ -50,9 +52,12 @@ def ended(house: House) -> Iterator[None]:
             process.wait(10)
 
 
-@pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
-    made = House(tmp_path)
+# The sh of Debian is dash, that of macOS bash. They differ in when they forget a child.
+@pytest.fixture(params=[("/bin/sh",), ("bash", "--posix")], ids=["sh", "bash"])
+def house(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[House]:
+    if shutil.which(request.param[0]) is None:
+        pytest.skip("there is no bash")
+    made = House(tmp_path, request.param)
     with ended(made):
         yield made
 
@@ -85,6 +90,14 @@ def test_a_program_that_is_missing_is_a_wrong_configuration(house: House) -> Non
     wait_until(lambda: "exit code 127" in house.said)
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 127
+
+
+def test_a_program_that_ends_at_a_stop_at_once_keeps_its_code(house: House) -> None:
+    """The code is that of the program, and not that of the signal, however quick it is."""
+    process = house.start("/bin/sh", "-c", "trap 'exit 9' TERM; echo up; while :; do :; done")
+    wait_until(lambda: "up" in house.said)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 9
 
 
 def test_a_stop_reaches_the_program(house: House) -> None:
