@@ -302,7 +302,7 @@ class Engine:
         rows = [self._rows.get(slot) for slot in range(frame.num_rows)]
         tokens = inputs(rows, self._in_flight)
         logits = self.loaded.model(tokens.reshape(-1, 1), cache=self._slots.model_cache)[:, -1]
-        sampled = sample(logits, tokens, rows, self.plan.backend.softmax(mx.float32))
+        sampled = sample(logits, tokens, rows)
         self._slots.end_step()
         step = self._upcoming = Step(rows, sampled)
         for row in rows:

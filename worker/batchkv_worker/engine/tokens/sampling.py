@@ -15,8 +15,6 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from batchkv_worker.engine.tokens.largest import MAX_COUNT, largest
-from batchkv_worker.kv.backends.contract import Softmax
-from batchkv_worker.kv.backends.softmax import MLX_SOFTMAX
 from batchkv_worker.sequence import Generation, Sequence
 
 FEW_STEP = 16  # counts of likeliest tokens are rounded up to this: a GPU prepares for each shape
@@ -52,16 +50,11 @@ class Sampled:
         return [array for array in everything if array is not None]
 
 
-def sample(
-    logits: mx.array,
-    inputs: mx.array,
-    rows: list[Sequence | None],
-    softmax: Softmax = MLX_SOFTMAX,
-) -> Sampled:
+def sample(logits: mx.array, inputs: mx.array, rows: list[Sequence | None]) -> Sampled:
     """Choose a token for each row of ``logits`` ``[rows, vocabulary]``.
 
     ``inputs`` ``[rows]`` are the tokens just fed, which the rows may not have read back yet.
-    Rows that are None (free slots) get some token. ``softmax`` is the backend's for float32.
+    Rows that are None (free slots) get some token.
     """
     active = [row for row in rows if row is not None]
     if any(row.generation.repetition_penalty != 1 for row in active):
@@ -70,7 +63,7 @@ def sample(
     if all(is_greedy):
         tokens = mx.argmax(logits, axis=-1)
     else:
-        tokens = _draw(logits.astype(mx.float32), rows, softmax)
+        tokens = _draw(logits.astype(mx.float32), rows)
         if any(row.generation.is_greedy for row in active):
             tokens = mx.where(mx.array(is_greedy), mx.argmax(logits, axis=-1), tokens)
     wanted = [row.generation.logprobs for row in active if row.generation.logprobs is not None]
@@ -95,7 +88,7 @@ def _penalize(logits: mx.array, inputs: mx.array, rows: list[Sequence | None]) -
     return mx.put_along_axis(logits, recent, chosen, axis=-1)
 
 
-def _draw(logits: mx.array, rows: list[Sequence | None], softmax: Softmax) -> mx.array:
+def _draw(logits: mx.array, rows: list[Sequence | None]) -> mx.array:
     """One random token a row; ``logits`` float32.
 
     A row with a small ``top_k`` draws from those few tokens alone, whatever its neighbours ask.
@@ -112,7 +105,7 @@ def _draw(logits: mx.array, rows: list[Sequence | None], softmax: Softmax) -> mx
     others = [r for r, is_few in zip(sampled, of_few, strict=True) if r is not None and not is_few]
     if not any(of_few):
         return _draw_of_all(logits, draw)
-    few = _draw_of_few(logits, draw, softmax)
+    few = _draw_of_few(logits, draw)
     return mx.where(mx.array(of_few), few, _draw_of_all(logits, draw)) if others else few
 
 
@@ -159,7 +152,7 @@ def _draw_of_all(logits: mx.array, draw: _Draw) -> mx.array:
     return _invert(mx.where(kept, scaled, -math.inf), draw.points)
 
 
-def _draw_of_few(logits: mx.array, draw: _Draw, softmax: Softmax) -> mx.array:
+def _draw_of_few(logits: mx.array, draw: _Draw) -> mx.array:
     """For rows with a small ``top_k``; what other rows get means nothing.
 
     The tokens that a filter leaves come first, in the vocabulary's order: as ``_draw_of_all`` has
@@ -168,8 +161,7 @@ def _draw_of_few(logits: mx.array, draw: _Draw, softmax: Softmax) -> mx.array:
     most = max(one.top_k for one in draw.filters if one.is_of_few)
     count = min(-(-most // FEW_STEP) * FEW_STEP, logits.shape[-1])
     tokens, ranked = largest(logits, count)
-    _, _, log_sum = softmax.weigh_alone(logits * softmax.unit)
-    probabilities = mx.exp(ranked - log_sum / softmax.unit)
+    probabilities = mx.exp(ranked - mx.logsumexp(logits, axis=-1, keepdims=True))
     kept = _kept(ranked, probabilities, draw.filters)
     order = mx.argsort(mx.where(kept, tokens.astype(mx.int32), logits.shape[-1]), axis=-1)
     scaled = mx.where(kept, ranked / draw.temperatures, -math.inf)
