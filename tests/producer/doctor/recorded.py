@@ -290,4 +290,4 @@ def install_plist(machine: Machine, label: str, *, is_daemon: bool = False) -> N
     home, root = machine.user_home, machine.root
     folder = root / "Library" / "LaunchDaemons" if is_daemon else home / "Library" / "LaunchAgents"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{label}.plist").write_text("<plist/>")
+    (folder / f"{label}.plist").write_text(f"<plist>batchkv, {label}</plist>")

@@ -68,29 +68,29 @@ def judge_crashes(facts: CrashFacts) -> Verdict:
     if facts.gpu_panics:
         verdicts.append(
             warn(
-                f"{facts.gpu_panics} kernel panics of the GPU's driver in three days",
+                f"kernel panics of the GPU's driver in three days: {facts.gpu_panics}",
                 "update macOS; keep --wired-limit off; use fewer --slots",
             )
         )
     if facts.other_panics:
         verdicts.append(
             warn(
-                f"{facts.other_panics} other kernel panics in three days",
+                f"other kernel panics in three days: {facts.other_panics}",
                 "look at them in the app Console",
             )
         )
     if any(_OURS.match(name) for name in facts.largest):
         verdicts.append(
             warn(
-                f"memory ran out {facts.memory_events} times in three days, and Python was the "
-                "largest process",
+                "Python was the largest process when memory ran out (reports of three days: "
+                f"{facts.memory_events})",
                 "give workers --memory, or use a smaller model or fewer --slots",
             )
         )
     if facts.python_crashes:
         verdicts.append(
             warn(
-                f"Python crashed in MLX {facts.python_crashes} times in three days",
+                f"crashes of Python in MLX in three days: {facts.python_crashes}",
                 "update with `make venv`; report it with the crash report",
             )
         )

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from batchkv_producer.doctor.contract import Check, Verdict, fail, ok, warn, worst
 from batchkv_producer.doctor.machine import Machine, Output
+from batchkv_producer.service.launchd import read_print
+from batchkv_producer.service.manager import installed
 
-PREFIX = "dev.batchkv."
-DOCTOR_LABEL = f"{PREFIX}doctor"  # of our own jobs, which last for seconds
+DOCTOR_LABEL = "dev.batchkv.doctor"  # of our own jobs, which last for seconds
 MANY_RUNS = 5
 _MAC = ("darwin",)
 _MEANINGS = {
@@ -80,11 +81,11 @@ def _labels(machine: Machine) -> list[tuple[str, bool]]:
         (machine.user_home / "Library" / "LaunchAgents", False),
         (machine.root / "Library" / "LaunchDaemons", True),
     )
-    found = []
-    for folder, is_daemon in places:
-        names = sorted(folder.glob(f"{PREFIX}*.plist")) if folder.is_dir() else []
-        found += [(name.stem, is_daemon) for name in names if name.stem != DOCTOR_LABEL]
-    return found
+    return [
+        (path.stem, is_daemon)
+        for folder, is_daemon in places
+        for path in installed(folder, ".plist")
+    ]
 
 
 def service_in(label: str, is_daemon: bool, printed: Output) -> Service:
@@ -92,19 +93,9 @@ def service_in(label: str, is_daemon: bool, printed: Output) -> Service:
     text = printed.text
     if not printed.is_good:
         return Service(label, is_daemon, False)
-    state = re.search(r"^\tstate = (.+)$", text, re.MULTILINE) or re.search(
-        r"^\s*state = (.+)$", text, re.MULTILINE
-    )
+    is_running, _, last_exit = read_print(text)
     runs = re.search(r"^\s*runs = (\d+)", text, re.MULTILINE)
-    last = re.search(r"^\s*last exit code = (-?\d+)", text, re.MULTILINE)
-    return Service(
-        label,
-        is_daemon,
-        True,
-        bool(state and state[1].strip() == "running"),
-        int(runs[1]) if runs else 0,
-        int(last[1]) if last else None,
-    )
+    return Service(label, is_daemon, True, is_running, int(runs[1]) if runs else 0, last_exit)
 
 
 def judge_launchd(facts: LaunchdFacts) -> Verdict:
@@ -116,8 +107,8 @@ def judge_launchd(facts: LaunchdFacts) -> Verdict:
         )
     verdicts = [each for service in facts.services if (each := _of_service(service, facts.has_gui))]
     agents = [each.label for each in facts.services if not each.is_daemon]
-    kinds = {each.label for each in facts.services if each.is_daemon}
-    twice = sorted(kinds & set(agents))
+    daemons = {each.label for each in facts.services if each.is_daemon}
+    twice = sorted(daemons & set(agents))
     if twice:
         verdicts.append(
             fail(
