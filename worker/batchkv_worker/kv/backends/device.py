@@ -29,9 +29,9 @@ def prepare_device(*, wired_limit: bool) -> None:
     none without.
     """
     log.info("device: %s", name())
-    if not mx.metal.is_available():
+    recommended = _metal_bytes("max_recommended_working_set_size")
+    if not recommended:
         return
-    recommended = int(mx.device_info()["max_recommended_working_set_size"])
     pool = pool_limit(_ram_bytes())
     mx.set_cache_limit(pool)
     mx.set_memory_limit(recommended)
@@ -101,9 +101,14 @@ def drain() -> bool:
 
 
 def _ram_bytes() -> int:
-    if mx.metal.is_available() and (size := int(mx.device_info().get("memory_size", 0))):
+    if size := _metal_bytes("memory_size"):
         return size
     return int(os.sysconf("SC_PHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
+
+
+def _metal_bytes(key: str) -> int:
+    """A size that Metal tells, whatever MLX computes on by default; 0 without Metal."""
+    return int(mx.device_info(mx.gpu).get(key, 0)) if mx.metal.is_available() else 0
 
 
 def _recommended_bytes() -> int:
