@@ -24,9 +24,10 @@ Examples:
   batchkv cache verify --sample 5%
 
 \b
-The tiers are those of the workers: BATCHKV_CACHE, or the file that BATCHKV_CACHE_FILE names. The
-memory of workers cannot be read from outside. Exit codes: 0 done, 1 damage was found, 2 wrong use,
-3 Redis failed, 4 another tier failed.
+The tiers are those of the workers: BATCHKV_CACHE, or the file that
+BATCHKV_CACHE_FILE names. The memory of workers cannot be read from outside.
+Exit codes: 0 done, 1 damage was found, 2 wrong use, 3 Redis failed,
+4 another tier failed.
 """
 
 

@@ -204,7 +204,7 @@ def list_blocks(
     kind: str | None,
     limit: int,
 ) -> None:
-    """List blocks, tier by tier, in the order in which they are stored.
+    """List blocks, tier by tier, in no particular order.
 
     A table that is wider than the output shows fewer digits and columns; --json shows all.
 

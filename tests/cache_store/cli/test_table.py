@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from batchkv_cache_store.blocks.block import Kind
 from batchkv_cache_store.blocks.manifests import encode_manifest
 from batchkv_cache_store.blocks.names import block_name, manifest_name
+from batchkv_cache_store.cli import group
 from batchkv_cache_store.cli.table import Column, first_digits, table_lines, without_middle
 from batchkv_cache_store.cli.text import Size
 from batchkv_cache_store.tiers.disk import DiskTier
@@ -95,3 +96,14 @@ def test_every_table_fits_80_columns(crowded: DiskTier, command: str) -> None:
         assert titles[-3:] == ["EVICTED", "ASIDE", "PINNED"] and row[-3:] == ["1,234", "1", "2"]
     if command == "ls":
         assert "(truncated)" in shown and shown.count(" yes\n") == 2
+
+
+def test_every_help_fits_80_columns() -> None:
+    """The help of the group and of its commands is as wide, and no command's summary is cut."""
+    helps = {"": CliRunner().invoke(cli, ["cache", "--help"]).stdout}
+    for name in group.cache.commands:
+        helps[name] = CliRunner().invoke(cli, ["cache", name, "--help"]).stdout
+    for text in helps.values():
+        assert text and max(map(len, text.splitlines())) <= 80
+    listed = helps[""].partition("Commands:")[2]
+    assert listed and not [line for line in listed.splitlines() if line.endswith("...")]

@@ -32,7 +32,7 @@ def why_command(
     only: str | None,
     as_json: bool,
 ) -> None:
-    """Explain which blocks the cache had for a job's prompt, and why no more.
+    """Explain why the cache did not have more of a job's prompt.
 
     If the job's result does not say why, the heads of all blocks are read. The exit code is 1 if
     the job has not ended, or has failed.
