@@ -17,7 +17,7 @@ MAX_FAN_OUT = 12
 
 ORDER: dict[str, tuple[str, ...]] = {
     "batchkv_worker": (
-        *("cli", "__init__", "rq_config", "doctor", "queue", "bench"),
+        *("cli", "__init__", "rq_config", "tune", "doctor", "queue", "bench"),
         *("engine", "engine.tokens", "engine.schedule"),
         *("prefix.explain", "prefix.shared", "prefix", "report", "model"),
         *("kv.start", "kv.layers", "kv.slots", "kv.attention"),
@@ -54,6 +54,7 @@ ALLOWED_FAN_OUT: dict[str, str] = {
     "batchkv_worker.cli": "one line for each command's parts",
     "batchkv_worker.engine.decode_rows": "rows come from prefill and prefix, and go back there",
     "batchkv_worker.engine.engine": "builds every part of the engine and calls each in a step",
+    "batchkv_worker.engine.factory": "settings, model, memory and measurements become an engine",
     "batchkv_worker.kv.start.plan": "plans every part of the KV cache",
     "batchkv_worker.prefix.shared.client": "all requests to the store",
     "batchkv_worker.queue.rq_worker": "builds every part of a session",

@@ -24,7 +24,7 @@ from batchkv_producer.progress import printable
 
 ENTRY_POINT_GROUP = "batchkv.commands"
 # Packages that a command needs and the installation for producers does not have.
-NEEDED_MODULES = {"worker": ("mlx", "mlx_lm"), "kv-report": ("mlx", "mlx_lm")}
+NEEDED_MODULES = dict.fromkeys(("worker", "kv-report", "bench", "tune"), ("mlx", "mlx_lm"))
 EXTRA = "batchkv[worker]"  # the extra that installs them
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -10,6 +11,7 @@ from batchkv_worker.engine import chunk_size as chunk_probe
 from batchkv_worker.engine.engine import Engine, EngineConfig
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend
 from batchkv_worker.kv.backends.gpu.backend import GpuBackend
+from batchkv_worker.kv.start.plan import KvPlan
 from batchkv_worker.sequence import Generation, Sequence
 from support import tiny_models
 
@@ -39,7 +41,8 @@ def chosen_on(
     monkeypatch.setattr(chunk_probe, "time", device)
     monkeypatch.setattr(chunk_probe, "_compute", device.compute)
     plan = SimpleNamespace(backend=CudaBackend() if is_cuda else GpuBackend())
-    return chunk_probe.choose_chunk(SimpleNamespace(context=32_768), plan)  # type: ignore[arg-type]
+    loaded: Any = SimpleNamespace(context=32_768, config={})
+    return chunk_probe.choose_chunk(loaded, cast("KvPlan", plan))
 
 
 @pytest.mark.parametrize(
@@ -60,6 +63,30 @@ def test_the_smallest_that_is_nearly_the_fastest(
 ) -> None:
     """A few percent are not worth a longer wait of the rows that decode; what rises may go on."""
     assert chunk_probe.smallest_fast(chunk_probe.Measured(speeds, is_whole), 2048) == chosen
+
+
+@pytest.mark.parametrize(
+    ("config", "memory", "least"),
+    [
+        ({"num_experts": 128}, 64, 1024),
+        ({"num_local_experts": 8}, 36, 1024),
+        ({"text_config": {"n_routed_experts": 64}}, 64, 1024),
+        ({"num_experts": 128}, 24, 0),  # what a large chunk computes at once might not fit
+        ({"num_experts": 1}, 64, 0),
+        ({"num_experts": None, "hidden_size": 8}, 64, 0),
+        ({}, 64, 0),
+    ],
+)
+def test_models_of_experts_get_large_chunks(config: Any, memory: int, least: int) -> None:
+    """A chunk reads the weights of all experts: 1,024 tokens where there is memory for them.
+
+    Only where there was no time to try; a device that tried them all knows better.
+    """
+    assert chunk_probe.least_chunk(config, memory * 2**30) == least
+    flat = {256: 98.0, 512: 100.0}
+    for is_whole, chosen in ((True, 256), (False, max(least, 256))):
+        measured = chunk_probe.Measured(flat, is_whole)
+        assert chunk_probe.smallest_fast(measured, 1024, least) == chosen
 
 
 def test_compiling_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

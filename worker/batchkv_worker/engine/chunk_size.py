@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
+from batchkv_worker.kv.backends.measurements import Codec
 from batchkv_worker.kv.layers.contract import Chunk
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
+from batchkv_worker.kv.start.machine import memory_bytes
 from batchkv_worker.kv.start.plan import KvPlan
 from batchkv_worker.model.loader import LoadedModel
 
@@ -26,7 +30,14 @@ SIZES = (256, 512, 1024, 2048)
 SECONDS = 4.0  # of computing what is compiled; a size that would not fit in is not tried
 START_SECONDS = 30.0  # in all, with what the first time of each size takes
 TURNS = 3  # of each size, the least of which counts
+CHUNKS = "sizes of chunks"  # what the result is kept as
 NEARLY = 0.95  # of the best speed
+# A chunk reads the weights of all experts that any of its tokens uses: nearly all of them from 256
+# tokens on. So each doubling of a chunk halves what is read for a token, up to sizes that there is
+# no time to try.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+LEAST_OF_EXPERTS = 1024
+LARGE_BYTES = 32 * 10**9  # of memory: what a large chunk computes at once fits in
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +48,34 @@ class Measured:
     is_whole: bool = False
 
 
+def _measured_from_json(value: Any) -> Measured:
+    if type(value["is_whole"]) is not bool:
+        raise TypeError(f"{value['is_whole']!r} is neither true nor false")
+    speeds = {int(size): float(speed) for size, speed in value["tokens_per_second"].items()}
+    if not speeds.keys() <= {*SIZES}:
+        raise ValueError(f"no sizes are tried like {sorted(speeds)}")
+    return Measured(speeds, value["is_whole"])
+
+
+MEASURED: Codec[Measured] = Codec(
+    lambda found: {
+        "tokens_per_second": {str(size): speed for size, speed in found.speeds.items()},
+        "is_whole": found.is_whole,
+    },
+    _measured_from_json,
+)
+
+
 def choose_chunk(loaded: LoadedModel, plan: KvPlan) -> int:
     """Tokens a chunk for this model on this device."""
     backend = plan.backend
     if not backend.measures_chunk:
         return backend.usual_chunk
-    chosen = smallest_fast(measure(loaded, plan, SECONDS, START_SECONDS), backend.usual_chunk)
+    found = backend.measurements.of(
+        CHUNKS, lambda: measure(loaded, plan, SECONDS, START_SECONDS), MEASURED
+    )
     mx.clear_cache()
-    return chosen
+    return smallest_fast(found, backend.usual_chunk, least_chunk(loaded.config, memory_bytes()))
 
 
 def measure(
@@ -74,11 +105,22 @@ def measure(
     return Measured({size: size / took for size, took in least.items()}, is_whole)
 
 
-def smallest_fast(found: Measured, usual: int) -> int:
+def least_chunk(config: Mapping[str, Any], memory: int) -> int:
+    """What a chunk has where there was no time to try large ones; 0 for no such limit.
+
+    ``config`` is the model's; ``memory`` are bytes of the device.
+    """
+    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
+    counts = [part.get(name) for part in parts for name in EXPERTS]
+    has_experts = any(type(count) is int and count > 1 for count in counts)
+    return LEAST_OF_EXPERTS if has_experts and memory >= LARGE_BYTES else 0
+
+
+def smallest_fast(found: Measured, usual: int, least: int = 0) -> int:
     """The smallest size that is nearly as fast as the fastest.
 
     ``usual`` when time was short before larger sizes brought little: what was seen says nothing of
-    the sizes that were not tried.
+    the sizes that were not tried. Then it is not under ``least``, either.
     """
     speeds = found.speeds
     best = max(speeds.values(), default=0.0)
@@ -86,6 +128,8 @@ def smallest_fast(found: Measured, usual: int) -> int:
     is_rising = not found.is_whole and chosen == max(speeds, default=usual)
     if is_rising:
         chosen = max(chosen, usual)
+    if not found.is_whole:
+        chosen = max(chosen, least)
     told = ", ".join(f"{size}: {speed:.0f}" for size, speed in speeds.items())
     short = "; time was short for larger ones" if is_rising else ""
     log.info("prompts are computed in chunks of %d tokens (tokens a second: %s%s)",

@@ -275,6 +275,11 @@ class Engine:
         return self._slots.nbytes
 
     @property
+    def chunk_tokens(self) -> int:
+        """Prompt tokens that are computed at once."""
+        return self._scheduler.budget.chunk_tokens
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes that a token takes while every layer keeps it."""
         return self.plan.costs.per_new_token

@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("batchkv.engine")
 
 
-def build_engine(settings: WorkerSettings) -> Engine:
-    """Load the settings' model and make its engine; raises ModelError."""
-    log.info(blas.load())
+def build_engine(settings: WorkerSettings, *, measures_anew: bool = False) -> Engine:
+    """Load the settings' model and make its engine; raises ModelError.
+
+    ``measures_anew``: results that an earlier start has kept are not used, and replaced.
+    """
+    log.info(blas_name := blas.load())
     open_files.import_mlx_lm()
     from batchkv_worker.engine.engine import Engine, EngineConfig
+    from batchkv_worker.engine.kept_measurements import open_backend, warn_if_busy
     from batchkv_worker.engine.pressure import watch
     from batchkv_worker.kv.backends.default_slots import slots_of_this_machine
     from batchkv_worker.kv.backends.device import prepare_device
@@ -40,22 +44,26 @@ def build_engine(settings: WorkerSettings) -> Engine:
     slots = slots_of_this_machine() if settings.slots is None else settings.slots
     if settings.slots is None:
         log.info("%d rows decode at once on this device; --slots sets another number", slots)
+    scheme = settings.kv_scheme
+    backend = open_backend(loaded, scheme, slots, blas_name, is_anew=measures_anew)
     memory_bytes = choose_memory(
-        *(settings.model, facts, loaded.weight_bytes, loaded.caches, settings.kv_scheme),
+        *(settings.model, facts, loaded.weight_bytes, loaded.caches, scheme),
         *(loaded.dtype, settings.memory_bytes),
     )
     config = EngineConfig(
-        scheme=settings.kv_scheme,
+        scheme=scheme,
         slots=slots,
         prefetch=settings.rows_ahead(slots),
         chunk_tokens=settings.prefill_chunk,
         memory_bytes=memory_bytes,
+        backend=backend,
         admission=settings.admission,
         audit=settings.cache_audit,
     )
     loading.report("measuring what this machine does best")
     ENGINE.enter(MEASURE)
     engine = Engine(loaded, config, access, watch(facts.kind))
+    warn_if_busy(backend.measurements, settings.model)
     log.info(
         "model %s: %s, %s, context %d, %.1f MB of weights; KV %s: %d bytes a token, "
         "up to %.1f MB in %d slots",

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass, field
@@ -41,7 +42,8 @@ class LoadedModel:
     ``defaults``: the sampling values of its ``generation_config.json``. ``vocabulary``: the number
     of token ids with a row in the embedding. ``config``: its ``config.json``. ``adapter``: the name
     of an adapter in its weights; both are part of the cache's identity. ``fingerprint``: of the
-    loaded files. ``named``: of the files that the name meant on this machine then; "" is unknown.
+    loaded files. ``named``: of the files that the name meant on this machine then. ``weight_files``
+    tells places and times of the weights' files from others. "" is unknown.
     """
 
     name: str
@@ -57,6 +59,7 @@ class LoadedModel:
     adapter: str = ""
     fingerprint: str = ""
     named: str = ""
+    weight_files: str = ""
 
     @property
     def float_bytes(self) -> int:
@@ -86,6 +89,7 @@ def load(name: str, dtype: str = "auto", *, is_careful: bool = False) -> LoadedM
     loading.report("loading")
     path = _find(name)
     before, named = _fingerprint(path), fingerprint.of_model(name)
+    files = _weight_files(path)
     _check_layers(name, path)
     if is_careful:
         trial.check(name, path, before)
@@ -117,6 +121,7 @@ def load(name: str, dtype: str = "auto", *, is_careful: bool = False) -> LoadedM
         config=config,
         fingerprint=before,
         named=named,
+        weight_files=files,
     )
 
 
@@ -125,6 +130,21 @@ def _fingerprint(path: Path) -> str:
         return fingerprint.of_folder(path)
     except OSError as fault:
         raise ModelError(f"{fault.filename or path}: {fault.strerror or fault}") from fault
+
+
+def _weight_files(path: Path) -> str:
+    """A digest of where the weights are, and of when they changed; they are not read.
+
+    "" is unknown.
+    """
+    facts = []
+    try:
+        for file in sorted(path.glob(fingerprint.WEIGHTS)):
+            found = file.stat()
+            facts.append((str(file.resolve()), found.st_size, found.st_mtime_ns, found.st_ino))
+    except OSError:
+        return ""
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 
 def _read(weights: list[mx.array]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from mlx.utils import tree_flatten
 from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.backends.gpu import fused_linear, joint_product
 from batchkv_worker.kv.backends.gpu.backend import GpuBackend
+from batchkv_worker.kv.backends.measurements import FOLDER, Measurements
 from batchkv_worker.kv.backends.rebind import install, restore
 from batchkv_worker.prefix.shared.identity import weights_digest
 from worker.kv.crowd import Crowd, model_of, random_prompt
@@ -92,6 +94,49 @@ def without_collection() -> Iterator[None]:
 def group_of(toy: Toy, name: str) -> fused_linear.FusedGroup:
     group: fused_linear.FusedGroup = toy[name]._group
     return group
+
+
+def test_kept_groups_are_neither_timed_nor_compared_again(
+    faster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later start fuses what the first has found, unless the model has other layers by now."""
+
+    def start(toy: Toy) -> int:
+        restore(toy)
+        backend = GpuBackend(measurements=Measurements.in_home(tmp_path, {}))
+        install(toy, backend.changes(toy, mx.float32, ROWS))
+        return len({id(module._group) for module in toy.modules() if hasattr(module, "_group")})
+
+    assert start(Toy()) == len(GROUPS)
+    with monkeypatch.context() as patch:
+        patch.setattr(joint_product, "is_faster", lambda *_: pytest.fail("timed"))
+        patch.setattr(fused_linear, "_of_one_input", lambda *_: pytest.fail("looked for groups"))
+        patch.setattr(fused_linear, "_logits", lambda *_: pytest.fail("compared"))
+        toy = Toy()
+        x = mx.random.normal((ROWS, 1, SIZE))
+        before = toy.parts(x)
+        assert start(toy) == len(GROUPS)
+        for name, part in toy.parts(x).items():
+            assert mx.allclose(part, before[name], atol=1e-5).item(), name
+    (file,) = (tmp_path / FOLDER).glob("*.json")
+    file.write_text(file.read_text().replace('"up"', '"gone"'))
+    assert start(Toy()) == len(GROUPS)
+    assert '"gone"' not in file.read_text()
+
+
+def test_layers_that_disagreed_once_are_not_fused_again(
+    faster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outcome of the comparison is kept, too."""
+    install_of = fused_linear.FuseLinears(
+        (("q", "k"),), ROWS, Measurements.in_home(tmp_path, {})
+    ).install
+    with monkeypatch.context() as patch:
+        patch.setattr(fused_linear, "are_close", lambda *_: False)
+        install_of(Toy())
+    toy = Toy()
+    install_of(toy)
+    assert type(toy.q) is nn.Linear
 
 
 def test_only_layers_of_one_input_and_one_kind_are_a_group(faster: None) -> None:

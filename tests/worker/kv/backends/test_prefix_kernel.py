@@ -32,7 +32,7 @@ from batchkv_worker.kv.backends.gpu.backend import GpuBackend
 from batchkv_worker.kv.layers.kinds import AttentionKind
 from batchkv_worker.kv.schemes.packing import LayerScheme, LayerShape, fit_model
 from batchkv_worker.kv.schemes.spec import SchemeSpec
-from batchkv_worker.kv.start import prefix_cost
+from batchkv_worker.kv.start import decision, layer_choice, pathcheck, prefix_cost
 from batchkv_worker.kv.types import PackedKV
 from worker.kv.block_of_threads import in_threads, is_there_a_compiler
 from worker.kv.crowd import Crowd, random_prompt
@@ -96,6 +96,7 @@ def in_place_of(variant: Variant) -> Callable[..., list[mx.array]]:
 def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the kernel by a function of MLX operations, which may be chosen on any device."""
     monkeypatch.setattr(prefix_kernel, "_kernel", in_place_of)
+    monkeypatch.setattr(pathcheck, "LENGTHS", (64,))  # long samples take long in its place
 
 
 class AnyCuda(CudaBackend):
@@ -267,7 +268,7 @@ def test_each_variant_has_a_name_and_a_source_of_its_own() -> None:
 def choice(name: str = "float", path: AttentionPath = "folded", backend: Backend = BACKEND) -> bool:
     """Whether the kernel is chosen for such layers."""
     layer = LayerAttention(backend, scheme_of(name, SHAPES[0], path), mx.float32, path)
-    found = prefix_cost.choose_kernel(layer, 2 * SHAPES[0].num_heads, num_rows=4)
+    found = layer_choice.choose_kernel(layer, 2 * SHAPES[0].num_heads, 4)
     assert found in (None, CudaPrefixKernel(2, mx.float32))
     return found is not None
 
@@ -303,6 +304,26 @@ def test_with_the_kernel_is_timed_against_without(
         assert choice() == is_chosen
 
 
+def test_it_is_compared_with_float32_before_it_is_timed(
+    replaced: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every length; a kernel that differs at one of them is not even timed."""
+    monkeypatch.setattr(pathcheck, "LENGTHS", (64, 100))
+    compared: list[int] = []
+    check = pathcheck._compared
+
+    def noting(name: str, columns: int, *rest: Any) -> Any:
+        found = check(name, columns, *rest)
+        assert name == pathcheck.KERNEL
+        compared.append(columns)
+        return replace(found, error=0.5) if columns == 100 else found
+
+    monkeypatch.setattr(pathcheck, "_compared", noting)
+    monkeypatch.setattr(prefix_cost, "gain", lambda *_, **__: pytest.fail("timed"))
+    assert not choice()
+    assert compared == [64, 64, 100, 100]
+
+
 @pytest.mark.parametrize("why", ["it answers otherwise", "it does not compile", "no CUDA"])
 def test_it_is_not_chosen(
     why: str, replaced: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -324,7 +345,7 @@ def test_it_is_not_chosen(
         monkeypatch.setattr(prefix_kernel, "_kernel", refuse)
     with caplog.at_level(logging.WARNING, "batchkv.engine"):
         assert not choice(backend=GpuBackend() if why == "no CUDA" else BACKEND)
-    assert ("other answers" in caplog.text) == (why == "it answers otherwise")
+    assert ("differs by 0.1 of the largest" in caplog.text) == (why == "it answers otherwise")
 
 
 def test_schemes_of_one_model_are_chosen_apart(
@@ -333,11 +354,11 @@ def test_schemes_of_one_model_are_chosen_apart(
     """Each layer gets the choice for its scheme; layers that are read packed get no kernel."""
     chosen: dict[str, PrefixKernel | None] = {}
 
-    def choose(layer: LayerAttention, heads: int, num_rows: int) -> PrefixKernel | None:
+    def choose(layer: LayerAttention, heads: int, rows: int) -> PrefixKernel | None:
         kernel = CudaPrefixKernel(heads, layer.dtype) if not chosen else None
         return chosen.setdefault(str(layer.scheme), kernel)
 
-    monkeypatch.setattr(prefix_cost, "choose_kernel", choose)
+    monkeypatch.setattr(decision, "choose_kernel", choose)
     crowd = Crowd("llama", scheme="float,first=affine8", path="folded", backend=BACKEND)
     kinds = [kind for kind in crowd.engine.plan.kinds if isinstance(kind, AttentionKind)]
     assert len(chosen) == 2 and None in chosen.values()

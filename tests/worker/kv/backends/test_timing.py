@@ -95,6 +95,13 @@ def test_of_what_takes_long_there_are_few_turns(clock: Clock) -> None:
     assert 1 + timing.LEAST_TURNS < clock.calls.count("a") == clock.calls.count("b") < 20
 
 
+def test_compiling_does_not_use_up_the_turns(clock: Clock) -> None:
+    """What the first turn takes is neither a time nor part of the limit."""
+    compiled = clock.way("a", 2000 * timing.MOST_SECONDS, 5)
+    assert timing.least_times([compiled], repeats=10) == pytest.approx([5])
+    assert len(clock.calls) == 11
+
+
 def test_a_gain_is_a_ratio_and_none_if_either_is_refused(clock: Clock) -> None:
     assert timing.gain(clock.way("a", 3), clock.way("b", 2)) == pytest.approx(1.5)
     assert timing.gain(clock.way("a", REFUSED), clock.way("b", 2)) == 0

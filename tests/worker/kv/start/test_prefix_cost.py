@@ -11,7 +11,7 @@ import pytest
 from batchkv_worker.engine.engine import Engine, EngineConfig
 from batchkv_worker.kv.attention.paths import LayerAttention, Path, in_slots
 from batchkv_worker.kv.backends.timing import Way, least_times
-from batchkv_worker.kv.start import prefix_cost
+from batchkv_worker.kv.start import pathcheck, prefix_cost
 from batchkv_worker.kv.start.prefix_cost import LEAST, LONG, MOST, SHORT, UNMEASURED, crossover
 from support import tiny_models
 from worker.kv.reference import BACKEND, HEADS, attention_kind
@@ -95,6 +95,7 @@ def test_what_a_prefix_saves_is_what_lines_take_more(monkeypatch: pytest.MonkeyP
 def test_what_is_measured_is_what_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine asks its own layers once, unless it is told; a path that is given measures none."""
     asked: list[int] = []
+    monkeypatch.setattr(pathcheck, "LENGTHS", (64,))
 
     def measure(*_: object, num_rows: int) -> int:
         asked.append(num_rows)

@@ -11,7 +11,7 @@ import pytest
 from batchkv_worker.kv.attention import paths as attention
 from batchkv_worker.kv.attention.paths import LayerAttention
 from batchkv_worker.kv.backends.contract import Backend
-from batchkv_worker.kv.start import probe
+from batchkv_worker.kv.start import pathcheck, probe
 from worker.kv.reference import BACKEND, HEADS, attention_kind, x86
 
 SCHEME = attention_kind("affine8").scheme
@@ -28,28 +28,35 @@ def choose() -> probe.Choice:
 def test_times_are_of_one_layer_and_a_groups_cost_is_in_cells(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A row of 512 tokens more takes 8 ms: of the 2 ms of the short one, 1 is its start."""
+    """A row of 512 tokens more takes 8 ms: of the 2 ms of the short one, 1 is its start.
+
+    What the host waits for a chain without layers is part of neither.
+    """
 
     def least_times(runs: list[Any], repeats: int) -> list[float]:
-        lengths = [run.func.__self__._keys[0].shape[-2] for run in runs]
-        return [4 * (10.0 if length > 100 else 2.0) for length in lengths]
+        *layers, nothing = runs
+        assert nothing().shape == (1,)
+        columns = [run.func.__self__._columns for run in layers]
+        lengths = [one.stop - one.start for one in columns]
+        return [0.5 + 4 * (10.0 if length > 100 else 2.0) for length in lengths] + [0.5]
 
     monkeypatch.setattr(probe, "least_times", least_times)
     found = choose()
-    assert found.milliseconds == dict.fromkeys(("fused", "folded", "packed"), 10.0)
+    assert found.long == dict.fromkeys(("fused", "folded", "packed"), 10.0)
+    assert found.short == dict.fromkeys(("fused", "folded", "packed"), 2.0)
     assert found.group_cost == 16 * 512 // 8
 
 
 def test_layers_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits for the one before: what a device does side by side is not what decode does."""
     asked: list[mx.array] = []
-    attend = probe.attend
+    attend = pathcheck.attend
 
     def noting(layer: Any, queries: mx.array, *rest: Any) -> mx.array:
         asked.append(queries)
         return attend(layer, queries, *rest)
 
-    monkeypatch.setattr(probe, "attend", noting)
+    monkeypatch.setattr(pathcheck, "attend", noting)
     sample = probe._Sample(layer_of(BACKEND), HEADS, 2, 64)
     mx.eval(sample.run("folded"))
     assert len({id(queries) for queries in asked}) == 4
@@ -66,17 +73,18 @@ def test_masks_are_as_in_steps() -> None:
 
 def test_a_path_that_is_refused_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """And without any there is no choice."""
-    attend, refused = probe.attend, ["fused"]
+    monkeypatch.setattr(pathcheck, "LENGTHS", (64,))
+    attend, refused = pathcheck.attend, ["fused"]
 
     def picky(layer: LayerAttention, *rest: Any) -> mx.array:
         if layer.path in refused:
             raise ValueError("no kernel")
         return attend(layer, *rest)
 
-    monkeypatch.setattr(probe, "attend", picky)
-    assert set(choose().milliseconds) == {"folded", "packed"}
+    monkeypatch.setattr(pathcheck, "attend", picky)
+    assert set(choose().long) == {"folded", "packed"}
     refused += ["folded", "packed"]
-    with pytest.raises(RuntimeError, match="no attention path"):
+    with pytest.raises(RuntimeError, match="packed is refused"):
         choose()
 
 

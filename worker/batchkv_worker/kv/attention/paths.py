@@ -98,6 +98,7 @@ class LayerAttention:
 
     ``scheme``: of the given parts, in decode that of ``in_slots``. ``dtype``: of dense copies.
     ``kernel``: for decode with shared prefixes, if there is one.
+    ``has_fused``: whether the fused path is right on this device.
     """
 
     backend: Backend
@@ -105,6 +106,7 @@ class LayerAttention:
     dtype: mx.Dtype
     path: Path = "fused"
     kernel: PrefixKernel | None = None
+    has_fused: bool = True
 
     @property
     def is_packed(self) -> bool:
@@ -143,8 +145,10 @@ class LayerAttention:
     def without_mask(self) -> LayerAttention:
         """For rows of the same slots that need no mask, where a path won with one.
 
-        A fused kernel has no equal then.
+        A fused kernel has no equal then, where it is right.
         """
+        if not self.has_fused:
+            return self
         return replace(self, path="spread-fused" if _spreads(self.path) else "fused")
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.schemes.packing import LayerScheme
 
 Undo = Callable[[], None]
@@ -80,6 +81,10 @@ class Backend(Protocol):
     @property
     def name(self) -> str:
         """For the log."""
+
+    @property
+    def measurements(self) -> Measurements:
+        """What was measured already, and where it is kept."""
 
     @property
     def columns_multiple(self) -> int:

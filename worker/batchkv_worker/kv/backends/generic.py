@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
 from batchkv_worker.kv.backends.contract import Change, Pacing, PrefixKernel, Softmax
+from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.backends.pacing import UNPACED
 from batchkv_worker.kv.backends.softmax import MLX_SOFTMAX
 from batchkv_worker.kv.schemes.packing import LayerScheme
@@ -32,6 +33,7 @@ class GenericBackend:
     spreads_codes: bool = True
     usual_chunk: int = 1024
     measures_chunk: bool = True
+    measurements: Measurements = field(default_factory=Measurements, repr=False)
 
     def padded_rows(self, rows: int) -> int:
         return round_up(rows, self.rows_multiple)

@@ -20,11 +20,21 @@ from batchkv_worker.kv.types import Pieces, Window
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeWay:
+    """How a layer decodes; the fields are those of ``AttentionKind``."""
+
+    path: Path | None = None
+    kernel: PrefixKernel | None = None
+    has_fused: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionKind(LayerKind):
     """Keys and values under a scheme, of all tokens or of the last ``span`` of them.
 
     ``dtype``: of dense keys and values. ``path``: how decode computes attention; None leaves it to
     the model, on dense arrays. ``kernel``: for decode with shared prefixes.
+    ``has_fused`` is as in ``LayerAttention``.
     """
 
     backend: Backend
@@ -33,6 +43,7 @@ class AttentionKind(LayerKind):
     span: Window = None
     path: Path | None = None
     kernel: PrefixKernel | None = None
+    has_fused: bool = True
 
     @property
     def window(self) -> Window:
@@ -72,6 +83,7 @@ class AttentionKind(LayerKind):
             self.dtype,
             self.path or "fused",
             self.kernel,
+            self.has_fused,
         )
         return AttentionSlots(self.scheme, self.span, layer, answers=self.path is not None)
 
@@ -84,19 +96,20 @@ def kinds_of(
     leaves: Iterable[Leaf],
     dtype: mx.Dtype,
     schemes: Sequence[LayerScheme],
-    ways: Iterable[tuple[Path | None, PrefixKernel | None]] | None = None,
+    ways: Iterable[DecodeWay] | None = None,
 ) -> tuple[LayerKind, ...]:
     """One for each leaf of a model's caches.
 
-    ``schemes`` and ``ways``, path and kernel, are of its layers with keys and values, in order.
-    Without ``ways`` the model attends itself, on dense arrays.
+    ``schemes`` and ``ways`` are of its layers with keys and values, in order. Without ``ways`` the
+    model attends itself, on dense arrays.
     """
-    left = zip(schemes, repeat((None, None)) if ways is None else ways, strict=False)
+    left = zip(schemes, repeat(DecodeWay()) if ways is None else ways, strict=False)
     kinds: list[LayerKind] = []
     for leaf in leaves:
         if isinstance(leaf, AttentionShape):
-            scheme, (path, kernel) = next(left)
-            kinds.append(AttentionKind(backend, scheme, dtype, leaf.window, path, kernel))
+            scheme, way = next(left)
+            what = (scheme, dtype, leaf.window, way.path, way.kernel, way.has_fused)
+            kinds.append(AttentionKind(backend, *what))
         else:
             kinds.append(StateKind(leaf))
     return tuple(kinds)

@@ -6,12 +6,16 @@ from batchkv_worker.kv.backends import device
 from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.backends.cpu.backend import CpuBackend
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend
+from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.backends.metal.backend import MetalBackend
 
 
-def choose_backend() -> Backend:
-    """For the device that MLX computes on by default. One engine has one of its own."""
-    kind = device.kind()
+def choose_backend(measurements: Measurements | None = None) -> Backend:
+    """For the device that MLX computes on by default. One engine has one of its own.
+
+    Without ``measurements`` nothing that it measures is kept.
+    """
+    kind, kept = device.kind(), measurements or Measurements()
     if kind == "cpu":
-        return CpuBackend()
-    return CudaBackend() if kind == "cuda" else MetalBackend()
+        return CpuBackend(measurements=kept)
+    return CudaBackend(measurements=kept) if kind == "cuda" else MetalBackend(measurements=kept)

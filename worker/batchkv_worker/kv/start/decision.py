@@ -1,7 +1,8 @@
 """What is chosen for one model on one machine, and by which measurements. Nothing is changed here.
 
-``decide`` times samples of the model's layers; ``Decision.install`` is the one step that changes
-the model, and returns what undoes it.
+``decide`` checks and times samples of the model's layers, unless the backend's ``measurements``
+have the results of an earlier start. ``Decision.install`` is the one step that changes the model,
+and returns what undoes it.
 """
 
 from __future__ import annotations
@@ -12,18 +13,26 @@ from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.errors import ModelError, SettingsError
+from batchkv_worker.errors import SettingsError
 from batchkv_worker.kv.attention import paths
-from batchkv_worker.kv.attention.paths import LayerAttention, Path
-from batchkv_worker.kv.backends.contract import Backend, Change, PrefixKernel, Undo
+from batchkv_worker.kv.attention.paths import Path
+from batchkv_worker.kv.backends.contract import Backend, Change, Undo
 from batchkv_worker.kv.backends.rebind import install
 from batchkv_worker.kv.layers.contract import LayerKind
 from batchkv_worker.kv.layers.discover import AttentionShape, CacheTree
-from batchkv_worker.kv.layers.kinds import kinds_of
+from batchkv_worker.kv.layers.kinds import DecodeWay, kinds_of
 from batchkv_worker.kv.schemes.packing import LayerScheme, fit_model
 from batchkv_worker.kv.schemes.spec import SchemeSpec
 from batchkv_worker.kv.slots.step_view import Shapes
-from batchkv_worker.kv.start import prefix_cost, probe
+from batchkv_worker.kv.start import prefix_cost
+from batchkv_worker.kv.start.layer_choice import (
+    SchemeChoice,
+    attention_of,
+    can_attend_prefixes,
+    choose_kernel,
+    choose_path,
+    measure_prefix_cells,
+)
 
 _PROBE_ROWS = 16  # at most, of the slots, when paths are timed
 
@@ -39,19 +48,6 @@ class Fixed:
     path: Path | None = None
     group_cost: int | None = None
     prefix_cells: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SchemeChoice:
-    """How layers of one scheme decode. ``milliseconds`` has what each path took, if measured.
-
-    ``path`` None leaves attention to the model, on dense keys and values.
-    """
-
-    path: Path | None = None
-    kernel: PrefixKernel | None = None
-    milliseconds: Mapping[Path, float] | None = None
-    group_cost: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +77,13 @@ class Decision:
     def kinds(self, tree: CacheTree) -> tuple[LayerKind, ...]:
         """One for each leaf of the model's caches."""
         choices = [self.choices[scheme] for scheme in self.schemes]
-        ways = [(one.path, one.kernel) for one in choices]
+        ways = [DecodeWay(one.path, one.kernel, one.has_fused) for one in choices]
         return kinds_of(self.backend, tree.leaves, self.dtype, self.schemes, ways)
+
+    @property
+    def shares(self) -> bool:
+        """Whether attention over shared prefixes is right in every layer."""
+        return all(choice.shares for choice in self.choices.values())
 
     def exact_kinds(self, tree: CacheTree) -> tuple[LayerKind, ...]:
         """The same with keys and values as they are, left to the model on dense arrays."""
@@ -117,11 +118,12 @@ def decide(
         choice = SchemeChoice()
         if is_hooked:
             heads = _query_heads(model, tree, layer)
-            choice = _choose_path(name, backend, layer, heads, dtype, rows, fixed.path)
+            choice = choose_path(name, backend, layer, heads, dtype, rows, fixed.path)
             if layer in full:
-                attention = _attention_of(backend, layer, dtype, choice)
-                kernel = prefix_cost.choose_kernel(attention, heads, num_rows=rows)
-                choice = replace(choice, kernel=kernel)
+                attention = attention_of(backend, layer, dtype, choice)
+                shares = fixed.path is not None or can_attend_prefixes(attention, heads)
+                kernel = choose_kernel(attention, heads, rows) if shares else None
+                choice = replace(choice, shares=shares, kernel=kernel)
         choices[layer] = choice
     group_cost = fixed.group_cost
     if group_cost is None:
@@ -131,9 +133,9 @@ def decide(
     if prefix_cells is None:
         prefix_cells = prefix_cost.UNMEASURED
         if full and is_hooked and fixed.path is None:
-            attention = _attention_of(backend, full[0], dtype, choices[full[0]])
+            attention = attention_of(backend, full[0], dtype, choices[full[0]])
             heads = _query_heads(model, tree, full[0])
-            prefix_cells = prefix_cost.measure(attention, heads, num_rows=rows)
+            prefix_cells = measure_prefix_cells(attention, heads, rows)
     return Decision(backend, dtype, schemes, choices, changes, group_cost, prefix_cells, is_hooked)
 
 
@@ -146,37 +148,6 @@ def _fitted(name: str, tree: CacheTree, scheme: str) -> tuple[LayerScheme, ...]:
     exact = fit_model(SchemeSpec.parse("float"), tree.shapes)
     indexes = [leaf.is_index for leaf in tree.leaves if isinstance(leaf, AttentionShape)]
     return tuple(b if c else a for a, b, c in zip(fitted, exact, indexes, strict=True))
-
-
-def _choose_path(
-    name: str,
-    backend: Backend,
-    layer: LayerScheme,
-    heads: int,
-    dtype: mx.Dtype,
-    rows: int,
-    path: Path | None,
-) -> SchemeChoice:
-    """Measured, unless the path is given."""
-    if path is not None:
-        return SchemeChoice(path)
-    try:
-        choice = probe.choose(backend, layer, heads, dtype, num_rows=rows)
-    except (ValueError, RuntimeError) as fault:  # what MLX raises for a kernel that it lacks
-        raise ModelError(
-            f"model {name!r}: this device cannot keep {layer}: {fault}; choose another KV scheme"
-        ) from fault
-    return SchemeChoice(choice.path, None, choice.milliseconds, choice.group_cost)
-
-
-def _attention_of(
-    backend: Backend, layer: LayerScheme, dtype: mx.Dtype, choice: SchemeChoice
-) -> LayerAttention:
-    """As the layer's slots will have it."""
-    path = choice.path
-    assert path is not None
-    in_slots = paths.in_slots(layer, path)
-    return LayerAttention(backend, in_slots, dtype, path, choice.kernel)
 
 
 def _full_attention(tree: CacheTree, schemes: Iterable[LayerScheme]) -> list[LayerScheme]:

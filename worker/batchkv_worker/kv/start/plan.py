@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from batchkv_worker.kv.attention.paths import Path
 from batchkv_worker.kv.backends.contract import Backend, Undo
+from batchkv_worker.kv.backends.measurements import YES_OR_NO
 from batchkv_worker.kv.backends.rebind import restore
 from batchkv_worker.kv.layers.contract import LayerKind
 from batchkv_worker.kv.layers.decode import costs_of
@@ -23,7 +24,7 @@ from batchkv_worker.kv.slots.layouts import Costs
 from batchkv_worker.kv.slots.step_view import Shapes
 from batchkv_worker.kv.start import prefix_cost
 from batchkv_worker.kv.start.decision import Decision, Fixed, decide
-from batchkv_worker.kv.start.selfcheck import Traits, find_traits
+from batchkv_worker.kv.start.selfcheck import TRAITS, Traits, find_traits, warn_of
 from batchkv_worker.kv.start.sharecheck import can_share
 
 log = logging.getLogger("batchkv.engine")
@@ -95,7 +96,13 @@ def _checked(name: str, model: Any, tree: CacheTree, decision: Decision, undo: U
     """The plan, once the changed model gives in a batch what it gives alone."""
     backend, kinds = decision.backend, decision.kinds(tree)
     exact = decision.exact_kinds(tree)
-    traits = find_traits(backend, name, model, tree, exact, kinds, decision.dtype)
+    kept = backend.measurements
+    traits = kept.of(
+        "self-check",
+        lambda: find_traits(backend, name, model, tree, exact, kinds, decision.dtype),
+        TRAITS,
+    )
+    warn_of(name, traits)
     shapes = Shapes(
         step=backend.columns_multiple,
         rows=backend.rows_multiple,
@@ -103,7 +110,9 @@ def _checked(name: str, model: Any, tree: CacheTree, decision: Decision, undo: U
         group_cost=decision.group_cost,
         mask_rank=traits.mask_rank,
     )
-    shares = can_share(backend, model, tree, kinds, traits)
+    shares = decision.shares and kept.of(
+        "prefix self-check", lambda: can_share(backend, model, tree, kinds, traits), YES_OR_NO
+    )
     costs = costs_of(kinds)
     return KvPlan(
         *(backend, tree, kinds, traits, shapes, costs, shares, decision.prefix_cells, undo)

@@ -8,7 +8,8 @@ short and for a long prefix; between them lies the number of cells that must be 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 
@@ -16,7 +17,9 @@ from batchkv_worker.kv.attention import shared_prefix
 from batchkv_worker.kv.attention.paths import LayerAttention, attend
 from batchkv_worker.kv.backends.compare import are_close
 from batchkv_worker.kv.backends.contract import PrefixKernel
+from batchkv_worker.kv.backends.measurements import Codec
 from batchkv_worker.kv.backends.timing import Way, gain, least_times
+from batchkv_worker.kv.start.pathcheck import KERNEL, PathCheck, check_prefix, worst
 from batchkv_worker.kv.types import PackedKV
 
 log = logging.getLogger("batchkv.engine")
@@ -48,32 +51,57 @@ def measure(layer: LayerAttention, num_query_heads: int, *, num_rows: int) -> in
         return UNMEASURED
     short, short_shared, long, long_shared = (one or 0.0 for one in spent)
     gains = short - short_shared, long - long_shared
-    cost = crossover((rows - 1) * SHORT, gains[0], (rows - 1) * LONG, gains[1])
-    log.info("a prefix is stored once where that saves %d cells or more", cost)
-    return cost
+    return crossover((rows - 1) * SHORT, gains[0], (rows - 1) * LONG, gains[1])
 
 
-def choose_kernel(
-    layer: LayerAttention, num_query_heads: int, *, num_rows: int
-) -> PrefixKernel | None:
-    """The backend's kernel for such layers, if it is right, and faster."""
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """Whether the backend's kernel for shared prefixes is used; ``checks`` of what it gives."""
+
+    is_used: bool
+    checks: tuple[PathCheck, ...] = ()
+
+
+def _kernel_from_json(value: Any) -> KernelChoice:
+    if type(value["is_used"]) is not bool:
+        raise TypeError(f"{value['is_used']!r} is neither true nor false")
+    return KernelChoice(value["is_used"], tuple(map(PathCheck.from_json, value["checks"])))
+
+
+KERNEL_CHOICE: Codec[KernelChoice] = Codec(
+    lambda choice: {
+        "is_used": choice.is_used,
+        "checks": [check.as_json() for check in choice.checks],
+    },
+    _kernel_from_json,
+)
+
+
+def kernel_of(layer: LayerAttention, num_query_heads: int) -> PrefixKernel | None:
+    """The backend's kernel for such layers, if it has one."""
     if layer.is_packed:
         return None
     lines = num_query_heads // layer.scheme.shape.num_heads
-    kernel = layer.backend.prefix_kernel(layer.scheme, lines, layer.dtype)
-    if kernel is None:
-        return None
-    sample = _Sample(layer, num_query_heads, max(2, num_rows))
+    return layer.backend.prefix_kernel(layer.scheme, lines, layer.dtype)
+
+
+def choose_kernel(
+    layer: LayerAttention, num_query_heads: int, kernel: PrefixKernel, *, num_rows: int
+) -> KernelChoice:
+    """Whether a kernel is right, and faster than MLX's own."""
+    checks: tuple[PathCheck, ...] = ()
     try:
-        is_used = all(sample.is_faster_by(kernel, own) for own in (OWN, LONG)) and all(
-            sample.is_right_by(kernel, *kind) for kind in _KINDS
-        )
+        checks = check_prefix(replace(layer, kernel=kernel), num_query_heads)
+        if not (fault := worst(checks, KERNEL)).is_ok:
+            log.warning("the kernel for shared prefixes is not used: %s", fault)
+            return KernelChoice(False, checks)
+        sample = _Sample(layer, num_query_heads, max(2, num_rows))
+        is_right = all(sample.is_right_by(kernel, *kind) for kind in _KINDS)
+        is_used = is_right and all(sample.is_faster_by(kernel, own) for own in (OWN, LONG))
     except (ValueError, RuntimeError) as fault:  # what MLX raises for what it cannot compile
         log.warning("the kernel for shared prefixes is not used: %s", fault)
-        return None
-    if is_used:
-        log.info("one kernel attends to prefixes and rows, for %s", layer.scheme)
-    return kernel if is_used else None
+        return KernelChoice(False, checks)
+    return KernelChoice(is_used, checks)
 
 
 def crossover(few: int, gain_of_few: float, many: int, gain_of_many: float) -> int:

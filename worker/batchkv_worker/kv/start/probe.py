@@ -1,41 +1,61 @@
-"""Which attention path decode takes: measured once at start, for each scheme that a model has.
+"""Which attention path decode takes: checked and measured once, for each scheme that a model has.
 
-A path that the device refuses is left out. The same measurement gives what launching the kernels of
-one more group of rows costs, in cells: one row's keys and values of one column.
+A path that the device refuses, or that differs from a float32 product, is left out. The same
+measurement gives what launching the kernels of one more group of rows costs, in cells: one row's
+keys and values of one column.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from typing import Any, get_args
 
 import mlx.core as mx
 
-from batchkv_worker.kv.attention.paths import LayerAttention, Path, attend, in_slots, paths_of
+from batchkv_worker.kv.attention.paths import LayerAttention, Path, in_slots, paths_of
 from batchkv_worker.kv.backends.contract import Backend
+from batchkv_worker.kv.backends.measurements import Codec
 from batchkv_worker.kv.backends.timing import least_times
 from batchkv_worker.kv.schemes.packing import LayerScheme
+from batchkv_worker.kv.start import pathcheck
+from batchkv_worker.kv.start.pathcheck import PathCheck, check_paths, over_columns
 
 log = logging.getLogger("batchkv.engine")
 
 # Tokens at which a path is timed, and has to run. Slots grow by 64 columns, and CUDA multiplies by
 # packed keys only where they are a multiple of 128.
-_SHORT, _LONG = 64, 576
+SHORT, LONG = 64, 576
 _SPARE = 64  # columns of a buffer that are not read: some paths copy what is not in one piece
-_CHAIN = 4  # times in a row, so that the host's wait for the end does not count as a group's cost
+_CHAIN = 4  # times in a row, as layers do
 _REPEATS = 15
 _MIN_GROUP_COST, _MAX_GROUP_COST = 256, 1 << 20  # whatever a busy machine makes of it
+_LEAST_TIME = 1e-6  # milliseconds: what a clock makes of less than the wait for an empty chain
+
+Milliseconds = dict[Path, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The path to take; the times of all, in milliseconds; and what a group of rows costs."""
+    """The path to take, and what a group of rows costs.
+
+    ``short`` and ``long`` have the milliseconds of every right path over ``SHORT`` and ``LONG``
+    tokens a row.
+    """
 
     path: Path
-    milliseconds: dict[Path, float]
+    short: Milliseconds
+    long: Milliseconds
     group_cost: int
+    checks: tuple[PathCheck, ...]
+
+    @property
+    def has_fused(self) -> bool:
+        """Whether the fused path is right for what slots keep for the chosen one."""
+        return self.path.replace("folded", "fused").replace("packed", "fused") in self.long
 
 
 def choose(
@@ -46,44 +66,107 @@ def choose(
     *,
     num_rows: int,
 ) -> Choice:
-    """Time every path for ``num_rows`` rows of such a layer."""
-    paths = paths_of(scheme, spreads=backend.spreads_codes)
+    """Check every path, and time those that are right, for ``num_rows`` rows of such a layer.
+
+    Raises RuntimeError where none is left.
+    """
+    checks = check_paths(backend, scheme, num_query_heads, dtype)
+    paths = _right_paths(paths_of(scheme, spreads=backend.spreads_codes), checks)
     samples: dict[tuple[LayerScheme, int], _Sample] = {}
-    ways = []
-    for tokens, path in product((_SHORT, _LONG), paths):
+    ways: list[Any] = []
+    for tokens, path in product((SHORT, LONG), paths):
         kept = in_slots(scheme, path), tokens  # which some paths have in common
         if kept not in samples:
             layer = LayerAttention(backend, kept[0], dtype)
             samples[kept] = _Sample(layer, num_query_heads, num_rows, tokens)
         ways.append(partial(samples[kept].run, path))
-    spent = least_times(ways, _REPEATS)
+    *spent, wait = least_times([*ways, _nothing], _REPEATS)
     samples.clear()
     ways.clear()
     mx.clear_cache()  # no memory limit counts them
-    shorts: dict[Path, float] = {}
-    times: dict[Path, float] = {}
-    for path, short, long in zip(paths, spent[: len(paths)], spent[len(paths) :], strict=True):
-        if short is not None and long is not None:
-            shorts[path], times[path] = short / _CHAIN, long / _CHAIN
-    if not times:
+    short: Milliseconds = {}
+    long: Milliseconds = {}
+    for path, few, many in zip(paths, spent[: len(paths)], spent[len(paths) :], strict=True):
+        if few is not None and many is not None:
+            short[path], long[path] = _of_layer(few, wait), _of_layer(many, wait)
+    if not long:
         raise RuntimeError(f"no attention path of this backend takes {scheme.keys}")
-    path = min(times, key=lambda name: times[name])
-    cost = _group_cost(times[path], shorts[path], num_rows)
-    log.info(
-        "decode attention: %s for %s keys, %s values (%s); a group of rows costs %d cells",
-        *(path, scheme.keys, scheme.values),
-        *(", ".join(f"{name} {spent:.2f} ms" for name, spent in times.items()), cost),
-    )
-    return Choice(path, times, cost)
+    path = min(long, key=lambda name: long[name])
+    return Choice(path, short, long, _group_cost(long[path], short[path], num_rows), checks)
+
+
+def _right_paths(paths: Sequence[Path], checks: Sequence[PathCheck]) -> list[Path]:
+    """Those that give what float32 gives; the log names the others."""
+    stored = pathcheck.worst(checks, pathcheck.STORED)
+    if not stored.is_ok:
+        raise RuntimeError(str(stored))
+    right = [path for path in paths if pathcheck.is_right(checks, path)]
+    faults = [pathcheck.worst(checks, path) for path in paths if path not in right]
+    for fault in faults:
+        level = logging.DEBUG if fault.fault else logging.WARNING  # a refusal does no harm
+        log.log(level, "an attention path is not used on this device: %s", fault)
+    if not right:
+        raise RuntimeError("; ".join(map(str, faults)))
+    return right
+
+
+def _of_layer(spent: float, wait: float | None) -> float:
+    """Milliseconds of one layer.
+
+    The host waits once for a whole chain, which takes a GPU 0.1 ms or more. In a step it waits once
+    for all layers. So what a chain of nothing takes is no layer's cost, nor that of starting a
+    group of rows.
+    """
+    return max(_LEAST_TIME, spent - (wait or 0.0)) / _CHAIN
+
+
+def _nothing() -> mx.array:
+    """A chain without layers: one number is computed, and waited for."""
+    return mx.zeros(1) + 1
 
 
 def _group_cost(long: float, short: float, num_rows: int) -> int:
     """Cells whose reading takes as long as starting a group's kernels."""
     if long <= short:
         return _MAX_GROUP_COST  # the device does not notice what it reads
-    per_cell = (long - short) / (num_rows * (_LONG - _SHORT))
-    start = max(0.0, short - per_cell * num_rows * _SHORT)
+    per_cell = (long - short) / (num_rows * (LONG - SHORT))
+    start = max(0.0, short - per_cell * num_rows * SHORT)
     return max(_MIN_GROUP_COST, min(_MAX_GROUP_COST, int(start / per_cell)))
+
+
+def _choice_as_json(choice: Choice) -> Any:
+    return {
+        "path": choice.path,
+        "milliseconds": {
+            path: {str(SHORT): choice.short[path], str(LONG): choice.long[path]}
+            for path in choice.long
+        },
+        "group_cost": choice.group_cost,
+        "checks": [check.as_json() for check in choice.checks],
+    }
+
+
+def _choice_from_json(value: Any) -> Choice:
+    times = value["milliseconds"]
+    short, long = (
+        {_path(name): float(both[str(length)]) for name, both in times.items()}
+        for length in (SHORT, LONG)
+    )
+    checks = tuple(map(PathCheck.from_json, value["checks"]))
+    path = _path(value["path"])
+    if path not in long:
+        raise ValueError(f"{path} was not timed")
+    return Choice(path, short, long, int(value["group_cost"]), checks)
+
+
+def _path(name: Any) -> Path:
+    if name not in get_args(Path):
+        raise ValueError(f"there is no path {name!r}")
+    path: Path = name
+    return path
+
+
+CHOICE: Codec[Choice] = Codec(_choice_as_json, _choice_from_json)
 
 
 class _Sample:
@@ -99,17 +182,17 @@ class _Sample:
         self._queries = mx.random.normal((rows, num_query_heads, 1, shape.key_size)).astype(dtype)
         self._mask = mx.arange(tokens) >= mx.arange(rows).reshape(-1, 1, 1, 1)
         self._layer = layer
-        self._keys, self._values = (
-            tuple(part[..., _SPARE:, :] for part in parts)
-            for parts in (scheme.keys.pack(keys), scheme.values.pack(values))
-        )
-        mx.eval(self._queries, self._mask, self._keys, self._values)
+        self._buffers = scheme.keys.pack(keys), scheme.values.pack(values)
+        self._columns = slice(_SPARE, _SPARE + tokens)
+        mx.eval(self._queries, self._mask, self._buffers)
 
     def run(self, path: Path) -> mx.array:
         """Several times, one after the other: as layers do, without waiting for the host."""
         queries, layer = self._queries, replace(self._layer, path=path)
+        # As where most of what is stored is read; and a scale that is not 1, as models have.
+        is_whole = layer.reads_whole(LONG, LONG + _SPARE)
+        what = self._buffers, self._columns, 0.125, self._mask
         for _ in range(_CHAIN):
-            # A scale that is not 1, as models have.
-            out = attend(layer, queries, self._keys, self._values, 0.125, self._mask)
+            out = over_columns(layer, queries, *what, is_whole=is_whole)
             (queries,) = mx.depends([self._queries], [out])
         return out

@@ -18,23 +18,25 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from batchkv_worker.errors import ModelError
+from batchkv_worker.kv.backends.compare import model_tolerance
 from batchkv_worker.kv.backends.contract import Backend
+from batchkv_worker.kv.backends.measurements import Codec
 from batchkv_worker.kv.layers.contract import Chunk, LayerKind
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.kv.slots.step_view import Shapes
+from batchkv_worker.kv.start.machine import is_rounded
 
 log = logging.getLogger("batchkv.engine")
 
 LENGTHS = (3, 7, 5, 2)  # ragged, so that a row that reads another's columns shows
 STEPS = 2  # decode steps: a state that is not carried on shows in the second
-# Shares of the largest logit. A wrong mask is far above the first, half precision and codes at the
-# edge of a bin below. In float32 on plain caches nothing may differ but the order of additions: a
-# state that takes little notice of pads is wrong too.
+# A share of the largest logit. A wrong mask is far above it, half precision and codes at the edge
+# of a bin below. In float32 on plain caches nothing may differ but the order of additions (see
+# ``compare.model_tolerance``): a state that takes little notice of pads is wrong too.
 TOLERANCE = 0.1
-EXACT_TOLERANCE = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,17 @@ class Traits:
     ragged: bool = True
     mask_rank: int = 4
 
+
+def _traits_from_json(value: Any) -> Traits:
+    found = Traits(value["ragged"], value["mask_rank"])
+    if found not in _WAYS or type(found.ragged) is not bool:
+        raise ValueError(f"no model is served as {found}")
+    return found
+
+
+TRAITS: Codec[Traits] = Codec(
+    lambda traits: {"ragged": traits.ragged, "mask_rank": traits.mask_rank}, _traits_from_json
+)
 
 _WAYS = (Traits(True, 4), Traits(False, 4), Traits(True, 5), Traits(False, 5))
 
@@ -67,7 +80,8 @@ def find_traits(
     ``dtype`` is the model's.
     """
     reasons = []
-    tolerance = EXACT_TOLERANCE if dtype == mx.float32 else TOLERANCE
+    is_overflow = False
+    tolerance = model_tolerance(dtype, is_rounded=is_rounded())
     for way in _WAYS:
         try:
             found = plain = disagreement(backend, model, tree, exact, way, None)
@@ -77,19 +91,29 @@ def find_traits(
             reasons.append(f"{type(fault).__name__}: {fault}"[:200])
             continue
         if plain <= tolerance and found <= TOLERANCE:
-            if way != Traits():
-                log.warning(
-                    "model %s: %s",
-                    name,
-                    "prompts of unequal length are not computed together"
-                    if not way.ragged
-                    else "it folds its query heads itself; decode masks have five axes",
-                )
             return way
+        is_overflow |= dtype == mx.float16 and max(plain, found) == float("inf")
         reasons.append(f"logits differ by {max(plain, found):.1%} of the largest")
+    if is_overflow:
+        raise ModelError(
+            f"model {name!r} computes numbers too large for float16: use --dtype bfloat16 or "
+            "float32"
+        )
     raise ModelError(
         f"model {name!r} gives something else in a batch than alone ({reasons[0]}); not served"
     )
+
+
+def warn_of(name: str, traits: Traits) -> None:
+    """Say what is not done for a model."""
+    if traits != Traits():
+        log.warning(
+            "model %s: %s",
+            name,
+            "prompts of unequal length are not computed together"
+            if not traits.ragged
+            else "it folds its query heads itself; decode masks have five axes",
+        )
 
 
 def disagreement(

@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten
 
 from batchkv_cache_store.blocks.block import VERSION
 from batchkv_cache_store.keys import BLOCK_TOKENS, Manifest
+from batchkv_worker.kv.backends.measurements import TEXT, Measurements
 from batchkv_worker.kv.layers.contract import LayerKind
 from batchkv_worker.kv.layers.kinds import AttentionKind
 from batchkv_worker.kv.layers.state import StateKind
@@ -30,18 +31,29 @@ CACHE_CONTRACT = 1
 
 
 def manifest(loaded: LoadedModel, plan: KvPlan) -> Manifest:
-    """The manifest of what this worker computes. Reads all weights once (gigabytes a second)."""
+    """The manifest of what this worker computes.
+
+    All weights are read once (gigabytes a second). A later start on the same files is spared that.
+    """
     return {
         "format": VERSION,
         "contract": CACHE_CONTRACT,
         "model": type(loaded.model).__module__,
-        "weights": weights_digest(loaded.model),
+        "weights": _kept_digest(loaded, plan.backend.measurements),
         "config": config_digest(loaded.config),
         "adapter": loaded.adapter,
         "layers": [describe(kind) for kind in plan.kinds],
         "dtype": str(loaded.dtype).removeprefix("mlx.core."),
         "block_tokens": BLOCK_TOKENS,
     }
+
+
+def _kept_digest(loaded: LoadedModel, measurements: Measurements) -> str:
+    """``weights_digest``, read anew only if the files of the weights have changed since."""
+    if not loaded.weight_files:
+        return weights_digest(loaded.model)
+    name = f"digest of the weights in {loaded.weight_files}"
+    return measurements.of(name, lambda: weights_digest(loaded.model), TEXT)
 
 
 def weights_digest(model: Any) -> str:

@@ -16,6 +16,7 @@ from batchkv_worker.kv.backends.cpu import causal_tiles, exp2, rope_cache, swigl
 from batchkv_worker.kv.backends.cpu.rope_cache import CacheRope, RopeTables
 from batchkv_worker.kv.backends.cpu.softmax import Exp2Softmax
 from batchkv_worker.kv.backends.generic import GenericBackend
+from batchkv_worker.kv.backends.measurements import YES_OR_NO
 
 _EXP2_SOFTMAX = Exp2Softmax()
 
@@ -64,12 +65,18 @@ class CpuBackend(GenericBackend):
         found: list[Change] = []
         if self._uses_exp2(dtype) and swiglu.is_used(model):
             found.append(swiglu.Exp2Swiglu())
-        uses_rope_cache = self.uses_rope_cache
-        if rope_cache.is_faster() if uses_rope_cache is None else uses_rope_cache:
+        if self._uses_rope_cache():
             found.append(CacheRope(self.tables))
         return found
+
+    def _uses_rope_cache(self) -> bool:
+        if self.uses_rope_cache is not None:
+            return self.uses_rope_cache
+        return self.measurements.of("rope cache is faster", rope_cache.is_faster, YES_OR_NO)
 
     def _uses_exp2(self, dtype: mx.Dtype) -> bool:
         if dtype != mx.float32:
             return False
-        return exp2.is_faster() if self.uses_exp2 is None else self.uses_exp2
+        if self.uses_exp2 is not None:
+            return self.uses_exp2
+        return self.measurements.of("exp2 is faster", exp2.is_faster, YES_OR_NO)

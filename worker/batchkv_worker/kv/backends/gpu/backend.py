@@ -20,5 +20,5 @@ class GpuBackend(GenericBackend):
     name: str = "gpu"
 
     def changes(self, model: Any, dtype: mx.Dtype, rows: int) -> Sequence[Change]:
-        fused = fused_linear.choose(model, rows)
+        fused = fused_linear.choose(model, rows, self.measurements)
         return () if fused is None else (fused,)

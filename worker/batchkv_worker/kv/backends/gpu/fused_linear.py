@@ -17,7 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -29,11 +29,20 @@ from batchkv_worker.kv.backends.compare import are_close
 from batchkv_worker.kv.backends.contract import Undo
 from batchkv_worker.kv.backends.gpu import joint_product
 from batchkv_worker.kv.backends.gpu.joint_product import LayerSignature, Product
+from batchkv_worker.kv.backends.measurements import (
+    FUSED_AGREE,
+    FUSED_LINEARS,
+    YES_OR_NO,
+    Codec,
+    Measurements,
+)
 from batchkv_worker.kv.backends.rebind import swap_class, undo_all
 
 log = logging.getLogger("batchkv.engine")
 
 _TOKENS = (1, 3, 2)
+
+Groups = tuple[tuple[str, ...], ...]  # layers by their names
 
 
 class FusedGroup:
@@ -97,21 +106,32 @@ class FuseLinears:
 
     If the device refuses this, has no memory for it, or then gives other answers, the layers
     multiply as before.
+    Answers are compared once, and the outcome is kept.
     """
 
-    groups: tuple[tuple[str, ...], ...]
+    groups: Groups
     rows: int
+    measurements: Measurements = field(default_factory=Measurements, repr=False)
 
     def install(self, model: Any) -> Undo:
         layers = dict(model.named_modules())
         done: list[Undo] = []
         undo = undo_all(done)
-        is_right = False
-        try:
-            before = _logits(model)
+
+        def fuse() -> None:
             for names in self.groups:
                 _fuse([layers[name] for name in names], self.rows, done)
-            is_right = are_close(before, _logits(model))
+
+        def agrees() -> bool:
+            before = _logits(model)
+            fuse()
+            return are_close(before, _logits(model))
+
+        is_right = False
+        try:
+            is_right = self.measurements.of(FUSED_AGREE, agrees, YES_OR_NO)
+            if is_right and not done:  # as an earlier start has found
+                fuse()
             if not is_right:
                 log.warning("fused linear layers give other answers than single ones: not used")
         except (ValueError, RuntimeError) as fault:
@@ -124,19 +144,39 @@ class FuseLinears:
         return undo
 
 
-def choose(model: Any, rows: int) -> FuseLinears | None:
+def choose(model: Any, rows: int, measurements: Measurements) -> FuseLinears | None:
     """The groups to fuse for up to ``rows`` rows: where one product is faster than several."""
-    groups: list[tuple[str, ...]] = []
     try:
-        names = {id(layer): name for name, layer in model.named_modules()}
-        for like, group in _of_one_input(model):
-            if joint_product.is_faster(like, tuple(map(joint_product.outputs_of, group)), rows):
-                groups.append(tuple(names[id(layer)] for layer in group))
+        groups = measurements.of(
+            FUSED_LINEARS, lambda: _faster_groups(model, rows), _groups_codec(model)
+        )
     except (ValueError, RuntimeError) as fault:
         log.warning("linear layers are not fused: %s", fault)
-        groups = []
+        groups = ()
     mx.clear_cache()  # what was measured
-    return FuseLinears(tuple(groups), rows) if groups else None
+    return FuseLinears(groups, rows, measurements) if groups else None
+
+
+def _faster_groups(model: Any, rows: int) -> Groups:
+    names = {id(layer): name for name, layer in model.named_modules()}
+    return tuple(
+        tuple(names[id(layer)] for layer in group)
+        for like, group in _of_one_input(model)
+        if joint_product.is_faster(like, tuple(map(joint_product.outputs_of, group)), rows)
+    )
+
+
+def _groups_codec(model: Any) -> Codec[Groups]:
+    """Groups as lists of names, each of a linear layer that the model has."""
+
+    def read(value: Any) -> Groups:
+        layers = dict(model.named_modules())
+        groups = tuple(tuple(map(str, names)) for names in value)
+        if any(type(layers[name]) not in _FUSED for names in groups for name in names):
+            raise ValueError("it names a layer that is not linear")
+        return groups
+
+    return Codec(lambda groups: [list(names) for names in groups], read)
 
 
 def _logits(model: Any) -> mx.array:

@@ -1,0 +1,273 @@
+"""What was measured on this machine, kept so that a later start measures nothing and chooses alike.
+
+A file has the results of one set of facts: device, versions, model, scheme, slots, dtype. Files are
+in ``measured/`` in the home folder (``BATCHKV_HOME``). Of two workers that start at once, the first
+to measure something decides for both. A file that cannot be read is measured anew, and a folder
+that cannot be written keeps nothing: neither fails a start.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+log = logging.getLogger("batchkv.engine")
+
+FOLDER = "measured"
+LOCK = "lock"
+VERSION = 1  # raised whenever results of an earlier version must not be used
+MAX_FILES = 200  # the oldest are removed
+MAX_BYTES = 2**22  # of a file
+LOCK_SECONDS = 60.0  # how long a worker waits for another one that measures
+POLL_SECONDS = 0.05
+
+# Names of results that others than their owner read.
+FUSED_LINEARS, FUSED_AGREE = "fused linear layers", "fused linear layers agree"
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Codec(Generic[Value]):
+    """How a result becomes JSON and is read again.
+
+    ``from_json`` raises ValueError, TypeError or LookupError for anything that is no such result.
+    """
+
+    to_json: Callable[[Value], Any]
+    from_json: Callable[[Any], Value]
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
+def _yes_or_no(value: Any) -> bool:
+    if type(value) is not bool:
+        raise TypeError(f"{value!r} is neither true nor false")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+WHOLE: Codec[int] = Codec(int, _whole)
+YES_OR_NO: Codec[bool] = Codec(bool, _yes_or_no)
+TEXT: Codec[str] = Codec(str, _text)
+
+
+class Measurements:
+    """Results by name, of one set of facts. Without a file nothing is kept: each is measured.
+
+    ``is_anew``: what the file has from earlier starts is not used, and is replaced name by name.
+    """
+
+    def __init__(
+        self, file: Path | None = None, facts: Mapping[str, Any] | None = None, *,
+        is_anew: bool = False,
+    ) -> None:  # fmt: skip
+        self.file, self.facts = file, {"version": VERSION, **(facts or {})}
+        self._is_anew = is_anew
+        self._values: dict[str, Any] = {}  # that this process uses
+        self._kept: dict[str, Any] = {}  # the same as JSON
+        self._is_locked = False
+        self._is_warned = False
+        self.has_measured = False  # anything that was not kept
+
+    @classmethod
+    def in_home(
+        cls, home: Path, facts: Mapping[str, Any], *, is_anew: bool = False
+    ) -> Measurements:
+        """Those of ``facts``, JSON that tells one set of results from every other."""
+        text = json.dumps({"version": VERSION, **facts}, sort_keys=True)
+        name = hashlib.sha256(text.encode()).hexdigest()[:32]
+        return cls(home / FOLDER / f"{name}.json", facts, is_anew=is_anew)
+
+    def of(self, name: str, measure: Callable[[], Value], codec: Codec[Value]) -> Value:
+        """The result of that name; ``measure`` gives it where none is kept."""
+        if self.file is None:
+            return measure()
+        if name in self._values:
+            value: Value = self._values[name]
+            return value
+        if not self._is_known(name, codec):
+            with self._locked(self.file.parent):
+                if not self._is_known(name, codec):  # nobody measured it meanwhile
+                    value = measure()
+                    self.has_measured = True
+                    if not self._is_known(name, codec):  # nor did one that could not wait
+                        self._values[name] = value
+                        self._keep(name, codec.to_json(value))
+        value = self._values[name]
+        return value
+
+    def results(self) -> dict[str, Any]:
+        """All results that this process has used or measured, as JSON."""
+        return dict(self._kept)
+
+    def _is_known(self, name: str, codec: Codec[Any]) -> bool:
+        """Whether the file has such a result, which then is this process's own."""
+        assert self.file is not None
+        results = {} if self._is_anew else self._read()
+        if name not in results:
+            return False
+        try:
+            self._values[name] = codec.from_json(results[name])
+        except (ValueError, TypeError, LookupError) as fault:
+            self._warn("%s: %r is no result: measured anew (%s)", self.file, name, fault)
+            return False
+        self._kept[name] = results[name]
+        return True
+
+    def _read(self) -> dict[str, Any]:
+        """What the file has by now."""
+        assert self.file is not None
+        try:
+            return _parse(self.file, self.facts)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as fault:
+            self._warn("%s cannot be read: measured anew (%s)", self.file, fault)
+            return {}
+
+    def _keep(self, name: str, value: Any) -> None:
+        """Add a result to the file."""
+        assert self.file is not None
+        self._kept[name] = value
+        try:
+            is_new = not self.file.exists()
+            results = {**self._read(), **self._kept}
+            _write(self.file, _file_text(self.facts, results))
+            if is_new:
+                _remove_oldest(self.file.parent)
+        except OSError as fault:
+            self._warn("%s cannot be written: the next start measures anew (%s)", self.file, fault)
+
+    def _warn(self, text: str, *what: object) -> None:
+        """Once: one fault of the disk shows in many places."""
+        if not self._is_warned:
+            self._is_warned = True
+            log.warning(text, *what)
+
+    @contextmanager
+    def _locked(self, folder: Path) -> Iterator[None]:
+        """One process at a time measures, while this one waits no longer than LOCK_SECONDS."""
+        if self._is_locked:  # by a measurement of which this is a part
+            yield
+            return
+        stream = _open_lock(folder)
+        self._is_locked = True
+        try:
+            if stream is not None:
+                _wait_for(stream)
+            yield
+        finally:
+            self._is_locked = False
+            if stream is not None:
+                os.close(stream)  # which unlocks
+
+
+def broken_files(home: Path) -> list[Path]:
+    """Kept measurements that cannot be read, and what an interrupted start left of one."""
+    found = []
+    for file in sorted((home / FOLDER).glob("*.json")):
+        try:
+            _parse(file, None)
+        except FileNotFoundError:  # removed meanwhile
+            continue
+        except (OSError, ValueError, RecursionError):
+            found.append(file)
+    return [*found, *sorted((home / FOLDER).glob(".*.tmp"))]
+
+
+def _parse(file: Path, facts: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The results in a file; ValueError when it has none, or those of other facts."""
+    if file.stat().st_size > MAX_BYTES:
+        raise ValueError(f"it has over {MAX_BYTES} bytes")
+    content = json.loads(file.read_bytes())
+    if not isinstance(content, dict) or not isinstance(content.get("results"), dict):
+        raise ValueError("it has no results")
+    if not isinstance(content.get("facts"), dict):
+        raise ValueError("it does not say what it is of")
+    if facts is not None and content["facts"] != json.loads(json.dumps(facts)):
+        raise ValueError("it is of something else")
+    results: dict[str, Any] = content["results"]
+    return results
+
+
+def _file_text(facts: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+    """JSON with a line for each fact and each result, for people to read."""
+    parts = []
+    for name, values in (("facts", facts), ("results", results)):
+        lines = (f"  {json.dumps(key)}: {json.dumps(values[key])}" for key in sorted(values))
+        parts.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _write(file: Path, text: str) -> None:
+    """All of it or nothing."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.replace(name, file)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _remove_oldest(folder: Path) -> None:
+    """Results of models, schemes and versions that nobody starts any more."""
+    times: list[tuple[float, Path]] = []
+    for file in folder.glob("*.json"):
+        with suppress(OSError):
+            times.append((file.stat().st_mtime, file))
+    for _, file in sorted(times, reverse=True)[MAX_FILES:]:
+        with suppress(OSError):
+            file.unlink()
+
+
+def _open_lock(folder: Path) -> int | None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None  # whoever writes the results says why
+
+
+def _wait_for(stream: int) -> None:
+    """Lock, once nobody else does; go on without the lock where that takes too long."""
+    end = time.monotonic() + LOCK_SECONDS
+    is_said = False
+    while True:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            pass
+        except OSError:  # a folder on a network may know no locks
+            return
+        if time.monotonic() > end:
+            log.warning("another worker has been measuring for %.0f s: not waiting", LOCK_SECONDS)
+            return
+        if not is_said:
+            is_said = True
+            log.info("waiting for another worker on this machine, which measures")
+        time.sleep(POLL_SECONDS)

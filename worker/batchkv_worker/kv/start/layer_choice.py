@@ -1,0 +1,132 @@
+"""How the layers of one scheme decode: checked and measured, or as an earlier start has found."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from batchkv_worker.errors import ModelError
+from batchkv_worker.kv.attention import paths
+from batchkv_worker.kv.attention.paths import LayerAttention, Path
+from batchkv_worker.kv.backends.contract import Backend, PrefixKernel
+from batchkv_worker.kv.backends.measurements import WHOLE
+from batchkv_worker.kv.schemes.packing import LayerScheme
+from batchkv_worker.kv.start import pathcheck, prefix_cost, probe
+
+# What results are kept as, with a layer after it.
+PATHS, SHARING = "attention paths of", "shared prefixes of"
+KERNELS, CELLS = "prefix kernel of", "cells of a shared prefix of"
+
+log = logging.getLogger("batchkv.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class SchemeChoice:
+    """How layers of one scheme decode.
+
+    ``path`` None leaves attention to the model, on dense keys and values. ``has_fused``: the fused
+    path is right. ``shares``: attention over shared prefixes is.
+    """
+
+    path: Path | None = None
+    kernel: PrefixKernel | None = None
+    group_cost: int | None = None
+    has_fused: bool = True
+    shares: bool = True
+
+
+def choose_path(
+    name: str,
+    backend: Backend,
+    layer: LayerScheme,
+    heads: int,
+    dtype: mx.Dtype,
+    rows: int,
+    path: Path | None,
+) -> SchemeChoice:
+    """Measured, unless the path is given."""
+    if path is not None:
+        return SchemeChoice(path)
+    try:
+        choice = backend.measurements.of(
+            f"{PATHS} {_named(layer, heads)}",
+            lambda: probe.choose(backend, layer, heads, dtype, num_rows=rows),
+            probe.CHOICE,
+        )
+    except (ValueError, RuntimeError) as fault:  # what MLX raises for a kernel that it lacks
+        raise ModelError(
+            f"model {name!r}: this device cannot keep {layer}: {fault}; choose another KV scheme "
+            "(`float` needs the fewest kernels), or another version of MLX"
+        ) from fault
+    log.info(
+        "decode attention: %s for %s keys, %s values (%s); a group of rows costs %d cells",
+        *(choice.path, layer.keys, layer.values),
+        ", ".join(f"{path} {spent:.2f} ms" for path, spent in choice.long.items()),
+        choice.group_cost,
+    )
+    return SchemeChoice(choice.path, None, choice.group_cost, choice.has_fused)
+
+
+def can_attend_prefixes(attention: LayerAttention, heads: int) -> bool:
+    """Whether attention over shared prefixes is right, without a kernel of the backend's.
+
+    Prefill and what is too long for the kernel's scores use none.
+    """
+    checks = attention.backend.measurements.of(
+        f"{SHARING} {_described(attention, heads)}",
+        lambda: pathcheck.check_prefix(attention, heads),
+        pathcheck.CHECKS,
+    )
+    fault = pathcheck.worst(checks, pathcheck.PREFIX)
+    if not fault.is_ok:
+        log.warning("rows do not share prefixes in attention on this device: %s", fault)
+    return fault.is_ok
+
+
+def choose_kernel(attention: LayerAttention, heads: int, rows: int) -> PrefixKernel | None:
+    """The backend's kernel for shared prefixes, if one is right and faster."""
+    kernel = prefix_cost.kernel_of(attention, heads)
+    if kernel is None:
+        return None
+    found = attention.backend.measurements.of(
+        f"{KERNELS} {_described(attention, heads)}",
+        lambda: prefix_cost.choose_kernel(attention, heads, kernel, num_rows=rows),
+        prefix_cost.KERNEL_CHOICE,
+    )
+    if found.is_used:
+        log.info("one kernel attends to prefixes and rows, for %s", attention.scheme)
+    return kernel if found.is_used else None
+
+
+def measure_prefix_cells(attention: LayerAttention, heads: int, rows: int) -> int:
+    """Cells that a shared prefix must save."""
+    cells = attention.backend.measurements.of(
+        f"{CELLS} {_described(attention, heads)}",
+        lambda: prefix_cost.measure(attention, heads, num_rows=rows),
+        WHOLE,
+    )
+    log.info("a prefix is stored once where that saves %d cells or more", cells)
+    return cells
+
+
+def _described(attention: LayerAttention, heads: int) -> str:
+    return f"{_named(attention.scheme, heads)} by {attention.path}"
+
+
+def _named(layer: LayerScheme, heads: int) -> str:
+    """One text for each scheme, shape and number of query heads."""
+    shape = layer.shape
+    sizes = f"{shape.num_heads} heads of {shape.key_size} and {shape.value_size}"
+    return f"{layer}, {sizes}, for {heads} query heads"
+
+
+def attention_of(
+    backend: Backend, layer: LayerScheme, dtype: mx.Dtype, choice: SchemeChoice
+) -> LayerAttention:
+    """As the layer's slots will have it."""
+    path = choice.path
+    assert path is not None
+    in_slots = paths.in_slots(layer, path)
+    return LayerAttention(backend, in_slots, dtype, path, choice.kernel)

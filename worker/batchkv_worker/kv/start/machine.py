@@ -1,0 +1,76 @@
+"""What measurements depend on beside the model: the device, its system, MLX and its variables."""
+
+from __future__ import annotations
+
+import os
+import platform
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from batchkv_worker.kv.backends.compare import rounds_float32
+
+# Whoever sets one of these means to change how fast MLX is, or how exact.
+_VARIABLES = ("MLX_", "AGX_", "OPENBLAS_", "OMP_", "CUDA_VISIBLE_DEVICES")
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def machine_facts(blas: str) -> dict[str, Any]:
+    """JSON that is equal as long as measurements of this machine may be used again.
+
+    ``blas`` names the library that multiplies on a CPU.
+    """
+    info = mx.device_info()
+    return {
+        "chip": str(info.get("device_name", "")),
+        "architecture": str(info.get("architecture", "")),
+        "device": str(mx.default_device()),
+        "system": f"{platform.system()} {platform.release()} {platform.version()}",
+        "driver": _driver(),
+        "cpus": _num_cpus(),
+        "blas": blas,
+        "mlx": mx.__version__,
+        "mlx_lm": _version("mlx-lm"),
+        "variables": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
+        },
+    }
+
+
+@cache
+def is_rounded() -> bool:
+    """Whether the device that serves rounds float32 products; see ``compare.rounds_float32``."""
+    return rounds_float32(str(mx.device_info().get("architecture", "")), os.environ)
+
+
+def memory_bytes() -> int:
+    """Bytes of the device's memory, which on a Mac and on a CPU is the machine's."""
+    info = mx.device_info()
+    for name in ("memory_size", "total_memory"):
+        if isinstance(size := info.get(name), int) and size > 0:
+            return size
+    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _num_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _driver() -> str:
+    """NVIDIA's driver, which compiles kernels; elsewhere the system's version says it."""
+    try:
+        return _DRIVER.read_text("utf-8").splitlines()[0]
+    except (OSError, ValueError, IndexError):
+        return ""
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
