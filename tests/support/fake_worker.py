@@ -3,7 +3,8 @@
 It understands the part of ``batchkv worker``'s command line that ``batchkv run`` uses. How it
 behaves comes from the environment: FAKE_DELAY (seconds a row), FAKE_DIE_AFTER (rows until it kills
 itself), FAKE_POISON (a custom_id that kills it), FAKE_FAIL (a custom_id or a prompt that fails),
-FAKE_EXIT (end at once with this code and FAKE_WORDS on standard error).
+FAKE_EXIT (end at once with this code and FAKE_WORDS on standard error). There is no mains here:
+with BATCHKV_POLITE=on it takes no row.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ class FakeWorker:
         self.connection.expire(key, 90)
         self.connection.sadd("rq:workers", key)
         self.connection.sadd(f"rq:workers:{self.queue}", key)
+        while os.environ.get("BATCHKV_POLITE") == "on" and not self.stopping.wait(0.02):
+            pass
         while not self.stopping.is_set():
             pulled = self.transitions.pull_run(
                 *(self.queue, self.name, GROUP, LEASE_SECONDS),

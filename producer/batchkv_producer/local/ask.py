@@ -37,6 +37,7 @@ from batchkv_producer.monitor.delays import Delays
 from batchkv_producer.monitor.workers import ASK_NAME_PREFIX, WorkerInfo
 from batchkv_producer.progress import Reporter
 from batchkv_producer.retry import called_during_outages, read_with_retry
+from batchkv_producer.settings_table import BY_NAME
 from batchkv_producer.submit import fingerprint
 from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
 from batchkv_producer.wire import redis_keys
@@ -110,6 +111,7 @@ def ask(
             name_prefix=ASK_NAME_PREFIX,
             num_workers=num_local,
             command=tuple(worker_command),
+            variables=((BY_NAME["polite"].variable, "off"),),  # somebody waits for the answer
         )
         if num_local:
             reporter.note(f"nobody serves {question.model}: a worker is started for this question")

@@ -79,6 +79,7 @@ class WorkerPlan:
     """The number of workers and how to start them. Their names begin with ``name_prefix``.
 
     ``trace``: the trace file of the first worker. Others write to numbered files in its folder.
+    ``variables`` (name, value) override those of this process.
     """
 
     model: str
@@ -89,6 +90,7 @@ class WorkerPlan:
     arguments: tuple[str, ...] = ()
     command: tuple[str, ...] = WORKER_COMMAND
     trace: Path | None = None
+    variables: tuple[tuple[str, str], ...] = ()
 
     def trace_of(self, number: int) -> Path | None:
         """The trace file of worker process ``number``: FILE for 1, then FILE-2, FILE-3."""
@@ -217,7 +219,8 @@ class LocalWorkers:
             self._reclaim(slot.name, False)
         slot.name = f"{self._plan.name_prefix}-{slot.index}-{secrets.token_hex(4)}"
         slot.log = self._plan.logs / f"{slot.name}.log"
-        environment = {**os.environ, connection.URL_VARIABLE: self._plan.url}
+        environment = {**os.environ, **dict(self._plan.variables)}
+        environment[connection.URL_VARIABLE] = self._plan.url
         environment.pop(connection.URL_FILE_VARIABLE, None)
         arguments = ["--model", self._plan.model, "--name", slot.name, "--exit-with-parent"]
         self._num_started += 1

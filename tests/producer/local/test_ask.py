@@ -80,6 +80,15 @@ def test_an_answer_and_nothing_else(redis_url: str) -> None:
     assert left_behind(redis_url) == []
 
 
+def test_the_worker_of_a_question_does_not_pause(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody waits for the answer: a variable that makes workers polite is not for this one."""
+    monkeypatch.setenv("BATCHKV_POLITE", "on")
+    found = asked(redis_url, "why?")
+    assert (found.returncode, found.stdout) == (0, fake_worker.answer("why?") + "\n"), found.stderr
+
+
 @pytest.mark.usefixtures("worker")
 def test_a_worker_that_is_there_answers(redis_url: str) -> None:
     """No worker is started if one serves the model. Standard input is one prompt, without its last
