@@ -68,7 +68,7 @@ class BlockLayout:
         return Bundle([piece if place is kind else None for place, piece in places])
 
     def template(self, kind: Kind) -> Bundle:
-        """A block's arrays as they must be, without their numbers."""
+        """A block's arrays with the right shapes and dtypes, without their numbers."""
         if kind not in self._templates:
             pieces = [layer.template(BLOCK_TOKENS) for layer in self._layers]
             self._templates[kind] = self.part(kind, pieces)
@@ -82,7 +82,7 @@ class BlockLayout:
     def wanted(
         self, namespace: bytes, keys: Sequence[bytes], prompt: Sequence[int], had: Set[Piece]
     ) -> Wanted:
-        """What to look up for a prompt whose first full blocks have these keys."""
+        """The blocks to look up for a prompt whose first full blocks have these keys."""
         return Wanted(
             namespace,
             keys,
@@ -98,14 +98,14 @@ class BlockLayout:
         return _looks(bundle.arrays) == _looks(self.template(kind).arrays)
 
     def tensors(self, kind: Kind, bundle: Bundle) -> tuple[Tensor, ...]:
-        """The arrays, copied to bytes that nobody changes. Waits until they are computed."""
+        """The arrays, copied to bytes that never change. Waits until they are computed."""
         return tuple(
             Tensor(-1, f"{kind}.{place}", _NAMES[array.dtype], tuple(array.shape), _bytes(array))
             for place, array in enumerate(bundle.arrays)
         )
 
     def bundle(self, block: Block) -> Bundle:
-        """A block's arrays, copied out of its buffer; ValueError when they are not as they must."""
+        """A block's arrays, copied out of its buffer; ValueError for wrong shapes or dtypes."""
         template = self.template(block.kind)
         given = [(tensor.dtype, tensor.shape) for tensor in block.tensors]
         if given != _looks(template.arrays):

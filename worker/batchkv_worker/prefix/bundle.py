@@ -1,4 +1,4 @@
-"""Arrays of many layers held as few: what is kept for long must not be many small arrays."""
+"""Stores the arrays of many layers as a few large ones, because arrays have a limit on Metal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Bundle:
                 places.append((list(alike).index((tuple(array.shape), array.dtype)), len(stack)))
                 stack.append(array)
             self._places.append(places)
-        # A lone array is a view of what it was cut from, and stacking it alone copies nothing.
+        # A single array is a view of a larger one, and stacking it alone would copy nothing.
         self.arrays = [
             mx.stack(stack) if len(stack) > 1 else mx.contiguous(stack[0])[None]
             for stack in alike.values()
@@ -40,7 +40,7 @@ class Bundle:
         return None if places is None else tuple(self.arrays[a][i] for a, i in places)
 
     def with_arrays(self, arrays: Sequence[mx.array]) -> Bundle:
-        """The same pieces of the same layers, held in other arrays of the same shapes."""
+        """The same pieces of the same layers, in other arrays of the same shapes."""
         other = Bundle([])
         other._places, other.arrays = self._places, list(arrays)
         return other

@@ -1,4 +1,4 @@
-"""What the engine needs of the store that workers share; ``NoSharedPrefixes`` is for no store.
+"""The engine's interface to the store that workers share; ``NoSharedPrefixes`` is for no store.
 
 All methods are called on the engine's thread. Only ``wait`` and ``close`` wait. For a row, the
 engine calls ``begin`` when it comes in, ``is_ready`` before its prompt is computed, ``note`` when
@@ -66,7 +66,7 @@ class PrefixClient(ABC):
 
     @abstractmethod
     def note(self, row: Sequence) -> CacheNote | None:
-        """What the store had for a row; None for a row without a full block."""
+        """The note about a row's hits in the store; None for a row without a full block."""
 
     @abstractmethod
     def forget(self, row: Sequence) -> None:
@@ -78,7 +78,7 @@ class PrefixClient(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Write for a moment what is under way, then release everything."""
+        """Continue started writes for a moment, then release everything."""
 
 
 class NoSharedPrefixes(PrefixClient):

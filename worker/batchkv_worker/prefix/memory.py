@@ -33,7 +33,7 @@ from batchkv_worker.prefix.bundle import Bundle
 from batchkv_worker.sequence import Sequence
 
 LOCAL_ROOT = root_key(b"")  # one process, one model, one scheme: the chain needs no namespace
-_EMPTY_BYTES = 1024  # what a block counts that holds no arrays (every layer has a state)
+_EMPTY_BYTES = 1024  # counted for a block without arrays (every layer has a state)
 
 # Called with a row, the number of one of its blocks, and a part of it that was computed just now.
 OnNew = Callable[[Sequence, int, Kind, Bundle], None]
@@ -41,7 +41,7 @@ OnNew = Callable[[Sequence, int, Kind, Bundle], None]
 
 @dataclass(slots=True)
 class _Block:
-    """``is_converted``: it rests on numbers that another scheme rounded, and is not shared."""
+    """``is_converted``: it was computed from values that another scheme rounded; not shared."""
 
     parts: dict[Kind, Bundle] = field(default_factory=dict)
     is_converted: bool = False
@@ -52,10 +52,10 @@ class _Block:
 
 
 class PrefixCache:
-    """Blocks by key. ``eviction`` has the order in which they go, and how many rows wait for each.
+    """Blocks by key. ``eviction`` has their order of eviction, and how many rows wait for each.
 
-    ``max_blocks`` is the longest chain that there is room for, with its state at the end; no room
-    for one keeps nothing. ``root`` starts the chain; ``on_new`` gets blocks to share.
+    ``max_blocks``: the longest chain that fits, with its state at the end; 0: nothing is kept.
+    ``root``: the key before the first block. ``on_new``: called with new parts, to share them.
     """
 
     def __init__(
@@ -116,13 +116,13 @@ class PrefixCache:
         return self.depth_of(row) * BLOCK_TOKENS
 
     def depth_of(self, row: Sequence) -> int:
-        """``depth`` of a row's chain, looked up anew only when something came or went."""
+        """``depth`` of a row's chain, looked up again only after blocks came or went."""
         if row.depth_seen[0] != self.version:
             row.depth_seen = self.version, self.depth(row.block_keys)
         return row.depth_seen[1]
 
     def pieces(self, keys: Items[bytes]) -> set[tuple[int, Kind]]:
-        """(block number, kind) of everything of a chain that is here, with gaps or without."""
+        """(block number, kind) of all parts of a chain in this memory, with gaps or without."""
         return {
             (number, kind) for number, key in enumerate(keys) for kind in self._parts(key) or ()
         }
@@ -180,14 +180,14 @@ class PrefixCache:
             layer.restore(_assemble(lines, 0), first * BLOCK_TOKENS, end)
 
     def _chain(self, keys: Items[bytes]) -> list[_Block]:
-        """Blocks of a chain, now the latest used: its head last, for a tail is nothing alone."""
+        """Blocks of a chain, marked as used; the head last, because a tail needs its head."""
         self.eviction.touch(keys)
         return [self._blocks[key] for key in keys]
 
     def publish(self, rows: Items[Sequence], prefill: PrefillRows, start: int, end: int) -> None:
-        """Keep the blocks that the chunk [start, end) completed and that are not here yet.
+        """Store the blocks that the chunk [start, end) completed and that are not here yet.
 
-        Tails go in before heads, so that they also go first when room is short.
+        Tails are stored before heads, so that they are also evicted first.
         """
         for index, row in enumerate(rows):
             keys = row.block_keys[: end // BLOCK_TOKENS]

@@ -1,9 +1,9 @@
 """How many jobs a worker takes from the queue, and when it gives some of them back. Pure.
 
 The queue is in prefix order, so consecutive jobs share prefixes. A worker that takes single jobs as
-its slots become free shares prefixes with nobody: eight workers hit 16 % of a production trace's
-blocks that way, and 36 % with runs of 128 jobs (``tests/benchmarks/bench_plan.py``). A worker
-therefore takes whole *runs*. The jobs of a run that its engine has no room for yet are its
+its slots become free rarely gets rows with a common prefix: eight workers hit 16 % of a production
+trace's blocks that way, and 36 % with runs of 128 jobs (``tests/benchmarks/bench_plan.py``). A
+worker therefore takes whole *runs*. The jobs of a run that its engine has no room for yet are its
 *backlog*. It takes no new run while the backlog is enough.
 
 With a long backlog a slow worker would delay the others at the end. So no worker takes more than an
@@ -26,8 +26,8 @@ AHEAD_AT_END = 8  # rows that wait in the engine when others may soon have nothi
 class View:
     """The queue and the engine, as one worker sees them.
 
-    ``slots``: rows that its engine decodes at once. ``prefetch``: rows that wait in the engine
-    beside them. ``num_started``: rows that the engine has. ``backlog``: jobs taken, not started.
+    ``slots``: rows that its engine decodes at once. ``prefetch``: further rows that wait in it.
+    ``num_started``: rows that the engine has. ``backlog``: jobs taken, not started.
     ``queued``: jobs in the queue when last looked, of the highest priority that has any: only those
     are taken. ``num_workers``: live workers of the queue, this one too.
     """

@@ -4,11 +4,11 @@
 leases are renewed like all others.
 
 Rows that had begun on a worker when it died are *suspects*: one of them may have killed it. The
-rows of one death run together, and beside no others (``lua/suspects.lua``). A worker that holds no
-job takes whatever is first in the queue. If that is a suspect, it takes the suspect's group, and
-nothing else until the whole group has ended. A worker that holds jobs passes suspects over and
-takes the jobs behind them. Most likely a worker that holds none will come, such as the one that
-replaces the dead worker. If none has come within ``APART_WAIT_SECONDS``, one worker takes no more
+rows of one death run together, and with no others (``lua/suspects.lua``). A worker that holds no
+job takes the first job in the queue. If that is a suspect, it takes the suspect's group, and no
+other job until the whole group has ended. A worker that holds jobs passes suspects over and takes
+the jobs after them. Most likely a worker that holds none will come, such as the one that replaces
+the dead worker. If none has come within ``APART_WAIT_SECONDS``, one worker takes no more
 jobs until it holds none.
 """
 
@@ -224,7 +224,7 @@ class JobPuller:
         for lease in leases:
             self._in_flight.drop(lease.job_id)
         self.num_taken -= len(leases)
-        self.is_exhausted = False  # a burst does not end before somebody took them
+        self.is_exhausted = False  # a burst does not end before another worker has taken them
 
     def return_started(self) -> None:
         """Give back the rows that the engine has, and cancel them there. No death is counted."""

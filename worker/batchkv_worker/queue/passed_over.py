@@ -57,7 +57,7 @@ class PassedOver:
         seconds = self._seconds
         if run.has_more:
             self._seconds = min(2 * seconds, MAX_UNFIT_SECONDS)
-            self._seen = (0, 0, 0)  # the next look begins anew
+            self._seen = (0, 0, 0)  # the next look starts again
         return usual_seconds if run.num_passed else seconds
 
     def is_news(self, before: Sequence[int], lengths: Sequence[int]) -> bool:

@@ -88,7 +88,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
         *,
         settings: WorkerSettings | None = None,
         prepare_for_work: bool = True,
-        serializer: object = None,  # RQ's command line says pickle unless told otherwise
+        serializer: object = None,  # the default of RQ's command line is pickle
         **options: Any,
     ) -> None:
         names = [getattr(queue, "name", queue) for queue in queues]
@@ -127,7 +127,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
         dequeue_strategy: object = None,  # there is one queue: every strategy is the same
         exit_with_parent: bool = False,
     ) -> bool:
-        """Work until told to stop; whether any job was taken. Ends in SystemExit when not well."""
+        """Work until asked to stop. Returns whether a job was taken. Faults raise SystemExit."""
         assert self.settings is not None, "made with prepare_for_work=False: only for looking"
         settings, factory = self.settings, type(self).engine_factory
         engine = EngineThread(lambda: factory(settings))
@@ -184,7 +184,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
 
     @contextmanager
     def _signal_handlers(self) -> Iterator[None]:
-        """RQ's handlers while we work, then the former ones again."""
+        """Inside the block, RQ's signal handlers are set; then the former ones again."""
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         self._install_signal_handlers()
         try:
@@ -204,7 +204,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             raise
 
     def _end_engine(self, engine: EngineThread) -> None:
-        """Let the engine's thread end; MLX must not be running when the interpreter goes."""
+        """Let the engine's thread end, because MLX must not run when the interpreter ends."""
         engine.stop()
         is_over = engine.join(ENGINE_STOP_SECONDS)
         close_trace()
@@ -228,7 +228,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
         )
 
     def _register_again(self) -> None:
-        """Write the worker's record anew: the server lost it, or it expired in an outage."""
+        """Write the worker's record again: the server lost it, or it expired in an outage."""
         self.log.warning("Worker %s: registering again", self.name)
         with self.connection.pipeline() as pipeline:
             self.last_heartbeat = now()
@@ -249,7 +249,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
         return connection
 
     def register_birth(self) -> None:
-        """RQ's registration; SettingsError when another living worker has our name.
+        """RQ's registration; SettingsError if another running worker has this name.
 
         The name of one that died on this machine is free at once: nobody but us knows of that.
         """
@@ -294,7 +294,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
         super()._pubsub_exception_handler(exc, pubsub, pubsub_thread)
 
     def unsubscribe(self) -> None:
-        """As RQ does, but the thread is stopped first, so that leaving takes no second."""
+        """As RQ does, but the thread is stopped first, so that this does not take a second."""
         if self.pubsub_thread is not None and self.pubsub is not None:
             self.pubsub_thread.stop()
             self.pubsub.unsubscribe()
@@ -302,7 +302,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             self.pubsub.close()
 
     def teardown(self) -> None:
-        """Sign off. A server that is away does not delay the end."""
+        """Remove the worker's record. A server that is away does not delay the end."""
         try:
             super().teardown()
         except RedisError as fault:

@@ -88,7 +88,7 @@ class Session:
         self._engine.wake()
 
     def run(self) -> int:
-        """Work until told to stop or out of work; the exit code. May raise WorkerError."""
+        """Work until asked to stop or out of work. Returns the exit code. May raise WorkerError."""
         while not self._is_over():
             self._serve_engine(self._wait_seconds())
             self._outage.attempt(self._exchange)
@@ -169,7 +169,7 @@ class Session:
         return max(0.0, until - now)
 
     def _serve_engine(self, wait_seconds: float) -> None:
-        """All but Redis: handle the engine's events, and hand it the rows that it has room for."""
+        """Handle the engine's events, and give it the rows that it has room for. No Redis."""
         self._handle(self._engine.notices(wait_seconds))
         self._record.log_loading()
         self._report_stop()
@@ -214,7 +214,7 @@ class Session:
                 self._engine.cancel(job_id)
 
     def _heed_pause(self) -> None:
-        """Begin or end a pause. Rows that only wait in the engine do not wait there for its end."""
+        """Begin or end a pause. It begins with a recall of rows that only wait in the engine."""
         if self._state.pause.look(self._in_flight.num_started):
             job_ids = [lease.job_id for lease in self._in_flight.started]
             self._engine.recall(job_ids, len(job_ids))

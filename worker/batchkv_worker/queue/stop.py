@@ -43,7 +43,7 @@ class StopRequest:
         self._wake()
 
     def on_parent_gone(self) -> None:
-        """The parent ended: nobody waits for the rows."""
+        """The parent ended, so no process waits for the rows."""
         if self.warm_since is None:
             self.warm_since = time.monotonic()
         self.is_orphaned = True
@@ -65,7 +65,7 @@ class StopRequest:
                 while os.read(descriptor, 4096):
                     pass
             except OSError:
-                pass  # closed: nobody holds the other end
+                pass  # closed: no process has the other end
             self.on_parent_gone()
             time.sleep(grace_seconds)
             hard_exit(EXIT_ORPHANED)

@@ -123,7 +123,7 @@ class StoreClient(PrefixClient):
             is_late = now - fetch.asked_at > self._access.lookup_seconds
             return is_late and self._give_up(fetch, "slow")
         depth = self._prefix_memory.depth_of(row)
-        # What is computed here, the scheduler sees to it that it is computed once.
+        # The scheduler makes sure that a block of this worker is computed once.
         if depth == len(row.block_keys) or self.outbox.is_held(row.block_keys[depth]):
             return True
         if self._pending.is_hung:
@@ -289,8 +289,8 @@ class StoreClient(PrefixClient):
             steps.callback(self._access.store.close, self._access.close_seconds)
             steps.callback(self._fetcher.close, 1.0)
             steps.callback(self.outbox.send_all)
-        told = ", ".join(f"{name} {count}" for name, count in self.counters.items() if count)
-        log.info("cache: %s", told or "not used")
+        counts = ", ".join(f"{name} {count}" for name, count in self.counters.items() if count)
+        log.info("cache: %s", counts or "not used")
 
     @property
     def _prefix_memory(self) -> PrefixCache:
