@@ -17,6 +17,7 @@ from batchkv_producer.doctor import (
 )
 from batchkv_producer.doctor.contract import Check, Finding, fail
 from batchkv_producer.doctor.mac import (
+    chip,
     crashes,
     launchd,
     memory,
@@ -24,7 +25,6 @@ from batchkv_producer.doctor.mac import (
     one_shot,
     places,
     power,
-    system,
 )
 from batchkv_producer.doctor.machine import Machine
 from batchkv_producer.doctor.reach import address_of
@@ -38,7 +38,7 @@ SERVER_SECONDS = 25.0
 STRESS_MARGIN_SECONDS = 900.0
 WORKER = "worker"  # the entry point of the worker's checks
 
-_MODULES = (system, installation, linux, memory, home_folder, programs, power, launchd, places)
+_MODULES = (chip, installation, linux, memory, home_folder, programs, power, launchd, places)
 MACHINE_CHECKS: tuple[Check[Any], ...] = tuple(
     check for module in (*_MODULES, crashes, fixes) for check in module.CHECKS
 )

@@ -15,7 +15,7 @@ import pytest
 from batchkv_producer.doctor.contract import Check, Level
 from batchkv_producer.doctor.examine import MACHINE_CHECKS
 from batchkv_producer.doctor.home_folder import HomeFacts, judge_home, type_in_mounts_of_mac
-from batchkv_producer.doctor.mac import memory, network, power, system
+from batchkv_producer.doctor.mac import chip, memory, network, power
 from batchkv_producer.doctor.mac.mach_o import minimum_os
 from batchkv_producer.doctor.machine import Machine, Output
 from batchkv_producer.doctor.runner import examine
@@ -250,8 +250,8 @@ BUILDS = {
 @pytest.mark.parametrize("name", BUILDS)
 def test_the_build_of_mlx_fits_chip_and_macos(name: str) -> None:
     """A build for a newer macOS lacks kernels here; one for an older leaves an M5's units idle."""
-    wheel, minimum, macos, chip, level = BUILDS[name]
-    verdict = system.judge_build(system.BuildFacts(True, wheel, minimum, macos, chip))
+    wheel, minimum, macos, name_of_chip, level = BUILDS[name]
+    verdict = chip.judge_build(chip.BuildFacts(True, wheel, minimum, macos, name_of_chip))
     assert verdict is not None and verdict.level is level
 
 
