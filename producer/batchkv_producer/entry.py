@@ -12,6 +12,8 @@ EXIT_INTERRUPTED = 130
 
 def main() -> None:
     """Run the command. A Ctrl-C during the imports ends it without a message."""
+    if "SUDO_UID" in os.environ:  # root's compiled files in a user's checkout would stay there
+        sys.dont_write_bytecode = True
     try:
         prepare_streams()
         from batchkv_producer.cli import main as begin

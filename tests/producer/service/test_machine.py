@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from batchkv_producer import entry
 from batchkv_producer.errors import UsageError
 from batchkv_producer.service import machine
 from batchkv_producer.service.machine import this_machine
@@ -48,6 +49,23 @@ def test_a_user_may_be_named(as_root: pytest.MonkeyPatch) -> None:
     assert this_machine("ada").home == Path("/Users/ada")
     with pytest.raises(UsageError, match="--user nobody-here: there is no such user"):
         this_machine("nobody-here")
+
+
+@pytest.mark.parametrize("is_sudo", [False, True])
+def test_sudo_leaves_no_compiled_files(monkeypatch: pytest.MonkeyPatch, is_sudo: bool) -> None:
+    """Under sudo nothing is compiled into the user's folders: root would own what it writes."""
+
+    def end() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(entry, "prepare_streams", end)
+    monkeypatch.delenv("SUDO_UID", raising=False)
+    if is_sudo:
+        monkeypatch.setenv("SUDO_UID", "501")
+    with pytest.raises(SystemExit):
+        entry.main()
+    assert sys.dont_write_bytecode is is_sudo
 
 
 def test_a_command_always_ends(monkeypatch: pytest.MonkeyPatch) -> None:
