@@ -285,7 +285,10 @@ def bench_command(
     quick: bool,
     as_json: bool,
 ) -> None:
-    """Measure how fast this machine serves a model, beside what it could do at most."""
+    """Measure how fast this machine serves a model.
+
+    Each figure has its bound beside it: what the machine could do at most.
+    """
     from batchkv_worker.engine import open_files
     from batchkv_worker.kv.backends import blas
     from batchkv_worker.queue.startup import exit_with
