@@ -59,9 +59,9 @@ def doctor(
     """Examine this machine, and say what to do.
 
     It looks for what would keep batchkv from working well. Without -m, --url
-    and --stress it ends within 30 seconds. It changes nothing but with --fix,
-    and then only batchkv's own files. Exit code 0: all is well, or there are
-    warnings. 1: some check failed.
+    and --stress it ends within 30 seconds. It mends nothing but with --fix,
+    and then only batchkv's own files. -m keeps what it measures, as a worker
+    does. Exit code 0: all is well, or there are warnings. 1: some check failed.
 
     \b
     Examples:

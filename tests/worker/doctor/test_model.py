@@ -22,6 +22,8 @@ from batchkv_worker.engine.engine import Engine
 from batchkv_worker.engine.tokens import largest
 from batchkv_worker.errors import ModelError, SettingsError
 from batchkv_worker.events import Completed
+from batchkv_worker.kv.start import pathcheck
+from batchkv_worker.kv.start.pathcheck import PathCheck
 from batchkv_worker.prefix import block_layout
 from worker.doctor.small_engine import small_engine
 from worker.prefix.engines_on_store import access, on_disk
@@ -40,6 +42,12 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     way = access(on_disk(tmp_path / "store"), writes_all=True)
     with small_engine(way) as found:
         yield found
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention is compared at two lengths; ``tests/worker/kv/start`` has all five."""
+    monkeypatch.setattr(pathcheck, "LENGTHS", (64, 110))
 
 
 def test_files_of_a_model_are_found(tmp_path: Path) -> None:
@@ -160,10 +168,11 @@ def test_a_prefix_pays_from_its_bytes_and_the_speed_of_prompts() -> None:
 
 
 def test_all_steps_of_a_loaded_model(
-    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the files to the tiers, which are judged by this model's speed; the engine is closed."""
     monkeypatch.setattr(capacity, "SPEED_SECONDS", 0.1)
+    monkeypatch.setattr(attention, "SCHEMES", ("affine8",))
     closed = []
 
     def build(settings: Any) -> Engine:
@@ -210,3 +219,40 @@ def test_settings_of_the_environment_are_the_workers(
     settings = model.settings_of(Examined("demo", "affine4", tmp_path))
     assert (settings.slots, settings.kv_scheme) == (7, "affine4")
     assert str(settings.cache).startswith(f"disk:{tmp_path}")
+
+
+def path_check(name: str, error: float, fault: str = "") -> PathCheck:
+    return PathCheck(name, 1_100, True, error, 0.01, fault)
+
+
+@pytest.mark.parametrize(
+    ("checks", "level", "words"),
+    [
+        ([path_check("fused", 0.001)], Level.OK, "within 0.001 of float32"),
+        ([path_check("fused", 0.5)], Level.FAIL, "fused differs by 0.5"),
+        ([path_check("packed", float("inf"))], Level.FAIL, "no number"),
+        ([path_check("fused", 0.0), path_check("packed", 0.0, "no kernel")], Level.OK,
+         "packed is not on this device"),
+        ([path_check("packed", 0.0, "no kernel")], Level.FAIL, "no path"),
+    ],
+)  # fmt: skip
+def test_paths_are_judged(checks: list[PathCheck], level: Level, words: str) -> None:
+    """One that differs is a fault; one that the device lacks is left out."""
+    verdict = attention.judge_paths(checks)
+    assert verdict is not None and verdict.level is level and words in verdict.found, verdict
+    assert attention.judge_paths([]) is None
+
+
+def test_attention_of_this_device_is_right(
+    engine: Engine, short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float and packed, and behind a shared prefix; a path that returns zeros is found."""
+    for name in ("float", "affine8"):
+        right = attention.scheme_verdict(engine, name)
+        assert right is not None and right.level is Level.OK, right
+    prefix = attention.prefix_verdict(engine)
+    assert prefix is not None and prefix.level is Level.OK, prefix
+    attend = pathcheck.attend
+    monkeypatch.setattr(pathcheck, "attend", lambda *args: mx.zeros_like(attend(*args)))
+    wrong = attention.scheme_verdict(engine, "affine8")
+    assert wrong is not None and wrong.level is Level.FAIL

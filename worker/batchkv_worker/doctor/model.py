@@ -58,6 +58,9 @@ def loaded_steps(examined: Examined) -> Iterator[Step]:
     engine = examined.loaded_engine
     yield "model's memory", partial(memory_verdict, examined)
     yield "dtype", partial(dtype_verdict, examined)
+    for scheme in dict.fromkeys((engine.config.scheme, *attention.SCHEMES)):
+        yield f"KV {scheme}", partial(attention.scheme_verdict, engine, scheme)
+    yield "shared prefix", partial(attention.prefix_verdict, engine)
     yield "best tokens", partial(attention.best_tokens_verdict, engine)
     yield "stored prefix", partial(hit_miss.verdict, engine, examined.folder)
     yield "prompt speed", partial(speed_verdict, examined)
