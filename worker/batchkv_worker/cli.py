@@ -55,7 +55,7 @@ def settings_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--url", help="Redis URL. Default: BATCHKV_REDIS_URL, else the embedded server.")
 @click.option("--name", help="Name shown by RQ's tools. Default: host and a random suffix.")
 @click.option("--burst", is_flag=True, help="End when the queue is empty.")
-@click.option("--max-jobs", type=click.IntRange(min=1), help="End after so many jobs.")
+@click.option("--max-jobs", type=click.IntRange(min=1), help="End after this many jobs.")
 @click.option("--max-idle-time", type=click.IntRange(min=1),
               help="End after so many seconds without a job.")  # fmt: skip
 @click.option("--exit-with-parent", is_flag=True, help="End when standard input ends.")
