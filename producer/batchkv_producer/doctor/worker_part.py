@@ -64,6 +64,8 @@ def run_part(
         errors="replace",
         start_new_session=True,  # so that what it starts ends with it
     )
+    assert process.stdin is not None
+    asked = process.stdin  # stays open, so that the process can tell when doctor is gone
     lines: queue.Queue[str | None] = queue.Queue()
     errors: list[str] = []
     threads = [
@@ -73,16 +75,19 @@ def run_part(
     for thread in threads:
         thread.start()
     try:
-        assert process.stdin is not None
-        with suppress(BrokenPipeError), process.stdin as asked:
-            asked.write(json.dumps(dict(request.values)))
+        with suppress(BrokenPipeError):
+            asked.write(f"{json.dumps(dict(request.values))}\n")
+            asked.flush()
         deadline = time.monotonic() + request.seconds
         late = warn if request.may_be_late else fail
         yield from _findings(process, lines, errors, deadline, late)
     finally:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if process.poll() is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        with suppress(BrokenPipeError):
+            asked.close()
         for thread, stream in zip(threads, (process.stdout, process.stderr), strict=True):
             thread.join(JOIN_SECONDS)
             if stream is not None and not thread.is_alive():

@@ -13,7 +13,7 @@ from batchkv_producer.doctor.contract import Finding, Level
 from batchkv_producer.doctor.worker_part import Request, run_part
 
 SAY = """import json, sys, time, os
-asked = json.load(sys.stdin)
+asked = json.loads(sys.stdin.readline())
 def say(**values): print(json.dumps(values), flush=True)
 """
 GOOD = 'say(begin="one")\nsay(name="one", level="ok", found="fine", todo="", seconds=0.1)\n'
@@ -55,6 +55,16 @@ def test_a_crash_names_the_check_that_began(tmp_path: Path, ending: str, words: 
     assert first.name == "one"
     assert second.name == "matrix products" and second.verdict.level is Level.FAIL
     assert words in second.verdict.found
+
+
+def test_the_request_stays_open_until_the_end(tmp_path: Path) -> None:
+    """So the process can tell that doctor is gone: it must not read the end before."""
+    text = f"""
+import threading
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(9)), daemon=True).start()
+time.sleep(0.3)
+{GOOD}"""
+    assert [each.verdict.level for each in run(tmp_path, text)] == [Level.OK]
 
 
 def test_a_hang_is_given_up(tmp_path: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -56,6 +59,26 @@ def test_without_mlx_there_are_no_checks_of_it(monkeypatch: pytest.MonkeyPatch) 
     assert lines({"part": "device"}) == []
     _, said = lines({"part": "model", "model": "demo"})
     assert said["level"] == "fail" and "make venv" in str(said["todo"])
+
+
+def test_the_process_ends_with_doctor() -> None:
+    """Whoever kills doctor alone leaves no load behind: the closed input ends the process."""
+    code = (
+        "import sys, time; from batchkv_worker.doctor.program import end_with_parent\n"
+        "end_with_parent(sys.stdin); print('ready', flush=True); time.sleep(600)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    with process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        assert process.poll() is None
+        process.stdin.close()
+        assert process.wait(60) == -signal.SIGKILL
 
 
 def test_verdicts_are_what_the_parent_reads() -> None:

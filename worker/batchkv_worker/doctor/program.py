@@ -1,8 +1,8 @@
 """The process in which the worker's checks are made: ``python -m batchkv_worker.doctor.program``.
 
 ``batchkv_producer.doctor.worker_part`` starts it and reads its lines. The request is one JSON
-object on standard input. Standard output has lines of JSON only: what libraries print goes to
-standard error.
+object, a line on standard input, which stays open: when it is closed, the parent is gone, and this
+process ends. Standard output has lines of JSON only: what libraries print goes to standard error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
@@ -86,11 +88,25 @@ def _write(out: IO[str], **values: object) -> None:
     out.flush()
 
 
+def end_with_parent(stream: IO[str]) -> None:
+    """End this process, and what it started, when the stream ends."""
+
+    def wait() -> None:
+        while stream.read(1024):
+            pass
+        if os.getpgrp() == os.getpid():  # as doctor starts it
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
+
+
 def main() -> None:
     """Read the request, keep standard output for findings, make the checks."""
     own = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    request = json.loads(sys.stdin.read() or "{}")
+    request = json.loads(sys.stdin.readline() or "{}")
+    end_with_parent(sys.stdin)
     with own:
         run(request, own)
 

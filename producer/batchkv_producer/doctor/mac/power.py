@@ -60,7 +60,7 @@ def judge_sleep(facts: SleepFacts) -> Verdict | None:
     is_serving = bool(facts.services)
     if facts.minutes and is_serving and not facts.keepers:
         return warn(
-            f"this Mac sleeps after {facts.minutes} idle minutes, and nothing keeps it awake",
+            f"this Mac sleeps after {facts.minutes} idle min, and nothing keeps it awake",
             "the service holds an assertion while it runs: `batchkv service status`; or "
             "`sudo pmset -c sleep 0`",
         )
@@ -69,7 +69,7 @@ def judge_sleep(facts: SleepFacts) -> Verdict | None:
     awake = f", kept awake by {', '.join(facts.keepers)}" if facts.keepers else ""
     if facts.minutes:
         return ok(
-            f"the idle Mac sleeps after {facts.minutes} minutes{awake}",
+            f"the idle Mac sleeps after {facts.minutes} min{awake}",
             "workers and `batchkv run` keep it awake while they run",
         )
     return ok(f"this Mac does not sleep by itself{awake}")
