@@ -148,7 +148,7 @@ TABLE = (
         metavar="N", help="Rows that decode at once.",
         run_help="Rows that a worker decodes at once, at most.",
         about="rows that decode at once. `auto` is 32; on an M5 and on an Ultra it is 64, and on a "
-        "Mac with 16 GB of memory or less it is 16. `batchkv workers --json` shows the number",
+        "Mac with 8 GB of memory it is 16. `batchkv workers --json` shows the number",
     ),
     Setting(
         "prefetch", ("BATCHKV_PREFETCH",), "--prefetch", ValueType.WHOLE, "auto", "",

@@ -25,7 +25,7 @@ def machine_of(rates: Rates) -> Machine:
     return Machine(
         chip=chip,
         memory_gb=round(memory / 2**30, 1),
-        system=f"{platform.system()} {platform.release()}",
+        system=f"{os.uname().sysname} {os.uname().release}",
         device=device.kind(),
         mlx=mx.__version__,
         mlx_lm=mlx_lm.__version__,

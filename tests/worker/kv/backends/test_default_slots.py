@@ -17,8 +17,9 @@ GIB = 2**30
     ("chip", "gib", "slots"),
     [
         ("Apple M1", 8, 16),
-        ("Apple M4", 16, 16),
-        ("Apple M5", 16, 16),
+        ("Apple M4", 16, 32),
+        ("Apple M5", 16, 32),
+        ("Apple M5", 8, 16),
         ("Apple M4", 24, 32),
         ("Apple M2 Max", 96, 32),
         ("Apple M4 Max", 128, 32),
@@ -34,7 +35,7 @@ GIB = 2**30
     ],
 )
 def test_slots_follow_the_chip_and_the_memory(chip: str, gib: int, slots: int) -> None:
-    """32 rows on M1 to M4, 64 on an M5 and on an Ultra, 16 on Macs of up to 16 GB."""
+    """32 rows on M1 to M4, 64 on an M5 and on an Ultra, 16 on Macs of 8 GB; 64 take more than 16 GB."""
     assert default_slots("metal", chip, gib * GIB) == slots
 
 

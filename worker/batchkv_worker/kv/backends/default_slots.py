@@ -17,7 +17,8 @@ from batchkv_worker.kv.backends import device
 USUAL = 32
 ON_WIDE_CHIPS = 64
 ON_SMALL_MACS = 16
-SMALL_BYTES = 16 * 2**30  # memory of the largest Mac that counts as small
+SMALL_BYTES = 8 * 2**30  # memory of the largest Mac that counts as small
+WIDE_BYTES = 16 * 2**30  # more memory than this is needed for 64 rows
 _WIDE_GENERATION = 5
 
 
@@ -32,6 +33,8 @@ def default_slots(kind: str, chip: str = "", memory_bytes: int = 0) -> int:
     if 0 < memory_bytes <= SMALL_BYTES:
         return ON_SMALL_MACS
     generation = re.search(r"\bM([0-9]+)\b", chip)
+    if 0 < memory_bytes <= WIDE_BYTES:
+        return USUAL
     is_wide = "Ultra" in chip or (generation and int(generation[1]) >= _WIDE_GENERATION)
     return ON_WIDE_CHIPS if is_wide else USUAL
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,7 +27,7 @@ def machine_facts(blas: str) -> dict[str, Any]:
         "chip": str(info.get("device_name", "")),
         "architecture": str(info.get("architecture", "")),
         "device": str(mx.default_device()),
-        "system": f"{platform.system()} {platform.release()} {platform.version()}",
+        "system": " ".join(os.uname()[:1] + os.uname()[2:4]),
         "driver": _driver(),
         "cpus": _num_cpus(),
         "blas": blas,
