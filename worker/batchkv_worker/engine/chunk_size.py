@@ -17,6 +17,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from batchkv_worker.faults import is_device_fault
+from batchkv_worker.kv.backends import device
 from batchkv_worker.kv.backends.measurements import Codec
 from batchkv_worker.kv.layers.contract import Chunk
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
@@ -81,7 +83,11 @@ def choose_chunk(loaded: LoadedModel, plan: KvPlan) -> int:
 def measure(
     loaded: LoadedModel, plan: KvPlan, seconds: float, start_seconds: float = START_SECONDS
 ) -> Measured:
-    """The speeds of as many sizes as the two limits allow; that of the first always."""
+    """The speeds of as many sizes as the two limits allow; that of the first always.
+
+    macOS may end long work of the GPU. A size at which the device fails twice is too large for this
+    machine, and so are all larger ones: the start goes on with the smaller ones.
+    """
     sizes = [size for size in SIZES if size < loaded.context]
     end = time.perf_counter() + start_seconds
     least: dict[int, float] = {}  # seconds
@@ -89,10 +95,16 @@ def measure(
     for size in sizes:
         if least and spent + 2 * least[max(least)] > seconds:
             break
-        _compute(loaded, plan, size)  # compiles
-        if least and time.perf_counter() > end:
-            break
-        least[size] = _time(loaded, plan, size)
+        try:
+            _compute_twice_at_most(loaded, plan, size)  # compiles
+            if least and time.perf_counter() > end:
+                break
+            least[size] = _time(loaded, plan, size)
+        except RuntimeError as fault:
+            if not (least and is_device_fault(fault) and device.drain()):
+                raise
+            log.warning("chunks of %d tokens and more are not used: %s", size, fault)
+            return Measured({size: size / took for size, took in least.items()}, is_whole=True)
         spent += least[size]
     is_whole = len(least) == len(sizes)
     for _ in range(TURNS - 1):  # all again in turns: a GPU that wakes up is slow at first
@@ -135,6 +147,16 @@ def smallest_fast(found: Measured, usual: int, least: int = 0) -> int:
     log.info("prompts are computed in chunks of %d tokens (tokens a second: %s%s)",
              chosen, told or "not measured", short)  # fmt: skip
     return chosen
+
+
+def _compute_twice_at_most(loaded: LoadedModel, plan: KvPlan, size: int) -> None:
+    """Compute once more if the device fails: another program's work may have been the reason."""
+    try:
+        _compute(loaded, plan, size)
+    except RuntimeError as fault:
+        if not (is_device_fault(fault) and device.drain()):
+            raise
+        _compute(loaded, plan, size)
 
 
 def _time(loaded: LoadedModel, plan: KvPlan, size: int) -> float:

@@ -14,7 +14,7 @@ CPU, (b) starts each layer as it is built (``Backend.starts_each_layer``).
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import islice
 
@@ -182,15 +182,19 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Compute some prompt chunks and one decode step. Returns events of rows that ended."""
+        self._recovering(self._step)
+        self._diagnostics.record()
+        events, self._events = self._events, []
+        return events
+
+    def _recovering(self, work: Callable[[], None]) -> None:
+        """Do work; when memory runs out or the device fails meanwhile, the engine goes on."""
         try:
-            self._step()
+            work()
         except (RuntimeError, MemoryError) as fault:
             if not is_out_of_memory(fault) and not is_device_fault(fault):
                 raise
             self._recover(fault)
-        self._diagnostics.record()
-        events, self._events = self._events, []
-        return events
 
     def _step(self) -> None:
         self._relief.apply(self._read_in_flight)
@@ -240,9 +244,12 @@ class Engine:
 
     def rest(self) -> None:
         """Idle for a while: give back the memory that MLX keeps to use again."""
+        self._recovering(self._rest)
+        self._diagnostics.record()
+
+    def _rest(self) -> None:
         self._relief.apply(self._read_in_flight)
         mx.clear_cache()
-        self._diagnostics.record()
 
     def trouble(self) -> str:
         """Why rows wait that could run, for the worker's record."""

@@ -21,6 +21,7 @@ from batchkv_producer.submit import fingerprint
 from batchkv_producer.wire.maker import Maker
 from batchkv_worker.demo import MODEL_PATH as DEMO_PATH
 from batchkv_worker.errors import ModelChangedError, ModelError
+from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.backends import device
 from batchkv_worker.kv.layers.discover import CacheTree, discover
 from batchkv_worker.model import load_progress as loading
@@ -104,6 +105,8 @@ def load(name: str, dtype: str = "auto", *, is_careful: bool = False) -> LoadedM
     except ModelError:
         raise
     except Exception as fault:  # tokenizers, missing packages and model code raise anything
+        if is_device_fault(fault):
+            raise
         raise ModelError(f"model {name!r} cannot be loaded from {path}: {_first(fault)}") from fault
     if _fingerprint(path) != before:
         raise ModelChangedError(f"the files of model {name!r} changed while they were loaded")

@@ -20,6 +20,7 @@ from mlx_lm.models.cache import (
 )
 
 from batchkv_worker.errors import ModelError
+from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.layers.state import StateShape
 from batchkv_worker.kv.schemes.packing import LayerShape
 from batchkv_worker.kv.types import Window
@@ -95,6 +96,8 @@ def discover(name: str, model: Any) -> CacheTree:
     try:
         mx.eval(model(mx.array([[0]]), cache=_with_lists(tree.nested(probes))))
     except Exception as fault:  # model code may raise anything
+        if is_device_fault(fault):
+            raise
         reason = next(iter(str(fault).strip().splitlines()), type(fault).__name__)[:300]
         raise ModelError(f"model {name!r} cannot be run: {reason}") from fault
     return CacheTree(tuple(_leaf(name, probe) for probe in probes), tuple(nesting))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from batchkv_worker.errors import ModelError
+from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.attention import paths
 from batchkv_worker.kv.attention.paths import LayerAttention, Path
 from batchkv_worker.kv.backends.contract import Backend, PrefixKernel
@@ -56,6 +57,8 @@ def choose_path(
             probe.CHOICE,
         )
     except (ValueError, RuntimeError) as fault:  # what MLX raises for a kernel that it lacks
+        if is_device_fault(fault):
+            raise
         raise ModelError(
             f"model {name!r}: this device cannot keep {layer}: {fault}; choose another KV scheme "
             "(`float` needs the fewest kernels), or another version of MLX"

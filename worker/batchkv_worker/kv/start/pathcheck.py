@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import mlx.core as mx
 
+from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.attention import shared_prefix
 from batchkv_worker.kv.attention.paths import LayerAttention, Path, attend, in_slots, paths_of
 from batchkv_worker.kv.backends.compare import difference, path_tolerance
@@ -187,6 +188,8 @@ def _check_stored(scheme: LayerScheme, dtype: mx.Dtype) -> PathCheck:
                 share = mx.sqrt(mx.square(rest).mean() / mx.square(given).mean()).item()
             lost = max(lost, float(share) if share == share else float("inf"))
     except (ValueError, RuntimeError) as fault:
+        if is_device_fault(fault):
+            raise
         return PathCheck(STORED, _OWN, False, lost, _LOST, _first_line(fault))
     return PathCheck(STORED, _OWN, False, lost, _LOST)
 
@@ -306,6 +309,8 @@ def _compared(
         found = run()
         mx.eval(found)
     except (ValueError, RuntimeError) as fault:  # what MLX raises for a kernel that it lacks
+        if is_device_fault(fault):
+            raise
         text = _first_line(fault)
         return PathCheck(name, columns, is_masked, float("inf"), tolerance, text)
     with mx.stream(mx.cpu):

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.attention import shared_prefix
 from batchkv_worker.kv.attention.paths import LayerAttention, attend
 from batchkv_worker.kv.backends.compare import are_close
@@ -99,6 +100,8 @@ def choose_kernel(
         is_right = all(sample.is_right_by(kernel, *kind) for kind in _KINDS)
         is_used = is_right and all(sample.is_faster_by(kernel, own) for own in (OWN, LONG))
     except (ValueError, RuntimeError) as fault:  # what MLX raises for what it cannot compile
+        if is_device_fault(fault):
+            raise
         log.warning("the kernel for shared prefixes is not used: %s", fault)
         return KernelChoice(False, checks)
     return KernelChoice(is_used, checks)

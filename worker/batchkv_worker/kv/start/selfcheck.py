@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from batchkv_worker.errors import ModelError
+from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.backends.compare import model_tolerance
 from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.backends.measurements import Codec
@@ -87,7 +88,9 @@ def find_traits(
             found = plain = disagreement(backend, model, tree, exact, way, None)
             if plain <= tolerance:
                 found = disagreement(backend, model, tree, kinds, way, kinds)
-        except Exception as fault:  # noqa: BLE001 - model code may raise anything
+        except Exception as fault:  # model code may raise anything
+            if is_device_fault(fault):
+                raise
             reasons.append(f"{type(fault).__name__}: {fault}"[:200])
             continue
         if plain <= tolerance and found <= TOLERANCE:

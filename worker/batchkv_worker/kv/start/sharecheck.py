@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.layers.contract import Chunk, LayerKind
@@ -49,7 +50,9 @@ def can_share(
     try:
         together = _together(backend, model, tree, kinds, traits, rows, shared)
         alone = [logits_of(backend, model, tree, kinds, traits, [row])[0] for row in rows]
-    except Exception as fault:  # noqa: BLE001 - model code may raise anything
+    except Exception as fault:  # model code may raise anything
+        if is_device_fault(fault):
+            raise
         log.info("rows do not share prefixes in attention: %s", fault)
         return False
     return worst_difference(together, alone) <= TOLERANCE

@@ -25,6 +25,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.backends.compare import are_close
 from batchkv_worker.kv.backends.contract import Undo
 from batchkv_worker.kv.backends.gpu import joint_product
@@ -135,6 +136,9 @@ class FuseLinears:
             if not is_right:
                 log.warning("fused linear layers give other answers than single ones: not used")
         except (ValueError, RuntimeError) as fault:
+            if is_device_fault(fault):
+                undo()
+                raise
             log.warning("linear layers are not fused: %s", fault)
         mx.clear_cache()  # the former weights take as much as the model
         if not is_right:
@@ -151,6 +155,8 @@ def choose(model: Any, rows: int, measurements: Measurements) -> FuseLinears | N
             FUSED_LINEARS, lambda: _faster_groups(model, rows), _groups_codec(model)
         )
     except (ValueError, RuntimeError) as fault:
+        if is_device_fault(fault):
+            raise
         log.warning("linear layers are not fused: %s", fault)
         groups = ()
     mx.clear_cache()  # what was measured
