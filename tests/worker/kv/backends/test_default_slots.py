@@ -35,7 +35,7 @@ GIB = 2**30
     ],
 )
 def test_slots_follow_the_chip_and_the_memory(chip: str, gib: int, slots: int) -> None:
-    """32 rows on M1 to M4, 64 on an M5 and on an Ultra, 16 on Macs of 8 GB; 64 take more than 16 GB."""
+    """By generation and memory: an M5 and an Ultra have 64 rows if they have more than 16 GB."""
     assert default_slots("metal", chip, gib * GIB) == slots
 
 
