@@ -87,6 +87,26 @@ SERVICE_FAULTS: dict[str, tuple[str, Mapping[tuple[str, ...], str | Output], Lev
                    Level.FAIL, "its configuration is wrong"),
     "named code": ("services", {PRINT_WORKER: printed(recorded.NOT_RUNNING, 9, "78: EX_CONFIG")},
                    Level.FAIL, "cannot run its program"),
+    "no login": (
+        "services",
+        {
+            PRINT_WORKER: printed(recorded.RUNNING),
+            (
+                "defaults",
+                "read",
+                "/Library/Preferences/com.apple.loginwindow",
+                "autoLoginUser",
+            ): Output(1, ""),
+        },
+        Level.WARN,
+        "until somebody logs in",
+    ),
+    "stopped": (
+        "services",
+        {PRINT_WORKER: printed(recorded.NOT_RUNNING, 1, "0")},
+        Level.WARN,
+        "does not run",
+    ),
     "restarts": ("services", {PRINT_WORKER: printed(recorded.RUNNING, 17, "70")},
                  Level.WARN, "its engine died"),
     "FileVault": ("services", {PRINT_WORKER: printed(recorded.RUNNING),
@@ -236,6 +256,32 @@ def test_recent_reports_of_crashes_are_counted(tmp_path: Path) -> None:
     assert verdict is not None and verdict.level is Level.WARN
     assert "panics of the GPU's driver in three days: 1" in verdict.found
     assert "Python was the largest process" in verdict.found
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("panic-full-2026-06-25.panic", "panic(cpu 0): NVMe", "other kernel panics"),
+        ("python3.12-2026-06-25-1.ips", '{"image": "libmlx.dylib"}', "crashes of Python in MLX"),
+    ],
+)
+def test_other_crashes_are_named(name: str, text: str, words: str, tmp_path: Path) -> None:
+    """A panic of another driver, and an interpreter that crashed in MLX."""
+    mac = a_mac(tmp_path)
+    report(mac, name, text, 5)
+    verdict = examine(OURS["crash reports"], mac)
+    assert verdict is not None and verdict.level is Level.WARN and words in verdict.found
+
+
+def test_a_hub_without_a_limit_is_named(tmp_path: Path) -> None:
+    """A server without maxmemory may take all of the Mac's memory."""
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "queue.conf").write_text("port 6379\n")
+    shown = printed(recorded.RUNNING, config="/hub/queue.conf")
+    mac = a_mac(tmp_path, {("launchctl", "print", f"gui/501/{HUB}"): shown})
+    verdict = examine(OURS["hub on this Mac"], mac)
+    assert verdict is not None and verdict.level is Level.WARN
+    assert "has no maxmemory" in verdict.found
 
 
 BUILDS = {
