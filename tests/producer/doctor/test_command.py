@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,9 +139,8 @@ def test_fix_says_each_change(home: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_this_machine_is_well_in_time(tmp_path: Path) -> None:
-    """The real command, as JSON: no failure, within 30 s on a quiet machine, nothing private."""
+    """The real command, as JSON: no failure, nothing private. A busy machine may be late."""
     environment = {**os.environ, "BATCHKV_HOME": str(tmp_path / "kv"), "HOME": str(tmp_path)}
-    began = time.monotonic()
     ended = subprocess.run(
         [Path(sys.executable).parent / "batchkv", "doctor", "--json"],
         capture_output=True,
@@ -150,11 +148,11 @@ def test_this_machine_is_well_in_time(tmp_path: Path) -> None:
         env=environment,
         timeout=120,
     )
-    assert time.monotonic() - began < 120
     assert ended.returncode == 0, ended.stdout + ended.stderr
     values = json.loads(ended.stdout)
     names = [each["name"] for each in values["checks"]]
-    assert values["is_good"] and {"python", "home folder", "products", "sorting"} <= set(names)
+    assert values["is_good"] and {"python", "home folder", "own files"} <= set(names)
+    assert {"device", "start"} & set(names), "the process of the worker's checks said nothing"
     assert len(names) == len(set(names))
     assert str(tmp_path) not in ended.stdout
     hidden = {socket.gethostname(), getpass.getuser()} - {"root", "localhost"}
