@@ -34,7 +34,7 @@ MACHINE_SECONDS = 10.0  # for the checks of the machine, which run at once
 DEVICE_SECONDS = 15.0  # for those of MLX without a model, after them: 30 s in all with a margin
 MODEL_SECONDS = 1800.0  # to load a model, which may be downloaded, and to check it
 TIER_SECONDS = 60.0
-SERVER_SECONDS = 25.0
+SERVER_SECONDS = 30.0
 STRESS_MARGIN_SECONDS = 900.0
 WORKER = "worker"  # the entry point of the worker's checks
 
@@ -92,7 +92,7 @@ def server_checks(url: str, machine: Machine) -> list[Check[Any]]:
             return network.route_facts(of, host)
 
         found.append(Check("network", route, network.judge_route, ("darwin",)))
-        found.append(Check("services' network", gather, one_shot.judge, ("darwin",), 20.0))
+        found.append(Check("services' network", gather, one_shot.judge, ("darwin",), 28.0))
     return found
 
 

@@ -24,7 +24,7 @@ from batchkv_producer.doctor.mac.launchd import DOCTOR_LABEL
 from batchkv_producer.doctor.machine import Machine, read_text
 from batchkv_producer.doctor.reach import Reached, reach, read_reached
 
-WAIT_SECONDS = 8.0
+WAIT_SECONDS = 8.0  # for launchd, and again for its job
 POLL_SECONDS = 0.05
 PRIVACY = (
     "allow Python in System Settings > Privacy & Security > Local Network, or run the worker as a "
@@ -66,7 +66,7 @@ def compare(machine: Machine, host: str, port: int) -> LaunchdReach:
     try:
         plist.write_bytes(plistlib.dumps(job(label, host, port, out)))
         plist.chmod(0o600)
-        started = machine.run("launchctl", "bootstrap", domain, str(plist))
+        started = machine.run("launchctl", "bootstrap", domain, str(plist), seconds=WAIT_SECONDS)
         if not started.is_good:
             why = " ".join(started.text.split())[:120] or "launchctl does not answer"
             return LaunchdReach(here, None, f"launchd does not start a job ({why})")
