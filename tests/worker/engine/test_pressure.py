@@ -201,6 +201,8 @@ def test_swap_that_grows_is_a_shortage_whatever_the_level() -> None:
     assert judge.add(2, Reading(NORMAL, 10 * SWAP_CRITICAL)) is CRITICAL
     later = 2 + 2 * SWAP_SECONDS
     assert judge.add(later, Reading(NORMAL, 10 * SWAP_CRITICAL)) is NORMAL
+    assert judge.add(later + 1, Reading(NORMAL, 0)) is NORMAL
+    assert judge.add(later + 2, Reading(NORMAL, SWAP_WARNING)) is WARNING
 
 
 @pytest.mark.parametrize(

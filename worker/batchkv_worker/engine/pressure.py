@@ -88,11 +88,11 @@ class Judge:
         return self._level
 
     def _level_of_swap(self, now: float, swap_bytes: int) -> Level:
-        """What the growth of swap says; a machine that sleeps makes no difference."""
+        """What the growth of swap says, from its least: it may fall before it grows again."""
         self._swap.append((now, swap_bytes))
         while now - self._swap[0][0] > SWAP_SECONDS:
             self._swap.popleft()
-        grown = swap_bytes - self._swap[0][1]
+        grown = swap_bytes - min(before for _, before in self._swap)
         if grown >= SWAP_CRITICAL:
             return Level.CRITICAL
         return Level.WARNING if grown >= SWAP_WARNING else Level.NORMAL
