@@ -54,6 +54,22 @@ def test_right_paths_are_right_at_every_length(name: str) -> None:
     assert all(one.error < one.tolerance / 20 for one in checks[1:])
 
 
+def test_a_build_without_a_cpu_compares_with_the_devices_own_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Paths are still checked: a fault that the plain products do not share shows."""
+
+    def refuse(device: Any) -> Any:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(pathcheck, "LENGTHS", (100,))
+    monkeypatch.setattr(check_tokens.mx, "stream", refuse)
+    monkeypatch.setattr(pathcheck, "attend", only_for("packed", without_tail))
+    check_tokens._computes_on_cpu.cache_clear()
+    assert names_of_wrong(check()) == {"packed"}
+    check_tokens._computes_on_cpu.cache_clear()
+
+
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_half_precision_has_tolerances_of_its_own(dtype: mx.Dtype) -> None:
     """What is rounded to the dtype differs by far more than float32, and stays below them."""

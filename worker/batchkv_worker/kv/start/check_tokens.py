@@ -9,6 +9,9 @@ numbers, as a former row may have left them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
 
 import mlx.core as mx
 
@@ -19,6 +22,26 @@ SPARE = 64  # columns of a buffer before and after those that are read
 _PERIOD = 509  # tokens after which the noise repeats: no multiple of any block of a kernel
 _NOISE = 0.1  # in the values, beside the number that tells their columns
 _HIDDEN_KEYS, _HIDDEN_VALUES = 8.0, 100.0
+
+
+@cache
+def _computes_on_cpu() -> bool:
+    """Whether this build of MLX computes on the CPU beside the device that serves."""
+    try:
+        with mx.stream(mx.cpu):
+            packed = mx.quantize(mx.ones((1, 64)))
+            mx.eval(mx.dequantize(*packed) @ mx.ones((64, 1)))
+    except (ValueError, RuntimeError):
+        return False
+    return True
+
+
+def on_cpu() -> AbstractContextManager[Any]:
+    """Inside, MLX computes on the CPU, whose kernels are not those that are checked.
+
+    Where it cannot, plain products of the device itself are what others are compared with.
+    """
+    return mx.stream(mx.cpu) if _computes_on_cpu() else nullcontext()
 
 
 class Tokens:
@@ -54,7 +77,7 @@ class Tokens:
         )
         mx.eval(self.buffers)
         stored_keys, stored_values = self.parts(rows - has_free)
-        with mx.stream(mx.cpu):
+        with on_cpu():
             self.exact = (
                 scheme.keys.unpack(stored_keys, mx.float32),
                 scheme.values.unpack(stored_values, mx.float32),
@@ -91,7 +114,7 @@ def exact_attention(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, seen: mx.array
 ) -> mx.array:
     """Attention in float32 by plain products on the CPU, in the shape of ``paths.attend``."""
-    with mx.stream(mx.cpu):
+    with on_cpu():
         rows, heads, _, size = queries.shape
         folded = queries.astype(mx.float32).reshape(rows, keys.shape[1], -1, size)
         scores = mx.where(seen, scale * (folded @ keys.swapaxes(-1, -2)), -mx.inf)

@@ -21,7 +21,14 @@ from batchkv_worker.kv.backends.compare import difference, path_tolerance
 from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.backends.measurements import Codec
 from batchkv_worker.kv.schemes.packing import LayerScheme
-from batchkv_worker.kv.start.check_tokens import SPARE, Tokens, exact_attention, normal, sliced
+from batchkv_worker.kv.start.check_tokens import (
+    SPARE,
+    Tokens,
+    exact_attention,
+    normal,
+    on_cpu,
+    sliced,
+)
 from batchkv_worker.kv.start.machine import is_rounded
 from batchkv_worker.kv.types import PackedKV
 
@@ -183,7 +190,7 @@ def _check_stored(scheme: LayerScheme, dtype: mx.Dtype) -> PathCheck:
             given = normal((1, 1, _OWN, size)).astype(dtype)
             parts = tensor.pack(given)
             mx.eval(given, parts)
-            with mx.stream(mx.cpu):
+            with on_cpu():
                 rest = tensor.unpack(parts, mx.float32) - given.astype(mx.float32)
                 share = mx.sqrt(mx.square(rest).mean() / mx.square(given).mean()).item()
             lost = max(lost, float(share) if share == share else float("inf"))
@@ -278,7 +285,7 @@ class _PrefixSample:
         ]
 
     def _wanted(self, prefixes: list[Tokens], *, rows: int, is_masked: bool) -> mx.array:
-        with mx.stream(mx.cpu):
+        with on_cpu():
             keys, values = (
                 mx.concatenate(
                     [
@@ -313,7 +320,7 @@ def _compared(
             raise
         text = _first_line(fault)
         return PathCheck(name, columns, is_masked, float("inf"), tolerance, text)
-    with mx.stream(mx.cpu):
+    with on_cpu():
         return PathCheck(name, columns, is_masked, difference(wanted, found), tolerance)
 
 
