@@ -213,3 +213,14 @@ def test_draining_ends_when_nothing_more_is_reported(monkeypatch: pytest.MonkeyP
     assert device.drain() and not script
     script += [VICTIM] * 99
     assert not device.drain() and len(script) > 50
+
+
+def test_a_report_that_comes_while_memory_is_given_back_ends_nothing() -> None:
+    """Any call may raise for what failed before, the ones of the recovery too."""
+    running = with_clock(engine("llama"), 0.01)
+    submit(running)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecodeSlots, "end_step", failing(DecodeSlots.end_step, {2}, TIMEOUT))
+        patch.setattr(mx, "clear_cache", failing(mx.clear_cache, {1}, VICTIM))
+        assert len(drain(running)) == 6
+    assert running._recovery.num_device_faults == 1
