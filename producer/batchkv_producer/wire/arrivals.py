@@ -27,9 +27,9 @@ class Arrivals(Scripts):
     ) -> BatchRecord:
         """Create the batch or join it. Returns its record.
 
-        ``made_with`` is the known part of what computes it (``generations``). An existing batch
-        stores the parts that it lacked. If a part differs, the batch does not change, and the
-        record does not fit.
+        ``made_with`` is the known part of its maker (``generations``). An existing batch stores the
+        parts that it lacked. If a part differs, the batch does not change, and the record does not
+        fit.
         """
         made = [item for pair in (made_with or {}).items() for item in pair]
         fields = [item for pair in batch_fields.items() for item in pair]

@@ -1,6 +1,6 @@
-"""Options of a batch beside its rows: priority, deadline, dedupe, how long results are kept.
+"""Options of a batch: priority, deadline, dedupe, how long results are kept.
 
-They are no part of the batch's identity. The same file, model and defaults join the batch that
+The batch's identity does not depend on them. The same file, model and defaults join the batch that
 exists, and that batch keeps its own options.
 """
 
@@ -45,7 +45,7 @@ class BatchOptions:
     """The options of a batch; None is "not given". ``keep_seconds`` counts from the batch's end.
 
     ``fresh``: compute all rows again, in a new generation. ``mixed``: workers of several KV schemes
-    and dtypes may share the batch. ``maker``: what computes it, if that is known.
+    and dtypes may share the batch. ``maker``: the known part of its maker.
     """
 
     priority: str | None = None

@@ -1,9 +1,9 @@
-"""What a worker found of a row's prompt in the shared cache, told so that it can be explained.
+"""A worker's note about a row's hits in the shared cache, so that misses can be explained later.
 
-The prompt itself is gone when a row has ended. So the note names, of the first block that was not
-there, its key and its parent's, and one byte for each of its tokens: the low byte of a CRC over the
-tokens up to it. From where two blocks' marks part, their tokens do (one in 256 differs unseen, and
-shows at the next).
+The prompt itself is gone when a row has ended. So the note describes the first block that was
+missing. It has the key of that block, the key of its parent, and one byte for each of its tokens:
+the low byte of a CRC over the tokens up to it. Two blocks differ from the first token on whose
+marks differ. One difference in 256 is not seen at its own token, but at a later one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decompresses up to a limit, because whoever wrote the data may be hostile."""
+"""Decompresses up to a limit, because the writer of the data may be hostile."""
 
 from __future__ import annotations
 

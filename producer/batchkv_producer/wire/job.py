@@ -1,10 +1,10 @@
-"""Wire types: what a job carries to a worker and what comes back. No MLX, no Redis.
+"""Wire types: the request in a job, and the result of a row. No MLX, no Redis.
 
 A job travels in RQ's ``data`` field as the JSON list that RQ's own JSON serializer would write for
 a call (function name, instance, args, kwargs), zlib-compressed. The function name is one fixed
-word that nothing imports or calls. A result is a msgpack map, zlib-compressed, in a hash of ours.
-ISA-L writes what zlib reads, in less than half the time. Whatever is read back is checked field by
-field: any fault is a ``WireError``.
+word that nothing imports or calls. A result is a msgpack map, zlib-compressed, in the batch's hash
+of results. ISA-L writes the format of zlib in less than half the time. All data that is read back
+is checked field by field. Any fault is a ``WireError``.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def encode_job(request: Request) -> bytes:
         payload["system"] = request.system
     if request.chat_template_kwargs:
         payload["chat_template_kwargs"] = request.chat_template_kwargs
-    said = zip(_PARAM_NAMES, _param_values(request.params), strict=True)
-    payload["params"] = {name: value for name, value in said if value is not None and value != ()}
+    params = zip(_PARAM_NAMES, _param_values(request.params), strict=True)
+    payload["params"] = {name: value for name, value in params if value is not None and value != ()}
     call: list[Any] = [FUNCTION_NAME, None, [payload], {}]
     try:
         raw = _write_json(call)

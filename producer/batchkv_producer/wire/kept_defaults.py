@@ -11,8 +11,8 @@ from batchkv_producer.wire.params import SamplingParams, read_params
 
 def encode_defaults(defaults: SamplingParams) -> str:
     """The defaults as JSON, without fields that were not given."""
-    said = {name: value for name, value in asdict(defaults).items() if value not in (None, ())}
-    return json.dumps(said)
+    given = {name: value for name, value in asdict(defaults).items() if value not in (None, ())}
+    return json.dumps(given)
 
 
 def decode_defaults(text: str) -> SamplingParams:

@@ -1,10 +1,10 @@
-"""What decides a worker's answers: the model's files, the KV scheme and the dtype's class.
+"""The facts that decide a worker's answers: the model's files, KV scheme and the dtype's class.
 
-A batch stores these as fields of its hash: the submit writes what it knows, the first ``pull``
-writes the rest. A worker with other values passes the batch's rows by. None of it is part of the
-batch's id.
+A batch stores these as fields of its hash. The submit writes those that it knows, and the first
+``pull`` writes the rest. A worker with other values skips the batch's rows. The batch's id does not
+depend on these fields.
 
-A row may require what workers of older versions cannot do (``needs_of``). Such workers pass it by,
+A row may need an ability that workers of older versions lack (``needs_of``). Such workers skip it,
 too.
 """
 

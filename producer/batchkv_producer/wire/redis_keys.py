@@ -1,6 +1,7 @@
 """Every key that batchkv keeps in Redis, documented once.
 
-batchkv's own keys, all of a batch ``B`` (16 hex digits), rows counted by the input's line number:
+These are batchkv's own keys. ``B`` is a batch (16 hex digits), ``Q`` a queue. Rows are numbered by
+the line of the input:
 
 =========================  ======  ==============================================================
 key                        type    content
@@ -13,41 +14,40 @@ key                        type    content
                                    ``style`` of plain prompts (``auto``, ``raw``; missing: raw) and
                                    ``system``, the message before each (``prompting``),
                                    ``job_timeout`` (seconds; that of the last submit or retry),
-                                   ``defaults`` (JSON: what rows do that do not say otherwise);
-                                   only if asked for: ``priority`` (``high``, ``low``), ``expires``
+                                   ``defaults`` (JSON: parameters for rows that do not set them);
+                                   only if requested: ``priority`` (``high``, ``low``), ``expires``
                                    (the deadline, seconds since 1970), ``dedupe`` (1), ``keep``
                                    (seconds after the end), then ``kept_until`` and ``kept_jobs``;
-                                   what it is computed with, as far as it is known:
+                                   the known parts of its maker:
                                    ``fingerprint`` (of the model's files, 32 hex digits),
                                    ``scheme`` (of keys and values), ``dtype`` (``float32``,
-                                   ``half``); ``mixed`` (1: several schemes and dtypes may),
-                                   ``needs`` (what some row asks of its worker);
+                                   ``half``); ``mixed`` (1: several schemes and dtypes are allowed),
+                                   ``needs`` (abilities that some row needs of its worker);
                                    of later generations: ``generation`` (2, 3 ...) and ``base``
                                    (id of the first);
-                                   ``forgotten`` (1: `batchkv forget` is at work), and then
-                                   ``forgotten_lines``, how many lines are gone;
+                                   ``forgotten`` (1: `batchkv forget` has begun), and then
+                                   ``forgotten_lines``, the number of deleted lines;
                                    counters ``ok failed canceled running prompt_tokens
                                    completion_tokens cached_tokens busy_ms saved_ms copied kept
                                    cut``
-``batchkv:batch:B:rows``   hash    of each stretch of lines the digests of what its rows ask for
+``batchkv:batch:B:rows``   hash    for each stretch of lines: the digests of its rows' requests,
                                    and their custom_ids (``row_facts``)
 ``batchkv:res:B``          hash    line number -> encoded result (``job.encode_result``)
 ``batchkv:done:B``         list    line numbers in the order in which they ended. Append only: a
-                                   retried row stands in it again at its second end
+                                   retried row is added again when it ends again
 ``batchkv:held:B``         hash    line number -> execution, of the rows that count as ``running``
 ``batchkv:twins:B:<n>``    list    duplicates of line n, which wait for its end
-``batchkv:due:Q``          hash    job id -> outcome: ended leaders some of whose duplicates wait
+``batchkv:due:Q``          hash    job id -> outcome, of ended leaders that have open duplicates
 ``batchkv:lock:Q``         string  name of the worker that cleaned queue ``Q`` last; expires, so
                                    that one worker cleans in each interval
-``batchkv:lock:Q:apart``   string  name of the worker that empties itself to take the suspects of
-                                   queue ``Q``, so that no other does; expires
+``batchkv:lock:Q:apart``   string  name of the worker that takes no new rows until it can take the
+                                   suspects of queue ``Q``, so that no other does; expires
 =========================  ======  ==============================================================
 
-``queued`` is never stored: it is ``total - ok - failed - canceled - running``. As many rows are
-shown as running as ``batchkv:held:B`` has; the counter is written for older versions. A batch that
-says how long it is kept has its first keys, up to ``batchkv:done``, expire together; its id stays
-in ``batchkv:batches``, so that it can be told from one that never was. A batch that was forgotten
-leaves nothing.
+``queued`` is never stored: it is ``total - ok - failed - canceled - running``. The rows shown as
+running are those in ``batchkv:held:B``; the counter is written for older versions. If a batch has
+``keep``, its keys up to ``batchkv:done`` expire together. Its id stays in ``batchkv:batches``, so
+that an expired batch differs from an unknown one. A forgotten batch leaves no key.
 
 RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``B-<line>`` in queue
 ``Q``:
@@ -55,18 +55,18 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
 =========================  ======  ==============================================================
 ``rq:queues``              set     ``rq:queue:Q``
 ``rq:queue:Q``             list    ids waiting; the left end is the head. ``rq:queue:Q:high`` and
-                                   ``rq:queue:Q:low`` are those of other priorities; jobs and
-                                   registries are the queue's all the same. An entry that is about
+                                   ``rq:queue:Q:low`` are the lists of the other priorities; all
+                                   three have the same jobs and registries. An entry that is about
                                    to be removed is ``batchkv:swept``
-``rq:job:J``               hash    RQ's job. Some fields are ours: ``bkv_exec``, the execution that
+``rq:job:J``               hash    RQ's job. batchkv adds: ``bkv_exec``, the execution that
                                    holds the job now (the lease: only its holder may end the job),
-                                   ``bkv_begun``, 1 once it was handed to its holder's engine,
+                                   ``bkv_begun``, 1 once its holder's engine has it,
                                    ``bkv_died``, how many holders died with it begun (and
-                                   ``bkv_deaths``, what older versions are told of that),
+                                   ``bkv_deaths``, the count that older versions read),
                                    ``bkv_suspect``, the group with which it runs apart since, and
                                    ``bkv_halves``, half deaths counted in it (``suspects.lua``),
                                    ``bkv_shared``, bytes of its text that others begin with,
-                                   ``bkv_needs``, what its worker must be able to do. Of
+                                   ``bkv_needs``, the abilities that it needs of its worker. Of
                                    duplicates: ``bkv_custom_id``, ``bkv_first``
                                    (line of the group's first row), and in that one's hash
                                    ``bkv_lead`` (the line that runs, if it is another); ``bkv_cut``
@@ -75,16 +75,16 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
 ``rq:executions:J``        zset    execution -> expiry, for RQ's tools
 ``rq:execution:J:<exec>``  hash    the execution, for RQ's tools; expires
 ``rq:finished:Q``          zset    J -> when RQ may forget it; likewise ``failed``, ``canceled``.
-                                   That of finished jobs expires with the last of them
-``rq:worker:<name>``       hash    RQ's worker. What it tells of itself with each heartbeat is ours:
+                                   The set of finished jobs expires with the last of them
+``rq:worker:<name>``       hash    RQ's worker. With each heartbeat, a worker of batchkv writes:
                                    ``bkv_version``, ``bkv_model``, ``bkv_fingerprint``,
                                    ``bkv_scheme``, ``bkv_dtype``, ``bkv_abilities``, ``bkv_state``
                                    (``loading 2.1 of 7.3 GB``, ``finishing 12 rows``,
                                    ``paused: on battery`` or empty),
                                    ``bkv_tokens_per_second`` (of the last minute), ``bkv_memory``
                                    (bytes), ``bkv_slots`` (rows that it decodes at once; 0 until
-                                   its model is loaded), ``bkv_beat_ms`` (how often it is to be
-                                   heard of) and ``bkv_seen`` (when it was, by the server's clock)
+                                   its model is loaded), ``bkv_beat_ms`` (the time between two
+                                   heartbeats) and ``bkv_seen`` (the last one, by the server's time)
 ``rq:workers``             set     keys of all workers; ``rq:workers:Q`` those of one queue
 ``rq:suspended``           string  while it is there, no worker takes jobs
 ``rq:pubsub:<name>``       channel RQ's commands to a worker (``stop-job``)
@@ -122,7 +122,7 @@ def held(batch_id: str) -> str:
 
 
 def rows(batch_id: str) -> str:
-    """Key of the facts that a batch keeps for every row (``row_facts``)."""
+    """Key of the facts that a batch stores for every row (``row_facts``)."""
     return f"batchkv:batch:{batch_id}:rows"
 
 
@@ -197,7 +197,7 @@ def job_id(batch_id: str, line: int) -> str:
 
 
 def parse_job_id(value: str) -> tuple[str, int] | None:
-    """(batch id, line number) of a job id, or None when it is not one of ours."""
+    """(batch id, line number) of a job id, or None for a job that is not batchkv's."""
     match = _JOB_ID.fullmatch(value)
     return (match[1], int(match[2])) if match else None
 

@@ -1,4 +1,4 @@
-"""What a batch stores of each row beside its job: the digest of its request, and its custom_id.
+"""Facts about each row that outlive its job: the digest of its request, and its custom_id.
 
 A job may be gone (another tool deleted it, or its failure is older than RQ keeps) when its row is
 reported, run again, or compared with a row of another file. So each chunk of a submit also stores

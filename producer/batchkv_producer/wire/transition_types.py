@@ -1,4 +1,4 @@
-"""What the moves of ``transitions`` take and give."""
+"""The arguments and results of the moves in ``transitions``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BatchRecord:
     """A batch on the server: chunks enqueued so far and in all, the version of their order.
 
     ``expires`` is seconds since 1970, ``keep_seconds`` counts from the end; 0 is none. ``fits``:
-    it is computed with what the caller wants, as far as both are known. ``style`` is that of plain
+    its maker does not differ from the caller's in any known part. ``style`` is that of plain
     prompts; empty in batches of versions that had no styles.
     """
 

@@ -30,14 +30,15 @@ pull           a worker                    status is queued, the line has no res
                                            lease holds the job, and the worker has the weights, KV
                                            scheme, dtype and abilities that batch and job name
 finish         the worker that holds it    the job's ``bkv_exec`` is the worker's execution, and the
-                                           line has no result yet; queued again where batch and
-                                           worker do not fit
+                                           line has no result yet; queued again if the worker does
+                                           not fit the batch
 copy           any worker's maintenance,   the row is deferred, its leader has a result, the line
                the client                  has none yet (as within finish)
-give_back      the worker that holds it    as for finish; a death too many ends in failed
+give_back      the worker that holds it    as for finish; failed if it died too often alone
 reap           any worker's maintenance,   the lease has lapsed, or its worker is known to be dead.
-               ``batchkv run``, the        If begun, the first is half a death and the second one;
-               machine's next worker       ``MAX_DEATHS`` alone (``lua/suspects.lua``), and it fails
+               ``batchkv run``, the        For a begun row the former counts as half a death, the
+               machine's next worker       latter as one. After ``MAX_DEATHS`` alone, the row fails
+                                           (``lua/suspects.lua``)
 settle         the client, any worker's    no result yet, and for canceled: has not ended; failed:
                maintenance                 ended, nobody holds it; expired: has not started, the
                                            deadline is past by the server's clock; lost: no job, and
@@ -52,15 +53,15 @@ restore        the client that has the     the line has a result and its job no 
                input
 =============  ==========================  =======================================================
 
-`batchkv forget` (``manage.forget``) ends the machine from any state: once the batch is marked, no
-move writes anything for it, and a row that a move comes upon is dropped with its lease.
+`batchkv forget` (``manage.forget``) ends a row in any state: once the batch is marked, no move
+writes anything for it. A move that meets such a row drops it with its lease.
 
 Each move is one Lua script, which Redis runs as one step: result, counters, finish order and RQ's
-bookkeeping change together or not at all, and no crash can fall between. A lease is the pair of
+bookkeeping change together or not at all, and a crash cannot separate them. A lease is the pair of
 ``bkv_exec`` in the job's hash (who holds it) and its score in ``rq:wip`` (until when); times are
-the server's, so that clocks of Macs may differ. What RQ's own tools do behind our back (``rq info``
-requeues or fails an abandoned job, twice if two run at once) cannot make a second result: they
-never touch ``bkv_exec``.
+the server's, so that clocks of Macs may differ. RQ's own tools may also change a job: ``rq info``
+requeues or fails an abandoned job, twice if two run at once. That cannot make a second result,
+because these tools never change ``bkv_exec``.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ local function allow_when_full(batch) redis.call('HDEL', 'batchkv:held:' .. batc
 local marks = {}
 local function is_forgotten(batch)
   if marks[batch] == nil then
-    local said = redis.call('HMGET', 'batchkv:batch:' .. batch, 'forgotten', 'digest')
-    marks[batch] = said[1] == '1' or (#batch == 16 and not said[2])
+    local fields = redis.call('HMGET', 'batchkv:batch:' .. batch, 'forgotten', 'digest')
+    marks[batch] = fields[1] == '1' or (#batch == 16 and not fields[2])
   end
   return marks[batch]
 end

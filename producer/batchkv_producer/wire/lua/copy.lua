@@ -1,5 +1,5 @@
 -- deferred -> finished | failed: make copies that a step of `finish` left.
--- KEYS: hash of what is due in the queue.
+-- KEYS: hash of the queue's ended leaders that have open duplicates.
 -- ARGV: queue name, time in ISO 8601, result ttl (s), failure ttl (s), most rows to look at.
 -- Returns how many leaders still have duplicates to copy to.
 local queue, iso, result_ttl, failure_ttl, budget =

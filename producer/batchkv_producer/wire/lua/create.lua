@@ -5,7 +5,7 @@
 -- ARGV: batch id, 1 if several schemes and dtypes may compute it, number of the next pairs, fields and
 --       values of its model, scheme, dtype and style, then field, value, ... for a new batch.
 -- Returns {1 if it fits, digest, chunks, num_chunks, order, priority, expires, keep, dedupe, forgotten,
--- style} as they stand afterwards; the last seven may be nil.
+-- style} as stored afterwards; the last seven may be nil.
 local is_mixed, first = ARGV[2] == '1', 4 + 2 * tonumber(ARGV[3])
 local fits = 1
 if redis.call('HEXISTS', KEYS[1], 'digest') == 0 then
@@ -33,6 +33,6 @@ if fits == 1 then
   end
   if is_mixed then redis.call('HSET', KEYS[1], 'mixed', 1) end
 end
-local standing = redis.call('HMGET', KEYS[1], 'digest', 'chunks', 'num_chunks', 'order', 'priority',
+local stored = redis.call('HMGET', KEYS[1], 'digest', 'chunks', 'num_chunks', 'order', 'priority',
   'expires', 'keep', 'dedupe', 'forgotten', 'style')
-return {fits, unpack(standing, 1, 10)}
+return {fits, unpack(stored, 1, 10)}

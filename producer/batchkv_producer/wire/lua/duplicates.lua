@@ -4,7 +4,7 @@ local function duplicates_key(batch, line) return 'batchkv:twins:' .. batch .. '
 
 -- The leader has ended: each of its duplicates ends with a copy of its result and its own custom_id.
 -- After `budget` of them the leader is noted in `due`, and `copy` does the rest.
--- Returns what is left of the budget.
+-- Returns the rest of the budget.
 local function copy_to_duplicates(queue, batch, line, outcome, iso, now, result_ttl, failure_ttl,
     budget)
   local duplicates, due = duplicates_key(batch, line), 'batchkv:due:' .. queue

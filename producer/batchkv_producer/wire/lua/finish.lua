@@ -19,7 +19,7 @@ local verdicts, ok, failed, ended = {}, 0, 0, {}
 local first = 10 + 2 * tonumber(ARGV[9])
 
 -- The fields of the batch: {fingerprint, scheme, dtype, mixed, dedupe}; read once.
-local function said_by(batch)
+local function batch_fields(batch)
   batches[batch] = batches[batch] or redis.call('HMGET', 'batchkv:batch:' .. batch, 'fingerprint',
     'scheme', 'dtype', 'mixed', 'dedupe')
   return batches[batch]
@@ -46,7 +46,7 @@ for position = first, #ARGV, 9 do
     release(batch, line)
     local is_dropped = batch and is_forgotten(batch)
     verdict = is_dropped and 'lost' or 'duplicate'
-    if batch and not is_dropped and not suits(maker, said_by(batch)) then
+    if batch and not is_dropped and not suits(maker, batch_fields(batch)) then
       verdict = 'unfit'
     elseif not batch then
       verdict = 'ok'  -- a job that batchkv did not make: only RQ's record is written
@@ -92,7 +92,7 @@ for position = first, #ARGV, 9 do
   verdicts[#verdicts + 1] = verdict
 end
 for batch, rows in pairs(ended) do
-  if said_by(batch)[5] then
+  if batch_fields(batch)[5] then
     for _, row in ipairs(rows) do
       if redis.call('EXISTS', duplicates_key(batch, row[1])) == 1 then
         budget = copy_to_duplicates(queue, batch, row[1], row[2], iso, now, result_ttl, failure_ttl,

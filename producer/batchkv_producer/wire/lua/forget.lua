@@ -1,6 +1,6 @@
 -- Delete a batch from the server: first mark it, then delete a page of its rows in each step, then its
 -- hash. The mark stays until then, so that another process can complete the work.
--- KEYS: batch hash, wip, finished, failed, canceled zsets, hash of what is due. The zset of batches
+-- KEYS: batch hash, wip, finished, failed, canceled zsets, hash of due leaders. The zset of batches
 -- is not in KEYS: workers may only remove entries from it.
 -- ARGV: 'mark' | 'page', number of lines | 'end'.
 -- Returns for a page the number of lines that are gone by now, else 1; -1 when the batch is not

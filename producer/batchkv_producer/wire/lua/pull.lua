@@ -20,7 +20,7 @@
 --       of the worker's abilities, between blanks, failure ttl (s).
 -- Returns {lengths of the lists afterwards, which of them the jobs are from (1 to 3), jobs, number of
 -- suspects skipped, numbers of rows of each list that others must compute, 1 if more such rows, or
--- entries to drop, may stand before rows that fit, 1 if the jobs are suspects}. A job is {id, execution,
+-- entries to drop, may come before rows that fit, 1 if the jobs are suspects}. A job is {id, execution,
 -- data or '' when too large, deaths, timeout (s, 0: none), seconds to the batch's deadline or '', shared
 -- bytes or ''}. There are no jobs while RQ's workers are suspended.
 local worker, lease, count, iso, max_bytes, prefix, enough_bytes = ARGV[1], tonumber(ARGV[2]),
@@ -44,39 +44,39 @@ end
 
 -- The fields of the batch: {fingerprint, scheme, dtype, mixed, deadline, model, forgotten,
 -- digest}; read once.
-local function said_by(batch)
-  local said = batches[batch]
-  if not said then
-    said = redis.call('HMGET', 'batchkv:batch:' .. batch, 'fingerprint', 'scheme', 'dtype', 'mixed',
+local function batch_fields(batch)
+  local fields = batches[batch]
+  if not fields then
+    fields = redis.call('HMGET', 'batchkv:batch:' .. batch, 'fingerprint', 'scheme', 'dtype', 'mixed',
       'expires', 'model', 'forgotten', 'digest')
-    said.fits = suits(maker, said)
-    said.is_gone = said[7] or (#batch == 16 and not said[8])
-    batches[batch] = said
+    fields.fits = suits(maker, fields)
+    fields.is_gone = fields[7] or (#batch == 16 and not fields[8])
+    batches[batch] = fields
   end
-  return said
+  return fields
 end
 
 -- A row of this batch is taken: store the worker's model, scheme and dtype if the batch has none.
 local function claim(batch)
-  local said = said_by(batch)
-  if said.is_claimed then return end
-  said.is_claimed = true
+  local fields = batch_fields(batch)
+  if fields.is_claimed then return end
+  fields.is_claimed = true
   for index, name in ipairs({'fingerprint', 'scheme', 'dtype'}) do
     local is_known = maker[index] ~= '' and maker[index] ~= '*'
-    if said[6] and not said[index] and is_known and (index == 1 or not said[4]) then
+    if fields[6] and not fields[index] and is_known and (index == 1 or not fields[4]) then
       redis.call('HSET', 'batchkv:batch:' .. batch, name, maker[index])
     end
   end
 end
 
 local function seconds_left(batch)
-  local at = tonumber(said_by(batch)[5] or '')
+  local at = tonumber(batch_fields(batch)[5] or '')
   return at and tostring(at - now) or ''
 end
 
 local function is_for_others(id)
   local batch = #id <= 200 and string.match(id, '^(%x+)%-%d+$')
-  return batch and not said_by(batch).fits
+  return batch and not batch_fields(batch).fits
 end
 
 local function lacks_ability(needs)
@@ -167,7 +167,7 @@ for attempt = 1, math.max(count, num_begin) + 1000 + 3 * MOST_LACKING do
     -- The row keeps its result. As a failed job, it can still be retried if its row had failed.
     redis.call('HSET', key, 'status', 'failed')
     redis.call('EXPIRE', key, ARGV[16])
-  elseif job[1] == 'queued' and not live and batch and said_by(batch).is_gone then
+  elseif job[1] == 'queued' and not live and batch and batch_fields(batch).is_gone then
     redis.call('DEL', key)  -- `forget` deletes its other keys
   elseif job[1] == 'queued' and not live and lacks_ability(job[6]) then
     lacking[#lacking + 1] = {from, id}

@@ -2,8 +2,8 @@
 -- lapsed, in the order in which they were pulled, since consecutive jobs share prefixes.
 -- `suspects.lua` counts the holder's end: one death if it is proved, else half a death. A job that has
 -- died alone `max_deaths` times is failed in RQ's terms, and `settle` stores its error. Nothing is
--- counted if the holder sent a heartbeat after its last one for the job. Then it lives and does not know
--- the job, because the answer to a pull or a give-back was lost. A holder that was born after that
+-- counted if the holder sent a heartbeat after its last one for the job. Then it is alive and does not
+-- know the job, because the answer to a pull or a give-back was lost. A holder that started after that
 -- heartbeat is another process with the same name. A job that had not begun gets no death either.
 -- KEYS: queue list, wip, failed zsets.
 -- ARGV: largest number of leases to look at, max_deaths, failure ttl (s), either '' or the name of a
@@ -50,16 +50,17 @@ local begun, doomed, holders = {}, {}, {}
 for _, entry in ipairs(found) do
   local id, execution, job = entry[2], entry[3], entry[4]
   if id and job[1] == execution and job[5] == '1' and (dead == '' or job[2] == dead) then
-    local heard, born = unpack(job[2] and redis.pcall('HMGET', 'rq:worker:' .. job[2],
+    local last_beat, born = unpack(job[2] and redis.pcall('HMGET', 'rq:worker:' .. job[2],
       'last_heartbeat', 'birth') or {}, 1, 2)
-    local lives = dead == '' and heard and job[3] and heard > job[3] and not (born and born > job[3])
+    local is_alive = dead == '' and last_beat and job[3] and last_beat > job[3]
+      and not (born and born > job[3])
     local holder = job[2] or ''
-    if not lives and not begun[holder] then
+    if not is_alive and not begun[holder] then
       begun[holder] = {}
       holders[#holders + 1] = holder
     end
     redis.call('ZREM', KEYS[2], entry[1])  -- see `allow_when_full`
-    if not lives then table.insert(begun[holder], id) end
+    if not is_alive then table.insert(begun[holder], id) end
   end
 end
 for _, holder in ipairs(halves > 0 and holders or {}) do

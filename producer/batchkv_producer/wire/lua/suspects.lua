@@ -1,6 +1,6 @@
 -- Put before the scripts that need it (`scripts.py`).
 -- Rows that had begun on a worker when it died are suspects. The rows of one death are a group. The
--- group runs together, and nothing runs beside it. If the next holder dies too, the rest of the group
+-- group runs together, and nothing runs with it. If the next holder dies too, the rest of the group
 -- is halved. A row that has died alone often enough is failed. A death without proof counts half: a
 -- lease may lapse because a lid was closed or a network was away.
 -- `bkv_suspect` is the group's name. It ends in ".1" if the group has one row. `bkv_halves` counts the
