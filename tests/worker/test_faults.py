@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchkv_worker.faults import is_device_fault, is_out_of_memory
+from batchkv_worker.faults import is_device_fault, is_late, is_out_of_memory
 
 METAL = "[METAL] Command buffer execution failed: "
 CALLBACK = "kIOGPUCommandBufferCallbackError"
@@ -59,3 +59,13 @@ def test_a_fault_of_the_program_is_neither(text: str) -> None:
 def test_a_python_error_with_such_words_is_no_device_fault() -> None:
     """MLX raises RuntimeError. Anything else is a fault of the program."""
     assert not is_device_fault(ValueError(DEVICE[0]))
+
+
+@pytest.mark.parametrize(
+    ("text", "late"), [(DEVICE[0], True), (MEMORY[2], True), (MEMORY[0], False), (OTHER[0], False)]
+)
+def test_what_is_reported_of_earlier_work_is_told_from_what_is_refused(
+    text: str, late: bool
+) -> None:
+    """An allocation that fails says nothing of what was computed before."""
+    assert is_late(RuntimeError(text)) is late

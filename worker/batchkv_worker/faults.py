@@ -60,3 +60,9 @@ def is_device_fault(fault: BaseException) -> bool:
         return False
     text = str(fault).lower()
     return any(sign in text for sign in _DEVICE_FAULT)
+
+
+def is_late(fault: BaseException) -> bool:
+    """Whether an exception of MLX reports that work failed which was given to the device before."""
+    is_short = isinstance(fault, RuntimeError) and is_out_of_memory(fault)
+    return is_device_fault(fault) or (is_short and not is_at_once(fault))

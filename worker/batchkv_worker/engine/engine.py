@@ -188,13 +188,20 @@ class Engine:
         return events
 
     def _recovering(self, work: Callable[[], None]) -> None:
-        """Do work; when memory runs out or the device fails meanwhile, the engine goes on."""
+        """Do work; when memory runs out or the device fails meanwhile, the engine goes on.
+
+        If it cannot go on, no block that is not sent yet may reach others: it may be wrong.
+        """
         try:
             work()
         except (RuntimeError, MemoryError) as fault:
-            if not is_out_of_memory(fault) and not is_device_fault(fault):
+            try:
+                if not is_out_of_memory(fault) and not is_device_fault(fault):
+                    raise
+                self._recover(fault)
+            except (RuntimeError, MemoryError):
+                self.client.drop_unsent()
                 raise
-            self._recover(fault)
 
     def _step(self) -> None:
         self._relief.apply(self._read_in_flight)

@@ -21,6 +21,7 @@ from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_cache_store.lease import Lease
 from batchkv_cache_store.store import Store
 from batchkv_cache_store.uses import Uses
+from batchkv_worker.faults import is_late
 from batchkv_worker.prefix.block_layout import BlockLayout, packed_tokens
 from batchkv_worker.prefix.bundle import Bundle
 from batchkv_worker.sequence import Fetch, Sequence
@@ -152,11 +153,20 @@ class Outbox:
             self._written(parcel.key)
 
     def send_all(self) -> None:
-        """Copy out all parts: the engine ends."""
-        while self._parcels:
-            self.send(is_idle=True)
+        """Copy out all parts: the engine ends. If the device fails, the others are dropped."""
+        try:
+            while self._parcels:
+                self.send(is_idle=True)
+        except RuntimeError as fault:
+            log.warning("%d blocks are not stored: %s", 1 + len(self._parcels), fault)
+            self.drop_all()
 
     def _send(self, parcel: _Parcel) -> None:
+        """Give a part to the store. Raises what the device reports of work that has failed.
+
+        Reading a part may be the first call that hears of it. MLX reports it once, and more than
+        this part may be wrong.
+        """
         key = parcel.key  # the write must not keep the parcel, and so its arrays, alive
 
         def end() -> None:
@@ -168,11 +178,14 @@ class Outbox:
                 is_queued = self._store.publish(self._block(parcel), end)
             else:
                 self._store.count("dropped")
-        except Exception:  # whatever broke, rows go on
-            log.exception("a block could not be handed to the store")
+        except Exception as fault:  # whatever else broke, rows go on
             self._store.count("dropped")
-        if not is_queued:
-            end()
+            if is_late(fault):
+                raise
+            log.exception("a block could not be handed to the store")
+        finally:
+            if not is_queued:
+                end()
 
     def _block(self, parcel: _Parcel) -> Block:
         low = parcel.number * BLOCK_TOKENS
