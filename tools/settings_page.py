@@ -26,7 +26,8 @@ An invalid value is refused with the name of its setting.
 |---|---|---|---|---|
 """
 FOOT = """
-`BATCHKV_HOME` is the folder of the embedded server, of logs and of worker files: `~/.batchkv`.
+`BATCHKV_HOME` is the folder of the embedded server, of logs, of worker files
+and of kept measurements: `~/.batchkv`.
 
 Next: [The cache](cache.md)
 """

@@ -25,6 +25,7 @@ MEASURERS = (
     (probe, "check_paths"),
     (probe, "least_times"),
     (pathcheck, "check_prefix"),
+    (pathcheck, "check_prefill"),
     (prefix_cost, "least_times"),
     (timing, "least_times"),
     (plan, "find_traits"),
@@ -107,7 +108,7 @@ def test_a_result_that_no_longer_fits_is_measured_anew(
     file.write_text(json.dumps(content))
     start()
     after = json.loads(file.read_text())["results"]
-    assert after.keys() == before.keys()
+    assert after.keys() >= before.keys()  # more if another path won this time
     assert after["self-check"] == before["self-check"]
     assert "imagined" not in file.read_text() and '"7"' not in file.read_text()
 

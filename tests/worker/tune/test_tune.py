@@ -49,7 +49,7 @@ def test_it_measures_anew_and_keeps_what_workers_use(
     engine = build_engine(WorkerSettings(model="demo", slots=2))
     assert engine.plan.prefix_cells == 800
     chosen = [path["name"] for path in found["layers"][0]["paths"] if path["is_chosen"]]
-    assert chosen == [*engine.plan.paths.values(), "shared prefix"]
+    assert chosen == [*engine.plan.paths.values(), "prefill", "shared prefix"]
     engine.close()
 
 

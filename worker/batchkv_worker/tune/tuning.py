@@ -10,8 +10,8 @@ from batchkv_worker.engine.chunk_size import CHUNKS, MEASURED
 from batchkv_worker.engine.engine import Engine
 from batchkv_worker.kv.backends.measurements import FUSED_AGREE, FUSED_LINEARS
 from batchkv_worker.kv.start import pathcheck
-from batchkv_worker.kv.start.layer_choice import CELLS, KERNELS, PATHS, SHARING
-from batchkv_worker.kv.start.pathcheck import CHECKS, KERNEL, PREFIX, STORED, PathCheck
+from batchkv_worker.kv.start.layer_choice import CELLS, KERNELS, PATHS, PROMPTS, SHARING
+from batchkv_worker.kv.start.pathcheck import CHECKS, KERNEL, PREFILL, PREFIX, STORED, PathCheck
 from batchkv_worker.kv.start.prefix_cost import KERNEL_CHOICE
 from batchkv_worker.kv.start.probe import CHOICE, LONG, SHORT, Choice
 
@@ -100,7 +100,7 @@ def _layers(results: Mapping[str, Any]) -> Iterable[LayerTuning]:
         layer, choice = name.removeprefix(f"{PATHS} "), CHOICE.from_json(value)
         yield LayerTuning(
             layer,
-            (*_path_lines(choice), *_prefix_lines(results, layer)),
+            (*_path_lines(choice), *_prompt_lines(results, layer), *_prefix_lines(results, layer)),
             choice.group_cost,
             next((cells for _, cells in _of_layer(results, CELLS, layer)), None),
         )
@@ -121,6 +121,11 @@ def _path_lines(choice: Choice) -> Iterable[PathLine]:
             continue
         short, long = (times.get(name) for times in (choice.short, choice.long))  # type: ignore[call-overload]
         yield _line(choice.checks, name, short, long, is_chosen=name == choice.path)
+
+
+def _prompt_lines(results: Mapping[str, Any], layer: str) -> Iterable[PathLine]:
+    if (value := results.get(f"{PROMPTS} {layer}")) is not None:
+        yield _line(CHECKS.from_json(value), PREFILL, None, None, is_chosen=True)
 
 
 def _prefix_lines(results: Mapping[str, Any], layer: str) -> Iterable[PathLine]:

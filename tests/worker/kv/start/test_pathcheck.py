@@ -13,6 +13,7 @@ import pytest
 from batchkv_worker.errors import ModelError
 from batchkv_worker.kv.attention import shared_prefix
 from batchkv_worker.kv.attention.paths import LayerAttention, Path, attend, in_slots, paths_of
+from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.backends.metal.backend import MetalBackend
 from batchkv_worker.kv.schemes.packing import LayerScheme, LayerShape, TensorScheme, fit_layer
@@ -237,6 +238,36 @@ def test_values_that_are_stored_wrong_are_found(monkeypatch: pytest.MonkeyPatch)
         layer_choice.choose_path(
             "m", BACKEND, scheme_of("affine8"), QUERY_HEADS, mx.float32, 2, None
         )
+
+
+@pytest.mark.parametrize("backend", [BACKEND, GenericBackend(), MetalBackend()])
+def test_prompts_are_checked(backend: Backend) -> None:
+    """The last tokens of a prompt of each length, over slices and over whole buffers."""
+    checks = pathcheck.check_prefill(backend, scheme_of("affine8"), QUERY_HEADS, mx.float32)
+    each = 1 + backend.reads_whole(1, 1)
+    assert [one.columns for one in checks] == sorted(each * LENGTHS)
+    assert names_of_wrong(checks) == set()
+    assert all(one.error < one.tolerance / 20 for one in checks)
+
+
+def test_wrong_prompts_are_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A causal mask that is one column off, or a tail left out; prefill has no other way."""
+    real = GenericBackend.attention
+
+    def one_off(self: Any, queries: mx.array, keys: mx.array, values: mx.array, *rest: Any) -> Any:
+        return real(self, mx.roll(queries, 1, axis=2), keys, values, *rest)
+
+    def tailless(self: Any, queries: mx.array, keys: mx.array, values: mx.array, *rest: Any) -> Any:
+        last = mx.arange(keys.shape[2]).reshape(1, 1, -1, 1) >= keys.shape[2] // 64 * 64
+        return real(self, queries, keys, mx.where(last, 0, values), *rest)
+
+    for fault, lengths in ((one_off, set(LENGTHS)), (tailless, {1_100, 4_200, 8_300})):
+        monkeypatch.setattr(GenericBackend, "attention", fault)
+        what = GenericBackend(), scheme_of("affine8"), QUERY_HEADS, mx.float32
+        wrong = {one.columns for one in pathcheck.check_prefill(*what) if not one.is_ok}
+        assert wrong == lengths
+        with pytest.raises(ModelError, match=r"cannot compute prompts of affine8.*version of MLX"):
+            layer_choice.check_prompts("m", *what)
 
 
 @pytest.mark.parametrize("name", ["float", "affine8", "turbo3"])

@@ -113,12 +113,16 @@ def sliced(buffers: PackedKV, rows: int, columns: slice) -> PackedKV:
 def exact_attention(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, seen: mx.array
 ) -> mx.array:
-    """Attention in float32 by plain products on the CPU, in the shape of ``paths.attend``."""
+    """Attention in float32 by plain products on the CPU, in the shape of ``paths.attend``.
+
+    ``seen`` is bool, ``[rows or 1, 1, tokens or 1, columns]``.
+    """
     with on_cpu():
-        rows, heads, _, size = queries.shape
+        rows, heads, num_tokens, size = queries.shape
         folded = queries.astype(mx.float32).reshape(rows, keys.shape[1], -1, size)
-        scores = mx.where(seen, scale * (folded @ keys.swapaxes(-1, -2)), -mx.inf)
-        weights = mx.softmax(scores, axis=-1)
-        found = (weights @ values).reshape(rows, heads, 1, values.shape[-1])
+        scores = scale * (folded @ keys.swapaxes(-1, -2))
+        split = scores.reshape(rows, heads, num_tokens, -1)
+        weights = mx.softmax(mx.where(seen, split, -mx.inf), axis=-1).reshape(scores.shape)
+        found = (weights @ values).reshape(rows, heads, num_tokens, values.shape[-1])
         mx.eval(found)
     return found

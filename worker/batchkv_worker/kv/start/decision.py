@@ -29,6 +29,7 @@ from batchkv_worker.kv.start.layer_choice import (
     SchemeChoice,
     attention_of,
     can_attend_prefixes,
+    check_prompts,
     choose_kernel,
     choose_path,
     measure_prefix_cells,
@@ -119,6 +120,8 @@ def decide(
         if is_hooked:
             heads = _query_heads(model, tree, layer)
             choice = choose_path(name, backend, layer, heads, dtype, rows, fixed.path)
+            if fixed.path is None:
+                check_prompts(name, backend, layer, heads, dtype)
             if layer in full:
                 attention = attention_of(backend, layer, dtype, choice)
                 shares = fixed.path is not None or can_attend_prefixes(attention, heads)

@@ -17,7 +17,7 @@ from batchkv_worker.kv.schemes.packing import LayerScheme
 from batchkv_worker.kv.start import pathcheck, prefix_cost, probe
 
 # What results are kept as, with a layer after it.
-PATHS, SHARING = "attention paths of", "shared prefixes of"
+PATHS, PROMPTS, SHARING = "attention paths of", "prefill of", "shared prefixes of"
 KERNELS, CELLS = "prefix kernel of", "cells of a shared prefix of"
 
 log = logging.getLogger("batchkv.engine")
@@ -70,6 +70,26 @@ def choose_path(
         choice.group_cost,
     )
     return SchemeChoice(choice.path, None, choice.group_cost, choice.has_fused)
+
+
+def check_prompts(
+    name: str, backend: Backend, layer: LayerScheme, heads: int, dtype: mx.Dtype
+) -> None:
+    """Raise ModelError where chunks of prompts get other numbers: there is no other way.
+
+    What the device refuses shows in the self-check.
+    """
+    checks = backend.measurements.of(
+        f"{PROMPTS} {_named(layer, heads)}",
+        lambda: pathcheck.check_prefill(backend, layer, heads, dtype),
+        pathcheck.CHECKS,
+    )
+    wrong = [check for check in checks if not (check.is_ok or check.fault)]
+    if wrong:
+        raise ModelError(
+            f"model {name!r}: this device cannot compute prompts of {layer}: {wrong[0]}; choose "
+            "another version of MLX"
+        )
 
 
 def can_attend_prefixes(attention: LayerAttention, heads: int) -> bool:

@@ -34,11 +34,13 @@ from batchkv_worker.kv.types import PackedKV
 
 # MLX has other kernels from 1,024, 4,096 and 8,192 columns on, and for what 64 does not divide.
 LENGTHS = (64, 576, 1_100, 4_200, 8_300)
-STORED, PREFIX, KERNEL = "stored values", "shared prefix", "prefix kernel"
+STORED, PREFILL = "stored values", "prefill"
+PREFIX, KERNEL = "shared prefix", "prefix kernel"
 
 _ROWS, _FREE = 3, 2  # the last of them is a free slot
 _FEW_HEADS = 2  # KV heads of long samples; one alone may have kernels of its own
 _NUMBERS = 2**21  # of a tensor, for samples of more heads
+_CHUNK = 40  # tokens of a prompt: more than kernels for decode take, and no multiple of a tile
 _OWN = 64  # tokens of each row behind a shared prefix
 _LOST = 0.8  # of random numbers; two bits keep about half of them
 
@@ -47,8 +49,8 @@ _LOST = 0.8  # of random numbers; two bits keep about half of them
 class PathCheck:
     """One comparison. ``error`` and ``tolerance`` are shares of the largest number.
 
-    ``name`` is a path's, or one of ``STORED``, ``PREFIX``, ``KERNEL``. ``fault`` says what the
-    device refused.
+    ``name`` is a path's, or one of ``STORED``, ``PREFILL``, ``PREFIX``, ``KERNEL``. ``fault`` says
+    what the device refused.
     """
 
     name: str
@@ -112,6 +114,39 @@ def check_paths(
     return tuple(found)
 
 
+def check_prefill(
+    backend: Backend,
+    scheme: LayerScheme,
+    num_query_heads: int,
+    dtype: mx.Dtype,
+    lengths: Sequence[int] | None = None,
+) -> tuple[PathCheck, ...]:
+    """The last tokens of a prompt of each length, as a chunk attends to all tokens so far."""
+    lines = num_query_heads // scheme.shape.num_heads
+    found: list[PathCheck] = []
+    for columns in lengths or LENGTHS:
+        layer = LayerAttention(backend, _few_heads(scheme, columns), dtype)
+        for is_whole in _modes(layer):
+            found.append(_check_chunk(layer, lines, columns, is_whole))
+    mx.clear_cache()
+    return tuple(found)
+
+
+def _check_chunk(layer: LayerAttention, lines: int, columns: int, is_whole: bool) -> PathCheck:
+    shape = layer.scheme.shape
+    scale = shape.key_size**-0.5
+    tokens = Tokens(layer, columns, firsts=[0])
+    queries = normal((1, shape.num_heads * lines, _CHUNK, shape.key_size)).astype(layer.dtype)
+    seen = mx.arange(columns) <= mx.arange(columns - _CHUNK, columns)[None, None, :, None]
+    what = tokens.buffers, tokens.columns, scale, "causal"
+    wanted = exact_attention(queries, *tokens.exact, scale, seen)
+
+    def run() -> mx.array:
+        return over_columns(layer, queries, *what, is_whole=is_whole)
+
+    return _compared(PREFILL, columns, True, layer.dtype, wanted, run)
+
+
 def check_prefix(
     layer: LayerAttention, num_query_heads: int, lengths: Sequence[int] | None = None
 ) -> tuple[PathCheck, ...]:
@@ -153,11 +188,11 @@ def over_columns(
     buffers: PackedKV,
     columns: slice,
     scale: float,
-    mask: mx.array | None,
+    mask: mx.array | str | None,
     *,
     is_whole: bool,
 ) -> mx.array:
-    """Attention as slots compute it for a group, over some columns of the rows of ``queries``.
+    """Attention as slots and prefill compute it, over some columns of the rows of ``queries``.
 
     ``is_whole``: the buffers are dequantized as they are, and the dense result is sliced.
     """
