@@ -34,7 +34,7 @@ Examples:
 Every setting of the worker also has a variable: BATCHKV_SLOTS for --slots, and so on.
 Exit codes: 0 done or stopped, 2 configuration, 3 Redis, 70 the engine died, 71 it hung,
 72 the model's files have changed since they were loaded: start it again,
-74 the GPU failed twice within a minute: start it again.
+74 the GPU failed twice within a minute, or at start: start it again.
 """
 
 

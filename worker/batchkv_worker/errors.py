@@ -17,7 +17,7 @@ exit code   meaning
 71          the engine hung; counts and stacks are in the log; its rows went back to the queue
 72          the model's files changed since they were loaded: start the worker again
 73          the parent ended and the worker could not end in time: its leases bring its jobs back
-74          the GPU failed twice within a minute; its rows went back, no death is counted
+74          the GPU failed twice within a minute or at start; its rows went back, and none is blamed
 ==========  =====================================================================================
 """
 

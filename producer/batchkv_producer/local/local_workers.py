@@ -37,7 +37,7 @@ WORKER_COMMAND = (sys.executable, "-P", "-m", "batchkv_producer", "worker")
 EXIT_CONFIGURATION = 2
 READY_WORDS = b"the engine is ready"  # in a worker's log, when it begins to take rows
 EXIT_MODEL_CHANGED = 72  # the next worker loads the new files
-EXIT_DEVICE_FAULT = 74  # the GPU failed twice within a minute, for no reason of the rows
+EXIT_DEVICE_FAULT = 74  # the GPU failed twice in a minute or at start, for no reason of the rows
 EXIT_REASONS = {70: "its engine died", 71: "its engine hung"}
 # No row can be the reason of these.
 ORDERLY_EXITS = (0, EXIT_CONFIGURATION, EXIT_MODEL_CHANGED, EXIT_DEVICE_FAULT)
@@ -291,8 +291,8 @@ class LocalWorkers:
         if slot.is_given_up:
             then = f"not started again: that was {slot.num_device_faults} times, and no row ended"
         self._note(
-            f"worker {slot.name} ended: the GPU failed twice within a minute. Its rows went back "
-            f"to the queue. It is {then}. {DEVICE_ADVICE}. Its log: {slot.log}"
+            f"worker {slot.name} ended: the GPU failed twice within a minute, or at start. Its "
+            f"rows went back to the queue. It is {then}. {DEVICE_ADVICE}. Its log: {slot.log}"
         )
 
     def _giving_up(self) -> str:

@@ -20,7 +20,7 @@ _MEANINGS = {
     70: "its engine died",
     71: "its engine hung",
     72: "the model's files have changed",
-    74: "the GPU failed twice within a minute",
+    74: "the GPU failed twice within a minute, or at start",
     78: "launchd cannot run its program",
     126: "its program may not be run",
     127: "its program is not there",
