@@ -5,13 +5,13 @@ a line               means
 ===================  ==========================================================================
 ``{"custom_id": ..,  an OpenAI Batch API line; ``url`` is ``/v1/chat/completions`` or
 "url": .., "body":}`` ``/v1/completions`` and may be left out
-``{"messages": []}`` a chat request: its body's fields stand beside ``messages``
+``{"messages": []}`` a chat request; the other fields of its body are next to ``messages``
 ``{"prompt": ".."}`` a plain prompt: a completion whose style is ``auto`` (``prompting``)
 any text (``.txt``)  a plain prompt
 ===================  ==========================================================================
 
 Lines end with LF or CRLF and are counted from 1. A blank line is counted but is no row. Elements of
-a JSON array are what lines are. A row without ``custom_id`` is called ``line-<its number>``, unless
+a JSON array are read like lines. A row without ``custom_id`` is named ``line-<its number>``, unless
 the caller names it. A row that is wrong becomes a ``RowError``; reading never stops at it.
 """
 

@@ -1,7 +1,7 @@
 """Reads the elements of a JSON array from a stream, one at a time.
 
 This module only finds where elements begin and end: it looks at brackets, commas and strings. The
-parser of the element reports what is wrong with it. A wrong element does not affect the next one.
+parser of an element reports its faults. A wrong element does not affect the next one.
 """
 
 from __future__ import annotations

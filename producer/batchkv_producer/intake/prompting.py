@@ -1,9 +1,9 @@
 """How plain prompts reach the model: through its chat template, or as they are.
 
 A *plain prompt* is a line of a text file, or a JSON line that has a ``prompt`` and neither ``url``
-nor ``body``. Its reader marks it with the style ``auto``; the worker, which knows the model, makes
-one user message of it where there is a chat template. Lines with a ``url`` or a ``body`` say
-themselves what they are, and stay so.
+nor ``body``. Its reader marks it with the style ``auto``. The worker, which has the model, makes
+one user message of it if there is a chat template. Lines with a ``url`` or a ``body`` name their
+kind themselves, and are sent unchanged.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Prompting:
         return replace(request, style="raw" if self.raw else "auto", system=self.system)
 
     def identity(self) -> tuple[bytes, ...]:
-        """Its part of a batch's identity: the options that were given."""
+        """The parts of a batch's identity for the options that were given."""
         if self.raw:
             return (b"raw",)
         return () if self.system is None else (b"system", self.system.encode())

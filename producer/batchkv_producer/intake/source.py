@@ -1,4 +1,4 @@
-"""The input as bytes: opens it, computes its digest while reading, refuses what is no text."""
+"""The input as bytes: opens it, computes its digest while reading, refuses binary content."""
 
 from __future__ import annotations
 

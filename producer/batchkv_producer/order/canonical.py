@@ -1,4 +1,4 @@
-"""A request's canonical text: what producer and worker compare to find common prefixes."""
+"""A request's canonical text, which producer and worker compare to find common prefixes."""
 
 from __future__ import annotations
 

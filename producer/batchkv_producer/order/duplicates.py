@@ -1,9 +1,10 @@
 """Duplicates: rows of a batch with the same request, which get one answer (``--dedupe``).
 
-Two requests are the same when all fields that decide the answer are: everything but ``custom_id``,
+Two requests are the same if all fields that decide the answer are equal: all but ``custom_id``,
 with the batch's defaults filled in. Rows that sample without a seed are no duplicates, since their
-answers are meant to differ. A row without a temperature samples, because the model's own
-configuration may say so. The first row is the leader and runs. The others wait for its end.
+answers are meant to differ. A row without a temperature counts as one that samples, because the
+model's own configuration may set a temperature. The first row is the leader and runs. The others
+wait for its end.
 """
 
 from __future__ import annotations

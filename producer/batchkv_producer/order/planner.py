@@ -1,13 +1,13 @@
-"""The order in which a batch is queued: rows with a common prefix stand next to each other.
+"""The order in which a batch is queued: rows with a common prefix are next to each other.
 
-The producer has no tokenizer, so the *canonical text* serves: the tools, then roles and messages
-(or the prompt), in the order in which a chat template renders them. ``prefix_order`` says what is
-done with it. Order and chunks are a pure function of the file and its defaults: chunk k holds the
-same rows whenever, wherever and however often the file is submitted, which is what makes an
-interrupted submit safe to repeat.
+The producer has no tokenizer, so it compares the *canonical text*: the tools, then roles and
+messages (or the prompt), in the order in which a chat template renders them. ``prefix_order``
+orders rows by it. Order and chunks are a pure function of the file and its defaults: chunk k holds
+the same rows each time that the file is submitted, on any machine. So an interrupted submit is safe
+to repeat.
 
-Everything lives in a temporary SQLite file that is unlinked as soon as it is open, in the
-directory that TMPDIR names, so that a million rows need no memory and a crash leaves nothing.
+All rows are stored in a temporary SQLite file in the directory that TMPDIR names. It is unlinked as
+soon as it is open. So a million rows need no memory, and a crash leaves nothing.
 """
 
 from __future__ import annotations
@@ -90,15 +90,15 @@ _COUNTS = "SELECT COUNT(*), COUNT(code), SUM(num_chars), MAX(line) FROM rows"
 
 def with_defaults(defaults: SamplingParams) -> Callable[[SamplingParams], SamplingParams]:
     """A function that fills in the fields that a row leaves out."""
-    unsaid = SamplingParams()
+    unset = SamplingParams()
     names = [f.name for f in fields(SamplingParams)]
-    said = {n: getattr(defaults, n) for n in names if getattr(defaults, n) != getattr(unsaid, n)}
-    if not said:
+    given = {n: getattr(defaults, n) for n in names if getattr(defaults, n) != getattr(unset, n)}
+    if not given:
         return lambda params: params
 
     @lru_cache(maxsize=256)  # most rows of a file have equal parameters
     def fill(params: SamplingParams) -> SamplingParams:
-        missing = {n: v for n, v in said.items() if getattr(params, n) == getattr(unsaid, n)}
+        missing = {n: v for n, v in given.items() if getattr(params, n) == getattr(unset, n)}
         return replace(params, **missing)
 
     return fill
@@ -116,7 +116,7 @@ class BatchPlan:
     ) -> None:
         self._dedupe = dedupe
         self._prompting = prompting
-        self.num_plain = 0  # prompts that ``prompting`` is for
+        self.num_plain = 0  # plain prompts; see ``prompting``
         self.place: Callable[[int], str] = "line {}".format
         self._fill = with_defaults(defaults)
         self._is_plain = defaults == SamplingParams()

@@ -5,19 +5,20 @@ A row's *key* is short for a long text, and keys of rows with a long common pref
     text (UTF-8)   |  0 .. 256  | 256 .. 512 |  ...  | .. 16 Ki | 16 Ki .. 20 Ki | ... | 512 Ki ..
     key            |  the bytes |  4-byte checksum of each       | checksum of each     | one only
 
-Equal pieces give equal checksums, so a sort by key puts common prefixes together; among pieces that
-differ any order is as good as another. Sorted rows are the leaves of a tree of prefixes: two
-neighbours part at the depth of what they share. Any walk of that tree, depth first, computes every
-prefix once, in whatever order the children of a node are taken; ``arrange`` uses that freedom:
+Equal pieces give equal checksums, so a sort by key puts common prefixes together. Pieces that
+differ may be in any order. Sorted rows are the leaves of a tree of prefixes: the longest common
+prefix of two neighbours is a node. A walk of that tree, depth first, computes every prefix once,
+whatever the order of a node's children. ``arrange`` chooses this order:
 
-1. the *leader*, the shortest row right under the node: it computes the prefix, and everybody else
-   waits for it;
+1. the *leader*, the shortest row right under the node: it computes the prefix, and all other rows
+   wait for it;
 2. the groups below the node, most work first;
 3. the node's other rows, longest first. They share nothing but the node's prefix, so that at the
    end of a queue, where workers take single rows, giving them to different workers loses nothing,
    and the last one taken is short.
 
-Sharing less than ``STEP_BYTES`` of text is no sharing: it is less than a block of the cache.
+Rows with less than ``STEP_BYTES`` of text in common count as rows without a common prefix, because
+that text is less than a block of the cache.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ COARSE_BYTES, COARSE_END = 4 * 2**10, 512 * 2**10
 STEP_BYTES = 512  # depths of the tree are multiples of it
 WINDOW_ROWS = 4096  # arranged at once, so that memory does not grow with the file
 
-# A row's cost is counted in prompt tokens. To generate one token takes about as long as to compute
-# this many prompt tokens.
+# A row's cost is counted in prompt tokens. One generated token takes about as long as this many
+# prompt tokens.
 TOKENS_PER_GENERATED = 16
 BYTES_PER_TOKEN = 4  # of English text; there is no tokenizer here
 MAX_TOKENS = 2**31 - 1

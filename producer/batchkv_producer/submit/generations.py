@@ -1,14 +1,14 @@
 """Generations of a batch: the same file, computed with other weights or settings, or once more.
 
-A batch's id is made from its file, model and generation defaults. It says nothing about the weights
-behind the model's name or the KV scheme. Answers that were computed with others must not be
+A batch's id is made from its file, the name of its model and the generation defaults. It does not
+depend on the model's weights or the KV scheme. Answers that were computed with others must not be
 returned as those of this submit. So a submit with other weights or another scheme makes the batch's
 next generation, whose id has the generation's number in its digest. The first generation keeps the
 plain id.
 
-The set of all batches says which numbers are taken, because it keeps ids when results expire. The
-number of a forgotten batch is free again. Without ``fresh``, the newest generation that exists and
-fits is joined.
+Numbers in the set of all batches are taken, because it keeps ids when results expire. The number of
+a forgotten batch is free again. Without ``fresh``, the newest generation that exists and fits is
+joined.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class OtherMakingError(BatchkvError):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The one that a submit makes or joins.
+    """The generation that a submit makes or joins.
 
     ``base`` is the id of the first; ``relatives`` are the ids of all. ``why``: the maker of the
     previous generation in words, if it is the reason for a new one; else empty.
@@ -72,12 +72,12 @@ class _Seen:
 
     def fits(self, options: BatchOptions) -> bool:
         """Whether its answers are valid under these options, by the rule of ``create.lua``."""
-        asked, said = options.maker, self.maker
-        if asked.fingerprint and said.fingerprint and asked.fingerprint != said.fingerprint:
+        wants, own = options.maker, self.maker
+        if wants.fingerprint and own.fingerprint and wants.fingerprint != own.fingerprint:
             return False
         if options.mixed:
             return True
-        pairs = ((asked.scheme, said.scheme), (asked.dtype, said.dtype))
+        pairs = ((wants.scheme, own.scheme), (wants.dtype, own.dtype))
         if self.is_mixed:
             return not any(wanted for wanted, _ in pairs)
         return not any(wanted and has and wanted != has for wanted, has in pairs)
@@ -132,7 +132,7 @@ def choose(connection: Redis, digest_of: DigestOf, options: BatchOptions) -> Gen
 
 
 def _seen(connection: Redis, digest_of: DigestOf) -> Iterator[_Seen]:
-    """All generations that the server knows, first to last."""
+    """All generations in the server's set of batches, first to last."""
     first, is_over = 1, False
     while not is_over:
         numbers = range(first, first + PAGE)

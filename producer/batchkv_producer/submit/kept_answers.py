@@ -21,7 +21,7 @@ from batchkv_producer.submit import fingerprint as weights
 from batchkv_producer.wire import redis_keys, row_facts
 
 _COUNTS = ("total", "ok", "failed", "canceled", "cut")
-_SAID = ("style", "model", "fingerprint", "scheme", "mixed", "forgotten", *_COUNTS)
+_FIELDS = ("style", "model", "fingerprint", "scheme", "mixed", "forgotten", *_COUNTS)
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class EarlierBatch:
     ``num_alike`` rows of the new file have a request that was answered there, even if no answer is
     kept. ``num_ended`` is the number of ends of its rows when it was read; a row that ends later
     may have no answer. ``num_left`` rows of it had not ended. ``cut_lines`` of it ended at
-    max_tokens. ``why_not`` says why no answer can be kept.
+    max_tokens. ``why_not``: the reason if no answer can be kept.
     """
 
     batch_id: str
@@ -55,18 +55,18 @@ class EarlierBatch:
         ``relatives`` are the ids of the plan's own batch in all generations. ``fresh``: compute all
         rows.
         """
-        values: Any = connection.hmget(redis_keys.batch(self.batch_id), _SAID)
+        values: Any = connection.hmget(redis_keys.batch(self.batch_id), _FIELDS)
         texts = [(value or b"").decode("utf-8", "replace") for value in values]
-        said = dict(zip(_SAID, texts, strict=True))
+        stored = dict(zip(_FIELDS, texts, strict=True))
         same_file = "it was made of the same file" if self.batch_id in relatives else ""
-        self.why_not = same_file or _why_not(said, model)
+        self.why_not = same_file or _why_not(stored, model)
         if self.why_not:
             return
         self.num_ended = int(connection.llen(redis_keys.done(self.batch_id)))
         unanswered = set[int]()
-        total, ok, failed, canceled, _ = (_whole(said[name]) for name in _COUNTS)
+        total, ok, failed, canceled, _ = (_whole(stored[name]) for name in _COUNTS)
         self.num_left = max(0, total - ok - failed - canceled)
-        if failed or canceled or said["cut"]:
+        if failed or canceled or stored["cut"]:
             for row in in_finish_order(connection, self.batch_id):
                 if row.result.outcome != "ok":
                     unanswered.add(row.line)
@@ -76,7 +76,7 @@ class EarlierBatch:
         self.num_alike = plan.keep(pair for pair in alike if pair[1] not in unanswered)
         if not self.num_alike:
             self.why_not = "none of its rows has the same request as a row of this file"
-        elif weights.of_model(model) not in ("", said["fingerprint"]):
+        elif weights.of_model(model) not in ("", stored["fingerprint"]):
             self.why_not = "the model's files have changed since"
         elif fresh:
             self.why_not = "--fresh computes all rows"
@@ -86,13 +86,13 @@ class EarlierBatch:
         if num_kept:
             rows = "1 answer" if num_kept == 1 else f"{num_kept:,} answers"
             kept = f"kept {rows} of batch {self.batch_id}: these rows have the same request"
-            return kept + self._what_is_left()
+            return kept + self._open_rows()
         why = self.why_not or (
             "it was computed with other weights, KV scheme or dtype, or rows of it ended meanwhile"
         )
-        return f"no answer of batch {self.batch_id} can be kept: {why}{self._what_is_left()}"
+        return f"no answer of batch {self.batch_id} can be kept: {why}{self._open_rows()}"
 
-    def _what_is_left(self) -> str:
+    def _open_rows(self) -> str:
         """The sentence about its open rows, which are still computed."""
         if not (self.num_alike and self.num_left):
             return ""
@@ -104,17 +104,17 @@ def _whole(text: str) -> int:
     return int(text) if text.isdecimal() and len(text) < 16 else 0
 
 
-def _why_not(said: dict[str, str], model: str) -> str:
+def _why_not(stored: dict[str, str], model: str) -> str:
     """Why no answer of a batch with these fields can be kept; "" if answers can be."""
-    if not said["model"] or said["forgotten"]:
+    if not stored["model"] or stored["forgotten"]:
         return "it is no longer on the server"
-    if not said["style"]:
+    if not stored["style"]:
         return "it was submitted by an older version"
-    if said["model"] != model:
-        return f"its model is {said['model']}"
-    if not (said["fingerprint"] and said["scheme"]) or said["mixed"]:
+    if stored["model"] != model:
+        return f"its model is {stored['model']}"
+    if not (stored["fingerprint"] and stored["scheme"]) or stored["mixed"]:
         return "the weights and KV scheme that computed it are not known"
-    return "it has no answers" if said["ok"] in ("", "0") else ""
+    return "it has no answers" if stored["ok"] in ("", "0") else ""
 
 
 def earlier_named(connection: Redis, wanted: str | None) -> EarlierBatch | None:

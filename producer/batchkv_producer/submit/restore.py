@@ -1,6 +1,6 @@
 """``batchkv retry --from``: queues rows whose jobs are gone, from the file that was submitted.
 
-A job is gone when another tool deleted it, or when its failure is older than RQ keeps. The file
+A job is gone if another tool deleted it, or if RQ has deleted its record of the failure. The file
 must be the batch's own. Its digest, with the model and the batch's defaults, proves that.
 """
 
@@ -89,16 +89,16 @@ def restore_rows(
     deadline (seconds since 1970; 0: none). Raises UsageError if the file is not the batch's.
     """
     digest, generation, there = _identity(connection, status.batch_id)
-    said = there if defaults is None else defaults
+    params = there if defaults is None else defaults
     moves = Transitions(connection)
     num_queued = 0
     prompting, more_identity = kept(connection, status.batch_id)
-    with BatchPlan(said, prompting=prompting) as plan:
-        found = identify(source, plan, said, status.model, more_identity, generation)
+    with BatchPlan(params, prompting=prompting) as plan:
+        found = identify(source, plan, params, status.model, more_identity, generation)
         if found != digest:
             raise UsageError(
-                f"{source_name(source)} with these generation flags is not what batch "
-                f"{status.batch_id} was made of: give the file of its submit, and its flags"
+                f"{source_name(source)} with these generation flags does not make batch "
+                f"{status.batch_id}: give the file of its submit, and its flags"
             )
         wanted = {
             outcome: set(gone_lines(connection, status.batch_id, outcome))

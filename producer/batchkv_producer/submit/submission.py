@@ -3,8 +3,8 @@
 A batch's id is the first 16 of the 64 hex digits of a SHA-256 over: the file's bytes, how they are
 read (``.txt``, JSON lines, an array), the model and the generation defaults. The names of several
 files, --raw, --system and the number of a later generation are part of it where they are given. So
-the same file is the same batch: a second submit joins it, and adds what an interrupted one left
-out.
+the same file is the same batch: a second submit joins it, and adds the rows that an interrupted one
+left out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from batchkv_producer.wire.job import SamplingParams
 from batchkv_producer.wire.transitions import Transitions
 
 MAX_SHOWN_ERRORS = 20
-MAX_TOLD_ERRORS = 5  # shown of the wrong rows; the submit queues the others
+MAX_SUBMIT_ERRORS = 5  # wrong rows that a submit shows; it queues the others
 MAX_NAME_CHARS = 200
 
 # Gets a batch's id, its model, and the ids of all generations of the batch.
@@ -132,9 +132,9 @@ def check(
 
     Raises UsageError for the file as a whole.
     """
-    said = defaults or SamplingParams()
-    with BatchPlan(said, dedupe=dedupe, prompting=prompting) as plan:
-        return _checked(as_source(source), plan, said, model, default_model, prompting)
+    given = defaults or SamplingParams()
+    with BatchPlan(given, dedupe=dedupe, prompting=prompting) as plan:
+        return _checked(as_source(source), plan, given, model, default_model, prompting)
 
 
 def survey(
@@ -147,9 +147,9 @@ def survey(
     prompting: Prompting = AUTO,
 ) -> tuple[Checked, PrefixEstimate]:
     """``check``, and an estimate of the hits when this many workers share the queue."""
-    said = defaults or SamplingParams()
-    with BatchPlan(said, prompting=prompting) as plan:
-        checked = _checked(source, plan, said, model, default_model, prompting)
+    given = defaults or SamplingParams()
+    with BatchPlan(given, prompting=prompting) as plan:
+        checked = _checked(source, plan, given, model, default_model, prompting)
         return checked, estimate_prefixes(plan.entries(), checked.num_jobs, num_workers)
 
 
@@ -176,15 +176,15 @@ def submit(
     """
     if job_timeout_seconds < 1:
         raise UsageError(f"the job timeout must be at least 1 second, got {job_timeout_seconds}")
-    said = defaults or SamplingParams()
-    with BatchPlan(said, dedupe=options.dedupe, prompting=prompting) as plan:
+    given = defaults or SamplingParams()
+    with BatchPlan(given, dedupe=options.dedupe, prompting=prompting) as plan:
         need: Callable[[ModelVote], str] = lambda vote: vote.need(model, default_model)  # noqa: E731
-        facts, counts = _read(source, plan, said, need, prompting)
-        title = (name or source_name(source))[:MAX_NAME_CHARS]
+        facts, counts = _read(source, plan, given, need, prompting)
+        name = (name or source_name(source))[:MAX_NAME_CHARS]
         options = informed(options, facts.model)
-        spec = BatchSpec(facts.model, said, job_timeout_seconds, title, options, prompting, earlier)
-        digest_of = partial(batch_digest, facts, said, prompting.identity())
-        errors = _placed(plan.errors(MAX_TOLD_ERRORS), facts)
+        spec = BatchSpec(facts.model, given, job_timeout_seconds, name, options, prompting, earlier)
+        digest_of = partial(batch_digest, facts, given, prompting.identity())
+        errors = _placed(plan.errors(MAX_SUBMIT_ERRORS), facts)
 
         def make(chosen: Generation) -> tuple[bool, tuple[str, ...]]:
             if earlier is not None:
@@ -223,7 +223,7 @@ def identify(
     more_identity: tuple[bytes, ...] = (),
     generation: int = 1,
 ) -> str:
-    """Fill a plan with a file and seal it; the digest of the batch that these make."""
+    """Fill a plan with a file and seal it. Returns the digest of the batch."""
     facts, _ = _read(source, plan, defaults, lambda _: model)
     return batch_digest(facts, defaults, more_identity, generation)
 
@@ -231,13 +231,13 @@ def identify(
 def _checked(
     source: Source,
     plan: BatchPlan,
-    said: SamplingParams,
+    given: SamplingParams,
     model: str | None,
     default: str | None,
     prompting: Prompting,
 ) -> Checked:
-    facts, counts = _read(source, plan, said, lambda vote: vote.decide(model, default), prompting)
-    digest = batch_digest(facts, said, prompting.identity())
+    facts, counts = _read(source, plan, given, lambda vote: vote.decide(model, default), prompting)
+    digest = batch_digest(facts, given, prompting.identity())
     return Checked(
         total=counts.total,
         num_jobs=counts.total - counts.num_bad,
@@ -280,10 +280,10 @@ def batch_digest(
 
 def _canonical(defaults: SamplingParams) -> bytes:
     """Defaults as bytes. 1 and 1.0 are equal; a field that is None equals one that is missing."""
-    said = {name: value for name, value in asdict(defaults).items() if value not in (None, ())}
+    given = {name: value for name, value in asdict(defaults).items() if value not in (None, ())}
     plain = {
         name: float(value) if isinstance(value, int) and abs(value) < 2**53 else value
-        for name, value in said.items()
+        for name, value in given.items()
     }
     return json.dumps(plain, sort_keys=True, separators=(",", ":")).encode("ascii")
 

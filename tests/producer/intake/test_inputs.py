@@ -153,7 +153,7 @@ def test_rows_of_several_files_are_restored(
         return CliRunner().invoke(cli, command)
 
     swapped = retried("--from", paths[1], "--from", paths[0], "--as", "text")
-    assert swapped.exit_code == 2 and "is not what batch" in swapped.stderr
+    assert swapped.exit_code == 2 and "does not make batch" in swapped.stderr
     alone = retried("--as", "text")
     assert alone.exit_code == 2 and "for retry --from FILE only" in alone.stderr
     found = retried("--from", paths[0], "--from", paths[1], "--as", "text")

@@ -192,7 +192,7 @@ def test_another_file_or_other_flags_change_nothing(desk: Desk, change: str) -> 
     desk.delete_jobs(batch)
     source = desk.write({"prompt": "p"}, name="o.jsonl") if change == "file" else desk.source
     defaults = SamplingParams(max_tokens=8) if change == "flags" else None
-    with pytest.raises(UsageError, match=f"is not what batch {batch} was made of"):
+    with pytest.raises(UsageError, match=f"does not make batch {batch}:"):
         desk.client.retry(batch, source=source, defaults=defaults)
     assert desk.client.status(batch).failed == 7
 
