@@ -1,1 +1,1 @@
-"""Continuous batching: what is computed in which step, on the engine's own thread."""
+"""Continuous batching: chooses and computes the rows of each step, on the engine's own thread."""

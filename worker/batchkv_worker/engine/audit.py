@@ -1,9 +1,8 @@
 """Checks that cached prefixes are right: a share of the rows that used one is computed again.
 
-Such a replay is a row like any other, without the cache. Its answer is not reported to anybody.
-Its tokens must be those of the first row. Two correct computations may still differ: they round
-differently, and two tokens may be nearly equally likely. A block of wrong content shows as many
-rows that differ early.
+Such a replay is a row like any other, without the cache. Its answer is not reported. Its tokens
+should be those of the first row. Two correct computations may still differ: they round differently,
+and two tokens may be nearly equally likely. If a block has wrong content, many rows differ early.
 """
 
 from __future__ import annotations

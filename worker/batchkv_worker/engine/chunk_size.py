@@ -29,17 +29,17 @@ from batchkv_worker.model.loader import LoadedModel
 log = logging.getLogger("batchkv.engine")
 
 SIZES = (256, 512, 1024, 2048)
-SECONDS = 4.0  # of computing what is compiled; a size that would not fit in is not tried
-START_SECONDS = 30.0  # in all, with what the first time of each size takes
-TURNS = 3  # of each size, the least of which counts
-CHUNKS = "sizes of chunks"  # what the result is kept as
+SECONDS = 4.0  # for compiled kernels; a size that would take longer is not tried
+START_SECONDS = 30.0  # in all, with the first computation of each size
+TURNS = 3  # for each size; the least time counts
+CHUNKS = "sizes of chunks"  # the name of the stored result
 NEARLY = 0.95  # of the best speed
 # A chunk reads the weights of all experts that any of its tokens uses: nearly all of them from 256
 # tokens on. So each doubling of a chunk halves what is read for a token, up to sizes that there is
 # no time to try.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 LEAST_OF_EXPERTS = 1024
-LARGE_BYTES = 32 * 10**9  # of memory: what a large chunk computes at once fits in
+LARGE_BYTES = 32 * 10**9  # of memory: the activations of a large chunk fit in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,8 @@ def least_chunk(config: Mapping[str, Any], memory: int) -> int:
 def smallest_fast(found: Measured, usual: int, least: int = 0) -> int:
     """The smallest size that is nearly as fast as the fastest.
 
-    ``usual`` when time was short before larger sizes brought little: what was seen says nothing of
-    the sizes that were not tried. Then it is not under ``least``, either.
+    If time was too short to try all sizes, it is not less than ``least``. If the largest size that
+    was tried is also the fastest, it is not less than ``usual`` either.
     """
     speeds = found.speeds
     best = max(speeds.values(), default=0.0)
@@ -142,10 +142,10 @@ def smallest_fast(found: Measured, usual: int, least: int = 0) -> int:
         chosen = max(chosen, usual)
     if not found.is_whole:
         chosen = max(chosen, least)
-    told = ", ".join(f"{size}: {speed:.0f}" for size, speed in speeds.items())
+    measured = ", ".join(f"{size}: {speed:.0f}" for size, speed in speeds.items())
     short = "; time was short for larger ones" if is_rising else ""
     log.info("prompts are computed in chunks of %d tokens (tokens a second: %s%s)",
-             chosen, told or "not measured", short)  # fmt: skip
+             chosen, measured or "not measured", short)  # fmt: skip
     return chosen
 
 

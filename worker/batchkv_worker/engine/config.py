@@ -18,7 +18,7 @@ class EngineConfig:
     scheme: str = "affine8"
     slots: int = 32
     prefetch: int = 8
-    chunk_tokens: int | None = 512  # None: what this device computes nearly as fast as any
+    chunk_tokens: int | None = 512  # None: the smallest size that is nearly the fastest here
     memory_bytes: int = 4 * 2**30
     prefix_bytes: int | None = None  # of memory_bytes, for prefixes; None: an eighth
     path: Path | None = None  # None: the fastest by measurement

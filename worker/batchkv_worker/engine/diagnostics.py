@@ -1,4 +1,4 @@
-"""What an engine was doing, for the log of a worker whose engine hangs. Counts, no content."""
+"""The state of an engine, for the log of a worker whose engine hangs. Counts, no content."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Engine:
         self._upcoming: Step | None = None  # built, and not started as a whole
         self._events: list[Event] = []
 
-    # -- what the thread that owns the engine calls
+    # -- called by the thread that owns the engine
 
     @property
     def num_slots(self) -> int:
@@ -188,7 +188,7 @@ class Engine:
         return events
 
     def _recovering(self, work: Callable[[], None]) -> None:
-        """Do work; when memory runs out or the device fails meanwhile, the engine goes on.
+        """Do work. If memory runs out or the device fails meanwhile, recover.
 
         If it cannot go on, no block that is not sent yet may reach others: it may be wrong.
         """
@@ -276,7 +276,7 @@ class Engine:
         mx.clear_cache()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every slot is free or has exactly one row."""
+        """Raise AssertionError if a slot is neither free nor has exactly one row."""
         self._slots.check()
         assert self._slots.layouts.main.slots == set(self._rows)
         assert all(row.slot == slot for slot, row in self._rows.items())
@@ -299,7 +299,7 @@ class Engine:
         return self.plan.costs.per_new_token
 
     def _run_prefill(self) -> None:
-        """Compute prompt chunks: one beside rows that decode, else up to CHUNKS_PER_STEP.
+        """Compute prompt chunks: one if rows decode, else up to CHUNKS_PER_STEP.
 
         Rows that start together end together, and need no mask until then.
         """
@@ -360,6 +360,6 @@ class Engine:
         self._report(row, event)
 
     def _report(self, row: Sequence, event: Event) -> None:
-        """Keep a row's event for the next call of ``step``; nobody waits for that of a replay."""
+        """Keep a row's event for the next call of ``step``. A replay has no event."""
         if row.replay_of is None:
             self._events.append(event)

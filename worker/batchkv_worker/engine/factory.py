@@ -23,7 +23,7 @@ log = logging.getLogger("batchkv.engine")
 def build_engine(settings: WorkerSettings, *, measures_anew: bool = False) -> Engine:
     """Load the settings' model and make its engine; raises ModelError.
 
-    ``measures_anew``: results that an earlier start has kept are not used, and replaced.
+    ``measures_anew``: the stored results of earlier starts are not used, but replaced.
     """
     log.info(blas_name := blas.load())
     open_files.import_mlx_lm()
@@ -60,7 +60,7 @@ def build_engine(settings: WorkerSettings, *, measures_anew: bool = False) -> En
         admission=settings.admission,
         audit=settings.cache_audit,
     )
-    loading.report("measuring what this machine does best")
+    loading.report("measuring the fastest settings")
     ENGINE.enter(MEASURE)
     engine = Engine(loaded, config, access, watch(facts.kind))
     warn_if_busy(backend.measurements, settings.model)

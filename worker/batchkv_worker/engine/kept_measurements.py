@@ -22,18 +22,18 @@ log = logging.getLogger("batchkv.engine")
 def open_measurements(
     loaded: LoadedModel, scheme: str, slots: int, blas: str, *, is_anew: bool = False
 ) -> Measurements:
-    """Those that are kept in the home folder for an engine of this kind.
+    """The measurements in the home folder for an engine of this kind.
 
-    The fingerprint of a model's files stands for its weights: two models that differ share no
-    results. Nothing is kept of a model without one. ``is_anew``: all is measured again.
+    The fingerprint of a model's files identifies its weights: models that differ share no results.
+    For a model without one nothing is stored. ``is_anew``: all is measured again.
     """
     if not loaded.fingerprint:
-        log.info("model %s has no fingerprint: what is measured for it is not kept", loaded.name)
+        log.info("model %s has no fingerprint: measurements for it are not stored", loaded.name)
         return Measurements()
     try:
         home = home_from_environment().path
     except BatchkvError as fault:
-        log.warning("what is measured is not kept: %s", fault)
+        log.warning("measurements are not stored: %s", fault)
         return Measurements()
     config = loaded.config
     facts = {
@@ -68,7 +68,7 @@ def warn_if_busy(measurements: Measurements, model: str) -> None:
         return
     if measurements.has_measured and load > BUSY * (os.cpu_count() or 1):
         log.warning(
-            "this machine was busy while it was measured, and the results are kept: run "
+            "this machine was busy while it was measured, and the results are stored: run "
             "`batchkv tune -m %s` while nothing else computes",
             model,
         )

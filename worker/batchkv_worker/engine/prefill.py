@@ -167,7 +167,7 @@ class Prefill:
         return self._rows.row(group.rows.index(row), row.num_prefill, prefix_tokens, count)
 
     def drop(self) -> None:
-        """Let go of the group's arrays: its rows are in slots, cancelled or requeued."""
+        """Release the group's arrays: its rows are in slots, cancelled or requeued."""
         for row in self._group.rows if self._group else ():
             self._client.forget(row)
         self._group = self._rows = self._parked = self.shared_prefix = None

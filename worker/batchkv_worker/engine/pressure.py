@@ -27,7 +27,7 @@ log = logging.getLogger("batchkv.engine")
 READ_SECONDS = 1.0  # between two readings
 CALM_SECONDS = 5.0  # of a lower level before it counts, so that the level does not flicker
 SWAP_SECONDS = 10.0  # over which growth of swap is measured
-SWAP_WARNING = 2**29  # bytes that are swapped out in that time: memory is short, whatever is said
+SWAP_WARNING = 2**29  # bytes swapped out in that time mean a warning, whatever the system reports
 SWAP_CRITICAL = 2**31
 _MEMINFO = Path("/proc/meminfo")
 _LINUX_WARNING = 0.03  # of the machine's memory that is still available
@@ -44,27 +44,27 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the system says at one moment; ``swap_bytes`` are swapped out."""
+    """The system's report at one moment; ``swap_bytes`` are swapped out."""
 
     level: Level
     swap_bytes: int = 0
 
 
-Read = Callable[[], Reading]  # raises OSError or ValueError when the system does not say
+Read = Callable[[], Reading]  # raises OSError or ValueError if the system gives no answer
 
 
 class Pressure(Protocol):
-    """What the engine asks. ``level`` may be read at any time, and never waits."""
+    """The engine's interface. ``level`` may be read at any time, and never waits."""
 
     @property
     def level(self) -> Level: ...
 
     def close(self) -> None:
-        """Nobody asks any more."""
+        """End it: the level is not read any more."""
 
 
 class NoPressure:
-    """Where nothing is watched."""
+    """For machines whose memory is not watched."""
 
     level = Level.NORMAL
 
@@ -78,7 +78,7 @@ class Judge:
     def __init__(self) -> None:
         self._swap: deque[tuple[float, int]] = deque()
         self._level = Level.NORMAL
-        self._higher_at = 0.0  # when a reading last asked for this level
+        self._higher_at = 0.0  # the time of the last reading of this level
 
     def add(self, now: float, reading: Reading) -> Level:
         """The level after one more reading. It rises at once, and falls after CALM_SECONDS."""
@@ -88,7 +88,7 @@ class Judge:
         return self._level
 
     def _level_of_swap(self, now: float, swap_bytes: int) -> Level:
-        """What the growth of swap says, from its least: it may fall before it grows again."""
+        """The level by the growth of swap from its least: it may fall before it grows again."""
         self._swap.append((now, swap_bytes))
         while now - self._swap[0][0] > SWAP_SECONDS:
             self._swap.popleft()
@@ -121,13 +121,13 @@ class Watcher:
                 self.level = judge.add(time.monotonic(), self._read())
                 self._is_closed.wait(self._seconds)
         except (OSError, ValueError) as fault:
-            log.warning("whether memory is short cannot be read any more: %s", fault)
+            log.warning("the memory pressure cannot be read any more: %s", fault)
         finally:
             self.level = Level.NORMAL
 
 
 def watch(kind: Kind, platform: str = sys.platform) -> Pressure:
-    """What watches the memory of this machine, for a device of that kind; perhaps nothing."""
+    """The watch over this machine's memory, for a device of that kind; it may do nothing."""
     read: Read
     if platform == "darwin":
         read = read_macos
@@ -138,7 +138,7 @@ def watch(kind: Kind, platform: str = sys.platform) -> Pressure:
     try:
         read()
     except (OSError, ValueError) as fault:
-        log.info("whether memory is short cannot be read: %s", fault)
+        log.info("the memory pressure cannot be read: %s", fault)
         return NoPressure()
     return Watcher(read)
 
@@ -151,7 +151,7 @@ def read_macos(read: sysctl.Read = sysctl.read_sysctl) -> Reading:
 
 
 def read_linux(file: Path = _MEMINFO) -> Reading:
-    """What ``/proc/meminfo`` says is still available, of all."""
+    """The level by the available share of memory in ``/proc/meminfo``."""
     return reading_of(file.read_text("ascii"))
 
 

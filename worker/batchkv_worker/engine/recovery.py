@@ -1,10 +1,10 @@
-"""How the engine goes on after MLX raised: memory ran out, or the device failed (``faults``).
+"""Recovers the engine after MLX raised: memory ran out, or the device failed (``faults``).
 
 Memory runs out although the budget is kept: other processes use the same memory, and activations
 are not in the budget. On Metal and CUDA, MLX raises ``RuntimeError``. On a CPU the process dies.
 
-What was being computed is lost. It is not known how far it got, so every row that may have been
-touched is computed again.
+The step's results are lost. It is not known how far the step got, so every row that it may have
+changed is computed again.
 
 Metal marks its encoder as failed from handlers that may run later than the exception. The next call
 would raise although nothing is wrong with it. So the device is drained before anything else is
@@ -38,11 +38,11 @@ FAULT_SECONDS = 60.0  # two device faults within this time end the engine
 class Recovery:
     """Lets an engine go on. Rows whose arrays are lost wait again, after the tokens that were read.
 
-    - *Memory ran out*: the budget shrinks below what was held; every row that ends raises it a
+    - *Memory ran out*: the budget shrinks below the bytes in use; every row that ends raises it a
       little. A row ends with an error when memory runs out ``MAX_FAILURES`` times while it is
       alone.
     - *The device failed*: the budget stays. Prompts are computed in chunks of half the size, since
-      shorter work is what a display needs. A second failure within ``FAULT_SECONDS`` is raised.
+      a display needs shorter work. A second failure within ``FAULT_SECONDS`` is raised.
     """
 
     def __init__(

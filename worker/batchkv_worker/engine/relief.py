@@ -1,9 +1,9 @@
-"""What the engine does while the machine is short of memory (``pressure``).
+"""Gives memory back while the machine is short of it (``pressure``).
 
-*Warning*: no group of prompts starts beside rows that decode. When all of them have ended the next
-group starts, so that rows wait, but not for ever. *Critical*: every few seconds the budget shrinks
-below what is held, as it does when memory runs out. Rows that do not fit any more leave their slots
-and are computed again later. Memory that holds prefixes, and memory that MLX keeps, is given back.
+*Warning*: no group of prompts starts while rows decode. When all of them have ended the next group
+starts, so that no row waits for ever. *Critical*: every few seconds the budget shrinks below the
+bytes in use, as it does when memory runs out. Rows that do not fit any more leave their slots and
+are computed again later. Memory of prefixes, and freed memory that MLX keeps, is given back.
 
 When the machine has memory again, rows that end bring the budget back.
 """
@@ -45,7 +45,7 @@ class Relief:
         self._clock = clock
         self._level = Level.NORMAL
         self._shrink_at = 0.0
-        self.num_times = 0  # that the budget shrank
+        self.num_times = 0  # how often the budget shrank
 
     @property
     def words(self) -> str:
@@ -53,7 +53,7 @@ class Relief:
         return SHORT_OF_MEMORY if self._level > Level.NORMAL else ""
 
     def apply(self, read_back: Callable[[], bool]) -> None:
-        """Follow the level of this moment. ``read_back`` reads the step in flight."""
+        """Act on the present level. ``read_back`` reads the step in flight."""
         level = self._pressure.level
         if level != self._level:
             self._note(level)

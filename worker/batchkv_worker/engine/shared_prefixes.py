@@ -21,15 +21,15 @@ class SharedPrefixBuilder:
         self._prefixes = prefixes
 
     def build(
-        self, keys: list[bytes], points: SplitPoints, behind: SharedPrefix | None = None
+        self, keys: list[bytes], points: SplitPoints, computed_after: SharedPrefix | None = None
     ) -> SharedPrefix | None:
         """A chain of the blocks ``keys``, whose parts end at the split points.
 
-        Parts that rows in slots read are used again, and so is ``behind``, which the rows were
-        computed with. Other parts are copied from the prefix memory. None without split points, and
-        when a block is not in memory any more.
+        Parts that rows in slots read are used again, and so is ``computed_after``, the prefix that
+        the rows were computed with. Other parts are copied from the prefix memory. None without
+        split points, and when a block is not in memory any more.
         """
-        held = self._slots.layouts.prefixes_with(behind)
+        held = self._slots.layouts.prefixes_with(computed_after)
         last: SharedPrefix | None = None
         low = 0
         for high in points:

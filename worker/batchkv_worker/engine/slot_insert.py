@@ -28,7 +28,7 @@ class Placement:
 
     @property
     def demand(self) -> Demand:
-        """What the row asks of the slots."""
+        """The row's columns: those of its tokens, and those that may still come."""
         return Demand(self.row.num_prefill, self.row.num_remaining, self.shared)
 
     def is_followed_by(self, other: Placement) -> bool:

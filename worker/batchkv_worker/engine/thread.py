@@ -122,9 +122,9 @@ class EngineThread:
         return self._engine is not None and self._engine.has_changed()
 
     def report(self) -> str:
-        """What the engine was doing, even when it hangs."""
+        """The engine's state, for a log; it works even when the engine hangs."""
         if self._engine is None:
-            return "it was being built"
+            return "it was still being built"
         try:
             return self._engine.report()
         except Exception as fault:  # noqa: BLE001 - it may be half way through anything
@@ -160,7 +160,7 @@ class EngineThread:
             self._serve(engine)
         except WorkerError as error:
             self._outbox.put((LoadFailed(error),))
-        except Exception as error:  # noqa: BLE001 - whatever broke, the jobs must go back
+        except Exception as error:  # noqa: BLE001 - after any fault, the jobs must go back
             log.error("the engine died:\n%s", traceback.format_exc())
             if is_of_device := is_device_fault(error):
                 log.error("the device failed, for no reason of the rows. %s", WORKAROUNDS)

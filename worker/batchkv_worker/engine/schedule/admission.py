@@ -2,10 +2,10 @@
 
 ``memory`` compares the two, and ``scheduler`` admits.
 
-A row is admitted by what it takes now and will take in a while. *Worst case*: all tokens that it
-may generate. *Optimistic*: as many as most answers take, measured on those that ended lately; a row
-whose answer is longer may have to leave its slot for a while (``decode_rows``). Either way what is
-allocated is held to the budget when buffers grow, not only when a row is admitted.
+A row is admitted by its prompt and the tokens that it will generate. *Worst case*: all tokens that
+it may generate. *Optimistic*: the length of most recent answers. A row whose answer is longer may
+have to leave its slot for a while (``decode_rows``). In both cases the budget limits the buffers
+whenever they grow, not only when a row is admitted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.kv.slots.growth import round_up
 from batchkv_worker.kv.slots.layouts import Costs
 
-RECENT_OUTPUTS = 512  # whose lengths are remembered
-FEWEST_OUTPUTS = 16  # that must have ended before a length is expected
+RECENT_OUTPUTS = 512  # outputs whose lengths are stored
+FEWEST_OUTPUTS = 16  # outputs that must have ended before a length is expected
 MOST_OF_TEN = 9  # of ten outputs are no longer than the expected length
 
 
@@ -49,7 +49,7 @@ class OutputLengths:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What the scheduler may spend: tokens a prefill chunk, and bytes of keys and values.
+    """The scheduler's limits: tokens of a prefill chunk, and bytes of keys and values.
 
     The width of prompts is rounded up to a multiple of ``shape_step`` at most.
     """

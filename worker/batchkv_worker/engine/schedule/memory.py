@@ -1,10 +1,10 @@
-"""The memory for keys and values: how much there is, how much is held, and what still fits.
+"""The memory for keys and values: how much there is, how much is in use, and which rows still fit.
 
-Every comparison of bytes with the budget is made here. The layouts say how large buffers are and
-would become; nobody else asks them. No tensors.
+Every comparison of bytes with the budget is made here. Only this module asks the layouts how large
+buffers are, or would become. No tensors.
 
-Three things are held: the slots with their windows and states, the shared prefixes of their rows,
-and the group in prefill. The group is counted until its rows are in slots and its arrays are gone.
+Three things use memory: the slots with their windows and states, the shared prefixes of their rows,
+and the group in prefill. The group is counted until its rows are in slots and its arrays are freed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from batchkv_worker.kv.slots import growth
 from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.kv.slots.layouts import SlotLayouts
 
-SHRINK = 0.8  # of what was held when memory ran out, the most that is held from then on
-GROW = 1.05  # what is allowed again with every row that ends
-LEAST_CHUNK = 64  # tokens; chunks are not halved below
-CALM_ROWS = 64  # rows that end well before chunks are twice as long again
+SHRINK = 0.8  # after memory ran out, the budget is this share of the bytes that were in use
+GROW = 1.05  # the factor by which the budget grows again with every row that ends
+LEAST_CHUNK = 64  # tokens; chunks are not halved below this
+CALM_ROWS = 64  # rows that must end well before chunks are doubled again
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes at one moment: what may be held, and what is."""
+    """Bytes at one moment: those that may be used, and those in use."""
 
     allowed: int
     slots: int  # shared prefixes among them
@@ -37,7 +37,7 @@ class Held:
 
     @property
     def total(self) -> int:
-        """All that is held."""
+        """All bytes in use."""
         return self.slots + self.prefill
 
 
@@ -46,14 +46,14 @@ class Memory:
 
     def __init__(self, layouts: SlotLayouts, budget: Budget) -> None:
         self._layouts = layouts
-        self.whole = budget  # what may be held while memory does not run out
-        self.budget = budget  # what may be held now
-        self._num_calm_rows = 0  # that ended well since the chunk size changed
+        self.whole = budget  # the most that may be used
+        self.budget = budget  # the most that may be used now; less after memory ran out
+        self._num_calm_rows = 0  # rows that ended well since the chunk size changed
 
-    # -- what is held
+    # -- bytes in use
 
     def snapshot(self, group: PrefillGroup | None = None) -> Held:
-        """What is held now; ``group`` is the one whose prompts are computed or have to move."""
+        """The bytes in use now; ``group`` is the group in prefill or on its way into slots."""
         slots = self._layouts.bytes_held(self.budget.costs)
         return Held(self.budget.memory_bytes, slots, self._prefill_bytes(group))
 
@@ -63,7 +63,7 @@ class Memory:
         new = self._layouts.bytes_of_new(self.budget.costs, group.shared_prefix)
         return self.budget.prefill_bytes(group.demands) + new
 
-    # -- what fits
+    # -- which rows fit
 
     def fits_alone(self, demand: Demand) -> bool:
         """Whether a row fits when no other row is there; if not, it can never run."""
@@ -73,24 +73,24 @@ class Memory:
     def fits(
         self, demands: Items[Demand], ahead: int | None = None, shared_keys: Iterable[bytes] = ()
     ) -> bool:
-        """Whether these rows fit beside those in the slots, ``ahead`` tokens from now at most.
+        """Whether these rows fit together with those in the slots, for ``ahead`` more tokens.
 
-        Their prefill is held beside the slots, as these are now and as they grow, until the rows
-        have moved. ``shared_keys`` are the blocks that the rows share. ``ahead`` None: all tokens
-        that may still come.
+        The arrays of their prefill exist until the rows have moved into the slots, and the slots
+        may grow meanwhile. ``shared_keys`` are the blocks that the rows share. ``ahead`` None: all
+        tokens that may still come.
         """
         costs = self.budget.costs
         slots = self._layouts.peak_bytes(costs, list(demands), ahead, list(shared_keys))
         return slots + self.budget.prefill_bytes(demands) <= self.budget.memory_bytes
 
     def fits_shared_prefix(
-        self, keys: list[bytes], behind: PrefixPart | None, group: PrefillGroup
+        self, keys: list[bytes], computed_after: PrefixPart | None, group: PrefillGroup
     ) -> bool:
-        """Whether a shared prefix of these blocks fits beside all that is held.
+        """Whether a shared prefix of these blocks fits together with all bytes in use.
 
-        Its tokens that rows in slots read already, or that are in ``behind``, do not count.
+        Its tokens that rows in slots read already, or that are in ``computed_after``, do not count.
         """
-        new = len(keys) * BLOCK_TOKENS - self._layouts.tokens_held(keys, behind)
+        new = len(keys) * BLOCK_TOKENS - self._layouts.tokens_held(keys, computed_after)
         wanted = new * self.budget.costs.per_prefix_token
         return wanted + self.snapshot(group).total <= self.budget.memory_bytes
 
@@ -109,7 +109,7 @@ class Memory:
         demand: Demand | None = None,
         shared: PrefixPart | None = None,
     ) -> int | None:
-        """Cells that the layers with every token may have beside the group; None: any number.
+        """Cells that the layers with every token may have while the group exists; None: no limit.
 
         ``demand`` is of a row of the group that is inserted after ``shared``. The group's own
         shared prefix is counted with the group; parts that were added to it are not.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from batchkv_worker.sequence import Sequence
 
 FEWEST_ALIKE = 64  # rows at least among which rows of similar length are chosen
-MOST_OVERTAKEN = 32  # groups that may be formed before the oldest row's
+MOST_OVERTAKEN = 32  # groups that may be formed before the group of the oldest row
 
 
 def longest_first(waiting: list[Sequence], num_slots: int) -> list[Sequence]:

@@ -40,7 +40,7 @@ class PrefillGroup:
 
     @property
     def demands(self) -> list[Demand]:
-        """What its rows ask of the slots, cancelled ones too: they are computed with the others."""
+        """The columns that its rows need; cancelled rows too, since they are computed as well."""
         shared = self.num_shared_blocks * BLOCK_TOKENS
         return [Demand(row.num_prefill, row.num_remaining, shared) for row in self.rows]
 

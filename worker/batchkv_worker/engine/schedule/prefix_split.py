@@ -36,7 +36,7 @@ def choose_split_points(
 ) -> SplitPoints:
     """Where the shared prefixes of a prompt end; the result begins with ``held``, those in use.
 
-    ``wanted`` says for each block how many waiting rows have it. A shared prefix saves its cells
+    ``wanted``: for each block, the number of waiting rows with it. A shared prefix saves its cells
     once for every row but one. Each new one must save more than it costs. Among all such choices
     the one that saves most cells is returned.
     """

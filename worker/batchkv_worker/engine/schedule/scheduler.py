@@ -24,9 +24,9 @@ from batchkv_worker.sequence import Sequence
 
 __all__ = ["Budget", "PrefillGroup", "Scheduler"]
 
-LOOKAHEAD = 256  # waiting rows among which a group of like length is sought
-STATE_INTERVAL = 16  # blocks after which a state is kept wherever prompts part
-MAX_PREEMPTIONS = 2  # after which a row is admitted by its worst case and left in peace
+LOOKAHEAD = 256  # waiting rows among which a group of similar length is chosen
+STATE_INTERVAL = 16  # blocks after which a state is kept wherever prompts differ
+MAX_PREEMPTIONS = 2  # then a row is admitted by its worst case, and is not preempted any more
 
 
 class Scheduler:
@@ -87,7 +87,7 @@ class Scheduler:
         return not self._waiting and self._group is None and not self.layouts.num_active
 
     def hold(self, is_held: bool) -> None:
-        """While held, no group starts beside rows that decode, and the budget does not grow."""
+        """While held, no group starts while rows decode, and the budget does not grow."""
         self._is_held = is_held
 
     def note_completed(self, num_tokens: int) -> None:
@@ -219,24 +219,26 @@ class Scheduler:
         return sorted(window, key=lambda row: abs(row.num_prefill - goal)), points
 
     def split_points(
-        self, row: Sequence, num_cached: int, behind: PrefixPart | None = None
+        self, row: Sequence, num_cached: int, computed_after: PrefixPart | None = None
     ) -> SplitPoints:
         """Where the shared prefixes within a row's cached tokens end.
 
-        Those in use stay as they are, and so does ``behind``, which the row was computed with. New
-        ones are added after them where they save most.
+        Those in use do not change. Neither does ``computed_after``, the prefix that the row was
+        computed with. New ones are added after them where they save most.
         """
         if not self._shares:
             return ()
         most = min(num_cached, row.num_prefill - 1) // BLOCK_TOKENS
         keys = row.block_keys[:most]
-        held = self._held_points(keys, behind)
+        held = self._held_points(keys, computed_after)
         wanted = [self._uses.remaining(key) for key in keys]
         return choose_split_points(wanted, held, self._prefix_costs)
 
-    def _held_points(self, keys: list[bytes], behind: PrefixPart | None = None) -> SplitPoints:
+    def _held_points(
+        self, keys: list[bytes], computed_after: PrefixPart | None = None
+    ) -> SplitPoints:
         """Where the longest chain of shared prefixes in use ends that these blocks begin with."""
-        held = self.layouts.prefixes_with(behind)
+        held = self.layouts.prefixes_with(computed_after)
         last = next((held[key] for key in reversed(keys) if key in held), None)
         return tuple(one.num_tokens // BLOCK_TOKENS for one in last.chain) if last else ()
 
@@ -249,8 +251,8 @@ class Scheduler:
     def _stops(self, row: Sequence) -> frozenset[int]:
         """Tokens after which the row's states are kept: where other rows differ, and at its end.
 
-        The other rows wait here, or the producer told how much text they share. States are kept at
-        ends of full blocks only; those of every block would be gigabytes.
+        The other rows wait here, or the job states how many bytes of text they share. States are
+        kept at ends of full blocks only, because those of every block would take gigabytes.
         """
         wanted = [self._uses.remaining(key) for key in row.block_keys[: self._state_blocks]]
         stops = {
@@ -269,7 +271,7 @@ class Scheduler:
             return True
         if len(rows) > 1 or self.layouts.num_active:
             return False
-        self._drop_buffers()  # the engine refused rows that do not fit even then
+        self._drop_buffers()  # then it fits: the engine has refused rows that never fit
         return True
 
     def finish_group(self) -> list[Sequence]:

@@ -30,7 +30,7 @@ from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.model.loader import LoadedModel
 from batchkv_worker.sequence import Generation, Sequence
 
-SHARED_SLACK = 16  # tokens by which a text counts otherwise alone than behind its prefix
+SHARED_SLACK = 16  # tokens by which a text's count may differ alone and after its prefix
 
 _RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, 2**31 - 1),

@@ -75,7 +75,7 @@ def sample(logits: mx.array, inputs: mx.array, rows: list[Sequence | None]) -> S
 def _penalize(logits: mx.array, inputs: mx.array, rows: list[Sequence | None]) -> mx.array:
     """mlx-lm's repetition penalty over the last tokens, for all rows at once.
 
-    A token that stands twice is penalized once: both writes carry the same value.
+    A token that occurs twice is penalized once: both writes have the same value.
     """
     known = PENALTY_CONTEXT - 1
     host = [[0] * known if row is None else row.last_tokens(known) for row in rows]
@@ -91,7 +91,7 @@ def _penalize(logits: mx.array, inputs: mx.array, rows: list[Sequence | None]) -
 def _draw(logits: mx.array, rows: list[Sequence | None]) -> mx.array:
     """One random token a row; ``logits`` float32.
 
-    A row with a small ``top_k`` draws from those few tokens alone, whatever its neighbours ask.
+    A row with a small ``top_k`` draws from those few tokens alone, whatever its neighbours need.
     """
     sampled = [None if row is None or row.generation.is_greedy else row for row in rows]
     draw = _Draw(
@@ -147,13 +147,13 @@ def _draw_of_all(logits: mx.array, draw: _Draw) -> mx.array:
     order = mx.argsort(-logits, axis=-1)
     ranked = mx.take_along_axis(logits, order, axis=-1)
     kept = _kept(ranked, mx.softmax(ranked, axis=-1), draw.filters)
-    # Back in the vocabulary's order: what a row draws must not depend on its neighbours' filters.
+    # Back in the vocabulary's order: a row's token must not depend on its neighbours' filters.
     kept = mx.put_along_axis(mx.zeros_like(kept), order, kept, axis=-1)
     return _invert(mx.where(kept, scaled, -math.inf), draw.points)
 
 
 def _draw_of_few(logits: mx.array, draw: _Draw) -> mx.array:
-    """For rows with a small ``top_k``; what other rows get means nothing.
+    """For rows with a small ``top_k``; the tokens of other rows are not used.
 
     The tokens that a filter leaves come first, in the vocabulary's order: as ``_draw_of_all`` has
     them, with nothing in between.

@@ -1,1 +1,1 @@
-"""Who owns which columns of the decode slots, and what a step reads of them. No weights here."""
+"""The decode slots: which row owns which columns, and which of them a step reads. No weights."""

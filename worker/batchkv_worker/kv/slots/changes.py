@@ -1,4 +1,4 @@
-"""What a layout is asked for, and what it answers. Plain Python."""
+"""The demand of a row on a layout, and the changes by which the layout meets it. Plain Python."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a row asks for: tokens already in the cache, and tokens still to come at most.
+    """A row's demand: its tokens in the cache, and the most tokens that may still come.
 
     The first ``shared`` of them are in a shared prefix: layers that keep every token have only the
     rest.
@@ -19,7 +19,7 @@ class Demand:
 
     @property
     def own(self) -> Demand:
-        """What the row asks of a layer that stores the prefix apart."""
+        """The row's demand on a layer that stores the shared prefix separately."""
         return Demand(self.length - self.shared, self.remaining)
 
 

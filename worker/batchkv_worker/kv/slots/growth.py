@@ -1,9 +1,9 @@
 """When buffers grow, shift or shrink, and by how much. Plain Python: decisions about a layout.
 
-A rebuilt buffer is copied as a whole, so a rebuild also drops the columns on the left that nobody
-owns. Buffers grow by half and shift only when a quarter is free, so that copying is amortized; when
+A rebuilt buffer is copied as a whole, so a rebuild also drops the columns on the left that no row
+owns. Buffers grow by half and shift only when a quarter is free, so that copying is amortized. When
 ``max_cells`` (rows times columns) leaves no room for that, they grow by less, and in the end shift
-by whatever is free. ``NoRoom`` says that even this is not enough: a row has to leave.
+by the few columns that are free. ``NoRoom``: even this is not enough, and a row has to leave.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ STEP = 256  # capacities are multiples of this
 
 
 class Columns(Protocol):
-    """What these decisions ask of a layout (``layout.SlotLayout`` says what each is)."""
+    """The parts of a layout that these decisions read (``layout.SlotLayout`` describes them)."""
 
     window: int | None
     rows: int
@@ -41,9 +41,9 @@ class Columns(Protocol):
 
 
 class NoRoom(Exception):
-    """The buffers would take more than they may; they have not been changed.
+    """The buffers would take more than they may. They have not been changed.
 
-    ``move``: a row had been moved out of the way already.
+    ``move``: a row that was moved to another slot before.
     """
 
     def __init__(self, move: Move | None = None) -> None:
@@ -57,7 +57,7 @@ def round_up(value: int, step: int = STEP) -> int:
 
 
 def before_step(layout: Columns, max_cells: int | None) -> Relayout | None:
-    """What has to change for the write column to exist; raises NoRoom."""
+    """The change after which the write column exists; raises NoRoom."""
     if layout.write < layout.capacity:
         return None
     low, rows, capacity = layout.lowest, layout.rows, layout.capacity
@@ -81,16 +81,16 @@ def before_step(layout: Columns, max_cells: int | None) -> Relayout | None:
 def before_join(
     layout: Columns, demand: Demand, slot: int, wanted_rows: int | None, max_cells: int | None
 ) -> Relayout | None:
-    """What has to change for a row with tokens in ``slot``, and one step after; raises NoRoom.
+    """The change that makes room in ``slot`` for a row, and for one step after; raises NoRoom.
 
-    ``demand`` is what the layout keeps of the row; ``wanted_rows`` is how many rows the buffers
-    must have, None leaves it to the layout. Only where others are in.
+    ``demand``: the row's demand on this layout. ``wanted_rows``: the number of rows that the
+    buffers must have; None leaves it to the layout. Other rows must be in the slots.
     """
     rows = wanted_rows or max(layout.rows, layout.rows_for(slot + 1))
     low = layout.lowest
     shift = max(0, demand.length - layout.write)
     capacity = max(layout.capacity, round_up(layout.write + shift + 1))
-    if low >= STEP and capacity > layout.capacity:  # rather than grow, drop what nobody owns
+    if low >= STEP and capacity > layout.capacity:  # rather than grow, drop columns without owner
         shift = max(demand.length - layout.write, -low)
         capacity = max(layout.capacity, round_up(layout.write + shift + 1))
     if max_cells is not None and rows * capacity > max_cells:
@@ -104,6 +104,6 @@ def before_join(
 
 
 def fits(lengths: list[int], most_remaining: int, max_cells: int) -> bool:
-    """Whether rows of these lengths have room for some steps once they stand without gaps."""
+    """Whether rows of these lengths have room for some steps once no slot between them is free."""
     columns = round_up(max(lengths, default=0) + max(1, min(most_remaining, STEP)))
     return len(lengths) * columns <= max_cells

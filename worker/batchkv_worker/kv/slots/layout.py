@@ -1,4 +1,4 @@
-"""Who owns which columns of the decode slots. Plain Python: no tensors here.
+"""Which row owns which columns of the decode slots. Plain Python: no tensors here.
 
 Every layer keeps one buffer ``[slots, heads, capacity, size]``. All rows write the same column,
 so a row's tokens are right-aligned against it::
@@ -6,16 +6,16 @@ so a row's tokens are right-aligned against it::
     column   0 ....... lowest ............ write ......... capacity
     slot 0             [a a a a a a a a a a)
     slot 1                      [b b b b b b)
-    slot 2   (free: whatever stands there is masked)
+    slot 2   (free: its numbers are masked)
 
 A step writes column ``write`` of every row and moves ``write`` on by one. A row that ends gives
-its slot back and costs nothing. Columns left of ``lowest`` belong to nobody; they are used again
-when the buffer shifts left (amortized: only when a quarter of it is free), and when a new row is
-longer than ``write`` the others shift right.
+its slot back, which costs nothing. Columns left of ``lowest`` belong to no row. They are used again
+when the buffer shifts left (amortized: only when a quarter of it is free). If a new row is longer
+than ``write``, the others shift right.
 
-A layer with a sliding window keeps the same buffer cut to its window: a row then owns its last
-``window - 1`` columns at most, whatever stands left of them is free, and the buffer never grows
-beyond the window and a step.
+A layer with a sliding window keeps the same buffer cut to its window. A row then owns its last
+``window - 1`` columns at most, and the columns left of them are free. The buffer never grows beyond
+the window and a step.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from batchkv_worker.kv.slots.slot_choice import Ranks, placement_cost
 
 
 class SlotLayout:
-    """Slots, columns and their growth; the tensors follow what this decides."""
+    """Slots, columns and their growth; the tensors are changed as this decides."""
 
     def __init__(self, num_slots: int, window: int | None = None) -> None:
         self.num_slots = num_slots
         self.window = window
-        self.version = 0  # changes whenever a row comes, goes or moves
-        self.rows = 0  # rows that the buffers have; slots beyond are added when needed
+        self.version = 0  # changes whenever a row enters, leaves or moves
+        self.rows = 0  # rows that the buffers have; more slots are added when needed
         self.capacity = 0
         self.write = 0
         self._starts: dict[int, int] = {}
@@ -78,7 +78,7 @@ class SlotLayout:
 
     @property
     def ceiling(self) -> int | None:
-        """Columns that a windowed buffer never grows beyond."""
+        """The most columns that a windowed buffer has."""
         return None if self.window is None else round_up(self.window) + STEP
 
     @property
@@ -89,7 +89,7 @@ class SlotLayout:
     def cells_needed(self, extra: list[Demand], ahead: int | None = None) -> int:
         """Rows times columns that the buffers would grow to with ``extra`` rows admitted.
 
-        ``ahead`` tokens are reckoned with for each row at most; None: all that may still come.
+        At most ``ahead`` tokens to come count for each row; None: all that may still come.
         """
         lengths = [self.length(slot) for slot in self._starts]
         lengths += [self.kept(demand.length) for demand in extra]
@@ -99,26 +99,26 @@ class SlotLayout:
         columns = round_up(
             max(lengths, default=0) + (coming if ahead is None else min(coming, ahead))
         )
-        if self.ceiling is not None:  # nobody limits how these grow: they may be a step ahead
+        if self.ceiling is not None:  # windows have no limit of cells: they may be a step ahead
             columns = min(columns + STEP, self.ceiling)
         count = self.rows_for(self.num_active + len(extra))
         if not self._starts and not self._keeps_for(extra):
             return count * columns
-        if self.window is None and self._starts:  # told to, these do with what they need
+        if self.window is None and self._starts:  # with a limit, these grow by no more than needed
             return max(self.num_rows, count) * columns
         return max(self.rows, count) * max(self.capacity, columns)
 
     def _is_kept(self, columns: int) -> bool:
-        """Whether buffers that nobody is in stay as they are for a row that needs ``columns``."""
+        """Whether buffers without rows stay as they are for a row that needs ``columns``."""
         return columns <= self.capacity <= 4 * columns
 
     def _keeps_for(self, extra: list[Demand]) -> bool:
-        """Whether any of the rows would keep the buffers, did it come first."""
+        """Whether the buffers would stay for one of these rows if it came first."""
         kept = (round_up(self.kept(demand.length) + demand.remaining) for demand in extra)
         return any(map(self._is_kept, kept))
 
     def drop(self) -> None:
-        """With nobody in: the next row starts with buffers of its own size."""
+        """If no row is in a slot, the next row starts with buffers of its own size."""
         assert not self._starts
         self.rows = self.capacity = self.write = 0
 
@@ -132,11 +132,11 @@ class SlotLayout:
         """A slot for a row of ``length`` columns, and the free slot to move its present row to.
 
         Attention reads groups of neighbouring rows, each from the group's first column on, so rows
-        of like length belong side by side. Of all slots, taking a free one or moving one row out
-        of the way, the one that adds least to the differences between neighbours is chosen. A move
-        must save what it copies. The second value is None when no row has to move. Rows with the
-        same shared prefixes are attended together, so those come before all: ``ranks`` has the
-        ranks of their prefixes, by slot; ``new_ranks`` are the new row's.
+        of similar length should be neighbours. A free slot may be used, or the row in a slot may
+        move to a free one. The choice that adds least to the differences between neighbours wins. A
+        move must save more than it copies. The second value is None when no row has to move. Rows
+        with the same shared prefixes are attended together, so these count more than lengths:
+        ``ranks`` has the ranks of their prefixes, by slot; ``new_ranks`` are the new row's.
         """
         if not self.num_free:
             raise ValueError("no slot is free")
@@ -197,7 +197,7 @@ class SlotLayout:
         return slot, change
 
     def _start_afresh(self, demand: Demand, slot: int, wanted_rows: int | None) -> Relayout | None:
-        """With nobody's tokens to keep: new buffers, unless those that are there fit."""
+        """For the first row: new buffers, unless those that exist fit."""
         self.write = demand.length
         fits = self.rows > slot if wanted_rows is None else self.rows == wanted_rows
         if fits and self._is_kept(round_up(demand.length + demand.remaining)):
@@ -210,16 +210,16 @@ class SlotLayout:
         return self._move(growth.before_step(self, max_cells))
 
     def shrink(self, *, is_tight: bool = False) -> Relayout | None:
-        """Let go of the rows above the highest slot in use.
+        """Drop the rows above the highest slot in use.
 
-        ``is_tight``: also of columns that no row owns, but for those of the next step.
+        ``is_tight``: also the columns that no row owns, except those of the next step.
         """
         shift = -self.lowest if is_tight else 0
         capacity = round_up(self.write + shift + 1) if is_tight else self.capacity
         return self._move(self.rebuilt(self.num_rows, min(capacity, self.capacity), shift))
 
     def rebuilt(self, rows: int, capacity: int, shift: int) -> Relayout:
-        """New buffers that keep every column that somebody owns."""
+        """New buffers that keep every column that a row owns."""
         return Relayout(self.lowest, self.write, shift, rows, capacity)
 
     def _move(self, change: Relayout | None) -> Relayout | None:
@@ -260,7 +260,7 @@ class SlotLayout:
         self.version += 1
 
     def check(self) -> None:
-        """Raise AssertionError when the books do not balance."""
+        """Raise AssertionError if the layout contradicts itself."""
         assert self.num_free + self.num_active == self.num_slots
         assert self._starts.keys() == self._ends.keys()
         assert all(0 <= self.start(slot) <= self.write for slot in self._starts)

@@ -85,19 +85,19 @@ class SlotLayouts:
         return {prefix.key: prefix for leaf in {*self.prefixes.values()} for prefix in leaf.chain}
 
     def prefixes_with(self, other: PrefixPart | None) -> dict[bytes, PrefixPart]:
-        """The same, with ``other`` and what it stands on, which no row may have yet."""
+        """The same, with ``other`` and its parents, which no row may have yet."""
         return self.all_prefixes | {prefix.key: prefix for prefix in (other.chain if other else ())}
 
-    def tokens_held(self, keys: Iterable[bytes], behind: PrefixPart | None = None) -> int:
-        """How many tokens of a chain of blocks are in prefixes in use, or in ``behind``."""
-        held = self.prefixes_with(behind)
+    def tokens_held(self, keys: Iterable[bytes], other: PrefixPart | None = None) -> int:
+        """How many tokens of a chain of blocks are in prefixes in use, or in ``other``."""
+        held = self.prefixes_with(other)
         return max((held[key].num_tokens for key in keys if key in held), default=0)
 
     def bytes_of_new(
-        self, costs: Costs, prefix: PrefixPart | None, behind: PrefixPart | None = None
+        self, costs: Costs, prefix: PrefixPart | None, other: PrefixPart | None = None
     ) -> int:
-        """Bytes of the prefixes of a chain that no row has yet and ``behind`` does not have."""
-        held = self.prefixes_with(behind)
+        """Bytes of the prefixes of a chain that neither a row has yet, nor ``other``."""
+        held = self.prefixes_with(other)
         new = sum(one.num_own for one in (prefix.chain if prefix else ()) if one.key not in held)
         return new * costs.per_prefix_token
 
@@ -130,13 +130,13 @@ class SlotLayouts:
     def bytes_of_shared(
         self, costs: Costs, extra: list[Demand], prefix_keys: Iterable[bytes] = ()
     ) -> int:
-        """Bytes of what ``extra`` rows share and no prefix holds yet, as in ``bytes_needed``."""
+        """Bytes of the blocks that ``extra`` rows share, less those of prefixes in use."""
         shared = max((demand.shared for demand in extra), default=0)
         shared -= min(shared, self.tokens_held(prefix_keys))
         return shared * costs.per_prefix_token
 
     def _copied(self, costs: Costs, extra: list[Demand], ahead: int | None) -> int:
-        """Bytes of the largest layer as it will be: it stands twice while it is rebuilt."""
+        """Bytes of the largest layer as it will be: two copies exist while it is rebuilt."""
         return self.main.cells_needed([demand.own for demand in extra], ahead) * costs.largest
 
     def _beside(self, costs: Costs, extra: list[Demand], count: int | None = None) -> int:
@@ -146,7 +146,7 @@ class SlotLayouts:
         """
         in_prefixes = sum(prefix.num_own for prefix in self.all_prefixes.values())
         needed = in_prefixes * costs.per_prefix_token
-        # States stand in every row up to the highest slot, whether anybody is in it or not.
+        # Every row up to the highest slot has a state, even if the slot is free.
         rows = self.main.rows_for(self.num_active + len(extra))
         rows = max(self.main.num_rows, rows) if count is None else count
         needed += rows * costs.per_row
@@ -168,7 +168,7 @@ class SlotLayouts:
         extra: list[Demand],
         count: int | None = None,
     ) -> int | None:
-        """Cells that the layers with every token may have for all to stay within ``num_bytes``.
+        """Cells that the layers with every token may have, so that all need ``num_bytes`` at most.
 
         ``extra`` rows are to come in; or only ``count`` rows are to be left. None: these layers
         take nothing.
@@ -180,12 +180,12 @@ class SlotLayouts:
         return max(0, left // each)
 
     def drop(self) -> None:
-        """With nobody in: the next row starts with buffers of its own size."""
+        """If no row is in a slot, the next row starts with buffers of its own size."""
         for layout in self.all.values():
             layout.drop()
 
     def make_way(self, demand: Demand, prefix: PrefixPart | None = None) -> tuple[int, Move | None]:
-        """Choose a slot; the row that stood there, if any, has moved in the layouts.
+        """Choose a slot; the row that was there, if any, has moved in the layouts.
 
         Raises ValueError when no slot is free.
         """
@@ -233,7 +233,7 @@ class SlotLayouts:
         return {window: change for window, change in found.items() if change is not None}
 
     def shrink(self, *, is_tight: bool = False) -> Changes:
-        """Let go of the rows above the highest slot in use; ``is_tight``: and of free columns."""
+        """Drop the rows above the highest slot in use; ``is_tight``: free columns, too."""
         found = {window: one.shrink(is_tight=is_tight) for window, one in self.all.items()}
         return {window: change for window, change in found.items() if change is not None}
 
@@ -270,7 +270,7 @@ class SlotLayouts:
         return move
 
     def check(self) -> None:
-        """Raise AssertionError when the books do not balance."""
+        """Raise AssertionError if the layouts contradict each other."""
         for layout in self.all.values():
             layout.check()
             assert (layout.slots, layout.rows) == (self.main.slots, self.main.rows)

@@ -1,4 +1,4 @@
-"""Where rows in neighbouring slots are cut into groups that attention reads by itself."""
+"""Cuts rows in neighbouring slots into groups, which attention reads one by one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def cut(lengths: list[int], group_cost: int, multiple: int = 1) -> list[int]:
     """Where to cut rows of these lengths into groups; each group reads its longest row's cells.
 
     Greedy: the cut that saves most cells first, as long as it saves more than ``group_cost``. Cuts
-    stand at multiples of ``multiple`` rows.
+    are at multiples of ``multiple`` rows.
     """
     cuts: list[int] = []
     parts = [(0, len(lengths))]
@@ -31,7 +31,7 @@ def _best_cut(lengths: list[int], part: tuple[int, int], multiple: int) -> tuple
     if len(rows) < 2:
         return 0, first
     whole = max(rows) * len(rows)
-    after = [0] * (len(rows) + 1)  # longest of the rows from a place on
+    after = [0] * (len(rows) + 1)  # the longest of the rows from this place on
     for index in reversed(range(len(rows))):
         after[index] = max(after[index + 1], rows[index])
     best, before = (0, first), 0

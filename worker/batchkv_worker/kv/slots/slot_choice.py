@@ -10,7 +10,7 @@ Line = tuple[Ranks, int]  # and its length
 
 
 def placement_cost(lines: Sequence[Line | None], slot: int, new: Line) -> int:
-    """What a row in ``slot`` adds to the differences between neighbours in use, in tokens."""
+    """The tokens by which a row in ``slot`` adds to the differences between rows in use."""
     before = next((line for line in reversed(lines[:slot]) if line is not None), None)
     after = next((line for line in lines[slot + 1 :] if line is not None), None)
     if before is None or after is None:

@@ -1,9 +1,9 @@
-"""What one decode step reads and writes, the same for all layers of a kind.
+"""The columns that one decode step reads and writes, the same for all layers of a kind.
 
-Rows in neighbouring slots differ in length. Reading all rows from the first column of the longest
-would waste most of what is read. So attention reads groups: runs of slots, each from its own first
-column on. Groups are cut when rows come or go. More groups waste fewer cells but launch more
-kernels, so each counts as ``group_cost`` cells.
+Rows in neighbouring slots differ in length. If all rows were read from the first column of the
+longest, most cells would be read in vain. So attention reads groups: runs of slots, each from its
+own first column on. Groups are cut when rows enter or leave. More groups waste fewer cells but
+launch more kernels, so each counts as ``group_cost`` cells.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class ColumnSpan:
                 self._prefixes[slot] for slot in range(first, last) if slot in self._prefixes
             )
             found.append((first, last, next(prefixes, None)))
-        # Free rows between two branches must not keep what these have in common apart.
+        # Free rows between two branches must not split the prefixes that the branches share.
         return [
             (
                 first,
@@ -190,8 +190,8 @@ class ColumnSpan:
     def exact_groups(self) -> list[Group]:
         """The groups for kernels that take any number of columns: rows of one length, no mask.
 
-        Where shapes are rounded, they would have a mask only because of it, and a fused kernel may
-        take twice as long with one.
+        Where shapes are rounded, only the rounding would need a mask, and a fused kernel may take
+        twice as long with one.
         """
         return [self._exact(group) for group in self.groups]
 
@@ -216,7 +216,7 @@ class ColumnSpan:
 class StepView:
     """The step at hand. ``offsets`` (int32, ``[rows]``) are the positions of its tokens.
 
-    The array is bound anew at each step, never changed, since models may hold on to it.
+    Each step has a new array, which never changes, because models may keep a reference to it.
     """
 
     num_rows: int
@@ -225,7 +225,7 @@ class StepView:
 
 
 class StepViews:
-    """Makes each step's view; remembers where groups end until a row comes or goes."""
+    """Makes each step's view; keeps the ends of groups until a row enters or leaves."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
@@ -241,7 +241,7 @@ class StepViews:
             self._made_for = made_for
             self._cuts = {window: self._cut(layout, rows) for window, layout in layouts.all.items()}
             self._cuts[None] = self._cut_by_prefix(layouts, rows)
-        # ``DecodeSlots`` gives parts with their arrays to the layouts, which need only the former.
+        # ``DecodeSlots`` gives parts with arrays to the layouts, whose type has no arrays.
         prefixes = cast("Mapping[int, SharedPrefix]", layouts.prefixes)
         spans = {
             window: ColumnSpan(layout, rows, self._cuts[window], shapes, prefixes)
@@ -257,7 +257,7 @@ class StepViews:
         return cut(lengths, self.shapes.group_cost, self.shapes.rows)
 
     def _cut_by_prefix(self, layouts: SlotLayouts, rows: int) -> list[int]:
-        """Cuts wherever the shared prefix changes, and within each such run by length."""
+        """Cuts at each change of the shared prefix, and by length between two changes."""
         main, used = layouts.main, layouts.main.slots
         lengths = [main.length(slot) + 1 for slot in range(rows)]
         edges, last = [0], None
