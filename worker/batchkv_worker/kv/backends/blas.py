@@ -1,9 +1,9 @@
 """A fast BLAS for MLX on Linux CPUs.
 
 MLX's CPU wheel for Linux brings the reference BLAS (about 5 GFLOP/s in float32). Symbols of a
-library loaded earlier with RTLD_GLOBAL win, so an installed OpenBLAS serves instead (230-250
-GFLOP/s on the same two cores). Call ``load`` before the first ``import mlx.core``; a Mac needs
-none of this, and without OpenBLAS everything runs, only slower.
+library that was loaded earlier with RTLD_GLOBAL come first, so an installed OpenBLAS is used
+instead (230-250 GFLOP/s on the same two cores). Call ``load`` before the first ``import mlx.core``.
+A Mac does not need this. Without OpenBLAS all works, but slower.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _CANDIDATES = ("libopenblas.so.0", "libopenblas.so")
 
 
 def load() -> str:
-    """Load OpenBLAS when it helps and is there; a phrase for the log says which BLAS serves."""
+    """Load OpenBLAS if it helps and is installed. Returns a phrase for the log: the BLAS in use."""
     if not sys.platform.startswith("linux"):
         return "BLAS: the platform's"
     if "mlx.core" in sys.modules:

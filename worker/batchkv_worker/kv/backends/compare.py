@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 
-_CLOSE = 0.05  # of the largest number: rounding stays below, a wrong product does not
+_CLOSE = 0.05  # of the largest number: rounding errors are smaller, those of a wrong product larger
 
 # Shares of the largest number that rounding alone explains in attention. Scores and weights are
 # rounded to the dtype: by 2^-9 of themselves in bfloat16, 2^-12 in float16.

@@ -1,4 +1,4 @@
-"""What a device decides about keys, values and attention: one object, chosen once at start.
+"""The interface to a device, for keys, values and attention: one object, chosen once at start.
 
 ``kv.start.backend`` chooses it, the engine's parts get it through their constructors. Nothing
 outside this room and ``kv.start`` asks which device serves.
@@ -18,7 +18,7 @@ Undo = Callable[[], None]
 
 
 class Softmax(Protocol):
-    """How scores that stand in memory become weights."""
+    """How scores that are stored in memory become weights."""
 
     @property
     def unit(self) -> float:
@@ -29,9 +29,8 @@ class Softmax(Protocol):
     ) -> tuple[list[mx.array], mx.array | None]:
         """Weights of scores ``[..., columns]`` in several arrays, each in its shape.
 
-        ``sinks``, as the model has them, broadcast to ``[..., 1]`` and take their share. With the
-        weights comes what the sum of weighted values is still to be divided by, ``[..., 1]``, or
-        None.
+        ``sinks``, as the model has them, broadcast to ``[..., 1]`` and take their share. Also
+        returns the divisor of the sum of weighted values, ``[..., 1]``, or None for 1.
         """
 
     def weigh_alone(self, scores: mx.array) -> tuple[mx.array, mx.array | None, mx.array]:
@@ -50,7 +49,7 @@ class Pacing(Protocol):
 
 
 class PrefixKernel(Protocol):
-    """One kernel for what a decode step does between the two products of a shared prefix."""
+    """One kernel for the part of a decode step between the two products of a shared prefix."""
 
     def takes(self, lines: int, dtype: mx.Dtype) -> bool:
         """Whether it was made for so many query heads a KV head, and this dtype."""
@@ -65,14 +64,14 @@ class PrefixKernel(Protocol):
         mask: mx.array | None,
         sinks: mx.array | None,
     ) -> tuple[mx.array, list[mx.array]]:
-        """What rows find in their own tokens, and the weights of the prefixes' tokens."""
+        """The output over rows' own tokens, and the weights of the prefixes' tokens."""
 
 
 class Change(Protocol):
-    """Something that is done to a loaded model, decided already."""
+    """A change to a loaded model, decided already."""
 
     def install(self, model: Any) -> Undo:
-        """Do it; returns what undoes it."""
+        """Make the change. Returns a function that undoes it."""
 
 
 class Backend(Protocol):
@@ -84,7 +83,7 @@ class Backend(Protocol):
 
     @property
     def measurements(self) -> Measurements:
-        """What was measured already, and where it is kept."""
+        """The stored results of measurements."""
 
     @property
     def columns_multiple(self) -> int:
@@ -153,10 +152,10 @@ class Backend(Protocol):
         """For one group of prompts, shared by all of its layers."""
 
     def begin_step(self, offsets: mx.array) -> None:
-        """A decode step begins; its tokens stand at ``offsets`` (int32, ``[rows]``)."""
+        """A decode step begins; its tokens have the positions ``offsets`` (int32, ``[rows]``)."""
 
     def changes(self, model: Any, dtype: mx.Dtype, rows: int) -> Sequence[Change]:
-        """What to do to ``model``, for steps of up to ``rows`` rows: measured, not yet done."""
+        """The changes to make to ``model``, for steps of up to ``rows`` rows. Makes none yet."""
 
     def prefix_kernel(
         self, scheme: LayerScheme, lines: int, dtype: mx.Dtype

@@ -1,9 +1,9 @@
-"""How many rows decode at once where nobody says: constants by device, until they are measured.
+"""The default number of slots: constants by device, until they are measured.
 
 A step's products cost an Apple GPU the same from 10 to 32 rows, and twice that at 33. M1 to M4 are
 at their limit with 32 rows: more rows only wait. An M5 has neural accelerators, whose tiles have 64
 rows, and an Ultra has twice the cores. On small Macs the dense copies and logits of 32 rows take
-what macOS needs for itself.
+memory that macOS needs.
 """
 
 from __future__ import annotations

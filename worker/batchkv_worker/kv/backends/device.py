@@ -18,12 +18,12 @@ _CLEAN_ROUNDS = 2  # without an error, after which the device has nothing left t
 
 
 def prepare_device(*, wired_limit: bool) -> None:
-    """Say which device serves, and limit the memory that MLX takes on a Mac.
+    """Log the device, and limit the memory that MLX takes on a Mac.
 
     By default MLX on Metal keeps most of a Mac's memory once it was used. So the memory that it
     keeps after it was freed gets a limit. And when more is in use than the device recommends, MLX
-    waits for running work before it starts more. CUDA keeps MLX's own limits: its memory is no
-    other program's, and memory that was freed costs much to get again.
+    waits for running work before it starts more. On CUDA, MLX's own limits stay: no other program
+    needs that memory, and to allocate freed memory again costs much.
 
     Wiring is off by default: kernel panics under continuous batching were reported with it and
     none without.
@@ -44,7 +44,7 @@ def prepare_device(*, wired_limit: bool) -> None:
 
 
 def kind() -> Kind:
-    """What MLX computes on by default."""
+    """The kind of device that MLX computes on by default."""
     if mx.default_device() == mx.Device(mx.cpu):
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
@@ -56,7 +56,7 @@ def name() -> str:
 
 
 def usual_dtype() -> mx.Dtype | None:
-    """The dtype to compute in where nobody asks for one; None: that of the model's weights."""
+    """The default dtype to compute in; None: that of the model's weights."""
     return mx.float32 if kind() == "cpu" else None
 
 
@@ -80,7 +80,7 @@ def memory_facts(tier_bytes: int = 0) -> MemoryFacts:
 
 
 def drain() -> bool:
-    """Wait until the device has nothing to do and reports no error. False: it goes on to report.
+    """Wait until the device has no work and reports no error. False: it still reports errors.
 
     Work that was given to a device before it failed may fail later, and the next call raises for
     it. So a small computation is made, too.
@@ -107,7 +107,7 @@ def _ram_bytes() -> int:
 
 
 def _metal_bytes(key: str) -> int:
-    """A size that Metal tells, whatever MLX computes on by default; 0 without Metal."""
+    """A size that Metal reports, even if MLX computes on the CPU by default; 0 without Metal."""
     return int(mx.device_info(mx.gpu).get(key, 0)) if mx.metal.is_available() else 0
 
 

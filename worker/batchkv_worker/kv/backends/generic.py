@@ -1,4 +1,4 @@
-"""A device of which nothing special is known; the other backends inherit from this one."""
+"""A device without special features; the other backends inherit from this one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class GenericBackend:
         return UNPACED
 
     def begin_step(self, offsets: mx.array) -> None:
-        """Nothing depends on it."""
+        """Does nothing: this backend keeps no state of a step."""
 
     def changes(self, model: Any, dtype: mx.Dtype, rows: int) -> Sequence[Change]:
         return ()

@@ -1,6 +1,6 @@
-"""What else uses a Mac's memory: read once at start, from the system and from launchd's files.
+"""The other users of a Mac's memory: read once at start, from the system and launchd's files.
 
-Whatever cannot be read counts as nothing: the budget is then as large as without it. No MLX.
+A number that cannot be read counts as 0: the budget is then as large as without it. No MLX.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def wired_bytes(platform: str = sys.platform) -> int:
 
 
 def wired_in(vm_stat: str) -> int:
-    """Wired bytes in the output of ``vm_stat``; 0 when it does not say."""
+    """Wired bytes in the output of ``vm_stat``; 0 if it has none."""
     size, pages = _PAGE_SIZE.search(vm_stat), _WIRED.search(vm_stat)
     return int(size[1]) * int(pages[1]) if size and pages else 0
 

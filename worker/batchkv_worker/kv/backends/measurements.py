@@ -1,9 +1,9 @@
-"""What was measured on this machine, kept so that a later start measures nothing and chooses alike.
+"""Stores measurements of this machine, so that a later start measures nothing and chooses alike.
 
 A file has the results of one set of facts: device, versions, model, scheme, slots, dtype. Files are
 in ``measured/`` in the home folder (``BATCHKV_HOME``). Of two workers that start at once, the first
-to measure something decides for both. A file that cannot be read is measured anew, and a folder
-that cannot be written keeps nothing: neither fails a start.
+to measure something decides for both. If a file cannot be read, all is measured again. A folder
+that cannot be written stores nothing. Neither fails a start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_BYTES = 2**22  # of a file
 LOCK_SECONDS = 60.0  # how long a worker waits for another one that measures
 POLL_SECONDS = 0.05
 
-# Names of results that others than their owner read.
+# Names of results that other modules read, too.
 FUSED_LINEARS, FUSED_AGREE = "fused linear layers", "fused linear layers agree"
 
 Value = TypeVar("Value")
@@ -72,9 +72,9 @@ TEXT: Codec[str] = Codec(str, _text)
 
 
 class Measurements:
-    """Results by name, of one set of facts. Without a file nothing is kept: each is measured.
+    """Results by name, of one set of facts. Without a file nothing is stored: each is measured.
 
-    ``is_anew``: what the file has from earlier starts is not used, and is replaced name by name.
+    ``is_anew``: the file's results of earlier starts are not used, but replaced one by one.
     """
 
     def __init__(
@@ -83,17 +83,17 @@ class Measurements:
     ) -> None:  # fmt: skip
         self.file, self.facts = file, {"version": VERSION, **(facts or {})}
         self._is_anew = is_anew
-        self._values: dict[str, Any] = {}  # that this process uses
+        self._values: dict[str, Any] = {}  # the results that this process uses
         self._kept: dict[str, Any] = {}  # the same as JSON
         self._is_locked = False
         self._is_warned = False
-        self.has_measured = False  # anything that was not kept
+        self.has_measured = False  # a result that was not stored
 
     @classmethod
     def in_home(
         cls, home: Path, facts: Mapping[str, Any], *, is_anew: bool = False
     ) -> Measurements:
-        """Those of ``facts``, JSON that tells one set of results from every other."""
+        """The measurements of ``facts``, a JSON text that is different for each set of results."""
         text = json.dumps({"version": VERSION, **facts}, sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
         return cls(home / FOLDER / f"{name}.json", facts, is_anew=is_anew)
@@ -107,10 +107,10 @@ class Measurements:
             return value
         if not self._is_known(name, codec):
             with self._locked(self.file.parent):
-                if not self._is_known(name, codec):  # nobody measured it meanwhile
+                if not self._is_known(name, codec):  # no other process measured it meanwhile
                     value = measure()
                     self.has_measured = True
-                    if not self._is_known(name, codec):  # nor did one that could not wait
+                    if not self._is_known(name, codec):  # nor did one that has not the lock
                         self._values[name] = value
                         self._keep(name, codec.to_json(value))
         value = self._values[name]
@@ -129,20 +129,20 @@ class Measurements:
         try:
             self._values[name] = codec.from_json(results[name])
         except (ValueError, TypeError, LookupError) as fault:
-            self._warn("%s: %r is no result: measured anew (%s)", self.file, name, fault)
+            self._warn("%s: %r is no result: measured again (%s)", self.file, name, fault)
             return False
         self._kept[name] = results[name]
         return True
 
     def _read(self) -> dict[str, Any]:
-        """What the file has by now."""
+        """The results in the file now."""
         assert self.file is not None
         try:
             return _parse(self.file, self.facts)
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as fault:
-            self._warn("%s cannot be read: measured anew (%s)", self.file, fault)
+            self._warn("%s cannot be read: measured again (%s)", self.file, fault)
             return {}
 
     def _keep(self, name: str, value: Any) -> None:
@@ -156,7 +156,7 @@ class Measurements:
             if is_new:
                 _remove_oldest(self.file.parent)
         except OSError as fault:
-            self._warn("%s cannot be written: the next start measures anew (%s)", self.file, fault)
+            self._warn("%s cannot be written: the next start measures again (%s)", self.file, fault)
 
     def _warn(self, text: str, *what: object) -> None:
         """Once: one fault of the disk shows in many places."""
@@ -183,7 +183,7 @@ class Measurements:
 
 
 def broken_files(home: Path) -> list[Path]:
-    """Kept measurements that cannot be read, and what an interrupted start left of one."""
+    """Stored measurements that cannot be read, and unfinished files of an interrupted start."""
     found = []
     for file in sorted((home / FOLDER).glob("*.json")):
         try:
@@ -203,9 +203,9 @@ def _parse(file: Path, facts: Mapping[str, Any] | None) -> dict[str, Any]:
     if not isinstance(content, dict) or not isinstance(content.get("results"), dict):
         raise ValueError("it has no results")
     if not isinstance(content.get("facts"), dict):
-        raise ValueError("it does not say what it is of")
+        raise ValueError("it does not name its facts")
     if facts is not None and content["facts"] != json.loads(json.dumps(facts)):
-        raise ValueError("it is of something else")
+        raise ValueError("its facts are other ones")
     results: dict[str, Any] = content["results"]
     return results
 
@@ -220,7 +220,7 @@ def _file_text(facts: Mapping[str, Any], results: Mapping[str, Any]) -> str:
 
 
 def _write(file: Path, text: str) -> None:
-    """All of it or nothing."""
+    """Write the whole file or nothing."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".tmp")
     try:
@@ -234,7 +234,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _remove_oldest(folder: Path) -> None:
-    """Results of models, schemes and versions that nobody starts any more."""
+    """Remove the oldest files: their models, schemes or versions are hardly used any more."""
     times: list[tuple[float, Path]] = []
     for file in folder.glob("*.json"):
         with suppress(OSError):
@@ -249,11 +249,11 @@ def _open_lock(folder: Path) -> int | None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
-        return None  # whoever writes the results says why
+        return None  # the write of the results logs the reason
 
 
 def _wait_for(stream: int) -> None:
-    """Lock, once nobody else does; go on without the lock where that takes too long."""
+    """Lock as soon as the lock is free; go on without it if that takes too long."""
     end = time.monotonic() + LOCK_SECONDS
     is_said = False
     while True:

@@ -54,7 +54,7 @@ class ModelFacts:
 class MemoryPlan:
     """``kv_bytes`` for keys and values, and how they come about, all in bytes.
 
-    ``problem`` says in a few sentences that little is left and why, else it is empty.
+    ``problem``: a few sentences if little is left, with the reason; else empty.
     ``is_hopeless``: the weights alone take what the device recommends.
     """
 

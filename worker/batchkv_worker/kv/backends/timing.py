@@ -1,4 +1,4 @@
-"""How long MLX takes for something, on the device that serves."""
+"""Times computations of MLX, on the device that serves."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from batchkv_worker.faults import is_device_fault
 LEAST_TURNS = 3
 MOST_SECONDS = 1.0  # of one comparison, once each had its turns
 
-Way = Callable[[], Any]  # builds what is timed, anew each time
+Way = Callable[[], Any]  # builds the arrays that are timed, new ones at each call
 
 
 def least_times(runs: Sequence[Way], repeats: int = 7, times: int = 1) -> list[float | None]:
-    """Least milliseconds that the arrays of each run take; None for what the backend refuses.
+    """The least milliseconds that the arrays of each way take; None if the backend refuses it.
 
-    ``times`` of one are started together: for what is shorter than a wait. Once before, unread:
-    what is new is compiled then.
+    ``times`` computations are started together, because one may be shorter than a wait. Each way
+    runs once before that, without being timed, so that its kernels are compiled.
 
-    The least, since what else the machine does can only add. In turns, since a machine may be
-    slower for whole seconds: each is to have as many chances in a good one as the others. Of what
-    takes long there are fewer turns: a start is not to wait for it.
+    The least time counts, because other work of the machine can only add to it. The ways are timed
+    in turns: a machine may be slower for whole seconds, and each way gets the same chances. Slow
+    computations get fewer turns, so that a start does not wait for them.
     """
     spent: list[list[float] | None] = [[] for _ in runs]
     end = 0.0
@@ -51,7 +51,7 @@ def _time(run: Way, times: int) -> float | None:
     begin = time.perf_counter()
     try:
         mx.eval([run() for _ in range(times)])
-    except (ValueError, RuntimeError) as fault:  # what MLX raises for a kernel that it lacks
+    except (ValueError, RuntimeError) as fault:  # MLX raises these for a kernel that it lacks
         if is_device_fault(fault):
             raise
         return None

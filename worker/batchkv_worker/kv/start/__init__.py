@@ -1,1 +1,1 @@
-"""What is decided, measured and checked once, before any job."""
+"""Decides how a model is served: measures and checks once, before any job."""

@@ -1,4 +1,4 @@
-"""Which backend serves on this machine."""
+"""Chooses the backend for this machine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from batchkv_worker.kv.backends.metal.backend import MetalBackend
 
 
 def choose_backend(measurements: Measurements | None = None) -> Backend:
-    """For the device that MLX computes on by default. One engine has one of its own.
+    """The backend for the device that MLX computes on by default. Each engine has its own.
 
-    Without ``measurements`` nothing that it measures is kept.
+    Without ``measurements`` its results are not stored.
     """
     kind, kept = device.kind(), measurements or Measurements()
     if kind == "cpu":

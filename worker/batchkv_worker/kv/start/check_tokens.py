@@ -1,9 +1,9 @@
 """Keys and values in which a fault of attention shows, and plain attention over them in float32.
 
-Values say where an error comes from: those of each run of columns have a number of their own in the
-output, so that a few columns left out show among thousands. What no row may read is no number: a
-free slot, and columns before and after those that are visible. Columns that a mask hides hold large
-numbers, as a former row may have left them.
+Values show where an error comes from: each run of columns has a number of its own in the output, so
+that a few missing columns show among thousands. Cells that no row may read are NaN: a free slot,
+and columns before and after the visible ones. Columns that a mask hides hold large numbers, as a
+former row may have left them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from batchkv_worker.kv.types import PackedKV, Parts
 
 SPARE = 64  # columns of a buffer before and after those that are read
 _PERIOD = 509  # tokens after which the noise repeats: no multiple of any block of a kernel
-_NOISE = 0.1  # in the values, beside the number that tells their columns
+_NOISE = 0.1  # added to the values, whose main part identifies their columns
 _HIDDEN_KEYS, _HIDDEN_VALUES = 8.0, 100.0
 
 
@@ -84,12 +84,12 @@ class Tokens:
             )
 
     def parts(self, rows: int) -> PackedKV:
-        """What is read of the first rows."""
+        """The visible columns of the first rows."""
         return sliced(self.buffers, rows, self.columns)
 
 
 def _spoilt(parts: Parts, outside: mx.array) -> Parts:
-    """Parts that hold no numbers where nobody may read."""
+    """Parts that hold NaN, to be put where no row may read."""
     return tuple(mx.where(outside, _no_number(part.dtype), part) for part in parts)
 
 

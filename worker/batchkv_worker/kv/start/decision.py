@@ -1,4 +1,4 @@
-"""What is chosen for one model on one machine, and by which measurements. Nothing is changed here.
+"""Chooses how to serve one model on one machine, by measurements. Nothing is changed here.
 
 ``decide`` checks and times samples of the model's layers, unless the backend's ``measurements``
 have the results of an earlier start. ``Decision.install`` is the one step that changes the model,
@@ -40,7 +40,7 @@ _PROBE_ROWS = 16  # at most, of the slots, when paths are timed
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """What is not to be measured; None measures it.
+    """Values that the caller sets; a field that is None is measured.
 
     ``group_cost``: cells that one more group of rows costs; ``prefix_cells``: cells that a shared
     prefix must save.
@@ -55,7 +55,7 @@ class Fixed:
 class Decision:
     """``schemes`` are of the attention layers, in order; ``choices`` say how each decodes.
 
-    ``changes`` is what to do to the model. ``group_cost`` and ``prefix_cells`` are in cells.
+    ``changes`` are made to the model. ``group_cost`` and ``prefix_cells`` are in cells.
     """
 
     backend: Backend
@@ -70,7 +70,7 @@ class Decision:
     def install(self, model: Any) -> Undo:
         """Change the model as decided; returns what undoes it.
 
-        The hook stays: caches that do not answer get what mlx-lm's own function gives.
+        The hook stays: for caches that do not implement it, mlx-lm's own function is called.
         """
         paths.install_hook(model)
         return install(model, self.changes)

@@ -35,10 +35,10 @@ def choose_memory(
     dtype: mx.Dtype,
     wanted: int | None = None,
 ) -> int:
-    """Bytes for keys and values: ``wanted``, or what the machine has left.
+    """Bytes for keys and values: ``wanted``, or the rest of the machine's memory.
 
-    A warning says when that is little. Raises ModelError for a model that is too large for the
-    device, unless somebody chose the bytes.
+    If that is little, a warning is logged. Raises ModelError for a model that is too large for the
+    device, unless ``wanted`` is set.
     """
     if wanted:
         return wanted
@@ -58,7 +58,7 @@ def dense_share(tree: CacheTree, scheme: str, dtype: mx.Dtype) -> float:
     try:
         fitted = fit_model(SchemeSpec.parse(scheme), tree.shapes)
     except ValueError:
-        return 0.0  # refused when the engine is built, which says why
+        return 0.0  # the engine refuses it when it is built, with the reason
     leaves = [leaf for leaf in tree.leaves if isinstance(leaf, AttentionShape)]
     pairs = list(zip(leaves, fitted, strict=True))
     layers = [layer for leaf, layer in pairs if leaf.window is None] or [one for _, one in pairs]

@@ -1,4 +1,4 @@
-"""How the layers of one scheme decode: checked and measured, or as an earlier start has found."""
+"""How the layers of one scheme decode: checked and measured now, or by an earlier start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batchkv_worker.kv.backends.measurements import WHOLE
 from batchkv_worker.kv.schemes.packing import LayerScheme
 from batchkv_worker.kv.start import pathcheck, prefix_cost, probe
 
-# What results are kept as, with a layer after it.
+# Names of stored results; the layer follows.
 PATHS, PROMPTS, SHARING = "attention paths of", "prefill of", "shared prefixes of"
 KERNELS, CELLS = "prefix kernel of", "cells of a shared prefix of"
 
@@ -56,7 +56,7 @@ def choose_path(
             lambda: probe.choose(backend, layer, heads, dtype, num_rows=rows),
             probe.CHOICE,
         )
-    except (ValueError, RuntimeError) as fault:  # what MLX raises for a kernel that it lacks
+    except (ValueError, RuntimeError) as fault:  # MLX raises these for a kernel that it lacks
         if is_device_fault(fault):
             raise
         raise ModelError(
@@ -93,9 +93,9 @@ def check_prompts(
 
 
 def can_attend_prefixes(attention: LayerAttention, heads: int) -> bool:
-    """Whether attention over shared prefixes is right, without a kernel of the backend's.
+    """Whether attention over shared prefixes is right without the backend's own kernel.
 
-    Prefill and what is too long for the kernel's scores use none.
+    Prefill does not use that kernel, nor do prefixes that are too long for its scores.
     """
     checks = attention.backend.measurements.of(
         f"{SHARING} {_described(attention, heads)}",

@@ -1,4 +1,4 @@
-"""What measurements depend on beside the model: the device, its system, MLX and its variables."""
+"""The facts of a machine on which measurements depend: device, system, MLX and its variables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from batchkv_worker.kv.backends.compare import rounds_float32
 
-# Whoever sets one of these means to change how fast MLX is, or how exact.
+# Each of these variables changes how fast MLX is, or how exact.
 _VARIABLES = ("MLX_", "AGX_", "OPENBLAS_", "OMP_", "CUDA_VISIBLE_DEVICES")
 _DRIVER = Path("/proc/driver/nvidia/version")
 

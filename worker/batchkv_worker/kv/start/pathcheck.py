@@ -1,8 +1,9 @@
-"""Whether each way to attend gives what a float32 product gives, before its time counts.
+"""Compares each way to attend with a float32 product, before its time counts.
 
-A kernel that leaves something out is the fastest of all. So every path, shared prefixes and their
-kernel are computed on a few rows at ``LENGTHS`` columns, with a mask and without, and compared with
-plain products on the CPU, over the same keys and values unpacked in float32 (``check_tokens``).
+A kernel that leaves out columns would be the fastest of all. So every path, shared prefixes and
+their kernel are computed on a few rows at ``LENGTHS`` columns, with a mask and without. The results
+are compared with plain products on the CPU, over the same keys and values unpacked in float32
+(``check_tokens``).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _ROWS, _FREE = 3, 2  # the last of them is a free slot
 _FEW_HEADS = 2  # KV heads of long samples; one alone may have kernels of its own
 _NUMBERS = 2**21  # of a tensor, for samples of more heads
 _CHUNK = 40  # tokens of a prompt: more than kernels for decode take, and no multiple of a tile
-_OWN = 64  # tokens of each row behind a shared prefix
+_OWN = 64  # tokens of each row after a shared prefix
 _LOST = 0.8  # of random numbers; two bits keep about half of them
 
 
@@ -150,7 +151,7 @@ def _check_chunk(layer: LayerAttention, lines: int, columns: int, is_whole: bool
 def check_prefix(
     layer: LayerAttention, num_query_heads: int, lengths: Sequence[int] | None = None
 ) -> tuple[PathCheck, ...]:
-    """Rows behind a shared prefix of each length, with the kernel that ``layer`` has, if any.
+    """Rows after a shared prefix of each length, with the kernel that ``layer`` has, if any.
 
     ``layer`` is as slots have it.
     """
@@ -217,7 +218,7 @@ def _few_heads(scheme: LayerScheme, columns: int) -> LayerScheme:
 
 
 def _check_stored(scheme: LayerScheme, dtype: mx.Dtype) -> PathCheck:
-    """Whether what is packed is what was given, as far as the scheme can tell numbers apart."""
+    """Whether the packed numbers are the given ones, within the scheme's precision."""
     lost = 0.0
     sides = (scheme.keys, scheme.shape.key_size), (scheme.values, scheme.shape.value_size)
     try:
@@ -271,7 +272,7 @@ class _Sample:
 
 
 class _PrefixSample:
-    """The same rows with a few tokens of their own behind a shared prefix of many."""
+    """The same rows with a few tokens of their own after a shared prefix of many."""
 
     def __init__(self, layer: LayerAttention, lines: int, columns: int) -> None:
         self._layer, self._columns = layer, columns

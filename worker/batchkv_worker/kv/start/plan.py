@@ -80,7 +80,7 @@ def make_plan(
     Raises ModelError for a model that cannot be served, SettingsError for a scheme that does not
     fit it.
     """
-    restore(model)  # whatever an engine before did to it
+    restore(model)  # undo the changes of an earlier engine
     decision = decide(name, model, tree, scheme, dtype, backend, slots=slots, fixed=fixed)
     if tree.shapes and not decision.is_hooked:
         log.warning("model %s computes attention itself: it decodes on dense keys and values", name)
@@ -93,7 +93,7 @@ def make_plan(
 
 
 def _checked(name: str, model: Any, tree: CacheTree, decision: Decision, undo: Undo) -> KvPlan:
-    """The plan, once the changed model gives in a batch what it gives alone."""
+    """The plan, if the changed model gives the same logits in a batch as alone."""
     backend, kinds = decision.backend, decision.kinds(tree)
     exact = decision.exact_kinds(tree)
     kept = backend.measurements

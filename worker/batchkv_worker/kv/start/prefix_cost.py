@@ -1,8 +1,8 @@
-"""What a shared prefix must save to be worth its kernels: measured once, on the device that serves.
+"""Measures how many cells a shared prefix must save to be worth its kernels, on this device.
 
-A prefix that is stored once is read once for all of its rows, but attention over it and over what
-each row has of its own launches more kernels than attention over one line. Both are timed for a
-short and for a long prefix; between them lies the number of cells that must be saved.
+A prefix that is stored once is read once for all of its rows. But attention over a prefix and over
+each row's own tokens launches more kernels than attention over all tokens of a row at once. Both
+are timed for a short and for a long prefix. The times give the number of cells that must be saved.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNMEASURED = 768  # cells: a block of 256 tokens that four rows share
 LEAST, MOST = 256, 16_384
 SHORT, LONG = 64, 1024  # tokens of the prefixes that are timed
 OWN = 64  # tokens that each row has after them
-SCALE = 0.125  # not 1: as models have
+SCALE = 0.125  # of the scores, as in most models
 
 FEW = 24  # tokens that show whether the kernel is right
 # Of prefixes and partial results, with a mask, with sinks: those that a step may need, and all.
@@ -42,7 +42,7 @@ _TIMES = 8  # of it that are timed together
 def measure(layer: LayerAttention, num_query_heads: int, *, num_rows: int) -> int:
     """Cells (one row's keys and values of one column) that a prefix must save.
 
-    From ``LEAST`` to ``MOST``. ``UNMEASURED`` where the device refuses what is to be timed.
+    From ``LEAST`` to ``MOST``. ``UNMEASURED`` where the device refuses to compute the samples.
     """
     rows = max(2, num_rows)
     sample = _Sample(layer, num_query_heads, rows)
@@ -57,7 +57,7 @@ def measure(layer: LayerAttention, num_query_heads: int, *, num_rows: int) -> in
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """Whether the backend's kernel for shared prefixes is used; ``checks`` of what it gives."""
+    """Whether the backend's kernel for shared prefixes is used; ``checks``: of its results."""
 
     is_used: bool
     checks: tuple[PathCheck, ...] = ()
@@ -99,7 +99,7 @@ def choose_kernel(
         sample = _Sample(layer, num_query_heads, max(2, num_rows))
         is_right = all(sample.is_right_by(kernel, *kind) for kind in _KINDS)
         is_used = is_right and all(sample.is_faster_by(kernel, own) for own in (OWN, LONG))
-    except (ValueError, RuntimeError) as fault:  # what MLX raises for what it cannot compile
+    except (ValueError, RuntimeError) as fault:  # MLX raises these if it cannot compile a kernel
         if is_device_fault(fault):
             raise
         log.warning("the kernel for shared prefixes is not used: %s", fault)
@@ -108,7 +108,7 @@ def choose_kernel(
 
 
 def crossover(few: int, gain_of_few: float, many: int, gain_of_many: float) -> int:
-    """At how many saved cells the gain is 0, when it grows in a line; gains in milliseconds."""
+    """The number of saved cells at which the gain is 0, if it is linear; gains in milliseconds."""
     per_cell = (gain_of_many - gain_of_few) / (many - few)
     if per_cell <= 0:
         return MOST  # the device does not notice what it reads
@@ -126,7 +126,7 @@ class _Sample:
         self._first = mx.arange(rows).reshape(-1, 1, 1, 1)
 
     def ways(self, tokens: int) -> tuple[Way, Way]:
-        """Attention over so many tokens and their own in each row's line, and behind a prefix."""
+        """Attention over so many tokens and each row's own: stored in each row, and as a prefix."""
         lines = self._line(self._rows, tokens + OWN)
         shared, own = self._line(1, tokens), self._line(self._rows, OWN)
         whole, rest = (mx.arange(count) >= self._first for count in (tokens + OWN, OWN))
@@ -152,7 +152,7 @@ class _Sample:
     def is_right_by(
         self, kernel: PrefixKernel, prefixes: int, partials: int, has_mask: bool, has_sinks: bool
     ) -> bool:
-        """Whether the kernel gives what MLX's own do, on few tokens, of which each matters."""
+        """Whether the kernel agrees with MLX's own, on few tokens, of which each matters."""
         shared = [self._line(1, FEW) for _ in range(prefixes)]
         # As a group has it: some of the rows that have a prefix in common.
         twice = mx.concatenate([self._queries, self._queries])

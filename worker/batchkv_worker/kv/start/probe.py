@@ -1,4 +1,4 @@
-"""Which attention path decode takes: checked and measured once, for each scheme that a model has.
+"""Chooses the attention path of decode: checked and measured once, for each scheme of a model.
 
 A path that the device refuses, or that differs from a float32 product, is left out. The same
 measurement gives what launching the kernels of one more group of rows costs, in cells: one row's
@@ -96,7 +96,7 @@ def choose(
 
 
 def _right_paths(paths: Sequence[Path], checks: Sequence[PathCheck]) -> list[Path]:
-    """Those that give what float32 gives; the log names the others."""
+    """The paths that agree with float32; the log names the others."""
     stored = pathcheck.worst(checks, pathcheck.STORED)
     if not stored.is_ok:
         raise RuntimeError(str(stored))

@@ -1,10 +1,10 @@
-"""Before any job: does this model give in a batch what it gives alone?
+"""The self-check before any job: compares a model's logits in a batch with those of single rows.
 
-Models differ in what they do with a cache: some compute attention themselves and broadcast a mask
-their own way, some take no notice of a row's length, some want positions as one number. What the
-caches' classes do not tell shows here, on a few tokens: the model is run on its own caches, one
-row at a time, and on ours, several at once. The first way of serving it that agrees is taken; a
-model that agrees in none is refused rather than wrong.
+Models use caches in different ways. Some compute attention themselves and broadcast a mask in their
+own way, some ignore a row's length, some need positions as one number. The classes of the caches do
+not show this. So the model is run on a few tokens: on its own caches, one row at a time, and on
+batchkv's, several rows at once. The first way of serving it that agrees is used. If none does,
+the model is refused.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def find_traits(
 
 
 def warn_of(name: str, traits: Traits) -> None:
-    """Say what is not done for a model."""
+    """Log which features are not used for a model."""
     if traits != Traits():
         log.warning(
             "model %s: %s",

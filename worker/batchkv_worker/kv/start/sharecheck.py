@@ -1,8 +1,8 @@
-"""Before any job: whether this model's rows may share a stored prefix.
+"""The check before any job whether this model's rows may share a stored prefix.
 
-A model that leaves attention to its caches never notices that a prefix is held once. One that reads
-what its caches hand out would miss the prefix. Which of both it is shows on a few tokens: rows
-behind a prefix must give what they give alone.
+If a model leaves attention to its caches, these add the shared prefix. If it reads keys and values
+from its caches and attends itself, it would miss the prefix. A few tokens show which is the case:
+rows after a shared prefix must give the same logits as alone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TAILS = (2, 4, 1)  # ragged; the last decode steps are STEPS tokens more
 def can_share(
     backend: Backend, model: Any, tree: CacheTree, kinds: Sequence[LayerKind], traits: Traits
 ) -> bool:
-    """Whether a prefix may be held once for all rows that have it."""
+    """Whether a prefix may be stored once for all rows that have it."""
     shared = [place for place, kind in enumerate(kinds) if _keeps_all(kind)]
     if not shared or any(_path_of(kinds[place]) is None for place in shared):
         return False

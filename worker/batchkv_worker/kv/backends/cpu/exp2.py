@@ -1,9 +1,9 @@
 """Powers of two of float32 numbers, on CPUs where MLX has no fast exponential.
 
-MLX's CPU backend is not vectorized on x86: an exponential takes it about 16 ns there, a power 5.
-Additions, products and shifts are loops that compilers vectorize. Put together from those, a power
-takes about 2 ns: the whole part of a number becomes the bits of an exponent, the rest goes through
-a polynomial.
+MLX's CPU backend is not vectorized on x86: an exponential takes about 16 ns there, a power 5.
+Additions, products and shifts are loops that compilers vectorize. A power that is made of those
+takes about 2 ns: the whole part of a number becomes the bits of an exponent, and a polynomial
+computes the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from batchkv_worker.kv.backends.timing import gain
 
 LOG2_E = math.log2(math.e)
 LOWEST, HIGHEST = -126.0, 128.0  # what the bits of an exponent can hold; the highest is infinity
-_MARGIN = 1.5  # by which powers have to be faster: they read the numbers more often
+_MARGIN = 1.5  # how many times as fast powers must be: they read the numbers more often
 
 # Added to a number and subtracted again, this leaves the whole number next to it: float32 has no
 # bits for more there.
@@ -60,10 +60,10 @@ def whole(x: mx.array) -> mx.array:
     return mx.view(_whole_bits(x), mx.float32)
 
 
-# Each a kernel of its own: in one, with two results, the compiler finds nothing to vectorize.
+# Two kernels: one kernel with two results is not vectorized by the compiler.
 @partial(mx.compile, shapeless=True)
 def fraction(x: mx.array) -> mx.array:
-    """2 to what ``x`` is beyond the whole number next to it."""
+    """2 to the difference of ``x`` and the whole number next to it."""
     rest = x - ((x + _ROUNDER) - _ROUNDER)
     found = rest * _TERMS[-1] + _TERMS[-2]
     for term in reversed(_TERMS[:-2]):

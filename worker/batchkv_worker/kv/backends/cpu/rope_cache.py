@@ -41,7 +41,7 @@ class RopeTables:
     """The tables of the current step and of the current chunk."""
 
     def __init__(self) -> None:
-        # Each with its positions in one tuple: another thread's ``begin`` must not come between.
+        # Positions and tables are one tuple, so that another thread's ``begin`` cannot mix them.
         self._of_step: tuple[mx.array | None, dict[Rotary, Table]] = None, {}
         self._of_chunk: tuple[tuple[int, int], dict[Rotary, Table]] = (0, 0), {}
 
@@ -129,7 +129,7 @@ def _swap(size: int, dims: int, traditional: bool) -> mx.array:
 
 @dataclass(frozen=True)
 class CacheRope:
-    """The plain rotary layers of a model look into ``tables``."""
+    """Lets the plain rotary layers of a model use ``tables``."""
 
     tables: RopeTables
 

@@ -130,7 +130,7 @@ class FuseLinears:
         is_right = False
         try:
             is_right = self.measurements.of(FUSED_AGREE, agrees, YES_OR_NO)
-            if is_right and not done:  # as an earlier start has found
+            if is_right and not done:  # by a stored result
                 fuse()
             if not is_right:
                 log.warning("fused linear layers give other answers than single ones: not used")

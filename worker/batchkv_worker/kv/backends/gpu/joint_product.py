@@ -24,7 +24,7 @@ _ARRAYS = ("weight", "scales", "biases", "bias")  # with a row for each output
 
 MAX_WEIGHTS = 2**25  # of a group
 
-Product = Callable[[mx.array], list[mx.array]]  # of an input: what each of the layers answers
+Product = Callable[[mx.array], list[mx.array]]  # from an input to the output of each layer
 Whole = dict[str, mx.array]
 
 
@@ -117,7 +117,7 @@ def is_faster(like: LayerSignature, outputs: tuple[int, ...], rows: int) -> bool
     if once is None or once > _LONGEST:
         return False
     won = gain(apart, at_once, times=_TIMES)
-    log.debug("layers of %s answer %.2f times as fast at once", outputs, won)
+    log.debug("layers of %s are %.2f times as fast at once", outputs, won)
     return won > _MARGIN and all(
         are_close(*parts) for parts in zip(apart(), at_once(), strict=True)
     )
