@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -77,11 +78,15 @@ def test_a_fault_at_start_is_raised_as_it_is(place: str, monkeypatch: pytest.Mon
     assert is_device_fault(raised.value)
 
 
-def chunk_sizes(monkeypatch: pytest.MonkeyPatch, faults: list[int]) -> dict[int, float]:
-    """The sizes that are measured where the device fails at these, one after the other."""
+def chunk_sizes(
+    monkeypatch: pytest.MonkeyPatch, faults: list[int], after: int = 0
+) -> dict[int, float]:
+    """The sizes that are measured where the device fails at these, after so many calls of each."""
+    calls: Counter[int] = Counter()
 
     def compute(_loaded: object, _plan: object, size: int) -> None:
-        if size in faults:
+        calls[size] += 1
+        if calls[size] > after and size in faults:
             faults.remove(size)
             raise TIMEOUT
 
@@ -97,7 +102,9 @@ def test_chunks_that_the_device_cannot_compute_are_not_used(
 ) -> None:
     """A start would fail at them again and again. One fault alone may be another program's."""
     assert chunk_sizes(monkeypatch, [1024, 1024]).keys() == {256, 512}
-    assert chunk_sizes(monkeypatch, [512]).keys() == {256, 512, 1024, 2048}
+    for after in range(4):
+        assert chunk_sizes(monkeypatch, [512], after).keys() == {256, 512, 1024, 2048}
+    assert chunk_sizes(monkeypatch, [1024, 1024], 1).keys() == {256, 512}
     with pytest.raises(RuntimeError, match="GPU Timeout"):
         chunk_sizes(monkeypatch, [256, 256])
 

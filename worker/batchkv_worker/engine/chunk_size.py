@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -26,6 +26,7 @@ from batchkv_worker.kv.start.machine import memory_bytes
 from batchkv_worker.kv.start.plan import KvPlan
 from batchkv_worker.model.loader import LoadedModel
 
+Result = TypeVar("Result")
 log = logging.getLogger("batchkv.engine")
 
 SIZES = (256, 512, 1024, 2048)
@@ -96,10 +97,10 @@ def measure(
         if least and spent + 2 * least[max(least)] > seconds:
             break
         try:
-            _compute_twice_at_most(loaded, plan, size)  # compiles
+            _twice_at_most(_compute, loaded, plan, size)  # compiles
             if least and time.perf_counter() > end:
                 break
-            least[size] = _time(loaded, plan, size)
+            least[size] = _twice_at_most(_time, loaded, plan, size)
         except RuntimeError as fault:
             if not (least and is_device_fault(fault) and device.drain()):
                 raise
@@ -111,7 +112,7 @@ def measure(
         for size in least:
             if spent + least[size] > seconds or time.perf_counter() > end:
                 break
-            again = _time(loaded, plan, size)
+            again = _twice_at_most(_time, loaded, plan, size)
             spent += again
             least[size] = min(least[size], again)
     return Measured({size: size / took for size, took in least.items()}, is_whole)
@@ -149,14 +150,14 @@ def smallest_fast(found: Measured, usual: int, least: int = 0) -> int:
     return chosen
 
 
-def _compute_twice_at_most(loaded: LoadedModel, plan: KvPlan, size: int) -> None:
+def _twice_at_most(compute: Callable[[LoadedModel, KvPlan, int], Result], *what: Any) -> Result:
     """Compute once more if the device fails: another program's work may have been the reason."""
     try:
-        _compute(loaded, plan, size)
+        return compute(*what)
     except RuntimeError as fault:
         if not (is_device_fault(fault) and device.drain()):
             raise
-        _compute(loaded, plan, size)
+        return compute(*what)
 
 
 def _time(loaded: LoadedModel, plan: KvPlan, size: int) -> float:
