@@ -27,14 +27,15 @@ from batchkv_worker.settings import WorkerSettings
 EPILOG = """\b
 Examples:
   batchkv worker -m demo                          serve the embedded server
-  batchkv worker -m mlx-community/Qwen3-4B-4bit --url redis://studio.local:6379
+  batchkv worker -m MODEL --url redis://studio.local:6379
   batchkv worker -m demo --burst                  end when the queue is empty
 
 \b
-Every setting of the worker also has a variable: BATCHKV_SLOTS for --slots, and so on.
-Exit codes: 0 done or stopped, 2 configuration, 3 Redis, 70 the engine died, 71 it hung,
-72 the model's files have changed since they were loaded: start it again,
-74 the GPU failed twice within a minute, or at start: start it again.
+Each of these settings also has a variable, like BATCHKV_SLOTS for --slots.
+Exit codes: 0 done or stopped, 2 wrong configuration, 3 error of Redis,
+70 the engine died, 71 it hung, 72 the model's files have changed since they
+were loaded: start it again, 74 the GPU failed twice within a minute, or at
+start: start it again.
 """
 
 
@@ -112,15 +113,18 @@ REPORT_SCHEMES = "affine8,mxfp8,k8v4,affine4,turbo4,turbo3"
 REPORT_EPILOG = """\b
 Examples:
   batchkv kv-report -m demo
-  batchkv kv-report -m mlx-community/Qwen3-4B-4bit --schemes affine8,k8v4,turbo3.5
-  batchkv kv-report -m MODEL --schemes "affine4,last=float" --text chapter.txt --json
+  batchkv kv-report -m mlx-community/Qwen3-4B-4bit --schemes affine8,turbo3.5
+  batchkv kv-report -m MODEL --schemes "affine4,last=float" --text a.txt
 
 \b
 Every number is measured, against float on the same device:
   bytes        of the arrays that a row's tokens fill, for each kind of layer
-  error        of the output of attention, on the model's own inputs; mean and worst layer
-  perplexity   of the text with packed values, and how often float predicts the same token
-  cost         of a decode step and of the caches' part of it, measured alternately with float
+  error        of the output of attention, on the model's own inputs: the mean
+               and the worst layer
+  perplexity   of the text with packed values, and how often float predicts
+               the same token
+  cost         of a decode step and of the caches' part of it, measured in
+               turns with float
 """
 
 
@@ -232,9 +236,10 @@ Examples:
   batchkv bench -m MODEL --schemes affine8,float --parts passes,decode --json
 
 \b
-The tables are Markdown, to paste into an issue. They name the chip, and no person or host.
-Each figure has its bound beside it: what this machine's bandwidth and products allow, which are
-measured first. With --quick few rows are measured once: that shows that it works, not how fast.
+The tables are Markdown, to paste into an issue. They name the chip, and no
+person or host. The bound of a figure follows from this machine's bandwidth
+and rate of products, which are measured first. With --quick few rows are
+measured once: that shows that it works, not how fast.
 """
 
 
@@ -287,7 +292,7 @@ def bench_command(
 ) -> None:
     """Measure how fast this machine serves a model.
 
-    Each figure has its bound beside it: what the machine could do at most.
+    Each table also shows the bound of each figure: what the machine could do at most.
     """
     from batchkv_worker.engine import open_files
     from batchkv_worker.kv.backends import blas

@@ -117,7 +117,10 @@ def open_cache(cache_text: str | None, only: str | None) -> Iterator[OpenCache]:
     try:
         text = cache_text or read_cache(os.environ)
         if text is None:
-            raise click.ClickException(f"no cache is set: give --cache or set {CACHE_VARIABLE}")
+            raise click.ClickException(
+                f"no cache is set: give --cache or set {CACHE_VARIABLE} to the workers' tiers, "
+                "like disk:~/.batchkv/blocks"
+            )
         specs = [spec for spec in parse_tiers(text) if spec.kind != "memory"]
     except ValueError as fault:
         raise click.ClickException(str(fault)) from None

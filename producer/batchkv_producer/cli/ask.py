@@ -57,8 +57,8 @@ def ask(
     \b
     Examples:
       batchkv ask -m mlx-community/Qwen3-4B-4bit "What is a prefix cache?"
-      batchkv ask -m demo --system "Answer in one word." --temperature 0 "Which colour is the sky?"
-      git diff | batchkv ask -m mlx-community/Qwen3-4B-4bit --system "Review this." -
+      batchkv ask -m MODEL --system "Use one word." "Which colour is the sky?"
+      git diff | batchkv ask -m MODEL --system "Review this." -
     """
     chosen = model or default_model()
     if not chosen:

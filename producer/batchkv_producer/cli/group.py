@@ -115,7 +115,9 @@ def _guarded(run: Callable[[], Any]) -> int:
 def _usage_message(fault: click.ClickException) -> str:
     message = fault.format_message()
     context = fault.ctx if isinstance(fault, click.UsageError) else None
-    return f"{message} (see {context.command_path} --help)" if context else message
+    return (
+        f"{message.removesuffix('.')} (see {context.command_path} --help)" if context else message
+    )
 
 
 def _complain(message: str, code: int) -> int:

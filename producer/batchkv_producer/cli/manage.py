@@ -128,7 +128,7 @@ def _why_not_all(batch_id: str, left: Unanswered, num_queued: int, name: str) ->
             f"{rows(left.failed)} failed, but another tool changed their jobs: `batchkv failed "
             f"{batch_id}` prints their lines, which can be submitted"
         )
-    return reasons or ["No row has failed"]
+    return reasons or ["No row has failed or was canceled"]
 
 
 @click.command()

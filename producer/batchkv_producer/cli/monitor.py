@@ -175,7 +175,7 @@ def wait(
     Examples:
       batchkv wait 3f2a9c51d07be684
       batchkv wait 3f2a9c51d07be684 --timeout 3600 && echo done
-      batchkv wait 3f2a9c51d07be684 --on-done 'say "$BATCHKV_OK of $BATCHKV_TOTAL"'
+      batchkv wait 3f2a9c51d07be684 --on-done 'say "$BATCHKV_OK rows are done"'
     """
     with session(url) as opened:
         with reporter() as progress:

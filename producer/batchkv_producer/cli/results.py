@@ -85,7 +85,7 @@ def results(
       batchkv results 3f2a9c51d07be684 -o out.jsonl
       batchkv results 3f2a9c51d07be684 --ordered --format text
       batchkv results 3f2a9c51d07be684 --errors --format text
-      batchkv results 3f2a9c51d07be684 --follow | jq -r .response.body.choices[0].message.content
+      batchkv results 3f2a9c51d07be684 --follow | jq -r .response.body.choices[0]
     """  # fmt: skip
     if follow and ordered:
         raise UsageError(

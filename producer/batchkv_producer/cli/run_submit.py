@@ -111,10 +111,10 @@ def run(
     \b
     Examples:
       batchkv run prompts.jsonl -m mlx-community/Qwen3-4B-4bit
-      batchkv run prompts.jsonl -m demo -o out.jsonl --temperature 0 --max-tokens 64
+      batchkv run prompts.jsonl -m demo --temperature 0 --max-tokens 64
       batchkv run prompts.jsonl -m ~/models/mine --kv-scheme affine4 --slots 64
       batchkv run part-*.jsonl -m demo -o out.jsonl
-      generate-prompts | batchkv run - -m demo | jq -r .response.body.choices[0].text
+      generate-prompts | batchkv run - -m demo | jq .response.body.choices[0].text
       batchkv run prompts.jsonl --dry-run
     """  # fmt: skip
     with ExitStack() as stack:

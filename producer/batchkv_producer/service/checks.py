@@ -36,13 +36,19 @@ def need_plain(flag: str, value: str) -> str:
     return value
 
 
-def need_private_file(path: Path, uid: int) -> None:
-    """A file that holds a password: the user's own, readable, and closed to everybody else."""
+def need_private_file(path: Path, uid: int, source: str = "") -> None:
+    """A file that holds a password: the user's own, readable, and closed to everybody else.
+
+    ``source`` is the file of the hub's folder from which a user makes this one.
+    """
     need_plain(f"the path {path}", str(path))
     try:
         found = path.stat()
         with path.open("rb"):
             pass
+    except FileNotFoundError as fault:
+        todo = f". Copy the hub's {source} to it, and run `chmod 600 {path}`" if source else ""
+        raise UsageError(f"{path} cannot be read: {fault.strerror}{todo}") from fault
     except OSError as fault:
         raise UsageError(f"{path} cannot be read: {fault.strerror}") from fault
     if not stat.S_ISREG(found.st_mode):

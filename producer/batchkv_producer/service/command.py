@@ -46,8 +46,9 @@ def service() -> None:
 
     \b
     Examples:
-      batchkv service install worker -m demo --url-file ~/.batchkv/queue.url --dry-run
-      sudo ~/batchkv/.venv/bin/batchkv service install worker -m MODEL --url-file FILE --daemon
+      batchkv service install worker -m MODEL --url-file FILE --dry-run
+      sudo .venv/bin/batchkv service install worker --daemon -m MODEL \\
+        --url-file FILE
       batchkv service status
       batchkv service uninstall
     """
@@ -183,7 +184,9 @@ def worker(
         remove(acting, [label], is_daemon=is_daemon)
         return
     if model is None or url_file is None:
-        raise UsageError("-m MODEL and --url-file FILE are needed")
+        raise UsageError(
+            "-m MODEL and --url-file FILE are needed: copy FILE from the hub's secrets/worker.url"
+        )
     plan = WorkerPlan(
         model=_model(model),
         url_file=_absolute(url_file),
@@ -241,7 +244,7 @@ def uninstall(acting: Acting, is_daemon: bool, what: str | None, label: str | No
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def status(ctx: click.Context, as_json: bool) -> None:
-    """Show what is installed here; exit code 1 when one of it does not run."""
+    """Show the services installed here. Exit code 1 if one of them does not run."""
     found = manager_of(Acting(_machine(None, None, False), note)).states()
     if as_json:
         click.echo(json.dumps([asdict(each) for each in found], indent=1))
@@ -272,6 +275,8 @@ def remove(acting: Acting, labels: list[str], *, is_daemon: bool) -> None:
         kinds = [True] if is_daemon else [False, True]
         if acting.is_dry:
             kinds = [is_daemon]
+            if not manager.path(label, is_daemon=is_daemon).exists():
+                note(f"{label}: is not installed here. For an installed one:")
         found = [kind for kind in kinds if manager.uninstall(label, is_daemon=kind)]
         if not acting.is_dry:
             note(f"{label}: {'removed' if found else 'was not installed'}")

@@ -69,12 +69,12 @@ def worker_service(
 ) -> Service:
     """The service of a worker. Raises UsageError when a file or MLX is missing."""
     program = need_program("worker")
-    need_private_file(plan.url_file, machine.uid)
+    need_private_file(plan.url_file, machine.uid, "secrets/worker.url")
     need_url(plan.url_file)
     environment = {name: environ[name] for name in KEPT_VARIABLES if environ.get(name)}
     environment["BATCHKV_REDIS_URL_FILE"] = str(plan.url_file)
     if plan.cache_file is not None:
-        need_private_file(plan.cache_file, machine.uid)
+        need_private_file(plan.cache_file, machine.uid, "secrets/cache.tiers")
         environment["BATCHKV_CACHE_FILE"] = str(plan.cache_file)
     environment["PATH"] = f"{program.parent}:/usr/bin:/bin:/usr/sbin:/sbin"
     environment["PYTHONUNBUFFERED"] = "1"

@@ -94,7 +94,7 @@ def publish_manifests(tier: Tier) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "give --cache or set BATCHKV_CACHE"),
+        ("", "give --cache or set BATCHKV_CACHE to the workers' tiers, like disk:"),
         ("memory:", "only a memory: tier"),
         ("disk:relative", "not absolute"),
         ("redis://:hunter2@", "no host"),

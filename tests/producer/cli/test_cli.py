@@ -126,6 +126,26 @@ def test_the_list_of_commands_fits_the_terminal() -> None:
     assert max(map(len, [*above.splitlines(), *listed.splitlines()])) <= 80
 
 
+def every_path(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of a command and of all commands below it."""
+    yield path
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below
+            yield from every_path(below, (*path, name))
+
+
+def test_help_fits_the_terminal() -> None:
+    """The help of every command, and of those below it, has at most 80 columns."""
+    paths = list(every_path(cli))
+    assert ("service", "install", "worker") in paths and ("cache", "stats") in paths
+    for path in paths:
+        lines = batchkv(*path, "--help").stdout.splitlines()
+        assert [line for line in lines if len(line) > 80] == [], path
+
+
 def test_help_speaks_of_what_its_command_has() -> None:
     """`ask` has one prompt and no rows; `retry` takes generation flags and --as with --from."""
     of = {name: " ".join(batchkv(name, "--help").stdout.split()) for name in ("ask", "retry")}
@@ -143,6 +163,7 @@ def test_wrong_use_is_one_line_and_exit_code_2() -> None:
     """Unknown options, missing arguments and unknown commands say where help is."""
     assert_complains(batchkv("submit"), 2, "Missing argument 'FILE.*--help")
     assert_complains(batchkv("status", "--what"), 2, "--what")
+    assert_complains(batchkv("list", "--limit", "-1"), 2, r"range x>=0 \(see .*--help\)")
     assert_complains(batchkv("fly"), 2, "fly")
     assert batchkv().exit_code == 2
     assert batchkv("--version").stdout.startswith("batchkv, version")

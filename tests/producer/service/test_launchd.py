@@ -222,6 +222,15 @@ def test_uninstall_removes_every_kind(mac: FakeServices, batchkv: Batchkv) -> No
     assert list(mac.daemons.iterdir()) == [] and mac.url_file.exists()
 
 
+def test_a_dry_uninstall_says_what_is_missing(mac: FakeServices, batchkv: Batchkv) -> None:
+    """Without the service it says so; with it, only what would be done."""
+    words = ("service", "uninstall", "worker", "--dry-run")
+    assert f"{LABEL}: is not installed here" in batchkv(*words).stderr
+    assert batchkv(*worker_words(mac)).exit_code == 0
+    shown = batchkv(*words)
+    assert "is not installed" not in shown.stderr and "would remove" in shown.stdout + shown.stderr
+
+
 def test_the_password_is_nowhere(mac: FakeServices, batchkv: Batchkv) -> None:
     """Neither output, nor property list, nor a command line has it."""
     done = batchkv(*worker_words(mac))
@@ -237,7 +246,8 @@ def test_the_password_is_nowhere(mac: FakeServices, batchkv: Batchkv) -> None:
         (("--label", "../x"), "a label has letters"),
         (("--slots", "0"), "--slots 0: expected"),
         (("--kv-scheme", "int3"), "int3"),
-        (("--url-file", "missing"), "cannot be read"),
+        (("--url-file", "missing"), "No such file or directory. Copy the hub's secrets/worker.url"),
+        (("--cache-file", "missing"), "Copy the hub's secrets/cache.tiers to it"),
         (("--cache-file", "/etc/hosts"), "/etc/hosts"),
     ],
 )

@@ -89,6 +89,18 @@ def test_files_that_change_while_they_are_loaded_are_refused(
     assert fault.value.exit_code == EXIT_MODEL_CHANGED
 
 
+def test_a_model_that_cannot_be_downloaded_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sentence has the reason, without the client's "Got:", and what helps."""
+
+    def offline(name: str) -> Path:
+        raise OSError("Got: ConnectError: no name service")
+
+    monkeypatch.setattr(model, "_downloaded", offline)
+    words = r"downloaded \(ConnectError: no name service\)\. Correct the name, name a folder, or"
+    with pytest.raises(ModelError, match=words):
+        load("nobody/nothing")
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [

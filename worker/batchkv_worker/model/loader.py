@@ -176,8 +176,9 @@ def _find(name: str) -> Path:
         return _downloaded(name)
     except Exception as fault:  # the client's errors have no common base class
         raise ModelError(
-            f"model {name!r} is neither a folder here nor a repository that can be downloaded: "
-            f"{_first(fault)}"
+            f"model {name!r} is neither a folder here nor a repository that can be downloaded "
+            f"({_first(fault).removeprefix('Got: ')}). Correct the name, name a folder, or connect "
+            "this machine to the internet"
         ) from fault
 
 

@@ -20,9 +20,10 @@ Examples:
   batchkv tune -m MODEL --json
 
 \b
-A worker measures at its first start, and keeps the results in its home folder. Measure anew when
-the machine was busy then. Let nothing else compute meanwhile. Workers that run are not changed.
-An error is a share of the largest number; a path whose error is too large is never used.
+A worker measures at its first start, and keeps the results in its home
+folder. Measure anew if the machine was busy then. Let nothing else compute
+meanwhile. Workers that run already keep what they have chosen. An error is a
+share of the largest number; a path whose error is too large is never used.
 """
 
 

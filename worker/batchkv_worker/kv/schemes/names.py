@@ -15,7 +15,10 @@ _PAIRS = {"turbo3.5": ("turbo4", "turbo3")}  # one name for keys and values that
 
 _BASES = ("float", *(f"affine{bits}" for bits in _AFFINE_BITS), *SMALL_FLOATS, *TURBO_BITS)
 SCHEMES = (*_BASES, *_PAIRS)
-_KNOWN = f"{', '.join(SCHEMES)}, k<bits>v<bits>, and affine, mx and nv names rotated (affine4r)"
+_KNOWN = (
+    f"{', '.join(SCHEMES)}, pairs of bits for keys and values like k8v4, and rotated schemes "
+    "like affine4r"
+)
 
 
 @dataclass(frozen=True, slots=True)
