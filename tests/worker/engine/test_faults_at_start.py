@@ -21,7 +21,7 @@ from batchkv_worker.kv.layers import discover
 from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.schemes.packing import LayerShape, fit_layer
 from batchkv_worker.kv.schemes.spec import SchemeSpec
-from batchkv_worker.kv.start import layer_choice, pathcheck, probe, selfcheck
+from batchkv_worker.kv.start import check_tokens, layer_choice, pathcheck, probe, selfcheck
 from batchkv_worker.model.loader import load
 from support import tiny_models
 from worker.engine.test_device_faults import TIMEOUT, engine
@@ -42,6 +42,7 @@ PLACES: dict[str, tuple[Any, str, Callable[[], object]]] = {
         "",
         lambda: pathcheck._compared("x", 1, False, mx.float32, mx.zeros(1), always),
     ),
+    "what checks": (mx, "quantize", lambda: check_tokens._computes_on_cpu.__wrapped__()),
     "a timing": (None, "", lambda: timing.least_times((always,))),
     "the choice of a path": (
         probe,

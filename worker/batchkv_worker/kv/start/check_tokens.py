@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.attention.paths import LayerAttention
 from batchkv_worker.kv.types import PackedKV, Parts
 
@@ -31,7 +32,9 @@ def _computes_on_cpu() -> bool:
         with mx.stream(mx.cpu):
             packed = mx.quantize(mx.ones((1, 64)))
             mx.eval(mx.dequantize(*packed) @ mx.ones((64, 1)))
-    except (ValueError, RuntimeError):
+    except (ValueError, RuntimeError) as fault:
+        if is_device_fault(fault):
+            raise
         return False
     return True
 
