@@ -58,7 +58,7 @@ def settings_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--burst", is_flag=True, help="End when the queue is empty.")
 @click.option("--max-jobs", type=click.IntRange(min=1), help="End after this many jobs.")
 @click.option("--max-idle-time", type=click.IntRange(min=1),
-              help="End after so many seconds without a job.")  # fmt: skip
+              help="End after this many seconds without a job.")  # fmt: skip
 @click.option("--exit-with-parent", is_flag=True, help="End when standard input ends.")
 @click.option("-q", "--quiet", is_flag=True, help="Log only warnings.")
 @click.option("-v", "--verbose", is_flag=True, help="Log RQ's debug messages, too.")
@@ -150,7 +150,7 @@ Every number is measured, against float on the same device:
     type=click.IntRange(min=32),
     default=2048,
     show_default=True,
-    help="Use at most so many tokens of the text.",
+    help="Use at most this many tokens of the text.",
 )
 @click.option(
     "--rows",

@@ -43,7 +43,7 @@ STRESS_SECONDS = 120.0
     help=f"How long --stress lasts.  [{STRESS_SECONDS:.0f}]",
 )
 @click.option("--fix", "is_fix", is_flag=True, help="Mend batchkv's own files; say each change.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, without private facts.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON without names of people and machines.")
 @click.pass_context
 def doctor(
     ctx: click.Context,
@@ -59,8 +59,8 @@ def doctor(
     """Examine this machine, and say what to do.
 
     It looks for what would keep batchkv from working well. Without -m, --url
-    and --stress it ends within 30 seconds. It mends nothing but with --fix,
-    and then only batchkv's own files. -m keeps what it measures, as a worker
+    and --stress it ends within 30 seconds. Only --fix mends something, and
+    only batchkv's own files. -m keeps what it measures, as a worker
     does. Exit code 0: all is well, or there are warnings. 1: some check failed.
 
     \b

@@ -29,9 +29,9 @@ share of the largest number; a path whose error is too large is never used.
 
 @click.command("tune", epilog=EPILOG)
 @click.option("-m", "--model", required=True, help="'demo', a folder, or a Hugging Face name.")
-@click.option("--kv-scheme", metavar="SCHEME", help="As of `batchkv worker`.")
-@click.option("--slots", metavar="N", help="As of `batchkv worker`.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="As of `batchkv worker`.")
+@click.option("--kv-scheme", metavar="SCHEME", help="The same as for `batchkv worker`.")
+@click.option("--slots", metavar="N", help="The same as for `batchkv worker`.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="The same as for `batchkv worker`.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def tune_command(
     model: str, kv_scheme: str | None, slots: str | None, dtype: str | None, as_json: bool
