@@ -43,7 +43,9 @@ STRESS_SECONDS = 120.0
     help=f"How long --stress lasts.  [{STRESS_SECONDS:.0f}]",
 )
 @click.option("--fix", "is_fix", is_flag=True, help="Mend batchkv's own files; say each change.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON without names of people and machines.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON; it names no person and no machine."
+)
 @click.pass_context
 def doctor(
     ctx: click.Context,
