@@ -1,4 +1,4 @@
-"""What a line of the input may say: numbers, names, templates and nesting that mean harm."""
+"""Hostile lines of the input: their numbers, names, templates and nesting do no harm."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NUMBERS = {
 
 
 def rows(*lines: str | bytes) -> list[Row | RowError]:
-    """What the reader makes of these lines."""
+    """The rows that the reader makes of these lines."""
     raw = b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines)
     return list(read_rows(io.BytesIO(raw + b"\n")))
 
@@ -54,7 +54,7 @@ def rows(*lines: str | bytes) -> list[Row | RowError]:
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("field", FIELDS)
 def test_giant_numbers_in_every_field(field: str, number: str) -> None:
-    """Each field and each number that cannot be: a failed row with a code; the next is read."""
+    """An impossible number in any field gives a failed row with a code; the next row is read."""
     good = '{"prompt": "p"}'
     first, second = rows(f'{{"prompt": "p", "{field}": {number}}}', good)
     assert isinstance(second, Row)
@@ -107,7 +107,7 @@ def test_giant_numbers_in_every_field(field: str, number: str) -> None:
     ],
 )
 def test_a_line_that_means_harm_is_a_failed_row(line: str | bytes, code: str) -> None:
-    """Nesting, halves of characters, fields that name code, files or addresses: a code each."""
+    """Nesting, halves of characters, fields that name code, files or addresses give a code."""
     first, second = rows(line, '{"prompt": "p"}')
     assert isinstance(first, RowError) and isinstance(second, Row)
     assert first.code == code
@@ -115,7 +115,7 @@ def test_a_line_that_means_harm_is_a_failed_row(line: str | bytes, code: str) ->
 
 
 def test_a_line_without_an_end_takes_no_memory() -> None:
-    """A line above the limit is one failed row; it is passed by in pieces, and the next is read."""
+    """A line above the limit is one failed row; it is skipped in pieces, and the next is read."""
 
     class Endless(io.RawIOBase):
         """Sixty-four MiB in one line, then a good one; says how much was asked for at once."""
@@ -149,7 +149,7 @@ def test_a_line_without_an_end_takes_no_memory() -> None:
 def test_names_that_a_terminal_obeys_are_spelled_out(
     redis_connection: Redis, redis_url: str, tmp_path: Path, text: str
 ) -> None:
-    """In a custom_id, a model, a batch's name or a field: what is said of them cannot act."""
+    """Control characters in a custom_id, a model, a batch's name or a field are printed as text."""
     lines = [
         {"custom_id": f"id{text}", "prompt": "p", f"f{text}": 1},
         {"custom_id": f"ok{text}", "prompt": f"p{text}"},
@@ -177,7 +177,7 @@ def test_names_that_a_terminal_obeys_are_spelled_out(
 def test_a_models_name_is_a_word_in_a_key(
     redis_connection: Redis, redis_url: str, tmp_path: Path, model: str
 ) -> None:
-    """Whatever a model is called, its queue is letters, digits and dashes; no file is opened."""
+    """A queue's name has only letters, digits and dashes, for any model; no file is opened."""
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "p"}\n')
     assert batchkv("submit", source, f"--model={model}", url=redis_url).exit_code == 0
@@ -190,7 +190,7 @@ def test_a_models_name_is_a_word_in_a_key(
 def test_an_output_that_is_no_file_is_refused(
     redis_connection: Redis, redis_url: str, tmp_path: Path, kind: str
 ) -> None:
-    """Results go into a regular file; a pipe is not waited for, and another's file not replaced."""
+    """Results go into a regular file. No pipe is waited for, and no other file is replaced."""
     import os
 
     source = tmp_path / "in.jsonl"

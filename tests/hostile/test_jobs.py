@@ -1,4 +1,4 @@
-"""What a job may carry: each payload is a failed row with a reason, and nothing of it is called.
+"""Hostile payloads of jobs: each gives a failed row with a reason, and nothing of it is called.
 
 All payloads go through a real server, RQ's side of a real worker and back, in one batch.
 """
@@ -55,23 +55,23 @@ class Evil:
 
 
 def call(*parts: Any) -> bytes:
-    """A job's data that says this call."""
+    """A job's data with this call."""
     return zlib.compress(json.dumps(list(parts)).encode())
 
 
 def payload(**changes: Any) -> bytes:
-    """Our own call, with other fields."""
+    """The call of a batchkv job, with other fields."""
     fields = {"custom_id": "c", "endpoint": "completion", "prompt": "p", "params": {}}
     return call(wire.FUNCTION_NAME, None, [{**fields, **changes}], {})
 
 
 def raw_payload(text: str) -> bytes:
-    """Our own call, its one argument as text."""
+    """The call of a batchkv job, its one argument as text."""
     return zlib.compress(f'["batchkv.generate",null,[{text}],{{}}]'.encode())
 
 
 def bomb(num_bytes: int, start: bytes = b"", fill: bytes = b" ") -> bytes:
-    """What inflates to that many bytes."""
+    """Compressed data that inflates to that many bytes."""
     deflater = zlib.compressobj(9)
     parts = [deflater.compress(start)]
     parts += [deflater.compress(fill * MIB) for _ in range(num_bytes // MIB)]
@@ -155,7 +155,7 @@ def endings(
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_payload_is_a_failed_row(name: str, endings: dict[str, Result]) -> None:
-    """It ends with a code and a sentence that says what was wrong, once, and nothing is called."""
+    """It ends once, with a code and a sentence that names the fault, and nothing is called."""
     row = endings[name]
     assert row.outcome == "failed" and row.error is not None
     assert row.error[0] == "invalid_request"
@@ -171,7 +171,7 @@ def test_the_good_row_beside_them_is_answered(endings: dict[str, Result]) -> Non
 def test_data_beyond_the_limit_never_leaves_the_server(
     redis_connection: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The size is compared before the data is sent, so that nobody holds it."""
+    """The size is compared before the data is sent, so that no worker has it in memory."""
     monkeypatch.setattr(transitions, "MAX_JOB_BYTES", 1000)
     noise = random.Random(1).randbytes(5000)
     batch = submit(redis_connection, ["x"], data=lambda _: noise)
@@ -192,7 +192,7 @@ def test_what_is_too_large_compressed_is_not_inflated(monkeypatch: pytest.Monkey
 
 
 def hash_fields(mark: Path) -> dict[str, Any]:
-    """All by which RQ would run something, or fetch an address, for a job."""
+    """All fields of a job for which RQ would call a function, or fetch an address."""
     evil = pickle.dumps(Evil(mark))
     hook = {"url": "http://127.0.0.1:9/", "status": "finished"}
     return {
@@ -282,7 +282,7 @@ def test_an_id_that_is_none_is_dropped(redis_connection: Redis, job_id: bytes) -
 
 
 def test_a_job_that_is_no_hash_does_not_stop_the_queue(redis_connection: Redis) -> None:
-    """A key of another type under a job's name is passed by, and the row behind it is answered."""
+    """A key of another type under a job's name is skipped, and the next row is answered."""
     redis_connection.set("rq:job:planted", "text")
     redis_connection.rpush(redis_keys.queue(QUEUE), "planted")
     batch = submit(redis_connection, ["fine"])
@@ -292,7 +292,7 @@ def test_a_job_that_is_no_hash_does_not_stop_the_queue(redis_connection: Redis) 
 
 @pytest.mark.parametrize("lease", [b"nothing", b"\xff:\xff", b":", b"../x:e", b"a\nb:c"])
 def test_a_lease_that_is_none_is_removed(redis_connection: Redis, lease: bytes) -> None:
-    """What stands among the leases and is none does not stop the taking back of those that are."""
+    """A wrong entry among the leases is removed, and the lapsed leases are still taken back."""
     wip = redis_keys.registry("wip", QUEUE)
     batch = submit(redis_connection, ["fine"])
     moves = Transitions(redis_connection)
@@ -306,7 +306,7 @@ def test_a_lease_that_is_none_is_removed(redis_connection: Redis, lease: bytes) 
 
 @pytest.mark.parametrize("mark", ["", "x", "01", "1 ", "\xff", "9" * 400, "1" * 100_000])
 def test_a_mark_of_having_begun_that_is_none(redis_connection: Redis, mark: str) -> None:
-    """It counts no death, stops no taking back, and is gone with the lease."""
+    """It counts no death, the lease is still taken back, and the mark is gone with it."""
     key = f"rq:job:{submit(redis_connection, ['fine'])}-1"
     redis_connection.hset(key, "bkv_begun", mark)
     moves = Transitions(redis_connection)
@@ -322,7 +322,7 @@ def test_a_mark_of_having_begun_that_is_none(redis_connection: Redis, mark: str)
 
 @pytest.mark.parametrize("deaths", ["x", "1e400", "nan", "9" * 400, "-1", ""])
 def test_a_count_of_deaths_that_is_none(redis_connection: Redis, deaths: str) -> None:
-    """It makes no suspect, and does not stop the taking back of this row and of others."""
+    """It makes no suspect, and the leases of this row and of others are still taken back."""
     batch = submit(redis_connection, ["planted", "fine"])
     redis_connection.hset(f"rq:job:{batch}-1", "bkv_deaths", deaths)
     moves = Transitions(redis_connection)
@@ -345,7 +345,7 @@ def test_a_count_of_deaths_that_is_none(redis_connection: Redis, deaths: str) ->
     ],
 )
 def test_giant_numbers_in_a_hash(redis_connection: Redis, field: str, value: str) -> None:
-    """A timeout or a count that is no number, or is none that there can be, ends no worker."""
+    """A timeout or a count that is no number, or an impossible one, ends no worker."""
     batch = submit(redis_connection, ["planted", "fine"])
     redis_connection.hset(f"rq:job:{batch}-1", field, value)
     burst(redis_connection)
@@ -369,16 +369,16 @@ COMMANDS = [
 def test_a_command_that_is_none_leaves_the_worker_alone(
     redis_connection: Redis, command: bytes
 ) -> None:
-    """Whatever is published on a worker's channel: it is heard, and the thread lives on."""
+    """A wrong message on a worker's channel raises nothing, so that the thread goes on."""
     worker = BatchWorker([QUEUE], connection=redis_connection, settings=WorkerSettings(MODEL))
     worker.handle_payload({"data": command})
 
 
 def test_what_others_unpickle_is_no_pickle(redis_connection: Redis, sentinel: Trap) -> None:
-    """A tool that unpickles whatever it finds in our keys, a prompt with pickle's bytes included.
+    """Unpickling any value of batchkv's keys fails, even for a prompt with pickle's bytes.
 
-    A msgpack map of ten keys begins with 0x8a, which pickle reads as a number and lands in the
-    text behind it; JSON begins with what is no opcode, and zlib likewise.
+    A msgpack map of ten keys begins with 0x8a, which pickle reads as a number, and then reads the
+    text after it. The first byte of JSON and of zlib is no opcode.
     """
     text = pickle.dumps(Evil(sentinel.mark), 0).decode("latin-1")
     rows = [{"custom_id": text, "prompt": "\x8a" + text}, {"custom_id": "2", "prompt": text}]
@@ -418,7 +418,7 @@ def _all_values(connection: Redis) -> list[bytes]:
 
 
 def test_rqs_own_eyes_see_a_call_of_a_word(redis_connection: Redis) -> None:
-    """What RQ's tools read of a job names a function that no module has, and no prompt."""
+    """RQ's tools read the name of a function from a job that no module has, and no prompt."""
     batch = submit(redis_connection, ["a secret prompt"])
     job = Job.fetch(f"{batch}-1", connection=redis_connection, serializer=JSONSerializer)
     assert job.func_name == "batchkv.generate"
@@ -428,7 +428,7 @@ def test_rqs_own_eyes_see_a_call_of_a_word(redis_connection: Redis) -> None:
 
 
 def test_commands_survive_what_a_producer_planted(redis_connection: Redis, redis_url: str) -> None:
-    """status, list and workers on a server with broken records: they say what they can, or why."""
+    """status, list and workers end with exit code 0 on a server with broken records."""
     batch = submit(redis_connection, ["a"])
     redis_connection.sadd("rq:workers", b"rq:worker:\xff", "rq:worker:w")
     redis_connection.hset("rq:worker:w", mapping={"birth": "x", "queues": QUEUE, "pid": "9" * 5000})
@@ -446,7 +446,7 @@ def test_commands_survive_what_a_producer_planted(redis_connection: Redis, redis
 def test_a_batch_with_a_broken_number_is_told(
     redis_connection: Redis, redis_url: str, field: str, value: str
 ) -> None:
-    """A counter that is no number, or is none that there can be, is one line and exit code 1."""
+    """A counter that is no number, or an impossible one, gives one line and exit code 1."""
     batch = submit(redis_connection, ["a"])
     redis_connection.hset(redis_keys.batch(batch), field, value)
     found = batchkv("status", batch, url=redis_url)
@@ -455,7 +455,7 @@ def test_a_batch_with_a_broken_number_is_told(
 
 
 def test_a_broken_counter_of_what_runs_is_not_read(redis_connection: Redis, redis_url: str) -> None:
-    """What runs is counted from what is held; that field is there for older versions."""
+    """Running rows are counted from the held ones; the field exists for older versions."""
     batch = submit(redis_connection, ["a"])
     redis_connection.hset(redis_keys.batch(batch), "running", "nan")
     found = batchkv("status", batch, "--json", url=redis_url)
@@ -466,7 +466,7 @@ def test_a_broken_counter_of_what_runs_is_not_read(redis_connection: Redis, redi
 def test_a_finish_order_that_is_none_is_told(
     redis_connection: Redis, redis_url: str, line: bytes
 ) -> None:
-    """What is no line number in the finish order is one sentence."""
+    """A wrong entry in the finish order gives one sentence."""
     batch = submit(redis_connection, ["a"])
     redis_connection.rpush(redis_keys.done(batch), line)
     found = batchkv("results", batch, url=redis_url)
@@ -474,7 +474,7 @@ def test_a_finish_order_that_is_none_is_told(
 
 
 def test_a_line_number_out_there_takes_no_memory(redis_connection: Redis, redis_url: str) -> None:
-    """Line 999,999,999,999 of a batch of one row is read, and not by a bit for each before it."""
+    """Line 999,999,999,999 of a batch of one row is read without a bit for each line before it."""
     batch = submit(redis_connection, ["a"])
     burst(redis_connection)
     stored = redis_connection.hget(redis_keys.results(batch), "1")

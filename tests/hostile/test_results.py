@@ -1,4 +1,4 @@
-"""What stands where results should: each is one sentence, and none is more than data."""
+"""Wrong data in place of results: each gives one sentence, and none of it is executed."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_giant_numbers_in_a_result_are_printed_or_refused(
 
 
 def test_a_custom_id_is_no_path(redis_connection: Redis, redis_url: str, tmp_path: Path) -> None:
-    """Ids, names and models with paths in them are written into OUT, and nowhere else."""
+    """Ids, names and models that contain paths are written into OUT, and into no other file."""
     folder = tmp_path / "work"
     folder.mkdir()
     batch = submit(redis_connection, ["a", "b"])
@@ -116,7 +116,7 @@ def test_a_custom_id_is_no_path(redis_connection: Redis, redis_url: str, tmp_pat
     ],
 )
 def test_an_id_that_is_none_is_told(redis_connection: Redis, redis_url: str, name: str) -> None:
-    """Batch ids and job ids are held to their form before anything is asked with them."""
+    """The form of batch ids and job ids is checked before the server gets them."""
     before = redis_connection.info("commandstats")
     for command in ("status", "result", "results", "cancel", "retry", "wait"):
         found = batchkv(command, "--", name, url=redis_url)
@@ -128,6 +128,6 @@ def test_an_id_that_is_none_is_told(redis_connection: Redis, redis_url: str, nam
 
 @pytest.mark.parametrize("value", [b"", b"\x00" * 100, b"\x78\x9c", b"x" * 200])
 def test_a_result_of_noise_is_a_wire_error(value: bytes) -> None:
-    """Whatever the bytes are, the decoder ends with its own error."""
+    """For any bytes, the decoder raises its own error."""
     with pytest.raises(WireError):
         decode_result(value)

@@ -1,4 +1,4 @@
-"""Prompts and passwords: where they may stand, and that they stand nowhere else."""
+"""Prompts and passwords are stored in their own places, and occur nowhere else."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def locked(tmp_path: Path) -> Iterator[tuple[str, Redis]]:
 
 
 def command_lines() -> bytes:
-    """The command lines of all processes, as every user of the machine sees them."""
+    """The command lines of all processes, which every user of the machine can read."""
     return subprocess.run(["ps", "-eww", "-o", "args="], capture_output=True, check=True).stdout
 
 
@@ -65,7 +65,7 @@ def plain_forms(value: bytes) -> Iterator[bytes]:
 
 
 def without_payload(redis: Redis) -> bytes:
-    """Everything in the server but prompts' and answers' own places, names and all."""
+    """All keys and values of the server, without the places for prompts and answers."""
     found: list[bytes] = []
     for key in redis.scan_iter():
         found.append(key)
@@ -132,7 +132,7 @@ def test_markers_stand_in_payloads_alone(locked: tuple[str, Redis], tmp_path: Pa
                 env=environ, stdout=output, stderr=output,
             )  # fmt: skip
         try:
-            # The crashing row takes its worker with it, again and again, until it is given up.
+            # The row crashes its worker several times, until it is failed.
             wait_until(lambda p=process: p.poll() is not None or num_ended(redis, batch) == 7, 60)
             assert not [m for m in MARKERS if m in command_lines()]
             if process.poll() is None:
@@ -182,7 +182,7 @@ def _around(text: bytes) -> bytes:
     ],
 )
 def test_no_error_repeats_a_password(url: str) -> None:
-    """Neither the sentence nor what Python keeps behind it on the way to the screen."""
+    """Neither the command's output nor the text of the error has it."""
     found = batchkv("status", url=url)
     assert found.exit_code in (2, 3)
     assert PASSWORD not in found.output
@@ -192,7 +192,7 @@ def test_no_error_repeats_a_password(url: str) -> None:
 
 
 def test_a_wrong_password_is_not_repeated(locked: tuple[str, Redis], tmp_path: Path) -> None:
-    """The server's refusal, told by command and worker: what was tried is not in it."""
+    """Command and worker report the server's refusal without the password that was tried."""
     url = locked[0].replace(PASSWORD, "WRONG-" + SECRET)
     found = batchkv("status", url=url)
     assert found.exit_code == 3 and "password" in found.stderr and SECRET not in found.output
@@ -205,7 +205,7 @@ def test_a_wrong_password_is_not_repeated(locked: tuple[str, Redis], tmp_path: P
 def test_a_jobs_description_and_results_tell_rq_nothing(
     redis_connection: Redis, redis_url: str, tmp_path: Path
 ) -> None:
-    """What dashboards show of a job: the batch's id. RQ's result stream is not used at all."""
+    """Dashboards show only the batch's id of a job. RQ's result stream is not used."""
     source = tmp_path / "in.jsonl"
     source.write_text(json.dumps({"prompt": PROMPT}) + "\n")
     batch = batchkv("submit", source, "-m", "fake", url=redis_url).stdout.strip()
@@ -220,7 +220,7 @@ def test_a_jobs_description_and_results_tell_rq_nothing(
 
 
 def test_the_embedded_server_has_nothing_on_its_command_line(tmp_path: Path) -> None:
-    """Its settings are there for all to see, and hold no secret."""
+    """Every user can read its command line, which has no secret."""
     environ = {"BATCHKV_HOME": str(tmp_path / "h")}
     assert batchkv("server", "start", **environ).exit_code == 0
     try:

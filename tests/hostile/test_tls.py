@@ -1,8 +1,8 @@
-"""``rediss://`` for queue and cache, with an authority of our own, against a real server.
+"""``rediss://`` for queue and cache, with the tests' own authority, against a real server.
 
-The packaged server has no TLS of its own, as ``--tls-port`` shows: a small proxy of this process
-ends it in front, as stunnel or a load balancer would. Certificates are made with ``openssl``'s
-library, which the lock file has for the tests of S3.
+The packaged server has no TLS, as ``--tls-port`` shows. So a small proxy in this process ends TLS,
+as stunnel or a load balancer would. Certificates are made with ``openssl``'s library, which the
+lock file has for the tests of S3.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def proxies(server: RedisServer) -> Iterator[object]:
 
 
 def test_the_packaged_server_has_no_tls() -> None:
-    """Should it have some day, the proxy here can go, and the hub's configuration can use it."""
+    """If it gets TLS, the proxy here is not needed, and the hub's configuration can use TLS."""
     ran = subprocess.run(
         [str(get_binary_path()), "--port", "0", "--tls-port", "1"], capture_output=True, timeout=20
     )
@@ -207,7 +207,7 @@ def _python() -> tuple[str, str]:
 def test_what_is_wrong_with_a_certificate_is_told(
     proxies: object, authority: Authority, folder: Path, redis_server: RedisServer, case: str
 ) -> None:
-    """An authority that is not ours, another machine's name, a date gone by: a sentence each."""
+    """An unknown authority, another machine's name and a past date give a sentence each."""
     trusted = authority
     certificate = authority.sign("127.0.0.1")
     match case:
@@ -242,7 +242,7 @@ def test_what_is_wrong_with_a_certificate_is_told(
 def test_without_a_setting_the_systems_authorities_count(
     proxies: object, authority: Authority
 ) -> None:
-    """A certificate of ours is refused by whoever was not told of our authority."""
+    """A certificate of the tests' authority is refused where no setting names that authority."""
     port = proxies(authority.sign("127.0.0.1")).port  # type: ignore[operator]
     with pytest.raises(ServerError, match="BATCHKV_REDIS_CA_FILE"):
         connection.connect(f"rediss://127.0.0.1:{port}/0")
@@ -267,7 +267,7 @@ def test_a_cache_goes_over_tls(proxies: object, authority: Authority) -> None:
 
 @pytest.mark.parametrize("content", [None, "no certificate"])
 def test_an_authority_that_is_none_is_told(tmp_path: Path, content: str | None) -> None:
-    """A file that is not there, or holds no certificate: named, before anything is sent."""
+    """A missing file, or one without a certificate, is named before anything is sent."""
     path = tmp_path / "ca.pem"
     if content is not None:
         path.write_text(content)
@@ -276,7 +276,7 @@ def test_an_authority_that_is_none_is_told(tmp_path: Path, content: str | None) 
 
 
 def test_an_authority_without_tls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever names an authority means TLS: a URL without is wrong use, and not sent in clear."""
+    """An authority needs TLS: a URL without TLS is wrong use, and nothing is sent in clear."""
     monkeypatch.setenv("BATCHKV_REDIS_CA_FILE", "/etc/ssl/ca.pem")
     with pytest.raises(UsageError, match="does not use TLS: use a rediss"):
         connection.resolve_url("redis://:hidden@h:1/0")

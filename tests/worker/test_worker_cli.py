@@ -166,7 +166,7 @@ def test_a_second_worker_of_the_same_name_is_refused(
     flags = ["--name", "mine", "--burst"]
     with workers(WorkerProcess(redis_url, tmp_path / "log", *flags, command=OWN)) as (worker,):
         assert worker.wait() == 2
-    assert last_line(worker).startswith("batchkv: --name mine: a worker of that name lives")
+    assert last_line(worker).startswith("batchkv: --name mine: a worker of that name is running")
 
 
 def test_every_setting_has_its_flag() -> None:

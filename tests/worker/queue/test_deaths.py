@@ -145,13 +145,13 @@ def test_a_worker_may_have_the_name_of_one_that_died_on_its_machine(
     redis_connection: Redis, start: Start
 ) -> None:
     """Whoever starts a killed worker again with its --name need not wait until the server has
-    forgotten it; while one of that name lives, another is refused."""
+    forgotten it; while one of that name is running, another is refused."""
     batch = submit(redis_connection, ["slow:1000000"] * 4)
     with workers(start("mac")) as (first,):
         wait_until(lambda: held_by(redis_connection, batch))
         with workers(start("mac")) as (second,):
             assert second.wait() == 2
-        assert "--name mac: a worker of that name lives" in second.said
+        assert "--name mac: a worker of that name is running" in second.said
         assert held_by(redis_connection, batch) == {"mac": Counter(others=4)}
         first.process.kill()
         first.process.wait()

@@ -3,8 +3,9 @@
 ==================  ===============================================================================
 ``rq_worker``       the worker as RQ sees it; ``startup`` checks, ``stop`` and ``watchdog`` end it
 ``session``         the main loop, with ``timers``
-``job_puller``      pulls and leases jobs, gives some back; ``dispatch`` says how many,
-                    ``passed_over`` which ones other workers must compute
+``job_puller``      pulls and leases jobs, gives some back
+``dispatch``        how many jobs to pull or to give back
+``passed_over``     the jobs that other workers must compute
 ``state``           the worker's rows, with ``in_flight``
 ``redis_side``      every call of Redis; ``background`` runs it on a thread of its own
 ``maintenance``     takes back lapsed leases and cleans up, with ``server_clock``

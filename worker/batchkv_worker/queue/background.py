@@ -18,7 +18,7 @@ class ServeEngineUntil(Protocol):
     """Run a call in the background, and serve the engine until it has answered."""
 
     def __call__(self, call: Callable[[], T], /) -> T:
-        """What ``call`` returns, or raises."""
+        """Return the result of ``call``, or raise its error."""
 
 
 class Background:
@@ -30,7 +30,7 @@ class Background:
         self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "batchkv-redis")
 
     def run(self, call: Callable[[], T], meanwhile: Callable[[], None]) -> T:
-        """What ``call`` returns, or raises. ``meanwhile`` is called until then; it waits itself."""
+        """The result of ``call``, or its error. Until then ``meanwhile`` is called; it waits."""
         if self._pool is None:
             return call()
         answer = self._pool.submit(call)

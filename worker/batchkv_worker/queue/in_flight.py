@@ -3,8 +3,8 @@
 A row is held, with a lease, from the moment it is pulled. It is in the *backlog* first, as bytes
 that are not decoded. It *starts* when the engine has room: it is decoded, and its timeout begins. A
 worker that stops gives its backlog back at once. Redis must know which rows have started, since
-only those can have crashed the worker. Rows that start later than the pull said are *unreported*
-until the next `finish` reports them.
+only those can have crashed the worker. Rows that start after their pull are *unreported* until the
+next `finish` reports them.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class InFlight:
         ]
 
     def admit(self, pulled: Pulled) -> Work | JobResult:
-        """Decode a pulled job: work for the engine, or a failed row if the data is not ours."""
+        """Decode a pulled job: work for the engine, or a failed row for any other data."""
         now = time.monotonic()
         try:
             request = _decoded(pulled)
@@ -180,7 +180,7 @@ class InFlight:
         return self._leave(job_id) is not None or was_waiting
 
     def end(self, event: Completed | Rejected) -> JobResult | None:
-        """The result of a row whose end the engine reports; None if it is no longer ours."""
+        """The result of a row whose end the engine reports; None if it is not held any more."""
         row = self._leave(event.job_id)
         if row is None:
             return None

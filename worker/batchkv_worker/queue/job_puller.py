@@ -1,6 +1,6 @@
 """Between the queue and the engine: pulls runs of jobs, hands rows over, gives some jobs back.
 
-``dispatch`` says how many. Jobs that the engine has no room for yet wait in the backlog; their
+``dispatch`` decides how many. Jobs that the engine has no room for yet wait in the backlog; their
 leases are renewed like all others.
 
 Rows that had begun on a worker when it died are *suspects*: one of them may have killed it. The
@@ -32,7 +32,7 @@ from batchkv_worker.queue.state import WorkerState
 
 log = logging.getLogger("batchkv.worker")
 
-IDLE_WAIT_SECONDS = 1  # how long the server holds our question while the queue is empty
+IDLE_WAIT_SECONDS = 1  # how long a blocking call waits on the server while the queue is empty
 EMPTY_QUEUE_SECONDS = 0.1  # how soon to ask again while rows are decoding
 APART_WAIT_SECONDS = 60.0  # how long suspects wait for a worker that holds nothing
 PASSED_SECONDS = 1.0  # how soon to ask again when nothing but suspects waits
@@ -41,7 +41,7 @@ BEATEN_SECONDS = 0.05  # how soon to ask again when another worker was faster
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When to end without being asked. ``max_jobs`` counts jobs taken."""
+    """When to end without a signal. ``max_jobs`` counts jobs taken."""
 
     burst: bool = False
     max_jobs: int | None = None
@@ -215,7 +215,7 @@ class JobPuller:
         )
 
     def _release(self, count: int) -> None:
-        """Give back the last jobs of the backlog. They are ours until the server has them."""
+        """Give back the last jobs of the backlog. They are held until the server has them."""
         if count > 0:
             self._give_back(self._in_flight.backlog[-count:])
 

@@ -1,9 +1,8 @@
 """Maintenance of a queue: take back lapsed jobs, give rows their error, drop old entries.
 
-One worker does it in each interval, under a short lock of our own. RQ's lock lives for 15 minutes,
-and a worker that dies while it has it would stop all maintenance for as long. A round is made of
-short steps. Between them the worker renews its leases and stores results, however much there is to
-do.
+One worker does it in each interval, under a short lock of batchkv's own. RQ's lock lasts for 15
+minutes. A worker that dies with that lock would stop all maintenance for as long. A round is made
+of short steps. Between them the worker renews its leases and stores results.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Maintenance:
         self._ended_at = 0.0  # the last round, in monotonic seconds
 
     def run(self, interval_seconds: float) -> bool:
-        """Do a whole round, unless another worker did in this interval; whether we did."""
+        """Do a whole round, unless another worker did in this interval. Returns whether it did."""
         has_begun = self.begin(interval_seconds)
         while has_begun and not self.go_on(interval_seconds):
             pass

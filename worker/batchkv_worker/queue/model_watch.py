@@ -18,7 +18,7 @@ CHECK_SECONDS = 2.0  # between two checks
 
 
 class ModelWatch:
-    """When to compare the model's files, and what came of it."""
+    """When to compare the model's files, and the outcome."""
 
     def __init__(self) -> None:
         self._timer = Timer(CHECK_SECONDS)

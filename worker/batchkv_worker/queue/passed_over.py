@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from batchkv_producer.wire.transitions import Run
 
-UNFIT_SECONDS = 1.0  # how soon to ask again when all that waits is for other workers
+UNFIT_SECONDS = 1.0  # how soon to ask again when all waiting jobs are for other workers
 MAX_UNFIT_SECONDS = 30.0  # the same, doubled each time, where entries were moved
 
 
@@ -19,7 +19,7 @@ class PassedOver:
 
     def __init__(self) -> None:
         self._unfit: tuple[int, ...] = (0, 0, 0)  # entries of the queue's lists, by priority
-        self._seen: tuple[int, ...] = (0, 0, 0)  # of these, by a look that is not over yet
+        self._seen: tuple[int, ...] = (0, 0, 0)  # the same, counted by a look that is not over yet
         self._seconds = UNFIT_SECONDS
 
     def ours(self, lengths: Sequence[int]) -> tuple[int, ...]:
@@ -28,7 +28,7 @@ class PassedOver:
         return tuple(max(0, length - unfit) for length, unfit in pairs)
 
     def note(self, run: Run) -> None:
-        """Count what a pull has seen. Many jobs are seen part by part."""
+        """Count the jobs that a pull has seen. Many jobs are seen part by part."""
         pairs = zip(self._seen, run.unfit, strict=True)
         seen = tuple(old * run.has_more + new for old, new in pairs)
         # Until the look is over the former count still holds. Otherwise a backlog would be given
@@ -40,7 +40,7 @@ class PassedOver:
             self._seconds = UNFIT_SECONDS
 
     def may_find_more(self, run: Run) -> bool:
-        """Whether jobs of ours may be behind those of others that have been seen."""
+        """Whether jobs for this worker may follow those for others that have been seen."""
         return run.has_more and self._seen != run.lengths
 
     def are_all_others(self, run: Run) -> bool:
@@ -61,7 +61,7 @@ class PassedOver:
         return usual_seconds if run.num_passed else seconds
 
     def is_news(self, before: Sequence[int], lengths: Sequence[int]) -> bool:
-        """Whether the queue has grown during a long pause: the new jobs may be ours."""
+        """Whether the queue has grown during a long pause: new jobs may be for this worker."""
         has_grown = any(new > old for old, new in zip(before, lengths, strict=True))
         if not has_grown or self._seconds == UNFIT_SECONDS:
             return False

@@ -18,10 +18,10 @@ log = logging.getLogger("batchkv.worker")
 
 
 class PowerWatch:
-    """Asks for the power source every few seconds, on a thread of its own.
+    """Reads the power source every few seconds, on a thread of its own.
 
-    ``is_on_battery`` is None until the first answer. A source that cannot be found out counts as
-    mains. ``wake`` is called on that thread when the answer changes.
+    ``is_on_battery`` is None until the first reading. An unknown source counts as mains. ``wake``
+    is called on that thread when the source changes.
     """
 
     POLL_SECONDS = 5.0
@@ -38,7 +38,7 @@ class PowerWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; a question that has no answer yet is not waited for."""
+        """End the thread, without waiting for a reading that has begun."""
         self._is_over.set()
 
     def _main(self) -> None:

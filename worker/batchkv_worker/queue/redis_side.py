@@ -1,4 +1,4 @@
-"""Everything that a session asks of Redis, bound to one queue and one worker's name."""
+"""All calls of Redis that a session makes, for one queue and one worker's name."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def is_outage(fault: RedisError) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """The answer to a poll: whether RQ is suspended, and which jobs are no longer ours.
+    """The answer to a poll: whether RQ is suspended, and which jobs the worker has lost.
 
-    ``lengths`` are those of our queue's lists by priority. ``num_workers`` counts the workers that
+    ``lengths`` are those of the queue's lists by priority. ``num_workers`` counts the workers that
     serve it.
     """
 
@@ -71,11 +71,11 @@ class RedisSide:
         self._set_state = set_state
         self._look_around = look_around
         self._has_looked = (
-            False  # as `Presence.reclaim_dead` needs a first call before we hold jobs
+            False  # as `Presence.reclaim_dead` needs a first call before jobs are held
         )
         self._state = ""
         self.maker: Maker = NOBODY  # the engine's, once it is there
-        self._is_unanswered = False  # Redis may have made the last pull without our knowing
+        self._is_unanswered = False  # the answer to the last pull was lost; Redis may have made it
         self._moves = Transitions(connection)
         self._maintenance = Maintenance(connection, queue, worker, settings.lease_seconds)
         self._is_maintaining = False  # a round of it has begun
@@ -131,12 +131,12 @@ class RedisSide:
             self._is_unanswered = False
 
     def claim_suspects(self) -> bool:
-        """Claim the suspects: we take no other job before them. False if another worker did."""
+        """Claim the suspects, to take no other job before them. False if another worker did."""
         key = redis_keys.apart_lock(self._queue)
         return bool(self._connection.set(key, self._worker, nx=True, ex=APART_SECONDS))
 
     def release_suspects(self) -> None:
-        """Give up the claim: the suspects were taken, by us or by others."""
+        """Give up the claim: the suspects were taken, by this worker or by another one."""
         self._connection.delete(redis_keys.apart_lock(self._queue))
 
     def is_next_suspect(self) -> bool:
@@ -162,7 +162,7 @@ class RedisSide:
         self._moves.settle(self._queue, "canceled", rows)
 
     def poll(self, held: Sequence[JobLease]) -> Poll:
-        """Check in one round trip, without writing, whether our leases are still ours."""
+        """Check in one round trip, without writing, whether the worker still has its leases."""
         pipeline = self._connection.pipeline(transaction=False)
         pipeline.exists(redis_keys.SUSPENDED)
         for key in redis_keys.waiting_lists(self._queue):
@@ -179,7 +179,7 @@ class RedisSide:
         return Poll(bool(suspended), lost, (high, normal, low), num_workers)
 
     def publish(self, fields: Mapping[Any, Any]) -> None:
-        """Write fields of our own record; see ``redis_keys``."""
+        """Write fields of the worker's own record; see ``redis_keys``."""
         self._connection.hset(redis_keys.worker(self._worker), mapping=fields)
 
     def beat(

@@ -251,7 +251,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
     def register_birth(self) -> None:
         """RQ's registration; SettingsError if another running worker has this name.
 
-        The name of one that died on this machine is free at once: nobody but us knows of that.
+        The name of one that died on this machine is free at once, because its death is certain.
         """
         try:
             try:
@@ -260,7 +260,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
                 reclaim_dead_of_home(self.connection)
                 super().register_birth()
         except ValueError as fault:
-            message = f"--name {self.name}: a worker of that name lives, or died a minute ago"
+            message = f"--name {self.name}: a worker of that name is running, or died a minute ago"
             raise SettingsError(message) from fault
         self.connection.hset(
             self.key, mapping=constant_fields()

@@ -16,7 +16,7 @@ class ServerClock:
 
     def __init__(self, grace_seconds: float) -> None:
         self._grace = grace_seconds
-        self._seen: tuple[float, float] | None = None  # the server's clock, and ours
+        self._seen: tuple[float, float] | None = None  # the server's time, and monotonic seconds
         self._trusted_at = 0.0  # monotonic seconds
 
     def trusts(self, server_now: float) -> bool:

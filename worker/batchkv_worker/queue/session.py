@@ -83,7 +83,7 @@ class Session:
         return self._puller.num_taken
 
     def request_cancel(self, job_id: str) -> None:
-        """Stop a job if it is ours. Called from RQ's thread of commands."""
+        """Stop a job if this worker holds it. Called from RQ's thread of commands."""
         self._wanted_cancels.put(job_id)
         self._engine.wake()
 
@@ -243,7 +243,7 @@ class Session:
     def _exchange(self) -> None:
         now = time.monotonic()
         if self._outage.seconds > self._settings.lease_seconds - self._settings.heartbeat_seconds:
-            # Leases lapsed in the outage. Their holders may notice its end a moment after us.
+            # Leases lapsed in the outage. Their holders may notice its end a moment later.
             self._maintenance_timer.at = max(self._maintenance_timer.at, now + OTHERS_SECONDS)
         self._finish()
         self._cancel_in_redis()
@@ -267,7 +267,7 @@ class Session:
             self._puller.refill()
 
     def _finish(self) -> None:
-        """Store results. The same call says which other jobs have begun since the last one."""
+        """Store results. The same call reports which other jobs have begun since the last one."""
         while self._state.results or self._in_flight.unreported:
             group = self._state.next_results(FINISH_GROUP, ENOUGH_BYTES)
             begun = self._in_flight.unreported[:FINISH_GROUP]
@@ -313,7 +313,7 @@ class Session:
         self._serve_engine_until(partial(self._side.publish, fields))
 
     def _drop(self, job_ids: list[str]) -> None:
-        """Drop jobs that are no longer ours: canceled, deleted, or taken over."""
+        """Drop jobs that this worker has lost: canceled, deleted, or taken over."""
         for job_id in job_ids:
             if self._in_flight.drop(job_id):
                 self._engine.cancel(job_id)

@@ -41,12 +41,12 @@ class WorkerState:
 
     @property
     def holds_jobs(self) -> bool:
-        """Whether Redis counts any job as ours: results may not be stored yet."""
+        """Whether Redis counts any job as this worker's: results may not be stored yet."""
         return bool(self.in_flight or self.results)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is held, and Redis knows of everything that has ended."""
+        """Whether no row is held, and Redis has the results of all rows that have ended."""
         return not (self.in_flight or self.results or self.canceled)
 
     def start(self, count: int) -> list[Work]:
@@ -60,7 +60,7 @@ class WorkerState:
         return work
 
     def end(self, event: Completed | Rejected) -> None:
-        """The engine reports the end of a row. One that is no longer ours is ignored."""
+        """The engine reports the end of a row. A row that is not held any more is ignored."""
         result = self.in_flight.end(event)
         if result is not None:
             self.results.append(result)
@@ -78,7 +78,7 @@ class WorkerState:
         return [job_id for job_id, _ in rows]
 
     def next_results(self, most: int, enough_bytes: int) -> list[JobResult]:
-        """The first results that are not stored yet: no more than these, or one."""
+        """The first results that are not stored yet, up to these limits, but at least one."""
         group: list[JobResult] = []
         num_bytes = 0
         for result in self.results[:most]:

@@ -1,9 +1,8 @@
 """Requests to stop: signals, RQ's shutdown command, the end of the parent.
 
 Handlers only set flags and wake the main loop, which decides. The first signal is a warm stop: rows
-that decode are finished, within the drain limit. The second is a cold stop: everything is given
-back now. A signal within a second of the first is ignored, since a terminal and a parent both send
-one.
+that decode are finished, within the drain limit. The second is a cold stop: all jobs are given back
+now. A signal within a second of the first is ignored, since a terminal and a parent both send one.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class RedisOutage:
 
     @property
     def seconds(self) -> float:
-        """How long it has lasted; 0 when it is over."""
+        """How long the outage has lasted; 0 when it is over."""
         return 0.0 if self._since is None else time.monotonic() - self._since
 
     def attempt(self, action: Callable[[], None]) -> None:

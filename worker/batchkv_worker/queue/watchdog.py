@@ -53,7 +53,7 @@ class Watchdog:
             self._arm_at = now + 0.25 * self._step_limit
 
     def disarm(self) -> None:
-        """No look will follow."""
+        """Stop: no look will follow."""
         faulthandler.cancel_dump_traceback_later()
 
     def dump(self, report: str, job_ids: Sequence[str]) -> None:

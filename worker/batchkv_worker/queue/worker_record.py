@@ -154,7 +154,7 @@ class WorkerRecord:
             self._published = self.state
 
     def stop(self) -> None:
-        """A stop was asked for: log once what happens to the rows."""
+        """The worker is stopping: log once what happens to the rows."""
         if self._stopping:
             return
         num_rows, seconds = self._in_flight.num_started, self._settings.drain_seconds
