@@ -73,7 +73,7 @@ LOADS = ("short rows in wide slots", "one long among short", "staggered", "many 
 
 
 def load(name: str, rng: random.Random) -> list[tuple[int, int]]:
-    """(prompt tokens, answer tokens) of rows that are hard on the layout."""
+    """(prompt tokens, answer tokens) of rows for which the layout changes often."""
     if name == "short rows in wide slots":
         return [(rng.randrange(2, 12), rng.randrange(1, 5)) for _ in range(20)]
     if name == "one long among short":
@@ -111,7 +111,7 @@ def test_allocated_bytes_keep_to_the_budget(family: str, scheme: str, admission:
 
 
 def test_rows_behind_a_prefix_are_in_where_copies_need_ten_times_the_bytes() -> None:
-    """64 rows of 4,100 tokens behind one prefix decode at once, in a tenth of the bytes."""
+    """64 rows of 4,100 tokens with one shared prefix decode at once, in a tenth of the bytes."""
     costs = Crowd("llama", slots=64, scheme="affine8").engine.plan.costs
     prefix = random_prompt(1, 16 * BLOCK_TOKENS)
     copied = 64 * (len(prefix) + BLOCK_TOKENS) * costs.per_token

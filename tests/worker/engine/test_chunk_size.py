@@ -37,7 +37,7 @@ class SlowCompiler:
 def chosen_on(
     monkeypatch: pytest.MonkeyPatch, device: SlowCompiler, *, is_cuda: bool = True
 ) -> int:
-    """What `auto` comes down to there."""
+    """The size that `auto` chooses there."""
     monkeypatch.setattr(chunk_probe, "time", device)
     monkeypatch.setattr(chunk_probe, "_compute", device.compute)
     plan = SimpleNamespace(backend=CudaBackend() if is_cuda else GpuBackend())
@@ -61,7 +61,7 @@ def chosen_on(
 def test_the_smallest_that_is_nearly_the_fastest(
     speeds: dict[int, float], is_whole: bool, chosen: int
 ) -> None:
-    """A few percent are not worth a longer wait of the rows that decode; what rises may go on."""
+    """A few percent are not worth a longer wait of the rows that decode; larger gains are."""
     assert chunk_probe.smallest_fast(chunk_probe.Measured(speeds, is_whole), 2048) == chosen
 
 
@@ -101,7 +101,7 @@ def test_compiling_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_slow_device_gets_what_is_usual_there(
     monkeypatch: pytest.MonkeyPatch, is_cuda: bool, usual: int
 ) -> None:
-    """One size takes all the time that there is, computed or compiled: nothing is concluded."""
+    """One size takes all the time, computed or compiled: the usual size is chosen."""
     slow = SlowCompiler(dict.fromkeys(chunk_probe.SIZES, 3.0), compiling=3.0)
     assert chosen_on(monkeypatch, slow, is_cuda=is_cuda) == usual
     assert set(slow.computed) == {256}
@@ -111,7 +111,7 @@ def test_a_slow_device_gets_what_is_usual_there(
 
 
 def test_a_waking_device_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least of several turns counts: what the first size met at first says nothing of it."""
+    """The least of several turns counts, so a slow first turn of a size does not matter."""
     device = SlowCompiler({256: 0.1, 512: 0.2, 1024: 0.4, 2048: 0.8}, compiling=0.1)
     compute, is_awake = device.compute, []
 
@@ -128,7 +128,7 @@ def test_a_waking_device_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> N
 def test_sizes_are_measured_within_the_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without any time one size is tried; what is chosen serves, and is in the log."""
+    """Without any time one size is tried; the chosen size is used, and is in the log."""
     model = tiny_models.build("llama")
     monkeypatch.setattr(chunk_probe.mx, "default_device", lambda: "a GPU")
     monkeypatch.setattr(chunk_probe, "SECONDS", 0.5)

@@ -141,7 +141,7 @@ def test_a_shortage_that_is_reported_late_is_the_same_shortage() -> None:
 
 
 def test_two_failures_within_a_minute_end_the_engine() -> None:
-    """The second is raised as MLX raised it; the worker knows by its words what to do."""
+    """The second is raised as MLX raised it, so that the worker recognizes it by its text."""
     running = with_clock(engine("llama"), recovery.FAULT_SECONDS - 1)
     submit(running)
     with pytest.MonkeyPatch.context() as patch:
@@ -153,7 +153,7 @@ def test_two_failures_within_a_minute_end_the_engine() -> None:
 
 
 def test_a_device_that_stays_broken_ends_the_engine() -> None:
-    """Where each call raises, as CUDA does after a launch timed out, nothing waits for ever."""
+    """If each call raises, as on CUDA after a launch timed out, nothing waits for ever."""
     running = engine("llama")
     submit(running)
     with pytest.MonkeyPatch.context() as patch:

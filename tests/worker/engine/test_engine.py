@@ -42,7 +42,7 @@ def engine(model: Any, scheme: str = "float", **changes: Any) -> Engine:
 
 
 def drain(running: Engine) -> dict[str, Completed]:
-    """Run to the end, checking the books after each step."""
+    """Run to the end, and check the layouts after each step."""
     ended: dict[str, Completed] = {}
     while not running.is_idle:
         for event in running.step():
@@ -185,7 +185,7 @@ def test_planted_fault_is_seen() -> None:
 
 
 def test_cancel_frees_the_slot_and_spares_the_neighbours() -> None:
-    """A cancelled row gives no event; the rows beside it give their tokens."""
+    """A cancelled row gives no event; the other rows give their tokens."""
     model = tiny_models.build("llama")
     rows = prompts(8, seed=9)
     running = engine(model, slots=4)
@@ -389,7 +389,7 @@ def test_memory_is_flat_over_many_rows() -> None:
 
 @pytest.mark.parametrize("scheme", ["float", "affine8"])
 def test_shared_prefixes_are_computed_once_and_change_no_token(scheme: str) -> None:
-    """Rows behind one prefix compute its full blocks once; hit and miss give the same tokens."""
+    """Rows with one prefix compute its full blocks once; hit and miss give the same tokens."""
     model = tiny_models.build("llama")
     rng = random.Random(12)
     prefix = [rng.randrange(512) for _ in range(600)]
@@ -414,7 +414,7 @@ def test_shared_prefixes_are_computed_once_and_change_no_token(scheme: str) -> N
 
 
 def test_prefix_cache_keeps_to_its_bytes() -> None:
-    """Least recently used blocks go when the bytes are up; rows still get their tokens."""
+    """Least recently used blocks are evicted at the limit; rows still get their tokens."""
     model = tiny_models.build("llama")
     running = engine(model, prefix_bytes=3 * 256 * 1024)
     for index in range(6):
@@ -453,7 +453,7 @@ def test_a_row_whose_text_breaks_ends_alone() -> None:
 
 
 def test_unfiltered_rows_do_not_depend_on_filtered_neighbours() -> None:
-    """A row without top_p draws the same tokens beside one that has it."""
+    """A row without top_p draws the same tokens together with a row that has it."""
     model = tiny_models.build("llama")
     lonely = engine(model)
     lonely.add(work("x", temperature=1.0, seed=3, max_tokens=12))
@@ -465,7 +465,7 @@ def test_unfiltered_rows_do_not_depend_on_filtered_neighbours() -> None:
 
 
 def test_one_long_row_after_many_short_ones_keeps_to_the_memory() -> None:
-    """Buffers that nobody is in shrink to the row that comes, instead of growing with all rows."""
+    """Buffers without rows shrink to the next row, instead of growing with all rows."""
     model = tiny_models.build("llama")
     running = engine(model, slots=16, prefix_bytes=0)
     per_token = running.bytes_per_token  # and half as much again while a buffer is rebuilt
@@ -523,7 +523,7 @@ def test_a_tail_is_evicted_before_its_head() -> None:
 
 
 def test_a_cancelled_prefill_is_dropped() -> None:
-    """The rest of a long prompt is not computed for nobody."""
+    """The rest of a cancelled long prompt is not computed."""
     model = tiny_models.build("llama")
     running = engine(model)
     prompt = [i % 512 for i in range(256 * 12)]
@@ -587,7 +587,7 @@ def test_rows_that_decode_wait_for_one_chunk_at_most() -> None:
 
 
 def test_rows_that_come_in_together_start_together() -> None:
-    """Before anybody decodes, chunk after chunk is computed, so that rows of one length end at once
+    """Before any row decodes, chunk after chunk is computed, so that rows of one length end at once
 
     and their attention needs no mask.
     """

@@ -1,4 +1,4 @@
-"""A device that fails while an engine starts: nothing that is measured or checked is blamed."""
+"""A device that fails while an engine starts: no measurement or check counts as failed."""
 
 from __future__ import annotations
 

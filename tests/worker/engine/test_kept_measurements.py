@@ -1,4 +1,4 @@
-"""What one start measures, a later start of the same command uses."""
+"""A later start of the same command uses the measurements of an earlier one."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_second_start_measures_and_checks_nothing(
 
 
 def test_to_measure_anew_is_to_replace(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured last is what later starts use."""
+    """Later starts use the last measurement."""
     start()
     monkeypatch.setattr(prefix_cost, "measure", lambda *_, **__: 4321)
     assert start().plan.prefix_cells != 4321
@@ -149,7 +149,7 @@ def test_each_kind_of_engine_has_results_of_its_own(
 def test_a_model_without_a_fingerprint_keeps_nothing(
     home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing else tells its weights from others'."""
+    """Nothing else identifies its weights."""
     unnamed = tiny_models.loaded(tiny_models.build("llama"))
     with caplog.at_level("INFO"):
         assert open_measurements(unnamed, "float", 2, "").file is None
@@ -165,7 +165,7 @@ def test_a_busy_machine_is_in_the_log(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Once: when something was measured there. The command that helps is named."""
+    """It is logged once, if something was measured, and names the command that helps."""
     monkeypatch.setattr(kept_measurements.os, "getloadavg", lambda: (load_average, 0, 0))
     for has_measured in (True, False):
         caplog.clear()

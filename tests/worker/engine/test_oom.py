@@ -1,4 +1,4 @@
-"""Memory that runs out although the budget is kept: who is computed again, who ends."""
+"""Memory that runs out although the budget is kept: rows that are computed again, or end."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_rows_go_on_token_for_token(place: str) -> None:
 
 
 def test_rows_that_decode_go_on_when_a_prompt_finds_no_memory() -> None:
-    """Their buffers are as they were: only the prompt is computed again."""
+    """Their buffers do not change: only the prompt is computed again."""
     running = engine("llama")
     submit(running, 2)
     running.step()

@@ -1,4 +1,4 @@
-"""A machine that is short of memory: how it is read, and what the engine does."""
+"""A machine that is short of memory: how that is read, and how the engine reacts."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_an_idle_engine_gives_back_what_it_holds() -> None:
 def test_a_watcher_that_reads_on_its_own_thread_drives_an_engine(
     expected: dict[str, tuple[int, ...]],
 ) -> None:
-    """Readings come while the engine computes. Whatever they say and when, the tokens are those."""
+    """Readings come while the engine computes. They never change the tokens."""
     seen: list[int] = []
 
     def read() -> Reading:
@@ -194,7 +194,7 @@ def test_a_level_rises_at_once_and_falls_slowly() -> None:
 
 
 def test_swap_that_grows_is_a_shortage_whatever_the_level() -> None:
-    """A Mac may swap for long before it says that memory is short; old swap does not count."""
+    """A Mac may swap for long before it reports a shortage of memory; old swap does not count."""
     judge = Judge()
     assert judge.add(0, Reading(NORMAL, 9 * SWAP_CRITICAL)) is NORMAL
     assert judge.add(1, Reading(NORMAL, 9 * SWAP_CRITICAL + SWAP_WARNING)) is WARNING

@@ -40,7 +40,7 @@ def computed(plan: Scheduler) -> list[str]:
 def test_rows_that_join_with_one_copy_are_as_if_they_joined_alone(
     family: str, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of like and of equal length: the same tokens, and fewer copies than rows."""
+    """Rows of similar and of equal length: the same tokens, and fewer copies than rows."""
     rng = random.Random(3)
     model = tiny_models.build(family)
     prompts = [
@@ -80,7 +80,7 @@ def test_rows_that_join_with_one_copy_are_as_if_they_joined_alone(
 
 
 def test_the_longest_answers_come_first_and_nobody_starves() -> None:
-    """A row that may generate much starts early; one that others overtake has its turn in time."""
+    """A row that may generate much starts early; a row that others overtake starts in time."""
     plan = scheduler(slots=1)
     plan.add(row("short", 600, 1))
     plan.add(row("long", 600, 500))
@@ -116,7 +116,7 @@ def test_rows_of_one_length_in_neighbouring_slots_are_one_copy() -> None:
 
 
 def test_a_row_that_was_begun_goes_before_longer_ones() -> None:
-    """Who had to leave a slot is not overtaken by rows that may generate more."""
+    """A row that was preempted is not overtaken by rows that may generate more."""
     begun, long = row("begun", 5, 1), row("long", 5, 500)
     assert longest_first([begun, long], 4) == [long, begun]
     begun.num_preempted = 1
@@ -124,7 +124,7 @@ def test_a_row_that_was_begun_goes_before_longer_ones() -> None:
 
 
 def test_what_stood_in_a_slot_before_does_no_harm() -> None:
-    """Not even numbers that are none: a weight of 0 times such a number would be none, too."""
+    """Not even NaN: a weight of 0 times NaN would be NaN, too."""
     model = tiny_models.build("llama")
     config = EngineConfig(scheme="float", slots=4, chunk_tokens=256, memory_bytes=2**30)
     running = Engine(tiny_models.loaded(model), config)

@@ -1,4 +1,4 @@
-"""A row's phase: what it is, who may change it, and rows that repeat others."""
+"""A row's phase, the only methods that change it, and rows that repeat others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_row_passes_its_phases_in_order() -> None:
 
 
 def test_a_row_in_prefill_says_so() -> None:
-    """Beside rows that decode, one chunk is computed a step."""
+    """While rows decode, one chunk is computed a step."""
     crowd = Crowd("llama", chunk_tokens=256)
     crowd.add("first", random_prompt(0, 9), 40)
     crowd.step(2)
@@ -79,7 +79,7 @@ def test_a_preempted_row_keeps_what_was_read() -> None:
 
 
 def test_only_the_row_writes_its_phase() -> None:
-    """No other module assigns the fields that say where a row is, nor those of its group."""
+    """No other module assigns the fields of a row's phase, nor those of its group."""
     root = Path(batchkv_worker.__file__).parent
     found = [
         f"{path.relative_to(root)}:{target.lineno} {target.attr}"

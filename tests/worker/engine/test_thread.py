@@ -1,4 +1,4 @@
-"""The engine's thread: orders in, notices out, every way of ending told."""
+"""The engine's thread: orders in, notices out, and a notice for each way to end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def started(factory: Callable[[], EngineLike] | None = None) -> EngineThread:
 
 
 def test_ready_comes_first_and_tells_the_capacity() -> None:
-    """The main thread hears Ready before anything else and then knows how much to pull."""
+    """The main thread gets Ready before all other notices, with the number of rows to pull."""
     engine = started()
     assert collect(engine, 1) == [Ready()]
     assert (engine.num_slots, engine.max_in_flight) == (4, 6)
@@ -71,7 +71,7 @@ def test_a_cancelled_row_is_not_answered() -> None:
 
 
 def test_all_calls_come_from_one_thread() -> None:
-    """The engine is built, driven and closed on its own thread: MLX demands it."""
+    """The engine is built, driven and closed on its own thread, as MLX requires."""
     seen: set[int] = set()
 
     class Watching(FakeEngine):
@@ -139,7 +139,7 @@ def test_a_device_that_failed_is_no_death_of_a_row() -> None:
 
 
 def test_an_exception_in_a_step_is_the_engines_death() -> None:
-    """The reason is told, last, and the thread is gone."""
+    """The last notice has the reason, and the thread has ended."""
     engine = started()
     engine.add([work("a", "crash")])
     _, death = collect(engine, 2)
@@ -149,7 +149,7 @@ def test_an_exception_in_a_step_is_the_engines_death() -> None:
 
 
 def test_a_model_error_at_load_is_configuration() -> None:
-    """It is told as LoadFailed, so that no job is blamed."""
+    """It is reported as LoadFailed, so that no death of a job is counted."""
     engine = started(lambda: FakeEngine(1, 1, FakePlan(load_error="no such model")))
     [notice] = collect(engine, 1)
     assert isinstance(notice, LoadFailed)
@@ -198,7 +198,7 @@ class SlowToPrepare(FakeEngine):
 
 
 def test_rows_that_are_handed_over_together_start_together() -> None:
-    """An engine that holds nothing takes in all of them first: begun apart, they end apart."""
+    """An engine without rows takes in all of them first, so that they also end together."""
     built = SlowToPrepare()
     engine = started(lambda: built)
     collect(engine, 1)

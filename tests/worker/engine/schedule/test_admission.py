@@ -27,7 +27,7 @@ def engine(model: Any, memory_bytes: int = 2**40, **changes: Any) -> Engine:
 
 
 def room(costs: Costs, columns: int) -> int:
-    """Bytes for so many columns of the layers with every token, beside windows and states."""
+    """Bytes for so many columns of the layers with every token, and for windows and states."""
     windows = sum(size * (STEP + 256) for size in costs.per_window.values())
     return columns * (costs.per_token + costs.largest) + ROWS * (costs.per_row + windows)
 
@@ -134,7 +134,7 @@ def test_penalties_look_at_the_tokens_before_the_one_being_fed() -> None:
 
 
 def test_a_row_that_waits_to_come_back_may_be_cancelled() -> None:
-    """What was kept for it goes at once; the others end as if it had never been there."""
+    """Its parked arrays are dropped at once; the other rows end as without it."""
     model = model_of("llama")
     costs = engine(model, scheme="affine8").plan.costs
     prefix_bytes = 9 * 360 * costs.per_token

@@ -25,7 +25,7 @@ ARITHMETIC = {
 
 
 def test_a_snapshot_counts_slots_and_the_group_in_prefill() -> None:
-    """Buffers as they are, and the group at its full width, beside what is allowed."""
+    """It has the buffers, the group at its full width, and the budget."""
     layouts = SlotLayouts(4)
     memory = Memory(layouts, Budget(256, 10_000, Costs(2, largest=1)))
     assert memory.snapshot().total == 0
@@ -38,7 +38,7 @@ def test_a_snapshot_counts_slots_and_the_group_in_prefill() -> None:
 
 
 def test_what_fits_is_what_is_left() -> None:
-    """To the byte: a row beside one in a slot needs its grown buffers, and its prefill."""
+    """To the byte: a second row needs the grown buffers, and its prefill."""
     costs = Costs(1)
     layouts = SlotLayouts(2)
     layouts.admit(Demand(200, 10), 0)
@@ -48,7 +48,7 @@ def test_what_fits_is_what_is_left() -> None:
 
 
 def test_less_is_used_after_memory_ran_out_and_more_with_every_row() -> None:
-    """Four fifths of what was held; the whole budget comes back, and no more than that."""
+    """Four fifths of the bytes in use; later the whole budget again, and no more."""
     memory = Memory(SlotLayouts(2), Budget(512, 10_000, Costs(1)))
     memory.shrink(8_000)
     assert memory.budget.memory_bytes == 6_400 == memory.snapshot().allowed

@@ -33,7 +33,7 @@ def scheduler(slots: int = 4, chunk: int = 512, memory: int = 10**9) -> Schedule
 
 
 def test_group_holds_the_oldest_and_its_like() -> None:
-    """Rows of like length share a chunk; the oldest is always among them, so nobody starves."""
+    """Rows of similar length share a chunk; the oldest is always among them, so none starves."""
     plan = scheduler()
     for name, length in (("a", 100), ("b", 400), ("c", 110), ("d", 90), ("e", 105)):
         plan.add(row(name, length))
@@ -53,7 +53,7 @@ def test_group_never_exceeds_a_chunk_unless_alone() -> None:
 
 
 def test_memory_bounds_admission() -> None:
-    """A row that does not fit beside the others waits; it runs when it is alone."""
+    """A row that does not fit together with the others waits; it runs when it is alone."""
     plan = scheduler(memory=4 * 256)
     plan.layouts.admit(Demand(300, 100), 0)
     plan.add(row("next", 300))
@@ -63,7 +63,7 @@ def test_memory_bounds_admission() -> None:
 
 
 def test_a_row_too_big_for_the_memory_is_known_at_once() -> None:
-    """Nothing waits forever: what can never fit is seen before it is queued."""
+    """Nothing waits for ever: a row that can never fit is refused before it is queued."""
     memory = Memory(SlotLayouts(4), Budget(512, (768 + 500) * 256, Costs(256)))
     assert memory.fits_alone(Demand(500, 200))
     assert not memory.fits_alone(Demand(900, 200))
@@ -163,7 +163,7 @@ def behind(plan: Scheduler, keys: str, *cuts: int) -> PrefixPart:
 
 
 def test_few_rows_share_nothing() -> None:
-    """A prefix is held once when enough is saved, and where sharing is allowed."""
+    """A prefix is stored once if that saves enough, and if sharing is allowed."""
     for shares in (True, False):
         for count in range(1, 7):
             plan = sharing(shares=shares, prefix_cost=3 * 512)
@@ -387,7 +387,7 @@ def test_what_prefixes_stand_on_counts_once_in_the_memory() -> None:
 
 
 def test_a_new_prefix_needs_room_beside_buffers_that_are_larger_than_needed() -> None:
-    """Long rows have left; what they had stands there still, and the shared prefix comes on top."""
+    """Long rows have left, their buffers remain, and the shared prefix is added to them."""
     costs = Costs(1)
     plan = sharing()
     for slot, length in enumerate((4000, 4000, 4000, 10)):
@@ -407,7 +407,7 @@ def test_a_new_prefix_needs_room_beside_buffers_that_are_larger_than_needed() ->
 
 
 def test_a_groups_prefix_counts_while_its_prompts_are_computed() -> None:
-    """Nobody has it yet, but it stands there: decoding rows must not grow into its place."""
+    """No row in a slot has it yet, but it uses memory that decoding rows must not take."""
     plan = sharing()
     for number in range(4):
         plan.add(keyed(str(number), "abcd"))
@@ -425,7 +425,7 @@ def test_a_groups_prefix_counts_while_its_prompts_are_computed() -> None:
 
 
 def test_shared_tokens_count_once_in_the_memory() -> None:
-    """Rows behind a prefix need room for it once, wherever it is, and for their own columns."""
+    """Rows with a shared prefix need room for it once, and for their own columns."""
     costs = Costs(1)
     for count in (4, 8):
         layouts = SlotLayouts(8)
@@ -441,7 +441,7 @@ def test_shared_tokens_count_once_in_the_memory() -> None:
 
 
 def test_scheduling_knows_no_tensors() -> None:
-    """No module of the room imports one that brings MLX in, not even for a type."""
+    """No module of the room imports one that imports MLX, not even for a type."""
     folder = Path(schedule.__file__).parent
     names = {
         node.module

@@ -1,6 +1,6 @@
 """The scheduler and the layouts under a small budget, without tensors: random loads to their end.
 
-What the engine does with arrays is played here with numbers alone: rows join, step, leave and come
+The engine's work with arrays is replayed here with numbers: rows join, step, leave and come
 back by the layouts' own rules.
 """
 
@@ -172,7 +172,7 @@ def test_every_row_ends_within_the_budget(is_optimistic: bool) -> None:
 
 
 def test_what_most_answers_take() -> None:
-    """Nothing is known of few answers; of many, nine of ten need no more than is expected."""
+    """Few answers give no estimate; of many, nine of ten need no more than is expected."""
     answers = OutputLengths()
     for length in range(1, FEWEST_OUTPUTS):
         answers.add(length)
@@ -209,7 +209,7 @@ def test_set_back_rows_come_first_and_by_their_worst_case_in_the_end() -> None:
 
 
 def test_admission_needs_no_tensors() -> None:
-    """What decides imports no MLX (the sources are checked, since tests share a process)."""
+    """Modules that decide import no MLX (their sources are checked, as tests share a process)."""
     for name in (
         "engine.schedule.admission",
         "engine.schedule.scheduler",

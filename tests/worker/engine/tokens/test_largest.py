@@ -29,7 +29,7 @@ def test_the_largest_are_those_of_a_stable_sort(total: int, levels: int) -> None
 
 
 def test_numbers_that_are_no_choice_stay_behind_all_others() -> None:
-    """Minus infinity fills a last block up; it never comes before a number that is there."""
+    """Minus infinity fills the last block; it never comes before a real number."""
     lowest = -float("inf")
     numbers = [lowest] * (5 * BLOCK + 3)
     numbers[-1] = -1e30

@@ -1,4 +1,4 @@
-"""From request to sequence: what is wrong with one row ends that row, and only that row."""
+"""From request to sequence: a fault in one row ends that row, and only that row."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def refused(work: Work, loaded: LoadedModel) -> RowRefused:
     ],
 )
 def test_numbers_out_of_range_end_their_row(params: dict[str, Any], demo: LoadedModel) -> None:
-    """The producer checks ranges; whatever else writes to Redis does not get past the worker."""
+    """The producer checks ranges; the worker refuses wrong ones that another program wrote."""
     fault = refused(completion(**params), demo)
     assert fault.code == "invalid_request" and next(iter(params)) in str(fault)
 
@@ -86,7 +86,7 @@ def test_shared_text_is_counted_in_tokens(tools: Any, demo: LoadedModel) -> None
 
 
 def test_nobody_asks_and_nobody_knows(demo: LoadedModel) -> None:
-    """Nothing is counted where nobody wants it, or where the producer said nothing."""
+    """Nothing is counted if it is not needed, or if the job has no count of shared text."""
     work = completion("word " * 600)
     assert prepare(work, demo, counts_shared=True).num_common is None
     assert prepare(replace(work, shared_bytes=5), demo).num_common is None
@@ -108,7 +108,7 @@ def test_a_plain_prompt_is_a_user_message(demo: LoadedModel) -> None:
 
 
 def test_a_plain_prompt_without_a_template_stays_as_it_is() -> None:
-    """A model that has no chat template gets the text; a system message cannot be said to it."""
+    """A model that has no chat template gets the text; a system message is refused."""
     bare = tiny_models.loaded(tiny_models.build("llama"))
     plain = Request("c", "completion", prompt="1 2 3", style="auto")
     assert not bare.tokenizer.has_chat_template
@@ -135,7 +135,7 @@ def test_shared_text_of_plain_prompts_is_counted(demo: LoadedModel) -> None:
 
 
 def test_defaults_come_from_the_model_then_from_us(demo: LoadedModel) -> None:
-    """What a row does not say is the model's, within reason, else ours; the seed is the job's."""
+    """A field that a row lacks is the model's, if valid, else batchkv's; the seed is the job's."""
     generation = prepare(completion(), demo).generation
     assert (generation.temperature, generation.max_tokens) == (0.0, 512)
     odd = tiny_models.loaded(
@@ -155,7 +155,7 @@ def test_unasked_max_tokens_is_cut_and_asked_is_not(demo: LoadedModel) -> None:
 
 
 def test_hopeless_lengths_are_refused_before_tokenizing(demo: LoadedModel) -> None:
-    """Megabytes that cannot fit are not tokenized, which would hold up the rows beside them."""
+    """Megabytes that cannot fit are not tokenized, because that would delay other rows."""
     assert "characters" in str(refused(completion("x" * 2_000_000), demo))
 
 
@@ -168,7 +168,7 @@ def test_template_variables_are_an_allow_list(demo: LoadedModel) -> None:
 
 
 def test_template_faults_end_their_row(demo: LoadedModel) -> None:
-    """Whatever a template raises is that row's error."""
+    """Any exception of a template is that row's error."""
     later = [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}]
     strict = demo.tokenizer.chat_template.replace("('system', 'user'", "('user'")
     demo.tokenizer.chat_template, own = strict, demo.tokenizer.chat_template
@@ -179,7 +179,7 @@ def test_template_faults_end_their_row(demo: LoadedModel) -> None:
 
 
 def test_tool_call_arguments_are_objects_for_the_template() -> None:
-    """OpenAI sends arguments as text; templates want the object."""
+    """OpenAI sends arguments as text; templates need the object."""
 
     class Tokenizer(tiny_models.NumberTokenizer):
         has_chat_template = True

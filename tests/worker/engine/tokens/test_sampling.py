@@ -28,7 +28,7 @@ def draws(logits: mx.array, count: int, **params: Any) -> Counter[int]:
 
 
 def test_greedy_rows_take_the_likeliest_token() -> None:
-    """Temperature 0 is the arg max, beside sampled rows too, and free slots harm nobody."""
+    """Temperature 0 is the arg max, among sampled rows too, and free slots change no row."""
     logits = mx.random.normal((4, 50))
     rows = [row(temperature=0.0), None, row(temperature=1.0, seed=3), row(temperature=0.0)]
     tokens = sample(logits, mx.zeros((4,), mx.int32), rows).tokens.tolist()
@@ -98,7 +98,7 @@ def test_a_few_tokens_are_drawn_as_from_a_sorted_vocabulary(
 
 
 def test_neighbours_do_not_change_how_a_row_draws() -> None:
-    """A small ``top_k`` beside rows without one, with a larger one, greedy rows and free slots."""
+    """A small ``top_k`` among rows without one, with a larger one, greedy rows and free slots."""
     mx.random.seed(7)
     logits = mx.random.normal((600, 700))
     asked: list[dict[str, Any]] = [

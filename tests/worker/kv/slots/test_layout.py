@@ -1,4 +1,4 @@
-"""The slot layout: columns, slots and growth, without a tensor in sight."""
+"""The slot layout: columns, slots and growth, without tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchkv_worker.kv.slots.step_view import ColumnSpan, Shapes
 
 
 def test_rows_end_at_the_write_column() -> None:
-    """A new row's tokens stand right before the column that everybody writes next."""
+    """A new row's tokens are right before the column that all rows write next."""
     layout = SlotLayout(4)
     slot, change = layout.admit(Demand(100, 20))
     assert (slot, layout.start(slot), layout.write) == (0, 0, 100)
@@ -45,7 +45,7 @@ def test_a_window_keeps_its_last_columns_and_stops_growing() -> None:
 
 
 def test_idle_buffers_that_a_first_row_keeps_are_reckoned_with() -> None:
-    """What a group needs counts wide buffers that its first row keeps and its second makes grow."""
+    """A group's need includes wide buffers that its first row keeps and its second makes grow."""
     layout = SlotLayout(32)
     for slot in range(32):
         layout.admit(Demand(3000, 900), slot)
@@ -62,7 +62,7 @@ def test_idle_buffers_that_a_first_row_keeps_are_reckoned_with() -> None:
 
 
 def test_rows_of_like_length_become_neighbours() -> None:
-    """A short row that stands among long ones makes way for a long one."""
+    """A short row among long ones moves to another slot for a long one."""
     layout = SlotLayout(8)
     for length in (2000, 2000, 20, 2000, 20, 20, 20):
         layout.admit(Demand(length, 10))
@@ -98,7 +98,7 @@ def test_free_columns_on_the_left_are_used_before_growing() -> None:
 
 
 def test_gap_is_closed_by_the_highest_row() -> None:
-    """With nobody waiting the highest row moves down, and steps compute fewer rows."""
+    """If no row waits, the highest row moves down, and steps compute fewer rows."""
     layout = SlotLayout(3)
     slots = [layout.admit(Demand(5, 5))[0] for _ in range(3)]
     layout.release(slots[0])
@@ -109,7 +109,7 @@ def test_gap_is_closed_by_the_highest_row() -> None:
 
 @pytest.mark.parametrize("window", [None, 64, 700])
 def test_memory_estimate_is_an_upper_bound(window: int | None) -> None:
-    """Whatever comes and goes, the buffers never exceed what was estimated at admission."""
+    """The buffers never exceed the estimate at admission, for any order of rows."""
     rng = random.Random(5)
     for _ in range(50):
         layout = SlotLayout(8, window)
