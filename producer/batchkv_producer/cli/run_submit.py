@@ -243,11 +243,13 @@ def _check_together(as_json: bool, dry_run: bool, source_batch: str | None) -> N
 
 def _say_submitted(submitted: Submitted) -> None:
     say_wrong(submitted)
-    bad = f", {submitted.num_bad:,} of them wrong" if submitted.num_bad else ""
-    num = submitted.num_duplicates
+    total, bad, num = submitted.total, submitted.num_bad, submitted.num_duplicates
     duplicates = f", {num:,} of them {'a duplicate' if num == 1 else 'duplicates'}" if num else ""
-    verb = "joined a batch of" if submitted.joined else "queued"
-    say(f"{verb} {rows(submitted.total)}{bad}{duplicates}, in queue {submitted.queue}")
+    if submitted.joined:
+        what = f"joined a batch of {rows(total)}" + (f", {bad:,} of them wrong" if bad else "")
+    else:
+        what = f"queued {total - bad:,} of {rows(total)}" if bad else f"queued {rows(total)}"
+    say(f"{what}{duplicates}, in queue {submitted.queue}")
     if submitted.generation > 1:
         say(generation_words(submitted))
     for note in filter(None, (submitted.model_note, submitted.style_note)):

@@ -20,7 +20,7 @@ from batchkv_producer.progress import printable
 
 NAME_WIDTH = 16
 _LEVEL_WIDTH = 6
-_WIDTH, _MIN_WIDTH, _MAX_WIDTH = 100, 60, 120
+_WIDTH, _MIN_WIDTH, _MAX_WIDTH = 80, 60, 120
 FORMAT = 1  # of the JSON
 
 

@@ -212,7 +212,7 @@ def test_submit_prints_the_id_alone(at_server: str, redis_connection: Redis, sou
     assert "plain prompts are sent through the model's chat template" in style
     assert "nobody serves the queue" in unserved
     assert wrong.startswith("batchkv: line 2: invalid_json: ")
-    assert queued == "batchkv: queued 3 rows, 1 of them wrong, in queue batchkv:m-62c66a7a"
+    assert queued == "batchkv: queued 2 of 3 rows, in queue batchkv:m-62c66a7a"
     again = batchkv("submit", source, "-m", "m", "--max-tokens", "9", "--stop", "x", "--stop", "y")
     assert again.stdout == found.stdout and "joined a batch of 3 rows" in again.stderr
     other = batchkv("submit", source, "-m", "m", "--max-tokens", "10")
@@ -710,7 +710,7 @@ def test_embedded_server_serves_when_none_is_named(
     try:
         assert process("server", "status").returncode == 3
         found = process("submit", source, "-m", "m")
-        assert found.returncode == 1 and "batchkv: queued 3 rows" in found.stderr
+        assert found.returncode == 1 and "batchkv: queued 2 of 3 rows" in found.stderr
         assert found.stdout.strip() in process("list").stdout
         told = json.loads(process("server", "status", "--json").stdout)
         assert told["is_running"] and told["socket"] == str(home.socket) and told["memory_bytes"]
