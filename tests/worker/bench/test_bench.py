@@ -53,6 +53,15 @@ def test_every_part_is_measured_beside_its_bound(report: BenchReport) -> None:
     assert min(product.seconds, product.engine_seconds, product.start_seconds) > 0
 
 
+def test_rows_that_do_not_fit_are_not_decoded() -> None:
+    """Longer rows than memory has room for would make a machine swap."""
+    notes: list[str] = []
+    extent = replace(QUICK, parts=("decode",), contexts=(64, 128))
+    bench = Bench("demo", ("float",), 4, "auto", extent, notes.append)
+    bench._config = replace(bench._config, memory_bytes=4 * 100 * 4096)
+    assert [step.context for step in bench.run().decode] == [64]
+
+
 def test_tables_and_json_name_no_person_and_no_path(report: BenchReport) -> None:
     """What is pasted into an issue has chip, versions and figures only."""
     text = as_markdown(report) + json.dumps(report.as_json())

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from batchkv_worker.bench.bounds import Cost, Rates
 from batchkv_worker.bench.rates import seconds_of
 from batchkv_worker.bench.results import DecodeStep, ForwardPass, PrefillSpeed
+from batchkv_worker.engine.config import EngineConfig
 from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.layers.contract import Chunk
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
@@ -61,14 +62,18 @@ class Passes:
         return tuple(found)
 
     def decode(
-        self, backend: Backend, schemes: Sequence[str], contexts: Sequence[int], rows: int
+        self,
+        backend: Backend,
+        schemes: Sequence[str],
+        contexts: Sequence[int],
+        config: EngineConfig,
     ) -> tuple[DecodeStep, ...]:
-        """Steps of ``rows`` rows of one length each, through the engine's own decode slots.
+        """Steps of all slots with rows of one length, through the engine's own decode slots.
 
-        One row is computed, and copied into every slot. Contexts that do not fit the model are left
-        out.
+        One row is computed, and copied into every slot. Contexts are left out that the model cannot
+        have, or whose rows do not fit into the memory of ``config``.
         """
-        loaded, found = self.loaded, []
+        loaded, rows, found = self.loaded, config.slots, []
         for scheme in schemes:
             plan = make_plan(
                 *(loaded.name, loaded.model, loaded.caches, scheme, loaded.dtype, backend),
@@ -77,6 +82,8 @@ class Passes:
             for context in (one for one in contexts if one < loaded.context):
                 row = _row(loaded, plan, context)
                 row_bytes = sum(array.nbytes for pieces in row for array in pieces)
+                if rows * row_bytes > config.memory_bytes:
+                    break
                 decoding = Decoding(loaded.model, plan, rows, row, context)
                 spent = seconds_of(decoding.step, self.sample_seconds)
                 bound = self.cost.seconds(rows, self.rates, rows * row_bytes)

@@ -67,7 +67,7 @@ class Bench:
             report = replace(report, prefill=passes.prefill(extent.prefill_tokens))
         if "decode" in extent.parts:
             self._note("decode steps")
-            steps = passes.decode(choose_backend(), self._schemes, extent.contexts, self._slots)
+            steps = passes.decode(choose_backend(), self._schemes, extent.contexts, self._config)
             report = replace(report, decode=steps)
         del loaded, passes
         if "batches" in extent.parts:
