@@ -2,8 +2,8 @@
 
 A step's products cost an Apple GPU the same from 10 to 32 rows, and twice that at 33. M1 to M4 are
 at their limit with 32 rows: more rows only wait. An M5 has neural accelerators, whose tiles have 64
-rows, and an Ultra has twice the cores. On small Macs the dense copies and logits of 32 rows take
-memory that macOS needs.
+rows, and an Ultra has twice the cores. On Macs with 8 GB the dense copies and logits of
+32 rows take memory that macOS needs. 16 GB have room for 32 rows, but not for 64.
 """
 
 from __future__ import annotations
