@@ -36,6 +36,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache  # noqa: E402
 sys.path.insert(0, str(Path(__file__).parent))
 from workloads import MODELS, WORKLOADS, Workload, build_model  # noqa: E402
 
+from batchkv_worker.bench.batches import NoText  # noqa: E402
 from batchkv_worker.engine.engine import Engine, EngineConfig  # noqa: E402
 from batchkv_worker.events import Completed  # noqa: E402
 from batchkv_worker.kv.layers.discover import discover  # noqa: E402
@@ -50,24 +51,6 @@ Side = Callable[[Any, Workload], Run]
 def on_gpu() -> bool:
     """Whether MLX computes on a GPU here."""
     return bool(mx.default_device() == mx.Device(mx.gpu))
-
-
-class NoText:
-    """A tokenizer for rows of token ids: nothing ends early and nothing is decoded."""
-
-    eos_token_ids: frozenset[int] = frozenset()
-
-    @property
-    def detokenizer(self) -> NoText:
-        return self
-
-    text = ""
-
-    def add_token(self, token: int) -> None:
-        """Nothing to decode."""
-
-    def finalize(self) -> None:
-        """Nothing to flush."""
 
 
 def run_engine(

@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,9 @@ def _pin(bench: Any, off: str | None) -> None:
     """Let no clock decide but which path decodes: that, the first engine measures for all."""
     found: list[Any] = []
     make = bench.Engine
-    fixed: dict[str, Any] = {"group_cost": 900, "prefix_cells": 800}
+    known = {field.name for field in fields(bench.EngineConfig)}
+    cells = "prefix_cells" if "prefix_cells" in known else "stem_cells"  # an older tree's name
+    fixed: dict[str, Any] = {"group_cost": 900, cells: 800}
     try:
         backend = _module("backends.cpu.backend").CpuBackend
     except ModuleNotFoundError:  # a tree from before there were backends
@@ -90,7 +92,9 @@ def _pin(bench: Any, off: str | None) -> None:
         _module("angles")._is_faster = lambda: True
     else:
         _switch_off(off or "control")
-        fixed["backend"] = backend(**{**ALL_ON, **PIECES[off or "control"]})
+        asked = {**ALL_ON, **PIECES[off or "control"]}
+        own = {field.name for field in fields(backend) if field.name.startswith("uses_")}
+        fixed["backend"] = backend(**{**dict.fromkeys(own, True), **asked})
 
     def engine(loaded: Any, config: Any) -> Any:
         path = found[0] if found else None

@@ -109,6 +109,13 @@ def check_cache(settings: WorkerSettings, queue_url: str) -> None:
         raise SettingsError(conflict)
 
 
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    default="auto",
+    show_default=True,
+    help="The dtype in which the model computes.",
+)
 REPORT_SCHEMES = "affine8,mxfp8,k8v4,affine4,turbo4,turbo3"
 REPORT_EPILOG = """\b
 Examples:
@@ -168,13 +175,7 @@ Every number is measured, against float on the same device:
     show_default=True,
     help="Tokens of each of these rows.",
 )
-@click.option(
-    "--dtype",
-    type=click.Choice(DTYPES),
-    default="auto",
-    show_default=True,
-    help="The dtype in which the model computes.",
-)
+@dtype_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def kv_report_command(
     model: str,
@@ -271,13 +272,7 @@ measured once: that shows that it works, not how fast.
     type=click.IntRange(1, 100_000),
     help="Rows of each batch.  [default: 64; --quick: 8]",
 )
-@click.option(
-    "--dtype",
-    type=click.Choice(DTYPES),
-    default="auto",
-    show_default=True,
-    help="The dtype in which the model computes.",
-)
+@dtype_option
 @click.option("--quick", is_flag=True, help="A few rows, once.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench_command(
