@@ -83,7 +83,7 @@ class LastMinute:
 
 
 class WorkerRecord:
-    """The record of one session. ``publish`` writes fields of it."""
+    """The record of one session. ``publish`` writes its fields."""
 
     def __init__(
         self,
@@ -149,9 +149,8 @@ class WorkerRecord:
         if self._minute_timer.is_due(now):
             self._minute_timer.restart(now)
             self._log_minute()
-        if self.state != self._published:
-            self._publish({"bkv_state": self.state})
-            self._published = self.state
+        if self.state != self._published:  # with all fields: the record may have none yet
+            self._publish(self.fields())
 
     def stop(self) -> None:
         """The worker is stopping: log once what happens to the rows."""
