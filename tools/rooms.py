@@ -24,7 +24,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("kv.backends.cuda", "kv.backends.metal", "kv.backends.gpu", "kv.backends.cpu"),
         "kv.backends",
         *("settings", "kv.schemes", "kv.types", "kv", "demo"),
-        *("sequence", "events", "trace", "faults", "errors"),
+        *("sequence", "guide", "events", "trace", "faults", "errors"),
     ),
     "batchkv_producer": (
         *("__main__", "entry", "cli", "__init__", "doctor", "service", "local", "connecting"),

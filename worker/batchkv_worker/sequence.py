@@ -18,6 +18,7 @@ from typing import Any
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_producer.wire.job import TokenLogprob
+from batchkv_worker.guide import Guide
 
 SMALLEST_TEMPERATURE = 1e-5  # below, logits over temperature are no longer numbers: greedy
 
@@ -123,6 +124,7 @@ class Sequence:
     generated: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     detokenizer: Any = None  # only for rows with stop strings
+    guide: Guide | None = None  # has taken ``generated``; says which tokens may follow
     finish_reason: str = ""
     num_resumed: int = 0
     num_shared: int = 0  # tokens in a shared prefix when it was preempted
