@@ -299,14 +299,23 @@ def bench_command(
         open_files.import_mlx_lm()
         from batchkv_worker.bench.extent import QUICK, Extent, parts_of
         from batchkv_worker.bench.run import Bench
-        from batchkv_worker.bench.show import as_markdown
+        from batchkv_worker.bench.show import Tables
 
         extent = replace(QUICK if quick else Extent(), parts=parts_of(parts))
-        extent = replace(extent, rows=rows or extent.rows)
-        found = Bench(
+        if rows:
+            extent = replace(extent, rows=rows, least_rows=rows)
+        bench = Bench(
             *(model, names, slots, dtype, extent),
             lambda text: click.echo(f"batchkv: {text}", err=True),
-        ).run()
+        )
+        found, tables = bench.report, Tables(click.echo)
+        if not as_json:
+            tables.begin(found)
+        for figure in bench.figures():
+            found = found.with_figure(figure)
+            if not as_json:
+                tables.add(figure)
     except BatchkvError as fault:
         exit_with(fault)
-    click.echo(json.dumps(found.as_json(), indent=1) if as_json else as_markdown(found), nl=as_json)
+    if as_json:
+        click.echo(json.dumps(found.as_json(), indent=1))

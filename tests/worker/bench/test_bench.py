@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from batchkv_worker.bench import rates
 from batchkv_worker.bench.extent import PARTS, QUICK, parts_of
-from batchkv_worker.bench.results import BenchReport, ForwardPass, Machine, Model
+from batchkv_worker.bench.results import BenchReport, DecodeStep, ForwardPass, Machine, Model
 from batchkv_worker.bench.run import Bench
 from batchkv_worker.bench.show import as_markdown
 from batchkv_worker.cli import bench_command
@@ -28,9 +28,11 @@ def report() -> BenchReport:
     patch.setattr(rates, "READ_SIDE", {True: 64, False: 64})
     patch.setattr(rates, "SIDE", {True: 64, False: 64})
     try:
-        found = Bench(
-            "demo", ("float", "affine8"), 4, "auto", replace(QUICK, rows=4), notes.append
-        ).run()
+        extent = replace(QUICK, rows=4, least_rows=4)
+        bench = Bench("demo", ("float", "affine8"), 4, "auto", extent, notes.append)
+        found = bench.report
+        for figure in bench.figures():
+            found = found.with_figure(figure)
     finally:
         patch.undo()
     assert len(notes) == 9
@@ -53,13 +55,36 @@ def test_every_part_is_measured_beside_its_bound(report: BenchReport) -> None:
     assert min(product.seconds, product.engine_seconds, product.start_seconds) > 0
 
 
+def decoded(bench: Bench) -> list[DecodeStep]:
+    return [figure for figure in bench.figures() if isinstance(figure, DecodeStep)]
+
+
 def test_rows_that_do_not_fit_are_not_decoded() -> None:
     """Longer rows than memory has room for would make a machine swap."""
     notes: list[str] = []
     extent = replace(QUICK, parts=("decode",), contexts=(64, 128))
     bench = Bench("demo", ("float",), 4, "auto", extent, notes.append)
     bench._config = replace(bench._config, memory_bytes=4 * 100 * 4096)
-    assert [step.context for step in bench.run().decode] == [64]
+    assert [step.context for step in decoded(bench)] == [64]
+    assert notes[-1] == "float: 4 rows of 128 tokens do not fit into memory"
+
+
+def test_rows_that_take_too_long_are_not_decoded() -> None:
+    """The time of the row before decides, so that a slow machine ends soon."""
+    notes: list[str] = []
+    extent = replace(QUICK, parts=("decode",), contexts=(64, 128), row_seconds=0.0)
+    bench = Bench("demo", ("float",), 4, "auto", extent, notes.append)
+    assert [step.context for step in decoded(bench)] == [64]
+    assert notes[-1] == "float: a row of 128 tokens takes too long to compute"
+
+
+def test_a_slow_machine_runs_fewer_rows() -> None:
+    """Batches are halved until they end in time by their bound; never below the least."""
+    extent = replace(QUICK, parts=("batches",), rows=64, least_rows=8, limit_seconds=20.0)
+    bench = Bench("demo", ("float",), 4, "auto", extent, lambda _: None)
+    assert bench._rows(lambda rows: rows / 20) == 16
+    assert bench._rows(lambda rows: rows / 100) == 64
+    assert bench._rows(lambda rows: rows * 100) == 8
 
 
 def test_tables_and_json_name_no_person_and_no_path(report: BenchReport) -> None:

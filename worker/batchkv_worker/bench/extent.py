@@ -11,15 +11,22 @@ PARTS = ("passes", "prefill", "decode", "batches", "product")
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much is measured. ``rows`` of batches; ``limit_seconds`` for the repeats of one."""
+    """How much is measured.
+
+    ``rows`` of batches, or fewer on a slow machine, but at least ``least_rows``. ``limit_seconds``
+    for the repeats of one batch. ``row_seconds``: contexts are left out whose row would take longer
+    to compute.
+    """
 
     parts: tuple[str, ...] = PARTS
     pass_rows: tuple[int, ...] = (1, 8, 16, 32, 33, 64)
     prefill_tokens: tuple[int, ...] = (256, 512, 1024, 2048)
     contexts: tuple[int, ...] = (512, 2048, 8192)
     rows: int = 64
+    least_rows: int = 8
     repeats: int = 3
     limit_seconds: float = 120.0
+    row_seconds: float = 30.0
     sample_seconds: float = 2.0
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,16 +30,19 @@ CHUNK = 512  # tokens of a prompt at once, where only its keys and values are wa
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Passes of one model. Each is repeated for about ``sample_seconds``, at least three times."""
+    """Passes of one model. Each is repeated for about ``sample_seconds``, at least three times.
+
+    Each method gives its figures as they are measured. ``note`` is told of what is left out.
+    """
 
     loaded: LoadedModel
     cost: Cost
     rates: Rates
     sample_seconds: float
+    note: Callable[[str], None]
 
-    def forward(self, rows: Sequence[int]) -> tuple[ForwardPass, ...]:
+    def forward(self, rows: Sequence[int]) -> Iterator[ForwardPass]:
         """One token for each of so many rows, on dense caches."""
-        found = []
         for count in rows:
             cache = make_prompt_cache(self.loaded.model)
             self.loaded.model(mx.ones((count, BEFORE_TOKENS), mx.int32), cache=cache)
@@ -46,20 +50,17 @@ class Passes:
             steps = partial(_steps, self.loaded.model, cache, count)
             spent = seconds_of(steps, self.sample_seconds) / STEPS
             bound = self.cost.seconds(count, self.rates)
-            found.append(ForwardPass(count, 1e3 * spent, 1e3 * bound))
             del cache, steps
             mx.clear_cache()
-        return tuple(found)
+            yield ForwardPass(count, 1e3 * spent, 1e3 * bound)
 
-    def prefill(self, sizes: Sequence[int]) -> tuple[PrefillSpeed, ...]:
+    def prefill(self, sizes: Sequence[int]) -> Iterator[PrefillSpeed]:
         """One row's prompt of so many tokens in one pass; no logits are computed."""
-        found = []
         for size in (one for one in sizes if one < self.loaded.context):
             spent = seconds_of(partial(_prefill, self.loaded.model, size), self.sample_seconds)
             bound = self.cost.seconds(size, self.rates)
-            found.append(PrefillSpeed(size, size / spent, size / bound))
             mx.clear_cache()
-        return tuple(found)
+            yield PrefillSpeed(size, size / spent, size / bound)
 
     def decode(
         self,
@@ -67,32 +68,40 @@ class Passes:
         schemes: Sequence[str],
         contexts: Sequence[int],
         config: EngineConfig,
-    ) -> tuple[DecodeStep, ...]:
+        row_seconds: float,
+    ) -> Iterator[DecodeStep]:
         """Steps of all slots with rows of one length, through the engine's own decode slots.
 
         One row is computed, and copied into every slot. Contexts are left out that the model cannot
-        have, or whose rows do not fit into the memory of ``config``.
+        have, whose rows do not fit into the memory of ``config``, or whose row would take longer
+        than ``row_seconds`` to compute.
         """
-        loaded, rows, found = self.loaded, config.slots, []
+        loaded, rows = self.loaded, config.slots
         for scheme in schemes:
             plan = make_plan(
                 *(loaded.name, loaded.model, loaded.caches, scheme, loaded.dtype, backend),
                 slots=rows,
             )
+            token_seconds = 0.0
             for context in (one for one in contexts if one < loaded.context):
+                if context * token_seconds > row_seconds:
+                    self.note(f"{scheme}: a row of {context:,} tokens takes too long to compute")
+                    break
+                begin = time.perf_counter()
                 row = _row(loaded, plan, context)
+                token_seconds = (time.perf_counter() - begin) / context
                 row_bytes = sum(array.nbytes for pieces in row for array in pieces)
                 if rows * row_bytes > config.memory_bytes:
+                    self.note(f"{scheme}: {rows} rows of {context:,} tokens do not fit into memory")
                     break
                 decoding = Decoding(loaded.model, plan, rows, row, context)
                 spent = seconds_of(decoding.step, self.sample_seconds)
                 bound = self.cost.seconds(rows, self.rates, rows * row_bytes)
                 path = ", ".join(decoding.paths)
-                found.append(DecodeStep(scheme, context, rows, path, 1e3 * spent, 1e3 * bound))
                 del decoding, row
                 mx.clear_cache()
+                yield DecodeStep(scheme, context, rows, path, 1e3 * spent, 1e3 * bound)
             plan.undo()
-        return tuple(found)
 
 
 def _steps(model: Any, cache: list[Any], rows: int) -> list[mx.array]:

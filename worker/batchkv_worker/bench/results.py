@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -97,6 +97,18 @@ class ProductRun:
     start_seconds: float
 
 
+Figure = ForwardPass | PrefillSpeed | DecodeStep | BatchRun | ProductRun
+
+# The field of a report for each kind of figure.
+_PARTS: dict[type[Figure], str] = {
+    ForwardPass: "passes",
+    PrefillSpeed: "prefill",
+    DecodeStep: "decode",
+    BatchRun: "batches",
+    ProductRun: "product",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class BenchReport:
     """All of it; a part that was not asked for is empty."""
@@ -110,6 +122,17 @@ class BenchReport:
     decode: tuple[DecodeStep, ...] = ()
     batches: tuple[BatchRun, ...] = ()
     product: tuple[ProductRun, ...] = ()
+
+    @property
+    def figures(self) -> tuple[Figure, ...]:
+        """All figures, part by part."""
+        return (*self.passes, *self.prefill, *self.decode, *self.batches, *self.product)
+
+    def with_figure(self, figure: Figure) -> BenchReport:
+        """The report with one more figure, at the end of its part."""
+        name = _PARTS[type(figure)]
+        part: dict[str, Any] = {name: (*getattr(self, name), figure)}
+        return replace(self, **part)
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``."""

@@ -5,25 +5,26 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mlx.core as mx
 
 from batchkv_worker.bench import product
-from batchkv_worker.bench.batches import Batches
+from batchkv_worker.bench.batches import Batches, bound
 from batchkv_worker.bench.bounds import cost_of
 from batchkv_worker.bench.extent import Extent
 from batchkv_worker.bench.machine import machine_of, model_of
 from batchkv_worker.bench.passes import Passes
 from batchkv_worker.bench.rates import measure_rates
-from batchkv_worker.bench.results import BatchRun, BenchReport, ProductRun
+from batchkv_worker.bench.results import BatchRun, BenchReport, Figure, ProductRun
 from batchkv_worker.bench.setup import load_model
+from batchkv_worker.bench.workloads import VOCABULARY, make
 from batchkv_worker.engine.engine import Engine
 from batchkv_worker.kv.start.backend import choose_backend
 
 PRODUCT_SECONDS = 1800.0  # at most, for one ``batchkv run``
+TIMES_BOUND = 20.0  # a batch takes so much more than its bound, both sides together, at worst
 _BATCHES = ("equal", "mixed", "shared")
 
 
@@ -52,49 +53,62 @@ class Bench:
         self._rates = measure_rates(self._loaded.dtype)
         self._cost = cost_of(self._loaded)
 
-    def run(self) -> BenchReport:
-        """All parts that were asked for."""
-        extent, loaded = self._extent, self._loaded
-        report = BenchReport(
-            machine_of(self._rates), model_of(loaded), self._schemes[0], self._slots
-        )
-        passes = Passes(loaded, self._cost, self._rates, extent.sample_seconds)
+    @property
+    def report(self) -> BenchReport:
+        """What is known before the first figure."""
+        machine, model = machine_of(self._rates), model_of(self._loaded)
+        return BenchReport(machine, model, self._schemes[0], self._slots)
+
+    def figures(self) -> Iterator[Figure]:
+        """All parts that were asked for, each figure as soon as it is measured."""
+        extent, config = self._extent, self._config
+        passes = Passes(*(self._loaded, self._cost, self._rates, extent.sample_seconds, self._note))
         if "passes" in extent.parts:
             self._note("forward passes")
-            report = replace(report, passes=passes.forward(extent.pass_rows))
+            yield from passes.forward(extent.pass_rows)
         if "prefill" in extent.parts:
             self._note("prefill")
-            report = replace(report, prefill=passes.prefill(extent.prefill_tokens))
+            yield from passes.prefill(extent.prefill_tokens)
         if "decode" in extent.parts:
             self._note("decode steps")
-            steps = passes.decode(choose_backend(), self._schemes, extent.contexts, self._config)
-            report = replace(report, decode=steps)
-        del loaded, passes
+            yield from passes.decode(
+                *(choose_backend(), self._schemes, extent.contexts, config, extent.row_seconds)
+            )
+        del passes
         if "batches" in extent.parts:
-            report = replace(report, batches=tuple(map(self._batch, _BATCHES)))
+            yield from map(self._batch, _BATCHES)
         if "product" in extent.parts:
-            report = replace(report, product=(self._product(),))
-        return report
+            yield self._product()
+
+    def _rows(self, bound_of: Callable[[int], float]) -> int:
+        """So many rows that a batch of them probably ends in time, by its bound."""
+        extent, rows = self._extent, self._extent.rows
+        while rows > extent.least_rows and TIMES_BOUND * bound_of(rows) > extent.limit_seconds:
+            rows = max(extent.least_rows, rows // 2)
+        return rows
 
     def _batch(self, name: str) -> BatchRun:
-        self._note(f"batch {name}")
-        extent = self._extent
+        extent, vocabulary = self._extent, min(VOCABULARY, self._loaded.vocabulary)
+        rows = self._rows(
+            lambda count: bound(
+                *(make(name, count, vocabulary), self._slots, self._cost, self._rates)
+            )
+        )
+        self._note(f"batch {name}, {rows} rows")
         batches = Batches(self._loaded, self._config, extent.repeats, extent.limit_seconds)
-        return batches.compare(name, extent.rows, self._cost, self._rates)
+        return batches.compare(name, rows, self._cost, self._rates)
 
     def _product(self) -> ProductRun:
         """The engine's runs first; then the model is dropped, since the worker loads its own."""
-        self._note("batchkv run")
         extent = self._extent
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rows.jsonl"
-            product.write_rows(file, extent.rows)
+            rows = self._rows(lambda count: self._bound_of_file(file, count))
+            bound_seconds = self._bound_of_file(file, rows)
+            self._note(f"batchkv run, {rows} rows")
             engine = Engine(self._loaded, self._config)
             engines = [product.run_engine(engine, file) for _ in range(1 + extent.repeats)][1:]
             engine.close()
-            bound_seconds = product.bound_of(
-                *(file, self._loaded, self._slots, self._cost, self._rates)
-            )
             name, scheme = self._name, self._schemes[0]
             self._drop()
             runs: list[product.Timed] = []
@@ -103,13 +117,18 @@ class Bench:
                 runs.append(product.run_product(file, name, scheme, PRODUCT_SECONDS))
         return ProductRun(
             workload="shared groups",
-            rows=extent.rows,
+            rows=rows,
             generated=runs[-1].generated,
             seconds=statistics.median(run.seconds for run in runs),
             engine_seconds=statistics.median(run.seconds for run in engines),
             bound_seconds=bound_seconds,
             start_seconds=statistics.median(run.start_seconds for run in runs),
         )
+
+    def _bound_of_file(self, file: Path, rows: int) -> float:
+        """Write a file of so many rows; the least seconds that they take."""
+        product.write_rows(file, rows)
+        return product.bound_of(file, self._loaded, self._slots, self._cost, self._rates)
 
     def _drop(self) -> None:
         del self._loaded
