@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from batchkv_producer.wire.cache_note import CacheNote
-from batchkv_producer.wire.job import Request, TokenLogprob, Usage
+from batchkv_producer.wire.choice import Choice, TokenLogprob, ToolCall
+from batchkv_producer.wire.job import Request, Usage
 from batchkv_producer.wire.maker import Maker
 
 
@@ -31,8 +32,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A row that ended by itself: ``finish_reason`` is "stop" or "length".
+    """A row that ended by itself: ``finish_reason`` is "stop", "length" or "tool_calls".
 
+    ``text`` to ``logprobs``, ``reasoning`` and ``tool_calls`` are of the row's first choice, and
+    ``more`` has the others. ``token_ids`` are always those of the first choice. The result stores
+    them only if ``prompt_token_ids`` is set, which says that the row asked for token ids.
     ``saved_ms``: how long computing its cached tokens would have taken, as measured lately.
     ``note``: what the shared store had.
     """
@@ -45,6 +49,10 @@ class Completed:
     logprobs: tuple[TokenLogprob, ...] | None = None
     saved_ms: int = 0
     note: CacheNote | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    prompt_token_ids: tuple[int, ...] | None = None
+    more: tuple[Choice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,16 @@ class Generation:
     seed: int = 0
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+    include_stop: bool = False  # the stop string stays in the text
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()  # sorted by token
+    bad_words: tuple[tuple[int, ...], ...] = ()  # tokens of each
 
     @property
     def is_greedy(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import fields
 from operator import attrgetter
+from typing import Any
 
 import msgspec
 
@@ -20,7 +21,13 @@ from batchkv_producer.wire.job import Request, SamplingParams
 _write_json = msgspec.json.Encoder().encode
 _REAL = ("temperature", "top_p", "min_p", "repetition_penalty")  # 0 and 0.0 are the same
 _reals = attrgetter(*_REAL)
-_others = attrgetter(*(item.name for item in fields(SamplingParams) if item.name not in _REAL))
+_OLD = ("max_tokens", "top_k", "seed", "stop", "logprobs")  # an order that digests depend on
+_others = attrgetter(*_OLD)
+_NEW = tuple(item.name for item in fields(SamplingParams) if item.name not in (*_REAL, *_OLD))
+_new = attrgetter(*_NEW)
+_ASKED = ("prompt_tokens", "constraint", "tool_choice", "parallel_tool_calls", "reasoning_effort")
+_asked = attrgetter(*_ASKED)
+_NEW_REAL = ("presence_penalty", "frequency_penalty")
 KEY_BYTES = 16
 
 
@@ -34,11 +41,29 @@ def request_digest(request: Request) -> bytes | None:
     """16 bytes that are equal only for equal requests. The ``custom_id`` does not count."""
     params = request.params
     reals = [None if value is None else float(value) for value in _reals(params)]
-    parts = [request.endpoint, request.messages, request.prompt, request.tools]
+    parts: list[Any] = [request.endpoint, request.messages, request.prompt, request.tools]
     if request.style != "raw":
         parts += [request.style, request.system]
+    parts += [request.chat_template_kwargs, reals, _others(params)]
+    if newer := _newer(request):  # only then, so that digests of older versions stay
+        parts.append(newer)
     try:
-        raw = _write_json([*parts, request.chat_template_kwargs, reals, _others(params)])
+        raw = _write_json(parts)
     except UnicodeEncodeError:  # half of a surrogate pair: rare, so compute it twice
         return None
     return hashlib.blake2b(raw, digest_size=KEY_BYTES).digest()
+
+
+def _newer(request: Request) -> dict[str, Any]:
+    """What rows of the first version could not ask for, by name.
+
+    ``repetition_penalty`` counts other tokens than in older versions, so their answers are others.
+    """
+    asked = zip(_ASKED, _asked(request), strict=True)
+    found = {name: value for name, value in asked if value is not None}
+    params = zip(_NEW, _new(request.params), strict=True)
+    found |= {name: value for name, value in params if value is not None and value != ()}
+    found |= {name: float(found[name]) for name in _NEW_REAL if name in found}
+    if request.params.repetition_penalty is not None:
+        found["repetition"] = "all tokens"
+    return found

@@ -20,6 +20,15 @@ from isal import isal_zlib
 
 from batchkv_producer.errors import WireError
 from batchkv_producer.wire.cache_note import CacheNote
+from batchkv_producer.wire.choice import (
+    Choice,
+    ToolCall,
+    packed_choice,
+    unpacked_choice,
+    unpacked_ids,
+)
+from batchkv_producer.wire.choice import TokenLogprob as TokenLogprob
+from batchkv_producer.wire.constraint import Constraint, unpacked_constraint
 from batchkv_producer.wire.error_codes import ErrorCode as ErrorCode
 from batchkv_producer.wire.inflating import inflate
 from batchkv_producer.wire.params import SamplingParams as SamplingParams
@@ -30,6 +39,11 @@ FUNCTION_NAME = "batchkv.generate"
 MAX_JOB_BYTES = 64 * 2**20  # decompressed; the reader accepts less in a line
 MAX_RESULT_BYTES = 64 * 2**20
 MAX_CUSTOM_ID_CHARS = 1024
+MAX_PROMPT_TOKENS = 2**20  # of a prompt that is given as token ids
+MAX_TOKEN_ID = 2**24 - 1  # ``canonical`` writes a token in three bytes
+MAX_FUNCTION_CHARS = 256
+MAX_EFFORT_CHARS = 64
+FUNCTION = "function:"  # begins a ``tool_choice`` that names a function
 
 Endpoint = Literal["chat", "completion"]
 Outcome = Literal["ok", "failed", "canceled"]
@@ -44,10 +58,15 @@ def default_custom_id(line: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One validated row: exactly one of ``messages`` (chat) and ``prompt`` (completion) is set.
+    """One validated row: exactly one of ``messages``, ``prompt`` and ``prompt_tokens`` is set.
 
-    A prompt of style ``auto`` becomes a user message after ``system``, if the model has a chat
-    template (``prompting``). A prompt of style ``raw`` is sent unchanged.
+    Chat rows have messages. A completion has a prompt, as a text or as token ids. A prompt of style
+    ``auto`` becomes a user message after ``system``, if the model has a chat template
+    (``prompting``). A prompt of style ``raw`` is sent unchanged.
+
+    ``constraint`` is for the answer's text. ``tool_choice`` is "none", "required" or
+    "function:NAME"; None lets the model choose. ``parallel_tool_calls`` is None or False.
+    ``reasoning_effort`` is a word for the chat template.
     """
 
     custom_id: str
@@ -59,24 +78,25 @@ class Request:
     params: SamplingParams = NO_PARAMS
     style: Style = "raw"
     system: str | None = None
+    prompt_tokens: list[int] | None = None
+    constraint: Constraint | None = None
+    tool_choice: str | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one row. ``cached`` is the part of ``prompt`` that was not computed."""
+    """Token counts of one row.
+
+    ``cached`` is the part of ``prompt`` that was not computed, and ``reasoning`` the part of
+    ``completion`` that is no answer. ``completion`` sums all choices; ``prompt`` counts once.
+    """
 
     prompt: int = 0
     completion: int = 0
     cached: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Log-probability (natural) of one generated token and of its likeliest alternatives."""
-
-    token: str
-    logprob: float
-    top: tuple[tuple[str, float], ...] = ()
+    reasoning: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +106,10 @@ class Result:
     ``created`` is seconds since 1970 and ``busy_ms`` the wall time from admission to the end.
     ``note`` reports the hits in the shared cache, if the worker has one. ``fingerprint`` and
     ``scheme`` are those of the worker (``maker``); empty from workers of the first version.
+
+    ``text`` to ``logprobs``, ``reasoning``, ``tool_calls`` and ``token_ids`` are of the first
+    choice, and ``more`` has the others. ``choices`` has all. ``prompt_token_ids`` and ``token_ids``
+    are None unless the row asked for them.
     """
 
     custom_id: str
@@ -103,21 +127,47 @@ class Result:
     note: CacheNote | None = None
     fingerprint: str = ""
     scheme: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    token_ids: tuple[int, ...] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    more: tuple[Choice, ...] = ()
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """All choices in order. A row that did not ask for several has one."""
+        return (self._first(), *self.more)
+
+    def _first(self) -> Choice:
+        return Choice(
+            self.text,
+            self.finish_reason,
+            self.logprobs,
+            self.reasoning,
+            self.tool_calls,
+            self.token_ids,
+        )
 
 
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _write_json = msgspec.json.Encoder().encode
 _PARAM_NAMES = tuple(item.name for item in fields(SamplingParams))
-_param_values, _NO_USAGE = attrgetter(*_PARAM_NAMES), Usage()
+_param_values = attrgetter(*_PARAM_NAMES)
+# In the order in which a payload has them; an order that changes would change stored bytes.
+_OPTIONAL = (
+    *("messages", "prompt", "tools", "prompt_tokens", "tool_choice"),
+    *("parallel_tool_calls", "reasoning_effort"),
+)
 
 
 def encode_job(request: Request) -> bytes:
     """The job's ``data``: a call in the form of RQ's JSON serializer, compressed."""
     payload: dict[str, Any] = {"custom_id": request.custom_id, "endpoint": request.endpoint}
-    rest = (("messages", request.messages), ("prompt", request.prompt), ("tools", request.tools))
-    for name, value in rest:
-        if value is not None:
+    for name in _OPTIONAL:
+        if (value := getattr(request, name)) is not None:
             payload[name] = value
+    if request.constraint is not None:
+        payload["constraint"] = request.constraint.packed()
     if request.style != "raw":
         payload["style"] = request.style
     if request.system is not None:
@@ -150,6 +200,7 @@ def decode_job(data: bytes) -> Request:
 def encode_result(result: Result) -> bytes:
     """A result as stored: msgpack, one-letter keys, compressed. WireError if it is too large."""
     usage = result.usage
+    counts = [usage.prompt, usage.completion, usage.cached]
     packed: dict[str, Any] = {
         "o": result.outcome,
         "c": result.custom_id,
@@ -157,7 +208,7 @@ def encode_result(result: Result) -> bytes:
         "m": result.model,
         "t": result.text,
         "f": result.finish_reason,
-        "u": [usage.prompt, usage.completion, usage.cached] if usage != _NO_USAGE else None,
+        "u": counts if any(counts) else None,
         "x": result.error,
         "w": result.worker,
         "a": result.created,
@@ -165,10 +216,13 @@ def encode_result(result: Result) -> bytes:
         "n": result.note.packed() if result.note is not None else None,
         "p": result.fingerprint,
         "s": result.scheme,
+        "h": usage.reasoning,
+        "d": [packed_choice(choice) for choice in result.more],
     }
-    if result.logprobs is not None:
-        packed["l"] = [(item.token, item.logprob, item.top) for item in result.logprobs]
-    kept = {key: value for key, value in packed.items() if value or key == "l"}
+    kept = {key: value for key, value in packed.items() if value}
+    kept |= packed_choice(result.choices[0])
+    if result.prompt_token_ids is not None:
+        kept["j"] = result.prompt_token_ids
     raw = msgpack.packb(kept, unicode_errors="surrogatepass")
     if len(raw) > MAX_RESULT_BYTES:
         raise WireError(f"the result is larger than {MAX_RESULT_BYTES} bytes")
@@ -221,7 +275,18 @@ def _request(payload: Any) -> Request:
         params=read_params(_typed(payload, "params", dict, {})),
         style=_typed(payload, "style", str, "raw"),
         system=_typed(payload, "system", str, None),
+        prompt_tokens=_typed(payload, "prompt_tokens", list, None),
+        constraint=_constraint(payload),
+        tool_choice=_typed(payload, "tool_choice", str, None),
+        parallel_tool_calls=_typed(payload, "parallel_tool_calls", bool, None),
+        reasoning_effort=_typed(payload, "reasoning_effort", str, None),
     )
+    _check(request)
+    return request
+
+
+def _check(request: Request) -> None:
+    """What a payload of the right types may still have wrong. Raises WireError."""
     if len(request.custom_id) > MAX_CUSTOM_ID_CHARS:  # the row's result stores it, too
         raise WireError("job payload: custom_id is too long")
     if request.endpoint not in ("chat", "completion"):
@@ -229,9 +294,39 @@ def _request(payload: Any) -> Request:
     is_styled = request.style == "auto" and request.prompt is not None
     if not is_styled and (request.style != "raw" or request.system is not None):
         raise WireError("job payload has a style or a system message that it cannot have")
-    if (request.messages is None) == (request.prompt is None):
+    if sum(each is not None for each in _prompts(request)) != 1:
         raise WireError("job payload needs either messages or a prompt")
-    return request
+    if request.prompt_tokens is not None:
+        _check_tokens(request.prompt_tokens)
+    if request.tool_choice is not None and not is_tool_choice(request.tool_choice):
+        raise WireError("job payload names an unknown tool_choice")
+    if request.parallel_tool_calls:
+        raise WireError("job payload: parallel_tool_calls has a value that is never written")
+    if len(request.reasoning_effort or "") > MAX_EFFORT_CHARS:
+        raise WireError("job payload: reasoning_effort is too long")
+
+
+def _prompts(request: Request) -> tuple[Any, ...]:
+    return request.messages, request.prompt, request.prompt_tokens
+
+
+def _check_tokens(tokens: list[int]) -> None:
+    if not 1 <= len(tokens) <= MAX_PROMPT_TOKENS:
+        raise WireError(f"job payload: prompt_tokens must be 1 to {MAX_PROMPT_TOKENS} token ids")
+    if not all(type(token) is int and 0 <= token <= MAX_TOKEN_ID for token in tokens):
+        raise WireError(f"job payload: a token id is not a whole number of 0 to {MAX_TOKEN_ID}")
+
+
+def is_tool_choice(text: str) -> bool:
+    """Whether this is a valid ``tool_choice`` of a request."""
+    if text in ("none", "required"):
+        return True
+    return text.startswith(FUNCTION) and 0 < len(text) - len(FUNCTION) <= MAX_FUNCTION_CHARS
+
+
+def _constraint(payload: dict[str, Any]) -> Constraint | None:
+    packed = _typed(payload, "constraint", dict, None)
+    return None if packed is None else unpacked_constraint(packed)
 
 
 def _typed(payload: dict[str, Any], name: str, kind: type, default: Any = _REQUIRED) -> Any:
@@ -246,27 +341,29 @@ def _result(packed: dict[str, Any]) -> Result:
         raise ValueError("unknown outcome")
     if packed.get("e") not in ("chat", "completion"):
         raise ValueError("unknown endpoint")
-    logprobs = packed.get("l")
-    error = packed.get("x")
+    error, prompt = packed.get("x"), packed.get("j")
+    first = unpacked_choice(packed)
+    counts = [index(count) for count in packed.get("u") or ()]
+    prompt_tokens, completion, cached = counts if counts else (0, 0, 0)
     return Result(
         custom_id=str(packed.get("c", "")),
         endpoint=packed["e"],
         outcome=packed["o"],
         model=str(packed.get("m", "")),
-        text=str(packed.get("t", "")),
-        finish_reason=str(packed.get("f", "")),
-        usage=Usage(*(index(count) for count in packed.get("u") or ())),
+        text=first.text,
+        finish_reason=first.finish_reason,
+        usage=Usage(prompt_tokens, completion, cached, index(packed.get("h", 0))),
         error=(str(error[0]), str(error[1])) if error else None,
-        logprobs=None if logprobs is None else tuple(_token_logprob(item) for item in logprobs),
+        logprobs=first.logprobs,
         worker=str(packed.get("w", "")),
         created=index(packed.get("a", 0)),
         busy_ms=index(packed.get("b", 0)),
         note=CacheNote.unpacked(packed["n"]) if "n" in packed else None,
         fingerprint=str(packed.get("p", "")),
         scheme=str(packed.get("s", "")),
+        reasoning=first.reasoning,
+        tool_calls=first.tool_calls,
+        token_ids=first.token_ids,
+        prompt_token_ids=None if prompt is None else unpacked_ids(prompt),
+        more=tuple(unpacked_choice(choice) for choice in packed.get("d") or ()),
     )
-
-
-def _token_logprob(item: Any) -> TokenLogprob:
-    token, logprob, top = item
-    return TokenLogprob(str(token), float(logprob), tuple((str(t), float(p)) for t, p in top))

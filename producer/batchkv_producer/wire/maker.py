@@ -11,13 +11,46 @@ too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
+from operator import attrgetter
 
-from batchkv_producer.wire.job import Request
+from batchkv_producer.wire.job import Request, SamplingParams
 
-# Abilities that a row may need and that workers of the first version lack.
+GRAMMAR = "grammar"  # the one ability that depends on what is installed: llguidance
+
+# Parameters that every version reads. ``repetition_penalty`` counted other tokens before "fields".
+_OLD_PARAMS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logprobs")
+_OTHER_PARAMS = ("thinking_budget",)  # another ability
+_new_params = attrgetter(
+    *(
+        item.name
+        for item in fields(SamplingParams)
+        if item.name not in (*_OLD_PARAMS, *_OTHER_PARAMS)
+    )
+)
+
+
+def _needs_fields(request: Request) -> bool:
+    if request.prompt_tokens is not None:
+        return True
+    return any(value is not None and value != () for value in _new_params(request.params))
+
+
+def _needs_grammar(request: Request) -> bool:
+    return request.constraint is not None or request.tool_choice not in (None, "none")
+
+
+def _needs_thinking(request: Request) -> bool:
+    return request.params.thinking_budget is not None or request.reasoning_effort is not None
+
+
+# Abilities that a row may need and that workers of older versions lack.
 _NEEDS: tuple[tuple[str, Callable[[Request], bool]], ...] = (
     ("style", lambda request: request.style != "raw"),  # a plain prompt for the chat template
+    ("fields", _needs_fields),  # the smaller parameters, several choices, prompts as token ids
+    (GRAMMAR, _needs_grammar),  # a constraint, also that of a tool call that has to be made
+    ("tools", lambda request: request.tools is not None),  # calls are parsed from the answer
+    ("thinking", _needs_thinking),
 )
 ABILITIES = tuple(name for name, _ in _NEEDS)
 

@@ -202,6 +202,11 @@ class InFlight:
             note=event.note,
             fingerprint=self.maker.fingerprint,
             scheme=self.maker.scheme,
+            reasoning=event.reasoning,
+            tool_calls=event.tool_calls,
+            token_ids=None if event.prompt_token_ids is None else event.token_ids,
+            prompt_token_ids=event.prompt_token_ids,
+            more=event.more,
         )
         try:
             blob = encode_result(result)
@@ -218,7 +223,7 @@ class InFlight:
             cached_tokens=usage.cached,
             busy_ms=busy_ms,
             saved_ms=event.saved_ms,
-            is_cut=event.finish_reason == "length",
+            is_cut=any(choice.finish_reason == "length" for choice in result.choices),
         )
 
     def expire(self, now: float) -> list[JobResult]:

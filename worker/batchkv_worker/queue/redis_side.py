@@ -16,6 +16,7 @@ from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.maker import NOBODY, Maker
 from batchkv_producer.wire.suspects import is_suspect
 from batchkv_producer.wire.transitions import JobLease, JobResult, Run, Transitions, iso_now
+from batchkv_worker.queue.abilities import own_abilities
 from batchkv_worker.queue.maintenance import Maintenance
 from batchkv_worker.settings import WorkerSettings
 from batchkv_worker.trace import IDLE, MAIN, REDIS
@@ -114,6 +115,7 @@ class RedisSide:
             knows_suspects=True,
             may_be_apart=may_be_apart,
             maker=self.maker,
+            abilities=own_abilities(),
         )
         self._is_unanswered = False
         return run

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-from batchkv_producer.wire.maker import ABILITIES
 from batchkv_worker.engine.thread import EngineThread
 from batchkv_worker.events import Completed
+from batchkv_worker.queue.abilities import own_abilities
 from batchkv_worker.queue.in_flight import InFlight
 from batchkv_worker.queue.timers import Timer
 from batchkv_worker.settings import WorkerSettings
@@ -40,7 +40,7 @@ def own_version() -> str:
 
 def constant_fields() -> dict[str, str]:
     """Fields of the record that never change. Older versions have none of them."""
-    return {"bkv_version": own_version(), "bkv_abilities": " ".join(ABILITIES)}
+    return {"bkv_version": own_version(), "bkv_abilities": " ".join(own_abilities())}
 
 
 class LastMinute:

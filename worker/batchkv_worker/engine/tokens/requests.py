@@ -15,7 +15,7 @@ from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_producer.agreed import DEFAULT_MAX_TOKENS
 from batchkv_producer.intake.checks import RowFault, check_stop
 from batchkv_producer.intake.messages import check_messages, check_template_variables, check_tools
-from batchkv_producer.order.canonical import canonical_text
+from batchkv_producer.order.canonical import canonical_text, num_shared_tokens
 from batchkv_producer.wire.job import ErrorCode, Request, SamplingParams
 from batchkv_worker.engine.schedule.memory import Memory
 from batchkv_worker.engine.tokens.text_limits import (
@@ -40,6 +40,11 @@ _RANGES: dict[str, tuple[float, float]] = {
     "min_p": (0, 1),
     "repetition_penalty": (0.01, 100),
     "logprobs": (0, 20),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "min_tokens": (0, 2**31 - 1),
+    "thinking_budget": (0, 2**31 - 1),
+    "n": (2, 128),
 }
 
 
@@ -58,7 +63,8 @@ def prepare(work: Work, loaded: LoadedModel, *, counts_shared: bool = False) -> 
     if not prompt:
         raise RowRefused(ErrorCode.INVALID_REQUEST, "the prompt has no tokens")
     if max(prompt) >= loaded.vocabulary or min(prompt) < 0:
-        message = f"the tokenizer gave a token that the model's {loaded.vocabulary} rows lack"
+        source = "the tokenizer gave" if request.prompt_tokens is None else "the prompt has"
+        message = f"{source} a token that the model's {loaded.vocabulary} rows lack"
         raise RowRefused(ErrorCode.INVALID_REQUEST, message)
     generation = _generation(work, len(prompt), loaded)
     detokenizer = loaded.tokenizer.detokenizer if generation.stop else None
@@ -74,6 +80,8 @@ def _num_common(work: Work, num_prompt: int, tokenizer: Any) -> int | None:
     """
     if work.shared_bytes is None or num_prompt <= BLOCK_TOKENS:
         return work.shared_bytes and num_prompt
+    if work.request.prompt_tokens is not None:
+        return min(num_prompt, num_shared_tokens(work.shared_bytes))
     raw = canonical_text(work.request).encode("utf-8", "surrogatepass")
     rest = raw[work.shared_bytes :].decode("utf-8", "ignore")
     if not is_within(rest, tokenizer, num_prompt):
@@ -118,6 +126,8 @@ def _checked(request: Request) -> Request:
 
 def _tokens(request: Request, loaded: LoadedModel, *, is_long: bool) -> list[int]:
     tokenizer = loaded.tokenizer
+    if request.prompt_tokens is not None:
+        return request.prompt_tokens
     if request.prompt is not None and request.style == "auto":
         request = _styled(request, has_template=bool(tokenizer.has_chat_template))
     if request.prompt is not None:
