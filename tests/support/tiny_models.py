@@ -42,7 +42,7 @@ class NumberTokenizer:
     def __len__(self) -> int:
         return VOCABULARY
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [int(word) for word in text.split()]
 
     def decode(self, tokens: list[int]) -> str:

@@ -46,10 +46,22 @@ class Generation:
     return_token_ids: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()  # sorted by token
     bad_words: tuple[tuple[int, ...], ...] = ()  # tokens of each
+    late_tokens: frozenset[int] = frozenset()  # end tokens, barred before ``min_tokens``
+    hidden_tokens: frozenset[int] = frozenset()  # without text: see ``skip_special_tokens``
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < SMALLEST_TEMPERATURE
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether it matters how often each token was generated."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def is_penalized(self) -> bool:
+        """Whether a token's logit depends on the tokens before."""
+        return self.repetition_penalty != 1 or self.is_counted
 
     @property
     def has_filter(self) -> bool:
@@ -135,6 +147,9 @@ class Sequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     detokenizer: Any = None  # only for rows with stop strings
     guide: Guide | None = None  # has taken ``generated``; says which tokens may follow
+    token_counts: Any = None  # of the sampler, for penalties
+    biases: Any = None  # of the sampler, for what is added to logits
+    num_exempt_chars: int = 0  # of its text: a stop string must end after them (``min_tokens``)
     finish_reason: str = ""
     num_resumed: int = 0
     num_shared: int = 0  # tokens in a shared prefix when it was preempted
@@ -263,10 +278,3 @@ class Sequence:
         """It ends, or is no longer needed: "stop", "length", "canceled" or "error"."""
         self.status = Status.ENDED
         self.finish_reason = finish_reason
-
-    def last_tokens(self, count: int) -> list[int]:
-        """The last ``count`` tokens before the one being fed; short rows repeat their first."""
-        is_read = len(self.generated) == self.num_dispatched  # the one being fed, too
-        known = self.prompt[-count - 1 :] + self.generated[-count - 1 :] if count else []
-        known = (known[:-1] if is_read else known)[-count:] if count else []
-        return [known[0]] * (count - len(known)) + known if known else [self.prompt[0]] * count

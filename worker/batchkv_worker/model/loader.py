@@ -41,10 +41,11 @@ class LoadedModel:
 
     ``context``: the most tokens of prompt and answer together. ``weight_bytes``: of its parameters.
     ``defaults``: the sampling values of its ``generation_config.json``. ``vocabulary``: the number
-    of token ids with a row in the embedding. ``config``: its ``config.json``. ``adapter``: the name
-    of an adapter in its weights; both are part of the cache's identity. ``fingerprint``: of the
-    loaded files. ``named``: of the files that the name meant on this machine then. ``weight_files``
-    tells places and times of the weights' files from others. "" is unknown.
+    of token ids with a row in the embedding. ``special_tokens``: ids that texts leave out.
+    ``config``: its ``config.json``. ``adapter``: the name of an adapter in its weights; both are
+    part of the cache's identity. ``fingerprint``: of the loaded files. ``named``: of the files that
+    the name meant on this machine then. ``weight_files`` tells places and times of the weights'
+    files from others. "" is unknown.
     """
 
     name: str
@@ -56,6 +57,7 @@ class LoadedModel:
     weight_bytes: int
     defaults: dict[str, Any]
     vocabulary: int = 2**31 - 1
+    special_tokens: frozenset[int] = frozenset()
     config: dict[str, Any] = field(default_factory=dict)
     adapter: str = ""
     fingerprint: str = ""
@@ -121,6 +123,7 @@ def load(name: str, dtype: str = "auto", *, is_careful: bool = False) -> LoadedM
         weight_bytes=sum(array.nbytes for array in weights),
         defaults=_generation_defaults(path),
         vocabulary=_vocabulary(name, model),
+        special_tokens=_special_tokens(tokenizer),
         config=config,
         fingerprint=before,
         named=named,
@@ -242,6 +245,13 @@ def _vocabulary(name: str, model: Any) -> int:
         return int(model(mx.array([[0]])).shape[-1])
     except Exception as fault:  # model code may raise anything
         raise ModelError(f"model {name!r} cannot be run: {_first(fault)}") from fault
+
+
+def _special_tokens(tokenizer: Any) -> frozenset[int]:
+    """Ids without text: those that the tokenizer's own ``decode`` can leave out."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    found = {token for token, facts in added.items() if facts.special}
+    return frozenset(found.union(getattr(tokenizer, "all_special_ids", ())))
 
 
 def _context(config: dict[str, Any]) -> int:

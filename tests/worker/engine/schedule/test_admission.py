@@ -42,9 +42,18 @@ def generation(index: int, count: int) -> Generation:
     """Greedy, sampled, and sampled with everything that looks back at what was generated."""
     if index % 3 == 0:
         return Generation(count, temperature=0.0, logprobs=2)
-    penalty = 1.3 if index % 3 == 2 else 1.0
+    looks_back: dict[str, Any] = {
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.8,
+        "bad_words": ((1, 2, 3), (4, 5), (6,)),
+        "logit_bias": tuple((token, 3.0) for token in range(8)),
+    }
     return Generation(
-        count, temperature=0.8, top_p=0.9, seed=7 + index, repetition_penalty=penalty, logprobs=1
+        *(count, 0.8, 0.9),
+        seed=7 + index,
+        logprobs=1,
+        **(looks_back if index % 3 == 2 else {}),
     )
 
 
@@ -115,22 +124,6 @@ def test_rows_that_leave_and_come_back(family: str, scheme: str, num_parked: int
         for got_one, other in zip(mine.logprobs or (), event.logprobs or (), strict=True):
             assert got_one.token == other.token
             assert got_one.logprob == pytest.approx(other.logprob, abs=0.01)
-
-
-def test_penalties_look_at_the_tokens_before_the_one_being_fed() -> None:
-    """Also for a row that has come back, whose newest token is known already."""
-    row = Sequence("x", [1, 2, 3], Generation(9))
-    assert row.last_tokens(2) == [1, 2]
-    row.start_prefill(frozenset())
-    row.enter_slot(0)
-    for _ in range(3):
-        row.start_step()
-    row.generated = [4, 5]  # the third is being computed
-    assert row.last_tokens(4) == [2, 3, 4, 5]
-    row.preempt()
-    assert (row.num_dispatched, row.num_prefill, row.tokens(1, 5)) == (2, 4, [2, 3, 4, 5])
-    assert row.last_tokens(4) == [1, 2, 3, 4]
-    assert row.last_tokens(6) == [1, 1, 1, 2, 3, 4]
 
 
 def test_a_row_that_waits_to_come_back_may_be_cancelled() -> None:

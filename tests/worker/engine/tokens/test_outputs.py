@@ -38,7 +38,7 @@ class Detokenizer:
 class Tokenizer:
     """A tokenizer of a few tokens; 0 ends a row."""
 
-    pieces: ClassVar = {
+    known: ClassVar = {
         1: b"Paris",
         2: b" is",
         3: b" big",
@@ -49,6 +49,9 @@ class Tokenizer:
     }
     eos_token_ids = frozenset({END})
 
+    def __init__(self, pieces: dict[int, bytes] | None = None) -> None:
+        self.pieces = pieces or self.known
+
     @property
     def detokenizer(self) -> Detokenizer:
         return Detokenizer(self.pieces)
@@ -57,9 +60,11 @@ class Tokenizer:
         return b"".join(self.pieces.get(token, b"?") for token in tokens).decode("utf-8", "replace")
 
 
-def generate(*tokens: int, **params: Any) -> tuple[Sequence, Completed]:
+def generate(
+    *tokens: int, pieces: dict[int, bytes] | None = None, **params: Any
+) -> tuple[Sequence, Completed]:
     """Give a row these tokens one by one; only the last may end it."""
-    tokenizer = Tokenizer()
+    tokenizer = Tokenizer(pieces)
     row = Sequence("x", [1, 2], Generation(**({"max_tokens": 10} | params)))
     if row.generation.stop:
         row.detokenizer = tokenizer.detokenizer
@@ -119,13 +124,89 @@ def test_a_character_over_two_tokens_is_whole() -> None:
     assert (event.text, event.finish_reason) == ("Paris", "stop")
 
 
+def test_stop_tokens_end_a_row() -> None:
+    """Their text is not in the answer, unless the row wants what stopped it. They count."""
+    _, event = generate(1, 2, 3, stop_token_ids=frozenset({3, 7}))
+    assert (event.text, event.finish_reason) == ("Paris is", "stop")
+    assert event.usage.completion == 3 and event.token_ids == (1, 2, 3)
+    _, event = generate(1, 2, 3, stop_token_ids=frozenset({3}), include_stop=True)
+    assert (event.text, event.finish_reason) == ("Paris is big", "stop")
+    _, event = generate(1, 2, 3, stop_token_ids=frozenset({3}), include_stop=True, stop=("z",))
+    assert (event.text, event.finish_reason) == ("Paris is big", "stop")
+
+
+def test_an_end_token_may_be_like_any_other() -> None:
+    """With ignore_eos a row goes on after it; as the last token it is not cut off."""
+    shown = {END: b"<end>", **Tokenizer.known}
+    for tokens, text in (((1, END, 3), "Paris<end> big"), ((1, 2, END), "Paris is<end>")):
+        _, event = generate(*tokens, pieces=shown, max_tokens=3, ignore_eos=True)
+        assert (event.text, event.finish_reason) == (text, "length")
+    _, event = generate(1, END, pieces=shown, include_stop=True)
+    assert (event.text, event.finish_reason) == ("Paris<end>", "stop")
+    _, event = generate(1, END, 4, stop_token_ids=frozenset({4}), ignore_eos=True)
+    assert (event.text, event.finish_reason) == ("Paris", "stop")
+
+
+def test_special_tokens_have_no_text() -> None:
+    """Wherever they are, and no stop string is found in them or over them."""
+    hidden: dict[str, Any] = {"hidden_tokens": frozenset({4}), "max_tokens": 4}
+    _, event = generate(1, 4, 5, 4, **hidden)
+    assert (event.text, event.finish_reason) == ("ParisOP", "length")
+    _, event = generate(1, 4, 5, 4, **hidden, stop=("STOP",))
+    assert (event.text, event.finish_reason) == ("ParisOP", "length")
+    _, event = generate(1, 4, 5, **hidden, stop=("sOP",))
+    assert (event.text, event.finish_reason) == ("Pari", "stop")
+    _, event = generate(1, 4, **hidden, stop_token_ids=frozenset({4}), include_stop=True)
+    assert event.text == "Paris"
+
+
+def test_the_stop_string_may_stay() -> None:
+    """The text ends after it, also where more follows in its token; the first to begin counts."""
+    for tokens, stop, text in (
+        ((1, 2, 4, 5), ("STOP",), "Paris isSTOP"),
+        ((1,), ("ar",), "Par"),
+        ((1, 2, 3), (" big", " is b"), "Paris is b"),
+    ):
+        _, event = generate(*tokens, stop=stop, include_stop=True)
+        assert (event.text, event.finish_reason) == (text, "stop")
+    _, event = generate(1, 6, END, stop=("\ufffd",), include_stop=True)
+    assert (event.text, event.finish_reason) == ("Paris\ufffd", "stop")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "min_tokens", "text", "reason"),
+    [
+        ((1, 4, 5, 3, 3), 3, "ParisSTOP big big", "length"),  # ends within the first tokens
+        ((1, 2, 4, 5), 3, "Paris is", "stop"),  # begins there, and ends after
+        ((4, 5, 1, 4, 5), 2, "STOPParis", "stop"),  # the first is passed over, the second is not
+        ((4, 5), 2, "STOP", "length"),
+        ((4, 5, END), 2, "STOP", "stop"),
+        ((4, 6, 7, 4, 5), 2, "STé", "stop"),  # a character over the boundary is whole after it
+    ],
+)
+def test_stop_strings_wait_for_the_fewest_tokens(
+    tokens: tuple[int, ...], min_tokens: int, text: str, reason: str
+) -> None:
+    """A stop string that ends in the text of the first ``min_tokens`` does not end the row."""
+    _, event = generate(*tokens, stop=("STOP",), min_tokens=min_tokens, max_tokens=len(tokens))
+    assert (event.text, event.finish_reason) == (text, reason)
+
+
+def test_token_ids_are_reported_to_rows_that_ask() -> None:
+    """The prompt's are set for these rows alone: the result stores none for others."""
+    _, event = generate(1, END)
+    assert event.prompt_token_ids is None
+    _, event = generate(1, END, return_token_ids=True)
+    assert (event.prompt_token_ids, event.token_ids) == ((1, 2), (1, END))
+
+
 def test_a_text_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token costs one search of the text, also the token that completes a stop string."""
     searched, find = list[str](), outputs._find_stop
 
-    def counted(text: str, stops: tuple[str, ...]) -> int | None:
+    def counted(text: str, row: Sequence) -> int | None:
         searched.append(text)
-        return find(text, stops)
+        return find(text, row)
 
     monkeypatch.setattr(outputs, "_find_stop", counted)
     generate(1, 2, 4, 5, stop=("STOP",))

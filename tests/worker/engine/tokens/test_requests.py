@@ -61,12 +61,78 @@ def refused(work: Work, loaded: LoadedModel) -> RowRefused:
         {"logprobs": 10**30},
         {"logprobs": -3},
         {"top_p": 1.5},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": float("nan")},
+        {"min_tokens": -1},
+        {"min_tokens": 6, "max_tokens": 5},
+        {"stop_token_ids": (4096,)},
+        {"stop_token_ids": (-1,)},
+        {"stop_token_ids": (1,) * 1025},
+        {"logit_bias": ((4096, 1.0),)},
+        {"logit_bias": ((2**63, 1.0),)},
+        {"logit_bias": ((1, 100.5),)},
+        {"logit_bias": ((1, float("nan")),)},
+        {"logit_bias": tuple((token, 1.0) for token in range(1025))},
+        {"bad_words": ("word",) * 1025},
     ],
 )
 def test_numbers_out_of_range_end_their_row(params: dict[str, Any], demo: LoadedModel) -> None:
     """The producer checks ranges; the worker refuses wrong ones that another program wrote."""
     fault = refused(completion(**params), demo)
     assert fault.code == "invalid_request" and next(iter(params)) in str(fault)
+
+
+@pytest.mark.parametrize("words", [("",), ("fine", "w" * 257), (" ",)])
+def test_bad_words_that_cannot_be_barred_end_their_row(
+    words: tuple[str, ...], demo: LoadedModel
+) -> None:
+    """Empty, too long, or without a token of its own."""
+    fault = refused(completion(bad_words=words), demo)
+    assert fault.code == "invalid_request" and "bad word" in str(fault)
+
+
+def test_ids_at_the_edges_of_the_vocabulary_are_accepted(demo: LoadedModel) -> None:
+    """0 and the last one, in every field that has token ids; the next one is refused by name."""
+    last = demo.vocabulary - 1
+    edges: dict[str, Any] = {"stop_token_ids": (0, last), "logit_bias": ((0, -100.0), (last, 100))}
+    request = Request("c", "completion", prompt_tokens=[last, 0], params=SamplingParams(**edges))
+    row = prepare(Work("b-1", request), demo)
+    assert row.prompt == [last, 0] and row.generation.stop_token_ids == {0, last}
+    fault = refused(Work("b-1", replace(request, prompt_tokens=[0, last + 1])), demo)
+    assert "the prompt has the token id 4096; this model has ids from 0 to 4095" in str(fault)
+
+
+def test_fields_reach_the_engine(demo: LoadedModel) -> None:
+    """Each field that a row gives, with the model's end tokens and special tokens filled in."""
+    end = min(demo.tokenizer.eos_token_ids)
+    asked: dict[str, Any] = {
+        **{"presence_penalty": 1.5, "frequency_penalty": -1.0, "min_tokens": 3, "ignore_eos": True},
+        **{"include_stop": True, "return_token_ids": True, "logit_bias": ((7, 2.5),)},
+    }
+    generation = prepare(completion(**asked, stop_token_ids=(9, 9)), demo).generation
+    assert {name: getattr(generation, name) for name in asked} == asked
+    assert generation.stop_token_ids == {9} and generation.late_tokens == {9, end}
+    assert generation.hidden_tokens == demo.special_tokens >= {end}
+    assert not prepare(completion(skip_special_tokens=False), demo).generation.hidden_tokens
+    plain = prepare(completion(), demo).generation
+    assert not plain.late_tokens and not plain.is_penalized and plain.bad_words == ()
+
+
+def test_bad_words_are_barred_at_the_beginning_and_after_a_blank() -> None:
+    """Both forms, where they differ in the first token and are as long, as vLLM does it."""
+
+    class Spaced(tiny_models.NumberTokenizer):
+        """A letter is a token; one after a blank is another, but for "x", which has two then."""
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            if text.startswith(" x"):
+                return [95, *map(ord, text[1:])]
+            first, *others = map(ord, text.strip())
+            return [first + 100 * text.startswith(" "), *others]
+
+    odd = tiny_models.loaded(tiny_models.build("llama"), tokenizer=Spaced())
+    generation = prepare(completion("1", bad_words=("ab", " ab", "c", "xy")), odd).generation
+    assert generation.bad_words == ((97, 98), (197, 98), (99,), (199,), (120, 121))
 
 
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f"}}]])

@@ -1,13 +1,15 @@
-"""Sampling: one call for all rows, the same choice as mlx-lm's samplers and processors."""
+"""Sampling: one call for all rows, the same choice as mlx-lm's samplers."""
 
 from __future__ import annotations
 
+import io
+import re
 from collections import Counter
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_repetition_penalty
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from batchkv_worker.engine.tokens import sampling
 from batchkv_worker.engine.tokens.sampling import sample, uniform
@@ -117,22 +119,39 @@ def test_neighbours_do_not_change_how_a_row_draws() -> None:
         assert alone.tokens.item() == tokens[index]
 
 
-def test_repetition_penalty_is_mlx_lms() -> None:
-    """Penalized logits choose what mlx-lm's processor would, the token in flight included."""
+def test_log_probabilities_are_the_models_own() -> None:
+    """Neither biases nor penalties, filters or temperature change them; they only choose."""
     mx.random.seed(5)
-    logits = mx.random.normal((3, 40)) * 0.3
-    prompt = [3, 9, 9, 27, 14]
-    inputs = mx.array([int(i) for i in mx.argmax(logits, axis=-1).tolist()])
-    rows = [row(prompt, temperature=0.0, repetition_penalty=p) for p in (1.0, 1.8, 3.0)]
-    got = sample(logits, inputs, list(rows)).tokens.tolist()
-    for index, made in enumerate(rows):
-        history = [
-            *prompt[:-1],
-            inputs[index].item(),
-        ]  # the first step is fed the last of the prompt
-        process = make_repetition_penalty(made.generation.repetition_penalty, 20)
-        expected = mx.argmax(process(history, mx.array(logits[index : index + 1])), axis=-1)
-        assert got[index] == expected.item()
+    logits = mx.random.normal((2, 40))
+    asked: dict[str, Any] = {"temperature": 0.0, "logprobs": 3}
+    changed = {"repetition_penalty": 3.0, "presence_penalty": 2.0, "logit_bias": ((7, 100.0),)}
+    rows = [row([3, 9], **asked), row([3, 9], **asked, **changed)]
+    found = sample(logits, mx.array([9, 9]), [*rows])
+    assert found.chosen is not None and found.top_tokens is not None
+    assert found.tokens.tolist() == [mx.argmax(logits[0]).item(), 7]
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    for index, token in enumerate(found.tokens.tolist()):
+        assert found.chosen[index].item() == pytest.approx(logprobs[index, token].item(), abs=1e-6)
+        best = mx.argsort(-logprobs[index])[:3].tolist()
+        assert found.top_tokens[index, :3].tolist() == best
+
+
+def test_rows_that_change_no_logits_cost_nothing() -> None:
+    """Their graph has the same operations whether the fields are at their defaults or used up."""
+
+    def drawn(**params: Any) -> str:
+        graph = io.StringIO()
+        made = row([3, 9], 5, temperature=0.7, top_p=0.9, logprobs=2, **params)
+        made.generated = [1, 2, 3, 4, 5]
+        sampled = sample(mx.zeros((1, 40)), mx.array([5]), [made])
+        mx.export_to_dot(graph, *sampled.arrays)
+        return re.sub(r"[0-9]{3,}", "", graph.getvalue())
+
+    plain = drawn()
+    is_over = drawn(min_tokens=5, late_tokens=frozenset({1}))
+    neutral = drawn(stop_token_ids=frozenset({8}), ignore_eos=True, hidden_tokens=frozenset({7}))
+    assert plain == is_over == neutral
+    assert plain != drawn(min_tokens=6, late_tokens=frozenset({1}))
 
 
 def test_streams_are_stable_and_distinct() -> None:

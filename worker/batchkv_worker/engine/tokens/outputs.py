@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -39,69 +39,101 @@ def read_back(sampled: Sampled) -> ReadBack:
 
 def take(row: Sequence, index: int, read: ReadBack, tokenizer: Any) -> Completed | None:
     """Give the row its token of a step. Returns its event if that was its last token."""
-    stop_start = _take_token(row, read.tokens[index], tokenizer.eos_token_ids)
+    cut = _take_token(row, read.tokens[index], tokenizer)
     if row.generation.logprobs is not None:
         row.logprobs.append(_logprob(row, index, read, tokenizer))
-    return _completed(row, tokenizer, stop_start) if row.is_ended else None
+    return _completed(row, tokenizer, cut) if row.is_ended else None
 
 
-def _take_token(row: Sequence, token: int, end_tokens: Collection[int]) -> int | None:
-    """Append a token, and end the row if it is the last. Returns where a stop string begins."""
+def text_of(tokens: Iterable[int], tokenizer: Any, hidden: Collection[int] = ()) -> str:
+    """The text of tokens, without those that are hidden."""
+    detokenizer = tokenizer.detokenizer
+    for token in tokens:
+        _add(detokenizer, token, hidden)
+    detokenizer.finalize()
+    return str(detokenizer.text)
+
+
+def _take_token(row: Sequence, token: int, tokenizer: Any) -> int | None:
+    """Append a token, and end the row if it is the last. Returns where a stop string cuts it."""
     row.generated.append(token)
-    if token in end_tokens:
+    if _is_end(row, token, tokenizer):
         row.end("stop")
         return None
-    stop_start = _add_and_find_stop(row, token)
-    if stop_start is not None:
+    cut = _add_and_find_stop(row, token, tokenizer)
+    if cut is not None:
         row.end("stop")
     elif len(row.generated) >= row.generation.max_tokens:
         row.end("length")
-    return stop_start
+    return cut
 
 
-def _add(detokenizer: Any, token: int) -> None:
+def _is_end(row: Sequence, token: int, tokenizer: Any) -> bool:
+    asked = row.generation
+    if token in asked.stop_token_ids:
+        return True
+    return not asked.ignore_eos and token in tokenizer.eos_token_ids
+
+
+def _add(detokenizer: Any, token: int, hidden: Collection[int]) -> None:
     """Add a token's text; ids in a padded vocabulary that the tokenizer lacks have none."""
-    with suppress(IndexError, KeyError, TypeError):
-        detokenizer.add_token(token)
+    if token not in hidden:
+        with suppress(IndexError, KeyError, TypeError):
+            detokenizer.add_token(token)
 
 
-def _add_and_find_stop(row: Sequence, token: int) -> int | None:
+def _add_and_find_stop(row: Sequence, token: int, tokenizer: Any) -> int | None:
     if row.detokenizer is None:
         return None
-    _add(row.detokenizer, token)
-    return _find_stop(row.detokenizer.text, row.generation.stop)
+    asked = row.generation
+    _add(row.detokenizer, token, asked.hidden_tokens)
+    if len(row.generated) > asked.min_tokens:
+        return _find_stop(row.detokenizer.text, row)
+    if len(row.generated) == asked.min_tokens:
+        text = text_of(row.generated, tokenizer, asked.hidden_tokens)
+        row.num_exempt_chars = len(text.rstrip("\ufffd"))  # without a character that is not whole
+    return None
 
 
-def _find_stop(text: str, stops: tuple[str, ...]) -> int | None:
-    """The start of the stop string that begins first, or None."""
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
-    return min(found, default=None)
+def _find_stop(text: str, row: Sequence) -> int | None:
+    """Where the stop string that begins first cuts the text; None if there is none.
+
+    The text ends before the stop string, or after it if the row asked for that.
+    """
+    found = []
+    for stop in row.generation.stop:
+        at = text.find(stop, max(0, row.num_exempt_chars - len(stop) + 1))
+        if at >= 0:
+            found.append((at, at + len(stop) if row.generation.include_stop else at))
+    return min(found)[1] if found else None
 
 
-def _completed(row: Sequence, tokenizer: Any, stop_start: int | None) -> Completed:
+def _completed(row: Sequence, tokenizer: Any, cut: int | None) -> Completed:
     text = _text(row, tokenizer)
-    if stop_start is None:  # the end of the text, which the detokenizer held back, may have one
-        stop_start = _find_stop(text, row.generation.stop)
+    if cut is None and len(row.generated) > row.generation.min_tokens:
+        cut = _find_stop(text, row)  # in the end of the text, which the detokenizer held back
     return Completed(
         job_id=row.job_id,
-        text=text if stop_start is None else text[:stop_start],
-        finish_reason=row.finish_reason if stop_start is None else "stop",
+        text=text if cut is None else text[:cut],
+        finish_reason=row.finish_reason if cut is None else "stop",
         usage=Usage(len(row.prompt), len(row.generated), row.num_cached),
         token_ids=tuple(row.generated),
         logprobs=tuple(row.logprobs) if row.generation.logprobs is not None else None,
+        prompt_token_ids=tuple(row.prompt) if row.generation.return_token_ids else None,
     )
 
 
 def _text(row: Sequence, tokenizer: Any) -> str:
-    """The text of the output, without its end token."""
-    detokenizer = row.detokenizer
-    if detokenizer is None:
-        detokenizer = tokenizer.detokenizer
-        has_end = row.generated[-1] in tokenizer.eos_token_ids
-        for token in row.generated[:-1] if has_end else row.generated:
-            _add(detokenizer, token)
-    detokenizer.finalize()
-    return str(detokenizer.text)
+    """The text of the output. Its end token is not part of it, unless the row asked for that."""
+    asked, last = row.generation, row.generated[-1]
+    is_left_out = _is_end(row, last, tokenizer) and not asked.include_stop
+    if row.detokenizer is None:
+        tokens = row.generated[:-1] if is_left_out else row.generated
+        return text_of(tokens, tokenizer, asked.hidden_tokens)
+    if _is_end(row, last, tokenizer) and asked.include_stop:
+        _add(row.detokenizer, last, asked.hidden_tokens)
+    row.detokenizer.finalize()
+    return str(row.detokenizer.text)
 
 
 def _logprob(row: Sequence, index: int, read: ReadBack, tokenizer: Any) -> TokenLogprob:

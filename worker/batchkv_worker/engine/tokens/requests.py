@@ -1,4 +1,4 @@
-"""From a request to a sequence: renders the chat template, tokenizes, fills in defaults.
+"""From a request to a sequence: renders the chat template and tokenizes.
 
 A fault in a row is found here and ends that row alone, with a code of ``job.ErrorCode``. The
 producer has made the same checks. Data that comes over Redis is checked again.
@@ -6,18 +6,17 @@ producer has made the same checks. Data that comes over Redis is checked again.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import replace
 from typing import Any
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
-from batchkv_producer.agreed import DEFAULT_MAX_TOKENS
 from batchkv_producer.intake.checks import RowFault, check_stop
 from batchkv_producer.intake.messages import check_messages, check_template_variables, check_tools
 from batchkv_producer.order.canonical import canonical_text, num_shared_tokens
-from batchkv_producer.wire.job import ErrorCode, Request, SamplingParams
+from batchkv_producer.wire.job import ErrorCode, Request
 from batchkv_worker.engine.schedule.memory import Memory
+from batchkv_worker.engine.tokens.generation import check_ids, check_params, generation_of
 from batchkv_worker.engine.tokens.text_limits import (
     SLICE_CHARS,
     RowRefused,
@@ -28,24 +27,9 @@ from batchkv_worker.engine.tokens.text_limits import (
 from batchkv_worker.events import Work
 from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.model.loader import LoadedModel
-from batchkv_worker.sequence import Generation, Sequence
+from batchkv_worker.sequence import Sequence
 
 SHARED_SLACK = 16  # tokens by which a text's count may differ alone and after its prefix
-
-_RANGES: dict[str, tuple[float, float]] = {
-    "max_tokens": (1, 2**31 - 1),
-    "temperature": (0, 100),
-    "top_p": (0, 1),
-    "top_k": (0, 2**31 - 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (0.01, 100),
-    "logprobs": (0, 20),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "min_tokens": (0, 2**31 - 1),
-    "thinking_budget": (0, 2**31 - 1),
-    "n": (2, 128),
-}
 
 
 def prepare(work: Work, loaded: LoadedModel, *, counts_shared: bool = False) -> Sequence:
@@ -53,8 +37,8 @@ def prepare(work: Work, loaded: LoadedModel, *, counts_shared: bool = False) -> 
 
     ``counts_shared``: whether to count how many of its tokens another row of its batch begins with.
     """
-    _check_ranges(work.request.params)
     asked = work.request
+    check_params(asked.params, loaded.vocabulary)
     num_chars = check_values(
         [asked.prompt, asked.system, asked.messages, asked.tools], loaded.context
     )
@@ -62,11 +46,12 @@ def prepare(work: Work, loaded: LoadedModel, *, counts_shared: bool = False) -> 
     prompt = _tokens(request, loaded, is_long=num_chars > SLICE_CHARS)
     if not prompt:
         raise RowRefused(ErrorCode.INVALID_REQUEST, "the prompt has no tokens")
+    if asked.prompt_tokens is not None:
+        check_ids("the prompt", prompt, loaded.vocabulary)
     if max(prompt) >= loaded.vocabulary or min(prompt) < 0:
-        source = "the tokenizer gave" if request.prompt_tokens is None else "the prompt has"
-        message = f"{source} a token that the model's {loaded.vocabulary} rows lack"
+        message = f"the tokenizer gave a token that the model's {loaded.vocabulary} rows lack"
         raise RowRefused(ErrorCode.INVALID_REQUEST, message)
-    generation = _generation(work, len(prompt), loaded)
+    generation = generation_of(work, len(prompt), loaded)
     detokenizer = loaded.tokenizer.detokenizer if generation.stop else None
     num_common = _num_common(work, len(prompt), loaded.tokenizer) if counts_shared else None
     return Sequence(work.job_id, prompt, generation, num_common=num_common, detokenizer=detokenizer)
@@ -100,14 +85,6 @@ def check_memory(row: Sequence, memory: Memory) -> None:
             f"not fit the {budget.memory_bytes} bytes for keys and values, at "
             f"{budget.costs.per_new_token} bytes a token; lower max_tokens or raise the memory",
         )
-
-
-def _check_ranges(asked: SamplingParams) -> None:
-    for name, (low, high) in _RANGES.items():
-        value = getattr(asked, name)
-        if value is not None and not low <= value <= high:  # also true for nan
-            message = f"{name} must be between {low:g} and {high:g}"
-            raise RowRefused(ErrorCode.INVALID_REQUEST, message)
 
 
 def _checked(request: Request) -> Request:
@@ -184,52 +161,3 @@ def _parsed_call(call: Any) -> Any:
     if not isinstance(arguments, dict):
         return call
     return {**call, "function": {**call["function"], "arguments": arguments}}
-
-
-def _generation(work: Work, num_prompt: int, loaded: LoadedModel) -> Generation:
-    asked = work.request.params
-    defaults = {
-        name: value
-        for name, value in loaded.defaults.items()
-        if _RANGES[name][0] <= value <= _RANGES[name][1]
-    }
-    return Generation(
-        max_tokens=_max_tokens(asked, num_prompt, loaded.context, defaults.get("max_tokens")),
-        temperature=_first(asked.temperature, defaults.get("temperature"), 1.0),
-        top_p=_first(asked.top_p, defaults.get("top_p"), 1.0),
-        top_k=int(_first(asked.top_k, defaults.get("top_k"), 0)),
-        min_p=_first(asked.min_p, defaults.get("min_p"), 0.0),
-        repetition_penalty=_first(
-            asked.repetition_penalty, defaults.get("repetition_penalty"), 1.0
-        ),
-        seed=_first(asked.seed, None, _seed(work.job_id)),
-        stop=asked.stop,
-        logprobs=asked.logprobs,
-    )
-
-
-def _max_tokens(asked: SamplingParams, num_prompt: int, context: int, default: float | None) -> int:
-    """A requested number must fit the context; a default is cut to what is left of it."""
-    room = context - num_prompt
-    if asked.max_tokens is not None and asked.max_tokens > room:
-        raise RowRefused(
-            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-            f"{num_prompt} prompt tokens and max_tokens {asked.max_tokens} are more than the "
-            f"model's context of {context}",
-        )
-    if room < 1:
-        raise RowRefused(
-            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-            f"{num_prompt} prompt tokens leave no room in the model's context of {context}",
-        )
-    return min(room, int(_first(asked.max_tokens, default, DEFAULT_MAX_TOKENS)))
-
-
-def _first(asked: Any, default: Any, last: Any) -> Any:
-    """The first that is not None."""
-    return asked if asked is not None else default if default is not None else last
-
-
-def _seed(job_id: str) -> int:
-    """A seed for a row that named none: stable for the job, different for each."""
-    return int.from_bytes(hashlib.sha256(job_id.encode()).digest()[:8], "little")

@@ -5,6 +5,8 @@ depends on the row's seed alone (SplitMix64), by inverting the cumulative distri
 logits give the same token, whatever the other rows, the slot, or the backend's generator. Filters
 follow mlx-lm's ``make_sampler``: top_p, min_p and top_k see the distribution without temperature.
 The temperature applies to the tokens that they keep.
+
+Log-probabilities are the model's own: before biases and penalties, filters and temperature.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from batchkv_worker.engine.tokens.biases import add_biases, is_biased
 from batchkv_worker.engine.tokens.largest import MAX_COUNT, largest
+from batchkv_worker.engine.tokens.penalties import penalize
 from batchkv_worker.sequence import Generation, Sequence
 
 FEW_STEP = 16  # counts of likeliest tokens are rounded up to this: a GPU prepares for each shape
-PENALTY_CONTEXT = 20  # tokens that a repetition penalty looks back at, as in mlx-lm
 
 _MASK = (1 << 64) - 1
 
@@ -57,8 +60,11 @@ def sample(logits: mx.array, inputs: mx.array, rows: list[Sequence | None]) -> S
     Rows that are None (free slots) get some token.
     """
     active = [row for row in rows if row is not None]
-    if any(row.generation.repetition_penalty != 1 for row in active):
-        logits = _penalize(logits, inputs, rows)
+    of_model = logits
+    if any(is_biased(row) for row in active):
+        logits = add_biases(logits, inputs, rows)
+    if any(row.generation.is_penalized for row in active):
+        logits = penalize(logits, inputs, rows)
     is_greedy = [row is None or row.generation.is_greedy for row in rows]
     if all(is_greedy):
         tokens = mx.argmax(logits, axis=-1)
@@ -69,23 +75,7 @@ def sample(logits: mx.array, inputs: mx.array, rows: list[Sequence | None]) -> S
     wanted = [row.generation.logprobs for row in active if row.generation.logprobs is not None]
     if not wanted:
         return Sampled(tokens)
-    return _with_logprobs(logits.astype(mx.float32), tokens, max(wanted))
-
-
-def _penalize(logits: mx.array, inputs: mx.array, rows: list[Sequence | None]) -> mx.array:
-    """mlx-lm's repetition penalty over the last tokens, for all rows at once.
-
-    A token that occurs twice is penalized once: both writes have the same value.
-    """
-    known = PENALTY_CONTEXT - 1
-    host = [[0] * known if row is None else row.last_tokens(known) for row in rows]
-    recent = mx.concatenate([mx.array(host), inputs.reshape(-1, 1).astype(mx.int32)], axis=1)
-    penalty = mx.array(
-        [[1.0 if row is None else row.generation.repetition_penalty] for row in rows], logits.dtype
-    )
-    chosen = mx.take_along_axis(logits, recent, axis=-1)
-    chosen = mx.where(chosen < 0, chosen * penalty, chosen / penalty)
-    return mx.put_along_axis(logits, recent, chosen, axis=-1)
+    return _with_logprobs(of_model.astype(mx.float32), tokens, max(wanted))
 
 
 def _draw(logits: mx.array, rows: list[Sequence | None]) -> mx.array:
