@@ -29,6 +29,19 @@ class Work:
     request: Request
     shared_bytes: int | None = None
 
+    @property
+    def num_choices(self) -> int:
+        """How many choices the engine decodes for it. Each takes a slot, as a row does.
+
+        At temperature 0 all choices are equal, so that one is enough.
+        """
+        return 1 if self.request.params.temperature == 0 else self.num_wanted
+
+    @property
+    def num_wanted(self) -> int:
+        """How many choices its result has."""
+        return self.request.params.n or 1
+
 
 @dataclass(frozen=True, slots=True)
 class Completed:
@@ -90,7 +103,7 @@ class EngineLike(Protocol):
 
     ``num_slots``: how many rows it decodes at once. ``max_in_flight``: how many rows it wants to
     have. These are its slots, and some waiting rows that refill a free slot without a call to
-    Redis.
+    Redis. Each choice of a row (``Work.num_choices``) counts as a row in both, and in ``recall``.
     """
 
     @property
@@ -115,7 +128,7 @@ class EngineLike(Protocol):
     def recall(self, job_ids: Sequence[str], count: int) -> list[str]:
         """Cancel up to ``count`` of these rows, the last first, if nothing of them was computed.
 
-        Returns the ids of the cancelled rows.
+        A row with more choices than are left of ``count`` stays. Returns the ids of the rows.
         """
         ...
 

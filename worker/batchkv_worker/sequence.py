@@ -158,6 +158,9 @@ class Sequence:
     first_cached: int = -1  # ``num_cached`` of its prompt; -1: it was never preempted
     num_failures: int = 0  # how often memory ran out while it was alone
     replay_of: Sequence | None = None  # the row that this one repeats without the cache, see audit
+    choice: int = 0  # its number among the choices of its row, see ``engine.tokens.choices``
+    first_choice: Sequence | None = None  # of its row; None: it is the first, or the only one
+    unqueued: list[Sequence] = field(default_factory=list)  # choices that wait for its prompt
 
     @property
     def num_prefill(self) -> int:
@@ -186,6 +189,11 @@ class Sequence:
     def is_begun(self) -> bool:
         """Whether it was computed before and waits or waited again."""
         return self.num_preempted > 0 or self.num_failures > 0 or bool(self.generated)
+
+    @property
+    def row_id(self) -> str:
+        """The id of its job: that of the first choice of its row."""
+        return (self.first_choice or self).job_id
 
     @property
     def is_ended(self) -> bool:
@@ -224,6 +232,14 @@ class Sequence:
         """Its keys and values were copied to another slot."""
         assert self.status is Status.DECODE
         self.slot = slot
+
+    def queue_choices(self) -> list[Sequence]:
+        """Its prompt is computed: the other choices of its row, which are queued now."""
+        found, self.unqueued = self.unqueued, []
+        for choice in found:
+            choice.is_converted = self.is_converted
+            choice.guide = self.guide and self.guide.fresh()
+        return found
 
     def start_step(self) -> None:
         """A decode step that samples one token for it was built."""

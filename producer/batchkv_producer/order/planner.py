@@ -238,7 +238,7 @@ class BatchPlan:
             request = replace(request, params=self._fill(request.params))
         data = encode_job(request)
         key, size, num_chars = text_key(raw), len(raw), len(text)
-        work = work_of(size, request.params.max_tokens)
+        work = work_of(size, request.params.max_tokens, request.params.n or 1)
         custom_id, endpoint = request.custom_id, request.endpoint
         digest = request_digest(request)
         same = digest if self._dedupe and can_have_duplicates(request) else None

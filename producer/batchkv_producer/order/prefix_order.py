@@ -77,11 +77,11 @@ def text_key(raw: bytes) -> bytes:
     return b"".join(key)
 
 
-def work_of(size: int, max_tokens: int | None) -> int:
-    """An estimate of a row's highest cost, in prompt tokens."""
+def work_of(size: int, max_tokens: int | None, num_choices: int = 1) -> int:
+    """An estimate of a row's highest cost, in prompt tokens. All choices have one prompt."""
     num_generated = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
     num_generated = min(max(num_generated, 0), MAX_TOKENS)  # the worker refuses invalid values
-    return size // BYTES_PER_TOKEN + TOKENS_PER_GENERATED * num_generated
+    return size // BYTES_PER_TOKEN + TOKENS_PER_GENERATED * num_generated * num_choices
 
 
 def shared_bytes(left: Entry, right: Entry) -> int:

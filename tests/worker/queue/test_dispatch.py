@@ -34,6 +34,7 @@ VIEWS = st.builds(
     slots=st.integers(1, 300),
     prefetch=st.integers(0, 300),
     num_started=st.integers(0, 700),
+    choices=st.sampled_from([1.0, 1.5, 8.0, 128.0]),
     backlog=st.integers(0, 500),
     queued=st.integers(0, 5_000),
     num_workers=st.integers(0, 40),
@@ -77,6 +78,24 @@ def test_how_many_are_taken(view: View, count: int) -> None:
 def test_how_many_go_back(view: View, count: int) -> None:
     """A backlog goes back when the queue is empty and there are others."""
     assert jobs_to_return(view) == count
+
+
+@pytest.mark.parametrize(
+    ("view", "taken", "returned"),
+    [
+        (replace(EMPTY, choices=8.0), 16, 0),  # a run of 128 rows
+        (replace(EMPTY, choices=128.0), 1, 0),
+        (replace(EMPTY, choices=8.0, num_started=36, backlog=1), 0, 0),  # 4 rows are wanted
+        (replace(EMPTY, choices=8.0, num_started=20, backlog=1), 16, 0),  # 20 rows, so 3 jobs
+        (replace(EMPTY, choices=8.0, queued=16, num_started=24), 1, 0),  # 8 slots are free
+        (replace(FULL, choices=8.0, backlog=88), 0, 72),  # more than a run
+        (replace(FULL, choices=8.0, backlog=88, num_workers=1), 0, 0),  # nobody else takes them
+        (replace(EMPTY, choices=8.0, num_started=20, backlog=5, queued=0), 0, 3),  # 12 slots
+    ],
+)
+def test_choices_count_as_rows(view: View, taken: int, returned: int) -> None:
+    """Jobs with several choices: as many rows are taken and kept as of jobs with one."""
+    assert (jobs_to_take(view), jobs_to_return(view)) == (taken, returned)
 
 
 @given(VIEWS)

@@ -11,7 +11,15 @@ from dataclasses import replace
 import pytest
 
 from batchkv_producer.wire import job
-from batchkv_producer.wire.job import ErrorCode, Request, Usage, decode_result, encode_job
+from batchkv_producer.wire.choice import Choice
+from batchkv_producer.wire.job import (
+    ErrorCode,
+    Request,
+    SamplingParams,
+    Usage,
+    decode_result,
+    encode_job,
+)
 from batchkv_producer.wire.transitions import JobLease, JobResult, Pulled
 from batchkv_worker.events import Completed, Rejected, Work
 from batchkv_worker.queue.in_flight import InFlight
@@ -99,7 +107,7 @@ def test_an_answer_too_large_to_be_read_back_is_a_failed_row(
     assert ending is not None and ending.outcome == "failed"
     error = decode_result(ending.result).error
     assert error is not None and error[0] == ErrorCode.ENGINE_ERROR
-    assert "larger than 1000 bytes: ask for fewer tokens or logprobs" in error[1]
+    assert "larger than 1000 bytes: ask for fewer tokens, choices or logprobs" in error[1]
 
 
 def test_a_finished_row_carries_everything() -> None:
@@ -178,3 +186,39 @@ def test_what_waits_can_be_dropped_and_canceled() -> None:
     assert decode_result(result).error == ("canceled", "stopped before it was started")
     assert decode_result(other).outcome == "canceled"
     assert len(in_flight) == 0
+
+
+def test_choices_take_the_room_of_rows() -> None:
+    """Rows are started until their choices fill the room. Equal choices need one slot."""
+    in_flight = InFlight("m", "w")
+    counts = {"a": (3, 1.0), "b": (5, None), "c": (2, 0.0), "d": (None, None), "e": (8, None)}
+    for job_id, (count, temperature) in counts.items():
+        params = SamplingParams(n=count, temperature=temperature)
+        in_flight.hold([pulled(job_id, encode_job(replace(REQUEST, params=params)))])
+    assert in_flight.choices == 1
+    assert [work.num_choices for work in in_flight.start(4) if isinstance(work, Work)] == [3, 5]
+    assert (in_flight.num_started, len(in_flight.started), in_flight.num_waiting) == (8, 2, 3)
+    assert in_flight.choices == 4
+    assert [work.num_wanted for work in in_flight.start(2) if isinstance(work, Work)] == [2, 1]
+    in_flight.drop("a")
+    assert (in_flight.num_started, in_flight.start(0)) == (7, [])
+
+
+def test_all_choices_are_stored_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result has every choice, and is cut if one is. One that is too large is an error."""
+    in_flight = InFlight("m", "w")
+    for job_id in "ab":
+        in_flight.admit(pulled(job_id))
+    more = (Choice("y", "length"), Choice("z", "stop"))
+    ending = in_flight.end(Completed("a", "x", "stop", Usage(3, 9, 0), more=more))
+    assert ending is not None and ending.is_cut and ending.completion_tokens == 9
+    stored = decode_result(ending.result)
+    assert [choice.text for choice in stored.choices] == ["x", "y", "z"]
+    monkeypatch.setattr(job, "MAX_RESULT_BYTES", 1000)
+    huge = (Choice("y" * 500, "stop"),) * 2
+    failed = in_flight.end(Completed("b", "x", "stop", Usage(3, 9, 0), more=huge))
+    assert failed is not None and failed.outcome == "failed"
+    assert decode_result(failed.result).error == (
+        ErrorCode.ENGINE_ERROR,
+        "the result is larger than 1000 bytes: ask for fewer tokens, choices or logprobs",
+    )

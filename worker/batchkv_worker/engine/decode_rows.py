@@ -76,11 +76,26 @@ class DecodeRows:
             pieces = self._prefill.pieces(group, first.row, first.shared, 1 + len(others))
             self._slots.fill(first.slot, pieces)
         self._slots.settle()
+        parked = {one.row.parked for one in placed}
         for one in placed:
-            self._prefixes.forget(one.row.parked)
             one.row.unpark()
         self._prefill.drop()
         self._wait_again(rows[len(placed) :])
+        for key in parked.difference(row.parked for row in self.scheduler.waiting):
+            self._prefixes.forget(key)
+        for one in placed:
+            self._queue_choices(one.row)
+
+    def _queue_choices(self, row: Sequence) -> None:
+        """Queue the other choices of a row whose first one has entered its slot.
+
+        They need no computing: what the slot has now is parked for all of them.
+        """
+        if not (others := row.queue_choices()):
+            return
+        self.scheduler.add_choices(others)
+        if row.num_prefill:
+            self._park(row, others)
 
     def _place(self, group: PrefillGroup, row: Sequence) -> Placement | None:
         """Give a row a slot; None when there is no room."""
@@ -250,14 +265,23 @@ class DecodeRows:
         self._in_transit = rows
         for row in rows:
             assert row.slot is not None and row.num_dispatched == len(row.generated)
-            num_bytes = self._slots.row_bytes(row.slot)
-            shared = self._slots.layouts.prefixes.get(row.slot)
             self.extend_keys([row])
-            if parks and self._prefixes.can_park(num_bytes):
-                row.park(f"row {next(_parked)}".encode(), shared.num_tokens if shared else 0)
-                self._prefixes.park(row.parked, num_bytes, partial(self._slots.snapshot, row.slot))
+            if parks:
+                self._park(row, [row])
             self.free(row)
         self._wait_again(rows)
+
+    def _park(self, row: Sequence, waiting: list[Sequence]) -> None:
+        """Store what a row's slot has now for those that go on from there, if there is room."""
+        assert row.slot is not None
+        num_bytes = self._slots.row_bytes(row.slot)
+        if not self._prefixes.can_park(num_bytes):
+            return
+        shared = self._slots.layouts.prefixes.get(row.slot)
+        key = f"row {next(_parked)}".encode()
+        self._prefixes.park(key, num_bytes, partial(self._slots.snapshot, row.slot))
+        for one in waiting:
+            one.park(key, shared.num_tokens if shared else 0)
 
     def _wait_again(self, rows: list[Sequence]) -> None:
         for row in rows:

@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from batchkv_worker.engine.decode_rows import DecodeRows
 from batchkv_worker.engine.schedule.scheduler import Scheduler
+from batchkv_worker.engine.tokens.choices import Choices
 
 
 class Diagnostics:
@@ -14,9 +15,10 @@ class Diagnostics:
     Only ``record`` calls MLX: where MLX hangs, no other thread may call it.
     """
 
-    def __init__(self, scheduler: Scheduler, decode_rows: DecodeRows) -> None:
+    def __init__(self, scheduler: Scheduler, decode_rows: DecodeRows, choices: Choices) -> None:
         self._scheduler = scheduler
         self._decode_rows = decode_rows
+        self._choices = choices
         self._memory = (0, 0, 0)
         self.record()
 
@@ -39,7 +41,7 @@ class Diagnostics:
         return (
             f"{self._scheduler.num_waiting} rows wait, {prompts} in prefill, "
             f"{len(self._decode_rows.by_slot)} rows decode, "
-            f"{self._decode_rows.num_preempted} had to leave; "
+            f"{self._decode_rows.num_preempted} had to leave{self._choices.report()}; "
             f"{held.slots / 1e6:.1f} MB in slots of {held.allowed / 1e6:.1f}; "
             f"MLX had {active:.1f} MB, {cached:.1f} to use again, {peak:.1f} at most"
         )

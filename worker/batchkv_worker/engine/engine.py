@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from itertools import islice
 
 import mlx.core as mx
 
@@ -34,6 +33,7 @@ from batchkv_worker.engine.relief import Relief
 from batchkv_worker.engine.schedule.scheduler import Budget, Scheduler
 from batchkv_worker.engine.shared_prefixes import SharedPrefixBuilder
 from batchkv_worker.engine.tokens import outputs
+from batchkv_worker.engine.tokens.choices import Choices
 from batchkv_worker.engine.tokens.requests import check_memory, prepare
 from batchkv_worker.engine.tokens.sampling import sample
 from batchkv_worker.engine.tokens.text_limits import RowRefused, refusals
@@ -107,7 +107,8 @@ class Engine:
             *(self._slots, self._scheduler, self.prefixes, self._prefill, self._builder)
         )
         self._rows = self._decode_rows.by_slot
-        self._diagnostics = Diagnostics(self._scheduler, self._decode_rows)
+        self._choices = Choices()
+        self._diagnostics = Diagnostics(self._scheduler, self._decode_rows, self._choices)
         self.report, self.memory_bytes = self._diagnostics.report, self._diagnostics.memory_bytes
         self.maker, self.has_changed = loaded.maker(config.scheme), loaded.has_changed
         self._recovery = Recovery(self._prefill, self._decode_rows, self.prefixes, client)
@@ -139,19 +140,32 @@ class Engine:
         try:
             with refusals("the prompt cannot be prepared"):
                 shared = self.client.counts_shared
-                self.submit_row(prepare(work, self.loaded, counts_shared=shared))
+                row = prepare(work, self.loaded, counts_shared=shared)
+                self.submit_row(row, work.num_choices, work.num_wanted)
         except RowRefused as refusal:
             self._events.append(Rejected(work.job_id, refusal.code, str(refusal)))
 
-    def submit_row(self, row: Sequence) -> None:
-        """Queue a tokenized row; raises RowRefused when it can never fit the memory."""
+    def submit_row(self, row: Sequence, num_choices: int = 1, num_wanted: int = 1) -> None:
+        """Queue a tokenized row; raises RowRefused when it can never fit the memory.
+
+        Its other choices, if it has several, fit if the first one fits. The result has
+        ``num_wanted``: as many, or one repeated.
+        """
         check_memory(row, self._scheduler.memory)
         row.block_keys = self.prefixes.keys(row.prompt)
+        num_wanted = max(num_choices, num_wanted)
+        self._choices.add(row, num_choices, num_wanted, lambda: self.loaded.tokenizer.detokenizer)
         self.client.begin(row)
         self._scheduler.add(row)
 
     def cancel(self, job_id: str) -> None:
-        """End a row wherever it is; unknown ids are ignored. No event follows."""
+        """End a row and all its choices; unknown ids are ignored. No event follows."""
+        self._cancel(job_id)
+        for one in self._choices.leave(job_id):
+            self._cancel(one)
+
+    def _cancel(self, job_id: str) -> None:
+        """End one choice of a row, wherever it is; unknown ids are ignored."""
         waited = self._scheduler.cancel(job_id)
         if waited is not None:
             self.prefixes.forget(waited.parked)
@@ -162,22 +176,25 @@ class Engine:
         if row is not None:
             row.end("canceled")
             self._decode_rows.free(row)
-        elif self._in_flight is not None:  # its last token is being computed
-            for one in self._in_flight.rows:
+            return
+        for step in (self._in_flight, self._upcoming):  # its last token is being computed
+            for one in step.rows if step else ():
                 if one is not None and one.job_id == job_id:
                     one.end("canceled")
 
     def recall(self, job_ids: Collection[str], count: int) -> list[str]:
-        """Cancel up to ``count`` of these rows, the last first, if they wait and were never begun.
+        """Cancel some of these rows, the last first, if they wait and were never begun.
 
-        Returns the ids of the cancelled rows.
+        Each choice counts, and up to ``count`` are cancelled. Returns the ids of the rows.
         """
-        rows = reversed(list(self._scheduler.waiting))
-        wanted = {*job_ids}
-        fresh = (row.job_id for row in rows if not row.is_begun)
-        found = list(islice((job_id for job_id in fresh if job_id in wanted), count))
-        for job_id in found:
-            self.cancel(job_id)
+        wanted, found = {*job_ids}, []
+        for row in reversed(list(self._scheduler.waiting)):
+            num_choices = 1 + len(row.unqueued)
+            is_fresh = row.job_id in wanted and not self._choices.is_begun(row)
+            if is_fresh and num_choices <= count:
+                count -= num_choices
+                found.append(row.job_id)
+                self.cancel(row.job_id)
         return found
 
     def step(self) -> list[Event]:
@@ -231,7 +248,7 @@ class Engine:
         for row in self._recovery.recover(fault, steps, in_prefill=in_prefill):
             row.end("error")
             message = f"memory ran out twice for this row alone: {fault}"[:300]
-            self._report(row, Rejected(row.job_id, ErrorCode.OUT_OF_MEMORY, message))
+            self._fail(row, ErrorCode.OUT_OF_MEMORY, message)
 
     def _read_in_flight(self) -> bool:
         """Read the step in flight before the next one is built. Returns whether there was one."""
@@ -280,6 +297,7 @@ class Engine:
         self._slots.check()
         assert self._slots.layouts.main.slots == set(self._rows)
         assert all(row.slot == slot for slot, row in self._rows.items())
+        self._choices.check(is_idle=self.is_idle)
         if self.is_idle:
             assert not self._rows and not self._prefill.is_active
 
@@ -338,28 +356,33 @@ class Engine:
             if row is None or row.is_ended:
                 continue
             try:
-                event: Event | None = outputs.take(row, index, read, self.loaded.tokenizer)
+                event = outputs.take(row, index, read, self.loaded.tokenizer)
             except Exception as fault:
                 log.exception("row %s: its answer cannot be read back", row.job_id)
                 row.end("error")
-                event = Rejected(row.job_id, ErrorCode.ENGINE_ERROR, f"{type(fault).__name__}")
+                self._decode_rows.free(row)
+                self._fail(row, ErrorCode.ENGINE_ERROR, f"{type(fault).__name__}")
+                continue
             if event is not None:
                 self._decode_rows.free(row)
                 self._end(row, event)
 
-    def _end(self, row: Sequence, event: Event) -> None:
-        """A row has ended: compare a replay; report any other row, and perhaps replay it."""
+    def _end(self, row: Sequence, event: Completed) -> None:
+        """A row has ended well: compare a replay; report any other row, and perhaps replay it."""
         if row.replay_of is not None:
             self._audit.compare(row)
-        elif isinstance(event, Completed):
-            self._scheduler.note_completed(len(row.generated))
-            saved_ms = round(row.num_cached * self._prefill.seconds_per_token * 1000)
-            event = replace(event, saved_ms=saved_ms, note=self.client.note(row))
-            if (replay := self._audit.replay(row, self.loaded.tokenizer)) is not None:
-                self._scheduler.add(replay)  # without keys: nothing cached is used or kept
-        self._report(row, event)
+            return
+        self._scheduler.note_completed(len(row.generated))
+        saved_ms = round(row.num_cached * self._prefill.seconds_per_token * 1000)
+        event = replace(event, saved_ms=saved_ms, note=self.client.note(row))
+        if (replay := self._audit.replay(row, self.loaded.tokenizer)) is not None:
+            self._scheduler.add(replay)  # without keys: nothing cached is used or kept
+        if (whole := self._choices.end(row, event)) is not None:
+            self._events.append(whole)
 
-    def _report(self, row: Sequence, event: Event) -> None:
-        """Keep a row's event for the next call of ``step``. A replay has no event."""
+    def _fail(self, row: Sequence, code: str, message: str) -> None:
+        """A row has failed, and so have all its choices. A replay that fails is not reported."""
         if row.replay_of is None:
-            self._events.append(event)
+            for one in self._choices.leave(row.row_id):
+                self._cancel(one)
+            self._events.append(Rejected(row.row_id, code, message))

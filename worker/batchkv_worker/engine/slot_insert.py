@@ -32,8 +32,11 @@ class Placement:
         return Demand(self.row.num_prefill, self.row.num_remaining, self.shared)
 
     def is_followed_by(self, other: Placement) -> bool:
-        """Whether both can be copied at once: neighbours in group and slots, of one length."""
-        return (
+        """Whether both can be copied at once: neighbours in group and slots, of one length.
+
+        Parked rows cannot: choices of one row have the same arrays.
+        """
+        return not self.row.parked and (
             (other.place, other.slot) == (self.place + 1, self.slot + 1)
             and (self.row.num_prefill, self.shared) == (other.row.num_prefill, other.shared)
             and self.row.num_prefill > 0

@@ -200,7 +200,8 @@ class PrefixCache:
                     for kind, part in parts.items():
                         self._on_new(row, number, kind, part)
             self._touch(keys)
-            self.eviction.demote(keys[row.num_common_blocks :])
+            if not row.unqueued:  # else its other choices need them
+                self.eviction.demote(keys[row.num_common_blocks :])
 
     def adopt(
         self,

@@ -10,10 +10,14 @@ With a long backlog a slow worker would delay the others at the end. So no worke
 equal share of the queue, and near the end none takes more than its free slots. When the queue is
 empty and others may be idle, backlogs go back into it. They also go back when jobs of a higher
 priority come: those wait for rows that have started, but not for a backlog.
+
+A job with several choices (``n``) is as many rows for the engine. Jobs of the queue and the backlog
+are not decoded, so they are assumed to have as many choices as those that started last.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +33,8 @@ class View:
     ``slots``: rows that its engine decodes at once. ``prefetch``: further rows that wait in it.
     ``num_started``: rows that the engine has. ``backlog``: jobs taken, not started.
     ``queued``: jobs in the queue when last looked, of the highest priority that has any: only those
-    are taken. ``num_workers``: live workers of the queue, this one too.
+    are taken. ``num_workers``: live workers of the queue, this one too. ``choices``: rows that a
+    job has in the engine, on average.
     """
 
     slots: int
@@ -38,6 +43,11 @@ class View:
     backlog: int
     queued: int
     num_workers: int = 1
+    choices: float = 1.0
+
+    def jobs(self, num_rows: int) -> int:
+        """The jobs with so many rows, rounded up."""
+        return math.ceil(num_rows / self.choices)
 
     @property
     def ahead(self) -> int:
@@ -63,33 +73,44 @@ class View:
 def is_ending(view: View) -> bool:
     """Whether the queue is near its end: no share would fill half the slots."""
     few = min(view.prefetch, AHEAD_AT_END)
-    return view.num_workers > 1 and view.share * 2 < view.slots + few
+    return view.num_workers > 1 and view.share * view.choices * 2 < view.slots + few
 
 
 def jobs_to_take(view: View) -> int:
     """How many jobs to ask the queue for now; 0 while the backlog has what the engine wants.
 
-    A run is ``RUN_ROWS``, or all that an empty engine has room for if that is more, and never more
-    than an equal share of the queue. A queue that was empty when last looked at is asked for one.
+    A run has ``RUN_ROWS`` rows, or all that an empty engine has room for if that is more, and never
+    more than an equal share of the queue. A queue that was empty when last looked at is asked for
+    one job.
     """
-    if view.room <= view.backlog:
+    if view.jobs(view.room) <= view.backlog:
         return 0
     share = max(1, view.share)
     if is_ending(view):
-        return min(max(0, view.free_slots - view.backlog), share)
-    return min(max(RUN_ROWS, view.slots + view.prefetch), share)
+        return min(max(0, view.jobs(view.free_slots) - view.backlog), share)
+    return min(_run(view), share)
+
+
+def _run(view: View) -> int:
+    """Jobs of a whole run."""
+    return view.jobs(max(RUN_ROWS, view.slots + view.prefetch))
 
 
 def jobs_to_start(view: View) -> int:
-    """How many jobs of the backlog to hand to the engine now."""
+    """How many rows of the backlog to hand to the engine now, or fewer jobs with as many rows."""
     return min(view.backlog, view.room)
 
 
 def jobs_to_return(view: View) -> int:
-    """How many jobs, the last of the backlog, go back because others may have nothing to do."""
-    if view.num_workers <= 1 or view.queued > 0:
+    """How many jobs, the last of the backlog, go back because others may have nothing to do.
+
+    More than a run goes back at once: the jobs turned out to have several choices.
+    """
+    if view.num_workers <= 1:
         return 0
-    return max(0, view.backlog - view.free_slots)
+    if view.queued > 0:
+        return max(0, view.backlog - _run(view))
+    return max(0, view.backlog - view.jobs(view.free_slots))
 
 
 def jobs_to_recall(view: View) -> int:

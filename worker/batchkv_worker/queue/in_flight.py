@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 
 from batchkv_producer.errors import WireError
 from batchkv_producer.wire.job import (
@@ -41,6 +41,7 @@ class StartedRow:
     started: float
     deadline: float
     rank: int = 0  # of its priority, as ``Pulled`` has it
+    num_choices: int = 1  # as ``Work`` has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,9 @@ class InFlight:
         self._backlog: dict[str, _BacklogRow] = {}
         self._recalled: dict[str, JobLease] = {}
         self._unreported: dict[str, JobLease] = {}
+        self.choices = (
+            1.0  # of a row, on average, of those that the engine had after the last start
+        )
 
     def __len__(self) -> int:
         return len(self._rows) + len(self._backlog) + len(self._recalled)
@@ -71,8 +75,8 @@ class InFlight:
 
     @property
     def num_started(self) -> int:
-        """How many rows the engine has."""
-        return len(self._rows)
+        """How many rows the engine has. Each choice counts."""
+        return sum(row.num_choices for row in self._rows.values())
 
     @property
     def num_waiting(self) -> int:
@@ -129,16 +133,19 @@ class InFlight:
     def start(self, count: int) -> list[Work | JobResult]:
         """Take the first rows out of the backlog, and ``admit`` each.
 
-        A row whose batch's deadline is past has failed.
+        Each choice counts: the last row may have more of them than are left of ``count``. A row
+        whose batch's deadline is past has failed.
         """
         now = time.monotonic()
-        chosen = list(islice(self._backlog.values(), count))
-        for row in chosen:
-            del self._backlog[row.pulled.lease.job_id]
-        return [
-            self.admit(row.pulled) if row.until > now else self._expired(row.pulled)
-            for row in chosen
-        ]
+        begun: list[Work | JobResult] = []
+        while self._backlog and count > 0:
+            row = self._backlog.pop(next(iter(self._backlog)))
+            one = self.admit(row.pulled) if row.until > now else self._expired(row.pulled)
+            begun.append(one)
+            count -= one.num_choices if isinstance(one, Work) else 1
+        if self._rows:
+            self.choices = self.num_started / len(self._rows)
+        return begun
 
     def admit(self, pulled: Pulled) -> Work | JobResult:
         """Decode a pulled job: work for the engine, or a failed row for any other data."""
@@ -150,6 +157,7 @@ class InFlight:
             return self._failed(row, ErrorCode.INVALID_REQUEST, str(fault))
         deadline = now + pulled.timeout_seconds if pulled.timeout_seconds > 0 else math.inf
         job_id = pulled.lease.job_id
+        work = Work(job_id, request, pulled.shared_bytes)
         self._rows[job_id] = StartedRow(
             lease=pulled.lease,
             custom_id=request.custom_id,
@@ -157,10 +165,11 @@ class InFlight:
             started=now,
             deadline=deadline,
             rank=pulled.rank,
+            num_choices=work.num_choices,
         )
         if not pulled.has_begun:
             self._unreported[job_id] = pulled.lease
-        return Work(job_id, request, pulled.shared_bytes)
+        return work
 
     def note_reported(self, begun: Iterable[JobLease]) -> None:
         """Redis knows that these have started."""
@@ -212,7 +221,7 @@ class InFlight:
             blob = encode_result(result)
         except WireError as fault:
             return self._failed(
-                row, ErrorCode.ENGINE_ERROR, f"{fault}: ask for fewer tokens or logprobs"
+                row, ErrorCode.ENGINE_ERROR, f"{fault}: ask for fewer tokens, choices or logprobs"
             )
         return JobResult(
             lease=row.lease,

@@ -98,7 +98,7 @@ class JobPuller:
             return
         first = next((rank for rank, length in enumerate(self._ours) if length), None)
         if first is not None and (later := self._in_flight.started_below(first)):
-            self._engine.recall(later, len(later))
+            self._engine.recall(later, self._in_flight.num_started)
             self.pull_now()
         elif count := dispatch.jobs_to_recall(self._view()):
             self._engine.recall([lease.job_id for lease in self._in_flight.started], count)
@@ -210,7 +210,7 @@ class JobPuller:
             self._side.pull,
             self._wanted(),
             self._num_workers,
-            num_begin=self._within_limit(max(0, view.room - view.backlog)),
+            num_begin=self._within_limit(max(0, view.jobs(view.room) - view.backlog)),
             may_be_apart=not self._state.holds_jobs,
         )
 
@@ -268,6 +268,7 @@ class JobPuller:
             backlog=self._in_flight.num_waiting,
             queued=dispatch.queued_first(self._ours),
             num_workers=self._num_workers,
+            choices=self._in_flight.choices,
         )
 
     def _wanted(self) -> int:

@@ -215,9 +215,10 @@ class Session:
 
     def _heed_pause(self) -> None:
         """Begin or end a pause. It begins with a recall of rows that only wait in the engine."""
-        if self._state.pause.look(self._in_flight.num_started):
-            job_ids = [lease.job_id for lease in self._in_flight.started]
-            self._engine.recall(job_ids, len(job_ids))
+        started = self._in_flight.started
+        if self._state.pause.look(len(started)):
+            job_ids = [lease.job_id for lease in started]
+            self._engine.recall(job_ids, self._in_flight.num_started)
         self._record.paused = self._state.pause.text
 
     def _check_engine(self) -> None:

@@ -156,7 +156,7 @@ class WorkerRecord:
         """The worker is stopping: log once what happens to the rows."""
         if self._stopping:
             return
-        num_rows, seconds = self._in_flight.num_started, self._settings.drain_seconds
+        num_rows, seconds = len(self._in_flight.started), self._settings.drain_seconds
         rows = f"{num_rows:,} row" if num_rows == 1 else f"{num_rows:,} rows"
         self._stopping = f"finishing {rows}" if num_rows and seconds else "stopping"
         if num_rows and seconds:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import islice, pairwise
+from itertools import islice, pairwise, takewhile
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_cache_store.uses import Uses
@@ -107,6 +107,17 @@ class Scheduler:
         for row in found:
             self._uses.add(row.block_keys)
 
+    def add_choices(self, rows: list[Sequence]) -> None:
+        """Queue the other choices of a row whose prompt is computed, before rows not begun yet.
+
+        So the choices of one row end soon after each other, and few rows are open at one time.
+        """
+        begun = list(takewhile(lambda row: row.is_begun, self._waiting))
+        rest = islice(self._waiting, len(begun), None)
+        self._waiting = deque((*begun, *rows, *rest))
+        for row in rows:
+            self._uses.add(row.block_keys)
+
     def abandon_group(self) -> list[Sequence]:
         """Forget the group in prefill. Returns its rows that were not cancelled."""
         group, self._group = self._group, None
@@ -199,8 +210,9 @@ class Scheduler:
         window = longest_first(window, self.layouts.num_slots)
         for row in window:
             row.num_cached = self._num_cached(row)
-        if window[0].parked:  # computed already: it only needs a slot
-            return window[:1], self._points_of_parked(window[0])
+        if parked := window[0].parked:  # computed already: it only needs a slot
+            alike = [row for row in window if row.parked == parked]  # choices of one row
+            return alike, self._points_of_parked(window[0])
         cached, goal = window[0].num_cached, window[0].num_prefill
         points = self.split_points(window[0], window[0].num_cached)
         num_shared_blocks = num_blocks(points)
@@ -231,7 +243,8 @@ class Scheduler:
         most = min(num_cached, row.num_prefill - 1) // BLOCK_TOKENS
         keys = row.block_keys[:most]
         held = self._held_points(keys, computed_after)
-        wanted = [self._uses.remaining(key) for key in keys]
+        # The other choices of a row are queued once its prompt is computed.
+        wanted = [self._uses.remaining(key) + len(row.unqueued) for key in keys]
         return choose_split_points(wanted, held, self._prefix_costs)
 
     def _held_points(
