@@ -1,4 +1,4 @@
-"""Reads one request body and checks each field.
+"""Reads one request body and checks each field, by the table of ``fields``.
 
 A field is used, or has a value that changes nothing, or makes its row fail. No field that would
 change the answer is ignored silently. ``null`` means "not set" everywhere.
@@ -7,23 +7,43 @@ change the answer is ignored silently. ``null`` means "not set" everywhere.
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from batchkv_producer.errors import UsageError
+from batchkv_producer.intake.answer_format import constraint_of
+from batchkv_producer.intake.chat_options import (
+    effort_of,
+    parallel_of,
+    tool_choice_of,
+    variables_of,
+)
 from batchkv_producer.intake.checks import (
     MAX_SHOWN,
     NumberRule,
-    check_stop,
     invalid,
     model_name,
     shown,
     unsupported,
 )
-from batchkv_producer.intake.messages import check_messages, check_template_variables, check_tools
-from batchkv_producer.wire.job import Endpoint, Request, SamplingParams
+from batchkv_producer.intake.fields import (
+    BY_NAME,
+    FIELDS,
+    MAX_LOGPROBS,
+    NAMES,
+    NOT_BUILT,
+    Field,
+    Use,
+)
+from batchkv_producer.intake.messages import check_messages, check_tools
+from batchkv_producer.wire.job import (
+    MAX_PROMPT_TOKENS,
+    MAX_TOKEN_ID,
+    Endpoint,
+    Request,
+    SamplingParams,
+)
 
-MAX_LOGPROBS = 20
 MAX_NAME_CHARS = 80
 
 ENDPOINTS: dict[str, Endpoint] = {
@@ -31,49 +51,8 @@ ENDPOINTS: dict[str, Endpoint] = {
     "/v1/completions": "completion",
 }
 
-_MAX_TOKENS = NumberRule(1, 2**31 - 1, is_whole=True)
 _ALTERNATIVES = NumberRule(0, MAX_LOGPROBS, is_whole=True)
-
-NUMBERS = {
-    "max_tokens": _MAX_TOKENS,
-    "max_completion_tokens": _MAX_TOKENS,
-    "temperature": NumberRule(0, 100),
-    "top_p": NumberRule(0, 1, is_low_excluded=True),
-    "top_k": NumberRule(-1, 2**31 - 1, is_whole=True),
-    "min_p": NumberRule(0, 1),
-    "repetition_penalty": NumberRule(0, 100, is_low_excluded=True),
-    "seed": NumberRule(-(2**63), 2**64 - 1, is_whole=True),
-}
-
-_IGNORED = frozenset({"user", "metadata", "store"})
-
-# Values that change nothing. ``tool_choice: none`` is one of them only without tools.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "stream": (False,),
-    "echo": (False,),
-    "suffix": ("",),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "stop_token_ids": ([],),
-    "min_tokens": (0,),
-    "ignore_eos": (False,),
-    "skip_special_tokens": (True,),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "service_tier": ("auto", "default", "flex"),
-    "functions": ([],),
-}
-
-_COMMON = frozenset({"model", "stop", "logprobs"})
-_HANDLED: dict[Endpoint, frozenset[str]] = {
-    "chat": _COMMON | {"messages", "top_logprobs", "tools", "tool_choice", "chat_template_kwargs"},
-    "completion": _COMMON | {"prompt"},
-}
+_RULES = {field.param: field for field in reversed(FIELDS) if field.param}
 
 NO_PARAMS = SamplingParams()
 
@@ -81,18 +60,34 @@ NO_PARAMS = SamplingParams()
 def read_body(body: dict[str, Any], endpoint: Endpoint, custom_id: str) -> Request:
     """The request in a body. Raises RowFault for the first field that is wrong."""
     params = params_of(body, endpoint)
+    constraint = constraint_of(body)
     if endpoint == "completion":
-        return Request(custom_id, "completion", prompt=_prompt(body.get("prompt")), params=params)
+        prompt, tokens = _prompt(body.get("prompt"))
+        return Request(
+            custom_id,
+            "completion",
+            prompt=prompt,
+            params=params,
+            prompt_tokens=tokens,
+            constraint=constraint,
+        )
     tools = check_tools(body["tools"]) if body.get("tools") is not None else None
-    _check_tool_choice(body.get("tool_choice"), has_tools=tools is not None)
-    variables = body.get("chat_template_kwargs")
+    tool_choice = tool_choice_of(body.get("tool_choice"), tools)
+    if tool_choice == "none" and "tool_choice" in NOT_BUILT:
+        raise unsupported("tool_choice none is not supported with tools")
+    if tool_choice not in (None, "none") and constraint is not None:
+        raise invalid("a tool call that has to be made excludes a format of the answer")
     return Request(
         custom_id,
         "chat",
         messages=check_messages(body.get("messages")),
         tools=tools,
-        chat_template_kwargs={} if variables is None else check_template_variables(variables),
+        chat_template_kwargs=variables_of(body),
         params=params,
+        constraint=constraint,
+        tool_choice=tool_choice,
+        parallel_tool_calls=parallel_of(body.get("parallel_tool_calls")) if tools else None,
+        reasoning_effort=effort_of(body.get("reasoning_effort")),
     )
 
 
@@ -109,56 +104,97 @@ def model_of(body: dict[str, Any]) -> str | None:
         raise invalid(f"the model's name {fault}: {shown(model)}") from None
 
 
-def check_defaults(params: SamplingParams) -> None:
-    """Check generation defaults by the rules for rows. Raises UsageError."""
-    for item in fields(SamplingParams):
-        value = getattr(params, item.name)
-        rule = _ALTERNATIVES if item.name == "logprobs" else NUMBERS.get(item.name)
-        if rule is not None and value is not None and not rule.admits(value):
-            raise UsageError(rule.complaint(item.name, value))
-    try:
-        check_stop(list(params.stop))
-    except ValueError as fault:
-        raise UsageError(str(fault)) from fault
+def checked_defaults(params: SamplingParams) -> SamplingParams:
+    """Generation defaults, checked by the rules for rows and stored alike. Raises UsageError."""
+    given = {item.name: getattr(params, item.name) for item in fields(SamplingParams)}
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is None or value == ():
+            continue
+        field = _RULES.get(name)
+        try:
+            values[name] = _stored(name, value, field)
+        except ValueError as fault:
+            raise UsageError(str(fault)) from fault
+    return replace(NO_PARAMS, **{n: v for n, v in values.items() if v is not None})
+
+
+def _stored(name: str, value: Any, field: Field | None) -> Any:
+    if field is None:
+        return _ALTERNATIVES.check(name, value)  # of log-probabilities
+    assert field.rule is not None
+    as_json = dict(value) if name == "logit_bias" else value
+    as_json = list(value) if isinstance(value, tuple) and name != "logit_bias" else as_json
+    if isinstance(as_json, dict):
+        as_json = {str(token): bias for token, bias in as_json.items()}
+    return field.rule.check(name, as_json)
 
 
 def params_of(body: dict[str, Any], endpoint: Endpoint) -> SamplingParams:
     """The sampling parameters of a body. Raises RowFault for a wrong or unknown field."""
-    handled = _HANDLED[endpoint]
     values: dict[str, Any] = {}
+    said: dict[str, str] = {}  # parameter -> the field that gave it
     for name, value in body.items():
-        if value is None or name in handled or name in _IGNORED:
+        if value is None:
             continue
-        rule = NUMBERS.get(name)
-        if rule is not None:
-            values[name] = rule.check(name, value)
-        elif not _is_neutral(name, value):
-            raise _refusal(name, value, endpoint)
-    if body.get("stop") is not None:
-        values["stop"] = check_stop(body["stop"])
-    _join_max_tokens(values)
+        field = BY_NAME.get((endpoint, name))
+        if field is None:
+            if not _is_neutral_elsewhere(name, value):
+                raise _unknown(name, endpoint)
+            continue
+        if field.use is Use.REFUSED:
+            if not _is_neutral(field, value):
+                raise _refusal(field, value)
+        elif field.use is Use.TAKEN and field.rule is not None:
+            stored = field.rule.check(name, value)
+            if said.setdefault(field.param, name) != name and values.get(field.param) != stored:
+                raise invalid(f"{said[field.param]} and {name} differ")
+            values[field.param] = stored
     _add_logprobs(body, endpoint, values)
-    if values.get("top_k") == -1:  # other engines write -1 for "all tokens"; batchkv writes 0
-        values["top_k"] = 0
-    return SamplingParams(**values) if values else NO_PARAMS
+    return _params(values)
 
 
-def _is_neutral(name: str, value: Any) -> bool:
+def _params(values: dict[str, Any]) -> SamplingParams:
+    given = {name: value for name, value in values.items() if value is not None}
+    least, most = given.get("min_tokens", 0), given.get("max_tokens")
+    if most is not None and least > most:
+        raise invalid(f"min_tokens {least} is more than max_tokens {most}")
+    return SamplingParams(**given) if given else NO_PARAMS
+
+
+def _is_neutral(field: Field, value: Any) -> bool:
     # In Python True equals 1; here it must not.
     return any(
         value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-        for neutral in _NEUTRAL.get(name, ())
+        for neutral in field.neutral
     )
 
 
-def _refusal(name: str, value: Any, endpoint: Endpoint) -> ValueError:
+def _is_neutral_elsewhere(name: str, value: Any) -> bool:
+    """Whether a field of the other endpoint has a value that would change nothing there."""
+    others = [field for field in FIELDS if field.name == name]
+    return any(field.use is Use.IGNORED or _is_neutral(field, value) for field in others)
+
+
+def _refusal(field: Field, value: Any) -> ValueError:
+    hint = field.about if field.planned is Use.REFUSED else ""
+    said = f"{field.name} {_quoted(value)}" if field.neutral else field.name
+    neutral = " or ".join(_quoted(item) for item in field.neutral)
+    only = f" (only {neutral})" if neutral else ""
+    return unsupported(f"{said} is not supported{only}{': ' if hint else ''}{_in_plain(hint)}")
+
+
+def _in_plain(hint: str) -> str:
+    """A sentence of the table at the end of an error: without marks, and without its full stop."""
+    text = hint.replace("`", "").removesuffix(".")
+    return text[:1].lower() + text[1:]
+
+
+def _unknown(name: str, endpoint: Endpoint) -> ValueError:
     short = name[:MAX_NAME_CHARS]
-    if name in _NEUTRAL:
-        neutral = " or ".join(_quoted(item) for item in _NEUTRAL[name])
-        return unsupported(f"{short} {_quoted(value)} is not supported (only {neutral})")
-    if any(name in names for names in _HANDLED.values()):
+    if name in NAMES:
         return unsupported(f"{short} is not supported for {endpoint} requests")
-    return unsupported(f"{short} is not supported")
+    return unsupported(f"{short} is not supported: no API that batchkv knows has this field")
 
 
 def _quoted(value: Any) -> str:
@@ -168,12 +204,6 @@ def _quoted(value: Any) -> str:
         return shown(value)
     text = json.dumps(value)
     return text if len(text) <= MAX_SHOWN else shown(value)
-
-
-def _join_max_tokens(values: dict[str, Any]) -> None:
-    newer = values.pop("max_completion_tokens", None)
-    if newer is not None and values.setdefault("max_tokens", newer) != newer:
-        raise invalid("max_tokens and max_completion_tokens differ")
 
 
 def _add_logprobs(body: dict[str, Any], endpoint: Endpoint, values: dict[str, Any]) -> None:
@@ -192,18 +222,30 @@ def _add_logprobs(body: dict[str, Any], endpoint: Endpoint, values: dict[str, An
         raise invalid("top_logprobs needs logprobs to be true")
 
 
-def _prompt(value: Any) -> str:
-    prompt = value[0] if isinstance(value, list) and len(value) == 1 else value
-    if isinstance(prompt, list):
-        raise unsupported("prompt must be one string; lists of prompts or tokens are not supported")
-    if not isinstance(prompt, str):
-        raise invalid(f"prompt must be a string, got {shown(prompt)}")
-    if not prompt:
+def _prompt(value: Any) -> tuple[str | None, list[int] | None]:
+    """A prompt as a text or as token ids. A list of one prompt is that prompt."""
+    if isinstance(value, list) and value and not isinstance(value[0], int):
+        if len(value) > 1:
+            raise unsupported(
+                f"prompt is a list of {len(value)} prompts: write a line for each of them"
+            )
+        value = value[0]
+    if isinstance(value, list):
+        return None, _tokens(value)
+    if not isinstance(value, str):
+        raise invalid(f"prompt must be a text or a list of token ids, got {shown(value)}")
+    if not value:
         raise invalid("prompt is empty")
-    return prompt
+    return value, None
 
 
-def _check_tool_choice(value: Any, *, has_tools: bool) -> None:
-    if value is None or value == "auto" or (value == "none" and not has_tools):
-        return
-    raise unsupported(f"tool_choice {shown(value)} is not supported (only auto)")
+def _tokens(value: list[Any]) -> list[int]:
+    if not 0 < len(value) <= MAX_PROMPT_TOKENS:
+        raise invalid(f"prompt has {len(value)} token ids; 1 to {MAX_PROMPT_TOKENS} are accepted")
+    for token in value:
+        if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
+            raise invalid(
+                f"a token id of prompt must be a whole number of 0 to {MAX_TOKEN_ID}, "
+                f"got {shown(token)}"
+            )
+    return value

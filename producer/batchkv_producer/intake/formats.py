@@ -165,7 +165,7 @@ def _row(line: int, value: Any, custom_id: str, raw: bytes) -> Row:
         return Row(line, read_body(body, endpoint, custom_id), model_of(body))
     endpoint, body = _lazy_line(value)
     request = read_body(body, endpoint, custom_id)
-    if endpoint == "completion":
+    if request.prompt is not None:
         request = replace(request, style="auto")
     return Row(line, request, model_of(body))
 

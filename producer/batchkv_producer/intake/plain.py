@@ -15,12 +15,22 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from batchkv_producer.intake.body import ENDPOINTS, NUMBERS, params_of
+from batchkv_producer.intake.body import ENDPOINTS, params_of
 from batchkv_producer.intake.checks import MAX_CUSTOM_ID_CHARS, NumberRule, RowFault, is_model_name
+from batchkv_producer.intake.fields import number_rule
 from batchkv_producer.intake.messages import ROLES
 from batchkv_producer.wire.job import Endpoint, Request, SamplingParams, Style
 
 MAX_INT64 = 2**63 - 1  # msgspec supports no larger bounds
+
+# The parameters that ordinary rows have.
+NUMBERS: dict[str, NumberRule] = {
+    name: number_rule(name)
+    for name in (
+        *("max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p"),
+        *("repetition_penalty", "seed"),
+    )
+}
 
 _PLAIN_ROLES = frozenset(role for role, own in ROLES.items() if role == own)
 

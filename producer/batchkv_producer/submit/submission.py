@@ -18,7 +18,7 @@ from functools import partial
 from redis import Redis
 
 from batchkv_producer.errors import InputFileError, UsageError
-from batchkv_producer.intake.body import check_defaults
+from batchkv_producer.intake.body import checked_defaults
 from batchkv_producer.intake.formats import RowError
 from batchkv_producer.intake.given_rows import Given, as_source
 from batchkv_producer.intake.model_vote import ModelVote
@@ -132,7 +132,7 @@ def check(
 
     Raises UsageError for the file as a whole.
     """
-    given = defaults or SamplingParams()
+    given = checked_defaults(defaults or SamplingParams())
     with BatchPlan(given, dedupe=dedupe, prompting=prompting) as plan:
         return _checked(as_source(source), plan, given, model, default_model, prompting)
 
@@ -147,7 +147,7 @@ def survey(
     prompting: Prompting = AUTO,
 ) -> tuple[Checked, PrefixEstimate]:
     """``check``, and an estimate of the hits when this many workers share the queue."""
-    given = defaults or SamplingParams()
+    given = checked_defaults(defaults or SamplingParams())
     with BatchPlan(given, prompting=prompting) as plan:
         checked = _checked(source, plan, given, model, default_model, prompting)
         return checked, estimate_prefixes(plan.entries(), checked.num_jobs, num_workers)
@@ -176,7 +176,7 @@ def submit(
     """
     if job_timeout_seconds < 1:
         raise UsageError(f"the job timeout must be at least 1 second, got {job_timeout_seconds}")
-    given = defaults or SamplingParams()
+    given = checked_defaults(defaults or SamplingParams())
     with BatchPlan(given, dedupe=options.dedupe, prompting=prompting) as plan:
         need: Callable[[ModelVote], str] = lambda vote: vote.need(model, default_model)  # noqa: E731
         facts, counts = _read(source, plan, given, need, prompting)
@@ -295,7 +295,6 @@ def _read(
     choose: Callable[[ModelVote], str],
     prompting: Prompting = AUTO,
 ) -> tuple[_FileFacts, PlanCounts]:
-    check_defaults(defaults)
     prompting.check()
     inputs = inputs_of(source)
     reading = Reading(inputs)

@@ -37,9 +37,10 @@ class Constraint:
         if fault := _FAULTS[self.kind](self.value):
             return fault
         try:
-            size = len(json.dumps(self.value, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+            text = json.dumps(self.value, ensure_ascii=False, allow_nan=False)
         except (ValueError, TypeError, RecursionError):
             return "it cannot be written as JSON"
+        size = len(text.encode("utf-8", "surrogatepass"))
         if size > MAX_CONSTRAINT_BYTES:
             return f"it has {size} bytes as JSON; at most {MAX_CONSTRAINT_BYTES} are accepted"
         return ""

@@ -339,6 +339,7 @@ def test_parameters_with_two_spellings() -> None:
     assert params_of(logprobs=False).logprobs is None
     assert request_of({"prompt": "a", "logprobs": 5}).params.logprobs == 5
     assert request_of({"prompt": ["a"]}).prompt == "a"
+    assert params_of(thinking_budget=None, stop=[]).stop == ()
 
 
 @pytest.mark.parametrize(
@@ -395,25 +396,18 @@ def test_fields_that_change_nothing(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"n": 2}, "n 2 is not supported (only 1)"),
         (
-            {"response_format": {"type": "json_object"}},
-            'response_format {"type": "json_object"} is not supported (only {"type": "text"})',
+            {"best_of": 2},
+            "best_of 2 is not supported (only 1): use n, and choose among the answers",
         ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-            'response_format an object is not supported (only {"type": "text"})',
-        ),
-        ({"n": True}, "n true"),
-        ({"stream": True}, "stream true"),
-        ({"presence_penalty": 0.5}, "presence_penalty 0.5"),
-        ({"presence_penalty": False}, "presence_penalty false"),
-        ({"logit_bias": {"5": 1}}, 'logit_bias {"5": 1} is not supported (only {})'),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": "none", "tools": [{"function": {"name": "f"}}]}, "tool_choice"),
-        ({"reasoning_effort": "high"}, "reasoning_effort is not supported"),
-        ({"prompt": None, "guided_json": {}}, "guided_json"),
+        ({"best_of": True}, "best_of true"),
+        ({"stream": True}, "stream true is not supported (only false): results are written when"),
+        ({"modalities": ["text", "audio"]}, '["text", "audio"] is not supported (only ["text"])'),
+        ({"vllm_xargs": {"a": 1}}, 'vllm_xargs {"a": 1} is not supported (only {})'),
+        ({"functions": [{"name": "f"}]}, "functions a list is not supported (only [])"),
+        ({"function_call": "f"}, 'function_call "f" is not supported (only "auto" or "none")'),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids is not supported: use structured_outputs"),
+        ({"prompt": None, "cache_salt": "x"}, "cache_salt"),
         ({"x" * 500: 1}, "x" * 80 + " is not supported"),
     ],
 )
@@ -440,12 +434,18 @@ def test_fields_of_the_other_endpoint() -> None:
         ("", "invalid_request"),
         (5, "invalid_request"),
         (["a", "b"], "unsupported_parameter"),
-        ([[1, 2]], "unsupported_parameter"),
-        ([], "unsupported_parameter"),
+        ([[1, 2], [3]], "unsupported_parameter"),
+        ([], "invalid_request"),
+        ([[]], "invalid_request"),
+        ([1, "a"], "invalid_request"),
+        ([1, True], "invalid_request"),
+        ([-1], "invalid_request"),
+        ([2**24], "invalid_request"),
+        ([1.0], "invalid_request"),
     ],
 )
 def test_prompts_that_are_wrong(prompt: Any, code: str) -> None:
-    """A prompt is one string that is not empty."""
+    """A prompt is one text that is not empty, or one list of token ids."""
     assert error_of({"prompt": prompt})[0] == code
 
 
@@ -540,7 +540,7 @@ chats = st.lists(
     max_size=2,
 )
 changes = st.one_of(
-    st.tuples(st.sampled_from([*body.NUMBERS]), numbers),
+    st.tuples(st.sampled_from([*plain.NUMBERS]), numbers),
     st.tuples(st.sampled_from(["n", "logprobs", "presence_penalty", "user"]), numbers | texts),
     st.tuples(st.just("metadata"), st.dictionaries(texts, texts | numbers, max_size=1)),
     st.tuples(st.sampled_from(["model", "prompt", "stop"]), texts | st.none() | st.just(["a"])),
