@@ -75,7 +75,7 @@ def test_giant_numbers_in_every_field(field: str, number: str) -> None:
     [
         ("[" * 10_000 + "]" * 10_000, "invalid_json"),
         ('{"a":' * 10_000 + "1" + "}" * 10_000, "invalid_json"),
-        ('{"prompt":' + "[" * 900 + "]" * 900 + "}", "unsupported_parameter"),
+        ('{"prompt":' + "[" * 900 + "]" * 900 + "}", "invalid_request"),
         ('{"messages":' + "[" * 10_000 + "]" * 10_000 + "}", "invalid_json"),
         (
             '{"messages":[{"role":"user","content":"x"}],"tools":[{"function":{"name":"f","p":'
