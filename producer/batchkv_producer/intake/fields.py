@@ -133,7 +133,7 @@ _SAMPLING = (
     _param("skip_special_tokens", SwitchRule(stored=False),
            "`false` keeps special tokens in the text.", True),
     _param("return_token_ids", SwitchRule(stored=True),
-           "`true` adds `prompt_token_ids` to the body and `token_ids` to each choice.", False),
+           "`true` adds `token_ids` and `prompt_token_ids`, where vLLM has them.", False),
     _param("thinking_budget", _BUDGET, "The most tokens of reasoning. Then the reasoning is ended, "
            "and the answer begins. -1 is no limit."),
     _param("thinking_token_budget", _BUDGET, "The same as `thinking_budget`.",

@@ -2,7 +2,7 @@
 
 A row has one of three shapes, as OpenAI's files have them::
 
-    an answer           response {status_code: 200, body: the answer}, error null
+    an answer           response {status_code: 200, body: the choices}, error null
     a refused request   response {status_code: 400, body: {error: {message, type, param, code}}},
                         error null
     no answer at all    response null, error {code, message}
@@ -16,7 +16,8 @@ import json
 import re
 from typing import Any
 
-from batchkv_producer.wire.job import ErrorCode, Result, TokenLogprob
+from batchkv_producer.wire.choice import Choice, TokenLogprob, ToolCall
+from batchkv_producer.wire.job import ErrorCode, Result
 from batchkv_producer.wire.maker import Maker
 
 LOWEST_LOGPROB = -9999.0  # as in OpenAI's files, because JSON has no infinity
@@ -93,7 +94,7 @@ def _error_of(result: Result) -> tuple[str, str]:
 
 
 def text_line(result: Result) -> str:
-    """The answer on one line: line breaks as ``\\n``, a backslash doubled."""
+    """The text of the first choice on one line: line breaks as ``\\n``, a backslash doubled."""
     return _on_one_line(result.text)
 
 
@@ -108,39 +109,73 @@ def _on_one_line(text: str) -> str:
 
 
 def _chat_body(job_id: str, result: Result) -> dict[str, Any]:
-    choice = {
-        "index": 0,
-        "message": {"role": "assistant", "content": result.text, "refusal": None},
-        "logprobs": _chat_logprobs(result.logprobs),
-        "finish_reason": result.finish_reason,
+    choices = [_chat_choice(index, choice) for index, choice in enumerate(result.choices)]
+    body = _body(f"chatcmpl-{job_id}", "chat.completion", result, choices)
+    if result.prompt_token_ids is not None:
+        body["prompt_token_ids"] = result.prompt_token_ids
+    return body
+
+
+def _chat_choice(index: int, choice: Choice) -> dict[str, Any]:
+    has_text = bool(choice.text) or not choice.tool_calls
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": choice.text if has_text else None,
+        "refusal": None,
     }
-    return _body(f"chatcmpl-{job_id}", "chat.completion", result, choice)
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.tool_calls:
+        message["tool_calls"] = [_call(call) for call in choice.tool_calls]
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": _chat_logprobs(choice.logprobs),
+        "finish_reason": choice.finish_reason,
+        **({} if choice.token_ids is None else {"token_ids": choice.token_ids}),
+    }
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _text_body(job_id: str, result: Result) -> dict[str, Any]:
-    choice = {
-        "index": 0,
-        "text": result.text,
-        "logprobs": _text_logprobs(result.logprobs),
-        "finish_reason": result.finish_reason,
+    choices = [_text_choice(index, choice) for index, choice in enumerate(result.choices)]
+    if result.prompt_token_ids is not None:  # vLLM has them in each choice of a completion
+        for each in choices:
+            each["prompt_token_ids"] = result.prompt_token_ids
+    return _body(f"cmpl-{job_id}", "text_completion", result, choices)
+
+
+def _text_choice(index: int, choice: Choice) -> dict[str, Any]:
+    return {
+        "index": index,
+        "text": choice.text,
+        "logprobs": _text_logprobs(choice.logprobs),
+        "finish_reason": choice.finish_reason,
+        **({"reasoning_content": choice.reasoning} if choice.reasoning else {}),
+        **({} if choice.token_ids is None else {"token_ids": choice.token_ids}),
     }
-    return _body(f"cmpl-{job_id}", "text_completion", result, choice)
 
 
-def _body(body_id: str, kind: str, result: Result, choice: dict[str, Any]) -> dict[str, Any]:
+def _body(body_id: str, kind: str, result: Result, choices: list[dict[str, Any]]) -> dict[str, Any]:
     usage, mark = result.usage, Maker(result.fingerprint, result.scheme).mark()
+    details = {"completion_tokens_details": {"reasoning_tokens": usage.reasoning}}
     return {
         "id": body_id,
         "object": kind,
         "created": result.created,
         "model": result.model,
         **({"system_fingerprint": mark} if mark else {}),
-        "choices": [choice],
+        "choices": choices,
         "usage": {
             "prompt_tokens": usage.prompt,
             "completion_tokens": usage.completion,
             "total_tokens": usage.prompt + usage.completion,
             "prompt_tokens_details": {"cached_tokens": usage.cached},
+            **(details if usage.reasoning else {}),
         },
     }
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from batchkv_producer.results.output import (
     REFUSED_CODES,
@@ -13,7 +17,8 @@ from batchkv_producer.results.output import (
     output_line,
     text_line,
 )
-from batchkv_producer.wire.job import ErrorCode, Outcome, Result, TokenLogprob, Usage
+from batchkv_producer.wire.choice import Choice, ToolCall
+from batchkv_producer.wire.job import Endpoint, ErrorCode, Outcome, Result, TokenLogprob, Usage
 
 JOB_ID = "0123456789abcdef-7"
 TOKENS = (
@@ -57,6 +62,99 @@ def test_a_completion() -> None:
     assert (body["object"], body["id"]) == ("text_completion", f"cmpl-{JOB_ID}")
     choice = {"index": 0, "text": "Paris", "logprobs": None, "finish_reason": "length"}
     assert body["choices"] == [choice]
+
+
+CALLS = (ToolCall("call_1", "f", '{"x":1}'), ToolCall("call_2", "g", "{"))
+REACHED = Result(
+    *("a", "chat", "ok", "m", "", "tool_calls", Usage(10, 9, 8, 4)),
+    reasoning="Hm.",
+    tool_calls=CALLS,
+    token_ids=(5, 6),
+    prompt_token_ids=(1, 2, 3),
+    more=(Choice("Paris", "stop", TOKENS), Choice("", "length", token_ids=())),
+    fingerprint="ab" * 16,
+    scheme="affine8",
+)
+
+
+def test_a_chat_answer_with_several_choices() -> None:
+    """Each choice has its calls, reasoning and token ids. Content is null only beside a call."""
+    body = json.loads(output_line(JOB_ID, REACHED))["response"]["body"]
+    first, second, third = body["choices"]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert first["message"] == {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "reasoning_content": "Hm.",
+        "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x":1}'}},
+            {"id": "call_2", "type": "function", "function": {"name": "g", "arguments": "{"}},
+        ],
+    }
+    assert (first["finish_reason"], first["token_ids"]) == ("tool_calls", [5, 6])
+    assert second["message"] == {"role": "assistant", "content": "Paris", "refusal": None}
+    assert len(second["logprobs"]["content"]) == 2 and "token_ids" not in second
+    assert (third["message"]["content"], third["token_ids"]) == ("", [])
+    assert body["prompt_token_ids"] == [1, 2, 3]
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
+
+
+def test_a_completion_with_several_choices() -> None:
+    """Token ids, those of the prompt too, are in each choice, as vLLM has them."""
+    result = replace(REACHED, endpoint="completion", finish_reason="stop", tool_calls=())
+    body = json.loads(output_line(JOB_ID, result))["response"]["body"]
+    assert [choice["text"] for choice in body["choices"]] == ["", "Paris", ""]
+    assert [choice["prompt_token_ids"] for choice in body["choices"]] == [[1, 2, 3]] * 3
+    assert body["choices"][0]["token_ids"] == [5, 6] and "prompt_token_ids" not in body
+
+
+# Keys that are not OpenAI's: these are ours, or vLLM's.
+OWN_KEYS = {"reasoning_content", "token_ids", "prompt_token_ids"}
+PLAIN_RESULTS = (
+    Result("a", "chat", "ok", "m", "Paris", "stop", Usage(10, 3, 8), created=1_700_000_000),
+    Result("a", "chat", "ok", "m", "Paris", "length", Usage(1, 1), logprobs=TOKENS),
+)
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completion"])
+@pytest.mark.parametrize("result", [*PLAIN_RESULTS, REACHED])
+def test_bodies_are_what_openai_says(result: Result, endpoint: Endpoint) -> None:
+    """The types of OpenAI's own client accept every value, and have every key but a few of ours."""
+    if endpoint == "completion" and result.tool_calls:
+        result = replace(result, tool_calls=(), finish_reason="stop")
+    line = json.loads(output_line(JOB_ID, replace(result, endpoint=endpoint)))
+    body, extra = line["response"]["body"], set[str]()
+    kind: type[BaseModel] = ChatCompletion if endpoint == "chat" else Completion
+    model = TypeAdapter(kind).validate_json(json.dumps(body), strict=True)
+    collect_extra(model, extra)
+    assert extra <= OWN_KEYS
+    assert extra == (OWN_KEYS if result.prompt_token_ids else set())
+    assert json.loads(model.model_dump_json(exclude_unset=True)) == body
+
+
+def collect_extra(value: object, found: set[str]) -> None:
+    """The keys of a parsed body that its types do not have."""
+    if isinstance(value, BaseModel):
+        found |= set(value.model_extra or {})
+        for name in type(value).model_fields:
+            collect_extra(getattr(value, name), found)
+    elif isinstance(value, list):
+        for item in value:
+            collect_extra(item, found)
+
+
+def test_the_check_of_bodies_sees_faults() -> None:
+    """A wrong finish_reason, a missing index and an unknown key are found."""
+    body = json.loads(output_line(JOB_ID, REACHED))["response"]["body"]
+    for change in ({"finish_reason": "done"}, {"index": "0"}, {"message": {"content": "x"}}):
+        wrong = {**body, "choices": [{**body["choices"][0], **change}]}
+        with pytest.raises(ValidationError):
+            TypeAdapter(ChatCompletion).validate_json(json.dumps(wrong), strict=True)
+    extra = set[str]()
+    other = {**body, "usage": {**body["usage"], "joules": 5}}
+    collect_extra(TypeAdapter(ChatCompletion).validate_python(other), extra)
+    assert extra == OWN_KEYS | {"joules"}
 
 
 REFUSED = [
