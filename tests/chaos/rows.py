@@ -20,11 +20,11 @@ from support.worker_harness import MODEL, QUEUE
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be answered: a prompt for each line, and the answer that is right for it."""
+    """What is to be answered: a prompt for each line, and its choices that are right."""
 
     prompts: Sequence[str]
-    answers: Sequence[str]
-    max_tokens: int | None = None
+    answers: Sequence[tuple[str, ...]]
+    params: Sequence[SamplingParams]
 
 
 @dataclass(slots=True)
@@ -61,11 +61,10 @@ class Rows:
             self._most_submitted = self.num_due
 
     def _jobs(self, chunk: int) -> list[tuple[int, bytes, int]]:
-        params = SamplingParams(max_tokens=self._work.max_tokens)
         first = chunk * self._chunk_rows
         jobs = []
         for index in range(first, min(first + self._chunk_rows, self.total)):
-            prompt = self._work.prompts[index]
+            prompt, params = self._work.prompts[index], self._work.params[index]
             request = Request(f"c{index + 1}", "completion", prompt=prompt, params=params)
             jobs.append((index + 1, encode_job(request), 0))
         return jobs
@@ -101,6 +100,7 @@ class Rows:
                 # It died alone, by our count, or by that of RQ's clean-up, which was quicker.
                 ends.num_failed += 1
                 continue
-            assert (result.outcome, result.text) == ("ok", answer), (line, result)
+            texts = tuple(choice.text for choice in result.choices)
+            assert (result.outcome, texts) == ("ok", answer), (line, result)
         assert audit.leftovers(connection, QUEUE) == []
         return ends

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from batchkv_producer.wire.job import Request, SamplingParams
 from chaos.faults import Fault, Weather, plan, read_log
 from chaos.rows import Work
 from chaos.storm import Crew, Report, Storm
@@ -46,10 +47,18 @@ def weathered(storm: Storm, deadline_seconds: float, folder: Path) -> Report:
 
 
 def echoes(count: int, longest: int) -> Work:
-    """Rows of 1 to ``longest`` steps, whose answer is a function of the prompt."""
+    """Rows of 1 to ``longest`` steps, whose answer is a function of the prompt.
+
+    Some have several choices, more than one worker has slots.
+    """
     rng = random.Random(SEED)
     prompts = [f"slow:{rng.randint(1, longest)} row {line}" for line in range(1, count + 1)]
-    return Work(prompts, [f"echo {prompt}" for prompt in prompts])
+    params = [SamplingParams(n=6 if line % 9 == 0 else None) for line in range(count)]
+    answers = [
+        tuple(f"echo {prompt}" + (f" #{number}" if number else "") for number in range(one.n or 1))
+        for prompt, one in zip(prompts, params, strict=True)
+    ]
+    return Work(prompts, answers, params)
 
 
 @pytest.mark.timeout(1200)
@@ -71,19 +80,31 @@ def test_kills_outages_and_sleep(tmp_path: Path) -> None:
 
 
 def numbers(count: int, longest: int) -> Work:
-    """Rows for the tiny model, a third of them behind one of two prefixes of more than a block."""
-    from worker.prefix.engines_on_store import random_prompt, run, running, tokens
+    """Rows for the tiny model, a third of them behind one of two prefixes of more than a block.
+
+    Every fifth row has six choices, which sample.
+    """
+    from batchkv_worker import events
+    from worker.prefix.engines_on_store import finish, random_prompt, running
 
     rng = random.Random(SEED)
     prefixes = [random_prompt(1, 300), random_prompt(2, 560)]
-    rows = []
+    prompts, params = [], []
     for line in range(count):
         start = rng.choice(prefixes) if rng.random() < 0.33 else []
-        rows.append([*start, *random_prompt(1000 + line, rng.randint(1, 40))])
+        row = [*start, *random_prompt(1000 + line, rng.randint(1, 40))]
+        prompts.append(" ".join(map(str, row)))
+        one = SamplingParams(max_tokens=longest)
+        if line % 5 == 0:  # few tokens and candidates: rounding must not decide between any
+            one = SamplingParams(max_tokens=8, temperature=1.0, top_k=4, seed=line, n=6)
+        params.append(one)
     with running(tiny_models.build(FAMILY), None) as engine:
-        ended = tokens(run(engine, rows, longest))
-    answers = ["".join(f"{token} " for token in row) for row in ended]
-    return Work([" ".join(map(str, row)) for row in rows], answers, longest)
+        for line, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            request = Request("c", "completion", prompt=prompt, params=one)
+            engine.add(events.Work(str(line), request))
+        ended = finish(engine, count)
+    answers = [(event.text, *(choice.text for choice in event.more)) for event in ended]
+    return Work(prompts, answers, params)
 
 
 @pytest.mark.skipif(not IS_LONG, reason="make chaos: it starts many real engines")

@@ -1,6 +1,7 @@
 """An engine without MLX, and a worker class that runs it: ``rq worker -w support.fake_engine...``.
 
-What a row does is in its prompt: any text is echoed, after ``plan.steps`` steps. The words
+What a row does is in its prompt: any text is echoed, after ``plan.steps`` steps. Its other choices
+have their number after it. The words
 ``slow:N`` (N steps), ``reject:CODE``, ``crash`` (the step raises), ``device fault`` (it raises what
 Metal does), ``hang`` (the step never ends; also ``hang in C`` and ``hang with the interpreter``)
 and ``die`` (the process ends at once) do what they say. The plan of a worker in another process
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from batchkv_producer.wire.choice import Choice
 from batchkv_producer.wire.job import Usage
 from batchkv_producer.wire.maker import Maker
 from batchkv_worker.errors import ModelError
@@ -150,8 +152,10 @@ class FakeEngine:
                 ctypes.PyDLL(None).pause()
             case "die":
                 os._exit(9)
-        usage = Usage(prompt=len(text), completion=2, cached=1)
-        return Completed(work.job_id, self._plan.answer or f"echo {text}", "stop", usage)
+        usage = Usage(prompt=len(text), completion=2 * work.num_wanted, cached=1)
+        answer = self._plan.answer or f"echo {text}"
+        more = tuple(Choice(f"{answer} #{number}", "stop") for number in range(1, work.num_wanted))
+        return Completed(work.job_id, answer, "stop", usage, more=more)
 
 
 def prompt_of(work: Work) -> str:

@@ -52,19 +52,20 @@ class Choices:
             return
         assert first.job_id not in self._rows, f"row {first.job_id} is here already"
         for number in range(1, num_computed):
-            generation = first.generation
-            first.unqueued.append(
-                Sequence(
-                    f"choice {number} of {first.job_id}",  # no job has such an id: it has blanks
-                    first.prompt,
-                    replace(generation, seed=(generation.seed + number) % SEEDS),
-                    block_keys=first.block_keys,
-                    num_common=first.num_common,
-                    detokenizer=None if first.detokenizer is None else make_detokenizer(),
-                    choice=number,
-                    first_choice=first,
-                )
+            seed = (first.generation.seed + number) % SEEDS
+            other = replace(
+                first,
+                job_id=f"choice {number} of {first.job_id}",  # no job has such an id: it has blanks
+                generation=replace(first.generation, seed=seed),
+                generated=[],
+                logprobs=[],
+                detokenizer=None if first.detokenizer is None else make_detokenizer(),
+                guide=None,  # it gets one when it is queued
+                choice=number,
+                first_choice=first,
+                unqueued=[],
             )
+            first.unqueued.append(other)
         self._rows[first.job_id] = _Row([first, *first.unqueued], num_wanted)
 
     def end(self, choice: Sequence, event: Completed) -> Completed | None:
