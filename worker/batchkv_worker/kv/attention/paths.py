@@ -55,8 +55,10 @@ def attention(
     scores.
     """
     attend = getattr(cache, "attend", None)
-    if attend is not None and cache.handed_out(keys, values, mask):
-        return attend(queries, scale, mask, sinks)
+    if attend is not None:
+        if cache.handed_out(keys, values, mask):
+            return attend(queries, scale, mask, sinks)
+        keys, values = cache.dense(keys, values)
     return _original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 

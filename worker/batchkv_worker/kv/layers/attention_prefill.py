@@ -21,6 +21,7 @@ from batchkv_worker.kv.backends.contract import Pacing
 from batchkv_worker.kv.backends.pacing import UNPACED
 from batchkv_worker.kv.layers.cache_quirks import OrderedByUs
 from batchkv_worker.kv.layers.contract import Chunk, PrefillLayer
+from batchkv_worker.kv.layers.stand_ins import StandIns, replaced
 from batchkv_worker.kv.types import PackedKV, Parts, Pieces, Window
 
 
@@ -32,9 +33,19 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
     """
 
     def __init__(
-        self, layer: LayerAttention, window: Window, capacity: int, chunk_tokens: int
+        self,
+        layer: LayerAttention,
+        window: Window,
+        capacity: int,
+        chunk_tokens: int,
+        *,
+        is_read: bool = True,
     ) -> None:
-        """For prompts of up to ``capacity`` tokens in chunks of up to ``chunk_tokens``."""
+        """For prompts of up to ``capacity`` tokens in chunks of up to ``chunk_tokens``.
+
+        Without ``is_read`` the model gets stand-ins of dense arrays (``StandIns``) where it leaves
+        attention to ``attend``.
+        """
         self.offset = 0  # tokens so far; the models read it
         self.base = 0
         self.pacing: Pacing = UNPACED  # shared by all layers of a group
@@ -48,6 +59,8 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         self._values: list[mx.array] = []
         self._handed: tuple[mx.array, mx.array] | None = None
         self._shared: tuple[PackedKV, ...] = ()
+        self._unread = None if is_read else StandIns(layer)
+        self._is_unread = False  # whether the last update handed out stand-ins
 
     # -- calls by the engine
 
@@ -117,17 +130,31 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         self._store(self._keys, self._scheme.keys.pack(keys), start, end)
         self._store(self._values, self._scheme.values.pack(values), start, end)
         self.offset += keys.shape[-2]
-        self._handed = (
+        self._is_unread = self._unread is not None and self.attend is not None
+        if self._unread is not None and self._is_unread:
+            self._handed = self._unread.of(keys.shape[0], end)
+        else:
+            self._handed = self._read()
+        return self._handed
+
+    def _read(self) -> tuple[mx.array, mx.array]:
+        end = self.offset - self.base
+        return (
             self._scheme.keys.unpack(_columns(self._keys, end), self._dtype),
             self._scheme.values.unpack(_columns(self._values, end), self._dtype),
         )
-        return self._handed
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """The result of the last update, which layers without keys of their own read."""
+        """The dense arrays of the last update, which layers without keys of their own read."""
         if self._handed is None:
             raise ValueError("no keys have been computed in this chunk")
-        return self._handed
+        return self._read() if self._is_unread else self._handed
+
+    def dense(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        """These arrays, and in the place of stand-ins what they stand for."""
+        if not self._is_unread or self._handed is None:
+            return keys, values
+        return replaced(self._handed, keys, values, self._read)
 
     def handed_out(self, keys: Any, values: Any, mask: Any) -> bool:
         """Whether these are the result of the last update, with any mask."""

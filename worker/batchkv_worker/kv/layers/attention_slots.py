@@ -11,6 +11,7 @@ from batchkv_worker.kv.attention.paths import Attend, LayerAttention
 from batchkv_worker.kv.attention.shared_prefix import PartialAttention
 from batchkv_worker.kv.layers.cache_quirks import OrderedByUs
 from batchkv_worker.kv.layers.contract import SlotLayer
+from batchkv_worker.kv.layers.stand_ins import StandIns, replaced
 from batchkv_worker.kv.schemes.packing import LayerScheme, TensorScheme
 from batchkv_worker.kv.slots.changes import Relayout
 from batchkv_worker.kv.slots.step_view import ColumnSpan, CommonPrefix, StepView
@@ -30,11 +31,18 @@ class AttentionSlots(OrderedByUs, SlotLayer):
     """
 
     def __init__(
-        self, scheme: LayerScheme, window: Window, layer: LayerAttention, *, answers: bool
+        self,
+        scheme: LayerScheme,
+        window: Window,
+        layer: LayerAttention,
+        *,
+        answers: bool,
+        is_read: bool = True,
     ) -> None:
         """``scheme`` is that of pieces, ``layer.scheme`` that of the buffers.
 
-        ``answers``: the model leaves attention to ``attend``, instead of reading dense arrays.
+        ``answers``: the model leaves attention to ``attend``, instead of reading dense arrays. Then
+        without ``is_read`` it gets stand-ins of them (``StandIns``).
         """
         self._packed = scheme
         self._scheme = layer.scheme
@@ -50,6 +58,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         self._starts = layer.backend.starts_each_layer
         self._started: list[mx.array] = []  # once computed, nothing reads the buffers any more
         self._handed: tuple[mx.array, mx.array] | None = None
+        self._stand_ins = None if is_read or not answers else StandIns(layer)
         self._span: ColumnSpan | None = None
         self._offsets = mx.array([], mx.int32)
 
@@ -64,8 +73,9 @@ class AttentionSlots(OrderedByUs, SlotLayer):
 
     def _wait(self) -> None:
         """Until the buffers may be written in place."""
-        mx.eval(self._started)
-        self._started = []
+        if self._started:
+            mx.eval(self._started)
+            self._started = []
 
     def settle(self) -> bool:
         if self._starts:
@@ -160,25 +170,30 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         """Write one token a row, ``[rows, heads, 1, size]``; dense views of all visible columns."""
         self._wait()
         span = self.span
+        written = span.written
         for parts, piece in (
             (self._keys, self._scheme.keys.pack(keys)),
             (self._values, self._scheme.values.pack(values)),
         ):
             for part, new in zip(parts, piece, strict=True):
-                part[: span.num_rows, ..., span.write : span.write + 1, :] = new
-        cells = span.num_rows * (span.high - span.low)
-        is_whole = self._layer.reads_whole(cells, span.stored)
-        self._handed = (
-            self._dense(self._scheme.keys, self._keys, is_whole),
-            self._dense(self._scheme.values, self._values, is_whole),
-        )
+                part[written] = new
+        if self._stand_ins is None:
+            self._handed = self._read()
+        else:
+            self._handed = self._stand_ins.of(span.num_rows, span.high - span.low)
         return self._handed
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """The result of the last update, which layers without keys of their own read."""
+        """The dense arrays of the last update, which layers without keys of their own read."""
         if self._handed is None:
             raise ValueError("no keys have been computed in this step")
-        return self._handed
+        return self._handed if self._stand_ins is None else self._read()
+
+    def dense(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        """These arrays, and in the place of stand-ins what they stand for."""
+        if self._stand_ins is None or self._handed is None:
+            return keys, values
+        return replaced(self._handed, keys, values, self._read)
 
     def handed_out(self, keys: Any, values: Any, mask: Any) -> bool:
         """Whether these are the result of the last update, with this step's own mask."""
@@ -205,12 +220,12 @@ class AttentionSlots(OrderedByUs, SlotLayer):
             keys, values = (tuple(part[: span.num_rows] for part in parts) for parts in buffers)
             buffers = self._layer.dequantize((keys, values))
         found = []
-        for group in span.groups if self._is_rounded else span.exact_groups:
-            rows = slice(group.first, group.last)
-            keys, values = (
-                tuple(part[rows, ..., group.low : group.high, :] for part in parts)
-                for parts in buffers
-            )
+        groups = span.groups if self._is_rounded else span.exact_groups
+        for group in groups:
+            cells = group.cells
+            keys = tuple([part[cells] for part in buffers[0]])
+            values = tuple([part[cells] for part in buffers[1]])
+            of_rows = queries if len(groups) == 1 else queries[group.first : group.last]
             rest = scale, group.mask, sinks
             if group.prefix is not None:
                 shared = [one.slots[self.place] for one in group.prefixes]
@@ -222,10 +237,10 @@ class AttentionSlots(OrderedByUs, SlotLayer):
                     if common.has(group)
                 ]
                 own = keys, values
-                out = shared_prefix.attend(layer, queries[rows], shared, own, *rest, partials)
+                out = shared_prefix.attend(layer, of_rows, shared, own, *rest, partials)
             else:
                 way = without_mask if group.is_exact else layer
-                out = paths.attend(way, queries[rows], keys, values, *rest)
+                out = paths.attend(way, of_rows, keys, values, *rest)
             found.append(out)
         out = found[0] if len(found) == 1 else mx.concatenate(found, axis=0)
         if self._starts:
@@ -239,6 +254,16 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         """Attention of rows of several groups over a prefix that all of them share."""
         shared = common.prefix.slots[self.place]
         return shared_prefix.attend_partial(self._layer, queries, shared, scale)
+
+    def _read(self) -> tuple[mx.array, mx.array]:
+        """All visible columns of keys and values, dense."""
+        span = self.span
+        cells = span.num_rows * (span.high - span.low)
+        is_whole = self._layer.reads_whole(cells, span.stored)
+        return (
+            self._dense(self._scheme.keys, self._keys, is_whole),
+            self._dense(self._scheme.values, self._values, is_whole),
+        )
 
     def _dense(self, scheme: TensorScheme, parts: list[mx.array], is_whole: bool) -> mx.array:
         """All visible columns, dense, in the model's basis."""

@@ -34,7 +34,8 @@ class AttentionKind(LayerKind):
 
     ``dtype``: of dense keys and values. ``path``: how decode computes attention; None leaves it to
     the model, on dense arrays. ``kernel``: for decode with shared prefixes.
-    ``has_fused`` is as in ``LayerAttention``.
+    ``has_fused`` is as in ``LayerAttention``. ``is_read``: whether the model may read the dense
+    arrays that its caches return, where it leaves attention to them (``stand_ins``).
     """
 
     backend: Backend
@@ -44,6 +45,7 @@ class AttentionKind(LayerKind):
     path: Path | None = None
     kernel: PrefixKernel | None = None
     has_fused: bool = True
+    is_read: bool = True
 
     @property
     def window(self) -> Window:
@@ -63,7 +65,8 @@ class AttentionKind(LayerKind):
 
     def prefill(self, capacity: int, chunk_tokens: int) -> AttentionPrefill:
         layer = LayerAttention(self.backend, self.scheme, self.dtype)
-        return AttentionPrefill(layer, self.span, capacity, chunk_tokens)
+        is_read = self.is_read
+        return AttentionPrefill(layer, self.span, capacity, chunk_tokens, is_read=is_read)
 
     def template(self, num_tokens: int) -> Pieces:
         shape = self.scheme.shape
@@ -85,7 +88,8 @@ class AttentionKind(LayerKind):
             self.kernel,
             self.has_fused,
         )
-        return AttentionSlots(self.scheme, self.span, layer, answers=self.path is not None)
+        answers, is_read = self.path is not None, self.is_read
+        return AttentionSlots(self.scheme, self.span, layer, answers=answers, is_read=is_read)
 
     def __str__(self) -> str:
         return "full attention" if self.span is None else f"window of {self.span}"

@@ -48,6 +48,10 @@ class Shapes:
         return min(layout.rows, padded)
 
 
+Cells = tuple[slice, slice, slice]  # rows, heads and columns of a buffer
+_ALL = slice(None)
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """Rows [first, last) read columns [low, high). They share ``prefix``.
@@ -64,6 +68,11 @@ class Group:
     prefix: SharedPrefix | None = None
     prefixes: tuple[SharedPrefix, ...] = ()
     is_exact: bool = False
+
+    @property
+    def cells(self) -> Cells:
+        """Its part of a buffer ``[rows, heads, columns, size]``."""
+        return slice(self.first, self.last), _ALL, slice(self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +122,8 @@ class ColumnSpan:
 
     Rows [0, num_rows) read columns [low, high). ``mask`` is bool ``[rows, 1, 1, columns]``, or None
     when every row owns every column. ``write`` is the column that the step writes; it is the last,
-    unless shapes are rounded. ``stored`` is how many cells the buffers of these rows have.
+    unless shapes are rounded. ``written`` are its cells. ``stored`` is how many cells the buffers
+    of these rows have.
     """
 
     def __init__(
@@ -130,6 +140,7 @@ class ColumnSpan:
         self.write = layout.write
         self.low = layout.lowest // step * step
         self.high = min(layout.capacity, round_up(self.write + 1, step))
+        self.written: Cells = slice(rows), _ALL, slice(self.write, self.write + 1)
         self._starts = [layout.start(slot) for slot in range(rows)]
         self._used = layout.slots
         self._cuts = cuts

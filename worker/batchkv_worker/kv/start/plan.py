@@ -26,6 +26,7 @@ from batchkv_worker.kv.start import prefix_cost
 from batchkv_worker.kv.start.decision import Decision, Fixed, decide
 from batchkv_worker.kv.start.selfcheck import TRAITS, Traits, find_traits, warn_of
 from batchkv_worker.kv.start.sharecheck import can_share
+from batchkv_worker.kv.start.unread import are_unread, unread_kinds
 
 log = logging.getLogger("batchkv.engine")
 
@@ -113,6 +114,12 @@ def _checked(name: str, model: Any, tree: CacheTree, decision: Decision, undo: U
     shares = decision.shares and kept.of(
         "prefix self-check", lambda: can_share(backend, model, tree, kinds, traits), YES_OR_NO
     )
+    if kept.of(
+        "dense arrays are unread",
+        lambda: are_unread(backend, model, tree, kinds, traits),
+        YES_OR_NO,
+    ):
+        kinds = unread_kinds(tree, kinds)
     costs = costs_of(kinds)
     return KvPlan(
         *(backend, tree, kinds, traits, shapes, costs, shares, decision.prefix_cells, undo)

@@ -1,0 +1,371 @@
+"""The host's part of a decode step and of a prompt's chunk: Python, primitives, launches.
+
+    python tests/benchmarks/bench_host.py [--quick] [--only decode|shared|chunk] [--json FILE]
+
+A GPU's host builds a graph for each step and starts its kernels. Here graphs are built and never
+computed, for a model of 36 layers with the heads of Qwen3-4B and tiny widths, on a backend that
+chooses shapes as CUDA does. So the table has the host's time alone, and needs no GPU.
+
+``decode``   a step of 32 rows of unequal length
+``shared``   the same after a shared prefix
+``chunk``    a chunk of four prompts that have history
+
+``microseconds`` are the thread's time for building the graph, in Python and in MLX, the median of
+many. ``primitives`` are those of the graph; ``launches`` leaves out those that are views. Functions
+with a kernel of their own on a GPU count as one primitive (``GpuGraph``). Copies are not counted
+that such a kernel makes of arrays that do not lie in one piece.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import io
+import json
+import re
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from batchkv_worker.kv.backends import blas
+
+blas.load()
+
+import mlx.core as mx  # noqa: E402
+from mlx_lm.models import qwen3  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from batchkv_worker.kv.backends.contract import Change, Pacing  # noqa: E402
+from batchkv_worker.kv.backends.cuda.backend import CudaBackend  # noqa: E402
+from batchkv_worker.kv.backends.gpu.fused_linear import FuseLinears  # noqa: E402
+from batchkv_worker.kv.backends.pacing import UNPACED  # noqa: E402
+from batchkv_worker.kv.layers.contract import Chunk  # noqa: E402
+from batchkv_worker.kv.layers.decode import DecodeSlots  # noqa: E402
+from batchkv_worker.kv.layers.discover import discover  # noqa: E402
+from batchkv_worker.kv.layers.prefill_rows import PrefillRows  # noqa: E402
+from batchkv_worker.kv.slots.changes import Demand  # noqa: E402
+from batchkv_worker.kv.start.decision import Fixed  # noqa: E402
+from batchkv_worker.kv.start.plan import KvPlan, make_plan  # noqa: E402
+from batchkv_worker.kv.types import Pieces  # noqa: E402
+
+SCHEMES = ("float", "affine8", "affine4", "turbo4")
+PARTS = ("decode", "shared", "chunk")
+LAYERS, ROWS, PROMPTS = 36, 32, 4
+PREFIX, OWN, CHUNK = 64, 32, 32  # tokens
+_VIEWS = {"Slice", "Reshape", "Broadcast", "Transpose", "ExpandDims", "Squeeze", "Flatten"}
+_VIEWS |= {"Unflatten", "View", "AsStrided", "Split", "StopGradient"}
+_STANDS = {"Depends", "Sign", "Floor"}  # for the functions of ``GpuGraph``
+FAST = ("rms_norm", "rope", "scaled_dot_product_attention")
+_LABEL = re.compile(r'\[label ="([^"]*)"')
+
+
+class HostBackend(CudaBackend):
+    """Shapes and products as on CUDA; nothing is measured, and nothing waits for the device."""
+
+    def changes(self, model: Any, dtype: mx.Dtype, rows: int) -> Sequence[Change]:
+        projections = tuple(
+            tuple(f"model.layers.{layer}.self_attn.{name}_proj" for name in "qkv")
+            for layer in range(LAYERS)
+        )
+        return (FuseLinears(projections, rows),)
+
+    def prefix_kernel(self, *_: Any) -> None:
+        return None
+
+    def pacing(self) -> Pacing:
+        return UNPACED
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The host's cost of one graph."""
+
+    microseconds: float
+    primitives: int
+    launches: int
+    kinds: dict[str, int]
+
+
+def build_model(layers: int) -> Any:
+    """Qwen3-4B's layers and heads with tiny widths, in bfloat16."""
+    args = qwen3.ModelArgs(
+        model_type="qwen3",
+        hidden_size=64,
+        num_hidden_layers=layers,
+        intermediate_size=64,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=32,
+        rms_norm_eps=1e-6,
+        vocab_size=128,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+    )
+    mx.random.seed(0)
+    model = qwen3.Model(args)
+    model.set_dtype(mx.bfloat16)
+    mx.eval(model.parameters())
+    return model
+
+
+# -- what is one primitive on a GPU, and many on a CPU
+
+
+class GpuGraph:
+    """Stands for functions of MLX: one primitive each, as on a GPU.
+
+    ``calls`` counts them. Results have the right shapes and depend on the inputs that are packed
+    keys and values. Nothing is computed.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self._like: dict[Any, list[mx.array]] = {}
+        self._real = {name: getattr(mx, name) for name in ("quantize", "dequantize")}
+        self._fast = {name: getattr(mx.fast, name) for name in FAST}
+
+    def quantize(self, x: mx.array, group_size: int = 64, bits: int = 4, **mode: Any) -> Any:
+        self.calls["Quantize"] += 1
+        key = (x.shape, x.dtype, group_size, bits)
+        if key not in self._like:
+            zeros = mx.zeros(x.shape, x.dtype)
+            parts = self._real["quantize"](zeros, group_size=group_size, bits=bits, **mode)
+            mx.eval(parts)
+            self._like[key] = list(parts)
+        return mx.depends(self._like[key], [x])
+
+    def dequantize(
+        self,
+        w: mx.array,
+        scales: mx.array,
+        biases: mx.array | None = None,
+        group_size: int = 64,
+        bits: int = 4,
+        **_: Any,
+    ) -> mx.array:
+        self.calls["Dequantize"] += 1
+        shape = (*w.shape[:-1], w.shape[-1] * 32 // bits)
+        key = (shape, scales.dtype)
+        if key not in self._like:
+            self._like[key] = [mx.zeros(shape, scales.dtype)]
+            mx.eval(self._like[key])
+        inputs = [w, scales] if biases is None else [w, scales, biases]
+        return mx.depends(self._like[key], inputs)[0]
+
+    def rms_norm(self, x: mx.array, weight: mx.array, eps: float) -> mx.array:
+        self.calls["RMSNorm"] += 1
+        return mx.sign(x)
+
+    def rope(self, x: mx.array, dims: int, **_: Any) -> mx.array:
+        self.calls["RoPE"] += 1
+        return mx.floor(x)
+
+    def scaled_dot_product_attention(
+        self, q: mx.array, k: mx.array, v: mx.array, *, mask: Any = None, **_: Any
+    ) -> mx.array:
+        self.calls["Attention"] += 1
+        return mx.depends([q], [k, v, mask] if isinstance(mask, mx.array) else [k, v])[0]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside the block, graphs are as on a GPU."""
+        for module, names in ((mx, self._real), (mx.fast, self._fast)):
+            for name in names:
+                setattr(module, name, getattr(self, name))
+        try:
+            yield
+        finally:
+            for module, names in ((mx, self._real), (mx.fast, self._fast)):
+                for name, real in names.items():
+                    setattr(module, name, real)
+
+
+def kinds_of_graph(arrays: Sequence[mx.array]) -> Counter[str]:
+    """Primitives of a graph by name."""
+    text = io.StringIO()
+    mx.export_to_dot(text, *arrays)
+    return Counter(_LABEL.findall(text.getvalue()))
+
+
+def launches_of(kinds: Counter[str], calls: Counter[str]) -> Counter[str]:
+    """The primitives that are no views; those that stand for others by the names of the others."""
+    left = {name: n for name, n in kinds.items() if name not in _VIEWS and name not in _STANDS}
+    calls = Counter(calls)
+    # Dequantized arrays may stay unread, so those in the graph are counted.
+    calls["Dequantize"] = kinds["Depends"] - calls["Quantize"] - calls["Attention"]
+    return Counter({**left, **+calls})
+
+
+# -- the parts
+
+
+def _kept(layers: Sequence[Any]) -> Callable[[], None]:
+    """Returns a function that gives the layers back the attributes that they have now."""
+    held = [
+        {
+            name: list(value) if isinstance(value, list) else value
+            for name, value in vars(one).items()
+        }
+        for one in layers
+    ]
+
+    def restore() -> None:
+        for layer, attributes in zip(layers, held, strict=True):
+            for name, value in attributes.items():
+                setattr(layer, name, list(value) if isinstance(value, list) else value)
+
+    return restore
+
+
+def measured(
+    build: Callable[[], Sequence[mx.array]], restore: Callable[[], None], count: int
+) -> Cost:
+    """The median time of ``build``, and the graph that it makes."""
+    spent = []
+    graph = GpuGraph()
+    with graph.active():
+        arrays = build()
+        calls = Counter(graph.calls)
+        kinds = kinds_of_graph(arrays)
+        del arrays
+        restore()
+        gc.collect()
+        gc.disable()
+        for _ in range(count):
+            begin = time.thread_time()
+            arrays = build()
+            spent.append(1e6 * (time.thread_time() - begin))
+            del arrays
+            restore()
+        gc.enable()
+    launches = launches_of(kinds, calls)
+    return Cost(
+        round(statistics.median(spent), 1),
+        kinds.total(),
+        launches.total(),
+        dict(launches.most_common()),
+    )
+
+
+def prompts_of(model: Any, plan: KvPlan, rows: int, tokens: int, capacity: int) -> PrefillRows:
+    """Rows after their first chunk of so many tokens, computed."""
+    group = PrefillRows(plan.backend, plan.kinds, capacity, tokens)
+    group.begin(Chunk(0, tokens))
+    model(mx.ones((rows, tokens), mx.int32), cache=plan.tree.nested(group.layers))
+    group.end()
+    mx.eval(group.arrays)
+    return group
+
+
+def decode_cost(model: Any, plan: KvPlan, count: int, *, shares: bool) -> Cost:
+    """A step of ``ROWS`` rows of unequal length, after a shared prefix or not."""
+    slots = DecodeSlots(plan.backend, plan.kinds, plan.tree, ROWS, plan.shapes)
+    group = prompts_of(model, plan, 1, PREFIX + OWN, PREFIX + OWN)
+    prefix = None
+    if shares:
+        pieces: dict[int, Pieces] = {
+            place: layer.block(0, 0, PREFIX) or () for place, layer in enumerate(group.layers)
+        }
+        prefix = slots.make_prefix(b"prefix", PREFIX, pieces)
+    for index in range(ROWS):
+        length = PREFIX + OWN - index % 8
+        pieces_of_row = group.row(0, length, PREFIX if shares else 0)
+        slots.admit(Demand(length, 64, PREFIX if shares else 0), pieces_of_row, prefix)
+    tokens = mx.ones((ROWS, 1), mx.int32)
+    mx.eval(tokens)
+    slots.make_room(None)
+    mx.eval(slots.arrays)
+
+    def build() -> list[mx.array]:
+        slots.begin_step()
+        logits = model(tokens, cache=slots.model_cache)
+        slots.end_step()
+        return [logits, *slots.arrays]
+
+    restore_layers, layouts = _kept(slots.layers), slots.layouts
+    writes = {window: layout.write for window, layout in layouts.all.items()}
+
+    def restore() -> None:
+        restore_layers()
+        for window, write in writes.items():
+            layouts.all[window].write = write
+
+    return measured(build, restore, count)
+
+
+def chunk_cost(model: Any, plan: KvPlan, count: int) -> Cost:
+    """The second of three chunks of ``PROMPTS`` prompts."""
+    group = prompts_of(model, plan, PROMPTS, CHUNK, 3 * CHUNK)
+    tokens = mx.ones((PROMPTS, CHUNK), mx.int32)
+    mx.eval(tokens)
+
+    def build() -> list[mx.array]:
+        group.begin(Chunk(CHUNK, CHUNK))
+        model(tokens, cache=plan.tree.nested(group.layers))
+        group.end()
+        return group.arrays
+
+    return measured(build, _kept(group.layers), count)
+
+
+def show(part: str, found: dict[str, Cost]) -> None:
+    kinds = sorted({kind for cost in found.values() for kind in cost.kinds})
+    print(f"\n{part}\n{'scheme':10}{'microseconds':>14}{'primitives':>12}{'launches':>10}")
+    for scheme, cost in found.items():
+        print(f"{scheme:10}{cost.microseconds:>14,.0f}{cost.primitives:>12,}{cost.launches:>10,}")
+    for kind in kinds:
+        counts = "".join(f"{cost.kinds.get(kind, 0):>10,}" for cost in found.values())
+        print(f"  {kind:26}{counts}")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=PARTS)
+    parser.add_argument("--scheme", action="append", help="may be repeated")
+    parser.add_argument("--repeats", type=int, default=100)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.quick:
+        args.repeats = 15
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    model = build_model(LAYERS)
+    tree = discover("bench", model)
+    parts = (args.only,) if args.only else PARTS
+    found: dict[str, dict[str, Cost]] = {part: {} for part in parts}
+    for scheme in args.scheme or SCHEMES:
+        fixed = Fixed("fused", 2048, 768)
+        plan = make_plan(
+            "bench", model, tree, scheme, mx.bfloat16, HostBackend(), slots=ROWS, fixed=fixed
+        )
+        for part in parts:
+            if part == "chunk":
+                cost = chunk_cost(model, plan, args.repeats)
+            else:
+                cost = decode_cost(model, plan, args.repeats, shares=part == "shared")
+            found[part][scheme] = cost
+        plan.undo()
+    for part, costs in found.items():
+        show(part, costs)
+    if args.json:
+        document = {
+            part: {scheme: asdict(cost) for scheme, cost in costs.items()}
+            for part, costs in found.items()
+        }
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
