@@ -143,7 +143,7 @@ def params_of(body: dict[str, Any], endpoint: Endpoint) -> SamplingParams:
                 raise _unknown(name, endpoint)
             continue
         if field.use is Use.REFUSED:
-            if not _is_neutral(field, value):
+            if not (_is_neutral(field, value) or _is_all_of_n(name, value, body)):
                 raise _refusal(field, value)
         elif field.use is Use.TAKEN and field.rule is not None:
             stored = field.rule.check(name, value)
@@ -151,6 +151,9 @@ def params_of(body: dict[str, Any], endpoint: Endpoint) -> SamplingParams:
                 raise invalid(f"{said[field.param]} and {name} differ")
             values[field.param] = stored
     _add_logprobs(body, endpoint, values)
+    best_of, num_choices = body.get("best_of"), values.get("n") or 1
+    if best_of is not None and best_of != num_choices:
+        raise invalid(f"best_of {best_of} is less than n {num_choices}: leave best_of out")
     return _params(values)
 
 
@@ -168,6 +171,11 @@ def _is_neutral(field: Field, value: Any) -> bool:
         value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
         for neutral in field.neutral
     )
+
+
+def _is_all_of_n(name: str, value: Any, body: dict[str, Any]) -> bool:
+    """Whether the field wants the best n of n answers, which are all of them."""
+    return name == "best_of" and type(value) is int and value == body.get("n")
 
 
 def _is_neutral_elsewhere(name: str, value: Any) -> bool:

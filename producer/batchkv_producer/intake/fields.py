@@ -51,7 +51,7 @@ NOT_BUILT = frozenset(
     {
         *("presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
         *("include_stop_str_in_output", "skip_special_tokens", "return_token_ids"),
-        *("logit_bias", "bad_words", "n"),
+        *("logit_bias", "bad_words"),
         *("response_format", "structured_outputs", *GUIDED),
         *("tool_choice", "parallel_tool_calls", "reasoning_effort"),
         *("thinking_budget", "thinking_token_budget"),
@@ -129,7 +129,8 @@ _SAMPLING = (
     _param("bad_words", WordsRule(), f"At most {MAX_BAD_WORDS} texts that the answer must not "
            "have.", []),
     _param("n", Replacing(NumberRule(1, MAX_CHOICES, is_whole=True), 1),
-           f"At most {MAX_CHOICES} answers. Answer k has the row's seed plus k, from k = 0.", 1),
+           f"At most {MAX_CHOICES} answers. Answer k has the row's seed plus k, from k = 0. At "
+           "temperature 0 all are equal: one is computed, and repeated.", 1),
     _param("skip_special_tokens", SwitchRule(stored=False),
            "`false` keeps special tokens in the text.", True),
     _param("return_token_ids", SwitchRule(stored=True),
@@ -199,7 +200,7 @@ _MEDIA = "Only text is supported."
 _OTHER_TASK = "Use `logprobs` for the tokens of the answer."
 _REFUSED = (
     _refused("stream", _STREAM, False),
-    _refused("best_of", "Use `n`, and choose among the answers.", 1),
+    _refused("best_of", "Use `n`, and choose among the answers. The value of `n` is accepted.", 1),
     _refused("echo", "Join the prompt and the answer yourself.", False),
     _refused("suffix", "Write the suffix into the prompt.", "", endpoints=PROMPT),
     _refused("modalities", _MEDIA, ["text"], endpoints=CHAT),

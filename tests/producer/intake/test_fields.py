@@ -259,6 +259,8 @@ def test_the_table_is_consistent() -> None:
         ({"thinking_budget": 5, "thinking_token_budget": 6}, "differ"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "differ"),
         ({"min_tokens": 6, "max_tokens": 5}, "min_tokens 6 is more than max_tokens 5"),
+        ({"n": 3, "best_of": 4}, "best_of 4 is not supported"),
+        ({"n": 3, "best_of": 1}, "best_of 1 is less than n 3: leave best_of out"),
         ({"guided_json": {}, "guided_regex": "a"}, "exclude each other"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "exclude each other"),
         ({"tool_choice": "required"}, "tool_choice required needs tools"),
@@ -279,6 +281,13 @@ def test_fields_that_exclude_each_other(
     monkeypatch.setattr("batchkv_producer.intake.fields.NOT_BUILT", frozenset())
     with pytest.raises(RowFault, match=words):
         read_body({"messages": USER, **fields}, "chat", "a")
+
+
+def test_the_best_n_of_n_are_all() -> None:
+    """best_of with the value of n changes nothing, so that files that say both run."""
+    for count in (1, 3):
+        asked = {"messages": USER, "n": count}
+        assert read_body({**asked, "best_of": count}, "chat", "a") == read_body(asked, "chat", "a")
 
 
 def test_rows_need_the_abilities_of_their_fields(monkeypatch: pytest.MonkeyPatch) -> None:

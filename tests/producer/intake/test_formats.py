@@ -398,7 +398,7 @@ def test_fields_that_change_nothing(fields: dict[str, Any]) -> None:
     [
         (
             {"best_of": 2},
-            "best_of 2 is not supported (only 1): use n, and choose among the answers",
+            "best_of 2 is not supported (only 1): use n, and choose among the answers. The value",
         ),
         ({"best_of": True}, "best_of true"),
         ({"stream": True}, "stream true is not supported (only false): results are written when"),

@@ -161,4 +161,9 @@ def test_a_long_file_is_arranged_in_windows(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("max_tokens", [-5, 0, 10**30])
 def test_an_absurd_answer_length_is_no_absurd_work(max_tokens: int) -> None:
     """Work is a number that the plan can hold, and never less than none."""
-    assert 0 <= work_of(100, max_tokens) < 2**63
+    assert 0 <= work_of(100, max_tokens) <= work_of(100, max_tokens, 128) < 2**63
+
+
+def test_each_choice_is_work() -> None:
+    """A row with several choices has their work, and one prompt."""
+    assert work_of(400, 10, 3) - work_of(400, 10) == 2 * (work_of(0, 10) - work_of(0, 0))
