@@ -49,9 +49,6 @@ class Use(Enum):
 # Fields whose part in the engine is missing. They are refused until it is there.
 NOT_BUILT = frozenset(
     {
-        *("presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
-        *("include_stop_str_in_output", "skip_special_tokens", "return_token_ids"),
-        *("logit_bias", "bad_words"),
         *("response_format", "structured_outputs", *GUIDED),
         *("tool_choice", "parallel_tool_calls", "reasoning_effort"),
         *("thinking_budget", "thinking_token_budget"),
@@ -115,9 +112,11 @@ _SAMPLING = (
     _param("stop_token_ids", TokensRule(), f"At most {MAX_LISTED_TOKENS:,} token ids that end the "
            "answer.", []),
     _param("include_stop_str_in_output", SwitchRule(stored=True),
-           "`true` keeps the stop text at the end of the answer.", False, param="include_stop"),
+           "`true` keeps the stop text, or the text of the stop token, at the end of the answer.",
+           False, param="include_stop"),
     _param("min_tokens", Replacing(NumberRule(0, LARGEST_COUNT, is_whole=True), 0),
-           "The answer does not end before it has so many tokens.", 0),
+           "So many tokens come before the model's end token or one of `stop_token_ids` may. A "
+           "stop text counts if it ends after them.", 0),
     _param("ignore_eos", SwitchRule(stored=True),
            "`true`: the model's end token does not end the answer.", False),
     _param("repetition_penalty", NumberRule(0, 100, is_low_excluded=True),
@@ -126,13 +125,13 @@ _SAMPLING = (
     _param("frequency_penalty", _PENALTY, "-2 to 2, over the tokens of the answer.", 0),
     _param("logit_bias", BiasRule(), f"Token id to -{MAX_BIAS} to {MAX_BIAS}, for at most "
            f"{MAX_LISTED_TOKENS:,} tokens.", {}),
-    _param("bad_words", WordsRule(), f"At most {MAX_BAD_WORDS} texts that the answer must not "
-           "have.", []),
+    _param("bad_words", WordsRule(), f"At most {MAX_BAD_WORDS} texts. The last token of one is not "
+           "chosen after its others; the same text in other tokens is not found.", []),
     _param("n", Replacing(NumberRule(1, MAX_CHOICES, is_whole=True), 1),
            f"At most {MAX_CHOICES} answers. Answer k has the row's seed plus k, from k = 0. At "
            "temperature 0 all are equal: one is computed, and repeated.", 1),
     _param("skip_special_tokens", SwitchRule(stored=False),
-           "`false` keeps special tokens in the text.", True),
+           "`false` keeps special tokens in the text, except the end token.", True),
     _param("return_token_ids", SwitchRule(stored=True),
            "`true` adds `token_ids` and `prompt_token_ids`, where vLLM has them.", False),
     _param("thinking_budget", _BUDGET, "The most tokens of reasoning. Then the reasoning is ended, "
@@ -148,8 +147,10 @@ _OTHERS = (
           "`tool`.", endpoints=CHAT),
     Field("prompt", "A text, or a list of token ids: at most "
           f"{MAX_PROMPT_TOKENS:,} ids of 0 to {MAX_TOKEN_ID:,}.", endpoints=PROMPT),
-    Field("logprobs", "`true`; see `top_logprobs`.", endpoints=CHAT),
-    Field("logprobs", f"The number of alternatives of each token, 0 to {MAX_LOGPROBS}.",
+    Field("logprobs", "`true`: the model's log-probabilities, before penalties, biases and "
+          "temperature. See `top_logprobs`.", endpoints=CHAT),
+    Field("logprobs", f"The number of alternatives of each token, 0 to {MAX_LOGPROBS}. The "
+          "log-probabilities are the model's, before penalties, biases and temperature.",
           endpoints=PROMPT),
     Field("top_logprobs", f"The number of alternatives of each token, 0 to {MAX_LOGPROBS}.",
           endpoints=CHAT),

@@ -10,14 +10,9 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
-from batchkv_producer.agreed import (
-    DEFAULT_MAX_TOKENS,
-    MAX_BAD_WORD_BYTES,
-    MAX_BAD_WORDS,
-    MAX_BIAS,
-    MAX_BIASED_TOKENS,
-    MAX_STOP_TOKENS,
-)
+from batchkv_producer.agreed import DEFAULT_MAX_TOKENS
+from batchkv_producer.intake.checks import MAX_STOP_BYTES
+from batchkv_producer.intake.rules import MAX_BAD_WORDS, MAX_BIAS, MAX_LISTED_TOKENS
 from batchkv_producer.wire.job import ErrorCode, SamplingParams
 from batchkv_worker.engine.tokens.text_limits import RowRefused
 from batchkv_worker.events import Work
@@ -47,8 +42,8 @@ def check_params(asked: SamplingParams, vocabulary: int) -> None:
         if value is not None and not low <= value <= high:  # also true for nan
             raise _refusal(f"{name} must be between {low:g} and {high:g}")
     for name, count, most in (
-        ("stop_token_ids", len(asked.stop_token_ids), MAX_STOP_TOKENS),
-        ("logit_bias", len(asked.logit_bias), MAX_BIASED_TOKENS),
+        ("stop_token_ids", len(asked.stop_token_ids), MAX_LISTED_TOKENS),
+        ("logit_bias", len(asked.logit_bias), MAX_LISTED_TOKENS),
         ("bad_words", len(asked.bad_words), MAX_BAD_WORDS),
     ):
         if count > most:
@@ -115,8 +110,8 @@ def _words(words: tuple[str, ...], tokenizer: Any, vocabulary: int) -> tuple[tup
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
-        if not 0 < len(word.encode("utf-8", "replace")) <= MAX_BAD_WORD_BYTES:
-            raise _refusal(f"a bad word must have 1 to {MAX_BAD_WORD_BYTES} bytes")
+        if not 0 < len(word.encode("utf-8", "replace")) <= MAX_STOP_BYTES:
+            raise _refusal(f"a bad word must have 1 to {MAX_STOP_BYTES} bytes")
         bare = word.lstrip()
         first, spaced = (
             tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (bare, f" {bare}")
