@@ -60,25 +60,33 @@ class Given:
 
 
 def prompting_flags(*, raw: str, system: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Add --raw and --system, with these helps. The command gets them as one ``prompting``."""
+    """Add --raw and --system, with these helps, and --no-thinking.
+
+    The command gets them as one ``prompting``.
+    """
 
     def add(command: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(command)
         def with_prompting(*args: Any, **kwargs: Any) -> R:
-            prompting = Prompting(kwargs.pop("raw"), kwargs.pop("system"))
+            names = ("raw", "system", "no_thinking")
+            prompting = Prompting(*(kwargs.pop(name) for name in names))
             prompting.check()
             return command(*args, prompting=prompting, **kwargs)
 
-        wrapped: Callable[..., R] = click.option("--system", metavar="TEXT", help=system)(
-            with_prompting
-        )
+        wrapped: Callable[..., R] = click.option(
+            "--no-thinking",
+            is_flag=True,
+            help="Ask the model's chat template for answers without reasoning. "
+            "Rows may say something else.",
+        )(with_prompting)
+        wrapped = click.option("--system", metavar="TEXT", help=system)(wrapped)
         return click.option("--raw", is_flag=True, help=raw)(wrapped)
 
     return add
 
 
 def input_options(command: Callable[..., R]) -> Callable[..., R]:
-    """Add FILE..., --as, --raw and --system. The command gets them as one ``given``."""
+    """Add FILE..., --as and the flags of plain prompts. The command gets them as one ``given``."""
 
     @functools.wraps(command)
     def with_input(*args: Any, **kwargs: Any) -> R:

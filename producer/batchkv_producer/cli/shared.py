@@ -66,6 +66,7 @@ _GENERATION = (
     ("--top-k", int, "Sample from this many of the likeliest tokens; 0 is all."),
     ("--min-p", float, "Drop tokens whose probability is below this share of the likeliest one's."),
     ("--repetition-penalty", float, "Above 1, tokens that occurred already become less likely."),
+    ("--thinking-budget", int, "End the reasoning after this many tokens; 0 is none at all."),
 )
 
 

@@ -43,6 +43,16 @@ def constraint_of(body: dict[str, Any]) -> Constraint | None:
     return next(iter(asked.values()), None)
 
 
+def format_of(constraint: Constraint) -> dict[str, Any]:
+    """The fields of a body that ask for a constraint."""
+    if constraint.kind == "json_object":
+        return {"response_format": {"type": "json_object"}}
+    if constraint.kind == "json_schema":
+        schema = {"name": "answer", "schema": constraint.value}
+        return {"response_format": {"type": "json_schema", "json_schema": schema}}
+    return {"structured_outputs": {constraint.kind: constraint.value}}
+
+
 def _response_format(value: Any) -> Constraint | None:
     if value is None:
         return None

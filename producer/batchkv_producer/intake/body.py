@@ -112,6 +112,8 @@ def checked_defaults(params: SamplingParams) -> SamplingParams:
         if value is None or value == ():
             continue
         field = _RULES.get(name)
+        if field is not None and field.use is Use.REFUSED:
+            raise UsageError(f"{field.name} is not supported")
         try:
             values[name] = _stored(name, value, field)
         except ValueError as fault:

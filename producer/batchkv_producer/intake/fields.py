@@ -249,6 +249,12 @@ FIELDS: tuple[Field, ...] = (*_OTHERS[:3], *_SAMPLING, *_OTHERS[3:], *_IGNORED, 
 BY_NAME: dict[tuple[Endpoint, str], Field] = {
     (endpoint, field.name): field for field in FIELDS for endpoint in field.endpoints
 }
+# The names in a line of parameters that a job stores under another one.
+LINE_NAMES = {
+    field.param: field.name
+    for field in FIELDS
+    if field.param and field.param not in {other.name for other in FIELDS}
+}
 NAMES = frozenset(field.name for field in FIELDS)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from batchkv_producer.errors import DiskError
 from batchkv_producer.intake.formats import Row, RowError
-from batchkv_producer.intake.prompting import AUTO, Prompting
+from batchkv_producer.intake.prompting import AUTO, Prompting, has_template
 from batchkv_producer.order.canonical import canonical_text
 from batchkv_producer.order.chunk import Chunk as Chunk
 from batchkv_producer.order.chunk import PlanCounts as PlanCounts
@@ -117,6 +117,7 @@ class BatchPlan:
         self._dedupe = dedupe
         self._prompting = prompting
         self.num_plain = 0  # plain prompts; see ``prompting``
+        self.num_templated = 0  # rows that a chat template renders
         self.place: Callable[[int], str] = "line {}".format
         self._fill = with_defaults(defaults)
         self._is_plain = defaults == SamplingParams()
@@ -229,9 +230,9 @@ class BatchPlan:
             wrong = (endpoint, row.code, row.message)
             return line, row.custom_id, b"", 0, *wrong, None, 0, -1, None, "", None
         line, request = row.line, row.request
-        if request.style == "auto":
-            self.num_plain += 1
-            request = self._prompting.apply(request)
+        self.num_plain += request.style == "auto"
+        request = self._prompting.apply(request)
+        self.num_templated += has_template(request)
         text = canonical_text(request)
         raw = text.encode("utf-8")
         if not self._is_plain:

@@ -13,6 +13,7 @@ from typing import Any
 from redis import Redis
 
 from batchkv_producer.errors import UsageError
+from batchkv_producer.intake.body import checked_defaults
 from batchkv_producer.intake.prompting import kept
 from batchkv_producer.intake.source import Source, source_name
 from batchkv_producer.manage import cancel_retry as intervention
@@ -89,7 +90,7 @@ def restore_rows(
     deadline (seconds since 1970; 0: none). Raises UsageError if the file is not the batch's.
     """
     digest, generation, there = _identity(connection, status.batch_id)
-    params = there if defaults is None else defaults
+    params = there if defaults is None else checked_defaults(defaults)
     moves = Transitions(connection)
     num_queued = 0
     prompting, more_identity = kept(connection, status.batch_id)

@@ -296,6 +296,8 @@ def _read(
     prompting: Prompting = AUTO,
 ) -> tuple[_FileFacts, PlanCounts]:
     prompting.check()
+    if prompting.no_thinking and defaults.thinking_budget is not None:
+        raise UsageError("--no-thinking and --thinking-budget exclude each other")
     inputs = inputs_of(source)
     reading = Reading(inputs)
     vote = ModelVote(reading.place)
@@ -311,6 +313,8 @@ def _read(
         )
     if prompting.system is not None and not plan.num_plain:
         raise UsageError(f"--system is for plain prompts: no row of {inputs.name} is one")
+    if prompting.no_thinking and not plan.num_templated:
+        raise UsageError(f"--no-thinking is for chat templates: no row of {inputs.name} has one")
     model = choose(vote)
     return _FileFacts(reading.digest, reading.kind, model, reading.place, vote.note), counts
 

@@ -13,6 +13,7 @@ key                        type    content
                                    ``order`` (version of the rows' order; missing: 1),
                                    ``style`` of plain prompts (``auto``, ``raw``; missing: raw) and
                                    ``system``, the message before each (``prompting``),
+                                   ``thinking`` (``off``: templates are asked for none),
                                    ``job_timeout`` (seconds; that of the last submit or retry),
                                    ``defaults`` (JSON: parameters for rows that do not set them);
                                    only if requested: ``priority`` (``high``, ``low``), ``expires``

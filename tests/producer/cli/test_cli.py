@@ -256,6 +256,7 @@ def test_model_comes_from_flag_then_line_then_environment(
         (["--min-p", "2"], "min_p"),
         (["--top-k", "-3"], "top_k"),
         (["--repetition-penalty", "0"], "repetition_penalty"),
+        (["--thinking-budget", "-2"], "thinking_budget"),
         (["--stop", ""], "stop"),
         (["--job-timeout", "0"], "job-timeout"),
     ],

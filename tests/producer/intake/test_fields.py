@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import fields as fields_of
 from typing import Any
@@ -13,6 +14,8 @@ from openai.types.chat import completion_create_params as chats
 from batchkv_producer.intake.body import read_body
 from batchkv_producer.intake.checks import RowFault
 from batchkv_producer.intake.fields import BY_NAME, FIELDS, NOT_BUILT, Field, Use
+from batchkv_producer.intake.formats import Row, read_rows
+from batchkv_producer.manage.input_lines import input_line
 from batchkv_producer.order.duplicates import request_digest
 from batchkv_producer.wire.job import Endpoint, Request, SamplingParams, decode_job, encode_job
 from batchkv_producer.wire.maker import needs_of
@@ -146,9 +149,11 @@ def body_of(field: Field, endpoint: Endpoint, value: Any) -> dict[str, Any]:
 
 
 def request_with(field: Field, endpoint: Endpoint, value: Any) -> Request:
-    """The request of such a body, which survives the wire."""
+    """The request of such a body, which survives the wire, and as a line of failed rows."""
     request = read_body(body_of(field, endpoint, value), endpoint, "a")
     assert decode_job(encode_job(request)) == request
+    (row,) = read_rows(io.BytesIO(input_line(request, "m").encode()))
+    assert isinstance(row, Row) and row.request == request, row
     return request
 
 

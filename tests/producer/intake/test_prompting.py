@@ -13,17 +13,18 @@ from redis import Redis
 from batchkv_producer import Client
 from batchkv_producer.errors import BatchkvError, UsageError, WireError
 from batchkv_producer.intake import formats, plain
-from batchkv_producer.intake.prompting import AUTO, Prompting
+from batchkv_producer.intake.prompting import AUTO, Prompting, kept
 from batchkv_producer.intake.source import Inputs
 from batchkv_producer.order.canonical import canonical_text
 from batchkv_producer.order.duplicates import request_digest
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.batch_options import BatchOptions
-from batchkv_producer.wire.job import Request, decode_job, encode_job
+from batchkv_producer.wire.job import Request, SamplingParams, decode_job, encode_job
 from batchkv_producer.wire.maker import needs_of
 
 Write = Callable[..., Path]
 SYSTEM = Prompting(system="Answer in one word.")
+NO_THINKING = Prompting(no_thinking=True)
 KINDS: list[dict[str, Any]] = [
     {"prompt": "plain"},
     {"prompt": "plain and careful", "stop": ["x"]},
@@ -104,10 +105,50 @@ def test_what_is_said_is_identity_and_what_is_not_is_none(
 ) -> None:
     """--raw and each --system make batches of their own; saying nothing leaves the id alone."""
     path = write_lines({"prompt": "a"})
-    said = [AUTO, Prompting(raw=True), SYSTEM, Prompting(system="Another.")]
+    said = [AUTO, Prompting(raw=True), SYSTEM, Prompting(system="Another."), NO_THINKING]
+    said += [Prompting(raw=False, system="Another.", no_thinking=True)]
     ids = [client.check(path, model="m", prompting=one).batch_id for one in said]
     assert len(set(ids)) == len(ids)
     assert ids[0] == client.check(path, model="m").batch_id
+
+
+def test_no_thinking_is_for_rows_that_do_not_say(
+    client: Client, redis_connection: Redis, write_lines: Write
+) -> None:
+    """It sets the template's variable of chat rows and plain prompts, and a batch stores it."""
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    says = [{"enable_thinking": True}, {"thinking": True}, {"reasoning_effort": "low"}]
+    lines = [
+        *({**chat, "chat_template_kwargs": variables} for variables in says),
+        {**chat, "chat_template_kwargs": {"date_string": "today"}},
+        chat,
+        {"prompt": "plain"},
+        {"url": "/v1/completions", "body": {"prompt": "raw"}},
+        {"prompt": [1, 2]},
+    ]
+    off = {"enable_thinking": False}
+    wanted = [*says, {"date_string": "today", **off}, off, off, {}, {}]
+    path = write_lines(*lines)
+    for prompting, of_plain in ((NO_THINKING, off), (Prompting(raw=True, no_thinking=True), {})):
+        batch = client.submit(path, model="m", prompting=prompting).batch_id
+        found = requests_of(redis_connection, batch)
+        variables = [found[line].chat_template_kwargs for line in sorted(found)]
+        assert variables == [*wanted[:5], of_plain, *wanted[6:]]
+        assert kept(redis_connection, batch) == (prompting, prompting.identity())
+
+
+def test_no_thinking_of_what_cannot_think_is_refused(client: Client, write_lines: Write) -> None:
+    """Without a row that a template renders it changes nothing; and it excludes a budget."""
+    raw = write_lines({"url": "/v1/completions", "body": {"prompt": "raw"}})
+    with pytest.raises(UsageError, match="--no-thinking is for chat templates"):
+        client.check(raw, model="m", prompting=NO_THINKING)
+    path = write_lines({"prompt": "a"}, name="plain.jsonl")
+    with pytest.raises(UsageError, match="--no-thinking is for chat templates"):
+        client.check(path, model="m", prompting=Prompting(raw=True, no_thinking=True))
+    with pytest.raises(UsageError, match=r"exclude each other|not supported"):
+        client.check(
+            path, model="m", prompting=NO_THINKING, defaults=SamplingParams(thinking_budget=5)
+        )
 
 
 def test_what_cannot_be_meant_is_refused(client: Client, write_lines: Write) -> None:

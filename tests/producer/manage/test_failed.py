@@ -65,6 +65,16 @@ def test_a_system_message_of_a_flag_becomes_one_of_the_line() -> None:
     assert [m["content"] for m in body["messages"]] == ["be brief", "p"]
 
 
+def test_a_plain_prompt_that_must_not_think_becomes_a_message() -> None:
+    """A line can have the variable of --no-thinking only beside messages."""
+    off = {"enable_thinking": False}
+    request = Request("a", "completion", prompt="p", style="auto", chat_template_kwargs=off)
+    (again,) = read_rows(io.BytesIO(input_line(request, MODEL).encode()))
+    assert isinstance(again, Row) and again.request == Request(
+        "a", "chat", messages=[{"role": "user", "content": "p"}], chat_template_kwargs=off
+    )
+
+
 def test_failed_rows_are_printed_as_lines_that_can_be_submitted(
     redis_connection: Redis, redis_server: RedisServer, write_lines: Callable[..., Path]
 ) -> None:
