@@ -22,7 +22,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("prefix.explain", "prefix.shared", "prefix", "report", "model"),
         *("kv.start", "kv.layers", "kv.slots", "kv.attention"),
         *("kv.backends.cuda", "kv.backends.metal", "kv.backends.gpu", "kv.backends.cpu"),
-        "kv.backends",
+        *("kv.backends", "kv.kernels"),
         *("settings", "kv.schemes", "kv.types", "kv", "demo"),
         *("sequence", "guide", "events", "trace", "faults", "errors"),
     ),

@@ -43,7 +43,7 @@ class Turbo:
     num_parts = 2
 
     @property
-    def _step(self) -> float:
+    def step(self) -> float:
         """Distance of two levels for a group whose largest magnitude is 1."""
         return 2 * _SPAN[self.bits, self.group] / ((1 << self.bits) - 1)
 
@@ -55,7 +55,7 @@ class Turbo:
     def _round(self, stored: mx.array) -> _Parts:
         """The nearest level of each number, ``[..., size]``, and the scales of the groups."""
         grouped = stored.reshape(*stored.shape[:-1], -1, self.group)
-        scales = (mx.abs(grouped).max(axis=-1) * self._step).astype(stored.dtype)
+        scales = (mx.abs(grouped).max(axis=-1) * self.step).astype(stored.dtype)
         highest = (1 << self.bits) - 1
         steps = mx.maximum(scales.astype(mx.float32), 1e-30)[..., None]  # zeros have scale 0
         found = mx.clip(mx.floor(grouped / steps + (highest + 1) / 2), 0, highest)

@@ -1,0 +1,111 @@
+"""The kernels' bodies, compiled for a CPU, compute what float32 does.
+
+The suite tries a few cases and faults, ``make parity`` a covering set and random ones.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from batchkv_worker.kv.kernels.decode import Partials
+from worker.kv.kernels.cases import (
+    DTYPES,
+    LENGTHS,
+    LINES,
+    NAMES,
+    SCALE,
+    SIZES,
+    Case,
+    Sample,
+    compare,
+    covering,
+)
+from worker.kv.kernels.cpp_launch import CppLaunch, is_there_a_compiler
+
+pytestmark = pytest.mark.skipif(not is_there_a_compiler(), reason="there is no C++ compiler")
+IS_LONG = os.environ.get("BATCHKV_PARITY") == "all"
+
+CASES = [
+    Case("affine8", "affine8", mx.bfloat16, 128, 128, 4, 0, False, 5, 1),
+    Case("turbo3", "affine4", mx.float16, 128, 64, 7, 2, True, 3, 2),
+    Case("float", "float", mx.float16, 80, 80, 3, 0, True, 2, 3),
+    Case("nvfp4", "mxfp8", mx.float32, 96, 96, 2, 1, False, 4, 4),
+    Case("affine5/32", "turbo4", mx.bfloat16, 64, 256, 16, 0, False, 2, 5),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where kernels are compiled, each once."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.mark.parametrize("case", [*CASES, *(covering() if IS_LONG else ())], ids=str)
+def test_attention_is_that_of_float32(case: Case, folder: Path) -> None:
+    """With rows of any length in slices of buffers, shared prefixes and sinks."""
+    Sample.of(case).check(CppLaunch(folder))
+
+
+def test_every_length_around_a_border(folder: Path) -> None:
+    """Each of the lengths at which a loop ends one column earlier or later."""
+    case, launch = CASES[0], CppLaunch(folder)
+    for length in LENGTHS:
+        Sample.of(replace(case, rows=1, seed=length), (length,)).check(launch)
+
+
+@pytest.mark.skipif(not IS_LONG, reason="make parity tries them")
+@pytest.mark.parametrize("seed", range(40))
+def test_random_layers(seed: int, folder: Path) -> None:
+    """Up to 64 rows."""
+    choose = random.Random(seed)
+    names = [choose.choice(NAMES) for _ in range(2)]
+    sizes = [choose.choice(SIZES) for _ in range(2)]
+    lines, rows = choose.choice(LINES), choose.choice((1, 3, 8, 64))
+    rest = choose.choice(DTYPES), *sizes, lines, choose.randrange(4), choose.random() < 0.5
+    case = Case(*names, *rest, rows, seed)
+    Sample.of(case, LENGTHS if rows < 64 else (0, 1, 33, 257)).check(CppLaunch(folder))
+
+
+def test_free_rows_cost_nothing_and_give_zeros(folder: Path) -> None:
+    """A row whose first column is its end reads no record, not even those of its slot."""
+    sample = Sample.of(CASES[0], (0,))
+    kernels = CASES[0].kernels(CppLaunch(folder))
+    found = kernels.attend(sample.queries, sample.records, sample.bounds, 700, SCALE)
+    assert not found.astype(mx.float32).any()
+
+
+def test_where_a_row_begins_does_not_matter(folder: Path) -> None:
+    """Splits begin at a row's first column: the same tokens at other columns give the same bits."""
+    case = CASES[0]
+    sample = Sample.of(case, (513,))
+    kernels = case.kernels(CppLaunch(folder))
+    first = int(sample.bounds[0, 0].item())
+    queries, rest = sample.queries[:1], (513, SCALE)
+    own = sample.records[:1, :, first : first + 513]
+    moved = mx.pad(own, [(0, 0), (0, 0), (77, 3), (0, 0)])
+    bounds = mx.array([[0, 513]] * 4, mx.int32)
+    one = kernels.attend(queries, own, bounds, *rest)
+    other = kernels.attend(queries, moved, bounds + 77, *rest)
+    assert mx.array_equal(one, other)
+    assert mx.array_equal(one, kernels.attend(queries, own, bounds, 2000, SCALE))
+
+
+def test_a_shared_prefix_is_attended_for_all_rows(folder: Path) -> None:
+    """Its result and log-sum-exp, merged with rows' own tokens, are attention over both."""
+    case = CASES[0]
+    sample, kernels = Sample.of(case, (257,)), case.kernels(CppLaunch(folder))
+    first = int(sample.bounds[0, 0].item())
+    whole = mx.repeat(sample.records[:1, :, first : first + 257], case.rows, axis=0)
+    score, value = kernels.attend_shared(sample.queries, whole[:1, :, :100], 100, SCALE)
+    chain = mx.array([[row] for row in range(case.rows)] + [[-1]] * 8, mx.int32)
+    partials = Partials(score, value, chain)
+    own = whole[:, :, 100:], mx.array([[0, 157]] * case.rows, mx.int32), 157, SCALE
+    found = kernels.attend(sample.queries, *own, None, partials)
+    both = whole, mx.array([[0, 257]] * case.rows, mx.int32), 257, SCALE
+    compare(found, kernels.attend(sample.queries, *both).astype(mx.float32), case)

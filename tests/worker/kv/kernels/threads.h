@@ -1,0 +1,223 @@
+// The words of the kernels' bodies in plain C++: the threads of a threadgroup take turns on one CPU
+// thread. A turn ends where a thread waits for others: at a shuffle, and at a barrier. A thread
+// that misses one which its neighbours reach is an error. Groups alternate in who goes first.
+#include <math.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+#define FN static inline
+#define GLOBAL
+#define UNROLL
+#define BARRIER wait_for_group()
+#define DEVICE_BARRIER wait_for_group()
+#define SHUFFLE_XOR(number, other) shuffled(number, other)
+#define EXP2(number) exp2f(number)
+#define LOG2(number) log2f(number)
+#define AS_FLOAT(bits) as<float>(uint32_t(bits))
+#define AS_UINT(number) as<uint32_t>(float(number))
+#define FROM_BITS(type, bits) as<type>(uint16_t(bits))
+#define ROUND(number) rintf(number)
+#define HIGHEST_START (-INFINITY)
+// Thread 0 comes first or last; in both cases no other has written yet when memory is filled.
+#define LOCAL_ARRAY(type, name, count)                        \
+  static type name[count];                                    \
+  if (is_first_turn) memset((void*)name, 0xFF, sizeof(name)); \
+  is_first_turn = false
+
+template <typename TO, typename FROM>
+static inline TO as(FROM from) {
+  TO to;
+  memcpy(&to, &from, sizeof(TO));
+  return to;
+}
+
+template <int BITS>
+static inline float code_number(uint32_t word, int place) {
+  return float((word >> place) & ((1u << BITS) - 1));
+}
+
+template <typename N>
+static inline N min(N one, N other) {
+  return other < one ? other : one;
+}
+template <typename N>
+static inline N max(N one, N other) {
+  return one < other ? other : one;
+}
+
+struct uint2 {
+  uint32_t x, y;
+};
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+
+struct bfloat {
+  uint16_t bits;
+  bfloat() = default;
+  explicit bfloat(float number) {
+    const uint32_t all = as<uint32_t>(number);
+    bits = number != number ? 0x7FC0 : (all + 0x7FFF + ((all >> 16) & 1)) >> 16;
+  }
+  operator float() const { return as<float>(uint32_t(bits) << 16); }
+};
+
+struct half {
+  uint16_t bits;
+  half() = default;
+  explicit half(float number) {
+    const uint32_t all = as<uint32_t>(number);
+    const uint32_t sign = (all >> 16) & 0x8000;
+    const float size = fabsf(number);
+    if (number != number) {
+      bits = sign | 0x7E00;
+    } else if (size >= 65520.0f) {
+      bits = sign | 0x7C00;
+    } else if (size < 6.103515625e-05f) {
+      bits = sign | uint32_t(rintf(size * 16777216.0f));
+    } else {
+      const uint32_t kept = as<uint32_t>(size) - (112u << 23);
+      bits = sign | ((kept + 0xFFF + ((kept >> 13) & 1)) >> 13);
+    }
+  }
+  operator float() const {
+    const uint32_t size = bits & 0x7FFF;
+    const float number = size < 0x400 ? size * 5.9604644775390625e-08f
+        : size >= 0x7C00 ? as<float>((size << 13) | 0x7F800000)
+                         : as<float>((size << 13) + (112u << 23));
+    return bits & 0x8000 ? -number : number;
+  }
+};
+
+extern "C" int planted;
+int planted = -1;
+#define FAULT(number) (planted == number)
+
+constexpr int MOST_THREADS = 512;
+constexpr int STACK_BYTES = 65536;
+constexpr int64_t MOST_TURNS = 1 << 24;
+static jmp_buf next_turn, turns[MOST_THREADS], failure;
+static ucontext_t starting, contexts[MOST_THREADS];
+static char* stacks;
+static int num_threads, thread;
+static int num_shuffles[MOST_THREADS], num_barriers[MOST_THREADS];
+static bool is_done[MOST_THREADS], is_first_turn;
+static float shown[2][MOST_THREADS];
+static int shown_other[2][MOST_THREADS];
+static int GROUP_X, GROUP_Y, GROUP_Z, GROUPS_X, GROUPS_Y, GROUPS_Z;
+static void kernel();
+
+enum { FINE, MISSED_SHUFFLE, MISSED_BARRIER, ENDLESS };
+
+static void end_turn() {
+  if (_setjmp(turns[thread]) == 0) {
+    _longjmp(next_turn, 1);
+  }
+}
+
+// No thread may return before a barrier that others wait at.
+static void wait_for_group() {
+  const int own = ++num_barriers[thread];
+  for (;;) {
+    bool all = true;
+    for (int one = 0; one < num_threads; one++) {
+      if (is_done[one] && num_barriers[one] < own) {
+        _longjmp(failure, MISSED_BARRIER);
+      }
+      all = all && num_barriers[one] >= own;
+    }
+    if (all) {
+      return;
+    }
+    end_turn();
+  }
+}
+
+// Two buffers suffice: a thread comes to the next shuffle but one after all have read the first.
+static float shuffled(float number, int other) {
+  const int own = ++num_shuffles[thread];
+  shown[own % 2][thread] = number;
+  shown_other[own % 2][thread] = other;
+  end_turn();
+  const int partner = thread ^ other;
+  const bool is_wrong = partner >= num_threads || partner / 32 != thread / 32 ||
+      num_shuffles[partner] < own || shown_other[own % 2][partner] != other;
+  if (is_wrong) {
+    _longjmp(failure, MISSED_SHUFFLE);
+  }
+  return shown[own % 2][partner];
+}
+
+static void run_thread() {
+  for (;;) {
+    kernel();
+    is_done[thread] = true;
+    end_turn();
+  }
+}
+
+static int run_group(bool is_reversed) {
+  volatile int left = num_threads;
+  volatile int64_t num_turns = 0;
+  memset(num_shuffles, 0, sizeof(num_shuffles));
+  memset(num_barriers, 0, sizeof(num_barriers));
+  memset(is_done, 0, sizeof(is_done));
+  is_first_turn = true;
+  const int failed = _setjmp(failure);
+  if (failed) {
+    return failed;
+  }
+  while (left > 0) {
+    for (volatile int turn = 0; turn < num_threads; turn++) {
+      thread = is_reversed ? num_threads - 1 - turn : turn;
+      if (is_done[thread]) {
+        continue;
+      }
+      if (_setjmp(next_turn) == 0) {
+        _longjmp(turns[thread], 1);
+      }
+      left -= is_done[thread];
+      if (++num_turns > MOST_TURNS) {
+        return ENDLESS;
+      }
+    }
+  }
+  return FINE;
+}
+
+// Makes a thread's stack, and stops before it runs the kernel.
+static void begin_thread() {
+  if (_setjmp(turns[thread]) == 0) {
+    swapcontext(&contexts[thread], &starting);
+  }
+  run_thread();
+}
+
+static int run_groups(const int* groups, int threads) {
+  num_threads = threads;
+  stacks = (char*)malloc(size_t(threads) * STACK_BYTES);
+  for (thread = 0; thread < threads; thread++) {
+    getcontext(&contexts[thread]);
+    contexts[thread].uc_stack.ss_sp = stacks + size_t(thread) * STACK_BYTES;
+    contexts[thread].uc_stack.ss_size = STACK_BYTES;
+    contexts[thread].uc_link = 0;
+    makecontext(&contexts[thread], begin_thread, 0);
+    swapcontext(&starting, &contexts[thread]);
+  }
+  int failed = FINE;
+  GROUPS_X = groups[0];
+  GROUPS_Y = groups[1];
+  GROUPS_Z = groups[2];
+  for (GROUP_Z = 0; GROUP_Z < GROUPS_Z && !failed; GROUP_Z++) {
+    for (GROUP_Y = 0; GROUP_Y < GROUPS_Y && !failed; GROUP_Y++) {
+      for (GROUP_X = 0; GROUP_X < GROUPS_X && !failed; GROUP_X++) {
+        failed = run_group((GROUP_X + GROUP_Y + GROUP_Z) % 2);
+      }
+    }
+  }
+  free(stacks);
+  return failed;
+}

@@ -1,0 +1,1 @@
+"""Kernels for decode attention on packed keys and values, written once for all devices."""

@@ -1,0 +1,133 @@
+// What all bodies share. A dialect defines FN, GLOBAL, LOCAL_ARRAY, THREAD, UNROLL, BARRIER,
+// SHUFFLE_XOR, EXP2, LOG2, AS_FLOAT, AS_UINT, FROM_BITS and code_number before this.
+
+// Forms of a tensor, as layout.Form has them.
+#define FLOAT_FORM 0
+#define AFFINE_FORM 1
+#define TURBO_FORM 2
+#define MX_FORM 3
+#define NV_FORM 4
+#define SPLIT 256
+#define LOG2E 1.44269504088896340736f
+#define LOWEST -3.0e38f
+
+template <int COUNT>
+struct Words {
+  uint32_t at[COUNT];
+};
+
+struct Scale {
+  float scale, bias;
+};
+
+// COUNT numbers of BITS bits each, from number `first` on, moved so that they begin at bit 0.
+// WIDE words are loaded at once where all runs begin at words.
+template <int COUNT, int BITS, int WIDE>
+FN Words<(COUNT * BITS + 31) / 32> load_run(const GLOBAL uint32_t* codes, int first) {
+  constexpr int NUM = (COUNT * BITS + 31) / 32;
+  Words<NUM> run;
+  const GLOBAL uint32_t* from = codes + first * BITS / 32;
+  if constexpr (COUNT * BITS % 32 == 0 && WIDE == 4) {
+    UNROLL for (int i = 0; i < NUM; i += 4) {
+      const uint4 four = *(const GLOBAL uint4*)(from + i);
+      run.at[i] = four.x;
+      run.at[i + 1] = four.y;
+      run.at[i + 2] = four.z;
+      run.at[i + 3] = four.w;
+    }
+  } else if constexpr (COUNT * BITS % 32 == 0 && WIDE == 2) {
+    UNROLL for (int i = 0; i < NUM; i += 2) {
+      const uint2 two = *(const GLOBAL uint2*)(from + i);
+      run.at[i] = two.x;
+      run.at[i + 1] = two.y;
+    }
+  } else if constexpr (COUNT * BITS % 32 == 0) {
+    UNROLL for (int i = 0; i < NUM; i++) {
+      run.at[i] = from[i];
+    }
+  } else {
+    const int shift = first * BITS % 32;
+    uint32_t low = from[0];
+    UNROLL for (int i = 0; i < NUM; i++) {
+      const uint32_t high = shift + COUNT * BITS > 32 * (i + 1) ? from[i + 1] : 0;
+      run.at[i] = (low >> shift) | ((high << 1) << (31 - shift));
+      low = high;
+    }
+  }
+  return run;
+}
+
+// A float of 8 bits, 4 of them exponent, as mx.from_fp8 reads it. It has no infinity.
+FN float from_e4m3(uint32_t code) {
+  const uint32_t low = code & 127;
+  const float normal = AS_FLOAT((low << 20) + (120u << 23));
+  const float size = low < 8 ? float(low) * 0.001953125f : normal;
+  return code & 128 ? -size : size;
+}
+
+// A float of 4 bits: twice its size is a nibble of the constant.
+FN float from_e2m1(uint32_t code) {
+  const float size = float((0xC8643210u >> (4 * (code & 7))) & 15) * 0.5f;
+  return code & 8 ? -size : size;
+}
+
+// Number i of a run, before its scale. Constant i make all but the last operations constant.
+template <typename T, int FORM, int BITS, int NUM>
+FN float number_of(Words<NUM> run, int i) {
+  const int word = i * BITS / 32;
+  const int shift = i * BITS % 32;
+  if constexpr (BITS == 32) {
+    return AS_FLOAT(run.at[word]);
+  } else if constexpr (FORM == FLOAT_FORM) {
+    return float(FROM_BITS(T, run.at[word] >> shift));
+  } else {
+    uint32_t code = run.at[word];
+    int place = shift;
+    if (shift + BITS > 32) {
+      code = (code >> shift) | (run.at[word + 1 < NUM ? word + 1 : word] << (32 - shift));
+      place = 0;
+    }
+    if constexpr (FORM == AFFINE_FORM || FORM == TURBO_FORM) {
+      return code_number<BITS>(code, place);
+    } else if constexpr (BITS == 8) {
+      return from_e4m3(code >> place);
+    } else {
+      return from_e2m1(code >> place);
+    }
+  }
+}
+
+// A number is its group's scale times what number_of gives, plus the bias.
+template <typename T, int FORM, int BITS>
+FN Scale scale_of(const GLOBAL uint32_t* scales, int group) {
+  Scale found = {1.0f, 0.0f};
+  if constexpr (FORM == AFFINE_FORM && sizeof(T) == 4) {
+    found.scale = AS_FLOAT(scales[2 * group]);
+    found.bias = AS_FLOAT(scales[2 * group + 1]);
+  } else if constexpr (FORM == AFFINE_FORM) {
+    const uint32_t both = scales[group];
+    found.scale = float(FROM_BITS(T, both));
+    found.bias = float(FROM_BITS(T, both >> 16));
+  } else if constexpr (FORM == TURBO_FORM) {
+    if constexpr (sizeof(T) == 4) {
+      found.scale = AS_FLOAT(scales[group]);
+    } else {
+      found.scale = float(FROM_BITS(T, scales[group / 2] >> (16 * (group % 2))));
+    }
+    found.bias = found.scale * (-0.5f * ((1 << BITS) - 1));
+  } else if constexpr (FORM == MX_FORM) {
+    const uint32_t power = (scales[group / 4] >> (8 * (group % 4))) & 255;
+    found.scale = AS_FLOAT(power == 0 ? 0x400000u : power << 23);
+  } else if constexpr (FORM == NV_FORM) {
+    found.scale = from_e4m3((scales[group / 4] >> (8 * (group % 4))) & 255);
+  }
+  return found;
+}
+
+constexpr int greatest_divisor(int one, int other) {
+  return other == 0 ? one : greatest_divisor(other, one % other);
+}
+
+constexpr int larger(int one, int other) {
+  return one > other ? one : other;
+}

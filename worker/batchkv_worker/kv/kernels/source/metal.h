@@ -1,0 +1,21 @@
+// The words of the bodies in Metal's language.
+using namespace metal;
+#define FN inline
+#define GLOBAL device
+#define LOCAL_ARRAY(type, name, count) alignas(16) threadgroup type name[count]
+#define UNROLL _Pragma("clang loop unroll(full)")
+#define BARRIER threadgroup_barrier(mem_flags::mem_threadgroup)
+#define DEVICE_BARRIER threadgroup_barrier(mem_flags::mem_device)
+#define SHUFFLE_XOR(number, other) simd_shuffle_xor(number, ushort(other))
+#define EXP2(number) fast::exp2(number)
+#define LOG2(number) precise::log2(number)
+#define AS_FLOAT(bits) as_type<float>(uint32_t(bits))
+#define AS_UINT(number) as_type<uint32_t>(float(number))
+#define FROM_BITS(type, bits) as_type<type>(uint16_t(bits))
+#define ROUND(number) round(number)
+#define HIGHEST_START 0.0f
+
+template <int BITS>
+inline float code_number(uint32_t word, int place) {
+  return float(extract_bits(word, uint32_t(place), uint32_t(BITS)));
+}

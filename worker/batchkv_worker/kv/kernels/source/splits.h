@@ -1,0 +1,230 @@
+// Attention of one token of each row over 256 of its columns. Inputs: queries, records, bounds,
+// scale. Output: for each row, KV head, split and query head the weighted values, not divided, then
+// the highest score and the sum of weights. Scores are logarithms to the base 2.
+//
+// A threadgroup has SIMDS simdgroups. TILES of them divide the query heads among them, PARTS of
+// them the columns. In the first half KEY_LANES threads share a column, in the second VALUE_LANES.
+constexpr int PARTS = SIMDS / TILES;
+constexpr int TILE = (LINES + TILES - 1) / TILES;
+constexpr int THREADS = 32 * SIMDS;
+constexpr int KEY_EACH = KEY_SIZE / KEY_LANES;
+constexpr int KEY_PIECE = greatest_divisor(KEY_EACH, KEY_GROUP);
+constexpr int KEY_PIECES = KEY_EACH / KEY_PIECE;
+constexpr int KEY_COLUMNS = 32 / KEY_LANES;
+constexpr int KEY_WORDS = (KEY_EACH * KEY_BITS + 31) / 32;
+constexpr int VALUE_EACH = VALUE_SIZE / VALUE_LANES;
+constexpr int VALUE_PIECE = greatest_divisor(VALUE_EACH, VALUE_GROUP);
+constexpr int VALUE_PIECES = VALUE_EACH / VALUE_PIECE;
+constexpr int VALUE_COLUMNS = 32 / VALUE_LANES;
+constexpr int VALUE_WORDS = (VALUE_EACH * VALUE_BITS + 31) / 32;
+constexpr bool KEY_BIAS = KEY_FORM == AFFINE_FORM || KEY_FORM == TURBO_FORM;
+constexpr bool VALUE_BIAS = VALUE_FORM == AFFINE_FORM || VALUE_FORM == TURBO_FORM;
+constexpr int STRIDE = VALUE_SIZE + 2;
+// Queries, then scores and weights, then outputs.
+LOCAL_ARRAY(float, pool, larger(larger(LINES * KEY_SIZE, LINES * SPLIT),
+                                PARTS * TILES * TILE * VALUE_SIZE));
+
+const int head = GROUP_X;
+const int split = GROUP_Y;
+const int row = GROUP_Z;
+const int start = bounds[2 * row] + split * SPLIT;
+const int count = min(int(bounds[2 * row + 1]) - start, SPLIT);
+if (count <= 0) {
+  return;
+}
+const int simd = THREAD_X / 32;
+const int lane = THREAD_X % 32;
+const int tile = simd % TILES;
+const int part = simd / TILES;
+const int step = int(records_strides[2]);
+const GLOBAL uint32_t* first = records + row * int64_t(records_strides[0]) +
+    head * int64_t(records_strides[1]) + start * int64_t(records_strides[2]);
+GLOBAL float* out = splits +
+    ((int64_t(row) * GROUPS_X + head) * GROUPS_Y + split) * LINES * STRIDE;
+
+for (int i = THREAD_X; i < LINES * KEY_SIZE; i += THREADS) {
+  const int64_t line = head * LINES + i / KEY_SIZE;
+  pool[i] = scale[0] * LOG2E * float(queries[row * int64_t(queries_strides[0]) +
+      line * int64_t(queries_strides[1]) + (i % KEY_SIZE) * int64_t(queries_strides[3])]);
+}
+BARRIER;
+{
+  const int place = lane % KEY_LANES;
+  float query[TILE][KEY_EACH];
+  float query_sum[TILE][KEY_PIECES];
+  UNROLL for (int line = 0; line < TILE; line++) {
+    UNROLL for (int piece = 0; piece < KEY_PIECES; piece++) {
+      query_sum[line][piece] = 0.0f;
+    }
+    UNROLL for (int i = 0; i < KEY_EACH; i++) {
+      const int of = tile * TILE + line;
+      const float number = of < LINES ? pool[of * KEY_SIZE + place * KEY_EACH + i] : 0.0f;
+      query[line][i] = number;
+      query_sum[line][i / KEY_PIECE] += number;
+    }
+  }
+  BARRIER;
+  for (int base = part * KEY_COLUMNS * AHEAD; base < count;
+       base += PARTS * KEY_COLUMNS * AHEAD) {
+    Words<KEY_WORDS> runs[AHEAD];
+    Scale scales[AHEAD][KEY_PIECES];
+    UNROLL for (int a = 0; a < AHEAD; a++) {
+      const int column = min(base + a * KEY_COLUMNS + lane / KEY_LANES, count - 1);
+      const GLOBAL uint32_t* record = first + column * step;
+      runs[a] = load_run<KEY_EACH, KEY_BITS, KEY_WIDE>(record, place * KEY_EACH);
+      UNROLL for (int piece = 0; piece < KEY_PIECES; piece++) {
+        scales[a][piece] = scale_of<T, KEY_FORM, KEY_BITS>(
+            record + KEY_SCALES, (place * KEY_EACH + piece * KEY_PIECE) / KEY_GROUP);
+      }
+    }
+    UNROLL for (int a = 0; a < AHEAD; a++) {
+      float score[TILE];
+      UNROLL for (int line = 0; line < TILE; line++) {
+        score[line] = 0.0f;
+      }
+      UNROLL for (int piece = 0; piece < KEY_PIECES; piece++) {
+        float product[TILE];
+        UNROLL for (int line = 0; line < TILE; line++) {
+          product[line] = 0.0f;
+        }
+        UNROLL for (int i = piece * KEY_PIECE; i < (piece + 1) * KEY_PIECE; i++) {
+          const float number = number_of<T, KEY_FORM, KEY_BITS>(runs[a], i);
+          UNROLL for (int line = 0; line < TILE; line++) {
+            product[line] += query[line][i] * number;
+          }
+        }
+        UNROLL for (int line = 0; line < TILE; line++) {
+          score[line] += scales[a][piece].scale * product[line];
+          if (KEY_BIAS) {
+            score[line] += scales[a][piece].bias * query_sum[line][piece];
+          }
+        }
+      }
+      // While several lines are left, each half of the threads goes on with half of them.
+      int left = TILE;
+      int line_of = 0;
+      int same = 0;
+      UNROLL for (int other = 1; other < KEY_LANES; other *= 2) {
+        if (left % 2 == 0) {
+          left /= 2;
+          const bool upper = lane & other;
+          UNROLL for (int line = 0; line < left; line++) {
+            const float kept = upper ? score[line + left] : score[line];
+            const float given = upper ? score[line] : score[line + left];
+            score[line] = kept + SHUFFLE_XOR(given, other);
+          }
+          line_of += upper ? left : 0;
+        } else {
+          same += other;
+          UNROLL for (int line = 0; line < left; line++) {
+            score[line] += SHUFFLE_XOR(score[line], other);
+          }
+        }
+      }
+      const int column = base + a * KEY_COLUMNS + lane / KEY_LANES;
+      if (column < count && (lane & same) == 0) {
+        UNROLL for (int line = 0; line < left; line++) {
+          const int of = tile * TILE + line_of + line;
+          if (of < LINES) {
+            pool[column * LINES + of] = score[line];
+          }
+        }
+      }
+    }
+  }
+}
+BARRIER;
+for (int line = simd; line < LINES; line += SIMDS) {
+  float top = LOWEST;
+  for (int column = lane; column < count; column += 32) {
+    top = max(top, pool[column * LINES + line]);
+  }
+  UNROLL for (int other = 1; other < 32; other *= 2) {
+    top = max(top, SHUFFLE_XOR(top, other));
+  }
+  float sum = 0.0f;
+  for (int column = lane; column < count; column += 32) {
+    const float weight = EXP2(pool[column * LINES + line] - top);
+    pool[column * LINES + line] = weight;
+    sum += weight;
+  }
+  UNROLL for (int other = 1; other < 32; other *= 2) {
+    sum += SHUFFLE_XOR(sum, other);
+  }
+  if (lane == 0) {
+    out[line * STRIDE + VALUE_SIZE] = top;
+    out[line * STRIDE + VALUE_SIZE + 1] = sum;
+  }
+}
+BARRIER;
+{
+  const int place = lane % VALUE_LANES;
+  float total[TILE][VALUE_EACH];
+  float bias_total[TILE][VALUE_PIECES];
+  UNROLL for (int line = 0; line < TILE; line++) {
+    UNROLL for (int i = 0; i < VALUE_EACH; i++) {
+      total[line][i] = 0.0f;
+    }
+    UNROLL for (int piece = 0; piece < VALUE_PIECES; piece++) {
+      bias_total[line][piece] = 0.0f;
+    }
+  }
+  for (int base = part * VALUE_COLUMNS * AHEAD; base < count;
+       base += PARTS * VALUE_COLUMNS * AHEAD) {
+    Words<VALUE_WORDS> runs[AHEAD];
+    Scale scales[AHEAD][VALUE_PIECES];
+    UNROLL for (int a = 0; a < AHEAD; a++) {
+      const int column = min(base + a * VALUE_COLUMNS + lane / VALUE_LANES, count - 1);
+      const GLOBAL uint32_t* record = first + column * step;
+      runs[a] = load_run<VALUE_EACH, VALUE_BITS, VALUE_WIDE>(
+          record + VALUE_CODES, place * VALUE_EACH);
+      UNROLL for (int piece = 0; piece < VALUE_PIECES; piece++) {
+        scales[a][piece] = scale_of<T, VALUE_FORM, VALUE_BITS>(
+            record + VALUE_SCALES, (place * VALUE_EACH + piece * VALUE_PIECE) / VALUE_GROUP);
+      }
+    }
+    UNROLL for (int a = 0; a < AHEAD; a++) {
+      const int column = base + a * VALUE_COLUMNS + lane / VALUE_LANES;
+      float weight[TILE];
+      UNROLL for (int line = 0; line < TILE; line++) {
+        const int of = tile * TILE + line;
+        weight[line] = column < count && of < LINES ? pool[column * LINES + of] : 0.0f;
+      }
+      UNROLL for (int piece = 0; piece < VALUE_PIECES; piece++) {
+        float scaled[TILE];
+        UNROLL for (int line = 0; line < TILE; line++) {
+          scaled[line] = weight[line] * scales[a][piece].scale;
+          if (VALUE_BIAS) {
+            bias_total[line][piece] += weight[line] * scales[a][piece].bias;
+          }
+        }
+        UNROLL for (int i = piece * VALUE_PIECE; i < (piece + 1) * VALUE_PIECE; i++) {
+          const float number = number_of<T, VALUE_FORM, VALUE_BITS>(runs[a], i);
+          UNROLL for (int line = 0; line < TILE; line++) {
+            total[line][i] += scaled[line] * number;
+          }
+        }
+      }
+    }
+  }
+  BARRIER;
+  UNROLL for (int line = 0; line < TILE; line++) {
+    UNROLL for (int i = 0; i < VALUE_EACH; i++) {
+      float number = total[line][i] + (VALUE_BIAS ? bias_total[line][i / VALUE_PIECE] : 0.0f);
+      UNROLL for (int other = VALUE_LANES; other < 32; other *= 2) {
+        number += SHUFFLE_XOR(number, other);
+      }
+      if (lane < VALUE_LANES) {
+        pool[((part * TILES + tile) * TILE + line) * VALUE_SIZE + place * VALUE_EACH + i] = number;
+      }
+    }
+  }
+}
+BARRIER;
+for (int i = THREAD_X; i < LINES * VALUE_SIZE; i += THREADS) {
+  float number = 0.0f;
+  UNROLL for (int other = 0; other < PARTS; other++) {
+    number += pool[other * TILES * TILE * VALUE_SIZE + i];
+  }
+  out[i / VALUE_SIZE * STRIDE + i % VALUE_SIZE] = number;
+}

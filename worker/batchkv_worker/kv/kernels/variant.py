@@ -1,0 +1,135 @@
+"""The constants of one layer's kernels: its record, and how threads divide the work."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from batchkv_worker.kv.kernels.launch import Constant
+from batchkv_worker.kv.kernels.layout import RecordLayout, TensorLayout
+from batchkv_worker.kv.schemes.turbo import Turbo
+
+SPLIT = 256  # columns that one threadgroup attends to
+SIMDS = 4  # simdgroups of a threadgroup
+UNIT = 8  # numbers that a thread packs
+_AHEAD = 2  # columns that a thread loads before it computes
+_MOST_NUMBERS = 64  # of queries, or of sums, in the registers of a thread
+_MOST_LINES = 16
+_POOL_BYTES = 32768  # that a threadgroup may have on Metal
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """``tiles`` simdgroups divide the query heads; ``lanes`` threads share a key, or a value."""
+
+    tiles: int
+    key_lanes: int
+    value_lanes: int
+
+    @classmethod
+    def choose(cls, key_size: int, value_size: int, lines: int) -> Sharing:
+        """The fewest threads a column whose registers suffice; ValueError if there is no way."""
+        for tiles in (1, 2, 4):
+            tile = -(-lines // tiles)
+            keys, values = (next(_lanes(size, tile), None) for size in (key_size, value_size))
+            pool = SIMDS * tile * value_size * 4
+            if keys and values and pool <= _POOL_BYTES and lines <= _MOST_LINES:
+                return cls(tiles, keys, values)
+        raise ValueError(f"no kernel for {lines} query heads of {key_size} and {value_size}")
+
+
+def _lanes(size: int, tile: int) -> Iterator[int]:
+    """Numbers of threads that may share a vector of ``size`` numbers, few first."""
+    for lanes in (8, 16, 32):
+        if size % lanes == 0 and tile * size // lanes <= _MOST_NUMBERS:
+            yield lanes
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Constants by name, for the sources' bodies."""
+
+    layout: RecordLayout
+    lines: int
+    sharing: Sharing
+
+    @classmethod
+    def of(cls, layout: RecordLayout, lines: int) -> Variant:
+        """For ``lines`` query heads a KV head; ValueError where there is no kernel."""
+        sizes = layout.keys.size, layout.values.size
+        if any(size % UNIT for size in sizes):
+            raise ValueError(f"no kernel for heads of {sizes[0]} and {sizes[1]} numbers")
+        return cls(layout, lines, Sharing.choose(*sizes, lines))
+
+    @property
+    def record(self) -> list[Constant]:
+        """Where things are in a record."""
+        _, values, key_scales, value_scales = self.layout.offsets
+        return [
+            ("T", self.layout.dtype),
+            ("WORDS", self.layout.words),
+            ("VALUE_CODES", values),
+            ("KEY_SCALES", key_scales),
+            ("VALUE_SCALES", value_scales),
+            *_tensor("KEY", self.layout.keys),
+            *_tensor("VALUE", self.layout.values),
+        ]
+
+    @property
+    def splits(self) -> list[Constant]:
+        """For ``SPLITS``."""
+        sharing, layout = self.sharing, self.layout
+        return [
+            *self.record,
+            ("LINES", self.lines),
+            ("SIMDS", SIMDS),
+            ("TILES", sharing.tiles),
+            ("AHEAD", _AHEAD),
+            ("KEY_LANES", sharing.key_lanes),
+            ("KEY_WIDE", self._wide(layout.keys, 0, sharing.key_lanes)),
+            ("VALUE_LANES", sharing.value_lanes),
+            ("VALUE_WIDE", self._wide(layout.values, layout.offsets[1], sharing.value_lanes)),
+        ]
+
+    @property
+    def merge(self) -> list[Constant]:
+        """For ``merge_body``."""
+        values = self.layout.values
+        return [("T", self.layout.dtype), ("VALUE_SIZE", values.size), ("LINES", self.lines)]
+
+    @property
+    def pack(self) -> list[Constant]:
+        """For ``PACK``."""
+        return [
+            *self.record,
+            ("KEY_STEP", _step_bits(self.layout.keys)),
+            ("VALUE_STEP", _step_bits(self.layout.values)),
+        ]
+
+    def _wide(self, tensor: TensorLayout, first_word: int, lanes: int) -> int:
+        """Words that a thread can load at once: all of its loads begin at a multiple."""
+        words = tensor.num_code_words // lanes
+        places = self.layout.words, first_word, words
+        return next(wide for wide in (4, 2, 1) if all(place % wide == 0 for place in places))
+
+
+def _tensor(name: str, tensor: TensorLayout) -> list[Constant]:
+    return [
+        (f"{name}_SIZE", tensor.size),
+        (f"{name}_FORM", int(tensor.form)),
+        (f"{name}_BITS", tensor.bits),
+        (f"{name}_GROUP", tensor.group),
+    ]
+
+
+def _step_bits(tensor: TensorLayout) -> int:
+    """The distance of turbo's levels, as the bits of the float32 nearest to it in the dtype."""
+    codec = tensor.scheme.codec
+    if not isinstance(codec, Turbo):
+        return 0
+    step = mx.array(codec.step).astype(tensor.dtype).item()
+    (bits,) = struct.unpack("<i", struct.pack("<f", step))
+    return int(bits)
