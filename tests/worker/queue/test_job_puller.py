@@ -10,7 +10,7 @@ import pytest
 from redis import Redis
 
 from batchkv_producer.wire import redis_keys
-from batchkv_producer.wire.job import Usage
+from batchkv_producer.wire.job import Request, SamplingParams, Usage, encode_job
 from batchkv_worker.engine.thread import EngineThread
 from batchkv_worker.events import Completed
 from batchkv_worker.queue import job_puller
@@ -220,3 +220,23 @@ def test_who_has_died_here_is_looked_at_before_the_first_pull(redis_connection: 
     side.pull(1, 1, 1, may_be_apart=True)
     side.pull(1, 1, 1, may_be_apart=True)
     assert lengths == [2]
+
+
+def test_jobs_with_choices_are_taken_by_their_choices(desk: Desk, redis_connection: Redis) -> None:
+    """Until a row has started its choices are not known. What does not start after the first pull
+    goes back, since a death would count for it. Later pulls count choices."""
+
+    def four_choices(prompt: str) -> bytes:
+        params = SamplingParams(n=4)
+        return encode_job(Request("c", "completion", prompt=prompt, params=params))
+
+    batch = submit(redis_connection, ["p"] * 100, data=four_choices)
+    assert desk.look() and desk.refill() == [1, 2]
+    assert (desk.in_flight.num_started, desk.in_flight.num_waiting) == (8, 0)
+    assert waiting_lines(redis_connection) == [*range(3, 101)]
+    begun = [redis_connection.hexists(f"rq:job:{batch}-{n}", "bkv_begun") for n in range(1, 101)]
+    assert begun == [True] * 2 + [False] * 98
+    desk.end(1)
+    desk.store()
+    assert desk.look() and desk.refill() == [2, *range(3, 35)]  # a run of 128 rows is 32 jobs
+    assert (desk.in_flight.num_started, desk.in_flight.num_waiting) == (8, 31)

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, dropwhile
 
 from batchkv_producer.errors import WireError
 from batchkv_producer.wire.job import (
@@ -97,6 +97,15 @@ class InFlight:
     def backlog(self) -> list[JobLease]:
         """The leases of the rows that have not started, in their order."""
         return [row.pulled.lease for row in self._backlog.values()]
+
+    @property
+    def not_begun(self) -> list[JobLease]:
+        """The leases from the first row of the backlog on that Redis counts as begun.
+
+        There are some only after a pull of rows that turned out to have several choices.
+        """
+        rows = [row.pulled for row in self._backlog.values()]
+        return [row.lease for row in dropwhile(lambda row: not row.has_begun, rows)]
 
     @property
     def recalled(self) -> list[JobLease]:

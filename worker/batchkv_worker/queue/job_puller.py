@@ -173,6 +173,7 @@ class JobPuller:
         self.num_taken += len(run.jobs)
         if self._state.pause.may_work:
             self.feed()
+            self._give_back(self._in_flight.not_begun)
         if self._in_flight:
             self._idle_since = None
             self._side.set_state("busy")
@@ -220,6 +221,8 @@ class JobPuller:
             self._give_back(self._in_flight.backlog[-count:])
 
     def _give_back(self, leases: list[JobLease]) -> None:
+        if not leases:
+            return
         self._side.give_back(leases, died=False)
         for lease in leases:
             self._in_flight.drop(lease.job_id)
