@@ -82,7 +82,8 @@ def test_kills_outages_and_sleep(tmp_path: Path) -> None:
 def numbers(count: int, longest: int) -> Work:
     """Rows for the tiny model, a third of them behind one of two prefixes of more than a block.
 
-    Every fifth row has six choices, which sample.
+    Every fifth row has six choices, which sample. Every seventh changes its logits by what it has
+    generated.
     """
     from batchkv_worker import events
     from worker.prefix.engines_on_store import finish, random_prompt, running
@@ -97,6 +98,13 @@ def numbers(count: int, longest: int) -> Work:
         one = SamplingParams(max_tokens=longest)
         if line % 5 == 0:  # few tokens and candidates: rounding must not decide between any
             one = SamplingParams(max_tokens=8, temperature=1.0, top_k=4, seed=line, n=6)
+        elif line % 7 == 0:
+            biased = tuple((token, 4.0) for token in range(6))
+            one = SamplingParams(
+                **{"max_tokens": longest, "temperature": 0, "frequency_penalty": 0.7},
+                **{"repetition_penalty": 1.2, "min_tokens": 4, "stop_token_ids": (1, 2)},
+                **{"logit_bias": biased, "bad_words": ("0 3", "4 5 4")},
+            )
         params.append(one)
     with running(tiny_models.build(FAMILY), None) as engine:
         for line, (prompt, one) in enumerate(zip(prompts, params, strict=True)):

@@ -60,8 +60,9 @@ class Tokenizer(tiny_models.NumberTokenizer):
     """Has a template that joins what it is given, and no model behind it."""
 
     has_chat_template = True
+    eos_token_ids = frozenset({2, 600})
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [len(text) % 500 + 1]
 
     def apply_chat_template(self, messages: object, **options: object) -> list[int]:
@@ -75,6 +76,7 @@ class Loaded:
     tokenizer = Tokenizer()
     context = 4096
     vocabulary = 512
+    special_tokens = frozenset({2})
     defaults: dict[str, float] = {}  # noqa: RUF012 - never changed
 
 
@@ -96,6 +98,15 @@ def check_job(data: bytes) -> None:
     assert 1 <= generation.max_tokens <= Loaded.context
     assert 0 <= generation.temperature <= 100 and 0 <= generation.top_p <= 1
     assert all(0 < len(stop) <= 1024 for stop in generation.stop) and len(generation.stop) <= 16
+    assert generation.min_tokens <= generation.max_tokens
+    assert all(
+        -2 <= penalty <= 2
+        for penalty in (generation.presence_penalty, generation.frequency_penalty)
+    )
+    biased, words = dict(generation.logit_bias), generation.bad_words
+    ids = {*sequence.prompt, *biased, *generation.stop_token_ids, *generation.late_tokens}
+    assert ids.union(*words) <= {*range(Loaded.vocabulary)} and () not in words
+    assert all(-100 <= bias <= 100 for bias in biased.values())
 
 
 def check_result(data: bytes) -> None:

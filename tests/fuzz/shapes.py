@@ -33,7 +33,9 @@ PARAMS = {
     name: VALUES
     for name in (
         *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logprobs"),
-        *("repetition_penalty", "top_logprobs", "max_completion_tokens"),
+        *("repetition_penalty", "top_logprobs", "max_completion_tokens", "presence_penalty"),
+        *("frequency_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop"),
+        *("skip_special_tokens", "return_token_ids", "logit_bias", "bad_words"),
     )
 }
 MESSAGES = st.lists(
@@ -110,9 +112,21 @@ REQUESTS = st.fixed_dictionaries(
 
 # Hypothesis mixes in constants of the code under test, so that any new file deals other cards: what
 # is to be accepted at times must not be left to luck alone.
+TOKENS = st.integers(-1, 512)
+SOUND_PARAMS = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_tokens": st.integers(1, 9),
+        "min_tokens": st.integers(0, 9),
+        "presence_penalty": st.floats(-2.1, 2.1),
+        "stop_token_ids": st.lists(TOKENS, max_size=3),
+        "logit_bias": st.lists(st.tuples(TOKENS, st.floats(-101, 101)).map(list), max_size=3),
+        "bad_words": st.lists(TEXTS, max_size=3),
+    },
+)
 SOUND = st.fixed_dictionaries(
     {"custom_id": st.text("abc-1", min_size=1), "endpoint": st.just("completion")},
-    optional={"params": st.fixed_dictionaries({}, optional={"max_tokens": st.integers(1, 9)})},
+    optional={"params": SOUND_PARAMS},
 ).flatmap(lambda request: TEXTS.map(lambda prompt: {**request, "prompt": prompt}))
 
 

@@ -9,20 +9,19 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
+from batchkv_producer.intake.checks import NumberRule
+from batchkv_producer.intake.fields import BY_NAME, Use, number_rule
+from batchkv_producer.intake.fields import FIELDS as FIELDS_OF_ROWS
 from batchkv_producer.intake.formats import MAX_LINE_BYTES, Row, RowError, read_rows
+from batchkv_producer.intake.rules import Replacing
 from hostile.traps import ESCAPES, batchkv
 
+# Every field that is a number, and whether it is a whole one.
 FIELDS = {
-    "max_tokens": True,
-    "max_completion_tokens": True,
-    "temperature": False,
-    "top_p": False,
-    "top_k": True,
-    "min_p": False,
-    "repetition_penalty": False,
-    "seed": True,
-    "logprobs": True,
-}
+    field.name: number_rule(field.name).is_whole
+    for field in FIELDS_OF_ROWS
+    if field.use is Use.TAKEN and isinstance(field.rule, (NumberRule, Replacing))
+} | {"logprobs": True}
 NUMBERS = {
     "1e400": "not JSON that can be read: the number 1e400 is out of range",
     "-1e400": "out of range",
@@ -62,8 +61,9 @@ def test_giant_numbers_in_every_field(field: str, number: str) -> None:
     if said is None:
         value = float(number)
         if isinstance(first, Row):
-            kept = getattr(first.request.params, field.replace("max_completion_", "max_"))
-            assert kept == value and (type(kept) is int or not FIELDS[field])
+            kept = getattr(first.request.params, BY_NAME["completion", field].param or field)
+            is_neutral = kept is None and value == 0  # stored as "not given"
+            assert is_neutral or (kept == value and (type(kept) is int or not FIELDS[field]))
         return
     assert isinstance(first, RowError)
     assert first.code in ("invalid_json", "invalid_request")
@@ -96,6 +96,17 @@ def test_giant_numbers_in_every_field(field: str, number: str) -> None:
         ('{"prompt": "p", "stop": ["' + "x" * 1025 + '"]}', "invalid_request"),
         ('{"prompt": "p", "stop": [""]}', "invalid_request"),
         ('{"prompt": "p", "model": 5}', "invalid_request"),
+        ('{"prompt": [1e400]}', "invalid_json"),
+        ('{"prompt": [1, true]}', "invalid_request"),
+        ('{"prompt": [1, 999999999999]}', "invalid_request"),
+        ('{"prompt": [[1], [2]]}', "unsupported_parameter"),
+        ('{"prompt": "p", "logit_bias": {"__class__": 1}}', "invalid_request"),
+        ('{"prompt": "p", "logit_bias": {"1": [[[[]]]]}}', "invalid_request"),
+        ('{"prompt": "p", "logit_bias": {"٣": 1}}', "invalid_request"),
+        ('{"prompt": "p", "stop_token_ids": [' + "1," * 100_000 + "1]}", "invalid_request"),
+        ('{"prompt": "p", "bad_words": [' + '"a",' * 100_000 + '"a"]}', "invalid_request"),
+        ('{"prompt": "p", "bad_words": ["' + "a" * 2**20 + '"]}', "invalid_request"),
+        ('{"prompt": "p", "bad_words": {"a": 1}}', "invalid_request"),
         ('{"url": "file:///etc/passwd", "body": {"prompt": "p"}}', "unsupported_parameter"),
         ('{"url": "http://169.254.169.254/", "body": {"prompt": "p"}}', "unsupported_parameter"),
         ('{"method": "GET", "body": {"prompt": "p"}}', "unsupported_parameter"),
