@@ -31,7 +31,7 @@ from batchkv_cache_store.uses import EvictionOrder
 from batchkv_producer.intake.formats import Row
 from batchkv_producer.order.planner import BatchPlan
 from batchkv_producer.wire.job import Request, SamplingParams
-from batchkv_worker.engine.tokens.requests import SHARED_SLACK
+from batchkv_worker.engine.tokens.prompts import SHARED_SLACK
 from batchkv_worker.queue.dispatch import (
     View,
     jobs_to_recall,

@@ -146,6 +146,7 @@ class Sequence:
     generated: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     detokenizer: Any = None  # only for rows with stop strings
+    reader: Any = None  # divides its output into parts (``outputs.Reader``); None: all is text
     guide: Guide | None = None  # has taken ``generated``; says which tokens may follow
     token_counts: Any = None  # of the sampler, for penalties
     biases: Any = None  # of the sampler, for what is added to logits

@@ -20,6 +20,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from batchkv_producer.wire.job import ErrorCode
+from batchkv_worker.engine.answers.rows import Answers
 from batchkv_worker.engine.audit import Audit
 from batchkv_worker.engine.chunk_size import choose_chunk
 from batchkv_worker.engine.config import EngineConfig
@@ -102,6 +103,7 @@ class Engine:
         self._prefill = Prefill(
             *(loaded.model, plan, self._scheduler, self.prefixes, client, self._builder.build)
         )
+        self._answers = Answers(loaded)
         self._audit = Audit(config.audit, client.count)
         self._decode_rows = DecodeRows(
             *(self._slots, self._scheduler, self.prefixes, self._prefill, self._builder)
@@ -141,6 +143,7 @@ class Engine:
             with refusals("the prompt cannot be prepared"):
                 shared = self.client.counts_shared
                 row = prepare(work, self.loaded, counts_shared=shared)
+                self._answers.attach(row, work.request)
                 self.submit_row(row, work.num_choices, work.num_wanted)
         except RowRefused as refusal:
             self._events.append(Rejected(work.job_id, refusal.code, str(refusal)))

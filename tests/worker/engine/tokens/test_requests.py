@@ -11,7 +11,8 @@ import pytest
 
 from batchkv_producer.order.canonical import canonical_text
 from batchkv_producer.wire.job import Request, SamplingParams
-from batchkv_worker.engine.tokens.requests import SHARED_SLACK, prepare
+from batchkv_worker.engine.tokens.prompts import SHARED_SLACK
+from batchkv_worker.engine.tokens.requests import prepare
 from batchkv_worker.engine.tokens.text_limits import RowRefused
 from batchkv_worker.events import Work
 from batchkv_worker.model.loader import LoadedModel, load

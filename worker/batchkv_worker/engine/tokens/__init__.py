@@ -1,7 +1,8 @@
 """From a request to tokens, and from sampled tokens to its answer.
 
 ===============  ==================================================================================
-``requests``     renders the chat template, tokenizes, fills in defaults: a request becomes a row
+``requests``     checks a request and fills in defaults: it becomes a row
+``prompts``      renders the chat template with a row's ``template_options``, and tokenizes
 ``text_limits``  limits for ``requests``: refuses what cannot fit before tokenizing it takes long
 ``sampling``     chooses the next token of every row
 ``guide``        bit masks of the tokens that a row may have next

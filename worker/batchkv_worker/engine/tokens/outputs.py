@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Tokens
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+from batchkv_producer.wire.choice import ToolCall
 from batchkv_producer.wire.job import TokenLogprob, Usage
 from batchkv_worker.engine.tokens.sampling import Sampled
 from batchkv_worker.events import Completed
 from batchkv_worker.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The parts of a row's output. ``num_reasoning``: tokens of the thought, without markers."""
+
+    text: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    num_reasoning: int = 0
+
+
+class Reader(Protocol):
+    """Divides the output of a row, whose model may think or call a tool, into its parts."""
+
+    def read(self, job_id: str, text: str, tokens: Tokens[int]) -> Answer: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +130,31 @@ def _completed(row: Sequence, tokenizer: Any, cut: int | None) -> Completed:
     text = _text(row, tokenizer)
     if cut is None and len(row.generated) > row.generation.min_tokens:
         cut = _find_stop(text, row)  # in the end of the text, which the detokenizer held back
+    finish_reason = row.finish_reason if cut is None else "stop"
+    answer = _answer(row, text[:cut], tokenizer)
+    if answer.tool_calls and finish_reason == "stop":
+        finish_reason = "tool_calls"
     return Completed(
         job_id=row.job_id,
-        text=text if cut is None else text[:cut],
-        finish_reason=row.finish_reason if cut is None else "stop",
-        usage=Usage(len(row.prompt), len(row.generated), row.num_cached),
+        text=answer.text,
+        finish_reason=finish_reason,
+        usage=Usage(len(row.prompt), len(row.generated), row.num_cached, answer.num_reasoning),
         token_ids=tuple(row.generated),
         logprobs=tuple(row.logprobs) if row.generation.logprobs is not None else None,
         prompt_token_ids=tuple(row.prompt) if row.generation.return_token_ids else None,
+        reasoning=answer.reasoning,
+        tool_calls=answer.tool_calls,
     )
+
+
+def _answer(row: Sequence, text: str, tokenizer: Any) -> Answer:
+    """The parts of the output's text."""
+    reader: Reader | None = row.reader
+    if reader is None:
+        return Answer(text)
+    is_ended = _is_end(row, row.generated[-1], tokenizer)
+    tokens = row.generated[:-1] if is_ended else row.generated
+    return reader.read(row.job_id, text, tokens)
 
 
 def _text(row: Sequence, tokenizer: Any) -> str:
