@@ -24,7 +24,7 @@ from batchkv_worker.sequence import Generation, Sequence
 from support import tiny_models
 from worker.kv.crowd import model_of, random_prompt
 
-LENGTHS = (1, 40, 700)
+LENGTHS = (1, 700)
 SEED = 2**64 - 3  # the fourth choice begins at 0 again
 SAMPLED = Generation(12, temperature=1.0, top_k=8, seed=SEED)
 
@@ -102,9 +102,9 @@ def test_choices_equal_rows_with_their_seeds(length: int, monkeypatch: pytest.Mo
     assert sum(computed) == length - 1  # the first step takes the last one
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next"])
-def test_choices_among_other_rows(family: str) -> None:
+def test_choices_among_other_rows() -> None:
     """Windows and states: choices that join and leave beside other rows, and those rows, too."""
+    family = "gear"  # a window, states, and a layer that keeps all
     expected: dict[str, list[Choice]] = {}
     jobs = {"a": (300, 5), "b": (40, 1), "c": (270, 3), "d": (3, 4)}
     alone = engine(family)
@@ -131,7 +131,7 @@ def test_128_choices_in_four_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     one.detokenizer = tiny_models.NumberTokenizer().detokenizer
     running.submit_row(one, 128)
     assert drain(running, 6) == []
-    assert "1 rows wait for " in running.report() and "of their 128 choices" in running.report()
+    assert "of 128 choices are to come; " in running.report()
     [event] = drain(running)
     found = answers(event)
     assert len(found) == 128 and isinstance(event, Completed)
@@ -209,7 +209,7 @@ def test_a_parked_prompt_that_is_evicted_is_computed_again(
     assert [one.text for one in answers(event)] == [one.text for one in expected]
 
 
-@pytest.mark.parametrize("steps", [1, 2, 20])
+@pytest.mark.parametrize("steps", [1, 20])
 def test_a_cancel_ends_all_choices(steps: int) -> None:
     """Before, in and after the prompt, and when some have ended: nothing follows, all is free."""
     running = engine(slots=3)

@@ -108,7 +108,7 @@ class Choices:
             return ""
         num_left = sum(len(row.choices) - len(row.ended) for row in rows)
         num_all = sum(len(row.choices) for row in rows)
-        return f"; {len(rows)} rows wait for {num_left} of their {num_all} choices"
+        return f"; {num_left} of {num_all} choices are to come"
 
 
 def _joined(ended: list[Completed]) -> Completed:
