@@ -102,7 +102,10 @@ class Load:
         self._moves.create(batch, fields)
         jobs = []
         for line in range(1, BATCH_ROWS + 1):
-            params = SamplingParams(max_tokens=self._random.choice((1, 8, 30, 60)))
+            params = SamplingParams(
+                max_tokens=self._random.choice((1, 8, 30, 60)),
+                n=self._random.choice((None, None, None, None, 2, 6)),
+            )
             request = Request(f"c{line}", "completion", prompt=self._prompt(), params=params)
             jobs.append((line, encode_job(request), 0))
         self._moves.submit(batch, QUEUE, 0, jobs, [], 3600)

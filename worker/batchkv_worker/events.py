@@ -39,8 +39,8 @@ class Work:
 
     @property
     def num_wanted(self) -> int:
-        """How many choices its result has."""
-        return self.request.params.n or 1
+        """How many choices its result has. The engine refuses a number that is out of range."""
+        return max(1, self.request.params.n or 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,6 +204,16 @@ def test_choices_take_the_room_of_rows() -> None:
     assert (in_flight.num_started, in_flight.start(0)) == (7, [])
 
 
+def test_a_hostile_number_of_choices_starts_no_more_rows() -> None:
+    """The engine refuses such a row; until then it takes room like any other."""
+    in_flight = InFlight("m", "w")
+    for job_id, count in (("a", -9), ("b", 10**12), ("c", 2)):
+        job_data = encode_job(replace(REQUEST, params=SamplingParams(n=count)))
+        in_flight.hold([pulled(job_id, job_data)])
+    assert len(in_flight.start(1)) == 1 and in_flight.num_started == 1
+    assert len(in_flight.start(1)) == 1 and in_flight.num_waiting == 1
+
+
 def test_all_choices_are_stored_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """A result has every choice, and is cut if one is. One that is too large is an error."""
     in_flight = InFlight("m", "w")
