@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -35,6 +36,7 @@ from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, Progres
 from batchkv_producer.submit.kept_answers import EarlierBatch
 from batchkv_producer.submit.submission import Checked, Identified, Submitted
 from batchkv_producer.wire import redis_keys, suspects
+from batchkv_producer.wire.adapter import parse_adapter
 from batchkv_producer.wire.batch_options import NO_OPTIONS, BatchOptions, Deadline
 from batchkv_producer.wire.batch_options import Terms as Terms
 from batchkv_producer.wire.job import Result, SamplingParams, decode_result
@@ -86,6 +88,7 @@ class Client:
         terms: BatchOptions | None = None,
         prompting: Prompting = AUTO,
         earlier: EarlierBatch | None = None,
+        adapter: str | None = None,
     ) -> Submitted:
         """Queue a file, or dicts like the objects of its lines. The same input joins its batch.
 
@@ -97,7 +100,13 @@ class Client:
         ``default_model`` is used if neither ``model`` nor the lines name one. ``on_identified``
         gets the batch's id and model before anything is changed, and may refuse by raising.
         ``earlier``: a batch whose answers are kept for rows with the same request.
+
+        ``adapter``: the name of an adapter that workers serve with the model. ``NAME=FOLDER`` also
+        says where its files are here, so that the batch is computed with those files alone.
         """
+        options = options if terms is None else terms
+        if adapter is not None:
+            options = replace(options, adapter=parse_adapter(adapter))
         return submission.submit(
             self._connection,
             as_source(source),
@@ -108,7 +117,7 @@ class Client:
             on_progress=on_progress,
             default_model=default_model,
             on_identified=on_identified,
-            options=options if terms is None else terms,
+            options=options,
             prompting=prompting,
             earlier=earlier,
         )

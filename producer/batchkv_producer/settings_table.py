@@ -31,6 +31,7 @@ class ValueType(Enum):
     CHOICE = auto()
     SWITCH = auto()
     FILE = auto()
+    ADAPTERS = auto()
     TIERS = auto()
     OTHER = auto()  # read elsewhere; the table has it for the page only
 
@@ -58,6 +59,7 @@ class Setting:
     choices: tuple[str, ...] = ()
     metavar: str = ""
     is_bare: bool = False  # a switch whose flag takes no value and turns it on
+    is_repeated: bool = False  # a flag that may be given several times
     help: str = ""
     run_help: str = ""
     about: str = ""
@@ -84,6 +86,7 @@ class Setting:
             else " or ".join(self.choices),
             ValueType.SWITCH: "on or off",
             ValueType.FILE: "a file to write",
+            ValueType.ADAPTERS: "NAME=FOLDER, several with commas between them",
             ValueType.NUMBER: f"{self.unit}, {span}",
             ValueType.WHOLE: f"a whole number, {span}",
         }
@@ -102,7 +105,16 @@ class Setting:
         """The arguments of click's option besides its names and help."""
         if self.is_bare:
             return {"is_flag": True, "flag_value": "on"}
+        if self.is_repeated:
+            return {"metavar": self.metavar, "multiple": True}
         return {"metavar": self.metavar or None}
+
+    def words(self, value: Any) -> list[str]:
+        """The flag with its value, as a command line has it; ``value`` is what click gives."""
+        if self.is_bare:
+            return [self.flag]
+        values = value if self.is_repeated else [value]
+        return [word for each in values for word in (self.flag, each)]
 
     def flag_help(self) -> str:
         """The help of the flag, with its default."""
@@ -125,6 +137,13 @@ TABLE = (
         "model", ("BATCHKV_MODEL",), "--model", ValueType.MODEL,
         help="Model to serve: 'demo', a folder, or a Hugging Face name.",
         about="the model to serve: a name, a folder, or `demo`",
+    ),
+    Setting(
+        "adapters", ("BATCHKV_ADAPTERS",), "--adapter", ValueType.ADAPTERS, is_repeated=True,
+        metavar="NAME=FOLDER",
+        help="Serve the model with this adapter (LoRA), too. May be repeated.",
+        about="adapters (LoRA, DoRA) that the worker serves besides the model alone. Batches name "
+        "them. The flag takes one `NAME=FOLDER` and may be repeated",
     ),
     Setting(
         "", ("BATCHKV_REDIS_URL", "BATCHKV_REDIS_URL_FILE"), "--url",

@@ -61,7 +61,9 @@ class _Row:
 class FakeEngine:
     """Slots and a waiting list, as the real one has; one step moves every row in a slot."""
 
-    def __init__(self, slots: int, prefetch: int, plan: FakePlan) -> None:
+    def __init__(
+        self, slots: int, prefetch: int, plan: FakePlan, adapters: Sequence[str] = ()
+    ) -> None:
         report(plan.loading)
         time.sleep(plan.load_seconds)
         if plan.load_error == "crash":
@@ -72,6 +74,11 @@ class FakeEngine:
         self._plan = plan
         self.num_slots, self.max_in_flight = slots, slots + prefetch
         self.maker = Maker(plan.fingerprint, plan.scheme, "float32")
+        self.adapter, self.served = "", [""]
+        self.makers = {"": self.maker}
+        for name in adapters:
+            weights = f"{plan.fingerprint}-{name}" if plan.fingerprint else ""
+            self.makers[name] = Maker(weights, plan.scheme, "float32")
         self._waiting: deque[_Row] = deque()
         self._decoding: list[_Row] = []
         self.seen: list[str] = []
@@ -80,6 +87,11 @@ class FakeEngine:
     @property
     def is_idle(self) -> bool:
         return not self._waiting and not self._decoding
+
+    def serve(self, adapter: str) -> None:
+        assert self.is_idle
+        self.adapter, self.maker = adapter, self.makers[adapter]
+        self.served.append(adapter)
 
     def add(self, work: Work) -> None:
         self.seen.append(work.job_id)
@@ -153,7 +165,8 @@ class FakeEngine:
             case "die":
                 os._exit(9)
         usage = Usage(prompt=len(text), completion=2 * work.num_wanted, cached=1)
-        answer = self._plan.answer or f"echo {text}"
+        word = f"echo of {self.adapter}" if self.adapter else "echo"
+        answer = self._plan.answer or f"{word} {text}"
         more = tuple(Choice(f"{answer} #{number}", "stop") for number in range(1, work.num_wanted))
         return Completed(work.job_id, answer, "stop", usage, more=more)
 
@@ -172,7 +185,7 @@ def rows_of(settings: WorkerSettings) -> tuple[int, int]:
 
 def build_fake(settings: WorkerSettings, plan: FakePlan) -> FakeEngine:
     """The factory's form of FakeEngine."""
-    return FakeEngine(*rows_of(settings), plan)
+    return FakeEngine(*rows_of(settings), plan, [one.name for one in settings.adapters])
 
 
 class FakeWorker(BatchWorker):

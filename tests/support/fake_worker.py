@@ -37,7 +37,7 @@ def answer(prompt: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for flag in ("--model", "--name", "--kv-scheme", "--slots", "--memory", "--trace"):
+    for flag in ("--model", "--name", "--kv-scheme", "--slots", "--memory", "--trace", "--adapter"):
         parser.add_argument(flag)
     parser.add_argument("--exit-with-parent", action="store_true")
     options = parser.parse_args()
@@ -46,7 +46,11 @@ def main() -> None:
     if "FAKE_EXIT" in os.environ:
         sys.stderr.write(os.environ.get("FAKE_WORDS", "batchkv: no such model") + "\n")
         sys.exit(int(os.environ["FAKE_EXIT"]))
-    worker = FakeWorker(options.model, options.name, options.kv_scheme or "affine8")
+    model = options.model
+    if options.adapter:  # it serves the queue of the adapter alone
+        os.environ["BATCHKV_ADAPTERS"] = options.adapter
+        model = f"{model}@{options.adapter.partition('=')[0]}"
+    worker = FakeWorker(model, options.name, options.kv_scheme or "affine8")
     signal.signal(signal.SIGTERM, lambda *_: worker.stopping.set())
     if options.exit_with_parent:
         threading.Thread(target=worker.watch_parent, daemon=True).start()

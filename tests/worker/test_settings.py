@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from batchkv_cache_store import keys
 from batchkv_producer import agreed
 from batchkv_producer.settings_table import BY_NAME
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.adapter import Adapter
 from batchkv_worker.errors import SettingsError
 from batchkv_worker.settings import (
     SETTINGS,
@@ -29,7 +32,8 @@ def test_table_and_fields_are_one() -> None:
     settings = WorkerSettings(model="m")
     for setting in SETTINGS:
         expected = parsed(setting.name, setting.default) if setting.default else None
-        assert setting.name == "model" or getattr(settings, setting.name) == expected
+        found = getattr(settings, setting.name)
+        assert setting.name == "model" or (None if found == () else found) == expected
     assert get_args(Admission) == BY_NAME["admission"].choices
 
 
@@ -57,6 +61,7 @@ def test_every_variable_is_read() -> None:
     """Each variable of the table changes its own field."""
     texts = {
         "BATCHKV_MODEL": "m",
+        "BATCHKV_ADAPTERS": "a=/one,b=/two",
         "BATCHKV_KV_SCHEME": "affine4",
         "BATCHKV_SLOTS": "4",
         "BATCHKV_PREFETCH": "0",
@@ -82,6 +87,7 @@ def test_every_variable_is_read() -> None:
     texts["BATCHKV_CACHE"] = "redis://hub:6380/0"
     assert WorkerSettings.from_env(texts) == WorkerSettings(
         model="m",
+        adapters=(Adapter("a", "/one"), Adapter("b", "/two")),
         kv_scheme="affine4",
         slots=4,
         prefetch=0,
@@ -202,6 +208,7 @@ def test_secrets_of_the_cache_are_not_shown() -> None:
     settings = WorkerSettings.from_env(
         {
             "BATCHKV_MODEL": "m",
+            "BATCHKV_ADAPTERS": "a=/one,b=/two",
             "BATCHKV_CACHE": "redis://:password@hub/0",
             "BATCHKV_CACHE_SECRET": "a secret of sixteen bytes",
             "BATCHKV_CACHE_SALT": "pepper",
@@ -211,3 +218,48 @@ def test_secrets_of_the_cache_are_not_shown() -> None:
     assert not any(word in repr(settings) for word in ("password", "sixteen", "pepper"))
     off = {"BATCHKV_MODEL": "m", "BATCHKV_CACHE": "memory:"}
     assert WorkerSettings.from_env(off, cache="off").cache is None
+
+
+def test_adapters_come_from_repeated_flags_or_one_variable() -> None:
+    """Flags replace the variable; each adapter has a queue, after that of the model alone."""
+    environ = {"BATCHKV_MODEL": "org/m", "BATCHKV_ADAPTERS": "x=/1,2,y=/3"}
+    settings = WorkerSettings.from_env(environ, adapters=())
+    assert settings.adapters == (Adapter("x", "/1,2"), Adapter("y", "/3"))
+    assert list(settings.queues.items()) == [
+        (redis_keys.queue_name("org/m"), ""),
+        (redis_keys.queue_name("org/m@x"), "x"),
+        (redis_keys.queue_name("org/m@y"), "y"),
+    ]
+    flags = WorkerSettings.from_env(environ, adapters=("z=/4", "w=~/5"))
+    assert [str(adapter) for adapter in flags.adapters] == ["z=/4", "w=~/5"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x", "adapter x needs its folder"),
+        ("x=", "adapter x has no folder"),
+        ("x=/1,x=/2", "adapter x is named twice"),
+        ("a/b=/1", "the adapter's name 'a/b' must"),
+        ("=/1", "the adapter's name '' must"),
+        (",".join(f"n{i}=/a" for i in range(65)), "65 adapters; a worker serves at most 64"),
+    ],
+)
+def test_wrong_adapters_are_refused(text: str, words: str) -> None:
+    """A name that cannot be, a missing folder and a name twice are refused with the variable."""
+    with pytest.raises(SettingsError) as refused:
+        WorkerSettings.from_env({"BATCHKV_MODEL": "m", "BATCHKV_ADAPTERS": text})
+    assert str(refused.value).startswith("BATCHKV_ADAPTERS=") and words in str(refused.value)
+
+
+def test_an_adapter_may_not_have_the_name_of_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder may be called like a model with an adapter. Its queue is not shared."""
+    monkeypatch.chdir(tmp_path)
+    Path("models/m@x").mkdir(parents=True)
+    environ = {"BATCHKV_MODEL": "models/m", "BATCHKV_ADAPTERS": "x=/1"}
+    with pytest.raises(SettingsError, match=r"--adapter x=/1: .*a folder has that name"):
+        WorkerSettings.from_env(environ)
+    alone = WorkerSettings.from_env({"BATCHKV_MODEL": "models/m@x"})
+    assert list(alone.queues.values()) == [""]

@@ -19,7 +19,6 @@ from batchkv_cache_store.opening import parse_tiers, queue_conflict
 from batchkv_producer.errors import BatchkvError
 from batchkv_producer.server import connection
 from batchkv_producer.settings_table import DTYPES, TABLE
-from batchkv_producer.wire import redis_keys
 from batchkv_worker.errors import SettingsError
 from batchkv_worker.kv.schemes.spec import SchemeSpec
 from batchkv_worker.settings import WorkerSettings
@@ -28,6 +27,7 @@ EPILOG = """\b
 Examples:
   batchkv worker -m demo                          serve the embedded server
   batchkv worker -m MODEL --url redis://studio.local:6379
+  batchkv worker -m MODEL --adapter support=adapters/support
   batchkv worker -m demo --burst                  end when the queue is empty
 
 \b
@@ -73,7 +73,7 @@ def worker_command(
     verbose: bool,
     **flags: Any,
 ) -> None:
-    """Serve the queue of one model on this machine."""
+    """Serve the queue of one model on this machine, and the queues of its adapters."""
     # Imported here, because RQ takes a tenth of a second, and other commands do not need it.
     from batchkv_worker.queue.rq_worker import BatchWorker
     from batchkv_worker.queue.startup import exit_with
@@ -84,7 +84,7 @@ def worker_command(
         check_cache(settings, address)
         with connection.server_errors(address):
             worker = BatchWorker(
-                [redis_keys.queue_name(settings.model)],
+                list(settings.queues),
                 name=name,
                 settings=settings,
                 connection=connection.connect(

@@ -7,9 +7,9 @@ its last message.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from batchkv_producer.wire.cache_note import CacheNote
 from batchkv_producer.wire.choice import Choice, TokenLogprob, ToolCall
@@ -89,6 +89,13 @@ class EngineDied:
 
 
 @dataclass(frozen=True, slots=True)
+class Serving:
+    """The engine serves the model with this adapter from now on; "" is the model alone."""
+
+    adapter: str
+
+
+@dataclass(frozen=True, slots=True)
 class Recalled:
     """Rows that were recalled: cancelled before any of their tokens was computed."""
 
@@ -156,3 +163,13 @@ class EngineLike(Protocol):
     def memory_bytes(self) -> int:
         """Bytes that it had allocated on the device after its last step. From any thread."""
         ...
+
+
+@runtime_checkable
+class ExchangesAdapters(EngineLike, Protocol):
+    """An engine of one model with several adapters, of which it has one at a time, or none."""
+
+    makers: Mapping[str, Maker]  # of answers, by the name of the adapter; "" is the model alone
+
+    def serve(self, adapter: str) -> None:
+        """Exchange the adapter. Only while the engine is idle."""

@@ -2,7 +2,8 @@
 
 The URL comes from BATCHKV_REDIS_URL or from the file that BATCHKV_REDIS_URL_FILE names, so that no
 process list shows a password. ``--url`` overrides both. With BATCHKV_MODEL set, the queue need not
-be named. RQ imports this module and reads only its names in capitals.
+be named; with BATCHKV_ADAPTERS neither need those of the adapters. RQ imports this module and reads
+only its names in capitals.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from batchkv_producer.errors import UsageError
 from batchkv_producer.progress import printable
 from batchkv_producer.server import connection
 from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.adapter import parse_adapters, served_name
 
 
 def _url() -> str | None:
@@ -32,5 +34,17 @@ except UsageError as fault:
     sys.stderr.write(f"batchkv: {printable(str(fault))}\n")
     raise SystemExit(fault.exit_code) from fault
 
+
+def _queues(model: str) -> list[str]:
+    """The queues of the model alone and of the model with each adapter."""
+    adapters = parse_adapters(os.environ.get("BATCHKV_ADAPTERS", ""))
+    served = [model, *(served_name(model, adapter.name) for adapter in adapters)]
+    return [redis_keys.queue_name(name) for name in served]
+
+
 if _model := os.environ.get("BATCHKV_MODEL", "").strip():
-    QUEUES = [redis_keys.queue_name(_model)]
+    try:
+        QUEUES = _queues(_model)
+    except UsageError as fault:
+        sys.stderr.write(f"batchkv: BATCHKV_ADAPTERS: {printable(str(fault))}\n")
+        raise SystemExit(fault.exit_code) from fault

@@ -14,8 +14,11 @@ from typing import Any, Literal, Self
 
 from batchkv_cache_store import opening
 from batchkv_cache_store.sizes import parse_size
+from batchkv_producer.errors import BatchkvError
 from batchkv_producer.intake.checks import model_name
 from batchkv_producer.settings_table import BY_NAME, TABLE, VARIABLES, Setting, ValueType
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.adapter import Adapter, parse_adapters, served_name, with_adapter
 from batchkv_worker.errors import SettingsError
 from batchkv_worker.kv.schemes.spec import SchemeSpec
 
@@ -66,6 +69,13 @@ def _switch(_: Setting, text: str) -> bool:
     raise ValueError(text)
 
 
+def _adapters(_: Setting, text: str) -> tuple[Adapter, ...]:
+    try:
+        return parse_adapters(text)
+    except BatchkvError as fault:
+        raise _Explained(str(fault)) from fault
+
+
 def _file(_: Setting, text: str) -> str:
     if not text or len(text) > 1024 or not text.isprintable():
         raise ValueError(text)
@@ -81,6 +91,7 @@ _READERS: dict[ValueType, Callable[[Setting, str], Any]] = {
     ValueType.CHOICE: _choice,
     ValueType.SWITCH: _switch,
     ValueType.FILE: _file,
+    ValueType.ADAPTERS: _adapters,
 }
 
 
@@ -115,6 +126,7 @@ class WorkerSettings:
     """The settings of a worker. ``memory_bytes`` None: derived from the device."""
 
     model: str
+    adapters: tuple[Adapter, ...] = ()  # served besides the model alone, each under its name
     kv_scheme: str = _default("kv_scheme")
     slots: int | None = _default("slots")  # None: as many as suit the device
     prefetch: int | None = _default("prefetch")  # None: as many as ``rows_ahead`` says
@@ -149,6 +161,8 @@ class WorkerSettings:
         for setting in SETTINGS:
             given = overrides.pop(setting.name, None)
             source = setting.flag
+            if setting.is_repeated:
+                given = ",".join(given or ()) or None
             if given is None:
                 given, source = environ.get(setting.variable) or None, setting.variable
             if given is not None:
@@ -161,6 +175,7 @@ class WorkerSettings:
                 "no model: give -m MODEL or set BATCHKV_MODEL (a name, a folder, or 'demo')"
             )
         settings = cls(**values)
+        settings._check_adapters()
         settings._check_lease()
         settings._check_cache(values.keys())
         return settings
@@ -168,6 +183,23 @@ class WorkerSettings:
     def rows_ahead(self, slots: int) -> int:
         """The rows that wait in an engine of so many ``slots``, besides those in slots."""
         return WAVES_AHEAD * slots if self.prefetch is None else self.prefetch
+
+    def served_name(self, adapter: str = "") -> str:
+        """The name of the model with one of the adapters, or alone. It names a queue."""
+        return served_name(self.model, adapter)
+
+    @property
+    def queues(self) -> dict[str, str]:
+        """Queue -> name of the adapter; the model alone, "", comes first."""
+        names = ("", *(adapter.name for adapter in self.adapters))
+        return {redis_keys.queue_name(self.served_name(name)): name for name in names}
+
+    def _check_adapters(self) -> None:
+        for adapter in self.adapters:
+            try:
+                with_adapter(self.model, adapter.name)
+            except BatchkvError as fault:
+                raise SettingsError(f"{BY_NAME['adapters'].flag} {adapter}: {fault}") from fault
 
     def _check_cache(self, said: Set[str]) -> None:
         """Refuse settings that need a cache, or a kind of tier, if there is none."""

@@ -7,6 +7,7 @@ from functools import partial
 
 import click
 
+from batchkv_producer.cli.batch_options import adapter_option
 from batchkv_producer.cli.input_options import prompting_flags
 from batchkv_producer.cli.shared import (
     default_model,
@@ -25,12 +26,14 @@ from batchkv_producer.progress import printable, reporter
 from batchkv_producer.results import outfile, output
 from batchkv_producer.server.embedded import ensure_running
 from batchkv_producer.server.home import home_from_environment
+from batchkv_producer.wire.adapter import Adapter
 from batchkv_producer.wire.job import SamplingParams
 
 
 @click.command()
 @click.argument("prompt")
 @click.option("-m", "--model", metavar="MODEL", help="The model to ask.  [default: BATCHKV_MODEL]")
+@adapter_option
 @prompting_flags(
     raw="Send the prompt unchanged, without the model's chat template.",
     system="A system message before the prompt.",
@@ -43,6 +46,7 @@ def ask(
     ctx: click.Context,
     prompt: str,
     model: str | None,
+    adapter: Adapter | None,
     prompting: Prompting,
     defaults: SamplingParams,
     url: str | None,
@@ -63,7 +67,7 @@ def ask(
     chosen = model or default_model()
     if not chosen:
         raise UsageError("no model: name one with -m MODEL or BATCHKV_MODEL")
-    question = asking.Question(_text(prompt), chosen, defaults, prompting)
+    question = asking.Question(_text(prompt), chosen, defaults, prompting, adapter=adapter)
     with session(url) as opened, reporter() as progress:
         home = home_from_environment() if opened.is_embedded else None
         revive = partial(ensure_running, home) if home else None

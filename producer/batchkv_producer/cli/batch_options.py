@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from batchkv_producer.cli.exit_codes import EXIT_ON_DONE
+from batchkv_producer.wire.adapter import Adapter, parse_adapter
 from batchkv_producer.wire.batch_options import (
     NEVER,
     BatchOptions,
@@ -35,6 +36,10 @@ def _new_deadline(_context: object, _option: object, text: str | None) -> Deadli
     return _deadline(None, None, text)
 
 
+def _adapter(_context: object, _option: object, text: str | None) -> Adapter | None:
+    return None if text is None else parse_adapter(text)
+
+
 def _parsed(parse: Callable[[str], R], text: str) -> R:
     try:
         return parse(text)
@@ -42,7 +47,16 @@ def _parsed(parse: Callable[[str], R], text: str) -> R:
         raise click.BadParameter(str(fault)) from fault
 
 
+adapter_option = click.option(
+    "--adapter",
+    callback=_adapter,
+    metavar="NAME[=FOLDER]",
+    help="Use the model with this adapter (LoRA), under the name that it has on the workers. With "
+    "FOLDER only workers whose adapter has the same files compute the rows, and a worker that this "
+    "command starts serves it.",
+)
 _OPTIONS = (
+    adapter_option,
     click.option(
         "--priority",
         type=click.Choice(PRIORITIES),
@@ -88,7 +102,7 @@ def add_batch_options(command: Callable[..., R]) -> Callable[..., R]:
 
     @functools.wraps(command)
     def with_options(*args: Any, **kwargs: Any) -> R:
-        names = ("priority", "expires", "dedupe", "keep_seconds", "fresh", "mixed")
+        names = ("adapter", "priority", "expires", "dedupe", "keep_seconds", "fresh", "mixed")
         found = BatchOptions(**{name: kwargs.pop(name) for name in names})
         return command(*args, batch_options=found, **kwargs)
 

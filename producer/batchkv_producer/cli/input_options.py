@@ -21,6 +21,7 @@ from batchkv_producer.progress import printable, rows
 from batchkv_producer.results.target import STDOUT
 from batchkv_producer.submit import submission
 from batchkv_producer.submit.submission import Checked, Submitted
+from batchkv_producer.wire.batch_options import BatchOptions
 from batchkv_producer.wire.job import SamplingParams
 
 R = TypeVar("R")
@@ -133,7 +134,7 @@ def check_input(
     model: str | None,
     defaults: SamplingParams,
     *,
-    dedupe: bool,
+    options: BatchOptions,
     as_json: bool,
 ) -> Checked:
     """``--dry-run``: read and check the input, print what was found, change nothing."""
@@ -142,8 +143,9 @@ def check_input(
         model=model,
         defaults=defaults,
         default_model=default_model(),
-        dedupe=dedupe,
+        dedupe=options.dedupe,
         prompting=given.prompting,
+        adapter=options.adapter,
     )
     if as_json:
         print_json(checked)

@@ -113,6 +113,7 @@ def run(
       batchkv run prompts.jsonl -m mlx-community/Qwen3-4B-4bit
       batchkv run prompts.jsonl -m demo --temperature 0 --max-tokens 64
       batchkv run prompts.jsonl -m ~/models/mine --kv-scheme affine4 --slots 64
+      batchkv run prompts.jsonl -m MODEL --adapter support=adapters/support
       batchkv run part-*.jsonl -m demo -o out.jsonl
       generate-prompts | batchkv run - -m demo | jq .response.body.choices[0].text
       batchkv run prompts.jsonl --dry-run
@@ -121,7 +122,7 @@ def run(
         inputs = stack.enter_context(given.opened())
         if dry_run:
             arguments = (inputs, given, model, defaults)
-            checked = check_input(*arguments, dedupe=batch_options.dedupe, as_json=False)
+            checked = check_input(*arguments, options=batch_options, as_json=False)
             ctx.exit(input_code(checked.num_bad, allow_bad))
         target = out_of(inputs, out)
         if not is_polite(worker_arguments):  # polite workers keep it awake, but not on battery
@@ -209,7 +210,7 @@ def submit(
         inputs = stack.enter_context(given.opened())
         if dry_run:
             arguments = (inputs, given, model, defaults)
-            checked = check_input(*arguments, dedupe=batch_options.dedupe, as_json=as_json)
+            checked = check_input(*arguments, options=batch_options, as_json=as_json)
             ctx.exit(input_code(checked.num_bad, allow_bad))
         opened = stack.enter_context(session(url))
         earlier = earlier_named(opened.connection, source_batch)

@@ -220,6 +220,7 @@ def _about(worker: WorkerInfo, limit: int) -> str:
     """A worker's scheme, version, counts and process, as many of them as fit."""
     parts = [
         Maker(worker.fingerprint, worker.scheme).words(),
+        f"adapters {', '.join(worker.adapters)}" if worker.adapters else "",
         f"batchkv {worker.version}" if worker.version else "",
     ]
     parts += [f"{worker.num_successful:,} ok, {worker.num_failed:,} failed"]
@@ -245,7 +246,7 @@ def _nobody(batch: BatchStatus) -> str:
     if not batch.is_untouched:
         return "none"
     return (
-        f"none, and none has ever taken a row of this batch: `batchkv worker -m {batch.model}` "
+        f"none, and none has ever taken a row of this batch: `{batch.worker_command}` "
         f"serves it, `batchkv forget {batch.batch_id}` deletes it"
     )
 

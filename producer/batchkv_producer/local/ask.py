@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from redis import Redis
@@ -30,6 +30,7 @@ from batchkv_producer.local.local_workers import (
     LocalWorkers,
     WorkerPlan,
 )
+from batchkv_producer.local.own_adapter import OwnModel, own_model
 from batchkv_producer.local.run_support import Outage, give_up, one_try, reclaim, tidied_home
 from batchkv_producer.local.signals import Interrupted, noted_signals
 from batchkv_producer.local.worker_checks import WAY_OUT_OF_ASK, check_model_folder, check_rights
@@ -38,9 +39,10 @@ from batchkv_producer.monitor.workers import ASK_NAME_PREFIX, WorkerInfo
 from batchkv_producer.progress import Reporter
 from batchkv_producer.retry import called_during_outages, read_with_retry
 from batchkv_producer.settings_table import BY_NAME
-from batchkv_producer.submit import fingerprint
+from batchkv_producer.submit import adapter_folders, fingerprint
 from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
 from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.adapter import Adapter, with_adapter
 from batchkv_producer.wire.batch_options import BatchOptions, Deadline
 from batchkv_producer.wire.job import SamplingParams
 
@@ -58,6 +60,12 @@ class Question:
     defaults: SamplingParams = SamplingParams()  # noqa: RUF009  (it is frozen)
     prompting: Prompting = AUTO
     job_timeout_seconds: int = DEFAULT_JOB_TIMEOUT_SECONDS
+    adapter: Adapter | None = None
+
+    @property
+    def served(self) -> str:
+        """The name under which workers serve the model, with its adapter."""
+        return with_adapter(self.model, self.adapter.name if self.adapter else "")
 
     def source(self) -> Inputs:
         """The input of one row, with an id that no other question has. Raises UsageError."""
@@ -89,33 +97,37 @@ def ask(
     If no worker serves the model, one is started here for this question. Raises as ``run`` does.
     """
     source = question.source()
-    queue = redis_keys.queue_name(question.model)
-    num_local = 0 if _is_served(question.model, client.serving(queue)) else 1
+    served = question.served
+    with adapter_folders.given(question.adapter):
+        is_served = _is_served(served, client.serving(redis_keys.queue_name(served)))
+    num_local = 0 if is_served else 1
+    own = own_model(served, question.adapter) if num_local else OwnModel(served)
     if num_local:
-        check_model_folder(question.model)
-        check_rights(connection, url, question.model, WAY_OUT_OF_ASK)
+        check_model_folder(own.model)
+        check_rights(connection, url, served, WAY_OUT_OF_ASK)
     submitted = client.submit(
         source,
         model=question.model,
         defaults=question.defaults,
         job_timeout_seconds=question.job_timeout_seconds,
         name="ask",
-        options=OPTIONS,
+        options=replace(OPTIONS, adapter=question.adapter),
         prompting=question.prompting,
     )
     with _forget_at_end(client, submitted):
         plan = WorkerPlan(
-            model=question.model,
+            model=own.model,
             url=url,
             logs=tidied_home(connection).logs,
             name_prefix=ASK_NAME_PREFIX,
             num_workers=num_local,
+            arguments=own.arguments,
             command=tuple(worker_command),
             variables=((BY_NAME["polite"].variable, "off"),),  # somebody waits for the answer
         )
         if num_local:
-            reporter.note(f"nobody serves {question.model}: a worker is started for this question")
-        workers = LocalWorkers(plan, partial(reclaim, client, queue), reporter.note)
+            reporter.note(f"nobody serves {served}: a worker is started for this question")
+        workers = LocalWorkers(plan, partial(reclaim, client, own.queues), reporter.note)
         with one_try(connection):
             waiting = _Waiting(client, submitted, workers, reporter, num_local)
             return waiting.wait(Outage(reporter.note, revive))

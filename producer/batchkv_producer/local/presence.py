@@ -20,7 +20,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ log = logging.getLogger("batchkv.worker")
 
 RECLAIMED = "took back %d jobs of workers of this machine that died"
 MAX_FILES_READ = 1000
-MAX_FILE_BYTES = 4096
+MAX_FILE_BYTES = 16_384
 FILE_TTL_SECONDS = 7 * 86400  # of records of dead workers of other servers
 MAX_RECLAIMED = 1_000_000
 COMMAND_SECONDS = 5.0  # limit for sysctl and ps
@@ -46,7 +46,7 @@ COMMAND_SECONDS = 5.0  # limit for sysctl and ps
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A worker's record: its queue and its process.
+    """A worker's record: its queues and its process. ``more_queues`` are those of adapters.
 
     ``boot`` and ``space`` name the boot and the PID namespace in which ``pid`` is valid.
     ``started`` is the start of the process, because another process may get the same id later.
@@ -60,6 +60,7 @@ class Record:
     space: str
     pid: int
     started: str
+    more_queues: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> Record | None:
@@ -76,9 +77,15 @@ class Record:
                 space=str(values["space"]),
                 pid=int(values["pid"]),
                 started=str(values["started"]),
+                more_queues=tuple(map(str, values.get("more_queues", ()))),
             )
         except (OSError, ArithmeticError, ValueError, TypeError, KeyError, RecursionError):
             return None
+
+    @property
+    def queues(self) -> tuple[str, ...]:
+        """All queues that it serves."""
+        return (self.queue, *self.more_queues)
 
     @property
     def has_visible_process(self) -> bool:
@@ -99,7 +106,14 @@ class Record:
 class Presence:
     """The record file of this process, a worker. Without a home folder there is no file."""
 
-    def __init__(self, connection: Redis, name: str, queue: str, heartbeat_seconds: float) -> None:
+    def __init__(
+        self,
+        connection: Redis,
+        name: str,
+        queue: str,
+        heartbeat_seconds: float,
+        more_queues: Sequence[str] = (),
+    ) -> None:
         self._connection = connection
         self._path: Path | None = None
         self._silent: set[Path] | None = None  # None until the first call of reclaim_dead
@@ -109,7 +123,8 @@ class Presence:
             if started is None:
                 raise OSError("this process has no start")
             place = (boot_id(), pid_namespace(), os.getpid(), started)
-            record = Record(name, queue, server_of(connection), heartbeat_seconds, *place)
+            server, more = server_of(connection), tuple(more_queues)
+            record = Record(name, queue, server, heartbeat_seconds, *place, more_queues=more)
             self._path = _write(self._home, record)
         except (OSError, BatchkvError) as fault:
             self._home = None
@@ -161,7 +176,9 @@ def reclaim_dead(
             silent.discard(path)
     for path, record in dead:
         if record.name not in holding:  # else a living process of that name holds the jobs
-            num += sum(Transitions(connection).reap(record.queue, record.name, MAX_RECLAIMED))
+            moves = Transitions(connection)
+            for queue in record.queues:
+                num += sum(moves.reap(queue, record.name, MAX_RECLAIMED))
         if record.name not in living:
             _unregister(connection, record)
         with suppress(OSError):
@@ -187,7 +204,8 @@ def _unregister(connection: Redis, record: Record) -> None:
     key = redis_keys.worker(record.name)
     with suppress(NoPermissionError), connection.pipeline(transaction=False) as pipeline:
         pipeline.srem(redis_keys.workers(), key)
-        pipeline.srem(redis_keys.workers(record.queue), key)
+        for queue in record.queues:
+            pipeline.srem(redis_keys.workers(queue), key)
         pipeline.delete(key)
         pipeline.execute()
 

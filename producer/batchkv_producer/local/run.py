@@ -39,6 +39,7 @@ from batchkv_producer.local.local_workers import (
     WorkerPlan,
 )
 from batchkv_producer.local.mended import earlier_of
+from batchkv_producer.local.own_adapter import OwnModel, own_model
 from batchkv_producer.local.run_support import (
     Outage,
     give_up,
@@ -149,21 +150,24 @@ def run(
         earlier,
         lambda done, total: reporter.update(Snapshot(total, is_queuing=True)),
     )
-    batch_id, queue = submitted.batch_id, submitted.queue
+    batch_id = submitted.batch_id
     reporter.note(first_line(client, submitted, target.shown(options.out)))
     timeout = options.job_timeout_seconds
     note_what_stays(client, submitted, earlier, options.out, timeout, reporter.note)
+    own = OwnModel(submitted.model)  # without workers here nobody asks for its adapter
+    if options.num_workers:
+        own = own_model(submitted.model, options.batch_options.adapter)
     plan = WorkerPlan(
-        model=submitted.model,
+        model=own.model,
         url=url,
         logs=tidied_home(connection).logs,
         name_prefix=local_name_prefix(batch_id),
         num_workers=options.num_workers,
-        arguments=options.worker_arguments,
+        arguments=(*options.worker_arguments, *own.arguments),
         trace=options.trace,
         command=tuple(worker_command),
     )
-    workers = LocalWorkers(plan, partial(reclaim, client, queue), reporter.note)
+    workers = LocalWorkers(plan, partial(reclaim, client, own.queues), reporter.note)
     stale = stale_rows(connection, batch_id)
     with target.open_results(options.out, batch_id, stale) as results:
         follower = Follower(client, batch_id, results, expected)
@@ -247,8 +251,9 @@ def _refuse_early(
     if not is_moved:
         target.check_batch(options.out, batch_id)
     if options.num_workers:
-        check_model_folder(model)
-        check_model_name(model)
+        own = own_model(model, options.batch_options.adapter)
+        check_model_folder(own.model)
+        check_model_name(own.model)
         check_rights(connection, url, model)
         check_logs(home_from_environment())
 

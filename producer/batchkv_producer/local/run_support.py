@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NoReturn
 
 from redis import Redis
@@ -46,9 +47,12 @@ class Outage:
             self._note("the server is back")
 
 
-def reclaim(client: Client, queue: str, worker_name: str, is_death: bool) -> int:
-    """Put the jobs of a worker of this run back into the queue. Returns their number."""
-    return read_with_retry(lambda: client.reclaim(queue, worker_name, is_death=is_death))
+def reclaim(client: Client, queues: Sequence[str], worker_name: str, is_death: bool) -> int:
+    """Put the jobs of a worker of this run back into their queues. Returns their number."""
+    return sum(
+        read_with_retry(partial(client.reclaim, queue, worker_name, is_death=is_death))
+        for queue in queues
+    )
 
 
 def tidied_home(connection: Redis) -> Home:

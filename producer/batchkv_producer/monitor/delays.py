@@ -41,9 +41,11 @@ Reason = Callable[[BatchStatus, Sequence[WorkerInfo], int], Delay | None]
 
 def unserved_note(status: BatchStatus) -> str:
     """The note for a batch whose queue has no worker."""
+    who = f" of {status.model}" if status.adapter else ""
+    what = "the model and the adapter" if status.adapter else "the model"
     return (
-        f"nobody serves the queue {status.queue}. On a machine with the model run: "
-        f"batchkv worker -m {status.model}"
+        f"nobody serves the queue {status.queue}{who}. On a machine with {what} run: "
+        f"{status.worker_command}"
     )
 
 

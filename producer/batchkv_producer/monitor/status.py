@@ -77,6 +77,7 @@ class BatchStatus:
     generation: int = 1
     base: str = ""  # the id of the first generation, for a later one
     is_forgotten: bool = False  # `batchkv forget` is deleting it
+    adapter: str = ""  # the adapter in the model's name, if it has one
     read_at: float = field(default=0.0, compare=False)
 
     @property
@@ -85,6 +86,14 @@ class BatchStatus:
         if self.is_mixed:
             return Maker(self.fingerprint)
         return Maker(self.fingerprint, self.scheme, self.dtype)
+
+    @property
+    def worker_command(self) -> str:
+        """The command that starts a worker for this batch."""
+        if not self.adapter:
+            return f"batchkv worker -m {self.model}"
+        model = self.model.removesuffix(f"@{self.adapter}")
+        return f"batchkv worker -m {model} --adapter {self.adapter}=FOLDER"
 
     @property
     def num_ended(self) -> int:
@@ -290,6 +299,7 @@ def _batch_status(batch_id: str, values: dict[str, str], num_workers: int) -> Ba
             generation=count("generation") or 1,
             base=values.get("base", ""),
             is_forgotten="forgotten" in values,
+            adapter=values.get("adapter", ""),
             read_at=float(values["read_at"]),
         )
     except (KeyError, ValueError) as fault:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from redis import Redis
 
 from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.adapter import MAX_ADAPTERS, is_adapter_name, served_name
 
 MAX_DIGITS = 19  # of a count: Redis has 64-bit integers
 LOADING = ("loading", "downloading", "measuring")  # ``doing`` begins so before the first row
@@ -19,6 +20,7 @@ PAUSED = "paused"  # ``doing`` of a polite worker on battery begins so
 HEARTBEAT_SECONDS = 15.0  # of a worker whose record has no other interval
 MISSED_HEARTBEATS = 2
 MAX_TEXT_CHARS = 1024
+MAX_ADAPTERS_CHARS = 128 * MAX_ADAPTERS
 MAX_HELD_READ = 10_000  # leases read to count the jobs of a worker
 ASK_NAME_PREFIX = "run-ask"  # names of workers of `batchkv ask` begin so
 
@@ -35,6 +37,9 @@ class WorkerInfo:
     The worker itself reports ``doing`` and the fields after it. For older workers they are empty.
     ``doing`` is more precise than RQ's state: ``loading 2.1 of 7.3 GB``, ``finishing 12 rows``.
     ``tokens_per_second`` is the rate of the last minute in which it had rows.
+
+    ``adapters``: the names of the adapters that it serves besides the model. If the worker was read
+    for the queue of one of them, ``model`` and ``fingerprint`` are those with this adapter.
 
     ``silent_seconds``: the time since its last heartbeat, by the server's clock. A heartbeat is due
     every ``heartbeat_seconds``. ``is_away``: it has missed two.
@@ -62,6 +67,7 @@ class WorkerInfo:
     silent_seconds: float = 0.0
     heartbeat_seconds: float = HEARTBEAT_SECONDS
     is_away: bool = False
+    adapters: tuple[str, ...] = ()
 
     @property
     def shown_state(self) -> str:
@@ -108,7 +114,7 @@ def serving_workers(connection: Redis, queue: str) -> list[WorkerInfo]:
     """The live workers of one queue. ``num_running`` is 0 except for workers that are away, because
     it takes long to count."""
     now, pairs = _records(connection, queue)
-    found = [_worker_info(name, values, 0, now) for name, values in pairs]
+    found = [_worker_info(name, values, 0, now, queue) for name, values in pairs]
     num_held = _count_held(connection, [queue]) if any(w.is_away for w in found) else {}
     return [
         replace(worker, num_running=num_held.get(worker.name, 0)) if worker.is_away else worker
@@ -141,8 +147,17 @@ def _records(connection: Redis, queue: str) -> tuple[int, list[tuple[str, dict[s
     return now, pairs
 
 
-def _worker_info(name: str, values: dict[str, str], num_running: int, now: int) -> WorkerInfo:
-    """The worker of a record. ``now`` is the server's time."""
+def _worker_info(
+    name: str, values: dict[str, str], num_running: int, now: int, queue: str = ""
+) -> WorkerInfo:
+    """The worker of a record, as one of its queues sees it. ``now`` is the server's time."""
+    model, fingerprint = _text_of(values, "bkv_model"), values.get("bkv_fingerprint", "")
+    adapters = dict(_adapters_of(values))
+    for adapter, its_fingerprint in adapters.items():
+        served = served_name(model, adapter)
+        if queue and redis_keys.queue_name(served) == queue:
+            model, fingerprint = served, its_fingerprint
+            break
     silent = _silent_seconds(values, now)
     beat = _number(values, "bkv_beat_ms") / 1000 or HEARTBEAT_SECONDS
     return WorkerInfo(
@@ -157,8 +172,8 @@ def _worker_info(name: str, values: dict[str, str], num_running: int, now: int) 
         num_failed=_number(values, "failed_job_count"),
         doing=_text_of(values, "bkv_state"),
         version=_text_of(values, "bkv_version"),
-        model=_text_of(values, "bkv_model"),
-        fingerprint=values.get("bkv_fingerprint", ""),
+        model=model,
+        fingerprint=fingerprint,
         scheme=_text_of(values, "bkv_scheme"),
         dtype=values.get("bkv_dtype", ""),
         abilities=tuple(values["bkv_abilities"].split()) if "bkv_abilities" in values else None,
@@ -168,7 +183,16 @@ def _worker_info(name: str, values: dict[str, str], num_running: int, now: int) 
         silent_seconds=silent,
         heartbeat_seconds=beat,
         is_away=silent > MISSED_HEARTBEATS * beat + 1,  # the server's time is in whole seconds
+        adapters=tuple(adapters),
     )
+
+
+def _adapters_of(values: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """(name, fingerprint) of the adapters in a record. Anything else in it is left out."""
+    for word in values.get("bkv_adapters", "")[:MAX_ADAPTERS_CHARS].split():
+        name, _, fingerprint = word.partition(":")
+        if is_adapter_name(name):
+            yield name, fingerprint
 
 
 def seconds_silent(connection: Redis, name: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +28,8 @@ from batchkv_producer.service.spec import (
     worker_service,
 )
 from batchkv_producer.service.systemd import Systemd
-from batchkv_producer.settings_table import BY_NAME, TABLE
+from batchkv_producer.settings_table import BY_NAME, TABLE, ValueType
+from batchkv_producer.wire.adapter import parse_adapter
 
 R = TypeVar("R")
 EXIT_NOT_RUNNING = 1
@@ -129,13 +130,16 @@ def setting_options(command: Callable[..., R]) -> Callable[..., R]:
         values = [(setting, kwargs.pop(setting.name)) for setting in _SETTINGS]
         words: list[str] = []
         for setting, text in values:
-            if text is None:
+            if not text:
                 continue
-            try:
-                checked_setting(setting.name, text)
-            except ValueError as fault:
-                raise UsageError(f"{setting.flag} {text}: {fault}") from fault
-            words += [setting.flag] if setting.is_bare else [setting.flag, text]
+            if setting.value_type is ValueType.ADAPTERS:
+                text = [_with_full_path(each) for each in text]
+            for each in text if setting.is_repeated else (text,):
+                try:
+                    checked_setting(setting.name, each)
+                except ValueError as fault:
+                    raise UsageError(f"{setting.flag} {each}: {fault}") from fault
+            words += setting.words(text)
         return command(*args, arguments=tuple(words), **kwargs)
 
     wrapped: Callable[..., R] = with_arguments
@@ -290,6 +294,12 @@ def _model(model: str) -> str:
     if name.startswith("."):
         raise UsageError(f"--model {model}: a service needs the folder's full path")
     return name
+
+
+def _with_full_path(adapter: str) -> str:
+    """NAME=FOLDER with the folder's full path, because a service starts in another folder."""
+    found = parse_adapter(adapter)
+    return str(replace(found, folder=str(_absolute(found.path)))) if found.folder else adapter
 
 
 def _absolute(path: Path) -> Path:

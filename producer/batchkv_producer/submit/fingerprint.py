@@ -25,6 +25,8 @@ from blake3 import blake3
 
 from batchkv_producer.errors import BatchkvError
 from batchkv_producer.server.home import home_from_environment
+from batchkv_producer.submit.adapter_folders import folder_of
+from batchkv_producer.wire.adapter import split_here
 
 WEIGHTS = "model*.safetensors"
 PATTERNS = (
@@ -32,6 +34,7 @@ PATTERNS = (
     *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "*.model"),
     *("chat_template*", "*.jinja", "additional_chat_templates/*.jinja", "*processor_config.json"),
 )
+ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
 CACHE_NAME = "fingerprints.json"
 DIGEST_BYTES = 16
 READ_BYTES = 2**24
@@ -52,8 +55,16 @@ def of_model(name: str) -> str:
     """The fingerprint of the files that a worker would load by this name now; "" if unknown.
 
     Nothing is downloaded: a repository is read from the local cache of Hugging Face. A model whose
-    weights are not on this machine has no fingerprint.
+    weights are not on this machine has no fingerprint. ``MODEL@NAME`` is a model with an adapter;
+    without the adapter's folder it has none either.
     """
+    model, adapter = split_here(name)
+    if adapter:
+        folder_name, weights = folder_of(adapter), of_model(model)
+        try:
+            return of_adapter(weights, Path(folder_name).expanduser()) if folder_name else ""
+        except (RuntimeError, OSError):
+            return ""
     folder = locate(name)
     if folder is None:
         return ""
@@ -61,6 +72,22 @@ def of_model(name: str) -> str:
         return of_folder(folder)
     except OSError:
         return ""
+
+
+def of_adapter(weights: str, folder: Path) -> str:
+    """The fingerprint of a model with an adapter; ``weights`` is the model's own. Raises OSError.
+
+    It depends on the contents of the adapter's files, not on its name. "" if ``weights`` is "".
+    """
+    if not weights:
+        return ""
+    files = [folder / name for name in ADAPTER_FILES]
+    cache = _Cache.load(_Progress(folder, sum(file.stat().st_size for file in files)))
+    whole = blake3(f"model {weights}\n".encode())
+    for file in files:
+        whole.update(f"{file.name}={cache.digest(file)}\n".encode())
+    cache.save()
+    return whole.hexdigest(DIGEST_BYTES)
 
 
 def locate(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -27,6 +28,7 @@ from batchkv_producer.intake.reading import Reading
 from batchkv_producer.intake.source import STDIN_NAME, Source, inputs_of, source_name
 from batchkv_producer.order.planner import BatchPlan, PlanCounts
 from batchkv_producer.order.prefix_estimate import PrefixEstimate, estimate_prefixes
+from batchkv_producer.submit import adapter_folders
 from batchkv_producer.submit.enqueue import (
     DEFAULT_JOB_TIMEOUT_SECONDS,
     BatchSpec,
@@ -36,6 +38,7 @@ from batchkv_producer.submit.enqueue import (
 from batchkv_producer.submit.generations import Generation, informed, settled
 from batchkv_producer.submit.kept_answers import EarlierBatch
 from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.adapter import Adapter, split_here, with_adapter
 from batchkv_producer.wire.batch_options import NO_OPTIONS, BatchOptions
 from batchkv_producer.wire.error_codes import ErrorCode
 from batchkv_producer.wire.job import SamplingParams
@@ -127,6 +130,7 @@ def check(
     default_model: str | None = None,
     dedupe: bool = False,
     prompting: Prompting = AUTO,
+    adapter: Adapter | None = None,
 ) -> Checked:
     """Read and check a file without a server. The result has the id of its batch.
 
@@ -134,7 +138,8 @@ def check(
     """
     given = checked_defaults(defaults or SamplingParams())
     with BatchPlan(given, dedupe=dedupe, prompting=prompting) as plan:
-        return _checked(as_source(source), plan, given, model, default_model, prompting)
+        chosen = _Chosen(model, default_model, adapter)
+        return _checked(as_source(source), plan, given, chosen, prompting)
 
 
 def survey(
@@ -149,7 +154,7 @@ def survey(
     """``check``, and an estimate of the hits when this many workers share the queue."""
     given = checked_defaults(defaults or SamplingParams())
     with BatchPlan(given, prompting=prompting) as plan:
-        checked = _checked(source, plan, given, model, default_model, prompting)
+        checked = _checked(source, plan, given, _Chosen(model, default_model), prompting)
         return checked, estimate_prefixes(plan.entries(), checked.num_jobs, num_workers)
 
 
@@ -170,18 +175,18 @@ def submit(
 ) -> Submitted:
     """Put a file into the queue of its model. Raises UsageError before anything changes.
 
-    The model is ``model``, else the one that all lines name, else ``default_model``.
-    ``on_identified`` is called before anything changes, and may raise to refuse. ``earlier``: a
-    batch whose answers are kept for rows with the same request.
+    The model is ``model``, else the one that all lines name, else ``default_model``. With the
+    options' adapter it is called ``MODEL@NAME``. ``on_identified`` is called before anything
+    changes, and may refuse by raising. ``earlier``: a batch whose answers are kept for like rows.
     """
     if job_timeout_seconds < 1:
         raise UsageError(f"the job timeout must be at least 1 second, got {job_timeout_seconds}")
     given = checked_defaults(defaults or SamplingParams())
-    with BatchPlan(given, dedupe=options.dedupe, prompting=prompting) as plan:
-        need: Callable[[ModelVote], str] = lambda vote: vote.need(model, default_model)  # noqa: E731
-        facts, counts = _read(source, plan, given, need, prompting)
+    served = _Chosen(model, default_model, options.adapter)
+    with BatchPlan(given, dedupe=options.dedupe, prompting=prompting) as plan, served.known():
+        facts, counts = _read(source, plan, given, served.need, prompting)
         name = (name or source_name(source))[:MAX_NAME_CHARS]
-        options = informed(options, facts.model)
+        options = informed(_with_named(options, facts.model), facts.model)
         spec = BatchSpec(facts.model, given, job_timeout_seconds, name, options, prompting, earlier)
         digest_of = partial(batch_digest, facts, given, prompting.identity())
         errors = _placed(plan.errors(MAX_SUBMIT_ERRORS), facts)
@@ -228,15 +233,47 @@ def identify(
     return batch_digest(facts, defaults, more_identity, generation)
 
 
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """The caller's choice of a model: the one of all rows, the default, and an adapter."""
+
+    model: str | None
+    default: str | None
+    adapter: Adapter | None = None
+
+    def known(self) -> AbstractContextManager[None]:
+        """Inside, the adapter's folder on this machine is known, if the caller named it."""
+        return adapter_folders.given(self.adapter)
+
+    def need(self, vote: ModelVote) -> str:
+        """The name of the served model. Raises UsageError if nobody names one."""
+        return self._served(vote.need(self.model, self.default))
+
+    def decide(self, vote: ModelVote) -> str:
+        """The same; "" if nobody names one."""
+        model = vote.decide(self.model, self.default)
+        return self._served(model) if model else ""
+
+    def _served(self, model: str) -> str:
+        return with_adapter(model, self.adapter.name if self.adapter else "")
+
+
+def _with_named(options: BatchOptions, served: str) -> BatchOptions:
+    """The options with the adapter that the model's name has, if they have none."""
+    name = split_here(served)[1]
+    if options.adapter is not None or not name:
+        return options
+    return replace(options, adapter=Adapter(name))
+
+
 def _checked(
     source: Source,
     plan: BatchPlan,
     given: SamplingParams,
-    model: str | None,
-    default: str | None,
+    chosen: _Chosen,
     prompting: Prompting,
 ) -> Checked:
-    facts, counts = _read(source, plan, given, lambda vote: vote.decide(model, default), prompting)
+    facts, counts = _read(source, plan, given, chosen.decide, prompting)
     digest = batch_digest(facts, given, prompting.identity())
     return Checked(
         total=counts.total,

@@ -1,7 +1,7 @@
-"""Options of a batch: priority, deadline, dedupe, how long results are kept.
+"""Options of a batch: priority, deadline, dedupe, how long results are kept, the adapter.
 
-The batch's identity does not depend on them. The same file, model and defaults join the batch that
-exists, and that batch keeps its own options.
+Except for the adapter, the batch's identity does not depend on them. The same file, model and
+defaults join the batch that exists, and that batch keeps its own options.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from batchkv_producer.errors import UsageError
+from batchkv_producer.wire.adapter import Adapter
 from batchkv_producer.wire.maker import NOBODY, Maker
 from batchkv_producer.wire.redis_keys import PRIORITIES
 from batchkv_producer.wire.transition_types import BatchRecord
@@ -45,7 +46,8 @@ class BatchOptions:
     """The options of a batch; None is "not given". ``keep_seconds`` counts from the batch's end.
 
     ``fresh``: compute all rows again, in a new generation. ``mixed``: workers of several KV schemes
-    and dtypes may share the batch. ``maker``: the known part of its maker.
+    and dtypes may share the batch. ``maker``: the known part of its maker. ``adapter``: the model's
+    adapter. It is the only option that the batch's identity depends on.
     """
 
     priority: str | None = None
@@ -55,6 +57,7 @@ class BatchOptions:
     fresh: bool = False
     mixed: bool = False
     maker: Maker = NOBODY
+    adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
         if self.priority not in (None, *PRIORITIES):
@@ -74,6 +77,8 @@ class BatchOptions:
             found["dedupe"] = 1
         if self.keep_seconds is not None:
             found["keep"] = self.keep_seconds
+        if self.adapter is not None:
+            found["adapter"] = self.adapter.name
         return found
 
 

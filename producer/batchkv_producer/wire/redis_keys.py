@@ -24,6 +24,7 @@ key                        type    content
                                    ``scheme`` (of keys and values), ``dtype`` (``float32``,
                                    ``half``); ``mixed`` (1: several schemes and dtypes are allowed),
                                    ``needs`` (abilities that some row needs of its worker);
+                                   ``adapter`` (its name, if ``model`` is ``MODEL@NAME``),
                                    of later generations: ``generation`` (2, 3 ...) and ``base``
                                    (id of the first);
                                    ``forgotten`` (1: `batchkv forget` has begun), and then
@@ -79,7 +80,9 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
                                    The set of finished jobs expires with the last of them
 ``rq:worker:<name>``       hash    RQ's worker. With each heartbeat, a worker of batchkv writes:
                                    ``bkv_version``, ``bkv_model``, ``bkv_fingerprint``,
-                                   ``bkv_scheme``, ``bkv_dtype``, ``bkv_abilities``, ``bkv_state``
+                                   ``bkv_scheme``, ``bkv_dtype``, ``bkv_adapters``
+                                   (``NAME:fingerprint`` of each model with an adapter, between
+                                   blanks), ``bkv_abilities``, ``bkv_state``
                                    (``loading 2.1 of 7.3 GB``, ``finishing 12 rows``,
                                    ``paused: on battery`` or empty),
                                    ``bkv_tokens_per_second`` (of the last minute), ``bkv_memory``

@@ -38,7 +38,8 @@ class Desk:
             *(connection, QUEUE, "w", settings), register=lambda: None, set_state=lambda state: None
         )
         self.puller = JobPuller(
-            self.side, engine, self.state, Limits(burst=True), lambda call: call()
+            *(self.side, engine, self.state, Limits(burst=True), lambda call: call()),
+            [QUEUE],
         )
 
     def look(self) -> bool:

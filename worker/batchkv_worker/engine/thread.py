@@ -13,13 +13,21 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from batchkv_producer.wire.maker import NOBODY, Maker
 from batchkv_worker.errors import WorkerError
-from batchkv_worker.events import EngineDied, EngineLike, Event, Recalled, Work
+from batchkv_worker.events import (
+    EngineDied,
+    EngineLike,
+    Event,
+    ExchangesAdapters,
+    Recalled,
+    Serving,
+    Work,
+)
 from batchkv_worker.faults import WORKAROUNDS, is_device_fault
 from batchkv_worker.model.load_progress import listening
 from batchkv_worker.trace import DECODE, END, ENGINE, IDLE, PREPARE, START, note
@@ -48,7 +56,7 @@ class Wake:
     """Ends a wait of the main loop; nothing happened in the engine."""
 
 
-Notice = Event | Ready | LoadFailed | Wake | Recalled
+Notice = Event | Ready | LoadFailed | Wake | Recalled | Serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +70,12 @@ class _Recall:
     count: int
 
 
-_Order = Work | _Cancel | _Recall | None  # None: stop
+@dataclass(frozen=True, slots=True)
+class _Serve:
+    adapter: str
+
+
+_Order = Work | _Cancel | _Recall | _Serve | None  # None: stop
 
 
 class EngineThread:
@@ -78,6 +91,7 @@ class EngineThread:
         self.num_steps = 0
         self.num_slots = self.max_in_flight = 0  # until it is built
         self.maker: Maker = NOBODY  # until it is built
+        self.makers: Mapping[str, Maker] = {}  # by adapter, once it is built and if it has any
         self.loading = ""  # how far building the engine is; empty once it is there
 
     def start(self) -> None:
@@ -102,6 +116,11 @@ class EngineThread:
     def recall(self, job_ids: Sequence[str], count: int) -> None:
         """Cancel up to ``count`` of these rows if they wait; ``Recalled`` names those."""
         self._inbox.put((_Recall(tuple(job_ids), count),))
+
+    def serve(self, adapter: str) -> None:
+        """Exchange the adapter while no row is in the engine; ``Serving`` says when it is done."""
+        self.loading = f"loading adapter {adapter}" if adapter else "loading the model alone"
+        self._inbox.put((_Serve(adapter),))
 
     def stop(self) -> None:
         """Ask the thread to end after its current step."""
@@ -181,6 +200,8 @@ class EngineThread:
     def _serve(self, engine: EngineLike) -> None:
         self.num_slots, self.max_in_flight = engine.num_slots, engine.max_in_flight
         self.maker = engine.maker
+        if isinstance(engine, ExchangesAdapters):
+            self.makers = engine.makers
         self._outbox.put((Ready(),))
         while self._take_orders(engine):
             if engine.is_idle:
@@ -207,6 +228,8 @@ class EngineThread:
                 elif isinstance(order, _Recall):
                     found = engine.recall(order.job_ids, order.count)
                     self._outbox.put((Recalled(tuple(found)),))
+                elif isinstance(order, _Serve):
+                    self._exchange(engine, order.adapter)
                 else:
                     engine.add(order)
                     self.num_steps += 1  # progress too: a long prompt takes time to tokenize
@@ -218,6 +241,15 @@ class EngineThread:
                 engine.rest()
             return True
         return False
+
+    def _exchange(self, engine: EngineLike, adapter: str) -> None:
+        assert isinstance(engine, ExchangesAdapters)
+        with listening(self._note_loading):
+            engine.serve(adapter)
+        self.num_slots, self.max_in_flight = engine.num_slots, engine.max_in_flight
+        self.maker, self.loading = engine.maker, ""
+        self.num_steps += 1
+        self._outbox.put((Serving(adapter),))
 
     def _next_order(self, *, block: bool) -> _Order:
         """The oldest order; raises Empty when there is none, after IDLE_SECONDS with ``block``."""

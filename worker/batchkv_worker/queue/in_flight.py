@@ -56,7 +56,7 @@ class InFlight:
     """The rows that the engine has, the backlog, and rows on their way back to the queue."""
 
     def __init__(self, model: str, worker: str) -> None:
-        self._model = model
+        self.model = model  # as results name it
         self._worker = worker
         self.maker: Maker = NOBODY  # the engine's, once it is there
         self._rows: dict[str, StartedRow] = {}
@@ -209,7 +209,7 @@ class InFlight:
             custom_id=row.custom_id,
             endpoint=row.endpoint,
             outcome="ok",
-            model=self._model,
+            model=self.model,
             text=event.text,
             finish_reason=event.finish_reason,
             usage=usage,
@@ -286,7 +286,7 @@ class InFlight:
             custom_id=row.custom_id,
             endpoint=row.endpoint,
             outcome=outcome,
-            model=self._model,
+            model=self.model,
             error=error,
             worker=self._worker,
             created=int(time.time()),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,6 +27,7 @@ from batchkv_worker.queue import dispatch
 from batchkv_worker.queue.background import ServeEngineUntil
 from batchkv_worker.queue.model_watch import ModelWatch
 from batchkv_worker.queue.passed_over import PassedOver
+from batchkv_worker.queue.queue_turns import QueueTurns
 from batchkv_worker.queue.redis_side import Poll, RedisSide
 from batchkv_worker.queue.state import WorkerState
 
@@ -58,6 +59,7 @@ class JobPuller:
         state: WorkerState,
         limits: Limits,
         serve_engine_until: ServeEngineUntil,
+        queues: Sequence[str],
     ) -> None:
         self._side = side
         self._engine = engine
@@ -65,6 +67,7 @@ class JobPuller:
         self._in_flight = state.in_flight
         self._limits = limits
         self._serve_engine_until = serve_engine_until
+        self._turns = QueueTurns(queues)
         self.is_exhausted = False  # the last pull found nothing
         self.num_taken = 0
         self._next_pull = 0.0
@@ -102,6 +105,35 @@ class JobPuller:
             self.pull_now()
         elif count := dispatch.jobs_to_recall(self._view()):
             self._engine.recall([lease.job_id for lease in self._in_flight.started], count)
+
+    def look_at_queues(self) -> None:
+        """If another queue has its turn, pull no more from this one.
+
+        Rows of this queue that are held come to their end, unless the other's are more urgent. Then
+        all that have not begun go back.
+        """
+        if not self._turns.are_several or self._is_draining or not self._state.may_start:
+            return
+        heads = self._serve_engine_until(partial(self._side.heads, self._turns.queues))
+        chosen = self._turns.choose(heads, time.monotonic())
+        self._state.next_queue = chosen if chosen != self._turns.current else ""
+        if not self._state.next_queue:
+            return
+        rank = heads[chosen].rank
+        if self._in_flight.backlog_rank > rank:
+            self._release(self._in_flight.num_waiting)
+        if not self._is_apart and (later := self._in_flight.started_below(rank)):
+            self._engine.recall(later, len(later))
+
+    def switch(self) -> None:
+        """The engine serves the next queue from now on: forget what was known of the former one."""
+        self._turns.current, self._state.next_queue = self._state.next_queue, ""
+        self._side.serve(self._turns.current)
+        self.is_exhausted = self._is_apart = False
+        self._passed_since = math.inf
+        self._lengths = (0, 0, 0)
+        self._passed_over = PassedOver()
+        self.pull_now()
 
     def return_recalled(self) -> None:
         """Give back the rows that the engine has let go."""
@@ -152,6 +184,9 @@ class JobPuller:
         forgotten.
         """
         self._side.return_unanswered()  # it may be all that there is to wait for
+        self.look_at_queues()
+        if self._state.next_queue:
+            return
         if not self._in_flight and not self._limits.burst and self.is_exhausted:
             self._idle()
             self._lengths = self._side.wait_for_job(IDLE_WAIT_SECONDS)
@@ -161,12 +196,14 @@ class JobPuller:
         now = time.monotonic()
         self._lengths = run.lengths
         self._passed_over.note(run)
+        self._turns.note_pull(has_jobs=bool(run.jobs), has_entries=any(run.lengths), now=now)
         may_find_more = self._passed_over.may_find_more(run)
         self.is_exhausted = not (run.jobs or run.num_passed or may_find_more)
         self._is_apart = run.is_apart
         if not run.jobs:
             self._next_pull = now + self._pause(run)
             self._note_passed(run)
+            self.look_at_queues()  # a burst ends only when no queue has jobs for this worker
             return
         self._next_pull = 0.0 if run.num_queued else now + EMPTY_QUEUE_SECONDS
         self._in_flight.hold(run.jobs)
@@ -257,6 +294,8 @@ class JobPuller:
             return True
         if limits.max_jobs is not None and self.num_taken >= limits.max_jobs:
             return True
+        if self._state.next_queue:
+            return False
         if limits.burst and self.is_exhausted:
             return True
         if limits.max_idle_seconds is None or self._idle_since is None:
@@ -276,7 +315,7 @@ class JobPuller:
 
     def _wanted(self) -> int:
         """How many jobs to ask for now, 0 for not to ask."""
-        if not self._state.may_start:
+        if not self._state.may_start or self._state.next_queue:
             return 0
         if (self._is_apart or self._is_draining) and self._state.holds_jobs:
             return 0

@@ -247,6 +247,32 @@ class Maintenance:
         pipeline.execute()
 
 
+class MaintenanceRounds:
+    """A round goes over every queue once, unless another worker did that in this interval."""
+
+    def __init__(self, queues: Sequence[Maintenance], interval_seconds: float) -> None:
+        self._queues = tuple(queues)
+        self._interval_seconds = interval_seconds
+        self._left: list[Maintenance] = []  # queues of this round that have not begun
+        self._now: Maintenance | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a round has begun and is not over."""
+        return self._now is not None or bool(self._left)
+
+    def go_on(self, seconds: float) -> bool:
+        """Work for so long, or one step; whether the round is over. Raises RedisError."""
+        if not self.is_on:
+            self._left = list(self._queues)
+        if self._now is None:
+            following = self._left.pop(0)
+            self._now = following if following.begin(self._interval_seconds) else None
+        if self._now is not None and self._now.go_on(seconds):
+            self._now = None
+        return not self.is_on
+
+
 def _row(kind: str, data: bytes | None) -> bytes:
     custom_id, endpoint = "", "chat"
     try:

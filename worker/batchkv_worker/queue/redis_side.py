@@ -1,4 +1,4 @@
-"""All calls of Redis that a session makes, for one queue and one worker's name."""
+"""All calls of Redis that a session makes, for one queue at a time and one worker's name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from batchkv_producer.wire.maker import NOBODY, Maker
 from batchkv_producer.wire.suspects import is_suspect
 from batchkv_producer.wire.transitions import JobLease, JobResult, Run, Transitions, iso_now
 from batchkv_worker.queue.abilities import own_abilities
-from batchkv_worker.queue.maintenance import Maintenance
+from batchkv_worker.queue.maintenance import Maintenance, MaintenanceRounds
+from batchkv_worker.queue.queue_turns import Head
 from batchkv_worker.settings import WorkerSettings
 from batchkv_worker.trace import IDLE, MAIN, REDIS
 
@@ -78,8 +79,13 @@ class RedisSide:
         self.maker: Maker = NOBODY  # the engine's, once it is there
         self._is_unanswered = False  # the answer to the last pull was lost; Redis may have made it
         self._moves = Transitions(connection)
-        self._maintenance = Maintenance(connection, queue, worker, settings.lease_seconds)
-        self._is_maintaining = False  # a round of it has begun
+        self._maintenance = MaintenanceRounds(
+            [
+                Maintenance(connection, each, worker, settings.lease_seconds)
+                for each in dict.fromkeys((queue, *settings.queues))
+            ],
+            settings.maintenance_seconds,
+        )
         # One late heartbeat must not hide the worker, and a dead one must not be listed for
         # minutes.
         self._worker_ttl = settings.lease_seconds + int(settings.heartbeat_seconds) + 15
@@ -99,6 +105,31 @@ class RedisSide:
         _, *lengths = pipeline.execute()
         MAIN.enter(REDIS)
         return tuple(lengths)
+
+    def serve(self, queue: str) -> None:
+        """All calls are about this queue from now on. Nothing of the former one may be held."""
+        assert not self._is_unanswered
+        self._queue = queue
+
+    def heads(self, queues: Sequence[str]) -> dict[str, Head]:
+        """The first waiting job of each queue that has any; read only."""
+        pipeline = self._connection.pipeline(transaction=False)
+        for queue in queues:
+            for key in redis_keys.waiting_lists(queue):
+                pipeline.lrange(key, 0, 0)
+        replies, num_lists = pipeline.execute(), len(redis_keys.PRIORITIES)
+        first: dict[str, tuple[int, bytes]] = {}
+        for place, found in enumerate(replies):
+            if found:
+                first.setdefault(queues[place // num_lists], (place % num_lists, found[0]))
+        for _, job_id in first.values():
+            batch_id, _ = redis_keys.parse_job_id(job_id.decode("utf-8", "replace")) or ("", 0)
+            pipeline.hget(redis_keys.batch(batch_id), "created")
+        times = pipeline.execute(raise_on_error=False)  # the key may be of another type
+        return {
+            queue: Head(rank, float(time) if isinstance(time, bytes) and time.isdigit() else 0.0)
+            for (queue, (rank, _)), time in zip(first.items(), times, strict=True)
+        }
 
     def pull(self, count: int, num_workers: int, num_begin: int, *, may_be_apart: bool) -> Run:
         """See Transitions.pull_run."""
@@ -220,17 +251,14 @@ class RedisSide:
             self._state = state
 
     def maintain(self, seconds: float) -> bool:
-        """Do maintenance for so long; whether the round is over.
+        """Do maintenance of all queues for so long; whether the round is over.
 
         A round begins with a look for dead workers of this machine. The rest is left out if another
         worker did it in this interval.
         """
-        if not self._is_maintaining:
+        if not self._maintenance.is_on:
             self._look()
-            self._is_maintaining = self._maintenance.begin(self._settings.maintenance_seconds)
-        if self._is_maintaining:
-            self._is_maintaining = not self._maintenance.go_on(seconds)
-        return not self._is_maintaining
+        return self._maintenance.go_on(seconds)
 
     def _look(self) -> None:
         self._look_around()

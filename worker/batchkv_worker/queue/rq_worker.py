@@ -37,6 +37,7 @@ from batchkv_producer.local.worker_checks import check_model_folder
 from batchkv_worker.engine.thread import EngineThread
 from batchkv_worker.errors import SettingsError, WorkerError
 from batchkv_worker.events import EngineLike
+from batchkv_worker.model.adapter_files import read_all
 from batchkv_worker.queue.in_flight import InFlight
 from batchkv_worker.queue.job_puller import Limits
 from batchkv_worker.queue.pause import Pause, PowerWatch
@@ -64,13 +65,15 @@ ENGINE_STOP_SECONDS = 5.0
 
 def build_engine(settings: WorkerSettings) -> EngineLike:
     """The real engine. Called on the engine's thread: only there may MLX be imported."""
-    from batchkv_worker.engine.factory import build_engine as build
+    from batchkv_worker.engine.factory import build_worker_engine as build
 
     return build(settings)
 
 
 class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
     """Serves the queue of one model: ``rq worker -w batchkv_worker.BatchWorker``.
+
+    With adapters it serves the queue of each, too.
 
     Settings come from the environment unless given. A fault of configuration is one line on
     standard error and ``SystemExit(2)``: RQ's command line would turn any other exception into a
@@ -97,7 +100,8 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             try:
                 settings = settings or WorkerSettings.from_env(os.environ)
                 check_model_folder(settings.model)
-                check_queue(settings.model, names)
+                read_all(settings.adapters)  # a faulty folder is refused before anything is loaded
+                check_queue(settings, names)
                 check_name(name)
                 refuse_options(options)
             except BatchkvError as fault:
@@ -145,9 +149,8 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
         for warning in unknown_variables(os.environ):
             self.log.warning(warning)
         limits = Limits(burst, max_jobs, max_idle_time)
-        presence = Presence(
-            self.connection, self.name, self.queues[0].name, settings.heartbeat_seconds
-        )
+        first, *more = (queue.name for queue in self.queues)
+        presence = Presence(self.connection, self.name, first, settings.heartbeat_seconds, more)
         side = self._redis_side(settings, presence)
         with (
             self._signal_handlers(),

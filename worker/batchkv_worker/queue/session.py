@@ -25,7 +25,7 @@ from batchkv_worker.errors import (
     EXIT_ENGINE_HUNG,
     EXIT_MODEL_CHANGED,
 )
-from batchkv_worker.events import Completed, EngineDied, Recalled, Rejected
+from batchkv_worker.events import Completed, EngineDied, Recalled, Rejected, Serving
 from batchkv_worker.queue.background import Background
 from batchkv_worker.queue.job_puller import JobPuller, Limits
 from batchkv_worker.queue.redis_side import FINISH_GROUP, RedisSide, is_outage
@@ -66,7 +66,8 @@ class Session:
         self._settings = settings
         self._hard_exit = hard_exit
         self._background = Background(engine.wake)
-        self._puller = JobPuller(side, engine, state, limits, self._serve_engine_until)
+        queues = list(settings.queues)
+        self._puller = JobPuller(side, engine, state, limits, self._serve_engine_until, queues)
         self._record = WorkerRecord(settings, engine, state.in_flight, self._publish)
         self._outage = RedisOutage()
         self._watchdog = Watchdog(settings)
@@ -74,6 +75,7 @@ class Session:
         self._heartbeat_timer = Timer(settings.heartbeat_seconds)
         self._maintenance_timer = Timer(settings.maintenance_seconds)
         self._wanted_cancels: SimpleQueue[str] = SimpleQueue()
+        self._serving: Serving | None = None  # the engine has exchanged its adapter
         self._last_turn = time.monotonic()
         self._busy_seconds = 0.0
 
@@ -162,6 +164,8 @@ class Session:
         if self._outage.is_on:
             return max(0.0, min(until, self._outage.retry_at) - now)
         state, in_flight = self._state, self._in_flight
+        if state.may_switch or self._serving is not None:
+            return 0.0
         if state.results or state.canceled or in_flight.unreported or in_flight.recalled:
             return 0.0
         timers = (self._poll_timer, self._heartbeat_timer, self._maintenance_timer)
@@ -196,6 +200,8 @@ class Session:
                     self._state.is_ready = True
                     self._side.maker = self._in_flight.maker = self._engine.maker
                     log.info("the engine is ready: up to %d jobs", self._engine.max_in_flight)
+                case Serving():
+                    self._serving = notice
                 case Recalled(job_ids):
                     self._in_flight.recall(job_ids)
                 case EngineDied(reason, is_device_fault):
@@ -243,12 +249,15 @@ class Session:
 
     def _exchange(self) -> None:
         now = time.monotonic()
+        if self._serving is not None:
+            self._begin_queue(self._serving.adapter)
         if self._outage.seconds > self._settings.lease_seconds - self._settings.heartbeat_seconds:
             # Leases lapsed in the outage. Their holders may notice its end a moment later.
             self._maintenance_timer.at = max(self._maintenance_timer.at, now + OTHERS_SECONDS)
         self._finish()
         self._cancel_in_redis()
         self._puller.return_recalled()
+        self._switch_queue()
         self._record.update()
         if self._poll_timer.is_due(now):
             self._poll()
@@ -281,6 +290,24 @@ class Session:
             if not self._in_flight:
                 self._puller.pull_now()
 
+    def _begin_queue(self, adapter: str) -> None:
+        """The engine has exchanged its adapter: all calls of Redis are about its queue now."""
+        self._serving = None
+        self._side.maker = self._in_flight.maker = self._engine.maker
+        self._in_flight.model = self._settings.served_name(adapter)
+        self._puller.switch()
+        self._state.is_ready = True
+
+    def _switch_queue(self) -> None:
+        """Have the engine serve the next queue, once nothing of the former one is held."""
+        if not self._state.may_switch:
+            return
+        self._side.return_unanswered()
+        self._puller.look_at_queues()  # its jobs may be gone by now
+        if self._state.may_switch:
+            self._state.is_ready = False
+            self._engine.serve(self._settings.queues[self._state.next_queue])
+
     def _cancel_in_redis(self) -> None:
         if rows := self._state.canceled[:]:
             self._side.cancel(rows)
@@ -291,6 +318,7 @@ class Session:
         self._drop(poll.lost)
         self._state.is_suspended = poll.is_suspended
         self._puller.note_poll(poll)
+        self._puller.look_at_queues()
         if not (self._state.pause.may_work or self._in_flight):
             self._puller.pause()
         elif poll.is_suspended and not self._in_flight:

@@ -15,7 +15,6 @@ from rq.logutils import ColorizingStreamHandler
 
 from batchkv_producer.errors import BatchkvError
 from batchkv_producer.progress import printable
-from batchkv_producer.wire import redis_keys
 from batchkv_worker import trace
 from batchkv_worker.errors import QueueMismatchError, SettingsError
 from batchkv_worker.settings import WorkerSettings
@@ -66,12 +65,15 @@ def spell_out_logs(date_format: str, log_format: str) -> None:
             handler.setFormatter(SpelledOut(log_format, date_format))
 
 
-def check_queue(model: str, names: Sequence[str]) -> None:
-    expected = redis_keys.queue_name(model)
-    if list(names) != [expected]:
+def check_queue(settings: WorkerSettings, names: Sequence[str]) -> None:
+    """Raise QueueMismatchError unless these are the queues of the model and its adapters."""
+    expected = list(settings.queues)
+    if list(names) != expected:
         asked = ", ".join(repr(name) for name in names) or "none"
+        what = "queue" if len(expected) == 1 else "queues"
         raise QueueMismatchError(
-            f"model {model!r} has the queue {expected!r}, but the worker should serve {asked}"
+            f"model {settings.model!r} has the {what} {', '.join(map(repr, expected))}, but the "
+            f"worker should serve {asked}"
         )
 
 

@@ -3,7 +3,7 @@
 A row is here from the moment it is pulled until Redis has its result: in the backlog or in the
 engine (``InFlight``), then among ``results`` or ``canceled``, which are not stored yet. The methods
 here are the only writers of those lists. ``is_ready``, ``is_suspended`` and ``engine_fault`` are
-written by the session alone, ``is_outdated`` by the job puller alone.
+written by the session alone, ``is_outdated`` and ``next_queue`` by the job puller alone.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class WorkerState:
         self.is_ready = False  # the engine has loaded its model
         self.is_suspended = True  # RQ's workers are suspended; assumed until the first look
         self.is_outdated = False  # the model's files are not those that were loaded
+        self.next_queue = ""  # another queue has its turn as soon as nothing of this one is held
         self.engine_fault: str | None = None  # why the engine died
         self.is_device_fault = False  # it died since the device failed: no row can be the reason
 
@@ -38,6 +39,11 @@ class WorkerState:
         is_well = self.is_ready and self.engine_fault is None
         is_held_up = self.is_suspended or not self.pause.may_work or self.is_outdated
         return is_well and not (is_held_up or self.stop.is_asked)
+
+    @property
+    def may_switch(self) -> bool:
+        """Whether the engine may exchange its adapter now, because another queue has its turn."""
+        return bool(self.next_queue) and self.may_start and self.is_empty
 
     @property
     def holds_jobs(self) -> bool:

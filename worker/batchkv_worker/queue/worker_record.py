@@ -118,18 +118,28 @@ class WorkerRecord:
     def fields(self) -> dict[str, str]:
         """All fields of the record; see ``redis_keys``."""
         self._published = self.state
+        makers = self._engine.makers
         return {
             **constant_fields(),
             "bkv_model": self._settings.model,
-            "bkv_fingerprint": self._engine.maker.fingerprint,
+            "bkv_fingerprint": makers.get("", self._engine.maker).fingerprint,
             "bkv_scheme": self._settings.kv_scheme,
             "bkv_dtype": self._engine.maker.dtype,
+            **self._adapters(),
             "bkv_state": self._published,
             "bkv_tokens_per_second": f"{self._minute.tokens_per_second:.0f}",
             "bkv_memory": str(self._engine.memory_bytes),
             "bkv_slots": str(self._engine.num_slots),
             "bkv_beat_ms": f"{1000 * self._settings.heartbeat_seconds:.0f}",
         }
+
+    def _adapters(self) -> dict[str, str]:
+        """The field of the adapters, if there are any."""
+        makers, adapters = self._engine.makers, self._settings.adapters
+        fingerprints = (makers[one.name].fingerprint if makers else "" for one in adapters)
+        pairs = zip(adapters, fingerprints, strict=True)
+        text = " ".join(f"{one.name}:{fingerprint}" for one, fingerprint in pairs)
+        return {"bkv_adapters": text} if adapters else {}
 
     def log_loading(self) -> None:
         """Log how far loading is, every few seconds."""

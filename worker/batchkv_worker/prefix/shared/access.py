@@ -39,6 +39,14 @@ class Access:
     lookup_seconds: float = 30.0
     held_seconds: float = 60.0
     close_seconds: float = 3.0  # the engine's thread is waited for no longer than five
+    outlives_engine: bool = False
+
+    def close(self) -> None:
+        """Write what waits, for a limited time, and close the store and the leases."""
+        try:
+            self.store.close(self.close_seconds)
+        finally:
+            self.leases.close()  # not before the blocks are written
 
 
 def open_access(settings: WorkerSettings) -> Access | None:

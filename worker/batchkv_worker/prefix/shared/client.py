@@ -285,8 +285,8 @@ class StoreClient(PrefixClient):
 
     def close(self) -> None:
         with ExitStack() as steps:  # the last first, and each whatever became of those before
-            steps.callback(self._access.leases.close)  # not before the blocks are written
-            steps.callback(self._access.store.close, self._access.close_seconds)
+            if not self._access.outlives_engine:
+                steps.callback(self._access.close)
             steps.callback(self._fetcher.close, 1.0)
             steps.callback(self.outbox.send_all)
         counts = ", ".join(f"{name} {count}" for name, count in self.counters.items() if count)

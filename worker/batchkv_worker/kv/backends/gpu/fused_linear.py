@@ -159,6 +159,7 @@ def choose(model: Any, rows: int, measurements: Measurements) -> FuseLinears | N
         log.warning("linear layers are not fused: %s", fault)
         groups = ()
     mx.clear_cache()  # what was measured
+    groups = _refitted(groups, model)
     return FuseLinears(groups, rows, measurements) if groups else None
 
 
@@ -168,6 +169,24 @@ def _faster_groups(model: Any, rows: int) -> Groups:
         tuple(names[id(layer)] for layer in group)
         for like, group in _of_one_input(model)
         if joint_product.is_faster(like, tuple(map(joint_product.outputs_of, group)), rows)
+    )
+
+
+def _refitted(groups: Groups, model: Any) -> Groups:
+    """The groups of a model that has an adapter since they were measured.
+
+    A LoRA layer calls the layer inside it with its own input, so that one is fused. A DoRA layer
+    only reads the weights of the layer inside it, so its group is left out.
+    """
+    layers = dict(model.named_modules())
+
+    def inner(name: str) -> str:
+        is_adapted = "lora_a" in layers[name] and "m" not in layers[name]
+        return f"{name}.linear" if is_adapted else name
+
+    found = (tuple(map(inner, names)) for names in groups)
+    return tuple(
+        names for names in found if all(type(layers.get(name)) in _FUSED for name in names)
     )
 
 
