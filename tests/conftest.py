@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from batchkv_worker.kv.backends import blas
+from support.homes import remove_measurements
 from support.redis_server import RedisServer, running_server
 
 # Processes that tests start buffer their output as anybody's do.
@@ -37,6 +38,12 @@ settings.load_profile("batchkv")
 def home_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Nothing is written into the home folder of whoever runs the tests."""
     os.environ.setdefault("BATCHKV_HOME", str(tmp_path_factory.mktemp("home")))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The process that started all others deletes what they have in common."""
+    if not hasattr(session.config, "workerinput"):
+        remove_measurements()
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from batchkv_producer.wire.redis_keys import queue_name
+from support.homes import new_home
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "producer" / "examples" / "quickstart.jsonl"
@@ -33,7 +34,7 @@ class Home:
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="bkv-e2e-", dir="/tmp"))
         kept = {k: v for k, v in os.environ.items() if not k.startswith("BATCHKV_")}
-        self.environment = {**kept, "BATCHKV_HOME": str(self.path / "home")}
+        self.environment = {**kept, "BATCHKV_HOME": str(new_home(self.path / "home"))}
 
     def cli(self, *arguments: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

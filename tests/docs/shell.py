@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from docs.pages import README, REPOSITORY, Block
+from support.homes import new_home
 
 MODEL = "mlx-community/Qwen3-4B-4bit"
 DEMO = REPOSITORY / "worker" / "batchkv_worker" / "demo" / "model"
@@ -74,8 +75,7 @@ class Machine:
         for path in REPOSITORY.iterdir():
             if not path.name.startswith("."):
                 (self._clone / path.name).symlink_to(path)
-        state = folder / ".batchkv"
-        state.mkdir(mode=0o700)
+        state = new_home(folder / ".batchkv")
         self.url = f"unix://{state}/redis.sock"
         (state / "queue.url").write_text(self.url)
         (state / "queue.url").chmod(0o600)

@@ -14,6 +14,7 @@ from redis import Redis
 
 from batchkv_producer.client import Client, SamplingParams
 from batchkv_producer.wire.redis_keys import queue_name
+from support.homes import new_home
 from support.redis_server import RedisServer
 from upgrade.stored import VERSIONS, batch_ids, copy_files, put_back
 
@@ -42,8 +43,7 @@ def folder(version: str, tmp_path: Path) -> Iterator[Path]:
 def batchkv(server: RedisServer, folder: Path, *arguments: object, **variables: str) -> str:
     """Standard output of a command, which must not be refused."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BATCHKV_")}
-    home = folder / "home"
-    home.mkdir(mode=0o700, exist_ok=True)
+    home = new_home(folder / "home")
     found = subprocess.run(
         [*CLI, *map(str, arguments)],
         cwd=folder,

@@ -36,6 +36,7 @@ from batchkv_worker.trace import (
     Track,
 )
 from support import tiny_models
+from support.homes import new_home
 from support.worker_harness import WorkerProcess, num_ended, submit, wait_until, workers
 
 Event = dict[str, Any]
@@ -184,7 +185,7 @@ def test_a_trace_that_cannot_be_written_ends_alone(
 
 def test_a_demo_run_tells_where_its_time_went(tmp_path: Path) -> None:
     """``batchkv run`` has its worker write every phase, and the sums fill the time."""
-    home = Path(tempfile.mkdtemp(prefix="bkv-trace-", dir="/tmp"))
+    home = new_home(Path(tempfile.mkdtemp(prefix="bkv-trace-", dir="/tmp")))
     source = tmp_path / "in.txt"
     source.write_text("".join(f"Say {number}.\n" for number in range(24)))
     path, cli = tmp_path / "t.json", [sys.executable, "-P", "-m", "batchkv_producer"]

@@ -74,13 +74,19 @@ def run_part(
     ]
     for thread in threads:
         thread.start()
+
+    def all_errors() -> list[str]:
+        """The last lines of errors, once the process has ended."""
+        threads[1].join(JOIN_SECONDS)
+        return errors
+
     try:
         with suppress(BrokenPipeError):
             asked.write(f"{json.dumps(dict(request.values))}\n")
             asked.flush()
         deadline = time.monotonic() + request.seconds
         late = warn if request.may_be_late else fail
-        yield from _findings(process, lines, errors, deadline, late)
+        yield from _findings(process, lines, all_errors, deadline, late)
     finally:
         if process.poll() is None:
             with suppress(ProcessLookupError, PermissionError):
@@ -97,7 +103,7 @@ def run_part(
 def _findings(
     process: subprocess.Popen[str],
     lines: queue.Queue[str | None],
-    errors: list[str],
+    errors: Callable[[], list[str]],
     deadline: float,
     late: Callable[[str, str], Verdict],
 ) -> Iterator[Finding]:
@@ -125,7 +131,7 @@ def _findings(
             yield finding
     code = process.wait()
     if began or code:
-        yield Finding(began or "start", _died(code, errors))
+        yield Finding(began or "start", _died(code, errors()))
 
 
 def _died(code: int, errors: list[str]) -> Verdict:

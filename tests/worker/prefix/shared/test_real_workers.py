@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from support.homes import new_home
 from support.redis_server import running_server
 
 ROOT = Path(__file__).parents[4]
@@ -33,7 +34,7 @@ class Machine:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("BATCHKV_")}
         self.environment = {
             **kept,
-            "BATCHKV_HOME": str(self.path / "home"),
+            "BATCHKV_HOME": str(new_home(self.path / "home")),
             "BATCHKV_CACHE": f"disk:{self.path}/blocks?max=1GB {cache}",
             "BATCHKV_CACHE_SECRET_FILE": str(secret),
         }

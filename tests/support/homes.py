@@ -1,0 +1,33 @@
+"""Home folders for commands that start real workers."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+# The processes of one test run have this name in common, and no other run has.
+_RUN = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+
+
+def new_home(path: Path) -> Path:
+    """A home folder at ``path`` whose measurements are those of all tests of this run.
+
+    A worker's first start on a machine measures for seconds, and later starts do not. What a first
+    start does has tests of its own (``engine/test_kept_measurements.py``).
+    """
+    shared = Path(tempfile.gettempdir()) / f"bkv-measured-{_RUN}"
+    shared.mkdir(mode=0o700, exist_ok=True)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not (path / "measured").exists():
+        (path / "measured").symlink_to(shared)
+    return path
+
+
+def remove_measurements() -> None:
+    """Delete what this run has measured."""
+    folder = Path(tempfile.gettempdir()) / f"bkv-measured-{_RUN}"
+    if folder.is_dir():
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
