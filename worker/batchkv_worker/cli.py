@@ -73,7 +73,10 @@ def worker_command(
     verbose: bool,
     **flags: Any,
 ) -> None:
-    """Serve the queue of one model on this machine, and the queues of its adapters."""
+    """Serve the queue of one model on this machine.
+
+    With --adapter it also serves the queue of each adapter, one at a time.
+    """
     # Imported here, because RQ takes a tenth of a second, and other commands do not need it.
     from batchkv_worker.queue.rq_worker import BatchWorker
     from batchkv_worker.queue.startup import exit_with

@@ -33,7 +33,9 @@ from batchkv_producer.wire.job import SamplingParams
 @click.command()
 @click.argument("prompt")
 @click.option("-m", "--model", metavar="MODEL", help="The model to ask.  [default: BATCHKV_MODEL]")
-@adapter_option
+@adapter_option(
+    "only a worker whose adapter has the same files answers, and one that is started serves it."
+)
 @prompting_flags(
     raw="Send the prompt unchanged, without the model's chat template.",
     system="A system message before the prompt.",

@@ -47,16 +47,22 @@ def _parsed(parse: Callable[[str], R], text: str) -> R:
         raise click.BadParameter(str(fault)) from fault
 
 
-adapter_option = click.option(
-    "--adapter",
-    callback=_adapter,
-    metavar="NAME[=FOLDER]",
-    help="Use the model with this adapter (LoRA), under the name that it has on the workers. With "
-    "FOLDER only workers whose adapter has the same files compute the rows, and a worker that this "
-    "command starts serves it.",
-)
+def adapter_option(text: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """``--adapter``; ``text`` ends its help. The command gets it as ``adapter``."""
+    return click.option(
+        "--adapter",
+        callback=_adapter,
+        metavar="NAME[=FOLDER]",
+        help="Use the model with this adapter (LoRA), under the name that it has on the workers. "
+        f"With FOLDER {text}",
+    )
+
+
 _OPTIONS = (
-    adapter_option,
+    adapter_option(
+        "only workers whose adapter has the same files compute the rows, and workers that `run` "
+        "starts serve it."
+    ),
     click.option(
         "--priority",
         type=click.Choice(PRIORITIES),

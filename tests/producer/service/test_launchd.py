@@ -6,6 +6,7 @@ import os
 import plistlib
 import stat
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,15 @@ def test_an_agent_has_all_that_launchd_needs(mac: FakeServices, batchkv: Batchkv
     assert all(
         Path(value).is_absolute() for key, value in agent.items() if key.endswith(("Path", "tory"))
     )
+
+
+def test_adapters_have_full_paths(mac: FakeServices, batchkv: Batchkv) -> None:
+    """A service starts in another folder, so each adapter's folder is made whole."""
+    adapters = ("--adapter", "a=adapters/a", "--adapter", "b=/b")
+    assert batchkv(*worker_words(mac, *adapters)).exit_code == 0
+    words = mac.agent()["ProgramArguments"]
+    given = [word for flag, word in pairwise(words) if flag == "--adapter"]
+    assert given == [f"a={Path.cwd()}/adapters/a", "b=/b"]
 
 
 def test_installing_again_replaces_the_service(mac: FakeServices, batchkv: Batchkv) -> None:
@@ -245,6 +255,7 @@ def test_the_password_is_nowhere(mac: FakeServices, batchkv: Batchkv) -> None:
         (("-m", "./models/mine"), "full path"),
         (("--label", "../x"), "a label has letters"),
         (("--slots", "0"), "--slots 0: expected"),
+        (("--adapter", "mine"), "--adapter mine: adapter mine needs its folder"),
         (("--kv-scheme", "int3"), "int3"),
         (("--url-file", "missing"), "No such file or directory. Copy the hub's secrets/worker.url"),
         (("--cache-file", "missing"), "Copy the hub's secrets/cache.tiers to it"),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,9 +19,11 @@ from redis import Redis
 from batchkv_producer import Client
 from batchkv_producer.agreed import RUN_ROWS
 from batchkv_producer.monitor.mismatch import find_mismatch
+from batchkv_producer.submit.fingerprint import of_adapter, of_model
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.adapter import Adapter
 from batchkv_producer.wire.batch_options import BatchOptions
+from batchkv_producer.wire.job import SamplingParams
 from batchkv_producer.wire.maker import Maker
 from batchkv_worker.events import Event
 from batchkv_worker.queue.queue_turns import Head
@@ -262,3 +267,48 @@ def test_the_heads_of_queues_are_read_whatever_is_in_them(
         *(redis_connection, QUEUE, "w", settings), register=lambda: None, set_state=lambda _: None
     )
     assert side.heads(list(settings.queues)) == {QUEUE: Head(1, 0.0), QUEUES["a"]: Head(2, created)}
+
+
+# -- a real process and the real engine
+
+LAYER, WIDTH, RANK = "model.layers.1.self_attn.o_proj", 256, 2
+SHAPES = {f"{LAYER}.lora_a": (WIDTH, RANK), f"{LAYER}.lora_b": (RANK, WIDTH)}
+QUESTIONS = [f"Codes: blue=1{n} red=4{n}. What is the code of red?" for n in range(3)]
+
+
+def test_one_worker_serves_three_batches(
+    redis_server: RedisServer, redis_connection: Redis, tmp_path: Path
+) -> None:
+    """An adapter of zeros answers as the model does, another one not, each under its own name."""
+    folders = {name: tmp_path / name for name in ("same", "other")}
+    write_files(folders["same"], SHAPES)
+    write_files(folders["other"], SHAPES, number=0.3)
+    client, greedy = Client(redis_connection), SamplingParams(max_tokens=8, temperature=0.0)
+    rows = [{"prompt": question} for question in QUESTIONS]
+    made = {
+        name: client.submit(rows, model="demo", adapter=name or None, defaults=greedy)
+        for name in ("other", "", "same")
+    }
+    flags = [word for name, folder in folders.items() for word in ("--adapter", f"{name}={folder}")]
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("BATCHKV_")}
+    environment = {**kept, "BATCHKV_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-P", "-m", "batchkv_producer", "worker", "-m", "demo", "--burst"]
+    ended = subprocess.run(
+        [*command, *flags, "--slots", "4", "--url", redis_server.url],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    texts = {}
+    for name, submitted in made.items():
+        assert_reconciled(redis_connection, submitted.batch_id, queue=submitted.queue)
+        results = [
+            row for _, row in sorted(results_of(redis_connection, submitted.batch_id).items())
+        ]
+        weights = of_adapter(of_model("demo"), folders[name]) if name else of_model("demo")
+        served = f"demo@{name}" if name else "demo"
+        assert {(row.model, row.fingerprint) for row in results} == {(served, weights)}
+        texts[name] = [row.text for row in results]
+    assert texts["same"] == texts[""] != texts["other"]

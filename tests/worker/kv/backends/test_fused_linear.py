@@ -12,6 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.tuner.dora import DoRALinear
+from mlx_lm.tuner.lora import LoRALinear
 
 from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.backends.gpu import fused_linear, joint_product
@@ -380,3 +382,34 @@ def test_whole_engines_give_the_same_tokens_both_ways(
     fused = fused_linear.FusedQuantizedLinear if is_quantized else fused_linear.FusedLinear
     assert fused in kinds[0]
     assert fused not in kinds[1]
+
+
+def test_groups_are_refitted_to_an_adapter(
+    faster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A LoRA layer's inner layer takes its place in the group; a group with DoRA is left out."""
+    toy, backend = Toy(), GpuBackend(measurements=Measurements.in_home(tmp_path, {}))
+    install(toy, backend.changes(toy, mx.float32, ROWS))
+    restore(toy)
+    monkeypatch.setattr(fused_linear, "_of_one_input", lambda *_: pytest.fail("looked for groups"))
+    plain = {name: toy[name] for name in ("q", "v", "gate", "packed_up")}
+    for name, layer in plain.items():
+        kind = DoRALinear if name == "gate" else LoRALinear
+        toy[name] = kind.from_base(layer, r=4, scale=2.0)
+        toy[name].lora_b = mx.random.normal(toy[name].lora_b.shape)
+    toy.eval()
+    x = mx.random.normal((ROWS, 1, SIZE))
+    before = toy.parts(x)
+    (change,) = backend.changes(toy, mx.float32, ROWS)
+    assert isinstance(change, fused_linear.FuseLinears)
+    assert change.groups == (("q.linear", "k", "v.linear"), ("packed_gate", "packed_up.linear"))
+    install(toy, [change])
+    assert toy.q.linear._group is toy.k._group is toy.v.linear._group
+    for name, part in toy.parts(x).items():
+        assert mx.allclose(part, before[name], atol=1e-5).item(), name
+    restore(toy)
+    for name, layer in plain.items():
+        toy[name] = layer
+    assert fused_linear.choose(toy, ROWS, backend.measurements) == fused_linear.FuseLinears(
+        (*GROUPS,), ROWS, backend.measurements
+    )
