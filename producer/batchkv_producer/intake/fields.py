@@ -108,7 +108,7 @@ _SAMPLING = (
     _param("seed", NumberRule(-(2**63), 2**64 - 1, is_whole=True),
            "A row without one has its own, made from its id."),
     _param("stop", StopRule(), f"A text, or a list of at most {MAX_STOPS} texts of at most "
-           f"{MAX_STOP_BYTES:,} bytes.", []),
+           f"{MAX_STOP_BYTES:,} bytes. A special token may be one of them.", []),
     _param("stop_token_ids", TokensRule(), f"At most {MAX_LISTED_TOKENS:,} token ids that end the "
            "answer.", []),
     _param("include_stop_str_in_output", SwitchRule(stored=True),

@@ -119,6 +119,15 @@ def test_fields_reach_the_engine(demo: LoadedModel) -> None:
     assert not plain.late_tokens and not plain.is_penalized and plain.bad_words == ()
 
 
+def test_a_stop_string_may_be_a_special_token(demo: LoadedModel) -> None:
+    """Its text is left out of the answer, so the token itself ends the row, or its text does."""
+    asked: dict[str, Any] = {"stop": ("<|user|>", "a", "\ud800"), "stop_token_ids": (9,)}
+    (user,) = demo.tokenizer.encode("<|user|>")
+    assert prepare(completion(**asked), demo).generation.stop_token_ids == {9, user}
+    shown = completion(**asked, skip_special_tokens=False)
+    assert prepare(shown, demo).generation.stop_token_ids == {9}
+
+
 def test_bad_words_are_barred_at_the_beginning_and_after_a_blank() -> None:
     """Both forms, where they differ in the first token and are as long, as vLLM does it."""
 

@@ -74,8 +74,10 @@ def generation_of(work: Work, num_prompt: int, loaded: LoadedModel) -> Generatio
     min_tokens = asked.min_tokens or 0
     if min_tokens > max_tokens:
         raise _refusal(f"min_tokens {min_tokens} is more than the row's max_tokens, {max_tokens}")
-    ends = {*tokenizer.eos_token_ids, *asked.stop_token_ids} if min_tokens else ()
     skips_special = asked.skip_special_tokens is not False
+    hidden = loaded.special_tokens if skips_special else frozenset[int]()
+    stop_tokens = frozenset(asked.stop_token_ids) | _hidden_stops(asked.stop, tokenizer, hidden)
+    ends = {*tokenizer.eos_token_ids, *stop_tokens} if min_tokens else ()
     return Generation(
         max_tokens=max_tokens,
         temperature=_first(asked.temperature, defaults.get("temperature"), 1.0),
@@ -92,15 +94,24 @@ def generation_of(work: Work, num_prompt: int, loaded: LoadedModel) -> Generatio
         frequency_penalty=asked.frequency_penalty or 0.0,
         min_tokens=min_tokens,
         ignore_eos=bool(asked.ignore_eos),
-        stop_token_ids=frozenset(asked.stop_token_ids),
+        stop_token_ids=stop_tokens,
         include_stop=bool(asked.include_stop),
         skip_special_tokens=skips_special,
         return_token_ids=bool(asked.return_token_ids),
         logit_bias=asked.logit_bias,
         bad_words=_words(asked.bad_words, tokenizer, loaded.vocabulary),
         late_tokens=frozenset(token for token in ends if 0 <= token < loaded.vocabulary),
-        hidden_tokens=loaded.special_tokens if skips_special else frozenset(),
+        hidden_tokens=hidden,
     )
+
+
+def _hidden_stops(stops: tuple[str, ...], tokenizer: Any, hidden: frozenset[int]) -> frozenset[int]:
+    """Stop strings that are special tokens: their text is hidden, so the tokens stop the row."""
+    if not hidden:
+        return frozenset()
+    texts = (stop for stop in stops if stop.encode("utf-8", "ignore").decode() == stop)
+    found = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+    return frozenset(tokens[0] for tokens in found if len(tokens) == 1 and tokens[0] in hidden)
 
 
 def _words(words: tuple[str, ...], tokenizer: Any, vocabulary: int) -> tuple[tuple[int, ...], ...]:
