@@ -18,7 +18,7 @@ MAX_FAN_OUT = 12
 ORDER: dict[str, tuple[str, ...]] = {
     "batchkv_worker": (
         *("cli", "__init__", "rq_config", "tune", "doctor", "queue", "bench"),
-        *("engine", "engine.answers", "engine.tokens", "engine.schedule"),
+        *("engine", "engine.answers", "engine.grammar", "engine.tokens", "engine.schedule"),
         *("prefix.explain", "prefix.shared", "prefix", "report", "model"),
         *("kv.start", "kv.layers", "kv.slots", "kv.attention"),
         *("kv.backends.cuda", "kv.backends.metal", "kv.backends.gpu", "kv.backends.cpu"),

@@ -294,7 +294,7 @@ def test_choices_are_audited_one_by_one() -> None:
     running.submit_row(row("first", 600))
     running.submit_row(row("a", 600), 4)
     assert sorted(event.job_id for event in drain(running)) == ["a", "first"]
-    assert running._audit.num_audited >= 4 and not running._audit.num_differing
+    assert running._ends.audit.num_audited >= 4 and not running._ends.audit.num_differing
 
 
 @pytest.mark.parametrize(("temperature", "num_steps"), [(0.0, 1), (1.0, 3)])

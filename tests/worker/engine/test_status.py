@@ -108,5 +108,5 @@ def test_a_replay_has_an_id_of_its_own() -> None:
     engine.cancel("b")
     assert engine.recall(["b"], 1) == []
     crowd.drain()
-    assert (engine._audit.num_audited, engine._audit.num_differing) == (1, 0)
+    assert (engine._ends.audit.num_audited, engine._ends.audit.num_differing) == (1, 0)
     assert set(crowd.ended) == {"a", "b"}

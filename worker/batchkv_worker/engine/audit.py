@@ -45,7 +45,9 @@ class Audit:
             return None
         detokenizer = tokenizer.detokenizer if row.generation.stop else None
         job_id = f"replay of {row.job_id}"  # no job has such an id: it has blanks
-        return Sequence(job_id, row.prompt, row.generation, detokenizer=detokenizer, replay_of=row)
+        replay = Sequence(job_id, row.prompt, row.generation, replay_of=row)
+        replay.detokenizer, replay.guide = detokenizer, row.guide and row.guide.fresh()
+        return replay
 
     def compare(self, replay: Sequence) -> None:
         """A replay has ended: count it, and log where it differs from its row."""

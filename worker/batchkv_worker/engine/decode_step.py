@@ -1,12 +1,19 @@
-"""A decode step that was built and not read yet, and the input tokens of the next one."""
+"""A decode step that was built and not read yet, and the input tokens of the next one.
+
+Steps are built while the last one runs. A step with guided rows is built in two parts, because a
+guide must see the last token before it says which may follow: first the logits, then the choice.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.engine.tokens.sampling import Sampled
+from batchkv_worker.engine.tokens.sampling import Sampled, sample
+from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.sequence import Sequence
 
 
@@ -16,6 +23,41 @@ class Step:
 
     rows: list[Sequence | None]
     sampled: Sampled
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What is computed for it, apart from the slots."""
+        return self.sampled.arrays
+
+
+@dataclass(slots=True)
+class OpenStep:
+    """A decode step with guided rows whose tokens are not chosen yet, only their logits."""
+
+    rows: list[Sequence | None]
+    tokens: mx.array  # that it is fed
+    logits: mx.array
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What can be computed before its tokens are chosen."""
+        return [self.logits]
+
+
+def build_step(
+    model: Any, slots: DecodeSlots, by_slot: Mapping[int, Sequence], in_flight: Step | None
+) -> Step | OpenStep:
+    """The graph of the next step, which takes the tokens that the last one sampled."""
+    view = slots.begin_step()
+    rows = [by_slot.get(slot) for slot in range(view.num_rows)]
+    tokens = inputs(rows, in_flight)
+    logits = model(tokens.reshape(-1, 1), cache=slots.model_cache)[:, -1]
+    is_guided = any(row is not None and row.guide is not None for row in rows)
+    step: Step | OpenStep = (
+        OpenStep(rows, tokens, logits) if is_guided else Step(rows, sample(logits, tokens, rows))
+    )
+    slots.end_step()
+    return step
 
 
 def inputs(rows: list[Sequence | None], in_flight: Step | None) -> mx.array:

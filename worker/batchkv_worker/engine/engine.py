@@ -9,13 +9,15 @@ One thread owns it and all of MLX. A step has three parts:
 So building, most of Python's work, overlaps with the device. A step starts when the one before it
 has ended. Then nothing else refers to the slot buffers, and MLX writes into them in place. On a
 CPU, (b) starts each layer as it is built (``Backend.starts_each_layer``).
+
+If a row has a guide, such as a grammar, (b) builds the step's logits alone. Its tokens are chosen
+after (c), while the device computes the logits (``decode_step``).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import replace
 
 import mlx.core as mx
 
@@ -25,20 +27,22 @@ from batchkv_worker.engine.audit import Audit
 from batchkv_worker.engine.chunk_size import choose_chunk
 from batchkv_worker.engine.config import EngineConfig
 from batchkv_worker.engine.decode_rows import DecodeRows
-from batchkv_worker.engine.decode_step import Step, inputs
+from batchkv_worker.engine.decode_step import OpenStep, Step, build_step
 from batchkv_worker.engine.diagnostics import Diagnostics
+from batchkv_worker.engine.grammar.grammars import Grammars
+from batchkv_worker.engine.grammar.text import GrammarFault
 from batchkv_worker.engine.prefill import Prefill
 from batchkv_worker.engine.pressure import NoPressure, Pressure
 from batchkv_worker.engine.recovery import Recovery
 from batchkv_worker.engine.relief import Relief
+from batchkv_worker.engine.row_ends import RowEnds
 from batchkv_worker.engine.schedule.scheduler import Budget, Scheduler
 from batchkv_worker.engine.shared_prefixes import SharedPrefixBuilder
-from batchkv_worker.engine.tokens import outputs
 from batchkv_worker.engine.tokens.choices import Choices
 from batchkv_worker.engine.tokens.requests import check_memory, prepare
 from batchkv_worker.engine.tokens.sampling import sample
 from batchkv_worker.engine.tokens.text_limits import RowRefused, refusals
-from batchkv_worker.events import Completed, Event, Rejected, Work
+from batchkv_worker.events import Event, Work
 from batchkv_worker.faults import is_at_once, is_device_fault, is_out_of_memory
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.start.backend import choose_backend
@@ -56,6 +60,7 @@ __all__ = ["Engine", "EngineConfig"]
 log = logging.getLogger("batchkv.engine")
 
 CHUNKS_PER_STEP = 8  # prompt chunks in a step in which no row decodes; else one
+NO_MATCH = "its answer cannot be made to match: {}"
 STILL_SECONDS = 0.02  # of one wait for the store when the engine has nothing else to do
 
 
@@ -80,17 +85,18 @@ class Engine:
             NoSharedPrefixes() if access is None else StoreClient(access, loaded, plan)
         )
         client, prefix_bytes = self.client, config.prefix_bytes
+        audit = Audit(config.audit, client.count)
         self.prefixes = PrefixCache(
             config.memory_bytes // 8 if prefix_bytes is None else prefix_bytes,
             *(plan.costs, plan.kinds, client.root, client.on_new),
         )
         client.attach(self.prefixes)
         chunk = config.chunk_tokens or choose_chunk(loaded, plan)
-        memory_bytes = config.memory_bytes - self.prefixes.max_bytes
-        budget = Budget(chunk, memory_bytes, plan.costs, plan.shapes.step)
+        memory = config.memory_bytes - self.prefixes.max_bytes
         self._slots = DecodeSlots(*(plan.backend, plan.kinds, plan.tree, config.slots, plan.shapes))
         self._scheduler = Scheduler(
-            *(self._slots.layouts, budget, self.prefixes.num_cached, client.is_ready),
+            *(self._slots.layouts, Budget(chunk, memory, plan.costs, plan.shapes.step)),
+            *(self.prefixes.num_cached, self._is_ready),
             shares=config.share and plan.shares,
             prefix_costs=config.prefix_costs(plan),
             ragged=plan.traits.ragged,
@@ -103,8 +109,7 @@ class Engine:
         self._prefill = Prefill(
             *(loaded.model, plan, self._scheduler, self.prefixes, client, self._builder.build)
         )
-        self._answers = Answers(loaded)
-        self._audit = Audit(config.audit, client.count)
+        self._answers, self._grammars = Answers(loaded), Grammars(loaded)
         self._decode_rows = DecodeRows(
             *(self._slots, self._scheduler, self.prefixes, self._prefill, self._builder)
         )
@@ -114,12 +119,14 @@ class Engine:
         self.report, self.memory_bytes = self._diagnostics.report, self._diagnostics.memory_bytes
         self.maker, self.has_changed = loaded.maker(config.scheme), loaded.has_changed
         self._recovery = Recovery(self._prefill, self._decode_rows, self.prefixes, client)
-        self._pressure = pressure or NoPressure()
-        self._relief = Relief(self._pressure, self._decode_rows, self.prefixes)
+        self._relief = Relief(pressure or NoPressure(), self._decode_rows, self.prefixes)
         self._is_in_prefill = False
         self._in_flight: Step | None = None
-        self._upcoming: Step | None = None  # built, and not started as a whole
-        self._events: list[Event] = []
+        self._upcoming: Step | OpenStep | None = None  # built, and not started as a whole
+        self._ends = RowEnds(
+            *(loaded.tokenizer, self._decode_rows, self._prefill, audit),
+            *(self._choices, client, self._cancel),
+        )
 
     # -- called by the thread that owns the engine
 
@@ -133,7 +140,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        if self._in_flight is not None or self._events or not self._scheduler.is_idle:
+        if self._in_flight is not None or self._ends.events or not self._scheduler.is_idle:
             return False
         return not self.client.is_busy
 
@@ -143,10 +150,12 @@ class Engine:
             with refusals("the prompt cannot be prepared"):
                 shared = self.client.counts_shared
                 row = prepare(work, self.loaded, counts_shared=shared)
-                self._answers.attach(row, work.request)
+                self._grammars.begin(row, self._answers.attach(row, work.request).constraint)
                 self.submit_row(row, work.num_choices, work.num_wanted)
         except RowRefused as refusal:
-            self._events.append(Rejected(work.job_id, refusal.code, str(refusal)))
+            self._ends.refuse(work.job_id, refusal.code, str(refusal))
+        except GrammarFault as fault:
+            self._ends.refuse(work.job_id, ErrorCode.INVALID_REQUEST, NO_MATCH.format(fault))
 
     def submit_row(self, row: Sequence, num_choices: int = 1, num_wanted: int = 1) -> None:
         """Queue a tokenized row; raises RowRefused when it can never fit the memory.
@@ -204,7 +213,7 @@ class Engine:
         """Compute some prompt chunks and one decode step. Returns events of rows that ended."""
         self._recovering(self._step)
         self._diagnostics.record()
-        events, self._events = self._events, []
+        events, self._ends.events = self._ends.events, []
         return events
 
     def _recovering(self, work: Callable[[], None]) -> None:
@@ -225,6 +234,9 @@ class Engine:
 
     def _step(self) -> None:
         self._relief.apply(self._read_in_flight)
+        for row, fault in self._grammars.advance():
+            self.cancel(row.job_id)
+            self._ends.refuse(row.job_id, ErrorCode.INVALID_REQUEST, NO_MATCH.format(fault))
         self.client.advance(self._scheduler.waiting)
         self._run_prefill()
         self._decode_rows.make_room(self._read_in_flight)
@@ -234,9 +246,11 @@ class Engine:
         if landed is not None:
             mx.eval(landed.sampled.arrays)
         if upcoming is not None:
-            mx.async_eval(upcoming.sampled.arrays, self._slots.arrays)
+            mx.async_eval(upcoming.arrays, self._slots.arrays)
         if landed is not None:
-            self._finish(landed)
+            self._ends.read(landed)
+        if isinstance(upcoming, OpenStep):
+            upcoming = self._choose(upcoming)
         self._in_flight, self._upcoming = upcoming, None
         if not self._scheduler.num_waiting:
             self._decode_rows.close_gaps()
@@ -249,16 +263,15 @@ class Engine:
         if not in_prefill:
             self._in_flight = self._upcoming = None
         for row in self._recovery.recover(fault, steps, in_prefill=in_prefill):
-            row.end("error")
             message = f"memory ran out twice for this row alone: {fault}"[:300]
-            self._fail(row, ErrorCode.OUT_OF_MEMORY, message)
+            self._ends.stop(row, ErrorCode.OUT_OF_MEMORY, message)
 
     def _read_in_flight(self) -> bool:
         """Read the step in flight before the next one is built. Returns whether there was one."""
         landed = self._in_flight
         if landed is not None:
             mx.eval(landed.sampled.arrays)
-            self._finish(landed)
+            self._ends.read(landed)
             self._in_flight = None
         return landed is not None
 
@@ -266,8 +279,13 @@ class Engine:
         """Send computed blocks; wait for the store when all waiting rows wait for it."""
         is_still = is_still and not self._prefill.is_active
         self.client.send(is_idle=is_still)
-        if is_still and not self._events and (self._scheduler.num_waiting or self.client.is_busy):
+        if (
+            is_still
+            and not self._ends.events
+            and (self._scheduler.num_waiting or self.client.is_busy)
+        ):
             self.client.wait(STILL_SECONDS)
+            self._grammars.wait(STILL_SECONDS)
 
     def rest(self) -> None:
         """Idle for a while: give back the memory that MLX keeps to use again."""
@@ -284,9 +302,10 @@ class Engine:
 
     def close(self) -> None:
         """Drop all rows and buffers."""
-        self._pressure.close()
-        self._audit.close()
+        self._relief.close()
+        self._ends.close()
         self.client.close()
+        self._grammars.close()
         self._rows.clear()
         self._slots.close()
         self._prefill.drop()
@@ -319,6 +338,10 @@ class Engine:
         """Bytes that a token takes while every layer keeps it."""
         return self.plan.costs.per_new_token
 
+    def _is_ready(self, row: Sequence) -> bool:
+        """Whether a row that waits may be computed now."""
+        return self._grammars.is_ready(row) and self.client.is_ready(row)
+
     def _run_prefill(self) -> None:
         """Compute prompt chunks: one if rows decode, else up to CHUNKS_PER_STEP.
 
@@ -336,56 +359,30 @@ class Engine:
             if is_decoding:
                 return
 
-    def _build_step(self) -> Step:
-        """Build the graph of the next step, which takes the tokens that the last one sampled."""
-        frame = self._slots.begin_step()
-        rows = [self._rows.get(slot) for slot in range(frame.num_rows)]
-        tokens = inputs(rows, self._in_flight)
-        logits = self.loaded.model(tokens.reshape(-1, 1), cache=self._slots.model_cache)[:, -1]
-        sampled = sample(logits, tokens, rows)
-        self._slots.end_step()
-        step = self._upcoming = Step(rows, sampled)
-        for row in rows:
+    def _build_step(self) -> Step | OpenStep:
+        """Build the next step, as far as it can be built while the last one runs."""
+        step = build_step(self.loaded.model, self._slots, self._rows, self._in_flight)
+        self._upcoming = step
+        if isinstance(step, Step):
+            self._note_start(step)
+        return step
+
+    def _note_start(self, step: Step) -> None:
+        """Its rows have one token more; those that need no other leave their slots."""
+        self._upcoming = step
+        for row in step.rows:
             if row is not None:
                 row.start_step()
                 if row.status is Status.LAST_TOKEN:  # the slot is free for the next step
                     self._decode_rows.free(row)
-        return step
 
-    def _finish(self, step: Step) -> None:
-        """Read a computed step, and end the rows that it completes."""
-        read = outputs.read_back(step.sampled)
-        for index, row in enumerate(step.rows):
-            if row is None or row.is_ended:
-                continue
-            try:
-                event = outputs.take(row, index, read, self.loaded.tokenizer)
-            except Exception as fault:
-                log.exception("row %s: its answer cannot be read back", row.job_id)
-                row.end("error")
-                self._decode_rows.free(row)
-                self._fail(row, ErrorCode.ENGINE_ERROR, f"{type(fault).__name__}")
-                continue
-            if event is not None:
-                self._decode_rows.free(row)
-                self._end(row, event)
-
-    def _end(self, row: Sequence, event: Completed) -> None:
-        """A row has ended well: compare a replay; report any other row, and perhaps replay it."""
-        if row.replay_of is not None:
-            self._audit.compare(row)
-            return
-        self._scheduler.note_completed(len(row.generated))
-        saved_ms = round(row.num_cached * self._prefill.seconds_per_token * 1000)
-        event = replace(event, saved_ms=saved_ms, note=self.client.note(row))
-        if (replay := self._audit.replay(row, self.loaded.tokenizer)) is not None:
-            self._scheduler.add(replay)  # without keys: nothing cached is used or kept
-        if (whole := self._choices.end(row, event)) is not None:
-            self._events.append(whole)
-
-    def _fail(self, row: Sequence, code: str, message: str) -> None:
-        """A row has failed, and so have all its choices. A replay that fails is not reported."""
-        if row.replay_of is None:
-            for one in self._choices.leave(row.row_id):
-                self._cancel(one)
-            self._events.append(Rejected(row.row_id, code, message))
+    def _choose(self, step: OpenStep) -> Step:
+        """Choose the tokens of a step with guided rows, which have read their last tokens."""
+        masks, faults = self._grammars.masks(step.rows, step.logits.shape[-1])
+        for row, fault in faults:
+            self._ends.stop(row, ErrorCode.INVALID_REQUEST, str(fault))
+        rows = [None if row is None or row.is_ended else row for row in step.rows]
+        chosen = Step(rows, sample(step.logits, step.tokens, rows, masks))
+        self._note_start(chosen)
+        mx.async_eval(chosen.arrays)
+        return chosen

@@ -21,7 +21,7 @@ from contextlib import suppress
 import mlx.core as mx
 
 from batchkv_worker.engine.decode_rows import DecodeRows
-from batchkv_worker.engine.decode_step import Step
+from batchkv_worker.engine.decode_step import OpenStep, Step
 from batchkv_worker.engine.prefill import Prefill
 from batchkv_worker.faults import WORKAROUNDS, is_device_fault
 from batchkv_worker.kv.backends import device
@@ -64,7 +64,9 @@ class Recovery:
         self.num_out_of_memory = 0
         self.num_device_faults = 0
 
-    def recover(self, fault: Exception, steps: list[Step], *, in_prefill: bool) -> list[Sequence]:
+    def recover(
+        self, fault: Exception, steps: list[Step | OpenStep], *, in_prefill: bool
+    ) -> list[Sequence]:
         """Requeue the rows that are lost. Returns those that have failed too often alone.
 
         ``in_prefill``: memory ran out while a prompt was computed, so the slots are unchanged.

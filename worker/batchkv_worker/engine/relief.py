@@ -52,6 +52,10 @@ class Relief:
         """For the worker's record; empty while there is enough memory. From any thread."""
         return SHORT_OF_MEMORY if self._level > Level.NORMAL else ""
 
+    def close(self) -> None:
+        """Watch the machine no more."""
+        self._pressure.close()
+
     def apply(self, read_back: Callable[[], bool]) -> None:
         """Act on the present level. ``read_back`` reads the step in flight."""
         level = self._pressure.level

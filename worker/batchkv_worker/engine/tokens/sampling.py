@@ -6,7 +6,7 @@ logits give the same token, whatever the other rows, the slot, or the backend's 
 follow mlx-lm's ``make_sampler``: top_p, min_p and top_k see the distribution without temperature.
 The temperature applies to the tokens that they keep.
 
-Log-probabilities are the model's own: before biases and penalties, filters and temperature.
+Log-probabilities are the model's own: before biases, penalties and masks, filters and temperature.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ import math
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from batchkv_worker.engine.tokens.biases import add_biases, is_biased
+from batchkv_worker.engine.tokens.guide import masked
 from batchkv_worker.engine.tokens.largest import MAX_COUNT, largest
 from batchkv_worker.engine.tokens.penalties import penalize
 from batchkv_worker.sequence import Generation, Sequence
@@ -53,11 +56,17 @@ class Sampled:
         return [array for array in everything if array is not None]
 
 
-def sample(logits: mx.array, inputs: mx.array, rows: list[Sequence | None]) -> Sampled:
+def sample(
+    logits: mx.array,
+    inputs: mx.array,
+    rows: list[Sequence | None],
+    masks: NDArray[np.uint32] | None = None,
+) -> Sampled:
     """Choose a token for each row of ``logits`` ``[rows, vocabulary]``.
 
     ``inputs`` ``[rows]`` are the tokens just fed, which the rows may not have read back yet.
-    Rows that are None (free slots) get some token.
+    Rows that are None (free slots) get some token. ``masks`` ``[rows, words]`` have a bit for each
+    token that a row's guide allows; None when no row has a guide.
     """
     active = [row for row in rows if row is not None]
     of_model = logits
@@ -65,6 +74,8 @@ def sample(logits: mx.array, inputs: mx.array, rows: list[Sequence | None]) -> S
         logits = add_biases(logits, inputs, rows)
     if any(row.generation.is_penalized for row in active):
         logits = penalize(logits, inputs, rows)
+    if masks is not None:
+        logits = masked(logits, masks)
     is_greedy = [row is None or row.generation.is_greedy for row in rows]
     if all(is_greedy):
         tokens = mx.argmax(logits, axis=-1)
