@@ -16,6 +16,7 @@ from parity import matrix
 from parity.families import VOCABULARY
 from support import tiny_models
 from support.tiny_models import GreedyStep
+from worker.kv.record_backends import WithRecords
 
 CHUNK = 32
 MOST_TIES = 3  # of one row
@@ -130,14 +131,16 @@ class Cell:
         return tiny_models.spread(self.model)
 
     def new_engine(self, slots: int, prefix_bytes: int = 0) -> Engine:
+        path = matrix.path_of(self.family, self.scheme)
         config = EngineConfig(
-            scheme=self.scheme,
+            scheme=self.scheme.removesuffix(matrix.KERNEL),
             slots=slots,
             chunk_tokens=CHUNK,
             memory_bytes=2**30,
             prefix_bytes=prefix_bytes,
-            path=matrix.path_of(self.family, self.scheme),
+            path=path,
             group_cost=16,  # rows of unequal length are cut into many groups
+            backend=WithRecords() if path == "kernel" else None,
         )
         return Engine(tiny_models.loaded(self.model), config)
 

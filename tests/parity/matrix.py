@@ -31,6 +31,7 @@ REFUSED = {
 }
 SERVED = tuple(family for family in ALL_FAMILIES if family not in REFUSED)
 WITHOUT_KEYS = ("mamba2", "rwkv7")  # no layer keeps keys and values: schemes change nothing
+ATTENDS_ITSELF = (*WITHOUT_KEYS, "gemma2", "gemma2_mha")  # no cache is asked to attend
 WINDOWED = ("gemma3_text", "gpt_oss", "cohere2", "olmo3", "gemma3n", "gemma4_text")
 
 RUNS_ALL = os.environ.get("BATCHKV_PARITY", "") == "all"
@@ -42,17 +43,20 @@ CLOSE_FLOAT = 1e-3
 CLOSE_PACKED = 0.05
 MOST_TIED = 0.05  # of all rows compared, the share in which that may happen
 
+KERNEL = " by kernel"  # ends the name of a scheme whose slots keep records
 _PATHS: tuple[Path, ...] = ("fused", "folded", "packed")
 _SPREAD: tuple[Path, ...] = ("spread-fused", "spread-folded", "spread-packed")
 
 
 def close(scheme: str) -> float:
     """The lead below which the second best token may win under a scheme."""
-    return CLOSE_FLOAT if scheme == "float" else CLOSE_PACKED
+    return CLOSE_FLOAT if scheme.removesuffix(KERNEL) == "float" else CLOSE_PACKED
 
 
 def path_of(family: str, scheme: str) -> Path:
     """The attention path of a cell: not measured, so that a run can be repeated."""
+    if scheme.endswith(KERNEL):
+        return "kernel"
     number = ALL_FAMILIES.index(family) + SCHEMES.index(scheme)
     paths = _SPREAD if scheme.startswith("turbo3") and number % 2 else _PATHS
     return paths[number % len(paths)]
@@ -64,11 +68,13 @@ def cells() -> list[tuple[str, str]]:
 
 
 def everything() -> list[tuple[str, str]]:
-    """Every family that is served, under every scheme that changes it."""
+    """Every family that is served, under every scheme that changes it; each by kernel, too."""
     return [
-        (family, scheme)
+        (family, scheme + ending)
         for family in SERVED
+        for ending in ("", KERNEL)
         for scheme in (SCHEMES[:2] if family in WITHOUT_KEYS else SCHEMES)
+        if not (ending and family in ATTENDS_ITSELF)
     ]
 
 

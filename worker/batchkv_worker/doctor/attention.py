@@ -44,7 +44,9 @@ def prefix_verdict(engine: Engine) -> Verdict | None:
     for kind in dict.fromkeys(kind for kind in kinds if kind.window is None):
         if kind.path is not None:
             scheme = in_slots(kind.scheme, kind.path)
-            layer = LayerAttention(kind.backend, scheme, kind.dtype, kind.path, kind.kernel)
+            layer = LayerAttention(
+                *(kind.backend, scheme, kind.dtype, kind.path, kind.kernel), records=kind.records
+            )
             checks += check_prefix(layer, _query_heads(engine, kind.scheme))
     return judge_paths(checks)
 

@@ -10,7 +10,14 @@ from batchkv_worker.engine.chunk_size import CHUNKS, MEASURED
 from batchkv_worker.engine.engine import Engine
 from batchkv_worker.kv.backends.measurements import FUSED_AGREE, FUSED_LINEARS
 from batchkv_worker.kv.start import pathcheck
-from batchkv_worker.kv.start.layer_choice import CELLS, KERNELS, PATHS, PROMPTS, SHARING
+from batchkv_worker.kv.start.layer_choice import (
+    CELLS,
+    KERNELS,
+    PATHS,
+    PATHS_WITH_KERNEL,
+    PROMPTS,
+    SHARING,
+)
 from batchkv_worker.kv.start.pathcheck import CHECKS, KERNEL, PREFILL, PREFIX, STORED, PathCheck
 from batchkv_worker.kv.start.prefix_cost import KERNEL_CHOICE
 from batchkv_worker.kv.start.probe import CHOICE, LONG, SHORT, Choice
@@ -95,9 +102,12 @@ def tuning_of(engine: Engine) -> Tuning:
 
 def _layers(results: Mapping[str, Any]) -> Iterable[LayerTuning]:
     for name, value in results.items():
-        if not name.startswith(f"{PATHS} "):
+        start = next(
+            (one for one in (PATHS, PATHS_WITH_KERNEL) if name.startswith(f"{one} ")), None
+        )
+        if start is None:
             continue
-        layer, choice = name.removeprefix(f"{PATHS} "), CHOICE.from_json(value)
+        layer, choice = name.removeprefix(f"{start} "), CHOICE.from_json(value)
         yield LayerTuning(
             layer,
             (*_path_lines(choice), *_prompt_lines(results, layer), *_prefix_lines(results, layer)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -16,10 +17,21 @@ from batchkv_worker.kv.attention.paths import LayerAttention, Path, attend, in_s
 from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.backends.metal.backend import MetalBackend
+from batchkv_worker.kv.kernels.plain import PlainKernels
 from batchkv_worker.kv.schemes.packing import LayerScheme, LayerShape, TensorScheme, fit_layer
 from batchkv_worker.kv.schemes.spec import SchemeSpec
 from batchkv_worker.kv.start import check_tokens, layer_choice, pathcheck, probe
-from batchkv_worker.kv.start.pathcheck import KERNEL, LENGTHS, PREFIX, STORED, PathCheck
+from batchkv_worker.kv.start.check_layers import layer_of
+from batchkv_worker.kv.start.pathcheck import (
+    KERNEL,
+    LENGTHS,
+    PREFIX,
+    STORED,
+    PathCheck,
+    check_paths,
+    check_prefix,
+)
+from worker.kv.record_backends import WithRecords
 from worker.kv.reference import BACKEND
 
 QUERY_HEADS = 4
@@ -149,9 +161,9 @@ def test_whole_buffers_are_checked_where_slots_dequantize_them(
     monkeypatch.setattr(pathcheck, "LENGTHS", (100,))
     backend, scheme = MetalBackend(), scheme_of("affine8")
     checks = pathcheck.check_paths(backend, scheme, QUERY_HEADS, mx.float32)
-    assert names_of_wrong(checks) == set()
+    assert names_of_wrong(checks) <= {"kernel"}  # which a device without Metal refuses
     counts = Counter(one.name for one in checks)
-    assert counts == {STORED: 1, "fused": 4, "folded": 4, "packed": 2}
+    assert counts == {STORED: 1, "fused": 4, "folded": 4, "packed": 2, "kernel": 2}
     layer = LayerAttention(backend, scheme, mx.float32, "folded")
     assert len(pathcheck.check_prefix(layer, QUERY_HEADS)) == 4
     real = pathcheck.sliced
@@ -163,8 +175,8 @@ def test_whole_buffers_are_checked_where_slots_dequantize_them(
 
     monkeypatch.setattr(pathcheck, "sliced", of_one_more)
     checks = pathcheck.check_paths(backend, scheme, QUERY_HEADS, mx.float32)
-    assert names_of_wrong(checks) == {"fused", "folded"}
-    wrong = [one for one in checks if not one.is_ok]
+    wrong = [one for one in checks if not one.is_ok and one.name != "kernel"]
+    assert {one.name for one in wrong} == {"fused", "folded"}
     assert {one.error for one in wrong} == {float("inf")} and len(wrong) == 4
 
 
@@ -344,3 +356,71 @@ def test_checks_are_in_the_log_at_their_weight(
     assert set(found.long) == {"fused", "folded"}
     levels = {one.levelno for one in caplog.records if "is refused at 64" in one.getMessage()}
     assert levels == {logging.DEBUG}
+
+
+@dataclass(frozen=True, slots=True)
+class FaultyKernels(PlainKernels):
+    """Leaves something out, or is refused."""
+
+    fault: str = ""
+
+    def attend(self, queries: mx.array, records: mx.array, bounds: mx.array, *rest: Any) -> Any:
+        if self.fault == "refused":
+            raise RuntimeError("error: use of undeclared identifier 'x'")
+        if self.fault == "last column":
+            bounds = bounds - mx.array([0, 1])
+        if self.fault == "first column":
+            bounds = bounds + mx.array([1, 0])
+        if self.fault == "prefixes":
+            rest = (*rest[:3], None)
+        return PlainKernels.attend(self, queries, records, bounds, *rest)
+
+
+def with_kernels(fault: str) -> WithRecords:
+    return WithRecords(make=lambda layout, _: FaultyKernels(layout, fault))
+
+
+@pytest.mark.parametrize("name", ["float", "affine8", "turbo3"])
+def test_a_right_kernel_passes_with_and_without_prefixes(name: str) -> None:
+    """Free slots and the columns around a row's own hold no numbers, and it reads none of them."""
+    scheme, backend = scheme_of(name), with_kernels("")
+    checks = check_paths(backend, scheme, 4, mx.float32, [64, 576])
+    assert pathcheck.is_right(checks, "kernel")
+    assert sum(check.name == "kernel" for check in checks) == 4
+    layer = layer_of(backend, scheme, 4 // scheme.shape.num_heads, mx.float32, "kernel")
+    assert all(check.is_ok for check in check_prefix(layer, 4, [64, 576]))
+
+
+@pytest.mark.parametrize("fault", ["last column", "first column"])
+def test_a_kernel_that_leaves_a_column_out_is_seen(fault: str) -> None:
+    """Though one column is little of many."""
+    checks = check_paths(with_kernels(fault), scheme_of("affine8"), 4, mx.float32, [64, 1100])
+    assert not any(check.is_ok for check in checks if check.name == "kernel" and check.is_masked)
+
+
+def test_a_kernel_without_prefixes_is_seen() -> None:
+    """Rows share no prefixes then."""
+    scheme, backend = scheme_of("affine8"), with_kernels("prefixes")
+    layer = layer_of(backend, scheme, 4 // scheme.shape.num_heads, mx.float32, "kernel")
+    assert not any(check.is_ok for check in check_prefix(layer, 4, [64]))
+
+
+@pytest.mark.parametrize("fault", ["refused", "last column"])
+def test_a_kernel_that_fails_is_dropped_with_a_line(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other paths are left, and one of them is taken."""
+    choice = probe.choose(with_kernels(fault), scheme_of("affine8"), 4, mx.float32, num_rows=2)
+    assert choice.path != "kernel" and "kernel" not in choice.long
+    (line,) = [one for one in caplog.messages if "attention path is not used" in one]
+    assert "kernel" in line
+
+
+def test_a_kernel_that_is_fastest_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time counts like that of any other path."""
+    times = iter(range(100, 0, -1))
+    monkeypatch.setattr(probe, "least_times", lambda ways, *_: [next(times) for _ in ways])
+    choice = probe.choose(with_kernels(""), scheme_of("affine8"), 4, mx.float32, num_rows=2)
+    assert choice.path == "kernel"
+    read = probe.CHOICE.from_json(probe.CHOICE.to_json(choice))
+    assert read == choice

@@ -8,6 +8,8 @@ to a function that lets the cache compute attention if it can, and else calls th
 ``folded``  dequantize, then two plain matmuls in which the query heads that share a KV head are the
             rows of one product, so that keys and values are read once for all of them
 ``packed``  the same two products as quantized matmuls on the packed parts
+``kernel``  a kernel of ours that reads of each row its own columns; slots keep records instead of
+            parts (``attention.records``)
 ``spread-`` before any of them: slots keep 3-bit codes so that they are soon made into 4-bit ones,
             and are read as such (``schemes.turbo.TurboSlots``); only for schemes with such codes
 
@@ -23,13 +25,15 @@ from typing import Any, Literal, get_args
 import mlx.core as mx
 from mlx_lm.models import base
 
-from batchkv_worker.kv.backends.contract import Backend, PrefixKernel, Softmax
+from batchkv_worker.kv.backends.contract import Backend, PrefixKernel, RecordKernels, Softmax
 from batchkv_worker.kv.backends.rebind import binds, rebind
 from batchkv_worker.kv.backends.softmax import hide
 from batchkv_worker.kv.schemes.packing import LayerScheme
 from batchkv_worker.kv.types import PackedKV, Parts
 
-Path = Literal["fused", "folded", "packed", "spread-fused", "spread-folded", "spread-packed"]
+Path = Literal[
+    "fused", "folded", "packed", "spread-fused", "spread-folded", "spread-packed", "kernel"
+]
 
 # queries, scale, mask, sinks
 Attend = Callable[[mx.array, float, Any, "mx.array | None"], mx.array]
@@ -75,18 +79,26 @@ def install_hook(model: Any) -> bool:
     return rebind(model, _NAME, _original, attention)
 
 
-def paths_of(scheme: LayerScheme, *, spreads: bool = True) -> tuple[Path, ...]:
-    """The paths that differ under ``scheme``; without ``spreads``, those that do not spread."""
+def paths_of(
+    scheme: LayerScheme, *, spreads: bool = True, kernel: bool = False
+) -> tuple[Path, ...]:
+    """The paths that differ under ``scheme``.
+
+    Without ``spreads``, those that do not spread; ``kernel``: the kernel's, too.
+    """
     return tuple(
         path
         for path in get_args(Path)
         if ((spreads and scheme.can_spread) or not _spreads(path))
         and (scheme.is_packed or not path.endswith("packed"))
+        and (kernel or path != "kernel")
     )
 
 
 def in_slots(scheme: LayerScheme, path: Path | None) -> LayerScheme:
-    """The scheme of decode slots that ``path`` can read."""
+    """The scheme of decode slots that ``path`` can read; records have that of pieces."""
+    if path == "kernel":
+        return scheme
     return scheme.in_slots(spread=path is not None and _spreads(path))
 
 
@@ -100,7 +112,8 @@ class LayerAttention:
 
     ``scheme``: of the given parts, in decode that of ``in_slots``. ``dtype``: of dense copies.
     ``kernel``: for decode with shared prefixes, if there is one.
-    ``has_fused``: whether the fused path is right on this device.
+    ``has_fused``: whether the fused path is right on this device. ``records``: the kernels of the
+    path ``kernel``.
     """
 
     backend: Backend
@@ -109,6 +122,7 @@ class LayerAttention:
     path: Path = "fused"
     kernel: PrefixKernel | None = None
     has_fused: bool = True
+    records: RecordKernels | None = None
 
     @property
     def is_packed(self) -> bool:
@@ -129,7 +143,7 @@ class LayerAttention:
 
         Else the ``visible`` cells are sliced, and read as the path does.
         """
-        if self.is_packed or not self.scheme.is_packed:
+        if self.is_packed or self.records is not None or not self.scheme.is_packed:
             return False
         return self.backend.reads_whole(visible, stored)
 

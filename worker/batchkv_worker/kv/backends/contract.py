@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from batchkv_worker.kv.backends.measurements import Measurements
+from batchkv_worker.kv.kernels.decode import Partials
+from batchkv_worker.kv.kernels.layout import RecordLayout
 from batchkv_worker.kv.schemes.packing import LayerScheme
 
 Undo = Callable[[], None]
@@ -65,6 +67,38 @@ class PrefixKernel(Protocol):
         sinks: mx.array | None,
     ) -> tuple[mx.array, list[mx.array]]:
         """The output over rows' own tokens, and the weights of the prefixes' tokens."""
+
+
+class RecordKernels(Protocol):
+    """Kernels for slots that keep one record a token: packed keys and values side by side."""
+
+    @property
+    def layout(self) -> RecordLayout:
+        """Where things are in a record, and exact moves between records and packed parts."""
+
+    def attend(
+        self,
+        queries: mx.array,
+        records: mx.array,
+        bounds: mx.array,
+        longest: int,
+        scale: float,
+        sinks: mx.array | None = None,
+        partials: Partials | None = None,
+    ) -> mx.array:
+        """Attention of ``queries`` ``[rows, heads, 1, size]``, in the basis of storage.
+
+        ``records`` (uint32) are ``[rows, kv heads, columns, words]``, perhaps of more rows.
+        ``bounds`` (int32, ``[rows, 2]``, perhaps of more rows) are the first column of each row and
+        the one after its last; no row has more than ``longest``. The result ``[rows, heads, 1,
+        size]`` is 0 for rows that see nothing. ``sinks`` are ``[heads]``.
+        """
+
+    def pack(self, keys: mx.array, values: mx.array) -> mx.array:
+        """Records ``[rows, kv heads, 1, words]`` of ``[rows, kv heads, 1, size]``.
+
+        Keys and values are in the basis of storage. Bits are those that the schemes pack.
+        """
 
 
 class Change(Protocol):
@@ -161,3 +195,11 @@ class Backend(Protocol):
         self, scheme: LayerScheme, lines: int, dtype: mx.Dtype
     ) -> PrefixKernel | None:
         """The kernel for layers of ``scheme`` with ``lines`` query heads a KV head, if any."""
+
+    def record_kernels(
+        self, scheme: LayerScheme, lines: int, dtype: mx.Dtype
+    ) -> RecordKernels | None:
+        """The kernels over records of ``scheme``, the scheme of pieces, if there are any.
+
+        ``lines``: query heads a KV head. None of them is compiled yet.
+        """

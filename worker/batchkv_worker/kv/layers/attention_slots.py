@@ -14,8 +14,8 @@ from batchkv_worker.kv.layers.contract import SlotLayer
 from batchkv_worker.kv.layers.stand_ins import StandIns, replaced
 from batchkv_worker.kv.schemes.packing import LayerScheme, TensorScheme
 from batchkv_worker.kv.slots.changes import Relayout
-from batchkv_worker.kv.slots.step_view import ColumnSpan, CommonPrefix, StepView
-from batchkv_worker.kv.types import PackedKV, Pieces, Window
+from batchkv_worker.kv.slots.step_view import Cells, ColumnSpan, CommonPrefix, StepView
+from batchkv_worker.kv.types import PackedKV, Parts, Pieces, Window
 
 
 class AttentionSlots(OrderedByUs, SlotLayer):
@@ -102,8 +102,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
             tuple(part[slot : slot + 1, ..., start:write, :] for part in parts)
             for parts in (self._keys, self._values)
         )
-        row = (*self._scheme.keys.give(keys), *self._scheme.values.give(values))
-        return tuple(map(mx.contiguous, row))
+        return tuple(map(mx.contiguous, self._give(keys, values)))
 
     def as_prefix(self, pieces: Pieces) -> tuple[PackedKV, PackedKV]:
         packed = self._packed.split(pieces)
@@ -113,12 +112,14 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         keys, values = self._packed.split(pieces)
         return (*self._scheme.keys.take(keys), *self._scheme.values.take(values))
 
+    def _give(self, keys: Parts, values: Parts) -> Pieces:
+        """Undo ``_take`` for a row's part of the buffers."""
+        return (*self._scheme.keys.give(keys), *self._scheme.values.give(values))
+
     def relayout(self, change: Relayout) -> None:
         self._wait()
         if not self._keys:
-            shape = self._scheme.shape
-            self._keys = self._empty(self._scheme.keys, shape.key_size, change)
-            self._values = self._empty(self._scheme.values, shape.value_size, change)
+            self._make_buffers(change)
             return
         self._keys = [_rebuilt(part, change) for part in self._keys]
         self._values = [_rebuilt(part, change) for part in self._values]
@@ -135,6 +136,11 @@ class AttentionSlots(OrderedByUs, SlotLayer):
     @property
     def arrays(self) -> list[mx.array]:
         return [*self._keys, *self._values]
+
+    def _make_buffers(self, change: Relayout) -> None:
+        shape = self._scheme.shape
+        self._keys = self._empty(self._scheme.keys, shape.key_size, change)
+        self._values = self._empty(self._scheme.values, shape.value_size, change)
 
     def _empty(self, scheme: TensorScheme, size: int, change: Relayout) -> list[mx.array]:
         sample = scheme.pack(mx.zeros((1, 1, 1, size), self._dtype))
@@ -170,18 +176,21 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         """Write one token a row, ``[rows, heads, 1, size]``; dense views of all visible columns."""
         self._wait()
         span = self.span
-        written = span.written
-        for parts, piece in (
-            (self._keys, self._scheme.keys.pack(keys)),
-            (self._values, self._scheme.values.pack(values)),
-        ):
-            for part, new in zip(parts, piece, strict=True):
-                part[written] = new
+        self._write(span.written, keys, values)
         if self._stand_ins is None:
             self._handed = self._read()
         else:
             self._handed = self._stand_ins.of(span.num_rows, span.high - span.low)
         return self._handed
+
+    def _write(self, cells: Cells, keys: mx.array, values: mx.array) -> None:
+        """Pack one token a row into these cells of the buffers."""
+        for parts, piece in (
+            (self._keys, self._scheme.keys.pack(keys)),
+            (self._values, self._scheme.values.pack(values)),
+        ):
+            for part, new in zip(parts, piece, strict=True):
+                part[cells] = new
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """The dense arrays of the last update, which layers without keys of their own read."""
@@ -208,6 +217,16 @@ class AttentionSlots(OrderedByUs, SlotLayer):
     def _attend(
         self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array:
+        out = self._attention(queries, scale, sinks)
+        if self._starts:
+            mx.async_eval(out, self.arrays)
+            # Arrays that are started together are computed together. Layers without keys of their
+            # own attend here, too, later.
+            self._started += [out] if self._started else self.arrays
+        return out
+
+    def _attention(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+        """Attention of one token a row over what its group sees."""
         span = self.span
         together = [
             (common, self._partial(common, queries[common.first : common.last], scale))
@@ -242,13 +261,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
                 way = without_mask if group.is_exact else layer
                 out = paths.attend(way, of_rows, keys, values, *rest)
             found.append(out)
-        out = found[0] if len(found) == 1 else mx.concatenate(found, axis=0)
-        if self._starts:
-            mx.async_eval(out, self.arrays)
-            # Arrays that are started together are computed together. Layers without keys of their
-            # own attend here, too, later.
-            self._started += [out] if self._started else self.arrays
-        return out
+        return found[0] if len(found) == 1 else mx.concatenate(found, axis=0)
 
     def _partial(self, common: CommonPrefix, queries: mx.array, scale: float) -> PartialAttention:
         """Attention of rows of several groups over a prefix that all of them share."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 
 import mlx.core as mx
 
 from batchkv_worker.kv.attention.paths import LayerAttention, Path, in_slots
-from batchkv_worker.kv.backends.contract import Backend, PrefixKernel
+from batchkv_worker.kv.backends.contract import Backend, PrefixKernel, RecordKernels
+from batchkv_worker.kv.kernels.layout import WORD_BYTES
 from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
 from batchkv_worker.kv.layers.contract import LayerKind
 from batchkv_worker.kv.layers.discover import AttentionShape, Leaf
+from batchkv_worker.kv.layers.record_slots import RecordSlots
 from batchkv_worker.kv.layers.state import StateKind
 from batchkv_worker.kv.schemes.packing import LayerScheme
 from batchkv_worker.kv.types import Pieces, Window
@@ -26,6 +28,7 @@ class DecodeWay:
     path: Path | None = None
     kernel: PrefixKernel | None = None
     has_fused: bool = True
+    records: RecordKernels | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,8 @@ class AttentionKind(LayerKind):
     ``dtype``: of dense keys and values. ``path``: how decode computes attention; None leaves it to
     the model, on dense arrays. ``kernel``: for decode with shared prefixes.
     ``has_fused`` is as in ``LayerAttention``. ``is_read``: whether the model may read the dense
-    arrays that its caches return, where it leaves attention to them (``stand_ins``).
+    arrays that its caches return, where it leaves attention to them (``stand_ins``). ``records``:
+    the kernels of the path ``kernel``.
     """
 
     backend: Backend
@@ -46,6 +50,7 @@ class AttentionKind(LayerKind):
     kernel: PrefixKernel | None = None
     has_fused: bool = True
     is_read: bool = True
+    records: RecordKernels | None = field(default=None, compare=False)
 
     @property
     def window(self) -> Window:
@@ -57,6 +62,8 @@ class AttentionKind(LayerKind):
 
     @property
     def bytes_per_token(self) -> int:
+        if self.records is not None:
+            return self.scheme.shape.num_heads * self.records.layout.words * WORD_BYTES
         return in_slots(self.scheme, self.path).bytes_per_token(self.dtype.size)
 
     @property
@@ -87,9 +94,11 @@ class AttentionKind(LayerKind):
             self.path or "fused",
             self.kernel,
             self.has_fused,
+            self.records,
         )
         answers, is_read = self.path is not None, self.is_read
-        return AttentionSlots(self.scheme, self.span, layer, answers=answers, is_read=is_read)
+        slots = AttentionSlots if self.records is None else RecordSlots
+        return slots(self.scheme, self.span, layer, answers=answers, is_read=is_read)
 
     def __str__(self) -> str:
         return "full attention" if self.span is None else f"window of {self.span}"
@@ -113,7 +122,7 @@ def kinds_of(
         if isinstance(leaf, AttentionShape):
             scheme, way = next(left)
             what = (scheme, dtype, leaf.window, way.path, way.kernel, way.has_fused)
-            kinds.append(AttentionKind(backend, *what))
+            kinds.append(AttentionKind(backend, *what, records=way.records))
         else:
             kinds.append(StateKind(leaf))
     return tuple(kinds)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 
+from batchkv_worker.kv.attention.records import bounds_of, chain_of
 from batchkv_worker.kv.slots.growth import round_up
 from batchkv_worker.kv.slots.layout import SlotLayout
 from batchkv_worker.kv.slots.layouts import SlotLayouts
@@ -162,12 +163,45 @@ class ColumnSpan:
         for first, last, prefix in self._runs:
             low = min(self._starts[first:last]) // step * step
             mask = self._masked(first, last, low, None)
-            taken = {one.prefix for one in self.common if one.first <= first < one.last}
-            alone = tuple(one for one in (prefix.chain if prefix else ()) if one not in taken)
+            alone = self._alone(first, prefix)
             found.append(Group(first, last, low, self.high, mask, prefix, alone))
         if len(found) == 1:
             found[0] = replace(found[0], low=self.low, mask=self.mask)
         return found
+
+    def _alone(self, first: int, prefix: SharedPrefix | None) -> tuple[SharedPrefix, ...]:
+        """The part of a chain that no neighbour of the group from row ``first`` on has, too."""
+        taken = {one.prefix for one in self.common if one.first <= first < one.last}
+        return tuple(one for one in (prefix.chain if prefix else ()) if one not in taken)
+
+    @cached_property
+    def segments(self) -> list[CommonPrefix]:
+        """Every shared prefix once, with the neighbouring rows that have it."""
+        alone = [
+            CommonPrefix(one, first, last)
+            for first, last, prefix in self._runs
+            for one in self._alone(first, prefix)
+        ]
+        return [*self.common, *alone]
+
+    @cached_property
+    def chain(self) -> mx.array:
+        """Which results over ``segments`` each row has (``attention.records.chain_of``)."""
+        return chain_of([(one.first, one.last) for one in self.segments], self.num_rows)
+
+    @cached_property
+    def bounds(self) -> mx.array:
+        """Of each row its first column and the one after its last; free slots have none."""
+        ends = [
+            self.write + 1 if slot in self._used else start
+            for slot, start in enumerate(self._starts)
+        ]
+        return bounds_of(self._starts, ends)
+
+    @cached_property
+    def longest(self) -> int:
+        """A bound of the columns of any row, the same for many steps."""
+        return round_up(self.write + 1 - min(self._starts, default=self.write))
 
     @cached_property
     def visible(self) -> int:

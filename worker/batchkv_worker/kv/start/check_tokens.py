@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.attention.paths import LayerAttention
+from batchkv_worker.kv.attention.records import bounds_of, kernels_of
 from batchkv_worker.kv.types import PackedKV, Parts
 
 SPARE = 64  # columns of a buffer before and after those that are read
@@ -74,6 +75,10 @@ class Tokens:
         keys = mx.where(hidden, _HIDDEN_KEYS * keys, keys).astype(layer.dtype)
         values = mx.where(hidden, _HIDDEN_VALUES * values, values).astype(layer.dtype)
         self.columns = slice(SPARE, SPARE + columns)
+        ends = [SPARE + columns] * rows
+        if has_free:
+            ends[-1] = SPARE + firsts[-1]
+        self.bounds = bounds_of([SPARE + first for first in firsts], ends)
         self.buffers: PackedKV = (
             _spoilt(scheme.keys.pack(keys), outside),
             _spoilt(scheme.values.pack(values), outside),
@@ -89,6 +94,10 @@ class Tokens:
     def parts(self, rows: int) -> PackedKV:
         """The visible columns of the first rows."""
         return sliced(self.buffers, rows, self.columns)
+
+    def records(self, layer: LayerAttention) -> mx.array:
+        """The buffers as slots of the path ``kernel`` have them."""
+        return kernels_of(layer).layout.join(*self.buffers)
 
 
 def _spoilt(parts: Parts, outside: mx.array) -> Parts:

@@ -78,7 +78,7 @@ class Decision:
     def kinds(self, tree: CacheTree) -> tuple[LayerKind, ...]:
         """One for each leaf of the model's caches."""
         choices = [self.choices[scheme] for scheme in self.schemes]
-        ways = [DecodeWay(one.path, one.kernel, one.has_fused) for one in choices]
+        ways = [DecodeWay(one.path, one.kernel, one.has_fused, one.records) for one in choices]
         return kinds_of(self.backend, tree.leaves, self.dtype, self.schemes, ways)
 
     @property

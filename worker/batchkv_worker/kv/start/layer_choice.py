@@ -7,16 +7,18 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from batchkv_worker.errors import ModelError
+from batchkv_worker.errors import ModelError, SettingsError
 from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.attention import paths
 from batchkv_worker.kv.attention.paths import LayerAttention, Path
-from batchkv_worker.kv.backends.contract import Backend, PrefixKernel
+from batchkv_worker.kv.backends.contract import Backend, PrefixKernel, RecordKernels
 from batchkv_worker.kv.backends.measurements import WHOLE
 from batchkv_worker.kv.schemes.packing import LayerScheme
 from batchkv_worker.kv.start import pathcheck, prefix_cost, probe
 
 # Names of stored results; the layer follows.
+# Of the paths there are two: without our kernel, and with a version of it.
+PATHS_WITH_KERNEL = "attention paths and kernel 1 of"
 PATHS, PROMPTS, SHARING = "attention paths of", "prefill of", "shared prefixes of"
 KERNELS, CELLS = "prefix kernel of", "cells of a shared prefix of"
 
@@ -28,7 +30,8 @@ class SchemeChoice:
     """How layers of one scheme decode.
 
     ``path`` None leaves attention to the model, on dense keys and values. ``has_fused``: the fused
-    path is right. ``shares``: attention over shared prefixes is.
+    path is right. ``shares``: attention over shared prefixes is. ``records``: the kernels of the
+    path ``kernel``.
     """
 
     path: Path | None = None
@@ -36,6 +39,7 @@ class SchemeChoice:
     group_cost: int | None = None
     has_fused: bool = True
     shares: bool = True
+    records: RecordKernels | None = None
 
 
 def choose_path(
@@ -47,12 +51,15 @@ def choose_path(
     rows: int,
     path: Path | None,
 ) -> SchemeChoice:
-    """Measured, unless the path is given."""
+    """Measured, unless the path is given. SettingsError for a given path that the device lacks."""
+    records = backend.record_kernels(layer, heads // layer.shape.num_heads, dtype)
     if path is not None:
-        return SchemeChoice(path)
+        if path == "kernel" and records is None:
+            raise SettingsError(f"this device has no kernel for {layer}: choose another path")
+        return SchemeChoice(path, records=records if path == "kernel" else None)
     try:
         choice = backend.measurements.of(
-            f"{PATHS} {_named(layer, heads)}",
+            f"{PATHS if records is None else PATHS_WITH_KERNEL} {_named(layer, heads)}",
             lambda: probe.choose(backend, layer, heads, dtype, num_rows=rows),
             probe.CHOICE,
         )
@@ -69,7 +76,10 @@ def choose_path(
         ", ".join(f"{path} {spent:.2f} ms" for path, spent in choice.long.items()),
         choice.group_cost,
     )
-    return SchemeChoice(choice.path, None, choice.group_cost, choice.has_fused)
+    if choice.path != "kernel":
+        return SchemeChoice(choice.path, None, choice.group_cost, choice.has_fused)
+    # Its rows need no groups, so what another group would cost must not count.
+    return SchemeChoice(choice.path, has_fused=choice.has_fused, records=records)
 
 
 def check_prompts(
@@ -152,4 +162,4 @@ def attention_of(
     path = choice.path
     assert path is not None
     in_slots = paths.in_slots(layer, path)
-    return LayerAttention(backend, in_slots, dtype, path, choice.kernel)
+    return LayerAttention(backend, in_slots, dtype, path, choice.kernel, records=choice.records)

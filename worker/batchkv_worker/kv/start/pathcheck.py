@@ -10,20 +10,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import mlx.core as mx
 
 from batchkv_worker.faults import is_device_fault
-from batchkv_worker.kv.attention import shared_prefix
-from batchkv_worker.kv.attention.paths import LayerAttention, Path, attend, in_slots, paths_of
+from batchkv_worker.kv.attention import records, shared_prefix
+from batchkv_worker.kv.attention.paths import LayerAttention, attend, in_slots
 from batchkv_worker.kv.backends.compare import difference, path_tolerance
 from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.backends.measurements import Codec
 from batchkv_worker.kv.schemes.packing import LayerScheme
+from batchkv_worker.kv.start.check_layers import (
+    MAX_ROWS,
+    few_heads,
+    layer_of,
+    paths_on,
+    with_few_heads,
+)
 from batchkv_worker.kv.start.check_tokens import (
-    SPARE,
     Tokens,
     exact_attention,
     normal,
@@ -38,9 +44,7 @@ LENGTHS = (64, 576, 1_100, 4_200, 8_300)
 STORED, PREFILL = "stored values", "prefill"
 PREFIX, KERNEL = "shared prefix", "prefix kernel"
 
-_ROWS, _FREE = 3, 2  # the last of them is a free slot
-_FEW_HEADS = 2  # KV heads of long samples; one alone may have kernels of its own
-_NUMBERS = 2**21  # of a tensor, for samples of more heads
+_ROWS, _FREE = MAX_ROWS, 2  # the last of them is a free slot
 _CHUNK = 40  # tokens of a prompt: more than kernels for decode take, and no multiple of a tile
 _OWN = 64  # tokens of each row after a shared prefix
 _LOST = 0.8  # of random numbers; two bits keep about half of them
@@ -101,16 +105,15 @@ def check_paths(
     """
     lines = num_query_heads // scheme.shape.num_heads
     found = [_check_stored(scheme, dtype)]
-    paths = paths_of(scheme, spreads=backend.spreads_codes)
     for columns in lengths or LENGTHS:
         samples: dict[LayerScheme, _Sample] = {}
-        for path in paths:
-            kept = _few_heads(in_slots(scheme, path), columns)
-            layer = LayerAttention(backend, kept, dtype, path)
+        for path in paths_on(backend, scheme, lines, dtype):
+            kept = few_heads(in_slots(scheme, path), columns)
+            layer = layer_of(backend, kept, lines, dtype, path)
             if kept not in samples:
                 samples[kept] = _Sample(layer, lines, columns)
             for is_whole in _modes(layer):
-                found += samples[kept].check(path, is_whole)
+                found += samples[kept].check(layer, is_whole)
     mx.clear_cache()  # no memory limit counts them
     return tuple(found)
 
@@ -126,7 +129,7 @@ def check_prefill(
     lines = num_query_heads // scheme.shape.num_heads
     found: list[PathCheck] = []
     for columns in lengths or LENGTHS:
-        layer = LayerAttention(backend, _few_heads(scheme, columns), dtype)
+        layer = LayerAttention(backend, few_heads(scheme, columns), dtype)
         for is_whole in _modes(layer):
             found.append(_check_chunk(layer, lines, columns, is_whole))
     mx.clear_cache()
@@ -158,7 +161,7 @@ def check_prefix(
     lines = num_query_heads // layer.scheme.shape.num_heads
     found: list[PathCheck] = []
     for columns in lengths or LENGTHS:
-        few = replace(layer, scheme=_few_heads(layer.scheme, columns))
+        few = with_few_heads(layer, lines, columns)
         sample = _PrefixSample(few, lines, columns)
         for is_whole in _modes(few):
             found += sample.check(is_whole)
@@ -209,14 +212,6 @@ def _modes(layer: LayerAttention) -> list[bool]:
     return [False, True] if layer.reads_whole(1, 1) else [False]
 
 
-def _few_heads(scheme: LayerScheme, columns: int) -> LayerScheme:
-    """The scheme for as many KV heads as a sample may have."""
-    shape = scheme.shape
-    of_head = _ROWS * (columns + 2 * SPARE) * max(shape.key_size, shape.value_size)
-    heads = min(shape.num_heads, max(_FEW_HEADS, _NUMBERS // of_head))
-    return replace(scheme, shape=replace(shape, num_heads=heads))
-
-
 def _check_stored(scheme: LayerScheme, dtype: mx.Dtype) -> PathCheck:
     """Whether the packed numbers are the given ones, within the scheme's precision."""
     lost = 0.0
@@ -254,21 +249,30 @@ class _Sample:
             self._queries[:_FREE], *self._tokens.exact, self._scale, self._mask[:_FREE]
         )
 
-    def check(self, path: Path, is_whole: bool) -> list[PathCheck]:
-        """All rows with a mask, and the first alone without."""
-        layer, tokens, queries = replace(self._layer, path=path), self._tokens, self._queries
+    def check(self, layer: LayerAttention, is_whole: bool) -> list[PathCheck]:
+        """All rows with a mask, and the first alone without, by the path of ``layer``."""
+        tokens, queries, path = self._tokens, self._queries, layer.path
         what = tokens.buffers, tokens.columns, self._scale
 
         def masked() -> mx.array:
+            if layer.records is not None:
+                return self._by_kernel(layer, _ROWS)[:_FREE]
             return over_columns(layer, queries, *what, self._mask, is_whole=is_whole)[:_FREE]
 
         def plain() -> mx.array:
+            if layer.records is not None:
+                return self._by_kernel(layer, 1)
             return over_columns(layer, queries[:1], *what, None, is_whole=is_whole)
 
         return [
             _compared(path, self._columns, True, layer.dtype, self._wanted, masked),
             _compared(path, self._columns, False, layer.dtype, self._wanted[:1], plain),
         ]
+
+    def _by_kernel(self, layer: LayerAttention, rows: int) -> mx.array:
+        tokens = self._tokens
+        what = tokens.records(layer), tokens.bounds, self._columns, self._scale
+        return records.attend(layer, self._queries[:rows], *what)
 
 
 class _PrefixSample:
@@ -295,6 +299,11 @@ class _PrefixSample:
         """
         layer, scale, queries = self._layer, self._scale, self._queries
         long, short, own = self._long.parts(1), self._short.parts(1), self._own
+        if layer.records is not None:
+            return self._checks(
+                lambda: self._by_kernel([long], _ROWS)[:_FREE],
+                lambda: self._by_kernel([long, short], 1),
+            )
         dense = layer.dequantized if is_whole else layer
 
         def given(prefix: PackedKV) -> PackedKV:
@@ -312,6 +321,21 @@ class _PrefixSample:
             rest = (scale, None, None, [partial])
             return shared_prefix.attend(dense, queries[:1], [given(short)], own_of(1), *rest)
 
+        return self._checks(masked, chain)
+
+    def _by_kernel(self, prefixes: list[PackedKV], rows: int) -> mx.array:
+        """Partial results of each prefix, and the kernel over own tokens."""
+        layer, scale, queries = self._layer, self._scale, self._queries[:rows]
+        chain = records.chain_of([(0, rows)] * len(prefixes), rows)
+        shared = [(one, 0, rows) for one in prefixes]
+        partials = records.partials_of(layer, queries, shared, chain, scale)
+        own = self._own.records(layer), self._own.bounds, _OWN, scale
+        return records.attend(layer, queries, *own, partials=partials)
+
+    def _checks(
+        self, masked: Callable[[], mx.array], chain: Callable[[], mx.array]
+    ) -> list[PathCheck]:
+        layer = self._layer
         name = PREFIX if layer.kernel is None else KERNEL
         behind = self._wanted([self._long], rows=_FREE, is_masked=True)
         chained = self._wanted([self._long, self._short], rows=1, is_masked=False)

@@ -16,6 +16,8 @@ import mlx.core as mx
 from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.attention import shared_prefix
 from batchkv_worker.kv.attention.paths import LayerAttention, attend
+from batchkv_worker.kv.attention.records import attend as attend_records
+from batchkv_worker.kv.attention.records import bounds_of, chain_of, kernels_of, partials_of
 from batchkv_worker.kv.backends.compare import are_close
 from batchkv_worker.kv.backends.contract import PrefixKernel
 from batchkv_worker.kv.backends.measurements import Codec
@@ -80,7 +82,7 @@ KERNEL_CHOICE: Codec[KernelChoice] = Codec(
 
 def kernel_of(layer: LayerAttention, num_query_heads: int) -> PrefixKernel | None:
     """The backend's kernel for such layers, if it has one."""
-    if layer.is_packed:
+    if layer.is_packed or layer.records is not None:
         return None
     lines = num_query_heads // layer.scheme.shape.num_heads
     return layer.backend.prefix_kernel(layer.scheme, lines, layer.dtype)
@@ -132,9 +134,32 @@ class _Sample:
         whole, rest = (mx.arange(count) >= self._first for count in (tokens + OWN, OWN))
         mx.eval(self._queries, lines, shared, own, whole, rest)
         layer, queries = self._layer, self._queries
+        if layer.records is not None:
+            return self._ways_of_kernel(lines, shared, own, tokens)
         return (
             lambda: attend(layer, queries, *lines, SCALE, whole),
             lambda: shared_prefix.attend(layer, queries, [shared], own, SCALE, rest),
+        )
+
+    def _ways_of_kernel(
+        self, lines: PackedKV, shared: PackedKV, own: PackedKV, tokens: int
+    ) -> tuple[Way, Way]:
+        """The same where slots keep records."""
+        layer, rows, queries = self._layer, self._rows, self._queries
+        join = kernels_of(layer).layout.join
+        whole, rest = join(*lines), join(*own)
+        firsts = [min(row, OWN - 1) for row in range(rows)]
+        chain = chain_of([(0, rows)], rows)
+        both = [bounds_of(firsts, [count] * rows) for count in (tokens + OWN, OWN)]
+        mx.eval(whole, rest, chain, both)
+
+        def with_prefix() -> mx.array:
+            before = partials_of(layer, queries, [(shared, 0, rows)], chain, SCALE)
+            return attend_records(layer, queries, rest, both[1], OWN, SCALE, partials=before)
+
+        return (
+            lambda: attend_records(layer, queries, whole, both[0], tokens + OWN, SCALE),
+            with_prefix,
         )
 
     def is_faster_by(self, kernel: PrefixKernel, own: int) -> bool:

@@ -16,12 +16,15 @@ from typing import Any, get_args
 
 import mlx.core as mx
 
-from batchkv_worker.kv.attention.paths import LayerAttention, Path, in_slots, paths_of
+from batchkv_worker.kv.attention import records
+from batchkv_worker.kv.attention.paths import LayerAttention, Path, in_slots
+from batchkv_worker.kv.attention.records import bounds_of
 from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.backends.measurements import Codec
 from batchkv_worker.kv.backends.timing import least_times
 from batchkv_worker.kv.schemes.packing import LayerScheme
 from batchkv_worker.kv.start import pathcheck
+from batchkv_worker.kv.start.check_layers import layer_of, paths_on
 from batchkv_worker.kv.start.pathcheck import PathCheck, check_paths, over_columns
 
 log = logging.getLogger("batchkv.engine")
@@ -71,13 +74,15 @@ def choose(
     Raises RuntimeError where none is left.
     """
     checks = check_paths(backend, scheme, num_query_heads, dtype)
-    paths = _right_paths(paths_of(scheme, spreads=backend.spreads_codes), checks)
-    samples: dict[tuple[LayerScheme, int], _Sample] = {}
+    lines = num_query_heads // scheme.shape.num_heads
+    paths = _right_paths(paths_on(backend, scheme, lines, dtype), checks)
+    samples: dict[tuple[LayerScheme, int, bool], _Sample] = {}
     ways: list[Any] = []
     for tokens, path in product((SHORT, LONG), paths):
-        kept = in_slots(scheme, path), tokens  # which some paths have in common
+        # Some paths have a sample in common.
+        kept = in_slots(scheme, path), tokens, path == "kernel"
         if kept not in samples:
-            layer = LayerAttention(backend, kept[0], dtype)
+            layer = layer_of(backend, kept[0], lines, dtype, path)
             samples[kept] = _Sample(layer, num_query_heads, num_rows, tokens)
         ways.append(partial(samples[kept].run, path))
     *spent, wait = least_times([*ways, _nothing], _REPEATS)
@@ -103,7 +108,9 @@ def _right_paths(paths: Sequence[Path], checks: Sequence[PathCheck]) -> list[Pat
     right = [path for path in paths if pathcheck.is_right(checks, path)]
     faults = [pathcheck.worst(checks, path) for path in paths if path not in right]
     for fault in faults:
-        level = logging.DEBUG if fault.fault else logging.WARNING  # a refusal does no harm
+        # A refusal does no harm. That of our own kernel is a fault of ours.
+        is_usual = fault.fault and fault.name != "kernel"
+        level = logging.DEBUG if is_usual else logging.WARNING
         log.log(level, "an attention path is not used on this device: %s", fault)
     if not right:
         raise RuntimeError("; ".join(map(str, faults)))
@@ -184,15 +191,31 @@ class _Sample:
         self._layer = layer
         self._buffers = scheme.keys.pack(keys), scheme.values.pack(values)
         self._columns = slice(_SPARE, _SPARE + tokens)
+        ends = [_SPARE + tokens] * rows
+        self._bounds = bounds_of([_SPARE + min(row, tokens - 1) for row in range(rows)], ends)
+        if layer.records is not None:
+            self._records = layer.records.layout.join(*self._buffers)
+            self._buffers = (), ()
+            mx.eval(self._records, self._bounds)
         mx.eval(self._queries, self._mask, self._buffers)
 
     def run(self, path: Path) -> mx.array:
         """Several times, one after the other: as layers do, without waiting for the host."""
+        if path == "kernel":
+            return self._run_kernel()
         queries, layer = self._queries, replace(self._layer, path=path)
         # As where most of what is stored is read; and a scale that is not 1, as models have.
         is_whole = layer.reads_whole(LONG, LONG + _SPARE)
         what = self._buffers, self._columns, 0.125, self._mask
         for _ in range(_CHAIN):
             out = over_columns(layer, queries, *what, is_whole=is_whole)
+            (queries,) = mx.depends([self._queries], [out])
+        return out
+
+    def _run_kernel(self) -> mx.array:
+        queries, layer = self._queries, self._layer
+        longest = self._columns.stop - self._columns.start
+        for _ in range(_CHAIN):
+            out = records.attend(layer, queries, self._records, self._bounds, longest, 0.125)
             (queries,) = mx.depends([self._queries], [out])
         return out

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from batchkv_worker.kv.backends.contract import Pacing, PrefixKernel
+from batchkv_worker.kv.backends.contract import Pacing, PrefixKernel, RecordKernels
 from batchkv_worker.kv.backends.cuda.prefix_kernel import CudaPrefixKernel
-from batchkv_worker.kv.backends.gpu.backend import GpuBackend
+from batchkv_worker.kv.backends.gpu.backend import GpuBackend, decode_kernels
 from batchkv_worker.kv.backends.pacing import LayersAhead
+from batchkv_worker.kv.kernels.launch import cuda_launch
 from batchkv_worker.kv.schemes.packing import LayerScheme
 
 
@@ -30,3 +31,8 @@ class CudaBackend(GpuBackend):
     ) -> PrefixKernel | None:
         kernel = CudaPrefixKernel(lines, dtype)
         return kernel if kernel.fits(scheme.shape) else None
+
+    def record_kernels(
+        self, scheme: LayerScheme, lines: int, dtype: mx.Dtype
+    ) -> RecordKernels | None:
+        return decode_kernels(scheme, lines, dtype, cuda_launch)

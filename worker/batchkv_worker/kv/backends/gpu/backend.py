@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.kv.backends.contract import Change
+from batchkv_worker.kv.backends.contract import Change, RecordKernels
 from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.backends.gpu import fused_linear
+from batchkv_worker.kv.kernels.decode import DecodeKernels
+from batchkv_worker.kv.kernels.launch import Launch
+from batchkv_worker.kv.kernels.layout import RecordLayout
+from batchkv_worker.kv.schemes.packing import LayerScheme
+
+log = logging.getLogger("batchkv.engine")
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,3 +29,14 @@ class GpuBackend(GenericBackend):
     def changes(self, model: Any, dtype: mx.Dtype, rows: int) -> Sequence[Change]:
         fused = fused_linear.choose(model, rows, self.measurements)
         return () if fused is None else (fused,)
+
+
+def decode_kernels(
+    scheme: LayerScheme, lines: int, dtype: mx.Dtype, launch: Launch
+) -> RecordKernels | None:
+    """The kernels of such layers; None where there are none for their sizes."""
+    try:
+        return DecodeKernels.of(RecordLayout.of(scheme, dtype), lines, launch)
+    except ValueError as reason:
+        log.debug("no kernel over records: %s", reason)
+        return None

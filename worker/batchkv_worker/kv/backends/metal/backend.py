@@ -12,8 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import mlx.core as mx
+
+from batchkv_worker.kv.backends.contract import RecordKernels
 from batchkv_worker.kv.backends.generic import round_up
-from batchkv_worker.kv.backends.gpu.backend import GpuBackend
+from batchkv_worker.kv.backends.gpu.backend import GpuBackend, decode_kernels
+from batchkv_worker.kv.kernels.launch import metal_launch
+from batchkv_worker.kv.schemes.packing import LayerScheme
 
 COLUMNS = 64  # a step's columns are multiples of this: 64 steps have the same shapes
 FLAT_FROM, TILE_ROWS = 10, 32  # rows from which, and up to which, a product costs the same
@@ -61,3 +66,8 @@ class MetalBackend(GpuBackend):
         from ``(p + d) / (3p + d)`` on: 0.59 for 8 bits, 0.70 for 4 bits, 0.74 for 3.
         """
         return visible * STORED >= stored * VISIBLE
+
+    def record_kernels(
+        self, scheme: LayerScheme, lines: int, dtype: mx.Dtype
+    ) -> RecordKernels | None:
+        return decode_kernels(scheme, lines, dtype, metal_launch)

@@ -1,0 +1,93 @@
+"""Whole engines whose decode slots keep records give the tokens of those that keep parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from batchkv_worker.kv.kernels.decode import DecodeKernels
+from batchkv_worker.kv.kernels.layout import RecordLayout
+from batchkv_worker.kv.layers.record_slots import RecordSlots
+from worker.kv.crowd import Crowd, random_prompt
+from worker.kv.kernels.cpp_launch import CppLaunch, is_there_a_compiler
+from worker.kv.record_backends import WithRecords, x86_with_records
+
+LENGTHS = (3, 40, 17, 90, 5, 33)
+PREFIX = random_prompt(1, 520)
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS) -> dict[str, list[int]]:
+    """Every second one begins with the same tokens, of which two blocks are shared."""
+    return {
+        str(index): (PREFIX if index % 2 else []) + random_prompt(index + 5, length)
+        for index, length in enumerate(lengths)
+    }
+
+
+def crowd_of(family: str, scheme: str, backend: Any = None, **changes: Any) -> Crowd:
+    """Without a backend, slots keep parts."""
+    path = "folded" if backend is None else "kernel"
+    given = {} if backend is None else {"backend": backend}
+    found = Crowd(family, scheme=scheme, path=path, group_cost=16, **given, **changes)
+    layers = found.engine._slots.layers
+    assert any(isinstance(layer, RecordSlots) for layer in layers) is (backend is not None)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        ("llama", "affine8"),
+        ("gpt_oss", "turbo3"),  # windows and sinks
+        ("gemma3_text", "k8v4"),
+        ("qwen3_next", "float"),  # and states
+        ("qwen3", "affine4,last=float"),
+    ],
+)
+def test_tokens_are_those_of_slots_with_parts(family: str, scheme: str) -> None:
+    """Rows of unequal length, with shared prefixes where the model takes them."""
+    wanted = crowd_of(family, scheme).answers(prompts())
+    assert crowd_of(family, scheme, WithRecords()).answers(prompts()) == wanted
+
+
+def test_a_cpu_starts_each_layer_with_records_too() -> None:
+    """Buffers are written in place there while later layers are still built."""
+    wanted = crowd_of("llama", "affine8").answers(prompts())
+    assert crowd_of("llama", "affine8", x86_with_records()).answers(prompts()) == wanted
+
+
+@pytest.mark.parametrize("prefix_bytes", [2**24, 0])
+def test_rows_that_leave_their_slots_come_back(prefix_bytes: int) -> None:
+    """What is parked are parts, and they are copied back as records; or all is computed again."""
+    long = {str(index): random_prompt(index, 60 + index) for index in range(3)}
+    wanted = crowd_of("llama", "affine8").answers(long)
+    crowd = crowd_of("llama", "affine8", WithRecords(), prefix_bytes=prefix_bytes)
+    for job_id, prompt in long.items():
+        crowd.add(job_id, prompt)
+    while not crowd.engine._rows:
+        crowd.step()
+    crowd.step(2)
+    crowd.engine._read_in_flight()
+    rows = crowd.engine._decode_rows
+    rows._preempt([rows.by_slot[0], rows.by_slot[2]])
+    crowd.drain()
+    assert rows.num_preempted == 2
+    assert {job_id: crowd.tokens(job_id) for job_id in long} == wanted
+
+
+@pytest.mark.skipif(not is_there_a_compiler(), reason="there is no C++ compiler")
+def test_the_kernels_themselves_serve_an_engine(tmp_path: Path) -> None:
+    """The bodies that GPUs compile, compiled as C++, pack and attend for every row."""
+    launch = CppLaunch(tmp_path)
+
+    def make(layout: RecordLayout, lines: int) -> Any:
+        return DecodeKernels.of(layout, lines, launch)
+
+    few = {job_id: prompt[:540] for job_id, prompt in prompts((3, 15, 9)).items()}
+    wanted = crowd_of("llama", "affine8").answers(few)
+    crowd = crowd_of("llama", "affine8", WithRecords(make=make))
+    assert crowd.answers(few) == wanted
+    assert mx.default_device() == mx.Device(mx.cpu)

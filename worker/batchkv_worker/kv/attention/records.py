@@ -1,0 +1,116 @@
+"""Attention of decode steps over records: one word after another, a token's packed keys and values.
+
+A backend's kernels read each row from its own first column to its own last one (``bounds``), so
+there are no masks, and rows of unequal length need no groups. Results over shared prefixes enter as
+``Partials``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from batchkv_worker.kv.attention.paths import LayerAttention
+from batchkv_worker.kv.attention.shared_prefix import PartialAttention, attend_partial
+from batchkv_worker.kv.backends.contract import RecordKernels
+from batchkv_worker.kv.kernels.decode import Partials
+from batchkv_worker.kv.types import PackedKV, Parts
+
+_LEAST_ROWS = 8  # of small arrays: Metal binds those of fewer numbers in another address space
+
+
+def kernels_of(layer: LayerAttention) -> RecordKernels:
+    """The kernels of a layer whose path is ``kernel``."""
+    assert layer.records is not None, layer.path
+    return layer.records
+
+
+def attend(
+    layer: LayerAttention,
+    queries: mx.array,
+    records: mx.array,
+    bounds: mx.array,
+    longest: int,
+    scale: float,
+    sinks: mx.array | None = None,
+    partials: Partials | None = None,
+) -> mx.array:
+    """Attention of ``queries`` ``[rows, heads, 1, size]``; see ``RecordKernels.attend``.
+
+    Queries and result are in the model's basis, and have the dtype of the queries.
+    """
+    scheme = layer.scheme
+    rotated = scheme.keys.rotate(queries).astype(layer.dtype)
+    what = rotated, records, bounds, longest, scale, sinks, partials
+    return scheme.values.unrotate(kernels_of(layer).attend(*what).astype(queries.dtype))
+
+
+def pack(layer: LayerAttention, keys: mx.array, values: mx.array) -> mx.array:
+    """Records ``[rows, kv heads, 1, words]`` of one token a row, in the model's basis."""
+    scheme, kernels = layer.scheme, kernels_of(layer)
+    if keys.dtype == values.dtype == layer.dtype:
+        return kernels.pack(scheme.keys.rotate(keys), scheme.values.rotate(values))
+    return join(layer, scheme.keys.pack(keys), scheme.values.pack(values))
+
+
+def join(layer: LayerAttention, keys: Parts, values: Parts) -> mx.array:
+    """Records of packed parts, as buffers of the layer's dtype have them.
+
+    Models may give keys of another dtype than their own, and scales have that of the keys.
+    """
+
+    def fitted(parts: Parts) -> Parts:
+        return tuple(
+            part.astype(layer.dtype) if mx.issubdtype(part.dtype, mx.floating) else part
+            for part in parts
+        )
+
+    return kernels_of(layer).layout.join(fitted(keys), fitted(values))
+
+
+def bounds_of(starts: Sequence[int], ends: Sequence[int]) -> mx.array:
+    """``bounds`` (int32, ``[rows, 2]``) of rows; rows without columns follow, if there are few."""
+    pairs = [list(pair) for pair in zip(starts, ends, strict=True)]
+    return mx.array(pairs + [[0, 0]] * (_LEAST_ROWS - len(pairs)), mx.int32)
+
+
+def chain_of(segments: Sequence[tuple[int, int]], rows: int) -> mx.array:
+    """For each row the places of its partial results, of which segment after segment has some.
+
+    A segment has one result for each of the rows [first, last). Int32 ``[rows, depth]``; -1 is
+    none.
+    """
+    places: list[list[int]] = [[] for _ in range(max(rows, _LEAST_ROWS))]
+    count = 0
+    for first, last in segments:
+        for row in range(first, last):
+            places[row].append(count + row - first)
+        count += last - first
+    depth = max(1, max(map(len, places)))
+    return mx.array([row + [-1] * (depth - len(row)) for row in places], mx.int32)
+
+
+def partials_of(
+    layer: LayerAttention,
+    queries: mx.array,
+    shared: Sequence[tuple[PackedKV, int, int]],
+    chain: mx.array,
+    scale: float,
+) -> Partials | None:
+    """Attention over shared prefixes, each of the rows [first, last); None without any."""
+    if not shared:
+        return None
+    found = [attend_partial(layer, queries[low:high], one, scale) for one, low, high in shared]
+    return joined(layer, found, chain, queries.dtype)
+
+
+def joined(
+    layer: LayerAttention, found: Sequence[PartialAttention], chain: mx.array, dtype: mx.Dtype
+) -> Partials:
+    """Partial results one after the other, their scores as natural logarithms."""
+    scores, values = ([getattr(one, name) for one in found] for name in ("score", "value"))
+    score = scores[0] if len(found) == 1 else mx.concatenate(scores, axis=1)
+    value = values[0] if len(found) == 1 else mx.concatenate(values, axis=1)
+    unit = layer.backend.softmax(dtype).unit
+    return Partials(score if unit == 1.0 else score / unit, value.astype(layer.dtype), chain)

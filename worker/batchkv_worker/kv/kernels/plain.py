@@ -1,0 +1,83 @@
+"""The kernels' results by plain operations of MLX: for tests, and to compare with.
+
+Numbers are unpacked and multiplied in float32. Nothing here is fast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from batchkv_worker.kv.kernels.decode import Partials
+from batchkv_worker.kv.kernels.layout import RecordLayout
+
+
+@dataclass(frozen=True, slots=True)
+class PlainKernels:
+    """Implements ``RecordKernels``."""
+
+    layout: RecordLayout
+
+    def attend(
+        self,
+        queries: mx.array,
+        records: mx.array,
+        bounds: mx.array,
+        longest: int,
+        scale: float,
+        sinks: mx.array | None = None,
+        partials: Partials | None = None,
+    ) -> mx.array:
+        """As ``DecodeKernels.attend``."""
+        rows, heads, _, size = queries.shape
+        kv_heads, columns = records.shape[1], records.shape[2]
+        scheme, lines = self.layout.scheme, heads // kv_heads
+        low, high = (bounds[:rows, side].reshape(rows, 1, 1, 1) for side in (0, 1))
+        place = mx.arange(columns).reshape(1, 1, columns, 1)
+        seen = (place >= low) & (place < high)
+        packed = self.layout.split(records[:rows])
+        # What no row sees may be no number, and a weight of 0 does not hide that.
+        keys, values = (
+            mx.where(seen, tensor.unpack_stored(parts, mx.float32), 0)
+            for tensor, parts in zip((scheme.keys, scheme.values), packed, strict=True)
+        )
+        folded = queries.astype(mx.float32).reshape(rows, kv_heads, lines, size)
+        scores = scale * (folded @ keys.swapaxes(-1, -2))
+        scores = mx.where(seen.swapaxes(-1, -2), scores, -mx.inf)
+        found = [values]
+        parts = [scores]
+        if partials is not None:
+            scores_before, values_before = self._before(partials, rows)
+            parts.append(scores_before)
+            found.append(values_before)
+        if sinks is not None:
+            ones = (rows, kv_heads, lines, 1)
+            sink = sinks.astype(mx.float32).reshape(1, kv_heads, lines, 1)
+            parts.append(mx.broadcast_to(sink, ones))
+        joined = mx.concatenate(parts, axis=-1)
+        top = joined.max(axis=-1, keepdims=True)
+        weights = mx.exp(joined - mx.where(top == -mx.inf, 0, top))
+        total = weights.sum(axis=-1, keepdims=True)
+        weights = weights / mx.where(total == 0, 1, total)
+        out = weights[..., :columns] @ found[0]
+        if partials is not None:
+            depth = partials.chain.shape[1]
+            share = weights[..., columns : columns + depth, None]
+            out = out + (share * found[1]).sum(axis=-2)
+        return out.reshape(rows, heads, 1, out.shape[-1]).astype(self.layout.dtype)
+
+    def _before(self, partials: Partials, rows: int) -> tuple[mx.array, mx.array]:
+        """Scores ``[rows, kv heads, lines, depth]`` and values ``[..., depth, size]``."""
+        chain = partials.chain[:rows]
+        places = mx.maximum(chain, 0)
+        scores = partials.scores[..., 0][:, places].transpose(1, 0, 3, 2)
+        values = partials.values[:, places].transpose(1, 0, 3, 2, 4).astype(mx.float32)
+        missing = (chain < 0)[:, None, None]
+        hidden = mx.where(missing, -mx.inf, scores)
+        return hidden, mx.where(missing[..., None], 0, values)
+
+    def pack(self, keys: mx.array, values: mx.array) -> mx.array:
+        """As ``DecodeKernels.pack``: of keys and values in the basis of storage."""
+        scheme = self.layout.scheme
+        return self.layout.join(scheme.keys.codec.pack(keys), scheme.values.codec.pack(values))
