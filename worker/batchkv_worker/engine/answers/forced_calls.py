@@ -93,13 +93,17 @@ class _Writer:
         arguments = self._arguments(name, function.get("parameters") or NO_PARAMETERS)
         return self._rule(f"{before} {arguments} {self._text(self._style.after)}")
 
-    def _arguments(self, name: str, schema: dict[str, Any]) -> str:
+    def _arguments(self, name: str, schema: Any) -> str:
         style = self._style.arguments
+        if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+            raise _no_object(name)
         if style is None:
             return self._json({"type": "object", **schema})
         properties, required = schema.get("properties", {}), schema.get("required", [])
-        if not isinstance(properties, dict) or not {*required} <= properties.keys():
-            raise _refused(f"tool_choice: the parameters of {name!r} are not those of an object")
+        if not isinstance(properties, dict) or not isinstance(required, list):
+            raise _no_object(name)
+        if not all(key in [*properties] for key in required):
+            raise _no_object(name)
         shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
         items = [
             (self._argument(f"{name}.{key}", key, value, shared, style), key in required)
@@ -131,7 +135,10 @@ class _Writer:
     def _plain_text(self, where: str, schema: dict[str, Any], after: str) -> str:
         """A text as it is, and what ends it."""
         if "enum" in schema:
-            values = [value for value in schema["enum"] if isinstance(value, str)]
+            values = schema["enum"]
+            is_list = isinstance(values, list) and bool(values)
+            if not is_list or not all(isinstance(one, str) for one in values):
+                raise _refused(f"tool_choice: the enum of {where} is not a list of texts")
             return f"({' | '.join(map(json.dumps, values))}) {self._text(after)}"
         if rules := sorted(_TEXT_RULES & schema.keys()):
             raise _refused(
@@ -190,6 +197,10 @@ def _sequence(items: list[tuple[str, bool]], between: str) -> str:
         for place in range(len(others))
     )
     return f"({' | '.join(firsts)})?"
+
+
+def _no_object(name: str) -> RowRefused:
+    return _refused(f"tool_choice: the parameters of {name!r} are not those of an object")
 
 
 def _refused(message: str) -> RowRefused:
