@@ -50,7 +50,7 @@ class Use(Enum):
 NOT_BUILT = frozenset(
     {
         *("response_format", "structured_outputs", *GUIDED),
-        *("tool_choice", "parallel_tool_calls", "reasoning_effort"),
+        "tool_choice",
         *("thinking_budget", "thinking_token_budget"),
     }
 )
@@ -162,10 +162,12 @@ _OTHERS = (
         Field(name, f"The older form of `structured_outputs.{name.removeprefix('guided_')}`.")
         for name in GUIDED
     ),
-    Field("tools", f"At most {MAX_TOOLS} functions, given to the chat template.", endpoints=CHAT),
+    Field("tools", f"At most {MAX_TOOLS} functions, shown to the model by its chat template. A "
+          "template that does not show them refuses the row.", endpoints=CHAT),
     Field("tool_choice", "`auto`, `none`, `required`, or the name of a function.", endpoints=CHAT,
           neutral=("auto", "none")),
-    Field("parallel_tool_calls", "`false` allows one call at most.", endpoints=CHAT,
+    Field("parallel_tool_calls", "`false`: the answer has one call at most, and ends after it.",
+          endpoints=CHAT,
           neutral=(True,)),
     Field("reasoning_effort", "For chat templates that read it. Other models refuse the row.",
           endpoints=CHAT),
