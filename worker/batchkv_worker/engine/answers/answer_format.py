@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from batchkv_worker.engine.answers import harmony
+from batchkv_worker.engine.answers.call_styles import STYLES
 
 Parser = Callable[[str, Any], Any]  # of a call's text and the row's tools
 
@@ -31,10 +32,9 @@ class AnswerFormat:
 
     The names without an underscore that mlx-lm's ``make_text_state_machine`` reads are the same as
     those of its tokenizer. ``thought_start``, ``thought_end`` and ``call_start`` are the tokens of
-    markers.
-    ``tokens`` are the tokens of all markers: an output that is divided needs their texts, and those
-    of no other special token. ``initial_state`` is that of an answer whose prompt opened no
-    thought.
+    markers. ``tokens`` are those of all markers, also of those inside calls: an output that is
+    divided needs their texts, and those of no other special token. ``initial_state`` is that of an
+    answer whose prompt opened no thought.
     """
 
     think_start: str = ""
@@ -130,7 +130,12 @@ def with_tokens(form: AnswerFormat, tokenizer: Any) -> AnswerFormat:
     """The format with ``tokens``."""
     markers = harmony.MARKERS if form.is_harmony else form.markers
     encoded = (tokenizer.encode(marker, add_special_tokens=False) for marker in markers)
-    return replace(form, tokens=frozenset(token for tokens in encoded for token in tokens))
+    tokens = {token for marker in encoded for token in marker}
+    if form.may_call and form.parser_name in STYLES:
+        text = STYLES[form.parser_name].text
+        added = tokenizer.added_tokens_decoder.items()
+        tokens |= {token for token, facts in added if facts.content and facts.content in text}
+    return replace(form, tokens=frozenset(tokens))
 
 
 def _with_thought(

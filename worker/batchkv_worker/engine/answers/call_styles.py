@@ -47,6 +47,14 @@ class CallStyle:
     is_single: bool = False  # an answer can have one call only
     names: re.Pattern[str] = _PLAIN
 
+    @property
+    def text(self) -> str:
+        """All that is around names and values, so that a marker can be looked for."""
+        found = [self.begin, self.before, self.after, self.between, self.finish]
+        if (style := self.arguments) is not None:
+            found += [style.before, style.text_before, style.text_after, style.after, style.between]
+        return " ".join(found)
+
 
 _TAGS = Arguments("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n")
 
