@@ -33,11 +33,16 @@ def engine(family: str) -> Engine:
 
 
 def submit(running: Engine, count: int = 6) -> None:
+    """Greedy rows, and rows that sample and look back at what they have generated."""
+    looks_back: dict[str, Any] = {
+        **{"repetition_penalty": 1.2, "frequency_penalty": 0.5, "bad_words": ((1, 2, 3), (4, 5))},
+        "logit_bias": tuple((token, 4.0) for token in range(6)),
+    }
     for index in range(count):
-        sampled = {"temperature": 0.9, "seed": index} if index % 2 else {"temperature": 0.0}
+        greedy: dict[str, Any] = {"temperature": 0.0}
+        asked = {"temperature": 0.9, "seed": index, **looks_back} if index % 2 else greedy
         prompt = random_prompt(index, 20 + 90 * index)
-        row = Sequence(str(index), prompt, Generation(40 - 3 * index, **sampled))  # type: ignore[arg-type]
-        running.submit_row(row)
+        running.submit_row(Sequence(str(index), prompt, Generation(40 - 3 * index, **asked)))
 
 
 def drain(running: Engine) -> dict[str, Any]:
