@@ -29,15 +29,39 @@ VALUES = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(TEXTS, inner, max_size=4)),
     max_leaves=12,
 )
+IDS = st.lists(st.integers(-1, 600) | NUMBERS, max_size=3)
 PARAMS = {
-    name: VALUES
+    name: st.one_of(st.sampled_from([True, False, 1, 0, ["x"]]), IDS, VALUES)
     for name in (
         *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logprobs"),
         *("repetition_penalty", "top_logprobs", "max_completion_tokens", "presence_penalty"),
         *("frequency_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop"),
         *("skip_special_tokens", "return_token_ids", "logit_bias", "bad_words"),
+        *("thinking_budget", "n"),
     )
 }
+SCHEMAS = st.one_of(
+    st.sampled_from([{"type": "object"}, {}, True, {"$ref": "#"}, "a+", ["a"], 'start: "a"']),
+    VALUES,
+)
+KINDS = ("json_schema", "json_object", "regex", "choice", "grammar", "x")
+ASKED = {
+    "response_format": st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", *KINDS])},
+        optional={"json_schema": st.fixed_dictionaries({"schema": SCHEMAS}) | VALUES},
+    ),
+    "structured_outputs": st.dictionaries(
+        st.sampled_from(["json", *KINDS, "whitespace_pattern"]), SCHEMAS, max_size=2
+    ),
+    **{f"guided_{name}": SCHEMAS for name in ("json", "regex", "choice", "grammar")},
+    "parallel_tool_calls": VALUES,
+    "reasoning_effort": st.sampled_from(["low", "x"]) | VALUES,
+    "enable_thinking": VALUES,
+    "include_stop_str_in_output": VALUES,
+    "thinking_token_budget": VALUES,
+}
+TOOLS = st.sampled_from([[{"function": {"name": "f"}}], [{"function": {"name": "g"}}, 5]])
+CHOICES = st.sampled_from(["auto", "none", "required", {"function": {"name": "f"}}, {"type": "x"}])
 MESSAGES = st.lists(
     st.one_of(
         st.fixed_dictionaries(
@@ -52,13 +76,13 @@ BODIES = st.fixed_dictionaries(
     {},
     optional={
         **PARAMS,
-        "prompt": st.one_of(TEXTS, VALUES),
+        **ASKED,
+        "prompt": st.one_of(TEXTS, IDS, VALUES),
         "messages": st.one_of(MESSAGES, VALUES),
         "model": VALUES,
-        "tools": VALUES,
-        "tool_choice": VALUES,
+        "tools": TOOLS | VALUES,
+        "tool_choice": CHOICES | VALUES,
         "chat_template_kwargs": VALUES,
-        "n": VALUES,
         "metadata": VALUES,
     },
 )
@@ -102,10 +126,20 @@ REQUESTS = st.fixed_dictionaries(
     {"custom_id": TEXTS, "endpoint": st.sampled_from(["chat", "completion"])},
     optional={
         "prompt": st.one_of(TEXTS, VALUES),
+        "prompt_tokens": st.one_of(IDS, VALUES),
         "messages": st.one_of(MESSAGES, VALUES),
-        "tools": VALUES,
+        "tools": TOOLS | VALUES,
         "chat_template_kwargs": VALUES,
-        "params": st.one_of(st.fixed_dictionaries({}, optional=PARAMS), VALUES),
+        "params": st.one_of(
+            st.fixed_dictionaries({}, optional={**PARAMS, "include_stop": VALUES}), VALUES
+        ),
+        "constraint": st.one_of(
+            st.fixed_dictionaries({"kind": st.sampled_from(KINDS)}, optional={"value": SCHEMAS}),
+            VALUES,
+        ),
+        "tool_choice": st.sampled_from(["none", "required", "function:f"]) | VALUES,
+        "parallel_tool_calls": VALUES,
+        "reasoning_effort": VALUES,
         "surprise": VALUES,
     },
 )
@@ -158,7 +192,14 @@ def result_data() -> st.SearchStrategy[bytes]:
     """A stored result: mostly a map with our letters, compressed."""
     maps = st.fixed_dictionaries(
         {"o": st.sampled_from(["ok", "failed", "canceled"]), "e": st.just("chat")},
-        optional={letter: MSGPACK for letter in "cmtfuxwabnl"},
+        optional={
+            **{letter: MSGPACK for letter in "cmtfuxwabnlrkijh"},
+            "i": st.lists(st.integers(-1, 9), max_size=3) | MSGPACK,
+            "k": st.lists(st.lists(TEXTS, min_size=3, max_size=3), max_size=2) | MSGPACK,
+            "d": st.lists(
+                st.dictionaries(st.sampled_from("tfrkil"), MSGPACK, max_size=3), max_size=3
+            ),
+        },
     ).map(packb)
     packed = st.one_of(maps, mutated(maps), MSGPACK.map(packb)).map(zlib.compress)
     return st.one_of(packed, mutated(packed), st.binary(max_size=60))

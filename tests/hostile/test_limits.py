@@ -10,9 +10,9 @@ import pytest
 from batchkv_cache_store import lookup
 from batchkv_cache_store.blocks import header, manifests
 from batchkv_cache_store.tiers.base import MAX_OBJECT_BYTES
-from batchkv_producer.intake import body, checks, formats, messages, prompting
+from batchkv_producer.intake import checks, fields, formats, messages, prompting, rules
 from batchkv_producer.results import bounded
-from batchkv_producer.wire import job, transitions
+from batchkv_producer.wire import constraint, job, transitions
 from batchkv_worker.engine.tokens import text_limits as tokens
 from batchkv_worker.model import loader as model
 from batchkv_worker.model import trial
@@ -34,7 +34,14 @@ MIB, KIB = 2**20, 2**10
             "tools of a row",
             [messages.MAX_TOOLS, messages.MAX_VARIABLE_CHARS, checks.MAX_DEPTH],
         ),
-        ("`top_logprobs`", [body.MAX_LOGPROBS]),
+        ("`top_logprobs`", [fields.MAX_LOGPROBS, fields.MAX_CHOICES]),
+        ("token ids of a prompt", [job.MAX_PROMPT_TOKENS, job.MAX_TOKEN_ID]),
+        (
+            "token ids in `stop_token_ids`",
+            [rules.MAX_LISTED_TOKENS, rules.MAX_BAD_WORDS, checks.MAX_STOP_BYTES],
+        ),
+        ("a schema, regex", [constraint.MAX_CONSTRAINT_BYTES // KIB, checks.MAX_DEPTH]),
+        ("a function's name", [job.MAX_FUNCTION_CHARS, job.MAX_EFFORT_CHARS]),
         ("a job's data", [job.MAX_JOB_BYTES // MIB]),
         ("a result", [job.MAX_RESULT_BYTES // MIB]),
         ("jobs that a worker takes", [transitions.ENOUGH_BYTES // MIB]),

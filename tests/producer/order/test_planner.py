@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import sqlite3
-from itertools import groupby
+from collections.abc import Sequence
+from itertools import groupby, takewhile
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from batchkv_producer.errors import BatchkvError
 from batchkv_producer.intake.formats import Row, RowError
 from batchkv_producer.order import planner
 from batchkv_producer.order import prefix_order as order
-from batchkv_producer.order.canonical import canonical_text
+from batchkv_producer.order.canonical import canonical_text, num_shared_tokens
 from batchkv_producer.order.planner import BatchPlan, Chunk, PlanCounts
 from batchkv_producer.wire.job import Request, SamplingParams, decode_job
 
@@ -36,6 +37,12 @@ def planned(
     with BatchPlan(defaults or SamplingParams()) as plan:
         plan.add(rows)
         return plan.seal(), list(plan.chunks())
+
+
+def num_equal(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many items two sequences begin with in common."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def order_of(*prompts: str) -> list[str]:
@@ -102,6 +109,48 @@ def test_canonical_text_has_all_that_a_template_renders() -> None:
     texts = [canonical_text(request) for request in (base, *others)]
     assert len(set(texts)) == len(texts)
     assert canonical_text(others[2]).startswith("[{")
+
+
+def test_prompts_of_token_ids_are_ordered_by_their_prefixes() -> None:
+    """Rows whose ids begin alike are queued one after the other, and know how much they share."""
+    rng = random.Random(6)
+    stems = [[rng.randrange(2**24) for _ in range(length)] for length in (200, 900, 4000)]
+    prompts = [[*stem, line] for line in range(6) for stem in stems]
+    prompts.append([rng.randrange(2**24) for _ in range(300)])
+    rng.shuffle(prompts)
+    rows = [
+        Row(line, Request(f"{line}", "completion", prompt_tokens=ids))
+        for line, ids in enumerate(prompts, 1)
+    ]
+    _, (chunk,) = planned(*rows)
+    ordered = [(decode_job(data).prompt_tokens or [], shared) for _, data, shared in chunk.jobs]
+    lengths = [len(ids) for ids, _ in ordered]
+    assert sorted(len(list(group)) for _, group in groupby(lengths)) == [1, 6, 6, 6]
+    for ids, shared in ordered:
+        alone = len(ids) == 300
+        assert (
+            num_shared_tokens(shared) == 0 if alone else len(ids) - 1 <= num_shared_tokens(shared)
+        )
+
+
+@given(
+    st.lists(st.integers(0, 2**24 - 1), max_size=9),
+    st.lists(st.integers(0, 2**24 - 1), max_size=9),
+    st.lists(st.integers(0, 2**24 - 1), max_size=9),
+)
+def test_common_text_of_token_ids_is_their_common_prefix(
+    stem: list[int], left: list[int], right: list[int]
+) -> None:
+    """Two prompts have as many tokens in common as their canonical texts say."""
+    first, second = [*stem, *left], [*stem, *right]
+    texts = [
+        canonical_text(Request("a", "completion", prompt_tokens=ids)) for ids in (first, second)
+    ]
+    num_common = num_equal(first, second)
+    num_bytes = num_equal(*texts)
+    assert num_shared_tokens(num_bytes) == num_common
+    assert len(set(map(str, (first, second)))) == len(set(texts))
+    assert not canonical_text(Request("a", "completion", prompt="a")).startswith(texts[0][:1])
 
 
 @given(st.text(max_size=2000), st.text(max_size=2000), st.integers(0, 700_000))

@@ -15,6 +15,8 @@ from rq.serializers import JSONSerializer
 
 from batchkv_producer.errors import WireError
 from batchkv_producer.wire import job
+from batchkv_producer.wire.choice import Choice, ToolCall
+from batchkv_producer.wire.constraint import Constraint
 from batchkv_producer.wire.job import (
     FUNCTION_NAME,
     Request,
@@ -31,6 +33,7 @@ from batchkv_producer.wire.job import (
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 counts = st.integers(0, 2**40)
 numbers = st.floats(0, 100, allow_nan=False)
+ids = st.integers(0, 2**24 - 1)
 params = st.builds(
     SamplingParams,
     max_tokens=st.none() | st.integers(1, 2**31 - 1),
@@ -42,20 +45,66 @@ params = st.builds(
     seed=st.none() | st.integers(-(2**63), 2**64 - 1),
     stop=st.lists(text, max_size=3).map(tuple),
     logprobs=st.none() | st.integers(0, 20),
+    presence_penalty=st.none() | numbers,
+    frequency_penalty=st.none() | numbers,
+    min_tokens=st.none() | st.integers(1, 2**31 - 1),
+    ignore_eos=st.none() | st.just(True),
+    stop_token_ids=st.lists(ids, max_size=3).map(tuple),
+    include_stop=st.none() | st.just(True),
+    skip_special_tokens=st.none() | st.just(False),
+    return_token_ids=st.none() | st.just(True),
+    logit_bias=st.lists(st.tuples(ids, numbers), max_size=3).map(tuple),
+    bad_words=st.lists(text, max_size=3).map(tuple),
+    thinking_budget=st.none() | st.integers(0, 2**31 - 1),
+    n=st.none() | st.integers(2, 128),
+)
+constraints = st.one_of(
+    st.none(),
+    st.just(Constraint("json_object")),
+    st.builds(Constraint, st.just("json_schema"), st.dictionaries(text, text, max_size=2)),
+    st.builds(Constraint, st.sampled_from(["regex", "grammar"]), text.filter(bool)),
+    st.builds(Constraint, st.just("choice"), st.lists(text.filter(bool), min_size=1, unique=True)),
 )
 messages = st.lists(st.fixed_dictionaries({"role": text, "content": text}), min_size=1, max_size=3)
-requests = st.builds(Request, text, st.just("completion"), prompt=text, params=params) | st.builds(
-    Request,
-    text,
-    st.just("chat"),
-    messages=messages,
-    tools=st.none() | st.just([{"type": "function", "function": {"name": "f"}}]),
-    chat_template_kwargs=st.dictionaries(text, st.booleans(), max_size=2),
-    params=params,
+requests = (
+    st.builds(
+        Request, text, st.just("completion"), prompt=text, params=params, constraint=constraints
+    )
+    | st.builds(
+        Request,
+        text,
+        st.just("completion"),
+        prompt_tokens=st.lists(ids, min_size=1, max_size=5),
+        params=params,
+    )
+    | st.builds(
+        Request,
+        text,
+        st.just("chat"),
+        messages=messages,
+        tools=st.none() | st.just([{"type": "function", "function": {"name": "f"}}]),
+        chat_template_kwargs=st.dictionaries(text, st.booleans(), max_size=2),
+        params=params,
+        constraint=constraints,
+        tool_choice=st.sampled_from([None, "none", "required", "function:f"]),
+        parallel_tool_calls=st.sampled_from([None, False]),
+        reasoning_effort=st.none() | text,
+    )
 )
 logprobs = st.floats(max_value=0, allow_nan=False)
 tokens = st.builds(
     TokenLogprob, text, logprobs, st.lists(st.tuples(text, logprobs), max_size=2).map(tuple)
+)
+token_ids = st.none() | st.lists(ids, max_size=3).map(tuple)
+calls = st.lists(st.builds(ToolCall, text, text, text), max_size=2).map(tuple)
+choices = st.builds(
+    Choice,
+    text=text,
+    finish_reason=text,
+    logprobs=st.none() | st.lists(tokens, max_size=2).map(tuple),
+    reasoning=text,
+    tool_calls=calls,
+    token_ids=token_ids,
 )
 results = st.builds(
     Result,
@@ -65,12 +114,17 @@ results = st.builds(
     model=text,
     text=text,
     finish_reason=text,
-    usage=st.builds(Usage, counts, counts, counts),
+    usage=st.builds(Usage, counts, counts, counts, counts),
     error=st.none() | st.tuples(text, text),
     logprobs=st.none() | st.lists(tokens, max_size=3).map(tuple),
     worker=text,
     created=counts,
     busy_ms=counts,
+    reasoning=text,
+    tool_calls=calls,
+    token_ids=token_ids,
+    prompt_token_ids=token_ids,
+    more=st.lists(choices, max_size=2).map(tuple),
 )
 
 
@@ -114,7 +168,12 @@ json_values = st.recursive(
 @settings(max_examples=200)
 @given(
     st.dictionaries(
-        st.sampled_from(["custom_id", "endpoint", "messages", "prompt", "params", "tools"]),
+        st.sampled_from(
+            [
+                *("custom_id", "endpoint", "messages", "prompt", "params", "tools"),
+                *("prompt_tokens", "constraint", "tool_choice", "parallel_tool_calls"),
+            ]
+        ),
         json_values,
     )
 )
@@ -125,7 +184,7 @@ def test_a_payload_of_wrong_types_is_a_wire_error_or_a_request(payload: dict[str
         assert isinstance(decode_job(data), Request)
 
 
-@given(st.dictionaries(st.sampled_from("oceemtfuxwabl"), json_values))
+@given(st.dictionaries(st.sampled_from("oceemtfuxwablrkijdh"), json_values))
 def test_a_stored_map_of_wrong_types_is_a_wire_error_or_a_result(packed: dict[str, Any]) -> None:
     """A stored map that is msgpack, but not ours, never raises anything else."""
     try:

@@ -145,6 +145,16 @@ def test_bad_words_are_barred_at_the_beginning_and_after_a_blank() -> None:
     assert generation.bad_words == ((97, 98), (197, 98), (99,), (199,), (120, 121))
 
 
+@pytest.mark.parametrize("num_shared", [0, 1, 299, 300])
+def test_shared_token_ids_are_counted_exactly(num_shared: int, demo: LoadedModel) -> None:
+    """Bytes of the canonical text are translated back into token ids; half an id counts as none."""
+    first = Request("a", "completion", prompt_tokens=[7] * 300)
+    second = replace(first, prompt_tokens=[7] * num_shared + [8] * (300 - num_shared))
+    texts = [canonical_text(request).encode() for request in (first, second)]
+    work = Work("b-1", first, num_common(*texts))
+    assert prepare(work, demo, counts_shared=True).num_common == num_shared
+
+
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f"}}]])
 def test_shared_text_is_counted_in_tokens(tools: Any, demo: LoadedModel) -> None:
     """Never fewer than the prompts have in common, whatever the template puts around the text."""
