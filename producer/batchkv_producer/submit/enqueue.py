@@ -16,6 +16,7 @@ from batchkv_producer.order.planner import BatchPlan, Chunk, PlanCounts
 from batchkv_producer.order.prefix_order import ORDER_VERSION
 from batchkv_producer.submit.generations import Generation, OtherMakingError
 from batchkv_producer.submit.kept_answers import EarlierBatch
+from batchkv_producer.submit.older_rules import RULES_VERSION, check_chunks
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.batch_options import NO_OPTIONS, BatchOptions, differences
 from batchkv_producer.wire.job import Result, SamplingParams, encode_result
@@ -59,6 +60,8 @@ def enqueue(
     """
     batch_id = generation.batch_id
     there, start = _create_or_join(transitions, generation, counts, spec, plan.needs())
+    if 0 < start < counts.num_chunks:
+        check_chunks(transitions.connection, batch_id, plan.chunks(), start)
     # The plan already has --raw; a later batch has it in its id.
     is_older = there.style != "auto" and not spec.prompting.raw
     if start < counts.num_chunks and is_older:
@@ -105,6 +108,7 @@ def _create_or_join(
             "total": counts.total,
             "num_chunks": counts.num_chunks,
             "order": ORDER_VERSION,
+            "rules": RULES_VERSION,
             "last_line": counts.last_line,
             "job_timeout": spec.job_timeout_seconds,
             "defaults": encode_defaults(spec.defaults),

@@ -11,6 +11,7 @@ key                        type    content
                                    ``created``, ``chunks`` (enqueued so far), ``num_chunks``,
                                    ``last_line`` (above ``total`` if the file has blank lines),
                                    ``order`` (version of the rows' order; missing: 1),
+                                   ``rules`` (version of the rules for fields; missing: before 1),
                                    ``style`` of plain prompts (``auto``, ``raw``; missing: raw) and
                                    ``system``, the message before each (``prompting``),
                                    ``thinking`` (``off``: templates are asked for none),

@@ -197,6 +197,41 @@ def test_an_interrupted_submit_is_completed(
     assert client.status(half.batch_id).is_submitted
 
 
+@pytest.mark.parametrize("num_wrong", [0, 1])
+def test_a_submit_of_older_rules_is_finished_only_if_no_row_would_be_lost(
+    client: Client,
+    redis_connection: Redis,
+    write_lines: Write,
+    monkeypatch: pytest.MonkeyPatch,
+    num_wrong: int,
+) -> None:
+    """A row that an older version refused moves all others. Then the file has to be begun anew."""
+    real = Transitions.submit
+
+    def stops_at_chunk_one(self: Transitions, *args: Any) -> int:
+        if args[2] == 1:
+            raise Interrupted
+        return real(self, *args)
+
+    rows = prompts(700)
+    rows[0] = {"prompt": "z", "ignore_eos": True}  # the last in the order
+    path = write_lines(*rows)
+    with monkeypatch.context() as older:
+        refused = frozenset({"ignore_eos"}) if num_wrong else frozenset()
+        older.setattr("batchkv_producer.intake.fields.NOT_BUILT", refused)
+        older.setattr(Transitions, "submit", stops_at_chunk_one)
+        with pytest.raises(Interrupted):
+            client.submit(path, model="demo")
+    (half,) = client.list_batches()
+    redis_connection.hdel(redis_keys.batch(half.batch_id), "rules")
+    if num_wrong:
+        with pytest.raises(BatchkvError, match="refused other rows of this file"):
+            client.submit(path, model="demo")
+        return
+    client.submit(path, model="demo")
+    assert len(set(waiting(redis_connection, half.queue))) == 700
+
+
 def test_two_submits_at_once(
     client: Client,
     redis_connection: Redis,
