@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.monitor.workers import WorkerInfo
 from batchkv_producer.progress import rows
-from batchkv_producer.wire.maker import SHOWN_DIGITS
+from batchkv_producer.wire.maker import GRAMMAR, SHOWN_DIGITS
 
 MAX_NAMED = 3  # workers
 
@@ -45,7 +45,7 @@ def find_mismatch(status: BatchStatus, serving: Sequence[WorkerInfo]) -> Mismatc
     waiting = f"{rows(status.queued)} wait for {wanted}"
     return Mismatch(
         f"rows wait for {wanted}",
-        f"{waiting}; {', '.join(have[:MAX_NAMED])}{more}. {_way_out(name, status)}",
+        f"{waiting}; {', '.join(have[:MAX_NAMED])}{more}. {_way_out(name, status, serving)}",
     )
 
 
@@ -83,9 +83,12 @@ def _named(name: str, value: str) -> str:
     return f"KV scheme {value}" if name == "scheme" else f"dtype {value}"
 
 
-def _way_out(name: str, status: BatchStatus) -> str:
+def _way_out(name: str, status: BatchStatus, serving: Sequence[WorkerInfo]) -> str:
     fresh = "`--fresh` with the same file computes all rows anew, with the workers there are"
     if name == "needs":
+        lacks = [set(status.needs.split()) - set(worker.abilities or ()) for worker in serving]
+        if {GRAMMAR} in lacks:
+            return "Install llguidance for a worker of this queue: batchkv[worker] has it"
         return "Upgrade a worker of this queue"
     if name == "fingerprint":
         return f"Start a worker where {status.model} has those files; or {fresh}"

@@ -317,6 +317,19 @@ def test_rows_that_need_more_than_a_worker_can_are_told_of(
     assert found and "mini2 would fail rows of batch" in found.note
 
 
+def test_a_worker_without_the_library_of_grammars_is_told_what_to_install(
+    submit: Callable[..., Submitted], client: Client
+) -> None:
+    """A worker that lacks this ability alone needs no newer version."""
+    batch = replace(client.status(submit().batch_id), needs="fields grammar")
+    mini = WorkerInfo("mini2", "h", 1, (batch.queue,), "idle", 0.0, 0, 0, 0, abilities=("fields",))
+    found = find_mismatch(batch, [mini])
+    assert found and found.note.endswith("Install llguidance for a worker of this queue: "
+                                         "batchkv[worker] has it")  # fmt: skip
+    found = find_mismatch(batch, [replace(mini, abilities=())])
+    assert found and found.note.endswith("Upgrade a worker of this queue")
+
+
 def test_a_worker_whose_model_has_changed_is_started_again(runs: Runs, tmp_path: Path) -> None:
     """At once, as no death of anybody's; its rows are done by the next."""
     script = 'if [ -e "$0" ]; then exec "$@"; fi; : > "$0"; exit 72'
