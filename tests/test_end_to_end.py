@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -20,6 +21,7 @@ from rq.serializers import JSONSerializer
 
 from batchkv_producer.wire.redis_keys import queue_name
 from support.homes import new_home
+from support.openai_bodies import OWN_KEYS, extra_keys
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "producer" / "examples" / "quickstart.jsonl"
@@ -91,21 +93,46 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in found.stdout.split()]
 
 
+CHAT = {"messages": [{"role": "user", "content": "7"}]}
+ASKED: list[dict[str, object]] = [
+    {**CHAT, "n": 3, "seed": 1, "logprobs": True, "top_logprobs": 2, "return_token_ids": True},
+    {"prompt": "Once", "n": 2, "logprobs": 2, "return_token_ids": True, "temperature": 0},
+    {"prompt": [5, 6, 7], "return_token_ids": True, "skip_special_tokens": False},
+    {**CHAT, "min_tokens": 3, "ignore_eos": True, "stop_token_ids": [9], "bad_words": ["x"]},
+    {**CHAT, "logit_bias": {"7": 5}, "presence_penalty": 1, "frequency_penalty": -1},
+    {"prompt": "Once", "stop": "e", "include_stop_str_in_output": True, "repetition_penalty": 1.2},
+]
+
+
 def test_quickstart_answers_are_right(home: Home) -> None:
-    """One command on nothing: 40 questions, 40 results, nearly all right with 8-bit KV."""
-    out = home.path / "out.jsonl"
-    ran = home.cli("run", QUICKSTART, "-m", "demo", "-o", out)
+    """One command on nothing: 40 questions, 40 results, nearly all right with 8-bit KV.
+
+    Rows that ask for more are answered beside them. OpenAI's types accept every line.
+    """
+    out, asked = home.path / "out.jsonl", home.path / "asked.jsonl"
+    asked.write_text("".join(json.dumps({**row, "max_tokens": 4}) + "\n" for row in ASKED))
+    num, num_all = len(ASKED), 40 + len(ASKED)
+    ran = home.cli("run", QUICKSTART, asked, "-m", "demo", "-o", out)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "40 = 40 ok + 0 failed + 0 canceled" in ran.stdout
+    assert f"{num_all} = {num_all} ok (" in ran.stdout  # those of few tokens are cut
     right = int(ran.stdout.split("answers right: ")[1].split()[0])
     assert right >= 38
     results = lines(out)
-    assert len({line["custom_id"] for line in results}) == 40
+    assert len({line["custom_id"] for line in results}) == num_all
+    bodies: list[dict[str, Any]] = [line["response"]["body"] for line in results]  # type: ignore[index]
+    assert set[str]().union(*map(extra_keys, bodies)) <= OWN_KEYS
+    of_asked = {
+        int(str(line["custom_id"]).rpartition(":")[2]): line["response"]["body"]["choices"]  # type: ignore[index]
+        for line in results
+        if str(line["custom_id"]).startswith("asked.jsonl:")
+    }
+    assert [len(of_asked[row]) for row in range(1, num + 1)] == [3, 2, 1, 1, 1, 1]
+    assert of_asked[3][0]["prompt_token_ids"] == [5, 6, 7]
     usage = [line["response"]["body"]["usage"] for line in results]  # type: ignore[index]
     cached = [part["prompt_tokens_details"]["cached_tokens"] for part in usage]
     assert sum(count >= 512 for count in cached) >= 30  # the ledger was computed once
-    again = home.cli("run", QUICKSTART, "-m", "demo", "-o", out)
-    assert again.returncode == 0 and len(lines(out)) == 40
+    again = home.cli("run", QUICKSTART, asked, "-m", "demo", "-o", out)
+    assert again.returncode == 0 and len(lines(out)) == num_all
 
 
 def test_run_killed_in_the_middle_goes_on(home: Home) -> None:
