@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from redis import Redis
 
 from batchkv_producer.monitor.workers import WorkerInfo, read_workers
 from batchkv_producer.wire.job import Usage
+from batchkv_producer.wire.maker import ABILITIES
 from batchkv_worker.engine.thread import EngineThread
 from batchkv_worker.events import Completed
 from batchkv_worker.model import load_progress as loading
 from batchkv_worker.model import loader as model
+from batchkv_worker.queue import abilities
 from batchkv_worker.queue.in_flight import InFlight
-from batchkv_worker.queue.worker_record import LastMinute, WorkerRecord
+from batchkv_worker.queue.worker_record import LastMinute, WorkerRecord, constant_fields
 from batchkv_worker.settings import WorkerSettings
 from support import tiny_models  # noqa: F401 - first: it loads the BLAS
 from support.fake_engine import FakeEngine, FakePlan
@@ -211,3 +214,23 @@ def test_the_engine_thread_keeps_the_last_word() -> None:
     wait_until(lambda: thread.max_in_flight == 1)
     thread.stop()
     assert texts == ["loading 1.0 of 2.0 GB"] and thread.loading == ""
+
+
+@pytest.mark.parametrize("missing", ["llguidance", "numpy", None])
+def test_a_worker_without_the_library_does_not_claim_grammars(
+    monkeypatch: pytest.MonkeyPatch, missing: str | None
+) -> None:
+    """Everything else it claims; with the library, all that this version knows."""
+
+    def found(name: str) -> object:
+        return None if name == missing else find_spec("json")
+
+    monkeypatch.setattr(abilities, "find_spec", found)
+    abilities.own_abilities.cache_clear()
+    try:
+        claimed = constant_fields()["bkv_abilities"].split()
+    finally:
+        monkeypatch.undo()
+        abilities.own_abilities.cache_clear()
+    wanted = [name for name in ABILITIES if name != "grammar" or missing is None]
+    assert claimed == wanted and "fields" in claimed
