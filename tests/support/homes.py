@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -16,18 +17,20 @@ def new_home(path: Path) -> Path:
     A worker's first start on a machine measures for seconds, and later starts do not. What a first
     start does has tests of its own (``engine/test_kept_measurements.py``).
     """
-    shared = Path(tempfile.gettempdir()) / f"bkv-measured-{_RUN}"
-    shared.mkdir(mode=0o700, exist_ok=True)
+    shared = shared_folder()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not (path / "measured").exists():
         (path / "measured").symlink_to(shared)
     return path
 
 
+def shared_folder() -> Path:
+    """The folder of the measurements of this run."""
+    folder = Path(tempfile.gettempdir()) / f"bkv-measured-{_RUN}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
 def remove_measurements() -> None:
     """Delete what this run has measured."""
-    folder = Path(tempfile.gettempdir()) / f"bkv-measured-{_RUN}"
-    if folder.is_dir():
-        for file in folder.iterdir():
-            file.unlink()
-        folder.rmdir()
+    shutil.rmtree(shared_folder())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,9 +17,13 @@ import mlx.core as mx  # noqa: E402
 from mlx.utils import tree_flatten, tree_unflatten  # noqa: E402
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache  # noqa: E402
 
+from batchkv_worker.kv.backends.contract import Backend  # noqa: E402
+from batchkv_worker.kv.backends.measurements import Measurements  # noqa: E402
 from batchkv_worker.kv.layers.discover import CacheTree, discover  # noqa: E402
+from batchkv_worker.kv.start.backend import choose_backend  # noqa: E402
 from batchkv_worker.model.loader import LoadedModel  # noqa: E402
 from parity.families import CONFIGS, VOCABULARY  # noqa: E402
+from support.homes import shared_folder  # noqa: E402
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")  # every layer is full attention
 ALL_FAMILIES = tuple(CONFIGS)
@@ -122,6 +127,21 @@ def loaded(model: Any, **changes: Any) -> LoadedModel:
         "config": dict(vars(model.args)),
     }
     return LoadedModel(**{**values, **changes})
+
+
+def measured(model: Any, scheme: str, slots: int) -> Backend:
+    """The backend for an engine of this model; all tests of this run share its measurements.
+
+    Not for tests that break what is measured: they would not see it.
+    """
+    shapes = [(path, a.shape, str(a.dtype)) for path, a in tree_flatten(model.parameters())]
+    facts = {"test": type(model).__module__, "shapes": str(shapes), "config": str(model.args)}
+    facts |= {"scheme": scheme, "slots": str(slots)}
+    return choose_backend(Measurements(shared_folder() / _file_name(facts), facts))
+
+
+def _file_name(facts: dict[str, str]) -> str:
+    return hashlib.sha256(str(facts).encode()).hexdigest()[:32] + ".json"
 
 
 def alone(

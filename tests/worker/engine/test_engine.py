@@ -20,6 +20,7 @@ from batchkv_worker.kv.backends.cuda.backend import CudaBackend
 from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.backends.gpu import joint_product
 from batchkv_worker.kv.backends.metal.backend import MetalBackend
+from batchkv_worker.kv.start.backend import choose_backend
 from batchkv_worker.sequence import Generation, Sequence
 from support import tiny_models
 from worker.kv.reference import x86
@@ -37,8 +38,10 @@ def prompts(count: int, seed: int = 1) -> list[list[int]]:
 
 
 def engine(model: Any, scheme: str = "float", **changes: Any) -> Engine:
-    values: dict[str, Any] = {"slots": 6, "chunk_tokens": CHUNK, "memory_bytes": 2**30}
-    return Engine(tiny_models.loaded(model), EngineConfig(scheme=scheme, **{**values, **changes}))
+    values: dict[str, Any] = {"slots": 6, "chunk_tokens": CHUNK, "memory_bytes": 2**30, **changes}
+    if "backend" not in values:
+        values["backend"] = tiny_models.measured(model, scheme, values["slots"])
+    return Engine(tiny_models.loaded(model), EngineConfig(scheme=scheme, **values))
 
 
 def drain(running: Engine) -> dict[str, Completed]:
@@ -554,7 +557,7 @@ def test_a_model_that_disagrees_with_itself_is_refused() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llama.Attention, "__call__", unmasked)
         with pytest.raises(ModelError, match="not served"):
-            engine(model, "affine8")
+            engine(model, "affine8", backend=choose_backend())  # measured here
 
 
 def test_rows_that_decode_wait_for_one_chunk_at_most() -> None:

@@ -57,7 +57,13 @@ def test_rows_that_join_with_one_copy_are_as_if_they_joined_alone(
             copies.append(slot)
             fill(slots, slot, pieces)
 
-        config = EngineConfig(scheme=scheme, slots=8, chunk_tokens=256, memory_bytes=2**30)
+        config = EngineConfig(
+            scheme=scheme,
+            slots=8,
+            chunk_tokens=256,
+            memory_bytes=2**30,
+            backend=tiny_models.measured(model, scheme, 8),
+        )
         running = Engine(tiny_models.loaded(model), config)
         with monkeypatch.context() as patch:
             patch.setattr(DecodeSlots, "fill", counted)
