@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from batchkv_producer.results.stored_rows import StoredRow
     from batchkv_producer.submit.submission import Checked, Submitted
     from batchkv_producer.wire.batch_options import BatchOptions, Deadline, Terms
+    from batchkv_producer.wire.choice import Choice, ToolCall
     from batchkv_producer.wire.job import ErrorCode, Result, SamplingParams, TokenLogprob, Usage
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "BatchStatus",
     "BatchkvError",
     "Checked",
+    "Choice",
     "Client",
     "Deadline",
     "ErrorCode",
@@ -54,6 +56,7 @@ __all__ = [
     "Submitted",
     "Terms",
     "TokenLogprob",
+    "ToolCall",
     "Usage",
     "UsageError",
     "WireError",
@@ -81,6 +84,7 @@ _HOMES = {
         "TokenLogprob",
         "Usage",
     ),
+    "wire.choice": ("Choice", "ToolCall"),
     "monitor.one_job": ("JobInfo",),
     "intake.prompting": ("Prompting",),
     "intake.source": ("Inputs",),

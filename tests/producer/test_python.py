@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis
 
 import batchkv_producer
-from batchkv_producer import BatchOptions, Client, UsageError, connect
+from batchkv_producer import BatchOptions, Client, SamplingParams, UsageError, connect
 from batchkv_producer.intake.given_rows import as_source
+from batchkv_producer.wire.job import decode_job
 
 ROWS = [
     {"custom_id": "a", "prompt": "one", "max_tokens": 3},
@@ -28,6 +30,31 @@ def test_dicts_are_rows(client: Client, tmp_path: Path) -> None:
     assert client.submit(ROWS[:1], model="m").batch_id != submitted.batch_id
     assert client.check(ROWS, model="m").batch_id == submitted.batch_id
     assert client.submit(ROWS, model="m", options=BatchOptions(dedupe=True)).joined
+
+
+def test_defaults_are_checked_and_stored_like_fields(
+    client: Client, redis_connection: Redis
+) -> None:
+    """Values that change nothing are no defaults; others are stored as those of a row are."""
+    nothing = SamplingParams(n=1, ignore_eos=False, presence_penalty=0, skip_special_tokens=True)
+    plain = client.check(ROWS, model="m").batch_id
+    assert client.check(ROWS, model="m", defaults=nothing).batch_id == plain
+    lists: Any = {"stop_token_ids": [7, 5], "logit_bias": {5: 1}, "bad_words": ["no"]}
+    given = SamplingParams(n=2, frequency_penalty=1, logprobs=3, **lists)
+    batch = client.submit(ROWS, model="m", defaults=given).batch_id
+    assert batch != plain
+    data = redis_connection.hget(f"rq:job:{batch}-2", "data")
+    assert isinstance(data, bytes) and decode_job(data).params == SamplingParams(
+        n=2,
+        frequency_penalty=1.0,
+        logprobs=3,
+        stop_token_ids=(5, 7),
+        logit_bias=((5, 1.0),),
+        bad_words=("no",),
+    )
+    for wrong in ({"n": 129}, {"ignore_eos": 1}, {"logit_bias": ((5, 101),)}, {"logprobs": 21}):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            client.check(ROWS, model="m", defaults=SamplingParams(**wrong))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

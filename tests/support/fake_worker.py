@@ -22,6 +22,7 @@ from redis import Redis
 
 from batchkv_producer.submit.fingerprint import of_model
 from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.choice import Choice
 from batchkv_producer.wire.job import Result, Usage, decode_job, encode_result
 from batchkv_producer.wire.maker import ABILITIES, Maker
 from batchkv_producer.wire.transitions import JobResult, Pulled, Transitions, iso_now
@@ -121,6 +122,7 @@ class FakeWorker:
             busy_ms=10,
             fingerprint=self.maker.fingerprint,
             scheme=self.maker.scheme,
+            more=(Choice(answer(prompt), "stop"),) * ((request.params.n or 1) - 1),
         )
         ending = JobResult(row.lease, result.outcome, encode_result(result), 5, 3, 1, 10)
         self.transitions.finish(self.queue, self.name, [ending], maker=self.maker)
