@@ -49,7 +49,6 @@ class Use(Enum):
 # Fields whose part in the engine is missing. They are refused until it is there.
 NOT_BUILT = frozenset(
     {
-        *("response_format", "structured_outputs", *GUIDED),
         "tool_choice",
         *("thinking_budget", "thinking_token_budget"),
     }
@@ -155,11 +154,12 @@ _OTHERS = (
     Field("top_logprobs", f"The number of alternatives of each token, 0 to {MAX_LOGPROBS}.",
           endpoints=CHAT),
     Field("response_format", "`text`, `json_object`, or `json_schema`. A schema is always "
-          f"enforced, with `strict` or without. {_SCHEMA}", neutral=({"type": "text"},)),
+          f"enforced, with `strict` or without. {_SCHEMA} See [Answers that match]"
+          "(#answers-that-match).", neutral=({"type": "text"},)),
     Field("structured_outputs", "One of `json`, `regex`, `choice`, `grammar` and `json_object`, as "
           "vLLM has them. " + _SCHEMA),
     *(
-        Field(name, f"The older form of `structured_outputs.{name.removeprefix('guided_')}`.")
+        Field(name, f"The older form of `{name.removeprefix('guided_')}` in `structured_outputs`.")
         for name in GUIDED
     ),
     Field("tools", f"At most {MAX_TOOLS} functions, shown to the model by its chat template. A "

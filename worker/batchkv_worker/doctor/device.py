@@ -30,6 +30,7 @@ def steps() -> Iterator[tuple[str, Callable[[], Verdict | None]]]:
     yield "products", products_verdict
     yield "quantization", quantization_verdict
     yield "sorting", sorting_verdict
+    yield "grammars", grammars_verdict
 
 
 def device_verdict() -> Verdict:
@@ -111,6 +112,20 @@ def sorting_verdict() -> Verdict:
     from batchkv_worker.doctor.arithmetic import compare_sorting
 
     return judge_compared(compare_sorting())
+
+
+def grammars_verdict() -> Verdict:
+    """Answers can be made to match a schema."""
+    from batchkv_worker.engine.grammar.available import why_not
+
+    if fault := why_not():
+        return warn(
+            f"rows with a schema or a grammar are left to other workers: {fault}",
+            "run `make venv`, which installs it",
+        )
+    import llguidance
+
+    return ok(f"llguidance {llguidance.__version__} holds answers to schemas and grammars")
 
 
 def judge_compared(compared: Sequence[Any]) -> Verdict:

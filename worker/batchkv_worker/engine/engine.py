@@ -30,7 +30,6 @@ from batchkv_worker.engine.decode_rows import DecodeRows
 from batchkv_worker.engine.decode_step import OpenStep, Step, build_step
 from batchkv_worker.engine.diagnostics import Diagnostics
 from batchkv_worker.engine.grammar.grammars import Grammars
-from batchkv_worker.engine.grammar.text import GrammarFault
 from batchkv_worker.engine.prefill import Prefill
 from batchkv_worker.engine.pressure import NoPressure, Pressure
 from batchkv_worker.engine.recovery import Recovery
@@ -60,7 +59,6 @@ __all__ = ["Engine", "EngineConfig"]
 log = logging.getLogger("batchkv.engine")
 
 CHUNKS_PER_STEP = 8  # prompt chunks in a step in which no row decodes; else one
-NO_MATCH = "its answer cannot be made to match: {}"
 STILL_SECONDS = 0.02  # of one wait for the store when the engine has nothing else to do
 
 
@@ -154,8 +152,6 @@ class Engine:
                 self.submit_row(row, work.num_choices, work.num_wanted)
         except RowRefused as refusal:
             self._ends.refuse(work.job_id, refusal.code, str(refusal))
-        except GrammarFault as fault:
-            self._ends.refuse(work.job_id, ErrorCode.INVALID_REQUEST, NO_MATCH.format(fault))
 
     def submit_row(self, row: Sequence, num_choices: int = 1, num_wanted: int = 1) -> None:
         """Queue a tokenized row; raises RowRefused when it can never fit the memory.
@@ -234,9 +230,9 @@ class Engine:
 
     def _step(self) -> None:
         self._relief.apply(self._read_in_flight)
-        for row, fault in self._grammars.advance():
+        for row, refusal in self._grammars.advance():
             self.cancel(row.job_id)
-            self._ends.refuse(row.job_id, ErrorCode.INVALID_REQUEST, NO_MATCH.format(fault))
+            self._ends.refuse(row.job_id, refusal.code, str(refusal))
         self.client.advance(self._scheduler.waiting)
         self._run_prefill()
         self._decode_rows.make_room(self._read_in_flight)

@@ -38,6 +38,7 @@ from batchkv_worker.engine.thread import EngineThread
 from batchkv_worker.errors import SettingsError, WorkerError
 from batchkv_worker.events import EngineLike
 from batchkv_worker.model.adapter_files import read_all
+from batchkv_worker.queue.abilities import log_missing
 from batchkv_worker.queue.in_flight import InFlight
 from batchkv_worker.queue.job_puller import Limits
 from batchkv_worker.queue.pause import Pause, PowerWatch
@@ -148,6 +149,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             exit_with(fault)
         for warning in unknown_variables(os.environ):
             self.log.warning(warning)
+        log_missing()
         limits = Limits(burst, max_jobs, max_idle_time)
         first, *more = (queue.name for queue in self.queues)
         presence = Presence(self.connection, self.name, first, settings.heartbeat_seconds, more)

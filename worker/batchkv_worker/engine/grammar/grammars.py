@@ -10,23 +10,23 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Sequence as Items
-from importlib.util import find_spec
 from queue import Empty, SimpleQueue
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchkv_producer.wire.constraint import Constraint
+from batchkv_producer.wire.error_codes import ErrorCode
+from batchkv_worker.engine.grammar.available import why_not
 from batchkv_worker.engine.grammar.compiling import Compiled, Compiler, Outcome
 from batchkv_worker.engine.grammar.guide import GrammarGuide
 from batchkv_worker.engine.grammar.limits import MAX_KEPT
 from batchkv_worker.engine.grammar.masks import Faults, Masks
 from batchkv_worker.engine.grammar.text import GrammarFault
 from batchkv_worker.engine.grammar.tokens import TokenTable, token_table
+from batchkv_worker.engine.tokens.text_limits import RowRefused
 from batchkv_worker.model.loader import LoadedModel
 from batchkv_worker.sequence import Sequence
-
-_MISSING = "this worker cannot follow a grammar: llguidance is not installed"
 
 
 class Grammars:
@@ -44,7 +44,7 @@ class Grammars:
         self._unready: set[str] = set()  # ids of those rows
 
     def begin(self, row: Sequence, constraint: Constraint | None) -> None:
-        """A row came in. Raises GrammarFault if it is known that its grammar is refused."""
+        """A row came in. Raises RowRefused if it is known that its grammar is refused."""
         if constraint is None:
             return
         key = _key(constraint)
@@ -53,7 +53,7 @@ class Grammars:
             self._kept.move_to_end(key)
             _give(row, known)
             return
-        compiler = self._started()
+        compiler = self._compiler or self._start()
         if key not in self._waiting:
             self._waiting[key] = []
             compiler.ask(key, constraint)
@@ -64,12 +64,12 @@ class Grammars:
         """Whether the row does not wait for its grammar."""
         return row.job_id not in self._unready
 
-    def advance(self) -> list[tuple[Sequence, GrammarFault]]:
+    def advance(self) -> list[tuple[Sequence, RowRefused]]:
         """Give compiled grammars to their rows. Returns the rows whose grammar is refused."""
         if not self._waiting:
             return []
         self._read()
-        refused: list[tuple[Sequence, GrammarFault]] = []
+        refused: list[tuple[Sequence, RowRefused]] = []
         arrived, self._arrived = self._arrived, []
         for key, outcome in arrived:
             self._kept[key] = outcome
@@ -81,8 +81,8 @@ class Grammars:
                     continue
                 try:
                     _give(row, outcome)
-                except GrammarFault as fault:
-                    refused.append((row, fault))
+                except RowRefused as refusal:
+                    refused.append((row, refusal))
         return refused
 
     def wait(self, seconds: float) -> None:
@@ -106,12 +106,14 @@ class Grammars:
             self._compiler.close()
             self._compiler = None
 
-    def _started(self) -> Compiler:
-        if self._compiler is None:
-            if find_spec("llguidance") is None:
-                raise GrammarFault(_MISSING)
+    def _start(self) -> Compiler:
+        if missing := why_not():
+            raise _refusal(f"this worker cannot follow a grammar: {missing}")
+        try:
             self._table = token_table(self._loaded)
-            self._compiler = Compiler(self._table, lambda key, found: self._done.put((key, found)))
+        except GrammarFault as fault:
+            raise _refusal(str(fault)) from fault
+        self._compiler = Compiler(self._table, lambda key, found: self._done.put((key, found)))
         return self._compiler
 
     def _read(self) -> None:
@@ -123,11 +125,15 @@ class Grammars:
 
 
 def _give(row: Sequence, outcome: Outcome) -> None:
-    """Raises the fault of a refused grammar."""
+    """Raises RowRefused for a refused grammar."""
     if not isinstance(outcome, Compiled):
-        raise GrammarFault(str(outcome))
+        raise _refusal(f"its answer cannot be made to match: {outcome}")
     grammar = GrammarGuide(outcome)
     row.guide = grammar if row.guide is None else row.guide.and_then(grammar)
+
+
+def _refusal(message: str) -> RowRefused:
+    return RowRefused(ErrorCode.INVALID_REQUEST, message)
 
 
 def _key(constraint: Constraint) -> str:

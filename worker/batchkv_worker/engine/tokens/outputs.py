@@ -90,7 +90,9 @@ def _is_end(row: Sequence, token: int, tokenizer: Any) -> bool:
     asked = row.generation
     if token in asked.stop_token_ids:
         return True
-    return not asked.ignore_eos and token in tokenizer.eos_token_ids
+    if token not in tokenizer.eos_token_ids:
+        return False
+    return not asked.ignore_eos or (row.guide is not None and row.guide.is_over)
 
 
 def _add(detokenizer: Any, token: int, hidden: Collection[int]) -> None:
