@@ -16,7 +16,7 @@ LOCKED = pyproject.toml tools/bootstrap.sh $(wildcard requirements/*.txt)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test parity fuzz chaos soak lint bench wheel-check format lock clean distclean
+.PHONY: help venv demo test parity kernels fuzz chaos soak lint bench wheel-check format lock clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -36,7 +36,10 @@ test: $(DEV_STAMP) ## Run the whole suite against a real server (ARGS='tests/pro
 	$(PYTHON) -m pytest -n '$(TESTERS)' --dist loadfile $(ARGS)
 
 parity: $(DEV_STAMP) ## Compare every family of caches under every KV scheme, row by row (ARGS='-k llama')
-	BATCHKV_PARITY=all $(PYTHON) -m pytest tests/parity $(ARGS)
+	BATCHKV_PARITY=all $(PYTHON) -m pytest tests/parity tests/worker/kv/kernels $(ARGS)
+
+kernels: $(DEV_STAMP) ## Compile the kernels for GPUs where nvcc and clang are installed (ARGS=metal)
+	$(PYTHON) tests/worker/kv/kernels/compile_gpu.py $(ARGS)
 
 fuzz: $(DEV_STAMP) ## Feed random bytes to the readers of lines, jobs, results, blocks (FUZZ_SECONDS=60 each)
 	$(PYTHON) tests/fuzz/long.py $(ARGS)

@@ -80,6 +80,24 @@ def test_free_rows_cost_nothing_and_give_zeros(folder: Path) -> None:
     assert not found.astype(mx.float32).any()
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_every_small_float_is_read(name: str, folder: Path) -> None:
+    """A row of one column has its value as the result. The values have every code of 8 bits."""
+    case = Case(name, name, mx.float32, 128, 128, 1, 0, False, 4, 1)
+    kernels, layout, scheme = case.kernels(CppLaunch(folder)), case.layout, case.scheme
+    codes = mx.arange(256, dtype=mx.uint8)
+    codes = mx.where(codes % 128 == 127, codes - 1, codes).view(mx.uint32)  # 127 is no number
+    words = mx.broadcast_to(codes.reshape(1, 2, 1, 32), (4, 2, 1, 32))
+    words = words[..., : layout.values.num_code_words]
+    scales = mx.arange(4 * 2 * layout.values.num_groups, dtype=mx.uint8) % 30 + 97
+    packed = words, scales.reshape(4, 2, 1, -1)
+    records = layout.join(packed, packed)
+    queries, bounds = mx.ones((4, 2, 1, 128)), mx.array([[0, 1]] * 4, mx.int32)
+    found = kernels.attend(queries, records, bounds, 1, SCALE)
+    wanted = scheme.values.unpack(packed, mx.float32)
+    assert mx.allclose(found, wanted, rtol=1e-6, atol=0.0)
+
+
 def test_where_a_row_begins_does_not_matter(folder: Path) -> None:
     """Splits begin at a row's first column: the same tokens at other columns give the same bits."""
     case = CASES[0]

@@ -1,6 +1,7 @@
 // The words of the kernels' bodies in plain C++: the threads of a threadgroup take turns on one CPU
-// thread. A turn ends where a thread waits for others: at a shuffle, and at a barrier. A thread
-// that misses one which its neighbours reach is an error. Groups alternate in who goes first.
+// thread. A turn ends where a thread waits for others: at a shuffle, and at a barrier. A simdgroup
+// goes on until all of its threads wait at a barrier, so a missing barrier shows; groups alternate
+// in which simdgroup goes first. A thread that misses a shuffle or barrier of others is an error.
 #include <math.h>
 #include <setjmp.h>
 #include <stdint.h>
@@ -14,6 +15,8 @@
 #define BARRIER wait_for_group()
 #define DEVICE_BARRIER wait_for_group()
 #define SHUFFLE_XOR(number, other) shuffled(number, other)
+#define READ(type, from) (*(const GLOBAL type*)(from))
+#define KEEP(pointer)
 #define EXP2(number) exp2f(number)
 #define LOG2(number) log2f(number)
 #define AS_FLOAT(bits) as<float>(uint32_t(bits))
@@ -98,13 +101,13 @@ int planted = -1;
 
 constexpr int MOST_THREADS = 512;
 constexpr int STACK_BYTES = 65536;
-constexpr int64_t MOST_TURNS = 1 << 24;
+constexpr int MOST_TURNS = 1 << 24;
 static jmp_buf next_turn, turns[MOST_THREADS], failure;
 static ucontext_t starting, contexts[MOST_THREADS];
 static char* stacks;
 static int num_threads, thread;
 static int num_shuffles[MOST_THREADS], num_barriers[MOST_THREADS];
-static bool is_done[MOST_THREADS], is_first_turn;
+static bool is_done[MOST_THREADS], is_waiting[MOST_THREADS], is_first_turn;
 static float shown[2][MOST_THREADS];
 static int shown_other[2][MOST_THREADS];
 static int GROUP_X, GROUP_Y, GROUP_Z, GROUPS_X, GROUPS_Y, GROUPS_Z;
@@ -118,22 +121,24 @@ static void end_turn() {
   }
 }
 
-// No thread may return before a barrier that others wait at.
-static void wait_for_group() {
-  const int own = ++num_barriers[thread];
-  for (;;) {
-    bool all = true;
-    for (int one = 0; one < num_threads; one++) {
-      if (is_done[one] && num_barriers[one] < own) {
+// Whether a thread may go on after its last barrier; an error if another never comes there.
+static bool may_go_on(int waiting) {
+  for (int one = 0; one < num_threads; one++) {
+    if (num_barriers[one] < num_barriers[waiting]) {
+      if (is_done[one]) {
         _longjmp(failure, MISSED_BARRIER);
       }
-      all = all && num_barriers[one] >= own;
+      return false;
     }
-    if (all) {
-      return;
-    }
-    end_turn();
   }
+  return true;
+}
+
+static void wait_for_group() {
+  num_barriers[thread]++;
+  is_waiting[thread] = true;
+  end_turn();
+  is_waiting[thread] = false;
 }
 
 // Two buffers suffice: a thread comes to the next shuffle but one after all have read the first.
@@ -159,29 +164,42 @@ static void run_thread() {
   }
 }
 
+// Gives each thread of a simdgroup a turn that may have one; whether any had.
+static bool run_turns(int simd) {
+  volatile bool has_run = false;
+  for (volatile int lane = 0; lane < 32; lane++) {
+    thread = 32 * simd + lane;
+    if (thread < num_threads && !is_done[thread] && !(is_waiting[thread] && !may_go_on(thread))) {
+      if (_setjmp(next_turn) == 0) {
+        _longjmp(turns[thread], 1);
+      }
+      has_run = true;
+    }
+  }
+  return has_run;
+}
+
 static int run_group(bool is_reversed) {
-  volatile int left = num_threads;
-  volatile int64_t num_turns = 0;
+  volatile int num_turns = 0;
+  volatile bool has_run = true;
+  const int num_simds = (num_threads + 31) / 32;
   memset(num_shuffles, 0, sizeof(num_shuffles));
   memset(num_barriers, 0, sizeof(num_barriers));
   memset(is_done, 0, sizeof(is_done));
+  memset(is_waiting, 0, sizeof(is_waiting));
   is_first_turn = true;
   const int failed = _setjmp(failure);
   if (failed) {
     return failed;
   }
-  while (left > 0) {
-    for (volatile int turn = 0; turn < num_threads; turn++) {
-      thread = is_reversed ? num_threads - 1 - turn : turn;
-      if (is_done[thread]) {
-        continue;
-      }
-      if (_setjmp(next_turn) == 0) {
-        _longjmp(turns[thread], 1);
-      }
-      left -= is_done[thread];
-      if (++num_turns > MOST_TURNS) {
-        return ENDLESS;
+  while (has_run) {
+    has_run = false;
+    for (volatile int simd = 0; simd < num_simds; simd++) {
+      while (run_turns(is_reversed ? num_simds - 1 - simd : simd)) {
+        has_run = true;
+        if (++num_turns > MOST_TURNS) {
+          return ENDLESS;
+        }
       }
     }
   }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import gcd
 
 import mlx.core as mx
 
@@ -13,12 +14,12 @@ from batchkv_worker.kv.kernels.layout import RecordLayout, TensorLayout
 from batchkv_worker.kv.schemes.turbo import Turbo
 
 SPLIT = 256  # columns that one threadgroup attends to
-SIMDS = 4  # simdgroups of a threadgroup
+SIMDS = 2  # simdgroups of a threadgroup: what each does once costs as much as 20 columns
 UNIT = 8  # numbers that a thread packs
 _AHEAD = 2  # columns that a thread loads before it computes
 _MOST_NUMBERS = 64  # of queries, or of sums, in the registers of a thread
 _MOST_LINES = 16
-_POOL_BYTES = 32768  # that a threadgroup may have on Metal
+_POOL_NUMBERS = 8192  # that a threadgroup may have: 32 KiB on Metal
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +33,18 @@ class Sharing:
     @classmethod
     def choose(cls, key_size: int, value_size: int, lines: int) -> Sharing:
         """The fewest threads a column whose registers suffice; ValueError if there is no way."""
-        for tiles in (1, 2, 4):
+        for tiles in (1, 2):
             tile = -(-lines // tiles)
             keys, values = (next(_lanes(size, tile), None) for size in (key_size, value_size))
-            pool = SIMDS * tile * value_size * 4
-            if keys and values and pool <= _POOL_BYTES and lines <= _MOST_LINES:
-                return cls(tiles, keys, values)
+            if keys and values and lines <= _MOST_LINES:
+                found = cls(tiles, keys, values)
+                if found.num_outputs(lines) * value_size <= _POOL_NUMBERS:
+                    return found
         raise ValueError(f"no kernel for {lines} query heads of {key_size} and {value_size}")
+
+    def num_outputs(self, lines: int) -> int:
+        """Vectors that the simdgroups of a threadgroup compute, to be added up."""
+        return SIMDS * -(-lines // self.tiles)
 
 
 def _lanes(size: int, tile: int) -> Iterator[int]:
@@ -82,16 +88,22 @@ class Variant:
     def splits(self) -> list[Constant]:
         """For ``SPLITS``."""
         sharing, layout = self.sharing, self.layout
+        keys, values = layout.keys, layout.values
+        all_lines = sharing.tiles * -(-self.lines // sharing.tiles)
+        columns = max(self.lines * keys.size, all_lines * SPLIT)
         return [
             *self.record,
             ("LINES", self.lines),
             ("SIMDS", SIMDS),
             ("TILES", sharing.tiles),
             ("AHEAD", _AHEAD),
+            ("POOL", max(columns, sharing.num_outputs(self.lines) * values.size)),
             ("KEY_LANES", sharing.key_lanes),
-            ("KEY_WIDE", self._wide(layout.keys, 0, sharing.key_lanes)),
+            ("KEY_PIECE", gcd(keys.size // sharing.key_lanes, keys.group)),
+            ("KEY_WIDE", self._wide(keys, 0, sharing.key_lanes)),
             ("VALUE_LANES", sharing.value_lanes),
-            ("VALUE_WIDE", self._wide(layout.values, layout.offsets[1], sharing.value_lanes)),
+            ("VALUE_PIECE", gcd(values.size // sharing.value_lanes, values.group)),
+            ("VALUE_WIDE", self._wide(values, layout.offsets[1], sharing.value_lanes)),
         ]
 
     @property

@@ -1,5 +1,5 @@
-// What all bodies share. A dialect defines FN, GLOBAL, LOCAL_ARRAY, THREAD, UNROLL, BARRIER,
-// SHUFFLE_XOR, EXP2, LOG2, AS_FLOAT, AS_UINT, FROM_BITS and code_number before this.
+// What all bodies share. A dialect defines FN, GLOBAL, LOCAL_ARRAY, UNROLL, BARRIER, SHUFFLE_XOR,
+// READ, KEEP, EXP2, LOG2, AS_FLOAT, AS_UINT, FROM_BITS and code_number before this.
 
 // Forms of a tensor, as layout.Form has them.
 #define FLOAT_FORM 0
@@ -20,16 +20,15 @@ struct Scale {
   float scale, bias;
 };
 
-// COUNT numbers of BITS bits each, from number `first` on, moved so that they begin at bit 0.
-// WIDE words are loaded at once where all runs begin at words.
+// COUNT numbers of BITS bits each, which begin at bit `shift` of a word, moved to bit 0. WIDE words
+// are loaded at once where all runs begin at words.
 template <int COUNT, int BITS, int WIDE>
-FN Words<(COUNT * BITS + 31) / 32> load_run(const GLOBAL uint32_t* codes, int first) {
+FN Words<(COUNT * BITS + 31) / 32> load_run(const GLOBAL uint32_t* from, int shift) {
   constexpr int NUM = (COUNT * BITS + 31) / 32;
   Words<NUM> run;
-  const GLOBAL uint32_t* from = codes + first * BITS / 32;
   if constexpr (COUNT * BITS % 32 == 0 && WIDE == 4) {
     UNROLL for (int i = 0; i < NUM; i += 4) {
-      const uint4 four = *(const GLOBAL uint4*)(from + i);
+      const uint4 four = READ(uint4, from + i);
       run.at[i] = four.x;
       run.at[i + 1] = four.y;
       run.at[i + 2] = four.z;
@@ -37,19 +36,18 @@ FN Words<(COUNT * BITS + 31) / 32> load_run(const GLOBAL uint32_t* codes, int fi
     }
   } else if constexpr (COUNT * BITS % 32 == 0 && WIDE == 2) {
     UNROLL for (int i = 0; i < NUM; i += 2) {
-      const uint2 two = *(const GLOBAL uint2*)(from + i);
+      const uint2 two = READ(uint2, from + i);
       run.at[i] = two.x;
       run.at[i + 1] = two.y;
     }
   } else if constexpr (COUNT * BITS % 32 == 0) {
     UNROLL for (int i = 0; i < NUM; i++) {
-      run.at[i] = from[i];
+      run.at[i] = READ(uint32_t, from + i);
     }
   } else {
-    const int shift = first * BITS % 32;
-    uint32_t low = from[0];
+    uint32_t low = READ(uint32_t, from);
     UNROLL for (int i = 0; i < NUM; i++) {
-      const uint32_t high = shift + COUNT * BITS > 32 * (i + 1) ? from[i + 1] : 0;
+      const uint32_t high = shift + COUNT * BITS > 32 * (i + 1) ? READ(uint32_t, from + i + 1) : 0;
       run.at[i] = (low >> shift) | ((high << 1) << (31 - shift));
       low = high;
     }
@@ -97,37 +95,30 @@ FN float number_of(Words<NUM> run, int i) {
   }
 }
 
-// A number is its group's scale times what number_of gives, plus the bias.
+// A number is its group's scale times what number_of gives, plus the bias. The scales of a record
+// begin at word `at`.
 template <typename T, int FORM, int BITS>
-FN Scale scale_of(const GLOBAL uint32_t* scales, int group) {
+FN Scale scale_of(const GLOBAL uint32_t* scales, uint32_t at, uint32_t group) {
   Scale found = {1.0f, 0.0f};
   if constexpr (FORM == AFFINE_FORM && sizeof(T) == 4) {
-    found.scale = AS_FLOAT(scales[2 * group]);
-    found.bias = AS_FLOAT(scales[2 * group + 1]);
+    found.scale = AS_FLOAT(READ(uint32_t, scales + at + 2 * group));
+    found.bias = AS_FLOAT(READ(uint32_t, scales + at + 2 * group + 1));
   } else if constexpr (FORM == AFFINE_FORM) {
-    const uint32_t both = scales[group];
+    const uint32_t both = READ(uint32_t, scales + at + group);
     found.scale = float(FROM_BITS(T, both));
     found.bias = float(FROM_BITS(T, both >> 16));
   } else if constexpr (FORM == TURBO_FORM) {
     if constexpr (sizeof(T) == 4) {
-      found.scale = AS_FLOAT(scales[group]);
+      found.scale = AS_FLOAT(READ(uint32_t, scales + at + group));
     } else {
-      found.scale = float(FROM_BITS(T, scales[group / 2] >> (16 * (group % 2))));
+      found.scale = float(FROM_BITS(T, READ(uint32_t, scales + at + group / 2) >> (16 * (group % 2))));
     }
     found.bias = found.scale * (-0.5f * ((1 << BITS) - 1));
   } else if constexpr (FORM == MX_FORM) {
-    const uint32_t power = (scales[group / 4] >> (8 * (group % 4))) & 255;
+    const uint32_t power = (READ(uint32_t, scales + at + group / 4) >> (8 * (group % 4))) & 255;
     found.scale = AS_FLOAT(power == 0 ? 0x400000u : power << 23);
   } else if constexpr (FORM == NV_FORM) {
-    found.scale = from_e4m3((scales[group / 4] >> (8 * (group % 4))) & 255);
+    found.scale = from_e4m3((READ(uint32_t, scales + at + group / 4) >> (8 * (group % 4))) & 255);
   }
   return found;
-}
-
-constexpr int greatest_divisor(int one, int other) {
-  return other == 0 ? one : greatest_divisor(other, one % other);
-}
-
-constexpr int larger(int one, int other) {
-  return one > other ? one : other;
 }

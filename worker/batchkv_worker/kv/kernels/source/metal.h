@@ -7,6 +7,8 @@ using namespace metal;
 #define BARRIER threadgroup_barrier(mem_flags::mem_threadgroup)
 #define DEVICE_BARRIER threadgroup_barrier(mem_flags::mem_device)
 #define SHUFFLE_XOR(number, other) simd_shuffle_xor(number, ushort(other))
+#define READ(type, from) (*(const GLOBAL type*)(from))
+#define KEEP(pointer)
 #define EXP2(number) fast::exp2(number)
 #define LOG2(number) precise::log2(number)
 #define AS_FLOAT(bits) as_type<float>(uint32_t(bits))

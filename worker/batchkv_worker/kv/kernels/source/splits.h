@@ -4,16 +4,16 @@
 //
 // A threadgroup has SIMDS simdgroups. TILES of them divide the query heads among them, PARTS of
 // them the columns. In the first half KEY_LANES threads share a column, in the second VALUE_LANES.
+// Each PIECE of a thread's numbers is in one group.
 constexpr int PARTS = SIMDS / TILES;
 constexpr int TILE = (LINES + TILES - 1) / TILES;
+constexpr int ALL_LINES = TILES * TILE;  // some of the last tile's may be none
 constexpr int THREADS = 32 * SIMDS;
 constexpr int KEY_EACH = KEY_SIZE / KEY_LANES;
-constexpr int KEY_PIECE = greatest_divisor(KEY_EACH, KEY_GROUP);
 constexpr int KEY_PIECES = KEY_EACH / KEY_PIECE;
 constexpr int KEY_COLUMNS = 32 / KEY_LANES;
 constexpr int KEY_WORDS = (KEY_EACH * KEY_BITS + 31) / 32;
 constexpr int VALUE_EACH = VALUE_SIZE / VALUE_LANES;
-constexpr int VALUE_PIECE = greatest_divisor(VALUE_EACH, VALUE_GROUP);
 constexpr int VALUE_PIECES = VALUE_EACH / VALUE_PIECE;
 constexpr int VALUE_COLUMNS = 32 / VALUE_LANES;
 constexpr int VALUE_WORDS = (VALUE_EACH * VALUE_BITS + 31) / 32;
@@ -21,8 +21,7 @@ constexpr bool KEY_BIAS = KEY_FORM == AFFINE_FORM || KEY_FORM == TURBO_FORM;
 constexpr bool VALUE_BIAS = VALUE_FORM == AFFINE_FORM || VALUE_FORM == TURBO_FORM;
 constexpr int STRIDE = VALUE_SIZE + 2;
 // Queries, then scores and weights, then outputs.
-LOCAL_ARRAY(float, pool, larger(larger(LINES * KEY_SIZE, LINES * SPLIT),
-                                PARTS * TILES * TILE * VALUE_SIZE));
+LOCAL_ARRAY(float, pool, POOL);
 
 const int head = GROUP_X;
 const int split = GROUP_Y;
@@ -36,7 +35,8 @@ const int simd = THREAD_X / 32;
 const int lane = THREAD_X % 32;
 const int tile = simd % TILES;
 const int part = simd / TILES;
-const int step = int(records_strides[2]);
+const uint32_t step = uint32_t(records_strides[2]);
+const uint32_t last = (count - 1) * step;
 const GLOBAL uint32_t* first = records + row * int64_t(records_strides[0]) +
     head * int64_t(records_strides[1]) + start * int64_t(records_strides[2]);
 GLOBAL float* out = splits +
@@ -64,17 +64,23 @@ BARRIER;
     }
   }
   BARRIER;
+  const uint32_t own = lane / KEY_LANES * step;
+  const GLOBAL uint32_t* codes = first + place * KEY_EACH * KEY_BITS / 32;
+  const int shift = place * KEY_EACH * KEY_BITS % 32;
+  const GLOBAL uint32_t* groups = first + KEY_SCALES;
+  KEEP(codes);
+  KEEP(groups);
   for (int base = part * KEY_COLUMNS * AHEAD; base < count;
        base += PARTS * KEY_COLUMNS * AHEAD) {
     Words<KEY_WORDS> runs[AHEAD];
     Scale scales[AHEAD][KEY_PIECES];
     UNROLL for (int a = 0; a < AHEAD; a++) {
-      const int column = min(base + a * KEY_COLUMNS + lane / KEY_LANES, count - 1);
-      const GLOBAL uint32_t* record = first + column * step;
-      runs[a] = load_run<KEY_EACH, KEY_BITS, KEY_WIDE>(record, place * KEY_EACH);
+      // Columns after the last one are read as the last one, and not used.
+      const uint32_t at = min((base + a * KEY_COLUMNS) * step + own, last);
+      runs[a] = load_run<KEY_EACH, KEY_BITS, KEY_WIDE>(codes + at, shift);
       UNROLL for (int piece = 0; piece < KEY_PIECES; piece++) {
         scales[a][piece] = scale_of<T, KEY_FORM, KEY_BITS>(
-            record + KEY_SCALES, (place * KEY_EACH + piece * KEY_PIECE) / KEY_GROUP);
+            groups, at, (place * KEY_EACH + piece * KEY_PIECE) / KEY_GROUP);
       }
     }
     UNROLL for (int a = 0; a < AHEAD; a++) {
@@ -121,31 +127,30 @@ BARRIER;
           }
         }
       }
-      const int column = base + a * KEY_COLUMNS + lane / KEY_LANES;
-      if (column < count && (lane & same) == 0) {
+      if ((lane & same) == 0) {
+        const int column = base + a * KEY_COLUMNS + lane / KEY_LANES;
         UNROLL for (int line = 0; line < left; line++) {
-          const int of = tile * TILE + line_of + line;
-          if (of < LINES) {
-            pool[column * LINES + of] = score[line];
-          }
+          pool[column * ALL_LINES + tile * TILE + line_of + line] = score[line];
         }
       }
     }
   }
 }
 BARRIER;
+constexpr int TURN = PARTS * VALUE_COLUMNS * AHEAD;
+const int rounded = (count + TURN - 1) / TURN * TURN;
 for (int line = simd; line < LINES; line += SIMDS) {
   float top = LOWEST;
   for (int column = lane; column < count; column += 32) {
-    top = max(top, pool[column * LINES + line]);
+    top = max(top, pool[column * ALL_LINES + line]);
   }
   UNROLL for (int other = 1; other < 32; other *= 2) {
     top = max(top, SHUFFLE_XOR(top, other));
   }
   float sum = 0.0f;
-  for (int column = lane; column < count; column += 32) {
-    const float weight = EXP2(pool[column * LINES + line] - top);
-    pool[column * LINES + line] = weight;
+  for (int column = lane; column < rounded; column += 32) {
+    const float weight = column < count ? EXP2(pool[column * ALL_LINES + line] - top) : 0.0f;
+    pool[column * ALL_LINES + line] = weight;
     sum += weight;
   }
   UNROLL for (int other = 1; other < 32; other *= 2) {
@@ -169,26 +174,28 @@ BARRIER;
       bias_total[line][piece] = 0.0f;
     }
   }
-  for (int base = part * VALUE_COLUMNS * AHEAD; base < count;
-       base += PARTS * VALUE_COLUMNS * AHEAD) {
+  const uint32_t own = lane / VALUE_LANES * step;
+  const GLOBAL uint32_t* codes = first + VALUE_CODES + place * VALUE_EACH * VALUE_BITS / 32;
+  const int shift = place * VALUE_EACH * VALUE_BITS % 32;
+  const GLOBAL uint32_t* groups = first + VALUE_SCALES;
+  KEEP(codes);
+  KEEP(groups);
+  for (int base = part * VALUE_COLUMNS * AHEAD; base < count; base += TURN) {
     Words<VALUE_WORDS> runs[AHEAD];
     Scale scales[AHEAD][VALUE_PIECES];
     UNROLL for (int a = 0; a < AHEAD; a++) {
-      const int column = min(base + a * VALUE_COLUMNS + lane / VALUE_LANES, count - 1);
-      const GLOBAL uint32_t* record = first + column * step;
-      runs[a] = load_run<VALUE_EACH, VALUE_BITS, VALUE_WIDE>(
-          record + VALUE_CODES, place * VALUE_EACH);
+      const uint32_t at = min((base + a * VALUE_COLUMNS) * step + own, last);
+      runs[a] = load_run<VALUE_EACH, VALUE_BITS, VALUE_WIDE>(codes + at, shift);
       UNROLL for (int piece = 0; piece < VALUE_PIECES; piece++) {
         scales[a][piece] = scale_of<T, VALUE_FORM, VALUE_BITS>(
-            record + VALUE_SCALES, (place * VALUE_EACH + piece * VALUE_PIECE) / VALUE_GROUP);
+            groups, at, (place * VALUE_EACH + piece * VALUE_PIECE) / VALUE_GROUP);
       }
     }
     UNROLL for (int a = 0; a < AHEAD; a++) {
       const int column = base + a * VALUE_COLUMNS + lane / VALUE_LANES;
       float weight[TILE];
       UNROLL for (int line = 0; line < TILE; line++) {
-        const int of = tile * TILE + line;
-        weight[line] = column < count && of < LINES ? pool[column * LINES + of] : 0.0f;
+        weight[line] = pool[column * ALL_LINES + tile * TILE + line];
       }
       UNROLL for (int piece = 0; piece < VALUE_PIECES; piece++) {
         float scaled[TILE];
@@ -215,7 +222,7 @@ BARRIER;
         number += SHUFFLE_XOR(number, other);
       }
       if (lane < VALUE_LANES) {
-        pool[((part * TILES + tile) * TILE + line) * VALUE_SIZE + place * VALUE_EACH + i] = number;
+        pool[(part * ALL_LINES + tile * TILE + line) * VALUE_SIZE + place * VALUE_EACH + i] = number;
       }
     }
   }
@@ -224,7 +231,7 @@ BARRIER;
 for (int i = THREAD_X; i < LINES * VALUE_SIZE; i += THREADS) {
   float number = 0.0f;
   UNROLL for (int other = 0; other < PARTS; other++) {
-    number += pool[other * TILES * TILE * VALUE_SIZE + i];
+    number += pool[other * ALL_LINES * VALUE_SIZE + i];
   }
   out[i / VALUE_SIZE * STRIDE + i % VALUE_SIZE] = number;
 }

@@ -1,0 +1,207 @@
+# ruff: noqa: T201  (a helper that talks to a terminal)
+"""Compiles the kernels for GPUs, on a machine without any. ``make kernels`` runs it.
+
+usage: python tests/worker/kv/kernels/compile_gpu.py [cuda] [metal]
+
+``cuda`` needs nvcc. It prints what a thread of each kernel takes, for an H100 or H200: registers,
+bytes of spilled ones, and memory of a threadgroup. ``metal`` needs clang, which reads Metal's words
+as C++ with address spaces: a pointer into the wrong one is an error. A kernel has the signature
+that MLX gives it. The exit code is 1 if one does not compile.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+import mlx.core as mx
+
+from batchkv_worker.kv.kernels.body import Body, source_text
+from batchkv_worker.kv.kernels.launch import Constant, Output
+from worker.kv.kernels.cases import SCALE, Case, Sample
+
+FOLDER = Path(__file__).parent
+CASES = [
+    Case(name, name, mx.bfloat16, size, size, lines, 0, False, 1, 1)
+    for name, size, lines in (
+        *[(name, 128, 4) for name in ("float", "affine8", "affine4", "turbo4", "turbo3")],
+        *[(name, 128, 4) for name in ("affine6", "mxfp8", "mxfp4", "nvfp4")],
+        *[("affine8", 64, 8), ("affine8", 256, 4), ("affine8", 128, 16), ("float", 80, 1)],
+    )
+]
+CASES.append(Case("affine8", "affine4", mx.float32, 192, 128, 8, 2, True, 1, 1))
+CASES.append(Case("affine4", "turbo3", mx.float16, 96, 96, 5, 1, False, 1, 1))
+_CUDA_TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half", mx.float32: "float"}
+_METAL_TYPES = {mx.bfloat16: "bfloat16_t", mx.float16: "float16_t", mx.float32: "float"}
+_INTEGERS = {mx.uint32: "uint32_t", mx.int32: "int32_t", mx.uint8: "uint8_t"}
+
+
+class Recorded:
+    """A ``Launch`` that writes down what it is given, and returns zeros."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[Body, list[mx.array], Sequence[Constant], Sequence[Output]]] = []
+
+    def __call__(
+        self,
+        body: Body,
+        inputs: list[mx.array],
+        constants: Sequence[Constant],
+        grid: tuple[int, int, int],
+        group: tuple[int, int, int],
+        outputs: Sequence[Output],
+    ) -> list[mx.array]:
+        self.runs.append((body, inputs, constants, outputs))
+        return [mx.zeros(shape, dtype) for shape, dtype in outputs]
+
+
+def runs_of(case: Case) -> list[tuple[Body, list[mx.array], Sequence[Constant], Sequence[Output]]]:
+    """Each kernel of a layer with its arguments."""
+    launch, sample = Recorded(), Sample.of(case, (300,))
+    kernels = case.kernels(launch)
+    given = sample.queries, sample.records, sample.bounds, 300, SCALE
+    kernels.attend(*given, sample.sinks, sample.partials)
+    kernels.attend_shared(sample.queries, sample.records[:1], 300, SCALE)
+    token = mx.zeros((1, 2, 1, case.key_size), case.dtype)
+    kernels.pack(token, mx.zeros((1, 2, 1, case.value_size), case.dtype))
+    kernels.unpack(sample.records)
+    return [launch.runs[place] for place in (0, 1, 3, 4, 5)]  # the second of SPLITS is the same
+
+
+def arguments(
+    body: Body, types: dict[mx.Dtype, str], inputs: list[mx.array], outputs: Sequence[Output]
+) -> Iterator[tuple[str, str, bool, mx.array | None]]:
+    """(type, name, whether it is written, the input) of each array."""
+    all_types = types | _INTEGERS
+    for name, array in zip(body.inputs, inputs, strict=True):
+        yield all_types[array.dtype], name, False, array
+    for name, (_, dtype) in zip(body.outputs, outputs, strict=True):
+        yield all_types[dtype], name, True, None
+
+
+def defined(constants: Sequence[Constant], types: dict[mx.Dtype, str]) -> str:
+    return "".join(
+        f"constexpr int {name} = {value};\n"
+        if isinstance(value, int)
+        else f"using {name} = {types[value]};\n"
+        for name, value in constants
+    )
+
+
+def cuda_text(
+    body: Body, inputs: list[mx.array], constants: Sequence[Constant], outputs: Sequence[Output]
+) -> str:
+    """The program that MLX gives to NVRTC."""
+    source = body.source("cuda_start")
+    parameters = []
+    for type_, name, is_output, _ in arguments(body, _CUDA_TYPES, inputs, outputs):
+        parameters.append(f"{'' if is_output else 'const '}{type_}* {name}")
+        if not is_output and f"{name}_shape" in source:
+            parameters.append(f"const __grid_constant__ Shape {name}_shape")
+        if not is_output and f"{name}_strides" in source:
+            parameters.append(f"const __grid_constant__ Strides {name}_strides")
+    return (
+        f'#include "{FOLDER / "cuda_words.h"}"\n{source_text("cuda")}'
+        f"{body.functions}namespace mlx::core::cu {{\n"
+        f"__global__ void {body.name}({', '.join(parameters)}) {{\n"
+        f"{defined(constants, _CUDA_TYPES)}{source}}}\n}}\n"
+    )
+
+
+def metal_text(
+    body: Body, inputs: list[mx.array], constants: Sequence[Constant], outputs: Sequence[Output]
+) -> str:
+    """The program that MLX gives to Metal's compiler; the kernel is a template there."""
+    source = body.source("metal_start")
+    parameters = []
+    for type_, name, is_output, array in arguments(body, _METAL_TYPES, inputs, outputs):
+        is_small = array is not None and array.size < 8
+        space = "device" if is_output or not is_small else "constant"
+        parameters.append(f"{'' if is_output else 'const '}{space} {type_}* {name}")
+        for what, of in (("shape", "int"), ("strides", "int64_t")):
+            if not is_output and f"{name}_{what}" in source:
+                parameters.append(f"const constant {of}* {name}_{what}")
+    assert len(parameters) <= 31, "Metal binds no more buffers"
+    for name in ("threadgroup_position_in_grid", "threadgroups_per_grid"):
+        parameters.append(f"uint3 {name}")
+    parameters.append("uint3 thread_position_in_threadgroup")
+    declared = ", ".join(
+        f"{'int' if isinstance(value, int) else 'typename'} {name}" for name, value in constants
+    )
+    values = ", ".join(
+        str(value) if isinstance(value, int) else _METAL_TYPES[value] for _, value in constants
+    )
+    return (
+        f'#include "{FOLDER / "metal_words.h"}"\n{source_text("metal")}{body.functions}'
+        f"template <{declared}>\nkernel void {body.name}({', '.join(parameters)}) {{\n{source}}}\n"
+        f"template decltype({body.name}<{values}>) {body.name}<{values}>;\n"
+    )
+
+
+def compile_cuda(text: str, folder: Path) -> str:
+    """What the assembler says of a kernel; CalledProcessError if it does not compile."""
+    source = folder / "kernel.cu"
+    source.write_text(text, encoding="utf-8")
+    flags = ["-cubin", "-arch=sm_90", "-std=c++20", "-Xptxas", "-v", "-w"]
+    run = subprocess.run(
+        ["nvcc", *flags, str(source), "-o", str(folder / "kernel.cubin")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if run.returncode:
+        raise ValueError(run.stdout + run.stderr)
+    found = re.findall(r"(\d+) (bytes spill stores|registers|bytes smem)", run.stderr)
+    return ", ".join(f"{number} {what}" for number, what in found)
+
+
+def compile_metal(text: str, folder: Path) -> str:
+    """Reads a kernel; ValueError with the compiler's words if it is wrong."""
+    source = folder / "kernel.cpp"
+    source.write_text(text, encoding="utf-8")
+    flags = ["-std=c++17", "-fsyntax-only", "-Xclang", "-fallow-half-arguments-and-returns"]
+    run = subprocess.run(
+        ["clang++", *flags, str(source)], capture_output=True, text=True, check=False
+    )
+    if run.returncode:
+        raise ValueError(run.stdout + run.stderr)
+    return "read"
+
+
+def main(dialects: Sequence[str]) -> int:
+    tools = {"cuda": "nvcc", "metal": "clang++"}
+    unknown = [dialect for dialect in dialects if dialect not in tools]
+    if unknown:
+        print(f"unknown dialect {unknown[0]!r}; known: cuda, metal")
+        return 2
+    num_wrong = 0
+    for dialect in dialects or tools:
+        if shutil.which(tools[dialect]) is None:
+            print(f"{dialect}: {tools[dialect]} is not installed")
+            continue
+        for number, case in enumerate(CASES):
+            # The others depend on the scheme alone.
+            for body, *rest in runs_of(case)[: 1 if 1 < number < len(CASES) - 2 else None]:
+                with tempfile.TemporaryDirectory() as folder:
+                    try:
+                        if dialect == "cuda":
+                            said = compile_cuda(cuda_text(body, *rest), Path(folder))
+                        else:
+                            said = compile_metal(metal_text(body, *rest), Path(folder))
+                    except ValueError as fault:
+                        num_wrong += 1
+                        said = f"WRONG\n{fault}"
+                where = f"{case.keys}+{case.values} {case.dtype} {case.key_size}x{case.lines}"
+                print(f"{dialect}: {where} {body.name}: {said}", flush=True)
+    return 1 if num_wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

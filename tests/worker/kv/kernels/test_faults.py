@@ -1,0 +1,128 @@
+"""Faults planted in the kernels' sources are seen by the comparison with float32.
+
+``FAULT(n)`` in a replacement is whether fault ``n`` is planted. So one program has them all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from batchkv_worker.kv.kernels.body import source_text
+from worker.kv.kernels.cases import Case, Sample
+from worker.kv.kernels.cpp_launch import CppLaunch, is_there_a_compiler
+
+pytestmark = pytest.mark.skipif(not is_there_a_compiler(), reason="there is no C++ compiler")
+
+PLAIN = Case("affine8", "affine8/32", mx.float32, 64, 64, 4, 0, False, 4, 7)
+MIXED = Case("turbo3", "affine5", mx.float32, 96, 64, 7, 2, True, 4, 8)
+SMALL = Case("nvfp4", "mxfp8", mx.float32, 64, 64, 2, 1, True, 3, 9)
+
+# What is wrong, the case that shows it, the source's text, and its replacement.
+FAULTS = [
+    ("the last column is left out", PLAIN, "- start, SPLIT)", "- start - FAULT(0), SPLIT)"),
+    ("rows begin a column late", PLAIN, "= bounds[2 * row] +", "= bounds[2 * row] + FAULT(1) +"),
+    ("a split has too few columns", PLAIN, "split * SPLIT;", "split * (SPLIT - FAULT(2));"),
+    (
+        *("values are read after the last column", PLAIN),
+        "min((base + a * VALUE_COLUMNS) * step + own, last)",
+        "min((base + a * VALUE_COLUMNS) * step + own, last + FAULT(3) * 40 * step)",
+    ),
+    (
+        "columns after the last have weight",
+        PLAIN,
+        "column < count ?",
+        "column < count + FAULT(4) ?",
+    ),
+    ("the keys' bias is left out", PLAIN, "if (KEY_BIAS)", "if (KEY_BIAS && !FAULT(5))"),
+    ("the values' bias is left out", PLAIN, "if (VALUE_BIAS)", "if (VALUE_BIAS && !FAULT(6))"),
+    (
+        *("all values have the first group's scale", PLAIN),
+        "(place * VALUE_EACH + piece * VALUE_PIECE) / VALUE_GROUP",
+        "(FAULT(7) ? 0 : place * VALUE_EACH + piece * VALUE_PIECE) / VALUE_GROUP",
+    ),
+    ("half of a key is left out", PLAIN, "other < KEY_LANES;", "other < KEY_LANES >> FAULT(8);"),
+    ("lines are exchanged", PLAIN, "upper ? left : 0", "upper != FAULT(9) ? left : 0"),
+    (
+        *("scores are read before they are written", PLAIN),
+        *("BARRIER;\nconstexpr int TURN", "if (!FAULT(10)) BARRIER;\nconstexpr int TURN"),
+    ),
+    (
+        *("weights are read before they are written", PLAIN),
+        "BARRIER;\n{\nconst int place = lane % VALUE_LANES",
+        "if (!FAULT(11)) BARRIER;\n{\nconst int place = lane % VALUE_LANES",
+    ),
+    (
+        *("weights are overwritten before they are read", PLAIN),
+        *("BARRIER;\nUNROLL for (int line", "if (!FAULT(12)) BARRIER;\nUNROLL for (int line"),
+    ),
+    (
+        *("sums are read before they are written", PLAIN),
+        "BARRIER;\nfor (int i = THREAD_X; i < LINES * VALUE_SIZE",
+        "if (!FAULT(13)) BARRIER;\nfor (int i = THREAD_X; i < LINES * VALUE_SIZE",
+    ),
+    ("one part's sum is left out", PLAIN, "other < PARTS;", "other < PARTS - FAULT(14);"),
+    ("a split is not joined", PLAIN, "split < count;", "split < count - FAULT(15);"),
+    (
+        "splits are not weighed",
+        PLAIN,
+        "one[VALUE_SIZE] - top",
+        "(FAULT(16) ? 0 : one[VALUE_SIZE]) - top",
+    ),
+    ("a code loses its upper bits", MIXED, "<< (32 - shift)", "<< (32 - shift) * !FAULT(17)"),
+    ("a run loses its upper bits", MIXED, "(high << 1)", "(high << 1) * !FAULT(18)"),
+    ("turbo's levels are not centred", MIXED, "* (-0.5f *", "* (FAULT(19) ? 0.0f : -0.5f *"),
+    (
+        "the sink has no weight",
+        MIXED,
+        "sum += EXP2(LOG2E * sinks",
+        "sum += !FAULT(20) * EXP2(LOG2E * sinks",
+    ),
+    ("absent prefixes count", MIXED, "if (entry >= 0)", "if (entry >= 0 || FAULT(21))"),
+    ("a chain's last prefix is left out", MIXED, "depth < DEPTH;", "depth < DEPTH - FAULT(22);"),
+    (
+        *("prefixes have scores of another base", MIXED),
+        *("EXP2(LOG2E * scores", "EXP2((FAULT(23) ? 1.0f : LOG2E) * scores"),
+    ),
+    ("no float is negative", SMALL, "code & 128 ?", "code & 128 && !FAULT(24) ?"),
+    ("small floats are too large", SMALL, "(120u << 23)", "((120u + FAULT(25)) << 23)"),
+    ("a float of 4 bits is wrong", SMALL, "0xC8643210u", "(0xC8643210u + FAULT(26) * 0x1000)"),
+    ("scales of other groups", SMALL, "8 * (group % 4)", "8 * (group % 4 ^ FAULT(27))"),
+]
+CHANGES = tuple((text, other) for _, _, text, other in FAULTS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="module", params=[PLAIN, MIXED, SMALL], ids=lambda case: case.keys)
+def sample(request: pytest.FixtureRequest) -> Sample:
+    """Rows of several splits."""
+    return Sample.of(request.param, (513, 290, 31))
+
+
+def test_planted_faults_are_seen(sample: Sample, folder: Path) -> None:
+    """Each of them, and none where none is planted."""
+    launch = CppLaunch(folder, CHANGES)
+    sample.check(launch)
+    unseen = []
+    for number, (what, case, *_) in enumerate(FAULTS):
+        if case == sample.case:
+            try:
+                sample.check(replace(launch, fault=number))
+                unseen.append(what)
+            except (AssertionError, RuntimeError):
+                continue
+    assert not unseen
+
+
+def test_each_fault_changes_a_source() -> None:
+    """A fault whose text is in no source would be planted nowhere."""
+    sources = [source_text(name) for name in ("common", "splits", "merge")]
+    for what, _, text, _ in FAULTS:
+        assert any(text in source for source in sources), what
