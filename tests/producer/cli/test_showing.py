@@ -170,6 +170,18 @@ def test_workers_say_what_they_run(redis_connection: Redis) -> None:
     assert found["2"]["tokens_per_second"] is None
 
 
+@pytest.mark.usefixtures("at_server")
+def test_workers_say_which_adapters_they_serve(redis_connection: Redis) -> None:
+    """The names are listed; what is no name of an adapter in a record is left out."""
+    fill(redis_connection)
+    (key, *_) = sorted(redis_connection.smembers(redis_keys.workers()))
+    redis_connection.hset(key, "bkv_adapters", "support:12ab legal: ../x:1 \x1b[31m")
+    assert "adapters support, legal" in batchkv("workers").stdout
+    name = key.decode().removeprefix(redis_keys.worker(""))
+    found = {each["name"]: each for each in json.loads(batchkv("workers", "--json").stdout)}
+    assert found[name]["adapters"] == ["support", "legal"]
+
+
 def test_batches_of_a_queue_wait_for_each_other() -> None:
     """A batch's time includes the batches before it. Urgent ones come first, queues are apart."""
     batches = [

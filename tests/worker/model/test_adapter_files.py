@@ -44,6 +44,12 @@ def _with(**changes: object) -> Callable[[Path], None]:
     return _with_config(json.dumps(config_of(**changes)))
 
 
+def _with_header(header: object) -> Callable[[Path], None]:
+    text = json.dumps(header).encode()
+    raw = len(text).to_bytes(8, "little") + text
+    return lambda folder: (folder / WEIGHTS).write_bytes(raw) and None
+
+
 def _with_arrays(**shapes: tuple[int, ...]) -> Callable[[Path], None]:
     named = {name.replace("__", "."): shape for name, shape in shapes.items()}
     return lambda folder: write_files(folder, named) and None
@@ -67,6 +73,8 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
     (lambda folder: (folder / WEIGHTS).write_bytes(b"\xff" * 99) and None, "no safetensors file"),
     (lambda folder: (folder / WEIGHTS).write_bytes(b"") and None, "no safetensors file"),
     (_with_arrays(), "has no arrays"),
+    (_with_header({"x.lora_a": {"dtype": "F32", "shape": [1e999]}}), "no safetensors file"),
+    (_with_header({"x.lora_a": 3}), "no safetensors file"),
     (_with_arrays(x__lora_a=(8, 2)), "lacks x.lora_b"),
     (_with_arrays(x__weight=(8, 8)), "has x.weight, which no lora adapter has"),
     (lambda folder: write_files(folder, dtype="I32") and None, "no floats"),

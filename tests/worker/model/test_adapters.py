@@ -39,6 +39,23 @@ def test_an_adapter_of_another_model_changes_nothing(tmp_path: Path) -> None:
     assert weights_digest(model) == before
 
 
+def test_arrays_that_cannot_be_loaded_are_a_fault_of_the_settings(tmp_path: Path) -> None:
+    """A header that promises more numbers than its place in the file holds ends no worker."""
+    model = tiny_models.build("llama")
+    folder = write_adapter(tmp_path / "a", model, keys=["layers.0.self_attn.o_proj"])
+    raw = (folder / "adapters.safetensors").read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    for entry in header.values():
+        if isinstance(entry, dict) and "data_offsets" in entry:
+            entry["data_offsets"][0] = entry["data_offsets"][1]
+    text = json.dumps(header).encode()
+    new = len(text).to_bytes(8, "little") + text + raw[8 + size :]
+    (folder / "adapters.safetensors").write_bytes(new)
+    with pytest.raises(SettingsError, match=r"--adapter a=.*adapters.safetensors"):
+        load_all([read(adapter_in(folder))], tiny_models.loaded(model))
+
+
 def test_an_adapter_that_is_taken_off_leaves_the_same_layers(tmp_path: Path) -> None:
     """Afterwards the layers are the same objects with the same arrays, also those of experts."""
     for family in ("qwen3_next", "deepseek_v3"):

@@ -69,6 +69,7 @@ class _Builder:
         from batchkv_worker.prefix.shared.access import open_access
 
         self._settings = settings
+        self._has_built = False
         access = open_access(settings)  # first: a fault in the settings costs no loading
         self.access = replace(access, outlives_engine=bool(files)) if access else None
         prepare_device(wired_limit=settings.wired_limit)
@@ -113,7 +114,9 @@ class _Builder:
         loading.report("measuring the fastest settings")
         ENGINE.enter(MEASURE)
         engine = Engine(loaded, config, self.access, watch(self._facts.kind))
-        warn_if_busy(backend.measurements, settings.model)
+        if not self._has_built:
+            warn_if_busy(backend.measurements, settings.model)
+        self._has_built = True
         log.info(
             "model %s: %s, %s, context %d, %.1f MB of weights; KV %s: %d bytes a token, "
             "up to %.1f MB in %d slots",

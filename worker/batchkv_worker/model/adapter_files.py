@@ -129,7 +129,7 @@ def _header(file: Path) -> dict[str, Shape]:
         ends = [int(entry["data_offsets"][1]) for entry in entries.values()]
         dtypes = {str(entry["dtype"]) for entry in entries.values()}
         shapes = {name: tuple(map(int, entry["shape"])) for name, entry in entries.items()}
-    except (ValueError, LookupError, TypeError, AttributeError) as fault:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as fault:
         raise ValueError(f"{WEIGHTS_NAME} is no safetensors file") from fault
     if 8 + size + max(ends, default=0) != file.stat().st_size:
         raise ValueError(f"{WEIGHTS_NAME} is cut off or damaged: its size is not what it says")

@@ -19,9 +19,16 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from batchkv_producer.submit import fingerprint
 from batchkv_worker.errors import ModelChangedError
+from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.backends.contract import Undo
 from batchkv_worker.model import load_progress as loading
-from batchkv_worker.model.adapter_files import LORA_PARTS, AdapterFiles, Shape, fault_of
+from batchkv_worker.model.adapter_files import (
+    LORA_PARTS,
+    WEIGHTS_NAME,
+    AdapterFiles,
+    Shape,
+    fault_of,
+)
 from batchkv_worker.model.loader import LoadedModel
 
 log = logging.getLogger("batchkv.engine")
@@ -79,11 +86,16 @@ def _load(files: AdapterFiles, loaded: LoadedModel) -> LoadedAdapter:
     loading.report(f"loading adapter {files.name}")
     before = _digest(files)
     arrays: dict[str, dict[str, mx.array]] = {}
-    weights: Any = mx.load(str(files.weights))
+    try:
+        weights: Any = mx.load(str(files.weights))
+        mx.eval(list(weights.values()))
+    except (RuntimeError, ValueError, OSError) as fault:
+        if is_device_fault(fault):
+            raise
+        raise fault_of(files.adapter, f"{WEIGHTS_NAME} cannot be loaded: {fault}") from fault
     for name, array in weights.items():
         layer, _, part = name.rpartition(".")
         arrays.setdefault(layer, {})[part] = array
-    mx.eval(list(weights.values()))
     held = {
         layer: {part: tuple(array.shape) for part, array in found.items()}
         for layer, found in arrays.items()
