@@ -77,6 +77,7 @@ def read_body(body: dict[str, Any], endpoint: Endpoint, custom_id: str) -> Reque
         raise unsupported("tool_choice none is not supported with tools")
     if tool_choice not in (None, "none") and constraint is not None:
         raise invalid("a tool call that has to be made excludes a format of the answer")
+    parallel = parallel_of(body.get("parallel_tool_calls"))
     return Request(
         custom_id,
         "chat",
@@ -86,7 +87,7 @@ def read_body(body: dict[str, Any], endpoint: Endpoint, custom_id: str) -> Reque
         params=params,
         constraint=constraint,
         tool_choice=tool_choice,
-        parallel_tool_calls=parallel_of(body.get("parallel_tool_calls")) if tools else None,
+        parallel_tool_calls=parallel if tools else None,
         reasoning_effort=effort_of(body.get("reasoning_effort")),
     )
 

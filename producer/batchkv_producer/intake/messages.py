@@ -20,6 +20,8 @@ ROLES = {
 }
 _TEXT_KEYS = frozenset({"name", "tool_call_id", "reasoning_content"})
 _PLAIN_KEYS = frozenset({"role", "content"})
+_EMPTY_KEYS = frozenset({"annotations"})  # lists that OpenAI's answers have, mostly empty
+_OTHER_NAMES = {"reasoning": "reasoning_content"}  # vLLM's newer name; templates know the old one
 
 # Variables that published chat templates read. Rows may not set the template itself, nor anything
 # that the worker passes to it (tools, documents, add_generation_prompt ...).
@@ -83,8 +85,9 @@ def _part(where: str, part: Any) -> str:
 
 
 def _add_extras(where: str, item: dict[str, Any], message: dict[str, Any]) -> None:
-    for name, value in item.items():
-        if value is None or name in _PLAIN_KEYS:
+    for given, value in item.items():
+        name = _OTHER_NAMES.get(given, given)
+        if value is None or name in _PLAIN_KEYS or (name in _EMPTY_KEYS and value == []):
             continue
         if name in _TEXT_KEYS:
             if not isinstance(value, str):

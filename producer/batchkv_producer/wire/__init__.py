@@ -1,7 +1,8 @@
 """The wire format: jobs, results, keys in Redis, and the moves that change them.
 
 =================  ================================================================================
-``job``            requests and results as bytes; ``params``: the parameters of generation
+``job``            requests and results as bytes; ``params``: the parameters of generation;
+                   ``constraint``: what an answer's text must match; ``choice``: one answer of a row
 ``redis_keys``     every key in Redis
 ``transitions``    the moves of a job (pull, renew, finish, reap ...), drawn and called; each is a
                    script of the same name in ``lua/``, which ``scripts`` sends; ``arrivals`` has

@@ -309,6 +309,15 @@ def test_rows_need_the_abilities_of_their_fields(monkeypatch: pytest.MonkeyPatch
     assert needs_of(request) == ("fields", "grammar", "tools", "thinking")
 
 
+def test_parallel_calls_are_checked_without_tools_too() -> None:
+    """A wrong value fails the row; a right one changes nothing without tools."""
+    body = {"messages": USER}
+    plain = read_body(body, "chat", "a")
+    with pytest.raises(RowFault, match="parallel_tool_calls"):
+        read_body({**body, "parallel_tool_calls": "no"}, "chat", "a")
+    assert read_body({**body, "parallel_tool_calls": True}, "chat", "a") == plain
+
+
 def test_a_schema_may_be_a_text() -> None:
     """vLLM takes a schema as a text, too."""
     from batchkv_producer.intake.answer_format import constraint_of

@@ -219,6 +219,19 @@ def test_tool_calls_reach_the_template() -> None:
     assert request.tools == tools
 
 
+def test_an_answer_can_be_a_message_of_the_next_row() -> None:
+    """The message of an output line, of ours, OpenAI's or vLLM's, is accepted as it is."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answer = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]}
+    openai = {"annotations": [], "audio": None, "function_call": None}
+    wanted = {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "Hm."}
+    for more in ({"reasoning_content": "Hm."}, {**openai, "reasoning": "Hm."}):
+        request = request_of({"messages": [*USER, {**answer, **more}]})
+        assert request.messages == [*USER, wanted]
+    code, message = error_of({"messages": [{**answer, "annotations": [{}]}]})
+    assert (code, "messages[0].annotations" in message) == ("unsupported_parameter", True)
+
+
 def nested(depth: int) -> Any:
     """A list in a list in a list ..."""
     return [] if depth == 0 else [nested(depth - 1)]

@@ -9,6 +9,7 @@
 ``state``           the worker's rows, with ``in_flight``
 ``redis_side``      every call of Redis; ``background`` runs it on a thread of its own
 ``maintenance``     takes back lapsed leases and cleans up, with ``server_clock``
+``abilities``       which rows that need more than the first version this worker can compute
 ``worker_record``   what ``batchkv workers`` shows
 ``model_watch``     whether the model's files have changed
 ==================  ===============================================================================
