@@ -55,8 +55,7 @@ def row(field: Field) -> str:
     cells = [f"`{field.name}`", LINES[field.endpoints]]
     if field.use is Use.REFUSED:
         cells.append(", ".join(f"`{json.dumps(value)}`" for value in field.neutral) or "`null`")
-    about = field.about if field.use is field.planned else "Not supported yet."
-    return f"| {' | '.join([*cells, about])} |\n"
+    return f"| {' | '.join([*cells, field.about])} |\n"
 
 
 def main(arguments: list[str]) -> int:

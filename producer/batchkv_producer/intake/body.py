@@ -31,7 +31,6 @@ from batchkv_producer.intake.fields import (
     FIELDS,
     MAX_LOGPROBS,
     NAMES,
-    NOT_BUILT,
     Field,
     Use,
 )
@@ -73,8 +72,6 @@ def read_body(body: dict[str, Any], endpoint: Endpoint, custom_id: str) -> Reque
         )
     tools = check_tools(body["tools"]) if body.get("tools") is not None else None
     tool_choice = tool_choice_of(body.get("tool_choice"), tools)
-    if tool_choice == "none" and "tool_choice" in NOT_BUILT:
-        raise unsupported("tool_choice none is not supported with tools")
     if tool_choice not in (None, "none") and constraint is not None:
         raise invalid("a tool call that has to be made excludes a format of the answer")
     parallel = parallel_of(body.get("parallel_tool_calls"))
@@ -188,7 +185,7 @@ def _is_neutral_elsewhere(name: str, value: Any) -> bool:
 
 
 def _refusal(field: Field, value: Any) -> ValueError:
-    hint = field.about if field.planned is Use.REFUSED else ""
+    hint = field.about if field.use is Use.REFUSED else ""
     said = f"{field.name} {_quoted(value)}" if field.neutral else field.name
     neutral = " or ".join(_quoted(item) for item in field.neutral)
     only = f" (only {neutral})" if neutral else ""

@@ -46,15 +46,6 @@ class Use(Enum):
     REFUSED = "refused"  # unless the value is neutral
 
 
-# Fields whose part in the engine is missing. They are refused until it is there.
-NOT_BUILT = frozenset(
-    {
-        "tool_choice",
-        *("thinking_budget", "thinking_token_budget"),
-    }
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Field:
     """One field. ``about`` is for the page, and the end of the error for a refused value.
@@ -66,16 +57,11 @@ class Field:
 
     name: str
     about: str
-    planned: Use = Use.TAKEN
+    use: Use = Use.TAKEN
     endpoints: tuple[Endpoint, ...] = BOTH
     rule: Rule | None = None
     param: str = ""
     neutral: tuple[Any, ...] = ()
-
-    @property
-    def use(self) -> Use:
-        """What happens to it now."""
-        return Use.REFUSED if self.name in NOT_BUILT else self.planned
 
 
 def _param(name: str, rule: Rule, about: str, *neutral: Any, param: str = "") -> Field:
@@ -134,7 +120,8 @@ _SAMPLING = (
     _param("return_token_ids", SwitchRule(stored=True),
            "`true` adds `token_ids` and `prompt_token_ids`, where vLLM has them.", False),
     _param("thinking_budget", _BUDGET, "The most tokens of reasoning. Then the reasoning is ended, "
-           "and the answer begins. -1 is no limit."),
+           "and the answer begins. 0 is none at all, -1 is no limit. It changes nothing on a model "
+           "that does not reason."),
     _param("thinking_token_budget", _BUDGET, "The same as `thinking_budget`.",
            param="thinking_budget"),
 )  # fmt: skip
@@ -164,14 +151,17 @@ _OTHERS = (
     ),
     Field("tools", f"At most {MAX_TOOLS} functions, shown to the model by its chat template. A "
           "template that does not show them refuses the row.", endpoints=CHAT),
-    Field("tool_choice", "`auto`, `none`, `required`, or the name of a function.", endpoints=CHAT,
+    Field("tool_choice", "`auto`, `none`, `required`, or the name of a function. `none` does not "
+          "show the tools to the model. `required` and a name force a call in the model's own way "
+          "to write it; a row whose call cannot be forced is refused.", endpoints=CHAT,
           neutral=("auto", "none")),
     Field("parallel_tool_calls", "`false`: the answer has one call at most, and ends after it.",
           endpoints=CHAT,
           neutral=(True,)),
     Field("reasoning_effort", "For chat templates that read it. Other models refuse the row.",
           endpoints=CHAT),
-    Field("enable_thinking", "The template's variable of this name.", endpoints=CHAT),
+    Field("enable_thinking", "The template's variable of this name. Where the template does not "
+          "read it, `false` is a `thinking_budget` of 0.", endpoints=CHAT),
     Field("chat_template_kwargs", "Named variables of the template, never a template.",
           endpoints=CHAT),
 )  # fmt: skip

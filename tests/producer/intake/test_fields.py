@@ -13,7 +13,7 @@ from openai.types.chat import completion_create_params as chats
 
 from batchkv_producer.intake.body import read_body
 from batchkv_producer.intake.checks import RowFault
-from batchkv_producer.intake.fields import BY_NAME, FIELDS, NOT_BUILT, Field, Use
+from batchkv_producer.intake.fields import BY_NAME, FIELDS, Field, Use
 from batchkv_producer.intake.formats import Row, read_rows
 from batchkv_producer.manage.input_lines import input_line
 from batchkv_producer.order.duplicates import request_digest
@@ -249,12 +249,11 @@ def test_the_table_is_consistent() -> None:
     """Each name is there once for an endpoint, has a sentence, and a parameter that exists."""
     params = {item.name for item in fields_of(SamplingParams)}
     assert len(BY_NAME) == sum(len(field.endpoints) for field in FIELDS)
-    assert {field.name for field in FIELDS} >= NOT_BUILT
     for field in FIELDS:
         assert field.about.endswith(".") and (field.rule is None) == (field.param == "")
         assert field.param in params or field.rule is None
     assert {field.param for field in FIELDS} - {""} | {"logprobs"} == params
-    taken = {field.name for field in FIELDS if field.planned is Use.TAKEN}
+    taken = {field.name for field in FIELDS if field.use is Use.TAKEN}
     assert taken - READ_ELSEWHERE == GOOD.keys()
 
 
@@ -279,11 +278,8 @@ def test_the_table_is_consistent() -> None:
         ),
     ],
 )
-def test_fields_that_exclude_each_other(
-    fields: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fields_that_exclude_each_other(fields: dict[str, Any], words: str) -> None:
     """A row that says two things at once is refused, and the error names both."""
-    monkeypatch.setattr("batchkv_producer.intake.fields.NOT_BUILT", frozenset())
     with pytest.raises(RowFault, match=words):
         read_body({"messages": USER, **fields}, "chat", "a")
 
@@ -295,9 +291,8 @@ def test_the_best_n_of_n_are_all() -> None:
         assert read_body({**asked, "best_of": count}, "chat", "a") == read_body(asked, "chat", "a")
 
 
-def test_rows_need_the_abilities_of_their_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_need_the_abilities_of_their_fields() -> None:
     """A field that older workers do not read is left to newer ones; neutral values need nothing."""
-    monkeypatch.setattr("batchkv_producer.intake.fields.NOT_BUILT", frozenset())
     neutral = {
         field.name: field.neutral[0]
         for field in FIELDS

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from redis import Redis
 
 from batchkv_producer import Client
 from batchkv_producer.errors import BatchkvError, InputFileError, UsageError
+from batchkv_producer.intake.fields import BY_NAME, Use
 from batchkv_producer.intake.source import Inputs
 from batchkv_producer.submit import submission
 from batchkv_producer.wire import redis_keys
@@ -217,8 +219,9 @@ def test_a_submit_of_older_rules_is_finished_only_if_no_row_would_be_lost(
     rows[0] = {"prompt": "z", "ignore_eos": True}  # the last in the order
     path = write_lines(*rows)
     with monkeypatch.context() as older:
-        refused = frozenset({"ignore_eos"}) if num_wrong else frozenset()
-        older.setattr("batchkv_producer.intake.fields.NOT_BUILT", refused)
+        if num_wrong:
+            field = ("completion", "ignore_eos")
+            older.setitem(BY_NAME, field, replace(BY_NAME[field], use=Use.REFUSED))
         older.setattr(Transitions, "submit", stops_at_chunk_one)
         with pytest.raises(Interrupted):
             client.submit(path, model="demo")
