@@ -263,3 +263,5 @@ def test_an_adapter_may_not_have_the_name_of_another_model(
         WorkerSettings.from_env(environ)
     alone = WorkerSettings.from_env({"BATCHKV_MODEL": "models/m@x"})
     assert list(alone.queues.values()) == [""]
+    with pytest.raises(SettingsError, match=r"-m models/m --adapter y=FOLDER"):
+        WorkerSettings.from_env({"BATCHKV_MODEL": "models/m@y"})

@@ -18,7 +18,13 @@ from batchkv_producer.errors import BatchkvError
 from batchkv_producer.intake.checks import model_name
 from batchkv_producer.settings_table import BY_NAME, TABLE, VARIABLES, Setting, ValueType
 from batchkv_producer.wire import redis_keys
-from batchkv_producer.wire.adapter import Adapter, parse_adapters, served_name, with_adapter
+from batchkv_producer.wire.adapter import (
+    Adapter,
+    parse_adapters,
+    served_name,
+    split_here,
+    with_adapter,
+)
 from batchkv_worker.errors import SettingsError
 from batchkv_worker.kv.schemes.spec import SchemeSpec
 
@@ -195,6 +201,12 @@ class WorkerSettings:
         return {redis_keys.queue_name(self.served_name(name)): name for name in names}
 
     def _check_adapters(self) -> None:
+        base, name = split_here(self.model)
+        if name:
+            raise SettingsError(
+                f"-m {self.model}: a worker serves {base} with that adapter under "
+                f"-m {base} {BY_NAME['adapters'].flag} {name}=FOLDER"
+            )
         for adapter in self.adapters:
             try:
                 with_adapter(self.model, adapter.name)

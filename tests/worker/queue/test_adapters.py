@@ -25,10 +25,15 @@ from batchkv_producer.wire.adapter import Adapter
 from batchkv_producer.wire.batch_options import BatchOptions
 from batchkv_producer.wire.job import SamplingParams
 from batchkv_producer.wire.maker import Maker
+from batchkv_worker.engine.thread import EngineThread
 from batchkv_worker.events import Event
+from batchkv_worker.queue.in_flight import InFlight
+from batchkv_worker.queue.job_puller import JobPuller, Limits
 from batchkv_worker.queue.queue_turns import Head
 from batchkv_worker.queue.redis_side import RedisSide
 from batchkv_worker.queue.rq_worker import BatchWorker
+from batchkv_worker.queue.state import WorkerState
+from batchkv_worker.queue.stop import StopRequest
 from batchkv_worker.settings import WorkerSettings
 from support.adapter_files import write_files
 from support.fake_engine import FakeEngine, FakePlan, rows_of
@@ -184,6 +189,25 @@ def test_rows_for_another_worker_do_not_hold_up_the_other_queues(
     assert num_ended(redis_connection, others) == 0
     assert results_of(redis_connection, mine)[1].fingerprint == "1" * 32 + "-b"
     assert engines[0].served[:3] == ["", "a", "b"]
+
+
+def test_an_exchange_ends_no_worker(redis_connection: Redis) -> None:
+    """The time that a worker was idle in one queue does not count in the next one."""
+    settings = WorkerSettings(model=MODEL, adapters=(Adapter("a", "/a"),))
+    state = WorkerState(InFlight(MODEL, "w"), StopRequest(lambda: None))
+    side = RedisSide(
+        *(redis_connection, QUEUE, "w", settings), register=lambda: None, set_state=lambda _: None
+    )
+    puller = JobPuller(
+        *(side, EngineThread(lambda: FakeEngine(1, 0, FakePlan())), state),
+        *(Limits(max_idle_seconds=0.0), lambda call: call(), list(settings.queues)),
+    )
+    puller._idle()
+    assert puller.is_spent()
+    state.next_queue = QUEUES["a"]
+    assert not puller.is_spent()
+    puller.switch()
+    assert not state.next_queue and not puller.is_spent()
 
 
 def test_its_record_says_what_it_serves(

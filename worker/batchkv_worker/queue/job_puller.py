@@ -133,6 +133,7 @@ class JobPuller:
         self._passed_since = math.inf
         self._lengths = (0, 0, 0)
         self._passed_over = PassedOver()
+        self._idle_since = None
         self.pull_now()
 
     def return_recalled(self) -> None:
