@@ -89,8 +89,13 @@ def matches(constraint: Constraint, text: str) -> bool:
         return text in constraint.value
     schema = {"type": "object"} if constraint.kind == "json_object" else constraint.value
     value = json.loads(text)
-    judge = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
-    return judge.is_valid(value) and is_compact(text)
+    return validator(schema).is_valid(value) and is_compact(text)
+
+
+def validator(schema: dict[str, Any]) -> Any:
+    """Judges values by the newest draft, formats too."""
+    kind = jsonschema.Draft202012Validator
+    return kind(schema, format_checker=kind.FORMAT_CHECKER)
 
 
 def is_compact(text: str) -> bool:
