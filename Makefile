@@ -41,7 +41,7 @@ parity: $(DEV_STAMP) ## Compare every family of caches under every KV scheme, ro
 kernels: $(DEV_STAMP) ## Compile the kernels for GPUs where nvcc and clang are installed (ARGS=metal)
 	$(PYTHON) tests/worker/kv/kernels/compile_gpu.py $(ARGS)
 
-fuzz: $(DEV_STAMP) ## Feed random bytes to the readers of lines, jobs, results, blocks (FUZZ_SECONDS=60 each)
+fuzz: $(DEV_STAMP) ## Feed random bytes to the readers of lines, jobs, results, blocks, answers (FUZZ_SECONDS=60 each)
 	$(PYTHON) tests/fuzz/long.py $(ARGS)
 
 chaos: $(DEV_STAMP) ## Test kills, outages, bad lines and broken caches for long (ARGS='--seed 7', '--only line')

@@ -1,4 +1,4 @@
-"""The three readers of bytes that others wrote, each with the one thing that it may end in.
+"""The readers of bytes that others, or a model, wrote, each with the one thing that it may end in.
 
 ``check_*`` takes any bytes and raises AssertionError, or whatever the reader should not have
 raised. They are shared by the suite's short runs and by ``make fuzz``.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+from typing import Any
 
 from batchkv_cache_store.blocks.block import Expected, Kind, decode, decode_any
 from batchkv_cache_store.blocks.peek import peek, peek_links
@@ -26,10 +27,15 @@ from batchkv_producer.wire.job import (
     encode_job,
     encode_result,
 )
+from batchkv_worker.engine.answers.answer_format import answer_format
+from batchkv_worker.engine.answers.forced_calls import forced_call
+from batchkv_worker.engine.answers.reader import AnswerReader
+from batchkv_worker.engine.answers.tool_calls import TimeLimit
 from batchkv_worker.engine.tokens.requests import prepare
 from batchkv_worker.engine.tokens.text_limits import RowRefused
 from batchkv_worker.events import Work
-from support import tiny_models
+from support import tiny_models, tiny_tokenizers
+from support.tool_texts import WEATHER
 
 CODES = {value for name, value in vars(ErrorCode).items() if name.isupper()}
 PLAIN = Sealer()
@@ -60,6 +66,7 @@ class Tokenizer(tiny_models.NumberTokenizer):
     """Has a template that joins what it is given, and no model behind it."""
 
     has_chat_template = True
+    chat_template = "{{ tools }}{{ reasoning_effort }}{{ thinking_budget }}"
     eos_token_ids = frozenset({2, 600})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -94,6 +101,8 @@ def check_job(data: bytes) -> None:
     except RowRefused as fault:
         assert fault.code in CODES and len(str(fault)) < MAX_MESSAGE_CHARS
         return
+    if request.tools:
+        check_forced_call(request.tools, request.tool_choice or "required")
     generation = sequence.generation
     assert 1 <= generation.max_tokens <= Loaded.context
     assert 0 <= generation.temperature <= 100 and 0 <= generation.top_p <= 1
@@ -107,6 +116,38 @@ def check_job(data: bytes) -> None:
     ids = {*sequence.prompt, *biased, *generation.stop_token_ids, *generation.late_tokens}
     assert ids.union(*words) <= {*range(Loaded.vocabulary)} and () not in words
     assert all(-100 <= bias <= 100 for bias in biased.values())
+
+
+FORMS = {
+    kind: answer_format(tiny_tokenizers.tokenizer(kind))
+    for kind in ("qwen3", "qwen3_coder", "mistral", "pythonic", "gemma4", "kimi_k3", "gpt_oss")
+}
+LIMIT = TimeLimit()
+
+
+def check_forced_call(tools: list[dict[str, Any]], choice: str) -> None:
+    """A grammar that may be compiled, or a refusal."""
+    for kind in ("qwen3", "qwen3_coder", "pythonic"):
+        tokenizer = tiny_tokenizers.tokenizer(kind)
+        try:
+            found = forced_call(tools, choice, FORMS[kind], tokenizer, is_single=False)
+        except RowRefused as fault:
+            assert fault.code in CODES and len(str(fault)) < MAX_MESSAGE_CHARS
+        else:
+            assert not found.fault()
+
+
+def check_answer(data: bytes) -> None:
+    """Parts of a text, whatever the model wrote: calls are of the row's tools, and JSON."""
+    text = data.decode("utf-8", "replace")
+    for kind, form in FORMS.items():
+        rows = AnswerReader(form, "normal", tiny_tokenizers.tokenizer(kind), LIMIT, [WEATHER])
+        answer = rows.read("b-1", text, data)
+        for call in answer.tool_calls:
+            assert call.name == "get_weather" and call.id
+            assert isinstance(json.loads(call.arguments), dict)
+        assert len(answer.text) + len(answer.reasoning) <= len(text) + 2 * text.count("<")
+        assert bool(answer.num_reasoning) <= bool(answer.reasoning)
 
 
 def check_result(data: bytes) -> None:
@@ -145,4 +186,10 @@ def check_block(data: bytes) -> None:
                 continue
 
 
-CHECKS = {"lines": check_lines, "job": check_job, "result": check_result, "block": check_block}
+CHECKS = {
+    "lines": check_lines,
+    "job": check_job,
+    "result": check_result,
+    "block": check_block,
+    "answer": check_answer,
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import zlib
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from batchkv_producer.wire.job import FUNCTION_NAME
 from cache_store.blocks import PLAIN, encoded, make_block
+from support.tool_texts import CALLS
 
 TEXTS = st.one_of(
     st.text(max_size=20),
@@ -239,7 +241,21 @@ def block_data() -> st.SearchStrategy[bytes]:
     return st.one_of(made, mutated(made), mutated(st.just(BLOCK)), st.binary(max_size=120))
 
 
+PIECES = re.split(r"(<[^>]*>|\[[A-Z_]+\]|[{}\[\],:\"])", "".join(CALLS.values()))
+MORE_PIECES = ("<think>", "</think>", "<|channel>thought", "<channel|>", "<|end|>", "analysis")
+
+
+def answer_data() -> st.SearchStrategy[bytes]:
+    """An output: calls and thoughts of all kinds of models, in pieces and mixed."""
+    pieces = st.lists(st.sampled_from([*PIECES, *MORE_PIECES]) | TEXTS, max_size=30)
+    whole = st.lists(st.sampled_from([*CALLS.values(), *MORE_PIECES]) | TEXTS, max_size=4)
+    texts = st.one_of(pieces, whole).map("".join)
+    made = texts.map(lambda text: text.encode("utf-8", "replace"))
+    return st.one_of(made, mutated(made))
+
+
 SHAPES = {
+    "answer": answer_data(),
     "lines": input_files(),
     "job": job_data(),
     "result": result_data(),

@@ -180,13 +180,14 @@ def test_any_fault_of_a_parser_leaves_text(
 ) -> None:
     """Also one that is no ``Exception``. The log names it, without its message."""
     fault.args = ("secret",)
+    caplog.set_level("DEBUG", "batchkv.engine")
     assert read("qwen3", CALLS["qwen3"], form=faulty(fault)) == Answer(CALLS["qwen3"])
     (record,) = caplog.records
     assert "b-1" in record.getMessage() and type(fault).__name__ in record.getMessage()
     assert "secret" not in record.getMessage()
 
 
-def test_a_parser_that_hangs_is_left_behind() -> None:
+def test_a_parser_that_hangs_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
     """The row waits a moment and keeps its text. Later rows do not wait for that parser at all."""
     release, form = Event(), answer_format(tiny_tokenizers.tokenizer("qwen3"))
     assert form.parser is not None
@@ -202,7 +203,7 @@ def test_a_parser_that_hangs_is_left_behind() -> None:
     try:
         for job_id in ("b-1", "b-2", "b-3"):
             assert rows.read(job_id, CALLS["qwen3"], []) == Answer(CALLS["qwen3"])
-        assert len(asked) == 1
+        assert len(asked) == len(caplog.records) == 1
     finally:
         release.set()
     assert limit._late is not None

@@ -41,7 +41,7 @@ class AnswerReader:
             try:
                 calls = self.limit.run(lambda: self._calls(job_id, parts))
             except Unparsed as fault:
-                log.warning("row %s: its tool calls stay text: %s", job_id, fault)
+                log.debug("row %s: its tool calls stay text: %s", job_id, fault)
                 parts = split(text, self.form.without_calls(), self.state)
         num = self._num_reasoning(tokens, parts.reasoning) if parts.reasoning else 0
         return Answer(parts.text, parts.reasoning, calls, num)

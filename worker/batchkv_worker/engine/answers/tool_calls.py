@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Collection, Sequence
 from threading import Thread
 from typing import Any, TypeVar
@@ -16,6 +17,8 @@ from typing import Any, TypeVar
 from batchkv_producer.wire.choice import ToolCall
 from batchkv_worker.engine.answers.answer_format import Parser
 from batchkv_worker.engine.tokens.text_limits import RowRefused, refusals
+
+log = logging.getLogger("batchkv.engine")
 
 MAX_CALL_CHARS = 64 * 2**10  # of all calls of an answer
 MAX_SECONDS = 1.0  # a call is parsed in well under a millisecond
@@ -56,6 +59,7 @@ class TimeLimit:
         thread.join(self._seconds)
         if thread.is_alive():
             self._late = thread
+            log.warning("a parser of tool calls took too long: until it ends, calls stay text")
             raise Unparsed(f"the parser took longer than {self._seconds:g} s")
         if not results:
             fault = next(iter(faults), None)
