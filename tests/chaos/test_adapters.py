@@ -34,7 +34,7 @@ from support.worker_harness import (
 IS_LONG = os.environ.get("BATCHKV_CHAOS", "") == "long"
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 ADAPTERS = ("", "a", "b")
-NUM_WORKERS = 3
+NUM_WORKERS = 3 if IS_LONG else 2
 
 
 class Crew:
@@ -85,7 +85,7 @@ def is_done(connection: Redis, batches: dict[str, str], num_rows: int) -> bool:
 @pytest.mark.timeout(600)
 def test_rows_of_several_adapters_survive(tmp_path: Path) -> None:
     """Workers die in the middle of rows and of exchanges, and the server goes away for a while."""
-    num_kills, num_outages, num_batches, num_rows = (60, 4, 30, 60) if IS_LONG else (4, 1, 6, 25)
+    num_kills, num_outages, num_batches, num_rows = (60, 4, 30, 60) if IS_LONG else (3, 1, 6, 15)
     rng = random.Random(SEED)
     with running_server(*AOF) as server:
         batches = submit_all(server, tmp_path, num_batches, num_rows)
