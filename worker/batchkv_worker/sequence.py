@@ -42,12 +42,11 @@ class Generation:
     ignore_eos: bool = False
     stop_token_ids: frozenset[int] = frozenset()
     include_stop: bool = False  # the stop string stays in the text
-    skip_special_tokens: bool = True
     return_token_ids: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()  # sorted by token
     bad_words: tuple[tuple[int, ...], ...] = ()  # tokens of each
     late_tokens: frozenset[int] = frozenset()  # end tokens, barred before ``min_tokens``
-    hidden_tokens: frozenset[int] = frozenset()  # without text: see ``skip_special_tokens``
+    hidden_tokens: frozenset[int] = frozenset()  # without text: special ones, mostly
 
     @property
     def is_greedy(self) -> bool:

@@ -26,10 +26,10 @@ class RowBiases:
     Entries are int32 ``[3, entries]``: token, token before, and the bits of the amount. First come
     those before ``min_tokens``, then those of every step, then those of bad words of two tokens,
     which depend on the token before. Longer bad words are found by the third of their tokens from
-    the end.
+    the end. ``looks_back``: whether any entry depends on the token before.
     """
 
-    __slots__ = ("_entries", "_longer", "_num_early", "_num_plain")
+    __slots__ = ("_entries", "_longer", "_num_early", "_num_plain", "looks_back")
 
     def __init__(self, row: Sequence) -> None:
         asked = row.generation
@@ -43,6 +43,7 @@ class RowBiases:
         for word in asked.bad_words:
             if len(word) > 2:
                 self._longer.setdefault(word[-3], []).append(word)
+        self.looks_back = bool(pairs or self._longer)
 
     @classmethod
     def of(cls, row: Sequence) -> RowBiases:
@@ -91,19 +92,20 @@ def add_biases(logits: mx.array, inputs: mx.array, rows: list[Sequence | None]) 
 
     ``inputs`` ``[rows]`` are the tokens just fed.
     """
-    found = [
-        RowBiases.of(row).entries(row) if row is not None and is_biased(row) else None
-        for row in rows
-    ]
-    width = max((one.shape[1] for one in found if one is not None), default=0)
-    width = -(-max(width, 1) // WIDTH_STEP) * WIDTH_STEP
-    block = np.zeros((3, len(rows), width), np.int32)
+    found: list[tuple[int, np.ndarray]] = []
+    looks_back, width = False, 1
+    for index, row in enumerate(rows):
+        if row is not None and is_biased(row):
+            known = RowBiases.of(row)
+            found.append((index, known.entries(row)))
+            looks_back = looks_back or known.looks_back
+            width = max(width, found[-1][1].shape[1])
+    block = np.zeros((3, len(rows), -(-width // WIDTH_STEP) * WIDTH_STEP), np.int32)
     block[_BEFORE] = _ALWAYS
-    for index, one in enumerate(found):
-        if one is not None:
-            block[:, index, : one.shape[1]] = one
+    for index, entries in found:
+        block[:, index, : entries.shape[1]] = entries
     tokens, added = mx.array(block[_TOKEN]), mx.array(block[_AMOUNT].view(np.float32))
-    if (block[_BEFORE] != _ALWAYS).any():
+    if looks_back:
         before = mx.array(block[_BEFORE])
         comes = (before == _ALWAYS) | (before == inputs.reshape(-1, 1).astype(mx.int32))
         added = mx.where(comes, added, 0.0)

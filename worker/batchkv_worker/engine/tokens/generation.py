@@ -96,7 +96,6 @@ def generation_of(work: Work, num_prompt: int, loaded: LoadedModel) -> Generatio
         ignore_eos=bool(asked.ignore_eos),
         stop_token_ids=stop_tokens,
         include_stop=bool(asked.include_stop),
-        skip_special_tokens=skips_special,
         return_token_ids=bool(asked.return_token_ids),
         logit_bias=asked.logit_bias,
         bad_words=_words(asked.bad_words, tokenizer, loaded.vocabulary),
