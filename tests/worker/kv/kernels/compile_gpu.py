@@ -25,7 +25,7 @@ import mlx.core as mx
 
 from batchkv_worker.kv.kernels.body import Body, source_text
 from batchkv_worker.kv.kernels.launch import Constant, Output
-from worker.kv.kernels.cases import SCALE, Case, Sample
+from worker.kv.kernels.cases import SCALE, Case, Sample, has_matrices
 
 FOLDER = Path(__file__).parent
 CASES = [
@@ -62,7 +62,9 @@ class Recorded:
         return [mx.zeros(shape, dtype) for shape, dtype in outputs]
 
 
-def runs_of(case: Case) -> list[tuple[Body, list[mx.array], Sequence[Constant], Sequence[Output]]]:
+def runs_of(
+    case: Case, *, matrices: bool = False
+) -> list[tuple[Body, list[mx.array], Sequence[Constant], Sequence[Output]]]:
     """Each kernel of a layer with its arguments."""
     launch, sample = Recorded(), Sample.of(case, (300,))
     kernels = case.kernels(launch)
@@ -72,7 +74,11 @@ def runs_of(case: Case) -> list[tuple[Body, list[mx.array], Sequence[Constant], 
     token = mx.zeros((1, 2, 1, case.key_size), case.dtype)
     kernels.pack(token, mx.zeros((1, 2, 1, case.value_size), case.dtype))
     kernels.unpack(sample.records)
-    return [launch.runs[place] for place in (0, 1, 3, 4, 5)]  # the second of SPLITS is the same
+    found = [launch.runs[place] for place in (0, 1, 3, 4, 5)]  # the second of SPLITS is the same
+    if matrices:
+        case.kernels(launch, matrices=True).attend(*given, sample.sinks, sample.partials)
+        found.insert(0, launch.runs[-2])
+    return found
 
 
 def arguments(
@@ -187,8 +193,10 @@ def main(dialects: Sequence[str]) -> int:
             print(f"{dialect}: {tools[dialect]} is not installed")
             continue
         for number, case in enumerate(CASES):
-            # The others depend on the scheme alone.
-            for body, *rest in runs_of(case)[: 1 if 1 < number < len(CASES) - 2 else None]:
+            matrices = dialect == "cuda" and has_matrices(case)
+            # Kernels but the first ones depend on the scheme alone.
+            count = 1 + matrices if 1 < number < len(CASES) - 2 else None
+            for body, *rest in runs_of(case, matrices=matrices)[:count]:
                 with tempfile.TemporaryDirectory() as folder:
                     try:
                         if dialect == "cuda":

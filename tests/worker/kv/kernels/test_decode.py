@@ -25,6 +25,7 @@ from worker.kv.kernels.cases import (
     Sample,
     compare,
     covering,
+    has_matrices,
 )
 from worker.kv.kernels.cpp_launch import CppLaunch, is_there_a_compiler
 
@@ -46,17 +47,54 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
 
 
+MATRICES = [
+    Case("affine8", "affine8", mx.bfloat16, 128, 128, 4, 0, False, 5, 1),
+    Case("turbo3", "affine4", mx.float16, 128, 64, 7, 2, True, 3, 2),
+    Case("float", "affine5/32", mx.bfloat16, 80, 96, 12, 1, False, 2, 3),
+]
+
+
 @pytest.mark.parametrize("case", [*CASES, *(covering() if IS_LONG else ())], ids=str)
 def test_attention_is_that_of_float32(case: Case, folder: Path) -> None:
     """With rows of any length in slices of buffers, shared prefixes and sinks."""
     Sample.of(case).check(CppLaunch(folder))
 
 
-def test_every_length_around_a_border(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "case", [*MATRICES, *(filter(has_matrices, covering(1)) if IS_LONG else ())], ids=str
+)
+def test_products_of_matrices_give_the_same(case: Case, folder: Path) -> None:
+    """The form for CUDA, whose threads share matrices."""
+    Sample.of(case).check(CppLaunch(folder), matrices=True)
+
+
+def test_layers_without_products_of_matrices(folder: Path) -> None:
+    """They are refused in words: small floats, and float32."""
+    for case in (replace(CASES[0], dtype=mx.float32), replace(CASES[0], keys="mxfp8")):
+        with pytest.raises(ValueError, match="no products of matrices for"):
+            case.kernels(CppLaunch(folder), matrices=True)
+
+
+@pytest.mark.parametrize("matrices", [False, True])
+def test_every_length_around_a_border(matrices: bool, folder: Path) -> None:
     """Each of the lengths at which a loop ends one column earlier or later."""
     case, launch = CASES[0], CppLaunch(folder)
     for length in LENGTHS:
-        Sample.of(replace(case, rows=1, seed=length), (length,)).check(launch)
+        sample = Sample.of(replace(case, rows=1, seed=length), (length,))
+        sample.check(launch, matrices=matrices)
+
+
+def test_values_may_be_tiny_and_their_first_one_zero(folder: Path) -> None:
+    """Weights in half precision are scaled by powers of two, which depend on all columns."""
+    case = replace(CASES[0], dtype=mx.float16, rows=1)
+    scheme, kernels = case.scheme, case.kernels(CppLaunch(folder), matrices=True)
+    keys = mx.random.normal((1, 2, 40, 128)).astype(mx.float16)
+    values = 1e-3 * keys[..., ::-1] * (mx.arange(40) > 0)[:, None]
+    packed = scheme.keys.pack(keys), scheme.values.pack(values.astype(mx.float16))
+    queries, bounds = mx.ones((1, 8, 1, 128), mx.float16), mx.array([[0, 40]] * 4, mx.int32)
+    found = kernels.attend(queries, case.layout.join(*packed), bounds, 40, SCALE)
+    sample = Sample(case, queries, queries, packed, bounds, None, None)
+    compare(1e3 * found.astype(mx.float32), 1e3 * sample.wanted(), case, 2e-3)
 
 
 @pytest.mark.skipif(not IS_LONG, reason="make parity tries them")
@@ -69,7 +107,10 @@ def test_random_layers(seed: int, folder: Path) -> None:
     lines, rows = choose.choice(LINES), choose.choice((1, 3, 8, 64))
     rest = choose.choice(DTYPES), *sizes, lines, choose.randrange(4), choose.random() < 0.5
     case = Case(*names, *rest, rows, seed)
-    Sample.of(case, LENGTHS if rows < 64 else (0, 1, 33, 257)).check(CppLaunch(folder))
+    sample = Sample.of(case, LENGTHS if rows < 64 else (0, 1, 33, 257))
+    sample.check(CppLaunch(folder))
+    if has_matrices(case):
+        sample.check(CppLaunch(folder), matrices=True)
 
 
 def test_free_rows_cost_nothing_and_give_zeros(folder: Path) -> None:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(not is_there_a_compiler(), reason="there is no C
 
 PLAIN = Case("affine8", "affine8/32", mx.float32, 64, 64, 4, 0, False, 4, 7)
 MIXED = Case("turbo3", "affine5", mx.float32, 96, 64, 7, 2, True, 4, 8)
+MATRIX = Case("affine8/32", "affine4", mx.float16, 64, 64, 4, 0, False, 4, 10)
 SMALL = Case("nvfp4", "mxfp8", mx.float32, 64, 64, 2, 1, True, 3, 9)
 
 # What is wrong, the case that shows it, the source's text, and its replacement.
@@ -91,6 +92,48 @@ FAULTS = [
     ("small floats are too large", SMALL, "(120u << 23)", "((120u + FAULT(25)) << 23)"),
     ("a float of 4 bits is wrong", SMALL, "0xC8643210u", "(0xC8643210u + FAULT(26) * 0x1000)"),
     ("scales of other groups", SMALL, "8 * (group % 4)", "8 * (group % 4 ^ FAULT(27))"),
+    (
+        "rows of a matrix are exchanged",
+        MATRIX,
+        "runs[i % 2][group]",
+        "runs[i % 2 ^ FAULT(28)][group]",
+    ),
+    (
+        "pairs are shifted",
+        MATRIX,
+        "second_of<KEY_BITS>(2 * k + i)",
+        "second_of<KEY_BITS>(2 * k + i) - FAULT(29)",
+    ),
+    (
+        "keys' codes are too large",
+        MATRIX,
+        "one.bias - CODED_OFFSET",
+        "one.bias - !FAULT(30) * CODED_OFFSET",
+    ),
+    (
+        "values' codes are too large",
+        MATRIX,
+        "CODED_OFFSET * down",
+        "!FAULT(31) * CODED_OFFSET * down",
+    ),
+    ("a power of two is wrong", MATRIX, "(254 - power)", "(254 - power + FAULT(32))"),
+    (
+        "a column counts twice",
+        MATRIX,
+        "runs[i / 2 * 2 + 1][group]",
+        "runs[i / 2 * 2 + 1 - FAULT(33)][group]",
+    ),
+    ("a nibble is lost", MATRIX, "i % 8 < 4 ? 0x5410", "i % 8 < 4 + FAULT(34) * 4 ? 0x5410"),
+    (
+        "one quad's offset is left out",
+        MATRIX,
+        "SHUFFLE_XOR(added, 2)",
+        "!FAULT(35) * SHUFFLE_XOR(added, 2)",
+    ),
+    (
+        *("weights are overwritten before matrices read them", MATRIX),
+        *("BARRIER;\nUNROLL for (int tile", "if (!FAULT(36)) BARRIER;\nUNROLL for (int tile"),
+    ),
 ]
 CHANGES = tuple((text, other) for _, _, text, other in FAULTS)
 
@@ -100,7 +143,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
 
 
-@pytest.fixture(scope="module", params=[PLAIN, MIXED, SMALL], ids=lambda case: case.keys)
+@pytest.fixture(scope="module", params=[PLAIN, MIXED, SMALL, MATRIX], ids=lambda case: case.keys)
 def sample(request: pytest.FixtureRequest) -> Sample:
     """Rows of several splits."""
     return Sample.of(request.param, (513, 290, 31))
@@ -108,13 +151,13 @@ def sample(request: pytest.FixtureRequest) -> Sample:
 
 def test_planted_faults_are_seen(sample: Sample, folder: Path) -> None:
     """Each of them, and none where none is planted."""
-    launch = CppLaunch(folder, CHANGES)
-    sample.check(launch)
+    launch, matrices = CppLaunch(folder, CHANGES), sample.case == MATRIX
+    sample.check(launch, matrices=matrices)
     unseen = []
     for number, (what, case, *_) in enumerate(FAULTS):
         if case == sample.case:
             try:
-                sample.check(replace(launch, fault=number))
+                sample.check(replace(launch, fault=number), matrices=matrices)
                 unseen.append(what)
             except (AssertionError, RuntimeError):
                 continue
@@ -123,6 +166,8 @@ def test_planted_faults_are_seen(sample: Sample, folder: Path) -> None:
 
 def test_each_fault_changes_a_source() -> None:
     """A fault whose text is in no source would be planted nowhere."""
-    sources = [source_text(name) for name in ("common", "splits", "merge")]
+    sources = [
+        source_text(name) for name in ("common", "splits", "merge", "pairs", "matrix_splits")
+    ]
     for what, _, text, _ in FAULTS:
         assert any(text in source for source in sources), what

@@ -2,12 +2,24 @@
 // thread. A turn ends where a thread waits for others: at a shuffle, and at a barrier. A simdgroup
 // goes on until all of its threads wait at a barrier, so a missing barrier shows; groups alternate
 // in which simdgroup goes first. A thread that misses a shuffle or barrier of others is an error.
-#include <math.h>
 #include <setjmp.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
+
+// Without <math.h> and <stdlib.h>, which take most of the time to compile.
+extern "C" {
+void* malloc(size_t);
+void free(void*);
+float exp2f(float);
+float log2f(float);
+float rintf(float);
+float floorf(float);
+float ceilf(float);
+}
+static inline float abs(float number) { return __builtin_fabsf(number); }
+static inline float floor(float number) { return floorf(number); }
+static inline float ceil(float number) { return ceilf(number); }
 
 #define FN static inline
 #define GLOBAL
@@ -23,7 +35,7 @@
 #define AS_UINT(number) as<uint32_t>(float(number))
 #define FROM_BITS(type, bits) as<type>(uint16_t(bits))
 #define ROUND(number) rintf(number)
-#define HIGHEST_START (-INFINITY)
+#define HIGHEST_START (-__builtin_inff())
 // Thread 0 comes first or last; in both cases no other has written yet when memory is filled.
 #define LOCAL_ARRAY(type, name, count)                        \
   static type name[count];                                    \
@@ -74,7 +86,7 @@ struct half {
   explicit half(float number) {
     const uint32_t all = as<uint32_t>(number);
     const uint32_t sign = (all >> 16) & 0x8000;
-    const float size = fabsf(number);
+    const float size = __builtin_fabsf(number);
     if (number != number) {
       bits = sign | 0x7E00;
     } else if (size >= 65520.0f) {
@@ -154,6 +166,51 @@ static float shuffled(float number, int other) {
     _longjmp(failure, MISSED_SHUFFLE);
   }
   return shown[own % 2][partner];
+}
+
+#define PERMUTE(one, other, places) permuted(one, other, places)
+#define PAIR(is_bfloat, low, high) pair_of_floats<is_bfloat>(low, high)
+#define PAIR_SUM(pair) (float(FROM_BITS(half, pair)) + float(FROM_BITS(half, (pair) >> 16)))
+
+#define NIBBLES(word) (((word) & 0x000F000Fu) | 0x64006400u)
+
+static inline uint32_t permuted(uint32_t one, uint32_t other, uint32_t places) {
+  const uint64_t bytes = uint64_t(other) << 32 | one;
+  uint32_t found = 0;
+  for (int i = 0; i < 4; i++) {
+    found |= uint32_t(bytes >> (8 * ((places >> (4 * i)) & 7)) & 255) << (8 * i);
+  }
+  return found;
+}
+
+template <int IS_BFLOAT>
+static inline uint32_t pair_of_floats(float low, float high) {
+  return IS_BFLOAT ? bfloat(low).bits | uint32_t(bfloat(high).bits) << 16
+                   : half(low).bits | uint32_t(half(high).bits) << 16;
+}
+
+static uint32_t factors[2][MOST_THREADS][6];
+
+// As the threads of a simdgroup on CUDA have the numbers of such matrices.
+template <int IS_BFLOAT, typename FIRST, typename SECOND>
+static void multiply(FIRST first, SECOND second, float (&sum)[4]) {
+  const int own = (num_shuffles[thread] + 1) % 2;
+  memcpy(factors[own][thread], first.at, sizeof(first.at));
+  memcpy(factors[own][thread] + 4, second.at, sizeof(second.at));
+  shuffled(0.0f, 0);
+  const int begin = thread / 32 * 32;
+  for (int i = 0; i < 4; i++) {
+    const int row = thread % 32 / 4 + i / 2 * 8;
+    const int column = thread % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; k++) {
+      const int place = k % 8 / 2;
+      const uint32_t one = factors[own][begin + row % 8 * 4 + place][row / 8 + k / 8 * 2];
+      const uint32_t other = factors[own][begin + column * 4 + place][4 + k / 8];
+      const uint32_t low = one >> (16 * (k % 2)), high = other >> (16 * (k % 2));
+      sum[i] += IS_BFLOAT ? float(FROM_BITS(bfloat, low)) * float(FROM_BITS(bfloat, high))
+                          : float(FROM_BITS(half, low)) * float(FROM_BITS(half, high));
+    }
+  }
 }
 
 static void run_thread() {

@@ -44,6 +44,10 @@ def source_text(name: str) -> str:
 
 
 SPLITS = Body("batchkv_splits", "splits", ("queries", "records", "bounds", "scale"), ("splits",))
+# The same with products of matrices, for dialects that have them.
+MATRIX_SPLITS = Body(
+    "batchkv_matrix_splits", "matrix_splits", SPLITS.inputs, SPLITS.outputs, ("pairs",)
+)
 PACK = Body("batchkv_pack", "pack", ("keys", "values"), ("records",), ("packing",))
 
 

@@ -13,7 +13,14 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from batchkv_worker.kv.kernels.body import PACK, SPLITS, merge_body, unpack_body
+from batchkv_worker.kv.kernels.body import (
+    MATRIX_SPLITS,
+    PACK,
+    SPLITS,
+    Body,
+    merge_body,
+    unpack_body,
+)
 from batchkv_worker.kv.kernels.launch import Constant, Launch, Output
 from batchkv_worker.kv.kernels.layout import Form, RecordLayout, TensorLayout
 from batchkv_worker.kv.kernels.variant import SIMDS, SPLIT, UNIT, Variant
@@ -43,14 +50,22 @@ class DecodeKernels:
 
     variant: Variant
     launch: Launch
+    body: Body
     splits: Sequence[Constant]
     merge: Sequence[Constant]
 
     @classmethod
-    def of(cls, layout: RecordLayout, lines: int, launch: Launch) -> DecodeKernels:
-        """ValueError where there is no kernel for such a layer."""
+    def of(
+        cls, layout: RecordLayout, lines: int, launch: Launch, *, matrices: bool = False
+    ) -> DecodeKernels:
+        """ValueError where there is no kernel for such a layer.
+
+        ``matrices``: with products of matrices, which Metal's dialect does not have.
+        """
         variant = Variant.of(layout, lines)
-        return cls(variant, launch, variant.splits, variant.merge)
+        if matrices:
+            return cls(variant, launch, MATRIX_SPLITS, variant.matrix_splits, variant.merge)
+        return cls(variant, launch, SPLITS, variant.splits, variant.merge)
 
     @property
     def layout(self) -> RecordLayout:
@@ -119,7 +134,7 @@ class DecodeKernels:
         grid = kv_heads * threads, splits, rows
         size = self.layout.values.size + 2  # and the highest score, and the sum of weights
         outputs = [((rows, kv_heads, splits, self.variant.lines, size), mx.float32)]
-        (found,) = self.launch(SPLITS, inputs, self.splits, grid, (threads, 1, 1), outputs)
+        (found,) = self.launch(self.body, inputs, self.splits, grid, (threads, 1, 1), outputs)
         return found
 
     def pack(self, keys: mx.array, values: mx.array) -> mx.array:

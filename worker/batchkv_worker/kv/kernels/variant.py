@@ -10,7 +10,7 @@ from math import gcd
 import mlx.core as mx
 
 from batchkv_worker.kv.kernels.launch import Constant
-from batchkv_worker.kv.kernels.layout import RecordLayout, TensorLayout
+from batchkv_worker.kv.kernels.layout import Form, RecordLayout, TensorLayout
 from batchkv_worker.kv.schemes.turbo import Turbo
 
 SPLIT = 256  # columns that one threadgroup attends to
@@ -107,6 +107,26 @@ class Variant:
         ]
 
     @property
+    def matrix_splits(self) -> list[Constant]:
+        """For ``MATRIX_SPLITS``; ValueError where it is not for such a layer."""
+        layout = self.layout
+        keys, values = layout.keys, layout.values
+        forms = (Form.FLOAT, Form.AFFINE, Form.TURBO)
+        if layout.dtype == mx.float32 or any(one.form not in forms for one in (keys, values)):
+            raise ValueError(f"no products of matrices for {layout.scheme} in {layout.dtype}")
+        outputs = SIMDS * (values.size + values.num_groups)
+        return [
+            *self.record,
+            ("LINES", self.lines),
+            ("SIMDS", SIMDS),
+            ("POOL", self.lines * max(SPLIT, outputs)),
+            ("KEY_BFLOAT", _is_bfloat(keys)),
+            ("KEY_WIDE", self._wide(keys, 0, 4 * keys.num_groups)),
+            ("VALUE_BFLOAT", _is_bfloat(values)),
+            ("VALUE_WIDE", self._wide(values, layout.offsets[1], 8 * values.num_groups)),
+        ]
+
+    @property
     def merge(self) -> list[Constant]:
         """For ``merge_body``."""
         values = self.layout.values
@@ -135,6 +155,11 @@ def _tensor(name: str, tensor: TensorLayout) -> list[Constant]:
         (f"{name}_BITS", tensor.bits),
         (f"{name}_GROUP", tensor.group),
     ]
+
+
+def _is_bfloat(tensor: TensorLayout) -> int:
+    """Whether its products are of bfloat16; codes are multiplied as float16."""
+    return int(tensor.form == Form.FLOAT and tensor.dtype == mx.bfloat16)
 
 
 def _step_bits(tensor: TensorLayout) -> int:

@@ -38,3 +38,50 @@ FN float code_number(uint32_t word, int place) {
     return __uint_as_float(((word >> place) & ((1u << BITS) - 1)) | two_to_23()) - 8388608.0f;
   }
 }
+
+// A product of matrices of 16 by 16 and 16 by 8 numbers, added to `sum`; see matrix_splits.h.
+#define PERMUTE(one, other, places) __byte_perm(one, other, places)
+#define PAIR(is_bfloat, low, high) pair_of_floats<is_bfloat>(low, high)
+#define PAIR_SUM(pair) pair_sum(pair)
+#define NIBBLES(word) nibbles(word)
+
+// (word & 0x000F000F) | 0x64006400 as one operation.
+FN uint32_t nibbles(uint32_t word) {
+  uint32_t found;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;"
+      : "=r"(found) : "r"(word), "r"(0x000F000Fu), "r"(0x64006400u));
+  return found;
+}
+
+template <int IS_BFLOAT>
+FN uint32_t pair_of_floats(float low, float high) {
+  if constexpr (IS_BFLOAT) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
+FN float pair_sum(uint32_t pair) {
+  const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  return both.x + both.y;
+}
+
+template <int IS_BFLOAT, typename FIRST, typename SECOND>
+FN void multiply(FIRST first, SECOND second, float (&sum)[4]) {
+  if constexpr (IS_BFLOAT) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(first.at[0]), "r"(first.at[1]), "r"(first.at[2]), "r"(first.at[3]),
+          "r"(second.at[0]), "r"(second.at[1]));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(first.at[0]), "r"(first.at[1]), "r"(first.at[2]), "r"(first.at[3]),
+          "r"(second.at[0]), "r"(second.at[1]));
+  }
+}
