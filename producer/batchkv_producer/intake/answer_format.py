@@ -15,6 +15,7 @@ GUIDED: dict[str, Kind] = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
+_ASKING = frozenset({"response_format", "structured_outputs", *GUIDED})
 # Keys of ``structured_outputs`` that name a constraint.
 _KINDS: dict[str, Kind] = {
     "json": "json_schema",
@@ -32,6 +33,8 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
 
 def constraint_of(body: dict[str, Any]) -> Constraint | None:
     """The constraint that a body asks for. Raises RowFault for a wrong one, and for several."""
+    if body.keys().isdisjoint(_ASKING):  # almost every row
+        return None
     found = {
         "response_format": _response_format(body.get("response_format")),
         "structured_outputs": _structured_outputs(body.get("structured_outputs")),

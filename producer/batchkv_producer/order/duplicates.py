@@ -10,23 +10,19 @@ wait for its end.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
 import msgspec
 
-from batchkv_producer.wire.job import Request, SamplingParams
+from batchkv_producer.wire.job import Request, asked_of
+from batchkv_producer.wire.params import newer_params
 
 _write_json = msgspec.json.Encoder().encode
 _REAL = ("temperature", "top_p", "min_p", "repetition_penalty")  # 0 and 0.0 are the same
 _reals = attrgetter(*_REAL)
 _OLD = ("max_tokens", "top_k", "seed", "stop", "logprobs")  # an order that digests depend on
 _others = attrgetter(*_OLD)
-_NEW = tuple(item.name for item in fields(SamplingParams) if item.name not in (*_REAL, *_OLD))
-_new = attrgetter(*_NEW)
-_ASKED = ("prompt_tokens", "constraint", "tool_choice", "parallel_tool_calls", "reasoning_effort")
-_asked = attrgetter(*_ASKED)
 _NEW_REAL = ("presence_penalty", "frequency_penalty")
 KEY_BYTES = 16
 
@@ -59,10 +55,9 @@ def _newer(request: Request) -> dict[str, Any]:
 
     ``repetition_penalty`` counts other tokens than in older versions, so their answers are others.
     """
-    asked = zip(_ASKED, _asked(request), strict=True)
-    found = {name: value for name, value in asked if value is not None}
-    params = zip(_NEW, _new(request.params), strict=True)
-    found |= {name: value for name, value in params if value is not None and value != ()}
+    found = asked_of(request) | newer_params(request.params)
+    if not found and request.params.repetition_penalty is None:  # almost every row
+        return found
     found |= {name: float(found[name]) for name in _NEW_REAL if name in found}
     if request.params.repetition_penalty is not None:
         found["repetition"] = "all tokens"

@@ -32,7 +32,7 @@ from batchkv_producer.wire.constraint import Constraint, unpacked_constraint
 from batchkv_producer.wire.error_codes import ErrorCode as ErrorCode
 from batchkv_producer.wire.inflating import inflate
 from batchkv_producer.wire.params import SamplingParams as SamplingParams
-from batchkv_producer.wire.params import read_params
+from batchkv_producer.wire.params import given_params, read_params
 from batchkv_producer.wire.stamp import unstamped
 
 FUNCTION_NAME = "batchkv.generate"
@@ -151,21 +151,27 @@ class Result:
 
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _write_json = msgspec.json.Encoder().encode
-_PARAM_NAMES = tuple(item.name for item in fields(SamplingParams))
-_param_values = attrgetter(*_PARAM_NAMES)
-# In the order in which a payload has them; an order that changes would change stored bytes.
-_OPTIONAL = (
-    *("messages", "prompt", "tools", "prompt_tokens", "tool_choice"),
-    *("parallel_tool_calls", "reasoning_effort"),
-)
+_ASKED = ("prompt_tokens", "constraint", "tool_choice", "parallel_tool_calls", "reasoning_effort")
+_asked_values = attrgetter(*_ASKED)
+_NOTHING_ASKED = (None,) * len(_ASKED)
+
+
+def asked_of(request: Request) -> dict[str, Any]:
+    """What a request asks for that the first version did not have, without its parameters."""
+    values = _asked_values(request)
+    if values == _NOTHING_ASKED:  # almost every row
+        return {}
+    return {name: value for name, value in zip(_ASKED, values, strict=True) if value is not None}
 
 
 def encode_job(request: Request) -> bytes:
     """The job's ``data``: a call in the form of RQ's JSON serializer, compressed."""
     payload: dict[str, Any] = {"custom_id": request.custom_id, "endpoint": request.endpoint}
-    for name in _OPTIONAL:
-        if (value := getattr(request, name)) is not None:
+    rest = (("messages", request.messages), ("prompt", request.prompt), ("tools", request.tools))
+    for name, value in rest:
+        if value is not None:
             payload[name] = value
+    payload |= asked_of(request)
     if request.constraint is not None:
         payload["constraint"] = request.constraint.packed()
     if request.style != "raw":
@@ -174,8 +180,7 @@ def encode_job(request: Request) -> bytes:
         payload["system"] = request.system
     if request.chat_template_kwargs:
         payload["chat_template_kwargs"] = request.chat_template_kwargs
-    params = zip(_PARAM_NAMES, _param_values(request.params), strict=True)
-    payload["params"] = {name: value for name, value in params if value is not None and value != ()}
+    payload["params"] = given_params(request.params)
     call: list[Any] = [FUNCTION_NAME, None, [payload], {}]
     try:
         raw = _write_json(call)

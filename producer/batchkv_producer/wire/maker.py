@@ -11,29 +11,22 @@ too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass, fields
-from operator import attrgetter
+from dataclasses import asdict, astuple, dataclass
 
-from batchkv_producer.wire.job import Request, SamplingParams
+from batchkv_producer.wire.job import Request
+from batchkv_producer.wire.params import newer_params
 
 GRAMMAR = "grammar"  # the one ability that depends on what is installed: llguidance
 
-# Parameters that every version reads. ``repetition_penalty`` counted other tokens before "fields".
-_OLD_PARAMS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logprobs")
-_OTHER_PARAMS = ("thinking_budget",)  # another ability
-_new_params = attrgetter(
-    *(
-        item.name
-        for item in fields(SamplingParams)
-        if item.name not in (*_OLD_PARAMS, *_OTHER_PARAMS)
-    )
-)
+_OTHERS = frozenset({"thinking_budget"})  # parameters with another ability
 
 
 def _needs_fields(request: Request) -> bool:
     if request.prompt_tokens is not None:
         return True
-    return any(value is not None and value != () for value in _new_params(request.params))
+    if request.params.repetition_penalty is not None:  # older versions counted other tokens
+        return True
+    return not newer_params(request.params).keys() <= _OTHERS
 
 
 def _needs_grammar(request: Request) -> bool:
@@ -98,4 +91,4 @@ ANYBODY = Maker("*", "*", "*")  # compares nothing, and writes nothing
 
 def needs_of(request: Request) -> tuple[str, ...]:
     """Abilities that this row needs and that some older workers lack."""
-    return tuple(name for name, is_needed in _NEEDS if is_needed(request))
+    return tuple([name for name, is_needed in _NEEDS if is_needed(request)])

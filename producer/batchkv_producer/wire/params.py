@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 from batchkv_producer.errors import WireError
@@ -70,6 +71,29 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     thinking_budget: int | None = None
     n: int | None = None
+
+
+_NAMES = tuple(item.name for item in fields(SamplingParams))
+_NUM_FIRST = _NAMES.index("logprobs") + 1  # those of the first version
+_first_names, _newer_names = _NAMES[:_NUM_FIRST], _NAMES[_NUM_FIRST:]
+_first_values, _newer_values = attrgetter(*_first_names), attrgetter(*_newer_names)
+_NONE_NEWER = _newer_values(SamplingParams())
+
+
+def given_params(params: SamplingParams) -> dict[str, Any]:
+    """The parameters that are given, in the order in which a job has them."""
+    pairs = zip(_first_names, _first_values(params), strict=True)
+    found = {name: value for name, value in pairs if value is not None and value != ()}
+    return found | newer if (newer := newer_params(params)) else found
+
+
+def newer_params(params: SamplingParams) -> dict[str, Any]:
+    """The given parameters that the first version did not have."""
+    values = _newer_values(params)
+    if values == _NONE_NEWER:  # almost every row's
+        return {}
+    pairs = zip(_newer_names, values, strict=True)
+    return {name: value for name, value in pairs if value is not None and value != ()}
 
 
 def read_params(payload: dict[str, Any]) -> SamplingParams:
