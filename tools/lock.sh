@@ -22,7 +22,7 @@ compile() {
         --no-annotate --no-emit-index-url --no-emit-find-links --output-file "$output" "$@"
 }
 
-compile requirements/dev.txt --extra worker --group pyproject.toml:dev "$@" \
+compile requirements/dev.txt --extra worker --extra gateway --group pyproject.toml:dev "$@" \
     pyproject.toml requirements/build.in
 compile requirements/worker.txt --constraint requirements/dev.txt --extra worker pyproject.toml
 compile requirements/run.txt --constraint requirements/dev.txt pyproject.toml
