@@ -101,6 +101,8 @@ ASKED: list[dict[str, object]] = [
     {**CHAT, "min_tokens": 3, "ignore_eos": True, "stop_token_ids": [9], "bad_words": ["x"]},
     {**CHAT, "logit_bias": {"7": 5}, "presence_penalty": 1, "frequency_penalty": -1},
     {"prompt": "Once", "stop": "e", "include_stop_str_in_output": True, "repetition_penalty": 1.2},
+    {"prompt": "Once", "guided_choice": ["yes", "no"], "n": 2, "max_tokens": 8},
+    {**CHAT, "response_format": {"type": "json_object"}, "thinking_budget": 2},
 ]
 
 
@@ -110,7 +112,7 @@ def test_quickstart_answers_are_right(home: Home) -> None:
     Rows that ask for more are answered beside them. OpenAI's types accept every line.
     """
     out, asked = home.path / "out.jsonl", home.path / "asked.jsonl"
-    asked.write_text("".join(json.dumps({**row, "max_tokens": 4}) + "\n" for row in ASKED))
+    asked.write_text("".join(json.dumps({"max_tokens": 4, **row}) + "\n" for row in ASKED))
     num, num_all = len(ASKED), 40 + len(ASKED)
     ran = home.cli("run", QUICKSTART, asked, "-m", "demo", "-o", out)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -126,7 +128,9 @@ def test_quickstart_answers_are_right(home: Home) -> None:
         for line in results
         if str(line["custom_id"]).startswith("asked.jsonl:")
     }
-    assert [len(of_asked[row]) for row in range(1, num + 1)] == [3, 2, 1, 1, 1, 1]
+    assert [len(of_asked[row]) for row in range(1, num + 1)] == [3, 2, 1, 1, 1, 1, 2, 1]
+    assert {choice["text"] for choice in of_asked[7]} <= {"yes", "no"}
+    assert of_asked[8][0]["message"]["content"].startswith("{")
     assert of_asked[3][0]["prompt_token_ids"] == [5, 6, 7]
     usage = [line["response"]["body"]["usage"] for line in results]  # type: ignore[index]
     cached = [part["prompt_tokens_details"]["cached_tokens"] for part in usage]
