@@ -32,7 +32,7 @@ from mlx_lm.generate import BatchGenerator  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_engine import NoText  # noqa: E402
-from svg import write_chart  # noqa: E402
+from charts.svg import write_chart  # noqa: E402
 from workloads import MODELS, VOCABULARY, build_model  # noqa: E402
 
 from batchkv_worker.engine.engine import Engine, EngineConfig  # noqa: E402

@@ -26,6 +26,7 @@ log = logging.getLogger("batchkv.worker")
 
 START, LOAD, MEASURE = "start", "load", "measure"
 PREPARE, PREFILL, DECODE, IDLE, END = "prepare", "prefill", "decode", "idle", "end"
+MASKS = "masks"
 REDIS, STORE = "waiting for Redis", "waiting for the store"
 
 WINDOW_SECONDS = 1.0  # of short stretches that are merged

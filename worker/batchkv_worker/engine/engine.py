@@ -53,6 +53,7 @@ from batchkv_worker.prefix.memory import PrefixCache
 from batchkv_worker.prefix.shared.access import Access
 from batchkv_worker.prefix.shared.client import StoreClient
 from batchkv_worker.sequence import Sequence, Status
+from batchkv_worker.trace import DECODE, ENGINE, MASKS
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -374,7 +375,9 @@ class Engine:
 
     def _choose(self, step: OpenStep) -> Step:
         """Choose the tokens of a step with guided rows, which have read their last tokens."""
+        ENGINE.enter(MASKS)  # meanwhile the device computes the logits
         masks, faults = self._grammars.masks(step.rows, step.logits.shape[-1])
+        ENGINE.enter(DECODE)
         for row, fault in faults:
             self._ends.stop(row, ErrorCode.INVALID_REQUEST, str(fault))
         rows = [None if row is None or row.is_ended else row for row in step.rows]

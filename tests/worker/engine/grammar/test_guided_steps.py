@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,13 +18,15 @@ from batchkv_worker.engine.decode_step import OpenStep, Step, inputs
 from batchkv_worker.engine.engine import Engine
 from batchkv_worker.engine.grammar.compiling import Compiled, Trial, compiled_matcher
 from batchkv_worker.engine.grammar.guide import GrammarGuide
-from batchkv_worker.engine.grammar.text import GrammarFault
+from batchkv_worker.engine.grammar.masks import Masks
+from batchkv_worker.engine.grammar.text import GrammarFault, grammar_text
 from batchkv_worker.engine.grammar.tokens import TokenTable, token_table
 from batchkv_worker.engine.prefill import Prefill
 from batchkv_worker.engine.tokens import outputs
-from batchkv_worker.engine.tokens.guide import GuideFault, new_masks
+from batchkv_worker.engine.tokens.guide import AllOf, GuideFault, new_masks
 from batchkv_worker.engine.tokens.sampling import Sampled, _invert, uniform
 from batchkv_worker.kv.backends.generic import GenericBackend
+from batchkv_worker.sequence import Generation, Sequence
 from worker.engine.grammar.guided_rows import (
     NUM_TOKENS,
     VOCABULARY,
@@ -116,8 +120,6 @@ _TOKENIZERS: dict[int, Any] = {}
 
 def guide_of(kind: Any, value: Any) -> GrammarGuide:
     """A guide that was compiled here, without a trial."""
-    from batchkv_worker.engine.grammar.text import grammar_text
-
     table = token_table(loaded_model())
     built = _TOKENIZERS.setdefault(0, table.build())
     text = grammar_text(Constraint(kind, value))
@@ -181,6 +183,27 @@ def test_a_row_late_in_a_batch_has_its_grammar_compiled_again() -> None:
     assert guide._grammar.num_used == 1
 
 
+def test_masks_are_the_same_on_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a slow step, grammars are filled together; other guides, and faults, as ever."""
+    monkeypatch.setattr("batchkv_worker.engine.grammar.masks.SLOW_SECONDS", 0)
+    rows: list[Any] = [None, Sequence("free", [0], Generation(9))]
+    for number, (kind, value) in enumerate(
+        [("regex", "[ab]+"), ("choice", ["x", "y"]), ("regex", "[0-9]{3}"), ("regex", "q+")]
+    ):
+        guide: Any = guide_of(kind, value)
+        rows.append(Sequence(str(number), [0], Generation(9), guide=guide))
+    rows[-1].guide._matcher.consume_token(0)  # it cannot go on
+    rows[-2].guide = AllOf([rows[-2].guide])
+    together, alone = Masks(num_threads=2), Masks(num_threads=0)
+    for _ in range(3):
+        expected, faults = alone.fill(rows, VOCABULARY)
+        found, same_faults = together.fill(rows, VOCABULARY)
+        assert (found[:-1] == expected[:-1]).all()
+        assert [row.job_id for row, _ in faults] == [row.job_id for row, _ in same_faults] == ["3"]
+    assert together._executor is not None and alone._executor is None
+    assert (expected[0] == expected[1]).all() and (expected[2] != expected[3]).any()
+
+
 # -- the process that tries grammars
 
 
@@ -188,11 +211,13 @@ def test_a_trial_is_ended_and_started_again(trial: Trial, monkeypatch: pytest.Mo
     """One that does not answer in time is ended, and so is one that cannot read the tokenizer."""
     assert "ab" in trial.text_of(Constraint("regex", "ab"))
     first = trial._process
-    monkeypatch.setattr("batchkv_worker.engine.grammar.compiling.WAIT_SECONDS", 0)
+    assert first is not None
+    os.kill(first.pid, signal.SIGSTOP)
+    monkeypatch.setattr("batchkv_worker.engine.grammar.compiling.WAIT_SECONDS", 0.1)
     with pytest.raises(GrammarFault, match="takes more than 1 s"):
         trial.text_of(Constraint("regex", "cd"))
     monkeypatch.undo()
-    assert first is not None and first.returncode is not None
+    assert first.returncode is not None
     assert "ef" in trial.text_of(Constraint("regex", "ef"))
     broken = Trial(TokenTable("{}", NUM_TOKENS, (4,)))
     with pytest.raises(GrammarFault, match="cannot read this model's tokenizer"):

@@ -13,6 +13,7 @@ from batchkv_worker.engine.engine import Engine
 from batchkv_worker.engine.grammar.compiling import compiled_matcher
 from batchkv_worker.engine.grammar.text import GrammarFault, grammar_text
 from batchkv_worker.engine.grammar.tokens import token_table
+from benchmarks import bench_grammar
 from worker.engine.grammar.guided_rows import (
     completed,
     enders,
@@ -83,18 +84,22 @@ def running() -> Iterator[Engine]:
     made.close()
 
 
-def test_all_schemas_at_once_through_the_engine(running: Engine) -> None:
-    """Each schema with random weights, greedy and drawn: every whole answer is valid."""
+def test_all_schemas_beside_rows_without(running: Engine) -> None:
+    """Each schema with random weights, greedy and drawn: every whole answer is valid.
+
+    Rows without a schema have the tokens that they have among themselves. ``bench_grammar`` has the
+    long form, with the included model.
+    """
+    changes: dict[str, Any] = {"logit_bias": enders(), "max_tokens": 40}
+    schemas = [schema for schemas in SCHEMAS.values() for schema in schemas]
+    schemas += [bench_grammar.schema_of(number) for number in range(10)]
     wanted = [
-        work(
-            *(f"{keyword} {number} {heat}", "json_schema", schema),
-            **{"temperature": heat, "logit_bias": enders(), "max_tokens": 40, "seed": number},
-        )
-        for keyword, schemas in SCHEMAS.items()
+        work(f"{number} {heat}", "json_schema", schema, temperature=heat, seed=number, **changes)
         for number, schema in enumerate(schemas)
-        for heat in (0.0, 1.0)
+        for heat in ((0.0, 1.0) if number % 2 else (1.0,))
     ]
-    ended = run(running, wanted)
+    free = [work(f"free {number}", seed=number, max_tokens=16) for number in range(16)]
+    ended = run(running, [*wanted[:20], *free, *wanted[20:]])
     num_whole = 0
     for one in wanted:
         event = completed(ended[one.job_id])
@@ -104,3 +109,5 @@ def test_all_schemas_at_once_through_the_engine(running: Engine) -> None:
             assert matches(constraint, event.text), (one.job_id, constraint.value, event.text)
             num_whole += 1
     assert num_whole > 0.9 * len(wanted), (num_whole, len(wanted))
+    for name, event in run(running, free).items():
+        assert event.token_ids == ended[name].token_ids

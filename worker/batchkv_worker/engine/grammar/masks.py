@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -15,14 +16,23 @@ from batchkv_worker.engine.grammar.limits import MAX_THREADS
 from batchkv_worker.engine.tokens.guide import GuideFault, new_masks
 from batchkv_worker.sequence import Sequence
 
+SLOW_SECONDS = 0.002  # of the masks of one step
+
 Faults = list[tuple[Sequence, GuideFault]]
 
 
 class Masks:
-    """Fills masks: those of grammars at the same time, on several threads."""
+    """Fills masks, one after the other.
 
-    def __init__(self) -> None:
+    After a step whose masks took long, those of grammars are filled on several threads. That costs
+    more than most masks do, and a grammar that is new to its rows takes a hundred times as long.
+    """
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        cores = os.cpu_count() or 1
+        self._num_threads = min(MAX_THREADS, cores // 2) if num_threads is None else num_threads
         self._executor: Any = None
+        self._is_slow = False  # the last step's masks took long
 
     def fill(
         self, rows: Items[Sequence | None], num_tokens: int
@@ -31,46 +41,45 @@ class Masks:
 
         None, ended rows and rows without a guide may have every token.
         """
+        began = time.perf_counter()
         masks = new_masks(len(rows), num_tokens)
+        guided = {index: row for index, row in enumerate(rows) if _is_guided(row)}
+        filled = self._fill_together(masks, guided) if self._is_slow else set[int]()
         faults: Faults = []
-        together: list[tuple[int, Sequence, GrammarGuide]] = []
-        for index, row in _guided(rows):
-            guide = row.guide
-            if isinstance(guide, GrammarGuide) and guide.matcher is not None:
-                together.append((index, row, guide))
-                continue
-            assert guide is not None
+        for index in guided.keys() - filled:
+            row = guided[index]
+            assert row is not None and row.guide is not None
             try:
-                guide.fill(masks[index])
+                row.guide.fill(masks[index])
             except GuideFault as fault:
                 faults.append((row, fault))
-        if together:
-            self._fill_together(masks, together)
-        for index, row, guide in together:
-            if not guide.matcher.is_error():
-                continue
-            masks[index] = np.uint32(0xFFFFFFFF)
-            try:
-                guide.fill(masks[index])
-            except GuideFault as fault:
-                faults.append((row, fault))
+        self._is_slow = time.perf_counter() - began > SLOW_SECONDS
         return masks, faults
 
     def _fill_together(
-        self, masks: NDArray[np.uint32], together: list[tuple[int, Sequence, GrammarGuide]]
-    ) -> None:
+        self, masks: NDArray[np.uint32], guided: Mapping[int, Sequence | None]
+    ) -> set[int]:
+        """Fill masks of grammars on several threads. Returns those that are filled."""
+        found = {
+            index: row.guide.matcher
+            for index, row in guided.items()
+            if row is not None and isinstance(row.guide, GrammarGuide) and row.guide.matcher
+        }
+        if len(found) < 2 or self._num_threads < 2:
+            return set()
         if self._executor is None:
             from llguidance import LLExecutor
 
-            count = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
-            self._executor = LLExecutor(num_threads=count)
-        found = [(guide.matcher, index) for index, _, guide in together]
+            self._executor = LLExecutor(num_threads=self._num_threads)
         num_rows, num_words = masks.shape
+        pairs = [(matcher, index) for index, matcher in found.items()]
         address = masks.ctypes.data
-        self._executor.unsafe_compute_mask_ptr(found, address, 4 * num_words, num_rows)
+        self._executor.unsafe_compute_mask_ptr(pairs, address, 4 * num_words, num_rows)
+        failed = {index for index, matcher in found.items() if matcher.is_error()}
+        for index in failed:  # to be filled again, by their guides
+            masks[index] = np.uint32(0xFFFFFFFF)
+        return found.keys() - failed
 
 
-def _guided(rows: Items[Sequence | None]) -> Iterator[tuple[int, Sequence]]:
-    for index, row in enumerate(rows):
-        if row is not None and row.guide is not None and not row.is_ended:
-            yield index, row
+def _is_guided(row: Sequence | None) -> bool:
+    return row is not None and row.guide is not None and not row.is_ended
