@@ -43,11 +43,14 @@ _METAL_TYPES = {mx.bfloat16: "bfloat16_t", mx.float16: "float16_t", mx.float32: 
 _INTEGERS = {mx.uint32: "uint32_t", mx.int32: "int32_t", mx.uint8: "uint8_t"}
 
 
+Run = tuple[Body, list[mx.array], Sequence[Constant], Sequence[Output]]
+
+
 class Recorded:
     """A ``Launch`` that writes down what it is given, and returns zeros."""
 
     def __init__(self) -> None:
-        self.runs: list[tuple[Body, list[mx.array], Sequence[Constant], Sequence[Output]]] = []
+        self.runs: list[Run] = []
 
     def __call__(
         self,
@@ -62,23 +65,19 @@ class Recorded:
         return [mx.zeros(shape, dtype) for shape, dtype in outputs]
 
 
-def runs_of(
-    case: Case, *, matrices: bool = False
-) -> list[tuple[Body, list[mx.array], Sequence[Constant], Sequence[Output]]]:
+def runs_of(case: Case, *, matrices: bool) -> list[Run]:
     """Each kernel of a layer with its arguments."""
     launch, sample = Recorded(), Sample.of(case, (300,))
-    kernels = case.kernels(launch)
-    given = sample.queries, sample.records, sample.bounds, 300, SCALE
-    kernels.attend(*given, sample.sinks, sample.partials)
+    for form in (False, True) if matrices else (False,):
+        kernels = case.kernels(launch, matrices=form)
+        for longest in (256, 300):  # one split, and several
+            given = sample.queries, sample.records, sample.bounds, longest, SCALE
+            kernels.attend(*given, sample.sinks, sample.partials)
     kernels.attend_shared(sample.queries, sample.records[:1], 300, SCALE)
     token = mx.zeros((1, 2, 1, case.key_size), case.dtype)
     kernels.pack(token, mx.zeros((1, 2, 1, case.value_size), case.dtype))
     kernels.unpack(sample.records)
-    found = [launch.runs[place] for place in (0, 1, 3, 4, 5)]  # the second of SPLITS is the same
-    if matrices:
-        case.kernels(launch, matrices=True).attend(*given, sample.sinks, sample.partials)
-        found.insert(0, launch.runs[-2])
-    return found
+    return list({run[0].name: run for run in launch.runs}.values())
 
 
 def arguments(
@@ -193,10 +192,10 @@ def main(dialects: Sequence[str]) -> int:
             print(f"{dialect}: {tools[dialect]} is not installed")
             continue
         for number, case in enumerate(CASES):
-            matrices = dialect == "cuda" and has_matrices(case)
-            # Kernels but the first ones depend on the scheme alone.
-            count = 1 + matrices if 1 < number < len(CASES) - 2 else None
-            for body, *rest in runs_of(case, matrices=matrices)[:count]:
+            runs = runs_of(case, matrices=dialect == "cuda" and has_matrices(case))
+            if 1 < number < len(CASES) - 2:  # others depend on the scheme alone
+                runs = [run for run in runs if run[0].name.endswith("splits")]
+            for body, *rest in runs:
                 with tempfile.TemporaryDirectory() as folder:
                     try:
                         if dialect == "cuda":

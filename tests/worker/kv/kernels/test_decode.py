@@ -155,6 +155,18 @@ def test_where_a_row_begins_does_not_matter(folder: Path) -> None:
     assert mx.array_equal(one, kernels.attend(queries, own, bounds, 2000, SCALE))
 
 
+@pytest.mark.parametrize("matrices", [False, True])
+def test_rows_of_one_split_need_one_kernel(matrices: bool, folder: Path) -> None:
+    """It gives the same bits as two kernels do, also for free rows, with prefixes and sinks."""
+    sample, launch = Sample.of(replace(CASES[1], rows=6), (0, 0, 1, 100, 256)), CppLaunch(folder)
+    kernels = sample.case.kernels(launch, matrices=matrices)
+    given, rest = (sample.queries, sample.records, sample.bounds), (sample.sinks, sample.partials)
+    one = kernels.attend(*given, 256, SCALE, *rest)
+    assert launch.counts == {f"batchkv_{'matrix_' * matrices}splits_jps": 1}
+    assert mx.array_equal(one, kernels.attend(*given, 300, SCALE, *rest))
+    compare(one, sample.wanted(), sample.case)
+
+
 def test_a_shared_prefix_is_attended_for_all_rows(folder: Path) -> None:
     """Its result and log-sum-exp, merged with rows' own tokens, are attention over both."""
     case = CASES[0]

@@ -62,16 +62,16 @@ FAULTS = [
     ),
     (
         *("sums are read before they are written", PLAIN),
-        "BARRIER;\nfor (int i = THREAD_X; i < LINES * VALUE_SIZE",
-        "if (!FAULT(13)) BARRIER;\nfor (int i = THREAD_X; i < LINES * VALUE_SIZE",
+        "BARRIER;\nconst int num_heads",
+        "if (!FAULT(13)) BARRIER;\nconst int num_heads",
     ),
     ("one part's sum is left out", PLAIN, "other < PARTS;", "other < PARTS - FAULT(14);"),
-    ("a split is not joined", PLAIN, "split < count;", "split < count - FAULT(15);"),
+    ("a split is not joined", PLAIN, "i < num_splits;", "i < num_splits - FAULT(15);"),
     (
         "splits are not weighed",
         PLAIN,
-        "one[VALUE_SIZE] - top",
-        "(FAULT(16) ? 0 : one[VALUE_SIZE]) - top",
+        "EXP2(SPLIT_TOP(i)",
+        "EXP2((FAULT(16) ? 0 : SPLIT_TOP(i))",
     ),
     ("a code loses its upper bits", MIXED, "<< (32 - shift)", "<< (32 - shift) * !FAULT(17)"),
     ("a run loses its upper bits", MIXED, "(high << 1)", "(high << 1) * !FAULT(18)"),
@@ -86,7 +86,7 @@ FAULTS = [
     ("a chain's last prefix is left out", MIXED, "depth < DEPTH;", "depth < DEPTH - FAULT(22);"),
     (
         *("prefixes have scores of another base", MIXED),
-        *("EXP2(LOG2E * scores", "EXP2((FAULT(23) ? 1.0f : LOG2E) * scores"),
+        *("EXP2(PREFIX_SCORE(entry)", "EXP2((FAULT(23) ? 0.7f : 1.0f) * PREFIX_SCORE(entry)"),
     ),
     ("no float is negative", SMALL, "code & 128 ?", "code & 128 && !FAULT(24) ?"),
     ("small floats are too large", SMALL, "(120u << 23)", "((120u + FAULT(25)) << 23)"),
@@ -167,7 +167,8 @@ def test_planted_faults_are_seen(sample: Sample, folder: Path) -> None:
 def test_each_fault_changes_a_source() -> None:
     """A fault whose text is in no source would be planted nowhere."""
     sources = [
-        source_text(name) for name in ("common", "splits", "merge", "pairs", "matrix_splits")
+        source_text(name)
+        for name in ("common", "splits", "matrix_splits", "pairs", "finish", "merge", "join")
     ]
     for what, _, text, _ in FAULTS:
         assert any(text in source for source in sources), what

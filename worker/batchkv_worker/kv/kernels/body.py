@@ -11,14 +11,15 @@ _FOLDER = Path(__file__).parent / "source"
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """One kernel: a source, the names of its arrays, and the numbers that it is read with.
+    """One kernel: its sources, the names of its arrays, and the numbers that it is read with.
 
-    ``helpers`` are the sources of its functions. ``flags`` are defined before the source is read.
-    Bodies differ by name, because MLX knows kernels by their names alone.
+    ``files`` are the parts of the inner part of a function, ``helpers`` those of the functions that
+    it calls. ``flags`` are defined before they are read. Bodies differ by name, because MLX knows
+    kernels by their names alone.
     """
 
     name: str
-    file: str
+    files: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     helpers: tuple[str, ...] = ()
@@ -32,7 +33,7 @@ class Body:
     def source(self, start: str = "") -> str:
         """The inner part of a function; ``start`` defines a thread's position in the grid."""
         flags = "".join(f"#define {name} {value}\n" for name, value in self.flags)
-        return flags + (source_text(start) if start else "") + source_text(self.file)
+        return flags + "".join(map(source_text, (*([start] if start else []), *self.files)))
 
 
 @cache
@@ -43,29 +44,38 @@ def source_text(name: str) -> str:
     return "".join(f"{line}\n" for line in stripped if line)
 
 
-SPLITS = Body("batchkv_splits", "splits", ("queries", "records", "bounds", "scale"), ("splits",))
-# The same with products of matrices, for dialects that have them.
-MATRIX_SPLITS = Body(
-    "batchkv_matrix_splits", "matrix_splits", SPLITS.inputs, SPLITS.outputs, ("pairs",)
-)
-PACK = Body("batchkv_pack", "pack", ("keys", "values"), ("records",), ("packing",))
+PACK = Body("batchkv_pack", ("pack",), ("keys", "values"), ("records",), ("packing",))
+
+
+@cache
+def splits_body(
+    *, matrices: bool, joined: bool = False, prefixes: bool = False, sinks: bool = False
+) -> Body:
+    """Attention to splits. ``matrices``: with products of matrices, for dialects that have them.
+
+    ``joined``: no row has more than one split, so the result is also joined with the rest.
+    """
+    flags = ("JOINED", joined), ("PREFIXES", prefixes), ("SINKS", sinks), ("ALONE", False)
+    return Body(
+        _named(f"batchkv_{'matrix_' if matrices else ''}splits", flags),
+        ("matrix_splits" if matrices else "splits", "finish", *(["join"] if joined else [])),
+        ("queries", "records", "bounds", "scale", *_joined_inputs(prefixes, sinks)),
+        ("out",) if joined else ("splits",),
+        ("pairs",) if matrices else (),
+        _numbers(flags),
+    )
 
 
 @cache
 def merge_body(*, prefixes: bool, sinks: bool, alone: bool) -> Body:
     """Joins splits. ``alone``: also returns log-sum-exps, as ``PartialAttention`` has them."""
     flags = ("PREFIXES", prefixes), ("SINKS", sinks), ("ALONE", alone)
-    letters = "".join(name[0].lower() for name, is_on in flags if is_on)
     return Body(
-        f"batchkv_merge{'_' + letters if letters else ''}",
-        "merge",
-        (
-            *("splits", "bounds"),
-            *(("scores", "values", "chain") if prefixes else ()),
-            *(("sinks",) if sinks else ()),
-        ),
+        _named("batchkv_merge", flags),
+        ("merge", "join"),
+        ("splits", "bounds", *_joined_inputs(prefixes, sinks)),
         ("out", "score") if alone else ("out",),
-        flags=tuple((name, int(is_on)) for name, is_on in flags),
+        flags=_numbers(flags),
     )
 
 
@@ -75,9 +85,25 @@ def unpack_body(key_parts: int, value_parts: int) -> Body:
     names = [("key", key_parts), ("value", value_parts)]
     return Body(
         f"batchkv_unpack_{key_parts}{value_parts}",
-        "unpack",
+        ("unpack",),
         ("records",),
         tuple(f"{name}{number}" for name, count in names for number in range(count)),
         ("unpacking",),
         tuple((f"{name.upper()}_PARTS", count) for name, count in names),
     )
+
+
+Flags = tuple[tuple[str, bool], ...]
+
+
+def _named(name: str, flags: Flags) -> str:
+    letters = "".join(flag[0].lower() for flag, is_on in flags if is_on)
+    return f"{name}_{letters}" if letters else name
+
+
+def _numbers(flags: Flags) -> tuple[tuple[str, int], ...]:
+    return tuple((flag, int(is_on)) for flag, is_on in flags)
+
+
+def _joined_inputs(prefixes: bool, sinks: bool) -> tuple[str, ...]:
+    return (*(("scores", "values", "chain") if prefixes else ()), *(("sinks",) if sinks else ()))

@@ -13,14 +13,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from batchkv_worker.kv.kernels.body import (
-    MATRIX_SPLITS,
-    PACK,
-    SPLITS,
-    Body,
-    merge_body,
-    unpack_body,
-)
+from batchkv_worker.kv.kernels.body import PACK, Body, merge_body, splits_body, unpack_body
 from batchkv_worker.kv.kernels.launch import Constant, Launch, Output
 from batchkv_worker.kv.kernels.layout import Form, RecordLayout, TensorLayout
 from batchkv_worker.kv.kernels.variant import SIMDS, SPLIT, UNIT, Variant
@@ -46,13 +39,17 @@ class Partials:
 
 @dataclass(frozen=True, slots=True)
 class DecodeKernels:
-    """The kernels of a layer, for one number of query heads a KV head."""
+    """The kernels of a layer, for one number of query heads a KV head; ``of`` makes them.
+
+    ``matrices``: with products of matrices. The other fields are constants of the kernels.
+    """
 
     variant: Variant
     launch: Launch
-    body: Body
-    splits: Sequence[Constant]
-    merge: Sequence[Constant]
+    matrices: bool
+    splits: tuple[Constant, ...]
+    merge: tuple[Constant, ...]
+    packing: tuple[Constant, ...]
 
     @classmethod
     def of(
@@ -63,9 +60,9 @@ class DecodeKernels:
         ``matrices``: with products of matrices, which Metal's dialect does not have.
         """
         variant = Variant.of(layout, lines)
-        if matrices:
-            return cls(variant, launch, MATRIX_SPLITS, variant.matrix_splits, variant.merge)
-        return cls(variant, launch, SPLITS, variant.splits, variant.merge)
+        splits = variant.matrix_splits if matrices else variant.splits
+        constants = tuple(splits), tuple(variant.merge), tuple(variant.pack)
+        return cls(variant, launch, matrices, *constants)
 
     @property
     def layout(self) -> RecordLayout:
@@ -91,17 +88,22 @@ class DecodeKernels:
         """
         rows, heads, _, _ = queries.shape
         size = self.layout.values.size
-        inputs = [self._attend_splits(queries, records, bounds, longest, scale), bounds]
-        constants = [*self.merge]
+        flags = {"prefixes": partials is not None, "sinks": sinks is not None}
+        rest, constants = [], []
         if partials is not None:
-            inputs += [partials.scores, partials.values, partials.chain]
+            rest += [partials.scores, partials.values, partials.chain]
             constants.append(("DEPTH", partials.chain.shape[1]))
         if sinks is not None:
-            inputs.append(sinks.astype(mx.float32))
-        body = merge_body(prefixes=partials is not None, sinks=sinks is not None, alone=False)
-        grid = size, heads, rows
-        outputs = [((rows, heads, 1, size), self.layout.dtype)]
-        (out,) = self.launch(body, inputs, constants, grid, (size, 1, 1), outputs)
+            rest.append(sinks.astype(mx.float32))
+        output = (rows, heads, 1, size), self.layout.dtype
+        if longest <= SPLIT:
+            body = splits_body(matrices=self.matrices, joined=True, **flags)
+            given = queries, records, bounds, scale
+            return self._attend_splits(body, *given, 1, output, rest, constants)
+        splits = self._attend_all(queries, records, bounds, longest, scale)
+        body = merge_body(**flags, alone=False)
+        inputs, grid = [splits, bounds, *rest], (size, heads, rows)
+        (out,) = self.launch(body, inputs, (*self.merge, *constants), grid, (size, 1, 1), [output])
         return out
 
     def attend_shared(
@@ -115,7 +117,7 @@ class DecodeKernels:
         kv_heads, size = self.layout.scheme.shape.num_heads, self.layout.values.size
         bounds = mx.array([[0, tokens]] * max(rows, 4), mx.int32)
         shared = mx.broadcast_to(records, (rows, *records.shape[1:]))
-        splits = self._attend_splits(queries, shared, bounds, tokens, scale)
+        splits = self._attend_all(queries, shared, bounds, tokens, scale)
         body = merge_body(prefixes=False, sinks=False, alone=True)
         shape = kv_heads, rows, self.variant.lines
         outputs: list[Output] = [((*shape, size), self.layout.dtype), ((*shape, 1), mx.float32)]
@@ -124,17 +126,34 @@ class DecodeKernels:
         out, score = self.launch(body, inputs, self.merge, grid, (size, 1, 1), outputs)
         return score, out
 
-    def _attend_splits(
+    def _attend_all(
         self, queries: mx.array, records: mx.array, bounds: mx.array, longest: int, scale: float
     ) -> mx.array:
-        rows = queries.shape[0]
-        kv_heads = self.layout.scheme.shape.num_heads
-        splits, threads = max(1, -(-longest // SPLIT)), SIMDS * _SIMD
-        inputs = [queries, records, bounds, _scalar(scale)]
-        grid = kv_heads * threads, splits, rows
+        """The splits of all rows, for ``merge_body``."""
+        rows, lines = queries.shape[0], self.variant.lines
+        kv_heads, splits = self.layout.scheme.shape.num_heads, -(-longest // SPLIT)
         size = self.layout.values.size + 2  # and the highest score, and the sum of weights
-        outputs = [((rows, kv_heads, splits, self.variant.lines, size), mx.float32)]
-        (found,) = self.launch(self.body, inputs, self.splits, grid, (threads, 1, 1), outputs)
+        output = (rows, kv_heads, splits, lines, size), mx.float32
+        body = splits_body(matrices=self.matrices)
+        return self._attend_splits(body, queries, records, bounds, scale, splits, output)
+
+    def _attend_splits(
+        self,
+        body: Body,
+        queries: mx.array,
+        records: mx.array,
+        bounds: mx.array,
+        scale: float,
+        splits: int,
+        output: Output,
+        rest: Sequence[mx.array] = (),
+        constants: Sequence[Constant] = (),
+    ) -> mx.array:
+        kv_heads, threads = self.layout.scheme.shape.num_heads, SIMDS * _SIMD
+        inputs = [queries, records, bounds, _scalar(scale), *rest]
+        given = (*self.splits, *constants)
+        grid = kv_heads * threads, splits, queries.shape[0]
+        (found,) = self.launch(body, inputs, given, grid, (threads, 1, 1), [output])
         return found
 
     def pack(self, keys: mx.array, values: mx.array) -> mx.array:
@@ -147,8 +166,8 @@ class DecodeKernels:
         threads = sum(-(-count // _SIMD) * _SIMD for count in units)
         grid = kv_heads * threads, rows, 1
         outputs = [((rows, kv_heads, 1, self.layout.words), mx.uint32)]
-        constants = self.variant.pack
-        (records,) = self.launch(PACK, [keys, values], constants, grid, (threads, 1, 1), outputs)
+        inputs = [keys, values]
+        (records,) = self.launch(PACK, inputs, self.packing, grid, (threads, 1, 1), outputs)
         return records
 
     def unpack(self, records: mx.array) -> PackedKV:

@@ -19,7 +19,7 @@ UNIT = 8  # numbers that a thread packs
 _AHEAD = 2  # columns that a thread loads before it computes
 _MOST_NUMBERS = 64  # of queries, or of sums, in the registers of a thread
 _MOST_LINES = 16
-_POOL_NUMBERS = 8192  # that a threadgroup may have: 32 KiB on Metal
+_POOL_NUMBERS = 8128  # of outputs: with two for each query head 32 KiB, which Metal allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Variant:
             ("SIMDS", SIMDS),
             ("TILES", sharing.tiles),
             ("AHEAD", _AHEAD),
-            ("POOL", max(columns, sharing.num_outputs(self.lines) * values.size)),
+            *self._pool(max(columns, sharing.num_outputs(self.lines) * values.size)),
             ("KEY_LANES", sharing.key_lanes),
             ("KEY_PIECE", gcd(keys.size // sharing.key_lanes, keys.group)),
             ("KEY_WIDE", self._wide(keys, 0, sharing.key_lanes)),
@@ -119,7 +119,7 @@ class Variant:
             *self.record,
             ("LINES", self.lines),
             ("SIMDS", SIMDS),
-            ("POOL", self.lines * max(SPLIT, outputs)),
+            *self._pool(self.lines * max(SPLIT, outputs)),
             ("KEY_BFLOAT", _is_bfloat(keys)),
             ("KEY_WIDE", self._wide(keys, 0, 4 * keys.num_groups)),
             ("VALUE_BFLOAT", _is_bfloat(values)),
@@ -140,6 +140,10 @@ class Variant:
             ("KEY_STEP", _step_bits(self.layout.keys)),
             ("VALUE_STEP", _step_bits(self.layout.values)),
         ]
+
+    def _pool(self, numbers: int) -> list[Constant]:
+        """Memory of a threadgroup: so many numbers, and two for each query head at the end."""
+        return [("POOL", numbers + 2 * self.lines), ("ENDS", numbers)]
 
     def _wide(self, tensor: TensorLayout, first_word: int, lanes: int) -> int:
         """Words that a thread can load at once: all of its loads begin at a multiple."""

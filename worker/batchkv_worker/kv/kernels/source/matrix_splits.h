@@ -16,9 +16,10 @@ constexpr int VALUE_GROUPS = VALUE_SIZE / VALUE_GROUP;
 constexpr int VALUE_RUN = VALUE_GROUP / 8;
 constexpr int VALUE_WORDS = (VALUE_RUN * VALUE_BITS + 31) / 32;
 constexpr int VALUE_STEPS = VALUE_GROUP / 16;
+constexpr int PARTS = SIMDS;
 constexpr int TURN = 16 * SIMDS;
-constexpr int STRIDE = VALUE_SIZE + 2;
-// Scores and weights, then outputs and what is added to each of their groups.
+// Scores and weights, then outputs and what is added to each of their groups; at ENDS the highest
+// scores and the sums of weights.
 LOCAL_ARRAY(float, pool, POOL);
 
 const int head = GROUP_X;
@@ -26,9 +27,12 @@ const int split = GROUP_Y;
 const int row = GROUP_Z;
 const int start = bounds[2 * row] + split * SPLIT;
 const int count = min(int(bounds[2 * row + 1]) - start, SPLIT);
+#if !JOINED
 if (count <= 0) {
   return;
 }
+#endif
+if (count > 0) {
 const int part = THREAD_X / 32;
 const int lane = THREAD_X % 32;
 const int of = lane / 4;
@@ -37,8 +41,6 @@ const uint32_t step = uint32_t(records_strides[2]);
 const uint32_t last = (count - 1) * step;
 const GLOBAL uint32_t* first = records + row * int64_t(records_strides[0]) +
     head * int64_t(records_strides[1]) + start * int64_t(records_strides[2]);
-GLOBAL float* out = splits +
-    ((int64_t(row) * GROUPS_X + head) * GROUPS_Y + split) * LINES * STRIDE;
 {
   Words<2> query[TILES][KEY_GROUPS][KEY_STEPS];
   float query_sum[TILES][KEY_GROUPS][4];
@@ -135,8 +137,8 @@ for (int line = part; line < LINES; line += SIMDS) {
     sum += SHUFFLE_XOR(sum, other);
   }
   if (lane == 0) {
-    out[line * STRIDE + VALUE_SIZE] = top;
-    out[line * STRIDE + VALUE_SIZE + 1] = sum;
+    pool[ENDS + 2 * line] = top;
+    pool[ENDS + 2 * line + 1] = sum;
   }
 }
 BARRIER;
@@ -245,17 +247,10 @@ BARRIER;
     }
   }
 }
-BARRIER;
-for (int i = THREAD_X; i < LINES * VALUE_SIZE; i += THREADS) {
-  const int line = i / VALUE_SIZE;
-  const int number = i % VALUE_SIZE;
-  float sum = 0.0f;
-  UNROLL for (int other = 0; other < SIMDS; other++) {
-    sum += pool[other * LINES * VALUE_SIZE + i];
-    if (IS_CODED(VALUE_FORM)) {
-      sum += pool[SIMDS * LINES * VALUE_SIZE + (other * LINES + line) * VALUE_GROUPS +
-                  number / VALUE_GROUP];
-    }
-  }
-  out[line * STRIDE + number] = sum;
 }
+#define ADDED_AT(i, part)                                                \
+  (SIMDS * LINES * VALUE_SIZE + ((part) * LINES + (i) / VALUE_SIZE) * VALUE_GROUPS + \
+   (i) % VALUE_SIZE / VALUE_GROUP)
+#define OWN_NUMBER(i, part)                 \
+  (pool[(part) * LINES * VALUE_SIZE + (i)] + \
+   (IS_CODED(VALUE_FORM) ? pool[ADDED_AT(i, part)] : 0.0f))

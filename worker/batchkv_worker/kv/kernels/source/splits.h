@@ -1,6 +1,6 @@
 // Attention of one token of each row over 256 of its columns. Inputs: queries, records, bounds,
-// scale. Output: for each row, KV head, split and query head the weighted values, not divided, then
-// the highest score and the sum of weights. Scores are logarithms to the base 2.
+// scale, and where JOINED those of join.h. finish.h has the output. Scores are logarithms to the
+// base 2.
 //
 // A threadgroup has SIMDS simdgroups. TILES of them divide the query heads among them, PARTS of
 // them the columns. In the first half KEY_LANES threads share a column, in the second VALUE_LANES.
@@ -19,8 +19,7 @@ constexpr int VALUE_COLUMNS = 32 / VALUE_LANES;
 constexpr int VALUE_WORDS = (VALUE_EACH * VALUE_BITS + 31) / 32;
 constexpr bool KEY_BIAS = KEY_FORM == AFFINE_FORM || KEY_FORM == TURBO_FORM;
 constexpr bool VALUE_BIAS = VALUE_FORM == AFFINE_FORM || VALUE_FORM == TURBO_FORM;
-constexpr int STRIDE = VALUE_SIZE + 2;
-// Queries, then scores and weights, then outputs.
+// Queries, then scores and weights, then outputs; at ENDS the highest scores and sums of weights.
 LOCAL_ARRAY(float, pool, POOL);
 
 const int head = GROUP_X;
@@ -28,9 +27,12 @@ const int split = GROUP_Y;
 const int row = GROUP_Z;
 const int start = bounds[2 * row] + split * SPLIT;
 const int count = min(int(bounds[2 * row + 1]) - start, SPLIT);
+#if !JOINED
 if (count <= 0) {
   return;
 }
+#endif
+if (count > 0) {
 const int simd = THREAD_X / 32;
 const int lane = THREAD_X % 32;
 const int tile = simd % TILES;
@@ -39,8 +41,6 @@ const uint32_t step = uint32_t(records_strides[2]);
 const uint32_t last = (count - 1) * step;
 const GLOBAL uint32_t* first = records + row * int64_t(records_strides[0]) +
     head * int64_t(records_strides[1]) + start * int64_t(records_strides[2]);
-GLOBAL float* out = splits +
-    ((int64_t(row) * GROUPS_X + head) * GROUPS_Y + split) * LINES * STRIDE;
 
 for (int i = THREAD_X; i < LINES * KEY_SIZE; i += THREADS) {
   const int64_t line = head * LINES + i / KEY_SIZE;
@@ -157,8 +157,8 @@ for (int line = simd; line < LINES; line += SIMDS) {
     sum += SHUFFLE_XOR(sum, other);
   }
   if (lane == 0) {
-    out[line * STRIDE + VALUE_SIZE] = top;
-    out[line * STRIDE + VALUE_SIZE + 1] = sum;
+    pool[ENDS + 2 * line] = top;
+    pool[ENDS + 2 * line + 1] = sum;
   }
 }
 BARRIER;
@@ -227,11 +227,5 @@ BARRIER;
     }
   }
 }
-BARRIER;
-for (int i = THREAD_X; i < LINES * VALUE_SIZE; i += THREADS) {
-  float number = 0.0f;
-  UNROLL for (int other = 0; other < PARTS; other++) {
-    number += pool[other * ALL_LINES * VALUE_SIZE + i];
-  }
-  out[i / VALUE_SIZE * STRIDE + i % VALUE_SIZE] = number;
 }
+#define OWN_NUMBER(i, part) pool[(part) * ALL_LINES * VALUE_SIZE + (i)]
