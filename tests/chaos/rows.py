@@ -12,19 +12,42 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.choice import Choice
 from batchkv_producer.wire.job import Request, SamplingParams, decode_result, encode_job
 from batchkv_producer.wire.transitions import MAX_DEATHS, Transitions
+from batchkv_worker.events import Completed
 from chaos import audit
 from support.worker_harness import MODEL, QUEUE
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be answered: a prompt for each line, and its choices that are right."""
+    """A request for each line, and what its choices have to say (``said``)."""
 
-    prompts: Sequence[str]
+    requests: Sequence[Request]
     answers: Sequence[tuple[str, ...]]
-    params: Sequence[SamplingParams]
+
+    @classmethod
+    def of_prompts(
+        cls,
+        prompts: Sequence[str],
+        answers: Sequence[tuple[str, ...]],
+        params: Sequence[SamplingParams],
+    ) -> Work:
+        """Prompts that no template changes."""
+        pairs = enumerate(zip(prompts, params, strict=True), 1)
+        requests = [
+            Request(f"c{line}", "completion", prompt=prompt, params=one)
+            for line, (prompt, one) in pairs
+        ]
+        return cls(requests, answers)
+
+
+def said(choice: Choice | Completed) -> str:
+    """All that a choice says: its text, and behind it the thought and the calls, if there are."""
+    calls = "".join(f" calls {one.name}({one.arguments})" for one in choice.tool_calls)
+    thought = f" thought {choice.reasoning}" if choice.reasoning else ""
+    return f"{choice.text}{thought}{calls}"
 
 
 @dataclass(slots=True)
@@ -41,7 +64,7 @@ class Rows:
     def __init__(self, work: Work, name: str, chunk_rows: int) -> None:
         self._work = work
         self._chunk_rows = chunk_rows
-        self.total = len(work.prompts)
+        self.total = len(work.requests)
         self.num_chunks = -(-self.total // chunk_rows)
         self.batch_id = hashlib.sha256(name.encode()).hexdigest()[:16]
         self.num_due = self._most_submitted = 0
@@ -62,12 +85,8 @@ class Rows:
 
     def _jobs(self, chunk: int) -> list[tuple[int, bytes, int]]:
         first = chunk * self._chunk_rows
-        jobs = []
-        for index in range(first, min(first + self._chunk_rows, self.total)):
-            prompt, params = self._work.prompts[index], self._work.params[index]
-            request = Request(f"c{index + 1}", "completion", prompt=prompt, params=params)
-            jobs.append((index + 1, encode_job(request), 0))
-        return jobs
+        requests = self._work.requests[first : first + self._chunk_rows]
+        return [(line, encode_job(one), 0) for line, one in enumerate(requests, first + 1)]
 
     def is_done(self, connection: Redis) -> bool:
         """Whether all rows have ended, and stale ids have left the queue too."""
@@ -100,7 +119,7 @@ class Rows:
                 # It died alone, by our count, or by that of RQ's clean-up, which was quicker.
                 ends.num_failed += 1
                 continue
-            texts = tuple(choice.text for choice in result.choices)
+            texts = tuple(said(choice) for choice in result.choices)
             assert (result.outcome, texts) == ("ok", answer), (line, result)
         assert audit.leftovers(connection, QUEUE) == []
         return ends

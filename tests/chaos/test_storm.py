@@ -12,15 +12,17 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from batchkv_producer.wire.constraint import Constraint
 from batchkv_producer.wire.job import Request, SamplingParams
 from chaos.faults import Fault, Weather, plan, read_log
-from chaos.rows import Work
+from chaos.rows import Work, said
 from chaos.storm import Crew, Report, Storm
 from support import tiny_models
-from support.tiny_worker import COMMAND_CLASS, FAMILY
+from support.tiny_worker import CHAT_CLASS, CHAT_KIND, COMMAND_CLASS, FAMILY
 
 IS_LONG = os.environ.get("BATCHKV_CHAOS", "") == "long"
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
@@ -58,7 +60,7 @@ def echoes(count: int, longest: int) -> Work:
         tuple(f"echo {prompt}" + (f" #{number}" if number else "") for number in range(one.n or 1))
         for prompt, one in zip(prompts, params, strict=True)
     ]
-    return Work(prompts, answers, params)
+    return Work.of_prompts(prompts, answers, params)
 
 
 @pytest.mark.timeout(1200)
@@ -112,7 +114,7 @@ def numbers(count: int, longest: int) -> Work:
             engine.add(events.Work(str(line), request))
         ended = finish(engine, count)
     answers = [(event.text, *(choice.text for choice in event.more)) for event in ended]
-    return Work(prompts, answers, params)
+    return Work.of_prompts(prompts, answers, params)
 
 
 @pytest.mark.skipif(not IS_LONG, reason="make chaos: it starts many real engines")
@@ -136,3 +138,66 @@ def test_a_real_model_gives_the_same_tokens(tmp_path: Path) -> None:
     )
     (tier,) = json.loads(verified.stdout)["tiers"]
     assert tier["num_whole"] >= 2 and tier["num_damaged"] == 0
+
+
+TOOL_PARAMETERS: dict[str, Any] = {
+    **{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]},
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "count", "parameters": TOOL_PARAMETERS}}]
+SCHEMA = {"type": "array", "items": {"enum": ["a", "b", 7]}, "minItems": 3, "maxItems": 9}
+
+
+def chats(count: int) -> Work:
+    """Chat rows of every kind: budgets, forms of the answer, calls that must be made, choices."""
+    from batchkv_worker import events
+    from batchkv_worker.engine.engine import Engine, EngineConfig
+    from worker.prefix.engines_on_store import finish
+
+    rng, requests = random.Random(SEED), list[Request]()
+    forms = (
+        None,
+        Constraint("json_schema", SCHEMA),
+        Constraint("regex", "[a-z]{20,30}"),
+        Constraint("choice", ["one of these", "or that"]),
+    )
+    for line in range(1, count + 1):
+        asked: dict[str, Any] = {"max_tokens": 60, "temperature": 0.0}
+        asked |= {"thinking_budget": rng.choice([None, 0, 3, 20])}
+        more: dict[str, Any] = {"constraint": rng.choice(forms)}
+        if line % 4 == 0:
+            choice = rng.choice(["required", "function:count"])
+            more = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+        if line % 7 == 0:  # few candidates: rounding must not decide between any
+            asked |= {"temperature": 1.0, "top_k": 4, "seed": line, "n": 3, "max_tokens": 40}
+        content = f"How many are {rng.randrange(100)}? " * rng.randint(1, 20)
+        messages = [{"role": "user", "content": content}]
+        params = SamplingParams(**asked)
+        requests.append(Request(f"c{line}", "chat", messages=messages, params=params, **more))
+    sizes = {"slots": 6, "chunk_tokens": 512, "memory_bytes": 2**28}
+    config = EngineConfig("float", path="fused", group_cost=64, **sizes)
+    engine = Engine(tiny_models.loaded_chat(tiny_models.build(FAMILY), CHAT_KIND), config)
+    try:
+        for index, request in enumerate(requests):
+            engine.add(events.Work(str(index), request))
+        ended = finish(engine, count)
+    finally:
+        engine.close()
+    answers = [(said(event), *(said(choice) for choice in event.more)) for event in ended]
+    assert sum(" calls count(" in answer for answer, *_ in answers) > count // 8
+    return Work(requests, answers)
+
+
+@pytest.mark.skipif(not IS_LONG, reason="make chaos: it starts many real engines")
+@pytest.mark.timeout(1200)
+def test_thoughts_forms_and_calls_survive(tmp_path: Path) -> None:
+    """Whatever dies in the middle of a thought, a form or a call: the answers are those of a run
+    that nothing befell."""
+    weather = Weather(kills=16, freezes=3, server_kills=2, infos=2, quiet_seconds=1.6)
+    count = 300
+    settings: dict[str, object] = {"SLOTS": 4, "PREFETCH": 2, "KV_SCHEME": "float"}
+    settings["CACHE"] = f"disk:{tmp_path}/blocks?max=64MB"
+    crew = Crew(NUM_WORKERS, settings, {"step_seconds": 0.01}, CHAT_CLASS, spares_starters=True)
+    storm = Storm(tmp_path, chats(count), faults_of(weather), crew, chunk_rows=100)
+    report = weathered(storm, 500.0, tmp_path)
+    assert report.num_failed <= count // 20

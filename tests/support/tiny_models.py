@@ -23,6 +23,7 @@ from batchkv_worker.kv.layers.discover import CacheTree, discover  # noqa: E402
 from batchkv_worker.kv.start.backend import choose_backend  # noqa: E402
 from batchkv_worker.model.loader import LoadedModel  # noqa: E402
 from parity.families import CONFIGS, VOCABULARY  # noqa: E402
+from support import tiny_tokenizers  # noqa: E402
 from support.homes import shared_folder  # noqa: E402
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")  # every layer is full attention
@@ -142,6 +143,15 @@ def measured(model: Any, scheme: str, slots: int) -> Backend:
 
 def _file_name(facts: dict[str, str]) -> str:
     return hashlib.sha256(str(facts).encode()).hexdigest()[:32] + ".json"
+
+
+def loaded_chat(model: Any, kind: str) -> LoadedModel:
+    """The model with a tokenizer of this kind (``tiny_tokenizers``)."""
+    tokenizer = tiny_tokenizers.tokenizer(kind)
+    special = frozenset(
+        token for token, facts in tokenizer.added_tokens_decoder.items() if facts.special
+    )
+    return loaded(model, tokenizer=tokenizer, vocabulary=VOCABULARY, special_tokens=special)
 
 
 def alone(

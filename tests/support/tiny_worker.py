@@ -2,9 +2,12 @@
 
 ``rq worker -w support.tiny_worker.TinyWorker``: all of the product but the loading of a model from
 files. The cache, the KV scheme and the slots are those of the settings. Prompts and answers are
-numbers, as ``tiny_models.NumberTokenizer`` writes them. The plan in the variable FAKE_PLAN may say
-``step_seconds``, a pause before each step; ``vitals``, a file that gets a line of JSON now and
-then: what MLX holds; and ``faults``, the numbers of the decode steps in which the device fails.
+numbers, as ``tiny_models.NumberTokenizer`` writes them. ``TinyChatWorker`` has a tokenizer of
+bytes, a chat template, and the markers of a model that thinks and calls tools.
+
+The plan in the variable FAKE_PLAN may say ``step_seconds``, a pause before each step; ``vitals``, a
+file that gets a line of JSON now and then: what MLX holds; and ``faults``, the numbers of the
+decode steps in which the device fails.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import gc
 import json
 import os
 import time
+from functools import partial
 from typing import Any
 
 from batchkv_worker.queue.rq_worker import BatchWorker
@@ -25,10 +29,15 @@ METAL_FAULT = (
     "(0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)"
 )
 COMMAND_CLASS = "support.tiny_worker.TinyWorker"
+CHAT_CLASS = "support.tiny_worker.TinyChatWorker"
+CHAT_KIND = "qwen3"
 
 
-def build_tiny(settings: WorkerSettings, family: str = FAMILY) -> Any:
-    """The engine; called on the engine's thread, where MLX may be imported."""
+def build_tiny(settings: WorkerSettings, family: str = FAMILY, chat: str = "") -> Any:
+    """The engine; called on the engine's thread, where MLX may be imported.
+
+    ``chat``: the kind of a tokenizer (``tiny_tokenizers``); none is one of numbers.
+    """
     from batchkv_worker.engine.engine import Engine, EngineConfig
     from batchkv_worker.prefix.shared.access import open_access
     from support import tiny_models
@@ -45,7 +54,9 @@ def build_tiny(settings: WorkerSettings, family: str = FAMILY) -> Any:
         group_cost=64,
     )
     access = open_access(settings)
-    engine = Engine(tiny_models.loaded(tiny_models.build(family)), config, access)
+    model = tiny_models.build(family)
+    loaded = tiny_models.loaded_chat(model, chat) if chat else tiny_models.loaded(model)
+    engine = Engine(loaded, config, access)
     plan = json.loads(os.environ.get("FAKE_PLAN", "{}"))
     pause, vitals = plan.get("step_seconds", 0.0), plan.get("vitals")
     _plant_faults(plan.get("faults", []))
@@ -92,3 +103,9 @@ class TinyWorker(BatchWorker):
     """BatchWorker on a tiny model."""
 
     engine_factory = staticmethod(build_tiny)
+
+
+class TinyChatWorker(BatchWorker):
+    """BatchWorker on a tiny model that thinks and calls tools."""
+
+    engine_factory = staticmethod(partial(build_tiny, chat=CHAT_KIND))

@@ -19,7 +19,7 @@ from batchkv_worker.engine.tokens.outputs import text_of
 from batchkv_worker.engine.tokens.requests import prepare
 from batchkv_worker.engine.tokens.text_limits import RowRefused
 from batchkv_worker.events import Work
-from batchkv_worker.model.loader import LoadedModel, _special_tokens
+from batchkv_worker.model.loader import LoadedModel
 from batchkv_worker.sequence import Sequence
 from support import tiny_models, tiny_tokenizers
 from support.tool_texts import CALLS, WEATHER
@@ -29,13 +29,7 @@ SCHEMA = Constraint("json_object")
 
 @cache
 def loaded(kind: str) -> LoadedModel:
-    tokenizer = tiny_tokenizers.tokenizer(kind)
-    return tiny_models.loaded(
-        tiny_models.build("llama"),
-        tokenizer=tokenizer,
-        vocabulary=tiny_models.VOCABULARY,
-        special_tokens=_special_tokens(tokenizer),
-    )
+    return tiny_models.loaded_chat(tiny_models.build("llama"), kind)
 
 
 def attached(
