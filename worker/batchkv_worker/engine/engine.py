@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection
 
 import mlx.core as mx
 
+from batchkv_producer.wire.constraint import Constraint
 from batchkv_producer.wire.job import ErrorCode
 from batchkv_worker.engine.answers.rows import Answers
 from batchkv_worker.engine.audit import Audit
@@ -149,18 +150,25 @@ class Engine:
             with refusals("the prompt cannot be prepared"):
                 shared = self.client.counts_shared
                 row = prepare(work, self.loaded, counts_shared=shared)
-                self._grammars.begin(row, self._answers.attach(row, work.request).constraint)
-                self.submit_row(row, work.num_choices, work.num_wanted)
+                constraint = self._answers.attach(row, work.request).constraint
+                self.submit_row(row, work.num_choices, work.num_wanted, constraint)
         except RowRefused as refusal:
             self._ends.refuse(work.job_id, refusal.code, str(refusal))
 
-    def submit_row(self, row: Sequence, num_choices: int = 1, num_wanted: int = 1) -> None:
+    def submit_row(
+        self,
+        row: Sequence,
+        num_choices: int = 1,
+        num_wanted: int = 1,
+        constraint: Constraint | None = None,
+    ) -> None:
         """Queue a tokenized row; raises RowRefused when it can never fit the memory.
 
         Its other choices, if it has several, fit if the first one fits. The result has
-        ``num_wanted``: as many, or one repeated.
+        ``num_wanted``: as many, or one repeated. The row waits until ``constraint`` is compiled.
         """
         check_memory(row, self._scheduler.memory)
+        self._grammars.begin(row, constraint)
         row.block_keys = self.prefixes.keys(row.prompt)
         num_wanted = max(num_choices, num_wanted)
         self._choices.add(row, num_choices, num_wanted, lambda: self.loaded.tokenizer.detokenizer)

@@ -289,6 +289,18 @@ def test_rows_without_a_grammar_do_not_wait_for_one(monkeypatch: pytest.MonkeyPa
     running.close()
 
 
+def test_a_row_that_does_not_fit_is_refused_once() -> None:
+    """It is too long for the memory, and its grammar is wrong: one event names the first."""
+    wrong = work("both", "regex", "(?=x)y", max_tokens=4000)
+    small = engine(memory_bytes=20_000, prefix_bytes=0)
+    ended = []
+    small.add(wrong)
+    while not small.is_idle or small._grammars._waiting:
+        ended += small.step()
+    assert len(ended) == 1 and "do not fit" in ended[0].message  # type: ignore[union-attr]
+    small.close()
+
+
 def test_an_engine_closes_while_it_compiles() -> None:
     """Neither the thread nor its process is left, whatever the process does."""
     running = engine()

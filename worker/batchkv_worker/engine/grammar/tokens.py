@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from copy import copy
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,9 @@ class TokenTable:
         """llguidance's own form. It takes some tenths of a second for a large vocabulary."""
         from llguidance import LLTokenizer
 
-        return LLTokenizer(self.text, n_vocab=self.num_tokens, eos_token=list(self.ends))
+        # What belongs to a batch of texts would change single ones.
+        text = json.dumps({**json.loads(self.text), "padding": None, "truncation": None})
+        return LLTokenizer(text, n_vocab=self.num_tokens, eos_token=list(self.ends))
 
 
 def token_table(loaded: LoadedModel) -> TokenTable:
@@ -44,11 +46,8 @@ def token_table(loaded: LoadedModel) -> TokenTable:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise GrammarFault(_SLOW)
-    own = copy(backend)
-    own.no_padding()
-    own.no_truncation()
-    num_tokens = max(loaded.vocabulary, int(own.get_vocab_size(with_added_tokens=True)))
+    num_tokens = max(loaded.vocabulary, int(backend.get_vocab_size(with_added_tokens=True)))
     ends = sorted(token for token in loaded.tokenizer.eos_token_ids if 0 <= token < num_tokens)
     if not ends:
         raise GrammarFault("this model has no end token, so that no grammar can end")
-    return TokenTable(str(own.to_str()), num_tokens, tuple(ends))
+    return TokenTable(str(backend.to_str()), num_tokens, tuple(ends))
