@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -118,6 +119,19 @@ def test_a_marker_of_several_tokens_is_finished() -> None:
     assert allowed(other) == {CLOSE}
     write(other, CLOSE, 13)
     assert allowed(other) == EVERYTHING - {OPEN}
+
+
+def test_a_call_ends_a_thought() -> None:
+    """It is not cut by the budget, because it is no part of the thought."""
+    calling = replace(ONE, call=(CALL, 7))
+    guide = ThinkingGuide(calling, State.THOUGHT, 4)
+    write(guide, 30, CALL, 7, 31, 32, 33)
+    assert allowed(guide) == EVERYTHING
+    write(guide, OPEN, 34, 35, 36)
+    assert allowed(guide) == {CLOSE}
+    silent = ThinkingGuide(ONE, State.THOUGHT, 4)
+    write(silent, 30, CALL, 7, 31)
+    assert allowed(silent) == {CLOSE}
 
 
 def test_a_grammar_begins_after_the_thought() -> None:

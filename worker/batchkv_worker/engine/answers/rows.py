@@ -79,8 +79,11 @@ class Answers:
         budget = self._budget(request)
         if self._thoughts is None or (budget is None and request.constraint is None):
             return None
-        is_call = shows_tools(request) and request.tool_choice is not None
-        thoughts = replace(self._thoughts, answer=()) if is_call else self._thoughts
+        thoughts, may_call = self._thoughts, shows_tools(request)
+        if may_call and request.tool_choice is not None:  # the call's own grammar begins it
+            thoughts = replace(thoughts, answer=())
+        if not may_call:
+            thoughts = replace(thoughts, call=())
         state = first_state(self._form, row.prompt, self._tokenizer)
         return ThinkingGuide(thoughts, state, budget)
 

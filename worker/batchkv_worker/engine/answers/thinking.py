@@ -155,13 +155,17 @@ class ThinkingGuide:
 
     def _take_thought(self, token: int) -> None:
         self._num_thought += 1
-        if self._matches(token, self._thoughts.end):
-            self._num_thought -= len(self._thoughts.end)
+        end, call = self._thoughts.end, self._thoughts.call
+        if self._matches(token, end):
+            self._num_thought -= len(end)
             self._forced = [] if self._grammar is None else [*self._thoughts.bridge]
             if self._forced:
                 self._state = State.FORCED
             else:
                 self._begin_answer()
+        elif call and tuple(self._recent[-len(call) :]) == call:
+            self._num_thought -= len(call)
+            self._begin_answer()
 
     def _take_first(self, token: int) -> None:
         """A token of the marker of a thought, or the answer's first. It may be either for a while.
@@ -206,8 +210,8 @@ class ThinkingGuide:
 
     def _matches(self, token: int, marker: tuple[int, ...]) -> bool:
         """Whether the last tokens are the marker, with this one, which is remembered."""
-        self._recent = [*self._recent, token][-len(marker) :]
-        return tuple(self._recent) == marker
+        self._recent = [*self._recent, token][-self._thoughts.longest :]
+        return tuple(self._recent[-len(marker) :]) == marker
 
     def _num_matched(self, marker: tuple[int, ...]) -> int:
         """How many tokens of the marker the last tokens are; not all of them."""

@@ -22,8 +22,10 @@ class Thoughts:
 
     ``start`` and ``end`` are the markers. ``fork`` is the place in ``start`` of the token that
     distinguishes a thought from an answer. ``bridge`` must be written between a thought and what
-    follows. ``answer`` begins an answer's text. ``blanks`` are tokens of blank lines. ``enders``
-    end a row or begin a call: a thought that a grammar waits for must not have them.
+    follows. ``answer`` begins an answer's text. ``call`` begins a call, and so ends a thought; it
+    is empty if the row may not call. ``blanks`` are tokens of blank lines. ``enders`` end a row or
+    begin a call: a thought that a grammar waits for must not have them. ``vocabulary``: tokens of a
+    mask.
     """
 
     vocabulary: int
@@ -32,8 +34,14 @@ class Thoughts:
     fork: int = 0
     bridge: tuple[int, ...] = ()
     answer: tuple[int, ...] = ()
+    call: tuple[int, ...] = ()
     blanks: frozenset[int] = frozenset()
     enders: frozenset[int] = frozenset()
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest marker."""
+        return max(len(self.start), len(self.end), len(self.call))
 
 
 class State(Enum):
@@ -54,9 +62,10 @@ def thoughts_of(form: AnswerFormat, loaded: LoadedModel) -> Thoughts:
         return tuple(tokenizer.encode(text, add_special_tokens=False))
 
     enders = {*tokenizer.eos_token_ids}
+    vocabulary = max(loaded.vocabulary, len(tokenizer))  # as ``grammar.tokens`` has it
     if form.is_harmony:  # what comes before the channel's name is the same for thoughts and answers
         return Thoughts(
-            *(loaded.vocabulary, form.thought_start, form.thought_end),
+            *(vocabulary, form.thought_start, form.thought_end),
             fork=len(tokens(harmony.CHANNEL)),
             bridge=tokens(harmony.NEXT),
             answer=tokens(harmony.FINAL),
@@ -66,7 +75,8 @@ def thoughts_of(form: AnswerFormat, loaded: LoadedModel) -> Thoughts:
         enders |= {*form.call_start}
     blanks = (tokens(text) for text in _BLANKS)
     return Thoughts(
-        *(loaded.vocabulary, form.thought_start, form.thought_end),
+        *(vocabulary, form.thought_start, form.thought_end),
+        call=form.call_start,
         blanks=frozenset(blank[0] for blank in blanks if len(blank) == 1),
         enders=frozenset(enders),
     )
