@@ -53,7 +53,7 @@ def schema_of(number: int) -> dict[str, Any]:
         {"type": "boolean"},
         {"enum": [f"v{number}", "none", None]},
         {"type": "array", "items": {"type": "integer", "maximum": 99, "minimum": 0}, "maxItems": 3},
-        {"anyOf": [{"type": "null"}, {"type": "number", "minimum": 0, "maximum": 1}]},
+        {"anyOf": [{"type": "null"}, {"enum": [0.5, 1.25, -3e2]}]},
         {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{2}$"},
     ]
     names = [f"field_{number}_{place}" for place in range(2 + number % 4)]
@@ -157,7 +157,7 @@ def _works(count: int, kind: str) -> Iterator[Work]:
             "schema": Constraint("json_schema", schema_of(number % SCHEMAS)),
             "any": ANY_TEXT,
         }.get(kind)
-        params = SamplingParams(max_tokens=96 if kind == "schema" else 24, seed=number)
+        params = SamplingParams(max_tokens=160 if kind == "schema" else 24, seed=number)
         message = {"role": "user", "content": f"Write a record of number {number}."}
         asked = Request(
             str(number), "chat", messages=[message], constraint=constraint, params=params

@@ -6,9 +6,19 @@ raised. They are shared by the suite's short runs and by ``make fuzz``.
 
 from __future__ import annotations
 
+import atexit
 import io
 import json
+import random
+import re
+from collections.abc import Container
+from contextlib import suppress
+from functools import cache
 from typing import Any
+
+import numpy as np
+from jsonschema.exceptions import SchemaError, UnknownType
+from jsonschema.exceptions import _WrappedReferencingError as RefResolutionError
 
 from batchkv_cache_store.blocks.block import Expected, Kind, decode, decode_any
 from batchkv_cache_store.blocks.peek import peek, peek_links
@@ -18,6 +28,7 @@ from batchkv_cache_store.keys import next_key
 from batchkv_producer.errors import WireError
 from batchkv_producer.intake.formats import Row, RowError, read_rows
 from batchkv_producer.results.output import failed_text_line, output_line, text_line
+from batchkv_producer.wire.constraint import Constraint
 from batchkv_producer.wire.error_codes import ErrorCode
 from batchkv_producer.wire.job import (
     MAX_JOB_BYTES,
@@ -31,11 +42,17 @@ from batchkv_worker.engine.answers.answer_format import answer_format
 from batchkv_worker.engine.answers.forced_calls import forced_call
 from batchkv_worker.engine.answers.reader import AnswerReader
 from batchkv_worker.engine.answers.tool_calls import TimeLimit
+from batchkv_worker.engine.grammar.compiling import Compiled, Trial, compiled_matcher
+from batchkv_worker.engine.grammar.guide import GrammarGuide
+from batchkv_worker.engine.grammar.text import GrammarFault
+from batchkv_worker.engine.grammar.tokens import token_table
+from batchkv_worker.engine.tokens.guide import GuideFault, new_masks
 from batchkv_worker.engine.tokens.requests import prepare
 from batchkv_worker.engine.tokens.text_limits import RowRefused
 from batchkv_worker.events import Work
 from support import tiny_models, tiny_tokenizers
 from support.tool_texts import WEATHER
+from worker.engine.grammar.guided_rows import VOCABULARY, loaded_model, matches, tokenizer
 
 CODES = {value for name, value in vars(ErrorCode).items() if name.isupper()}
 PLAIN = Sealer()
@@ -186,7 +203,65 @@ def check_block(data: bytes) -> None:
                 continue
 
 
+def check_grammar(data: bytes) -> None:
+    """A constraint is refused in one line, or its guide gives texts that match it."""
+    try:
+        kind, value, number = json.loads(data)
+        constraint = Constraint(kind, value)
+        if constraint.fault():
+            return
+    except (ValueError, TypeError, RecursionError):
+        return
+    table = token_table(loaded_model())
+    try:
+        text = _trial().text_of(constraint)
+        grammar = Compiled(text, _tokens(), table.ends, compiled_matcher(text, _tokens()))
+    except GrammarFault as refused:
+        assert 0 < len(str(refused)) < 300 and "\n" not in str(refused)
+        return
+    tokens = _drawn(GrammarGuide(grammar), random.Random(number), table.ends)
+    if tokens is None or kind in ("regex", "grammar"):
+        return
+    answer = tokenizer().decode(tokens)
+    with suppress(RefResolutionError, UnknownType, SchemaError, re.error):
+        assert matches(constraint, answer), (constraint, answer)
+
+
+def _drawn(guide: GrammarGuide, rng: random.Random, ends: Container[int]) -> list[int] | None:
+    """Tokens up to the end, the shorter ones more often; None if it does not end soon."""
+    tokens: list[int] = []
+    while len(tokens) < 60:
+        (mask,) = new_masks(1, VOCABULARY)
+        try:
+            guide.fill(mask)
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            allowed = np.flatnonzero(bits).tolist()
+            assert allowed
+            token = rng.choice(allowed[:40] if rng.random() < 0.7 else allowed)
+            if token in ends:
+                return tokens
+            guide.take(token)
+        except GuideFault as fault:
+            assert len(str(fault)) < 300
+            return None
+        tokens.append(token)
+    return None
+
+
+@cache
+def _trial() -> Trial:
+    made = Trial(token_table(loaded_model()))
+    atexit.register(made.end)
+    return made
+
+
+@cache
+def _tokens() -> Any:
+    return token_table(loaded_model()).build()
+
+
 CHECKS = {
+    "grammar": check_grammar,
     "lines": check_lines,
     "job": check_job,
     "result": check_result,

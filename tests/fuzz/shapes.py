@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from batchkv_producer.wire.job import FUNCTION_NAME
 from cache_store.blocks import PLAIN, encoded, make_block
 from support.tool_texts import CALLS
+from worker.engine.grammar.schemas import SCHEMAS as KEYWORDS
+from worker.engine.grammar.schemas import UNSUPPORTED
 
 TEXTS = st.one_of(
     st.text(max_size=20),
@@ -254,7 +256,57 @@ def answer_data() -> st.SearchStrategy[bytes]:
     return st.one_of(made, mutated(made))
 
 
+KNOWN_SCHEMAS = st.sampled_from([one for group in KEYWORDS.values() for one in group])
+MIXED_SCHEMAS = st.recursive(
+    KNOWN_SCHEMAS | st.sampled_from([*UNSUPPORTED.values(), {"$ref": "#"}, True, False]),
+    lambda inner: st.one_of(
+        st.fixed_dictionaries({"type": st.just("array"), "items": inner, "maxItems": st.just(2)}),
+        st.fixed_dictionaries(
+            {"type": st.just("object"), "properties": st.dictionaries(TEXTS, inner, max_size=3)},
+            optional={"required": st.lists(TEXTS, max_size=2), "additionalProperties": inner},
+        ),
+        *(
+            st.fixed_dictionaries({name: st.lists(inner, min_size=1, max_size=3)})
+            for name in ("anyOf", "allOf", "oneOf", "prefixItems")
+        ),
+    ),
+    max_leaves=6,
+)
+PATTERNS = st.recursive(
+    st.sampled_from(["a", "[b-d]", ".", "\\d", "é", "\\w", "^", "$", "\\n", "(?i:x)", '"', "\\b"]),
+    lambda inner: st.one_of(
+        st.builds("{}{}".format, inner, inner),
+        st.builds("({}|{})".format, inner, inner),
+        st.builds("({}){}".format, inner, st.sampled_from(["*", "+", "?", "{2}", "{1,90}", "??"])),
+    ),
+    max_leaves=8,
+)
+PARTS = ('"a"', "rest", "/[0-9]+/", "rest*", '("b" | rest){1,3}', '%json {"type": "null"}')
+LARK = st.builds("start: {} {}\nrest: {}\n".format, *[st.sampled_from(PARTS)] * 3)
+
+
+@st.composite
+def grammar_data(draw: st.DrawFn) -> bytes:
+    """A kind, a value that is mostly of that kind, and a number to draw an answer with."""
+    kind, values = draw(
+        st.sampled_from(
+            [
+                ("json_schema", MIXED_SCHEMAS),
+                ("json_schema", VALUES),
+                ("regex", PATTERNS),
+                ("regex", TEXTS),
+                ("choice", st.lists(TEXTS, max_size=4)),
+                ("grammar", LARK),
+                ("grammar", TEXTS),
+                ("json_object", st.none()),
+            ]
+        )
+    )
+    return json.dumps([kind, draw(values), draw(st.integers(0, 2**32))]).encode()
+
+
 SHAPES = {
+    "grammar": grammar_data(),
     "answer": answer_data(),
     "lines": input_files(),
     "job": job_data(),
