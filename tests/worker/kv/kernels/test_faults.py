@@ -45,7 +45,12 @@ FAULTS = [
         "(place * VALUE_EACH + piece * VALUE_PIECE) / VALUE_GROUP",
         "(FAULT(7) ? 0 : place * VALUE_EACH + piece * VALUE_PIECE) / VALUE_GROUP",
     ),
-    ("half of a key is left out", PLAIN, "other < KEY_LANES;", "other < KEY_LANES >> FAULT(8);"),
+    (
+        "half of a key is left out",
+        PLAIN,
+        "else if (other < KEY_LANES)",
+        "else if (other < KEY_LANES >> FAULT(8))",
+    ),
     ("lines are exchanged", PLAIN, "upper ? left : 0", "upper != FAULT(9) ? left : 0"),
     (
         *("scores are read before they are written", PLAIN),

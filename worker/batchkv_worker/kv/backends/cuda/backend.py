@@ -35,4 +35,4 @@ class CudaBackend(GpuBackend):
     def record_kernels(
         self, scheme: LayerScheme, lines: int, dtype: mx.Dtype
     ) -> RecordKernels | None:
-        return decode_kernels(scheme, lines, dtype, cuda_launch)
+        return decode_kernels(scheme, lines, dtype, cuda_launch, matrices=True)

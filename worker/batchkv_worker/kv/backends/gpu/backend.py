@@ -32,11 +32,15 @@ class GpuBackend(GenericBackend):
 
 
 def decode_kernels(
-    scheme: LayerScheme, lines: int, dtype: mx.Dtype, launch: Launch
+    scheme: LayerScheme, lines: int, dtype: mx.Dtype, launch: Launch, *, matrices: bool = False
 ) -> RecordKernels | None:
-    """The kernels of such layers; None where there are none for their sizes."""
-    try:
-        return DecodeKernels.of(RecordLayout.of(scheme, dtype), lines, launch)
-    except ValueError as reason:
-        log.debug("no kernel over records: %s", reason)
-        return None
+    """The kernels of such layers; None where there are none for their sizes.
+
+    ``matrices``: with products of matrices, where there are such kernels for the scheme.
+    """
+    for form in (True, False) if matrices else (False,):
+        try:
+            return DecodeKernels.of(RecordLayout.of(scheme, dtype), lines, launch, matrices=form)
+        except ValueError as reason:
+            log.debug("no kernel over records: %s", reason)
+    return None

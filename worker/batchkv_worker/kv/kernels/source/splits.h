@@ -9,6 +9,30 @@ constexpr int PARTS = SIMDS / TILES;
 constexpr int TILE = (LINES + TILES - 1) / TILES;
 constexpr int ALL_LINES = TILES * TILE;  // some of the last tile's may be none
 constexpr int THREADS = 32 * SIMDS;
+// The threads that share a column add up their scores: one step for each power of two of them.
+// While the number of lines is even, each half of the threads goes on with half of the lines. The
+// numbers are constants, so that scores stay in registers.
+constexpr int LEFT_2 = KEY_LANES > 1 && TILE % 2 == 0 ? TILE / 2 : TILE;
+constexpr int LEFT_4 = KEY_LANES > 2 && LEFT_2 % 2 == 0 ? LEFT_2 / 2 : LEFT_2;
+constexpr int LEFT_8 = KEY_LANES > 4 && LEFT_4 % 2 == 0 ? LEFT_4 / 2 : LEFT_4;
+constexpr int LEFT_16 = KEY_LANES > 8 && LEFT_8 % 2 == 0 ? LEFT_8 / 2 : LEFT_8;
+constexpr int LEFT = KEY_LANES > 16 && LEFT_16 % 2 == 0 ? LEFT_16 / 2 : LEFT_16;
+#define ADD_UP(other, lines, left)                                      \
+  if (other < KEY_LANES && left < lines) {                              \
+    const bool upper = lane & other;                                    \
+    UNROLL for (int line = 0; line < left; line++) {                    \
+      const int above = line + left < TILE ? line + left : line;        \
+      const float kept = upper ? score[above] : score[line];            \
+      const float given = upper ? score[line] : score[above];           \
+      score[line] = kept + SHUFFLE_XOR(given, other);                   \
+    }                                                                   \
+    line_of += upper ? left : 0;                                        \
+  } else if (other < KEY_LANES) {                                       \
+    same += other;                                                      \
+    UNROLL for (int line = 0; line < lines; line++) {                   \
+      score[line] += SHUFFLE_XOR(score[line], other);                   \
+    }                                                                   \
+  }
 constexpr int KEY_EACH = KEY_SIZE / KEY_LANES;
 constexpr int KEY_PIECES = KEY_EACH / KEY_PIECE;
 constexpr int KEY_COLUMNS = 32 / KEY_LANES;
@@ -106,30 +130,16 @@ BARRIER;
           }
         }
       }
-      // While several lines are left, each half of the threads goes on with half of them.
-      int left = TILE;
       int line_of = 0;
       int same = 0;
-      UNROLL for (int other = 1; other < KEY_LANES; other *= 2) {
-        if (left % 2 == 0) {
-          left /= 2;
-          const bool upper = lane & other;
-          UNROLL for (int line = 0; line < left; line++) {
-            const float kept = upper ? score[line + left] : score[line];
-            const float given = upper ? score[line] : score[line + left];
-            score[line] = kept + SHUFFLE_XOR(given, other);
-          }
-          line_of += upper ? left : 0;
-        } else {
-          same += other;
-          UNROLL for (int line = 0; line < left; line++) {
-            score[line] += SHUFFLE_XOR(score[line], other);
-          }
-        }
-      }
+      ADD_UP(1, TILE, LEFT_2)
+      ADD_UP(2, LEFT_2, LEFT_4)
+      ADD_UP(4, LEFT_4, LEFT_8)
+      ADD_UP(8, LEFT_8, LEFT_16)
+      ADD_UP(16, LEFT_16, LEFT)
       if ((lane & same) == 0) {
         const int column = base + a * KEY_COLUMNS + lane / KEY_LANES;
-        UNROLL for (int line = 0; line < left; line++) {
+        UNROLL for (int line = 0; line < LEFT; line++) {
           pool[column * ALL_LINES + tile * TILE + line_of + line] = score[line];
         }
       }
