@@ -145,9 +145,8 @@ LIMIT = TimeLimit()
 def check_forced_call(tools: list[dict[str, Any]], choice: str) -> None:
     """A grammar that may be compiled, or a refusal."""
     for kind in ("qwen3", "qwen3_coder", "pythonic"):
-        tokenizer = tiny_tokenizers.tokenizer(kind)
         try:
-            found = forced_call(tools, choice, FORMS[kind], tokenizer, is_single=False)
+            found = forced_call(tools, choice, FORMS[kind], is_single=False)
         except RowRefused as fault:
             assert fault.code in CODES and len(str(fault)) < MAX_MESSAGE_CHARS
         else:

@@ -32,9 +32,8 @@ def tool(name: str = "f", **parameters: Any) -> dict[str, Any]:
 def grammar(
     kind: str, *tools: dict[str, Any], choice: str = "required", is_single: bool = False
 ) -> str:
-    tokenizer = tiny_tokenizers.tokenizer(kind)
-    form = answer_format(tokenizer)
-    found = forced_call(list(tools), choice, form, tokenizer, is_single=is_single)
+    form = answer_format(tiny_tokenizers.tokenizer(kind))
+    found = forced_call(list(tools), choice, form, is_single=is_single)
     assert found.kind == "grammar" and not found.fault()
     return str(found.value)
 

@@ -33,8 +33,9 @@ class AnswerFormat:
     The names without an underscore that mlx-lm's ``make_text_state_machine`` reads are the same as
     those of its tokenizer. ``thought_start``, ``thought_end`` and ``call_start`` are the tokens of
     markers. ``tokens`` are those of all markers, also of those inside calls: an output that is
-    divided needs their texts, and those of no other special token. ``initial_state`` is that of an
-    answer whose prompt opened no thought.
+    divided needs their texts, and those of no other special token. ``added`` are the added tokens
+    of the tokenizer, by text. ``initial_state`` is that of an answer whose prompt opened no
+    thought.
     """
 
     think_start: str = ""
@@ -52,6 +53,7 @@ class AnswerFormat:
     )
     initial_state: str = "normal"
     tokens: frozenset[int] = frozenset()
+    added: Mapping[str, int] = field(default_factory=dict)
     is_harmony: bool = False
     may_call: bool = True
 
@@ -106,9 +108,12 @@ def answer_format(tokenizer: Any) -> AnswerFormat:
     """The format of a model's answers. A tokenizer that mlx-lm did not wrap has none."""
     get_vocab = getattr(tokenizer, "get_vocab", None)
     vocabulary: Mapping[str, int] = get_vocab() if callable(get_vocab) else {}
-    if vocabulary.keys() >= harmony.MARKERS:
-        return _of_harmony(tokenizer)
+    decoder = getattr(tokenizer, "added_tokens_decoder", {})
+    added = {facts.content: token for token, facts in decoder.items() if facts.content}
+    if added.keys() >= harmony.MARKERS:
+        return _of_harmony(tokenizer, added)
     found = AnswerFormat(
+        added=added,
         structural_markers=tuple(getattr(tokenizer, "structural_markers", ())),
         response_transitions=getattr(tokenizer, "response_transitions", _NOTHING),
         initial_state=getattr(tokenizer, "response_initial_state", None) or "normal",
@@ -133,8 +138,7 @@ def with_tokens(form: AnswerFormat, tokenizer: Any) -> AnswerFormat:
     tokens = {token for marker in encoded for token in marker}
     if form.may_call and form.parser_name in STYLES:
         text = STYLES[form.parser_name].text
-        added = tokenizer.added_tokens_decoder.items()
-        tokens |= {token for token, facts in added if facts.content and facts.content in text}
+        tokens |= {token for marker, token in form.added.items() if marker in text}
     return replace(form, tokens=frozenset(tokens))
 
 
@@ -161,8 +165,9 @@ def _with_thought(
     return found
 
 
-def _of_harmony(tokenizer: Any) -> AnswerFormat:
+def _of_harmony(tokenizer: Any, added: Mapping[str, int]) -> AnswerFormat:
     form = AnswerFormat(
+        added=added,
         thought_start=tuple(tokenizer.encode(harmony.ANALYSIS, add_special_tokens=False)),
         thought_end=tuple(tokenizer.encode(harmony.END, add_special_tokens=False)),
         parser_name="harmony",

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from batchkv_producer.wire.constraint import Constraint
-from batchkv_producer.wire.job import FUNCTION, ErrorCode
+from batchkv_producer.wire.job import FUNCTION, ErrorCode, Request
 from batchkv_worker.engine.answers.answer_format import AnswerFormat
 from batchkv_worker.engine.answers.call_styles import STYLES, Arguments, CallStyle
 from batchkv_worker.engine.tokens.text_limits import RowRefused
 
+MAX_KEPT = 64
 NO_PARAMETERS: dict[str, Any] = {
     "type": "object",
     "properties": {},
@@ -30,11 +31,29 @@ _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "
 _PLACES = re.compile(r"(INDEX|NAME|KEY)")
 
 
+class ForcedCalls:
+    """The calls that rows of one model have to make. Rows with the same tools share a grammar."""
+
+    def __init__(self, form: AnswerFormat) -> None:
+        self._form = form
+        self._kept: dict[str, Constraint] = {}
+
+    def constraint(self, request: Request) -> Constraint:
+        """What the answer of a row has to match; raises RowRefused."""
+        tools, choice = request.tools or [], request.tool_choice or ""
+        is_single = request.parallel_tool_calls is False
+        key = json.dumps([tools, choice, is_single])
+        if key not in self._kept:
+            if len(self._kept) >= MAX_KEPT:
+                self._kept.clear()
+            self._kept[key] = forced_call(tools, choice, self._form, is_single=is_single)
+        return self._kept[key]
+
+
 def forced_call(
     tools: Sequence[dict[str, Any]],
     choice: str,
     form: AnswerFormat,
-    tokenizer: Any,
     *,
     is_single: bool,
 ) -> Constraint:
@@ -49,16 +68,16 @@ def forced_call(
         if not functions:
             raise _refused(f"tool_choice names {wanted!r}, which is not one of the row's tools")
         is_single = True
-    style = _style(form, tokenizer)
-    constraint = Constraint("grammar", _Writer(style, tokenizer).grammar(functions, is_single))
+    writer = _Writer(_style(form), form.added)
+    constraint = Constraint("grammar", writer.grammar(functions, is_single))
     if fault := constraint.fault():
         raise _refused(f"tool_choice: the grammar of the tools is too large: {fault}")
     return constraint
 
 
-def _style(form: AnswerFormat, tokenizer: Any) -> CallStyle:
+def _style(form: AnswerFormat) -> CallStyle:
     name = form.parser_name
-    if name == "mistral" and "[ARGS]" not in tokenizer.get_vocab():
+    if name == "mistral" and "[ARGS]" not in form.added:
         name = "mistral_list"
     if name not in STYLES:
         raise _refused(
@@ -70,11 +89,9 @@ def _style(form: AnswerFormat, tokenizer: Any) -> CallStyle:
 class _Writer:
     """Writes a grammar in the dialect of Lark that llguidance reads."""
 
-    def __init__(self, style: CallStyle, tokenizer: Any) -> None:
-        self._style = style
+    def __init__(self, style: CallStyle, added: Mapping[str, int]) -> None:
+        self._style, self._ids = style, added
         self._rules: list[str] = []
-        added = tokenizer.added_tokens_decoder
-        self._ids = {token.content: index for index, token in added.items() if token.content}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._added = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 

@@ -53,7 +53,7 @@ class AnswerReader:
 
     def _num_reasoning(self, tokens: Sequence[int], reasoning: str) -> int:
         if self.form.is_harmony:
-            return harmony.num_reasoning(tokens, self.tokenizer.get_vocab(), self.tokenizer.decode)
+            return harmony.num_reasoning(tokens, self.form.added, self.tokenizer.decode)
         form, is_open = self.form, self.state == REASONING
         num = 0
         if form.can_think:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from batchkv_producer.wire.job import Request
 from batchkv_worker.engine.answers.answer_format import answer_format, with_tokens
-from batchkv_worker.engine.answers.forced_calls import forced_call
+from batchkv_worker.engine.answers.forced_calls import ForcedCalls
 from batchkv_worker.engine.answers.reader import AnswerReader
 from batchkv_worker.engine.answers.thinking import ThinkingGuide
 from batchkv_worker.engine.answers.thoughts import first_part, first_state, thoughts_of
@@ -27,6 +26,7 @@ class Answers:
         self._form = answer_format(loaded.tokenizer)
         self._form_without_calls = with_tokens(self._form.without_calls(), loaded.tokenizer)
         self._limit = TimeLimit()
+        self._forced_calls = ForcedCalls(self._form)
         self._thoughts = thoughts_of(self._form, loaded) if self._form.can_think else None
 
     def attach(self, row: Sequence, request: Request) -> Request:
@@ -38,7 +38,7 @@ class Answers:
             return request
         may_call = shows_tools(request)
         if may_call and request.tool_choice is not None:
-            request = replace(request, constraint=self._forced_call(request))
+            request = replace(request, constraint=self._forced_calls.constraint(request))
         form = self._form if may_call else self._form_without_calls
         if not form.is_plain:
             row.reader = AnswerReader(
@@ -66,14 +66,6 @@ class Answers:
         stop = (*row.generation.stop, self._form.tool_call_end)
         row.generation = replace(row.generation, stop=stop)
         row.detokenizer = row.detokenizer or self._tokenizer.detokenizer
-
-    def _forced_call(self, request: Request) -> Any:
-        assert request.tools is not None and request.tool_choice is not None
-        is_single = request.parallel_tool_calls is False
-        return forced_call(
-            *(request.tools, request.tool_choice, self._form, self._tokenizer),
-            is_single=is_single,
-        )
 
     def _guide(self, row: Sequence, request: Request) -> ThinkingGuide | None:
         budget = self._budget(request)
