@@ -335,3 +335,23 @@ def test_a_fault_of_the_trial_is_the_fault_of_one_grammar(
     ended = run(running, [work("killed", "regex", "x2"), work("after", "regex", "x3")])
     assert isinstance(ended["killed"], Rejected)
     assert ended["after"].text == "x3"
+
+
+def test_a_trial_that_cannot_start_is_no_fault_of_the_grammar(
+    running: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row ends with the engine's error, and the next row with the same grammar is served."""
+    run(running, [work("before", "regex", "y1")])
+    compiler = running._grammars._compiler
+    assert compiler is not None
+    compiler._trial.end()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("batchkv_worker.engine.grammar.compiling.subprocess.Popen", fail)
+    ended = run(running, [work("first", "regex", "y2")])
+    assert isinstance(ended["first"], Rejected) and "cannot be started" in ended["first"].message
+    assert ended["first"].code == ErrorCode.ENGINE_ERROR
+    monkeypatch.undo()
+    assert run(running, [work("second", "regex", "y2")])["second"].text == "y2"

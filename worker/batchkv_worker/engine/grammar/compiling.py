@@ -26,7 +26,7 @@ from batchkv_worker.engine.grammar.limits import (
     WAIT_SECONDS,
     parser_limits,
 )
-from batchkv_worker.engine.grammar.text import GrammarFault, reason
+from batchkv_worker.engine.grammar.text import GrammarFault, TrialFault, reason
 from batchkv_worker.engine.grammar.tokens import TokenTable
 
 _TOO_MUCH = f"compiling it takes more than {COMPILE_SECONDS:g} s or too much memory"
@@ -90,8 +90,14 @@ class Trial:
             raise GrammarFault(found["refused"])
         return found["grammar"]
 
+    def kill(self) -> None:
+        """End what the process does, from any thread: whoever waits for it finds it ended."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def end(self) -> None:
-        """End the process, whatever it does. May be called from any thread."""
+        """End the process, if there is one."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -103,18 +109,21 @@ class Trial:
     def _start(self) -> None:
         # -P: a file named json.py in the working directory must not be imported.
         command = [sys.executable, "-P", "-m", "batchkv_worker.engine.grammar.trial"]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-            env={**os.environ, "RAYON_NUM_THREADS": "1"},
-            start_new_session=True,  # a Ctrl-C is for the worker
-        )
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                encoding="utf-8",
+                env={**os.environ, "RAYON_NUM_THREADS": "1"},
+                start_new_session=True,  # a Ctrl-C is for the worker
+            )
+        except OSError as fault:
+            raise TrialFault(f"the process that tries it cannot be started: {fault}") from fault
         if self._exchange(asdict(self._table), START_SECONDS) is None:
-            raise GrammarFault("llguidance cannot read this model's tokenizer")
+            raise TrialFault("llguidance cannot read this model's tokenizer")
 
     def _exchange(self, message: dict[str, Any], seconds: float) -> dict[str, str] | None:
         """Send one message, and read its answer. None: the process has ended, or is ended."""
@@ -166,7 +175,7 @@ class Compiler:
         self._asked.put(None)
         deadline = time.monotonic() + CLOSE_SECONDS
         while self._thread.is_alive() and time.monotonic() < deadline:
-            self._trial.end()  # the thread may have just started another
+            self._trial.kill()  # again and again: the thread may have just started another
             self._thread.join(0.05)
 
     def _main(self) -> None:

@@ -22,7 +22,7 @@ from batchkv_worker.engine.grammar.compiling import Compiled, Compiler, Outcome
 from batchkv_worker.engine.grammar.guide import GrammarGuide
 from batchkv_worker.engine.grammar.limits import MAX_KEPT
 from batchkv_worker.engine.grammar.masks import Faults, Masks
-from batchkv_worker.engine.grammar.text import GrammarFault
+from batchkv_worker.engine.grammar.text import GrammarFault, TrialFault
 from batchkv_worker.engine.grammar.tokens import TokenTable, token_table
 from batchkv_worker.engine.tokens.text_limits import RowRefused
 from batchkv_worker.model.loader import LoadedModel
@@ -72,7 +72,8 @@ class Grammars:
         refused: list[tuple[Sequence, RowRefused]] = []
         arrived, self._arrived = self._arrived, []
         for key, outcome in arrived:
-            self._kept[key] = outcome
+            if not isinstance(outcome, TrialFault):
+                self._kept[key] = outcome
             if len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
             for row in self._waiting.pop(key):
@@ -127,7 +128,9 @@ class Grammars:
 def _give(row: Sequence, outcome: Outcome) -> None:
     """Raises RowRefused for a refused grammar."""
     if not isinstance(outcome, Compiled):
-        raise _refusal(f"its answer cannot be made to match: {outcome}")
+        is_of_row = not isinstance(outcome, TrialFault)
+        code = ErrorCode.INVALID_REQUEST if is_of_row else ErrorCode.ENGINE_ERROR
+        raise RowRefused(code, f"its answer cannot be made to match: {outcome}")
     grammar = GrammarGuide(outcome)
     row.guide = grammar if row.guide is None else row.guide.and_then(grammar)
 

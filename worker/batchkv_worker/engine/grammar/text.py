@@ -31,6 +31,10 @@ class GrammarFault(Exception):
     """A grammar is refused; the message is llguidance's reason, or ours, in one short line."""
 
 
+class TrialFault(GrammarFault):
+    """No grammar can be tried now, for no reason of this one."""
+
+
 def grammar_text(constraint: Constraint) -> str:
     """What llguidance compiles; the compiler may still refuse it."""
     from llguidance import LLMatcher, grammar_from
