@@ -18,7 +18,8 @@ from batchkv_worker.kv.layers.discover import AttentionShape, discover
 from batchkv_worker.kv.layers.state import StateShape
 from batchkv_worker.kv.schemes.packing import LayerShape
 from batchkv_worker.model import loader as model
-from batchkv_worker.model.loader import load
+from batchkv_worker.model.added_tokens import added_tokens
+from batchkv_worker.model.loader import _special_tokens, load
 from support import tiny_models  # first: it loads the BLAS
 
 
@@ -182,3 +183,17 @@ def test_chunked_attention_is_refused_with_its_reason() -> None:
     """llama4 is refused, because its model code needs one position for all rows."""
     with pytest.raises(ModelError, match="one position for all rows"):
         discover("tiny", tiny_models.build("llama4"))
+
+
+def test_a_tokenizer_may_not_list_its_added_tokens() -> None:
+    """Some kinds raise where others have a list: no token is known to be special then."""
+
+    class Tokenizer:
+        all_special_ids = (1, 2)
+
+        @property
+        def added_tokens_decoder(self) -> dict[int, Any]:
+            raise NotImplementedError
+
+    assert _special_tokens(Tokenizer()) == {1, 2}
+    assert added_tokens(Tokenizer()) == {} == added_tokens(object())

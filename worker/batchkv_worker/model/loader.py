@@ -26,6 +26,7 @@ from batchkv_worker.kv.backends import device
 from batchkv_worker.kv.layers.discover import CacheTree, discover
 from batchkv_worker.model import load_progress as loading
 from batchkv_worker.model import trial
+from batchkv_worker.model.added_tokens import added_tokens
 
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 READ_BYTES = 2**28  # of weights between two reports of progress
@@ -249,8 +250,7 @@ def _vocabulary(name: str, model: Any) -> int:
 
 def _special_tokens(tokenizer: Any) -> frozenset[int]:
     """Ids without text: those that the tokenizer's own ``decode`` can leave out."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    found = {token for token, facts in added.items() if facts.special}
+    found = {token for token, facts in added_tokens(tokenizer).items() if facts.special}
     return frozenset(found.union(getattr(tokenizer, "all_special_ids", ())))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from batchkv_worker.engine.answers import harmony
 from batchkv_worker.engine.answers.call_styles import STYLES
+from batchkv_worker.model.added_tokens import added_tokens
 
 Parser = Callable[[str, Any], Any]  # of a call's text and the row's tools
 
@@ -108,8 +109,8 @@ def answer_format(tokenizer: Any) -> AnswerFormat:
     """The format of a model's answers. A tokenizer that mlx-lm did not wrap has none."""
     get_vocab = getattr(tokenizer, "get_vocab", None)
     vocabulary: Mapping[str, int] = get_vocab() if callable(get_vocab) else {}
-    decoder = getattr(tokenizer, "added_tokens_decoder", {})
-    added = {facts.content: token for token, facts in decoder.items() if facts.content}
+    listed = added_tokens(tokenizer).items()
+    added = {facts.content: token for token, facts in listed if facts.content}
     if added.keys() >= harmony.MARKERS:
         return _of_harmony(tokenizer, added)
     found = AnswerFormat(
