@@ -29,6 +29,7 @@ static inline float ceil(float number) { return ceilf(number); }
 #define SHUFFLE_XOR(number, other) shuffled(number, other)
 #define READ(type, from) (*(const GLOBAL type*)(from))
 #define KEEP(pointer)
+#define MASKED(word, mask) (((word) & (mask)) | 0x4B000000u)
 #define EXP2(number) exp2f(number)
 #define LOG2(number) log2f(number)
 #define AS_FLOAT(bits) as<float>(uint32_t(bits))
@@ -49,10 +50,6 @@ static inline TO as(FROM from) {
   return to;
 }
 
-template <int BITS>
-static inline float code_number(uint32_t word, int place) {
-  return float((word >> place) & ((1u << BITS) - 1));
-}
 
 template <typename N>
 static inline N min(N one, N other) {

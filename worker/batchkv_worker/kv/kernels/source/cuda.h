@@ -22,36 +22,20 @@ FN T from_bits(uint16_t bits) {
   return *reinterpret_cast<const T*>(&bits);
 }
 
-// 2^23 has its last bit at 1, so a code in its low bits needs no conversion. As a register, it is
-// loaded once.
-FN uint32_t two_to_23() {
-  uint32_t bits;
-  asm("mov.b32 %0, 0x4B000000;" : "=r"(bits));
-  return bits;
-}
+// (word & mask) | 2^23 as one operation.
+#define MASKED(word, mask) masked(word, mask, 0x4B000000u)
 
-template <int BITS>
-FN float code_number(uint32_t word, int place) {
-  if constexpr (BITS == 8) {
-    return __uint_as_float(__byte_perm(word, two_to_23(), 0x7650 + place / 8)) - 8388608.0f;
-  } else {
-    return __uint_as_float(((word >> place) & ((1u << BITS) - 1)) | two_to_23()) - 8388608.0f;
-  }
+FN uint32_t masked(uint32_t word, uint32_t mask, uint32_t rest) {
+  uint32_t found;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(found) : "r"(word), "r"(mask), "r"(rest));
+  return found;
 }
 
 // A product of matrices of 16 by 16 and 16 by 8 numbers, added to `sum`; see matrix_splits.h.
 #define PERMUTE(one, other, places) __byte_perm(one, other, places)
 #define PAIR(is_bfloat, low, high) pair_of_floats<is_bfloat>(low, high)
 #define PAIR_SUM(pair) pair_sum(pair)
-#define NIBBLES(word) nibbles(word)
-
-// (word & 0x000F000F) | 0x64006400 as one operation.
-FN uint32_t nibbles(uint32_t word) {
-  uint32_t found;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;"
-      : "=r"(found) : "r"(word), "r"(0x000F000Fu), "r"(0x64006400u));
-  return found;
-}
+#define NIBBLES(word) masked(word, 0x000F000Fu, 0x64006400u)
 
 template <int IS_BFLOAT>
 FN uint32_t pair_of_floats(float low, float high) {

@@ -9,6 +9,7 @@ using namespace metal;
 #define SHUFFLE_XOR(number, other) simd_shuffle_xor(number, ushort(other))
 #define READ(type, from) (*(const GLOBAL type*)(from))
 #define KEEP(pointer)
+#define MASKED(word, mask) (((word) & (mask)) | 0x4B000000u)
 #define EXP2(number) fast::exp2(number)
 #define LOG2(number) precise::log2(number)
 #define AS_FLOAT(bits) as_type<float>(uint32_t(bits))
@@ -16,8 +17,3 @@ using namespace metal;
 #define FROM_BITS(type, bits) as_type<type>(uint16_t(bits))
 #define ROUND(number) round(number)
 #define HIGHEST_START 0.0f
-
-template <int BITS>
-inline float code_number(uint32_t word, int place) {
-  return float(extract_bits(word, uint32_t(place), uint32_t(BITS)));
-}

@@ -83,7 +83,7 @@ BARRIER;
     UNROLL for (int i = 0; i < KEY_EACH; i++) {
       const int of = tile * TILE + line;
       const float number = of < LINES ? pool[of * KEY_SIZE + place * KEY_EACH + i] : 0.0f;
-      query[line][i] = number;
+      query[line][i] = number * unit_of<KEY_FORM, KEY_BITS>(i);
       query_sum[line][i / KEY_PIECE] += number;
     }
   }
@@ -227,7 +227,8 @@ BARRIER;
   BARRIER;
   UNROLL for (int line = 0; line < TILE; line++) {
     UNROLL for (int i = 0; i < VALUE_EACH; i++) {
-      float number = total[line][i] + (VALUE_BIAS ? bias_total[line][i / VALUE_PIECE] : 0.0f);
+      float number = total[line][i] * unit_of<VALUE_FORM, VALUE_BITS>(i) +
+          (VALUE_BIAS ? bias_total[line][i / VALUE_PIECE] : 0.0f);
       UNROLL for (int other = VALUE_LANES; other < 32; other *= 2) {
         number += SHUFFLE_XOR(number, other);
       }
