@@ -247,6 +247,42 @@ def test_a_grammar_that_becomes_too_complex_ends_its_row(running: Engine) -> Non
     assert ended["free"].token_ids == alone.token_ids
 
 
+class Panic(BaseException):
+    """As what native code raises when it panics."""
+
+
+@pytest.mark.parametrize("fault", [Panic("index out of bounds"), ValueError("wrong")])
+def test_a_fault_of_a_guide_ends_its_row_alone(running: Engine, fault: BaseException) -> None:
+    """Whatever it raises, as it fills a mask or takes a token. Rows beside it go on."""
+    names = ("unsafe_compute_mask_ptr", "consume_token")
+    for name in names:
+        running.add(work(name, "regex", "[ab]{20}"))
+    running.add(work("good", "regex", "[ab]{20}"))
+    while len(running._rows) < 3:
+        assert not running.step()
+    by_name = {row.job_id: row for row in running._rows.values()}
+    for name in names:
+        guide: Any = by_name[name].guide
+        guide._matcher = Raising(guide._matcher, name, fault)
+    ended = run(running, [])
+    for name in names:
+        assert isinstance(ended[name], Rejected) and "its grammar failed" in ended[name].message
+    assert matches(Constraint("regex", "[ab]{20}"), ended["good"].text)
+
+
+class Raising:
+    """A matcher of which one method raises."""
+
+    def __init__(self, matcher: Any, name: str, fault: BaseException) -> None:
+        self._matcher, self._name, self._fault = matcher, name, fault
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*_: Any) -> None:
+            raise self._fault
+
+        return fail if name == self._name else getattr(self._matcher, name)
+
+
 def test_rows_of_one_grammar_compile_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also rows that wait for it; the last ones are kept, and older ones are compiled again."""
     asked: list[str] = []

@@ -11,6 +11,7 @@ from batchkv_worker.engine.grammar.compiling import Compiled
 from batchkv_worker.engine.grammar.text import GrammarFault, reason
 from batchkv_worker.engine.tokens.guide import AllOf, Guide, GuideFault, Mask, allow_only
 
+ORDINARY = (GuideFault, KeyboardInterrupt, SystemExit, GeneratorExit)
 RENEW_AFTER = 100  # rows of a grammar, after which one that cannot go on has it compiled again
 
 
@@ -36,20 +37,32 @@ class GrammarGuide:
         if self._has_ended:
             allow_only(allowed, self._grammar.ends)
             return
-        own = np.empty((1, allowed.size), np.int32)
-        self._matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
-        if self._matcher.is_error():
-            self.recover()
+        own = np.empty(allowed.size, np.uint32)
+        try:
             self._matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
-            self.check()
-        allowed &= own[0].view(np.uint32)
+            if self._matcher.is_error():
+                self.recover()
+                self._matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
+                self.check()
+        except ORDINARY:
+            raise
+        except BaseException as panic:  # of native code
+            raise GuideFault(f"its grammar failed: {reason(str(panic))}") from panic
+        allowed &= own
 
     def take(self, token: int) -> None:
         self._taken.append(token)
         if token in self._grammar.ends:
             self._has_ended = True
-        elif not self._has_ended and not self._matcher.consume_token(token):
-            self.recover()
+        if self._has_ended:
+            return
+        try:
+            if not self._matcher.consume_token(token):
+                self.recover()
+        except ORDINARY:
+            raise
+        except BaseException as panic:  # of native code
+            raise GuideFault(f"its grammar failed: {reason(str(panic))}") from panic
 
     def restart(self, tokens: Sequence[int]) -> None:
         self._matcher = self._grammar.matcher()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from batchkv_worker.engine.grammar.guide import GrammarGuide
 from batchkv_worker.engine.grammar.limits import MAX_THREADS
 from batchkv_worker.engine.tokens.guide import GuideFault, new_masks
 from batchkv_worker.sequence import Sequence
+
+log = logging.getLogger("batchkv.engine")
 
 SLOW_SECONDS = 0.002  # of the masks of one step
 
@@ -53,6 +56,9 @@ class Masks:
                 row.guide.fill(masks[index])
             except GuideFault as fault:
                 faults.append((row, fault))
+            except Exception as fault:
+                log.exception("row %s: its guide failed", row.job_id)
+                faults.append((row, GuideFault(f"its guide failed: {type(fault).__name__}")))
         self._is_slow = time.perf_counter() - began > SLOW_SECONDS
         return masks, faults
 

@@ -74,7 +74,9 @@ def allow_only(allowed: Mask, tokens: Iterable[int]) -> None:
 
 def masked(logits: mx.array, masks: NDArray[np.uint32]) -> mx.array:
     """``logits`` ``[rows, vocabulary]``, and -inf where a row's mask forbids the token."""
-    words = mx.array(masks)
-    bits = (words[:, :, None] >> mx.arange(WORD_BITS, dtype=mx.uint32)) & mx.array(1, mx.uint32)
-    is_allowed = bits.reshape(words.shape[0], -1)[:, : logits.shape[-1]].astype(mx.bool_)
+    # By bytes, since arrays of words would be four times as large. Every host is little-endian.
+    groups = mx.array(masks.view(np.uint8))
+    bits = mx.array([1 << place for place in range(8)], mx.uint8)
+    is_allowed = (groups[:, :, None] & bits) != 0
+    is_allowed = is_allowed.reshape(masks.shape[0], -1)[:, : logits.shape[-1]]
     return mx.where(is_allowed, logits, mx.array(float("-inf"), logits.dtype))
