@@ -105,6 +105,24 @@ def test_words_beside_a_call_are_the_text() -> None:
     assert answer.text == "I look it up." and len(answer.tool_calls) == 1
 
 
+def test_white_space_of_a_form_is_kept() -> None:
+    """An answer that had to match something still matches: only blank lines before it go.
+
+    A marker in it is a text like any other.
+    """
+    odd = '  {"a": "<think>x</think><tool_call>"} \n'
+    for start, state in (("<think>Hm.</think>\n\n", "normal"), ("Hm.</think>", "reasoning")):
+        answer = read("qwen3", start + odd, state, is_exact=True)
+        assert (answer.text, answer.reasoning, answer.num_reasoning) == (odd, "Hm.", 3)
+    assert read("qwen3", odd, is_exact=True) == Answer(odd)
+    assert read("qwen3", "Hm", "reasoning", is_exact=True) == Answer("", "Hm", (), 2)
+    thought = "<|channel|>analysis<|message|> Hm. <|end|><|start|>assistant"
+    final = f"{thought}<|channel|>final<|message|> yes \n"
+    answer = read("gpt_oss", final, is_exact=True)
+    assert (answer.text, answer.reasoning) == (" yes \n", "Hm.")
+    assert read("gpt_oss", final).text == "yes"
+
+
 def test_a_thought_that_the_prompt_opened() -> None:
     """The output begins within it, and has no opening marker."""
     answer = read("qwen3", "Hm.\n</think>\n\nYes.", state="reasoning")

@@ -24,7 +24,8 @@ class AnswerReader:
     """Reads the output of a row and its choices; implements ``outputs.Reader``.
 
     ``state``: the part of an answer in which it begins (``split``). ``tools``: those that the row
-    may call. ``is_single``: at most one call. ``limit`` is shared by all rows of an engine.
+    may call. ``is_single``: at most one call. ``is_exact``: the text has a form, so that white
+    space belongs to it. ``limit`` is shared by all rows of an engine.
     """
 
     form: AnswerFormat
@@ -33,18 +34,22 @@ class AnswerReader:
     limit: TimeLimit
     tools: Sequence[dict[str, Any]] = ()
     is_single: bool = False
+    is_exact: bool = False
 
     def read(self, job_id: str, text: str, tokens: Sequence[int]) -> Answer:
         """The parts of an output. Calls that cannot be read stay in the text, as they are."""
-        parts, calls = split(text, self.form, self.state), tuple[ToolCall, ...]()
+        parts, calls = self._split(text, self.form), tuple[ToolCall, ...]()
         if parts.calls:
             try:
                 calls = self.limit.run(lambda: self._calls(job_id, parts))
             except Unparsed as fault:
                 log.debug("row %s: its tool calls stay text: %s", job_id, fault)
-                parts = split(text, self.form.without_calls(), self.state)
+                parts = self._split(text, self.form.without_calls())
         num = self._num_reasoning(tokens, parts.reasoning) if parts.reasoning else 0
         return Answer(parts.text, parts.reasoning, calls, num)
+
+    def _split(self, text: str, form: AnswerFormat) -> Parts:
+        return split(text, form, self.state, is_exact=self.is_exact)
 
     def _calls(self, job_id: str, parts: Parts) -> tuple[ToolCall, ...]:
         name_id = id_maker(job_id, self.form.parser_name)
@@ -58,12 +63,19 @@ class AnswerReader:
         num = 0
         if form.can_think:
             ends = tuple(marker for marker in (form.thought_end, form.call_start) if marker)
-            num = num_between(tokens, form.thought_start, ends, is_open=is_open)
+            num = num_between(
+                *(tokens, form.thought_start, ends), is_open=is_open, only_first=self.is_exact
+            )
         return num or len(self.tokenizer.encode(reasoning, add_special_tokens=False))
 
 
 def num_between(
-    tokens: Sequence[int], start: Marker, ends: Sequence[Marker], *, is_open: bool
+    tokens: Sequence[int],
+    start: Marker,
+    ends: Sequence[Marker],
+    *,
+    is_open: bool,
+    only_first: bool = False,
 ) -> int:
     """How many tokens are after ``start`` and before the next of ``ends``, also several times.
 
@@ -73,6 +85,8 @@ def num_between(
     while at < len(tokens):
         found, length = _find(tokens, ends if is_open else (start,), at)
         count += found - at if is_open else 0
+        if is_open and only_first:
+            break
         at, is_open = found + length, not is_open
     return count
 

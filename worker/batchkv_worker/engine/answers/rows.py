@@ -36,7 +36,7 @@ class Answers:
         """
         if not self._is_chat(request):
             return request
-        may_call = shows_tools(request)
+        may_call, has_form = shows_tools(request), request.constraint is not None
         if may_call and request.tool_choice is not None:
             request = replace(request, constraint=self._forced_calls.constraint(request))
         form = self._form if may_call else self._form_without_calls
@@ -47,6 +47,7 @@ class Answers:
                 limit=self._limit,
                 tools=request.tools or (),
                 is_single=request.parallel_tool_calls is False,
+                is_exact=has_form,
             )
             hidden = row.generation.hidden_tokens - form.tokens
             row.generation = replace(row.generation, hidden_tokens=hidden)

@@ -26,13 +26,16 @@ class Parts:
     calls: list[tuple[str, str]] = field(default_factory=list)
 
 
-def split(text: str, form: AnswerFormat, state: str) -> Parts:
+def split(text: str, form: AnswerFormat, state: str, *, is_exact: bool = False) -> Parts:
     """The parts of an answer that begins in ``state``.
 
     White space beside a marker belongs to the marker. A text without markers stays as it is.
+    ``is_exact``: what follows the thought has a form. It stays as it is, even if it has a marker.
     """
     if form.is_harmony:
-        return _split_harmony(text, form)
+        return _split_harmony(text, form, is_exact=is_exact)
+    if is_exact and state in (NORMAL, REASONING):
+        return _split_thought(text, form, is_open=state == REASONING)
     if form.is_plain or (state != REASONING and not form.pattern().search(text)):
         return Parts(text)
     runs = list(_runs(_segments(text, form, state)))
@@ -47,6 +50,16 @@ def split(text: str, form: AnswerFormat, state: str) -> Parts:
         _joined(found[REASONING]),
         [("", call) for call in found[TOOL]],
     )
+
+
+def _split_thought(text: str, form: AnswerFormat, *, is_open: bool) -> Parts:
+    """A thought at the beginning, if there is one, and the rest without blank lines before it."""
+    if not is_open:
+        if not form.think_start or not text.startswith(form.think_start):
+            return Parts(text)
+        text = text.removeprefix(form.think_start)
+    thought, _, rest = text.partition(form.think_end)
+    return Parts(rest.lstrip("\n"), thought.strip())
 
 
 def _segments(text: str, form: AnswerFormat, state: str) -> Iterator[tuple[str, str]]:
@@ -80,11 +93,12 @@ def _runs(segments: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
         yield before, "".join(pieces)
 
 
-def _split_harmony(text: str, form: AnswerFormat) -> Parts:
+def _split_harmony(text: str, form: AnswerFormat, *, is_exact: bool) -> Parts:
     found = list(harmony.parts(text))
     kinds = {"text"} if form.may_call else {"text", "call"}
+    texts = [part.text for part in found if part.kind in kinds]
     return Parts(
-        _joined([part.text for part in found if part.kind in kinds]),
+        "".join(texts) if is_exact else _joined(texts),
         _joined([part.text for part in found if part.kind == "reasoning"]),
         [(part.name, part.text) for part in found if part.kind == "call" and form.may_call],
     )
