@@ -72,7 +72,7 @@ lock: ## Regenerate requirements/*.txt with uv (ARGS=--upgrade)
 
 clean: ## Delete caches and build results; .venv stays
 	rm -rf build dist bench-results .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find worker producer cache_store tests tools deploy -name __pycache__ -type d -prune \
+	find worker gateway producer cache_store tests tools deploy -name __pycache__ -type d -prune \
 	    -exec rm -rf {} +
 
 distclean: clean ## clean, and delete .venv

@@ -5,10 +5,11 @@ usage: python tools/check_tree.py [ROOT]
 
 Prints one line for each breach and exits 1 when there is any. The rules:
 
-- no .py file directly in worker/, producer/ or cache_store/ (a user's worker.py would shadow it);
-- imports go down only: producer and cache_store never import MLX or each other's upper rooms;
+- no .py file directly in a package's top folder (a user's worker.py would shadow it);
+- imports go down only: gateway, producer and cache_store never import MLX, and only the gateway
+  and the worker import another package;
 - only the worker's ``kv/backends`` and ``kv/start`` ask which device serves;
-- nothing in the three packages can run code that comes as data (pickle, eval, exec ...);
+- nothing in the four packages can run code that comes as data (pickle, eval, exec ...);
 - rooms import in the order of tools/rooms.py, without cycles, and no module imports over 12 others;
 - no folder has more than 20 modules, and the folders of tests have the names of the rooms;
 - functions of at most 60 lines and modules of at most 400, or a reason in ALLOWED_LONG;
@@ -35,9 +36,10 @@ MAX_FILE_BYTES = 1_000_000
 # Room -> top-level packages that nothing in it may import.
 MLX = {"mlx", "mlx_lm", "mlx_vlm"}
 FORBIDDEN_IMPORTS = {
-    "cache_store": MLX | {"batchkv_worker", "batchkv_producer"},
-    "producer": MLX | {"batchkv_worker", "batchkv_cache_store"},
-    "worker": set[str](),
+    "cache_store": MLX | {"batchkv_worker", "batchkv_producer", "batchkv_gateway"},
+    "producer": MLX | {"batchkv_worker", "batchkv_cache_store", "batchkv_gateway"},
+    "gateway": MLX | {"batchkv_worker", "batchkv_cache_store"},
+    "worker": {"batchkv_gateway"},
 }
 # Modules that rebuild objects from bytes. They run code that the bytes name.
 CODE_FROM_DATA = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}

@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "producer" / "examples" / "quickstart.jsonl"
-PACKAGES = ("batchkv_worker", "batchkv_producer", "batchkv_cache_store")
+PACKAGES = ("batchkv_worker", "batchkv_gateway", "batchkv_producer", "batchkv_cache_store")
 
 # Run in the clean environment: every part of the producer can be imported without MLX.
 PROBE = """
@@ -36,6 +36,7 @@ for name in ("batchkv_producer", "batchkv_cache_store"):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
 importlib.import_module("batchkv_worker")
+importlib.import_module("batchkv_gateway.keys.command")
 """
 
 
@@ -106,6 +107,7 @@ def main() -> None:
         prompts = shutil.copy2(EXAMPLE, elsewhere / "prompts.jsonl")
         run([str(scripts / "python"), "-Ic", PROBE], cwd=elsewhere)
         run([str(scripts / "batchkv"), "--help"], cwd=elsewhere)
+        run([str(scripts / "batchkv"), "keys", "--help"], cwd=elsewhere)
         submit = [str(scripts / "batchkv"), "submit", "--dry-run", "-m", "demo", str(prompts)]
         run(submit, cwd=elsewhere)
         print(f"check_wheel: {wheel.name} works alone, without MLX")

@@ -31,6 +31,10 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("client", "submit", "manage", "results", "monitor", "order", "intake", "server", "wire"),
         *("retry", "disk", "progress", "settings_table", "agreed", "errors"),
     ),
+    "batchkv_gateway": (
+        *("cli", "http", "batches", "files", "keys", "settings"),
+        *("scripts", "redis_keys", "pages", "ids", "errors", "__init__"),
+    ),
     "batchkv_cache_store": (
         *("cli", "upkeep", "opening", "store", "lookup", "writer", "guarded", "tiers", "blocks"),
         *("uses", "lease", "breaker", "load_or_compute", "sizes", "keys", "errors", "__init__"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from batchkv_producer.settings_table import TABLE, Setting
+from batchkv_producer.settings_table import GATEWAY_TABLE, TABLE, Setting
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 HEAD = """\
@@ -25,9 +25,17 @@ An invalid value is refused with the name of its setting.
 | flag | variable | default | allowed | what it does |
 |---|---|---|---|---|
 """
+GATEWAY_HEAD = """
+## Settings of the gateway
+
+Each is a flag of `batchkv serve` and a variable. [The gateway](gateway.md) explains them.
+
+| flag | variable | default | allowed | what it does |
+|---|---|---|---|---|
+"""
 FOOT = """
-`BATCHKV_HOME` is the folder of the embedded server, of logs, of worker files
-and of kept measurements: `~/.batchkv`.
+`BATCHKV_HOME` is the folder of the embedded server, of logs, of worker files,
+of the gateway's files and of kept measurements: `~/.batchkv`.
 
 Next: [The cache](cache.md)
 """
@@ -35,7 +43,8 @@ Next: [The cache](cache.md)
 
 def page() -> str:
     """The whole page."""
-    return HEAD + "".join(f"{row(setting)}\n" for setting in TABLE) + FOOT
+    own, gateway = ("".join(f"{row(each)}\n" for each in part) for part in (TABLE, GATEWAY_TABLE))
+    return HEAD + own + GATEWAY_HEAD + gateway + FOOT
 
 
 def row(setting: Setting) -> str:

@@ -1,4 +1,4 @@
-"""Recognizes errors of a full disk, and names the disk.
+"""Recognizes errors of a full disk, and names the disk. Also syncs files.
 
 While its disk is full, the embedded server refuses writes and pings (MISCONF). It still answers
 reads, and accepts writes again when there is room.
@@ -7,7 +7,9 @@ reads, and accepts writes again when there is room.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import sys
 from pathlib import Path
 
 from redis import Redis
@@ -23,6 +25,17 @@ _WORDS = tuple(os.strerror(number) for number in FULL)
 def is_full(fault: OSError) -> bool:
     """Whether this error means that a disk or a quota is full."""
     return fault.errno in FULL
+
+
+def sync(descriptor: int) -> None:
+    """Wait until what was written to an open file is on the disk. Raises OSError."""
+    if sys.platform == "darwin":  # there, fsync leaves data in the drive's own cache
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+            return
+        except OSError:  # network file systems lack this call
+            pass
+    os.fsync(descriptor)
 
 
 def takes_no_writes(fault: RedisError) -> bool:

@@ -1,4 +1,4 @@
-"""Every setting of a worker, once: name, flag, variable, default, unit, allowed values, help.
+"""Every setting of a worker and of the gateway, once: name, flag, variable, default, help.
 
 The table generates the flags of ``batchkv worker`` and ``batchkv run`` with their help, the
 variables that ``WorkerSettings`` reads, and the page ``docs/settings.md``
@@ -33,6 +33,8 @@ class ValueType(Enum):
     FILE = auto()
     ADAPTERS = auto()
     TIERS = auto()
+    ADDRESS = auto()
+    DURATION = auto()
     OTHER = auto()  # read elsewhere; the table has it for the page only
 
 
@@ -85,7 +87,9 @@ class Setting:
             if len(self.choices) > 2
             else " or ".join(self.choices),
             ValueType.SWITCH: "on or off",
-            ValueType.FILE: "a file to write",
+            ValueType.FILE: "a file to write" if self.name == "trace" else "a file",
+            ValueType.ADDRESS: "an address or a name",
+            ValueType.DURATION: "a time of at least 1h, like 12h or 30d",
             ValueType.ADAPTERS: "NAME=FOLDER, several with commas between them",
             ValueType.NUMBER: f"{self.unit}, {span}",
             ValueType.WHOLE: f"a whole number, {span}",
@@ -276,7 +280,65 @@ TABLE = (
         "get another answer than without the cache. What it computes is not shared",
     ),
 )  # fmt: skip
+# Settings of `batchkv serve` (``batchkv_gateway.settings`` reads them).
+GATEWAY_TABLE = (
+    Setting(
+        "host", ("BATCHKV_GATEWAY_HOST",), "--host", ValueType.ADDRESS, "127.0.0.1",
+        metavar="ADDRESS", help="The address to listen on.",
+        about="the address to listen on. Every address that is not of this machine alone needs a "
+        "key (`batchkv keys add`), and TLS or `--plain`",
+    ),
+    Setting(
+        "port", ("BATCHKV_GATEWAY_PORT",), "--port", ValueType.WHOLE, "8080", "", "", 0, 65_535,
+        metavar="PORT", help="The port to listen on; 0 is any free one.",
+        about="the port to listen on. 0 is any free one, which the first line of output names",
+    ),
+    Setting(
+        "max_file_bytes", ("BATCHKV_GATEWAY_MAX_FILE",), "--max-file", ValueType.SIZE, "200MB", "",
+        "bytes", 1, 2**40, metavar="SIZE", help="The largest file that may be uploaded.",
+        about="the largest file that may be uploaded",
+    ),
+    Setting(
+        "max_rows", ("BATCHKV_GATEWAY_MAX_ROWS",), "--max-rows", ValueType.WHOLE, "50000", "",
+        "rows", 1, 10_000_000, metavar="N", help="The most rows that a batch may have.",
+        about="the most rows that a batch may have",
+    ),
+    Setting(
+        "keep_files_seconds", ("BATCHKV_GATEWAY_KEEP_FILES",), "--keep-files", ValueType.DURATION,
+        "30d", "", "seconds", 3600, 3650 * _DAY, metavar="TIME",
+        help="How long files stay that do not say it themselves, like 12h or 30d.",
+        about="how long files stay that do not say it themselves with `expires_after`, and how "
+        "long an ended batch is listed",
+    ),
+    Setting(
+        "allow_hosts", ("BATCHKV_GATEWAY_ALLOW_HOST",), "--allow-host", ValueType.OTHER,
+        is_repeated=True, metavar="NAME", help="Another name of this gateway. May be repeated.",
+        about="names by which clients call the gateway, with commas between them. Addresses, "
+        "`localhost` and the machine's own name are always allowed. The flag takes one name and "
+        "may be repeated",
+    ),
+    Setting(
+        "tls_cert", ("BATCHKV_GATEWAY_TLS_CERT",), "--tls-cert", ValueType.FILE, metavar="FILE",
+        help="The certificate (PEM) to serve HTTPS with.",
+        about="the certificate (PEM, with its chain) to serve HTTPS with",
+    ),
+    Setting(
+        "tls_key", ("BATCHKV_GATEWAY_TLS_KEY",), "--tls-key", ValueType.FILE, metavar="FILE",
+        help="The certificate's private key (PEM).",
+        about="the certificate's private key (PEM). The file must be closed to others "
+        "(`chmod 600`)",
+    ),
+    Setting(
+        "is_plain", ("BATCHKV_GATEWAY_PLAIN",), "--plain", ValueType.SWITCH, "off", is_bare=True,
+        help="Listen without TLS beyond this machine, for a trusted network or a proxy with TLS.",
+        about="listens without TLS beyond this machine: for a network that you trust, or a proxy "
+        "with TLS. The flag takes no value",
+    ),
+)  # fmt: skip
 BY_NAME = {setting.name: setting for setting in TABLE if setting.name}
+GATEWAY_BY_NAME = {setting.name: setting for setting in GATEWAY_TABLE}
 # Variables that other commands read. They may also be set where a worker starts.
 OTHER_VARIABLES = ("BATCHKV_HOME", "BATCHKV_DATA")
-VARIABLES = frozenset(OTHER_VARIABLES).union(*(setting.variables for setting in TABLE))
+VARIABLES = frozenset(OTHER_VARIABLES).union(
+    *(setting.variables for setting in (*TABLE, *GATEWAY_TABLE))
+)

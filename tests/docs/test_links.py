@@ -65,7 +65,9 @@ def test_the_architecture_is_one_page() -> None:
     """ARCHITECTURE.md has at most 60 lines, and each folder that it names is there."""
     text = (REPOSITORY / "ARCHITECTURE.md").read_text("utf-8")
     assert len(text.splitlines()) <= MAX_ARCHITECTURE_LINES
-    rooms = re.findall(r"^\| (producer|worker|cache_store)((?:,? `[\w/]+`)*)", text, re.MULTILINE)
+    rooms = re.findall(
+        r"^\| (producer|worker|cache_store|gateway)((?:,? `[\w/]+`)*)", text, re.MULTILINE
+    )
     assert len(rooms) > 10
     for package, names in rooms:
         for name in re.findall(r"`([\w/]+)`", names):
@@ -76,7 +78,7 @@ def test_the_architecture_names_each_room() -> None:
     """Each folder of the packages, or one above it, is a room of ARCHITECTURE.md."""
     text = (REPOSITORY / "ARCHITECTURE.md").read_text("utf-8")
     named = set(re.findall(r"`([\w/]+)`", text))
-    for package in ("producer", "worker", "cache_store"):
+    for package in ("producer", "worker", "cache_store", "gateway"):
         top = REPOSITORY / package / f"batchkv_{package}"
         for module in top.rglob("*.py"):
             folders = module.relative_to(top).parts[:-1]

@@ -16,7 +16,7 @@ from batchkv_producer.cli import cli
 from batchkv_producer.settings_table import VARIABLES
 from docs.pages import REPOSITORY, all_pages, blocks, inline_code
 
-PACKAGES = ("producer", "cache_store", "worker")
+PACKAGES = ("producer", "cache_store", "worker", "gateway")
 ENDS_OF_A_COMMAND = {"|", "||", "&&", ";", ";;", "&", ">", ">>", "<", "|&"}
 MIN_CHARS_OF_A_SENTENCE = 10
 # What users have, or a model: not of this repository.

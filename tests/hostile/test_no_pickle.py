@@ -20,7 +20,7 @@ from support.worker_harness import (
     workers,
 )
 
-PACKAGES = ("batchkv_producer", "batchkv_cache_store", "batchkv_worker")
+PACKAGES = ("batchkv_producer", "batchkv_cache_store", "batchkv_worker", "batchkv_gateway")
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 MODULES |= {"jsonpickle", "code", "codeop", "runpy", "imp"}
 NAMES = {"eval", "exec", "compile", "__import__"}

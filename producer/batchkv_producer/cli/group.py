@@ -24,8 +24,11 @@ from batchkv_producer.progress import printable
 
 ENTRY_POINT_GROUP = "batchkv.commands"
 # Packages that a command needs and the installation for producers does not have.
+NEEDED_MODULES: dict[str, tuple[str, ...]]
 NEEDED_MODULES = dict.fromkeys(("worker", "kv-report", "bench", "tune"), ("mlx", "mlx_lm"))
+NEEDED_MODULES["serve"] = ("starlette", "uvicorn", "python_multipart")
 EXTRA = "batchkv[worker]"  # the extra that installs them
+EXTRAS = {"serve": "batchkv[gateway]"}  # other commands have other extras
 
 
 class Cli(click.Group):
@@ -156,7 +159,8 @@ class _Missing(click.Command):
     """Replaces a command whose dependencies are not installed. It accepts any arguments."""
 
     def __init__(self, name: str, module: str) -> None:
-        message = f"`batchkv {name}` needs {module}: pip install '{EXTRA}'"
+        extra = EXTRAS.get(name, EXTRA)
+        message = f"`batchkv {name}` needs {module}: pip install '{extra}'"
 
         def complain(**_: Any) -> NoReturn:
             raise click.ClickException(message)
@@ -164,7 +168,7 @@ class _Missing(click.Command):
         super().__init__(
             name,
             callback=complain,
-            help=f"Not installed: pip install '{EXTRA}'.",
+            help=f"Not installed: pip install '{extra}'.",
             context_settings=_LENIENT,
         )
 

@@ -11,13 +11,12 @@ import json
 import os
 import re
 import stat
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from batchkv_producer.disk import is_full
+from batchkv_producer.disk import is_full, sync
 from batchkv_producer.errors import DiskError, UsageError
 from batchkv_producer.wire import redis_keys
 
@@ -107,13 +106,7 @@ class LineFile:
     def sync(self) -> None:
         """Wait until the flushed rows are on the disk. Raises OutputError."""
         try:
-            if sys.platform == "darwin":  # there, fsync leaves data in the drive's own cache
-                try:
-                    fcntl.fcntl(self._descriptor, fcntl.F_FULLFSYNC)
-                    return
-                except OSError:  # network file systems lack this call
-                    pass
-            os.fsync(self._descriptor)
+            sync(self._descriptor)
         except OSError as fault:
             raise OutputError(_cannot_write(self.path, fault)) from fault
 

@@ -1,0 +1,103 @@
+"""``batchkv serve``: the gateway as a command."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from batchkv_gateway.files.folder import Folder
+from batchkv_gateway.files.records import Files
+from batchkv_gateway.http.app import is_loopback, make_app
+from batchkv_gateway.http.file_routes import FileRoutes
+from batchkv_gateway.http.model_routes import ModelRoutes
+from batchkv_gateway.http.server import serve
+from batchkv_gateway.keys.store import KeyStore
+from batchkv_gateway.settings import GatewaySettings
+from batchkv_producer.cli.shared import Session, say, session, url_option
+from batchkv_producer.errors import UsageError
+from batchkv_producer.server.home import home_from_environment
+from batchkv_producer.settings_table import GATEWAY_TABLE
+
+R = TypeVar("R")
+
+
+def gateway_options(command: Callable[..., R]) -> Callable[..., R]:
+    """Add the flags of the table. The command gets them as one ``flags``."""
+
+    @functools.wraps(command)
+    def with_flags(*args: Any, **kwargs: Any) -> R:
+        flags = {setting.name: kwargs.pop(setting.name) for setting in GATEWAY_TABLE}
+        given = {n: ",".join(v) or None if isinstance(v, tuple) else v for n, v in flags.items()}
+        return command(*args, flags=given, **kwargs)
+
+    wrapped: Callable[..., R] = with_flags
+    for each in reversed(GATEWAY_TABLE):
+        option = click.option(each.flag, each.name, help=each.flag_help(), **each.option())
+        wrapped = option(wrapped)
+    return wrapped
+
+
+@click.command()
+@gateway_options
+@url_option
+def serve_command(flags: dict[str, str | None], url: str | None) -> None:
+    """Serve OpenAI's files and batches over HTTP.
+
+    Clients of OpenAI's batch API use it with another base_url. It prints this URL and serves until
+    Ctrl-C. Workers compute the batches: start them with `batchkv worker`. After a restart all
+    batches go on.
+
+    On this machine it needs no API key until `batchkv keys add` has made one.
+
+    \b
+    Examples:
+      batchkv serve
+      batchkv serve --host 0.0.0.0 --tls-cert cert.pem --tls-key key.pem
+    """
+    settings = GatewaySettings.read(flags)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
+    with session(url) as opened:
+        _refuse_unsafe(settings, opened)
+        run(opened, settings)
+
+
+def run(opened: Session, settings: GatewaySettings) -> None:
+    """Serve until a signal ends it."""
+    connection = opened.connection
+    files = Files(connection, Folder(home_from_environment().path))
+    files.delete_pending()
+    routes = [*FileRoutes(files, settings).routes(), *ModelRoutes(connection).routes()]
+    app = make_app(connection, settings, routes)
+    serve(app, settings, lambda base_url: click.echo(f"serving {base_url}"))
+    say("the gateway has stopped; batches that workers compute go on")
+
+
+def _refuse_unsafe(settings: GatewaySettings, opened: Session) -> None:
+    """Raise UsageError where strangers could call the gateway, or read along."""
+    if settings.tls_key:
+        try:
+            mode = Path(settings.tls_key).stat().st_mode
+        except OSError as fault:
+            raise UsageError(f"--tls-key {settings.tls_key}: {fault.strerror}") from fault
+        if stat.S_IMODE(mode) & 0o077:
+            raise UsageError(
+                f"--tls-key {settings.tls_key}: others may open it: `chmod 600` closes it"
+            )
+    if is_loopback(settings.host):
+        return
+    if not KeyStore(opened.connection).has_any():
+        raise UsageError(
+            f"--host {settings.host} can be reached from other machines: make a key first "
+            "(`batchkv keys add NAME`)"
+        )
+    if not settings.tls_cert and not settings.is_plain:
+        raise UsageError(
+            f"--host {settings.host} can be reached from other machines: give --tls-cert and "
+            "--tls-key, or --plain if the network is trusted or a proxy has TLS"
+        )

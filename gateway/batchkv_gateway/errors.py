@@ -1,0 +1,28 @@
+"""Errors of a request. ``http.errors`` writes them in OpenAI's shape."""
+
+from __future__ import annotations
+
+from batchkv_producer.errors import BatchkvError
+
+BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, TIMED_OUT = 400, 401, 403, 404, 408
+CONFLICT, TOO_LARGE, UNAVAILABLE, FULL = 409, 413, 503, 507
+
+
+class ApiError(BatchkvError):
+    """A refused request: the status code of HTTP, a sentence, OpenAI's ``code`` and ``param``."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """The error for a wrong value in a request."""
+    return ApiError(BAD_REQUEST, message, code=code, param=param)
+
+
+def unknown(kind: str, name: str) -> ApiError:
+    """The error for an id that does not exist, or that belongs to another key."""
+    return ApiError(NOT_FOUND, f"there is no {kind} {name[:80]!r}", code="not_found", param="id")

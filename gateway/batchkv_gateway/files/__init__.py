@@ -1,0 +1,1 @@
+"""Files: their bytes in a folder, their facts in Redis."""

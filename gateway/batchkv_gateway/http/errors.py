@@ -1,0 +1,89 @@
+"""Errors as OpenAI writes them: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from redis.exceptions import RedisError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from batchkv_gateway.errors import TIMED_OUT, TOO_LARGE, UNAVAILABLE, ApiError
+from batchkv_producer.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 5
+INTERNAL = 500
+
+
+def error_body(status: int, message: str, code: str | None, param: str | None = None) -> bytes:
+    """The body of an error."""
+    kind = "server_error" if status >= INTERNAL else "invalid_request_error"
+    fault = {"message": message, "type": kind, "param": param, "code": code}
+    return json.dumps({"error": fault}).encode("ascii")
+
+
+def error_response(fault: ApiError) -> Response:
+    """The response to a refused request. It tells OpenAI's client whether to try again."""
+    may_retry = fault.status >= INTERNAL or fault.status == TIMED_OUT
+    headers = {"x-should-retry": "true" if may_retry else "false"}
+    if fault.status == UNAVAILABLE:
+        headers["retry-after"] = str(RETRY_SECONDS)
+    if fault.status in (TIMED_OUT, TOO_LARGE):  # the rest of the body is not read
+        headers["connection"] = "close"
+    return Response(
+        error_body(fault.status, str(fault), fault.code, fault.param),
+        fault.status,
+        headers,
+        media_type="application/json",
+    )
+
+
+async def on_api_error(_: Request, fault: Exception) -> Response:
+    """Handler of ApiError."""
+    assert isinstance(fault, ApiError)
+    return error_response(fault)
+
+
+async def on_usage_error(_: Request, fault: Exception) -> Response:
+    """Handler of UsageError: the producer refuses an argument."""
+    return error_response(ApiError(400, str(fault), code="invalid_value"))
+
+
+async def on_http_error(_: Request, fault: Exception) -> Response:
+    """Handler of Starlette's own errors: no such path, or not this method."""
+    assert isinstance(fault, HTTPException)
+    words = {404: "there is no such path here", 405: "this path does not have this method"}
+    message = words.get(fault.status_code, fault.detail)
+    response = error_response(ApiError(fault.status_code, message, code="unknown_url"))
+    response.headers.update(fault.headers or {})
+    return response
+
+
+def queue_unavailable(fault: Exception) -> Response:
+    """The response while Redis fails. The client gets no details of the server."""
+    log.warning("Redis: %s", fault)
+    message = "the queue's server does not answer or refuses it: try again"
+    return error_response(ApiError(UNAVAILABLE, message, code="queue_unavailable"))
+
+
+async def on_redis_error(_: Request, fault: Exception) -> Response:
+    """Handler of Redis's errors."""
+    return queue_unavailable(fault)
+
+
+async def on_bug(_: Request, __: Exception) -> Response:
+    """Handler of everything else. The log has the trace."""
+    return error_response(ApiError(INTERNAL, "the gateway failed; its log says why"))
+
+
+HANDLERS = {
+    ApiError: on_api_error,
+    UsageError: on_usage_error,
+    HTTPException: on_http_error,
+    RedisError: on_redis_error,
+    Exception: on_bug,
+}

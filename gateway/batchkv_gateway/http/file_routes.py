@@ -1,0 +1,99 @@
+"""``/v1/files``: upload, list, facts, content, delete."""
+
+from __future__ import annotations
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from batchkv_gateway.errors import invalid, unknown
+from batchkv_gateway.files.form import UploadForm
+from batchkv_gateway.files.records import PURPOSES, FileRecord, Files
+from batchkv_gateway.http.asked import page_of
+from batchkv_gateway.ids import FILE
+from batchkv_gateway.pages import as_list
+from batchkv_gateway.settings import GatewaySettings
+
+PIECE_BYTES = 2**20  # read from the network before a thread writes and hashes them
+DEFAULT_PAGE = MAX_PAGE = 10_000
+
+
+class FileRoutes:
+    """The handlers. All but the reading of bodies runs in threads."""
+
+    def __init__(self, files: Files, settings: GatewaySettings) -> None:
+        self._files, self._settings = files, settings
+
+    def routes(self) -> list[Route]:
+        """The routes of this room."""
+        return [
+            Route("/v1/files", self.upload, methods=["POST"]),
+            Route("/v1/files", self.list_files, methods=["GET"]),
+            Route("/v1/files/{file_id}", self.facts, methods=["GET"]),
+            Route("/v1/files/{file_id}", self.delete, methods=["DELETE"]),
+            Route("/v1/files/{file_id}/content", self.content, methods=["GET"]),
+        ]
+
+    async def upload(self, request: Request) -> Response:
+        """Store a file. Its content is synced before the answer."""
+        most = self._settings.max_file_bytes
+        kind = request.headers.get("content-type", "")
+        form = UploadForm(kind, lambda: self._files.folder.begin(most))
+        try:
+            await _feed(request, form)
+            record = await run_in_threadpool(self._finish, form, request.state.owner)
+        finally:
+            await run_in_threadpool(form.close)
+        return JSONResponse(record.as_object())
+
+    def list_files(self, request: Request) -> Response:
+        """A page of files."""
+        query = request.query_params
+        purpose = query.get("purpose", "")
+        if purpose not in ("", *PURPOSES):
+            raise invalid(f"purpose must be one of {', '.join(PURPOSES)}", "purpose")
+        asked = page_of(query, FILE, default=DEFAULT_PAGE, most=MAX_PAGE, has_order=True)
+        found, has_more = self._files.page(request.state.owner, purpose, asked)
+        return JSONResponse(as_list([record.as_object() for record in found], has_more))
+
+    def facts(self, request: Request) -> Response:
+        """One file's facts."""
+        return JSONResponse(self._find(request).as_object())
+
+    def content(self, request: Request) -> Response:
+        """One file's bytes. They are never shown as a page."""
+        record = self._find(request)
+        path = self._files.folder.content(record.content_name)
+        if not path.is_file():
+            raise unknown("content of file", record.file_id)
+        return FileResponse(path, media_type="application/octet-stream")
+
+    def delete(self, request: Request) -> Response:
+        """Delete a file that no open batch reads."""
+        file_id = request.path_params["file_id"]
+        self._files.delete(request.state.owner, file_id)
+        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+    def _find(self, request: Request) -> FileRecord:
+        return self._files.find(request.state.owner, request.path_params["file_id"])
+
+    def _finish(self, form: UploadForm, owner: str) -> FileRecord:
+        incoming, upload = form.finish()
+        seconds = upload.expires_after_seconds or self._settings.keep_files_seconds
+        return self._files.store(incoming, owner, upload.filename, seconds)
+
+
+async def _feed(request: Request, form: UploadForm) -> None:
+    """Give the body to the form, a piece at a time. One piece is in memory."""
+    piece = bytearray()
+    is_over = False
+    while not is_over:
+        message = await request.receive()
+        if message["type"] != "http.request":
+            raise invalid("the client left before its upload was complete")
+        piece += message.get("body", b"")
+        is_over = not message.get("more_body", False)
+        if piece and (is_over or len(piece) >= PIECE_BYTES):
+            await run_in_threadpool(form.write, bytes(piece))
+            piece.clear()

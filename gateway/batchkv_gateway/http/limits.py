@@ -1,0 +1,178 @@
+"""What a request may be before anything reads it: its host, its origin, its size, its pace."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import time
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from redis.exceptions import RedisError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from batchkv_gateway.errors import FORBIDDEN, TIMED_OUT, TOO_LARGE, UNAVAILABLE, ApiError, invalid
+from batchkv_gateway.http.errors import error_response, queue_unavailable
+
+MAX_REQUESTS = 256  # at once
+MAX_BODY_BYTES = 2**20  # of a request that is no upload
+FORM_BYTES = 2**16  # of an upload, besides its file
+DRAIN_BYTES = 2**26  # of a body that is too large: read and dropped, so that the answer arrives
+PIECE_SECONDS = 30.0  # between two pieces of a body
+GRACE_SECONDS = 30.0
+MIN_BYTES_PER_SECOND = 4096  # on average, after the grace
+SEND_SECONDS = 60.0  # until a client has read a piece of the answer
+UPLOADS = "/v1/files"
+
+
+def own_names(more: Iterable[str]) -> frozenset[str]:
+    """The names by which clients may call this machine, in lower case."""
+    name = socket.gethostname().lower()
+    short = name.partition(".")[0]
+    return frozenset({"localhost", name, short, f"{short}.local", *(each.lower() for each in more)})
+
+
+def is_known_host(value: str, names: frozenset[str]) -> bool:
+    """Whether a Host header names this machine: by an address, or by one of its names.
+
+    A page of another site whose name is bound to this machine's address (DNS rebinding) sends that
+    site's name.
+    """
+    if any(char in value for char in "@/\\?# \t,"):
+        return False
+    try:
+        host = urlsplit(f"//{value}")
+        name, _ = (host.hostname or "").rstrip("."), host.port
+    except ValueError:
+        return False
+    if name in names:
+        return True
+    try:
+        ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+class Limits:
+    """The outermost part of the application. What it refuses reaches nothing else."""
+
+    def __init__(self, app: ASGIApp, names: frozenset[str], max_file_bytes: int) -> None:
+        self._app, self._names, self._max_file_bytes = app, names, max_file_bytes
+        self._num_requests = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        is_upload = scope["method"] == "POST" and scope["path"].rstrip("/") == UPLOADS
+        most = self._max_file_bytes + FORM_BYTES if is_upload else MAX_BODY_BYTES
+        body = _Body(receive, most)
+        self._num_requests += 1
+        try:
+            self._check(scope, most)
+            await self._app(scope, body.receive, _Sender(send).send)
+        except ApiError as fault:
+            await error_response(fault)(scope, receive, _Sender(send).send)
+        except RedisError as fault:  # while the key was looked up
+            await queue_unavailable(fault)(scope, receive, _Sender(send).send)
+        finally:
+            self._num_requests -= 1
+
+    def _check(self, scope: Scope, max_bytes: int) -> None:
+        if self._num_requests > MAX_REQUESTS:
+            raise ApiError(UNAVAILABLE, "too many requests at once: try again", code="busy")
+        values: dict[bytes, list[bytes]] = {}
+        for name, value in scope["headers"]:
+            values.setdefault(name.lower(), []).append(value)
+        hosts = [value.decode("latin-1") for value in values.get(b"host", [])]
+        if len(hosts) != 1 or not is_known_host(hosts[0], self._names):
+            raise ApiError(
+                FORBIDDEN,
+                "this gateway is not called by that name: use its address, or start it with "
+                "--allow-host NAME",
+                code="unknown_host",
+            )
+        _refuse_other_sites(values, hosts[0])
+        if b"content-length" in values and b"transfer-encoding" in values:
+            raise invalid("a request has one length: Content-Length or Transfer-Encoding")
+        length = values.get(b"content-length", [b"0"])[0]
+        if length.isdigit() and int(length) > max_bytes + DRAIN_BYTES:
+            raise _too_large(max_bytes)
+
+
+def _refuse_other_sites(values: dict[bytes, list[bytes]], host: str) -> None:
+    """Raise ApiError for a request that a page of another site sends from a browser."""
+    sites = values.get(b"sec-fetch-site", [])
+    origins = [value.decode("latin-1") for value in values.get(b"origin", [])]
+    is_own = all(origin in (f"http://{host}", f"https://{host}") for origin in origins)
+    if not is_own or any(site not in (b"same-origin", b"none") for site in sites):
+        raise ApiError(FORBIDDEN, "pages of other sites may not call this gateway", code="origin")
+
+
+class _Body:
+    """Receives a body of bounded size and pace."""
+
+    def __init__(self, receive: Receive, max_bytes: int) -> None:
+        self._receive, self._max_bytes = receive, max_bytes
+        self._num_bytes, self._is_over = 0, False
+        self._began = time.monotonic()
+
+    async def receive(self) -> Message:
+        """The next message. Raises ApiError for a body that is too large or too slow."""
+        if self._is_over:
+            return await self._receive()  # waits until the client has left
+        message = await self._next()
+        if self._num_bytes > self._max_bytes:
+            while not self._is_over and self._num_bytes < self._max_bytes + DRAIN_BYTES:
+                await self._next()
+            raise _too_large(self._max_bytes)
+        return message
+
+    async def _next(self) -> Message:
+        try:
+            message = await asyncio.wait_for(self._receive(), PIECE_SECONDS)
+        except TimeoutError:
+            raise _too_slow() from None
+        self._num_bytes += len(message.get("body", b""))
+        self._is_over = message["type"] != "http.request" or not message.get("more_body", False)
+        seconds = time.monotonic() - self._began - GRACE_SECONDS
+        if not self._is_over and seconds > 0 and self._num_bytes < seconds * MIN_BYTES_PER_SECOND:
+            raise _too_slow()
+        return message
+
+
+class _Sender:
+    """Sends pieces of an answer to a client that reads them in time."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    async def send(self, message: Message) -> None:
+        """Send a message. TimeoutError, which ends the connection, if the client does not read."""
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", []), (b"x-content-type-options", b"nosniff")]
+            message = {**message, "headers": [*headers, (b"cache-control", b"no-store")]}
+        await asyncio.wait_for(self._send(message), SEND_SECONDS)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(TOO_LARGE, f"the body is larger than {max_bytes:,} bytes", code="too_large")
+
+
+def _too_slow() -> ApiError:
+    return ApiError(TIMED_OUT, "the body comes too slowly: send it again", code="too_slow")
+
+
+async def read_body(receive_stream: Receive) -> bytes:
+    """A whole small body. Raises ApiError if the client leaves."""
+    parts = []
+    while True:
+        message = await receive_stream()
+        if message["type"] != "http.request":
+            raise invalid("the client left before its request was complete")
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)

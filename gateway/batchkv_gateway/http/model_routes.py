@@ -1,0 +1,50 @@
+"""``/v1/models``: what workers serve now."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from redis import Redis
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from batchkv_gateway.errors import unknown
+from batchkv_producer.monitor.workers import read_workers
+from batchkv_producer.wire.adapter import served_name
+
+
+class ModelRoutes:
+    """The handlers."""
+
+    def __init__(self, connection: Redis) -> None:
+        self._connection = connection
+        self._began = int(time.time())
+
+    def routes(self) -> list[Route]:
+        """The routes of this room."""
+        return [
+            Route("/v1/models", self.list_models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.one, methods=["GET"]),
+        ]
+
+    def list_models(self, _: Request) -> Response:
+        """The models of the live workers, those with an adapter as MODEL@NAME."""
+        return JSONResponse({"object": "list", "data": [self._model(n) for n in self._names()]})
+
+    def one(self, request: Request) -> Response:
+        """One model, if some worker serves it."""
+        name = request.path_params["name"]
+        if name not in self._names():
+            raise unknown("model", name)
+        return JSONResponse(self._model(name))
+
+    def _names(self) -> list[str]:
+        live = [worker for worker in read_workers(self._connection) if not worker.is_away]
+        names = {worker.model for worker in live if worker.model}
+        names |= {served_name(w.model, each) for w in live if w.model for each in w.adapters}
+        return sorted(names)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._began, "owned_by": "batchkv"}

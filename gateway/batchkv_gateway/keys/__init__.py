@@ -1,0 +1,1 @@
+"""API keys: Redis has their digests only."""

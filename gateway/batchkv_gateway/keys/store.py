@@ -1,0 +1,101 @@
+"""API keys in Redis. A key is ``bkv-ID-SECRET``: 8 hex digits, and 128 random bits as 32.
+
+Redis stores the SHA-256 of the whole key. The bits are random, so nobody finds the key from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from redis import Redis
+
+from batchkv_gateway import redis_keys
+from batchkv_producer.errors import NotFoundError, UsageError
+
+LOCAL = "local"  # the owner of what is made without a key
+_KEY = re.compile(r"bkv-([0-9a-f]{8})-[0-9a-f]{32}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_NO_DIGEST = "0" * 64
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key without its secret. ``key_id`` owns the files and batches that are made with it."""
+
+    key_id: str
+    name: str
+    created: int
+
+
+class KeyStore:
+    """The keys of one server."""
+
+    def __init__(self, connection: Redis) -> None:
+        self._connection = connection
+
+    def add(self, name: str) -> str:
+        """Make a key and return it. It is stored nowhere. Raises UsageError for a bad name."""
+        if not _NAME.fullmatch(name):
+            raise UsageError(
+                f"a key's name has 1 to 64 letters, digits, dots, hyphens and underscores and "
+                f"begins with a letter or digit; got {name[:80]!r}"
+            )
+        if any(key.name == name for key in self.all()):
+            raise UsageError(f"there is a key {name} already: `batchkv keys remove {name}` first")
+        key_id = secrets.token_hex(4)
+        key = f"bkv-{key_id}-{secrets.token_hex(16)}"
+        facts = {"name": name, "digest": _digest(key), "created": int(time.time())}
+        self._connection.hset(redis_keys.KEYS, key_id, json.dumps(facts))
+        return key
+
+    def all(self) -> list[ApiKey]:
+        """The keys, by name."""
+        stored: Any = self._connection.hgetall(redis_keys.KEYS)
+        found = [
+            ApiKey(key_id.decode("utf-8", "replace"), facts["name"], facts["created"])
+            for key_id, raw in stored.items()
+            if (facts := _facts(raw))
+        ]
+        return sorted(found, key=lambda key: key.name)
+
+    def remove(self, name: str) -> None:
+        """Delete a key. Its files and batches stay until they expire."""
+        found = next((key for key in self.all() if key.name == name), None)
+        if found is None:
+            raise NotFoundError(f"there is no key {name[:80]!r}: `batchkv keys list` lists them")
+        self._connection.hdel(redis_keys.KEYS, found.key_id)
+
+    def has_any(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self._connection.hlen(redis_keys.KEYS))
+
+    def owner_of(self, key: str) -> str | None:
+        """The owner whose key this is, or None."""
+        parts = _KEY.fullmatch(key)
+        raw: Any = self._connection.hget(redis_keys.KEYS, parts[1]) if parts else None
+        facts = _facts(raw) if raw is not None else None
+        # Digests of equal length are compared in constant time, also for an unknown id.
+        is_right = hmac.compare_digest(_digest(key), facts["digest"] if facts else _NO_DIGEST)
+        return parts[1] if parts and facts and is_right else None
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()
+
+
+def _facts(raw: bytes) -> dict[str, Any] | None:
+    """The facts of a stored key; None if they cannot be read."""
+    try:
+        found = json.loads(raw)
+        kinds = {"name": str, "digest": str, "created": int}
+        is_right = all(isinstance(found[name], kind) for name, kind in kinds.items())
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return found if is_right and found["digest"].isascii() else None

@@ -1,0 +1,66 @@
+"""Every key that the gateway keeps in Redis, documented once.
+
+``O`` is an owner: ``local`` without API keys, else the id of the key with which it was made. ``F``
+is the id of a file, ``B`` that of a gateway's batch. Times are seconds since 1970.
+
+================================  ====  ===========================================================
+key                               type  content
+================================  ====  ===========================================================
+``batchkv:gateway:keys``          hash  id of a key -> JSON: ``name``, ``digest`` (SHA-256 of the
+                                        secret), ``created``
+``batchkv:gateway:files:O``       zset  ids of the owner's files, all with the score 0, so that they
+                                        sort by time. ``batchkv:gateway:files:O:P`` has those with
+                                        purpose ``P``
+``batchkv:gateway:file:F``        hash  ``owner``, ``sha256``, ``bytes``, ``created``, ``filename``,
+                                        ``purpose``, ``expires`` (0: never)
+``batchkv:gateway:uses:F``        hash  open batches that read file ``F``
+``batchkv:gateway:expiring``      zset  id of a file -> ``expires``
+``batchkv:gateway:pending``       zset  name in the folder -> since when: contents that are about to
+                                        get a file, or that have lost it
+``batchkv:gateway:batches:O``     zset  ids of the owner's batches, like ``files:O``
+``batchkv:gateway:batch:B``       hash  the batch (``batches.record``)
+``batchkv:gateway:same``          hash  digest of what was asked for -> ``B``
+``batchkv:gateway:open``          zset  batches that are not over -> when they were made
+``batchkv:gateway:leases``        hash  ``B`` -> ``HOLDER MILLISECONDS``: who works on it, and until
+                                        when
+``batchkv:gateway:spent``         hash  ``B`` -> id of its batch in the queue, which can be deleted
+``batchkv:gateway:ended``         zset  ``B`` -> when its record is deleted
+================================  ====  ===========================================================
+"""
+
+from __future__ import annotations
+
+PREFIX = "batchkv:gateway:"
+KEYS = f"{PREFIX}keys"
+EXPIRING = f"{PREFIX}expiring"
+PENDING = f"{PREFIX}pending"
+SAME = f"{PREFIX}same"
+OPEN = f"{PREFIX}open"
+LEASES = f"{PREFIX}leases"
+SPENT = f"{PREFIX}spent"
+ENDED = f"{PREFIX}ended"
+
+
+def files(owner: str, purpose: str = "") -> str:
+    """Key of an owner's files, or of those with one purpose."""
+    return f"{PREFIX}files:{owner}{':' if purpose else ''}{purpose}"
+
+
+def file(file_id: str) -> str:
+    """Key of a file's facts."""
+    return f"{PREFIX}file:{file_id}"
+
+
+def uses(file_id: str) -> str:
+    """Key of the open batches that read a file."""
+    return f"{PREFIX}uses:{file_id}"
+
+
+def batches(owner: str) -> str:
+    """Key of an owner's batches."""
+    return f"{PREFIX}batches:{owner}"
+
+
+def batch(batch_id: str) -> str:
+    """Key of a batch."""
+    return f"{PREFIX}batch:{batch_id}"

@@ -1,0 +1,139 @@
+"""A gateway in a process of its own. It can be killed, also at a named step of its work.
+
+As a program it is ``batchkv serve`` with one change: DIE_AT names a function of the gateway
+(``package.module:Class.function``), before or after whose call the process ends by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from openai import OpenAI
+
+START_SECONDS = 30.0
+
+
+class Gateway:
+    """One process. ``home`` is its home folder."""
+
+    def __init__(self, redis_url: str, home: Path, *flags: str, die_at: str = "") -> None:
+        environment = {**os.environ, "BATCHKV_REDIS_URL": redis_url, "BATCHKV_HOME": str(home)}
+        environment["DIE_AT"] = die_at
+        self.log = home.parent / f"gateway-{time.monotonic_ns()}.log"
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, "serve", "--port", "0", *flags],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.match(r"serving (https?://\S+:(\d+)/v1)", line)
+        assert found, (line, self.log.read_text())
+        self.url, self.port = found[1], int(found[2])
+
+    def client(self, key: str = "any", **more: Any) -> OpenAI:
+        """OpenAI's own client of this gateway."""
+        return OpenAI(base_url=self.url, api_key=key, timeout=30, **more)
+
+    def wait_killed(self) -> None:
+        """Wait until the process has ended by DIE_AT."""
+        assert self.process.wait(START_SECONDS) == -signal.SIGKILL, self.log.read_text()
+
+    def stop(self) -> None:
+        """End the process."""
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(15)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(5)
+
+
+@contextmanager
+def running_gateway(redis_url: str, home: Path, *flags: str, die_at: str = "") -> Iterator[Gateway]:
+    """A gateway for the length of a ``with`` block."""
+    found = Gateway(redis_url, home, *flags, die_at=die_at)
+    try:
+        yield found
+    finally:
+        found.stop()
+
+
+@contextmanager
+def working(redis_url: str, model: str = "fake") -> Iterator[None]:
+    """A fake worker in a thread, which echoes prompts."""
+    from support.fake_worker import FakeWorker
+
+    before = os.environ.get("BATCHKV_REDIS_URL")
+    os.environ["BATCHKV_REDIS_URL"] = redis_url
+    try:
+        worker = FakeWorker(model, f"fake-{time.monotonic_ns()}", "affine8")
+    finally:
+        os.environ.pop("BATCHKV_REDIS_URL")
+        if before is not None:
+            os.environ["BATCHKV_REDIS_URL"] = before
+    thread = threading.Thread(target=worker.work)
+    thread.start()
+    try:
+        yield
+    finally:
+        worker.stopping.set()
+        thread.join(20)
+        worker.connection.close()
+
+
+def chat_line(custom_id: str, text: str = "hi", **more: Any) -> str:
+    """One line of a batch's file."""
+    body = {"model": "fake", "messages": [{"role": "user", "content": text}], **more}
+    line = {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
+    return json.dumps(line)
+
+
+def chat_file(*custom_ids: str) -> bytes:
+    """A batch's file."""
+    return "".join(f"{chat_line(each, f'text of {each}')}\n" for each in custom_ids).encode()
+
+
+def _die_at(place: str) -> None:
+    """Let the process end when a function is called, or after its call (``after ...``)."""
+    is_after = place.startswith("after ")
+    module_name, _, path = place.removeprefix("after ").partition(":")
+    *parents, name = path.split(".")
+    owner: Any = importlib.import_module(module_name)
+    for parent in parents:
+        owner = getattr(owner, parent)
+    whole = getattr(owner, name)
+
+    def dying(*args: Any, **kwargs: Any) -> None:
+        if is_after:
+            whole(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, name, dying)
+
+
+if __name__ == "__main__":
+    from batchkv_producer.cli import main
+
+    if os.environ.get("DIE_AT"):
+        _die_at(os.environ["DIE_AT"])
+    main()
