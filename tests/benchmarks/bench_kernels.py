@@ -1,0 +1,166 @@
+"""Decode attention of one layer, chained: MLX's ways, and the kernels over records.
+
+    python tests/benchmarks/bench_kernels.py [--quick] [--rows N] [--layers N] [--json FILE]
+
+The shape is that of Qwen3-4B: 8 KV heads of 128 numbers, 4 query heads each, bfloat16. Each layer
+has keys and values of its own, and its output is the next layer's query. All rows have the same
+number of columns. ``float`` is MLX's attention over dense keys and values; ``mlx`` unpacks whole
+buffers before it; ``kernel`` and ``matrices`` are the two forms of ``kv/kernels``, with as many
+launches as decode has. Figures are medians of runs in turns, in microseconds a layer, with the rate
+at which packed bytes are read, and the share of ``float``'s time.
+
+It needs a GPU. ``--emulate`` runs the kernels as C++ on a CPU instead, to try the program itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from batchkv_worker.kv.backends import device
+from batchkv_worker.kv.kernels.decode import DecodeKernels
+from batchkv_worker.kv.kernels.launch import Launch, cuda_launch, metal_launch
+from batchkv_worker.kv.kernels.layout import RecordLayout
+from batchkv_worker.kv.schemes.packing import LayerShape, fit_model
+from batchkv_worker.kv.schemes.spec import SchemeSpec
+from worker.kv.kernels.cpp_launch import CppLaunch
+
+SHAPE = LayerShape(8, 128, 128)
+LINES = 4
+SCALE = 128**-0.5
+DTYPE = mx.bfloat16
+SCHEMES = ("float", "affine8", "affine4", "turbo4", "turbo3")
+COLUMNS = (512, 4096)
+Attend = Callable[[mx.array, int], mx.array]  # queries and the layer's number
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One way for one scheme. ``apart`` is its largest difference from MLX's way."""
+
+    columns: int
+    scheme: str
+    way: str
+    microseconds: float
+    share_of_float: float
+    gigabytes_per_second: float
+    apart: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.columns:6,} {self.scheme:8} {self.way:9} {self.microseconds:9.1f} us "
+            f"{self.share_of_float:5.2f}x {self.gigabytes_per_second:7,.0f} GB/s "
+            f"{self.apart:.1e} apart"
+        )
+
+
+def ways_of(name: str, rows: int, columns: int, layers: int, launch: Launch) -> dict[str, Attend]:
+    """The ways to attend in layers of a scheme, each over copies of the same records."""
+    scheme = fit_model(SchemeSpec.parse(name), [SHAPE])[0]
+    layout = RecordLayout.of(scheme, DTYPE)
+    dense = [mx.random.normal((rows, 8, columns, 128)).astype(DTYPE) for _ in range(2)]
+    one = layout.pack(*dense)
+    records = [one + mx.zeros((1,), mx.uint32) for _ in range(layers)]
+    split = [layout.split(layer) for layer in records]
+    parts = [
+        tuple(tuple(map(mx.contiguous, tensor)) for tensor in (keys, values))
+        for keys, values in split
+    ]
+    bounds = mx.array([[0, columns]] * max(rows, 8), mx.int32)
+    mx.eval(records, parts, bounds)
+
+    def by_mlx(queries: mx.array, layer: int) -> mx.array:
+        keys, values = (
+            tensor.unpack_stored(stored, DTYPE)
+            for tensor, stored in zip((scheme.keys, scheme.values), parts[layer], strict=True)
+        )
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE)
+
+    found: dict[str, Attend] = {"float" if name == "float" else "mlx": by_mlx}
+    for way, matrices in (("kernel", False), ("matrices", True)):
+        try:
+            kernels = DecodeKernels.of(layout, LINES, launch, matrices=matrices)
+            found[way] = lambda queries, layer, kernels=kernels: kernels.attend(
+                queries, records[layer], bounds, columns, SCALE
+            )
+            mx.eval(found[way](mx.zeros((rows, 32, 1, 128), DTYPE), 0))
+        except (ValueError, RuntimeError) as fault:
+            print(f"{name} {way}: {fault}", flush=True)
+            found.pop(way, None)
+    return found
+
+
+def measure(
+    name: str, rows: int, columns: int, layers: int, launch: Launch, floats: float
+) -> list[Figure]:
+    """All ways of a scheme; ``floats`` are the microseconds of MLX's dense attention."""
+    ways = ways_of(name, rows, columns, layers, launch)
+    queries = mx.random.normal((rows, 32, 1, 128)).astype(DTYPE)
+    mx.eval(queries)
+    spent: dict[str, list[float]] = {way: [] for way in ways}
+    first = {way: attend(queries, 0).astype(mx.float32) for way, attend in ways.items()}
+    wanted = next(iter(first.values()))
+    for turn in range(4):
+        for way, attend in ways.items():
+            begin, out = time.perf_counter(), queries
+            for layer in range(layers):
+                out = attend(out, layer)
+            mx.eval(out)
+            if turn:  # the first one compiles
+                spent[way].append((time.perf_counter() - begin) / layers * 1e6)
+    scheme = fit_model(SchemeSpec.parse(name), [SHAPE])[0]
+    num_bytes = RecordLayout.of(scheme, DTYPE).words * 4 * rows * 8 * columns
+    found = []
+    for way, times in spent.items():
+        middle = statistics.median(times)
+        floats = floats or middle
+        apart = mx.abs(first[way] - wanted).max().item()
+        figure = columns, name, way, middle, middle / floats, num_bytes / middle / 1e3, apart
+        found.append(Figure(*figure))
+        print(found[-1], flush=True)
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="Decode attention of one layer, chained.")
+    parser.add_argument("--quick", action="store_true", help="512 columns and 4 layers")
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--emulate", action="store_true", help="on a CPU, to try the program")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
+    kind = device.kind()
+    launches: dict[str, Launch] = {"metal": metal_launch, "cuda": cuda_launch}
+    if kind == "cpu" and not given.emulate:
+        print("the kernels need a GPU: --emulate tries the program on a CPU")
+        return 0
+    rows, layers, lengths = given.rows, given.layers, COLUMNS
+    if given.quick or given.emulate:
+        rows, layers, lengths = min(rows, 2 if given.emulate else 32), min(layers, 4), COLUMNS[:1]
+    found: list[Figure] = []
+    with tempfile.TemporaryDirectory() as folder:
+        launch = CppLaunch(Path(folder)) if given.emulate else launches[kind]
+        for columns in lengths:
+            floats = 0.0
+            for name in SCHEMES:
+                found += measure(name, rows, columns, layers, launch, floats)
+                floats = next(one for one in found if one.columns == columns).microseconds
+                mx.clear_cache()
+    if given.json:
+        given.json.write_text(json.dumps([asdict(one) for one in found], indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
