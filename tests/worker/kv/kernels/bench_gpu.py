@@ -1,6 +1,7 @@
+# ruff: noqa: T201  (a helper that talks to a terminal)
 """Decode attention of one layer, chained: MLX's ways, and the kernels over records.
 
-    python tests/benchmarks/bench_kernels.py [--quick] [--rows N] [--layers N] [--json FILE]
+    python tests/worker/kv/kernels/bench_gpu.py [--quick] [--rows N] [--layers N] [--json FILE]
 
 The shape is that of Qwen3-4B: 8 KV heads of 128 numbers, 4 query heads each, bfloat16. Each layer
 has keys and values of its own, and its output is the next layer's query. All rows have the same
@@ -26,7 +27,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from batchkv_worker.kv.backends import device
 from batchkv_worker.kv.kernels.decode import DecodeKernels
