@@ -27,7 +27,7 @@ from batchkv_producer.results import outfile, output
 from batchkv_producer.server.embedded import ensure_running
 from batchkv_producer.server.home import home_from_environment
 from batchkv_producer.wire.adapter import Adapter
-from batchkv_producer.wire.job import SamplingParams
+from batchkv_producer.wire.job import Result, SamplingParams
 
 
 @click.command()
@@ -105,9 +105,18 @@ def _print_row(row: StoredRow, as_json: bool) -> int:
         say(f"no answer: {code}: {message}")
         return 1
     if result.finish_reason == "length":
-        num = result.usage.completion
-        say(f"the answer was cut after {num:,} tokens: --max-tokens N allows more")
+        say(_why_cut(result))
     return 0
+
+
+def _why_cut(result: Result) -> str:
+    num = result.usage.completion
+    if result.reasoning and not result.text:
+        return (
+            f"the reasoning alone took {num:,} tokens: --max-tokens N allows more, and "
+            "--thinking-budget N ends the reasoning earlier"
+        )
+    return f"the answer was cut after {num:,} tokens: --max-tokens N allows more"
 
 
 def _write(text: str) -> None:

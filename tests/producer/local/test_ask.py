@@ -17,11 +17,14 @@ import pytest
 from redis import Redis
 
 from batchkv_producer import Client
+from batchkv_producer.cli.ask import _print_row
 from batchkv_producer.errors import UsageError
 from batchkv_producer.intake.prompting import Prompting
 from batchkv_producer.local import ask as asking
 from batchkv_producer.local.ask import Question
+from batchkv_producer.results.stored_rows import StoredRow
 from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.job import Result, Usage
 from support import fake_worker
 
 BATCHKV = [sys.executable, str(Path(fake_worker.__file__).with_name("batchkv_with_fake_worker.py"))]
@@ -184,3 +187,27 @@ def test_who_can_not_answer_is_nobody(redis_url: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(asking.fingerprint, "of_model", lambda _: "a" * 32)
     assert asking._is_served(MODEL, [replace(there, fingerprint="")])
     assert not asking._is_served(MODEL, [replace(there, fingerprint="b" * 32)])
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "said"),
+    [
+        ("It is", "", "the answer was cut after 512 tokens: --max-tokens N allows more"),
+        ("It is", "Hm", "the answer was cut after 512 tokens: --max-tokens N allows more"),
+        ("", "Hm", "the reasoning alone took 512 tokens: --max-tokens N allows more, and"),
+    ],
+)
+def test_why_an_answer_is_short(
+    text: str, reasoning: str, said: str, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """A model that thinks may use all tokens before its answer, which is then empty."""
+    result = Result(
+        *("q", "completion", "ok"),
+        text=text,
+        reasoning=reasoning,
+        finish_reason="length",
+        usage=Usage(completion=512),
+    )
+    assert _print_row(StoredRow("b-1", 1, 0, result), as_json=False) == 0
+    out, err = capfdbinary.readouterr()
+    assert out.decode() == f"{text}\n" and said in err.decode()
