@@ -109,6 +109,36 @@ def test_grammars_are_read_in_both_dialects(running: Engine) -> None:
     assert ended["gbnf"].text in {f"x{n}{end}" for n in range(10) for end in "yz"}
 
 
+def test_texts_that_spell_special_tokens_are_written_as_texts(running: Engine) -> None:
+    """A special token ends no such answer and is not in it, in any kind of constraint."""
+    schema = {
+        **{"type": "object", "additionalProperties": False, "required": ["<|user|>"]},
+        "properties": {"<|user|>": {"const": "<|end|>"}},
+    }
+    wanted = {
+        "choice": ("choice", ["a <|user|> b"], "a <|user|> b"),
+        "end": ("choice", ["<|end|>"], "<|end|>"),
+        "regex": ("regex", r"x<\|end\|>y", "x<|end|>y"),
+        "schema": ("json_schema", schema, '{"<|user|>":"<|end|>"}'),
+        "grammar": ("grammar", 'start: "x" b\nb: "<|pad|>"', "x<|pad|>"),
+    }
+    ended = run(
+        running,
+        [work(name, kind, value) for name, (kind, value, _) in wanted.items()],  # type: ignore[arg-type]
+    )
+    for name, (_, _, text) in wanted.items():
+        assert isinstance(ended[name], Completed), ended[name]
+        assert (ended[name].text, ended[name].finish_reason) == (text, "stop"), name
+
+
+def test_an_ambiguous_grammar_ends_its_row_before_it_takes_long(running: Engine) -> None:
+    """Each token makes all that came before it ambiguous. A mask looks at so many items only."""
+    ambiguous = 'start: e\ne: e e | /[a-z]/ | e "+" e | ""'
+    asked = work("ambiguous", "grammar", ambiguous, max_tokens=150, ignore_eos=True)
+    event = run(running, [asked])["ambiguous"]
+    assert isinstance(event, Rejected) and "its grammar cannot go on" in event.message
+
+
 def test_rows_are_the_same_alone_and_among_others(running: Engine) -> None:
     """With a seed, rows with and without a grammar give the tokens that they give alone."""
     wanted = rows(temperature=0.8, presence_penalty=0.5, top_k=40, max_tokens=24)

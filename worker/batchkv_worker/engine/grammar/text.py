@@ -6,6 +6,7 @@ Schemas that refer to another place are refused by llguidance: it never fetches 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from batchkv_producer.wire.constraint import Constraint
@@ -25,6 +26,8 @@ _JSON: JsonCompileOptions = {
     "coerce_one_of": False,
 }
 _OPTIONS = "x-guidance"
+_OWN_DIRECTIVE = "%llguidance"
+_UNFORCED = '%llguidance {"no_forcing": true}\n'
 
 
 class GrammarFault(Exception):
@@ -55,6 +58,25 @@ def grammar_text(constraint: Constraint) -> str:
         return str(grammar_from("grammar", value))
     except (ValueError, RecursionError) as fault:
         raise GrammarFault(reason(str(fault) or "it is too deep")) from fault
+
+
+def spells_any(constraint: Constraint, markers: Iterable[str]) -> bool:
+    """Whether a constraint has one of these texts in it, as it is or with escapes."""
+    text = json.dumps(constraint.value, ensure_ascii=False).replace("\\", "")
+    return any(marker in text for marker in markers)
+
+
+def unforced(text: str) -> str:
+    """The same grammar, for a text that spells a special token of the model.
+
+    llguidance writes a text that must come with the tokens that the tokenizer makes of it. Of the
+    text of a special token it makes that token, which a text never has. Without this, the model
+    chooses among all tokens of the text.
+    """
+    if text.startswith("{"):  # a schema, or a regular expression
+        (grammar,) = json.loads(text)["grammars"]
+        text = grammar.get("lark_grammar") or f"start: %json {json.dumps(grammar['json_schema'])}"
+    return text if _OWN_DIRECTIVE in text else _UNFORCED + text
 
 
 def _choices(values: list[str]) -> str:

@@ -36,6 +36,11 @@ class TokenTable:
         text = json.dumps({**json.loads(self.text), "padding": None, "truncation": None})
         return LLTokenizer(text, n_vocab=self.num_tokens, eos_token=list(self.ends))
 
+    def markers(self) -> tuple[str, ...]:
+        """The texts of the tokens that are no part of a text, such as the end token."""
+        added = json.loads(self.text).get("added_tokens") or ()
+        return tuple(token["content"] for token in added if token["content"].strip())
+
 
 def token_table(loaded: LoadedModel) -> TokenTable:
     """The table of a model; raises GrammarFault if its tokenizer is a slow one.

@@ -21,17 +21,28 @@ from typing import IO, Any
 
 from batchkv_producer.wire.constraint import Constraint
 from batchkv_worker.engine.grammar.limits import COMPILE_SECONDS, TRIAL_BYTES, parser_limits
-from batchkv_worker.engine.grammar.text import GrammarFault, grammar_text, reason
+from batchkv_worker.engine.grammar.text import (
+    GrammarFault,
+    grammar_text,
+    reason,
+    spells_any,
+    unforced,
+)
 from batchkv_worker.engine.grammar.tokens import TokenTable
 
 
-def answer(constraint: Constraint, tokenizer: Any) -> dict[str, str]:
-    """The grammar, or why it is refused. The timer ends this process when it takes too long."""
+def answer(constraint: Constraint, tokenizer: Any, markers: tuple[str, ...] = ()) -> dict[str, str]:
+    """The grammar, or why it is refused. The timer ends this process when it takes too long.
+
+    ``markers`` are the texts of special tokens.
+    """
     from llguidance import LLMatcher
 
     signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)
     try:
         text = grammar_text(constraint)
+        if spells_any(constraint, markers):
+            text = unforced(text)
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=parser_limits())
         matcher.compute_bitmask()
         fault = matcher.get_error()
@@ -62,12 +73,13 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
     first = json.loads(requests.readline() or "null")
     if first is None:
         return
-    tokenizer = TokenTable(first["text"], first["num_tokens"], tuple(first["ends"])).build()
+    table = TokenTable(first["text"], first["num_tokens"], tuple(first["ends"]))
+    tokenizer, markers = table.build(), table.markers()
     limit_memory()
     send(ready="yes")
     for line in requests:
         asked = json.loads(line)
-        send(**answer(Constraint(asked["kind"], asked["value"]), tokenizer))
+        send(**answer(Constraint(asked["kind"], asked["value"]), tokenizer, markers))
 
 
 def main() -> None:
