@@ -10,6 +10,8 @@ chooses shapes as CUDA does. So the table has the host's time alone, and needs n
 ``shared``   the same after a shared prefix
 ``chunk``    a chunk of four prompts that have history
 
+``again`` is a step whose graph was traced before. ``kernel`` is decode with our own kernels.
+
 ``microseconds`` are the thread's time for building the graph, in Python and in MLX, the median of
 many. ``primitives`` are those of the graph; ``launches`` leaves out those that are views. Functions
 with a kernel of their own on a GPU count as one primitive (``GpuGraph``). Copies are not counted
@@ -29,7 +31,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +44,26 @@ from mlx_lm.models import qwen3  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from batchkv_worker.kv.backends.contract import Change, Pacing  # noqa: E402
+from batchkv_worker.kv.backends.contract import Change, Pacing, RecordKernels  # noqa: E402
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend  # noqa: E402
 from batchkv_worker.kv.backends.gpu.fused_linear import FuseLinears  # noqa: E402
 from batchkv_worker.kv.backends.pacing import UNPACED  # noqa: E402
+from batchkv_worker.kv.kernels.body import Body  # noqa: E402
+from batchkv_worker.kv.kernels.decode import DecodeKernels  # noqa: E402
+from batchkv_worker.kv.kernels.launch import Output, Size  # noqa: E402
+from batchkv_worker.kv.kernels.layout import RecordLayout  # noqa: E402
+from batchkv_worker.kv.kernels.plain import PlainKernels  # noqa: E402
+from batchkv_worker.kv.layers import step_graphs  # noqa: E402
 from batchkv_worker.kv.layers.contract import Chunk  # noqa: E402
-from batchkv_worker.kv.layers.decode import DecodeSlots  # noqa: E402
 from batchkv_worker.kv.layers.discover import discover  # noqa: E402
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows  # noqa: E402
+from batchkv_worker.kv.schemes.packing import LayerScheme  # noqa: E402
 from batchkv_worker.kv.slots.changes import Demand  # noqa: E402
 from batchkv_worker.kv.start.decision import Fixed  # noqa: E402
 from batchkv_worker.kv.start.plan import KvPlan, make_plan  # noqa: E402
 from batchkv_worker.kv.types import Pieces  # noqa: E402
 
-SCHEMES = ("float", "affine8", "affine4", "turbo4")
+SCHEMES = ("float", "affine8", "turbo4", "float kernel", "affine8 kernel")
 PARTS = ("decode", "shared", "chunk")
 LAYERS, ROWS, PROMPTS = 36, 32, 4
 PREFIX, OWN, CHUNK = 64, 32, 32  # tokens
@@ -81,6 +89,40 @@ class HostBackend(CudaBackend):
 
     def pacing(self) -> Pacing:
         return UNPACED
+
+    def record_kernels(self, scheme: LayerScheme, lines: int, dtype: mx.Dtype) -> RecordKernels:
+        return HostKernels(RecordLayout.of(scheme, dtype), lines)
+
+
+class HostKernels:
+    """Plain operations at start, and one launch for each kernel where graphs are a GPU's."""
+
+    graph: GpuGraph | None = None  # while one is active
+
+    def __init__(self, layout: RecordLayout, lines: int) -> None:
+        self.layout = layout
+        self._plain = PlainKernels(layout)
+        self._kernels = DecodeKernels.of(layout, lines, _launch)
+
+    def attend(self, *args: Any, **kwargs: Any) -> mx.array:
+        kernels = self._plain if HostKernels.graph is None else self._kernels
+        return kernels.attend(*args, **kwargs)
+
+    def pack(self, keys: mx.array, values: mx.array) -> mx.array:
+        kernels = self._plain if HostKernels.graph is None else self._kernels
+        return kernels.pack(keys, values)
+
+
+def _launch(
+    body: Body,
+    inputs: list[mx.array],
+    constants: Any,
+    grid: Size,
+    group: Size,
+    outputs: Sequence[Output],
+) -> list[mx.array]:
+    assert HostKernels.graph is not None
+    return HostKernels.graph.launch(inputs, outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +216,27 @@ class GpuGraph:
         self.calls["Attention"] += 1
         return mx.depends([q], [k, v, mask] if isinstance(mask, mx.array) else [k, v])[0]
 
+    def launch(self, inputs: list[mx.array], outputs: Sequence[Output]) -> list[mx.array]:
+        """One of our own kernels; MLX formats and hashes its source besides."""
+        self.calls["Kernel"] += 1
+        key = tuple(outputs)
+        if key not in self._like:
+            self._like[key] = [mx.zeros(shape, dtype) for shape, dtype in outputs]
+            mx.eval(self._like[key])
+        found: list[mx.array] = mx.depends(self._like[key], inputs)
+        return found
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Inside the block, graphs are as on a GPU."""
         for module, names in ((mx, self._real), (mx.fast, self._fast)):
             for name in names:
                 setattr(module, name, getattr(self, name))
+        HostKernels.graph = self
         try:
             yield
         finally:
+            HostKernels.graph = None
             for module, names in ((mx, self._real), (mx.fast, self._fast)):
                 for name, real in names.items():
                     setattr(module, name, real)
@@ -200,7 +254,8 @@ def launches_of(kinds: Counter[str], calls: Counter[str]) -> Counter[str]:
     left = {name: n for name, n in kinds.items() if name not in _VIEWS and name not in _STANDS}
     calls = Counter(calls)
     # Dequantized arrays may stay unread, so those in the graph are counted.
-    calls["Dequantize"] = kinds["Depends"] - calls["Quantize"] - calls["Attention"]
+    others = calls["Quantize"] + calls["Attention"] + calls["Kernel"]
+    calls["Dequantize"] = kinds["Depends"] - others
     return Counter({**left, **+calls})
 
 
@@ -234,7 +289,6 @@ def measured(
     with graph.active():
         arrays = build()
         calls = Counter(graph.calls)
-        kinds = kinds_of_graph(arrays)
         del arrays
         restore()
         gc.collect()
@@ -243,6 +297,8 @@ def measured(
             begin = time.thread_time()
             arrays = build()
             spent.append(1e6 * (time.thread_time() - begin))
+            if len(spent) == count:
+                kinds = kinds_of_graph(arrays)
             del arrays
             restore()
         gc.enable()
@@ -265,9 +321,12 @@ def prompts_of(model: Any, plan: KvPlan, rows: int, tokens: int, capacity: int) 
     return group
 
 
-def decode_cost(model: Any, plan: KvPlan, count: int, *, shares: bool) -> Cost:
-    """A step of ``ROWS`` rows of unequal length, after a shared prefix or not."""
-    slots = DecodeSlots(plan.backend, plan.kinds, plan.tree, ROWS, plan.shapes)
+def decode_cost(model: Any, plan: KvPlan, count: int, *, shares: bool, replays: bool) -> Cost:
+    """A step of ``ROWS`` rows of unequal length, after a shared prefix or not.
+
+    ``replays``: by a graph that was traced before.
+    """
+    slots = replace(plan, replays=replays).slots(ROWS)
     group = prompts_of(model, plan, 1, PREFIX + OWN, PREFIX + OWN)
     prefix = None
     if shares:
@@ -286,10 +345,12 @@ def decode_cost(model: Any, plan: KvPlan, count: int, *, shares: bool) -> Cost:
 
     def build() -> list[mx.array]:
         slots.begin_step()
-        logits = model(tokens, cache=slots.model_cache)
+        logits = slots.forward(model, tokens)
         slots.end_step()
         return [logits, *slots.arrays]
 
+    if slots.graphs is not None:  # else the columns end too soon for a trace
+        step_graphs.LEAST_LEFT = 0
     restore_layers, layouts = _kept(slots.layers), slots.layouts
     writes = {window: layout.write for window, layout in layouts.all.items()}
 
@@ -318,9 +379,9 @@ def chunk_cost(model: Any, plan: KvPlan, count: int) -> Cost:
 
 def show(part: str, found: dict[str, Cost]) -> None:
     kinds = sorted({kind for cost in found.values() for kind in cost.kinds})
-    print(f"\n{part}\n{'scheme':10}{'microseconds':>14}{'primitives':>12}{'launches':>10}")
+    print(f"\n{part}\n{'scheme':22}{'microseconds':>14}{'primitives':>12}{'launches':>10}")
     for scheme, cost in found.items():
-        print(f"{scheme:10}{cost.microseconds:>14,.0f}{cost.primitives:>12,}{cost.launches:>10,}")
+        print(f"{scheme:22}{cost.microseconds:>14,.0f}{cost.primitives:>12,}{cost.launches:>10,}")
     for kind in kinds:
         counts = "".join(f"{cost.kinds.get(kind, 0):>10,}" for cost in found.values())
         print(f"  {kind:26}{counts}")
@@ -346,16 +407,19 @@ def main() -> None:
     parts = (args.only,) if args.only else PARTS
     found: dict[str, dict[str, Cost]] = {part: {} for part in parts}
     for scheme in args.scheme or SCHEMES:
-        fixed = Fixed("fused", 2048, 768)
+        name, _, kernel = scheme.partition(" ")
+        fixed = Fixed("kernel" if kernel else "fused", 2048, 768)
         plan = make_plan(
-            "bench", model, tree, scheme, mx.bfloat16, HostBackend(), slots=ROWS, fixed=fixed
+            "bench", model, tree, name, mx.bfloat16, HostBackend(), slots=ROWS, fixed=fixed
         )
         for part in parts:
             if part == "chunk":
-                cost = chunk_cost(model, plan, args.repeats)
-            else:
-                cost = decode_cost(model, plan, args.repeats, shares=part == "shared")
-            found[part][scheme] = cost
+                found[part][scheme] = chunk_cost(model, plan, args.repeats)
+                continue
+            for name, replays in ((scheme, False), (f"{scheme} again", True)):
+                found[part][name] = decode_cost(
+                    model, plan, args.repeats, shares=part == "shared", replays=replays
+                )
         plan.undo()
     for part, costs in found.items():
         show(part, costs)

@@ -19,6 +19,7 @@ from support.tiny_models import GreedyStep
 from worker.kv.record_backends import WithRecords
 
 CHUNK = 32
+_KERNEL = WithRecords(columns_multiple=64, replays_steps=True)
 MOST_TIES = 3  # of one row
 MOST_STEPS = 5000  # an engine that has not ended by then never will
 
@@ -140,7 +141,7 @@ class Cell:
             prefix_bytes=prefix_bytes,
             path=path,
             group_cost=16,  # rows of unequal length are cut into many groups
-            backend=WithRecords() if path == "kernel" else None,
+            backend=_KERNEL if path == "kernel" else None,
         )
         return Engine(tiny_models.loaded(self.model), config)
 

@@ -51,7 +51,7 @@ def build_step(
     view = slots.begin_step()
     rows = [by_slot.get(slot) for slot in range(view.num_rows)]
     tokens = inputs(rows, in_flight)
-    logits = model(tokens.reshape(-1, 1), cache=slots.model_cache)[:, -1]
+    logits = slots.forward(model, tokens.reshape(-1, 1))[:, -1]
     is_guided = any(row is not None and row.guide is not None for row in rows)
     step: Step | OpenStep = (
         OpenStep(rows, tokens, logits) if is_guided else Step(rows, sample(logits, tokens, rows))

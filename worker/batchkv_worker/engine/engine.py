@@ -44,7 +44,6 @@ from batchkv_worker.engine.tokens.sampling import sample
 from batchkv_worker.engine.tokens.text_limits import RowRefused, refusals
 from batchkv_worker.events import Event, Work
 from batchkv_worker.faults import is_at_once, is_device_fault, is_out_of_memory
-from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.start.backend import choose_backend
 from batchkv_worker.kv.start.decision import Fixed
 from batchkv_worker.kv.start.plan import make_plan
@@ -93,7 +92,7 @@ class Engine:
         client.attach(self.prefixes)
         chunk = config.chunk_tokens or choose_chunk(loaded, plan)
         memory = config.memory_bytes - self.prefixes.max_bytes
-        self._slots = DecodeSlots(*(plan.backend, plan.kinds, plan.tree, config.slots, plan.shapes))
+        self._slots = plan.slots(config.slots)
         self._scheduler = Scheduler(
             *(self._slots.layouts, Budget(chunk, memory, plan.costs, plan.shapes.step)),
             *(self.prefixes.num_cached, self._is_ready),

@@ -11,7 +11,6 @@ from typing import Any
 import mlx.core as mx
 
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
-from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.layers.kinds import AttentionKind
 from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.kv.slots.growth import STEP
@@ -58,7 +57,7 @@ class Decoding:
         self, model: Any, plan: KvPlan, rows: int, pieces: Sequence[Pieces], length: int
     ) -> None:
         self._model = model
-        self._slots = DecodeSlots(plan.backend, plan.kinds, plan.tree, rows, plan.shapes)
+        self._slots = plan.slots(rows)
         for _ in range(rows):
             self._slots.admit(Demand(length, STEP), pieces)
         self._layers = self._record_step(plan)
@@ -78,7 +77,7 @@ class Decoding:
         """Compute one token a row with the whole model."""
         view = self._slots.begin_step()
         tokens = mx.ones((view.num_rows, 1), mx.int32)
-        logits = self._model(tokens, cache=self._slots.model_cache)[:, -1]
+        logits = self._slots.forward(self._model, tokens)[:, -1]
         self._slots.end_step()
         mx.eval(logits, self._slots.arrays)
 

@@ -32,7 +32,8 @@ from batchkv_worker.sequence import Generation, Sequence
 from support import tiny_models
 from worker.kv.step_trace import allocations, new_bytes_by_step, one_kernel, trace_step
 
-METAL = MetalBackend()
+# MLX would compile what a CPU dequantizes by many operations, for seconds.
+METAL = MetalBackend(replays_steps=False)
 
 
 def test_rows_are_padded_where_products_cost_the_same() -> None:
@@ -307,7 +308,7 @@ def test_constants_change_no_token(family: str, scheme: str, path: Path) -> None
     """
     lengths = [5, 60, 61, 100, 230, 250, 250, 400, 700, 1090]
     found = []
-    for backend in (GenericBackend(), watched := Watched()):
+    for backend in (GenericBackend(), watched := Watched(replays_steps=False)):
         engine = running(backend, scheme, family, path, lengths, max_tokens=6, chunk_tokens=256)
         found.append(tokens_of(engine))
     assert found[0] == found[1] and len(found[0]) == len(lengths)
@@ -327,7 +328,7 @@ def test_prefill_reads_whole_buffers_and_slices_them(is_shared: bool) -> None:
     chunks = [[random_array(2, *each) for each in ((2, 64), (2, 128), (4, 64))] for _ in range(4)]
     prefix = scheme.keys.pack(random_array(1, 2, 64)), scheme.values.pack(random_array(1, 2, 128))
     found = []
-    for backend in (GenericBackend(), watched := Watched()):
+    for backend in (GenericBackend(), watched := Watched(replays_steps=False)):
         kind = AttentionKind(backend, scheme, mx.float32, None, "fused")
         prefill = kind.prefill(1024 + 256 * is_shared, 256)
         if is_shared:

@@ -140,6 +140,10 @@ class Backend(Protocol):
         """Whether each layer of a decode step is started when it is built, not the whole step."""
 
     @property
+    def replays_steps(self) -> bool:
+        """Whether the graph of a step is worth keeping for the next ones."""
+
+    @property
     def spreads_codes(self) -> bool:
         """Whether decode may read 3-bit codes as 4-bit ones; see ``schemes.turbo.TurboSlots``."""
 

@@ -30,6 +30,7 @@ class GenericBackend:
     keeps_shapes: bool = False
     has_fused_attention: bool = True
     starts_each_layer: bool = False
+    replays_steps: bool = False
     spreads_codes: bool = True
     usual_chunk: int = 1024
     measures_chunk: bool = True

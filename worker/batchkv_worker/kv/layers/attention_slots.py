@@ -14,7 +14,7 @@ from batchkv_worker.kv.layers.contract import SlotLayer
 from batchkv_worker.kv.layers.stand_ins import StandIns, replaced
 from batchkv_worker.kv.schemes.packing import LayerScheme, TensorScheme
 from batchkv_worker.kv.slots.changes import Relayout
-from batchkv_worker.kv.slots.step_view import Cells, ColumnSpan, CommonPrefix, StepView
+from batchkv_worker.kv.slots.step_view import ColumnSpan, CommonPrefix, StepView
 from batchkv_worker.kv.types import PackedKV, Parts, Pieces, Window
 
 
@@ -137,6 +137,14 @@ class AttentionSlots(OrderedByUs, SlotLayer):
     def arrays(self) -> list[mx.array]:
         return [*self._keys, *self._values]
 
+    def swap(self, arrays: list[mx.array]) -> None:
+        count = len(self._keys)
+        self._keys, self._values = arrays[:count], arrays[count:]
+
+    @property
+    def is_exact(self) -> bool:
+        return self._answers and not self._is_rounded
+
     def _make_buffers(self, change: Relayout) -> None:
         shape = self._scheme.shape
         self._keys = self._empty(self._scheme.keys, shape.key_size, change)
@@ -176,21 +184,20 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         """Write one token a row, ``[rows, heads, 1, size]``; dense views of all visible columns."""
         self._wait()
         span = self.span
-        self._write(span.written, keys, values)
+        self._write(span, keys, values)
         if self._stand_ins is None:
             self._handed = self._read()
         else:
             self._handed = self._stand_ins.of(span.num_rows, span.high - span.low)
         return self._handed
 
-    def _write(self, cells: Cells, keys: mx.array, values: mx.array) -> None:
-        """Pack one token a row into these cells of the buffers."""
+    def _write(self, span: ColumnSpan, keys: mx.array, values: mx.array) -> None:
+        """Pack one token a row into the step's column."""
         for parts, piece in (
             (self._keys, self._scheme.keys.pack(keys)),
             (self._values, self._scheme.values.pack(values)),
         ):
-            for part, new in zip(parts, piece, strict=True):
-                part[cells] = new
+            parts[:] = [span.store(part, new) for part, new in zip(parts, piece, strict=True)]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """The dense arrays of the last update, which layers without keys of their own read."""

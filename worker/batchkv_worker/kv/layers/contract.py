@@ -146,6 +146,15 @@ class SlotLayer(ABC):
     def arrays(self) -> list[mx.array]:
         """The buffers."""
 
+    @abstractmethod
+    def swap(self, arrays: list[mx.array]) -> None:
+        """Have these in the place of ``arrays``, in the same order and of the same shapes."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it reads groups of rows of one length without rounding their columns."""
+        return False
+
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers as they are now."""

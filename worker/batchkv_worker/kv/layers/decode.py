@@ -15,6 +15,7 @@ from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.layers.contract import LayerKind, SlotLayer
 from batchkv_worker.kv.layers.discover import CacheTree
+from batchkv_worker.kv.layers.step_graphs import StepGraphs
 from batchkv_worker.kv.slots.changes import Demand, Move
 from batchkv_worker.kv.slots.growth import STEP, NoRoom
 from batchkv_worker.kv.slots.layout import SlotLayout
@@ -57,7 +58,10 @@ class DecodeSlots:
         tree: CacheTree,
         num_slots: int,
         shapes: Shapes,
+        *,
+        replays: bool = False,
     ) -> None:
+        """``replays``: the graph of a step may be used again for the next (``StepGraphs``)."""
         self._backend = backend
         windows = [kind.window for kind in kinds if kind.window is not None]
         self.layouts = SlotLayouts(num_slots, windows)
@@ -67,6 +71,8 @@ class DecodeSlots:
         for place, layer in enumerate(self.layers):
             layer.place = place
         self._views = StepViews(shapes)
+        self._view: StepView | None = None
+        self.graphs = StepGraphs(self.layers, self.model_cache) if replays else None
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -186,14 +192,22 @@ class DecodeSlots:
     def begin_step(self) -> StepView:
         """Make room for one token a row; the model may then be run on ``model_cache``."""
         self.make_room(None)
-        view = self._views.view(self.layouts)
+        view = self._view = self._views.view(self.layouts)
         self._backend.begin_step(view.offsets)
         for layer in self.layers:
             layer.begin(view)
         return view
 
+    def forward(self, model: Any, tokens: mx.array) -> Any:
+        """The logits of ``model`` for ``tokens`` ``[rows, 1]``, in the step that has begun."""
+        if self.graphs is None:
+            return model(tokens, cache=self.model_cache)
+        assert self._view is not None
+        return self.graphs.forward(model, tokens, self._view)
+
     def end_step(self) -> None:
         """End the step after its graph is built. Every row has one token more."""
+        self._view = None
         for layer in self.layers:
             layer.end()
         self.layouts.after_step()
@@ -203,10 +217,14 @@ class DecodeSlots:
         self.layouts.drop()
         for layer in self.layers:
             layer.drop()
+        if self.graphs is not None:
+            self.graphs.drop()
 
     def close(self) -> None:
         """Drop all buffers and shared prefixes."""
         self.layouts.prefixes.clear()
+        if self.graphs is not None:
+            self.graphs.drop()
         self.layers.clear()
         self.model_cache.clear()
 

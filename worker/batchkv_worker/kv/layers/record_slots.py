@@ -12,7 +12,7 @@ from batchkv_worker.kv.attention import records
 from batchkv_worker.kv.backends.contract import RecordKernels
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
 from batchkv_worker.kv.slots.changes import Relayout
-from batchkv_worker.kv.slots.step_view import Cells
+from batchkv_worker.kv.slots.step_view import ColumnSpan
 from batchkv_worker.kv.types import PackedKV, Parts, Pieces
 
 
@@ -42,8 +42,12 @@ class RecordSlots(AttentionSlots):
     def _records(self) -> RecordKernels:
         return records.kernels_of(self._layer)
 
-    def _write(self, cells: Cells, keys: mx.array, values: mx.array) -> None:
-        self._keys[0][cells] = records.pack(self._layer, keys, values)
+    @property
+    def is_exact(self) -> bool:
+        return False
+
+    def _write(self, span: ColumnSpan, keys: mx.array, values: mx.array) -> None:
+        self._keys = [span.store(self._keys[0], records.pack(self._layer, keys, values))]
 
     def _read(self) -> tuple[mx.array, mx.array]:
         span = self.span

@@ -147,6 +147,11 @@ class StateSlots(_Arrays, SlotLayer):
         found = [self.cache[place] for place, _, _ in self._shape.used]
         return [array for array in found if array is not None]
 
+    def swap(self, arrays: list[mx.array]) -> None:
+        places = [place for place, _, _ in self._shape.used if self.cache[place] is not None]
+        for place, array in zip(places, arrays, strict=True):
+            self.cache[place] = array
+
     @property
     def _rows(self) -> int:
         return max((array.shape[0] for array in self.arrays), default=0)

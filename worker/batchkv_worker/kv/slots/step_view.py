@@ -127,6 +127,12 @@ class ColumnSpan:
     of these rows have.
     """
 
+    # The attributes that are numbers of the host.
+    FIXED = (
+        *("num_rows", "stored", "write", "low", "high", "written"),
+        *("_starts", "_used", "_cuts", "_shapes"),
+    )
+
     def __init__(
         self,
         layout: SlotLayout,
@@ -147,6 +153,32 @@ class ColumnSpan:
         self._cuts = cuts
         self._shapes = shapes
         self._prefixes = prefixes or {}
+
+    def store(self, part: mx.array, new: mx.array) -> mx.array:
+        """The buffer ``part`` with ``new`` ``[rows, heads, 1, size]`` in the step's column."""
+        part[self.written] = new
+        return part
+
+    @property
+    def prefixes(self) -> list[tuple[int, SharedPrefix]]:
+        """The shared prefix of each slot that has one."""
+        return [(slot, one) for slot, one in self._prefixes.items() if slot < self.num_rows]
+
+    @cached_property
+    def shape_of_groups(self) -> list[tuple[int, int, int, bool, int]]:
+        """Of each group its rows, first column, whether it has a mask, and the prefix's rank."""
+        step = self._shapes.step
+        lows = [min(self._starts[first:last]) // step * step for first, last, _ in self._runs]
+        return [
+            (first, last, low, self._hides(first, last, low), prefix.rank if prefix else 0)
+            for (first, last, prefix), low in zip(self._runs, lows, strict=True)
+        ]
+
+    @property
+    def exact_columns(self) -> list[tuple[int, int] | None]:
+        """Of each group the columns that it reads exactly, if its rows have one length."""
+        firsts = [{*self._starts[first:last]} for first, last, _ in self._runs]
+        return [(min(one), self.write) if len(one) == 1 else None for one in firsts]
 
     @cached_property
     def mask(self) -> mx.array | None:
@@ -252,9 +284,18 @@ class ColumnSpan:
             starts = [max(start, self.write - window + 1) for start in starts]
         if self.high == self.write + 1 and all(start == low for start in starts):
             return None
+        return self._compared(mx.array(starts), self.write, low)
+
+    def _hides(self, first: int, last: int, low: int) -> bool:
+        """Whether columns from ``low`` on are hidden from some of the rows."""
+        starts = self._starts[first:last]
+        return self.high > self.write + 1 or any(start != low for start in starts)
+
+    def _compared(self, starts: mx.array, write: mx.array | int, low: int) -> mx.array:
+        """The mask of rows that begin at ``starts``; ``write`` is the last column they see."""
         columns = mx.arange(low, self.high)
-        shape = (last - first, *[1] * (self._shapes.mask_rank - 1))
-        return (columns >= mx.array(starts).reshape(shape)) & (columns <= self.write)
+        shape = (starts.shape[0], *[1] * (self._shapes.mask_rank - 1))
+        return (columns >= starts.reshape(shape)) & (columns <= write)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +307,7 @@ class StepView:
 
     num_rows: int
     offsets: mx.array
-    spans: dict[Window, ColumnSpan]
+    spans: Mapping[Window, ColumnSpan]
 
 
 class StepViews:

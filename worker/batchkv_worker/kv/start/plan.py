@@ -16,7 +16,7 @@ from batchkv_worker.kv.backends.contract import Backend, Undo
 from batchkv_worker.kv.backends.measurements import YES_OR_NO
 from batchkv_worker.kv.backends.rebind import restore
 from batchkv_worker.kv.layers.contract import LayerKind
-from batchkv_worker.kv.layers.decode import costs_of
+from batchkv_worker.kv.layers.decode import DecodeSlots, costs_of
 from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.layers.kinds import AttentionKind
 from batchkv_worker.kv.schemes.packing import LayerScheme
@@ -24,6 +24,7 @@ from batchkv_worker.kv.slots.layouts import Costs
 from batchkv_worker.kv.slots.step_view import Shapes
 from batchkv_worker.kv.start import prefix_cost
 from batchkv_worker.kv.start.decision import Decision, Fixed, decide
+from batchkv_worker.kv.start.replaycheck import can_replay
 from batchkv_worker.kv.start.selfcheck import TRAITS, Traits, find_traits, warn_of
 from batchkv_worker.kv.start.sharecheck import can_share
 from batchkv_worker.kv.start.unread import are_unread, unread_kinds
@@ -46,12 +47,18 @@ class KvPlan:
     costs: Costs
     shares: bool = False  # whether rows may store a common prefix once
     prefix_cells: int = prefix_cost.UNMEASURED  # cells that a shared prefix must save
+    replays: bool = False  # whether the graph of a decode step may be used again
     undo: Undo = field(default=lambda: None, repr=False)
 
     @property
     def has_state(self) -> bool:
         """Whether a layer keeps a state, which exists only where a chunk ended."""
         return any(kind.has_state for kind in self.kinds)
+
+    def slots(self, num_slots: int) -> DecodeSlots:
+        """Decode slots for so many rows, empty."""
+        what = self.backend, self.kinds, self.tree, num_slots, self.shapes
+        return DecodeSlots(*what, replays=self.replays)
 
     @property
     def schemes(self) -> tuple[LayerScheme, ...]:
@@ -120,7 +127,12 @@ def _checked(name: str, model: Any, tree: CacheTree, decision: Decision, undo: U
         YES_OR_NO,
     ):
         kinds = unread_kinds(tree, kinds)
+    replays = backend.replays_steps and kept.of(
+        "steps are replayed",
+        lambda: can_replay(backend, model, tree, kinds, traits, decision.dtype),
+        YES_OR_NO,
+    )
     costs = costs_of(kinds)
     return KvPlan(
-        *(backend, tree, kinds, traits, shapes, costs, shares, decision.prefix_cells, undo)
+        *(backend, tree, kinds, traits, shapes, costs, shares, decision.prefix_cells, replays, undo)
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -33,6 +33,7 @@ from batchkv_worker.kv.start.machine import is_rounded
 log = logging.getLogger("batchkv.engine")
 
 LENGTHS = (3, 7, 5, 2)  # ragged, so that a row that reads another's columns shows
+REPLAY_COLUMNS = 64
 STEPS = 2  # decode steps: a state that is not carried on shows in the second
 # A share of the largest logit. A wrong mask is far above it, half precision and codes at the edge
 # of a bin below. In float32 on plain caches nothing may differ but the order of additions (see
@@ -175,39 +176,56 @@ def logits_of(
     kinds: Sequence[LayerKind],
     traits: Traits,
     rows: list[list[int]],
+    steps: int = STEPS,
+    *,
+    replays: bool = False,
 ) -> mx.array:
-    """Of the rows' last ``STEPS`` tokens on our caches, together: ``[rows, STEPS, vocabulary]``."""
+    """Of the rows' last ``steps`` tokens on our caches, together: ``[rows, steps, vocabulary]``.
+
+    ``replays``: the graph of a step is used again, for which columns are rounded and all rows are
+    one group. RuntimeError where that does not happen.
+    """
     shapes = Shapes(group_cost=1, mask_rank=traits.mask_rank)
-    slots = DecodeSlots(backend, kinds, tree, len(rows), shapes)
+    if replays:
+        columns = max(REPLAY_COLUMNS, backend.columns_multiple)
+        shapes = replace(shapes, step=columns, group_cost=2**20)
+    slots = DecodeSlots(backend, kinds, tree, len(rows), shapes, replays=replays)
     places: dict[int, int] = {}  # row by slot
     groups = [list(range(len(rows)))] if traits.ragged else [[i] for i in range(len(rows))]
     for group in groups:
-        lengths = tuple(len(rows[i]) - STEPS for i in group)
+        lengths = tuple(len(rows[i]) - steps for i in group)
         width = max(lengths)
         prefill = PrefillRows(backend, kinds, width, width)
         ragged = any(length != width for length in lengths)
         prefill.begin(Chunk(0, width, lengths if ragged else None))
-        tokens = [(rows[i][:-STEPS] + [0] * width)[:width] for i in group]
+        tokens = [(rows[i][:-steps] + [0] * width)[:width] for i in group]
         model(mx.array(tokens), cache=tree.nested(prefill.layers))
         prefill.end()
         for place, index in enumerate(group):
             length = lengths[place]
-            slot, move = slots.admit(Demand(length, STEPS), prefill.row(place, length))
+            slot, move = slots.admit(Demand(length, steps), prefill.row(place, length))
             if move is not None:
                 places[move.target] = places.pop(move.source)
             places[slot] = index
-    return logits_in(model, slots, rows, places)
+    logits = logits_in(model, slots, rows, places, steps)
+    if replays and not (slots.graphs and slots.graphs.num_replayed):
+        raise RuntimeError("no graph of a step was used again")
+    return logits
 
 
 def logits_in(
-    model: Any, slots: DecodeSlots, rows: list[list[int]], places: dict[int, int]
+    model: Any,
+    slots: DecodeSlots,
+    rows: list[list[int]],
+    places: dict[int, int],
+    steps: int = STEPS,
 ) -> mx.array:
-    """Decode the last ``STEPS`` tokens of rows that stand in slots; ``places``: row by slot."""
+    """Decode the last ``steps`` tokens of rows that are in slots; ``places``: row by slot."""
     found = []
-    for step in range(STEPS):
+    for step in range(steps):
         frame = slots.begin_step()
-        inputs = [[rows[places[slot]][step - STEPS]] for slot in range(frame.num_rows)]
-        logits = model(mx.array(inputs), cache=slots.model_cache)[:, -1]
+        inputs = [[rows[places[slot]][step - steps]] for slot in range(frame.num_rows)]
+        logits = slots.forward(model, mx.array(inputs))[:, -1]
         slots.end_step()
         mx.eval(logits, slots.arrays)
         found.append(logits)

@@ -25,6 +25,7 @@ class GpuBackend(GenericBackend):
     """The common part of Metal and CUDA."""
 
     name: str = "gpu"
+    replays_steps: bool = True
 
     def changes(self, model: Any, dtype: mx.Dtype, rows: int) -> Sequence[Change]:
         fused = fused_linear.choose(model, rows, self.measurements)
