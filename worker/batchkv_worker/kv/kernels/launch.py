@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, Protocol
@@ -59,19 +60,22 @@ def cuda_launch(
 
 @cache
 def _metal(body: Body) -> Any:
-    return mx.fast.metal_kernel(
-        *(body.name, body.inputs, body.outputs, body.source("metal_start")),
-        header=source_text("metal") + body.functions,
-        ensure_row_contiguous=False,  # else each slice of the slots would be copied
-    )
+    return _made(mx.fast.metal_kernel, body, "metal")
 
 
 @cache
 def _cuda(body: Body) -> Any:
-    return mx.fast.cuda_kernel(
-        *(body.name, body.inputs, body.outputs, body.source("cuda_start")),
-        header=source_text("cuda") + body.functions,
-        ensure_row_contiguous=False,
+    return _made(mx.fast.cuda_kernel, body, "cuda")
+
+
+def _made(make: Any, body: Body, dialect: str) -> Any:
+    source, header = body.source(f"{dialect}_start"), source_text(dialect) + body.functions
+    # MLX keeps compiled kernels by their names alone, on CUDA also in files.
+    digest = hashlib.sha256((header + source).encode()).hexdigest()[:8]
+    return make(
+        *(f"{body.name}_{digest}", body.inputs, body.outputs, source),
+        header=header,
+        ensure_row_contiguous=False,  # else each slice of the slots would be copied
     )
 
 

@@ -1,0 +1,68 @@
+"""What MLX is given for a kernel; no GPU is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from batchkv_worker.kv.kernels import launch
+from batchkv_worker.kv.kernels.body import PACK, merge_body, splits_body, unpack_body
+
+BODIES = [
+    PACK,
+    unpack_body(3, 2),
+    *(splits_body(matrices=one, joined=two) for one in (False, True) for two in (False, True)),
+    *(merge_body(prefixes=one, sinks=True, alone=False) for one in (False, True)),
+]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of each kernel that is made."""
+    found: list[dict[str, Any]] = []
+
+    def make(name: str, inputs: Any, outputs: Any, source: str, **rest: Any) -> Any:
+        found.append({"name": name, "inputs": inputs, "source": source, **rest})
+        return lambda **given: [mx.zeros(shape) for shape in given["output_shapes"]]
+
+    for dialect in ("metal", "cuda"):
+        monkeypatch.setattr(mx.fast, f"{dialect}_kernel", make)
+        getattr(launch, f"_{dialect}").cache_clear()
+    yield found
+    for dialect in ("metal", "cuda"):
+        getattr(launch, f"_{dialect}").cache_clear()
+
+
+@pytest.mark.parametrize("run", [launch.metal_launch, launch.cuda_launch])
+def test_each_kernel_is_made_once(run: launch.Launch, made: list[dict[str, Any]]) -> None:
+    """With strides instead of copies, and a name that no other source has."""
+    for body in BODIES * 2:
+        inputs = [mx.zeros((8,))] * len(body.inputs)
+        (found,) = run(body, inputs, [("N", 1)], (1, 1, 1), (1, 1, 1), [((2, 3), mx.float32)])
+        assert found.shape == (2, 3)
+    assert len(made) == len({one["name"] for one in made}) == len(BODIES)
+    assert not any(one["ensure_row_contiguous"] for one in made)
+
+
+def test_a_name_changes_with_its_source(
+    made: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX keeps compiled kernels by name, so another version must not find them."""
+    text = launch.source_text
+    for change in ("", "\n"):
+        monkeypatch.setattr(launch, "source_text", lambda name, change=change: text(name) + change)
+        launch._metal.cache_clear()
+        launch.metal_launch(PACK, [], [], (1, 1, 1), (1, 1, 1), [])
+    one, other = (given["name"] for given in made)
+    assert one != other
+
+
+def test_sources_are_short() -> None:
+    """MLX formats a kernel's source at each call."""
+    for body in BODIES:
+        source, functions = body.source("metal_start"), body.functions
+        assert len(source) + len(functions) < 20_000
+        assert not any(line.startswith((" ", "//")) for line in source.splitlines())
+        assert all(f"{name}" in source for name in body.inputs)
