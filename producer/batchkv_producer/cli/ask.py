@@ -39,6 +39,7 @@ from batchkv_producer.wire.job import Result, SamplingParams
 @prompting_flags(
     raw="Send the prompt unchanged, without the model's chat template.",
     system="A system message before the prompt.",
+    rows_may_differ=False,
 )
 @generation_flags("", seed="The seed of the answer. Without it each question gets its own.")
 @url_option

@@ -36,8 +36,10 @@ def _new_deadline(_context: object, _option: object, text: str | None) -> Deadli
     return _deadline(None, None, text)
 
 
-def _adapter(_context: object, _option: object, text: str | None) -> Adapter | None:
-    return None if text is None else parse_adapter(text)
+def _adapter(_context: object, _option: object, texts: tuple[str, ...]) -> Adapter | None:
+    if len(texts) > 1:
+        raise click.BadParameter("a batch has one adapter: give the flag once")
+    return parse_adapter(texts[0]) if texts else None
 
 
 def _parsed(parse: Callable[[str], R], text: str) -> R:
@@ -51,6 +53,7 @@ def adapter_option(text: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """``--adapter``; ``text`` ends its help. The command gets it as ``adapter``."""
     return click.option(
         "--adapter",
+        multiple=True,
         callback=_adapter,
         metavar="NAME[=FOLDER]",
         help="Use the model with this adapter (LoRA), under the name that it has on the workers. "

@@ -60,10 +60,13 @@ class Given:
             yield inputs
 
 
-def prompting_flags(*, raw: str, system: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
+def prompting_flags(
+    *, raw: str, system: str, rows_may_differ: bool = True
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Add --raw and --system, with these helps, and --no-thinking.
 
-    The command gets them as one ``prompting``.
+    ``rows_may_differ``: the command has rows with fields of their own. It gets the flags as one
+    ``prompting``.
     """
 
     def add(command: Callable[..., R]) -> Callable[..., R]:
@@ -77,8 +80,8 @@ def prompting_flags(*, raw: str, system: str) -> Callable[[Callable[..., R]], Ca
         wrapped: Callable[..., R] = click.option(
             "--no-thinking",
             is_flag=True,
-            help="Ask the model's chat template for answers without reasoning. "
-            "Rows may say something else.",
+            help="Ask the model's chat template for answers without reasoning."
+            f"{' Rows may say something else.' if rows_may_differ else ''}",
         )(with_prompting)
         wrapped = click.option("--system", metavar="TEXT", help=system)(wrapped)
         return click.option("--raw", is_flag=True, help=raw)(wrapped)

@@ -15,6 +15,15 @@ from batchkv_producer.progress import rows
 from batchkv_producer.results.failures import Failures, failure_lines
 from batchkv_producer.results.outfile import errors_path
 from batchkv_producer.results.target import STDOUT
+from batchkv_producer.wire.error_codes import ErrorCode
+
+# Codes of rows that fail again however often they are queued.
+WRONG_INPUT = (
+    ErrorCode.INVALID_JSON,
+    ErrorCode.INVALID_REQUEST,
+    ErrorCode.DUPLICATE_CUSTOM_ID,
+    ErrorCode.UNSUPPORTED_PARAMETER,
+)
 
 if TYPE_CHECKING:
     from batchkv_producer.local.run import RunReport
@@ -53,6 +62,10 @@ def say_canceled(batch: BatchStatus) -> None:
         )
 
 
+def _count(failures: Iterable[Failures], *codes: str) -> int:
+    return sum(group.count for group in failures if group.code in codes)
+
+
 def _retry_command(batch: BatchStatus, flags: str = "") -> str:
     """The retry that this batch accepts. A batch whose deadline is past needs another one."""
     deadline = " --expires never" if 0 < batch.expires <= batch.read_at else ""
@@ -68,7 +81,8 @@ def say_failures(failures: Iterable[Failures], num_failed: int) -> None:
 def say_end(report: RunReport, failures: Iterable[Failures], again: str = "") -> None:
     """Print the last lines of ``batchkv run``. ``again``: more flags for ``batchkv retry``."""
     failed, wrong, failures = report.status.failed, report.num_wrong, tuple(failures)
-    too_long = sum(group.count for group in failures if group.code == "context_length_exceeded")
+    too_long = _count(failures, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
+    refused = max(0, _count(failures, *WRONG_INPUT) - wrong)
     say_failures(failures, failed)
     if failed:
         place = f"{errors_path(report.out)} says" if report.out != STDOUT else "their lines say"
@@ -81,8 +95,13 @@ def say_end(report: RunReport, failures: Iterable[Failures], again: str = "") ->
                 f"{rows(too_long, 'is', 'are')} too long for the model or the memory: correct the "
                 f"file, or give the worker more memory and run {retry}"
             )
-        if failed > wrong + too_long:
-            retried = "the others" if wrong or too_long else "them"
+        if refused:
+            hints.append(
+                f"this model and its worker refuse {rows(refused)}: correct the file, or use "
+                "another model"
+            )
+        if failed > wrong + too_long + refused:
+            retried = "the others" if wrong or too_long or refused else "them"
             hints.append(
                 f"{_retry_command(report.status, again)} queues {retried} again, and `batchkv run` "
                 "of the same input then computes them"

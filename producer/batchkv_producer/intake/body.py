@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
+from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 from batchkv_producer.errors import UsageError
@@ -202,7 +204,19 @@ def _unknown(name: str, endpoint: Endpoint) -> ValueError:
     short = name[:MAX_NAME_CHARS]
     if name in NAMES:
         return unsupported(f"{short} is not supported for {endpoint} requests")
+    if hint := _hint(short, endpoint):
+        return unsupported(f"{short} is not a field of {endpoint} requests: {hint}")
     return unsupported(f"{short} is not supported: no API that batchkv knows has this field")
+
+
+@lru_cache(maxsize=256)  # all rows of a file often have the same mistake
+def _hint(name: str, endpoint: Endpoint) -> str:
+    """What a field that no API has was probably meant to be; "" if that is not known."""
+    if name == "extra_body":  # an argument of OpenAI's Python client
+        return "put the fields that are in it directly into the body"
+    known = (field for at, field in BY_NAME if at == endpoint)
+    close = get_close_matches(name, known, n=1, cutoff=0.8)
+    return f"did you mean {close[0]}?" if close else ""
 
 
 def _quoted(value: Any) -> str:

@@ -30,25 +30,31 @@ _TAIL_NUMBER = re.compile(rb"-([0-9]{1,12})$")
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """The rows that failed with one code: their number, first lines and one of their messages.
+    """The rows that failed with one code: their number, first lines, and the first one's message.
 
-    ``count`` are the rows that were found; there may be more.
+    ``count`` are the rows that were found; there may be more. ``differ``: other rows of them have
+    other messages.
     """
 
     code: str
     count: int
     lines: tuple[int, ...]
     message: str
+    differ: bool = False
 
     def text(self) -> str:
-        """``3 rows context_length_exceeded: lines 4, 17, 20: <message>``."""
+        """``3 rows context_length_exceeded: lines 4, 17, 20: <message>``.
+
+        If the messages differ, it says which line has the message: ``; line 4: <message>``.
+        """
         shown = ", ".join(f"{line:,}" for line in self.lines)
         more = f" and {self.count - len(self.lines):,} more" if self.count > len(self.lines) else ""
         word = "line" if self.count == 1 else "lines"
         message = " ".join(self.message.split())
         if len(message) > MAX_MESSAGE_CHARS:
             message = f"{message[:MAX_MESSAGE_CHARS]} ..."
-        return f"{rows(self.count)} {self.code}: {word} {shown}{more}: {message}"
+        which = f"; line {self.lines[0]:,}" if self.differ else ""
+        return f"{rows(self.count)} {self.code}: {word} {shown}{more}{which}: {message}"
 
 
 def read_failures(connection: Redis, status: BatchStatus) -> list[Failures]:
@@ -76,9 +82,14 @@ def grouped(failed: Iterable[tuple[int, Result]]) -> list[Failures]:
         code, message = result.error or ("unknown", "")
         by_code.setdefault(code, []).append((line, message))
     groups = [
-        Failures(code, len(entries), tuple(line for line, _ in entries[:MAX_LINES_SHOWN]), words)
+        Failures(
+            code=code,
+            count=len(entries),
+            lines=tuple(line for line, _ in entries[:MAX_LINES_SHOWN]),
+            message=entries[0][1],
+            differ=any(message != entries[0][1] for _, message in entries),
+        )
         for code, entries in by_code.items()
-        for words in (entries[0][1],)
     ]
     return sorted(groups, key=lambda group: (-group.count, group.code))[:MAX_GROUPS]
 

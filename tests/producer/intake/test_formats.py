@@ -431,6 +431,22 @@ def test_fields_that_are_not_supported(fields: dict[str, Any], name: str) -> Non
     assert name in message
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("temprature", "is not a field of chat requests: did you mean temperature?"),
+        ("top_logprob", "did you mean top_logprobs?"),
+        ("extra_body", "put the fields that are in it directly into the body"),
+        ("xyz", "is not supported: no API that batchkv knows has this field"),
+    ],
+)
+def test_a_mistyped_field_is_named_with_the_likely_one(name: str, hint: str) -> None:
+    """Only fields of the same endpoint are suggested."""
+    code, message = chat_error(**{name: 1})
+    assert code == "unsupported_parameter" and message.endswith(hint)
+    assert "did you mean" not in error_of({"prompt": "a", "tool_choices": 1})[1]
+
+
 def test_fields_of_the_other_endpoint() -> None:
     """Messages, tools and template variables belong to chat; a prompt does not."""
     for name in ("tools", "chat_template_kwargs", "top_logprobs"):

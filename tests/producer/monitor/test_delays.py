@@ -293,8 +293,8 @@ def test_many_failures_are_a_few_lines() -> None:
     """For a code twenty lines are named and the others counted. The number of codes is limited,
     too."""
 
-    def failed(code: str) -> RowResult:
-        return RowResult("c", "chat", "failed", "m", error=(code, "why"))
+    def failed(code: str, why: str = "why") -> RowResult:
+        return RowResult("c", "chat", "failed", "m", error=(code, why))
 
     groups = grouped((line, failed("timeout")) for line in range(100, 0, -1))
     (line, rest) = failure_lines(groups, 103)
@@ -302,6 +302,8 @@ def test_many_failures_are_a_few_lines() -> None:
     assert line.endswith(f"{MAX_LINES_SHOWN} and 80 more: why")
     assert rest == "3 rows failed besides these"
     assert len(grouped((n, failed(f"code{n:03}")) for n in range(100))) == 20
+    (several,) = grouped((line, failed("timeout", f"why {line}")) for line in (3, 5))
+    assert several.text() == "2 rows timeout: lines 3, 5; line 3: why 3"
 
 
 @pytest.mark.usefixtures("at_server")
@@ -369,5 +371,9 @@ def test_the_end_of_a_run_names_a_retry_only_where_it_helps(
     assert "1 row is wrong in the input: correct the file" in line and "queues" not in line
     line = hints(capsys, [long, died], 0)
     assert "`batchkv retry b` queues the others again, and `batchkv run` of the same" in line
+    refused = Failures("unsupported_parameter", 2, (5, 6), "")
+    line = hints(capsys, [wrong, refused], 1)
+    assert "this model and its worker refuse 2 rows: correct the file, or use another" in line
+    assert "1 row is wrong in the input" in line and "queues" not in line
     line = hints(capsys, [Failures("expired", 2, (1, 2), "")], 0, expires=50, read_at=60.0)
     assert "`batchkv retry b --expires never` queues them again" in line

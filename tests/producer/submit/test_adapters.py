@@ -189,3 +189,11 @@ def test_a_wrong_name_is_refused_before_anything_is_read(source: Path) -> None:
     for command in (["submit", str(source)], ["run", str(source)], ["ask", "why?"]):
         ended = CliRunner().invoke(cli, [*command, "-m", "demo", "--adapter", "../x"])
         assert ended.exit_code == 2 and "adapter's name '../x'" in ended.output + str(ended.stderr)
+
+
+def test_two_adapters_for_one_batch_are_refused(source: Path) -> None:
+    """None of them is ignored in silence."""
+    two = ["--adapter", "a=x", "--adapter", "b=y"]
+    for command in (["submit", str(source)], ["run", str(source)], ["ask", "why?"]):
+        ended = CliRunner().invoke(cli, [*command, "-m", "demo", *two])
+        assert ended.exit_code == 2 and "give the flag once" in ended.output + str(ended.stderr)

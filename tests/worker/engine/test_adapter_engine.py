@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,8 +124,9 @@ def test_blocks_are_of_one_adapter(tmp_path: Path) -> None:
     )
 
 
-def test_an_exchange_measures_nothing(tmp_path: Path) -> None:
-    """The choices of the model alone serve with every adapter, too."""
+def test_an_exchange_measures_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The choices of the model alone serve with every adapter, too. So its log is one line."""
+    caplog.set_level(logging.INFO, "batchkv")
     model = tiny_models.build("llama")
     folder = write_adapter(tmp_path / "a", model)
     loaded = tiny_models.loaded(model, fingerprint="f" * 32)
@@ -136,7 +138,10 @@ def test_an_exchange_measures_nothing(tmp_path: Path) -> None:
     engine = AdapterEngine(loaded, adapters, lambda one: Engine(one, config), "affine8")
     assert backend.measurements.has_measured
     backend.measurements.has_measured = False
+    assert "decode attention" in caplog.text
+    caplog.clear()
     engine.serve("a")
+    assert [record.getMessage() for record in caplog.records] == ["serving tiny@a"]
     assert not backend.measurements.has_measured
     assert tokens_of(engine, PROMPTS[:1])
     engine.close()

@@ -65,7 +65,7 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
     (_with(lora_parameters={"rank": 0, "scale": 1}), "the rank"),
     (_with(lora_parameters={"rank": True, "scale": 1}), "the rank"),
     (_with(lora_parameters={"rank": 2, "alpha": 1}), "the scale"),
-    (_with(lora_parameters={"rank": 3, "scale": 1}), "has not the rank 3"),
+    (_with(lora_parameters={"rank": 3, "scale": 1}), "does not have the rank 3"),
     (_with_config("{"), "is not JSON"),
     (_with_config("[1]"), "is not an object"),
     (_with_config("[" * 100_000), "nested|JSON"),

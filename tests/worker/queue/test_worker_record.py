@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from batchkv_worker.model import load_progress as loading
 from batchkv_worker.model import loader as model
 from batchkv_worker.queue import abilities
 from batchkv_worker.queue.in_flight import InFlight
+from batchkv_worker.queue.rq_worker import BatchWorker
 from batchkv_worker.queue.worker_record import LastMinute, WorkerRecord, constant_fields
 from batchkv_worker.settings import WorkerSettings
 from support import tiny_models  # noqa: F401 - first: it loads the BLAS
@@ -224,3 +226,10 @@ def test_a_worker_without_the_library_does_not_claim_grammars(
     claimed = constant_fields()["bkv_abilities"].split()
     wanted = [name for name in ABILITIES if name != "grammar" or not fault]
     assert claimed == wanted and "fields" in claimed
+
+
+def test_the_first_write_of_a_record_has_the_abilities(redis_connection: Redis) -> None:
+    """Without them a worker that starts would be called one of an older version."""
+    worker = BatchWorker(["batchkv:m"], connection=redis_connection, prepare_for_work=False)
+    worker.birth_date = worker.last_heartbeat = datetime.now(UTC)
+    assert constant_fields().items() <= worker.serialize().items()

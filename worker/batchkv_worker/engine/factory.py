@@ -114,9 +114,10 @@ class _Builder:
         loading.report("measuring the fastest settings")
         ENGINE.enter(MEASURE)
         engine = Engine(loaded, config, self.access, watch(self._facts.kind))
-        if not self._has_built:
-            warn_if_busy(backend.measurements, settings.model)
+        if self._has_built:  # with another adapter, nothing below changes
+            return engine
         self._has_built = True
+        warn_if_busy(backend.measurements, settings.model)
         log.info(
             "model %s: %s, %s, context %d, %.1f MB of weights; KV %s: %d bytes a token, "
             "up to %.1f MB in %d slots",

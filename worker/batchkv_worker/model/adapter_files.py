@@ -152,6 +152,6 @@ def _layers(shapes: Mapping[str, Shape], kind: str, rank: int) -> dict[str, dict
             raise ValueError(f"{WEIGHTS_NAME} lacks {layer[:200]}.{min(missing)}")
         if rank not in found["lora_a"][-2:] or rank not in found["lora_b"][-2:]:
             raise ValueError(
-                f"{layer[:200]} in {WEIGHTS_NAME} has not the rank {rank} of {CONFIG_NAME}"
+                f"{layer[:200]} in {WEIGHTS_NAME} does not have the rank {rank} of {CONFIG_NAME}"
             )
     return layers

@@ -267,9 +267,14 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
         except ValueError as fault:
             message = f"--name {self.name}: a worker of that name is running, or died a minute ago"
             raise SettingsError(message) from fault
-        self.connection.hset(
-            self.key, mapping=constant_fields()
-        )  # the first heartbeat adds the others
+
+    def serialize(self) -> dict[str, Any]:
+        """RQ's fields of the record, and ours that never change: both come in one write.
+
+        A record without abilities would look like that of an older version. The first heartbeat
+        adds the other fields.
+        """
+        return {**super().serialize(), **constant_fields()}
 
     def request_stop(self, signum: int, frame: object) -> None:
         """SIGINT, SIGTERM: only a flag."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from batchkv_producer.doctor.contract import Check, Verdict, ok, warn, worst
 from batchkv_producer.doctor.machine import Machine
+from batchkv_producer.server.memory_limit import limit_in
 
 GIB = 2**30
 MANY_SWAPPED = 2 * GIB
@@ -103,7 +104,7 @@ def hub_facts(machine: Machine) -> HubFacts:
             config = re.search(r"^\s*(/.*\.conf)\s*$", printed.text, re.MULTILINE)
             text = machine.read(config[1]) if printed.is_good and config else None
             if text:
-                found.append((label, max_memory(text)))
+                found.append((label, limit_in(text)))
                 break
     return HubFacts(_number(machine, "hw.memsize"), tuple(found))
 
@@ -123,16 +124,6 @@ def judge_hub(facts: HubFacts) -> Verdict | None:
             "lower maxmemory in queue.conf and cache.conf: an eighth of the memory for each",
         )
     return ok(shown)
-
-
-def max_memory(config: str) -> int:
-    """Bytes of ``maxmemory 4gb`` in a server's configuration; 0 without."""
-    found = re.findall(r"^maxmemory\s+(\d+)([kmgt]?b?)\s*$", config, re.MULTILINE | re.IGNORECASE)
-    if not found:
-        return 0
-    digits, unit = found[-1]
-    base = 1024 if unit.lower().endswith("b") else 1000
-    return int(digits) * base ** " kmgt".index(unit[:1].lower() or " ") if unit else int(digits)
 
 
 def _number(machine: Machine, name: str) -> int:

@@ -339,16 +339,13 @@ def test_what_is_no_library_says_nothing(data: bytes) -> None:
 
 
 def test_outputs_are_read_to_numbers() -> None:
-    """Swap, pages, settings and a server's memory limit, from the recorded texts."""
+    """Swap, pages and settings, from the recorded texts."""
     assert memory.swap_used(recorded.SWAP_LITTLE) == int(710.81 * 2**20)
     assert memory.available(recorded.VM_STAT) == (45231 + 234521 + 12345 + 23456) * 16384
     assert power.settings_in(recorded.PMSET_LAPTOP)["sleep"] == "1"
     assert power.settings_in(recorded.PMSET_LAPTOP)["Sleep On Power Button"] == "1"
     assert power.settings_in(recorded.PMSET_STUDIO)["autorestart"] == "0"
     assert power.keepers(recorded.ASSERTIONS) == ("caffeinate",)
-    assert memory.max_memory("maxmemory 4gb\n") == 4 * GIB
-    assert memory.max_memory("maxmemory 100\nmaxmemory 500m\n") == 500_000_000
-    assert memory.max_memory("# maxmemory 4gb\n") == 0
 
 
 def test_the_file_system_of_a_folder_is_read() -> None:

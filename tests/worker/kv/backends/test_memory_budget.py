@@ -19,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from batchkv_producer.server.memory_limit import limit_in
 from batchkv_producer.service.spec import SERVER_LABELS
 from batchkv_worker.errors import ModelError
 from batchkv_worker.kv.backends import device, host_memory, sysctl
@@ -167,20 +168,21 @@ def test_a_command_that_is_missing_or_hangs_counts_as_nothing(
         ("# maxmemory 9gb\nmaxmemory 8GB\nmaxmemory-policy allkeys-lru", 8 * GIB),
         ("maxmemory 500mb\n maxmemory 100m", 100 * 10**6),
         ("maxmemory 1048576", 2**20),
+        ('maxmemory "2gb"', 2 * GIB),
+        ("maxmemory '500mb'\r\n", 500 * 2**20),
+        ("maxmemory \"2gb'", 0),
         ("maxmemory-policy noeviction", 0),
     ],
 )
 def test_a_servers_limit_is_read_from_its_configuration(text: str, expected: int) -> None:
     """The last line counts, in the server's own units."""
-    assert host_memory.limit_in(text) == expected
+    assert limit_in(text) == expected
 
 
 def test_the_hubs_own_configurations_have_limits() -> None:
     """What deploy/hub installs is 4 GB for the queue and 8 GB for the cache."""
     hub = ROOT / "deploy/hub"
-    limits = [
-        host_memory.limit_in((hub / f"{name}.conf").read_text()) for name in ("queue", "cache")
-    ]
+    limits = [limit_in((hub / f"{name}.conf").read_text()) for name in ("queue", "cache")]
     assert sum(limits) == HUB
 
 

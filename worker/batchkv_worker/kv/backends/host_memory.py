@@ -13,16 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.parsers.expat import ExpatError
 
+from batchkv_producer.server.memory_limit import limit_in
 from batchkv_worker.kv.backends.sysctl import Read, read_sysctl, swap_used
 
 _VM_STAT = "/usr/bin/vm_stat"
 _SECONDS = 5.0  # for one command
 _PAGE_SIZE = re.compile(r"page size of (\d+) bytes")
 _WIRED = re.compile(r"^Pages wired down:\s+(\d+)\.", re.MULTILINE)
-_MAXMEMORY = re.compile(r"^\s*maxmemory\s+(\d+)\s*([a-z]*)\s*$", re.IGNORECASE | re.MULTILINE)
-_UNITS = {"": 1, "b": 1}
-_UNITS |= {unit: 1000**power for power, unit in enumerate(("k", "m", "g", "t"), start=1)}
-_UNITS |= {unit: 1024**power for power, unit in enumerate(("kb", "mb", "gb", "tb"), start=1)}
 HUB_LABELS = ("dev.batchkv.queue", "dev.batchkv.cache")
 
 
@@ -82,12 +79,3 @@ def _limit_of_job(file: Path) -> int:
         return max((limit_in(each.read_text("utf-8")) for each in configurations), default=0)
     except (OSError, ValueError, AttributeError, TypeError, ExpatError):
         return 0
-
-
-def limit_in(configuration: str) -> int:
-    """``maxmemory`` of a server's configuration in bytes, the last one; 0 when there is none."""
-    found = _MAXMEMORY.findall(configuration)
-    if not found:
-        return 0
-    number, unit = found[-1]
-    return int(number) * _UNITS.get(unit.lower(), 0)

@@ -87,6 +87,7 @@ class Measurements:
         self._kept: dict[str, Any] = {}  # the same as JSON
         self._is_locked = False
         self._is_warned = False
+        self._logged: set[str] = set()
         self.has_measured = False  # a result that was not stored
 
     @classmethod
@@ -115,6 +116,13 @@ class Measurements:
                         self._keep(name, codec.to_json(value))
         value = self._values[name]
         return value
+
+    def log_once(self, message: str, *arguments: object) -> None:
+        """Log what a result means. Later engines of this process do not repeat it."""
+        text = message % arguments
+        if text not in self._logged:
+            self._logged.add(text)
+            log.info("%s", text)
 
     def results(self) -> dict[str, Any]:
         """All results that this process has used or measured, as JSON."""

@@ -70,7 +70,7 @@ def choose_path(
             f"model {name!r}: this device cannot keep {layer}: {fault}; choose another KV scheme "
             "(`float` needs the fewest kernels), or another version of MLX"
         ) from fault
-    log.info(
+    backend.measurements.log_once(
         "decode attention: %s for %s keys, %s values (%s); a group of rows costs %d cells",
         *(choice.path, layer.keys, layer.values),
         ", ".join(f"{path} {spent:.2f} ms" for path, spent in choice.long.items()),
@@ -129,7 +129,8 @@ def choose_kernel(attention: LayerAttention, heads: int, rows: int) -> PrefixKer
         prefix_cost.KERNEL_CHOICE,
     )
     if found.is_used:
-        log.info("one kernel attends to prefixes and rows, for %s", attention.scheme)
+        measurements = attention.backend.measurements
+        measurements.log_once("one kernel attends to prefixes and rows, for %s", attention.scheme)
     return kernel if found.is_used else None
 
 
@@ -140,7 +141,9 @@ def measure_prefix_cells(attention: LayerAttention, heads: int, rows: int) -> in
         lambda: prefix_cost.measure(attention, heads, num_rows=rows),
         WHOLE,
     )
-    log.info("a prefix is stored once where that saves %d cells or more", cells)
+    attention.backend.measurements.log_once(
+        "a prefix is stored once where that saves %d cells or more", cells
+    )
     return cells
 
 
