@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -9,6 +11,7 @@ import pytest
 
 from batchkv_worker.kv.kernels import launch
 from batchkv_worker.kv.kernels.body import PACK, merge_body, splits_body, unpack_body
+from worker.kv.kernels.cases import SCALE, Case, Sample
 
 BODIES = [
     PACK,
@@ -66,3 +69,22 @@ def test_sources_are_short() -> None:
         assert len(source) + len(functions) < 20_000
         assert not any(line.startswith((" ", "//")) for line in source.splitlines())
         assert all(f"{name}" in source for name in body.inputs)
+
+
+def test_mlx_takes_the_kernels_with_their_arguments(tmp_path: Path) -> None:
+    """MLX records them in an exported function, for which it needs no GPU."""
+    case = Case("affine8", "affine4", mx.bfloat16, 64, 64, 4, 1, True, 5, 1)
+    sample, kernels = Sample.of(case, (300,)), case.kernels(launch.metal_launch)
+    assert sample.partials is not None
+
+    def run(queries: mx.array, records: mx.array, scores: mx.array) -> list[mx.array]:
+        partials = replace(sample.partials, scores=scores)
+        given = queries, records, sample.bounds
+        found = [kernels.attend(*given, n, SCALE, sample.sinks, partials) for n in (256, 300)]
+        found += kernels.attend_shared(queries, records[:1], 300, SCALE)
+        keys, values = kernels.unpack(records)
+        return [*found, kernels.pack(queries[:, :2], queries[:, :2]), *keys, *values]
+
+    file = tmp_path / "kernels.mlxfn"
+    mx.export_function(str(file), run, sample.queries, sample.records, sample.partials.scores)
+    assert b"CustomKernel" in file.read_bytes()
