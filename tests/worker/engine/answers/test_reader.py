@@ -12,7 +12,7 @@ import pytest
 from batchkv_worker.engine.answers.answer_format import AnswerFormat, answer_format
 from batchkv_worker.engine.answers.reader import AnswerReader
 from batchkv_worker.engine.answers.split import split
-from batchkv_worker.engine.answers.tool_calls import MAX_CALL_CHARS, TimeLimit
+from batchkv_worker.engine.answers.tool_calls import MAX_CALL_CHARS, MAX_LATE, TimeLimit
 from batchkv_worker.engine.tokens.outputs import Answer
 from support import tiny_tokenizers
 from support.tool_texts import CALLS, JSON_CALL, WEATHER
@@ -206,27 +206,31 @@ def test_any_fault_of_a_parser_leaves_text(
 
 
 def test_a_parser_that_hangs_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
-    """The row waits a moment and keeps its text. Later rows do not wait for that parser at all."""
+    """The row waits a moment and keeps its text. Rows beside it are parsed, until too many hang."""
     release, form = Event(), answer_format(tiny_tokenizers.tokenizer("qwen3"))
     assert form.parser is not None
     parse, asked = form.parser, []
 
     def slow(text: str, tools: Any) -> Any:
-        asked.append(text)
-        release.wait(60)
+        if "Rome" in text:
+            asked.append(text)
+            release.wait(60)
         return parse(text, tools)
 
     limit = TimeLimit(seconds=0.05)
-    rows = reader("qwen3", form=replace(form, parser=slow), limit=limit)
+    rows, good = reader("qwen3", form=replace(form, parser=slow), limit=limit), CALLS["qwen3"]
+    bad = good.replace("Köln", "Rome")
     try:
-        for job_id in ("b-1", "b-2", "b-3"):
-            assert rows.read(job_id, CALLS["qwen3"], []) == Answer(CALLS["qwen3"])
-        assert len(asked) == len(caplog.records) == 1
+        for number in range(MAX_LATE):
+            assert len(rows.read("b-1", good, []).tool_calls) == 1
+            assert rows.read(f"b-{number}", bad, []) == Answer(bad)
+        assert rows.read("b-8", good, []) == Answer(good) and rows.read("b-9", bad, []).text == bad
+        assert len(asked) == len(caplog.records) == MAX_LATE
     finally:
         release.set()
-    assert limit._late is not None
-    limit._late.join(60)
-    assert len(rows.read("b-4", CALLS["qwen3"], []).tool_calls) == 1
+    for thread in limit._late:
+        thread.join(60)
+    assert len(rows.read("b-9", good, []).tool_calls) == 1
 
 
 def test_large_calls_stay_text() -> None:

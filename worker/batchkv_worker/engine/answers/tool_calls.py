@@ -1,8 +1,9 @@
 """Tool calls from the text that a model wrote: by mlx-lm's parsers, within limits.
 
-A parser runs over text that a model made up. It may raise anything, or take very long. So it runs
-in a thread of its own, and gets no more than ``MAX_CALL_CHARS``. A parser that does not end in time
-is left behind. Until it ends, calls stay text.
+A parser runs over text that a model made up. It may raise anything, or take minutes: regular
+expressions of some parsers are slow on text that is nearly a call. So it runs in a thread of its
+own, and gets no more than ``MAX_CALL_CHARS``. A thread that does not end in time is left behind. If
+``MAX_LATE`` of them still run, calls stay text until one ends.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ log = logging.getLogger("batchkv.engine")
 
 MAX_CALL_CHARS = 64 * 2**10  # of all calls of an answer
 MAX_SECONDS = 1.0  # a call is parsed in well under a millisecond
+MAX_LATE = 4
 MAX_ID_CHARS = 256
 
 _ID_DIGITS = 24
@@ -35,16 +37,17 @@ class Unparsed(Exception):
 
 
 class TimeLimit:
-    """Runs one function at a time, at most for some seconds."""
+    """Runs a function, at most for some seconds."""
 
     def __init__(self, seconds: float = MAX_SECONDS) -> None:
         self._seconds = seconds
-        self._late: Thread | None = None
+        self._late: list[Thread] = []
 
     def run(self, work: Callable[[], T]) -> T:
         """The result of ``work``; raises Unparsed if it fails in any way or takes too long."""
-        if self._late is not None and self._late.is_alive():
-            raise Unparsed("the parser still works on an earlier answer")
+        self._late = [thread for thread in self._late if thread.is_alive()]
+        if len(self._late) >= MAX_LATE:
+            raise Unparsed("the parser still works on earlier answers")
         results, faults = list[T](), list[BaseException]()
 
         def run() -> None:
@@ -58,8 +61,8 @@ class TimeLimit:
         thread.start()
         thread.join(self._seconds)
         if thread.is_alive():
-            self._late = thread
-            log.warning("a parser of tool calls took too long: until it ends, calls stay text")
+            self._late.append(thread)
+            log.warning("a parser took too long for the tool calls of an answer: they stay text")
             raise Unparsed(f"the parser took longer than {self._seconds:g} s")
         if not results:
             fault = next(iter(faults), None)
