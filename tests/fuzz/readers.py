@@ -139,7 +139,7 @@ FORMS = {
     kind: answer_format(tiny_tokenizers.tokenizer(kind))
     for kind in ("qwen3", "qwen3_coder", "mistral", "pythonic", "gemma4", "kimi_k3", "gpt_oss")
 }
-LIMIT = TimeLimit()
+LIMIT = TimeLimit(60.0)
 
 
 def check_forced_call(tools: list[dict[str, Any]], choice: str) -> None:

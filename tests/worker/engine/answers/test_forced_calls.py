@@ -100,7 +100,7 @@ def test_one_call_or_several(kind: str) -> None:
 def test_what_is_accepted_is_parsed(kind: str) -> None:
     """Optional arguments may be left out, and a function without parameters has no arguments."""
     form, tokenizer = answer_format(tiny_tokenizers.tokenizer(kind)), None
-    rows = AnswerReader(form, "normal", tokenizer, TimeLimit(), [WEATHER, TIME])
+    rows = AnswerReader(form, "normal", tokenizer, TimeLimit(60.0), [WEATHER, TIME])
     shorter = {
         '{"city": "Köln", "days": 2}': '{"city": "Köln"}',
         '(city="Köln", days=2)': '(city="Köln")',
@@ -149,7 +149,7 @@ def test_values_of_every_type() -> None:
     for wrong in ({"size": "xl"}, {"count": 0.5}, {"is_new": 1}, {"tags": ["abcd"]}):
         assert not accepts("qwen3_coder", lark, written(**wrong)), wrong
     form = answer_format(tiny_tokenizers.tokenizer("qwen3_coder"))
-    rows = AnswerReader(form, "normal", None, TimeLimit(), [tool(**schema)])
+    rows = AnswerReader(form, "normal", None, TimeLimit(60.0), [tool(**schema)])
     (call,) = rows.read("b-1", written(), []).tool_calls
     assert json.loads(call.arguments) == values
 
