@@ -123,7 +123,7 @@ class Engine:
         self._in_flight: Step | None = None
         self._upcoming: Step | OpenStep | None = None  # built, and not started as a whole
         self._ends = RowEnds(
-            *(loaded.tokenizer, self._decode_rows, self._prefill, audit),
+            *(loaded, self._decode_rows, self._prefill, audit),
             *(self._choices, client, self._cancel),
         )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from batchkv_producer.wire.job import ErrorCode
 from batchkv_worker.engine.audit import Audit
@@ -20,6 +19,7 @@ from batchkv_worker.engine.tokens import outputs
 from batchkv_worker.engine.tokens.choices import Choices
 from batchkv_worker.events import Completed, Event, Rejected
 from batchkv_worker.guide import GuideFault
+from batchkv_worker.model.loader import LoadedModel
 from batchkv_worker.prefix.interface import PrefixClient
 from batchkv_worker.sequence import Sequence
 
@@ -31,7 +31,7 @@ class RowEnds:
 
     def __init__(
         self,
-        tokenizer: Any,
+        loaded: LoadedModel,
         decode_rows: DecodeRows,
         prefill: Prefill,
         audit: Audit,
@@ -39,7 +39,7 @@ class RowEnds:
         client: PrefixClient,
         cancel: Callable[[str], None],
     ) -> None:
-        self._tokenizer = tokenizer
+        self._loaded = loaded
         self._decode_rows = decode_rows
         self._prefill = prefill
         self.audit = audit
@@ -59,7 +59,7 @@ class RowEnds:
             if row is None or row.is_ended:
                 continue
             try:
-                event = outputs.take(row, index, read, self._tokenizer)
+                event = outputs.take(row, index, read, self._loaded.tokenizer)
                 if row.guide is not None and not row.is_ended:
                     row.guide.take(row.generated[-1])
             except GuideFault as fault:
@@ -82,7 +82,7 @@ class RowEnds:
         scheduler.note_completed(len(row.generated))
         saved_ms = round(row.num_cached * self._prefill.seconds_per_token * 1000)
         event = replace(event, saved_ms=saved_ms, note=self._client.note(row))
-        if (replay := self.audit.replay(row, self._tokenizer)) is not None:
+        if (replay := self.audit.replay(row, self._loaded.tokenizer)) is not None:
             scheduler.add(replay)  # without keys: nothing cached is used or kept
         if (whole := self._choices.end(row, event)) is not None:
             self.events.append(whole)
