@@ -54,11 +54,13 @@ class CppLaunch:
 
     ``faults`` are texts of the sources and what replaces them, in which ``FAULT(n)`` is whether
     fault ``n`` is planted: that is ``fault``, None for none. ``counts`` has the runs of each body.
+    ``as_on_gpu``: numbers are packed by MLX's rules on GPUs.
     """
 
     folder: Path
     faults: tuple[tuple[str, str], ...] = ()
     fault: int | None = None
+    as_on_gpu: bool = False
     counts: dict[str, int] = field(default_factory=dict)
 
     def __call__(
@@ -109,7 +111,8 @@ class CppLaunch:
         for text, other in self.faults:
             functions, source = (part.replace(text, other) for part in (functions, source))
         return (
-            f'#include "{_THREADS}"\n{functions}{declared}static void kernel() {{\n'
+            f'#define AS_ON_GPU {int(self.as_on_gpu)}\n#include "{_THREADS}"\n'
+            f"{functions}{declared}static void kernel() {{\n"
             f"const int THREAD_X = thread;\n{_defined(constants)}{source}}}\n"
             'extern "C" int run(int* groups, int threads, void** arrays, int64_t** layouts) {\n'
             f"{given}return run_groups(groups, threads);\n}}\n"

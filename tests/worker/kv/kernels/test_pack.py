@@ -5,6 +5,7 @@ On a CPU, whose rounding differs from other devices' at ties.
 
 from __future__ import annotations
 
+import math
 import os
 from itertools import cycle, product
 from pathlib import Path
@@ -56,3 +57,47 @@ def test_packing_gives_the_bits_of_the_scheme(
     for part, other in zip((*packed[0], *packed[1]), (*found[0], *found[1]), strict=True):
         assert part.dtype == other.dtype
         assert mx.array_equal(mx.concatenate([part[:-1]] * 2, axis=2), other)
+
+
+def e2m1_on_gpu(number: float) -> int:
+    """The nearest of the floats of 4 bits, of two as near the one with an even code."""
+    levels = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    apart = [(abs(abs(number) - level), code % 2, code) for code, level in enumerate(levels)]
+    return min(apart)[2] + 8 * (math.copysign(1.0, number) < 0)
+
+
+def affine_on_gpu(numbers: list[float], bits: int) -> tuple[list[int], float, float]:
+    """Codes, scale and bias as MLX's sources for Metal say, in double precision."""
+    low, high, bins = min(numbers), max(0.0, *numbers), 2**bits - 1
+    scale = max((high - low) / bins, 1e-7)
+    scale, edge = (scale, low) if abs(low) > abs(high) else (-scale, high)
+    steps = math.floor(abs(edge / scale) + 0.5) * math.copysign(1.0, edge / scale)
+    if not steps:
+        return [0] * len(numbers), scale, 0.0
+    scale = edge / steps
+    found = [math.floor((number - edge) / scale + 0.5) for number in numbers]
+    return [min(max(code, 0), bins) for code in found], scale, edge
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_packing_follows_the_rules_of_gpus_there(sign: float, tmp_path: Path) -> None:
+    """Ties of floats go to even codes, zero keeps its sign, and groups of one sign begin at 0."""
+    case = Case("mxfp4", "affine4/32", mx.float32, 64, 64, 1, 0, False, 1, 1)
+    kernels = case.kernels(CppLaunch(tmp_path, as_on_gpu=True))
+    floats = [6.0, 5.0, 3.5, 2.5, 1.75, 1.25, 0.75, 0.25, 0.1, -0.0, 4.9, 0.0] + [0.3] * 20
+    plain = [3.0 + 0.37 * number for number in range(32)]
+    keys = [sign * number for number in floats] + [1.01 * number for number in floats]
+    values = [sign * number for number in plain] + [0.0] * 32
+    given = [mx.array(one).reshape(1, 1, 1, 64) for one in (keys, values)]
+    both = [mx.concatenate([one, one], axis=1) for one in given]  # two KV heads
+    (codes, scales), (words, steps, biases) = case.layout.split(kernels.pack(*both))
+    assert scales[0, 0, 0].tolist() == [127, 128]  # 1.01 needs the next power of two
+    found = [(word >> 4 * i) & 15 for word in codes[0, 0, 0].tolist() for i in range(8)]
+    assert found == [e2m1_on_gpu(one) for one in keys[:32]] + [
+        e2m1_on_gpu(one / 2) for one in keys[32:]
+    ]
+    found = [(word >> 4 * i) & 15 for word in words[0, 0, 0].tolist() for i in range(8)]
+    wanted, step, bias = affine_on_gpu(values[:32], 4)
+    assert found == wanted + [0] * 32
+    assert steps[0, 0, 0].tolist() == pytest.approx([step, -1e-7])
+    assert biases[0, 0, 0].tolist() == pytest.approx([bias, 0.0])

@@ -14,11 +14,13 @@ void free(void*);
 float exp2f(float);
 float log2f(float);
 float rintf(float);
+float roundf(float);
 float floorf(float);
 float ceilf(float);
 }
 static inline float abs(float number) { return __builtin_fabsf(number); }
 static inline float floor(float number) { return floorf(number); }
+static inline float round(float number) { return roundf(number); }
 static inline float ceil(float number) { return ceilf(number); }
 
 #define FN static inline
@@ -35,8 +37,9 @@ static inline float ceil(float number) { return ceilf(number); }
 #define AS_FLOAT(bits) as<float>(uint32_t(bits))
 #define AS_UINT(number) as<uint32_t>(float(number))
 #define FROM_BITS(type, bits) as<type>(uint16_t(bits))
-#define ROUND(number) rintf(number)
-#define HIGHEST_START (-__builtin_inff())
+#ifndef AS_ON_GPU
+#define AS_ON_GPU 0
+#endif
 // Thread 0 comes first or last; in both cases no other has written yet when memory is filled.
 #define LOCAL_ARRAY(type, name, count)                        \
   static type name[count];                                    \

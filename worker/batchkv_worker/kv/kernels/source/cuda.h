@@ -14,8 +14,7 @@
 #define AS_FLOAT(bits) __uint_as_float(uint32_t(bits))
 #define AS_UINT(number) __float_as_uint(float(number))
 #define FROM_BITS(type, bits) from_bits<type>(uint16_t(bits))
-#define ROUND(number) roundf(number)
-#define HIGHEST_START 0.0f
+#define AS_ON_GPU 1
 
 template <typename T>
 FN T from_bits(uint16_t bits) {

@@ -15,5 +15,4 @@ using namespace metal;
 #define AS_FLOAT(bits) as_type<float>(uint32_t(bits))
 #define AS_UINT(number) as_type<uint32_t>(float(number))
 #define FROM_BITS(type, bits) as_type<type>(uint16_t(bits))
-#define ROUND(number) round(number)
-#define HIGHEST_START 0.0f
+#define AS_ON_GPU 1

@@ -1,5 +1,12 @@
-// Eight numbers of a vector become codes, by the rules of mx.quantize and of Turbo.pack. A dialect
-// defines ROUND and HIGHEST_START, in which MLX differs from device to device.
+// Eight numbers of a vector become codes, by the rules of mx.quantize and of Turbo.pack. MLX's rules
+// on GPUs differ at ties, zeros and one sign: a dialect defines AS_ON_GPU, 0 or 1.
+#if AS_ON_GPU
+#define ROUND(number) round(number)
+#define HIGHEST_START 0.0f
+#else
+#define ROUND(number) rintf(number)
+#define HIGHEST_START (10.0f * LOWEST)  // none
+#endif
 
 struct Eight {
   float at[8];
@@ -19,13 +26,28 @@ FN uint32_t to_e4m3(float number) {
   return sign | ((kept + 0x7FFFF + ((kept >> 20) & 1)) >> 20);
 }
 
-// The nearest float of 4 bits, of two as near the smaller one.
+// The nearest float of 4 bits. Of two as near, on a GPU the even one, else the smaller one.
 FN uint32_t to_e2m1(float number) {
   const float size = abs(number);
-  const uint32_t code = uint32_t(size > 0.25f) + uint32_t(size > 0.75f) + uint32_t(size > 1.25f) +
-      uint32_t(size > 1.75f) + uint32_t(size > 2.5f) + uint32_t(size > 3.5f) +
+  const uint32_t odd = uint32_t(size > 0.25f) + uint32_t(size > 1.25f) + uint32_t(size > 2.5f) +
       uint32_t(size > 5.0f);
-  return code != 0 && number < 0.0f ? code | 8 : code;
+#if AS_ON_GPU
+  const uint32_t even = uint32_t(size >= 0.75f) + uint32_t(size >= 1.75f) + uint32_t(size >= 3.5f);
+  return odd + even + ((AS_UINT(number) >> 28) & 8);
+#else
+  const uint32_t even = uint32_t(size > 0.75f) + uint32_t(size > 1.75f) + uint32_t(size > 3.5f);
+  return odd + even != 0 && number < 0.0f ? odd + even + 8 : odd + even;
+#endif
+}
+
+// The smallest power of two that is not below a number, as its exponent.
+FN uint32_t to_e8m0(float number) {
+#if AS_ON_GPU
+  const uint32_t bits = AS_UINT(number);
+  return min((bits >> 23) + uint32_t((bits & 0x7FFFFF) != 0), 254u);
+#else
+  return number > 0.0f ? uint32_t(int(ceil(LOG2(number))) + 127) : 127;
+#endif
 }
 
 template <int BITS>
@@ -109,17 +131,21 @@ FN void pack_eight(
       }
     } else {
       const float top = max(abs(low), abs(high)) / (BITS == 4 ? 6.0f : 448.0f);
-      uint32_t code = 127;
-      float scale = 1.0f;
+      uint32_t code;
+      float scale;
       if constexpr (FORM == NV_FORM) {
         code = to_e4m3(top);
         scale = from_e4m3(code);
-      } else if (top > 0.0f) {
-        code = uint32_t(int(ceil(LOG2(top))) + 127);
+      } else {
+        code = to_e8m0(top);
         scale = AS_FLOAT(code == 0 ? 0x400000u : code << 23);
       }
       UNROLL for (int i = 0; i < 8; i++) {
+#if AS_ON_GPU
+        const float number = given.at[i] * (scale == 0.0f ? 0.0f : 1.0f / scale);
+#else
         const float number = given.at[i] / scale;
+#endif
         found.at[i] = BITS == 4 ? to_e2m1(number) : to_e4m3(number);
       }
       if (is_first) {
