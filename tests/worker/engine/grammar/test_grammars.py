@@ -389,18 +389,15 @@ def test_a_model_that_cannot_follow_grammars_says_so(monkeypatch: pytest.MonkeyP
     assert "cannot follow a grammar: llguidance cannot be loaded: x" in ended["asked"].message
 
 
-def test_a_fault_of_the_trial_is_the_fault_of_one_grammar(
-    running: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process that was killed is started again for the next grammar."""
+def test_a_killed_trial_is_started_again(running: Engine) -> None:
+    """The system may kill the process when memory is short. That is no fault of any grammar."""
     run(running, [work("before", "regex", "x1")])
     compiler = running._grammars._compiler
     assert compiler is not None and compiler._trial._process is not None
     compiler._trial._process.kill()
     compiler._trial._process.wait()
     ended = run(running, [work("killed", "regex", "x2"), work("after", "regex", "x3")])
-    assert isinstance(ended["killed"], Rejected)
-    assert ended["after"].text == "x3"
+    assert (ended["killed"].text, ended["after"].text) == ("x2", "x3")
 
 
 def test_a_trial_that_cannot_start_is_no_fault_of_the_grammar(

@@ -224,6 +224,29 @@ def test_a_trial_is_ended_and_started_again(trial: Trial, monkeypatch: pytest.Mo
         broken.text_of(Constraint("regex", "ab"))
 
 
+def test_a_trial_that_is_killed_refuses_no_grammar(trial: Trial) -> None:
+    """A system short of memory may kill it. The grammar is tried once more, and then refused."""
+    assert "ab" in trial.text_of(Constraint("regex", "ab"))
+    assert trial._process is not None
+    trial._process.kill()
+    assert "cd" in trial.text_of(Constraint("regex", "cd"))
+    with pytest.MonkeyPatch.context() as patch:
+        started: list[int] = []
+        start = Trial._start
+
+        def start_and_kill(self: Trial) -> None:
+            start(self)
+            assert self._process is not None
+            started.append(self._process.pid)
+            self._process.kill()
+
+        patch.setattr(Trial, "_start", start_and_kill)
+        trial.kill()
+        with pytest.raises(GrammarFault, match="or too much memory"):
+            trial.text_of(Constraint("regex", "ef"))
+    assert len(started) == 1
+
+
 def test_a_trial_ends_with_its_parent(trial: Trial) -> None:
     """When nobody can ask any more, the process ends by itself."""
     trial.text_of(Constraint("regex", "ab"))

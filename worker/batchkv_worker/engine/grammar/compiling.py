@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import threading
@@ -77,18 +78,28 @@ class Trial:
     def __init__(self, table: TokenTable) -> None:
         self._table = table
         self._process: subprocess.Popen[str] | None = None
+        self._was_killed = False  # the last process that ended, by somebody else
 
     def text_of(self, constraint: Constraint) -> str:
-        """The grammar in llguidance's language; raises GrammarFault when it is refused."""
-        if self._process is None:
-            self._start()
-        asked = {"kind": constraint.kind, "value": constraint.value}
-        found = self._exchange(asked, WAIT_SECONDS)
+        """The grammar in llguidance's language; raises GrammarFault when it is refused.
+
+        A system that is short of memory may kill the process for the memory of others. So a grammar
+        is tried again after one kill.
+        """
+        found = self._tried(constraint)
+        if found is None and self._was_killed:
+            found = self._tried(constraint)
         if found is None:
             raise GrammarFault(_TOO_MUCH)
         if "refused" in found:
             raise GrammarFault(found["refused"])
         return found["grammar"]
+
+    def _tried(self, constraint: Constraint) -> dict[str, str] | None:
+        if self._process is None:
+            self._start()
+        asked = {"kind": constraint.kind, "value": constraint.value}
+        return self._exchange(asked, WAIT_SECONDS)
 
     def kill(self) -> None:
         """End what the process does, from any thread: whoever waits for it finds it ended."""
@@ -129,14 +140,17 @@ class Trial:
         """Send one message, and read its answer. None: the process has ended, or is ended."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
+        has_answer = True
         try:
             process.stdin.write(json.dumps(message) + "\n")
             process.stdin.flush()
-            if _has_answer(process.stdout, seconds) and (line := process.stdout.readline()):
+            has_answer = _has_answer(process.stdout, seconds)
+            if has_answer and (line := process.stdout.readline()):
                 found: dict[str, str] = json.loads(line)
                 return found
         except (OSError, ValueError):  # it has ended; or it was ended meanwhile
             pass
+        self._was_killed = has_answer and _is_killed(process)
         self.end()
         return None
 
@@ -145,6 +159,13 @@ def _has_answer(stream: Any, seconds: float) -> bool:
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
         return bool(selector.select(seconds))
+
+
+def _is_killed(process: subprocess.Popen[str]) -> bool:
+    """Whether a process whose pipes have ended was killed. Its own limits end it otherwise."""
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(CLOSE_SECONDS) == -signal.SIGKILL
+    return False
 
 
 def _close(stream: Any) -> None:
