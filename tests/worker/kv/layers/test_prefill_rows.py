@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ from mlx_lm.models import llama
 from batchkv_worker.errors import ModelError
 from batchkv_worker.kv.attention import paths
 from batchkv_worker.kv.attention.paths import LayerAttention
+from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
 from batchkv_worker.kv.layers.contract import Chunk
 from batchkv_worker.kv.layers.decode import DecodeSlots
@@ -22,7 +24,15 @@ from batchkv_worker.kv.slots.step_view import Shapes
 from support import tiny_models
 from worker.kv.checked_slots import CheckedSlots
 from worker.kv.crowd import Crowd, random_prompt
-from worker.kv.reference import BACKEND, attention_kind, keys_of, prefilled, state_kind, values_of
+from worker.kv.reference import (
+    BACKEND,
+    SIZE,
+    attention_kind,
+    keys_of,
+    prefilled,
+    state_kind,
+    values_of,
+)
 
 HYBRID = ("qwen3_next", "falcon_h1", "lfm2", "mamba2")
 
@@ -271,3 +281,38 @@ def test_slots_may_keep_codes_spread(way: str) -> None:
     assert one_bytes == other_bytes > 0
     assert [one.tokens(job) for job in one.prompts] == [other.tokens(job) for job in one.prompts]
     assert one.cached("warm") == other.cached("warm") == [256]
+
+
+@pytest.mark.parametrize("name", ["affine8", "turbo3+nvfp4", "float"])
+def test_history_is_unpacked_in_few_sizes_and_once_a_chunk(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounded up where a GPU uses buffers again, never beyond the buffer; results stay the same."""
+    sizes: list[int] = []
+    real = mx.dequantize
+
+    def noted(codes: mx.array, *rest: Any, **options: Any) -> mx.array:
+        sizes.append(codes.shape[-2])
+        return real(codes, *rest, **options)
+
+    monkeypatch.setattr(mx, "dequantize", noted)
+    found = []
+    for multiple in (1, 64):
+        backend = GenericBackend(history_multiple=multiple)
+        kind = replace(attention_kind(name, backend=backend), is_read=False)
+        layer, position, sizes[:] = kind.prefill(150, 30), 0, []
+        for _ in range(5):
+            tokens = [list(range(position + 1, position + 31))]
+            layer.begin(Chunk(position, 30))
+            seen = layer.update_and_fetch(keys_of(tokens), values_of(tokens))
+            queries = mx.random.normal((1, 2, 30, SIZE), key=mx.random.key(position))
+            mask = layer.make_mask(30)
+            found.append(paths.attention(queries, *seen, layer, 0.1, mask))
+            layer.end()
+            position += 30
+        if name == "float":
+            assert sizes == []
+        else:
+            wanted = [64, 64, 128, 128, 150] if multiple > 1 else [30, 60, 90, 120, 150]
+            assert sizes == [size for size in wanted for _ in "kv"]
+    assert all(map(mx.array_equal, found[:5], found[5:]))

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path as Path_
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from batchkv_worker.kv.attention import shared_prefix
 from batchkv_worker.kv.attention.paths import LayerAttention, Path, attend, in_slots, paths_of
 from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.backends.generic import GenericBackend
+from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.backends.metal.backend import MetalBackend
 from batchkv_worker.kv.kernels.plain import PlainKernels
 from batchkv_worker.kv.schemes.packing import LayerScheme, LayerShape, TensorScheme, fit_layer
@@ -424,3 +426,33 @@ def test_a_kernel_that_is_fastest_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
     assert choice.path == "kernel"
     read = probe.CHOICE.from_json(probe.CHOICE.to_json(choice))
     assert read == choice
+
+
+def test_a_kernel_that_ends_starts_is_tried_twice(
+    tmp_path: Path_, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A start that ends in the midst counts; one that comes to its end does not."""
+    scheme = scheme_of("affine8")
+
+    def start(*, ends: bool, is_anew: bool = False) -> Any:
+        kept = Measurements.in_home(tmp_path, {}, is_anew=is_anew)
+        backend = WithRecords(measurements=kept)
+        with pytest.MonkeyPatch.context() as patch:
+            if ends:
+                patch.setattr(probe, "choose", lambda *_, **given: _end_of_process(given))
+            choice = layer_choice.choose_path("m", backend, scheme, 4, mx.float32, 2, None)
+        kept.end_tries()
+        return choice
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            start(ends=True)
+    assert start(ends=False).records is None
+    assert "earlier starts ended while it was tried" in caplog.text
+    with pytest.raises(KeyboardInterrupt):  # `batchkv tune` tries it again
+        start(ends=True, is_anew=True)
+
+
+def _end_of_process(given: dict[str, Any]) -> None:
+    assert given["with_kernel"]
+    raise KeyboardInterrupt

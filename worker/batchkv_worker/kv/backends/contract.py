@@ -124,6 +124,10 @@ class Backend(Protocol):
         """Columns that a step reads are rounded up to this."""
 
     @property
+    def history_multiple(self) -> int:
+        """Columns that a chunk of a prompt unpacks are rounded up to this, as far as there are."""
+
+    @property
     def rows_multiple(self) -> int:
         """Rows of a step and of its groups are rounded up to this."""
 

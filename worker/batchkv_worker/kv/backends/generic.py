@@ -26,6 +26,7 @@ class GenericBackend:
 
     name: str = "generic"
     columns_multiple: int = 1
+    history_multiple: int = 1
     rows_multiple: int = 1
     keeps_shapes: bool = False
     has_fused_attention: bool = True

@@ -28,6 +28,7 @@ LOCK = "lock"
 VERSION = 1  # raised whenever results of an earlier version must not be used
 MAX_FILES = 200  # the oldest are removed
 MAX_BYTES = 2**22  # of a file
+MAX_TRIES = 2  # of something that may end the process
 LOCK_SECONDS = 60.0  # how long a worker waits for another one that measures
 POLL_SECONDS = 0.05
 
@@ -85,6 +86,7 @@ class Measurements:
         self._is_anew = is_anew
         self._values: dict[str, Any] = {}  # the results that this process uses
         self._kept: dict[str, Any] = {}  # the same as JSON
+        self._tries: list[str] = []  # begun, and not at their end
         self._is_locked = False
         self._is_warned = False
         self._logged: set[str] = set()
@@ -117,12 +119,34 @@ class Measurements:
         value = self._values[name]
         return value
 
+<<<<<<< HEAD
     def log_once(self, message: str, *arguments: object) -> None:
         """Log what a result means. Later engines of this process do not repeat it."""
         text = message % arguments
         if text not in self._logged:
             self._logged.add(text)
             log.info("%s", text)
+=======
+    def begin_try(self, name: str) -> bool:
+        """Note that something begins that may end the process, until ``end_tries``.
+
+        False where ``MAX_TRIES`` earlier ones did not come to their end: do not try it again.
+        """
+        if self.file is None:
+            return True
+        known = 0 if self._is_anew else self._read().get(name, 0)
+        count = known if type(known) is int else 0
+        if count >= MAX_TRIES:
+            return False
+        self._tries.append(name)
+        self._keep(name, count + 1)
+        return True
+
+    def end_tries(self) -> None:
+        """All that was begun has come to its end."""
+        while self._tries:
+            self._keep(self._tries.pop(), 0)
+>>>>>>> c378dbf (Try the kernel at two starts at most, and unpack history in few sizes)
 
     def results(self) -> dict[str, Any]:
         """All results that this process has used or measured, as JSON."""

@@ -18,6 +18,7 @@ from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_worker.kv.attention import paths, shared_prefix_prefill
 from batchkv_worker.kv.attention.paths import Attend, LayerAttention
 from batchkv_worker.kv.backends.contract import Pacing
+from batchkv_worker.kv.backends.generic import round_up
 from batchkv_worker.kv.backends.pacing import UNPACED
 from batchkv_worker.kv.layers.cache_quirks import OrderedByUs
 from batchkv_worker.kv.layers.contract import Chunk, PrefillLayer
@@ -177,9 +178,10 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         end = self.offset - self.base
         layer, shared = self._layer, self._shared
         keys, values = tuple(self._keys), tuple(self._values)
-        columns = keys[0].shape[-2]
-        if end < columns and layer.reads_whole(end, columns):
-            layer, (keys, values) = self._dequantized, layer.dequantize((keys, values))
+        read = self._columns_read(end, keys[0].shape[-2])
+        if read > end:
+            stored = _columns(keys, read), _columns(values, read)
+            layer, (keys, values) = self._dequantized, layer.dequantize(stored)
             shared = tuple(self._layer.dequantize(one) for one in shared)
         keys, values = _columns(keys, end), _columns(values, end)
         if not shared:
@@ -190,6 +192,17 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
             )
         self.pacing.follow(out)
         return out
+
+    def _columns_read(self, end: int, columns: int) -> int:
+        """How many of a buffer's columns to unpack, of which the first ``end`` are read.
+
+        More of them have sizes that come again, or lie in one piece.
+        """
+        if end == columns or not self._scheme.is_packed:
+            return end
+        if self._layer.reads_whole(end, columns):
+            return columns
+        return min(columns, round_up(end, self._layer.backend.history_multiple))
 
     def _store(self, parts: list[mx.array], packed: Parts, start: int, end: int) -> None:
         if start == 0 and end >= self._capacity:  # the whole row in one chunk

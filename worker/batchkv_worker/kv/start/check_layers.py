@@ -17,10 +17,10 @@ _NUMBERS = 2**21  # of a tensor, for samples of more heads
 
 
 def paths_on(
-    backend: Backend, scheme: LayerScheme, lines: int, dtype: mx.Dtype
+    backend: Backend, scheme: LayerScheme, lines: int, dtype: mx.Dtype, *, with_kernel: bool = True
 ) -> tuple[Path, ...]:
     """The paths that a backend may take for such layers, the kernel's if it has one."""
-    kernel = backend.record_kernels(scheme, lines, dtype) is not None
+    kernel = with_kernel and backend.record_kernels(scheme, lines, dtype) is not None
     return paths_of(scheme, spreads=backend.spreads_codes, kernel=kernel)
 
 

@@ -20,6 +20,7 @@ from batchkv_worker.kv.start import pathcheck, prefix_cost, probe
 # Of the paths there are two: without our kernel, and with a version of it.
 PATHS_WITH_KERNEL = "attention paths and kernel 1 of"
 PATHS, PROMPTS, SHARING = "attention paths of", "prefill of", "shared prefixes of"
+TRIES = "unfinished tries of the kernel of"
 KERNELS, CELLS = "prefix kernel of", "cells of a shared prefix of"
 
 log = logging.getLogger("batchkv.engine")
@@ -57,10 +58,15 @@ def choose_path(
         if path == "kernel" and records is None:
             raise SettingsError(f"this device has no kernel for {layer}: choose another path")
         return SchemeChoice(path, records=records if path == "kernel" else None)
+
+    def measure() -> probe.Choice:
+        with_kernel = records is not None and _may_try(backend, _named(layer, heads))
+        return probe.choose(backend, layer, heads, dtype, num_rows=rows, with_kernel=with_kernel)
+
     try:
         choice = backend.measurements.of(
             f"{PATHS if records is None else PATHS_WITH_KERNEL} {_named(layer, heads)}",
-            lambda: probe.choose(backend, layer, heads, dtype, num_rows=rows),
+            measure,
             probe.CHOICE,
         )
     except (ValueError, RuntimeError) as fault:  # MLX raises these for a kernel that it lacks
@@ -80,6 +86,18 @@ def choose_path(
         return SchemeChoice(choice.path, None, choice.group_cost, choice.has_fused)
     # Its rows need no groups, so what another group would cost must not count.
     return SchemeChoice(choice.path, has_fused=choice.has_fused, records=records)
+
+
+def _may_try(backend: Backend, name: str) -> bool:
+    """Whether the kernel is tried: it is new, and a fault of it could end each start."""
+    if backend.measurements.begin_try(f"{TRIES} {name}"):
+        return True
+    log.warning(
+        "the attention kernel is not used for %s: earlier starts ended while it was tried; "
+        "`batchkv tune` tries it again",
+        name,
+    )
+    return False
 
 
 def check_prompts(

@@ -98,16 +98,18 @@ def check_paths(
     num_query_heads: int,
     dtype: mx.Dtype,
     lengths: Sequence[int] | None = None,
+    *,
+    with_kernel: bool = True,
 ) -> tuple[PathCheck, ...]:
     """Every path of such a layer at every length, and how its keys and values are stored.
 
-    ``lengths`` None are ``LENGTHS``.
+    ``lengths`` None are ``LENGTHS``. The kernel's path is left out without ``with_kernel``.
     """
     lines = num_query_heads // scheme.shape.num_heads
     found = [_check_stored(scheme, dtype)]
     for columns in lengths or LENGTHS:
         samples: dict[LayerScheme, _Sample] = {}
-        for path in paths_on(backend, scheme, lines, dtype):
+        for path in paths_on(backend, scheme, lines, dtype, with_kernel=with_kernel):
             kept = few_heads(in_slots(scheme, path), columns)
             layer = layer_of(backend, kept, lines, dtype, path)
             if kept not in samples:

@@ -132,6 +132,7 @@ def _checked(name: str, model: Any, tree: CacheTree, decision: Decision, undo: U
         lambda: can_replay(backend, model, tree, kinds, traits, decision.dtype),
         YES_OR_NO,
     )
+    kept.end_tries()
     costs = costs_of(kinds)
     return KvPlan(
         *(backend, tree, kinds, traits, shapes, costs, shares, decision.prefix_cells, replays, undo)

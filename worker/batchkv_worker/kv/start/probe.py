@@ -68,14 +68,17 @@ def choose(
     dtype: mx.Dtype,
     *,
     num_rows: int,
+    with_kernel: bool = True,
 ) -> Choice:
     """Check every path, and time those that are right, for ``num_rows`` rows of such a layer.
 
+    The kernel's path is left out without ``with_kernel``.
+
     Raises RuntimeError where none is left.
     """
-    checks = check_paths(backend, scheme, num_query_heads, dtype)
+    checks = check_paths(backend, scheme, num_query_heads, dtype, with_kernel=with_kernel)
     lines = num_query_heads // scheme.shape.num_heads
-    paths = _right_paths(paths_on(backend, scheme, lines, dtype), checks)
+    paths = _right_paths(paths_on(backend, scheme, lines, dtype, with_kernel=with_kernel), checks)
     samples: dict[tuple[LayerScheme, int, bool], _Sample] = {}
     ways: list[Any] = []
     for tokens, path in product((SHORT, LONG), paths):

@@ -25,6 +25,7 @@ class GpuBackend(GenericBackend):
     """The common part of Metal and CUDA."""
 
     name: str = "gpu"
+    history_multiple: int = 1024
     replays_steps: bool = True
 
     def changes(self, model: Any, dtype: mx.Dtype, rows: int) -> Sequence[Change]:
