@@ -66,6 +66,7 @@ from batchkv_producer.server.home import home_from_environment
 from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, Progress
 from batchkv_producer.submit.kept_answers import EarlierBatch
 from batchkv_producer.submit.submission import Identified
+from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.batch_options import NO_OPTIONS, BatchOptions
 from batchkv_producer.wire.job import SamplingParams
 from batchkv_producer.wire.maker import NOBODY
@@ -146,7 +147,7 @@ def run(
     submitted = _submit(
         client,
         options,
-        partial(_refuse_early, options, connection, url, earlier),
+        partial(_refuse_early, options, connection, url, earlier, worker_command),
         earlier,
         lambda done, total: reporter.update(Snapshot(total, is_queuing=True)),
     )
@@ -241,11 +242,16 @@ def _refuse_early(
     connection: Redis,
     url: str,
     earlier: EarlierBatch | None,
+    worker_command: Sequence[str],
     batch_id: str,
     model: str,
     relatives: frozenset[str],
 ) -> None:
-    """Refuse, before rows are queued, an OUT, a model or rights with which no run can begin."""
+    """Refuse, before rows are queued, an OUT, a model or rights with which no run can begin.
+
+    Only batchkv's own workers need a model of the hub. A batch that exists goes on without its
+    model: it may need no worker any more.
+    """
     is_mended = earlier is not None and earlier.num_alike > 0
     is_moved = is_mended or holds_other(options.out, batch_id, relatives, NOBODY)
     if not is_moved:
@@ -253,7 +259,9 @@ def _refuse_early(
     if options.num_workers:
         own = own_model(model, options.batch_options.adapter)
         check_model_folder(own.model)
-        check_model_name(own.model)
+        is_new = not connection.exists(redis_keys.batch(batch_id))
+        if is_new and tuple(worker_command) == WORKER_COMMAND:
+            check_model_name(own.model)
         check_rights(connection, url, model)
         check_logs(home_from_environment())
 

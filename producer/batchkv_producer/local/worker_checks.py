@@ -11,12 +11,15 @@ from redis.exceptions import NoPermissionError
 
 from batchkv_producer.disk import full_home, is_full
 from batchkv_producer.errors import ServerError, UsageError
+from batchkv_producer.progress import printable
 from batchkv_producer.server import connection
 from batchkv_producer.server.home import HOME_VARIABLE, Home, make_folders
 from batchkv_producer.submit.fingerprint import locate
 from batchkv_producer.wire import redis_keys
 
 ASK_HUB_SECONDS = 5.0
+# Names of errors of the hub's client and of the HTTP clients that its versions use.
+OFFLINE = ("ConnectError", "ConnectionError", "OfflineModeIsEnabled")
 
 _WAY_OUT_OF_RUN = (
     "`batchkv run` needs the admin's URL. With the URL of a producer, use `batchkv submit` or "
@@ -44,7 +47,8 @@ def check_model_folder(model: str) -> None:
 def check_model_name(model: str) -> None:
     """Refuse a repository that is neither on this machine nor on the Hugging Face hub.
 
-    If the hub cannot be reached, nothing is refused. Then the worker reports the error.
+    It is refused, too, if this machine is offline. If the hub answers late or fails, nothing is
+    refused: then the worker asks again, with more time.
     """
     if model == "demo" or Path(model).expanduser().is_dir() or locate(model) is not None:
         return
@@ -61,8 +65,18 @@ def check_model_name(model: str) -> None:
             f"there is no model {model}: it is neither a folder here nor a repository of the "
             "Hugging Face hub that this user may read. Check the name; nothing was queued"
         ) from fault
-    except Exception:  # noqa: BLE001  offline, or the hub fails: any error of its client
-        return
+    except Exception as fault:  # offline, or the hub fails: any error of its client
+        if type(fault).__name__ not in OFFLINE:
+            return
+        raise UsageError(
+            f"there is no model {model} on this machine, and the Hugging Face hub cannot be "
+            f"reached ({printable(_first_line(fault))}). Check the name, name a folder, or "
+            "connect this machine to the internet; nothing was queued"
+        ) from fault
+
+
+def _first_line(fault: Exception) -> str:
+    return next(iter(str(fault).splitlines()), type(fault).__name__)
 
 
 def check_rights(redis: Redis, url: str, model: str, way_out: str = _WAY_OUT_OF_RUN) -> None:

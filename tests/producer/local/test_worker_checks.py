@@ -11,9 +11,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.errors import OfflineModeIsEnabled
 from redis import Redis
 
 from batchkv_producer import Client
+from batchkv_producer.errors import UsageError
+from batchkv_producer.local.worker_checks import check_model_name
 
 
 class _Hub(BaseHTTPRequestHandler):
@@ -45,7 +49,7 @@ def hub() -> Iterator[str]:
 def test_a_mistyped_model_is_refused_before_anything_is_queued(
     hub: str, redis_url: str, redis_connection: Redis, tmp_path: Path
 ) -> None:
-    """``run`` asks the hub for a name that is no folder here. Without an answer it goes on."""
+    """``run`` asks the hub for a name that is no folder here."""
     source = tmp_path / "p.txt"
     source.write_text("hello\n")
     keep = {k: v for k, v in os.environ.items() if not k.startswith(("BATCHKV_", "HF_"))}
@@ -61,3 +65,30 @@ def test_a_mistyped_model_is_refused_before_anything_is_queued(
         "the Hugging Face hub that this user may read. Check the name; nothing was queued"
     )
     assert Client(redis_connection).list_batches() == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_refused"),
+    [
+        (OfflineModeIsEnabled("Cannot reach the hub: offline mode is enabled."), True),
+        (ConnectionError("[Errno -2] Name or service not known\nmore"), True),
+        (ConnectionError(""), True),
+        (TimeoutError("timed out"), False),
+        (ValueError("502"), False),
+    ],
+)
+def test_an_offline_machine_refuses_a_model_that_it_does_not_have(
+    monkeypatch: pytest.MonkeyPatch, fault: Exception, is_refused: bool
+) -> None:
+    """Its workers cannot download one. A hub that is slow or fails refuses nothing."""
+
+    def model_info(*_: object, **__: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(HfApi, "model_info", model_info)
+    if not is_refused:
+        return check_model_name("mlx/Qwen-TYPO")
+    with pytest.raises(UsageError, match=r"cannot be reached .*; nothing was queued$"):
+        check_model_name("mlx/Qwen-TYPO")
+    check_model_name("demo")
+    return None
