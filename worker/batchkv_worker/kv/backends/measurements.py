@@ -119,14 +119,13 @@ class Measurements:
         value = self._values[name]
         return value
 
-<<<<<<< HEAD
     def log_once(self, message: str, *arguments: object) -> None:
         """Log what a result means. Later engines of this process do not repeat it."""
         text = message % arguments
         if text not in self._logged:
             self._logged.add(text)
             log.info("%s", text)
-=======
+
     def begin_try(self, name: str) -> bool:
         """Note that something begins that may end the process, until ``end_tries``.
 
@@ -146,7 +145,6 @@ class Measurements:
         """All that was begun has come to its end."""
         while self._tries:
             self._keep(self._tries.pop(), 0)
->>>>>>> c378dbf (Try the kernel at two starts at most, and unpack history in few sizes)
 
     def results(self) -> dict[str, Any]:
         """All results that this process has used or measured, as JSON."""
