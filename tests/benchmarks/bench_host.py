@@ -50,7 +50,7 @@ from batchkv_worker.kv.backends.gpu.fused_linear import FuseLinears  # noqa: E40
 from batchkv_worker.kv.backends.pacing import UNPACED  # noqa: E402
 from batchkv_worker.kv.kernels.body import Body  # noqa: E402
 from batchkv_worker.kv.kernels.decode import DecodeKernels  # noqa: E402
-from batchkv_worker.kv.kernels.launch import Output, Size  # noqa: E402
+from batchkv_worker.kv.kernels.launch import Constant, Output, Run, Size  # noqa: E402
 from batchkv_worker.kv.kernels.layout import RecordLayout  # noqa: E402
 from batchkv_worker.kv.kernels.plain import PlainKernels  # noqa: E402
 from batchkv_worker.kv.layers import step_graphs  # noqa: E402
@@ -113,16 +113,14 @@ class HostKernels:
         return kernels.pack(keys, values)
 
 
-def _launch(
-    body: Body,
-    inputs: list[mx.array],
-    constants: Any,
-    grid: Size,
-    group: Size,
-    outputs: Sequence[Output],
-) -> list[mx.array]:
-    assert HostKernels.graph is not None
-    return HostKernels.graph.launch(inputs, outputs)
+def _launch(body: Body, constants: tuple[Constant, ...]) -> Run:
+    def run(
+        inputs: list[mx.array], grid: Size, group: Size, outputs: Sequence[Output]
+    ) -> list[mx.array]:
+        assert HostKernels.graph is not None
+        return HostKernels.graph.launch(inputs, outputs)
+
+    return run
 
 
 @dataclass(frozen=True, slots=True)

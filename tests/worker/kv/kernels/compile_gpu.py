@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 import mlx.core as mx
 
 from batchkv_worker.kv.kernels.body import Body, source_text
-from batchkv_worker.kv.kernels.launch import Constant, Output
+from batchkv_worker.kv.kernels.launch import Constant, Output, Run, Size, defined
 from worker.kv.kernels.cases import SCALE, Case, Sample, has_matrices
 
 FOLDER = Path(__file__).parent
@@ -43,29 +43,26 @@ _METAL_TYPES = {mx.bfloat16: "bfloat16_t", mx.float16: "float16_t", mx.float32: 
 _INTEGERS = {mx.uint32: "uint32_t", mx.int32: "int32_t", mx.uint8: "uint8_t"}
 
 
-Run = tuple[Body, list[mx.array], Sequence[Constant], Sequence[Output]]
+Made = tuple[Body, list[mx.array], tuple[Constant, ...], Sequence[Output]]
 
 
 class Recorded:
-    """A ``Launch`` that writes down what it is given, and returns zeros."""
+    """A ``Launch`` whose kernels write down what they are given, and return zeros."""
 
     def __init__(self) -> None:
-        self.runs: list[Run] = []
+        self.runs: list[Made] = []
 
-    def __call__(
-        self,
-        body: Body,
-        inputs: list[mx.array],
-        constants: Sequence[Constant],
-        grid: tuple[int, int, int],
-        group: tuple[int, int, int],
-        outputs: Sequence[Output],
-    ) -> list[mx.array]:
-        self.runs.append((body, inputs, constants, outputs))
-        return [mx.zeros(shape, dtype) for shape, dtype in outputs]
+    def __call__(self, body: Body, constants: tuple[Constant, ...]) -> Run:
+        def run(
+            inputs: list[mx.array], grid: Size, group: Size, outputs: Sequence[Output]
+        ) -> list[mx.array]:
+            self.runs.append((body, inputs, constants, outputs))
+            return [mx.zeros(shape, dtype) for shape, dtype in outputs]
+
+        return run
 
 
-def runs_of(case: Case, *, matrices: bool) -> list[Run]:
+def runs_of(case: Case, *, matrices: bool) -> list[Made]:
     """Each kernel of a layer with its arguments."""
     launch, sample = Recorded(), Sample.of(case, (300,))
     for form in (False, True) if matrices else (False,):
@@ -91,15 +88,6 @@ def arguments(
         yield all_types[dtype], name, True, None
 
 
-def defined(constants: Sequence[Constant], types: dict[mx.Dtype, str]) -> str:
-    return "".join(
-        f"constexpr int {name} = {value};\n"
-        if isinstance(value, int)
-        else f"using {name} = {types[value]};\n"
-        for name, value in constants
-    )
-
-
 def cuda_text(
     body: Body, inputs: list[mx.array], constants: Sequence[Constant], outputs: Sequence[Output]
 ) -> str:
@@ -123,7 +111,7 @@ def cuda_text(
 def metal_text(
     body: Body, inputs: list[mx.array], constants: Sequence[Constant], outputs: Sequence[Output]
 ) -> str:
-    """The program that MLX gives to Metal's compiler; the kernel is a template there."""
+    """The program that MLX gives to Metal's compiler."""
     source = body.source("metal_start")
     parameters = []
     for type_, name, is_output, array in arguments(body, _METAL_TYPES, inputs, outputs):
@@ -137,16 +125,10 @@ def metal_text(
     for name in ("threadgroup_position_in_grid", "threadgroups_per_grid"):
         parameters.append(f"uint3 {name}")
     parameters.append("uint3 thread_position_in_threadgroup")
-    declared = ", ".join(
-        f"{'int' if isinstance(value, int) else 'typename'} {name}" for name, value in constants
-    )
-    values = ", ".join(
-        str(value) if isinstance(value, int) else _METAL_TYPES[value] for _, value in constants
-    )
     return (
         f'#include "{FOLDER / "metal_words.h"}"\n{source_text("metal")}{body.functions}'
-        f"template <{declared}>\nkernel void {body.name}({', '.join(parameters)}) {{\n{source}}}\n"
-        f"template decltype({body.name}<{values}>) {body.name}<{values}>;\n"
+        f"kernel void {body.name}({', '.join(parameters)}) {{\n"
+        f"{defined(constants, _METAL_TYPES)}{source}}}\n"
     )
 
 

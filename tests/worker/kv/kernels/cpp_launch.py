@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from batchkv_worker.kv.kernels.body import Body
-from batchkv_worker.kv.kernels.launch import Constant, Output, Size
+from batchkv_worker.kv.kernels.launch import Constant, Output, Run, Size, defined
 
 _FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing")
 _FLAGS += ("-ffp-contract=off", "-U_FORTIFY_SOURCE")
@@ -63,11 +63,19 @@ class CppLaunch:
     as_on_gpu: bool = False
     counts: dict[str, int] = field(default_factory=dict)
 
-    def __call__(
+    def __call__(self, body: Body, constants: tuple[Constant, ...]) -> Run:
+        def run(
+            inputs: list[mx.array], grid: Size, group: Size, outputs: Sequence[Output]
+        ) -> list[mx.array]:
+            return self._run(body, constants, inputs, grid, group, outputs)
+
+        return run
+
+    def _run(
         self,
         body: Body,
+        constants: tuple[Constant, ...],
         inputs: list[mx.array],
-        constants: Sequence[Constant],
         grid: Size,
         group: Size,
         outputs: Sequence[Output],
@@ -113,19 +121,10 @@ class CppLaunch:
         return (
             f'#define AS_ON_GPU {int(self.as_on_gpu)}\n#include "{_THREADS}"\n'
             f"{functions}{declared}static void kernel() {{\n"
-            f"const int THREAD_X = thread;\n{_defined(constants)}{source}}}\n"
+            f"const int THREAD_X = thread;\n{defined(constants, _TYPES)}{source}}}\n"
             'extern "C" int run(int* groups, int threads, void** arrays, int64_t** layouts) {\n'
             f"{given}return run_groups(groups, threads);\n}}\n"
         )
-
-
-def _defined(constants: Sequence[Constant]) -> str:
-    return "".join(
-        f"constexpr int {name} = {value};\n"
-        if isinstance(value, int)
-        else f"using {name} = {_TYPES[value]};\n"
-        for name, value in constants
-    )
 
 
 @cache

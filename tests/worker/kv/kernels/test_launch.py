@@ -32,10 +32,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     for dialect in ("metal", "cuda"):
         monkeypatch.setattr(mx.fast, f"{dialect}_kernel", make)
-        getattr(launch, f"_{dialect}").cache_clear()
+        getattr(launch, f"{dialect}_launch").cache_clear()
     yield found
     for dialect in ("metal", "cuda"):
-        getattr(launch, f"_{dialect}").cache_clear()
+        getattr(launch, f"{dialect}_launch").cache_clear()
 
 
 @pytest.mark.parametrize("run", [launch.metal_launch, launch.cuda_launch])
@@ -43,10 +43,13 @@ def test_each_kernel_is_made_once(run: launch.Launch, made: list[dict[str, Any]]
     """With strides instead of copies, and a name that no other source has."""
     for body in BODIES * 2:
         inputs = [mx.zeros((8,))] * len(body.inputs)
-        (found,) = run(body, inputs, [("N", 1)], (1, 1, 1), (1, 1, 1), [((2, 3), mx.float32)])
+        kernel = run(body, (("N", 1), ("T", mx.bfloat16)))
+        (found,) = kernel(inputs, (1, 1, 1), (1, 1, 1), [((2, 3), mx.float32)])
         assert found.shape == (2, 3)
     assert len(made) == len({one["name"] for one in made}) == len(BODIES)
-    assert not any(one["ensure_row_contiguous"] for one in made)
+    for one in made:
+        assert not one["ensure_row_contiguous"]
+        assert one["source"].startswith("constexpr int N = 1;\nusing T = ")
 
 
 def test_a_name_changes_with_its_source(
@@ -54,12 +57,11 @@ def test_a_name_changes_with_its_source(
 ) -> None:
     """MLX keeps compiled kernels by name, so another version must not find them."""
     text = launch.source_text
-    for change in ("", "\n"):
+    for change, constant in (("", 1), ("", 2), ("\n", 2)):
         monkeypatch.setattr(launch, "source_text", lambda name, change=change: text(name) + change)
-        launch._metal.cache_clear()
-        launch.metal_launch(PACK, [], [], (1, 1, 1), (1, 1, 1), [])
-    one, other = (given["name"] for given in made)
-    assert one != other
+        launch.metal_launch.cache_clear()
+        launch.metal_launch(PACK, (("N", constant),))
+    assert len({given["name"] for given in made}) == 3
 
 
 def test_sources_are_short() -> None:

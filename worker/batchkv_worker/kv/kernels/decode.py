@@ -7,19 +7,21 @@ the result does not depend on the device's schedule, nor on the columns at which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import mlx.core as mx
 
 from batchkv_worker.kv.kernels.body import PACK, Body, merge_body, splits_body, unpack_body
-from batchkv_worker.kv.kernels.launch import Constant, Launch, Output
+from batchkv_worker.kv.kernels.launch import Constant, Launch, Output, Run
 from batchkv_worker.kv.kernels.layout import Form, RecordLayout, TensorLayout
 from batchkv_worker.kv.kernels.variant import SIMDS, SPLIT, UNIT, Variant
 from batchkv_worker.kv.types import PackedKV
 
 _SIMD = 32  # threads
+_THREADS = SIMDS * _SIMD
+_GROUP = _THREADS, 1, 1
 _UNPACK_THREADS = 64
 
 
@@ -41,15 +43,13 @@ class Partials:
 class DecodeKernels:
     """The kernels of a layer, for one number of query heads a KV head; ``of`` makes them.
 
-    ``matrices``: with products of matrices. The other fields are constants of the kernels.
+    ``matrices``: with products of matrices. ``runs`` has the kernels that were made.
     """
 
     variant: Variant
     launch: Launch
     matrices: bool
-    splits: tuple[Constant, ...]
-    merge: tuple[Constant, ...]
-    packing: tuple[Constant, ...]
+    runs: dict[Hashable, Run] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -59,10 +59,9 @@ class DecodeKernels:
 
         ``matrices``: with products of matrices, which Metal's dialect does not have.
         """
-        variant = Variant.of(layout, lines)
-        splits = variant.matrix_splits if matrices else variant.splits
-        constants = tuple(splits), tuple(variant.merge), tuple(variant.pack)
-        return cls(variant, launch, matrices, *constants)
+        found = cls(Variant.of(layout, lines), launch, matrices)
+        found.variant.splits_of(matrices=matrices)
+        return found
 
     @property
     def layout(self) -> RecordLayout:
@@ -87,23 +86,23 @@ class DecodeKernels:
         No row has more than ``longest``. ``sinks`` are ``[heads]``.
         """
         rows, heads, _, _ = queries.shape
-        size = self.layout.values.size
-        flags = {"prefixes": partials is not None, "sinks": sinks is not None}
-        rest, constants = [], []
+        size, depth = self.layout.values.size, 0
+        rest = []
         if partials is not None:
             rest += [partials.scores, partials.values, partials.chain]
-            constants.append(("DEPTH", partials.chain.shape[1]))
+            depth = partials.chain.shape[1]
         if sinks is not None:
             rest.append(sinks.astype(mx.float32))
-        output = (rows, heads, 1, size), self.layout.dtype
-        if longest <= SPLIT:
-            body = splits_body(matrices=self.matrices, joined=True, **flags)
-            given = queries, records, bounds, scale
-            return self._attend_splits(body, *given, 1, output, rest, constants)
-        splits = self._attend_all(queries, records, bounds, longest, scale)
-        body = merge_body(**flags, alone=False)
-        inputs, grid = [splits, bounds, *rest], (size, heads, rows)
-        (out,) = self.launch(body, inputs, (*self.merge, *constants), grid, (size, 1, 1), [output])
+        outputs = [((rows, heads, 1, size), self.layout.dtype)]
+        joined = longest <= SPLIT
+        key = joined, depth, sinks is not None
+        run = self.runs.get(key) or self._make(key, self._joining(*key))
+        if joined:
+            inputs = [queries, records, bounds, _scalar(scale), *rest]
+            (out,) = run(inputs, (heads // self.variant.lines * _THREADS, 1, rows), _GROUP, outputs)
+            return out
+        inputs = [self._splits(queries, records, bounds, longest, scale), bounds, *rest]
+        (out,) = run(inputs, (size, heads, rows), (size, 1, 1), outputs)
         return out
 
     def attend_shared(
@@ -117,44 +116,44 @@ class DecodeKernels:
         kv_heads, size = self.layout.scheme.shape.num_heads, self.layout.values.size
         bounds = mx.array([[0, tokens]] * max(rows, 4), mx.int32)
         shared = mx.broadcast_to(records, (rows, *records.shape[1:]))
-        splits = self._attend_all(queries, shared, bounds, tokens, scale)
-        body = merge_body(prefixes=False, sinks=False, alone=True)
+        splits = self._splits(queries, shared, bounds, tokens, scale)
         shape = kv_heads, rows, self.variant.lines
         outputs: list[Output] = [((*shape, size), self.layout.dtype), ((*shape, 1), mx.float32)]
-        grid = size, heads, rows
-        inputs = [splits, bounds]
-        out, score = self.launch(body, inputs, self.merge, grid, (size, 1, 1), outputs)
+        body = merge_body(prefixes=False, sinks=False, alone=True)
+        run = self.runs.get("alone") or self._make("alone", (body, self.variant.merge))
+        out, score = run([splits, bounds], (size, heads, rows), (size, 1, 1), outputs)
         return score, out
 
-    def _attend_all(
+    def _splits(
         self, queries: mx.array, records: mx.array, bounds: mx.array, longest: int, scale: float
     ) -> mx.array:
-        """The splits of all rows, for ``merge_body``."""
-        rows, lines = queries.shape[0], self.variant.lines
-        kv_heads, splits = self.layout.scheme.shape.num_heads, -(-longest // SPLIT)
+        """Attention to each split of all rows, for ``merge_body``."""
+        rows, lines, kv_heads = queries.shape[0], self.variant.lines, records.shape[1]
+        splits = -(-longest // SPLIT)
         size = self.layout.values.size + 2  # and the highest score, and the sum of weights
-        output = (rows, kv_heads, splits, lines, size), mx.float32
-        body = splits_body(matrices=self.matrices)
-        return self._attend_splits(body, queries, records, bounds, scale, splits, output)
-
-    def _attend_splits(
-        self,
-        body: Body,
-        queries: mx.array,
-        records: mx.array,
-        bounds: mx.array,
-        scale: float,
-        splits: int,
-        output: Output,
-        rest: Sequence[mx.array] = (),
-        constants: Sequence[Constant] = (),
-    ) -> mx.array:
-        kv_heads, threads = self.layout.scheme.shape.num_heads, SIMDS * _SIMD
-        inputs = [queries, records, bounds, _scalar(scale), *rest]
-        given = (*self.splits, *constants)
-        grid = kv_heads * threads, splits, queries.shape[0]
-        (found,) = self.launch(body, inputs, given, grid, (threads, 1, 1), [output])
+        outputs = [((rows, kv_heads, splits, lines, size), mx.float32)]
+        inputs = [queries, records, bounds, _scalar(scale)]
+        run = self.runs.get("splits")
+        if run is None:
+            constants = self.variant.splits_of(matrices=self.matrices)
+            run = self._make("splits", (splits_body(matrices=self.matrices), constants))
+        (found,) = run(inputs, (kv_heads * _THREADS, splits, rows), _GROUP, outputs)
         return found
+
+    def _joining(self, joined: bool, depth: int, sinks: bool) -> tuple[Body, list[Constant]]:
+        """The last kernel of ``attend``; ``joined``, where it is the only one."""
+        flags = {"prefixes": depth > 0, "sinks": sinks}
+        rest: list[Constant] = [("DEPTH", depth)] if depth else []
+        if joined:
+            constants = self.variant.splits_of(matrices=self.matrices)
+            body = splits_body(matrices=self.matrices, joined=True, **flags)
+            return body, [*constants, *rest]
+        return merge_body(**flags, alone=False), [*self.variant.merge, *rest]
+
+    def _make(self, key: Hashable, what: tuple[Body, list[Constant]]) -> Run:
+        body, constants = what
+        self.runs[key] = self.launch(body, tuple(constants))
+        return self.runs[key]
 
     def pack(self, keys: mx.array, values: mx.array) -> mx.array:
         """Records ``[rows, kv heads, 1, words]`` of one token a row.
@@ -162,12 +161,11 @@ class DecodeKernels:
         ``keys`` and ``values`` are ``[rows, kv heads, 1, size]``, in the basis of storage.
         """
         rows, kv_heads = keys.shape[:2]
-        units = [self.layout.keys.size // UNIT, self.layout.values.size // UNIT]
+        units = self.layout.keys.size // UNIT, self.layout.values.size // UNIT
         threads = sum(-(-count // _SIMD) * _SIMD for count in units)
-        grid = kv_heads * threads, rows, 1
         outputs = [((rows, kv_heads, 1, self.layout.words), mx.uint32)]
-        inputs = [keys, values]
-        (records,) = self.launch(PACK, inputs, self.packing, grid, (threads, 1, 1), outputs)
+        run = self.runs.get("pack") or self._make("pack", (PACK, self.variant.pack))
+        (records,) = run([keys, values], (kv_heads * threads, rows, 1), (threads, 1, 1), outputs)
         return records
 
     def unpack(self, records: mx.array) -> PackedKV:
@@ -175,10 +173,12 @@ class DecodeKernels:
         rows, kv_heads, columns, _ = records.shape
         keys, values = (_parts(one) for one in (self.layout.keys, self.layout.values))
         outputs = [((rows, kv_heads, columns, size), one) for size, one in (*keys, *values)]
-        body, threads = unpack_body(len(keys), len(values)), _UNPACK_THREADS
-        constants = [*self.variant.record, ("HEADS", kv_heads)]
-        grid = threads, columns, rows * kv_heads
-        found = self.launch(body, [records], constants, grid, (threads, 1, 1), outputs)
+        threads = _UNPACK_THREADS
+        run = self.runs.get("unpack")
+        if run is None:
+            constants: list[Constant] = [*self.variant.record, ("HEADS", kv_heads)]
+            run = self._make("unpack", (unpack_body(len(keys), len(values)), constants))
+        found = run([records], (threads, columns, rows * kv_heads), (threads, 1, 1), outputs)
         return tuple(found[: len(keys)]), tuple(found[len(keys) :])
 
 

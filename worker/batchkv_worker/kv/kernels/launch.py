@@ -1,9 +1,9 @@
-"""Starts the kernels on a device, each compiled once for its constants."""
+"""Makes kernels for a device, each once for its constants."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -15,84 +15,73 @@ Constant = tuple[str, int | mx.Dtype]
 Size = tuple[int, int, int]
 Output = tuple[tuple[int, ...], mx.Dtype]
 
+_METAL_TYPES = {mx.float32: "float", mx.float16: "float16_t", mx.bfloat16: "bfloat16_t"}
+_CUDA_TYPES = {mx.float32: "float", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16"}
 
-class Launch(Protocol):
-    """Runs a body, once for each thread of ``grid``, in threadgroups of ``group`` threads.
 
-    Returns an array for each of ``outputs``. Inputs are read with the strides that they have. A
-    source that does not compile raises RuntimeError, at the latest when a result is computed.
+class Run(Protocol):
+    """Runs a kernel, once for each thread of ``grid``, in threadgroups of ``group`` threads.
+
+    Returns an array for each of ``outputs``. Inputs are read with the strides that they have.
     """
 
     def __call__(
-        self,
-        body: Body,
-        inputs: list[mx.array],
-        constants: Sequence[Constant],
-        grid: Size,
-        group: Size,
-        outputs: Sequence[Output],
+        self, inputs: list[mx.array], grid: Size, group: Size, outputs: Sequence[Output]
     ) -> list[mx.array]: ...
 
 
-def metal_launch(
-    body: Body,
-    inputs: list[mx.array],
-    constants: Sequence[Constant],
-    grid: Size,
-    group: Size,
-    outputs: Sequence[Output],
-) -> list[mx.array]:
-    """On Metal."""
-    return _run(_metal(body), inputs, constants, grid, group, outputs)
+class Launch(Protocol):
+    """Makes a kernel of a body and its constants, the same one if asked again.
 
+    A source that does not compile raises RuntimeError, at the latest when a result is computed.
+    """
 
-def cuda_launch(
-    body: Body,
-    inputs: list[mx.array],
-    constants: Sequence[Constant],
-    grid: Size,
-    group: Size,
-    outputs: Sequence[Output],
-) -> list[mx.array]:
-    """On CUDA."""
-    return _run(_cuda(body), inputs, constants, grid, group, outputs)
+    def __call__(self, body: Body, constants: tuple[Constant, ...]) -> Run: ...
 
 
 @cache
-def _metal(body: Body) -> Any:
-    return _made(mx.fast.metal_kernel, body, "metal")
+def metal_launch(body: Body, constants: tuple[Constant, ...]) -> Run:
+    """For Metal."""
+    return _made(mx.fast.metal_kernel, "metal", body, defined(constants, _METAL_TYPES))
 
 
 @cache
-def _cuda(body: Body) -> Any:
-    return _made(mx.fast.cuda_kernel, body, "cuda")
+def cuda_launch(body: Body, constants: tuple[Constant, ...]) -> Run:
+    """For CUDA."""
+    return _made(mx.fast.cuda_kernel, "cuda", body, defined(constants, _CUDA_TYPES))
 
 
-def _made(make: Any, body: Body, dialect: str) -> Any:
-    source, header = body.source(f"{dialect}_start"), source_text(dialect) + body.functions
+def defined(constants: Sequence[Constant], types: Mapping[mx.Dtype, str]) -> str:
+    """Constants as text. As arguments of a template, MLX would format them at each call."""
+    return "".join(
+        f"constexpr int {name} = {value};\n"
+        if isinstance(value, int)
+        else f"using {name} = {types[value]};\n"
+        for name, value in constants
+    )
+
+
+def _made(make: Any, dialect: str, body: Body, constants: str) -> Run:
+    source = constants + body.source(f"{dialect}_start")
+    header = source_text(dialect) + body.functions
     # MLX keeps compiled kernels by their names alone, on CUDA also in files.
-    digest = hashlib.sha256((header + source).encode()).hexdigest()[:8]
-    return make(
+    digest = hashlib.sha256((header + source).encode()).hexdigest()[:16]
+    kernel = make(
         *(f"{body.name}_{digest}", body.inputs, body.outputs, source),
         header=header,
         ensure_row_contiguous=False,  # else each slice of the slots would be copied
     )
 
+    def run(
+        inputs: list[mx.array], grid: Size, group: Size, outputs: Sequence[Output]
+    ) -> list[mx.array]:
+        found: list[mx.array] = kernel(
+            inputs=inputs,
+            grid=grid,
+            threadgroup=group,
+            output_shapes=[shape for shape, _ in outputs],
+            output_dtypes=[dtype for _, dtype in outputs],
+        )
+        return found
 
-def _run(
-    kernel: Any,
-    inputs: list[mx.array],
-    constants: Sequence[Constant],
-    grid: Size,
-    group: Size,
-    outputs: Sequence[Output],
-) -> list[mx.array]:
-    found: list[mx.array] = kernel(
-        inputs=inputs,
-        template=constants,
-        grid=grid,
-        threadgroup=group,
-        output_shapes=[shape for shape, _ in outputs],
-        output_dtypes=[dtype for _, dtype in outputs],
-    )
-    return found
+    return run

@@ -84,9 +84,11 @@ class Variant:
             *_tensor("VALUE", self.layout.values),
         ]
 
-    @property
-    def splits(self) -> list[Constant]:
-        """For ``SPLITS``."""
+    def splits_of(self, *, matrices: bool) -> list[Constant]:
+        """For ``splits_body``; ValueError where there are no products of matrices."""
+        return self._matrix_splits() if matrices else self._splits()
+
+    def _splits(self) -> list[Constant]:
         sharing, layout = self.sharing, self.layout
         keys, values = layout.keys, layout.values
         all_lines = sharing.tiles * -(-self.lines // sharing.tiles)
@@ -106,9 +108,7 @@ class Variant:
             ("VALUE_WIDE", self._wide(values, layout.offsets[1], sharing.value_lanes)),
         ]
 
-    @property
-    def matrix_splits(self) -> list[Constant]:
-        """For ``MATRIX_SPLITS``; ValueError where it is not for such a layer."""
+    def _matrix_splits(self) -> list[Constant]:
         layout = self.layout
         keys, values = layout.keys, layout.values
         forms = (Form.FLOAT, Form.AFFINE, Form.TURBO)
