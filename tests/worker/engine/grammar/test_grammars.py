@@ -418,3 +418,15 @@ def test_a_trial_that_cannot_start_is_no_fault_of_the_grammar(
     assert ended["first"].code == ErrorCode.ENGINE_ERROR
     monkeypatch.undo()
     assert run(running, [work("second", "regex", "y2")])["second"].text == "y2"
+
+
+def test_no_row_waits_for_a_thread_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its row ends with the engine's error, and the next row starts another thread."""
+    running = engine()
+    monkeypatch.setattr(Compiler, "_main", lambda self: None)
+    ended = run(running, [work("first", "regex", "ab"), work("free")])
+    assert isinstance(ended["first"], Rejected) and isinstance(ended["free"], Completed)
+    assert ended["first"].code == ErrorCode.ENGINE_ERROR
+    monkeypatch.undo()
+    assert run(running, [work("second", "regex", "ab")])["second"].text == "ab"
+    running.close()

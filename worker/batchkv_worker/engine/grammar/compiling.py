@@ -186,6 +186,11 @@ class Compiler:
         self._thread = threading.Thread(target=self._main, name="batchkv-grammars", daemon=True)
         self._thread.start()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the thread has ended, so that nothing is compiled any more."""
+        return not self._thread.is_alive()
+
     def ask(self, key: str, constraint: Constraint) -> None:
         """Compile a grammar after those asked for before."""
         self._asked.put((key, constraint))

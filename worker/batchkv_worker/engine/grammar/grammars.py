@@ -69,6 +69,10 @@ class Grammars:
         if not self._waiting:
             return []
         self._read()
+        if not self._arrived and self._compiler is not None and self._compiler.has_ended:
+            fault = TrialFault("the thread that compiles has ended")  # the next row starts another
+            self._arrived += [(key, fault) for key in self._waiting]
+            self.close()
         refused: list[tuple[Sequence, RowRefused]] = []
         arrived, self._arrived = self._arrived, []
         for key, outcome in arrived:

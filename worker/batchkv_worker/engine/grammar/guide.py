@@ -38,17 +38,21 @@ class GrammarGuide:
             allow_only(allowed, self._grammar.ends)
             return
         own = np.empty(allowed.size, np.uint32)
+        self.write(own.ctypes.data, own.nbytes)
+        allowed &= own
+
+    def write(self, address: int, num_bytes: int) -> None:
+        """Write the mask of a grammar that has not ended to this place, whatever was there."""
         try:
-            self._matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
+            self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
             if self._matcher.is_error():
                 self.recover()
-                self._matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
+                self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
                 self.check()
         except ORDINARY:
             raise
         except BaseException as panic:  # of native code
             raise GuideFault(f"its grammar failed: {reason(str(panic))}") from panic
-        allowed &= own
 
     def take(self, token: int) -> None:
         self._taken.append(token)

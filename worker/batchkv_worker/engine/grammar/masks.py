@@ -48,12 +48,17 @@ class Masks:
         masks = new_masks(len(rows), num_tokens)
         guided = {index: row for index, row in enumerate(rows) if _is_guided(row)}
         filled = self._fill_together(masks, guided) if self._is_slow else set[int]()
+        address, num_bytes = masks.ctypes.data, masks.strides[0]
         faults: Faults = []
         for index in guided.keys() - filled:
             row = guided[index]
             assert row is not None and row.guide is not None
+            guide = row.guide
             try:
-                row.guide.fill(masks[index])
+                if isinstance(guide, GrammarGuide) and guide.matcher is not None:
+                    guide.write(address + index * num_bytes, num_bytes)
+                else:
+                    guide.fill(masks[index])
             except GuideFault as fault:
                 faults.append((row, fault))
             except Exception as fault:
