@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -187,7 +188,17 @@ def test_tables_name_every_scheme(
     assert "│" in drawn and "│" not in plain
     for text in (plain, drawn):
         assert "affine4,last=float" in text and "2 x full attention" in text
-        assert "affine4/g64, float" in text and "2 x state" in text
+        assert "affine4/g64," in text and "2 x state" in text
+    assert max(map(len, plain.splitlines())) <= 80
+    (wide,) = (kind for kind in found.schemes[1].kinds if "attention" in kind.kind)
+    kinds = (replace(wide, fitted="affine8/g64+affine4/g64, turbo3.5/g128"),)
+    show(replace(found, schemes=(replace(found.schemes[1], kinds=kinds),)))
+    assert max(map(len, capsys.readouterr().out.splitlines())) > 80  # drawn for 160 columns
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    show(replace(found, schemes=(replace(found.schemes[1], kinds=kinds),)))
+    narrow = capsys.readouterr().out
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "affine8/g64+" in narrow and "turbo3.5/g128" in narrow
 
 
 def test_overrides_stay_with_their_scheme() -> None:

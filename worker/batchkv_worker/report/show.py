@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from batchkv_worker.report.results import Report, SchemeReport
 
 _NONE = "-"
+_WIDTH = 80  # of a table in plain columns
+_LEAST_WIDTH = 13  # of a column with names
+_BREAK = re.compile(r"(?<=[-+, ])")  # where a name may go on in the next line
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +65,8 @@ def _bytes(report: Report) -> _Table:
                     f"{scheme.bytes_per_token / whole:.3f}x" if index == 0 and whole else "",
                 )
             )
-    head = ("scheme", "layers", "keeps", "bytes a token", "bytes a row", "all / float")
-    return _Table("Memory", head, lines)
+    head = ("scheme", "layers", "keeps", "a token", "a row", "to float")
+    return _Table("Memory (bytes of a token and of a row)", head, lines)
 
 
 def _quality(report: Report) -> _Table:
@@ -72,14 +77,14 @@ def _quality(report: Report) -> _Table:
             (
                 scheme.scheme,
                 _percent(error.mean) if error else _NONE,
-                f"{_percent(error.worst)} (layer {error.worst_layer})" if error else _NONE,
+                f"{_percent(error.worst)} ({error.worst_layer})" if error else _NONE,
                 f"{scheme.quality.perplexity:,.3f}",
                 f"{100 * report.perplexity_change(scheme):+.2f} %",
                 f"{100 * scheme.quality.same_prediction:.1f} %",
             )
         )
-    head = ("scheme", "attention error", "worst layer", "perplexity", "to float", "same prediction")
-    title = f"Quality (attention error over {report.error_tokens:,} tokens, relative)"
+    head = ("scheme", "error", "worst (layer)", "perplexity", "to float", "same token")
+    title = f"Quality (error of attention over {report.error_tokens:,} tokens, relative)"
     return _Table(title, head, lines)
 
 
@@ -108,18 +113,40 @@ def _percent(value: float) -> str:
 
 def _num_names(table: _Table) -> int:
     """The number of leading columns with names. Numbers follow, aligned to the right."""
-    return 3 if table.title == "Memory" else 2 if table.head[1] == "path" else 1
+    return 3 if table.head[1] == "layers" else 2 if table.head[1] == "path" else 1
 
 
 def _plain(table: _Table) -> str:
     rows = [table.head, *table.lines]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     names = _num_names(table)
+    _narrow(widths, names)
     text = [table.title]
     for row in rows:
-        cells = (
-            cell.ljust(width) if index < names else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        text.append("  ".join(cells).rstrip())
+        parts = [_wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
+        for line in zip_longest(*parts, fillvalue=""):
+            cells = (
+                cell.ljust(width) if index < names else cell.rjust(width)
+                for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
+            text.append("  ".join(cells).rstrip())
     return "\n".join(text) + "\n"
+
+
+def _narrow(widths: list[int], names: int) -> None:
+    """Make columns of names narrower, the last one first, until the table fits, if it can."""
+    excess = sum(widths) + 2 * (len(widths) - 1) - _WIDTH
+    for index in reversed(range(names)):
+        less = min(max(excess, 0), max(widths[index] - _LEAST_WIDTH, 0))
+        widths[index] -= less
+        excess -= less
+
+
+def _wrapped(cell: str, width: int) -> list[str]:
+    """The lines of a cell. It is cut where a name has parts."""
+    lines = [""]
+    for part in _BREAK.split(cell):
+        if lines[-1] and len((lines[-1] + part).rstrip()) > width:
+            lines.append("")
+        lines[-1] += part
+    return [line.rstrip() for line in lines]
