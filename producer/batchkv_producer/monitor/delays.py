@@ -44,8 +44,8 @@ def unserved_note(status: BatchStatus) -> str:
     who = f" of {status.model}" if status.adapter else ""
     what = "the model and the adapter" if status.adapter else "the model"
     return (
-        f"nobody serves the queue {status.queue}{who}. On a machine with {what} run: "
-        f"{status.worker_command}"
+        f"nobody serves the queue {status.queue}{who}. A worker that was just started needs some "
+        f"seconds to show. Otherwise run on a machine with {what}: {status.worker_command}"
     )
 
 
