@@ -143,7 +143,8 @@ def test_nobody_serves_an_adapter(client: Client, source: Path, model: str) -> N
     """The note names the model with its adapter, and the command with its flag."""
     batch = client.submit(source, model=model, adapter="a").batch_id
     note = unserved_note(client.status(batch))
-    assert f"of {model}@a. On a machine with the model and the adapter run: " in note
+    assert f"of {model}@a. A worker that was just started" in note
+    assert "Otherwise run on a machine with the model and the adapter: " in note
     assert note.endswith(f"batchkv worker -m {model} --adapter a=FOLDER")
 
 
