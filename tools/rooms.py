@@ -44,6 +44,8 @@ ORDER: dict[str, tuple[str, ...]] = {
 # Module -> the reason why it imports more than MAX_FAN_OUT others of the project. An entry that is
 # no longer needed is a breach, too.
 ALLOWED_FAN_OUT: dict[str, str] = {
+    "batchkv_gateway.batches.steps": "each step of a batch calls another part of the producer",
+    "batchkv_gateway.cli": "a command puts parts together",
     "batchkv_producer": "the public names, from many modules",
     "batchkv_producer.cli.ask": "a command puts parts together",
     "batchkv_producer.cli.run_submit": "two commands put most parts together",

@@ -11,9 +11,13 @@ from typing import Any, TypeVar
 
 import click
 
+from batchkv_gateway.batches.driver import Driver
+from batchkv_gateway.batches.steps import Steps
+from batchkv_gateway.batches.store import Batches
 from batchkv_gateway.files.folder import Folder
 from batchkv_gateway.files.records import Files
 from batchkv_gateway.http.app import is_loopback, make_app
+from batchkv_gateway.http.batch_routes import BatchRoutes
 from batchkv_gateway.http.file_routes import FileRoutes
 from batchkv_gateway.http.model_routes import ModelRoutes
 from batchkv_gateway.http.server import serve
@@ -72,9 +76,19 @@ def run(opened: Session, settings: GatewaySettings) -> None:
     connection = opened.connection
     files = Files(connection, Folder(home_from_environment().path))
     files.delete_pending()
-    routes = [*FileRoutes(files, settings).routes(), *ModelRoutes(connection).routes()]
+    batches = Batches(connection, files)
+    driver = Driver(connection, Steps(connection, files, settings), batches, files)
+    routes = [
+        *FileRoutes(files, settings).routes(),
+        *BatchRoutes(batches, driver).routes(),
+        *ModelRoutes(connection).routes(),
+    ]
     app = make_app(connection, settings, routes)
-    serve(app, settings, lambda base_url: click.echo(f"serving {base_url}"))
+    driver.start()
+    try:
+        serve(app, settings, lambda base_url: click.echo(f"serving {base_url}"))
+    finally:
+        driver.stop()
     say("the gateway has stopped; batches that workers compute go on")
 
 

@@ -107,7 +107,7 @@ class FakeWorker:
         if request.custom_id == os.environ.get("FAKE_POISON"):
             os.kill(os.getpid(), signal.SIGKILL)
         prompt = request.prompt or str((request.messages or [{}])[-1].get("content"))
-        is_bad = os.environ.get("FAKE_FAIL") in (request.custom_id, request.prompt)
+        is_bad = os.environ.get("FAKE_FAIL", "") in (request.custom_id, request.prompt)
         result = Result(
             custom_id=request.custom_id,
             endpoint=request.endpoint,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, NoReturn
 
@@ -108,6 +108,20 @@ def read_elements(stream: Readable, *, start: int = 0, name: Name = default_cust
             row = replace(row, message="the element " + row.message.removeprefix("the line "))
         yield row
     return number
+
+
+def of_endpoint(
+    rows: Iterator[Row | RowError], endpoint: Endpoint | None
+) -> Iterator[Row | RowError]:
+    """The rows; those of another endpoint are wrong. None: of any endpoint."""
+    for row in rows:
+        if isinstance(row, Row) and endpoint not in (None, row.request.endpoint):
+            url = next(url for url, name in ENDPOINTS.items() if name == endpoint)
+            message = f"the row is for another endpoint than its batch, which is for {url}"
+            own_id, other = row.request.custom_id, row.request.endpoint
+            yield RowError(row.line, own_id, other, ErrorCode.INVALID_REQUEST, message)
+        else:
+            yield row
 
 
 def _skip_line(stream: BinaryIO) -> None:

@@ -20,7 +20,7 @@ from redis import Redis
 
 from batchkv_producer.errors import InputFileError, UsageError
 from batchkv_producer.intake.body import checked_defaults
-from batchkv_producer.intake.formats import RowError
+from batchkv_producer.intake.formats import RowError, of_endpoint
 from batchkv_producer.intake.given_rows import Given, as_source
 from batchkv_producer.intake.model_vote import ModelVote
 from batchkv_producer.intake.prompting import AUTO, Prompting, style_note
@@ -41,7 +41,7 @@ from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.adapter import Adapter, split_here, with_adapter
 from batchkv_producer.wire.batch_options import NO_OPTIONS, BatchOptions
 from batchkv_producer.wire.error_codes import ErrorCode
-from batchkv_producer.wire.job import SamplingParams
+from batchkv_producer.wire.job import Endpoint, SamplingParams
 from batchkv_producer.wire.transitions import Transitions
 
 MAX_SHOWN_ERRORS = 20
@@ -172,23 +172,27 @@ def submit(
     options: BatchOptions = NO_OPTIONS,
     prompting: Prompting = AUTO,
     earlier: EarlierBatch | None = None,
+    identity: tuple[bytes, ...] = (),
+    endpoint: Endpoint | None = None,
 ) -> Submitted:
     """Put a file into the queue of its model. Raises UsageError before anything changes.
 
     The model is ``model``, else the one that all lines name, else ``default_model``. With the
     options' adapter it is called ``MODEL@NAME``. ``on_identified`` is called before anything
     changes, and may refuse by raising. ``earlier``: a batch whose answers are kept for like rows.
+    ``identity`` is part of the batch's digest: with another one the same file is another batch.
+    Rows of another ``endpoint`` are wrong.
     """
     if job_timeout_seconds < 1:
         raise UsageError(f"the job timeout must be at least 1 second, got {job_timeout_seconds}")
     given = checked_defaults(defaults or SamplingParams())
     served = _Chosen(model, default_model, options.adapter)
     with BatchPlan(given, dedupe=options.dedupe, prompting=prompting) as plan, served.known():
-        facts, counts = _read(source, plan, given, served.need, prompting)
+        facts, counts = _read(source, plan, given, served.need, prompting, endpoint)
         name = (name or source_name(source))[:MAX_NAME_CHARS]
         options = informed(_with_named(options, facts.model), facts.model)
         spec = BatchSpec(facts.model, given, job_timeout_seconds, name, options, prompting, earlier)
-        digest_of = partial(batch_digest, facts, given, prompting.identity())
+        digest_of = partial(batch_digest, facts, given, (*prompting.identity(), *identity))
         errors = _placed(plan.errors(MAX_SUBMIT_ERRORS), facts)
 
         def make(chosen: Generation) -> tuple[bool, tuple[str, ...]]:
@@ -200,6 +204,18 @@ def submit(
 
         chosen, (joined, notes) = settled(connection, digest_of, options, make)
         num_plain = plan.num_plain
+    return replace(
+        _submitted(chosen, spec, counts, joined=joined),
+        errors=errors,
+        notes=notes,
+        style_note=style_note(connection, chosen.batch_id, is_new=not joined) if num_plain else "",
+        model_note=facts.model_note,
+    )
+
+
+def _submitted(
+    chosen: Generation, spec: BatchSpec, counts: PlanCounts, *, joined: bool
+) -> Submitted:
     return Submitted(
         batch_id=chosen.batch_id,
         queue=redis_keys.queue_name(spec.model),
@@ -208,15 +224,11 @@ def submit(
         num_jobs=counts.total - counts.num_bad,
         num_bad=counts.num_bad,
         joined=joined,
-        errors=errors,
         num_duplicates=counts.num_duplicates,
-        notes=notes,
-        style_note=style_note(connection, chosen.batch_id, is_new=not joined) if num_plain else "",
         generation=chosen.number,
         base=chosen.base,
         why=chosen.why,
         relatives=chosen.relatives,
-        model_note=facts.model_note,
     )
 
 
@@ -331,6 +343,7 @@ def _read(
     defaults: SamplingParams,
     choose: Callable[[ModelVote], str],
     prompting: Prompting = AUTO,
+    endpoint: Endpoint | None = None,
 ) -> tuple[_FileFacts, PlanCounts]:
     prompting.check()
     if prompting.no_thinking and defaults.thinking_budget is not None:
@@ -339,7 +352,7 @@ def _read(
     reading = Reading(inputs)
     vote = ModelVote(reading.place)
     plan.place = reading.place
-    plan.add(vote.watch(reading.rows()))
+    plan.add(vote.watch(of_endpoint(reading.rows(), endpoint)))
     counts = plan.seal()
     if counts.total == 0:
         what = "standard input" if inputs.name == STDIN_NAME else inputs.name

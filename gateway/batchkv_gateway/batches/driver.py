@@ -1,0 +1,175 @@
+"""Advances the open batches of a server in the background, beside the HTTP server.
+
+Each gateway looks at all open batches. A lease keeps two of them from doing the same work; it is no
+more than that, because every step can be done twice. After a kill the lease lapses within seconds,
+and another gateway, or the same one after its restart, goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from batchkv_gateway import redis_keys, scripts
+from batchkv_gateway.batches import record as states
+from batchkv_gateway.batches.check import LineError
+from batchkv_gateway.batches.steps import Steps
+from batchkv_gateway.batches.store import Batches
+from batchkv_gateway.errors import ApiError
+from batchkv_gateway.files.records import Files
+from batchkv_producer.errors import DiskError, NotFoundError, ServerError
+from batchkv_producer.manage.forget import forget_batch
+from batchkv_producer.monitor.status import read_batches
+
+log = logging.getLogger(__name__)
+
+NUM_THREADS = 2
+TICK_SECONDS = 0.25
+LEASE_SECONDS = 3.0
+LOOK_SECONDS = 5.0  # between two full looks at a batch that waits for workers
+REST_SECONDS = 3.0  # after an error of the disk or of Redis
+SWEEP_SECONDS = 600.0
+PAGE = 100
+
+
+class Driver:
+    """One gateway's background work. ``nudge`` makes it look at once."""
+
+    def __init__(self, connection: Redis, steps: Steps, batches: Batches, files: Files) -> None:
+        self._connection, self._steps = connection, steps
+        self._batches, self._files = batches, files
+        self._holder = f"{socket.gethostname().replace(' ', '-')}:{os.getpid()}:{time.time_ns()}"
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="batches")
+        self._wake, self._stopping = threading.Event(), threading.Event()
+        self._lock = threading.Lock()
+        self._busy: set[str] = set()
+        self._due: dict[str, float] = {}  # when a batch is looked at in full again
+        self._next_sweep = 0.0
+        self._thread = threading.Thread(target=self._loop, name="driver", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the steps that are under way. They go on in the next start, too."""
+        self._stopping.set()
+        self._wake.set()
+        self._thread.join()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def nudge(self) -> None:
+        """Look at the open batches now."""
+        self._wake.set()
+
+    def _loop(self) -> None:
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            try:
+                self._tick()
+            except RedisError as fault:
+                log.warning("Redis: %s", fault)
+                self._stopping.wait(REST_SECONDS)
+            except Exception:
+                log.exception("the background work failed; it is tried again")
+                self._stopping.wait(REST_SECONDS)
+            spent = time.monotonic() - began
+            self._wake.wait(max(TICK_SECONDS, 3 * spent))
+            self._wake.clear()
+
+    def _tick(self) -> None:
+        self._renew()
+        found: Any = self._connection.zrange(redis_keys.OPEN, 0, -1)
+        ids = [raw.decode("utf-8", "replace") for raw in found]
+        self._due = {batch_id: at for batch_id, at in self._due.items() if batch_id in set(ids)}
+        for start in range(0, len(ids), PAGE):
+            for batch_id in self._ready(ids[start : start + PAGE]):
+                self._hand_over(batch_id)
+        self._forget_spent()
+        if time.monotonic() >= self._next_sweep:
+            self._next_sweep = time.monotonic() + SWEEP_SECONDS
+            self._sweep()
+
+    def _ready(self, ids: Sequence[str]) -> list[str]:
+        """Those of these batches whose next step can be done now."""
+        with self._connection.pipeline(transaction=False) as pipeline:
+            for batch_id in ids:
+                pipeline.hmget(redis_keys.batch(batch_id), "status", "queued_id")
+            replies: list[Any] = pipeline.execute()
+        now, ready = time.monotonic(), list[str]()
+        waiting: dict[str, str] = {}  # id in the queue -> id
+        for batch_id, (status, queued_id) in zip(ids, replies, strict=True):
+            if self._due.get(batch_id, 0.0) <= now:
+                ready.append(batch_id)
+            elif status == states.IN_PROGRESS.encode() and queued_id:
+                waiting[queued_id.decode("utf-8", "replace")] = batch_id
+        for queued in read_batches(self._connection, list(waiting)) if waiting else ():
+            if queued.is_done or queued.is_overdue:
+                ready.append(waiting[queued.batch_id])
+        return ready
+
+    def _hand_over(self, batch_id: str) -> None:
+        with self._lock:
+            if batch_id in self._busy or not self._lease(batch_id):
+                return
+            self._busy.add(batch_id)
+        self._due[batch_id] = time.monotonic() + LOOK_SECONDS
+        self._pool.submit(self._work, batch_id)
+
+    def _work(self, batch_id: str) -> None:
+        """Advance one batch as far as it goes now. No error ends the thread."""
+        rest = LOOK_SECONDS
+        try:
+            while not self._stopping.is_set() and self._steps.advance(batch_id):
+                pass
+        except (RedisError, ServerError, DiskError, ApiError, OSError) as fault:
+            log.warning("batch %s: %s; it is tried again", batch_id, fault)
+            rest = REST_SECONDS
+        except Exception as fault:
+            log.exception("batch %s fails", batch_id)
+            error = LineError("internal_error", f"the gateway failed: {type(fault).__name__}")
+            with suppress(RedisError):
+                self._steps.fail(batch_id, (error,))
+        self._due[batch_id] = time.monotonic() + rest
+        with self._lock:
+            self._busy.discard(batch_id)
+        with suppress(RedisError):
+            self._connection.hdel(redis_keys.LEASES, batch_id)
+
+    def look_at(self, batch_id: str) -> None:
+        """Look at one batch in full at the next tick, which is now."""
+        self._due.pop(batch_id, None)
+        self.nudge()
+
+    def _renew(self) -> None:
+        with self._lock:
+            for batch_id in self._busy:
+                self._lease(batch_id)
+
+    def _lease(self, batch_id: str) -> bool:
+        milliseconds = int(LEASE_SECONDS * 1000)
+        key = redis_keys.LEASES
+        return scripts.lease(self._connection, key, batch_id, self._holder, milliseconds)
+
+    def _forget_spent(self) -> None:
+        """Delete from the queue what has its files."""
+        spent: Any = self._connection.hgetall(redis_keys.SPENT)
+        for batch_id, queued_id in spent.items():
+            with suppress(NotFoundError):
+                forget_batch(self._connection, queued_id.decode("utf-8", "replace"))
+            self._connection.hdel(redis_keys.SPENT, batch_id)
+
+    def _sweep(self) -> None:
+        self._files.delete_expired()
+        self._files.delete_pending()
+        self._batches.delete_ended()

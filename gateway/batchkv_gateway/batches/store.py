@@ -1,0 +1,159 @@
+"""Batches for their owners: create, read, list, cancel. Each call is one change at most."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from redis import Redis
+
+from batchkv_gateway import redis_keys
+from batchkv_gateway.batches import record as states
+from batchkv_gateway.batches.record import BatchRecord, read_record
+from batchkv_gateway.errors import BAD_REQUEST, ApiError, unknown
+from batchkv_gateway.files.records import INPUT, Files
+from batchkv_gateway.ids import BATCH, is_id, new_id
+from batchkv_gateway.pages import Asked, read_page
+from batchkv_gateway.scripts import Command, create, guarded
+from batchkv_producer.monitor.status import BatchStatus, read_batches
+
+PAGE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class AskedBatch:
+    """What a client asks for. ``metadata`` is JSON with sorted keys."""
+
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    window_seconds: int
+    metadata: str
+    validation: str
+    output_seconds: int
+
+
+class Batches:
+    """The batches of all owners."""
+
+    def __init__(self, connection: Redis, files: Files) -> None:
+        self._connection, self._files = connection, files
+
+    def create(self, owner: str, asked: AskedBatch) -> BatchRecord:
+        """Make a batch, or find the one that was made by the same request before.
+
+        A batch that failed, was cancelled or has expired is made anew, and so is a completed one
+        whose files are gone.
+        """
+        file = self._files.find(owner, asked.input_file_id)
+        if file.purpose != INPUT:
+            raise ApiError(
+                BAD_REQUEST, "the input file must have the purpose batch", param="input_file_id"
+            )
+        now = int(time.time())
+        parts = (owner, file.sha256, asked.endpoint, asked.completion_window, asked.metadata)
+        text = json.dumps([*parts, asked.validation, asked.output_seconds])
+        record = BatchRecord(
+            batch_id=new_id(BATCH),
+            owner=owner,
+            digest=hashlib.sha256(text.encode()).hexdigest(),
+            endpoint=asked.endpoint,
+            input_file_id=file.file_id,
+            content=file.content_name,
+            filename=file.filename,
+            completion_window=asked.completion_window,
+            created=now,
+            expires=now + asked.window_seconds,
+            metadata=asked.metadata,
+            validation=asked.validation,
+            output_seconds=asked.output_seconds,
+        )
+        words = [word for pair in record.as_fields().items() for word in pair]
+        commands: list[Command] = [
+            ("hset", redis_keys.batch(record.batch_id), *words),
+            ("zadd", redis_keys.batches(owner), 0, record.batch_id),
+            ("zadd", redis_keys.OPEN, now, record.batch_id),
+            ("hset", redis_keys.uses(file.file_id), record.batch_id, 1),
+        ]
+        prefixes = (redis_keys.batch(""), redis_keys.file(""))
+        file_key = redis_keys.file(file.file_id)
+        made = create(
+            self._connection,
+            redis_keys.SAME,
+            file_key,
+            record.digest,
+            record.batch_id,
+            prefixes,
+            commands,
+        )
+        if made == "gone":
+            raise unknown("file", file.file_id)
+        return record if made == record.batch_id else self.find(owner, made)
+
+    def find(self, owner: str, batch_id: str) -> BatchRecord:
+        """An owner's batch. Raises ApiError (404) if there is none."""
+        record = None
+        if is_id(batch_id, BATCH):
+            stored: Any = self._connection.hgetall(redis_keys.batch(batch_id))
+            record = read_record(batch_id, stored)
+        if record is None or record.owner != owner:
+            raise unknown("batch", batch_id)
+        return record
+
+    def page(self, owner: str, asked: Asked) -> tuple[list[BatchRecord], bool]:
+        """A page of an owner's batches, and whether there are more."""
+        self.delete_ended()
+        found = read_page(self._connection, redis_keys.batches(owner), asked)
+        with self._connection.pipeline(transaction=False) as pipeline:
+            for batch_id in found.ids:
+                pipeline.hgetall(redis_keys.batch(batch_id))
+            stored: list[Any] = pipeline.execute()
+        records = map(read_record, found.ids, stored)
+        return [record for record in records if record is not None], found.has_more
+
+    def objects(self, records: list[BatchRecord]) -> list[dict[str, Any]]:
+        """OpenAI's objects of batches, with the present counts of those that are open."""
+        ids = [r.queued_id for r in records if r.status in states.OPEN and r.queued_id]
+        queued: dict[str, BatchStatus] = {}
+        if ids:
+            queued = {each.batch_id: each for each in read_batches(self._connection, ids)}
+        return [record.as_object(queued.get(record.queued_id)) for record in records]
+
+    def cancel(self, owner: str, batch_id: str) -> BatchRecord:
+        """Begin to cancel a batch. One that is being cancelled, or was, stays as it is."""
+        record = self.find(owner, batch_id)
+        key, now = redis_keys.batch(batch_id), int(time.time())
+        change: Command = ("hset", key, "status", states.CANCELLING, "cancelling_at", now)
+        expected = (states.VALIDATING, states.IN_PROGRESS)
+        state = guarded(self._connection, key, "status", expected, [change])
+        if state in ("", states.CANCELLING, states.CANCELLED):
+            return self.find(owner, batch_id)
+        raise ApiError(
+            BAD_REQUEST,
+            f"a batch whose status is {state or record.status} cannot be cancelled",
+            code="batch_not_cancellable",
+        )
+
+    def delete_ended(self) -> None:
+        """Delete the records of batches that ended long ago."""
+        now = int(time.time())
+        due: Any = self._connection.zrange(
+            redis_keys.ENDED, 0, now, byscore=True, offset=0, num=PAGE
+        )
+        for raw in due:
+            batch_id = raw.decode("utf-8", "replace")
+            key = redis_keys.batch(batch_id)
+            stored: Any = self._connection.hgetall(key)
+            record = read_record(batch_id, stored)
+            with self._connection.pipeline(transaction=True) as pipeline:
+                if record is not None:
+                    pipeline.zrem(redis_keys.batches(record.owner), batch_id)
+                    same: Any = self._connection.hget(redis_keys.SAME, record.digest)
+                    if same == raw:
+                        pipeline.hdel(redis_keys.SAME, record.digest)
+                pipeline.delete(key)
+                pipeline.zrem(redis_keys.ENDED, batch_id)
+                pipeline.execute()
