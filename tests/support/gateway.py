@@ -1,7 +1,8 @@
 """A gateway in a process of its own. It can be killed, also at a named step of its work.
 
-As a program it is ``batchkv serve`` with one change: DIE_AT names a function of the gateway
-(``package.module:Class.function``), before or after whose call the process ends by SIGKILL.
+As a program it is ``batchkv serve`` with changes: DIE_AT names a function of the gateway
+(``package.module:Class.function``), before or after whose call the process ends by SIGKILL. PATCH
+has other values for constants, as JSON.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ from typing import Any
 from openai import OpenAI
 
 START_SECONDS = 30.0
+PATCHED = ("batchkv_gateway.http.limits", "batchkv_gateway.http.server")
 
 
 class Gateway:
     """One process. ``home`` is its home folder."""
 
-    def __init__(self, redis_url: str, home: Path, *flags: str, die_at: str = "") -> None:
+    def __init__(
+        self, redis_url: str, home: Path, *flags: str, die_at: str = "", **patch: float
+    ) -> None:
         environment = {**os.environ, "BATCHKV_REDIS_URL": redis_url, "BATCHKV_HOME": str(home)}
-        environment["DIE_AT"] = die_at
+        environment |= {"DIE_AT": die_at, "PATCH": json.dumps(patch)}
         self.log = home.parent / f"gateway-{time.monotonic_ns()}.log"
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self.log.open("wb") as log:
@@ -69,9 +73,11 @@ class Gateway:
 
 
 @contextmanager
-def running_gateway(redis_url: str, home: Path, *flags: str, die_at: str = "") -> Iterator[Gateway]:
-    """A gateway for the length of a ``with`` block."""
-    found = Gateway(redis_url, home, *flags, die_at=die_at)
+def running_gateway(
+    redis_url: str, home: Path, *flags: str, die_at: str = "", **patch: float
+) -> Iterator[Gateway]:
+    """A gateway for the length of a ``with`` block. ``patch``: constants of ``PATCHED``."""
+    found = Gateway(redis_url, home, *flags, die_at=die_at, **patch)
     try:
         yield found
     finally:
@@ -131,8 +137,18 @@ def _die_at(place: str) -> None:
     setattr(owner, name, dying)
 
 
+def _patch(constants: dict[str, float]) -> None:
+    """Set constants of the gateway's modules that have them."""
+    for module_name in PATCHED:
+        module = importlib.import_module(module_name)
+        for name in constants.keys() & vars(module).keys():
+            setattr(module, name, constants[name])
+
+
 if __name__ == "__main__":
     from batchkv_producer.cli import main
+
+    _patch(json.loads(os.environ["PATCH"]))
 
     if os.environ.get("DIE_AT"):
         _die_at(os.environ["DIE_AT"])

@@ -72,6 +72,12 @@ class Driver:
         """Look at the open batches now."""
         self._wake.set()
 
+    def look_at(self, batch_id: str) -> None:
+        """Look at one batch in full now."""
+        with self._lock:
+            self._due.pop(batch_id, None)
+        self.nudge()
+
     def _loop(self) -> None:
         while not self._stopping.is_set():
             began = time.monotonic()
@@ -91,7 +97,9 @@ class Driver:
         self._renew()
         found: Any = self._connection.zrange(redis_keys.OPEN, 0, -1)
         ids = [raw.decode("utf-8", "replace") for raw in found]
-        self._due = {batch_id: at for batch_id, at in self._due.items() if batch_id in set(ids)}
+        with self._lock:
+            known = set(ids)
+            self._due = {batch_id: at for batch_id, at in self._due.items() if batch_id in known}
         for start in range(0, len(ids), PAGE):
             for batch_id in self._ready(ids[start : start + PAGE]):
                 self._hand_over(batch_id)
@@ -123,7 +131,7 @@ class Driver:
             if batch_id in self._busy or not self._lease(batch_id):
                 return
             self._busy.add(batch_id)
-        self._due[batch_id] = time.monotonic() + LOOK_SECONDS
+            self._due[batch_id] = time.monotonic() + LOOK_SECONDS
         self._pool.submit(self._work, batch_id)
 
     def _work(self, batch_id: str) -> None:
@@ -140,16 +148,11 @@ class Driver:
             error = LineError("internal_error", f"the gateway failed: {type(fault).__name__}")
             with suppress(RedisError):
                 self._steps.fail(batch_id, (error,))
-        self._due[batch_id] = time.monotonic() + rest
         with self._lock:
+            self._due[batch_id] = time.monotonic() + rest
             self._busy.discard(batch_id)
         with suppress(RedisError):
             self._connection.hdel(redis_keys.LEASES, batch_id)
-
-    def look_at(self, batch_id: str) -> None:
-        """Look at one batch in full at the next tick, which is now."""
-        self._due.pop(batch_id, None)
-        self.nudge()
 
     def _renew(self) -> None:
         with self._lock:

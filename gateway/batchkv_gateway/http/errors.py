@@ -10,7 +10,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from batchkv_gateway.errors import TIMED_OUT, TOO_LARGE, UNAVAILABLE, ApiError
+from batchkv_gateway.errors import (
+    FORBIDDEN,
+    LONG_HEADERS,
+    TIMED_OUT,
+    TOO_LARGE,
+    UNAVAILABLE,
+    ApiError,
+)
 from batchkv_producer.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -32,7 +39,7 @@ def error_response(fault: ApiError) -> Response:
     headers = {"x-should-retry": "true" if may_retry else "false"}
     if fault.status == UNAVAILABLE:
         headers["retry-after"] = str(RETRY_SECONDS)
-    if fault.status in (TIMED_OUT, TOO_LARGE):  # the rest of the body is not read
+    if fault.status in (FORBIDDEN, TIMED_OUT, TOO_LARGE, LONG_HEADERS):  # nothing more is read
         headers["connection"] = "close"
     return Response(
         error_body(fault.status, str(fault), fault.code, fault.param),

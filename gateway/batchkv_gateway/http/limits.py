@@ -12,10 +12,20 @@ from urllib.parse import urlsplit
 from redis.exceptions import RedisError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from batchkv_gateway.errors import FORBIDDEN, TIMED_OUT, TOO_LARGE, UNAVAILABLE, ApiError, invalid
+from batchkv_gateway.errors import (
+    FORBIDDEN,
+    LONG_HEADERS,
+    TIMED_OUT,
+    TOO_LARGE,
+    UNAVAILABLE,
+    ApiError,
+    invalid,
+)
 from batchkv_gateway.http.errors import error_response, queue_unavailable
 
 MAX_REQUESTS = 256  # at once
+MAX_HEADERS = 100
+MAX_HEADER_BYTES = 2**14  # with the path
 MAX_BODY_BYTES = 2**20  # of a request that is no upload
 FORM_BYTES = 2**16  # of an upload, besides its file
 DRAIN_BYTES = 2**26  # of a body that is too large: read and dropped, so that the answer arrives
@@ -84,6 +94,7 @@ class Limits:
     def _check(self, scope: Scope, max_bytes: int) -> None:
         if self._num_requests > MAX_REQUESTS:
             raise ApiError(UNAVAILABLE, "too many requests at once: try again", code="busy")
+        _refuse_long_headers(scope)
         values: dict[bytes, list[bytes]] = {}
         for name, value in scope["headers"]:
             values.setdefault(name.lower(), []).append(value)
@@ -101,6 +112,15 @@ class Limits:
         length = values.get(b"content-length", [b"0"])[0]
         if length.isdigit() and int(length) > max_bytes + DRAIN_BYTES:
             raise _too_large(max_bytes)
+
+
+def _refuse_long_headers(scope: Scope) -> None:
+    """Raise ApiError for headers that came in one piece, which the parser does not measure."""
+    headers = scope["headers"]
+    num_bytes = len(scope["raw_path"]) + len(scope["query_string"])
+    num_bytes += sum(len(name) + len(value) for name, value in headers)
+    if len(headers) > MAX_HEADERS or num_bytes > MAX_HEADER_BYTES:
+        raise ApiError(LONG_HEADERS, "the path or the headers are too long", code="too_large")
 
 
 def _refuse_other_sites(values: dict[bytes, list[bytes]], host: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import h11
@@ -13,14 +14,15 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from batchkv_gateway.http.errors import error_body
+from batchkv_gateway.http.limits import MAX_HEADER_BYTES
 from batchkv_gateway.settings import GatewaySettings
 from batchkv_producer.errors import UsageError
 
 MAX_CONNECTIONS = 512
 HEADER_SECONDS = 10.0  # until a connection's next request has all its headers
 KEEP_ALIVE_SECONDS = 30
-MAX_HEADER_BYTES = 2**14
 STOP_SECONDS = 10
+BACKLOG = 128
 
 
 class Protocol(H11Protocol):
@@ -94,10 +96,12 @@ def listening_socket(settings: GatewaySettings) -> socket.socket:
         kind, _, _, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        found = socket.socket(kind, socket.SOCK_STREAM)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        found.listen(128)
+        with ExitStack() as unless_listening:
+            found = unless_listening.enter_context(socket.socket(kind, socket.SOCK_STREAM))
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+            found.listen(BACKLOG)
+            unless_listening.pop_all()
     except OSError as fault:
         raise UsageError(
             f"cannot listen on {settings.host} port {settings.port}: {fault.strerror or fault}. "

@@ -1,0 +1,174 @@
+"""API keys, and where a gateway may listen."""
+
+from __future__ import annotations
+
+import re
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from click.testing import CliRunner
+from httpx2 import Client as HttpClient
+from openai import OpenAI
+from redis import Redis
+
+from batchkv_gateway import redis_keys
+from batchkv_gateway.keys.store import KeyStore
+from batchkv_gateway.settings import GatewaySettings
+from batchkv_producer.cli import cli
+from batchkv_producer.errors import UsageError
+from support.gateway import Gateway, chat_file, running_gateway
+from support.redis_server import RedisServer
+
+
+@pytest.fixture
+def command(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[CliRunner]:
+    """Runs commands in this process, on an empty server."""
+    monkeypatch.setenv("BATCHKV_REDIS_URL", redis_url)
+    yield CliRunner()
+
+
+def run(command: CliRunner, *words: str) -> Any:
+    return command.invoke(cli, words, prog_name="batchkv")
+
+
+def test_keys_are_made_listed_and_removed(command: CliRunner, redis_connection: Redis) -> None:
+    """A key is shown once and only its digest is stored; wrong names are refused."""
+    key = run(command, "keys", "add", "laptop").output.strip()
+    assert re.fullmatch(r"bkv-[0-9a-f]{8}-[0-9a-f]{32}", key)
+    stored = redis_connection.hgetall(redis_keys.KEYS)
+    assert isinstance(stored, dict)
+    assert key.rpartition("-")[2].encode() not in b"".join([*stored, *stored.values()])
+    assert run(command, "keys", "list").output.startswith("laptop  ")
+    assert key[4:12] in run(command, "keys", "list", "--json").output
+    for name, word in (("laptop", "already"), ("a b", "letters"), ("", "letters")):
+        found = run(command, "keys", "add", "--", name)
+        assert found.exit_code == 2 and word in found.output
+    assert run(command, "keys", "remove", "laptop").exit_code == 0
+    assert run(command, "keys", "remove", "laptop").exit_code == 2
+    assert run(command, "keys", "list").output == ""
+
+
+def test_only_the_whole_key_opens(redis_connection: Redis) -> None:
+    """A changed secret, another id and damaged facts are nobody's."""
+    keys = KeyStore(redis_connection)
+    key = keys.add("a")
+    owner = keys.owner_of(key)
+    assert owner == key[4:12]
+    last = "0" if key[-1] != "0" else "1"
+    for wrong in (key[:-1] + last, key[:-1], f"{key}0", key.replace(owner, "0" * 8), "", "bkv-"):
+        assert keys.owner_of(wrong) is None
+    for damaged in ("{", "[]", '{"name": "a", "digest": 1, "created": 1}'):
+        redis_connection.hset(redis_keys.KEYS, owner, damaged)
+        assert keys.owner_of(key) is None and keys.all() == [] and keys.has_any()
+
+
+def test_no_key_sees_what_another_made(gateway: Gateway, redis_connection: Redis) -> None:
+    """The same file by two keys is two files and two batches; ids of the other key are 404."""
+    keys = KeyStore(redis_connection)
+    made: list[tuple[OpenAI, str, str]] = []
+    for name in ("one", "two"):
+        client = gateway.client(keys.add(name), max_retries=0)
+        file = client.files.create(file=("in", chat_file("a")), purpose="batch")
+        batch = client.batches.create(
+            completion_window="24h", endpoint="/v1/chat/completions", input_file_id=file.id
+        )
+        made.append((client, file.id, batch.id))
+    (one, file, batch), (two, other_file, other_batch) = made
+    assert len({file, batch, other_file, other_batch}) == 4
+    assert [each.id for each in one.files.list()] == [file]
+    assert [each.id for each in two.batches.list()] == [other_batch]
+    calls = [one.files.retrieve, one.files.content, one.files.delete]
+    for call, name in [(c, other_file) for c in calls] + [
+        (one.batches.retrieve, other_batch), (one.batches.cancel, other_batch)
+    ]:  # fmt: skip
+        with pytest.raises(openai.NotFoundError):
+            call(name)
+    with pytest.raises(openai.NotFoundError):
+        one.batches.create(
+            completion_window="24h", endpoint="/v1/chat/completions", input_file_id=other_file
+        )
+    assert (
+        len({redis_connection.hget(redis_keys.batch(b), "digest") for b in (batch, other_batch)})
+        == 2
+    )
+    keys.remove("one")
+    with pytest.raises(openai.AuthenticationError) as caught:
+        one.files.list()
+    assert caught.value.code == "invalid_api_key"
+    stranger = gateway.client("none", max_retries=0)
+    with stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+    for client, _, _ in made:
+        client.close()
+
+
+def test_beyond_loopback_it_starts_only_with_a_key_and_tls(
+    command: CliRunner, redis_connection: Redis, tmp_path: Path
+) -> None:
+    """Without a key, without TLS or --plain, and with an open or bad key file it does not start."""
+    serve = ("serve", "--host", "0.0.0.0", "--port", "0")
+    found = run(command, *serve, "--plain")
+    assert found.exit_code == 2 and "batchkv keys add" in found.output
+    KeyStore(redis_connection).add("a")
+    found = run(command, *serve)
+    assert found.exit_code == 2 and "--tls-cert" in found.output
+    key = tmp_path / "key.pem"
+    tls = ("--tls-cert", str(key), "--tls-key", str(key))
+    assert "No such file" in run(command, *serve, *tls).output
+    key.write_text("no key")
+    key.chmod(0o644)
+    assert "chmod 600" in run(command, *serve, *tls).output
+    key.chmod(0o600)
+    found = run(command, *serve, *tls)
+    assert found.exit_code == 2 and "cannot be used" in found.output
+    assert "belong together" in run(command, *serve, "--tls-cert", "x").output
+    assert "cannot listen" in run(command, "serve", "--host", "192.0.2.1", "--plain").output
+
+
+def test_over_tls_and_beyond_loopback_a_key_is_needed(
+    redis_server: RedisServer, redis_connection: Redis, tmp_path: Path
+) -> None:
+    """A client that knows the certificate is served; one without a key is not, on any address."""
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    names = "subjectAltName=IP:127.0.0.1"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+         "-nodes", "-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=x", "-addext", names],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    key.chmod(0o600)
+    api_key = KeyStore(redis_connection).add("a")
+    flags = ("--host", "0.0.0.0", "--tls-cert", str(cert), "--tls-key", str(key))
+    with running_gateway(redis_server.url, tmp_path / "home", *flags) as gateway:
+        assert gateway.url.startswith("https://")
+        gateway.url = gateway.url.replace("0.0.0.0", "127.0.0.1")
+        http = HttpClient(verify=ssl.create_default_context(cafile=str(cert)))
+        with gateway.client(api_key, max_retries=0, http_client=http) as client:
+            assert client.models.list().data == []
+        KeyStore(redis_connection).remove("a")
+        http = HttpClient(verify=ssl.create_default_context(cafile=str(cert)))
+        removed = gateway.client(api_key, max_retries=0, http_client=http)
+        with removed, pytest.raises(openai.AuthenticationError):
+            removed.models.list()
+
+
+def test_settings_are_read_once_and_named_when_wrong() -> None:
+    """A flag overrides its variable; errors name the one that was given."""
+    environ = {"BATCHKV_GATEWAY_PORT": "81", "BATCHKV_GATEWAY_MAX_FILE": "2MiB"}
+    found = GatewaySettings.read({"port": "82", "keep_files_seconds": "2h"}, environ)
+    assert (found.port, found.max_file_bytes, found.keep_files_seconds) == (82, 2 * 2**20, 7200)
+    assert GatewaySettings.read({"allow_hosts": "a, b"}, {}).allow_hosts == ("a", "b")
+    assert GatewaySettings.read({}, {}) == GatewaySettings()
+    for flags, variables, name in (
+        ({"port": "x"}, {}, "--port"), ({"port": "65536"}, {}, "--port"),
+        ({}, {"BATCHKV_GATEWAY_PORT": "-1"}, "BATCHKV_GATEWAY_PORT"),
+        ({"max_file_bytes": "0"}, {}, "--max-file"), ({"max_rows": "0"}, {}, "--max-rows"),
+        ({"keep_files_seconds": "59m"}, {}, "--keep-files"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=name):
+            GatewaySettings.read(flags, variables)
