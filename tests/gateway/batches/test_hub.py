@@ -1,0 +1,39 @@
+"""The gateway with the rights that a hub gives to a producer."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from batchkv_gateway.keys.store import KeyStore
+from support.gateway import chat_file, running_gateway
+from support.hub import HUB_SOURCE, running_hub
+
+
+def test_a_producers_rights_are_enough(tmp_path: Path) -> None:
+    """Keys, files and a batch that is cancelled need no more than ``queue.acl`` allows."""
+    with running_hub(HUB_SOURCE) as hub:
+        with hub.connect("producer") as connection:
+            key = KeyStore(connection).add("a")
+        with (
+            running_gateway(hub.url("producer"), tmp_path / "home") as gateway,
+            gateway.client(key, max_retries=0) as client,
+        ):
+            file = client.files.create(file=("in", chat_file("a", "b")), purpose="batch")
+            batch = client.batches.create(
+                completion_window="1h", endpoint="/v1/chat/completions", input_file_id=file.id
+            )
+            deadline = time.monotonic() + 30
+            while (found := client.batches.retrieve(batch.id)).status != "cancelled":
+                assert time.monotonic() < deadline, (found, gateway.log.read_text())
+                if found.status == "in_progress":
+                    client.batches.cancel(batch.id)
+                time.sleep(0.1)
+            assert found.request_counts and found.request_counts.failed == 2
+            assert len(client.files.content(str(found.error_file_id)).text.splitlines()) == 2
+            assert client.files.delete(file.id).deleted
+            assert [each.id for each in client.batches.list()] == [batch.id]
+            assert client.models.list().data == []
+        with hub.connect("producer") as connection:
+            KeyStore(connection).remove("a")
+        assert "NOPERM" not in gateway.log.read_text()
