@@ -24,12 +24,11 @@ from batchkv_gateway import redis_keys, scripts
 from batchkv_gateway.batches import record as states
 from batchkv_gateway.batches.check import LineError
 from batchkv_gateway.batches.steps import Steps
-from batchkv_gateway.batches.store import Batches
+from batchkv_gateway.batches.store import Batches, read_queued
 from batchkv_gateway.errors import ApiError
 from batchkv_gateway.files.records import Files
 from batchkv_producer.errors import DiskError, NotFoundError, ServerError
 from batchkv_producer.manage.forget import forget_batch
-from batchkv_producer.monitor.status import read_batches
 
 log = logging.getLogger(__name__)
 
@@ -112,16 +111,18 @@ class Driver:
         """Those of these batches whose next step can be done now."""
         with self._connection.pipeline(transaction=False) as pipeline:
             for batch_id in ids:
-                pipeline.hmget(redis_keys.batch(batch_id), "status", "queued_id")
+                pipeline.hmget(redis_keys.batch(batch_id), "status", "queued_id", "model")
             replies: list[Any] = pipeline.execute()
         now, ready = time.monotonic(), list[str]()
         waiting: dict[str, str] = {}  # id in the queue -> id
-        for batch_id, (status, queued_id) in zip(ids, replies, strict=True):
+        models: dict[str, str] = {}
+        for batch_id, (status, queued_id, model) in zip(ids, replies, strict=True):
             if self._due.get(batch_id, 0.0) <= now:
                 ready.append(batch_id)
             elif status == states.IN_PROGRESS.encode() and queued_id:
-                waiting[queued_id.decode("utf-8", "replace")] = batch_id
-        for queued in read_batches(self._connection, list(waiting)) if waiting else ():
+                name = queued_id.decode("utf-8", "replace")
+                waiting[name], models[name] = batch_id, (model or b"").decode("utf-8", "replace")
+        for queued in read_queued(self._connection, models):
             if queued.is_done or queued.is_overdue:
                 ready.append(waiting[queued.batch_id])
         return ready
