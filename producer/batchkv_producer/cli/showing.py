@@ -55,8 +55,7 @@ def show_overview(
     click.echo("")
     show_workers(found)
     for batch in batches:
-        here = [worker for worker in found if batch.queue in worker.queues]
-        if mismatch := find_mismatch(batch, here):
+        if mismatch := find_mismatch(batch, _serving(client, batch, found)):
             click.echo("")
             print_fields([(batch.batch_id, mismatch.note)])
     if room is not None:
@@ -122,6 +121,14 @@ def _times_left(client: Client, shown: Sequence[BatchStatus], found: Sequence[Wo
     return seconds_left(client.open_batches(queues), found) if queues else {}
 
 
+def _serving(
+    client: Client, batch: BatchStatus, found: Sequence[WorkerInfo]
+) -> Sequence[WorkerInfo]:
+    """The workers of a batch's queue. Those with adapters are read as this queue sees them."""
+    here = [worker for worker in found if batch.queue in worker.queues]
+    return client.serving(batch.queue) if any(worker.adapters for worker in here) else here
+
+
 def listed_fields(
     client: Client, found: Sequence[WorkerInfo], limit: int | None
 ) -> Iterator[dict[str, Any]]:
@@ -136,7 +143,7 @@ def show_batch(client: Client, batch_id: str, *, as_json: bool) -> bool:
     """Print one batch in full. Returns whether it is done."""
     batch, found = client.status(batch_id), client.workers()
     rate = tokens_per_second(client, batch)
-    here = [worker for worker in found if batch.queue in worker.queues]
+    here = _serving(client, batch, found)
     mismatch = find_mismatch(batch, here)
     passing = {worker.name: why_passed_by(batch, worker) for worker in here}
     serving = [name for name, why in passing.items() if not why]

@@ -137,6 +137,29 @@ def test_workers_that_pass_rows_by_are_listed_apart(redis_connection: Redis) -> 
     assert fields["workers"] == [name] and fields["passed_by"] == {}
 
 
+@pytest.mark.usefixtures("at_server")
+def test_a_worker_with_the_adapter_of_a_batch_serves_it(redis_connection: Redis) -> None:
+    """Its weights are compared with the adapter, not those of the model alone."""
+    (batch_id, *_) = fill(redis_connection)
+    served = f"{MODELS[0]}@legal"
+    queue = redis_keys.queue_name(served)
+    about = {"model": served, "queue": queue, "fingerprint": "12ab"}
+    redis_connection.hset(redis_keys.batch(batch_id), mapping=about)
+    redis_connection.rpush(redis_keys.queue(queue), f"{batch_id}-1")
+    name = "a-mac-with-a-long-host-name-in-the-cellar-0-1a2b3c4d"
+    key = redis_keys.worker(name)
+    record = {"queues": f"{redis_keys.queue_name(MODELS[0])},{queue}", "bkv_fingerprint": "99"}
+    redis_connection.hset(key, mapping={**record, "bkv_adapters": "legal:12ab"})
+    redis_connection.sadd(redis_keys.workers(queue), key)
+    fields = json.loads(batchkv("status", batch_id, "--json").stdout)
+    assert (fields["workers"], fields["passed_by"], fields["waits_for"]) == ([name], {}, None)
+    assert "weights 12ab" not in batchkv("status").stdout
+    redis_connection.hset(key, "bkv_adapters", "legal:34cd")
+    fields = json.loads(batchkv("status", batch_id, "--json").stdout)
+    assert fields["workers"] == [] and fields["passed_by"] == {name: "it has weights 34cd"}
+    assert "weights 34cd" in batchkv("status").stdout
+
+
 def test_no_time_left_is_shown_for_rows_that_a_dead_worker_holds() -> None:
     """They wait until its lease ends. A dead worker without rows does not change the time left."""
     open_rows = batch(batch_id="b", ok=90, completion_tokens=900, running=10)
