@@ -262,20 +262,21 @@ def launches_of(kinds: Counter[str], calls: Counter[str]) -> Counter[str]:
 
 def _kept(layers: Sequence[Any]) -> Callable[[], None]:
     """Returns a function that gives the layers back the attributes that they have now."""
-    held = [
-        {
-            name: list(value) if isinstance(value, list) else value
-            for name, value in vars(one).items()
-        }
-        for one in layers
-    ]
+    held = [{name: _copied(value) for name, value in vars(one).items()} for one in layers]
 
     def restore() -> None:
         for layer, attributes in zip(layers, held, strict=True):
             for name, value in attributes.items():
-                setattr(layer, name, list(value) if isinstance(value, list) else value)
+                setattr(layer, name, _copied(value))
 
     return restore
+
+
+def _copied(value: Any) -> Any:
+    """Lists of arrays as other objects: a write in place changes the object that it is made in."""
+    if isinstance(value, list):
+        return [one.astype(one.dtype) if isinstance(one, mx.array) else one for one in value]
+    return value
 
 
 def measured(
