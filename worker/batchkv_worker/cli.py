@@ -127,6 +127,9 @@ Examples:
   batchkv kv-report -m MODEL --schemes "affine4,last=float" --text a.txt
 
 \b
+The tables show k8v4 as affine8+affine4, and turbo3.5 as turbo4+turbo3.
+
+\b
 Every number is measured, against float on the same device:
   bytes        of the arrays that a row's tokens fill, for each kind of layer
   error        of the output of attention, on the model's own inputs: the mean
