@@ -46,6 +46,7 @@ from batchkv_producer.wire.job import (
 )
 
 MAX_NAME_CHARS = 80
+MAX_TYPOS = 2  # letters by which a mistyped name may be longer or shorter than a field
 
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": "chat",
@@ -214,7 +215,11 @@ def _hint(name: str, endpoint: Endpoint) -> str:
     """What a field that no API has was probably meant to be; "" if that is not known."""
     if name == "extra_body":  # an argument of OpenAI's Python client
         return "put the fields that are in it directly into the body"
-    known = (field for at, field in BY_NAME if at == endpoint)
+    known = (
+        field
+        for at, field in BY_NAME
+        if at == endpoint and abs(len(field) - len(name)) <= MAX_TYPOS
+    )
     close = get_close_matches(name, known, n=1, cutoff=0.8)
     return f"did you mean {close[0]}?" if close else ""
 
