@@ -17,7 +17,7 @@ MAX_FAN_OUT = 12
 
 ORDER: dict[str, tuple[str, ...]] = {
     "batchkv_worker": (
-        *("cli", "__init__", "rq_config", "tune", "doctor", "queue", "bench"),
+        *("cli", "__init__", "rq_config", "tune", "doctor", "queue", "queue.live", "bench"),
         *("engine", "engine.answers", "engine.grammar", "engine.tokens", "engine.schedule"),
         *("prefix.explain", "prefix.shared", "prefix", "report", "model"),
         *("kv.start", "kv.layers", "kv.slots", "kv.attention"),
@@ -28,7 +28,18 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "batchkv_producer": (
         *("__main__", "entry", "cli", "__init__", "doctor", "service", "local", "connecting"),
-        *("client", "submit", "manage", "results", "monitor", "order", "intake", "server", "wire"),
+        *(
+            "client",
+            "submit",
+            "manage",
+            "results",
+            "live",
+            "monitor",
+            "order",
+            "intake",
+            "server",
+            "wire",
+        ),
         *("retry", "disk", "progress", "settings_table", "agreed", "errors"),
     ),
     "batchkv_gateway": (

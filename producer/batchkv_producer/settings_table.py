@@ -201,6 +201,13 @@ TABLE = (
         "GPU; where 4 s are too short to measure it is 1,024 on Metal and 2,048 on CUDA",
     ),
     Setting(
+        "lane_chunk", ("BATCHKV_LANE_CHUNK",), "--lane-chunk", ValueType.WHOLE, "256", "",
+        "tokens", BLOCK_TOKENS, 65_536, BLOCK_TOKENS,
+        metavar="TOKENS", help="Prompt tokens of batches at once while somebody asks.",
+        about="prompt tokens of batches that are computed at once while somebody waits for answers "
+        "(`batchkv ask`), and for a minute after. Smaller chunks delay those answers less",
+    ),
+    Setting(
         "dtype", ("BATCHKV_DTYPE",), "--dtype", ValueType.CHOICE, "auto", choices=DTYPES,
         metavar="|".join(DTYPES), help="The number type that the model computes in.",
         about="the number type that the model computes in. `auto` is float32 on a CPU, else the "

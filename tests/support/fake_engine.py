@@ -25,7 +25,7 @@ from batchkv_producer.wire.choice import Choice
 from batchkv_producer.wire.job import Usage
 from batchkv_producer.wire.maker import Maker
 from batchkv_worker.errors import ModelError
-from batchkv_worker.events import Completed, Event, Rejected, Work
+from batchkv_worker.events import Completed, Event, Piece, Rejected, Work
 from batchkv_worker.model.load_progress import report
 from batchkv_worker.queue.pause import Pause, PowerWatch
 from batchkv_worker.queue.rq_worker import BatchWorker
@@ -56,6 +56,7 @@ class FakePlan:
 class _Row:
     work: Work
     steps_left: int
+    num_said: int = 0
 
 
 class FakeEngine:
@@ -120,7 +121,11 @@ class FakeEngine:
         if self._plan.tally and ended:
             self._num_ended += len(ended)
             Path(self._plan.tally).write_text(str(self._num_ended))
-        return [self._end(row.work) for row in ended]
+        live = [row for row in self._decoding if row.work.is_live and row.steps_left > 0]
+        pieces: list[Event] = [
+            Piece(row.work.job_id, piece) for row in live if (piece := _piece(row))
+        ]
+        return pieces + [self._end(row.work) for row in ended]
 
     def fill_slots(self) -> None:
         while self._waiting and len(self._decoding) < self._slots:
@@ -169,6 +174,13 @@ class FakeEngine:
         answer = self._plan.answer or f"{word} {text}"
         more = tuple(Choice(f"{answer} #{number}", "stop") for number in range(1, work.num_wanted))
         return Completed(work.job_id, answer, "stop", usage, more=more)
+
+
+def _piece(row: _Row) -> str:
+    """One character of the echo for each step but the last."""
+    text = f"echo {prompt_of(row.work)}"
+    row.num_said += 1
+    return text[row.num_said - 1 : row.num_said]
 
 
 def prompt_of(work: Work) -> str:

@@ -22,12 +22,14 @@ class Work:
     """One row to generate. ``job_id`` names it in every event.
 
     ``shared_bytes``: how many bytes of its text another row of its batch begins with; None when
-    that is not known.
+    that is not known. ``is_live``: somebody waits for it, so it goes before all other rows, and its
+    text is sent as it is made (``Piece``).
     """
 
     job_id: str
     request: Request
     shared_bytes: int | None = None
+    is_live: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -78,6 +80,14 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """More of the text of a live row's answer. All pieces are how its text begins."""
+
+    job_id: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class EngineDied:
     """The engine's thread has ended; its rows must go back to the queue.
 
@@ -102,7 +112,7 @@ class Recalled:
     job_ids: tuple[str, ...]
 
 
-Event = Completed | Rejected | EngineDied
+Event = Completed | Rejected | Piece | EngineDied
 
 
 class EngineLike(Protocol):

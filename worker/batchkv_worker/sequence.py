@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Protocol
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_producer.wire.job import TokenLogprob
@@ -116,6 +116,12 @@ _NEXT = {
 }
 
 
+class TextStream(Protocol):
+    """The text of a row as far as it is certain (``engine.tokens.text_stream``)."""
+
+    def next(self, row: Sequence) -> str: ...
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A row from its prompt's tokens to its end.
@@ -158,6 +164,8 @@ class Sequence:
     first_cached: int = -1  # ``num_cached`` of its prompt; -1: it was never preempted
     num_failures: int = 0  # how often memory ran out while it was alone
     replay_of: Sequence | None = None  # the row that this one repeats without the cache, see audit
+    is_live: bool = False  # somebody waits for it: it goes before rows of batches
+    stream: TextStream | None = None  # sends its text as it is made; only of live rows
     choice: int = 0  # its number among the choices of its row, see ``engine.tokens.choices``
     first_choice: Sequence | None = None  # of its row; None: it is the first, or the only one
     unqueued: list[Sequence] = field(default_factory=list)  # choices that wait for its prompt

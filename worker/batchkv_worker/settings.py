@@ -139,6 +139,7 @@ class WorkerSettings:
     memory_bytes: int | None = _default("memory_bytes")
     admission: Admission = _default("admission")  # noqa: RUF009  (a str, never changed)
     prefill_chunk: int | None = _default("prefill_chunk")  # None: measured at start
+    lane_chunk: int = _default("lane_chunk")
     dtype: str = _default("dtype")
     wired_limit: bool = _default("wired_limit")
     lease_seconds: int = _default("lease_seconds")

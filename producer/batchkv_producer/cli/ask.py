@@ -22,7 +22,7 @@ from batchkv_producer.errors import UsageError
 from batchkv_producer.intake.formats import MAX_LINE_BYTES
 from batchkv_producer.intake.prompting import Prompting
 from batchkv_producer.local import ask as asking
-from batchkv_producer.progress import printable, reporter
+from batchkv_producer.progress import Reporter, printable, reporter
 from batchkv_producer.results import outfile, output
 from batchkv_producer.server.embedded import ensure_running
 from batchkv_producer.server.home import home_from_environment
@@ -55,11 +55,11 @@ def ask(
     url: str | None,
     as_json: bool,
 ) -> None:
-    """Ask one question, print the answer, keep nothing. PROMPT - reads all of standard input.
+    """Ask one question, print its answer as it is made. PROMPT - reads standard input.
 
-    The question runs before all other work of the model. If no worker serves the model, one is
-    started here and ends after the answer. For many questions start `batchkv worker` first. Exit
-    code 1 if there is no answer: standard error says why.
+    Nothing is kept. The question runs before all other work of the model. If no worker serves the
+    model, one is started here and ends after the answer. For many questions start `batchkv worker`
+    first. Exit code 1 if there is no answer: standard error says why.
 
     \b
     Examples:
@@ -74,10 +74,13 @@ def ask(
     with session(url) as opened, reporter() as progress:
         home = home_from_environment() if opened.is_embedded else None
         revive = partial(ensure_running, home) if home else None
+        printer = _Printer(progress)
         row = asking.ask(
-            opened.client, opened.connection, opened.url, question, progress, revive=revive
+            *(opened.client, opened.connection, opened.url, question, progress),
+            revive=revive,
+            on_piece=(lambda _: None) if as_json else printer.add,
         )
-    ctx.exit(_print_row(row, as_json))
+    ctx.exit(_print_row(row, as_json, printer))
 
 
 def _text(prompt: str) -> str:
@@ -94,13 +97,40 @@ def _text(prompt: str) -> str:
         raise UsageError("the prompt on standard input is not UTF-8 text") from None
 
 
-def _print_row(row: StoredRow, as_json: bool) -> int:
-    """Print the answer. Returns the exit code."""
+class _Printer:
+    """Prints the answer piece by piece, without the newlines at its end."""
+
+    def __init__(self, progress: Reporter | None = None) -> None:
+        self._progress = progress
+        self._newlines = ""  # that are not printed yet
+        self.num_chars = 0  # printed or held back
+
+    def add(self, piece: str) -> None:
+        """Print a piece. The first one ends the display of progress."""
+        if not self.num_chars and self._progress is not None:
+            self._progress.__exit__()
+        self.num_chars += len(piece)
+        text = self._newlines + piece
+        printed = text.rstrip("\n")
+        self._newlines = text[len(printed) :]
+        if printed:
+            _write(printed, end="")
+
+    def end(self, text: str = "") -> None:
+        """End the line, after what is left of the text."""
+        self._newlines = self._newlines if text[self.num_chars :].strip("\n") else ""
+        _write(self._newlines + text[self.num_chars :].rstrip("\n"))
+
+
+def _print_row(row: StoredRow, as_json: bool, printer: _Printer | None = None) -> int:
+    """Print the answer, or what is left of it. Returns the exit code."""
     result = row.result
     if as_json:
         _write(output.output_line(row.job_id, result))
     elif result.outcome == "ok":
-        _write(result.text.rstrip("\n"))
+        (printer or _Printer()).end(result.text)
+    elif printer is not None and printer.num_chars:
+        printer.end()
     if result.outcome != "ok":
         code, message = result.error or (result.outcome, "the question was canceled")
         say(f"no answer: {code}: {message}")
@@ -120,7 +150,8 @@ def _why_cut(result: Result) -> str:
     return f"the answer was cut after {num:,} tokens: --max-tokens N allows more"
 
 
-def _write(text: str) -> None:
+def _write(text: str, end: str = "\n") -> None:
     raw = outfile.encoded(printable(text) if sys.stdout.isatty() else text)
+    raw = raw if end else raw.removesuffix(b"\n")
     sys.stdout.buffer.write(raw)
     sys.stdout.buffer.flush()

@@ -1,8 +1,9 @@
 """``batchkv ask``: answers one prompt and leaves nothing on the server.
 
-A question is a batch of one row with an id of its own, so the same question is computed again each
-time. It runs before all other rows of the model. The batch is deleted as soon as it has an answer,
-or when the user stops the command. If this process is killed, the batch expires.
+A question is a live row (``live_ask``): it runs before all rows of batches, and its text is printed
+as it is made. Where workers or the hub are of a version without live rows, it is a batch of one row
+with high priority. That batch is deleted as soon as it has an answer, or when the user stops the
+command. If this process is killed, the row is canceled, and the batch expires.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from functools import partial
 from redis import Redis
 from redis.exceptions import RedisError
 
-from batchkv_producer.client import Client, StoredRow, Submitted
+from batchkv_producer.client import Client, StoredRow
 from batchkv_producer.errors import BatchkvError, UsageError
 from batchkv_producer.intake.formats import MAX_LINE_BYTES
 from batchkv_producer.intake.prompting import AUTO, Prompting
 from batchkv_producer.intake.source import Inputs, Piece
 from batchkv_producer.local.follow import snapshot_of
+from batchkv_producer.local.live_ask import LiveQuestion, NoLaneError, OnPiece
 from batchkv_producer.local.local_workers import (
     WORKER_COMMAND,
     LocalWorkers,
@@ -36,6 +38,7 @@ from batchkv_producer.local.signals import Interrupted, noted_signals
 from batchkv_producer.local.worker_checks import WAY_OUT_OF_ASK, check_model_folder, check_rights
 from batchkv_producer.monitor.delays import Delays
 from batchkv_producer.monitor.workers import ASK_NAME_PREFIX, WorkerInfo
+from batchkv_producer.order.planner import with_defaults
 from batchkv_producer.progress import Reporter
 from batchkv_producer.retry import called_during_outages, read_with_retry
 from batchkv_producer.settings_table import BY_NAME
@@ -44,7 +47,7 @@ from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.adapter import Adapter, with_adapter
 from batchkv_producer.wire.batch_options import BatchOptions, Deadline
-from batchkv_producer.wire.job import SamplingParams
+from batchkv_producer.wire.job import Request, SamplingParams
 
 TURN_SECONDS = 0.05
 # The deadlines matter only if the process is killed; else it deletes the batch itself.
@@ -66,6 +69,15 @@ class Question:
     def served(self) -> str:
         """The name under which workers serve the model, with its adapter."""
         return with_adapter(self.model, self.adapter.name if self.adapter else "")
+
+    def request(self) -> Request:
+        """The row, with all that was asked for it. Raises UsageError."""
+        self.prompting.check()
+        if self.prompting.no_thinking and self.defaults.thinking_budget is not None:
+            raise UsageError("--no-thinking and --thinking-budget exclude each other")
+        custom_id = f"ask-{secrets.token_hex(8)}"
+        row = Request(custom_id, "completion", prompt=self.prompt, style="auto")
+        return self.prompting.apply(replace(row, params=with_defaults(self.defaults)(row.params)))
 
     def source(self) -> Inputs:
         """The input of one row, with an id that no other question has. Raises UsageError."""
@@ -91,46 +103,93 @@ def ask(
     *,
     revive: Callable[[], object] | None = None,
     worker_command: Sequence[str] = WORKER_COMMAND,
+    on_piece: OnPiece = lambda _: None,
 ) -> StoredRow:
-    """The row with its answer or its error. Afterwards its batch is gone from the server.
+    """The row with its answer or its error. ``on_piece`` gets the text as it is made.
 
     If no worker serves the model, one is started here for this question. Raises as ``run`` does.
     """
-    source = question.source()
+    source, request = question.source(), question.request()
     served = question.served
     with adapter_folders.given(question.adapter):
         is_served = _is_served(served, client.serving(redis_keys.queue_name(served)))
+        weights = fingerprint.of_model(served)
     num_local = 0 if is_served else 1
     own = own_model(served, question.adapter) if num_local else OwnModel(served)
     if num_local:
         check_model_folder(own.model)
         check_rights(connection, url, served, WAY_OUT_OF_ASK)
-    submitted = client.submit(
-        source,
-        model=question.model,
-        defaults=question.defaults,
-        job_timeout_seconds=question.job_timeout_seconds,
-        name="ask",
-        options=replace(OPTIONS, adapter=question.adapter),
-        prompting=question.prompting,
+    plan = WorkerPlan(
+        model=own.model,
+        url=url,
+        logs=tidied_home(connection).logs,
+        name_prefix=ASK_NAME_PREFIX,
+        num_workers=num_local,
+        arguments=own.arguments,
+        command=tuple(worker_command),
+        variables=((BY_NAME["polite"].variable, "off"),),  # somebody waits for the answer
     )
-    with _forget_at_end(client, submitted):
-        plan = WorkerPlan(
-            model=own.model,
-            url=url,
-            logs=tidied_home(connection).logs,
-            name_prefix=ASK_NAME_PREFIX,
-            num_workers=num_local,
-            arguments=own.arguments,
-            command=tuple(worker_command),
-            variables=((BY_NAME["polite"].variable, "off"),),  # somebody waits for the answer
-        )
-        if num_local:
-            reporter.note(f"nobody serves {served}: a worker is started for this question")
-        workers = LocalWorkers(plan, partial(reclaim, client, own.queues), reporter.note)
-        with one_try(connection):
-            waiting = _Waiting(client, submitted, workers, reporter, num_local)
-            return waiting.wait(Outage(reporter.note, revive))
+    if num_local:
+        reporter.note(f"nobody serves {served}: a worker is started for this question")
+    workers = LocalWorkers(plan, partial(reclaim, client, own.queues), reporter.note)
+    with one_try(connection):
+        outage = Outage(reporter.note, revive)
+        with _ended(_Waiting(workers, outage)) as waiting:
+            live = LiveQuestion(
+                *(connection, request, served, weights or ""),
+                *(question.job_timeout_seconds, on_piece, reporter),
+            )
+            try:
+                return waiting.wait(lambda: live.look(TURN_SECONDS), live.close)
+            except NoLaneError:
+                batch = _Batch(client, question, source, reporter, num_local)
+                return waiting.wait(batch.look, batch.forget)
+
+
+class _Batch:
+    """The question as a batch of one row, for workers of versions without live rows."""
+
+    def __init__(
+        self,
+        client: Client,
+        question: Question,
+        source: Inputs,
+        reporter: Reporter,
+        num_local: int,
+    ) -> None:
+        self._client = client
+        self._reporter = reporter
+        self._delays = Delays(client.serving, reporter.note, num_local)
+        with adapter_folders.given(question.adapter):
+            self._batch_id = client.submit(
+                source,
+                model=question.model,
+                defaults=question.defaults,
+                job_timeout_seconds=question.job_timeout_seconds,
+                name="ask",
+                options=replace(OPTIONS, adapter=question.adapter),
+                prompting=question.prompting,
+            ).batch_id
+
+    def look(self) -> StoredRow | None:
+        """The row, once it has ended."""
+        status = self._client.status(self._batch_id)
+        self._reporter.update(snapshot_of(status, self._delays.look(status)))
+        if not status.is_done:
+            time.sleep(TURN_SECONDS)
+            return None
+        row = read_with_retry(lambda: next(self._client.results(self._batch_id), None))
+        if row is None:
+            raise BatchkvError(
+                "the question was deleted from the server while it ran (`batchkv forget`): "
+                "run the same command again"
+            )
+        return row
+
+    def forget(self) -> None:
+        """Delete the batch. If the server is away then, the batch expires."""
+        with suppress(BatchkvError, RedisError):
+            self._client.forget(self._batch_id)
 
 
 def _is_served(model: str, serving: Sequence[WorkerInfo]) -> bool:
@@ -143,75 +202,56 @@ def _is_served(model: str, serving: Sequence[WorkerInfo]) -> bool:
     )
 
 
-@contextmanager
-def _forget_at_end(client: Client, submitted: Submitted) -> Iterator[None]:
-    """Delete the batch at the end. If the server is away then, the batch expires."""
-    try:
-        yield
-    finally:
-        with suppress(BatchkvError, RedisError):
-            client.forget(submitted.batch_id)
-
-
 class _Waiting:
-    """The loop: reads the batch's status, supervises our own worker, checks for signals."""
+    """The loop: looks for the answer, supervises our own worker, checks for signals."""
 
-    def __init__(
-        self,
-        client: Client,
-        submitted: Submitted,
-        workers: LocalWorkers,
-        reporter: Reporter,
-        num_local: int,
-    ) -> None:
-        self._client = client
-        self._batch_id = submitted.batch_id
+    def __init__(self, workers: LocalWorkers, outage: Outage) -> None:
         self._workers = workers
-        self._reporter = reporter
-        self._delays = Delays(client.serving, reporter.note, num_local)
+        self._outage = outage
+        self._caught: list[int] = []
 
-    def wait(self, outage: Outage) -> StoredRow:
-        """The row, once it has ended. Raises Interrupted after a signal."""
-        with noted_signals() as caught:
+    def wait(self, look: Callable[[], StoredRow | None], forget: Callable[[], object]) -> StoredRow:
+        """The row, once ``look`` returns it. Then, or after a fault or a signal, ``forget`` is
+        called. Raises Interrupted after a signal."""
 
-            def wait_for_server() -> None:
-                outage.begin()
-                self._check_signals(caught)
+        def wait_for_server() -> None:
+            self._outage.begin()
+            self._check_signals()
 
+        try:
+            with called_during_outages(wait_for_server):
+                while True:
+                    row = read_with_retry(look)
+                    self._outage.end()
+                    if row is not None:
+                        return row
+                    self._check_signals()
+                    self._workers.supervise(0)
+        finally:
+            if not self._outage.is_on:
+                with called_during_outages(give_up):
+                    forget()
+
+    def _check_signals(self) -> None:
+        if self._caught:
+            raise Interrupted(
+                self._caught[0], "interrupted; the question is deleted from the server"
+            )
+
+    def run(self) -> Iterator[_Waiting]:
+        """Note signals, and at the end stop our own worker, which has nothing left to finish."""
+        with noted_signals() as self._caught:
             try:
-                with called_during_outages(wait_for_server):
-                    return self._loop(caught, outage)
+                yield self
             finally:
-                self._end(outage, caught)
+                num_handled = len(self._caught)
+                with called_during_outages(give_up):
+                    if self._outage.is_on:
+                        self._workers.abandon()
+                    else:
+                        self._workers.stop(lambda: len(self._caught) > num_handled)
 
-    def _loop(self, caught: list[int], outage: Outage) -> StoredRow:
-        while True:
-            status = read_with_retry(partial(self._client.status, self._batch_id))
-            outage.end()
-            self._reporter.update(snapshot_of(status, self._delays.look(status)))
-            if status.is_done:
-                row = read_with_retry(lambda: next(self._client.results(self._batch_id), None))
-                if row is None:
-                    raise BatchkvError(
-                        "the question was deleted from the server while it ran (`batchkv forget`): "
-                        "run the same command again"
-                    )
-                return row
-            self._check_signals(caught)
-            self._workers.supervise(status.num_ended)
-            time.sleep(TURN_SECONDS)
 
-    def _check_signals(self, caught: list[int]) -> None:
-        if caught:
-            raise Interrupted(caught[0], "interrupted; the question is deleted from the server")
-
-    def _end(self, outage: Outage, caught: list[int]) -> None:
-        """Delete the batch, then stop our own worker, which has nothing left to finish then."""
-        num_handled = len(caught)
-        with called_during_outages(give_up):
-            if outage.is_on:
-                self._workers.abandon()
-                return
-            with suppress(BatchkvError, RedisError):
-                self._client.forget(self._batch_id)
-            self._workers.stop(lambda: len(caught) > num_handled)
+@contextmanager
+def _ended(waiting: _Waiting) -> Iterator[_Waiting]:
+    yield from waiting.run()

@@ -45,12 +45,30 @@ key                        type    content
                                    that one worker cleans in each interval
 ``batchkv:lock:Q:apart``   string  name of the worker that takes no new rows until it can take the
                                    suspects of queue ``Q``, so that no other does; expires
+``batchkv:live:Q``         list    ids of live rows of queue ``Q`` that wait; the left end is the
+                                   head
+``batchkv:live:row:L``     hash    live row ``L``: ``queue``, ``data`` (as of a job), ``to`` (the
+                                   asker), ``needs`` (abilities), ``fingerprint``, ``timeout``
+                                   (seconds), ``sent`` (pieces of its answer so far), ``again`` (1:
+                                   queued again once). While a worker has it: ``exec`` (the lease),
+                                   ``worker``, ``until`` (the lease's end, seconds since 1970). It
+                                   expires 30 s after the asker's last sign of life
+``batchkv:live:to:A``      stream  pieces of answers and results for asker ``A``; expires
+``batchkv:live:seen:Q``    string  the last worker that answered live rows of ``Q``; expires after
+                                   60 s
 =========================  ======  ==============================================================
 
 ``queued`` is never stored: it is ``total - ok - failed - canceled - running``. The rows shown as
 running are those in ``batchkv:held:B``; the counter is written for older versions. If a batch has
 ``keep``, its keys up to ``batchkv:done`` expire together. Its id stays in ``batchkv:batches``, so
 that an expired batch differs from an unknown one. A forgotten batch leaves no key.
+
+A **live row** is no job of RQ: nothing lists it, and nothing of it is kept. Its moves (``live.py``)
+are these. ``ask``: queued, if a worker can answer it. ``turn``: a worker takes it, with a lease of
+10 s that it renews. ``write``: pieces of the answer leave by the asker's stream; with the result,
+the row is deleted. ``keep``: the asker lives. If the worker's lease is over, the row is queued
+again, but only once, and only if no piece was sent; else it has ended. ``cancel``: the row is
+deleted.
 
 RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``B-<line>`` in queue
 ``Q``:
@@ -90,6 +108,7 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
                                    (bytes), ``bkv_slots`` (rows that it decodes at once; 0 until
                                    its model is loaded), ``bkv_beat_ms`` (the time between two
                                    heartbeats) and ``bkv_seen`` (the last one, by the server's time)
+                                   ``bkv_live`` (1: it answers live rows)
 ``rq:workers``             set     keys of all workers; ``rq:workers:Q`` those of one queue
 ``rq:suspended``           string  while it is there, no worker takes jobs
 ``rq:pubsub:<name>``       channel RQ's commands to a worker (``stop-job``)
@@ -179,6 +198,26 @@ def due(name: str) -> str:
 def registry(kind: str, name: str) -> str:
     """Key of one of RQ's registries: kind is wip, finished, failed or canceled."""
     return f"rq:{kind}:{name}"
+
+
+def live(name: str) -> str:
+    """Key of the live rows that wait in a queue."""
+    return f"batchkv:live:{name}"
+
+
+def live_row(row_id: str) -> str:
+    """Key of a live row."""
+    return f"batchkv:live:row:{row_id}"
+
+
+def live_stream(asker: str) -> str:
+    """Key of the stream of an asker."""
+    return f"batchkv:live:to:{asker}"
+
+
+def live_seen(name: str) -> str:
+    """Key that exists if a worker answered live rows of a queue in the last minute."""
+    return f"batchkv:live:seen:{name}"
 
 
 def worker(name: str) -> str:

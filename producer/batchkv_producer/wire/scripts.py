@@ -17,6 +17,7 @@ _PRELUDES: dict[str, tuple[str, ...]]  # scripts that are put before a script
 _PRELUDES = dict.fromkeys(("retry", "mend", "forget", "sweep", "restore", "recount"), ("common",))
 _PRELUDES |= dict.fromkeys(("give_back", "reap"), ("common", "suspects"))
 _PRELUDES |= dict.fromkeys(("submit", "settle", "copy", "follow"), ("common", "duplicates"))
+_PRELUDES |= dict.fromkeys(("live_ask", "live_keep", "live_cancel"), ("live",))
 _PRELUDES |= {"pull": ("maker", "suspects"), "finish": ("common", "duplicates", "maker")}
 
 FLUSHES = 3  # tries: somebody may call `SCRIPT FLUSH` between the load of a script and its run

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence as Tokens
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from batchkv_producer.wire.job import Request, SamplingParams
 from batchkv_worker.engine.engine import Engine, EngineConfig
 from batchkv_worker.engine.schedule.admission import FEWEST_OUTPUTS
 from batchkv_worker.engine.tokens.guide import AllOf, Mask, allow_only
-from batchkv_worker.events import Completed, Event, Work
+from batchkv_worker.events import Completed, Event, Piece, Work
 from batchkv_worker.guide import Guide
 from batchkv_worker.model.loader import LoadedModel
 from support import tiny_models, tiny_tokenizers
@@ -204,3 +205,30 @@ def test_rows_that_leave_their_slots_come_back() -> None:
     for name, event in roomy.items():
         assert preempted[name].token_ids == event.token_ids, name
         assert re.fullmatch(str(pattern.value), event.text) and event.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        ("<think>\nhm <b>\n</think>\n\nTwo  words.\n\nMore \u00fc\U0001f600", {}),
+        ("No thought, a < b", {}),
+        ("\n starts with white space", {}),
+        (f"Let me see. {CALLS['qwen3']}", WEATHER),
+    ],
+)
+def test_pieces_of_a_live_row_are_its_answer_alone(text: str, asked: dict[str, Any]) -> None:
+    """Neither a thought nor a call is in the pieces. They are how the answer's text begins."""
+    running, tokenizer = engine("qwen3", slots=1), tiny_tokenizers.tokenizer("qwen3")
+    running.add(replace(work("0", **asked), is_live=True))
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    running._scheduler.waiting[-1].guide = Script([*tokens, tokenizer.eos_token_id])
+    events: list[Event] = []
+    while not running.is_idle:
+        events += running.step()
+    running.close()
+    *found, end = events
+    assert isinstance(end, Completed)
+    sent = "".join(one.text for one in found if isinstance(one, Piece))
+    assert end.text.startswith(sent)
+    assert bool(sent) == (not text.startswith("\n"))
+    assert "think" not in sent and "get_weather" not in sent

@@ -99,6 +99,8 @@ class DecodeRows:
 
     def _place(self, group: PrefillGroup, row: Sequence) -> Placement | None:
         """Give a row a slot; None when there is no room."""
+        if not self.scheduler.layouts.num_free:  # a live row has taken it
+            return None
         shared = self._leaders_prefix(row, group)
         one = Placement(row, group.rows.index(row), shared.num_tokens if shared else 0)
         max_cells = self.scheduler.memory.max_cells(group, one.demand, shared)
@@ -202,6 +204,16 @@ class DecodeRows:
                 return
             self._preempt(leaving)
 
+    def give_way(self, read_back: Callable[[], bool]) -> None:
+        """A live row needs a slot or memory: a row of a batch leaves its slot for a while."""
+        if all(row.is_live for row in self.by_slot.values()):
+            return
+        read_back()
+        rows = [row for row in self.by_slot.values() if not row.is_live]
+        if rows and self.scheduler.needs_way:  # no row has ended meanwhile
+            leaving = min(rows, key=lambda row: (row.num_preempted, self._loss(row)))
+            self._preempt([leaving], is_for_live=True)
+
     def shed(self) -> int:
         """Preempt rows until the others fit the budget, and give their memory back.
 
@@ -256,10 +268,14 @@ class DecodeRows:
                 return order[:place]
         return order
 
-    def _preempt(self, rows: list[Sequence], *, parks: bool = True) -> None:
+    def _preempt(
+        self, rows: list[Sequence], *, parks: bool = True, is_for_live: bool = False
+    ) -> None:
+        taken = f"{self.scheduler.budget.memory_bytes} bytes for keys and values are taken"
         log.info(
-            "%d of %d rows leave their slots for a while: %d bytes for keys and values are taken",
-            *(len(rows), len(self.by_slot), self.scheduler.budget.memory_bytes),
+            "%d of %d rows leave their slots for a while: %s",
+            *(len(rows), len(self.by_slot)),
+            "somebody waits for an answer" if is_for_live else taken,
         )
         self.num_preempted += len(rows)
         self._in_transit = rows

@@ -31,6 +31,7 @@ from batchkv_worker.engine.decode_rows import DecodeRows
 from batchkv_worker.engine.decode_step import OpenStep, Step, build_step
 from batchkv_worker.engine.diagnostics import Diagnostics
 from batchkv_worker.engine.grammar.grammars import Grammars
+from batchkv_worker.engine.live import LiveRows
 from batchkv_worker.engine.prefill import Prefill
 from batchkv_worker.engine.pressure import NoPressure, Pressure
 from batchkv_worker.engine.recovery import Recovery
@@ -112,8 +113,8 @@ class Engine:
         self._decode_rows = DecodeRows(
             *(self._slots, self._scheduler, self.prefixes, self._prefill, self._builder)
         )
-        self._rows = self._decode_rows.by_slot
-        self._choices = Choices()
+        self._rows, self._choices = self._decode_rows.by_slot, Choices()
+        self._live = LiveRows(self._decode_rows, config.lane_chunk)
         self._diagnostics = Diagnostics(self._scheduler, self._decode_rows, self._choices)
         self.report, self.memory_bytes = self._diagnostics.report, self._diagnostics.memory_bytes
         self.maker, self.has_changed = loaded.maker(config.scheme), loaded.has_changed
@@ -150,6 +151,7 @@ class Engine:
                 shared = self.client.counts_shared
                 row = prepare(work, self.loaded, counts_shared=shared)
                 constraint = self._answers.attach(row, work.request).constraint
+                self._live.attach(row, work, self.loaded.tokenizer)
                 self.submit_row(row, work.num_choices, work.num_wanted, constraint)
         except RowRefused as refusal:
             self._ends.refuse(work.job_id, refusal.code, str(refusal))
@@ -242,6 +244,7 @@ class Engine:
             self.cancel(row.job_id)
             self._ends.refuse(row.job_id, refusal.code, str(refusal))
         self.client.advance(self._scheduler.waiting)
+        self._live.make_way(self._read_in_flight)
         self._run_prefill()
         self._decode_rows.make_room(self._read_in_flight)
         upcoming = self._build_step() if self._rows else None
@@ -312,7 +315,7 @@ class Engine:
         self._grammars.close()
         self._rows.clear()
         self._slots.close()
-        self._prefill.drop()
+        self._prefill.close()
         self.prefixes.clear()
         self._in_flight = None
         self.plan.undo()

@@ -106,6 +106,7 @@ class _Builder:
             slots=self._slots,
             prefetch=settings.rows_ahead(self._slots),
             chunk_tokens=settings.prefill_chunk,
+            lane_chunk=settings.lane_chunk,
             memory_bytes=self._memory_bytes,
             backend=backend,
             admission=settings.admission,

@@ -24,6 +24,10 @@ TIMED_EVERY = 32  # chunks
 NEW_SHARE = 0.2  # of a new sample in the moving average
 
 
+# Of a group that was set aside: its prefill rows, shared prefix, parked row, and chunk size.
+_Held = tuple[PrefillRows | None, SharedPrefix | None, list[Pieces] | None, int]
+
+
 class Prefill:
     """The group whose prompts are being computed, and its prefill rows."""
 
@@ -49,20 +53,20 @@ class Prefill:
         self._rows: PrefillRows | None = None
         self.shared_prefix: SharedPrefix | None = None  # that its rows are computed after
         self._parked: list[Pieces] | None = None  # of a row that was computed before
+        self._aside: tuple[PrefillGroup, _Held] | None = None
         self._traced: list[mx.array] = []  # of each chunk one number; see wait_for_traced
         self._new_traced: list[mx.array] = []
 
     @property
     def is_active(self) -> bool:
         """Whether prompts are held."""
-        return self._rows is not None
+        return self._rows is not None or self._aside is not None
 
     def advance(self) -> PrefillGroup | None:
         """Compute the next chunk of the scheduler's group. Returns the group, if there is one."""
         group = self._scheduler.next_group()
         if group is not self._group:
-            self.drop()
-            self._group = group
+            self._exchange(group)
         if group is None:
             return None
         ENGINE.enter(PREFILL)
@@ -81,6 +85,29 @@ class Prefill:
             self._compute_chunk(group)
         ENGINE.enter(DECODE)
         return group
+
+    def _exchange(self, group: PrefillGroup | None) -> None:
+        """Begin this group, or go on with it. One that the scheduler set aside keeps its arrays."""
+        if self._group is not None and self._group is self._scheduler.aside:
+            held = (self._rows, self.shared_prefix, self._parked, self._chunk_tokens)
+            self._aside, self._group = (self._group, held), None
+        self.drop()
+        if self._aside is not None and self._aside[0] is group:
+            self._rows, self.shared_prefix, self._parked, self._chunk_tokens = self._aside[1]
+            self._aside = None
+        elif self._scheduler.aside is None:
+            self._drop_aside()  # all its rows were cancelled
+        self._group = group
+
+    def _drop_aside(self) -> None:
+        for row in self._aside[0].rows if self._aside else ():
+            self._client.forget(row)
+        self._aside = None
+
+    def close(self) -> None:
+        """Release all arrays, also those of a group that was set aside."""
+        self.drop()
+        self._drop_aside()
 
     def _mark(self, arrays: list[mx.array]) -> None:
         """Copy one number of a chunk: holding the chunk's own array would make MLX copy it."""
@@ -113,7 +140,10 @@ class Prefill:
         """One chunk of the group's prompts; logits are never read, so MLX never computes them."""
         assert self._rows is not None
         start = group.position
-        end = group.chunk_end(self._chunk_tokens, self._width(group))
+        chunk = self._chunk_tokens
+        if not group.is_live:
+            chunk = min(chunk, self._scheduler.chunk_tokens)
+        end = group.chunk_end(chunk, self._width(group))
         width = end - start
         lengths = tuple(max(0, min(width, row.num_prefill - start)) for row in group.rows)
         started = self._start_watch()

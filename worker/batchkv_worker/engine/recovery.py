@@ -90,7 +90,7 @@ class Recovery:
             num_rows = len(again) + len(lost)
             self._decode_rows.extend_keys(again)
             lost = again + lost
-        self._prefill.drop()
+        self._prefill.close()
         self._prefixes.clear()
         self._client.drop_unsent()
         if is_of_device:

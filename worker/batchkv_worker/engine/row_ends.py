@@ -17,7 +17,7 @@ from batchkv_worker.engine.decode_step import Step
 from batchkv_worker.engine.prefill import Prefill
 from batchkv_worker.engine.tokens import outputs
 from batchkv_worker.engine.tokens.choices import Choices
-from batchkv_worker.events import Completed, Event, Rejected
+from batchkv_worker.events import Completed, Event, Piece, Rejected
 from batchkv_worker.guide import GuideFault
 from batchkv_worker.model.loader import LoadedModel
 from batchkv_worker.prefix.interface import PrefixClient
@@ -62,6 +62,8 @@ class RowEnds:
                 event = outputs.take(row, index, read, self._loaded.tokenizer)
                 if row.guide is not None and not row.is_ended:
                     row.guide.take(row.generated[-1])
+                if row.stream is not None and event is None and (text := row.stream.next(row)):
+                    self.events.append(Piece(row.job_id, text))
             except GuideFault as fault:
                 self.stop(row, ErrorCode.INVALID_REQUEST, str(fault))
                 continue

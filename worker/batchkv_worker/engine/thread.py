@@ -2,7 +2,8 @@
 
 The main thread puts orders into the inbox (``add``, ``cancel``, ``stop``) and reads lists of
 notices from the outbox. The engine waits only for its inbox, and only while it is idle. It does not
-know Redis. A slow main thread only lets the outbox grow.
+know Redis. A slow main thread only lets the outbox grow. Events of live rows do not go through it:
+``on_live`` gets them on the engine's thread.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from batchkv_worker.events import (
     EngineLike,
     Event,
     ExchangesAdapters,
+    Piece,
     Recalled,
     Serving,
     Work,
@@ -56,6 +58,7 @@ class Wake:
     """Ends a wait of the main loop; nothing happened in the engine."""
 
 
+LiveEvents = Callable[[list[Event]], object]
 Notice = Event | Ready | LoadFailed | Wake | Recalled | Serving
 
 
@@ -92,6 +95,8 @@ class EngineThread:
         self.num_slots = self.max_in_flight = 0  # until it is built
         self.maker: Maker = NOBODY  # until it is built
         self.makers: Mapping[str, Maker] = {}  # by adapter, once it is built and if it has any
+        self.on_live: LiveEvents = self._outbox_of_live  # gets all events of live rows
+        self._live: set[str] = set()  # ids of the live rows that the engine has
         self.loading = ""  # how far building the engine is; empty once it is there
 
     def start(self) -> None:
@@ -210,8 +215,24 @@ class EngineThread:
             events = engine.step()
             self.num_steps += 1
             self.max_in_flight = engine.max_in_flight
+            if self._live:
+                events = self._without_live(events)
             if events:
                 self._outbox.put(events)
+
+    def _without_live(self, events: list[Event]) -> list[Event]:
+        """Hand over the events of live rows, which need not wait for the main thread."""
+        live: list[Event] = []
+        others: list[Event] = []
+        for event in events:
+            (live if _job_of(event) in self._live else others).append(event)
+        self._live.difference_update(_job_of(one) for one in live if not isinstance(one, Piece))
+        if live:
+            self.on_live(live)
+        return others
+
+    def _outbox_of_live(self, events: list[Event]) -> None:
+        self._outbox.put(events)
 
     def _take_orders(self, engine: EngineLike) -> bool:
         """Carry out the orders in the inbox; wait for one while the engine is idle. False: stop."""
@@ -225,12 +246,15 @@ class EngineThread:
             while order is not None:
                 if isinstance(order, _Cancel):
                     engine.cancel(order.job_id)
+                    self._live.discard(order.job_id)
                 elif isinstance(order, _Recall):
                     found = engine.recall(order.job_ids, order.count)
                     self._outbox.put((Recalled(tuple(found)),))
                 elif isinstance(order, _Serve):
                     self._exchange(engine, order.adapter)
                 else:
+                    if order.is_live:
+                        self._live.add(order.job_id)
                     engine.add(order)
                     self.num_steps += 1  # progress too: a long prompt takes time to tokenize
                 if not engine.is_idle and time.monotonic() > until:
@@ -256,6 +280,10 @@ class EngineThread:
         while not self._orders:
             self._orders.extend(self._inbox.get(block, IDLE_SECONDS if block else None))
         return self._orders.popleft()
+
+
+def _job_of(event: Event) -> str:
+    return "" if isinstance(event, EngineDied) else event.job_id
 
 
 def _note_memory() -> None:

@@ -25,6 +25,7 @@ from batchkv_worker.trace import IDLE, MAIN, REDIS
 FINISH_GROUP = 200  # results in one script call: a few milliseconds of the server's time
 APART_SECONDS = 300  # within which a worker should have emptied itself; then another tries
 RENEW_GROUP = 500  # leases in one script call, for the same reason
+LIVE_RANK = -1  # before the rank of the highest priority
 _LEASE = re.compile(rb"([\w-]{1,200}):([0-9a-f]{1,64})-([0-9]{1,12})")
 # Errors of a server that will be well again: full, a replica for now, its disk full, loading.
 _PASSING = ("OOM", "READONLY", "MISCONF", "LOADING", "MASTERDOWN", "NOREPLICAS", "BUSY", "TRYAGAIN")
@@ -112,7 +113,10 @@ class RedisSide:
         self._queue = queue
 
     def heads(self, queues: Sequence[str]) -> dict[str, Head]:
-        """The first waiting job of each queue that has any; read only."""
+        """The first waiting job of each queue that has any; read only.
+
+        A live row goes before all jobs.
+        """
         pipeline = self._connection.pipeline(transaction=False)
         for queue in queues:
             for key in redis_keys.waiting_lists(queue):
@@ -126,10 +130,17 @@ class RedisSide:
             batch_id, _ = redis_keys.parse_job_id(job_id.decode("utf-8", "replace")) or ("", 0)
             pipeline.hget(redis_keys.batch(batch_id), "created")
         times = pipeline.execute(raise_on_error=False)  # the key may be of another type
-        return {
+        heads = {
             queue: Head(rank, float(time) if isinstance(time, bytes) and time.isdigit() else 0.0)
             for (queue, (rank, _)), time in zip(first.items(), times, strict=True)
         }
+        for queue in queues:
+            pipeline.llen(redis_keys.live(queue))
+        counts = pipeline.execute(raise_on_error=False)  # the hub may be of an older version
+        live = [
+            queue for queue, count in zip(queues, counts, strict=True) if count in range(1, 2**31)
+        ]
+        return heads | dict.fromkeys(live, Head(LIVE_RANK, 0.0))
 
     def pull(self, count: int, num_workers: int, num_begin: int, *, may_be_apart: bool) -> Run:
         """See Transitions.pull_run."""

@@ -34,13 +34,15 @@ from batchkv_producer.local.awake import Awake, kept_awake
 from batchkv_producer.local.power import is_on_battery
 from batchkv_producer.local.presence import Presence, reclaim_dead_of_home
 from batchkv_producer.local.worker_checks import check_model_folder
+from batchkv_producer.wire.live import LiveMoves
 from batchkv_worker.engine.thread import EngineThread
 from batchkv_worker.errors import SettingsError, WorkerError
 from batchkv_worker.events import EngineLike
 from batchkv_worker.model.adapter_files import read_all
-from batchkv_worker.queue.abilities import log_missing
+from batchkv_worker.queue.abilities import log_missing, own_abilities
 from batchkv_worker.queue.in_flight import InFlight
 from batchkv_worker.queue.job_puller import Limits
+from batchkv_worker.queue.live import LiveLane
 from batchkv_worker.queue.pause import Pause, PowerWatch
 from batchkv_worker.queue.redis_side import RedisSide, is_outage
 from batchkv_worker.queue.session import Session
@@ -119,6 +121,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
         self.settings = settings
         self._session: Session | None = None
         self._stop: StopRequest | None = None
+        self._lane: LiveLane | None = None
 
     def work(
         self,
@@ -160,8 +163,10 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             self._pause(settings, engine, awake) as pause,
         ):
             state = WorkerState(InFlight(settings.model, self.name), self._stop, pause)
+            state.live = self._lane = self._live_lane(settings, engine, state)
             session = self._session = Session(side, engine, state, settings, limits)
             try:
+                self._lane.start()
                 engine.start()
                 code = self._run(session)
             finally:
@@ -232,6 +237,16 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             look_around=presence.reclaim_dead,
         )
 
+    def _live_lane(
+        self, settings: WorkerSettings, engine: EngineThread, state: WorkerState
+    ) -> LiveLane:
+        return LiveLane(
+            LiveMoves(self.connection),
+            *(self.queues[0].name, self.name, engine, InFlight(settings.model, self.name)),
+            most=lambda: state.most_live(engine.num_slots),
+            abilities=own_abilities(),
+        )
+
     def _register_again(self) -> None:
         """Write the worker's record again: the server lost it, or it expired in an outage."""
         self.log.warning("Worker %s: registering again", self.name)
@@ -284,7 +299,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
     request_force_stop = request_stop
 
     def handle_payload(self, message: dict[Any, Any]) -> None:
-        """A command of RQ's: stop-job for any job in flight, shutdown. On RQ's pubsub thread."""
+        """Commands: stop-job for any job in flight, shutdown, live. On RQ's pubsub thread."""
         try:
             payload = dict(parse_payload(message))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as fault:
@@ -293,6 +308,8 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
         command, job_id = payload.get("command"), payload.get("job_id")
         if command == "stop-job" and isinstance(job_id, str) and self._session is not None:
             self._session.request_cancel(job_id)
+        elif command == "live" and self._lane is not None:
+            self._lane.wake()
         elif command == "shutdown" and self._stop is not None:
             self._stop.on_signal()
         else:

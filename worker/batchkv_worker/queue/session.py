@@ -99,6 +99,7 @@ class Session:
     def leave(self) -> int:
         """Store results and give back the other jobs; the exit code. Tries for a while."""
         self._report_stop()
+        self._state.live.close()
         self._engine.stop()
         self._watchdog.disarm()
         self._background.close()
@@ -237,7 +238,7 @@ class Session:
             self._busy_seconds += now - self._last_turn
         self._last_turn = now
         self._watchdog.arm()
-        has_work = not state.is_ready or self._in_flight.num_started > 0
+        has_work = not state.is_ready or self._in_flight.num_started + state.live.num_rows > 0
         if state.engine_fault is None and self._watchdog.is_hung(self._engine.num_steps, has_work):
             job_ids = [lease.job_id for lease in self._in_flight.started]
             self._watchdog.dump(self._engine.report(), job_ids)
@@ -297,6 +298,7 @@ class Session:
         self._in_flight.model = self._settings.served_name(adapter)
         self._puller.switch()
         self._state.is_ready = True
+        self._state.live.serve(self._in_flight.model)
 
     def _switch_queue(self) -> None:
         """Have the engine serve the next queue, once nothing of the former one is held."""
@@ -304,7 +306,7 @@ class Session:
             return
         self._side.return_unanswered()
         self._puller.look_at_queues()  # its jobs may be gone by now
-        if self._state.may_switch:
+        if self._state.may_switch and self._state.live.hold():
             self._state.is_ready = False
             self._engine.serve(self._settings.queues[self._state.next_queue])
 

@@ -9,12 +9,41 @@ written by the session alone, ``is_outdated`` and ``next_queue`` by the job pull
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from batchkv_producer.wire.transitions import JobResult
 from batchkv_worker.events import Completed, Rejected, Work
 from batchkv_worker.queue.in_flight import InFlight
 from batchkv_worker.queue.pause import Pause
 from batchkv_worker.queue.stop import StopRequest
+
+
+class LiveRows(Protocol):
+    """The rows that somebody waits for (``queue.live``). They are in none of the lists here."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    def hold(self) -> bool: ...
+
+    def serve(self, model: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NoLiveRows:
+    """A worker that answers no live rows."""
+
+    num_rows = 0
+
+    def hold(self) -> bool:
+        return True
+
+    def serve(self, model: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class WorkerState:
@@ -24,6 +53,7 @@ class WorkerState:
         self.in_flight = in_flight
         self.stop = stop
         self.pause = pause or Pause()
+        self.live: LiveRows = NoLiveRows()
         self.results: list[JobResult] = []  # of rows that have ended
         self.canceled: list[tuple[str, bytes]] = []  # (job id, canceled result)
         self.is_ready = False  # the engine has loaded its model
@@ -53,7 +83,13 @@ class WorkerState:
     @property
     def is_empty(self) -> bool:
         """Whether no row is held, and Redis has the results of all rows that have ended."""
-        return not (self.in_flight or self.results or self.canceled)
+        return not (self.in_flight or self.results or self.canceled or self.live.num_rows)
+
+    def most_live(self, num_slots: int) -> int:
+        """How many live rows may be held: half of the slots while there are rows of batches."""
+        if not self.may_start or self.next_queue:
+            return 0
+        return max(1, num_slots // 2) if self.in_flight else num_slots
 
     def start(self, count: int) -> list[Work]:
         """Take the first rows of the backlog: work for the engine. The others have failed."""

@@ -51,6 +51,19 @@ class AnswerReader:
     def _split(self, text: str, form: AnswerFormat) -> Parts:
         return split(text, form, self.state, is_exact=self.is_exact)
 
+    def certain(self, text: str) -> str:
+        """The part of the answer's text that an output so far is certain to have.
+
+        Once there is a marker, white space around the text is left out. So it is not sent before.
+        """
+        if self.form.is_harmony:
+            return ""
+        parts = self._split(text, self.form)
+        is_divided = bool(parts.reasoning) or self.state == REASONING
+        if parts.calls or (text[:1].isspace() and not is_divided):
+            return ""
+        return parts.text.rstrip()
+
     def _calls(self, job_id: str, parts: Parts) -> tuple[ToolCall, ...]:
         name_id = id_maker(job_id, self.form.parser_name)
         found = tool_calls(parts.calls, self.form.parser, self.tools, name_id)

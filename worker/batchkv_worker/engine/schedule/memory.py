@@ -48,6 +48,7 @@ class Memory:
         self._layouts = layouts
         self.whole = budget  # the most that may be used
         self.budget = budget  # the most that may be used now; less after memory ran out
+        self._aside_bytes = 0  # of a group whose prefill waits for live rows
         self._num_calm_rows = 0  # rows that ended well since the chunk size changed
 
     # -- bytes in use
@@ -57,11 +58,16 @@ class Memory:
         slots = self._layouts.bytes_held(self.budget.costs)
         return Held(self.budget.memory_bytes, slots, self._prefill_bytes(group))
 
+    def set_aside(self, group: PrefillGroup | None) -> None:
+        """This group keeps its arrays while another one is in prefill; None: no group does."""
+        self._aside_bytes = 0
+        self._aside_bytes = self._prefill_bytes(group)
+
     def _prefill_bytes(self, group: PrefillGroup | None) -> int:
         if group is None:
-            return 0
+            return self._aside_bytes
         new = self._layouts.bytes_of_new(self.budget.costs, group.shared_prefix)
-        return self.budget.prefill_bytes(group.demands) + new
+        return self.budget.prefill_bytes(group.demands) + new + self._aside_bytes
 
     # -- which rows fit
 
@@ -81,7 +87,8 @@ class Memory:
         """
         costs = self.budget.costs
         slots = self._layouts.peak_bytes(costs, list(demands), ahead, list(shared_keys))
-        return slots + self.budget.prefill_bytes(demands) <= self.budget.memory_bytes
+        held = slots + self.budget.prefill_bytes(demands) + self._aside_bytes
+        return held <= self.budget.memory_bytes
 
     def fits_shared_prefix(
         self, keys: list[bytes], computed_after: PrefixPart | None, group: PrefillGroup

@@ -34,6 +34,11 @@ class PrefillGroup:
         self.position = position
 
     @property
+    def is_live(self) -> bool:
+        """Whether somebody waits for its rows. Live rows are in groups of their own."""
+        return self.rows[0].is_live
+
+    @property
     def wanted(self) -> list[Sequence]:
         """Its rows that were not cancelled."""
         return [row for row in self.rows if not row.is_ended]

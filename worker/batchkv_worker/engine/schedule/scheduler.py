@@ -60,6 +60,9 @@ class Scheduler:
         self._is_held = False  # the machine is short of memory
         self.output_lengths = OutputLengths()
         self._group: PrefillGroup | None = None
+        self._aside: PrefillGroup | None = None  # a group that waits for live rows to be computed
+        self._lane_chunk = 0  # tokens of a chunk while live rows come; 0: none have come lately
+        self._is_short = False  # the first live row has a slot, and does not fit the memory
         self._waiting: deque[Sequence] = deque()
         self._uses = Uses() if uses is None else uses  # how many waiting rows have a block
 
@@ -67,6 +70,32 @@ class Scheduler:
     def group(self) -> PrefillGroup | None:
         """The group in prefill."""
         return self._group
+
+    @property
+    def aside(self) -> PrefillGroup | None:
+        """A group in prefill that waits until live rows are computed."""
+        return self._aside
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk of rows of batches now."""
+        whole = self.memory.budget.chunk_tokens
+        return min(whole, self._lane_chunk) if self._lane_chunk else whole
+
+    def use_lane(self, chunk_tokens: int) -> None:
+        """While live rows come, cut chunks to so many tokens and keep a slot free; 0: do not."""
+        self._lane_chunk = chunk_tokens
+
+    @property
+    def needs_way(self) -> bool:
+        """Whether a live row waits that has no slot or no memory, and need not wait for others."""
+        waiting = self._waiting
+        if not waiting or not waiting[0].is_live or not self._is_ready(waiting[0]):
+            return False
+        if not self._may_start() or (self._group is not None and self._group.is_live):
+            return False
+        num_promised = sum(not row.is_live for row in self._in_prefill())
+        return self._is_short or self.layouts.num_free <= num_promised
 
     @property
     def budget(self) -> Budget:
@@ -84,7 +113,8 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not self._waiting and self._group is None and not self.layouts.num_active
+        is_computing = self._group is not None or self._aside is not None
+        return not self._waiting and not is_computing and not self.layouts.num_active
 
     def hold(self, is_held: bool) -> None:
         """While held, no group starts while rows decode, and the budget does not grow."""
@@ -97,13 +127,21 @@ class Scheduler:
             self.memory.relax()
 
     def add(self, row: Sequence) -> None:
-        self._waiting.append(row)
+        if row.is_live:
+            self._waiting.insert(self._num_live(), row)
+        else:
+            self._waiting.append(row)
         self._uses.add(row.block_keys)
 
+    def _num_live(self) -> int:
+        """How many live rows wait. They come before all others."""
+        return sum(1 for _ in takewhile(lambda row: row.is_live, self._waiting))
+
     def requeue(self, rows: Iterable[Sequence]) -> None:
-        """Put preempted rows before all others, in this order."""
-        found = list(rows)
-        self._waiting.extendleft(reversed(found))
+        """Put preempted rows before all others, in this order, but after live rows."""
+        found = sorted(rows, key=lambda row: not row.is_live)
+        live = [self._waiting.popleft() for _ in range(self._num_live())]
+        self._waiting.extendleft(reversed(sorted([*found, *live], key=lambda row: not row.is_live)))
         for row in found:
             self._uses.add(row.block_keys)
 
@@ -112,16 +150,17 @@ class Scheduler:
 
         So the choices of one row end soon after each other, and few rows are open at one time.
         """
-        begun = list(takewhile(lambda row: row.is_begun, self._waiting))
+        begun = list(takewhile(lambda row: row.is_begun or row.is_live, self._waiting))
         rest = islice(self._waiting, len(begun), None)
         self._waiting = deque((*begun, *rows, *rest))
         for row in rows:
             self._uses.add(row.block_keys)
 
     def abandon_group(self) -> list[Sequence]:
-        """Forget the group in prefill. Returns its rows that were not cancelled."""
-        group, self._group = self._group, None
-        return group.wanted if group else []
+        """Forget what is in prefill. Returns its rows that were not cancelled."""
+        groups, self._group, self._aside = (self._group, self._aside), None, None
+        self.memory.set_aside(None)
+        return [row for group in groups if group for row in group.wanted]
 
     def ahead(self, rows: Iterable[Sequence]) -> int | None:
         """How many future tokens to count for each row at admission; None: all of them."""
@@ -136,7 +175,7 @@ class Scheduler:
                 self._uses.remove(row.block_keys)
                 row.end("canceled")
                 return row
-        for row in self._group.rows if self._group else ():
+        for row in self._in_prefill():
             if row.job_id == job_id:
                 row.end("canceled")  # its prompt is computed with the others, then dropped
                 return row
@@ -144,15 +183,38 @@ class Scheduler:
 
     def is_in_prefill(self, row: Sequence) -> bool:
         """Whether the row is in the group in prefill, cancelled or not."""
-        return self._group is not None and any(one is row for one in self._group.rows)
+        return any(one is row for one in self._in_prefill())
+
+    def _in_prefill(self) -> Iterable[Sequence]:
+        groups = (group for group in (self._group, self._aside) if group is not None)
+        return (row for group in groups for row in group.rows)
 
     def next_group(self) -> PrefillGroup | None:
         """The group whose next chunk is computed now; None when no row waits or none fits."""
         if self._group is not None and not self._group.wanted:
             self._group = None  # all its rows were cancelled
+        if self._waiting and self._waiting[0].is_live:
+            self._set_aside()
+        if self._group is None and self._aside is not None:
+            first = self._waiting[0] if self._waiting else None
+            can_begin = first is not None and first.is_live and self._can_begin(first)
+            live = self._form_group() if can_begin else None
+            self._group, self._aside = (live, self._aside) if live else (self._aside, None)
+            self.memory.set_aside(self._aside)
         if self._group is None and self._waiting and self._may_start() and self._is_worth_it():
             self._group = self._form_group()
         return self._group
+
+    def _set_aside(self) -> None:
+        """A live row does not wait for prompts of batches: they go on after its own."""
+        group = self._group
+        is_of_batch = group is not None and not group.is_live and not group.is_computed
+        if is_of_batch and self._aside is None and self._can_begin(self._waiting[0]):
+            self._group, self._aside = None, group
+            self.memory.set_aside(group)
+
+    def _can_begin(self, row: Sequence) -> bool:
+        return self.layouts.num_free > 0 and self._may_start() and self._is_ready(row)
 
     def _may_start(self) -> bool:
         """Whether memory allows a group to start; when no row decodes, one always may."""
@@ -164,6 +226,9 @@ class Scheduler:
         When no row decodes, no slot will become free, so any number is enough.
         """
         free, waiting = self.layouts.num_free, len(self._waiting)
+        if self._waiting[0].is_live and free:
+            return True
+        free -= self._num_kept()
         enough = max(1, self.layouts.num_slots // 16)
         return free >= min(enough, waiting) or not self.layouts.num_active
 
@@ -175,6 +240,9 @@ class Scheduler:
         """
         window, points = self._alike()
         cached = window[0].num_cached if window else 0
+        is_live = bool(window) and window[0].is_live
+        free = self.layouts.num_free - (0 if is_live else self._num_kept())
+        chunk = self.memory.budget.chunk_tokens if is_live else self.chunk_tokens
         rows: list[Sequence] = []
         upcoming: set[bytes] = set()
         width = 0
@@ -183,13 +251,14 @@ class Scheduler:
             if block in upcoming:
                 continue
             width = max(width, row.num_prefill - cached)
-            fits_chunk = not rows or (len(rows) + 1) * width <= self.memory.budget.chunk_tokens
-            room = len(rows) < self.layouts.num_free
+            fits_chunk = not rows or (len(rows) + 1) * width <= chunk
+            room = len(rows) < free
             if not (room and fits_chunk and self._fits_memory([*rows, row], points)):
                 break
             rows.append(row)
             if block is not None:
                 upcoming.add(block)
+        self._is_short = is_live and not rows
         if not rows:
             return None
         chosen = set(map(id, rows))
@@ -199,6 +268,10 @@ class Scheduler:
             self._uses.remove(row.block_keys)
         return PrefillGroup(rows, cached, points)
 
+    def _num_kept(self) -> int:
+        """Slots that rows of batches do not get: one for the next live row while any come."""
+        return 1 if self._lane_chunk and self.layouts.num_slots > 1 else 0
+
     def _alike(self) -> tuple[list[Sequence], SplitPoints]:
         """Ready rows that may be computed with the next one, those of similar length first.
 
@@ -207,7 +280,8 @@ class Scheduler:
         window = [row for row in islice(self._waiting, LOOKAHEAD) if self._is_ready(row)]
         if not window:
             return [], ()
-        window = longest_first(window, self.layouts.num_slots)
+        live = [row for row in window if row.is_live]
+        window = live or longest_first(window, self.layouts.num_slots)
         for row in window:
             row.num_cached = self._num_cached(row)
         if parked := window[0].parked:  # computed already: it only needs a slot

@@ -1,0 +1,100 @@
+"""The moves of live rows: rows that somebody waits for. Each is one script in ``lua/``.
+
+A live row has lists of its own, so workers of older versions do not see it. ``redis_keys`` has its
+keys and its states. All times are the server's.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.scripts import Scripts
+from batchkv_producer.wire.transition_types import JobLease, Pulled
+
+ASKER_LEASE_SECONDS = 30  # after the last sign of life of the asker, its rows are canceled
+WORKER_LEASE_SECONDS = 10  # after the last sign of life of the worker, its rows are lost
+MAX_WAITING = 1000  # live rows of one queue
+
+Asked = Literal["ok", "loading", "away", "nobody", "full"]
+Kept = Literal["kept", "gone", "lost", "nobody"]
+Kind = Literal["d", "e", "b"]  # a piece of the text, the end, given back
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRow:
+    """A row to ask. ``fingerprint`` of the model's files; "" for any. ``needs``: abilities."""
+
+    row_id: str
+    queue: str
+    data: bytes
+    needs: tuple[str, ...] = ()
+    fingerprint: str = ""
+    timeout_seconds: int = 3600
+
+
+@dataclass(frozen=True, slots=True)
+class LiveWrite:
+    """A piece of an answer, its end, or a row given back. ``number`` counts from 1 for each row."""
+
+    lease: JobLease
+    kind: Kind
+    number: int
+    payload: bytes
+
+
+class LiveMoves(Scripts):
+    """The moves over one connection, which must return bytes."""
+
+    def ask(self, row: LiveRow, asker: str, max_waiting: int = MAX_WAITING) -> Asked:
+        """Queue a row, unless nobody can answer it now. Only "ok" wrote anything."""
+        keys = [redis_keys.live(row.queue), redis_keys.live_row(row.row_id)]
+        args: list[Any] = [row.row_id, row.queue, row.data, asker, ASKER_LEASE_SECONDS]
+        args += [" ".join(row.needs), row.fingerprint, max_waiting, row.timeout_seconds]
+        answer: Asked = self._run("live_ask", keys, args).decode()
+        return answer
+
+    def keep(self, asker: str, row_ids: Sequence[str]) -> list[Kept]:
+        """The asker still waits for these rows. Says of each what has become of it."""
+        keys = [redis_keys.live_stream(asker)]
+        answers = self._run("live_keep", keys, [ASKER_LEASE_SECONDS, *row_ids])
+        return [answer.decode() for answer in answers]
+
+    def cancel(self, row_ids: Iterable[str]) -> int:
+        """Nobody waits for these rows any more. Returns how many were there."""
+        return int(self._run("live_cancel", [], list(row_ids)))
+
+    def turn(
+        self,
+        queue: str,
+        worker: str,
+        held: Sequence[JobLease],
+        count: int,
+        fingerprint: str,
+        abilities: Sequence[str],
+    ) -> tuple[list[str], list[Pulled]]:
+        """Renew leases, and take up to ``count`` rows. Returns (ids of lost rows, rows taken)."""
+        keys = [redis_keys.live(queue), redis_keys.worker(worker), redis_keys.live_seen(queue)]
+        args: list[Any] = [worker, WORKER_LEASE_SECONDS, count, secrets.token_hex(8), fingerprint]
+        args += [" ".join(abilities), len(held)]
+        for lease in held:
+            args += (lease.job_id, lease.execution)
+        lost, taken = self._run("live_turn", keys, args)
+        rows = [
+            Pulled(JobLease(row.decode(), execution.decode()), data, 0, int(timeout), rank=0)
+            for row, execution, data, timeout in taken
+        ]
+        return [row.decode() for row in lost], rows
+
+    def write(self, queue: str, writes: Sequence[LiveWrite]) -> list[str]:
+        """Send pieces and ends to the askers. Returns the ids of rows that are not held any more.
+
+        The call may be repeated: a number of a row that was written is skipped.
+        """
+        args: list[Any] = []
+        for one in writes:
+            args += (one.lease.job_id, one.lease.execution, one.kind, one.number, one.payload)
+        return [row.decode() for row in self._run("live_write", [redis_keys.live(queue)], args)]
