@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 5
 INTERNAL = 500
+NO_PATH = "there is no such path: /v1/files, /v1/batches and /v1/models are here"
 
 
 def error_body(status: int, message: str, code: str | None, param: str | None = None) -> bytes:
@@ -63,7 +64,7 @@ async def on_usage_error(_: Request, fault: Exception) -> Response:
 async def on_http_error(_: Request, fault: Exception) -> Response:
     """Handler of Starlette's own errors: no such path, or not this method."""
     assert isinstance(fault, HTTPException)
-    words = {404: "there is no such path here", 405: "this path does not have this method"}
+    words = {404: NO_PATH, 405: "this path does not have this method"}
     message = words.get(fault.status_code, fault.detail)
     response = error_response(ApiError(fault.status_code, message, code="unknown_url"))
     response.headers.update(fault.headers or {})

@@ -251,6 +251,8 @@ def test_wrong_requests_are_refused(client: OpenAI) -> None:
     for call in (client.batches.retrieve, client.batches.cancel):
         with pytest.raises(openai.NotFoundError):
             call("batch_" + "0" * 32)
+    with pytest.raises(openai.NotFoundError, match="/v1/batches and /v1/models are here"):
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
     assert client.batches.list().data == []
 
 
