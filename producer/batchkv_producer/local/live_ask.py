@@ -14,6 +14,7 @@ from batchkv_producer.progress import Reporter, Snapshot
 from batchkv_producer.results.stored_rows import StoredRow
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Request
+from batchkv_producer.wire.live import is_refused
 
 OLD_SECONDS = 1.0  # after which a worker that has signed on answers live rows, or never will
 LOOK_SECONDS = 1.0  # between two looks whether the server is there
@@ -104,7 +105,7 @@ class LiveQuestion:
                 self._check_old()
             return False
         except ResponseError as fault:
-            if "NOPERM" in str(fault) or "can't access" in str(fault) or "can't run" in str(fault):
+            if is_refused(fault):
                 raise NoLaneError from fault
             raise
         return True

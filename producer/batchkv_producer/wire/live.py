@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from redis.exceptions import NoPermissionError, RedisError
+
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.scripts import Scripts
 from batchkv_producer.wire.transition_types import JobLease, Pulled
@@ -44,6 +46,12 @@ class LiveWrite:
     kind: Kind
     number: int
     payload: bytes
+
+
+def is_refused(fault: RedisError) -> bool:
+    """Whether the user has no right to the keys of live rows: the hub is of an older version."""
+    text = str(fault)
+    return isinstance(fault, NoPermissionError) or text.startswith(("NOPERM", "ACL failure"))
 
 
 class LiveMoves(Scripts):

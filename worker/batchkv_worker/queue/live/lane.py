@@ -24,7 +24,7 @@ from redis.exceptions import RedisError
 
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import ErrorCode, Result, encode_result
-from batchkv_producer.wire.live import Kind, LiveMoves, LiveWrite
+from batchkv_producer.wire.live import Kind, LiveMoves, LiveWrite, is_refused
 from batchkv_producer.wire.maker import Maker
 from batchkv_producer.wire.transition_types import JobLease, JobResult, Pulled
 from batchkv_worker.engine.thread import EngineThread
@@ -88,7 +88,7 @@ class LiveLane:
         self._is_closing = False
         self._turn_at = 0.0
         self._try_at = 0.0  # after an error
-        self._refused_at = -REFUSED_SECONDS
+        self._was_refused = False
         self._thread = threading.Thread(target=self._run, name="batchkv-live", daemon=True)
 
     def start(self) -> None:
@@ -197,11 +197,13 @@ class LiveLane:
     def _fail(self, fault: RedisError) -> None:
         """Try again soon. A server that refuses is one of an older hub, most likely."""
         now = time.monotonic()
-        is_refusal = "NOPERM" in str(fault) or "can't access" in str(fault)
+        is_refusal = is_refused(fault)
         self._try_at = now + (REFUSED_SECONDS if is_refusal else AGAIN_SECONDS)
-        if now - self._refused_at >= REFUSED_SECONDS and is_refusal:
-            self._refused_at = now
-            log.warning("live rows are not answered: the server refuses (%s)", fault)
+        if is_refusal and not self._was_refused:
+            log.info(
+                "questions are answered by batches: the hub is of an older version (%s)", fault
+            )
+        self._was_refused = is_refusal
 
     def _write(self) -> None:
         group = self._writes[:MOST_WRITES]
