@@ -107,7 +107,8 @@ def main() -> None:
         prompts = shutil.copy2(EXAMPLE, elsewhere / "prompts.jsonl")
         run([str(scripts / "python"), "-Ic", PROBE], cwd=elsewhere)
         run([str(scripts / "batchkv"), "--help"], cwd=elsewhere)
-        run([str(scripts / "batchkv"), "keys", "--help"], cwd=elsewhere)
+        for command in ("keys", "serve"):  # without its extra, serve says what to install
+            run([str(scripts / "batchkv"), command, "--help"], cwd=elsewhere)
         submit = [str(scripts / "batchkv"), "submit", "--dry-run", "-m", "demo", str(prompts)]
         run(submit, cwd=elsewhere)
         print(f"check_wheel: {wheel.name} works alone, without MLX")

@@ -24,7 +24,9 @@ from typing import Any
 from openai import OpenAI
 
 START_SECONDS = 30.0
-PATCHED = ("batchkv_gateway.http.limits", "batchkv_gateway.http.server")
+PATCHED = tuple(
+    f"batchkv_gateway.{name}" for name in ("http.limits", "http.server", "batches.driver")
+)
 
 
 class Gateway:

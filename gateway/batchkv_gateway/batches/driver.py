@@ -123,9 +123,9 @@ class Driver:
                 name = queued_id.decode("utf-8", "replace")
                 waiting[name], models[name] = batch_id, (model or b"").decode("utf-8", "replace")
         for queued in read_queued(self._connection, models):
-            if queued.is_done or queued.is_overdue:
-                ready.append(waiting[queued.batch_id])
-        return ready
+            if not (queued.is_done or queued.is_overdue or queued.is_forgotten):
+                del waiting[queued.batch_id]
+        return [*ready, *waiting.values()]  # also those that the queue has lost
 
     def _hand_over(self, batch_id: str) -> None:
         with self._lock:

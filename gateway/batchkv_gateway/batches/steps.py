@@ -225,7 +225,7 @@ class Steps:
             ("zadd", redis_keys.ENDED, now + self._settings.keep_files_seconds, batch_id),
             *(commands or []),
         ]
-        if record.queued_id:
+        if record.queued_id and status != states.FAILED:  # else its rows may be all that is left
             found.append(("hset", redis_keys.SPENT, batch_id, record.queued_id))
         guarded(self._connection, self._key(record), "status", (record.status,), found)
 

@@ -30,13 +30,15 @@ class Folder:
     def __init__(self, home: Path) -> None:
         self.path = home / "gateway"
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (home, self.path):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as fault:
             raise UsageError(
                 f"cannot make {self.path}: {fault.strerror}. Set BATCHKV_HOME to a folder that "
                 "you can write"
             ) from fault
-        refuse_foreign(self.path)
+        for folder in (home, self.path):
+            refuse_foreign(folder)
 
     def content(self, name: str) -> Path:
         """The path of a content. It need not exist."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from batchkv_gateway.batches.driver import Driver
@@ -15,6 +15,7 @@ from batchkv_gateway.batches.record import BatchRecord
 from batchkv_gateway.batches.store import AskedBatch, Batches
 from batchkv_gateway.errors import invalid
 from batchkv_gateway.files.form import checked_expiry
+from batchkv_gateway.http.answer import json_answer
 from batchkv_gateway.http.asked import json_object, page_of
 from batchkv_gateway.ids import BATCH
 from batchkv_gateway.pages import as_list
@@ -64,7 +65,7 @@ class BatchRoutes:
             request.query_params, BATCH, default=DEFAULT_PAGE, most=MAX_PAGE, has_order=False
         )
         found, has_more = self._batches.page(request.state.owner, asked)
-        return JSONResponse(as_list(self._batches.objects(found), has_more))
+        return json_answer(as_list(self._batches.objects(found), has_more))
 
     def cancel(self, request: Request) -> Response:
         """Begin to cancel a batch."""
@@ -73,7 +74,7 @@ class BatchRoutes:
         return self._answer(record)
 
     def _answer(self, record: BatchRecord) -> Response:
-        return JSONResponse(self._batches.objects([record])[0])
+        return json_answer(self._batches.objects([record])[0])
 
 
 def _id(request: Request) -> str:

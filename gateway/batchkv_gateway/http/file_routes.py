@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from batchkv_gateway.errors import invalid, unknown
 from batchkv_gateway.files.form import UploadForm
 from batchkv_gateway.files.records import PURPOSES, FileRecord, Files
+from batchkv_gateway.http.answer import json_answer
 from batchkv_gateway.http.asked import page_of
 from batchkv_gateway.ids import FILE
 from batchkv_gateway.pages import as_list
@@ -45,7 +46,7 @@ class FileRoutes:
             record = await run_in_threadpool(self._finish, form, request.state.owner)
         finally:
             await run_in_threadpool(form.close)
-        return JSONResponse(record.as_object())
+        return json_answer(record.as_object())
 
     def list_files(self, request: Request) -> Response:
         """A page of files."""
@@ -55,11 +56,11 @@ class FileRoutes:
             raise invalid(f"purpose must be one of {', '.join(PURPOSES)}", "purpose")
         asked = page_of(query, FILE, default=DEFAULT_PAGE, most=MAX_PAGE, has_order=True)
         found, has_more = self._files.page(request.state.owner, purpose, asked)
-        return JSONResponse(as_list([record.as_object() for record in found], has_more))
+        return json_answer(as_list([record.as_object() for record in found], has_more))
 
     def facts(self, request: Request) -> Response:
         """One file's facts."""
-        return JSONResponse(self._find(request).as_object())
+        return json_answer(self._find(request).as_object())
 
     def content(self, request: Request) -> Response:
         """One file's bytes. They are never shown as a page."""
@@ -73,7 +74,7 @@ class FileRoutes:
         """Delete a file that no open batch reads."""
         file_id = request.path_params["file_id"]
         self._files.delete(request.state.owner, file_id)
-        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+        return json_answer({"id": file_id, "object": "file", "deleted": True})
 
     def _find(self, request: Request) -> FileRecord:
         return self._files.find(request.state.owner, request.path_params["file_id"])

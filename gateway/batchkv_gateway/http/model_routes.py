@@ -7,10 +7,11 @@ from typing import Any
 
 from redis import Redis
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from batchkv_gateway.errors import unknown
+from batchkv_gateway.http.answer import json_answer
 from batchkv_producer.monitor.workers import read_workers
 from batchkv_producer.wire.adapter import served_name
 
@@ -31,14 +32,14 @@ class ModelRoutes:
 
     def list_models(self, _: Request) -> Response:
         """The models of the live workers, those with an adapter as MODEL@NAME."""
-        return JSONResponse({"object": "list", "data": [self._model(n) for n in self._names()]})
+        return json_answer({"object": "list", "data": [self._model(n) for n in self._names()]})
 
     def one(self, request: Request) -> Response:
         """One model, if some worker serves it."""
         name = request.path_params["name"]
         if name not in self._names():
             raise unknown("model", name)
-        return JSONResponse(self._model(name))
+        return json_answer(self._model(name))
 
     def _names(self) -> list[str]:
         live = [worker for worker in read_workers(self._connection) if not worker.is_away]

@@ -280,9 +280,54 @@ def test_output_files_expire_as_asked(
     assert wait(client, done.id).output_file_id == file.id
 
 
+def test_a_batch_that_the_queue_lost_fails(client: OpenAI, redis_connection: Redis) -> None:
+    """`batchkv forget` of an open batch, or a deleted content, ends it with a reason."""
+    batch = create(client, chat_file("a"))
+    wait(client, batch.id, lambda b: b.status == "in_progress")
+    queued = redis_connection.hget(redis_keys.batch(batch.id), "queued_id")
+    assert isinstance(queued, bytes)
+    Client(redis_connection).forget(queued.decode())
+    done = wait(client, batch.id)
+    assert done.status == "failed" and done.errors
+    assert (done.errors.data or [])[0].code == "batch_lost"
+
+
+def test_ended_batches_are_listed_until_their_time_is_over(
+    client: OpenAI, redis_connection: Redis
+) -> None:
+    """Then the record, its place in the list and what finds it again are deleted."""
+    failed = [wait(client, create(client, b"{", metadata={"n": n}).id).id for n in "ab"]
+    assert [each.id for each in client.batches.list()] == failed[::-1]
+    redis_connection.zadd(redis_keys.ENDED, {failed[0]: int(time.time()) - 1})
+    assert [each.id for each in client.batches.list()] == failed[1:]
+    assert redis_connection.hlen(redis_keys.SAME) == 1
+    with pytest.raises(openai.NotFoundError):
+        client.batches.retrieve(failed[0])
+
+
+def test_metadata_may_be_any_text(client: OpenAI) -> None:
+    """Markup, all of Unicode and half of a surrogate pair come back as they were."""
+    body = {"a": "<script>\u0000\U0001f600", "b": "\ud800"}
+    text = json.dumps(
+        {
+            "completion_window": "1h",
+            "endpoint": URL,
+            "input_file_id": upload(client, chat_file("x")),
+            "metadata": body,
+        }
+    )
+    made = client.post(
+        "/batches",
+        cast_to=object,
+        content=text.encode("ascii"),
+        options={"headers": {"content-type": "application/json"}},
+    )
+    assert isinstance(made, dict) and made["metadata"] == body
+
+
 def test_many_small_batches_end(client: OpenAI, worker: None, gateway: Gateway) -> None:
-    """Twenty batches at once, each of one row, all end with their own answers."""
-    made = [create(client, chat_file(f"c{n}")).id for n in range(20)]
+    """Twelve batches at once, each of one row, all end with their own answers."""
+    made = [create(client, chat_file(f"c{n}")).id for n in range(12)]
     for number, batch_id in enumerate(made):
         assert checked_files(client, wait(client, batch_id)) == [[f"c{number}"], []]
 

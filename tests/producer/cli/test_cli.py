@@ -106,7 +106,7 @@ def test_all_commands_are_there() -> None:
     names = [name for name, _ in every_command()]
     wanted = "run submit ask plan status wait results result failed cancel retry forget list"
     own = [*wanted.split(), "workers", "server", "service", "doctor"]
-    assert names == [*own, "bench", "cache", "kv-report", "tune", "worker"]
+    assert names == [*own, "bench", "cache", "keys", "kv-report", "serve", "tune", "worker"]
 
 
 def test_help_ends_with_worked_examples() -> None:

@@ -482,3 +482,31 @@ def test_latin_1_fails_row_by_row() -> None:
     checked = submission.check(io.BytesIO(data), model="demo")
     assert (checked.num_jobs, checked.num_bad) == (1, 1)
     assert checked.errors[0].code == "invalid_json"
+
+
+def test_another_identity_is_another_batch(
+    redis_connection: Redis, write_lines: Callable[..., Path]
+) -> None:
+    """A caller's own identity separates equal files, and joins its own batch again."""
+    path = write_lines({"prompt": "x"})
+
+    def submit(*identity: bytes) -> submission.Submitted:
+        return submission.submit(redis_connection, path, model="demo", identity=identity)
+
+    plain, one, two = submit(), submit(b"a", b"1"), submit(b"a", b"2")
+    assert len({plain.batch_id, one.batch_id, two.batch_id}) == 3
+    again = submit(b"a", b"1")
+    assert again.joined and again.batch_id == one.batch_id
+
+
+def test_rows_of_another_endpoint_are_wrong_if_one_is_given(
+    redis_connection: Redis, write_lines: Callable[..., Path]
+) -> None:
+    """Each of them fails alone, with the endpoint of its batch in its message."""
+    chat = {"custom_id": "c", "messages": [{"role": "user", "content": "x"}]}
+    path = write_lines(chat, {"custom_id": "p", "prompt": "x"})
+    found = submission.submit(redis_connection, path, model="demo", endpoint="completion")
+    assert (found.total, found.num_bad) == (2, 1)
+    (error,) = found.errors
+    assert (error.line, error.custom_id, error.code) == (1, "c", "invalid_request")
+    assert "/v1/completions" in error.message
