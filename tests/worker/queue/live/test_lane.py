@@ -18,6 +18,7 @@ from batchkv_producer.live import Answer, Lane, LaneRefusedError, LostAnswerErro
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Request
 from batchkv_producer.wire.live import LiveMoves
+from support.adapter_files import write_files
 from support.worker_harness import (
     MODEL,
     QUEUE,
@@ -228,3 +229,23 @@ def test_an_outage_loses_no_piece(redis_url: str, redis: Redis, tmp_path: Path) 
         pieces += list(answer)
         assert "".join(filter(None, pieces)) == f"echo {text}"
     lane.close()
+
+
+def test_a_row_for_an_adapter_has_its_turn(
+    redis_url: str, redis: Redis, lane: Lane, tmp_path: Path
+) -> None:
+    """A live row of another queue goes before the jobs of this one: the adapter is exchanged."""
+    write_files(tmp_path / "a")
+    settings = {"ADAPTERS": f"a={tmp_path / 'a'}", "SLOTS": 2, "PREFETCH": 2}
+    plan: dict[str, object] = {"step_seconds": 0.01}
+    with workers(WorkerProcess(redis_url, tmp_path / "log", plan=plan, settings=settings)):
+        list(asked(lane, "first"))
+        batch = submit(redis, ["slow:20 row"] * 30)
+        wait_until(lambda: num_ended(redis, batch) > 0)
+        answer = lane.ask(request("second"), f"{MODEL}@a")
+        list(answer)
+        assert answer.result is not None
+        assert answer.result.text == "echo of a second" and answer.result.model == f"{MODEL}@a"
+        assert num_ended(redis, batch) < 30
+        wait_until(lambda: num_ended(redis, batch) == 30)
+        assert_reconciled(redis, batch)
