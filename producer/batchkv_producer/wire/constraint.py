@@ -8,7 +8,9 @@ from typing import Any, Literal, cast, get_args
 
 from batchkv_producer.errors import WireError
 
-MAX_CONSTRAINT_BYTES = 64 * 2**10  # of the value as JSON
+MAX_CONSTRAINT_BYTES = 64 * 2**10  # of the value as JSON without blanks
+
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -37,7 +39,7 @@ class Constraint:
         if fault := _FAULTS[self.kind](self.value):
             return fault
         try:
-            text = json.dumps(self.value, ensure_ascii=False, allow_nan=False)
+            text = _JSON.encode(self.value)
         except (ValueError, TypeError, RecursionError):
             return "it cannot be written as JSON"
         size = len(text.encode("utf-8", "surrogatepass"))

@@ -211,6 +211,15 @@ def test_a_constraint_that_is_never_written_is_refused(constraint: dict[str, Any
         decode_job(_job(constraint=constraint))
 
 
+def test_blanks_between_values_do_not_count_as_bytes_of_a_schema() -> None:
+    """A schema of 64 KiB, as it is in a line without blanks, is accepted; one byte more is not."""
+    schema: dict[str, list[Any]] = {"enum": [0] * 32_761 + ["x"]}  # {"enum":[0,0, ... ,"x"]}
+    assert len(json.dumps(schema, separators=(",", ":"))) == MAX_CONSTRAINT_BYTES
+    assert not Constraint("json_schema", schema).fault()
+    schema["enum"][-1] = "xx"
+    assert "65537 bytes" in Constraint("json_schema", schema).fault()
+
+
 @pytest.mark.parametrize(
     "payload",
     [

@@ -224,6 +224,14 @@ def test_a_trial_is_ended_and_started_again(trial: Trial, monkeypatch: pytest.Mo
         broken.text_of(Constraint("regex", "ab"))
 
 
+def test_a_panic_of_the_compiler_is_a_short_reason(trial: Trial) -> None:
+    """llguidance adds the stack of its own code, which says nothing to the reader of an error."""
+    lazy = 'start: a "Z"\na[lazy]: /(?s:.*)/'
+    with pytest.raises(GrammarFault, match="assertion failed") as refused:
+        trial.text_of(Constraint("grammar", lazy))
+    assert "<" not in str(refused.value)
+
+
 def test_a_trial_that_is_killed_refuses_no_grammar(trial: Trial) -> None:
     """A system short of memory may kill it. The grammar is tried once more, and then refused."""
     assert "ab" in trial.text_of(Constraint("regex", "ab"))

@@ -84,8 +84,9 @@ def _choices(values: list[str]) -> str:
 
 
 def reason(text: str) -> str:
-    """llguidance's reason in one short line, without its marks and its picture of the place."""
-    lines = [line.strip() for line in text.replace("<non-verbose/>", "").splitlines()]
+    """llguidance's reason in one short line, without its marks, its picture and its stack."""
+    plain = text.replace("<non-verbose/>", "").partition("<backtrace>")[0]
+    lines = [line.strip() for line in plain.splitlines()]
     words = " ".join(line for line in lines if line and line.strip("^ |") and "| " not in line[:8])
     short = words[:MAX_REASON_CHARS]
     return short if short == words else f"{short}..."
