@@ -10,10 +10,11 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
-from openai.types import Batch
+from openai.types import Batch, BatchUsage
 from redis import Redis
 
 from batchkv_gateway import redis_keys
+from batchkv_gateway.batches.record import usage_of
 from batchkv_producer import Client
 from support.gateway import Gateway, chat_file, chat_line, working
 from support.redis_server import RedisServer
@@ -158,7 +159,9 @@ def test_a_batch_whose_rows_all_fail_has_only_an_error_file(
     assert line["response"] is None and line["error"]["code"] == "engine_error"
 
 
-def test_the_same_request_again_is_the_same_batch(client: OpenAI, worker: None) -> None:
+def test_the_same_request_again_is_the_same_batch(
+    client: OpenAI, worker: None, redis_connection: Redis
+) -> None:
     """A retried create finds its batch; other metadata make another, computed on its own."""
     first = create(client, chat_file("a"))
     again = create(client, chat_file("a"))
@@ -167,6 +170,8 @@ def test_the_same_request_again_is_the_same_batch(client: OpenAI, worker: None) 
     done = [wait(client, each.id) for each in (first, other)]
     assert done[0].output_file_id != done[1].output_file_id
     assert [each.status for each in done] == ["completed", "completed"]
+    keys = [redis_keys.batch(each.id) for each in done]
+    assert len({redis_connection.hget(key, "queued_id") for key in keys}) == 2
     assert create(client, chat_file("a")).id == first.id
     client.files.delete(str(done[0].output_file_id))
     assert create(client, chat_file("a")).id not in (first.id, other.id)
@@ -211,23 +216,28 @@ def test_cancel_of_a_waiting_and_of_an_ended_batch(client: OpenAI, worker: None)
 
 
 def test_an_expired_batch_keeps_its_answers(
-    client: OpenAI, redis_connection: Redis, redis_server: RedisServer
+    client: OpenAI,
+    redis_connection: Redis,
+    redis_server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows that have not started by the deadline are ``batch_expired``; answers stay."""
-    batch = create(client, chat_file("a", "b", "c"), "1h")
-    found = wait(client, batch.id, lambda b: b.status == "in_progress")
-    assert found.expires_at == found.created_at + 3600
+    monkeypatch.setenv("FAKE_DELAY", "0.2")
+    names = [f"r{number}" for number in range(12)]
+    batch = create(client, chat_file(*names), "1h")
+    assert batch.expires_at == batch.created_at + 3600
+    with working(redis_server.url):
+        wait(client, batch.id, lambda b: counts(b)[1] > 0)
     queued = redis_connection.hget(redis_keys.batch(batch.id), "queued_id")
     assert isinstance(queued, bytes)
-    producer = Client(redis_connection)
-    (first, *_) = producer.job_ids(queued.decode())
-    producer.cancel(first)
     redis_connection.hset(f"batchkv:batch:{queued.decode()}", "expires", int(time.time()) - 1)
     done = wait(client, batch.id)
-    assert done.status == "expired" and done.expired_at
-    assert counts(done) == (3, 0, 3)
-    codes = [line["error"]["code"] for line in lines(client, done.error_file_id)]
-    assert sorted(codes) == ["batch_cancelled", "batch_expired", "batch_expired"]
+    assert done.status == "expired" and done.expired_at and done.finalizing_at
+    answered, dropped = checked_files(client, done)
+    assert answered and dropped and sorted(answered + dropped) == sorted(names)
+    late = lines(client, done.error_file_id)
+    assert all(line["response"] is None for line in late)
+    assert {line["error"]["code"] for line in late} == {"batch_expired"}
 
 
 def test_wrong_requests_are_refused(client: OpenAI) -> None:
@@ -323,6 +333,15 @@ def test_metadata_may_be_any_text(client: OpenAI) -> None:
         options={"headers": {"content-type": "application/json"}},
     )
     assert isinstance(made, dict) and made["metadata"] == body
+
+
+def test_usage_counts_cached_and_reasoning_tokens() -> None:
+    """The sum of rows has both, and validates strictly as a batch's usage."""
+    found = usage_of(10, 4, 7, 3)
+    usage = BatchUsage.model_validate(found, strict=True)
+    assert usage.input_tokens_details.cached_tokens == 4
+    assert usage.output_tokens_details.reasoning_tokens == 3
+    assert usage.total_tokens == 17
 
 
 def test_many_small_batches_end(client: OpenAI, worker: None, gateway: Gateway) -> None:
