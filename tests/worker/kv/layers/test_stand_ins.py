@@ -51,7 +51,8 @@ def test_a_stand_in_has_the_shape_and_no_number(scheme: str) -> None:
         layer, *found = begun(replace(kind, is_read=False))
         assert [one.shape for one in found] == [one.shape for one in wanted]
         assert all(one.dtype == mx.float32 and mx.isnan(one).all() for one in found)
-        assert all(map(mx.array_equal, layer.keys_and_values(), wanted))
+        # Layers without keys of their own hand on the same two, by which attention knows them.
+        assert all(one is other for one, other in zip(layer.keys_and_values(), found, strict=True))
 
 
 @pytest.mark.parametrize("scheme", ["float", "affine8", "turbo3"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 
 LIBRARY = "llguidance"
@@ -15,7 +14,7 @@ def why_not() -> str:
     if find_spec("numpy") is None:
         return "numpy is not installed"
     try:
-        import_module(LIBRARY)
+        import llguidance  # noqa: F401 - it may fail
     except (ImportError, OSError, AttributeError) as fault:
         return f"{LIBRARY} cannot be loaded: {fault}"[:200]
     return ""

@@ -146,10 +146,10 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         )
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """The dense arrays of the last update, which layers without keys of their own read."""
+        """The result of the last update, for layers without keys of their own."""
         if self._handed is None:
             raise ValueError("no keys have been computed in this chunk")
-        return self._read() if self._is_unread else self._handed
+        return self._handed
 
     def dense(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """These arrays, and in the place of stand-ins what they stand for."""

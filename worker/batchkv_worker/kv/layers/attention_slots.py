@@ -200,10 +200,10 @@ class AttentionSlots(OrderedByUs, SlotLayer):
             parts[:] = [span.store(part, new) for part, new in zip(parts, piece, strict=True)]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """The dense arrays of the last update, which layers without keys of their own read."""
+        """The result of the last update, for layers without keys of their own."""
         if self._handed is None:
             raise ValueError("no keys have been computed in this step")
-        return self._handed if self._stand_ins is None else self._read()
+        return self._handed
 
     def dense(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """These arrays, and in the place of stand-ins what they stand for."""

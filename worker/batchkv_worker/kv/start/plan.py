@@ -118,15 +118,15 @@ def _checked(name: str, model: Any, tree: CacheTree, decision: Decision, undo: U
         group_cost=decision.group_cost,
         mask_rank=traits.mask_rank,
     )
-    shares = decision.shares and kept.of(
-        "prefix self-check", lambda: can_share(backend, model, tree, kinds, traits), YES_OR_NO
-    )
     if kept.of(
         "dense arrays are unread",
         lambda: are_unread(backend, model, tree, kinds, traits),
         YES_OR_NO,
     ):
         kinds = unread_kinds(tree, kinds)
+    shares = decision.shares and kept.of(
+        "prefix self-check", lambda: can_share(backend, model, tree, kinds, traits), YES_OR_NO
+    )
     replays = backend.replays_steps and kept.of(
         "steps are replayed",
         lambda: can_replay(backend, model, tree, kinds, traits, decision.dtype),
