@@ -27,11 +27,8 @@ NAMES = {"eval", "exec", "compile", "__import__"}
 # Attributes that run, import or unpickle what they are given; of which objects does not matter.
 ATTRIBUTES = {"perform", "func", "call_string", "system", "popen", "import_attribute"}
 ATTRIBUTES |= {"allow_pickle", "exec_module", "import_module", "load_module", "unsafe_load"}
-# The package's own names, from a table beside the call; one constant name.
-ALLOWED = {
-    "batchkv_producer/__init__.py": {"import_module"},
-    "grammar/available.py": {"import_module"},
-}
+# The package's own names, from a table beside the call.
+ALLOWED = {"batchkv_producer/__init__.py": {"import_module"}}
 SHELLS = {"shell", "allow_pickle", "weights_only", "trust_remote_code"}
 
 

@@ -42,7 +42,8 @@ def find_mismatch(status: BatchStatus, serving: Sequence[WorkerInfo]) -> Mismatc
     wanted = _wanted(name, status)
     have = [f"{worker.name} {_has(n, worker)}" for worker, n in differing]
     more = f" and {len(have) - MAX_NAMED} more do not fit" if len(have) > MAX_NAMED else ""
-    waiting = f"{rows(status.queued)} wait for {wanted}"
+    verb = "waits" if status.queued == 1 else "wait"
+    waiting = f"{rows(status.queued)} {verb} for {wanted}"
     return Mismatch(
         f"rows wait for {wanted}",
         f"{waiting}; {', '.join(have[:MAX_NAMED])}{more}. {_way_out(name, status, serving)}",
