@@ -332,11 +332,11 @@ def test_run_with_a_producers_url_is_one_sentence(hub: Hub, tmp_path: Path) -> N
     """It may queue rows and run no worker: said before a row is queued or a worker started."""
     source = tmp_path / "mine.jsonl"
     source.write_text('{"prompt": "run with the wrong URL"}\n')
-    found = batchkv("run", source, "-m", MODEL, url=hub.url("producer"))
+    found = batchkv("run", source, "-m", "demo", url=hub.url("producer"))
     assert found.exit_code == 3
     assert found.stderr.count("\n") == 1 and "does not let this user run workers" in found.stderr
     assert "batchkv submit" in found.stderr and "Traceback" not in found.stderr
-    batch = batchkv("submit", source, "--dry-run", "-m", MODEL, "--json", url=hub.url("producer"))
+    batch = batchkv("submit", source, "--dry-run", "-m", "demo", "--json", url=hub.url("producer"))
     with hub.connect("admin") as admin:
         assert admin.zscore(redis_keys.BATCHES, json.loads(batch.stdout)["batch_id"]) is None
     asked = batchkv("ask", "hello", "-m", "nobody/serves-this", url=hub.url("producer"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -82,9 +83,8 @@ def test_what_is_no_file_in_a_blocks_place_is_a_miss(root: Path, foreign: Path, 
             place.symlink_to("/dev/zero")
         case _:
             with socket.socket(socket.AF_UNIX) as listener:
-                os.chdir(place.parent)  # a socket's path is short
-                listener.bind(NAME)
-                os.chdir("/")
+                with contextlib.chdir(place.parent):  # a socket's path is short
+                    listener.bind(NAME)
     tier = DiskTier(root, 4 * MIB)
     assert not tier.contains_many([NAME])
     try:

@@ -120,7 +120,7 @@ def test_adapters_have_full_paths(mac: FakeServices, batchkv: Batchkv) -> None:
     assert batchkv(*worker_words(mac, *adapters)).exit_code == 0
     words = mac.agent()["ProgramArguments"]
     given = [word for flag, word in pairwise(words) if flag == "--adapter"]
-    assert given == [f"a={Path.cwd()}/adapters/a", "b=/b"]
+    assert given == [f"a={Path.cwd() / 'adapters' / 'a'}", "b=/b"]
 
 
 def test_installing_again_replaces_the_service(mac: FakeServices, batchkv: Batchkv) -> None:

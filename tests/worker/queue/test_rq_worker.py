@@ -322,6 +322,7 @@ def test_rqs_tools_see_the_truth(redis_connection: Redis) -> None:
 
     def act() -> None:
         wait_until(lambda: counts_of(redis_connection, batch)["running"] == 5)
+        wait_until(lambda: redis_connection.hget(worker.key, "state") == b"busy")
         queue = Queue(QUEUE, connection=redis_connection, serializer=JSONSerializer)
         [seen] = BatchWorker.all(queue=queue)
         assert (seen.name, seen.get_state()) == (worker.name, "busy")
