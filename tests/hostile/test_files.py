@@ -82,9 +82,9 @@ def test_what_is_no_file_in_a_blocks_place_is_a_miss(root: Path, foreign: Path, 
         case "device":
             place.symlink_to("/dev/zero")
         case _:
-            with socket.socket(socket.AF_UNIX) as listener:
-                with contextlib.chdir(place.parent):  # a socket's path is short
-                    listener.bind(NAME)
+            short = contextlib.chdir(place.parent)  # a socket's path must be
+            with socket.socket(socket.AF_UNIX) as listener, short:
+                listener.bind(NAME)
     tier = DiskTier(root, 4 * MIB)
     assert not tier.contains_many([NAME])
     try:
