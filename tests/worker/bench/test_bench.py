@@ -13,7 +13,14 @@ from click.testing import CliRunner
 
 from batchkv_worker.bench import rates
 from batchkv_worker.bench.extent import PARTS, QUICK, parts_of
-from batchkv_worker.bench.results import BenchReport, DecodeStep, ForwardPass, Machine, Model
+from batchkv_worker.bench.results import (
+    BenchReport,
+    DecodeStep,
+    ForwardPass,
+    Machine,
+    Model,
+    PrefillSpeed,
+)
 from batchkv_worker.bench.run import Bench
 from batchkv_worker.bench.show import as_markdown
 from batchkv_worker.cli import bench_command
@@ -76,6 +83,16 @@ def test_rows_that_take_too_long_are_not_decoded() -> None:
     bench = Bench("demo", ("float",), 4, "auto", extent, notes.append)
     assert [step.context for step in decoded(bench)] == [64]
     assert notes[-1] == "float: a row of 128 tokens takes too long to compute"
+
+
+def test_prompts_that_take_too_long_are_left_out() -> None:
+    """The time of the size before decides."""
+    notes: list[str] = []
+    extent = replace(QUICK, parts=("prefill",), prefill_tokens=(64, 128), row_seconds=0.0)
+    bench = Bench("demo", ("float",), 4, "auto", extent, notes.append)
+    found = [figure.tokens for figure in bench.figures() if isinstance(figure, PrefillSpeed)]
+    assert found == [64]
+    assert notes[-1] == "a prompt of 128 tokens takes too long to compute"
 
 
 def test_a_slow_machine_runs_fewer_rows() -> None:

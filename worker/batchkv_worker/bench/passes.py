@@ -54,9 +54,17 @@ class Passes:
             mx.clear_cache()
             yield ForwardPass(count, 1e3 * spent, 1e3 * bound)
 
-    def prefill(self, sizes: Sequence[int]) -> Iterator[PrefillSpeed]:
-        """One row's prompt of so many tokens in one pass; no logits are computed."""
+    def prefill(self, sizes: Sequence[int], row_seconds: float) -> Iterator[PrefillSpeed]:
+        """One row's prompt of so many tokens in one pass; no logits are computed.
+
+        Sizes are left out that would take longer than ``row_seconds``.
+        """
+        spent, before = 0.0, 1
         for size in (one for one in sizes if one < self.loaded.context):
+            if size / before * spent > row_seconds:
+                self.note(f"a prompt of {size:,} tokens takes too long to compute")
+                break
+            before = size
             spent = seconds_of(partial(_prefill, self.loaded.model, size), self.sample_seconds)
             bound = self.cost.seconds(size, self.rates)
             mx.clear_cache()

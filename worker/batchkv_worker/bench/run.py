@@ -68,7 +68,7 @@ class Bench:
             yield from passes.forward(extent.pass_rows)
         if "prefill" in extent.parts:
             self._note("prefill")
-            yield from passes.prefill(extent.prefill_tokens)
+            yield from passes.prefill(extent.prefill_tokens, extent.row_seconds)
         if "decode" in extent.parts:
             self._note("decode steps")
             yield from passes.decode(
