@@ -1,13 +1,15 @@
-"""Pages of ids, exact also while others are deleted."""
+"""Pages of records, exact also while others are deleted."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from redis import Redis
 
 Order = Literal["asc", "desc"]
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +21,18 @@ class Asked:
     order: Order = "desc"
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """The ids of a page, and whether there are more after it."""
+def read_page(
+    connection: Redis,
+    key: str,
+    asked: Asked,
+    hash_of: Callable[[str], str],
+    read: Callable[[str, dict[bytes, bytes]], Record | None],
+) -> tuple[list[Record], bool]:
+    """One page of a sorted set of ids, whose members have the same score.
 
-    ids: tuple[str, ...]
-    has_more: bool
-
-
-def read_page(connection: Redis, key: str, asked: Asked) -> Page:
-    """One page of a sorted set whose members have the same score."""
+    ``hash_of`` names the hash of an id, and ``read`` makes a record of it. Ids without a record are
+    left out. Also returns whether there are more after the page.
+    """
     if asked.order == "asc":
         ends = (f"({asked.after}" if asked.after else "-", "+")
     else:
@@ -41,8 +45,13 @@ def read_page(connection: Redis, key: str, asked: Asked) -> Page:
         offset=0,
         num=asked.limit + 1,
     )
-    ids = tuple(each.decode("utf-8", "replace") for each in found)
-    return Page(ids[: asked.limit], len(ids) > asked.limit)
+    ids = [each.decode("utf-8", "replace") for each in found]
+    with connection.pipeline(transaction=False) as pipeline:
+        for one in ids[: asked.limit]:
+            pipeline.hgetall(hash_of(one))
+        stored: list[Any] = pipeline.execute()
+    records = map(read, ids, stored)
+    return [record for record in records if record is not None], len(ids) > asked.limit
 
 
 def as_list(items: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:

@@ -114,13 +114,8 @@ class Batches:
     def page(self, owner: str, asked: Asked) -> tuple[list[BatchRecord], bool]:
         """A page of an owner's batches, and whether there are more."""
         self.delete_ended()
-        found = read_page(self._connection, redis_keys.batches(owner), asked)
-        with self._connection.pipeline(transaction=False) as pipeline:
-            for batch_id in found.ids:
-                pipeline.hgetall(redis_keys.batch(batch_id))
-            stored: list[Any] = pipeline.execute()
-        records = map(read_record, found.ids, stored)
-        return [record for record in records if record is not None], found.has_more
+        ids = redis_keys.batches(owner)
+        return read_page(self._connection, ids, asked, redis_keys.batch, read_record)
 
     def objects(self, records: list[BatchRecord]) -> list[dict[str, Any]]:
         """OpenAI's objects of batches, with the present counts of those that are open."""

@@ -147,13 +147,8 @@ class Files:
     def page(self, owner: str, purpose: str, asked: Asked) -> tuple[list[FileRecord], bool]:
         """A page of an owner's files, and whether there are more. "" is any purpose."""
         self.delete_expired()
-        found = read_page(self._connection, redis_keys.files(owner, purpose), asked)
-        with self._connection.pipeline(transaction=False) as pipeline:
-            for file_id in found.ids:
-                pipeline.hgetall(redis_keys.file(file_id))
-            stored: list[Any] = pipeline.execute()
-        records = map(_record, found.ids, stored)
-        return [record for record in records if record is not None], found.has_more
+        ids = redis_keys.files(owner, purpose)
+        return read_page(self._connection, ids, asked, redis_keys.file, _record)
 
     def delete(self, owner: str, file_id: str) -> None:
         """Delete a file. Raises ApiError (409) while a batch reads it."""
