@@ -11,21 +11,12 @@ from typing import Any, TypeVar
 
 import click
 
-from batchkv_gateway.batches.driver import Driver
-from batchkv_gateway.batches.steps import Steps
-from batchkv_gateway.batches.store import Batches
-from batchkv_gateway.files.folder import Folder
-from batchkv_gateway.files.records import Files
-from batchkv_gateway.http.app import is_loopback, make_app
-from batchkv_gateway.http.batch_routes import BatchRoutes
-from batchkv_gateway.http.file_routes import FileRoutes
-from batchkv_gateway.http.model_routes import ModelRoutes
+from batchkv_gateway.assembly import make_app, running_parts
 from batchkv_gateway.http.server import serve
 from batchkv_gateway.keys.store import KeyStore
-from batchkv_gateway.settings import GatewaySettings
+from batchkv_gateway.settings import GatewaySettings, is_loopback
 from batchkv_producer.cli.shared import Session, say, session, url_option
 from batchkv_producer.errors import UsageError
-from batchkv_producer.server.home import home_from_environment
 from batchkv_producer.settings_table import GATEWAY_TABLE
 
 R = TypeVar("R")
@@ -73,22 +64,8 @@ def serve_command(flags: dict[str, str | None], url: str | None) -> None:
 
 def run(opened: Session, settings: GatewaySettings) -> None:
     """Serve until a signal ends it."""
-    connection = opened.connection
-    files = Files(connection, Folder(home_from_environment().path))
-    files.delete_pending()
-    batches = Batches(connection, files)
-    driver = Driver(connection, Steps(connection, files, settings), batches, files)
-    routes = [
-        *FileRoutes(files, settings).routes(),
-        *BatchRoutes(batches, driver).routes(),
-        *ModelRoutes(connection).routes(),
-    ]
-    app = make_app(connection, settings, routes)
-    driver.start()
-    try:
-        serve(app, settings, lambda base_url: click.echo(f"serving {base_url}"))
-    finally:
-        driver.stop()
+    with running_parts(opened.connection, settings) as parts:
+        serve(make_app(parts), settings, lambda base_url: click.echo(f"serving {base_url}"))
     say("the gateway has stopped; batches that workers compute go on")
 
 

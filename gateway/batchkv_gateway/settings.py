@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Mapping
@@ -57,6 +58,16 @@ class GatewaySettings:
         if bool(found.tls_cert) != bool(found.tls_key):
             raise UsageError("--tls-cert and --tls-key belong together: give both or neither")
         return found
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can be reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 _NUMBERS = frozenset({"port", "max_file_bytes", "max_rows", "keep_files_seconds"})

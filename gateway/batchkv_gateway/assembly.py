@@ -1,0 +1,60 @@
+"""Puts a gateway together: its parts, its routes, and around them keys and limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from redis import Redis
+from starlette.applications import Starlette
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from batchkv_gateway.batches.driver import Driver
+from batchkv_gateway.batches.steps import Steps
+from batchkv_gateway.batches.store import Batches
+from batchkv_gateway.files.folder import Folder
+from batchkv_gateway.files.records import Files
+from batchkv_gateway.http.auth import Authenticated
+from batchkv_gateway.http.batch_routes import BatchRoutes
+from batchkv_gateway.http.errors import HANDLERS
+from batchkv_gateway.http.file_routes import FileRoutes
+from batchkv_gateway.http.limits import Limits, own_names
+from batchkv_gateway.http.model_routes import ModelRoutes
+from batchkv_gateway.keys.store import KeyStore
+from batchkv_gateway.parts import Parts
+from batchkv_gateway.settings import GatewaySettings, is_loopback
+from batchkv_producer.server.home import home_from_environment
+
+
+@contextmanager
+def running_parts(connection: Redis, settings: GatewaySettings) -> Iterator[Parts]:
+    """The parts of one gateway. Its background work runs until the block ends."""
+    files = Files(connection, Folder(home_from_environment().path))
+    files.delete_pending()
+    batches = Batches(connection, files)
+    driver = Driver(connection, Steps(connection, files, settings), batches, files)
+    driver.start()
+    try:
+        yield Parts(connection, settings, KeyStore(connection), files, batches, driver)
+    finally:
+        driver.stop()
+
+
+def routes_of(parts: Parts) -> list[Route]:
+    """All routes, in the order in which they are tried."""
+    return [
+        *FileRoutes(parts.files, parts.settings).routes(),
+        *BatchRoutes(parts.batches, parts.driver).routes(),
+        *ModelRoutes(parts.connection).routes(),
+    ]
+
+
+def make_app(parts: Parts) -> ASGIApp:
+    """The application."""
+    app = Starlette(routes=routes_of(parts), exception_handlers=HANDLERS)
+    app.router.redirect_slashes = False
+    settings = parts.settings
+    keys = Authenticated(app, parts.keys, is_open=is_loopback(settings.host))
+    names = own_names((settings.host, *settings.allow_hosts))
+    return Limits(keys, names, settings.max_file_bytes)

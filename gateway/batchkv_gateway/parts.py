@@ -1,0 +1,25 @@
+"""The parts of a gateway, which its routes share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from redis import Redis
+
+from batchkv_gateway.batches.driver import Driver
+from batchkv_gateway.batches.store import Batches
+from batchkv_gateway.files.records import Files
+from batchkv_gateway.keys.store import KeyStore
+from batchkv_gateway.settings import GatewaySettings
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the routes of one gateway need. All of it may be used by several threads."""
+
+    connection: Redis
+    settings: GatewaySettings
+    keys: KeyStore
+    files: Files
+    batches: Batches
+    driver: Driver
