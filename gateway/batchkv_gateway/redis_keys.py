@@ -7,7 +7,8 @@ is the id of a file, ``B`` that of a gateway's batch. Times are seconds since 19
 key                               type  content
 ================================  ====  ===========================================================
 ``batchkv:gateway:keys``          hash  id of a key -> JSON: ``name``, ``digest`` (SHA-256 of the
-                                        secret), ``created``
+                                        secret), ``created``; true if it has the right: ``admin``,
+                                        ``metrics``
 ``batchkv:gateway:files:O``       zset  ids of the owner's files, all with the score 0, so that they
                                         sort by time. ``batchkv:gateway:files:O:P`` has those with
                                         purpose ``P``

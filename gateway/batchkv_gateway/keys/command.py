@@ -16,6 +16,7 @@ def keys_command() -> None:
     \b
     Examples:
       batchkv keys add laptop
+      batchkv keys add mine --admin
       batchkv keys list
       batchkv keys remove laptop
     """
@@ -23,14 +24,17 @@ def keys_command() -> None:
 
 @keys_command.command()
 @click.argument("name")
+@click.option("--admin", is_flag=True, help="It sees and manages all batches and workers.")
+@click.option("--metrics", is_flag=True, help="It may read /metrics.")
 @url_option
-def add(name: str, url: str | None) -> None:
+def add(name: str, admin: bool, metrics: bool, url: str | None) -> None:
     """Make a key and print it. It is shown once: the server stores its digest only.
 
     As soon as there is a key, each request needs one. Each key has files and batches of its own.
+    A key with --admin also sees and manages the batches of all others, and the workers.
     """
     with session(url) as opened:
-        click.echo(KeyStore(opened.connection).add(name))
+        click.echo(KeyStore(opened.connection).add(name, is_admin=admin, reads_metrics=metrics))
 
 
 @keys_command.command(name="list")
@@ -44,7 +48,10 @@ def list_keys(url: str | None, as_json: bool) -> None:
         print_json(found)
         return
     for key in found:
-        click.echo(f"{key.name}  {key.key_id}  made {moment_text(key.created)}")
+        rights = [
+            word for word, has in (("admin", key.is_admin), ("metrics", key.reads_metrics)) if has
+        ]
+        click.echo("  ".join([key.name, key.key_id, f"made {moment_text(key.created)}", *rights]))
 
 
 @keys_command.command()

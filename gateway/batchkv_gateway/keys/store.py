@@ -27,11 +27,17 @@ _NO_DIGEST = "0" * 64
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key without its secret. ``key_id`` owns the files and batches that are made with it."""
+    """A key without its secret. ``key_id`` owns the files and batches that are made with it.
+
+    ``is_admin``: it sees and manages the batches of all keys, and the workers.
+    ``reads_metrics``: it may read ``/metrics``.
+    """
 
     key_id: str
     name: str
     created: int
+    is_admin: bool = False
+    reads_metrics: bool = False
 
 
 class KeyStore:
@@ -40,7 +46,7 @@ class KeyStore:
     def __init__(self, connection: Redis) -> None:
         self._connection = connection
 
-    def add(self, name: str) -> str:
+    def add(self, name: str, *, is_admin: bool = False, reads_metrics: bool = False) -> str:
         """Make a key and return it. It is stored nowhere. Raises UsageError for a bad name."""
         if not _NAME.fullmatch(name):
             raise UsageError(
@@ -51,7 +57,8 @@ class KeyStore:
             raise UsageError(f"there is a key {name} already: `batchkv keys remove {name}` first")
         key_id = secrets.token_hex(4)
         key = f"bkv-{key_id}-{secrets.token_hex(16)}"
-        facts = {"name": name, "digest": _digest(key), "created": int(time.time())}
+        facts: dict[str, Any] = {"name": name, "digest": _digest(key), "created": int(time.time())}
+        facts |= {"admin": is_admin, "metrics": reads_metrics}
         self._connection.hset(redis_keys.KEYS, key_id, json.dumps(facts))
         return key
 
@@ -59,7 +66,7 @@ class KeyStore:
         """The keys, by name."""
         stored: Any = self._connection.hgetall(redis_keys.KEYS)
         found = [
-            ApiKey(key_id.decode("utf-8", "replace"), facts["name"], facts["created"])
+            _key(key_id.decode("utf-8", "replace"), facts)
             for key_id, raw in stored.items()
             if (facts := _facts(raw))
         ]
@@ -76,18 +83,35 @@ class KeyStore:
         """Whether requests need a key."""
         return bool(self._connection.hlen(redis_keys.KEYS))
 
-    def owner_of(self, key: str) -> str | None:
-        """The owner whose key this is, or None."""
+    def find(self, key: str) -> ApiKey | None:
+        """The facts of a whole key, or None if it is wrong."""
         parts = _KEY.fullmatch(key)
         raw: Any = self._connection.hget(redis_keys.KEYS, parts[1]) if parts else None
         facts = _facts(raw) if raw is not None else None
         # Digests of equal length are compared in constant time, also for an unknown id.
         is_right = hmac.compare_digest(_digest(key), facts["digest"] if facts else _NO_DIGEST)
-        return parts[1] if parts and facts and is_right else None
+        return _key(parts[1], facts) if parts and facts and is_right else None
+
+    def by_id(self, key_id: str) -> ApiKey | None:
+        """The key with this id, or None if it was removed."""
+        raw: Any = self._connection.hget(redis_keys.KEYS, key_id)
+        facts = _facts(raw) if raw is not None else None
+        return _key(key_id, facts) if facts else None
 
 
 def _digest(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()
+
+
+def _key(key_id: str, facts: dict[str, Any]) -> ApiKey:
+    """The key of checked facts. Only ``true`` itself gives a right."""
+    return ApiKey(
+        key_id=key_id,
+        name=facts["name"],
+        created=facts["created"],
+        is_admin=facts.get("admin") is True,
+        reads_metrics=facts.get("metrics") is True,
+    )
 
 
 def _facts(raw: bytes) -> dict[str, Any] | None:

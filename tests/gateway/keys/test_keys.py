@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import ssl
 import subprocess
@@ -17,7 +18,9 @@ from openai import OpenAI
 from redis import Redis
 
 from batchkv_gateway import redis_keys
-from batchkv_gateway.keys.store import KeyStore
+from batchkv_gateway.errors import ApiError
+from batchkv_gateway.http.auth import Authenticated
+from batchkv_gateway.keys.store import ApiKey, KeyStore
 from batchkv_gateway.settings import GatewaySettings
 from batchkv_producer.cli import cli
 from batchkv_producer.errors import UsageError
@@ -57,14 +60,68 @@ def test_only_the_whole_key_opens(redis_connection: Redis) -> None:
     """A changed secret, another id and damaged facts are nobody's."""
     keys = KeyStore(redis_connection)
     key = keys.add("a")
-    owner = keys.owner_of(key)
-    assert owner == key[4:12]
+    owner = key[4:12]
+    assert keys.find(key) == ApiKey(owner, "a", keys.all()[0].created) == keys.by_id(owner)
     last = "0" if key[-1] != "0" else "1"
     for wrong in (key[:-1] + last, key[:-1], f"{key}0", key.replace(owner, "0" * 8), "", "bkv-"):
-        assert keys.owner_of(wrong) is None
+        assert keys.find(wrong) is None
     for damaged in ("{", "[]", '{"name": "a", "digest": 1, "created": 1}'):
         redis_connection.hset(redis_keys.KEYS, owner, damaged)
-        assert keys.owner_of(key) is None and keys.all() == [] and keys.has_any()
+        assert keys.find(key) is None and keys.all() == [] and keys.has_any()
+
+
+def test_a_key_has_the_rights_that_it_was_made_with(
+    command: CliRunner, redis_connection: Redis
+) -> None:
+    """Each right is a flag of its own; the list names it. Only ``true`` is a right."""
+    keys = KeyStore(redis_connection)
+    made = {
+        name: run(command, "keys", "add", name, *flags).output.strip()
+        for name, flags in (("all", ("--admin",)), ("none", ()), ("some", ("--metrics",)))
+    }
+    rights = {}
+    for name, key in made.items():
+        found = keys.find(key)
+        assert found is not None
+        rights[name] = (found.is_admin, found.reads_metrics)
+    assert rights == {"all": (True, False), "none": (False, False), "some": (False, True)}
+    lines = run(command, "keys", "list").output.splitlines()
+    assert [line.rpartition("  ")[2] for line in lines if "none" not in line] == [
+        "admin", "metrics"
+    ]  # fmt: skip
+    owner = made["none"][4:12]
+    stored: Any = redis_connection.hget(redis_keys.KEYS, owner)
+    redis_connection.hset(redis_keys.KEYS, owner, stored.replace(b"false", b'"yes"'))
+    found = keys.find(made["none"])
+    assert found is not None and not found.is_admin and not found.reads_metrics
+
+
+def test_requests_get_the_rights_of_their_key(redis_connection: Redis) -> None:
+    """Without any key this machine's requests see all. Then only an admin's key does."""
+    keys = KeyStore(redis_connection)
+    states: list[dict[str, Any]] = []
+
+    async def app(scope: Any, _: Any, __: Any) -> None:
+        states.append(scope["state"])
+
+    def call(key: str) -> tuple[Any, ...]:
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        scope = {"type": "http", "headers": headers}
+        asyncio.run(Authenticated(app, keys, is_open=True)(scope, None, None))  # type: ignore[arg-type]
+        state = states.pop()
+        return state["owner"], state["sees_all"], state["reads_metrics"], state["key"]
+
+    assert call("any") == ("local", True, True, None)
+    admin, plain, metrics = (
+        keys.add("a", is_admin=True),
+        keys.add("b"),
+        keys.add("c", reads_metrics=True),
+    )
+    assert call(admin) == (admin[4:12], True, True, keys.find(admin))
+    assert call(plain) == (plain[4:12], False, False, keys.find(plain))
+    assert call(metrics)[1:3] == (False, True)
+    with pytest.raises(ApiError):
+        call("any")
 
 
 def test_no_key_sees_what_another_made(gateway: Gateway, redis_connection: Redis) -> None:
