@@ -56,6 +56,14 @@ key                        type    content
 ``batchkv:live:to:A``      stream  pieces of answers and results for asker ``A``; expires
 ``batchkv:live:seen:Q``    string  the last worker that answered live rows of ``Q``; expires after
                                    60 s
+``batchkv:samples:Q``      list    one JSON object for each minute of queue ``Q``, the oldest first
+                                   (``monitor.samples.Sample``). At most 1,440; expires 2 days after
+                                   the last
+``batchkv:samples:all:Q``  hash    the work of all workers of ``Q``: ``prompt_tokens``,
+                                   ``cached_tokens``, ``completion_tokens``, ``rows_done``,
+                                   ``rows_failed``; of its last sample: ``minute`` (its beginning),
+                                   ``waiting``, ``running``, ``workers``, and the totals at its
+                                   beginning (``rows_done_before`` ...). Expires likewise
 =========================  ======  ==============================================================
 
 ``queued`` is never stored: it is ``total - ok - failed - canceled - running``. The rows shown as
@@ -108,7 +116,9 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
                                    (bytes), ``bkv_slots`` (rows that it decodes at once; 0 until
                                    its model is loaded), ``bkv_beat_ms`` (the time between two
                                    heartbeats) and ``bkv_seen`` (the last one, by the server's time)
-                                   ``bkv_live`` (1: it answers live rows)
+                                   ``bkv_live`` (1: it answers live rows), ``bkv_figures`` (JSON,
+                                   ``wire.figures``) and ``bkv_counted`` (what is in its queue's
+                                   totals)
 ``rq:workers``             set     keys of all workers; ``rq:workers:Q`` those of one queue
 ``rq:suspended``           string  while it is there, no worker takes jobs
 ``rq:pubsub:<name>``       channel RQ's commands to a worker (``stop-job``)
@@ -218,6 +228,16 @@ def live_stream(asker: str) -> str:
 def live_seen(name: str) -> str:
     """Key that exists if a worker answered live rows of a queue in the last minute."""
     return f"batchkv:live:seen:{name}"
+
+
+def samples(name: str) -> str:
+    """Key of the samples of a queue."""
+    return f"batchkv:samples:{name}"
+
+
+def totals(name: str) -> str:
+    """Key of the totals of a queue, and of its sample that is not stored yet."""
+    return f"batchkv:samples:all:{name}"
 
 
 def worker(name: str) -> str:
