@@ -10,8 +10,8 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.figures.samples import MAX_SAMPLES, WorkCounts
 from batchkv_producer.wire.live import is_refused
-from batchkv_producer.wire.samples import MAX_SAMPLES, WorkCounts
 
 MAX_COUNT = 2**53  # a larger number in a sample is no count
 

@@ -117,8 +117,8 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
                                    its model is loaded), ``bkv_beat_ms`` (the time between two
                                    heartbeats) and ``bkv_seen`` (the last one, by the server's time)
                                    ``bkv_live`` (1: it answers live rows), ``bkv_figures`` (JSON,
-                                   ``wire.figures``) and ``bkv_counted`` (what is in its queue's
-                                   totals)
+                                   ``wire.figures.worker``) and ``bkv_counted`` (what its queue's
+                                   totals have of its work)
 ``rq:workers``             set     keys of all workers; ``rq:workers:Q`` those of one queue
 ``rq:suspended``           string  while it is there, no worker takes jobs
 ``rq:pubsub:<name>``       channel RQ's commands to a worker (``stop-job``)

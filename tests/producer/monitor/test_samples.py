@@ -9,7 +9,7 @@ from redis import Redis
 
 from batchkv_producer.monitor.samples import Sample, read_samples, read_totals
 from batchkv_producer.wire import redis_keys
-from batchkv_producer.wire.samples import MAX_SAMPLES, SampleMoves, WorkCounts
+from batchkv_producer.wire.figures.samples import MAX_SAMPLES, SampleMoves, WorkCounts
 
 QUEUE = "batchkv:m-1"
 COUNTS = WorkCounts(100, 40, 20, 2, 1)

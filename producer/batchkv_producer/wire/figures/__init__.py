@@ -1,0 +1,1 @@
+"""The figures of workers and queues, as they are stored in Redis."""
