@@ -9,7 +9,8 @@ may choose differently. In a namespace, the blocks of one prompt form a chain::
 
 So a key names the block's tokens *and* all tokens before them. Keys are 32 bytes and equal on every
 machine, process and Python version. The default salt is empty. Tenants that must not learn from
-each other's cache hits need salts of their own.
+each other's cache hits need salts of their own. A row may have a salt, too (``own_root``). It is
+not secret: whoever submits over the gateway cannot choose it.
 """
 
 from __future__ import annotations
@@ -41,6 +42,16 @@ def namespace(manifest: Manifest) -> bytes:
 def root_key(namespace_digest: bytes, salt: bytes = b"") -> bytes:
     """The key before the first block of a chain, for one tenant's salt."""
     return hmac.new(salt, namespace_digest, hashlib.sha256).digest()
+
+
+def own_root(root: bytes, salt: str | None) -> bytes:
+    """The root of the chains of rows with this salt. Other rows have no block in common with them.
+
+    Rows without a salt have the root itself.
+    """
+    if salt is None:
+        return root
+    return next_key(root, (), b"salt " + salt.encode("utf-8", "surrogatepass"))
 
 
 def next_key(parent: bytes, tokens: Sequence[int], extra: bytes = b"") -> bytes:

@@ -144,6 +144,7 @@ class Sequence:
     num_cached: int = 0  # prompt tokens found in the prefix memory
     depth_seen: tuple[int, int] = (-1, 0)  # version of the prefix memory, and the blocks found then
     block_keys: list[bytes] = field(default_factory=list)  # of the prompt's full blocks
+    cache_salt: str | None = None  # it shares blocks with rows of the same salt alone
     num_common: int | None = None  # tokens that another row of the batch begins with
     state_stops: frozenset[int] = frozenset()  # tokens after which states are kept
     fetch: Fetch | None = None  # its lookup in the shared store

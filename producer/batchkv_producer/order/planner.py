@@ -108,13 +108,18 @@ class BatchPlan:
     """A batch on its way to the queue: fill it once, seal it, then read its chunks in order.
 
     ``dedupe``: a row waits for the first row with the same request (``duplicates``). ``place``
-    returns a row's place in the input.
+    returns a row's place in the input. ``cache_salt``: the salt of all rows.
     """
 
     def __init__(
-        self, defaults: SamplingParams, *, dedupe: bool = False, prompting: Prompting = AUTO
+        self,
+        defaults: SamplingParams,
+        *,
+        dedupe: bool = False,
+        prompting: Prompting = AUTO,
+        cache_salt: str | None = None,
     ) -> None:
-        self._dedupe = dedupe
+        self._dedupe, self._cache_salt = dedupe, cache_salt
         self._prompting = prompting
         self.num_plain = 0  # plain prompts; see ``prompting``
         self.num_templated = 0  # rows that a chat template renders
@@ -237,6 +242,8 @@ class BatchPlan:
         raw = text.encode("utf-8")
         if not self._is_plain:
             request = replace(request, params=self._fill(request.params))
+        if self._cache_salt is not None:
+            request = replace(request, cache_salt=self._cache_salt)
         data = encode_job(request)
         key, size, num_chars = text_key(raw), len(raw), len(text)
         work = work_of(size, request.params.max_tokens, request.params.n or 1)

@@ -174,6 +174,7 @@ def submit(
     earlier: EarlierBatch | None = None,
     identity: tuple[bytes, ...] = (),
     endpoint: Endpoint | None = None,
+    cache_salt: str | None = None,
 ) -> Submitted:
     """Put a file into the queue of its model. Raises UsageError before anything changes.
 
@@ -181,13 +182,17 @@ def submit(
     options' adapter it is called ``MODEL@NAME``. ``on_identified`` is called before anything
     changes, and may refuse by raising. ``earlier``: a batch whose answers are kept for like rows.
     ``identity`` is part of the batch's digest: with another one the same file is another batch.
-    Rows of another ``endpoint`` are wrong.
+    Rows of another ``endpoint`` are wrong. With a ``cache_salt`` the rows share prefixes with rows
+    of the same salt alone.
     """
     if job_timeout_seconds < 1:
         raise UsageError(f"the job timeout must be at least 1 second, got {job_timeout_seconds}")
     given = checked_defaults(defaults or SamplingParams())
     served = _Chosen(model, default_model, options.adapter)
-    with BatchPlan(given, dedupe=options.dedupe, prompting=prompting) as plan, served.known():
+    with (
+        BatchPlan(given, dedupe=options.dedupe, prompting=prompting, cache_salt=cache_salt) as plan,
+        served.known(),
+    ):
         facts, counts = _read(source, plan, given, served.need, prompting, endpoint)
         name = (name or source_name(source))[:MAX_NAME_CHARS]
         options = informed(_with_named(options, facts.model), facts.model)

@@ -43,6 +43,7 @@ MAX_PROMPT_TOKENS = 2**20  # of a prompt that is given as token ids
 MAX_TOKEN_ID = 2**24 - 1  # ``canonical`` writes a token in three bytes
 MAX_FUNCTION_CHARS = 256
 MAX_EFFORT_CHARS = 64
+MAX_SALT_CHARS = 64
 FUNCTION = "function:"  # begins a ``tool_choice`` that names a function
 
 Endpoint = Literal["chat", "completion"]
@@ -66,7 +67,8 @@ class Request:
 
     ``constraint`` is for the answer's text. ``tool_choice`` is "none", "required" or
     "function:NAME"; None lets the model choose. ``parallel_tool_calls`` is None or False.
-    ``reasoning_effort`` is a word for the chat template.
+    ``reasoning_effort`` is a word for the chat template. Rows share prefix blocks only with rows of
+    the same ``cache_salt``. The gateway sets it for private keys; no field of a line does.
     """
 
     custom_id: str
@@ -83,6 +85,7 @@ class Request:
     tool_choice: str | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +154,10 @@ class Result:
 
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _write_json = msgspec.json.Encoder().encode
-_ASKED = ("prompt_tokens", "constraint", "tool_choice", "parallel_tool_calls", "reasoning_effort")
+_ASKED = (
+    *("prompt_tokens", "constraint", "tool_choice", "parallel_tool_calls", "reasoning_effort"),
+    "cache_salt",
+)
 _asked_values = attrgetter(*_ASKED)
 _NOTHING_ASKED = (None,) * len(_ASKED)
 
@@ -285,6 +291,7 @@ def _request(payload: Any) -> Request:
         tool_choice=_typed(payload, "tool_choice", str, None),
         parallel_tool_calls=_typed(payload, "parallel_tool_calls", bool, None),
         reasoning_effort=_typed(payload, "reasoning_effort", str, None),
+        cache_salt=_typed(payload, "cache_salt", str, None),
     )
     _check(request)
     return request
@@ -309,6 +316,8 @@ def _check(request: Request) -> None:
         raise WireError("job payload: parallel_tool_calls has a value that is never written")
     if len(request.reasoning_effort or "") > MAX_EFFORT_CHARS:
         raise WireError("job payload: reasoning_effort is too long")
+    if request.cache_salt is not None and not 1 <= len(request.cache_salt) <= MAX_SALT_CHARS:
+        raise WireError(f"job payload: cache_salt must have 1 to {MAX_SALT_CHARS} characters")
 
 
 def _prompts(request: Request) -> tuple[Any, ...]:

@@ -44,6 +44,7 @@ _NEEDS: tuple[tuple[str, Callable[[Request], bool]], ...] = (
     (GRAMMAR, _needs_grammar),  # a constraint, also that of a tool call that has to be made
     ("tools", lambda request: request.tools is not None),  # calls are parsed from the answer
     ("thinking", _needs_thinking),
+    ("salt", lambda request: request.cache_salt is not None),  # prefixes of one owner alone
 )
 ABILITIES = tuple(name for name, _ in _NEEDS)
 

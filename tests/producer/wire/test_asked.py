@@ -118,6 +118,7 @@ ASKED: list[tuple[Request, tuple[str, ...]]] = [
     (replace(CHAT, tool_choice="function:f"), ("grammar", "tools")),
     (replace(CHAT, parallel_tool_calls=False), ("tools",)),
     (replace(PROMPT, reasoning_effort="high"), ("thinking",)),
+    (replace(PROMPT, cache_salt="ab"), ("salt",)),
 ]
 
 
@@ -233,6 +234,9 @@ def test_blanks_between_values_do_not_count_as_bytes_of_a_schema() -> None:
         {"tool_choice": "function:" + "x" * 300},
         {"parallel_tool_calls": True},
         {"reasoning_effort": "x" * 65},
+        {"cache_salt": ""},
+        {"cache_salt": "x" * 65},
+        {"cache_salt": 1},
         {"params": {"ignore_eos": False}},
         {"params": {"ignore_eos": 1}},
         {"params": {"skip_special_tokens": True}},

@@ -89,6 +89,7 @@ requests = (
         tool_choice=st.sampled_from([None, "none", "required", "function:f"]),
         parallel_tool_calls=st.sampled_from([None, False]),
         reasoning_effort=st.none() | text,
+        cache_salt=st.none() | text.filter(bool),
     )
 )
 logprobs = st.floats(max_value=0, allow_nan=False)
@@ -172,6 +173,7 @@ json_values = st.recursive(
             [
                 *("custom_id", "endpoint", "messages", "prompt", "params", "tools"),
                 *("prompt_tokens", "constraint", "tool_choice", "parallel_tool_calls"),
+                "cache_salt",
             ]
         ),
         json_values,

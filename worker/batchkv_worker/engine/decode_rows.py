@@ -164,7 +164,8 @@ class DecodeRows:
         """
         for row in rows:
             tokens = row.prompt + row.generated
-            row.resume_after([] if row.replay_of else self._prefixes.keys(tokens))
+            keys = [] if row.replay_of else self._prefixes.keys(tokens, row.cache_salt)
+            row.resume_after(keys)
 
     def lose_all(self) -> list[Sequence]:
         """Drop all buffers, which are lost. Returns the rows that were in them or in transit."""

@@ -170,7 +170,7 @@ class Engine:
         """
         check_memory(row, self._scheduler.memory)
         self._grammars.begin(row, constraint)
-        row.block_keys = self.prefixes.keys(row.prompt)
+        row.block_keys = self.prefixes.keys(row.prompt, row.cache_salt)
         num_wanted = max(num_choices, num_wanted)
         self._choices.add(row, num_choices, num_wanted, lambda: self.loaded.tokenizer.detokenizer)
         self.client.begin(row)

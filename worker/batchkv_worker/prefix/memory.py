@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from batchkv_cache_store.blocks.block import Kind
-from batchkv_cache_store.keys import BLOCK_TOKENS, chain, root_key
+from batchkv_cache_store.keys import BLOCK_TOKENS, chain, own_root, root_key
 from batchkv_cache_store.uses import EvictionOrder
 from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.layers.contract import LayerKind
@@ -88,9 +88,10 @@ class PrefixCache:
         self.eviction.clear()
         self.num_bytes = 0
 
-    def keys(self, prompt: list[int]) -> list[bytes]:
+    def keys(self, prompt: list[int], cache_salt: str | None) -> list[bytes]:
         """Keys of the blocks that prefill fills (with all but the last token), as room allows."""
-        return chain(self._root, prompt[: self.max_blocks * BLOCK_TOKENS + 1][:-1])
+        root = own_root(self._root, cache_salt)
+        return chain(root, prompt[: self.max_blocks * BLOCK_TOKENS + 1][:-1])
 
     def depth(self, keys: Items[bytes]) -> int:
         """Blocks of the longest prefix of a chain that is here with all parts at its end."""

@@ -178,7 +178,7 @@ def test_a_chain_ends_at_its_last_state() -> None:
     kinds = [attention_kind("float"), state_kind()]
     cache = PrefixCache(2**24, costs_of(kinds), kinds)
     row = Sequence("a", random_prompt(1, 800), Generation(1))
-    row.block_keys, row.state_stops = cache.keys(row.prompt), frozenset({512})
+    row.block_keys, row.state_stops = cache.keys(row.prompt, None), frozenset({512})
     rows = prefilled(kinds, [row.prompt[:512]], ())
     cache.publish([row], rows, 0, 512)
     assert cache.num_cached(row) == 512

@@ -142,7 +142,7 @@ def test_an_audit_finds_what_no_checksum_can(caplog: pytest.LogCaptureFixture) -
     model, tier = tiny_models.build("llama"), MemoryTier(256 * MIB)
     with running(model, access([tier])) as engine:
         run(engine, PROMPTS[:1])
-        space, keys = engine.client.namespace, engine.prefixes.keys(PROMPTS[0])
+        space, keys = engine.client.namespace, engine.prefixes.keys(PROMPTS[0], None)
     with running(model, access([tier]), audit=1.0) as engine:
         assert len(run(engine, PROMPTS[:2])) == 2  # twins are nobody's results
         counters = engine.client.counters

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from batchkv_worker.engine.engine import Engine
+from batchkv_worker.sequence import Generation
+from batchkv_worker.sequence import Sequence as Row
 from support import tiny_models
 from worker.prefix.engines_on_store import (
     access,
     cached,
+    finish,
     on_disk,
     random_prompt,
     run,
@@ -20,6 +24,26 @@ from worker.prefix.engines_on_store import (
 # One of each way of keeping a cache; the others differ in sizes.
 FAMILIES = ("llama", "gemma3_text", "gpt_oss", "qwen3_next", "mamba2", "deepseek_v3", "gemma3n")
 SCHEMES = ("float", "affine8", "turbo4")
+
+
+def test_rows_share_blocks_only_with_rows_of_their_salt(tmp_path: Path) -> None:
+    """Within a worker and through the store: another salt, or none, finds nothing."""
+    model = tiny_models.build("llama")
+    shared = random_prompt(1, 770)
+
+    def salted(engine: Engine, *salts: str | None) -> list[int]:
+        found = []
+        for salt in salts:  # one after the other
+            row = Row("0", shared, Generation(4, temperature=0.0), cache_salt=salt)
+            engine.submit_row(row)
+            found += finish(engine, 1)
+        assert len(set(tokens(found))) == 1
+        return cached(found)
+
+    with running(model, access(on_disk(tmp_path))) as engine:
+        assert salted(engine, "a", "b", None, "a", "b", None) == [0, 0, 0, 768, 768, 768]
+    with running(model, access(on_disk(tmp_path))) as engine:
+        assert salted(engine, "c", "b", None, "a") == [0, 768, 768, 768]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -109,7 +109,7 @@ def test_a_worker_that_does_not_get_on_is_not_waited_for(held: str, tmp_path: Pa
     leases = LocalLeases()
     way = access(on_disk(tmp_path), leases, is_shared=True, held_seconds=0.3)
     with running(tiny_models.build("llama"), way) as engine:
-        keys = engine.prefixes.keys(tails(1)[0])
+        keys = engine.prefixes.keys(tails(1)[0], None)
         lease = leases.acquire(keys[0 if held == "first" else 2])
         start = time.monotonic()
         (ended,) = run(engine, tails(1))

@@ -43,7 +43,12 @@ def prepare(work: Work, loaded: LoadedModel, *, counts_shared: bool = False) -> 
     generation = generation_of(work, len(prompt), loaded)
     detokenizer = loaded.tokenizer.detokenizer if generation.stop else None
     num_shared = num_common(work, len(prompt), loaded.tokenizer) if counts_shared else None
-    return Sequence(work.job_id, prompt, generation, num_common=num_shared, detokenizer=detokenizer)
+    return Sequence(
+        *(work.job_id, prompt, generation),
+        num_common=num_shared,
+        detokenizer=detokenizer,
+        cache_salt=request.cache_salt,
+    )
 
 
 def check_memory(row: Sequence, memory: Memory) -> None:

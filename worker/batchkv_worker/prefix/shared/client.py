@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 
 from batchkv_cache_store.blocks.block import Block
-from batchkv_cache_store.keys import BLOCK_TOKENS, chain, namespace, root_key
+from batchkv_cache_store.keys import BLOCK_TOKENS, chain, namespace, own_root, root_key
 from batchkv_cache_store.lookup import Piece
 from batchkv_producer.wire.cache_note import CacheNote, token_marks
 from batchkv_worker.kv.start.plan import KvPlan
@@ -171,6 +171,7 @@ class StoreClient(PrefixClient):
         floats = None
         if self._floats is not None and self._floats.is_needed:
             root = root_key(self._float_namespace, self._access.salt)
+            root = own_root(root, row.cache_salt)
             keys = chain(root, row.prompt[: len(row.block_keys) * BLOCK_TOKENS])
             floats = self.block_layout.wanted(self._float_namespace, keys, row.prompt, had)
         worth = self.outbox.num_worth(row, num_own=1)  # leases on no more: they make others wait
@@ -268,7 +269,7 @@ class StoreClient(PrefixClient):
         return CacheNote(
             *counts,
             key=keys[depth],
-            parent=keys[depth - 1] if depth else self.root,
+            parent=keys[depth - 1] if depth else own_root(self.root, row.cache_salt),
             marks=token_marks(row.prompt[low : low + BLOCK_TOKENS]),
         )
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from batchkv_cache_store.blocks.block import Block, Kind
-from batchkv_cache_store.keys import BLOCK_TOKENS
+from batchkv_cache_store.keys import BLOCK_TOKENS, own_root
 from batchkv_cache_store.lease import Lease
 from batchkv_cache_store.store import Store
 from batchkv_cache_store.uses import Uses
@@ -190,10 +190,11 @@ class Outbox:
     def _block(self, parcel: _Parcel) -> Block:
         low = parcel.number * BLOCK_TOKENS
         keys = parcel.row.block_keys
+        root = own_root(self._root, parcel.row.cache_salt)
         return Block(
             namespace=self._namespace,
             key=parcel.key,
-            parent=keys[parcel.number - 1] if parcel.number else self._root,
+            parent=keys[parcel.number - 1] if parcel.number else root,
             index=parcel.number,
             kind=parcel.kind,
             tokens=packed_tokens(parcel.row.prompt[low : low + BLOCK_TOKENS], BLOCK_TOKENS)[0],
