@@ -15,6 +15,7 @@ key                               type  content
 ``batchkv:gateway:file:F``        hash  ``owner``, ``sha256``, ``bytes``, ``created``, ``filename``,
                                         ``purpose``, ``expires`` (0: never)
 ``batchkv:gateway:uses:F``        hash  open batches that read file ``F``
+``batchkv:gateway:deleted:F``     hash  ``owner``: whose file ``F`` was deleted, for ten minutes
 ``batchkv:gateway:expiring``      zset  id of a file -> ``expires``
 ``batchkv:gateway:pending``       zset  name in the folder -> since when: contents that are about to
                                         get a file, or that have lost it
@@ -55,6 +56,11 @@ def file(file_id: str) -> str:
 def uses(file_id: str) -> str:
     """Key of the open batches that read a file."""
     return f"{PREFIX}uses:{file_id}"
+
+
+def deleted(file_id: str) -> str:
+    """Key of a file that was deleted not long ago."""
+    return f"{PREFIX}deleted:{file_id}"
 
 
 def batches(owner: str) -> str:

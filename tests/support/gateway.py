@@ -19,9 +19,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from openai import OpenAI
+if TYPE_CHECKING:  # as a program it needs no client
+    from openai import OpenAI
 
 START_SECONDS = 30.0
 PATCHED = tuple(
@@ -54,7 +55,14 @@ class Gateway:
         self.url, self.port = found[1], int(found[2])
 
     def client(self, key: str = "any", **more: Any) -> OpenAI:
-        """OpenAI's own client of this gateway."""
+        """OpenAI's own client of this gateway. Each answer that it gets is checked strictly."""
+        from openai import DefaultHttpxClient, OpenAI
+
+        from support.openai_objects import check_response
+
+        if "http_client" not in more:
+            hooks = {"response": [check_response]}
+            more["http_client"] = DefaultHttpxClient(event_hooks=hooks)
         return OpenAI(base_url=self.url, api_key=key, timeout=30, **more)
 
     def wait_killed(self) -> None:

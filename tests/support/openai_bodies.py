@@ -14,13 +14,17 @@ OWN_KEYS = {"reasoning_content", "token_ids", "prompt_token_ids"}
 
 
 def extra_keys(body: dict[str, Any]) -> set[str]:
-    """The keys of an answer's body that OpenAI's types lack. Raises pydantic's ValidationError.
+    """The keys of an answer's body that OpenAI's types lack. Raises pydantic's ValidationError."""
+    return extra_keys_of(ChatCompletion if "chat" in body["object"] else Completion, body)
+
+
+def extra_keys_of(kind: type[BaseModel], value: object) -> set[str]:
+    """The keys of a JSON value that one of OpenAI's types lacks. Raises ValidationError.
 
     Every other key has a value of its type, and none is lost or changed when it is read.
     """
-    kind: type[BaseModel] = ChatCompletion if "chat" in body["object"] else Completion
-    model = TypeAdapter(kind).validate_json(json.dumps(body), strict=True)
-    assert json.loads(model.model_dump_json(exclude_unset=True)) == body
+    model = TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
+    assert json.loads(model.model_dump_json(exclude_unset=True)) == value
     found = set[str]()
     _collect(model, found)
     return found

@@ -21,6 +21,7 @@ from batchkv_gateway.pages import Asked, read_page
 from batchkv_gateway.scripts import Command, unless_used
 
 PENDING_SECONDS = 3600
+REPEAT_SECONDS = 600  # in which a delete whose answer was lost may be sent again
 MAX_NAME_CHARS = 255
 PAGE = 500
 INPUT, OUTPUT = "batch", "batch_output"
@@ -151,17 +152,29 @@ class Files:
         return read_page(self._connection, ids, asked, redis_keys.file, _record)
 
     def delete(self, owner: str, file_id: str) -> None:
-        """Delete a file. Raises ApiError (409) while a batch reads it."""
+        """Delete a file. Raises ApiError (409) while a batch reads it.
+
+        Clients send a request again whose answer was lost. So the same call again is no error.
+        """
+        if is_id(file_id, FILE) and self._was_deleted(owner, file_id):
+            return
         record = self.find(owner, file_id)
-        outcome = self._remove(record)
+        trace = redis_keys.deleted(file_id)
+        outcome = self._remove(
+            record, ("hset", trace, "owner", owner), ("expire", trace, REPEAT_SECONDS)
+        )
         if outcome == "used":
             raise ApiError(
                 CONFLICT,
                 f"a batch that is not over reads file {file_id}: cancel the batch, or wait for it",
                 code="file_in_use",
             )
-        if outcome:
+        if outcome and not self._was_deleted(owner, file_id):
             raise unknown("file", file_id)
+
+    def _was_deleted(self, owner: str, file_id: str) -> bool:
+        who: Any = self._connection.hget(redis_keys.deleted(file_id), "owner")
+        return who is not None and who.decode("utf-8", "replace") == owner
 
     def delete_expired(self) -> None:
         """Delete the files whose time is over, except those that a batch reads."""
@@ -194,7 +207,7 @@ class Files:
         self._connection.zrem(redis_keys.EXPIRING, file_id)
         return ""
 
-    def _remove(self, record: FileRecord) -> str:
+    def _remove(self, record: FileRecord, *more: Command) -> str:
         key, file_id, owner = redis_keys.file(record.file_id), record.file_id, record.owner
         outcome = unless_used(
             self._connection,
@@ -206,6 +219,7 @@ class Files:
                 ("zrem", redis_keys.files(owner, record.purpose), file_id),
                 ("zrem", redis_keys.EXPIRING, file_id),
                 ("zadd", redis_keys.PENDING, int(time.time()), record.content_name),
+                *more,
             ],
         )
         if not outcome:

@@ -40,9 +40,19 @@ def test_a_file_keeps_its_bytes_and_facts(client: OpenAI, home: Path) -> None:
     gone = client.files.delete(made.id)
     assert (gone.id, gone.deleted) == (made.id, True)
     assert list((home / "gateway").iterdir()) == []
-    for call in (client.files.retrieve, client.files.content, client.files.delete):
+    for call in (client.files.retrieve, client.files.content):
         with pytest.raises(openai.NotFoundError):
             call(made.id)
+
+
+def test_a_delete_may_be_repeated_for_ten_minutes(client: OpenAI, redis_connection: Redis) -> None:
+    """A client whose answer was lost sends it again; later, the file is unknown."""
+    made = upload(client, b"x")
+    assert client.files.delete(made.id) == client.files.delete(made.id)
+    assert 500 < redis_connection.ttl(redis_keys.deleted(made.id)) <= 600  # type: ignore[operator]
+    redis_connection.delete(redis_keys.deleted(made.id))
+    with pytest.raises(openai.NotFoundError):
+        client.files.delete(made.id)
 
 
 def test_an_upload_without_a_name_or_with_a_path_has_a_plain_one(client: OpenAI) -> None:
