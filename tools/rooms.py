@@ -32,6 +32,7 @@ ORDER: dict[str, tuple[str, ...]] = {
             "client",
             "submit",
             "manage",
+            "report",
             "results",
             "live",
             "monitor",

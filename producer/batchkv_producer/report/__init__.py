@@ -1,0 +1,1 @@
+"""The facts of one batch, its charts, and its report as one HTML file."""
