@@ -24,7 +24,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("kv.backends.cuda", "kv.backends.metal", "kv.backends.gpu", "kv.backends.cpu"),
         *("kv.backends", "kv.kernels"),
         *("settings", "kv.schemes", "kv.types", "kv", "demo"),
-        *("sequence", "guide", "events", "trace", "faults", "errors"),
+        *("events", "figures", "sequence", "guide", "trace", "faults", "errors"),
     ),
     "batchkv_producer": (
         *("__main__", "entry", "cli", "__init__", "doctor", "service", "local", "connecting"),
@@ -73,6 +73,7 @@ ALLOWED_FAN_OUT: dict[str, str] = {
     "batchkv_worker.engine.decode_rows": "rows come from prefill and prefix, and go back there",
     "batchkv_worker.engine.engine": "builds every part of the engine and calls each in a step",
     "batchkv_worker.engine.factory": "settings, model, memory and measurements become an engine",
+    "batchkv_worker.engine.row_ends": "each part of the engine is told of a row's end",
     "batchkv_worker.kv.start.plan": "plans every part of the KV cache",
     "batchkv_worker.prefix.shared.client": "all requests to the store",
     "batchkv_worker.queue.rq_worker": "builds every part of a session",

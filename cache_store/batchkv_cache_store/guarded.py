@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from batchkv_cache_store.blocks.seal import Buffer
@@ -41,7 +41,8 @@ class GuardedTier:
     """One tier as the store uses it. Its counters, where T is the tier's name:
 
     ``error.T``: calls that failed. ``skipped.T``: calls not made because the breaker was open.
-    ``stored.T``, ``present.T``, ``full.T``: puts by their result (``Put``).
+    ``stored.T``, ``present.T``, ``full.T``: puts by their result (``Put``). ``read_bytes.T`` and
+    ``stored_bytes.T``: bytes of the objects that were read and stored.
     """
 
     def __init__(self, tier: Tier, breaker: Breaker, gate: Gate, counters: Counters) -> None:
@@ -69,13 +70,17 @@ class GuardedTier:
         """
         if not sizes:
             return {}
-        return self._call(lambda: self.tier.get_many(list(sizes), sizes)) or {}
+        found = self._call(lambda: self.tier.get_many(list(sizes), sizes)) or {}
+        self._counters.add(f"read_bytes.{self.name}", _num_bytes(found.values()))
+        return found
 
     def put(self, name: str, buffers: Sequence[Buffer]) -> Put | None:
         """Store the buffers. Returns the result; None if the tier fails."""
         outcome = self._call(lambda: self.tier.put(name, buffers))
         if outcome is not None:
             self._counters.add(f"{outcome}.{self.name}")
+            if outcome is Put.STORED:
+                self._counters.add(f"stored_bytes.{self.name}", _num_bytes(buffers))
         return outcome
 
     def set_aside(self, name: str) -> None:
@@ -106,3 +111,7 @@ class GuardedTier:
         if is_back:
             _log.warning("cache tier %s is back", self.name)
         return answer
+
+
+def _num_bytes(buffers: Iterable[Buffer]) -> int:
+    return sum(memoryview(one).nbytes for one in buffers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import tempfile
@@ -65,6 +66,27 @@ def running_hub(source: Path) -> Iterator[Hub]:
             for process in running:
                 process.terminate()
                 process.wait(10)
+
+
+@contextmanager
+def user_of_hub(connection: Redis, role: str, without: str = "") -> Iterator[Redis]:
+    """A connection to a test's server with the rights of a role of ``queue.acl``.
+
+    ``without``: a pattern of keys that the rights of an older hub lack.
+    """
+    text = (HUB_SOURCE / "queue.acl").read_text()
+    (words,) = [one for one in text.split("\nuser ") if one.startswith(f"{role} ")]
+    lines = [line for line in words.splitlines() if not line.startswith("#")]
+    rights = " ".join(lines).replace(f"#@{role}@", ">secret").partition(" ")[2]
+    found = re.findall(r"\([^)]*\)|\S+", rights)
+    kept = [one for one in found if not without or without not in one]
+    connection.execute_command("ACL", "SETUSER", role, "reset", *kept)
+    path = connection.connection_pool.connection_kwargs["path"]
+    try:
+        with Redis(unix_socket_path=path, username=role, password="secret") as connected:
+            yield connected
+    finally:
+        connection.execute_command("ACL", "DELUSER", role)
 
 
 def _free_port() -> int:

@@ -15,6 +15,7 @@ from batchkv_producer.wire.cache_note import CacheNote
 from batchkv_producer.wire.choice import Choice, TokenLogprob, ToolCall
 from batchkv_producer.wire.job import Request, Usage
 from batchkv_producer.wire.maker import Maker
+from batchkv_worker.figures.engine import EngineFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +173,15 @@ class EngineLike(Protocol):
 
     def memory_bytes(self) -> int:
         """Bytes that it had allocated on the device after its last step. From any thread."""
+        ...
+
+
+@runtime_checkable
+class HasFigures(EngineLike, Protocol):
+    """An engine that counts what it does."""
+
+    def figures(self) -> EngineFigures:
+        """What it has counted since the worker began, and what it holds. From any thread."""
         ...
 
 

@@ -12,6 +12,7 @@ it is cancelled, or fails.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -137,6 +138,7 @@ class Sequence:
     job_id: str
     prompt: list[int]
     generation: Generation
+    came_at: float = field(default_factory=time.monotonic)  # into the engine
     status: Status = Status.WAITING
     slot: int | None = None
     num_dispatched: int = 0

@@ -20,6 +20,8 @@ from batchkv_worker.model import loader as model
 from batchkv_worker.queue import abilities
 from batchkv_worker.queue.in_flight import InFlight
 from batchkv_worker.queue.rq_worker import BatchWorker
+from batchkv_worker.queue.state import WorkerState
+from batchkv_worker.queue.stop import StopRequest
 from batchkv_worker.queue.worker_record import LastMinute, WorkerRecord, constant_fields
 from batchkv_worker.settings import WorkerSettings
 from support import tiny_models  # noqa: F401 - first: it loads the BLAS
@@ -39,6 +41,10 @@ PATIENCE = 30.0
 def only_worker(connection: Redis) -> WorkerInfo | None:
     found = read_workers(connection)
     return found[0] if found else None
+
+
+def fresh_state() -> WorkerState:
+    return WorkerState(InFlight("fake", "w"), StopRequest(lambda: None))
 
 
 def test_a_worker_tells_of_itself(redis_connection: Redis, redis_url: str, tmp_path: Path) -> None:
@@ -129,8 +135,7 @@ def test_a_minute_of_work_is_a_line(
     settings = WorkerSettings(model="fake")
     engine = EngineThread(lambda: FakeEngine(32, 8, FakePlan()))
     engine.num_slots = 32
-    in_flight = InFlight("fake", "w")
-    told = WorkerRecord(settings, engine, in_flight, lambda _: None)
+    told = WorkerRecord(settings, engine, fresh_state(), lambda _: None)
     caplog.set_level("INFO")
     for _ in range(60):
         now[0] += 1
@@ -149,7 +154,7 @@ def test_a_worker_that_is_short_of_memory_says_so() -> None:
     engine = EngineThread(lambda: FakeEngine(4, 8, FakePlan(trouble="short of memory")))
     published: list[dict[str, str]] = []
     settings = WorkerSettings(model="fake")
-    record = WorkerRecord(settings, engine, InFlight("fake", "w"), published.append)
+    record = WorkerRecord(settings, engine, fresh_state(), published.append)
     engine.start()
     wait_until(lambda: record.state == "short of memory", PATIENCE)
     record.update()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from batchkv_producer.wire.maker import Maker
 from batchkv_worker.engine.engine import Engine
 from batchkv_worker.events import Event, Work
+from batchkv_worker.figures.engine import EngineFigures
 from batchkv_worker.kv.backends.contract import Undo
 from batchkv_worker.model.adapters import LoadedAdapter, put_on
 from batchkv_worker.model.loader import LoadedModel
@@ -52,6 +53,7 @@ class AdapterEngine:
         self.makers = {"": loaded.maker(scheme), **makers}
         self.engine = build(loaded)
         self._is_open = True
+        self._earlier = EngineFigures()  # of the engines before this one
 
     def serve(self, adapter: str) -> None:
         """Exchange the adapter; "" is the model alone. Only while the engine is idle."""
@@ -61,6 +63,7 @@ class AdapterEngine:
         ENGINE.enter(LOAD)
         chosen = self._adapters[adapter] if adapter else None
         self._is_open = False
+        self._earlier = self.figures()
         self.engine.close()
         if self._take_off is not None:
             self._take_off()
@@ -122,6 +125,9 @@ class AdapterEngine:
     def has_changed(self) -> bool:
         changed = (adapter.has_changed() for adapter in self._adapters.values())
         return self._loaded.has_changed() or any(changed)
+
+    def figures(self) -> EngineFigures:
+        return self.engine.figures().after(self._earlier)
 
     def memory_bytes(self) -> int:
         return self.engine.memory_bytes()

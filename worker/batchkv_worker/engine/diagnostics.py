@@ -1,12 +1,17 @@
-"""The state of an engine, for the log of a worker whose engine hangs. Counts, no content."""
+"""The state of an engine: figures, and a line for the log if it hangs. Counts, no content."""
 
 from __future__ import annotations
 
+import time
+
 import mlx.core as mx
 
-from batchkv_worker.engine.decode_rows import DecodeRows
-from batchkv_worker.engine.schedule.scheduler import Scheduler
-from batchkv_worker.engine.tokens.choices import Choices
+from batchkv_worker.engine.recovery import Recovery
+from batchkv_worker.engine.relief import Relief
+from batchkv_worker.engine.row_ends import RowEnds
+from batchkv_worker.figures.engine import EngineFigures
+
+LEVELS_SECONDS = 1.0  # between two looks at what is held
 
 
 class Diagnostics:
@@ -15,16 +20,51 @@ class Diagnostics:
     Only ``record`` calls MLX: where MLX hangs, no other thread may call it.
     """
 
-    def __init__(self, scheduler: Scheduler, decode_rows: DecodeRows, choices: Choices) -> None:
-        self._scheduler = scheduler
-        self._decode_rows = decode_rows
-        self._choices = choices
+    def __init__(self, ends: RowEnds, recovery: Recovery, relief: Relief) -> None:
+        self._ends = ends
+        self._decode_rows = ends.decode_rows
+        self._scheduler = ends.decode_rows.scheduler
+        self._recovery = recovery
+        self._relief = relief
         self._memory = (0, 0, 0)
+        self._levels: dict[str, float] = {}
+        self._levels_at = 0.0
         self.record()
 
     def record(self) -> None:
         """Read MLX's memory after a step."""
         self._memory = mx.get_active_memory(), mx.get_cache_memory(), mx.get_peak_memory()
+        now = time.monotonic()
+        if now >= self._levels_at:
+            self._levels_at = now + LEVELS_SECONDS
+            self._levels = self._read_levels()
+
+    def _read_levels(self) -> dict[str, float]:
+        held = self._scheduler.memory.snapshot(self._scheduler.group)
+        group = self._scheduler.group
+        return {
+            "rows.decode": len(self._decode_rows.by_slot),
+            "rows.prefill": len(group.rows) if group is not None else 0,
+            "rows.waiting": self._scheduler.num_waiting,
+            "memory.active": self._memory[0],
+            "memory.cached": self._memory[1],
+            "memory.peak": self._memory[2],
+            "kv_memory": held.total,
+            "kv_memory_budget": held.allowed,
+            "pressure": self._relief.level,
+        }
+
+    def figures(self) -> EngineFigures:
+        """What was counted, and what was held in the last second. From any thread."""
+        counts = {
+            "preemptions": self._decode_rows.num_preempted,
+            "recoveries.memory": self._recovery.num_out_of_memory,
+            "recoveries.device": self._recovery.num_device_faults,
+            "recoveries.pressure": self._relief.num_times,
+        }
+        return EngineFigures(
+            counts, self._levels, self._ends.times.times, self._ends.client.counters
+        )
 
     def memory_bytes(self) -> int:
         """Bytes that MLX had allocated after the last step."""
@@ -41,7 +81,7 @@ class Diagnostics:
         return (
             f"{self._scheduler.num_waiting} rows wait, {prompts} in prefill, "
             f"{len(self._decode_rows.by_slot)} rows decode, "
-            f"{self._decode_rows.num_preempted} had to leave{self._choices.report()}; "
+            f"{self._decode_rows.num_preempted} had to leave{self._ends.choices.report()}; "
             f"{held.slots / 1e6:.1f} MB in slots of {held.allowed / 1e6:.1f}; "
             f"MLX had {active:.1f} MB, {cached:.1f} to use again, {peak:.1f} at most"
         )

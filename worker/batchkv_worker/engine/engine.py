@@ -115,8 +115,6 @@ class Engine:
         )
         self._rows, self._choices = self._decode_rows.by_slot, Choices()
         self._live = LiveRows(self._decode_rows, config.lane_chunk)
-        self._diagnostics = Diagnostics(self._scheduler, self._decode_rows, self._choices)
-        self.report, self.memory_bytes = self._diagnostics.report, self._diagnostics.memory_bytes
         self.maker, self.has_changed = loaded.maker(config.scheme), loaded.has_changed
         self._recovery = Recovery(self._prefill, self._decode_rows, self.prefixes, client)
         self._relief = Relief(pressure or NoPressure(), self._decode_rows, self.prefixes)
@@ -127,6 +125,8 @@ class Engine:
             *(loaded, self._decode_rows, self._prefill, audit),
             *(self._choices, client, self._cancel),
         )
+        self._diagnostics = seen = Diagnostics(self._ends, self._recovery, self._relief)
+        self.report, self.memory_bytes, self.figures = seen.report, seen.memory_bytes, seen.figures
 
     # -- called by the thread that owns the engine
 

@@ -52,6 +52,11 @@ class Relief:
         """For the worker's record; empty while there is enough memory. From any thread."""
         return SHORT_OF_MEMORY if self._level > Level.NORMAL else ""
 
+    @property
+    def level(self) -> int:
+        """0: there is enough memory; 1: little; 2: it is critical. From any thread."""
+        return (Level.NORMAL, Level.WARNING, Level.CRITICAL).index(self._level)
+
     def close(self) -> None:
         """Watch the machine no more."""
         self._pressure.close()

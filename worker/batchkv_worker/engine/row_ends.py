@@ -18,6 +18,7 @@ from batchkv_worker.engine.prefill import Prefill
 from batchkv_worker.engine.tokens import outputs
 from batchkv_worker.engine.tokens.choices import Choices
 from batchkv_worker.events import Completed, Event, Piece, Rejected
+from batchkv_worker.figures.engine import RowTimes
 from batchkv_worker.guide import GuideFault
 from batchkv_worker.model.loader import LoadedModel
 from batchkv_worker.prefix.interface import PrefixClient
@@ -40,13 +41,14 @@ class RowEnds:
         cancel: Callable[[str], None],
     ) -> None:
         self._loaded = loaded
-        self._decode_rows = decode_rows
+        self.decode_rows = decode_rows
         self._prefill = prefill
         self.audit = audit
-        self._choices = choices
-        self._client = client
+        self.choices = choices
+        self.client = client
         self._cancel = cancel  # one choice of a row, by its id
         self.events: list[Event] = []
+        self.times = RowTimes()
 
     def close(self) -> None:
         """Log what the audit found."""
@@ -58,6 +60,8 @@ class RowEnds:
         for index, row in enumerate(step.rows):
             if row is None or row.is_ended:
                 continue
+            if not row.generated:
+                self.times.note_first_token(row)
             try:
                 event = outputs.take(row, index, read, self._loaded.tokenizer)
                 if row.guide is not None and not row.is_ended:
@@ -72,7 +76,7 @@ class RowEnds:
                 self.stop(row, ErrorCode.ENGINE_ERROR, f"{type(fault).__name__}")
                 continue
             if event is not None:
-                self._decode_rows.free(row)
+                self.decode_rows.free(row)
                 self._complete(row, event)
 
     def _complete(self, row: Sequence, event: Completed) -> None:
@@ -80,13 +84,14 @@ class RowEnds:
         if row.replay_of is not None:
             self.audit.compare(row)
             return
-        scheduler = self._decode_rows.scheduler
+        scheduler = self.decode_rows.scheduler
         scheduler.note_completed(len(row.generated))
         saved_ms = round(row.num_cached * self._prefill.seconds_per_token * 1000)
-        event = replace(event, saved_ms=saved_ms, note=self._client.note(row))
+        event = replace(event, saved_ms=saved_ms, note=self.client.note(row))
         if (replay := self.audit.replay(row, self._loaded.tokenizer)) is not None:
             scheduler.add(replay)  # without keys: nothing cached is used or kept
-        if (whole := self._choices.end(row, event)) is not None:
+        if (whole := self.choices.end(row, event)) is not None:
+            self.times.note_end(row)
             self.events.append(whole)
 
     def stop(self, row: Sequence, code: str, message: str) -> None:
@@ -95,9 +100,9 @@ class RowEnds:
         All its choices have failed, too. A replay that fails is not reported.
         """
         row.end("error")
-        self._decode_rows.free(row)
+        self.decode_rows.free(row)
         if row.replay_of is None:
-            for one in self._choices.leave(row.row_id):
+            for one in self.choices.leave(row.row_id):
                 self._cancel(one)
             self.refuse(row.row_id, code, message)
 

@@ -25,12 +25,15 @@ from batchkv_worker.events import (
     EngineLike,
     Event,
     ExchangesAdapters,
+    HasFigures,
     Piece,
     Recalled,
     Serving,
     Work,
 )
 from batchkv_worker.faults import WORKAROUNDS, is_device_fault
+from batchkv_worker.figures.engine import EngineFigures
+from batchkv_worker.figures.histogram import STEP_BOUNDS, Histogram
 from batchkv_worker.model.load_progress import listening
 from batchkv_worker.trace import DECODE, END, ENGINE, IDLE, PREPARE, START, note
 
@@ -92,6 +95,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._main, name="batchkv-engine", daemon=True)
         self._engine: EngineLike | None = None
         self.num_steps = 0
+        self.steps = Histogram(STEP_BOUNDS)  # how long each took
         self.num_slots = self.max_in_flight = 0  # until it is built
         self.maker: Maker = NOBODY  # until it is built
         self.makers: Mapping[str, Maker] = {}  # by adapter, once it is built and if it has any
@@ -144,6 +148,15 @@ class EngineThread:
     def has_changed(self) -> bool:
         """Whether the model's files have changed since they were loaded. May take seconds."""
         return self._engine is not None and self._engine.has_changed()
+
+    def figures(self) -> EngineFigures | None:
+        """The engine's figures; None if it has none, or is just being changed."""
+        engine = self._engine
+        try:
+            return engine.figures() if isinstance(engine, HasFigures) else None
+        except Exception:
+            log.debug("the engine's figures cannot be read", exc_info=True)
+            return None
 
     def report(self) -> str:
         """The engine's state, for a log; it works even when the engine hangs."""
@@ -212,7 +225,9 @@ class EngineThread:
             if engine.is_idle:
                 continue
             ENGINE.enter(DECODE)
+            began = time.perf_counter()
             events = engine.step()
+            self.steps.add(time.perf_counter() - began)
             self.num_steps += 1
             self.max_in_flight = engine.max_in_flight
             if self._live:

@@ -76,6 +76,11 @@ class PrefixClient(ABC):
     def count(self, name: str) -> None:
         """Add one to a counter that is shown with the store's."""
 
+    @property
+    def counters(self) -> dict[str, int]:
+        """The store's counters, and those of ``count``; empty without a store."""
+        return {}
+
     @abstractmethod
     def close(self) -> None:
         """Continue started writes for a moment, then release everything."""

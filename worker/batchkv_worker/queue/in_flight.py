@@ -29,6 +29,7 @@ from batchkv_producer.wire.job import (
 from batchkv_producer.wire.maker import NOBODY, Maker
 from batchkv_producer.wire.transitions import JobLease, JobResult, Pulled
 from batchkv_worker.events import Completed, Rejected, Work
+from batchkv_worker.figures.rows import CANCELED, OK, RowCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class InFlight:
     def __init__(self, model: str, worker: str) -> None:
         self.model = model  # as results name it
         self._worker = worker
+        self.counts = RowCounts()
         self.maker: Maker = NOBODY  # the engine's, once it is there
         self._rows: dict[str, StartedRow] = {}
         self._backlog: dict[str, _BacklogRow] = {}
@@ -232,6 +234,7 @@ class InFlight:
             return self._failed(
                 row, ErrorCode.ENGINE_ERROR, f"{fault}: ask for fewer tokens, choices or logprobs"
             )
+        self.counts.add(OK, usage)
         return JobResult(
             lease=row.lease,
             outcome="ok",
@@ -267,6 +270,7 @@ class InFlight:
             if row is not None:
                 result = self._error(row, "canceled", (ErrorCode.CANCELED, words))
                 rows.append((job_id, encode_result(result)))
+                self.counts.add(CANCELED)
         return rows
 
     def _leave(self, job_id: str) -> StartedRow | None:
@@ -278,6 +282,7 @@ class InFlight:
         return self._failed(_unstarted(pulled), ErrorCode.EXPIRED, words)
 
     def _failed(self, row: StartedRow, code: str, message: str) -> JobResult:
+        self.counts.add(code)
         result = self._error(row, "failed", (code, message))
         return JobResult(row.lease, "failed", encode_result(result), busy_ms=result.busy_ms)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +16,8 @@ from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.figures.samples import SampleMoves, WorkCounts
+from batchkv_producer.wire.live import is_refused
 from batchkv_producer.wire.maker import NOBODY, Maker
 from batchkv_producer.wire.suspects import is_suspect
 from batchkv_producer.wire.transitions import JobLease, JobResult, Run, Transitions, iso_now
@@ -22,9 +27,12 @@ from batchkv_worker.queue.queue_turns import Head
 from batchkv_worker.settings import WorkerSettings
 from batchkv_worker.trace import IDLE, MAIN, REDIS
 
+log = logging.getLogger("batchkv.worker")
+
 FINISH_GROUP = 200  # results in one script call: a few milliseconds of the server's time
 APART_SECONDS = 300  # within which a worker should have emptied itself; then another tries
 RENEW_GROUP = 500  # leases in one script call, for the same reason
+REFUSED_SECONDS = 600.0  # after the server refused to count work
 LIVE_RANK = -1  # before the rank of the highest priority
 _LEASE = re.compile(rb"([\w-]{1,200}):([0-9a-f]{1,64})-([0-9]{1,12})")
 # Errors of a server that will be well again: full, a replica for now, its disk full, loading.
@@ -80,6 +88,8 @@ class RedisSide:
         self.maker: Maker = NOBODY  # the engine's, once it is there
         self._is_unanswered = False  # the answer to the last pull was lost; Redis may have made it
         self._moves = Transitions(connection)
+        self._samples = SampleMoves(connection)
+        self._count_at = -math.inf  # not before
         self._maintenance = MaintenanceRounds(
             [
                 Maintenance(connection, each, worker, settings.lease_seconds)
@@ -254,6 +264,21 @@ class RedisSide:
                 self._queue, self._worker, group, lease_seconds, self._worker_ttl, now
             )
         return lost
+
+    def count_work(self, process: str, work: WorkCounts) -> None:
+        """Add the work of this process to the totals of the queue. Optional, so it never raises."""
+        if time.monotonic() < self._count_at:
+            return
+        queues = dict.fromkeys((self._queue, *self._settings.queues))
+        try:
+            self._samples.count(self._worker, list(queues), process, work)
+        except RedisError as fault:
+            if is_refused(fault):
+                if self._count_at < 0:
+                    log.info("no work is counted: the hub is of an older version (%s)", fault)
+                self._count_at = time.monotonic() + REFUSED_SECONDS
+            else:
+                log.debug("the next heartbeat counts this work: %s", fault)
 
     def set_state(self, state: str) -> None:
         """Write RQ's state of the worker (busy, idle, suspended) if it has changed."""

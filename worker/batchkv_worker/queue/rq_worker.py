@@ -240,9 +240,11 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
     def _live_lane(
         self, settings: WorkerSettings, engine: EngineThread, state: WorkerState
     ) -> LiveLane:
+        rows = InFlight(settings.model, self.name)
+        state.live_counts = rows.counts
         return LiveLane(
             LiveMoves(self.connection),
-            *(self.queues[0].name, self.name, engine, InFlight(settings.model, self.name)),
+            *(self.queues[0].name, self.name, engine, rows),
             most=lambda: state.most_live(engine.num_slots),
             abilities=own_abilities(),
         )

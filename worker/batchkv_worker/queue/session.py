@@ -68,7 +68,7 @@ class Session:
         self._background = Background(engine.wake)
         queues = list(settings.queues)
         self._puller = JobPuller(side, engine, state, limits, self._serve_engine_until, queues)
-        self._record = WorkerRecord(settings, engine, state.in_flight, self._publish)
+        self._record = WorkerRecord(settings, engine, state, self._publish)
         self._outage = RedisOutage()
         self._watchdog = Watchdog(settings)
         self._poll_timer = Timer(min(POLL_SECONDS, settings.heartbeat_seconds))
@@ -131,6 +131,7 @@ class Session:
             waiting = self._in_flight.recalled + self._in_flight.backlog
             self._give_back(waiting, died=False)  # the engine had not begun them
             self._give_back(self._in_flight.started, died=has_died)
+            self._side.count_work(self._record.figures.name, self._record.figures.work)
         except RedisError as fault:
             if is_outage(fault) and time.monotonic() < deadline:
                 return False
@@ -294,6 +295,7 @@ class Session:
     def _begin_queue(self, adapter: str) -> None:
         """The engine has exchanged its adapter: all calls of Redis are about its queue now."""
         self._serving = None
+        self._count_work()
         self._side.maker = self._in_flight.maker = self._engine.maker
         self._in_flight.model = self._settings.served_name(adapter)
         self._puller.switch()
@@ -335,6 +337,12 @@ class Session:
         except RedisError:
             self._busy_seconds += busy
             raise
+        self._count_work()
+
+    def _count_work(self) -> None:
+        """Add the work so far to the totals of the queue that the engine serves."""
+        figures = self._record.figures
+        self._serve_engine_until(partial(self._side.count_work, figures.name, figures.work))
 
     def _report_stop(self) -> None:
         if self._stop.is_asked and not self._stop.is_orphaned:
@@ -348,4 +356,5 @@ class Session:
         for job_id in job_ids:
             if self._in_flight.drop(job_id):
                 self._engine.cancel(job_id)
+                self._record.figures.num_lost += 1
                 log.info("dropped %s: canceled or taken over", job_id)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from batchkv_producer.wire.transitions import JobResult
 from batchkv_worker.events import Completed, Rejected, Work
+from batchkv_worker.figures.rows import RowCounts
 from batchkv_worker.queue.in_flight import InFlight
 from batchkv_worker.queue.pause import Pause
 from batchkv_worker.queue.stop import StopRequest
@@ -54,6 +55,7 @@ class WorkerState:
         self.stop = stop
         self.pause = pause or Pause()
         self.live: LiveRows = NoLiveRows()
+        self.live_counts = RowCounts()  # how live rows ended
         self.results: list[JobResult] = []  # of rows that have ended
         self.canceled: list[tuple[str, bytes]] = []  # (job id, canceled result)
         self.is_ready = False  # the engine has loaded its model

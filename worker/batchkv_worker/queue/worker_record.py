@@ -15,8 +15,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from batchkv_worker.engine.thread import EngineThread
 from batchkv_worker.events import Completed
+from batchkv_worker.figures.report import Figures
 from batchkv_worker.queue.abilities import own_abilities
-from batchkv_worker.queue.in_flight import InFlight
+from batchkv_worker.queue.state import WorkerState
 from batchkv_worker.queue.timers import Timer
 from batchkv_worker.settings import WorkerSettings
 
@@ -89,12 +90,14 @@ class WorkerRecord:
         self,
         settings: WorkerSettings,
         engine: EngineThread,
-        in_flight: InFlight,
+        state: WorkerState,
         publish: Callable[[dict[str, str]], None],
     ) -> None:
         self._settings = settings
         self._engine = engine
-        self._in_flight = in_flight
+        self._in_flight = state.in_flight
+        self._state = state
+        self.figures = Figures(engine, self._levels, state.in_flight.counts, state.live_counts)
         self._publish = publish
         self._minute = LastMinute(time.monotonic)
         self._stopping = ""
@@ -131,6 +134,16 @@ class WorkerRecord:
             "bkv_memory": str(self._engine.memory_bytes),
             "bkv_slots": str(self._engine.num_slots),
             "bkv_beat_ms": f"{1000 * self._settings.heartbeat_seconds:.0f}",
+            **self.figures.fields(),
+        }
+
+    def _levels(self) -> dict[str, float]:
+        """What the worker holds now, for its figures."""
+        return {
+            "rows.held": len(self._in_flight),
+            "rows.live": self._state.live.num_rows,
+            "rows.results": len(self._state.results),
+            "slots": self._engine.num_slots,
         }
 
     def _adapters(self) -> dict[str, str]:
