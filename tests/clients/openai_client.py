@@ -1,0 +1,100 @@
+"""OpenAI's client: a session under each fault, many calls at once, streams, strict objects."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+from openai import AsyncOpenAI, NotFoundError
+
+from clients.openai_session import FAULTS, faulted_session, strict_client
+from support.http_faults import HttpFaults
+from support.openai_objects import check_chunk
+
+URL, MODEL = os.environ["GATEWAY_URL"], os.environ["GATEWAY_MODEL"]
+PORT = int(os.environ["GATEWAY_PORT"])
+NUM_CALLS, NUM_STREAMS = 200, 50
+
+
+def question(text: str) -> list[dict[str, str]]:
+    """The messages of one question."""
+    return [{"role": "user", "content": text}]
+
+
+def sessions() -> None:
+    """A session under each fault, with the client's own delays and number of retries."""
+    for name in FAULTS:
+        with HttpFaults(PORT) as proxy:
+            faulted_session(URL, proxy, name, MODEL)
+            print(f"ok: a batch, start to end, with {proxy.num_faults} times the fault {name}")
+
+
+def calls() -> None:
+    """Synchronous calls and streams: strict objects, and the same answer in both ways."""
+    with strict_client(URL) as client:
+        ask = {"model": MODEL, "temperature": 0, "max_tokens": 24}
+        whole = client.chat.completions.create(messages=question("What is the code?"), **ask)
+        pieces, usage = "", None
+        stream = client.chat.completions.create(
+            messages=question("What is the code?"),
+            stream=True,
+            stream_options={"include_usage": True},
+            **ask,
+        )
+        for chunk in stream:
+            check_chunk(chunk.model_dump(exclude_unset=True))
+            pieces += "".join(choice.delta.content or "" for choice in chunk.choices)
+            usage = chunk.usage or usage
+        assert pieces == whole.choices[0].message.content, (pieces, whole)
+        assert usage and whole.usage
+        assert usage.completion_tokens == whole.usage.completion_tokens
+        text = client.completions.create(model=MODEL, prompt="One and one is", max_tokens=4)
+        assert text.object == "text_completion" and text.usage
+        two = client.chat.completions.create(messages=question("Hi"), n=2, **ask)
+        assert [choice.index for choice in two.choices] == [0, 1]
+        try:
+            client.chat.completions.create(model="nobody/serves-this", messages=question("Hi"))
+        except NotFoundError as fault:
+            assert fault.code == "model_not_found", fault
+        else:
+            raise AssertionError("a model that nobody serves has an answer")
+    print("ok: calls and streams, strictly as OpenAI's")
+
+
+async def at_once() -> None:
+    """Many calls and streams at once, over one client."""
+    async with AsyncOpenAI(base_url=URL, api_key="any", timeout=300) as client:
+
+        async def call(number: int) -> str:
+            found = await client.chat.completions.create(
+                model=MODEL, messages=question(f"Say {number}"), temperature=0, max_tokens=8
+            )
+            return found.choices[0].message.content or ""
+
+        async def stream(number: int) -> str:
+            text = ""
+            async for chunk in await client.chat.completions.create(
+                model=MODEL,
+                messages=question(f"Say {number}"),
+                temperature=0,
+                max_tokens=8,
+                stream=True,
+            ):
+                text += "".join(choice.delta.content or "" for choice in chunk.choices)
+            return text
+
+        began = time.monotonic()
+        answers = await asyncio.gather(*map(call, range(NUM_CALLS)))
+        middle = time.monotonic()
+        streamed = await asyncio.gather(*map(stream, range(NUM_STREAMS)))
+        assert list(answers[:NUM_STREAMS]) == list(streamed)
+        ended = time.monotonic()
+    print(f"ok: {NUM_CALLS} calls at once in {middle - began:.1f} s, "
+          f"{NUM_STREAMS} streams in {ended - middle:.1f} s")  # fmt: skip
+
+
+if __name__ == "__main__":
+    sessions()
+    calls()
+    asyncio.run(at_once())

@@ -1,0 +1,177 @@
+"""Real clients of the gateway, each in an environment of its own: ``make clients``.
+
+    python tests/clients/run.py [--only NAME] [--cache FOLDER] [--keep-versions]
+
+It starts a server, a gateway and a worker of the included model. Then it installs the newest
+release of each client and runs its script. An environment is kept in the cache folder, and its
+packages are upgraded each time, unless ``--keep-versions`` is given. The exit code is 1 if a client
+failed or cannot be installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.gateway import Gateway, running_gateway, working
+from support.redis_server import running_server
+
+TESTS = Path(__file__).parents[1]
+INSTALL_SECONDS, RUN_SECONDS, START_SECONDS = 1200, 900, 120
+MODEL = "demo"
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A client: its name, what pip installs, the distribution whose version is shown."""
+
+    name: str
+    packages: tuple[str, ...]
+    distribution: str
+
+    @property
+    def script(self) -> Path:
+        """Its script."""
+        return Path(__file__).with_name(f"{self.name}_client.py")
+
+
+TOOLS = (
+    Tool("openai", ("openai",), "openai"),
+    Tool("litellm", ("litellm",), "litellm"),
+    Tool("inspect", ("inspect-ai", "openai"), "inspect-ai"),
+    Tool("lm_eval", ("lm-eval[api]",), "lm-eval"),
+)
+
+
+class Failed(Exception):
+    """A client did not do what it should. The message says why."""
+
+
+def python_of(tool: Tool, cache: Path, *, is_kept: bool) -> Path:
+    """The Python of a tool's environment. Raises Failed if it cannot be installed."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    folder = cache / f"{tool.name}-{version}"
+    python = folder / "bin" / "python"
+    stamp = folder / "installed"
+    if stamp.exists() and is_kept:
+        return python
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+    command = [str(python), "-m", "pip", "install", "-q", "--upgrade", *tool.packages]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS)
+    if found.returncode:
+        raise Failed(f"does not install: {(found.stderr.strip().splitlines() or ['?'])[-1]}")
+    stamp.touch()
+    return python
+
+
+def version_of(python: Path, distribution: str) -> str:
+    """The version of an installed distribution."""
+    code = f"import importlib.metadata as m; print(m.version({distribution!r}))"
+    return subprocess.run(
+        [str(python), "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+@contextmanager
+def demo_worker(redis_url: str, folder: Path) -> Iterator[None]:
+    """A worker of the included model in a process of its own."""
+    environment = {**os.environ, "BATCHKV_REDIS_URL": redis_url, "BATCHKV_HOME": str(folder)}
+    command = [sys.executable, "-m", "batchkv_producer", "worker", "-m", MODEL]
+    with (folder / "worker.log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(5)
+
+
+def wait_served(gateway: Gateway) -> None:
+    """Wait until a worker serves the model."""
+    deadline = time.monotonic() + START_SECONDS
+    with gateway.client() as client:
+        while MODEL not in [model.id for model in client.models.list()]:
+            if time.monotonic() > deadline:
+                raise Failed("no worker serves the demo model")
+            time.sleep(0.2)
+
+
+def run_tool(tool: Tool, python: Path, gateway: Gateway, folder: Path) -> None:
+    """Run a tool's script. What it prints is shown. Raises Failed if it fails."""
+    environment = {
+        **{name: value for name, value in os.environ.items() if "PROXY" not in name.upper()},
+        "PYTHONPATH": str(TESTS),
+        "GATEWAY_URL": gateway.url,
+        "GATEWAY_PORT": str(gateway.port),
+        "GATEWAY_MODEL": MODEL,
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HOME": str(folder / "hf"),
+    }
+    work = folder / tool.name
+    work.mkdir()
+    command = [str(python), str(tool.script)]
+    try:
+        code = subprocess.run(command, cwd=work, env=environment, timeout=RUN_SECONDS).returncode
+    except subprocess.TimeoutExpired:
+        raise Failed(f"has not ended after {RUN_SECONDS} seconds") from None
+    if code:
+        raise Failed(f"ended with exit code {code}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "batchkv-clients"
+    parser.add_argument("--only", default="", metavar="NAME", help="one client")
+    parser.add_argument("--cache", type=Path, default=default, help=f"default: {default}")
+    parser.add_argument("--keep-versions", action="store_true", help="upgrade nothing")
+    options = parser.parse_args()
+    chosen = [tool for tool in TOOLS if options.only in ("", tool.name)]
+    if not chosen:
+        parser.error(f"--only must be one of {', '.join(tool.name for tool in TOOLS)}")
+    options.cache.mkdir(parents=True, exist_ok=True)
+    report = []
+    with (
+        tempfile.TemporaryDirectory(prefix="clients-", dir="/tmp") as name,
+        running_server() as server,
+        running_gateway(server.url, Path(name) / "home") as gateway,
+        demo_worker(server.url, Path(name) / "home"),
+        working(server.url),
+    ):
+        wait_served(gateway)
+        for tool in chosen:
+            began = time.monotonic()
+            version = ""
+            try:
+                python = python_of(tool, options.cache, is_kept=options.keep_versions)
+                version = version_of(python, tool.distribution)
+                print(f"== {tool.name} {version}", flush=True)
+                run_tool(tool, python, gateway, Path(name))
+                outcome = "ok"
+            except Failed as fault:
+                outcome = str(fault)
+            report.append((tool.name, version, time.monotonic() - began, outcome))
+    print()
+    for tool_name, version, seconds, outcome in report:
+        print(f"{tool_name:10} {version:12} {seconds:6.1f} s  {outcome}")
+    return 0 if all(outcome == "ok" for *_, outcome in report) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
