@@ -29,6 +29,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "batchkv_producer": (
         *("__main__", "entry", "cli", "__init__", "doctor", "service", "local", "connecting"),
         *(
+            "batch_facts",
             "client",
             "submit",
             "manage",
@@ -44,7 +45,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("retry", "disk", "progress", "settings_table", "agreed", "errors"),
     ),
     "batchkv_gateway": (
-        *("cli", "assembly", "http", "parts", "batches", "files", "keys", "settings"),
+        *("cli", "assembly", "native", "http", "parts", "batches", "files", "keys", "settings"),
         *("scripts", "redis_keys", "pages", "ids", "errors", "__init__"),
     ),
     "batchkv_cache_store": (

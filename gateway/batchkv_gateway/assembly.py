@@ -22,6 +22,7 @@ from batchkv_gateway.http.file_routes import FileRoutes
 from batchkv_gateway.http.limits import Limits, own_names
 from batchkv_gateway.http.model_routes import ModelRoutes
 from batchkv_gateway.keys.store import KeyStore
+from batchkv_gateway.native.routes import native_routes
 from batchkv_gateway.parts import Parts
 from batchkv_gateway.settings import GatewaySettings, is_loopback
 from batchkv_producer.server.home import home_from_environment
@@ -47,6 +48,7 @@ def routes_of(parts: Parts) -> list[Route]:
         *FileRoutes(parts.files, parts.settings).routes(),
         *BatchRoutes(parts.batches, parts.driver).routes(),
         *ModelRoutes(parts.connection).routes(),
+        *native_routes(parts),
     ]
 
 

@@ -21,3 +21,8 @@ def new_id(prefix: str) -> str:
 def is_id(text: str, prefix: str) -> bool:
     """Whether a text is an id of this kind."""
     return text.startswith(prefix) and _ID.fullmatch(text) is not None
+
+
+def seconds_of(text: str) -> int:
+    """The time of an id, in seconds since 1970."""
+    return int(text[-32:-18], 16) // 10**6

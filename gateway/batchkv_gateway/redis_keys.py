@@ -26,6 +26,10 @@ key                               type  content
 ``batchkv:gateway:leases``        hash  ``B`` -> ``HOLDER MILLISECONDS``: who works on it, and until
                                         when
 ``batchkv:gateway:spent``         hash  ``B`` -> id of its batch in the queue, which can be deleted
+``batchkv:gateway:owners``        hash  id of a batch in the queue -> ``O``, or ``O B`` if it is a
+                                        part of ``B``. The CLI's batches are not here
+``batchkv:gateway:native:O``      zset  ids in the queue of the batches that the owner made without
+                                        OpenAI's API -> when
 ``batchkv:gateway:ended``         zset  ``B`` -> when its record is deleted
 ================================  ====  ===========================================================
 """
@@ -41,6 +45,7 @@ OPEN = f"{PREFIX}open"
 LEASES = f"{PREFIX}leases"
 SPENT = f"{PREFIX}spent"
 ENDED = f"{PREFIX}ended"
+OWNERS = f"{PREFIX}owners"
 
 
 def files(owner: str, purpose: str = "") -> str:
@@ -66,6 +71,11 @@ def deleted(file_id: str) -> str:
 def batches(owner: str) -> str:
     """Key of an owner's batches."""
     return f"{PREFIX}batches:{owner}"
+
+
+def native(owner: str) -> str:
+    """Key of an owner's batches that were made without OpenAI's API."""
+    return f"{PREFIX}native:{owner}"
 
 
 def batch(batch_id: str) -> str:

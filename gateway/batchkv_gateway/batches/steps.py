@@ -104,7 +104,8 @@ class Steps:
 
         def identified(queued_id: str, model: str, _: frozenset[str]) -> None:
             commands: list[Command] = [
-                ("hset", self._key(record), "queued_id", queued_id, "model", model)
+                ("hset", self._key(record), "queued_id", queued_id, "model", model),
+                ("hset", redis_keys.OWNERS, queued_id, f"{record.owner} {record.batch_id}"),
             ]
             expected = (states.VALIDATING, states.CANCELLING if record.queued_id else "")
             if guarded(self._connection, self._key(record), "status", expected, commands):

@@ -155,6 +155,8 @@ class Batches:
                     same: Any = self._connection.hget(redis_keys.SAME, record.digest)
                     if same == raw:
                         pipeline.hdel(redis_keys.SAME, record.digest)
+                    if record.queued_id:
+                        pipeline.hdel(redis_keys.OWNERS, record.queued_id)
                 pipeline.delete(key)
                 pipeline.zrem(redis_keys.ENDED, batch_id)
                 pipeline.execute()

@@ -13,12 +13,13 @@ from starlette.responses import Response
 from batchkv_gateway.errors import (
     FORBIDDEN,
     LONG_HEADERS,
+    NOT_FOUND,
     TIMED_OUT,
     TOO_LARGE,
     UNAVAILABLE,
     ApiError,
 )
-from batchkv_producer.errors import UsageError
+from batchkv_producer.errors import ExpiredError, NotFoundError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,12 @@ async def on_usage_error(_: Request, fault: Exception) -> Response:
     return error_response(ApiError(400, str(fault), code="invalid_value"))
 
 
+async def on_not_found(_: Request, fault: Exception) -> Response:
+    """Handler of NotFoundError: there is no such batch or job for this sender."""
+    code = "expired" if isinstance(fault, ExpiredError) else "not_found"
+    return error_response(ApiError(NOT_FOUND, str(fault), code=code, param="id"))
+
+
 async def on_http_error(_: Request, fault: Exception) -> Response:
     """Handler of Starlette's own errors: no such path, or not this method."""
     assert isinstance(fault, HTTPException)
@@ -90,6 +97,7 @@ async def on_bug(_: Request, __: Exception) -> Response:
 
 HANDLERS = {
     ApiError: on_api_error,
+    NotFoundError: on_not_found,
     UsageError: on_usage_error,
     HTTPException: on_http_error,
     RedisError: on_redis_error,

@@ -11,6 +11,7 @@ from functools import partial
 
 import click
 
+from batchkv_producer.batch_facts import batch_fields, listed_fields, worker_dicts
 from batchkv_producer.cli.batch_options import on_done_option
 from batchkv_producer.cli.exit_codes import exit_code
 from batchkv_producer.cli.outcome import say_canceled, say_failures
@@ -23,14 +24,11 @@ from batchkv_producer.cli.shared import (
     url_option,
 )
 from batchkv_producer.cli.showing import (
-    batch_fields,
-    listed_fields,
     show_batch,
     show_job,
     show_list,
     show_overview,
     show_workers,
-    worker_dicts,
 )
 from batchkv_producer.client import BatchStatus
 from batchkv_producer.errors import UsageError

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import click
 
+from batchkv_producer.batch_facts import (
+    Left,
+    facts_of,
+    listed_fields,
+    serving_workers,
+    times_left,
+    worker_dicts,
+)
 from batchkv_producer.cli.shared import print_json
 from batchkv_producer.cli.tables import (
     CUT,
@@ -20,19 +26,15 @@ from batchkv_producer.cli.tables import (
     table_lines,
     width,
 )
-from batchkv_producer.client import BatchStatus, Client, StoredRow
-from batchkv_producer.monitor.mismatch import find_mismatch, why_passed_by
-from batchkv_producer.monitor.remaining import percent_done, seconds_left
+from batchkv_producer.client import BatchStatus, Client
+from batchkv_producer.monitor.mismatch import find_mismatch
+from batchkv_producer.monitor.remaining import percent_done
 from batchkv_producer.monitor.workers import WorkerInfo
 from batchkv_producer.progress import duration, printable
 from batchkv_producer.server.memory_use import MemoryUse, size_text
-from batchkv_producer.wire.job import Result
 from batchkv_producer.wire.maker import Maker
 
 MIN_PART_CHARS = 16  # of a part that is cut; a shorter one is left out
-MAX_BAD_ROWS_SKIPPED = 200  # while the first row that a worker ran is searched
-
-Left = Mapping[str, float]  # batch id -> seconds until it is done
 
 
 def show_overview(
@@ -49,13 +51,13 @@ def show_overview(
         print_json({"batches": listed, "workers": worker_dicts(found), "server": read_memory_use()})
         return
     batches, num_older = newest(client, limit)
-    left, room = _times_left(client, batches, found), read_memory_use()
+    left, room = times_left(client, batches, found), read_memory_use()
     click.echo("\n".join(table_lines(_overview_columns(batches, left))))
     _print_older(num_older)
     click.echo("")
     show_workers(found)
     for batch in batches:
-        if mismatch := find_mismatch(batch, _serving(client, batch, found)):
+        if mismatch := find_mismatch(batch, serving_workers(client, batch, found)):
             click.echo("")
             print_fields([(batch.batch_id, mismatch.note)])
     if room is not None:
@@ -82,7 +84,7 @@ def _overview_columns(batches: Sequence[BatchStatus], left: Left) -> list[Column
 def show_list(client: Client, limit: int | None) -> None:
     """Print one line for each batch, with its name and its flags."""
     batches, num_older = newest(client, limit)
-    left = _times_left(client, batches, client.workers())
+    left = times_left(client, batches, client.workers())
     columns = [
         Column("BATCH", [b.batch_id for b in batches]),
         Column("CREATED", [_short_moment(b.created) for b in batches], drop=3),
@@ -114,48 +116,15 @@ def _print_older(count: int) -> None:
         click.echo(f"{noun} not shown: --limit N shows the newest N, --limit 0 all")
 
 
-def _times_left(client: Client, shown: Sequence[BatchStatus], found: Sequence[WorkerInfo]) -> Left:
-    """The time left of each batch, where it is known. It includes batches that are not shown."""
-    busy = {queue for worker in found if worker.tokens_per_second for queue in worker.queues}
-    queues = busy & {batch.queue for batch in shown if not batch.is_done}
-    return seconds_left(client.open_batches(queues), found) if queues else {}
-
-
-def _serving(
-    client: Client, batch: BatchStatus, found: Sequence[WorkerInfo]
-) -> Sequence[WorkerInfo]:
-    """The workers of a batch's queue. Those with adapters are read as this queue sees them."""
-    here = [worker for worker in found if batch.queue in worker.queues]
-    return client.serving(batch.queue) if any(worker.adapters for worker in here) else here
-
-
-def listed_fields(
-    client: Client, found: Sequence[WorkerInfo], limit: int | None
-) -> Iterator[dict[str, Any]]:
-    """The fields of the newest batches for ``--json``, one by one."""
-    busy = {queue for worker in found if worker.tokens_per_second for queue in worker.queues}
-    left = seconds_left(client.open_batches(busy), found) if busy else {}
-    for batch in itertools.islice(client.each_batch(), limit):
-        yield batch_fields(batch, left)
-
-
 def show_batch(client: Client, batch_id: str, *, as_json: bool) -> bool:
     """Print one batch in full. Returns whether it is done."""
-    batch, found = client.status(batch_id), client.workers()
-    rate = tokens_per_second(client, batch)
-    here = _serving(client, batch, found)
-    mismatch = find_mismatch(batch, here)
-    passing = {worker.name: why_passed_by(batch, worker) for worker in here}
-    serving = [name for name, why in passing.items() if not why]
-    passing = {name: why for name, why in passing.items() if why}
-    left = _times_left(client, [batch], found)
+    batch = client.status(batch_id)
+    facts = facts_of(client, batch)
     if as_json:
-        fields = batch_fields(batch, left)
-        more: dict[str, Any] = {"workers": serving, "passed_by": passing}
-        more |= {"waits_for": mismatch.note if mismatch else None}
-        print_json({**fields, "tokens_per_second": rate, **more})
+        print_json(facts.as_fields(batch))
         return batch.is_done
-    soon = _left(batch, left)
+    rate, serving, passing = facts.tokens_per_second, facts.serving, facts.passed_by
+    soon = "" if facts.seconds_left is None else duration(facts.seconds_left)
     print_fields(
         [
             ("batch", batch.batch_id),
@@ -181,9 +150,9 @@ def show_batch(client: Client, batch_id: str, *, as_json: bool) -> bool:
             ("prompt tokens", _prompt_tokens(batch)),
             ("generated", f"{batch.completion_tokens:,} tokens"),
             ("speed", None if rate is None else f"{rate:,.0f} tok/s so far"),
-            ("workers", serving or ("none" if passing else _nobody(batch))),
+            ("workers", list(serving) or ("none" if passing else _nobody(batch))),
             ("passed by", [f"{name} ({why})" for name, why in passing.items()] or None),
-            ("waits for", mismatch.note if mismatch else None),
+            ("waits for", facts.waits_for),
         ]
     )
     return batch.is_done
@@ -271,24 +240,6 @@ def _prompt_tokens(batch: BatchStatus) -> str:
     return f"{batch.prompt_tokens:,} ({batch.cached_tokens:,} cached{saved})"
 
 
-def batch_fields(batch: BatchStatus, left: Left | None = None) -> dict[str, Any]:
-    """The fields of a batch for ``--json``."""
-    return {
-        **asdict(batch),
-        "queued": batch.queued,
-        "num_ended": batch.num_ended,
-        "is_done": batch.is_done,
-        "is_reconciled": batch.num_results == batch.num_ended,
-        "percent_done": percent_done(batch),
-        "seconds_left": (left or {}).get(batch.batch_id),
-    }
-
-
-def worker_dicts(found: Sequence[WorkerInfo]) -> list[dict[str, Any]]:
-    """The fields of workers for ``--json``."""
-    return [asdict(worker) for worker in found]
-
-
 def state_of(batch: BatchStatus) -> str:
     """The state of a batch, in a word or two."""
     if batch.is_forgotten:
@@ -314,30 +265,3 @@ def _timed(pattern: str, seconds: float) -> str:
         return time.strftime(pattern, time.localtime(seconds))
     except (OverflowError, ValueError, OSError):
         return "unknown"
-
-
-def tokens_per_second(client: Client, batch: BatchStatus) -> float | None:
-    """Generated tokens a second from the first row's start to the last row's end (or to now).
-
-    None if no token was generated yet.
-    """
-    if not batch.completion_tokens:
-        return None
-    first = next(_rows_run(client.results(batch.batch_id)), None)
-    if first is None:
-        return None
-    start = first.created - first.busy_ms / 1000
-    end = _last_end(client, batch) if batch.is_done else time.time()
-    return batch.completion_tokens / max(end - start, first.busy_ms / 1000, 0.001)
-
-
-def _rows_run(rows: Iterator[StoredRow]) -> Iterator[Result]:
-    for row in itertools.islice(rows, MAX_BAD_ROWS_SKIPPED):
-        if row.result.busy_ms:
-            yield row.result
-
-
-def _last_end(client: Client, batch: BatchStatus) -> float:
-    ends: Callable[[StoredRow], float] = lambda row: row.result.created  # noqa: E731
-    after = max(0, batch.num_ended - 1)
-    return max(map(ends, client.results(batch.batch_id, after=after)), default=time.time())

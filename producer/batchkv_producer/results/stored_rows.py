@@ -72,11 +72,17 @@ def in_finish_order(
 
 
 def in_input_order(
-    connection: Redis, batch_id: str, *, follow: bool = False, look: Look = read_batch
+    connection: Redis,
+    batch_id: str,
+    *,
+    follow: bool = False,
+    after: int = 0,
+    look: Look = read_batch,
 ) -> Iterator[StoredRow]:
-    """Each row that has ended, by line. ``follow`` waits at each line until its row has ended."""
+    """Each row that has ended, by line, after line ``after``. ``follow`` waits at each line until
+    its row has ended."""
     status = read_with_retry(partial(read_batch, connection, batch_id))
-    line, pace = 1, Pace()
+    line, pace = after + 1, Pace()
     while line <= status.last_line:
         is_over = not follow or read_with_retry(partial(look, connection, batch_id)).is_done
         lines = range(line, min(line + PAGE_ROWS, status.last_line + 1))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from httpx2 import get
+
 from batchkv_gateway.keys.store import KeyStore
 from support.gateway import chat_file, running_gateway
 from support.hub import HUB_SOURCE, running_hub
@@ -34,6 +36,10 @@ def test_a_producers_rights_are_enough(tmp_path: Path) -> None:
             assert client.files.delete(file.id).deleted
             assert [each.id for each in client.batches.list()] == [batch.id]
             assert client.models.list().data == []
+            own = {"Authorization": f"Bearer {key}"}
+            native = gateway.url.removesuffix("/v1") + "/batchkv/v1"
+            for path in ("batches?count=1", "workers", "left", "server", f"batches/{batch.id}"):
+                assert get(f"{native}/{path}", headers=own).status_code == 200, path
         with hub.connect("producer") as connection:
             KeyStore(connection).remove("a")
         assert "NOPERM" not in gateway.log.read_text()

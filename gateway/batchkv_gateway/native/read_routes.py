@@ -1,0 +1,93 @@
+"""The routes that read batches."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from batchkv_gateway.http.answer import json_answer
+from batchkv_gateway.native import PREFIX
+from batchkv_gateway.native.listing import Listing, facts_of, more_fields
+from batchkv_gateway.native.owners import Sender
+from batchkv_gateway.native.queries import checked_query, plain, switch, whole
+from batchkv_gateway.native.visible import Visible
+from batchkv_gateway.parts import Parts
+from batchkv_producer import batch_facts
+from batchkv_producer.monitor.one_job import split_job_id
+from batchkv_producer.wire.redis_keys import job_id
+
+DEFAULT_PAGE, MAX_PAGE = 50, 1000
+
+
+class ReadRoutes:
+    """The handlers. All of them run in threads."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._visible, self._listing = Visible(parts), Listing(parts.connection)
+
+    def routes(self) -> list[Route]:
+        """The routes of this module."""
+        one = f"{PREFIX}/batches/{{batch_id}}"
+        return [
+            Route(f"{PREFIX}/batches", self.list_batches, methods=["GET"]),
+            Route(one, self.one, methods=["GET"]),
+            Route(f"{one}/failures", self.failures, methods=["GET"]),
+            Route(f"{one}/unanswered", self.unanswered, methods=["GET"]),
+            Route(f"{one}/jobs", self.job_ids, methods=["GET"]),
+            Route(f"{one}/jobs/{{line:int}}", self.job, methods=["GET"]),
+        ]
+
+    def list_batches(self, request: Request) -> Response:
+        """A page of batches, the newest first. ``next`` is the ``after`` of the page after it."""
+        query = checked_query(request, "limit", "after", "count")
+        limit = whole(query, "limit", default=DEFAULT_PAGE, low=1, high=MAX_PAGE)
+        left = batch_facts.all_times_left(self._visible.client, self._visible.client.workers())
+        sender = Sender.of(request)
+        page = self._listing.page(sender, query.get("after", ""), limit, left)
+        answer: dict[str, Any] = {"object": "list", "data": page.items}
+        answer |= {"has_more": bool(page.next_entry), "next": page.next_entry or None}
+        if switch(query, "count"):
+            answer["total"] = self._listing.count(sender)
+        return json_answer(plain(answer))
+
+    def one(self, request: Request) -> Response:
+        """The facts of one batch."""
+        checked_query(request, "facts")
+        found = self._visible.find(request)
+        batch = self._visible.status(found)
+        if batch is None:
+            return json_answer(plain(facts_of(None, found.openai, found.owner, {})))
+        fields = batch_facts.facts_of(self._visible.client, batch).as_fields(batch)
+        more = more_fields(found.openai, found.owner, in_queue=True)
+        return json_answer(plain({**fields, **more}))
+
+    def failures(self, request: Request) -> Response:
+        """The failed rows by code, the most frequent first."""
+        checked_query(request)
+        found = self._visible.client.failures(self._visible.batch(request))
+        return json_answer({"object": "list", "data": [asdict(each) for each in found]})
+
+    def unanswered(self, request: Request) -> Response:
+        """The numbers of rows without an answer, by the reason."""
+        checked_query(request)
+        return json_answer(
+            asdict(self._visible.client.unanswered(self._visible.queued(request).batch_id))
+        )
+
+    def job_ids(self, request: Request) -> Response:
+        """The ids of a batch's jobs, in input order, one a line."""
+        checked_query(request)
+        found = self._visible.queued(request)
+        ids = (f"{each}\n" for each in self._visible.client.job_ids(found.batch_id))
+        return StreamingResponse(ids, media_type="text/plain")
+
+    def job(self, request: Request) -> Response:
+        """One job."""
+        checked_query(request)
+        name = job_id(self._visible.queued(request).batch_id, request.path_params["line"])
+        split_job_id(name)
+        return json_answer(asdict(self._visible.client.job(name)))

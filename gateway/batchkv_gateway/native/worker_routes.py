@@ -1,0 +1,71 @@
+"""The routes of workers, of their queues, and of the server."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from batchkv_gateway.errors import invalid
+from batchkv_gateway.http.answer import json_answer
+from batchkv_gateway.native import PREFIX
+from batchkv_gateway.native.listing import Listing
+from batchkv_gateway.native.owners import Sender
+from batchkv_gateway.native.queries import checked_query, plain
+from batchkv_gateway.parts import Parts
+from batchkv_producer import batch_facts
+from batchkv_producer.client import Client
+from batchkv_producer.monitor.samples import read_samples
+from batchkv_producer.server.memory_use import read_memory_use
+
+
+class WorkerRoutes:
+    """The handlers. All of them run in threads."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._connection, self._client = parts.connection, Client(parts.connection)
+        self._listing = Listing(parts.connection)
+
+    def routes(self) -> list[Route]:
+        """The routes of this module."""
+        return [
+            Route(f"{PREFIX}/workers", self.workers, methods=["GET"]),
+            Route(f"{PREFIX}/left", self.left, methods=["GET"]),
+            Route(f"{PREFIX}/samples", self.samples, methods=["GET"]),
+            Route(f"{PREFIX}/server", self.server, methods=["GET"]),
+        ]
+
+    def workers(self, request: Request) -> Response:
+        """The live workers: all, or those of a queue, as this queue sees them.
+
+        ``apart``: the rows of the queue that wait to run apart, because a worker died with them.
+        """
+        queue = checked_query(request, "queue").get("queue", "")
+        found = self._client.serving(queue) if queue else self._client.workers()
+        answer: dict[str, Any] = {"data": batch_facts.worker_dicts(found)}
+        answer["apart"] = self._client.count_apart(queue) if queue else None
+        return json_answer(plain({"object": "list", **answer}))
+
+    def left(self, request: Request) -> Response:
+        """The seconds until the batches of the sender are done, where they are known."""
+        checked_query(request)
+        sender, found = Sender.of(request), self._client.workers()
+        left = batch_facts.all_times_left(self._client, found)
+        return json_answer({"data": self._listing.visible(sender, left)})
+
+    def samples(self, request: Request) -> Response:
+        """The samples of a queue in the last day, one for each minute, the oldest first."""
+        queue = checked_query(request, "queue").get("queue", "")
+        if not queue:
+            raise invalid("name the queue: samples?queue=NAME", "queue")
+        found = read_samples(self._connection, queue)
+        return json_answer({"object": "list", "data": [asdict(each) for each in found]})
+
+    def server(self, request: Request) -> Response:
+        """The memory of the queue's server, for those who see all batches."""
+        checked_query(request)
+        use = read_memory_use(self._connection) if Sender.of(request).sees_all else None
+        return json_answer({"memory": asdict(use) if use else None})

@@ -1,0 +1,135 @@
+"""The facts of batches and workers, as ``--json`` prints them and a gateway answers them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from batchkv_producer.client import BatchStatus, Client, StoredRow
+from batchkv_producer.monitor.mismatch import find_mismatch, why_passed_by
+from batchkv_producer.monitor.remaining import percent_done, seconds_left
+from batchkv_producer.monitor.workers import WorkerInfo
+from batchkv_producer.wire.job import Result
+
+MAX_BAD_ROWS_SKIPPED = 200  # while the first row that a worker ran is searched
+
+Left = Mapping[str, float]  # batch id -> seconds until it is done
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFacts:
+    """What is known of a batch besides its status.
+
+    ``serving``: the names of the workers that may compute its rows. ``passed_by``: name -> reason
+    of those of its queue that may not. ``waits_for`` says which worker it needs, if none fits.
+    """
+
+    tokens_per_second: float | None
+    seconds_left: float | None
+    serving: tuple[str, ...]
+    passed_by: Mapping[str, str]
+    waits_for: str | None
+
+    def as_fields(self, batch: BatchStatus) -> dict[str, Any]:
+        """The fields of ``status BATCH --json``."""
+        left = {} if self.seconds_left is None else {batch.batch_id: self.seconds_left}
+        return {
+            **batch_fields(batch, left),
+            "tokens_per_second": self.tokens_per_second,
+            "workers": list(self.serving),
+            "passed_by": dict(self.passed_by),
+            "waits_for": self.waits_for,
+        }
+
+
+def facts_of(client: Client, batch: BatchStatus) -> BatchFacts:
+    """The facts of one batch now."""
+    found = client.workers()
+    here = serving_workers(client, batch, found)
+    mismatch = find_mismatch(batch, here)
+    passing = {worker.name: why_passed_by(batch, worker) for worker in here}
+    return BatchFacts(
+        tokens_per_second=tokens_per_second(client, batch),
+        seconds_left=times_left(client, [batch], found).get(batch.batch_id),
+        serving=tuple(name for name, why in passing.items() if not why),
+        passed_by={name: why for name, why in passing.items() if why},
+        waits_for=mismatch.note if mismatch else None,
+    )
+
+
+def batch_fields(batch: BatchStatus, left: Left | None = None) -> dict[str, Any]:
+    """The fields of a batch for ``--json``."""
+    return {
+        **asdict(batch),
+        "queued": batch.queued,
+        "num_ended": batch.num_ended,
+        "is_done": batch.is_done,
+        "is_reconciled": batch.num_results == batch.num_ended,
+        "percent_done": percent_done(batch),
+        "seconds_left": (left or {}).get(batch.batch_id),
+    }
+
+
+def worker_dicts(found: Sequence[WorkerInfo]) -> list[dict[str, Any]]:
+    """The fields of workers for ``--json``."""
+    return [asdict(worker) for worker in found]
+
+
+def listed_fields(
+    client: Client, found: Sequence[WorkerInfo], limit: int | None
+) -> Iterator[dict[str, Any]]:
+    """The fields of the newest batches for ``--json``, one by one."""
+    left = all_times_left(client, found)
+    for batch in itertools.islice(client.each_batch(), limit):
+        yield batch_fields(batch, left)
+
+
+def all_times_left(client: Client, found: Sequence[WorkerInfo]) -> Left:
+    """The time left of each open batch whose workers generate tokens."""
+    busy = {queue for worker in found if worker.tokens_per_second for queue in worker.queues}
+    return seconds_left(client.open_batches(busy), found) if busy else {}
+
+
+def times_left(client: Client, shown: Sequence[BatchStatus], found: Sequence[WorkerInfo]) -> Left:
+    """The time left of each batch, where it is known. It includes batches that are not shown."""
+    busy = {queue for worker in found if worker.tokens_per_second for queue in worker.queues}
+    queues = busy & {batch.queue for batch in shown if not batch.is_done}
+    return seconds_left(client.open_batches(queues), found) if queues else {}
+
+
+def serving_workers(
+    client: Client, batch: BatchStatus, found: Sequence[WorkerInfo]
+) -> Sequence[WorkerInfo]:
+    """The workers of a batch's queue. Those with adapters are read as this queue sees them."""
+    here = [worker for worker in found if batch.queue in worker.queues]
+    return client.serving(batch.queue) if any(worker.adapters for worker in here) else here
+
+
+def tokens_per_second(client: Client, batch: BatchStatus) -> float | None:
+    """Generated tokens a second from the first row's start to the last row's end (or to now).
+
+    None if no token was generated yet.
+    """
+    if not batch.completion_tokens:
+        return None
+    first = next(_rows_run(client.results(batch.batch_id)), None)
+    if first is None:
+        return None
+    start = first.created - first.busy_ms / 1000
+    end = _last_end(client, batch) if batch.is_done else time.time()
+    return batch.completion_tokens / max(end - start, first.busy_ms / 1000, 0.001)
+
+
+def _rows_run(rows: Iterator[StoredRow]) -> Iterator[Result]:
+    for row in itertools.islice(rows, MAX_BAD_ROWS_SKIPPED):
+        if row.result.busy_ms:
+            yield row.result
+
+
+def _last_end(client: Client, batch: BatchStatus) -> float:
+    ends: Callable[[StoredRow], float] = lambda row: row.result.created  # noqa: E731
+    after = max(0, batch.num_ended - 1)
+    return max(map(ends, client.results(batch.batch_id, after=after)), default=time.time())
