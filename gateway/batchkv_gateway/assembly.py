@@ -21,6 +21,8 @@ from batchkv_gateway.http.errors import HANDLERS
 from batchkv_gateway.http.file_routes import FileRoutes
 from batchkv_gateway.http.limits import Limits, own_names
 from batchkv_gateway.http.model_routes import ModelRoutes
+from batchkv_gateway.keys.caller import Defaults
+from batchkv_gateway.keys.quotas import Quotas
 from batchkv_gateway.keys.store import KeyStore
 from batchkv_gateway.native.routes import native_routes
 from batchkv_gateway.parts import Parts
@@ -33,11 +35,13 @@ def running_parts(connection: Redis, settings: GatewaySettings) -> Iterator[Part
     """The parts of one gateway. Its background work runs until the block ends."""
     files = Files(connection, Folder(home_from_environment().path))
     files.delete_pending()
-    batches = Batches(connection, files)
+    quotas = Quotas(connection)
+    batches = Batches(connection, files, quotas)
     driver = Driver(connection, Steps(connection, files, settings), batches, files)
     driver.start()
     try:
-        yield Parts(connection, settings, KeyStore(connection), files, batches, driver)
+        keys = KeyStore(connection)
+        yield Parts(connection, settings, keys, quotas, files, batches, driver)
     finally:
         driver.stop()
 
@@ -57,6 +61,7 @@ def make_app(parts: Parts) -> ASGIApp:
     app = Starlette(routes=routes_of(parts), exception_handlers=HANDLERS)
     app.router.redirect_slashes = False
     settings = parts.settings
-    keys = Authenticated(app, parts.keys, is_open=is_loopback(settings.host))
+    defaults = Defaults(settings.key_rows, settings.key_bytes, settings.is_private)
+    keys = Authenticated(app, parts.keys, is_open=is_loopback(settings.host), defaults=defaults)
     names = own_names((settings.host, *settings.allow_hosts))
     return Limits(keys, names, settings.max_file_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from batchkv_producer.errors import BatchkvError
 
 BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, TIMED_OUT = 400, 401, 403, 404, 408
-CONFLICT, TOO_LARGE, LONG_HEADERS, UNAVAILABLE, FULL = 409, 413, 431, 503, 507
+CONFLICT, TOO_LARGE, TOO_MANY, LONG_HEADERS, UNAVAILABLE, FULL = 409, 413, 429, 431, 503, 507
 
 
 class ApiError(BatchkvError):

@@ -9,6 +9,7 @@ from redis import Redis
 from batchkv_gateway.batches.driver import Driver
 from batchkv_gateway.batches.store import Batches
 from batchkv_gateway.files.records import Files
+from batchkv_gateway.keys.quotas import Quotas
 from batchkv_gateway.keys.store import KeyStore
 from batchkv_gateway.settings import GatewaySettings
 
@@ -20,6 +21,7 @@ class Parts:
     connection: Redis
     settings: GatewaySettings
     keys: KeyStore
+    quotas: Quotas
     files: Files
     batches: Batches
     driver: Driver

@@ -8,7 +8,9 @@ key                               type  content
 ================================  ====  ===========================================================
 ``batchkv:gateway:keys``          hash  id of a key -> JSON: ``name``, ``digest`` (SHA-256 of the
                                         secret), ``created``; true if it has the right: ``admin``,
-                                        ``metrics``
+                                        ``metrics``, ``private``; its limits: ``rows``, ``bytes``
+``batchkv:gateway:rows:O``        hash  ``B``, or the id of a batch in the queue -> how many rows
+                                        it had at first, and since when: the owner's open rows
 ``batchkv:gateway:files:O``       zset  ids of the owner's files, all with the score 0, so that they
                                         sort by time. ``batchkv:gateway:files:O:P`` has those with
                                         purpose ``P``
@@ -46,6 +48,11 @@ LEASES = f"{PREFIX}leases"
 SPENT = f"{PREFIX}spent"
 ENDED = f"{PREFIX}ended"
 OWNERS = f"{PREFIX}owners"
+
+
+def open_rows(owner: str) -> str:
+    """Key of an owner's open rows."""
+    return f"{PREFIX}rows:{owner}"
 
 
 def files(owner: str, purpose: str = "") -> str:

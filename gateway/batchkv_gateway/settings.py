@@ -6,6 +6,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from batchkv_producer.errors import UsageError
@@ -30,6 +31,9 @@ class GatewaySettings:
     tls_cert: str = ""
     tls_key: str = ""
     is_plain: bool = False
+    key_rows: int = 0  # the limits of keys that have none of their own; 0: none
+    key_bytes: int = 0
+    is_private: bool = False
 
     @classmethod
     def read(
@@ -54,6 +58,9 @@ class GatewaySettings:
             tls_cert=texts["tls_cert"][0],
             tls_key=texts["tls_key"][0],
             is_plain=texts["is_plain"][0] == "on",
+            key_rows=sizes["key_rows"],
+            key_bytes=sizes["key_bytes"],
+            is_private=texts["is_private"][0] == "on",
         )
         if bool(found.tls_cert) != bool(found.tls_key):
             raise UsageError("--tls-cert and --tls-key belong together: give both or neither")
@@ -70,22 +77,27 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-_NUMBERS = frozenset({"port", "max_file_bytes", "max_rows", "keep_files_seconds"})
+_NUMBERS = frozenset(
+    {"port", "max_file_bytes", "max_rows", "keep_files_seconds", "key_rows", "key_bytes"}
+)
+
+
+def size_of(text: str) -> int:
+    """The bytes of a size like ``200MB`` or ``2GiB``. Raises ValueError."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{text[:80]!r} is not a size like 200MB or 2GiB")
+    return int(found[1]) * _UNITS[(found[2] or "").upper()]
 
 
 def _checked(setting: Setting, text: str, name: str) -> int:
     """The number of a setting's text. ``name`` is the flag or variable that gave it."""
     value = -1
-    if setting.value_type is ValueType.SIZE:
-        found = _SIZE.fullmatch(text.strip())
-        value = int(found[1]) * _UNITS[(found[2] or "").upper()] if found else -1
-    elif setting.value_type is ValueType.WHOLE:
+    if setting.value_type is ValueType.WHOLE:
         value = int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else -1
     else:
-        try:
-            value = seconds_of(text)
-        except ValueError:
-            value = -1
+        with suppress(ValueError):
+            value = size_of(text) if setting.value_type is ValueType.SIZE else seconds_of(text)
     if not setting.low <= value <= setting.high:
         raise UsageError(f"{name} must be {setting.allowed() or setting.about}; got {text[:80]!r}")
     return value

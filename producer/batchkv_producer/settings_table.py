@@ -341,6 +341,28 @@ GATEWAY_TABLE = (
         about="listens without TLS beyond this machine: for a network that you trust, or a proxy "
         "with TLS. The flag takes no value",
     ),
+    Setting(
+        "key_rows", ("BATCHKV_GATEWAY_KEY_ROWS",), "--key-rows", ValueType.WHOLE, "0", "", "rows",
+        0, 10**9, metavar="N", help="The most rows of a key that may be open at once; 0: any.",
+        about="the most rows of one key that may be open at once, which means that they have not "
+        "ended. 0 is any number. It is for keys without a `--max-rows` of their own, and not for "
+        "admins' keys",
+    ),
+    Setting(
+        "key_bytes", ("BATCHKV_GATEWAY_KEY_BYTES",), "--key-bytes", ValueType.SIZE, "0", "",
+        "bytes", 0, 2**50, metavar="SIZE",
+        help="The most bytes of files that a key may keep; 0: any.",
+        about="the most bytes of files that one key may keep. 0 is any number. It is for keys "
+        "without a `--max-bytes` of their own, and not for admins' keys",
+    ),
+    Setting(
+        "is_private", ("BATCHKV_GATEWAY_PRIVATE",), "--private", ValueType.SWITCH, "off",
+        is_bare=True, help="Workers share no prefix between two keys.",
+        about="workers share no prefix between rows of two keys. So no key learns by "
+        "`cached_tokens` or by timing what another sent. Prefixes that several keys send are "
+        "computed once for each. `batchkv keys add NAME --private` does it for one key. The flag "
+        "takes no value",
+    ),
 )  # fmt: skip
 BY_NAME = {setting.name: setting for setting in TABLE if setting.name}
 GATEWAY_BY_NAME = {setting.name: setting for setting in GATEWAY_TABLE}

@@ -53,6 +53,12 @@ def check_input(
         return tuple(error for error, _ in zip(found, range(MAX_ERRORS), strict=False))
 
 
+def num_rows_of(path: Path) -> int:
+    """The number of rows of an input."""
+    with path.open("rb") as stream:
+        return _count_rows(stream)
+
+
 def _count_rows(stream: BinaryIO) -> int:
     """The number of lines that are not blank."""
     count, is_blank, is_first = 0, True, True

@@ -27,6 +27,7 @@ class BatchRecord:
     ``error_id`` are chosen before the files are written; ``output_file_id`` and ``error_file_id``
     are there once the files are. ``errors``, ``metadata`` and ``usage`` are JSON. ``total``,
     ``completed`` and ``failed`` count the lines of the files. ``digest`` is what was asked for.
+    ``cache_salt`` is that of a private owner, else "".
     """
 
     batch_id: str
@@ -42,6 +43,7 @@ class BatchRecord:
     metadata: str
     validation: str
     output_seconds: int
+    cache_salt: str = ""
     status: str = VALIDATING
     queued_id: str = ""
     model: str = ""

@@ -119,6 +119,7 @@ class Steps:
             on_identified=identified,
             identity=(b"gateway", record.batch_id.encode()),
             endpoint=ENDPOINTS[record.endpoint],
+            cache_salt=record.cache_salt or None,
         )
 
     def _follow(self, record: BatchRecord) -> bool:
@@ -223,6 +224,7 @@ class Steps:
             ("hset", self._key(record), *words),
             ("zrem", redis_keys.OPEN, batch_id),
             ("hdel", redis_keys.uses(record.input_file_id), batch_id),
+            ("hdel", redis_keys.open_rows(record.owner), batch_id),
             ("zadd", redis_keys.ENDED, now + self._settings.keep_files_seconds, batch_id),
             *(commands or []),
         ]

@@ -6,19 +6,22 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from redis import Redis
 
 from batchkv_gateway import redis_keys
 from batchkv_gateway.batches import record as states
+from batchkv_gateway.batches.check import num_rows_of
 from batchkv_gateway.batches.record import BatchRecord, read_record
 from batchkv_gateway.errors import BAD_REQUEST, ApiError, unknown
 from batchkv_gateway.files.records import INPUT, Files
 from batchkv_gateway.ids import BATCH, is_id, new_id
+from batchkv_gateway.keys.caller import Caller
+from batchkv_gateway.keys.quotas import Quotas, too_many_rows
 from batchkv_gateway.pages import Asked, read_page
-from batchkv_gateway.scripts import Command, create, guarded
+from batchkv_gateway.scripts import Command, Reservation, create, guarded
 from batchkv_producer.monitor.status import BatchStatus, read_batches
 from batchkv_producer.wire.redis_keys import queue_name
 
@@ -47,15 +50,16 @@ def read_queued(connection: Redis, models: Mapping[str, str]) -> list[BatchStatu
 class Batches:
     """The batches of all owners."""
 
-    def __init__(self, connection: Redis, files: Files) -> None:
-        self._connection, self._files = connection, files
+    def __init__(self, connection: Redis, files: Files, quotas: Quotas) -> None:
+        self._connection, self._files, self._quotas = connection, files, quotas
 
-    def create(self, owner: str, asked: AskedBatch) -> BatchRecord:
+    def create(self, caller: Caller, asked: AskedBatch) -> BatchRecord:
         """Make a batch, or find the one that was made by the same request before.
 
         A batch that failed, was cancelled or has expired is made anew, and so is a completed one
-        whose files are gone.
+        whose files are gone. Raises ApiError if it would have more rows than the caller's limit.
         """
+        owner = caller.owner
         file = self._files.find(owner, asked.input_file_id)
         if file.purpose != INPUT:
             raise ApiError(
@@ -78,28 +82,40 @@ class Batches:
             metadata=asked.metadata,
             validation=asked.validation,
             output_seconds=asked.output_seconds,
+            cache_salt=caller.cache_salt or "",
         )
+        made = self._make(record, caller)
+        return record if made == record.batch_id else self.find(owner, made)
+
+    def _make(self, record: BatchRecord, caller: Caller) -> str:
+        """Store a new batch. Returns its id, or that of the same batch of an earlier request."""
         words = [word for pair in record.as_fields().items() for word in pair]
         commands: list[Command] = [
             ("hset", redis_keys.batch(record.batch_id), *words),
-            ("zadd", redis_keys.batches(owner), 0, record.batch_id),
-            ("zadd", redis_keys.OPEN, now, record.batch_id),
-            ("hset", redis_keys.uses(file.file_id), record.batch_id, 1),
+            ("zadd", redis_keys.batches(record.owner), 0, record.batch_id),
+            ("zadd", redis_keys.OPEN, record.created, record.batch_id),
+            ("hset", redis_keys.uses(record.input_file_id), record.batch_id, 1),
         ]
         prefixes = (redis_keys.batch(""), redis_keys.file(""))
-        file_key = redis_keys.file(file.file_id)
-        made = create(
-            self._connection,
-            redis_keys.SAME,
-            file_key,
-            record.digest,
-            record.batch_id,
-            prefixes,
-            commands,
-        )
+        keys = (redis_keys.SAME, redis_keys.file(record.input_file_id))
+        rows = self._rows(record, caller)
+        made = create(self._connection, keys, record.digest, rows, prefixes, commands)
+        if made == "full":  # rows may have ended meanwhile
+            rows = replace(rows, ended=self._quotas.ended(caller))
+            made = create(self._connection, keys, record.digest, rows, prefixes, commands)
+        if made == "full":
+            raise too_many_rows(caller, rows.num_rows)
         if made == "gone":
-            raise unknown("file", file.file_id)
-        return record if made == record.batch_id else self.find(owner, made)
+            raise unknown("file", record.input_file_id)
+        return made
+
+    def _rows(self, record: BatchRecord, caller: Caller) -> Reservation:
+        """The rows to reserve. They are counted only where there is a limit."""
+        path = self._files.folder.content(record.content)
+        is_counted = caller.max_rows and path.is_file()
+        num_rows = num_rows_of(path) if is_counted else 0
+        key = redis_keys.open_rows(record.owner)
+        return Reservation(key, record.batch_id, num_rows, caller.max_rows)
 
     def find(self, owner: str, batch_id: str) -> BatchRecord:
         """An owner's batch. Raises ApiError (404) if there is none."""

@@ -17,8 +17,10 @@ from batchkv_gateway import redis_keys
 from batchkv_gateway.errors import CONFLICT, ApiError, unknown
 from batchkv_gateway.files.folder import Folder, Incoming
 from batchkv_gateway.ids import FILE, is_id, new_id
+from batchkv_gateway.keys.caller import Caller
+from batchkv_gateway.keys.quotas import too_many_bytes
 from batchkv_gateway.pages import Asked, read_page
-from batchkv_gateway.scripts import Command, unless_used
+from batchkv_gateway.scripts import Command, store, unless_used
 
 PENDING_SECONDS = 3600
 REPEAT_SECONDS = 600  # in which a delete whose answer was lost may be sent again
@@ -96,15 +98,30 @@ class Files:
         self.folder = folder
 
     def store(
-        self, incoming: Incoming, owner: str, filename: str, expires_after_seconds: int
+        self, incoming: Incoming, caller: Caller, filename: str, expires_after_seconds: int
     ) -> FileRecord:
-        """Keep an upload. When this returns, its content is on the disk and its facts in Redis."""
-        record = self.publish(incoming, new_id(FILE), owner, filename, INPUT, expires_after_seconds)
-        with self._connection.pipeline(transaction=True) as pipeline:
-            for command in record.commands():
-                pipeline.execute_command(*command)  # type: ignore[no-untyped-call]
-            pipeline.execute()
+        """Keep an upload. When this returns, its content is on the disk and its facts in Redis.
+
+        Raises ApiError if the caller would have more bytes of files than its limit.
+        """
+        record = self.publish(
+            incoming, new_id(FILE), caller.owner, filename, INPUT, expires_after_seconds
+        )
+        if not self._fits(caller, record.num_bytes, record.commands()):
+            self.folder.delete(record.content_name)
+            self._connection.zrem(redis_keys.PENDING, record.content_name)
+            raise too_many_bytes(caller)
         return record
+
+    def check_room(self, caller: Caller, num_bytes: int) -> None:
+        """Raise ApiError if so many bytes more are above the caller's limit already."""
+        if caller.max_bytes and not self._fits(caller, num_bytes, []):
+            raise too_many_bytes(caller)
+
+    def _fits(self, caller: Caller, num_bytes: int, commands: list[Command]) -> bool:
+        """Run the commands if so many bytes more are allowed."""
+        files, prefix = redis_keys.files(caller.owner), redis_keys.file("")
+        return store(self._connection, files, prefix, num_bytes, caller.max_bytes, commands)
 
     def publish(
         self,

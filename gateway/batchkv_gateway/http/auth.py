@@ -6,10 +6,13 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from batchkv_gateway.errors import UNAUTHORIZED, ApiError
-from batchkv_gateway.keys.store import LOCAL, ApiKey, KeyStore
+from batchkv_gateway.errors import FORBIDDEN, UNAUTHORIZED, ApiError
+from batchkv_gateway.keys.caller import NO_DEFAULTS, Defaults, caller_of
+from batchkv_gateway.keys.store import ApiKey, KeyStore
 
 MAX_KEY_CHARS = 256
+METRICS = "/metrics"
+_SHORT = ("owner", "sees_all", "reads_metrics", "cache_salt")
 
 
 class Authenticated:
@@ -18,25 +21,30 @@ class Authenticated:
     On loopback no key is needed until there is one. Beyond loopback one is always needed.
     Routes read from ``request.state``:
 
-    - ``owner``: the id of the key, or ``local``. It owns what the request makes.
+    - ``caller``: the ``Caller``, and by themselves its ``owner``, ``sees_all``, ``reads_metrics``
+      and ``cache_salt``.
     - ``key``: the key as ``ApiKey``; None for ``local``.
-    - ``sees_all``: whether the request may see and manage the batches of all owners, and the
-      workers: an admin's key, or ``local``.
-    - ``reads_metrics``: whether it may read ``/metrics``.
     """
 
-    def __init__(self, app: ASGIApp, keys: KeyStore, *, is_open: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: KeyStore, *, is_open: bool, defaults: Defaults = NO_DEFAULTS
+    ) -> None:
         self._app, self._keys, self._is_open = app, keys, is_open
+        self._defaults = defaults
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] == "http":
             given = Headers(scope=scope).getlist("authorization")
             key = await run_in_threadpool(self._key, given)
+            if key is not None and key.reads_metrics and scope["path"] != METRICS:
+                raise ApiError(
+                    FORBIDDEN, f"this key reads {METRICS} alone: use another key", code="forbidden"
+                )
+            caller = caller_of(key, self._defaults)
             state = scope.setdefault("state", {})
-            state["key"], state["owner"] = key, key.key_id if key else LOCAL
-            state["sees_all"] = key is None or key.is_admin
-            state["reads_metrics"] = key is None or key.is_admin or key.reads_metrics
+            state |= {"key": key, "caller": caller}
+            state |= {name: getattr(caller, name) for name in _SHORT}
         await self._app(scope, receive, send)
 
     def _key(self, given: list[str]) -> ApiKey | None:

@@ -50,8 +50,8 @@ class BatchRoutes:
         body = await json_object(request, FIELDS)
         validation = request.headers.get(VALIDATION_HEADER, VALIDATIONS[0]).strip().lower()
         asked = asked_batch(body, validation)
-        owner = request.state.owner
-        record = await run_in_threadpool(self._batches.create, owner, asked)
+        caller = request.state.caller
+        record = await run_in_threadpool(self._batches.create, caller, asked)
         self._driver.nudge()
         return await run_in_threadpool(self._answer, record)
 

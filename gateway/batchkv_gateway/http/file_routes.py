@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from batchkv_gateway.errors import invalid, unknown
+from batchkv_gateway.errors import ApiError, invalid, unknown
 from batchkv_gateway.files.form import UploadForm
 from batchkv_gateway.files.records import PURPOSES, FileRecord, Files
 from batchkv_gateway.http.answer import json_answer
 from batchkv_gateway.http.asked import page_of
+from batchkv_gateway.http.limits import DRAIN_BYTES, FORM_BYTES
 from batchkv_gateway.ids import FILE
+from batchkv_gateway.keys.caller import Caller
 from batchkv_gateway.pages import as_list
 from batchkv_gateway.settings import GatewaySettings
 
@@ -39,14 +43,28 @@ class FileRoutes:
     async def upload(self, request: Request) -> Response:
         """Store a file. Its content is synced before the answer."""
         most = self._settings.max_file_bytes
+        caller: Caller = request.state.caller
+        await self._check_room(request, caller)
         kind = request.headers.get("content-type", "")
         form = UploadForm(kind, lambda: self._files.folder.begin(most))
         try:
             await _feed(request, form)
-            record = await run_in_threadpool(self._finish, form, request.state.owner)
+            record = await run_in_threadpool(self._finish, form, caller)
         finally:
             await run_in_threadpool(form.close)
         return json_answer(record.as_object())
+
+    async def _check_room(self, request: Request, caller: Caller) -> None:
+        """Raise ApiError for an upload that is too large for its key, before it is written."""
+        length = request.headers.get("content-length", "")
+        if not caller.max_bytes or not length.isdecimal():
+            return
+        num_bytes = max(0, int(length) - FORM_BYTES)
+        try:
+            await run_in_threadpool(self._files.check_room, caller, num_bytes)
+        except ApiError:
+            await _drop(request)
+            raise
 
     def list_files(self, request: Request) -> Response:
         """A page of files."""
@@ -79,10 +97,20 @@ class FileRoutes:
     def _find(self, request: Request) -> FileRecord:
         return self._files.find(request.state.owner, request.path_params["file_id"])
 
-    def _finish(self, form: UploadForm, owner: str) -> FileRecord:
+    def _finish(self, form: UploadForm, caller: Caller) -> FileRecord:
         incoming, upload = form.finish()
         seconds = upload.expires_after_seconds or self._settings.keep_files_seconds
-        return self._files.store(incoming, owner, upload.filename, seconds)
+        return self._files.store(incoming, caller, upload.filename, seconds)
+
+
+async def _drop(request: Request) -> None:
+    """Read what a client sends, so that it reads the answer. Not all, if it is too much."""
+    num_bytes = 0
+    with suppress(ClientDisconnect):
+        async for piece in request.stream():
+            num_bytes += len(piece)
+            if num_bytes > DRAIN_BYTES:
+                return
 
 
 async def _feed(request: Request, form: UploadForm) -> None:

@@ -30,7 +30,9 @@ class ApiKey:
     """A key without its secret. ``key_id`` owns the files and batches that are made with it.
 
     ``is_admin``: it sees and manages the batches of all keys, and the workers.
-    ``reads_metrics``: it may read ``/metrics``.
+    ``reads_metrics``: it may read ``/metrics``, and nothing else. ``is_private``: its rows share no
+    prefix with those of other keys. ``max_rows`` may be open at once, and files of ``max_bytes`` be
+    kept; 0 is the gateway's default.
     """
 
     key_id: str
@@ -38,6 +40,9 @@ class ApiKey:
     created: int
     is_admin: bool = False
     reads_metrics: bool = False
+    is_private: bool = False
+    max_rows: int = 0
+    max_bytes: int = 0
 
 
 class KeyStore:
@@ -46,8 +51,22 @@ class KeyStore:
     def __init__(self, connection: Redis) -> None:
         self._connection = connection
 
-    def add(self, name: str, *, is_admin: bool = False, reads_metrics: bool = False) -> str:
-        """Make a key and return it. It is stored nowhere. Raises UsageError for a bad name."""
+    def add(
+        self,
+        name: str,
+        *,
+        is_admin: bool = False,
+        reads_metrics: bool = False,
+        is_private: bool = False,
+        max_rows: int = 0,
+        max_bytes: int = 0,
+    ) -> str:
+        """Make a key and return it. It is stored nowhere. Raises UsageError for a bad name.
+
+        The rights and limits are those of ``ApiKey``.
+        """
+        if is_admin and reads_metrics:
+            raise UsageError("an --admin key reads metrics anyhow; a --metrics key does only that")
         if not _NAME.fullmatch(name):
             raise UsageError(
                 f"a key's name has 1 to 64 letters, digits, dots, hyphens and underscores and "
@@ -58,7 +77,8 @@ class KeyStore:
         key_id = secrets.token_hex(4)
         key = f"bkv-{key_id}-{secrets.token_hex(16)}"
         facts: dict[str, Any] = {"name": name, "digest": _digest(key), "created": int(time.time())}
-        facts |= {"admin": is_admin, "metrics": reads_metrics}
+        facts |= {"admin": is_admin, "metrics": reads_metrics, "private": is_private}
+        facts |= {"rows": max_rows, "bytes": max_bytes}
         self._connection.hset(redis_keys.KEYS, key_id, json.dumps(facts))
         return key
 
@@ -104,14 +124,24 @@ def _digest(key: str) -> str:
 
 
 def _key(key_id: str, facts: dict[str, Any]) -> ApiKey:
-    """The key of checked facts. Only ``true`` itself gives a right."""
+    """The key of checked facts. Only ``true`` itself gives a right.
+
+    A limit that cannot be read is the smallest.
+    """
     return ApiKey(
         key_id=key_id,
         name=facts["name"],
         created=facts["created"],
         is_admin=facts.get("admin") is True,
         reads_metrics=facts.get("metrics") is True,
+        is_private=facts.get("private", False) is not False,
+        max_rows=_limit(facts.get("rows", 0)),
+        max_bytes=_limit(facts.get("bytes", 0)),
     )
+
+
+def _limit(value: object) -> int:
+    return value if type(value) is int and value >= 0 else 1
 
 
 def _facts(raw: bytes) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import ssl
 import subprocess
@@ -20,6 +21,7 @@ from redis import Redis
 from batchkv_gateway import redis_keys
 from batchkv_gateway.errors import ApiError
 from batchkv_gateway.http.auth import Authenticated
+from batchkv_gateway.keys.caller import Defaults
 from batchkv_gateway.keys.store import ApiKey, KeyStore
 from batchkv_gateway.settings import GatewaySettings
 from batchkv_producer.cli import cli
@@ -79,6 +81,10 @@ def test_a_key_has_the_rights_that_it_was_made_with(
         name: run(command, "keys", "add", name, *flags).output.strip()
         for name, flags in (("all", ("--admin",)), ("none", ()), ("some", ("--metrics",)))
     }
+    terms = ("--private", "--max-rows", "1000", "--max-bytes", "2KiB")
+    limited = keys.find(run(command, "keys", "add", "zero", *terms).output.strip())
+    assert limited is not None
+    assert (limited.is_private, limited.max_rows, limited.max_bytes) == (True, 1000, 2048)
     rights = {}
     for name, key in made.items():
         found = keys.find(key)
@@ -86,14 +92,22 @@ def test_a_key_has_the_rights_that_it_was_made_with(
         rights[name] = (found.is_admin, found.reads_metrics)
     assert rights == {"all": (True, False), "none": (False, False), "some": (False, True)}
     lines = run(command, "keys", "list").output.splitlines()
-    assert [line.rpartition("  ")[2] for line in lines if "none" not in line] == [
-        "admin", "metrics"
+    assert [line.partition("Z")[2] for line in lines] == [
+        "  admin", "", "  metrics", "  private  1,000 rows  2,048 bytes"
     ]  # fmt: skip
+    for flags in (("--admin", "--metrics"), ("--max-rows", "0"), ("--max-bytes", "many"),
+                  ("--max-bytes", "0")):  # fmt: skip
+        assert run(command, "keys", "add", "wrong", *flags).exit_code == 2
     owner = made["none"][4:12]
     stored: Any = redis_connection.hget(redis_keys.KEYS, owner)
     redis_connection.hset(redis_keys.KEYS, owner, stored.replace(b"false", b'"yes"'))
     found = keys.find(made["none"])
     assert found is not None and not found.is_admin and not found.reads_metrics
+    facts = {**json.loads(stored), "private": "yes", "rows": -1, "bytes": "x"}
+    redis_connection.hset(redis_keys.KEYS, owner, json.dumps(facts))
+    found = keys.find(made["none"])  # what cannot be read is the strictest
+    assert found is not None
+    assert (found.is_private, found.max_rows, found.max_bytes) == (True, 1, 1)
 
 
 def test_requests_get_the_rights_of_their_key(redis_connection: Redis) -> None:
@@ -104,11 +118,15 @@ def test_requests_get_the_rights_of_their_key(redis_connection: Redis) -> None:
     async def app(scope: Any, _: Any, __: Any) -> None:
         states.append(scope["state"])
 
-    def call(key: str) -> tuple[Any, ...]:
+    def state_of(key: str, path: str = "/metrics", **defaults: Any) -> dict[str, Any]:
         headers = [(b"authorization", f"Bearer {key}".encode())]
-        scope = {"type": "http", "headers": headers}
-        asyncio.run(Authenticated(app, keys, is_open=True)(scope, None, None))  # type: ignore[arg-type]
-        state = states.pop()
+        scope = {"type": "http", "headers": headers, "path": path}
+        auth = Authenticated(app, keys, is_open=True, defaults=Defaults(**defaults))
+        asyncio.run(auth(scope, None, None))  # type: ignore[arg-type]
+        return states.pop()
+
+    def call(key: str) -> tuple[Any, ...]:
+        state = state_of(key)
         return state["owner"], state["sees_all"], state["reads_metrics"], state["key"]
 
     assert call("any") == ("local", True, True, None)
@@ -122,6 +140,18 @@ def test_requests_get_the_rights_of_their_key(redis_connection: Redis) -> None:
     assert call(metrics)[1:3] == (False, True)
     with pytest.raises(ApiError):
         call("any")
+    with pytest.raises(ApiError, match="/metrics alone"):
+        state_of(metrics, "/v1/files")
+    one, two = keys.add("d", is_private=True, max_rows=5), keys.add("e", is_private=True)
+    salts = {state_of(key)["cache_salt"] for key in (plain, one, two)}
+    assert len(salts) == 3 and None in salts and state_of(one)["cache_salt"] in salts
+    given = {"max_rows": 9, "max_bytes": 7, "is_private": True}
+    assert state_of(plain, **given)["cache_salt"] not in (None, *salts)
+    limits = [
+        (caller.max_rows, caller.max_bytes)
+        for caller in (state_of(key, **given)["caller"] for key in (plain, one, admin))
+    ]
+    assert limits == [(9, 7), (5, 7), (0, 0)]
 
 
 def test_no_key_sees_what_another_made(gateway: Gateway, redis_connection: Redis) -> None:
