@@ -45,8 +45,8 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("retry", "disk", "progress", "settings_table", "agreed", "errors"),
     ),
     "batchkv_gateway": (
-        *("cli", "assembly", "native", "http", "parts", "batches", "files", "keys", "settings"),
-        *("scripts", "redis_keys", "pages", "ids", "errors", "__init__"),
+        *("cli", "assembly", "native", "http", "parts", "live", "batches", "files", "keys"),
+        *("settings", "stopping", "scripts", "redis_keys", "pages", "ids", "errors", "__init__"),
     ),
     "batchkv_cache_store": (
         *("cli", "upkeep", "opening", "store", "lookup", "writer", "guarded", "tiers", "blocks"),

@@ -20,13 +20,17 @@ from batchkv_gateway.http.batch_routes import BatchRoutes
 from batchkv_gateway.http.errors import HANDLERS
 from batchkv_gateway.http.file_routes import FileRoutes
 from batchkv_gateway.http.limits import Limits, own_names
+from batchkv_gateway.http.live_routes import LiveRoutes
 from batchkv_gateway.http.model_routes import ModelRoutes
 from batchkv_gateway.keys.caller import Defaults
 from batchkv_gateway.keys.quotas import Quotas
 from batchkv_gateway.keys.store import KeyStore
+from batchkv_gateway.live.calls import Calls
 from batchkv_gateway.native.routes import native_routes
 from batchkv_gateway.parts import Parts
 from batchkv_gateway.settings import GatewaySettings, is_loopback
+from batchkv_gateway.stopping import Stopping
+from batchkv_producer.live import Lane
 from batchkv_producer.server.home import home_from_environment
 
 
@@ -39,10 +43,17 @@ def running_parts(connection: Redis, settings: GatewaySettings) -> Iterator[Part
     batches = Batches(connection, files, quotas)
     driver = Driver(connection, Steps(connection, files, settings), batches, files)
     driver.start()
+    stopping = Stopping()
+    calls = Calls(Lane(connection), stopping)
     try:
         keys = KeyStore(connection)
-        yield Parts(connection, settings, keys, quotas, files, batches, driver)
+        yield Parts(
+            *(connection, settings, keys, quotas, files, batches, driver),
+            calls=calls,
+            stopping=stopping,
+        )
     finally:
+        calls.close()
         driver.stop()
 
 
@@ -51,6 +62,7 @@ def routes_of(parts: Parts) -> list[Route]:
     return [
         *FileRoutes(parts.files, parts.settings).routes(),
         *BatchRoutes(parts.batches, parts.driver).routes(),
+        *LiveRoutes(parts.connection, parts.calls).routes(),
         *ModelRoutes(parts.connection).routes(),
         *native_routes(parts),
     ]

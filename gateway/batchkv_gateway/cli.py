@@ -65,7 +65,8 @@ def serve_command(flags: dict[str, str | None], url: str | None) -> None:
 def run(opened: Session, settings: GatewaySettings) -> None:
     """Serve until a signal ends it."""
     with running_parts(opened.connection, settings) as parts:
-        serve(make_app(parts), settings, lambda base_url: click.echo(f"serving {base_url}"))
+        app, stopping = make_app(parts), parts.stopping
+        serve(app, settings, stopping, lambda base_url: click.echo(f"serving {base_url}"))
     say("the gateway has stopped; batches that workers compute go on")
 
 

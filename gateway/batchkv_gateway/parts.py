@@ -11,7 +11,9 @@ from batchkv_gateway.batches.store import Batches
 from batchkv_gateway.files.records import Files
 from batchkv_gateway.keys.quotas import Quotas
 from batchkv_gateway.keys.store import KeyStore
+from batchkv_gateway.live.calls import Calls
 from batchkv_gateway.settings import GatewaySettings
+from batchkv_gateway.stopping import Stopping
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +27,5 @@ class Parts:
     files: Files
     batches: Batches
     driver: Driver
+    calls: Calls  # rows of the live lane
+    stopping: Stopping

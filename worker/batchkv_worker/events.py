@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 from batchkv_producer.wire.cache_note import CacheNote
 from batchkv_producer.wire.choice import Choice, TokenLogprob, ToolCall
 from batchkv_producer.wire.job import Request, Usage
+from batchkv_producer.wire.live import Pieces
 from batchkv_producer.wire.maker import Maker
 from batchkv_worker.figures.engine import EngineFigures
 
@@ -24,13 +25,14 @@ class Work:
 
     ``shared_bytes``: how many bytes of its text another row of its batch begins with; None when
     that is not known. ``is_live``: somebody waits for it, so it goes before all other rows, and its
-    text is sent as it is made (``Piece``).
+    text is sent as it is made (``Piece``), as far as ``pieces`` says.
     """
 
     job_id: str
     request: Request
     shared_bytes: int | None = None
     is_live: bool = False
+    pieces: Pieces = "text"
 
     @property
     def num_choices(self) -> int:
@@ -82,10 +84,13 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """More of the text of a live row's answer. All pieces are how its text begins."""
+    """More of the text of a live row's answer, or of its thought. All pieces of a kind are how
+    that part begins.
+    """
 
     job_id: str
     text: str
+    is_thought: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,9 +118,12 @@ _NEXT = {
 
 
 class TextStream(Protocol):
-    """The text of a row as far as it is certain (``engine.tokens.text_stream``)."""
+    """The text of a row as far as it is certain (``engine.tokens.text_stream``).
 
-    def next(self, row: Sequence) -> str: ...
+    The pieces that are new, and whether each is of the thought.
+    """
+
+    def next(self, row: Sequence) -> list[tuple[str, bool]]: ...
 
 
 @dataclass(slots=True, eq=False)

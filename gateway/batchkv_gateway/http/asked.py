@@ -30,12 +30,17 @@ def page_of(
     return Asked(after, int(text), "asc" if order == "asc" else "desc")
 
 
-async def json_object(request: Request, fields: Collection[str]) -> dict[str, Any]:
-    """The object in a request's body. Raises ApiError for anything else, or an unknown field."""
+async def json_bytes(request: Request) -> bytes:
+    """The body of a request whose header says that it is JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise invalid("the body must be JSON: send Content-Type: application/json")
-    raw = await read_body(request.receive)
+    return await read_body(request.receive)
+
+
+async def json_object(request: Request, fields: Collection[str]) -> dict[str, Any]:
+    """The object in a request's body. Raises ApiError for anything else, or an unknown field."""
+    raw = await json_bytes(request)
     try:
         found = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError):

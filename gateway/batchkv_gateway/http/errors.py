@@ -12,10 +12,12 @@ from starlette.responses import Response
 
 from batchkv_gateway.errors import (
     FORBIDDEN,
+    INTERNAL,
     LONG_HEADERS,
     NOT_FOUND,
     TIMED_OUT,
     TOO_LARGE,
+    TOO_MANY,
     UNAVAILABLE,
     ApiError,
 )
@@ -24,22 +26,25 @@ from batchkv_producer.errors import ExpiredError, NotFoundError, UsageError
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 5
-INTERNAL = 500
-NO_PATH = "there is no such path: /v1/files, /v1/batches and /v1/models are here"
+NO_PATH = (
+    "there is no such path: /v1/files, /v1/batches, /v1/chat/completions, /v1/completions and "
+    "/v1/models are here"
+)
 
 
 def error_body(status: int, message: str, code: str | None, param: str | None = None) -> bytes:
     """The body of an error."""
     kind = "server_error" if status >= INTERNAL else "invalid_request_error"
+    kind = "rate_limit_error" if status == TOO_MANY else kind
     fault = {"message": message, "type": kind, "param": param, "code": code}
     return json.dumps({"error": fault}).encode("ascii")
 
 
 def error_response(fault: ApiError) -> Response:
     """The response to a refused request. It tells OpenAI's client whether to try again."""
-    may_retry = fault.status >= INTERNAL or fault.status == TIMED_OUT
+    may_retry = fault.status >= INTERNAL or fault.status in (TIMED_OUT, TOO_MANY)
     headers = {"x-should-retry": "true" if may_retry else "false"}
-    if fault.status == UNAVAILABLE:
+    if fault.status in (UNAVAILABLE, TOO_MANY):
         headers["retry-after"] = str(RETRY_SECONDS)
     if fault.status in (FORBIDDEN, TIMED_OUT, TOO_LARGE, LONG_HEADERS):  # nothing more is read
         headers["connection"] = "close"

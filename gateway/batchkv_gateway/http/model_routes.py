@@ -12,8 +12,7 @@ from starlette.routing import Route
 
 from batchkv_gateway.errors import unknown
 from batchkv_gateway.http.answer import json_answer
-from batchkv_producer.monitor.workers import read_workers
-from batchkv_producer.wire.adapter import served_name
+from batchkv_producer.monitor.workers import served_models
 
 
 class ModelRoutes:
@@ -42,10 +41,7 @@ class ModelRoutes:
         return json_answer(self._model(name))
 
     def _names(self) -> list[str]:
-        live = [worker for worker in read_workers(self._connection) if not worker.is_away]
-        names = {worker.model for worker in live if worker.model}
-        names |= {served_name(w.model, each) for w in live if w.model for each in w.adapters}
-        return sorted(names)
+        return served_models(self._connection)
 
     def _model(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._began, "owned_by": "batchkv"}

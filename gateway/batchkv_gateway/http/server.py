@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from batchkv_gateway.http.errors import error_body
 from batchkv_gateway.http.limits import MAX_HEADER_BYTES
 from batchkv_gateway.settings import GatewaySettings
+from batchkv_gateway.stopping import Stopping
 from batchkv_producer.errors import UsageError
 
 MAX_CONNECTIONS = 512
@@ -78,16 +79,23 @@ class Protocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server that says when it listens."""
+    """uvicorn's server that says when it listens, and when it stops."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, on_ready: Callable[[], None], stopping: Stopping
+    ) -> None:
         super().__init__(config)
-        self._on_ready = on_ready
+        self._on_ready, self._stopping = on_ready, stopping
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept connections."""
         await super().startup(sockets)
         self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop to accept connections, and wait for the requests that run."""
+        self._stopping.begin()
+        await super().shutdown(sockets)
 
 
 def listening_socket(settings: GatewaySettings) -> socket.socket:
@@ -110,7 +118,12 @@ def listening_socket(settings: GatewaySettings) -> socket.socket:
     return found
 
 
-def serve(app: ASGIApp, settings: GatewaySettings, on_ready: Callable[[str], None]) -> None:
+def serve(
+    app: ASGIApp,
+    settings: GatewaySettings,
+    stopping: Stopping,
+    on_ready: Callable[[str], None],
+) -> None:
     """Serve until a signal ends it. ``on_ready`` gets the base URL when requests are accepted."""
     tls: dict[str, Any] = {}
     if settings.tls_cert:
@@ -138,4 +151,4 @@ def serve(app: ASGIApp, settings: GatewaySettings, on_ready: Callable[[str], Non
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         url = f"{'https' if tls else 'http'}://{shown}:{port}/v1"
-        Server(config, lambda: on_ready(url)).run(sockets=[listening])
+        Server(config, lambda: on_ready(url), stopping).run(sockets=[listening])

@@ -146,7 +146,7 @@ def _json_row(line: int, own_id: str, raw: bytes) -> Row | RowError:
 def _careful_row(line: int, own_id: str, raw: bytes) -> Row | RowError:
     """Read a row field by field. This finds the field that is wrong."""
     try:
-        value = _parse(raw)
+        value = parse_json(raw)
     except RowFault as fault:
         return RowError(line, own_id, "chat", fault.code, str(fault))
     custom_id, endpoint = _identify(value, own_id)
@@ -172,7 +172,7 @@ def _row(line: int, value: Any, custom_id: str, raw: bytes) -> Row:
     if not isinstance(value, dict):
         raise invalid(f"the line is not a JSON object, but {shown(value)}")
     if b"\\u" in raw:
-        _check_surrogates(value)
+        check_surrogates(value)
     _check_custom_id(value.get("custom_id"))
     if _is_batch_line(value):
         endpoint, body = _batch_line(value)
@@ -228,7 +228,8 @@ def _kind_of(body: dict[str, Any]) -> Endpoint:
     return "chat" if has_messages else "completion"
 
 
-def _parse(raw: bytes) -> Any:
+def parse_json(raw: bytes) -> Any:
+    """The value of a line. Raises RowFault for what is not JSON, or not JSON that can be read."""
     try:
         return _DECODER.decode(raw.decode("utf-8"))
     except UnicodeDecodeError as fault:
@@ -256,8 +257,10 @@ def _finite(digits: str) -> float:
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 
 
-def _check_surrogates(value: Any) -> None:
-    """Refuse half of a UTF-16 pair: JSON can write it as an escape, but it is no character."""
+def check_surrogates(value: Any) -> None:
+    """Raise RowFault for half of a UTF-16 pair: JSON can write it as an escape, but it is no
+    character.
+    """
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:

@@ -13,14 +13,17 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from redis import Redis
 from redis.exceptions import RedisError
 
 from batchkv_producer.errors import BatchkvError, WireError
-from batchkv_producer.live.answer import Answer, LostAnswerError
+from batchkv_producer.live.answer import Answer, LostAnswerError, Piece
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Request, decode_result, encode_job
 from batchkv_producer.wire.live import (
@@ -29,6 +32,7 @@ from batchkv_producer.wire.live import (
     Asked,
     LiveMoves,
     LiveRow,
+    Pieces,
 )
 from batchkv_producer.wire.maker import needs_of
 
@@ -53,6 +57,18 @@ class LaneRefusedError(BatchkvError):
         self.why = why
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A row to ask (``Lane.ask``). ``on_given``: of its ``Answer``."""
+
+    request: Request
+    model: str
+    fingerprint: str = ""
+    timeout_seconds: int = 3600
+    pieces: Pieces = "text"
+    on_given: Callable[[], object] = bool
+
+
 class Lane:
     """Asks live rows over one connection pool, whose replies must be bytes. Thread-safe."""
 
@@ -75,30 +91,45 @@ class Lane:
         ``model`` is as workers serve it (``MODEL@NAME`` with an adapter). Raises LaneRefusedError
         if no worker can answer now or too many rows wait, RedisError if the server is away.
         """
-        answer = Answer(f"live-{secrets.token_hex(8)}", redis_keys.queue_name(model), self._cancel)
-        row = LiveRow(
-            row_id=answer.row_id,
-            queue=answer.queue,
-            data=encode_job(request),
-            needs=needs_of(request),
-            fingerprint=fingerprint,
-            timeout_seconds=timeout_seconds,
-        )
-        with self._lock:  # before it is asked: its pieces may come at once
-            assert not self._is_closed, "the lane is closed"
-            self._open[answer.row_id] = answer
-        asked: Asked | None = None
-        try:
-            asked = self._moves.ask(row, self._asker, self._max_waiting)
-        finally:
-            if asked != "ok":
-                with self._lock:
-                    del self._open[answer.row_id]
-        if asked != "ok":
-            raise LaneRefusedError(asked, model)
-        answer.is_asked = True
-        self._start()
+        question = Question(request, model, fingerprint, timeout_seconds)
+        (answer,) = self.ask_all([question])
+        if isinstance(answer, LaneRefusedError):
+            raise answer
         return answer
+
+    def ask_all(self, questions: Sequence[Question]) -> list[Answer | LaneRefusedError]:
+        """Ask several rows in one call of the server. Raises RedisError if it is away."""
+        answers: list[Answer] = []
+        rows: list[LiveRow] = []
+        for one in questions:
+            row_id, queue = f"live-{secrets.token_hex(8)}", redis_keys.queue_name(one.model)
+            answers.append(Answer(row_id, queue, self._cancel, one.on_given))
+            rows.append(
+                LiveRow(
+                    *(row_id, queue, encode_job(one.request), needs_of(one.request)),
+                    fingerprint=one.fingerprint,
+                    timeout_seconds=one.timeout_seconds,
+                    pieces=one.pieces,
+                )
+            )
+        with self._lock:  # before they are asked: pieces may come at once
+            assert not self._is_closed, "the lane is closed"
+            self._open.update({answer.row_id: answer for answer in answers})
+        asked: list[Asked] = []
+        try:
+            asked = self._moves.ask(rows, self._asker, self._max_waiting)
+        finally:
+            with self._lock:
+                for answer, how in zip_longest(answers, asked):
+                    if how != "ok":
+                        del self._open[answer.row_id]
+        for answer in answers:
+            answer.is_asked = True
+        self._start()
+        return [
+            answer if how == "ok" else LaneRefusedError(how, one.model)
+            for answer, how, one in zip(answers, asked, questions, strict=True)
+        ]
 
     def close(self) -> None:
         """Cancel all answers that are open, and end the thread."""
@@ -193,12 +224,13 @@ class Lane:
     def _give(self, fields: dict[bytes, bytes]) -> None:
         row_id, payload = fields.get(b"r", b"").decode("utf-8", "replace"), fields.get(b"p", b"")
         with self._lock:
-            is_end = fields.get(b"k") == b"e"
+            kind = fields.get(b"k")
+            is_end = kind == b"e"
             answer = self._open.pop(row_id, None) if is_end else self._open.get(row_id)
         if answer is None:
             return  # canceled meanwhile
         if not is_end:
-            answer.give(payload.decode("utf-8", "replace"))
+            answer.give(Piece(payload.decode("utf-8", "replace"), kind == b"t"))
             return
         try:
             answer.give(decode_result(payload))

@@ -130,6 +130,14 @@ def read_workers(connection: Redis) -> list[WorkerInfo]:
     return [_worker_info(name, values, num_held.get(name, 0), now) for name, values in pairs]
 
 
+def served_models(connection: Redis) -> list[str]:
+    """The models that workers serve now, those with an adapter as ``MODEL@NAME``."""
+    live = [worker for worker in read_workers(connection) if not worker.is_away]
+    names = {worker.model for worker in live if worker.model}
+    names |= {served_name(w.model, each) for w in live if w.model for each in w.adapters}
+    return sorted(names)
+
+
 def _records(connection: Redis, queue: str) -> tuple[int, list[tuple[str, dict[str, str]]]]:
     """The server's time, and (name, record) of a queue's live workers; "": of all our queues."""
     names = live_workers(connection, queue)

@@ -16,24 +16,11 @@ import json
 import re
 from typing import Any
 
-from batchkv_producer.wire.choice import Choice, TokenLogprob, ToolCall
+from batchkv_producer.results.bodies import REFUSED_CODES, body_of
 from batchkv_producer.wire.job import ErrorCode, Result
-from batchkv_producer.wire.maker import Maker
-
-LOWEST_LOGPROB = -9999.0  # as in OpenAI's files, because JSON has no infinity
 
 OK, REFUSED = 200, 400  # status codes of HTTP
 REFUSED_TYPE = "invalid_request_error"
-# The codes of requests that a server would refuse with a response.
-REFUSED_CODES = frozenset(
-    {
-        ErrorCode.INVALID_JSON,
-        ErrorCode.INVALID_REQUEST,
-        ErrorCode.DUPLICATE_CUSTOM_ID,
-        ErrorCode.UNSUPPORTED_PARAMETER,
-        ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-    }
-)
 # Codes that OpenAI names differently. Redis stores batchkv's names.
 OPENAI_CODES = {ErrorCode.EXPIRED: "batch_expired", ErrorCode.CANCELED: "batch_cancelled"}
 
@@ -52,10 +39,7 @@ def output_line(job_id: str, result: Result) -> str:
     """One line of an OpenAI Batch output file or error file, without its newline."""
     line: dict[str, Any] = {"id": job_id, "custom_id": result.custom_id}
     if result.outcome == "ok":
-        body = (
-            _chat_body(job_id, result) if result.endpoint == "chat" else _text_body(job_id, result)
-        )
-        line |= _answered(job_id, OK, body)
+        line |= _answered(job_id, OK, body_of(job_id, [result]))
     else:
         code, message = _error_of(result)
         if code in REFUSED_CODES:
@@ -106,116 +90,3 @@ def failed_text_line(result: Result) -> str:
 
 def _on_one_line(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8").translate(_TEXT_ESCAPES)
-
-
-def _chat_body(job_id: str, result: Result) -> dict[str, Any]:
-    choices = [_chat_choice(index, choice) for index, choice in enumerate(result.choices)]
-    body = _body(f"chatcmpl-{job_id}", "chat.completion", result, choices)
-    if result.prompt_token_ids is not None:
-        body["prompt_token_ids"] = result.prompt_token_ids
-    return body
-
-
-def _chat_choice(index: int, choice: Choice) -> dict[str, Any]:
-    has_text = bool(choice.text) or not choice.tool_calls
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": choice.text if has_text else None,
-        "refusal": None,
-    }
-    if choice.reasoning:
-        message["reasoning_content"] = choice.reasoning
-    if choice.tool_calls:
-        message["tool_calls"] = [_call(call) for call in choice.tool_calls]
-    return {
-        "index": index,
-        "message": message,
-        "logprobs": _chat_logprobs(choice.logprobs),
-        "finish_reason": choice.finish_reason,
-        **({} if choice.token_ids is None else {"token_ids": choice.token_ids}),
-    }
-
-
-def _call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
-
-
-def _text_body(job_id: str, result: Result) -> dict[str, Any]:
-    choices = [_text_choice(index, choice) for index, choice in enumerate(result.choices)]
-    if result.prompt_token_ids is not None:  # vLLM has them in each choice of a completion
-        for each in choices:
-            each["prompt_token_ids"] = result.prompt_token_ids
-    return _body(f"cmpl-{job_id}", "text_completion", result, choices)
-
-
-def _text_choice(index: int, choice: Choice) -> dict[str, Any]:
-    return {
-        "index": index,
-        "text": choice.text,
-        "logprobs": _text_logprobs(choice.logprobs),
-        "finish_reason": choice.finish_reason,
-        **({"reasoning_content": choice.reasoning} if choice.reasoning else {}),
-        **({} if choice.token_ids is None else {"token_ids": choice.token_ids}),
-    }
-
-
-def _body(body_id: str, kind: str, result: Result, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    usage, mark = result.usage, Maker(result.fingerprint, result.scheme).mark()
-    details = {"completion_tokens_details": {"reasoning_tokens": usage.reasoning}}
-    return {
-        "id": body_id,
-        "object": kind,
-        "created": result.created,
-        "model": result.model,
-        **({"system_fingerprint": mark} if mark else {}),
-        "choices": choices,
-        "usage": {
-            "prompt_tokens": usage.prompt,
-            "completion_tokens": usage.completion,
-            "total_tokens": usage.prompt + usage.completion,
-            "prompt_tokens_details": {"cached_tokens": usage.cached},
-            **(details if usage.reasoning else {}),
-        },
-    }
-
-
-def _chat_logprobs(tokens: tuple[TokenLogprob, ...] | None) -> dict[str, Any] | None:
-    if tokens is None:
-        return None
-    content = [
-        {
-            **_chat_token(item.token, item.logprob),
-            "top_logprobs": [_chat_token(token, logprob) for token, logprob in item.top],
-        }
-        for item in tokens
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _chat_token(token: str, logprob: float) -> dict[str, Any]:
-    raw = list(token.encode("utf-8", "replace"))
-    return {"token": token, "logprob": _finite(logprob), "bytes": raw}
-
-
-def _text_logprobs(tokens: tuple[TokenLogprob, ...] | None) -> dict[str, Any] | None:
-    """The shape for completions: one list for each property. Offsets are in characters."""
-    if tokens is None:
-        return None
-    offsets, position = [], 0
-    for item in tokens:
-        offsets.append(position)
-        position += len(item.token)
-    return {
-        "tokens": [item.token for item in tokens],
-        "token_logprobs": [_finite(item.logprob) for item in tokens],
-        "top_logprobs": [
-            {token: _finite(logprob) for token, logprob in item.top} for item in tokens
-        ],
-        "text_offset": offsets,
-    }
-
-
-def _finite(logprob: float) -> float:
-    """The value between ``LOWEST_LOGPROB`` and 0. Rounding may exceed 0; NaN becomes the lowest."""
-    return min(logprob, 0.0) if logprob >= LOWEST_LOGPROB else LOWEST_LOGPROB

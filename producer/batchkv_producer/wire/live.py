@@ -23,7 +23,10 @@ MAX_WAITING = 1000  # live rows of one queue
 
 Asked = Literal["ok", "loading", "away", "nobody", "full"]
 Kept = Literal["kept", "gone", "lost", "nobody"]
-Kind = Literal["d", "e", "b"]  # a piece of the text, the end, given back
+Kind = Literal["d", "t", "e", "b"]  # a piece of the text or the thought, the end, given back
+# What an asker wants before the end: nothing, the text, or the thought, too. Rows of older askers
+# have no such field: "text". Older workers always send the text.
+Pieces = Literal["none", "text", "all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,15 @@ class LiveRow:
     needs: tuple[str, ...] = ()
     fingerprint: str = ""
     timeout_seconds: int = 3600
+    pieces: Pieces = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class TakenRow:
+    """A row that a worker has taken, and which pieces its asker wants."""
+
+    pulled: Pulled
+    pieces: Pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +69,17 @@ def is_refused(fault: RedisError) -> bool:
 class LiveMoves(Scripts):
     """The moves over one connection, which must return bytes."""
 
-    def ask(self, row: LiveRow, asker: str, max_waiting: int = MAX_WAITING) -> Asked:
-        """Queue a row, unless nobody can answer it now. Only "ok" wrote anything."""
-        keys = [redis_keys.live(row.queue), redis_keys.live_row(row.row_id)]
-        args: list[Any] = [row.row_id, row.queue, row.data, asker, ASKER_LEASE_SECONDS]
-        args += [" ".join(row.needs), row.fingerprint, max_waiting, row.timeout_seconds]
-        answer: Asked = self._run("live_ask", keys, args).decode()
-        return answer
+    def ask(
+        self, rows: Sequence[LiveRow], asker: str, max_waiting: int = MAX_WAITING
+    ) -> list[Asked]:
+        """Queue rows, each unless nobody can answer it now. Only with "ok" it was written."""
+        keys: list[str] = []
+        args: list[Any] = [asker, ASKER_LEASE_SECONDS, max_waiting]
+        for row in rows:
+            keys += (redis_keys.live(row.queue), redis_keys.live_row(row.row_id))
+            args += (row.row_id, row.queue, row.data, " ".join(row.needs), row.fingerprint)
+            args += (row.timeout_seconds, row.pieces)
+        return [answer.decode() for answer in self._run("live_ask", keys, args)]
 
     def keep(self, asker: str, row_ids: Sequence[str]) -> list[Kept]:
         """The asker still waits for these rows. Says of each what has become of it."""
@@ -83,7 +99,7 @@ class LiveMoves(Scripts):
         count: int,
         fingerprint: str,
         abilities: Sequence[str],
-    ) -> tuple[list[str], list[Pulled]]:
+    ) -> tuple[list[str], list[TakenRow]]:
         """Renew leases, and take up to ``count`` rows. Returns (ids of lost rows, rows taken)."""
         keys = [redis_keys.live(queue), redis_keys.worker(worker), redis_keys.live_seen(queue)]
         args: list[Any] = [worker, WORKER_LEASE_SECONDS, count, secrets.token_hex(8), fingerprint]
@@ -92,8 +108,11 @@ class LiveMoves(Scripts):
             args += (lease.job_id, lease.execution)
         lost, taken = self._run("live_turn", keys, args)
         rows = [
-            Pulled(JobLease(row.decode(), execution.decode()), data, 0, int(timeout), rank=0)
-            for row, execution, data, timeout in taken
+            TakenRow(
+                Pulled(JobLease(row.decode(), execution.decode()), data, 0, int(timeout), rank=0),
+                pieces.decode(),
+            )
+            for row, execution, data, timeout, pieces in taken
         ]
         return [row.decode() for row in lost], rows
 

@@ -49,8 +49,9 @@ key                        type    content
                                    head
 ``batchkv:live:row:L``     hash    live row ``L``: ``queue``, ``data`` (as of a job), ``to`` (the
                                    asker), ``needs`` (abilities), ``fingerprint``, ``timeout``
-                                   (seconds), ``sent`` (pieces of its answer so far), ``again`` (1:
-                                   queued again once). While a worker has it: ``exec`` (the lease),
+                                   (seconds), ``pieces`` (those that are wanted: ``live.Pieces``),
+                                   ``sent`` (pieces of its answer so far), ``again`` (1: queued
+                                   again once). While a worker has it: ``exec`` (the lease),
                                    ``worker``, ``until`` (the lease's end, seconds since 1970). It
                                    expires 30 s after the asker's last sign of life
 ``batchkv:live:to:A``      stream  pieces of answers and results for asker ``A``; expires

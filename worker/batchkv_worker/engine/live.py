@@ -44,14 +44,15 @@ class LiveRows:
         row.is_live = True
         self._until = self._clock() + IN_USE_SECONDS
         self._scheduler.use_lane(self._chunk_tokens)
-        if work.num_wanted > 1:
+        if work.num_wanted > 1 or work.pieces == "none":
             return  # its choices come together, at the end
         row.detokenizer = row.detokenizer or tokenizer.detokenizer
         reader = row.reader
         if reader is None:
             row.stream = TextStream(row.generation.stop)
         else:
-            row.stream = TextStream((*row.generation.stop, *reader.form.markers), reader.certain)
+            ends = (*row.generation.stop, *reader.ends)
+            row.stream = TextStream(ends, reader.certain, has_thought=work.pieces == "all")
 
     def make_way(self, read_back: Callable[[], bool]) -> None:
         """Let the first live row have a slot. ``read_back`` reads the step in flight."""

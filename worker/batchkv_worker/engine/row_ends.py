@@ -66,8 +66,9 @@ class RowEnds:
                 event = outputs.take(row, index, read, self._loaded.tokenizer)
                 if row.guide is not None and not row.is_ended:
                     row.guide.take(row.generated[-1])
-                if row.stream is not None and event is None and (text := row.stream.next(row)):
-                    self.events.append(Piece(row.job_id, text))
+                if row.stream is not None and event is None:
+                    for text, is_thought in row.stream.next(row):
+                        self.events.append(Piece(row.job_id, text, is_thought))
             except GuideFault as fault:
                 self.stop(row, ErrorCode.INVALID_REQUEST, str(fault))
                 continue

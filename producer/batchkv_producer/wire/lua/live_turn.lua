@@ -6,7 +6,8 @@
 -- ARGV: worker, worker's lease (s), most to take, prefix of the new executions, the model's
 -- fingerprint, names of the worker's abilities, between blanks, number of rows held, then row,
 -- execution of each.
--- Returns {rows that were lost, rows taken}. A row taken is {row, execution, data, timeout (s)}.
+-- Returns {rows that were lost, rows taken}. A row taken is {row, execution, data, timeout (s),
+-- which pieces its asker wants}.
 local MOST_READ = 200
 local worker, lease, most = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local abilities = ' ' .. ARGV[6] .. ' '
@@ -36,12 +37,13 @@ for attempt = 1, MOST_READ do
   local id = #taken < most and redis.call('LPOP', KEYS[1])
   if not id then break end
   local key = 'batchkv:live:row:' .. id
-  local row = redis.call('HMGET', key, 'data', 'exec', 'needs', 'fingerprint', 'timeout')
+  local row = redis.call('HMGET', key, 'data', 'exec', 'needs', 'fingerprint', 'timeout',
+    'pieces')
   if row[1] and not row[2] then
     if fits(row) then
       local execution = ARGV[4] .. '-' .. attempt
       redis.call('HSET', key, 'exec', execution, 'worker', worker, 'until', now + lease)
-      taken[#taken + 1] = {id, execution, row[1], row[5]}
+      taken[#taken + 1] = {id, execution, row[1], row[5], row[6] or 'text'}
     else
       left[#left + 1] = id
     end

@@ -15,7 +15,7 @@ def row(text: str) -> Any:
 
 
 def pieces(stream: TextStream, *texts: str) -> list[str]:
-    return [stream.next(row(text)) for text in texts]
+    return ["".join(piece for piece, _ in stream.next(row(text))) for text in texts]
 
 
 def test_half_a_character_waits_for_its_other_half() -> None:
@@ -44,4 +44,17 @@ def test_what_was_no_stop_string_is_sent_later() -> None:
 def test_a_view_that_takes_text_back_sends_nothing_wrong() -> None:
     """If the certain part is no continuation of what was sent, nothing more is sent."""
     texts = iter(["ab", "ax", "abc"])
-    assert pieces(TextStream((), lambda _: next(texts)), "1", "2", "3") == ["ab", "", "c"]
+    assert pieces(TextStream((), lambda _: ("", next(texts))), "1", "2", "3") == ["ab", "", "c"]
+
+
+def test_the_thought_is_sent_to_those_who_want_it() -> None:
+    """Pieces of the thought are marked and come before the text's; else they are left out."""
+
+    def view(text: str) -> tuple[str, str]:
+        thought, _, answer = text.partition("|")
+        return thought, answer
+
+    wanted = TextStream((), view, has_thought=True)
+    found = [piece for text in ("so", "so it", "so it|is") for piece in wanted.next(row(text))]
+    assert found == [*(("so", True), (" it", True), ("is", False))]
+    assert pieces(TextStream((), view), "so", "so it", "so it|is") == ["", "", "is"]

@@ -48,21 +48,27 @@ class AnswerReader:
         num = self._num_reasoning(tokens, parts.reasoning) if parts.reasoning else 0
         return Answer(parts.text, parts.reasoning, calls, num)
 
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The texts of the markers, of which no part belongs to the answer."""
+        return tuple(harmony.MARKERS) if self.form.is_harmony else self.form.markers
+
     def _split(self, text: str, form: AnswerFormat) -> Parts:
         return split(text, form, self.state, is_exact=self.is_exact)
 
-    def certain(self, text: str) -> str:
-        """The part of the answer's text that an output so far is certain to have.
+    def certain(self, text: str) -> tuple[str, str]:
+        """The thought and the answer's text that an output so far is certain to have.
 
-        Once there is a marker, white space around the text is left out. So it is not sent before.
+        Once there is a marker, white space around the text is left out. So it is not sent before. A
+        gpt-oss message without a header may turn out to be a header.
         """
-        if self.form.is_harmony:
-            return ""
+        if self.form.is_harmony and harmony.MESSAGE not in text:
+            return "", ""
         parts = self._split(text, self.form)
-        is_divided = bool(parts.reasoning) or self.state == REASONING
+        is_divided = bool(parts.reasoning) or self.state == REASONING or self.form.is_harmony
         if parts.calls or (text[:1].isspace() and not is_divided):
-            return ""
-        return parts.text.rstrip()
+            return "", ""
+        return parts.reasoning.rstrip(), parts.text.rstrip()
 
     def _calls(self, job_id: str, parts: Parts) -> tuple[ToolCall, ...]:
         name_id = id_maker(job_id, self.form.parser_name)

@@ -1,7 +1,7 @@
 """The text of a live row while it is made: only what no later token can change.
 
 Held back is a character that is not whole, and an end that may begin a stop string or a marker of
-the model. Of an answer with a thought or tool calls, only the text after the thought is sent.
+the model. Tool calls are not sent: they come with the result. The thought is sent if it is wanted.
 """
 
 from __future__ import annotations
@@ -10,25 +10,41 @@ from collections.abc import Callable, Iterable
 
 from batchkv_worker.sequence import Sequence
 
-View = Callable[[str], str]  # the part of an output so far that is certain to be the answer's text
+# The parts of an output so far that are certain: of the thought, and of the answer's text.
+View = Callable[[str], tuple[str, str]]
 
 
 class TextStream:
     """Implements ``sequence.TextStream``. ``ends``: no part of these texts is sent."""
 
-    def __init__(self, ends: Iterable[str] = (), view: View = lambda text: text) -> None:
+    def __init__(
+        self,
+        ends: Iterable[str] = (),
+        view: View = lambda text: ("", text),
+        *,
+        has_thought: bool = False,
+    ) -> None:
         self._ends = tuple(ends)
         self._view = view
-        self._sent = ""
+        self._has_thought = has_thought
+        self._sent = {True: "", False: ""}  # of the thought, of the text
 
-    def next(self, row: Sequence) -> str:
-        """The text that has become certain since the last call; mostly the newest token's."""
+    def next(self, row: Sequence) -> list[tuple[str, bool]]:
+        """What has become certain since the last call; mostly the newest token's text.
+
+        Pieces come with whether they are of the thought.
+        """
         text = str(row.detokenizer.text).rstrip("\ufffd")
-        text = self._view(text[: len(text) - held_back(text, self._ends)])
-        if len(text) <= len(self._sent) or not text.startswith(self._sent):
-            return ""
-        new, self._sent = text[len(self._sent) :], text
-        return new
+        thought, answer = self._view(text[: len(text) - held_back(text, self._ends)])
+        found = self._new(thought, is_thought=True) if self._has_thought else []
+        return found + self._new(answer, is_thought=False)
+
+    def _new(self, text: str, *, is_thought: bool) -> list[tuple[str, bool]]:
+        sent = self._sent[is_thought]
+        if len(text) <= len(sent) or not text.startswith(sent):
+            return []
+        self._sent[is_thought] = text
+        return [(text[len(sent) :], is_thought)]
 
 
 def held_back(text: str, ends: Iterable[str]) -> int:

@@ -160,13 +160,14 @@ class LiveLane:
 
     def _note(self, events: Iterable[Event]) -> None:
         """Note what the engine says. Pieces of one row that came together are one."""
-        texts: dict[str, str] = {}
+        texts: dict[tuple[str, Kind], str] = {}
         for event in events:
             if isinstance(event, Piece):
-                texts[event.job_id] = texts.get(event.job_id, "") + event.text
-        for job_id, text in texts.items():
+                key: tuple[str, Kind] = (event.job_id, "t" if event.is_thought else "d")
+                texts[key] = texts.get(key, "") + event.text
+        for (job_id, kind), text in texts.items():
             if (lease := self._leases.get(job_id)) is not None:
-                self._add(lease, "d", text.encode("utf-8", "replace"))
+                self._add(lease, kind, text.encode("utf-8", "replace"))
         for event in events:
             if isinstance(event, Completed | Rejected):
                 result = self._rows.end(event)
@@ -210,7 +211,7 @@ class LiveLane:
         lost = self._moves.write(self._queue, group)
         del self._writes[: len(group)]
         for one in group:
-            if one.kind != "d":
+            if one.kind in ("e", "b"):
                 self._forget(one.lease.job_id)
         self._drop(lost)
 
@@ -225,13 +226,14 @@ class LiveLane:
         )
         self._drop(lost)
         works = []
-        for pulled in taken:
-            self._leases[pulled.lease.job_id] = pulled.lease
-            one = self._rows.admit(pulled)
+        for row in taken:
+            lease = row.pulled.lease
+            self._leases[lease.job_id] = lease
+            one = self._rows.admit(row.pulled)
             if isinstance(one, JobResult):
                 self._end(one)
             else:
-                works.append(replace(one, is_live=True))
+                works.append(replace(one, is_live=True, pieces=row.pieces))
         self._engine.add(works)
         if len(taken) and room > len(taken):
             self._turn_at = 0.0  # more may have come meanwhile

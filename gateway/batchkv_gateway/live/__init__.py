@@ -1,0 +1,1 @@
+"""Requests that a client waits for: rows of the live lane, awaited in the event loop."""

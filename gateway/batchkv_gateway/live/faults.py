@@ -1,0 +1,76 @@
+"""What is refused, or fails, as errors of HTTP. OpenAI's client repeats 429 and 500 and above."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from redis import Redis
+
+from batchkv_gateway.errors import (
+    BAD_REQUEST,
+    INTERNAL,
+    LATE,
+    NOT_FOUND,
+    TOO_MANY,
+    UNAVAILABLE,
+    ApiError,
+)
+from batchkv_producer.intake.checks import RowFault
+from batchkv_producer.intake.single import param_of
+from batchkv_producer.live import LaneRefusedError, LostAnswerError
+from batchkv_producer.monitor.workers import serving_workers
+from batchkv_producer.results.bodies import REFUSED_CODES
+from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.job import ErrorCode, Request, Result
+from batchkv_producer.wire.maker import needs_of
+
+_REFUSED: dict[str, tuple[int, str]] = {
+    "away": (UNAVAILABLE, "model_unavailable"),
+    "loading": (UNAVAILABLE, "model_loading"),
+    "full": (TOO_MANY, "rate_limit_exceeded"),
+}
+_FAILED = {
+    ErrorCode.TIMEOUT: LATE,
+    ErrorCode.EXPIRED: LATE,
+    ErrorCode.LOST: UNAVAILABLE,
+    ErrorCode.CANCELED: UNAVAILABLE,
+    ErrorCode.OUT_OF_MEMORY: UNAVAILABLE,
+}
+
+
+def of_intake(fault: RowFault) -> ApiError:
+    """The error for a wrong body."""
+    return ApiError(BAD_REQUEST, str(fault), code=fault.code, param=param_of(fault))
+
+
+def of_refusal(
+    connection: Redis, fault: LaneRefusedError, model: str, request: Request
+) -> ApiError:
+    """The error for a row that no worker can answer now. It may ask Redis."""
+    if fault.why in _REFUSED:
+        status, code = _REFUSED[fault.why]
+        return ApiError(status, str(fault), code=code)
+    workers = serving_workers(connection, redis_keys.queue_name(model))
+    if not any(not worker.is_away for worker in workers):
+        return ApiError(NOT_FOUND, str(fault), code="model_not_found", param="model")
+    needs = ", ".join(needs_of(request))
+    lack = f"this request needs ({needs})" if needs else "answers at once need"
+    message = f"the workers of {model} do not have what {lack}: update batchkv there"
+    return ApiError(BAD_REQUEST, message, code="unsupported_parameter")
+
+
+@contextmanager
+def of_losses() -> Iterator[None]:
+    """Raises ApiError for a row that will have no result. It may be asked again."""
+    try:
+        yield
+    except LostAnswerError as fault:
+        raise ApiError(UNAVAILABLE, str(fault), code="answer_lost") from fault
+
+
+def of_result(result: Result) -> ApiError:
+    """The error for a row that failed."""
+    code, message = result.error or (result.outcome, "there is no answer")
+    status = BAD_REQUEST if code in REFUSED_CODES else _FAILED.get(code, INTERNAL)
+    return ApiError(status, message, code=code)
