@@ -42,8 +42,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import product_parts as parts
-from product_queue import Lines, Product, TooLong, Watch, run_command
-from product_trace import BEFORE, told
+from product_queue import BEFORE, Lines, Product, TooLong, Watch, run_command, told
 
 from batchkv_worker.trace import DECODE, IDLE, PREFILL, PREPARE, REDIS, START, STORE
 

@@ -1,7 +1,11 @@
-"""The product as a user has it, for its benchmark: commands, an embedded server, real workers."""
+"""The product as a user has it, for its benchmark: commands, an embedded server, real workers.
+
+``told`` reads their traces: shares of time by phase, memory, and what came before.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,24 +13,27 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from product_trace import told
 from redis import Redis
 
 from batchkv_producer import Client
 from batchkv_producer.server import embedded as server
 from batchkv_producer.server.home import Home
+from batchkv_worker.trace import END, ENGINE, LOAD, MEASURE, REDIS, START
 
 CLI = [sys.executable, "-P", "-m", "batchkv_producer"]
 READY = "the engine is ready"
 LOOK_SECONDS = 0.02  # how often to ask how a batch stands
 WATCH_SECONDS = 0.5  # how often to look at memory
 
+BEFORE = (START, LOAD, MEASURE)
+Event = dict[str, Any]
 Figures = dict[str, Any]
 
 
@@ -253,3 +260,40 @@ class Product:
             **{"generated": status.completion_tokens, "cached": status.cached_tokens},
             **watch.found,
         }
+
+
+def events_of(file: Path) -> list[Event]:
+    """The events of a trace, of one whose writer was killed, too."""
+    text = file.read_text("utf-8")
+    found: list[Event] = json.loads(text if text.endswith("]\n") else text + "]")
+    return found
+
+
+def told(files: Sequence[Path], first: float, last: float) -> dict[str, Any]:
+    """Of the time from ``first`` to ``last`` (seconds since 1970), on average of the workers.
+
+    ``shares`` are of the engine's thread, and of the main one what it waited for Redis: that goes
+    on beside the engine. ``before`` has the seconds of starting, loading and measuring.
+    """
+    seconds: dict[str, float] = defaultdict(float)
+    before: dict[str, float] = defaultdict(float)
+    peak = 0.0
+    for file in files:
+        for event in events_of(file):
+            if event["ph"] == "C":
+                peak = max(peak, event["args"].get("peak_mb", 0.0))
+            if event["ph"] != "X":
+                continue
+            begin, name = event["ts"] / 1e6, event["name"]
+            inside = min(begin + event["dur"] / 1e6, last) - max(begin, first)
+            is_engines = event["tid"] == ENGINE.number
+            if is_engines and name in BEFORE:
+                before[name] += event["dur"] / 1e6 / len(files)
+            elif (is_engines and name != END) or name == REDIS:
+                seconds[name] += max(0.0, inside)
+    whole = (last - first) * len(files)
+    return {
+        "shares": {name: round(spent / whole, 4) for name, spent in seconds.items()},
+        "before": {name: round(spent, 2) for name, spent in before.items()},
+        **({"peak_mb": peak} if peak else {}),
+    }

@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -35,10 +36,26 @@ log = logging.getLogger(__name__)
 NUM_THREADS = 2
 TICK_SECONDS = 0.25
 LEASE_SECONDS = 3.0
-LOOK_SECONDS = 5.0  # between two full looks at a batch that waits for workers
+LOOK_SECONDS = 5.0  # between two full looks at a batch that waits for workers, or more:
+FULL_LOOKS_PER_SECOND = 20.0  # at all batches together
+LOOKS_PER_TICK = 64  # at batches that may have ended meanwhile
 REST_SECONDS = 3.0  # after an error of the disk or of Redis
 SWEEP_SECONDS = 600.0
-PAGE = 100
+
+
+class Turns:
+    """Chooses some of many ids at a time, so that each has its turn."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._last = most, ""
+
+    def next(self, ids: Sequence[str]) -> list[str]:
+        """The ids, which are sorted, that follow the last ones; after the end from the start."""
+        start = bisect_right(ids, self._last)
+        found = [*ids[start : start + self._most]]
+        found += ids[: min(start, self._most - len(found))]
+        self._last = found[-1] if found else ""
+        return found
 
 
 class Driver:
@@ -53,6 +70,7 @@ class Driver:
         self._lock = threading.Lock()
         self._busy: set[str] = set()
         self._due: dict[str, float] = {}  # when a batch is looked at in full again
+        self._num_open, self._turns = 0, Turns(LOOKS_PER_TICK)
         self._next_sweep = 0.0
         self._thread = threading.Thread(target=self._loop, name="driver", daemon=True)
 
@@ -77,6 +95,12 @@ class Driver:
             self._due.pop(batch_id, None)
         self.nudge()
 
+    def look_soon(self, batch_id: str) -> None:
+        """Look at a batch in full within a moment: a client has seen that its rows have ended."""
+        with self._lock:
+            if batch_id not in self._busy:
+                self._due.pop(batch_id, None)
+
     def _loop(self) -> None:
         while not self._stopping.is_set():
             began = time.monotonic()
@@ -95,37 +119,36 @@ class Driver:
     def _tick(self) -> None:
         self._renew()
         found: Any = self._connection.zrange(redis_keys.OPEN, 0, -1)
-        ids = [raw.decode("utf-8", "replace") for raw in found]
+        ids = sorted(raw.decode("utf-8", "replace") for raw in found)
+        now, self._num_open = time.monotonic(), len(ids)
         with self._lock:
             known = set(ids)
             self._due = {batch_id: at for batch_id, at in self._due.items() if batch_id in known}
-        for start in range(0, len(ids), PAGE):
-            for batch_id in self._ready(ids[start : start + PAGE]):
-                self._hand_over(batch_id)
+            due = [batch_id for batch_id in ids if self._due.get(batch_id, 0.0) <= now]
+            others = [batch_id for batch_id in ids if self._due.get(batch_id, 0.0) > now]
+        for batch_id in (*due, *self._ended(self._turns.next(others))):
+            self._hand_over(batch_id)
         self._forget_spent()
         if time.monotonic() >= self._next_sweep:
             self._next_sweep = time.monotonic() + SWEEP_SECONDS
             self._sweep()
 
-    def _ready(self, ids: Sequence[str]) -> list[str]:
-        """Those of these batches whose next step can be done now."""
+    def _ended(self, ids: Sequence[str]) -> list[str]:
+        """Those of these batches whose rows have all ended, or are overdue."""
         with self._connection.pipeline(transaction=False) as pipeline:
             for batch_id in ids:
                 pipeline.hmget(redis_keys.batch(batch_id), "status", "queued_id", "model")
             replies: list[Any] = pipeline.execute()
-        now, ready = time.monotonic(), list[str]()
         waiting: dict[str, str] = {}  # id in the queue -> id
         models: dict[str, str] = {}
         for batch_id, (status, queued_id, model) in zip(ids, replies, strict=True):
-            if self._due.get(batch_id, 0.0) <= now:
-                ready.append(batch_id)
-            elif status == states.IN_PROGRESS.encode() and queued_id:
+            if status == states.IN_PROGRESS.encode() and queued_id:
                 name = queued_id.decode("utf-8", "replace")
                 waiting[name], models[name] = batch_id, (model or b"").decode("utf-8", "replace")
         for queued in read_queued(self._connection, models):
             if not (queued.is_done or queued.is_overdue or queued.is_forgotten):
                 del waiting[queued.batch_id]
-        return [*ready, *waiting.values()]  # also those that the queue has lost
+        return [*waiting.values()]  # also those that the queue has lost
 
     def _hand_over(self, batch_id: str) -> None:
         with self._lock:
@@ -137,7 +160,7 @@ class Driver:
 
     def _work(self, batch_id: str) -> None:
         """Advance one batch as far as it goes now. No error ends the thread."""
-        rest = LOOK_SECONDS
+        rest = max(LOOK_SECONDS, self._num_open / FULL_LOOKS_PER_SECOND)
         try:
             while not self._stopping.is_set() and self._steps.advance(batch_id):
                 pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,13 +119,20 @@ class Batches:
 
     def find(self, owner: str, batch_id: str) -> BatchRecord:
         """An owner's batch. Raises ApiError (404) if there is none."""
-        record = None
-        if is_id(batch_id, BATCH):
-            stored: Any = self._connection.hgetall(redis_keys.batch(batch_id))
-            record = read_record(batch_id, stored)
-        if record is None or record.owner != owner:
+        record = self.find_all([(owner, batch_id)])[0]
+        if record is None:
             raise unknown("batch", batch_id)
         return record
+
+    def find_all(self, asked: Sequence[tuple[str, str]]) -> list[BatchRecord | None]:
+        """The batches of these owners and ids. None for one that the owner does not have."""
+        ids = list({batch_id for _, batch_id in asked if is_id(batch_id, BATCH)})
+        with self._connection.pipeline(transaction=False) as pipeline:
+            for batch_id in ids:
+                pipeline.hgetall(redis_keys.batch(batch_id))
+            found = dict(zip(ids, map(read_record, ids, pipeline.execute()), strict=True))
+        records = [(owner, found.get(batch_id)) for owner, batch_id in asked]
+        return [record if record and record.owner == owner else None for owner, record in records]
 
     def page(self, owner: str, asked: Asked) -> tuple[list[BatchRecord], bool]:
         """A page of an owner's batches, and whether there are more."""

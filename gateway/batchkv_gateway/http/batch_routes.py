@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -11,12 +12,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from batchkv_gateway.batches.driver import Driver
-from batchkv_gateway.batches.record import BatchRecord
+from batchkv_gateway.batches.record import IN_PROGRESS, BatchRecord
 from batchkv_gateway.batches.store import AskedBatch, Batches
-from batchkv_gateway.errors import invalid
+from batchkv_gateway.errors import invalid, unknown
 from batchkv_gateway.files.form import checked_expiry
 from batchkv_gateway.http.answer import json_answer
 from batchkv_gateway.http.asked import json_object, page_of
+from batchkv_gateway.http.together import Together
 from batchkv_gateway.ids import BATCH
 from batchkv_gateway.pages import as_list
 from batchkv_producer.intake.body import ENDPOINTS
@@ -35,6 +37,7 @@ class BatchRoutes:
 
     def __init__(self, batches: Batches, driver: Driver) -> None:
         self._batches, self._driver = batches, driver
+        self._polls = Together[tuple[str, str], Response | None](self._poll)
 
     def routes(self) -> list[Route]:
         """The routes of this room."""
@@ -55,9 +58,13 @@ class BatchRoutes:
         self._driver.nudge()
         return await run_in_threadpool(self._answer, record)
 
-    def one(self, request: Request) -> Response:
-        """One batch."""
-        return self._answer(self._batches.find(request.state.owner, _id(request)))
+    async def one(self, request: Request) -> Response:
+        """One batch. Clients poll it, so batches that are asked for together are read together."""
+        batch_id = _id(request)
+        answer = await self._polls.get((request.state.owner, batch_id))
+        if answer is None:
+            raise unknown("batch", batch_id)
+        return answer
 
     def list_batches(self, request: Request) -> Response:
         """A page of batches, the newest first."""
@@ -73,8 +80,27 @@ class BatchRoutes:
         self._driver.look_at(record.batch_id)
         return self._answer(record)
 
+    def _poll(self, asked: Sequence[tuple[str, str]]) -> Sequence[Response | None]:
+        """The answers about batches of these owners and ids; None for an unknown one."""
+        records = self._batches.find_all(asked)
+        objects = iter(self._batches.objects([record for record in records if record]))
+        answers = list[Response | None]()
+        for record in records:
+            found = next(objects) if record else None
+            if found and has_ended(found):
+                self._driver.look_soon(found["id"])
+            answers.append(json_answer(found) if found else None)
+        return answers
+
     def _answer(self, record: BatchRecord) -> Response:
         return json_answer(self._batches.objects([record])[0])
+
+
+def has_ended(found: dict[str, Any]) -> bool:
+    """Whether all rows of a batch have ended, and its files are not written yet."""
+    counts = found["request_counts"]
+    num_ended = counts["completed"] + counts["failed"]
+    return bool(found["status"] == IN_PROGRESS and num_ended == counts["total"])
 
 
 def _id(request: Request) -> str:

@@ -153,7 +153,8 @@ class _Body:
 
     async def _next(self) -> Message:
         try:
-            message = await asyncio.wait_for(self._receive(), PIECE_SECONDS)
+            async with asyncio.timeout(PIECE_SECONDS):
+                message = await self._receive()
         except TimeoutError:
             raise _too_slow() from None
         self._num_bytes += len(message.get("body", b""))
@@ -175,7 +176,8 @@ class _Sender:
         if message["type"] == "http.response.start":
             headers = [*message.get("headers", []), (b"x-content-type-options", b"nosniff")]
             message = {**message, "headers": [*headers, (b"cache-control", b"no-store")]}
-        await asyncio.wait_for(self._send(message), SEND_SECONDS)
+        async with asyncio.timeout(SEND_SECONDS):
+            await self._send(message)
 
 
 def _too_large(max_bytes: int) -> ApiError:

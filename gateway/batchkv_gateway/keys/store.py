@@ -11,6 +11,7 @@ import json
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,18 +106,34 @@ class KeyStore:
 
     def find(self, key: str) -> ApiKey | None:
         """The facts of a whole key, or None if it is wrong."""
-        parts = _KEY.fullmatch(key)
-        raw: Any = self._connection.hget(redis_keys.KEYS, parts[1]) if parts else None
-        facts = _facts(raw) if raw is not None else None
-        # Digests of equal length are compared in constant time, also for an unknown id.
-        is_right = hmac.compare_digest(_digest(key), facts["digest"] if facts else _NO_DIGEST)
-        return _key(parts[1], facts) if parts and facts and is_right else None
+        return self.find_all([key])[1][0]
+
+    def find_all(self, keys: Sequence[str]) -> tuple[bool, list[ApiKey | None]]:
+        """Whether there is any key, and the facts of these whole keys, None for a wrong one."""
+        parts = {key: _KEY.fullmatch(key) for key in keys}
+        ids = {key: found[1] for key, found in parts.items() if found}
+        with self._connection.pipeline(transaction=False) as pipeline:
+            pipeline.hlen(redis_keys.KEYS)
+            for key_id in ids.values():
+                pipeline.hget(redis_keys.KEYS, key_id)
+            num, *stored = pipeline.execute()
+        raws = dict(zip(ids, stored, strict=True))
+        found = {key: _checked(key, ids.get(key, ""), raws.get(key)) for key in parts}
+        return bool(num), [found[key] for key in keys]
 
     def by_id(self, key_id: str) -> ApiKey | None:
         """The key with this id, or None if it was removed."""
         raw: Any = self._connection.hget(redis_keys.KEYS, key_id)
         facts = _facts(raw) if raw is not None else None
         return _key(key_id, facts) if facts else None
+
+
+def _checked(key: str, key_id: str, raw: bytes | None) -> ApiKey | None:
+    """The facts of a whole key whose id has these facts stored; None if it is wrong."""
+    facts = _facts(raw) if raw is not None else None
+    # Digests of equal length are compared in constant time, also for an unknown id.
+    is_right = hmac.compare_digest(_digest(key), facts["digest"] if facts else _NO_DIGEST)
+    return _key(key_id, facts) if key_id and facts and is_right else None
 
 
 def _digest(key: str) -> str:
