@@ -31,9 +31,9 @@ ORDER: dict[str, tuple[str, ...]] = {
         *(
             "batch_facts",
             "client",
+            "report",
             "submit",
             "manage",
-            "report",
             "results",
             "live",
             "monitor",

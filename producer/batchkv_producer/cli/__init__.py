@@ -18,6 +18,7 @@ from batchkv_producer.cli.group import Cli
 from batchkv_producer.cli.manage import cancel, failed, forget, retry
 from batchkv_producer.cli.monitor import list_batches, status, wait, workers
 from batchkv_producer.cli.plan import plan
+from batchkv_producer.cli.report import report
 from batchkv_producer.cli.results import result, results
 from batchkv_producer.cli.run_submit import run, submit
 from batchkv_producer.cli.server import server
@@ -55,7 +56,7 @@ def cli() -> None:
 
 for _command in (run, submit, ask, plan, status, wait, results, result):
     cli.add_command(_command)
-for _command in (failed, cancel, retry, forget):
+for _command in (report, failed, cancel, retry, forget):
     cli.add_command(_command)
 cli.add_command(list_batches)
 cli.add_command(workers)

@@ -11,9 +11,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from html import escape
 
-from batchkv_producer.report.words import per_cent, short_number
+from batchkv_producer.report.words import per_cent, safe, short_number
 
 WIDTH, HEIGHT = 480, 240
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 26, 40
@@ -81,7 +80,7 @@ def column_chart(title: str, about: str, unit: str, columns: Sequence[Column]) -
         tip = f"{column.low} to {column.high} {unit}: {column.value:,.0f} rows"
         parts.append(
             f'<rect class="s1" x="{at + 1:.1f}" y="{top:.1f}" width="{max(1.0, width - 2):.1f}" '
-            f'height="{HEIGHT - BOTTOM - top:.1f}"><title>{escape(tip)}</title></rect>'
+            f'height="{HEIGHT - BOTTOM - top:.1f}"><title>{safe(tip)}</title></rect>'
         )
         if number % every == 0:
             parts.append(_text(at, HEIGHT - BOTTOM + 17, column.low, "middle"))
@@ -164,7 +163,7 @@ def legend(names: Sequence[str]) -> str:
     """The names of a chart's curves, each after a piece of its line. HTML."""
     items = "".join(
         f'<li><svg class="key" viewBox="0 0 28 8" aria-hidden="true">'
-        f'<polyline class="line {_color(number)}" points="0,4 28,4"/></svg> {escape(name)}</li>'
+        f'<polyline class="line {_color(number)}" points="0,4 28,4"/></svg> {safe(name)}</li>'
         for number, name in enumerate(names)
     )
     return f'<ul class="legend">{items}</ul>'
@@ -176,20 +175,20 @@ def data_table(
     """A table with the numbers of a chart. The first ``num_texts`` columns are aligned left."""
     kinds = ["text" if place < num_texts else "number" for place in range(len(titles))]
     head = "".join(
-        f'<th scope="col" class="{kind}">{escape(title)}</th>'
+        f'<th scope="col" class="{kind}">{safe(title)}</th>'
         for kind, title in zip(kinds, titles, strict=True)
     )
     lines = []
     for row in rows:
         first, *others = row
         cells = "".join(
-            f'<td class="{kind}">{escape(cell)}</td>'
+            f'<td class="{kind}">{safe(cell)}</td>'
             for kind, cell in zip(kinds[1:], others, strict=True)
         )
-        lines.append(f'<tr><th scope="row" class="{kinds[0]}">{escape(first)}</th>{cells}</tr>')
+        lines.append(f'<tr><th scope="row" class="{kinds[0]}">{safe(first)}</th>{cells}</tr>')
     return (
-        f'<div class="scroll" role="region" aria-label="{escape(caption)}" tabindex="0"><table>'
-        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead>"
+        f'<div class="scroll" role="region" aria-label="{safe(caption)}" tabindex="0"><table>'
+        f"<caption>{safe(caption)}</caption><thead><tr>{head}</tr></thead>"
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
 
@@ -201,11 +200,11 @@ def step_curve(stretches: Iterable[tuple[float, float, float]]) -> list[tuple[fl
 
 def _svg(title: str, about: str, height: int, parts: Sequence[str]) -> str:
     """A chart. ``aria-label`` has the description, because ids must be unique in a page."""
-    label = escape(f"{title}. {about}")
+    label = safe(f"{title}. {about}")
     return (
         f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}" '
-        f'xmlns="http://www.w3.org/2000/svg"><title>{escape(title)}</title>'
-        f"<desc>{escape(about)}</desc>{''.join(parts)}</svg>"
+        f'xmlns="http://www.w3.org/2000/svg"><title>{safe(title)}</title>'
+        f"<desc>{safe(about)}</desc>{''.join(parts)}</svg>"
     )
 
 
@@ -266,7 +265,7 @@ def _moment(seconds: float) -> datetime:
 
 def _text(x: float, y: float, text: str, anchor: str, kind: str = "label") -> str:
     return (
-        f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+        f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{safe(text)}</text>'
     )
 
 

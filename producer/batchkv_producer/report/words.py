@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from html import escape
 
-from batchkv_producer.progress import duration
+from batchkv_producer.progress import duration, printable
 
 _STEPS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
+
+
+def safe(text: str) -> str:
+    """Any text as text of HTML: markup is escaped, and control characters are written out."""
+    return escape(printable(text))
 
 
 def utc(seconds: float) -> str:
@@ -29,6 +35,14 @@ def seconds_text(milliseconds: float) -> str:
     """Milliseconds as a time: ``0.25 s``, ``12 s``, ``3m20s``."""
     seconds = milliseconds / 1000
     return f"{seconds:.3g} s" if seconds < 60 else duration(seconds)
+
+
+def span_text(seconds: int) -> str:
+    """A width of bins in words: ``1 second``, ``15 minutes``, ``3 hours``."""
+    sizes = ((86_400, "day"), (3600, "hour"), (60, "minute"), (1, "second"))
+    size, name = next(each for each in sizes if seconds >= each[0])
+    count = seconds // size
+    return f"{count} {name}" + ("" if count == 1 else "s")
 
 
 def per_cent(part: float, whole: float) -> str:

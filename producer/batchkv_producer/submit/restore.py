@@ -6,7 +6,8 @@ must be the batch's own. Its digest, with the model and the batch's defaults, pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -34,7 +35,7 @@ from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
 from batchkv_producer.submit.submission import identify
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.batch_options import Deadline
-from batchkv_producer.wire.job import SamplingParams
+from batchkv_producer.wire.job import Request, SamplingParams, decode_job
 from batchkv_producer.wire.kept_defaults import decode_defaults
 from batchkv_producer.wire.transitions import Transitions
 
@@ -89,18 +90,9 @@ def restore_rows(
     ``defaults`` are those of the submit; None: those that the batch stores. ``expires`` is a new
     deadline (seconds since 1970; 0: none). Raises UsageError if the file is not the batch's.
     """
-    digest, generation, there = _identity(connection, status.batch_id)
-    params = there if defaults is None else checked_defaults(defaults)
     moves = Transitions(connection)
     num_queued = 0
-    prompting, more_identity = kept(connection, status.batch_id)
-    with BatchPlan(params, prompting=prompting) as plan:
-        found = identify(source, plan, params, status.model, more_identity, generation)
-        if found != digest:
-            raise UsageError(
-                f"{source_name(source)} with these generation flags does not make batch "
-                f"{status.batch_id}: give the file of its submit, and its flags"
-            )
+    with _plan_of(connection, status, source, defaults) as plan:
         wanted = {
             outcome: set(gone_lines(connection, status.batch_id, outcome))
             for outcome in (("failed", "canceled") if canceled else ("failed",))
@@ -116,6 +108,45 @@ def restore_rows(
                         *(chunk.needs, timeout, expires),
                     )
     return num_queued
+
+
+def requests_of(
+    connection: Redis,
+    status: BatchStatus,
+    source: Source,
+    lines: Collection[int],
+    *,
+    defaults: SamplingParams | None = None,
+) -> dict[int, Request]:
+    """Line -> request of the valid rows among these lines, from the file of the submit.
+
+    Raises UsageError if the file is not the batch's.
+    """
+    found = {}
+    with _plan_of(connection, status, source, defaults) as plan:
+        for chunk in plan.chunks() if lines else ():
+            for line, data, _ in _jobs(chunk):
+                if line in lines:
+                    found[line] = decode_job(data)
+    return found
+
+
+@contextmanager
+def _plan_of(
+    connection: Redis, status: BatchStatus, source: Source, defaults: SamplingParams | None
+) -> Iterator[BatchPlan]:
+    """The plan of a batch that exists, from its file. Raises UsageError for another file."""
+    digest, generation, there = _identity(connection, status.batch_id)
+    params = there if defaults is None else checked_defaults(defaults)
+    prompting, more_identity = kept(connection, status.batch_id)
+    with BatchPlan(params, prompting=prompting) as plan:
+        found = identify(source, plan, params, status.model, more_identity, generation)
+        if found != digest:
+            raise UsageError(
+                f"{source_name(source)} with these generation flags does not make batch "
+                f"{status.batch_id}: give the file of its submit, and its flags"
+            )
+        yield plan
 
 
 def is_any_gone(connection: Redis, batch_id: str, failures: Iterable[Failures]) -> bool:
