@@ -22,6 +22,7 @@ from batchkv_gateway.http.file_routes import FileRoutes
 from batchkv_gateway.http.limits import Limits, own_names
 from batchkv_gateway.http.live_routes import LiveRoutes
 from batchkv_gateway.http.model_routes import ModelRoutes
+from batchkv_gateway.http.sites import checked_origins
 from batchkv_gateway.keys.caller import Defaults
 from batchkv_gateway.keys.quotas import Quotas
 from batchkv_gateway.keys.store import KeyStore
@@ -76,4 +77,5 @@ def make_app(parts: Parts) -> ASGIApp:
     defaults = Defaults(settings.key_rows, settings.key_bytes, settings.is_private)
     keys = Authenticated(app, parts.keys, is_open=is_loopback(settings.host), defaults=defaults)
     names = own_names((settings.host, *settings.allow_hosts))
-    return Limits(keys, names, settings.max_file_bytes)
+    origins = checked_origins(settings.cors)
+    return Limits(keys, names, settings.max_file_bytes, origins)

@@ -34,6 +34,7 @@ class GatewaySettings:
     key_rows: int = 0  # the limits of keys that have none of their own; 0: none
     key_bytes: int = 0
     is_private: bool = False
+    cors: tuple[str, ...] = ()  # origins of pages that may call the gateway
 
     @classmethod
     def read(
@@ -47,24 +48,29 @@ class GatewaySettings:
             texts[name] = (given or setting.default, setting.flag if flag else setting.variable)
         values = {name: GATEWAY_BY_NAME[name] for name in texts}
         sizes = {name: _checked(values[name], *texts[name]) for name in texts if name in _NUMBERS}
-        hosts = tuple(filter(None, (each.strip() for each in texts["allow_hosts"][0].split(","))))
         found = cls(
             host=texts["host"][0],
             port=sizes["port"],
             max_file_bytes=sizes["max_file_bytes"],
             max_rows=sizes["max_rows"],
             keep_files_seconds=sizes["keep_files_seconds"],
-            allow_hosts=hosts,
+            allow_hosts=_listed(texts["allow_hosts"][0]),
             tls_cert=texts["tls_cert"][0],
             tls_key=texts["tls_key"][0],
             is_plain=texts["is_plain"][0] == "on",
             key_rows=sizes["key_rows"],
             key_bytes=sizes["key_bytes"],
             is_private=texts["is_private"][0] == "on",
+            cors=_listed(texts["cors"][0]),
         )
         if bool(found.tls_cert) != bool(found.tls_key):
             raise UsageError("--tls-cert and --tls-key belong together: give both or neither")
         return found
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    """The parts between commas."""
+    return tuple(filter(None, (each.strip() for each in text.split(","))))
 
 
 def is_loopback(host: str) -> bool:

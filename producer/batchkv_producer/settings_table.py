@@ -325,6 +325,14 @@ GATEWAY_TABLE = (
         "may be repeated",
     ),
     Setting(
+        "cors", ("BATCHKV_GATEWAY_CORS",), "--cors", ValueType.OTHER,
+        is_repeated=True, metavar="ORIGIN",
+        help="A site whose pages may call the gateway. May be repeated.",
+        about="origins like `https://app.example` or `http://localhost:3000`, with commas between "
+        "them. Pages of these sites may call the gateway from a browser, with a key but never with "
+        "a cookie. `*` is not allowed. The flag takes one origin and may be repeated",
+    ),
+    Setting(
         "tls_cert", ("BATCHKV_GATEWAY_TLS_CERT",), "--tls-cert", ValueType.FILE, metavar="FILE",
         help="The certificate (PEM) to serve HTTPS with.",
         about="the certificate (PEM, with its chain) to serve HTTPS with",

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from redis.exceptions import RedisError
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batchkv_gateway.errors import (
@@ -22,6 +23,7 @@ from batchkv_gateway.errors import (
     invalid,
 )
 from batchkv_gateway.http.errors import error_response, queue_unavailable
+from batchkv_gateway.http.sites import Sender, preflight_headers, sender_of
 
 MAX_REQUESTS = 256  # at once
 MAX_HEADERS = 100
@@ -68,8 +70,15 @@ def is_known_host(value: str, names: frozenset[str]) -> bool:
 class Limits:
     """The outermost part of the application. What it refuses reaches nothing else."""
 
-    def __init__(self, app: ASGIApp, names: frozenset[str], max_file_bytes: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        names: frozenset[str],
+        max_file_bytes: int,
+        origins: frozenset[str] = frozenset(),
+    ) -> None:
         self._app, self._names, self._max_file_bytes = app, names, max_file_bytes
+        self._origins = origins
         self._num_requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,25 +88,29 @@ class Limits:
             return
         is_upload = scope["method"] == "POST" and scope["path"].rstrip("/") == UPLOADS
         most = self._max_file_bytes + FORM_BYTES if is_upload else MAX_BODY_BYTES
-        body = _Body(receive, most)
+        body, answer = _Body(receive, most), _Answer(send)
         self._num_requests += 1
         try:
-            self._check(scope, most)
-            await self._app(scope, body.receive, _Sender(send).send)
+            sender = self._check(scope, most)
+            answer.more = sender.headers()
+            scope.setdefault("state", {})["is_cross_origin"] = bool(sender.origin)
+            if sender.is_preflight:
+                answer.more += preflight_headers(_values(scope))
+                await Response(status_code=204)(scope, receive, answer.send)
+            else:
+                await self._app(scope, body.receive, answer.send)
         except ApiError as fault:
-            await error_response(fault)(scope, receive, _Sender(send).send)
+            await error_response(fault)(scope, receive, answer.send)
         except RedisError as fault:  # while the key was looked up
-            await queue_unavailable(fault)(scope, receive, _Sender(send).send)
+            await queue_unavailable(fault)(scope, receive, answer.send)
         finally:
             self._num_requests -= 1
 
-    def _check(self, scope: Scope, max_bytes: int) -> None:
+    def _check(self, scope: Scope, max_bytes: int) -> Sender:
         if self._num_requests > MAX_REQUESTS:
             raise ApiError(UNAVAILABLE, "too many requests at once: try again", code="busy")
         _refuse_long_headers(scope)
-        values: dict[bytes, list[bytes]] = {}
-        for name, value in scope["headers"]:
-            values.setdefault(name.lower(), []).append(value)
+        values = _values(scope)
         hosts = [value.decode("latin-1") for value in values.get(b"host", [])]
         if len(hosts) != 1 or not is_known_host(hosts[0], self._names):
             raise ApiError(
@@ -106,12 +119,21 @@ class Limits:
                 "--allow-host NAME",
                 code="unknown_host",
             )
-        _refuse_other_sites(values, hosts[0])
+        sender = sender_of(scope["method"], scope["path"], values, hosts[0], self._origins)
         if b"content-length" in values and b"transfer-encoding" in values:
             raise invalid("a request has one length: Content-Length or Transfer-Encoding")
         length = values.get(b"content-length", [b"0"])[0]
         if length.isdigit() and int(length) > max_bytes + DRAIN_BYTES:
             raise _too_large(max_bytes)
+        return sender
+
+
+def _values(scope: Scope) -> dict[bytes, list[bytes]]:
+    """The values of each header, by its name in lower case."""
+    values: dict[bytes, list[bytes]] = {}
+    for name, value in scope["headers"]:
+        values.setdefault(name.lower(), []).append(value)
+    return values
 
 
 def _refuse_long_headers(scope: Scope) -> None:
@@ -121,15 +143,6 @@ def _refuse_long_headers(scope: Scope) -> None:
     num_bytes += sum(len(name) + len(value) for name, value in headers)
     if len(headers) > MAX_HEADERS or num_bytes > MAX_HEADER_BYTES:
         raise ApiError(LONG_HEADERS, "the path or the headers are too long", code="too_large")
-
-
-def _refuse_other_sites(values: dict[bytes, list[bytes]], host: str) -> None:
-    """Raise ApiError for a request that a page of another site sends from a browser."""
-    sites = values.get(b"sec-fetch-site", [])
-    origins = [value.decode("latin-1") for value in values.get(b"origin", [])]
-    is_own = all(origin in (f"http://{host}", f"https://{host}") for origin in origins)
-    if not is_own or any(site not in (b"same-origin", b"none") for site in sites):
-        raise ApiError(FORBIDDEN, "pages of other sites may not call this gateway", code="origin")
 
 
 class _Body:
@@ -165,17 +178,21 @@ class _Body:
         return message
 
 
-class _Sender:
-    """Sends pieces of an answer to a client that reads them in time."""
+class _Answer:
+    """Sends pieces of an answer to a client that reads them in time. ``more`` are headers."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
+        self.more: list[tuple[bytes, bytes]] = []
 
     async def send(self, message: Message) -> None:
         """Send a message. TimeoutError, which ends the connection, if the client does not read."""
         if message["type"] == "http.response.start":
-            headers = [*message.get("headers", []), (b"x-content-type-options", b"nosniff")]
-            message = {**message, "headers": [*headers, (b"cache-control", b"no-store")]}
+            headers = [*message.get("headers", []), *self.more]
+            headers.append((b"x-content-type-options", b"nosniff"))
+            if not any(name.lower() == b"cache-control" for name, _ in headers):
+                headers.append((b"cache-control", b"no-store"))
+            message = {**message, "headers": headers}
         async with asyncio.timeout(SEND_SECONDS):
             await self._send(message)
 
