@@ -12,9 +12,9 @@ from pathlib import Path
 
 import click
 
+from batchkv_producer.batch_facts import batch_fields
 from batchkv_producer.cli.input_options import Given, read_as_option
 from batchkv_producer.cli.shared import Session, json_option, print_json, say, session, url_option
-from batchkv_producer.cli.showing import batch_fields
 from batchkv_producer.errors import UsageError
 from batchkv_producer.intake.source import ReadAs
 from batchkv_producer.report.document import document
