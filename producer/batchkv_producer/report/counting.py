@@ -175,6 +175,7 @@ class Counting:
     def _count_sources(self, result: Result) -> None:
         """Divide the prompt's tokens by where they came from."""
         cached, note = result.usage.cached, result.note
+        in_memory = cached
         self._sources[COMPUTED] += result.usage.prompt - cached
         by_tier = dict(result.tiers)
         if note is not None and note.found and not by_tier:
@@ -183,8 +184,8 @@ class Counting:
         for name, num in by_tier.items():
             share = cached * num // num_blocks
             self._sources[_shortened(name, MAX_NAME_CHARS)] += share
-            cached -= share
-        self._sources[MEMORY] += cached
+            in_memory -= share
+        self._sources[MEMORY] += in_memory
 
     def _all_sources(self) -> tuple[Source, ...]:
         """The sources: computed tokens first, then the worker's memory, then the tiers."""
