@@ -61,7 +61,7 @@ def _fields(result: Result) -> dict[str, Any]:
 
 def ok(created: int, busy_ms: int = 2000, **values: Any) -> Result:
     usage = values.pop("usage", Usage(1000, 10, 500))
-    return Result("", "completion", "ok", text="the answer", finish_reason="stop", created=created,
+    return Result("", "completion", "ok", text="forty-two", finish_reason="stop", created=created,
                   busy_ms=busy_ms, usage=usage, scheme="affine8", **values)  # fmt: skip
 
 
@@ -186,7 +186,7 @@ def test_the_report_is_one_file_that_loads_nothing(
     assert policy.startswith(f"default-src 'none'; style-src 'sha256-{digest}';")
     status = client.status(batch)
     assert status.whole_sum() in page.text and "All rows have ended" in page.text
-    for absent in ("ask-1", "the answer", "c1", "twin", "secret stop", "\x1b", "\u202e"):
+    for absent in ("ask-1", "forty-two", "c1", "twin", "secret stop", "\x1b", "\u202e"):
         assert absent not in page.text
     assert "</script><img src=x onerror=alert(1)>" in page.text  # the message, as text
     assert not list(tmp_path.glob(".*.tmp"))
