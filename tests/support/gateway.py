@@ -26,7 +26,8 @@ if TYPE_CHECKING:  # as a program it needs no client
 
 START_SECONDS = 30.0
 PATCHED = tuple(
-    f"batchkv_gateway.{name}" for name in ("http.limits", "http.server", "batches.driver")
+    f"batchkv_gateway.{name}"
+    for name in ("http.limits", "http.server", "batches.driver", "live.calls")
 )
 
 

@@ -25,7 +25,7 @@ from batchkv_gateway.errors import (
 from batchkv_gateway.http.errors import error_response, queue_unavailable
 from batchkv_gateway.http.sites import Sender, preflight_headers, sender_of
 
-MAX_REQUESTS = 256  # at once
+MAX_REQUESTS = 512  # at once
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 2**14  # with the path
 MAX_BODY_BYTES = 2**20  # of a request that is no upload

@@ -40,7 +40,8 @@ class LiveRoutes:
 
     async def _answer(self, request: Request, endpoint: Endpoint) -> Response:
         raw = await json_bytes(request)
-        answering = await begin(self._calls, self._connection, raw, endpoint)
+        salt = request.state.cache_salt
+        answering = await begin(self._calls, self._connection, raw, endpoint, salt)
         named = {"x-request-id": answering.row_id}
         is_streaming = False
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,7 +20,8 @@ from batchkv_gateway.settings import GatewaySettings
 from batchkv_gateway.stopping import Stopping
 from batchkv_producer.errors import UsageError
 
-MAX_CONNECTIONS = 512
+MAX_CONNECTIONS = 1024
+OPEN_FILES = 2048  # connections, and files; macOS allows 256 unless a process asks for more
 HEADER_SECONDS = 10.0  # until a connection's next request has all its headers
 KEEP_ALIVE_SECONDS = 30
 STOP_SECONDS = 10
@@ -118,6 +120,14 @@ def listening_socket(settings: GatewaySettings) -> socket.socket:
     return found
 
 
+def _allow_open_files() -> None:
+    """Raise the limit of open files, as far as the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def serve(
     app: ASGIApp,
     settings: GatewaySettings,
@@ -143,6 +153,7 @@ def serve(
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         **tls,
     )
+    _allow_open_files()
     try:
         config.load()
     except OSError as fault:  # also ssl.SSLError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from redis import Redis
 from starlette.concurrency import run_in_threadpool
@@ -82,9 +82,21 @@ class Answering:
             yield chunk
 
 
-async def begin(calls: Calls, connection: Redis, raw: bytes, endpoint: Endpoint) -> Answering:
-    """Ask the rows of a body. Raises ApiError for a wrong one, or if nobody can answer it now."""
+async def begin(
+    calls: Calls,
+    connection: Redis,
+    raw: bytes,
+    endpoint: Endpoint,
+    cache_salt: str | None,
+) -> Answering:
+    """Ask the rows of a body. Raises ApiError for a wrong one, or if nobody can answer it now.
+
+    ``cache_salt``: that of the caller's rows.
+    """
     asked = await _read(raw, endpoint)
+    if cache_salt is not None:
+        rows = tuple(replace(row, cache_salt=cache_salt) for row in asked.rows)
+        asked = replace(asked, rows=rows)
     model = asked.model
     if model is None:
         model = await run_in_threadpool(_only_model, connection)

@@ -23,6 +23,8 @@ POST = f"POST /v1/batches HTTP/1.1\r\n{HOST}Content-Type: application/json\r\n"
 FORM = f"POST /v1/files HTTP/1.1\r\n{HOST}Content-Type: multipart/form-data; boundary=B\r\n"
 PURPOSE = '--B\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
 PART = '--B\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n{}\r\n'
+CHAT = f"POST /v1/chat/completions HTTP/1.1\r\n{HOST}Content-Type: application/json\r\n"
+COMPLETION = CHAT.replace("/chat", "")
 ID = "0" * 32
 
 
@@ -36,6 +38,9 @@ def gateway(
     flags = ("--max-file", "100KB")
     with running_gateway(redis_server.url, home, *flags, **patch) as found:
         yield found
+
+
+MESSAGE = '{"messages": [{"role": "user", "content": "x"}], %s}'
 
 
 def body(head: str, text: str, length: int | None = None) -> str:
@@ -113,6 +118,20 @@ REFUSED: dict[str, tuple[str | bytes, int]] = {
     "a huge number": (batch(output_expires_after={"seconds": 10**300}), 400),
     "a JSON body of 2 MB": (body(POST, "x" * 2_000_000), 413),
     "a body said to be a terabyte": (body(POST, "", 10**12), 413),
+    # Rows that a client waits for.
+    "a chat that is no JSON": (body(CHAT, "{"), 400),
+    "a deep chat": (body(CHAT, '{"messages":' + "[" * 100_000), 400),
+    "a chat of half a character": (body(CHAT, '{"messages": ["\\ud800"]}'), 400),
+    "a chat with markup in its model": (body(CHAT, MESSAGE % '"model": "<script>"'), 404),
+    "a chat with a blank model": (body(CHAT, MESSAGE % '"model": "\\u0000"'), 400),
+    "a chat template": (body(CHAT, MESSAGE % '"model": "m", "chat_template": "{{ 1 }}"'), 400),
+    "a salt of another key": (body(CHAT, MESSAGE % '"model": "m", "cache_salt": "x"'), 400),
+    "a stream of 2": (body(CHAT, MESSAGE % '"model": "m", "stream": 2'), 400),
+    "a million answers": (body(CHAT, MESSAGE % '"model": "m", "n": 1000000'), 400),
+    "129 prompts": (body(COMPLETION, json.dumps({"model": "m", "prompt": ["a"] * 129})), 400),
+    "prompts in prompts": (body(COMPLETION, '{"model": "m", "prompt": [[["a"]], "b"]}'), 400),
+    "no model at all": (body(COMPLETION, '{"prompt": "a"}'), 404),
+    "a path of another server": (f"POST /tokenize HTTP/1.1\r\n{HOST}\r\n", 404),
     # Forms.
     "no boundary": (body(FORM.replace("; boundary=B", ""), PURPOSE), 400),
     "a boundary of 10 KB": (body(FORM.replace("=B", f"={'b' * 10_000}"), PURPOSE), 400),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from batchkv_worker.engine.answers.reader import AnswerReader
 from batchkv_worker.engine.answers.split import split
 from batchkv_worker.engine.answers.tool_calls import MAX_CALL_CHARS, MAX_LATE, TimeLimit
 from batchkv_worker.engine.tokens.outputs import Answer
+from batchkv_worker.engine.tokens.text_stream import TextStream
 from support import tiny_tokenizers
 from support.tool_texts import CALLS, JSON_CALL, WEATHER
 
@@ -311,3 +314,29 @@ def test_headers_of_muse_spark_are_no_text() -> None:
         assert (answer.text, answer.reasoning, answer.num_reasoning) == ("Yes.", "Hm.", 3)
     call = f" to=get_weather<|message|>{CALLS['muse_spark']}"
     assert len(read("muse_spark", call, state="header", form=form).tool_calls) == 1
+
+
+@pytest.mark.parametrize("has_call", [False, True])
+@pytest.mark.parametrize("kind", THOUGHTS)
+def test_pieces_are_how_thought_and_text_begin(kind: str, has_call: bool) -> None:
+    """Of an output that grows the thought comes first, then the text, without markers and calls."""
+    final = "<|channel|>final<|message|>" if kind == "gpt_oss" else ""
+    text = THOUGHTS[kind][0] + final + "Take coats, or <b>stay</b>."
+    if has_call:
+        text += ("<|end|><|start|>assistant" if kind == "gpt_oss" else "") + CALLS.get(kind, "")
+    parts = [*re.findall(r"<\|[a-z]+\|>|.", text, re.DOTALL)]  # a marker of gpt-oss is one token
+    reading = reader(kind)
+    stream = TextStream(reading.ends, reading.certain, has_thought=True)
+    sent: list[tuple[str, bool]] = []
+    for number in range(1, len(parts) + 1):
+        so_far = SimpleNamespace(text="".join(parts[:number]))
+        sent += stream.next(SimpleNamespace(detokenizer=so_far))  # type: ignore[arg-type]
+    answer = read(kind, text)
+    thought = "".join(piece for piece, is_thought in sent if is_thought)
+    said = "".join(piece for piece, is_thought in sent if not is_thought)
+    assert thought == answer.reasoning == "It may rain."
+    assert len(said) > 20 and answer.text.startswith(said)
+    assert [is_thought for _, is_thought in sent] == sorted(
+        (is_thought for _, is_thought in sent), reverse=True
+    )
+    assert bool(answer.tool_calls) == (has_call and kind in CALLS)

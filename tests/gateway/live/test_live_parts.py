@@ -1,0 +1,163 @@
+"""What a worker sends, and what a client gets: thoughts, tool calls, failures, a gateway's end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+from redis import Redis
+
+from batchkv_gateway.keys.caller import salt_of
+from batchkv_gateway.keys.store import LOCAL
+from batchkv_producer.wire.choice import TokenLogprob, ToolCall
+from batchkv_producer.wire.job import Result, Usage
+from gateway.live.live_worker import LiveWorker
+from support.gateway import Gateway, running_gateway
+from support.redis_server import RedisServer
+
+CALL = ToolCall("call_1", "weather", '{"city": "Rome"}')
+RESULT = Result("c", "chat", "ok", "m", "It rains.", "stop", Usage(9, 7, 2, 3), reasoning="Hm.")
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Gateway]:
+    """A gateway whose rows are private."""
+    home = tmp_path_factory.mktemp("parts") / "home"
+    with running_gateway(redis_server.url, home, "--private") as found:
+        yield found
+
+
+@pytest.fixture
+def worker(redis_connection: Redis) -> LiveWorker:
+    return LiveWorker(redis_connection, "m")
+
+
+@contextmanager
+def asking(gateway: Gateway, **fields: Any) -> Iterator[Future[Any]]:
+    """A request under way. Its result is a body, or the list of a stream's chunks."""
+
+    def ask(client: OpenAI) -> Any:
+        messages: Any = [{"role": "user", "content": "hi"}]
+        found = client.chat.completions.create(model="m", messages=messages, **fields)
+        return list(found) if fields.get("stream") else found
+
+    with gateway.client(max_retries=0) as client, ThreadPoolExecutor(1) as pool:
+        yield pool.submit(ask, client)
+
+
+def test_a_thought_and_a_call_come_apart(gateway: Gateway, worker: LiveWorker) -> None:
+    """The thought comes first, in pieces. The call comes whole, and no piece has its text."""
+    with asking(gateway, stream=True, tools=TOOLS) as asked:
+        row, request = worker.take()
+        assert row.pieces == "all" and request.cache_salt == salt_of(LOCAL)
+        worker.send(row, "t", "H")
+        worker.send(row, "t", "m")
+        worker.send(row, "d", "It ")
+        worker.end(row, replace(RESULT, tool_calls=(CALL,), finish_reason="tool_calls"))
+        chunks = asked.result(10)
+    for chunk in chunks:
+        type(chunk).model_validate(chunk.to_dict(), strict=True)
+    deltas = [chunk.choices[0].delta.to_dict() for chunk in chunks]
+    function = {"name": "weather", "arguments": CALL.arguments}
+    assert deltas == [
+        {"role": "assistant", "content": ""},
+        *({"reasoning_content": piece} for piece in ("H", "m")),
+        {"content": "It "},
+        {"reasoning_content": "."},
+        {"content": "rains."},
+        {"tool_calls": [{"index": 0, "id": "call_1", "type": "function", "function": function}]},
+        {},
+    ]
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_an_answer_is_whole_whatever_pieces_came(gateway: Gateway, worker: LiveWorker) -> None:
+    """A request without a stream wants no pieces. A worker of an older version sends them."""
+    with asking(gateway) as asked:
+        row, _ = worker.take()
+        assert row.pieces == "none"
+        worker.send(row, "d", "It ")
+        worker.end(row, RESULT)
+        message = asked.result(10).choices[0].message
+    assert (message.content, message.reasoning_content) == ("It rains.", "Hm.")
+
+
+def test_log_probabilities_come_with_their_text(gateway: Gateway, worker: LiveWorker) -> None:
+    """A stream with log-probabilities has one chunk with the text and those of all its tokens."""
+    tokens = (TokenLogprob("It", -0.5, (("It", -0.5), ("So", -1.0))), TokenLogprob(" rains.", -2.0))
+    with asking(gateway, stream=True, logprobs=True, top_logprobs=2) as asked:
+        row, _ = worker.take()
+        assert row.pieces == "none"
+        worker.end(row, replace(RESULT, logprobs=tokens, reasoning=""))
+        chunks = asked.result(10)
+    (found,) = [chunk.choices[0] for chunk in chunks if chunk.choices[0].logprobs is not None]
+    assert found.delta.content == "It rains."
+    assert [one.logprob for one in found.logprobs.content] == [-0.5, -2.0]
+    assert [one.token for one in found.logprobs.content[0].top_logprobs] == ["It", "So"]
+
+
+def test_a_failure_in_the_middle_is_the_last_event(gateway: Gateway, worker: LiveWorker) -> None:
+    """OpenAI's client raises it. A row whose worker has gone ends so, too, within seconds."""
+    failed = replace(RESULT, outcome="failed", error=("engine_error", "so it is"))
+    for is_lost in (False, True):
+        with asking(gateway, stream=True) as asked:
+            row, _ = worker.take()
+            worker.send(row, "d", "It ")
+            if is_lost:
+                worker.connection.hset(f"batchkv:live:row:{row.pulled.lease.job_id}", "until", 1)
+            else:
+                worker.end(row, failed)
+            with pytest.raises(openai.APIError, match="ask again" if is_lost else "so it is"):
+                asked.result(20)
+
+
+def test_a_gateway_that_stops_ends_its_answers(
+    redis_server: RedisServer, worker: LiveWorker, tmp_path: Path
+) -> None:
+    """After SIGTERM an answer has time to end. Then a stream gets an error, a request 503."""
+    with running_gateway(redis_server.url, tmp_path / "home", GRACE_SECONDS=1) as stopping:
+        with (
+            asking(stopping, stream=True) as ending,
+            asking(stopping, stream=True) as stream,
+            asking(stopping) as whole,
+        ):
+            rows = [worker.take() for _ in range(3)]
+            for row, _ in rows:
+                worker.send(row, "d", "It ")
+            quick = next(row for row, _ in rows if row.pieces == "all")
+            stopping.process.terminate()
+            worker.end(quick, RESULT)
+            ended = [future.exception(15) for future in (ending, stream)]
+            assert sorted(map(str, ended)) == ["None", "the gateway stops: ask again"]
+            fault = whole.exception(15)
+            assert isinstance(fault, openai.InternalServerError) and fault.status_code == 503
+            assert fault.response.headers["x-should-retry"] == "true"
+        stopping.process.wait(15)
+    assert not list(worker.connection.scan_iter("batchkv:live:row:*"))
+    assert "Traceback" not in stopping.log.read_text()
+
+
+def test_a_killed_gateway_s_rows_end(
+    redis_server: RedisServer, worker: LiveWorker, tmp_path: Path
+) -> None:
+    """Nobody says that the rows of a killed gateway are wanted: their keys expire within 30 s."""
+    with (
+        running_gateway(redis_server.url, tmp_path / "home") as killed,
+        asking(killed, stream=True) as asked,
+    ):
+        row, _ = worker.take()
+        worker.send(row, "d", "It ")
+        killed.process.kill()
+        with pytest.raises(openai.APIConnectionError):
+            asked.result(15)
+    assert 0 < worker.connection.ttl(f"batchkv:live:row:{row.pulled.lease.job_id}") <= 30
