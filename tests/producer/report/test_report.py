@@ -72,7 +72,7 @@ def broken(created: int, code: str, message: str) -> Result:
 @pytest.fixture
 def batch(redis_connection: Redis, client: Client, write_lines: Callable[..., Path]) -> str:
     """Two workers, one slow; duplicates, a wrong line, two codes of failures, canceled rows."""
-    lines: list[Any] = [{"custom_id": f"c{n}", "prompt": f"ask-{n}"} for n in range(1, 9)]
+    lines: list[Any] = [{"custom_id": f"row-name-{n}", "prompt": f"ask-{n}"} for n in range(1, 9)]
     lines += [{"custom_id": f"twin-{n}", "prompt": "ask-1", "temperature": 0} for n in (1, 2)]
     lines.append("{broken")
     lines[0]["temperature"] = 0
@@ -186,7 +186,7 @@ def test_the_report_is_one_file_that_loads_nothing(
     assert policy.startswith(f"default-src 'none'; style-src 'sha256-{digest}';")
     status = client.status(batch)
     assert status.whole_sum() in page.text and "All rows have ended" in page.text
-    for absent in ("ask-1", "forty-two", "c1", "twin", "secret stop", "\x1b", "\u202e"):
+    for absent in ("ask-1", "forty-two", "row-name", "twin", "secret stop", "\x1b", "\u202e"):
         assert absent not in page.text
     assert "</script><img src=x onerror=alert(1)>" in page.text  # the message, as text
     assert not list(tmp_path.glob(".*.tmp"))
