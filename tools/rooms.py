@@ -45,7 +45,18 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("retry", "disk", "progress", "settings_table", "agreed", "errors"),
     ),
     "batchkv_gateway": (
-        *("cli", "assembly", "native", "http", "parts", "live", "batches", "files", "keys"),
+        *(
+            "cli",
+            "assembly",
+            "native",
+            "http",
+            "parts",
+            "metrics",
+            "live",
+            "batches",
+            "files",
+            "keys",
+        ),
         *("settings", "stopping", "scripts", "redis_keys", "pages", "ids", "errors", "__init__"),
     ),
     "batchkv_cache_store": (

@@ -27,6 +27,8 @@ from batchkv_gateway.keys.caller import Defaults
 from batchkv_gateway.keys.quotas import Quotas
 from batchkv_gateway.keys.store import KeyStore
 from batchkv_gateway.live.calls import Calls
+from batchkv_gateway.metrics.instruments import Measured
+from batchkv_gateway.metrics.routes import MetricsRoutes
 from batchkv_gateway.native.routes import native_routes
 from batchkv_gateway.parts import Parts
 from batchkv_gateway.settings import GatewaySettings, is_loopback
@@ -66,6 +68,7 @@ def routes_of(parts: Parts) -> list[Route]:
         *LiveRoutes(parts.connection, parts.calls).routes(),
         *ModelRoutes(parts.connection).routes(),
         *native_routes(parts),
+        *MetricsRoutes(parts.connection, parts.instruments).routes(),
     ]
 
 
@@ -78,4 +81,5 @@ def make_app(parts: Parts) -> ASGIApp:
     keys = Authenticated(app, parts.keys, is_open=is_loopback(settings.host), defaults=defaults)
     names = own_names((settings.host, *settings.allow_hosts))
     origins = checked_origins(settings.cors)
-    return Limits(keys, names, settings.max_file_bytes, origins)
+    limits = Limits(keys, names, settings.max_file_bytes, origins)
+    return Measured(limits, parts.instruments)

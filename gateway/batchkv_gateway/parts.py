@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from redis import Redis
 
@@ -12,6 +12,7 @@ from batchkv_gateway.files.records import Files
 from batchkv_gateway.keys.quotas import Quotas
 from batchkv_gateway.keys.store import KeyStore
 from batchkv_gateway.live.calls import Calls
+from batchkv_gateway.metrics.instruments import Instruments
 from batchkv_gateway.settings import GatewaySettings
 from batchkv_gateway.stopping import Stopping
 
@@ -29,3 +30,4 @@ class Parts:
     driver: Driver
     calls: Calls  # rows of the live lane
     stopping: Stopping
+    instruments: Instruments = field(default_factory=Instruments)

@@ -56,6 +56,21 @@ def open_batches(connection: Redis, queues: Collection[str]) -> list[BatchStatus
     return [batch for batch in found if not batch.is_done]
 
 
+def count_open(connection: Redis, most: int) -> dict[str, int]:
+    """Queue -> number of batches that are not done, of the newest ``most`` of the server."""
+    ids: Any = connection.zrevrange(redis_keys.BATCHES, 0, most - 1)
+    with connection.pipeline(transaction=False) as pipeline:
+        for batch_id in ids:
+            pipeline.hmget(redis_keys.batch(batch_id.decode("utf-8", "replace")), _COUNTS)
+        found = pipeline.execute()
+    counts: dict[str, int] = {}
+    for values in found:
+        if values[-1] and _is_open(values):
+            queue = values[-1].decode("utf-8", "replace")
+            counts[queue] = counts.get(queue, 0) + 1
+    return counts
+
+
 def _is_open(values: list[bytes | None]) -> bool:
     total, ok, failed, canceled, num_chunks, chunks, _ = values
     try:

@@ -13,6 +13,7 @@ from redis import Redis
 
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.adapter import MAX_ADAPTERS, is_adapter_name, served_name
+from batchkv_producer.wire.figures.worker import WorkerFigures, decode_figures
 
 MAX_DIGITS = 19  # of a count: Redis has 64-bit integers
 LOADING = ("loading", "downloading", "measuring")  # ``doing`` begins so before the first row
@@ -136,6 +137,16 @@ def served_models(connection: Redis) -> list[str]:
     names = {worker.model for worker in live if worker.model}
     names |= {served_name(w.model, each) for w in live if w.model for each in w.adapters}
     return sorted(names)
+
+
+def workers_with_figures(connection: Redis) -> list[tuple[WorkerInfo, WorkerFigures | None]]:
+    """All live workers that serve a batchkv queue, without the number of their jobs. None: a worker
+    of an older version, which has no figures."""
+    now, pairs = _records(connection, "")
+    return [
+        (_worker_info(name, values, 0, now), decode_figures(values.get("bkv_figures", "")))
+        for name, values in pairs
+    ]
 
 
 def _records(connection: Redis, queue: str) -> tuple[int, list[tuple[str, dict[str, str]]]]:

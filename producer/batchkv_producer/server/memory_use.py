@@ -50,6 +50,15 @@ class MemoryUse:
         return f"{size_text(self.used_bytes)}{limit}{most}"
 
 
+def read_used_bytes(connection: Redis) -> tuple[int, int] | None:
+    """The used bytes and the limit (0: none). None if this user may not read them."""
+    try:
+        info: dict[str, Any] = connection.info("memory")
+        return int(info["used_memory"]), int(info.get("maxmemory", 0))
+    except (ResponseError, KeyError, ValueError):
+        return None
+
+
 def read_memory_use(connection: Redis) -> MemoryUse | None:
     """The memory of the server. None if this user may not read it."""
     try:

@@ -1,0 +1,1 @@
+"""``/metrics``: the figures of workers, queues and this gateway, for Prometheus."""
