@@ -30,6 +30,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("__main__", "entry", "cli", "__init__", "doctor", "service", "local", "connecting"),
         *(
             "batch_facts",
+            "remote",
             "client",
             "report",
             "submit",

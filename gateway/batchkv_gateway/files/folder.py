@@ -21,7 +21,7 @@ from batchkv_producer.errors import UsageError
 from batchkv_producer.server.home import refuse_foreign
 
 STALE_SECONDS = 86_400  # an upload that was written last so long ago was interrupted
-_PART = ".part"
+PART = ".part"
 
 
 class Folder:
@@ -56,7 +56,7 @@ class Folder:
     def delete_interrupted(self) -> None:
         """Delete what interrupted uploads left."""
         oldest = time.time() - STALE_SECONDS
-        for path in self.path.glob(f"*{_PART}"):
+        for path in self.path.glob(f"*{PART}*"):
             with suppress(FileNotFoundError):
                 if path.stat().st_mtime < oldest:
                     path.unlink()
@@ -67,7 +67,7 @@ class Incoming:
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder, self._max_bytes = folder, max_bytes
-        descriptor, name = tempfile.mkstemp(dir=folder, suffix=_PART)
+        descriptor, name = tempfile.mkstemp(dir=folder, suffix=PART)
         self._path = Path(name)
         self._file = os.fdopen(descriptor, "wb", buffering=2**20)
         self._digest = hashlib.sha256()

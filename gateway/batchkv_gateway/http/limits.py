@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
 import socket
 import time
 from collections.abc import Iterable
@@ -35,7 +36,7 @@ PIECE_SECONDS = 30.0  # between two pieces of a body
 GRACE_SECONDS = 30.0
 MIN_BYTES_PER_SECOND = 4096  # on average, after the grace
 SEND_SECONDS = 60.0  # until a client has read a piece of the answer
-UPLOADS = "/v1/files"
+UPLOADS = re.compile(r"/v1/files/?|/batchkv/v1/batches(/[^/]+/retry)?/?")
 
 
 def own_names(more: Iterable[str]) -> frozenset[str]:
@@ -86,7 +87,7 @@ class Limits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        is_upload = scope["method"] == "POST" and scope["path"].rstrip("/") == UPLOADS
+        is_upload = scope["method"] == "POST" and UPLOADS.fullmatch(scope["path"]) is not None
         most = self._max_file_bytes + FORM_BYTES if is_upload else MAX_BODY_BYTES
         body, answer = _Body(receive, most), _Answer(send)
         self._num_requests += 1

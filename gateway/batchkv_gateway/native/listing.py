@@ -21,7 +21,8 @@ from batchkv_gateway import redis_keys
 from batchkv_gateway.batches.record import OPEN, BatchRecord, read_record
 from batchkv_gateway.errors import invalid
 from batchkv_gateway.ids import BATCH, is_id, seconds_of
-from batchkv_gateway.native.owners import Owners, Sender, may_see, split_owner
+from batchkv_gateway.keys.caller import Caller
+from batchkv_gateway.native.owners import Owners, may_see, split_owner
 from batchkv_producer.batch_facts import Left, batch_fields
 from batchkv_producer.manage.reconcile import Reconciler
 from batchkv_producer.monitor.listing import count_batches
@@ -41,35 +42,35 @@ class Page:
 
 
 class Listing:
-    """Lists the batches that a sender may see."""
+    """Lists the batches that a caller may see."""
 
     def __init__(self, connection: Redis) -> None:
         self._connection = connection
         self._reconciler = Reconciler(connection)
         self._owners = Owners(connection)
 
-    def page(self, sender: Sender, after: str, limit: int, left: Left) -> Page:
+    def page(self, caller: Caller, after: str, limit: int, left: Left) -> Page:
         """The batches after an entry. Raises ApiError for an entry that is none."""
-        start = self._start(sender, after)
-        entries = list(islice(self._entries(sender, start), limit + 1))
+        start = self._start(caller, after)
+        entries = list(islice(self._entries(caller, start), limit + 1))
         shown = entries[:limit]
         items = self._facts(shown, left)
         last = f"{shown[-1][0]}-{shown[-1][1]}" if len(entries) > limit else ""
         return Page(items, last)
 
-    def count(self, sender: Sender) -> int:
-        """The number of the sender's batches; for those who see all, of those in the queue."""
-        if sender.sees_all:
+    def count(self, caller: Caller) -> int:
+        """The number of the caller's batches; for those who see all, of those in the queue."""
+        if caller.sees_all:
             return count_batches(self._connection)
-        keys = (redis_keys.native(sender.owner), redis_keys.batches(sender.owner))
+        keys = (redis_keys.native(caller.owner), redis_keys.batches(caller.owner))
         return sum(int(self._connection.zcard(key)) for key in keys)
 
-    def visible(self, sender: Sender, left: Left) -> dict[str, float]:
-        """The entries of the batches that the sender may see."""
+    def visible(self, caller: Caller, left: Left) -> dict[str, float]:
+        """The entries of the batches that the caller may see."""
         owners = self._owned(list(left))
-        return {name: left[name] for name, owner in owners.items() if may_see(sender, owner)}
+        return {name: left[name] for name, owner in owners.items() if may_see(caller, owner)}
 
-    def _start(self, sender: Sender, after: str) -> Entry | None:
+    def _start(self, caller: Caller, after: str) -> Entry | None:
         if not after:
             return None
         seconds, sign, name = after.partition("-")
@@ -77,20 +78,20 @@ class Listing:
             return int(seconds), name
         if is_id(after, BATCH):
             return seconds_of(after), after
-        score: Any = self._connection.zscore(_native_key(sender), after)
+        score: Any = self._connection.zscore(_native_key(caller), after)
         if score is None:
             raise invalid("after must be `next` of a page, or the id of its last batch", "after")
         return int(score), after
 
-    def _entries(self, sender: Sender, start: Entry | None) -> Iterator[Entry]:
+    def _entries(self, caller: Caller, start: Entry | None) -> Iterator[Entry]:
         """All entries after one, the newest first."""
-        lists = [self._native(sender, start), self._openai(sender, start)]
+        lists = [self._native(caller, start), self._openai(caller, start)]
         return heapq.merge(*lists, reverse=True)
 
-    def _native(self, sender: Sender, start: Entry | None) -> Iterator[Entry]:
+    def _native(self, caller: Caller, start: Entry | None) -> Iterator[Entry]:
         most = "+inf" if start is None else str(start[0])
         for offset in count(0, PAGE):
-            page = self._scored(_native_key(sender), most, offset)
+            page = self._scored(_native_key(caller), most, offset)
             ids = [name for _, name in page]
             raw: Any = self._connection.hmget(redis_keys.OWNERS, ids) if ids else []
             for entry, owner in zip(page, raw, strict=True):
@@ -106,14 +107,14 @@ class Listing:
         )
         return [(int(score), raw.decode("utf-8", "replace")) for raw, score in found]
 
-    def _openai(self, sender: Sender, start: Entry | None) -> Iterator[Entry]:
-        if sender.sees_all:
+    def _openai(self, caller: Caller, start: Entry | None) -> Iterator[Entry]:
+        if caller.sees_all:
             found: Any = [
                 *self._connection.zrange(redis_keys.OPEN, 0, -1),
                 *self._connection.zrange(redis_keys.ENDED, 0, -1),
             ]
         else:
-            found = self._connection.zrange(redis_keys.batches(sender.owner), 0, -1)
+            found = self._connection.zrange(redis_keys.batches(caller.owner), 0, -1)
         ids = {raw.decode("utf-8", "replace") for raw in found}
         entries = sorted((seconds_of(name), name) for name in ids if is_id(name, BATCH))
         for entry in reversed(entries):
@@ -212,5 +213,5 @@ def status_of(record: BatchRecord) -> BatchStatus:
     )
 
 
-def _native_key(sender: Sender) -> str:
-    return queue_keys.BATCHES if sender.sees_all else redis_keys.native(sender.owner)
+def _native_key(caller: Caller) -> str:
+    return queue_keys.BATCHES if caller.sees_all else redis_keys.native(caller.owner)

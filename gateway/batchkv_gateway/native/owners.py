@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from redis import Redis
-from starlette.requests import Request
 
 from batchkv_gateway import redis_keys
 from batchkv_gateway.batches.record import BatchRecord, read_record
 from batchkv_gateway.ids import BATCH, is_id
+from batchkv_gateway.keys.caller import Caller
 from batchkv_gateway.keys.store import LOCAL
 from batchkv_producer.errors import NotFoundError
 from batchkv_producer.monitor.status import MIN_PREFIX_CHARS, match_batch
@@ -21,29 +21,8 @@ _WHOLE_ID = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
-class Sender:
-    """Who sends a request. ``sees_all``: also the batches of other owners, and of no owner."""
-
-    owner: str
-    sees_all: bool
-
-    @classmethod
-    def of(cls, request: Request) -> Sender:
-        """The sender that ``http.auth`` found."""
-        return cls(request.state.owner, request.state.sees_all)
-
-    @property
-    def identity(self) -> tuple[bytes, ...]:
-        """The sender's part of the identity of its batches.
-
-        Without a key there is none. So the same file is the same batch by HTTP and by Redis.
-        """
-        return () if self.owner == LOCAL else (b"owner", self.owner.encode())
-
-
-@dataclass(frozen=True, slots=True)
 class Found:
-    """A batch that the sender may see. ``batch_id`` is its id in the queue.
+    """A batch that the caller may see. ``batch_id`` is its id in the queue.
 
     ``openai``: the batch of OpenAI's API to which it belongs. ``owner``: "" is nobody's.
     """
@@ -59,13 +38,13 @@ class Owners:
     def __init__(self, connection: Redis) -> None:
         self._connection = connection
 
-    def add(self, sender: Sender, batch_id: str) -> None:
+    def add(self, caller: Caller, batch_id: str) -> None:
         """Store who made a batch. It is called before the batch is made."""
-        if sender.owner == LOCAL:
+        if caller.owner == LOCAL:
             return
         with self._connection.pipeline(transaction=True) as pipeline:
-            pipeline.hset(redis_keys.OWNERS, batch_id, sender.owner)
-            pipeline.zadd(redis_keys.native(sender.owner), {batch_id: int(time.time())}, nx=True)
+            pipeline.hset(redis_keys.OWNERS, batch_id, caller.owner)
+            pipeline.zadd(redis_keys.native(caller.owner), {batch_id: int(time.time())}, nx=True)
             pipeline.execute()
 
     def remove(self, batch_id: str) -> None:
@@ -79,28 +58,33 @@ class Owners:
             pipeline.hdel(redis_keys.OWNERS, batch_id)
             pipeline.execute()
 
-    def find(self, sender: Sender, wanted: str) -> Found:
+    def owner_of(self, batch_id: str) -> str:
+        """The owner of a batch of the queue; "" for a batch of the CLI."""
+        raw: Any = self._connection.hget(redis_keys.OWNERS, batch_id)
+        return split_owner(raw or b"")[0]
+
+    def find(self, caller: Caller, wanted: str) -> Found:
         """The batch of an id, of the beginning of one, or of an id of OpenAI's API.
 
-        Raises NotFoundError, also if the sender may not see it.
+        Raises NotFoundError, also if the caller may not see it.
         """
         if is_id(wanted, BATCH):
             record = self._record(wanted)
-            if record is None or not may_see(sender, record.owner):
+            if record is None or not may_see(caller, record.owner):
                 raise _nothing(wanted)
             return Found(record.queued_id or wanted, record.owner, record)
-        batch_id = wanted if _WHOLE_ID.fullmatch(wanted) else self._match(sender, wanted)
+        batch_id = wanted if _WHOLE_ID.fullmatch(wanted) else self._match(caller, wanted)
         raw: Any = self._connection.hget(redis_keys.OWNERS, batch_id)
         owner, openai_id = split_owner(raw or b"")
-        if not may_see(sender, owner):
+        if not may_see(caller, owner):
             raise _nothing(wanted)
         return Found(batch_id, owner, self._record(openai_id) if openai_id else None)
 
-    def _match(self, sender: Sender, wanted: str) -> str:
-        """The whole id of a beginning, among the batches that the sender may see."""
-        if sender.sees_all or len(wanted) < MIN_PREFIX_CHARS:
+    def _match(self, caller: Caller, wanted: str) -> str:
+        """The whole id of a beginning, among the batches that the caller may see."""
+        if caller.sees_all or len(wanted) < MIN_PREFIX_CHARS:
             return match_batch(self._connection, wanted)
-        raw_ids: Any = self._connection.zrange(redis_keys.native(sender.owner), 0, -1)
+        raw_ids: Any = self._connection.zrange(redis_keys.native(caller.owner), 0, -1)
         ids: list[str] = [raw.decode("utf-8", "replace") for raw in raw_ids]
         matches = [batch_id for batch_id in ids if batch_id.startswith(wanted)]
         if len(matches) > 1:
@@ -114,9 +98,17 @@ class Owners:
         return read_record(openai_id, stored)
 
 
-def may_see(sender: Sender, owner: str) -> bool:
-    """Whether a sender may see what belongs to this owner."""
-    return sender.sees_all or owner == sender.owner
+def identity_of(owner: str) -> tuple[bytes, ...]:
+    """The owner's part of the identity of its batches.
+
+    Without a key there is none. So the same file is the same batch by HTTP and by Redis.
+    """
+    return () if owner in ("", LOCAL) else (b"owner", owner.encode())
+
+
+def may_see(caller: Caller, owner: str) -> bool:
+    """Whether a caller may see what belongs to this owner."""
+    return caller.sees_all or owner == caller.owner
 
 
 def split_owner(raw: bytes) -> tuple[str, str]:

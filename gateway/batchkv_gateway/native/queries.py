@@ -10,6 +10,7 @@ from starlette.requests import Request
 from batchkv_gateway.errors import invalid
 
 MAX_NUMBER_CHARS = 12  # as of a line in the id of a job
+MAX_LINE = 10**MAX_NUMBER_CHARS - 1
 OUTCOMES = ("ok", "failed", "canceled")
 
 

@@ -12,11 +12,12 @@ from starlette.routing import Route
 from batchkv_gateway.http.answer import json_answer
 from batchkv_gateway.native import PREFIX
 from batchkv_gateway.native.listing import Listing, facts_of, more_fields
-from batchkv_gateway.native.owners import Sender
+from batchkv_gateway.native.owners import Found
 from batchkv_gateway.native.queries import checked_query, plain, switch, whole
 from batchkv_gateway.native.visible import Visible
 from batchkv_gateway.parts import Parts
 from batchkv_producer import batch_facts
+from batchkv_producer.errors import NotFoundError
 from batchkv_producer.monitor.one_job import split_job_id
 from batchkv_producer.wire.redis_keys import job_id
 
@@ -46,24 +47,36 @@ class ReadRoutes:
         query = checked_query(request, "limit", "after", "count")
         limit = whole(query, "limit", default=DEFAULT_PAGE, low=1, high=MAX_PAGE)
         left = batch_facts.all_times_left(self._visible.client, self._visible.client.workers())
-        sender = Sender.of(request)
-        page = self._listing.page(sender, query.get("after", ""), limit, left)
+        caller = request.state.caller
+        page = self._listing.page(caller, query.get("after", ""), limit, left)
         answer: dict[str, Any] = {"object": "list", "data": page.items}
         answer |= {"has_more": bool(page.next_entry), "next": page.next_entry or None}
         if switch(query, "count"):
-            answer["total"] = self._listing.count(sender)
+            answer["total"] = self._listing.count(caller)
         return json_answer(plain(answer))
 
     def one(self, request: Request) -> Response:
         """The facts of one batch."""
         checked_query(request, "facts")
         found = self._visible.find(request)
-        batch = self._visible.status(found)
-        if batch is None:
-            return json_answer(plain(facts_of(None, found.openai, found.owner, {})))
-        fields = batch_facts.facts_of(self._visible.client, batch).as_fields(batch)
-        more = more_fields(found.openai, found.owner, in_queue=True)
-        return json_answer(plain({**fields, **more}))
+        fields = self._fields(found)
+        if fields is None:
+            fields = facts_of(None, found.openai, found.owner, {})
+        return json_answer(plain(fields))
+
+    def _fields(self, found: Found) -> dict[str, Any] | None:
+        """The facts of a batch in the queue. None for one of OpenAI's API that is not there.
+
+        The rows of such a batch may leave the queue while its facts are read.
+        """
+        try:
+            batch = self._visible.client.status(found.batch_id)
+            fields = batch_facts.facts_of(self._visible.client, batch).as_fields(batch)
+        except NotFoundError:
+            if found.openai is None:
+                raise
+            return None
+        return {**fields, **more_fields(found.openai, found.owner, in_queue=True)}
 
     def failures(self, request: Request) -> Response:
         """The failed rows by code, the most frequent first."""

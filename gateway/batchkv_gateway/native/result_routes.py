@@ -12,14 +12,13 @@ from starlette.routing import Route
 from batchkv_gateway.errors import invalid
 from batchkv_gateway.http.answer import json_answer
 from batchkv_gateway.native import PREFIX
-from batchkv_gateway.native.queries import OUTCOMES, checked_query, one_of, switch, whole
+from batchkv_gateway.native.queries import MAX_LINE, OUTCOMES, checked_query, one_of, switch, whole
 from batchkv_gateway.native.rows import page_of_rows
 from batchkv_gateway.native.stream import AskedRows, Form, RowStream, lines_of
 from batchkv_gateway.native.visible import Visible
 from batchkv_gateway.parts import Parts
 
 DEFAULT_ROWS, MAX_ROWS = 100, 1000
-MAX_LINE = 10**12 - 1
 MAX_LINES = 500  # that one request may name
 LINES_TYPE = "application/x-ndjson"
 

@@ -1,10 +1,10 @@
-"""The batch that a request names, if its sender may see it."""
+"""The batch that a request names, if its caller may see it."""
 
 from __future__ import annotations
 
 from starlette.requests import Request
 
-from batchkv_gateway.native.owners import Found, Owners, Sender
+from batchkv_gateway.native.owners import Found, Owners
 from batchkv_gateway.parts import Parts
 from batchkv_producer.client import BatchStatus, Client
 from batchkv_producer.errors import NotFoundError
@@ -19,7 +19,7 @@ class Visible:
 
     def find(self, request: Request) -> Found:
         """The batch of a request's path. Raises NotFoundError."""
-        return self.owners.find(Sender.of(request), request.path_params["batch_id"])
+        return self.owners.find(request.state.caller, request.path_params["batch_id"])
 
     def queued(self, request: Request) -> Found:
         """A batch with rows in the queue. Raises NotFoundError if they have left it."""

@@ -13,7 +13,6 @@ from batchkv_gateway.errors import invalid
 from batchkv_gateway.http.answer import json_answer
 from batchkv_gateway.native import PREFIX
 from batchkv_gateway.native.listing import Listing
-from batchkv_gateway.native.owners import Sender
 from batchkv_gateway.native.queries import checked_query, plain
 from batchkv_gateway.parts import Parts
 from batchkv_producer import batch_facts
@@ -50,11 +49,11 @@ class WorkerRoutes:
         return json_answer(plain({"object": "list", **answer}))
 
     def left(self, request: Request) -> Response:
-        """The seconds until the batches of the sender are done, where they are known."""
+        """The seconds until the batches of the caller are done, where they are known."""
         checked_query(request)
-        sender, found = Sender.of(request), self._client.workers()
+        caller, found = request.state.caller, self._client.workers()
         left = batch_facts.all_times_left(self._client, found)
-        return json_answer({"data": self._listing.visible(sender, left)})
+        return json_answer({"data": self._listing.visible(caller, left)})
 
     def samples(self, request: Request) -> Response:
         """The samples of a queue in the last day, one for each minute, the oldest first."""
@@ -67,5 +66,5 @@ class WorkerRoutes:
     def server(self, request: Request) -> Response:
         """The memory of the queue's server, for those who see all batches."""
         checked_query(request)
-        use = read_memory_use(self._connection) if Sender.of(request).sees_all else None
+        use = read_memory_use(self._connection) if request.state.caller.sees_all else None
         return json_answer({"memory": asdict(use) if use else None})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -40,6 +41,17 @@ from batchkv_producer.wire.kept_defaults import decode_defaults
 from batchkv_producer.wire.transitions import Transitions
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The ``identity`` and ``cache_salt`` with which a batch was submitted."""
+
+    identity: tuple[bytes, ...] = ()
+    cache_salt: str | None = None
+
+
+NO_ORIGIN = Origin()
+
+
 def retry_batch(
     connection: Redis,
     status: BatchStatus,
@@ -49,6 +61,7 @@ def retry_batch(
     canceled: bool = False,
     job_timeout_seconds: int | None = None,
     expires: Deadline | None = None,
+    origin: Origin = NO_ORIGIN,
 ) -> int:
     """Queue failed (and canceled) rows again. Returns how many.
 
@@ -66,6 +79,7 @@ def retry_batch(
             canceled=canceled,
             job_timeout_seconds=job_timeout_seconds,
             expires=moment,
+            origin=origin,
         )
     return num_queued + intervention.retry_batch(
         *(connection, status),
@@ -84,6 +98,7 @@ def restore_rows(
     canceled: bool = False,
     job_timeout_seconds: int | None = None,
     expires: int | None = None,
+    origin: Origin = NO_ORIGIN,
 ) -> int:
     """Queue the failed (and canceled) rows whose jobs are gone again. Returns how many.
 
@@ -92,7 +107,7 @@ def restore_rows(
     """
     moves = Transitions(connection)
     num_queued = 0
-    with _plan_of(connection, status, source, defaults) as plan:
+    with _plan_of(connection, status, source, defaults, origin) as plan:
         wanted = {
             outcome: set(gone_lines(connection, status.batch_id, outcome))
             for outcome in (("failed", "canceled") if canceled else ("failed",))
@@ -133,13 +148,18 @@ def requests_of(
 
 @contextmanager
 def _plan_of(
-    connection: Redis, status: BatchStatus, source: Source, defaults: SamplingParams | None
+    connection: Redis,
+    status: BatchStatus,
+    source: Source,
+    defaults: SamplingParams | None,
+    origin: Origin = NO_ORIGIN,
 ) -> Iterator[BatchPlan]:
     """The plan of a batch that exists, from its file. Raises UsageError for another file."""
     digest, generation, there = _identity(connection, status.batch_id)
     params = there if defaults is None else checked_defaults(defaults)
     prompting, more_identity = kept(connection, status.batch_id)
-    with BatchPlan(params, prompting=prompting) as plan:
+    more_identity = (*more_identity, *origin.identity)
+    with BatchPlan(params, prompting=prompting, cache_salt=origin.cache_salt) as plan:
         found = identify(source, plan, params, status.model, more_identity, generation)
         if found != digest:
             raise UsageError(

@@ -175,15 +175,16 @@ def submit(
     identity: tuple[bytes, ...] = (),
     endpoint: Endpoint | None = None,
     cache_salt: str | None = None,
+    on_counted: Callable[[int], object] = int,
 ) -> Submitted:
     """Put a file into the queue of its model. Raises UsageError before anything changes.
 
     The model is ``model``, else the one that all lines name, else ``default_model``. With the
-    options' adapter it is called ``MODEL@NAME``. ``on_identified`` is called before anything
-    changes, and may refuse by raising. ``earlier``: a batch whose answers are kept for like rows.
-    ``identity`` is part of the batch's digest: with another one the same file is another batch.
-    Rows of another ``endpoint`` are wrong. With a ``cache_salt`` the rows share prefixes with rows
-    of the same salt alone.
+    options' adapter it is called ``MODEL@NAME``. Before anything changes, ``on_counted`` gets the
+    number of rows, then ``on_identified`` is called; both may refuse by raising. ``earlier``: a
+    batch whose answers are kept for like rows. With another ``identity`` the same file is another
+    batch. Rows of another ``endpoint`` are wrong. Rows with a ``cache_salt`` share prefixes with
+    rows of the same salt alone.
     """
     if job_timeout_seconds < 1:
         raise UsageError(f"the job timeout must be at least 1 second, got {job_timeout_seconds}")
@@ -194,6 +195,7 @@ def submit(
         served.known(),
     ):
         facts, counts = _read(source, plan, given, served.need, prompting, endpoint)
+        on_counted(counts.total)
         name = (name or source_name(source))[:MAX_NAME_CHARS]
         options = informed(_with_named(options, facts.model), facts.model)
         spec = BatchSpec(facts.model, given, job_timeout_seconds, name, options, prompting, earlier)

@@ -15,9 +15,10 @@ from openai import OpenAI
 from redis import Redis
 
 from batchkv_gateway import redis_keys
+from batchkv_gateway.keys.caller import Caller
 from batchkv_gateway.keys.store import KeyStore
 from batchkv_gateway.native.listing import Listing
-from batchkv_gateway.native.owners import Owners, Sender
+from batchkv_gateway.native.owners import Owners
 from batchkv_gateway.native.rows import page_of_rows
 from batchkv_producer.cli import cli
 from batchkv_producer.client import Client
@@ -147,7 +148,11 @@ def test_the_first_page_of_a_large_batch_reads_little(redis_connection: Redis) -
 
 
 def test_batches_are_listed_in_pages(
-    http: HttpClient, client: OpenAI, redis_url: str, redis_connection: Redis
+    gateway: Gateway,
+    http: HttpClient,
+    client: OpenAI,
+    redis_url: str,
+    redis_connection: Redis,
 ) -> None:
     """Pages merge the CLI's batches with OpenAI's. One whose rows are gone is listed from its
     record."""
@@ -159,6 +164,7 @@ def test_batches_are_listed_in_pages(
         url = f"/batches/{made.id}"
         for _ in range(200):
             found = http.get(url).json()
+            assert "openai_status" in found, (found, gateway.log.read_text())
             if found["openai_status"] == "completed" and not found["in_queue"]:
                 break
             time.sleep(0.05)
@@ -188,8 +194,8 @@ def test_keys_see_their_own_batches(
     keys = KeyStore(redis_connection)
     mine, others, admin = (keys.add(name, is_admin=name == "admin") for name in ("a", "b", "admin"))
     batch, hidden = submitted(redis_connection, "a"), submitted(redis_connection, "b")
-    sender = Sender(mine[4:12], sees_all=False)
-    Owners(redis_connection).add(sender, batch)
+    caller = Caller(mine[4:12])
+    Owners(redis_connection).add(caller, batch)
 
     def get(key: str, path: str) -> Any:
         return http.get(path, headers={"Authorization": f"Bearer {key}"})
@@ -206,5 +212,5 @@ def test_keys_see_their_own_batches(
     assert get(mine, "/server").json()["memory"] is None
     assert http.get("/batches").status_code == 401
     Client(redis_connection).forget(batch)
-    assert Listing(redis_connection).page(sender, "", 10, {}).items == []
+    assert Listing(redis_connection).page(caller, "", 10, {}).items == []
     assert not redis_connection.exists(redis_keys.OWNERS)
