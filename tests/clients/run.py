@@ -4,13 +4,16 @@
 
 It starts a server, a gateway and a worker of the included model. Then it installs the newest
 release of each client and runs its script. An environment is kept in the cache folder, and its
-packages are upgraded each time, unless ``--keep-versions`` is given. The exit code is 1 if a client
-failed or cannot be installed.
+packages are upgraded each time, unless ``--keep-versions`` is given. promptfoo, which needs npm and
+1.4 GB, is used only by ``--only promptfoo``.
+The exit code is 1 if a client failed or cannot be
+installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -34,11 +37,12 @@ MODEL = "demo"
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A client: its name, what pip installs, the distribution whose version is shown."""
+    """A client: its name, what pip or npm installs, the distribution whose version is shown."""
 
     name: str
     packages: tuple[str, ...]
     distribution: str
+    is_npm: bool = False
 
     @property
     def script(self) -> Path:
@@ -51,6 +55,8 @@ TOOLS = (
     Tool("litellm", ("litellm",), "litellm"),
     Tool("inspect", ("inspect-ai", "openai"), "inspect-ai"),
     Tool("lm_eval", ("lm-eval[api]",), "lm-eval"),
+    Tool("deepeval", ("deepeval",), "deepeval"),
+    Tool("promptfoo", ("promptfoo",), "promptfoo", is_npm=True),
 )
 
 
@@ -58,30 +64,51 @@ class Failed(Exception):
     """A client did not do what it should. The message says why."""
 
 
-def python_of(tool: Tool, cache: Path, *, is_kept: bool) -> Path:
-    """The Python of a tool's environment. Raises Failed if it cannot be installed."""
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    folder = cache / f"{tool.name}-{version}"
-    python = folder / "bin" / "python"
-    stamp = folder / "installed"
-    if stamp.exists() and is_kept:
-        return python
-    if not python.exists():
-        venv.create(folder, with_pip=True)
-    command = [str(python), "-m", "pip", "install", "-q", "--upgrade", *tool.packages]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS)
-    if found.returncode:
-        raise Failed(f"does not install: {(found.stderr.strip().splitlines() or ['?'])[-1]}")
-    stamp.touch()
-    return python
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Where a tool is installed, and the Python that runs its script."""
 
+    tool: Tool
+    folder: Path
 
-def version_of(python: Path, distribution: str) -> str:
-    """The version of an installed distribution."""
-    code = f"import importlib.metadata as m; print(m.version({distribution!r}))"
-    return subprocess.run(
-        [str(python), "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    @property
+    def python(self) -> Path:
+        """The Python: of the environment, or this one for a tool of npm."""
+        return Path(sys.executable) if self.tool.is_npm else self.folder / "bin" / "python"
+
+    def install(self, *, is_kept: bool) -> None:
+        """Install or upgrade. Raises Failed if that cannot be done."""
+        stamp = self.folder / "installed"
+        if stamp.exists() and is_kept:
+            return
+        self.folder.mkdir(exist_ok=True)
+        if self.tool.is_npm:
+            names = [f"{name}@latest" for name in self.tool.packages]
+            command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(self.folder)]
+        else:
+            if not self.python.exists():
+                venv.create(self.folder, with_pip=True)
+            names = list(self.tool.packages)
+            command = [str(self.python), "-m", "pip", "install", "-q", "--upgrade"]
+        try:
+            found = subprocess.run(
+                [*command, *names], capture_output=True, text=True, timeout=INSTALL_SECONDS
+            )
+        except (OSError, subprocess.TimeoutExpired) as fault:
+            raise Failed(f"does not install: {fault}") from fault
+        if found.returncode:
+            raise Failed(f"does not install: {(found.stderr.strip().splitlines() or ['?'])[-1]}")
+        stamp.touch()
+
+    def version(self) -> str:
+        """The version of the tool."""
+        name = self.tool.distribution
+        if self.tool.is_npm:
+            about = self.folder / "node_modules" / name / "package.json"
+            return str(json.loads(about.read_text())["version"])
+        code = f"import importlib.metadata as m; print(m.version({name!r}))"
+        command = [str(self.python), "-c", code]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 @contextmanager
@@ -112,7 +139,7 @@ def wait_served(gateway: Gateway) -> None:
             time.sleep(0.2)
 
 
-def run_tool(tool: Tool, python: Path, gateway: Gateway, folder: Path) -> None:
+def run_tool(place: Environment, gateway: Gateway, folder: Path) -> None:
     """Run a tool's script. What it prints is shown. Raises Failed if it fails."""
     environment = {
         **{name: value for name, value in os.environ.items() if "PROXY" not in name.upper()},
@@ -120,13 +147,14 @@ def run_tool(tool: Tool, python: Path, gateway: Gateway, folder: Path) -> None:
         "GATEWAY_URL": gateway.url,
         "GATEWAY_PORT": str(gateway.port),
         "GATEWAY_MODEL": MODEL,
+        "TOOL_FOLDER": str(place.folder),
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
         "HF_HOME": str(folder / "hf"),
     }
-    work = folder / tool.name
+    work = folder / place.tool.name
     work.mkdir()
-    command = [str(python), str(tool.script)]
+    command = [str(place.python), str(place.tool.script)]
     try:
         code = subprocess.run(command, cwd=work, env=environment, timeout=RUN_SECONDS).returncode
     except subprocess.TimeoutExpired:
@@ -142,7 +170,8 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=default, help=f"default: {default}")
     parser.add_argument("--keep-versions", action="store_true", help="upgrade nothing")
     options = parser.parse_args()
-    chosen = [tool for tool in TOOLS if options.only in ("", tool.name)]
+    only = options.only
+    chosen = [tool for tool in TOOLS if tool.name == only or not (only or tool.is_npm)]
     if not chosen:
         parser.error(f"--only must be one of {', '.join(tool.name for tool in TOOLS)}")
     options.cache.mkdir(parents=True, exist_ok=True)
@@ -157,12 +186,13 @@ def main() -> int:
         wait_served(gateway)
         for tool in chosen:
             began = time.monotonic()
-            version = ""
+            version, python = "", f"{sys.version_info.major}.{sys.version_info.minor}"
+            place = Environment(tool, options.cache / f"{tool.name}-{python}")
             try:
-                python = python_of(tool, options.cache, is_kept=options.keep_versions)
-                version = version_of(python, tool.distribution)
+                place.install(is_kept=options.keep_versions)
+                version = place.version()
                 print(f"== {tool.name} {version}", flush=True)
-                run_tool(tool, python, gateway, Path(name))
+                run_tool(place, gateway, Path(name))
                 outcome = "ok"
             except Failed as fault:
                 outcome = str(fault)
