@@ -5,8 +5,7 @@
 It starts a server, a gateway and a worker of the included model. Then it installs the newest
 release of each client and runs its script. An environment is kept in the cache folder, and its
 packages are upgraded each time, unless ``--keep-versions`` is given. promptfoo, which needs npm and
-1.4 GB, is used only by ``--only promptfoo``.
-The exit code is 1 if a client failed or cannot be
+1.4 GB, is used only by ``--only promptfoo``. The exit code is 1 if a client failed or cannot be
 installed.
 """
 
@@ -19,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,13 @@ from support.redis_server import running_server
 TESTS = Path(__file__).parents[1]
 INSTALL_SECONDS, RUN_SECONDS, START_SECONDS = 1200, 900, 120
 MODEL = "demo"
+# The clients send nothing to their makers.
+QUIET = {
+    "DEEPEVAL_TELEMETRY_OPT_OUT": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "PROMPTFOO_DISABLE_TELEMETRY": "1",
+    "PROMPTFOO_DISABLE_UPDATE": "1",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +91,17 @@ class Environment:
             return
         self.folder.mkdir(exist_ok=True)
         if self.tool.is_npm:
-            names = [f"{name}@latest" for name in self.tool.packages]
             command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(self.folder)]
         else:
             if not self.python.exists():
                 venv.create(self.folder, with_pip=True)
-            names = list(self.tool.packages)
             command = [str(self.python), "-m", "pip", "install", "-q", "--upgrade"]
         try:
             found = subprocess.run(
-                [*command, *names], capture_output=True, text=True, timeout=INSTALL_SECONDS
+                [*command, *self.tool.packages],
+                capture_output=True,
+                text=True,
+                timeout=INSTALL_SECONDS,
             )
         except (OSError, subprocess.TimeoutExpired) as fault:
             raise Failed(f"does not install: {fault}") from fault
@@ -130,13 +139,23 @@ def demo_worker(redis_url: str, folder: Path) -> Iterator[None]:
 
 
 def wait_served(gateway: Gateway) -> None:
-    """Wait until a worker serves the model."""
+    """Wait until a worker has loaded the model, and answers."""
     deadline = time.monotonic() + START_SECONDS
-    with gateway.client() as client:
-        while MODEL not in [model.id for model in client.models.list()]:
+    body = {"model": MODEL, "prompt": "1", "max_tokens": 1}
+    request = urllib.request.Request(
+        f"{gateway.url}/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    while True:
+        try:
+            urllib.request.urlopen(request, timeout=START_SECONDS).close()
+            return
+        except urllib.error.HTTPError as fault:
             if time.monotonic() > deadline:
-                raise Failed("no worker serves the demo model")
-            time.sleep(0.2)
+                raise Failed(f"the demo model has no worker: {fault.read().decode()}") from fault
+            fault.close()
+        time.sleep(0.2)
 
 
 def run_tool(place: Environment, gateway: Gateway, folder: Path) -> None:
@@ -148,6 +167,7 @@ def run_tool(place: Environment, gateway: Gateway, folder: Path) -> None:
         "GATEWAY_PORT": str(gateway.port),
         "GATEWAY_MODEL": MODEL,
         "TOOL_FOLDER": str(place.folder),
+        **QUIET,
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
         "HF_HOME": str(folder / "hf"),
