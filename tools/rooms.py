@@ -46,19 +46,9 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("retry", "disk", "progress", "settings_table", "agreed", "errors"),
     ),
     "batchkv_gateway": (
-        *(
-            "cli",
-            "assembly",
-            "native",
-            "http",
-            "parts",
-            "metrics",
-            "live",
-            "batches",
-            "files",
-            "keys",
-        ),
-        *("settings", "stopping", "scripts", "redis_keys", "pages", "ids", "errors", "__init__"),
+        *("cli", "assembly", "page", "native", "http", "parts", "metrics", "live", "batches"),
+        *("files", "keys", "settings", "worker_history", "stopping", "scripts", "redis_keys"),
+        *("pages", "ids", "errors", "__init__"),
     ),
     "batchkv_cache_store": (
         *("cli", "upkeep", "opening", "store", "lookup", "writer", "guarded", "tiers", "blocks"),

@@ -25,14 +25,17 @@ from batchkv_gateway.http.model_routes import ModelRoutes
 from batchkv_gateway.http.sites import checked_origins
 from batchkv_gateway.keys.caller import Defaults
 from batchkv_gateway.keys.quotas import Quotas
+from batchkv_gateway.keys.sessions import Sessions
 from batchkv_gateway.keys.store import KeyStore
 from batchkv_gateway.live.calls import Calls
 from batchkv_gateway.metrics.instruments import Measured
 from batchkv_gateway.metrics.routes import MetricsRoutes
 from batchkv_gateway.native.routes import native_routes
+from batchkv_gateway.page.routes import page_routes
 from batchkv_gateway.parts import Parts
 from batchkv_gateway.settings import GatewaySettings, is_loopback
 from batchkv_gateway.stopping import Stopping
+from batchkv_gateway.worker_history import WorkerHistory
 from batchkv_producer.live import Lane
 from batchkv_producer.server.home import home_from_environment
 
@@ -45,17 +48,21 @@ def running_parts(connection: Redis, settings: GatewaySettings) -> Iterator[Part
     quotas = Quotas(connection)
     batches = Batches(connection, files, quotas)
     driver = Driver(connection, Steps(connection, files, settings), batches, files)
+    history = WorkerHistory(connection)
     driver.start()
     stopping = Stopping()
     calls = Calls(Lane(connection), stopping)
+    history.start()
     try:
         keys = KeyStore(connection)
         yield Parts(
             *(connection, settings, keys, quotas, files, batches, driver),
             calls=calls,
             stopping=stopping,
+            history=history,
         )
     finally:
+        history.stop()
         calls.close()
         driver.stop()
 
@@ -69,6 +76,7 @@ def routes_of(parts: Parts) -> list[Route]:
         *ModelRoutes(parts.connection).routes(),
         *native_routes(parts),
         *MetricsRoutes(parts.connection, parts.instruments).routes(),
+        *page_routes(parts),
     ]
 
 
@@ -77,8 +85,14 @@ def make_app(parts: Parts) -> ASGIApp:
     app = Starlette(routes=routes_of(parts), exception_handlers=HANDLERS)
     app.router.redirect_slashes = False
     settings = parts.settings
-    defaults = Defaults(settings.key_rows, settings.key_bytes, settings.is_private)
-    keys = Authenticated(app, parts.keys, is_open=is_loopback(settings.host), defaults=defaults)
+    sessions = Sessions(parts.connection, parts.keys)
+    keys = Authenticated(
+        app,
+        parts.keys,
+        sessions,
+        is_open=is_loopback(settings.host),
+        defaults=Defaults(settings.key_rows, settings.key_bytes, settings.is_private),
+    )
     names = own_names((settings.host, *settings.allow_hosts))
     origins = checked_origins(settings.cors)
     limits = Limits(keys, names, settings.max_file_bytes, origins)

@@ -15,6 +15,7 @@ from batchkv_gateway.live.calls import Calls
 from batchkv_gateway.metrics.instruments import Instruments
 from batchkv_gateway.settings import GatewaySettings
 from batchkv_gateway.stopping import Stopping
+from batchkv_gateway.worker_history import WorkerHistory
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,4 +31,5 @@ class Parts:
     driver: Driver
     calls: Calls  # rows of the live lane
     stopping: Stopping
+    history: WorkerHistory
     instruments: Instruments = field(default_factory=Instruments)

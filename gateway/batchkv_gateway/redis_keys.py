@@ -33,6 +33,9 @@ key                               type  content
 ``batchkv:gateway:native:O``      zset  ids in the queue of the batches that the owner made without
                                         OpenAI's API -> when
 ``batchkv:gateway:ended``         zset  ``B`` -> when its record is deleted
+``batchkv:gateway:session:S``     hash  ``whose`` session of the page it is: the id of a key, or
+                                        ``operator``. ``S`` is the SHA-256 of the cookie. It expires
+``batchkv:gateway:ticket:S``      hash  the same, of a ticket that begins one session
 ================================  ====  ===========================================================
 """
 
@@ -53,6 +56,16 @@ OWNERS = f"{PREFIX}owners"
 def open_rows(owner: str) -> str:
     """Key of an owner's open rows."""
     return f"{PREFIX}rows:{owner}"
+
+
+def session(digest: str) -> str:
+    """Key of a session of the page."""
+    return f"{PREFIX}session:{digest}"
+
+
+def ticket(digest: str) -> str:
+    """Key of a ticket for a session of the page."""
+    return f"{PREFIX}ticket:{digest}"
 
 
 def files(owner: str, purpose: str = "") -> str:

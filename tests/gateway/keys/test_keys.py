@@ -22,6 +22,7 @@ from batchkv_gateway import redis_keys
 from batchkv_gateway.errors import ApiError
 from batchkv_gateway.http.auth import Authenticated
 from batchkv_gateway.keys.caller import Defaults
+from batchkv_gateway.keys.sessions import Sessions
 from batchkv_gateway.keys.store import ApiKey, KeyStore
 from batchkv_gateway.settings import GatewaySettings
 from batchkv_producer.cli import cli
@@ -118,10 +119,12 @@ def test_requests_get_the_rights_of_their_key(redis_connection: Redis) -> None:
     async def app(scope: Any, _: Any, __: Any) -> None:
         states.append(scope["state"])
 
+    sessions = Sessions(redis_connection, keys)
+
     def state_of(key: str, path: str = "/metrics", **defaults: Any) -> dict[str, Any]:
         headers = [(b"authorization", f"Bearer {key}".encode())]
         scope = {"type": "http", "headers": headers, "path": path}
-        auth = Authenticated(app, keys, is_open=True, defaults=Defaults(**defaults))
+        auth = Authenticated(app, keys, sessions, is_open=True, defaults=Defaults(**defaults))
         asyncio.run(auth(scope, None, None))  # type: ignore[arg-type]
         return states.pop()
 

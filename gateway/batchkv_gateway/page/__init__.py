@@ -1,0 +1,1 @@
+"""The page at ``/``: its files, its sessions, and the events that keep it up to date."""

@@ -1,0 +1,427 @@
+// One batch: its progress, what failed and why, its charts, and its rows.
+
+import { getJson, NATIVE, sendJson } from "../api.js";
+import { app } from "../app.js";
+import { histogram, timeChart } from "../charts.js";
+import { confirmed } from "../dialog.js";
+import { h } from "../dom.js";
+import { count, duration, percent, plural, rate, short } from "../format.js";
+import { alert, cached, command, left, nameOf, numEnded, progress, shareOf, state, tile, time } from "./parts.js";
+import { RowList } from "./rows.js";
+
+const POLL_MS = 5000; // of a batch that the events do not have, and of rows while a batch runs
+const FACTS_MS = 30_000;
+const MAX_ROWS_UNASKED = 20_000; // more rows take seconds to count
+const SECONDS_A_ROW = 45e-6;
+const SAY_STEP = 10; // per cent between two announcements
+
+let view = null;
+
+export const title = (id) => (view?.status ? nameOf(view.status) : `Batch ${id}`);
+
+export function enter(id) {
+  view = {
+    id,
+    status: app.batches.get(id) ?? null,
+    detail: null,
+    facts: null,
+    factsAt: 0,
+    isCounting: false,
+    failures: [],
+    fault: "",
+    note: "",
+    isBusy: false,
+    said: -1,
+    rows: new RowList(id),
+    timer: 0,
+  };
+  look(view);
+  view.rows.load();
+}
+
+export function leave() {
+  clearTimeout(view.timer);
+  view = null;
+}
+
+// Read what the events do not have, now and then while the batch runs.
+async function look(own) {
+  clearTimeout(own.timer);
+  const base = `${NATIVE}/batches/${own.id}`;
+  try {
+    const found = await getJson(base);
+    if (own !== view) return;
+    const before = own.detail;
+    own.detail = found;
+    own.fault = "";
+    if (before && numEnded(before) !== numEnded(found)) own.rows.reload();
+    if (before && !before.is_done && found.is_done) own.factsAt = 0;
+    if (found.in_queue === false) own.factsAt = Date.now();
+    else if (found.failed !== before?.failed && found.failed) {
+      own.failures = (await getJson(`${base}/failures`)).data;
+    }
+    app.refresh();
+    if (own === view && found.total <= MAX_ROWS_UNASKED) await readFacts(own);
+  } catch (error) {
+    if (own !== view) return;
+    own.fault = error.message;
+    app.refresh();
+  }
+  const isOver = own.detail?.is_done && own.factsAt;
+  if (own === view && !isOver) own.timer = setTimeout(() => look(own), POLL_MS);
+}
+
+// The facts of charts, which the gateway makes of all results.
+async function readFacts(own) {
+  if (Date.now() - own.factsAt < FACTS_MS || own.isCounting || !numEnded(own.detail)) return;
+  own.isCounting = true;
+  app.refresh();
+  try {
+    const found = await getJson(`/page/facts/${own.id}`);
+    if (own === view) own.facts = found;
+    own.factsAt = Date.now();
+  } finally {
+    own.isCounting = false;
+    app.refresh();
+  }
+}
+
+export function render(id) {
+  const status = { ...view.detail, ...app.batches.get(id) };
+  if (!status.batch_id) {
+    return [
+      h("h1", { tabindex: -1 }, `Batch ${id}`),
+      view.fault ? alert(view.fault) : h("p", { class: "empty" }, "Loading …"),
+      h("p", {}, h("a", { href: "#/" }, "All batches")),
+    ];
+  }
+  view.status = status;
+  announce(status);
+  return [
+    h("p", { class: "crumbs" }, h("a", { href: "#/" }, "Batches"), " /"),
+    h("h1", { tabindex: -1 }, h("bdi", {}, nameOf(status)), " ", state(status)),
+    progress(status, "Progress"),
+    h("p", { class: "sum" }, sum(status)),
+    tiles(status),
+    alert(view.fault),
+    view.note && h("p", { class: "note-box", role: "status" }, view.note),
+    waiting(status),
+    actions(status),
+    failures(status),
+    charts(status),
+    h("section", { key: "rows", "aria-labelledby": "rows-title" }, view.rows.render()),
+    facts(status),
+  ];
+}
+
+function announce(status) {
+  const step = Math.floor(status.percent_done / SAY_STEP);
+  if (step !== view.said && view.said >= 0) {
+    app.say(`${status.percent_done} % done, ${count(status.failed)} failed`);
+  }
+  view.said = step;
+}
+
+function sum(status) {
+  const parts = [
+    `${count(status.ok)} ok`,
+    `${count(status.failed)} failed`,
+    `${count(status.canceled)} canceled`,
+    `${count(status.queued)} queued`,
+    `${count(status.running)} running`,
+  ];
+  return `${plural(status.total, "row")} = ${parts.join(" + ")}`;
+}
+
+function tiles(status) {
+  return h(
+    "dl",
+    { class: "tiles" },
+    tile("Done", `${status.percent_done} %`),
+    tile("Speed", rate(status.is_done ? view.detail?.tokens_per_second : status.tokens_per_second)),
+    !status.is_done && tile("Time left", left(status)),
+    tile("Prompt", short(status.prompt_tokens), "tokens"),
+    tile("Cached", cached(status), "of the prompt"),
+    tile("Generated", short(status.completion_tokens), "tokens"),
+  );
+}
+
+function waiting(status) {
+  const reason = view.detail?.waits_for;
+  if (reason) return h("p", { class: "note-box" }, reason);
+  if (status.is_done || !status.queued || status.num_workers) return false;
+  return h(
+    "section",
+    { class: "note-box" },
+    h("p", {}, "No worker serves this batch. This command starts one:"),
+    command(`batchkv worker -m ${status.model}`),
+  );
+}
+
+// ---- changes ----
+
+function actions(status) {
+  const base = `${NATIVE}/batches/${view.id}`;
+  const button = (name, isShown, act, kind) =>
+    isShown &&
+    h("button", { key: name, type: "button", class: kind, disabled: view.isBusy, onclick: act }, name);
+  const download = (name, query, isShown) =>
+    isShown &&
+    h(
+      "a",
+      { key: name, class: "button", href: `${base}/results${query}`, download: `${view.id}${query ? ".errors" : ""}.jsonl` },
+      name,
+    );
+  return h(
+    "div",
+    { class: "actions", role: "group", "aria-label": "What to do with this batch" },
+    download("Download results", "", status.ok > 0),
+    download("Download failures", "?outcome=failed", status.failed > 0),
+    button(`Retry ${plural(status.failed, "failed row")}`, status.failed > 0, () => retry(status)),
+    button("Cancel", !status.is_done, () => cancel(status), "danger"),
+    button("Forget", true, () => forget(status), "danger"),
+  );
+}
+
+async function change(method, path, then) {
+  view.isBusy = true;
+  app.refresh();
+  const own = view;
+  try {
+    const answer = await sendJson(method, path);
+    if (own === view) view.note = then(answer);
+    app.say(own.note);
+  } catch (error) {
+    if (own === view) view.fault = error.message;
+  } finally {
+    own.isBusy = false;
+    own.factsAt = 0;
+    clearTimeout(own.timer);
+    if (own === view) {
+      look(own);
+      own.rows.load();
+    }
+    app.refresh();
+  }
+}
+
+async function retry(status) {
+  await change("POST", `${NATIVE}/batches/${view.id}/retry`, () =>
+    `${plural(status.failed, "row")} will be computed again.`,
+  );
+}
+
+async function cancel(status) {
+  const isSure = await confirmed({
+    title: "Cancel this batch?",
+    text: `${plural(status.queued + status.running, "row")} will not be computed. Answers that are there stay.`,
+    action: "Cancel the batch",
+  });
+  if (isSure) await change("POST", `${NATIVE}/batches/${view.id}/cancel`, () => "The batch is canceled.");
+}
+
+async function forget(status) {
+  const isSure = await confirmed({
+    title: "Forget this batch?",
+    text: `All ${plural(numEnded(status), "answer")} of ${nameOf(status)} will be deleted. Nothing brings them back.`,
+    action: "Delete everything",
+  });
+  if (!isSure) return;
+  view.isBusy = true;
+  try {
+    await sendJson("DELETE", `${NATIVE}/batches/${view.id}`);
+    location.hash = "#/";
+  } catch (error) {
+    view.fault = error.message;
+    view.isBusy = false;
+    app.refresh();
+  }
+}
+
+// ---- failures ----
+
+function failures(status) {
+  const groups = view.facts?.failures?.length ? view.facts.failures : view.failures;
+  if (!status.failed) return false;
+  return h(
+    "section",
+    { key: "failures", class: "card", "aria-labelledby": "failures-title" },
+    h("h2", { id: "failures-title" }, `${plural(status.failed, "failed row")}`),
+    groups.length
+      ? h(
+          "table",
+          { class: "cards" },
+          h("thead", {}, h("tr", {}, ["Code", "Rows", "Why", "Lines"].map((head) => h("th", { scope: "col" }, head)))),
+          h("tbody", {}, groups.map(failure)),
+        )
+      : h("p", {}, "The rows below say why."),
+  );
+}
+
+function failure(group) {
+  return h(
+    "tr",
+    { key: group.code },
+    h("th", { scope: "row" }, h("code", {}, group.code)),
+    h("td", { "data-label": "Rows", class: "num" }, count(group.count)),
+    h("td", { "data-label": "Why" }, messagesOf(group).map((text) => h("bdi", { class: "text block" }, text))),
+    h(
+      "td",
+      { "data-label": "Lines" },
+      (group.lines ?? []).slice(0, 10).map((line) => [
+        h(
+          "button",
+          { type: "button", class: "link", "aria-label": `Show line ${line}`, onclick: () => showLine(line) },
+          count(line),
+        ),
+        " ",
+      ]),
+    ),
+  );
+}
+
+async function showLine(line) {
+  await view.rows.show(line);
+  document.getElementById(`row-${line}`)?.scrollIntoView({ block: "center" });
+  document.querySelector(`#row-${line} button`)?.focus();
+}
+
+function messagesOf(group) {
+  if (group.examples) return group.examples.map((one) => `Line ${count(one.line)}: ${one.message}`);
+  return [group.differ ? `Line ${count(group.lines[0])}: ${group.message}` : group.message];
+}
+
+// ---- charts ----
+
+function charts(status) {
+  const found = view.facts;
+  if (view.isCounting && !found) return h("p", { key: "charts", class: "empty", role: "status" }, "Counting the results …");
+  if (!found) return status.total > MAX_ROWS_UNASKED && numEnded(status) > 0 && countButton(status);
+  const bins = found.throughput.bins;
+  const points = (field) => bins.map((bin) => [bin.at, bin.seconds ? bin[field] / bin.seconds : 0]);
+  return h(
+    "section",
+    { key: "charts", class: "charts", "aria-label": "Charts" },
+    bins.length > 0 &&
+      timeChart({
+        id: "speed",
+        title: "Tokens",
+        note: "a second",
+        series: [
+          { name: "Generated", points: points("completion_tokens") },
+          { name: "Prompt", points: points("prompt_tokens") },
+          { name: "Cached", points: points("cached_tokens") },
+        ],
+        format: short,
+      }),
+    distribution("latency", "Time of a row", found.latency_ms, (ms) => duration(ms / 1000)),
+    distribution("answers", "Length of an answer", found.answer_length, (tokens) => short(tokens), "tokens"),
+    sources(found.sources),
+    workers(found.workers),
+  );
+}
+
+function countButton(status) {
+  return h(
+    "p",
+    { key: "charts" },
+    h("button", { type: "button", onclick: () => readFacts(view).catch(explain) }, "Draw the charts"),
+    h("span", { class: "note" }, ` This reads all ${plural(numEnded(status), "result")}, about ${duration(numEnded(status) * SECONDS_A_ROW)}.`),
+  );
+}
+
+function explain(error) {
+  if (view) view.fault = error.message;
+  app.refresh();
+}
+
+function distribution(id, title, found, format, unit) {
+  if (!found) return false;
+  const bins = found.bars.map((bar) => ({ from: bar.low, to: bar.high, value: bar.count }));
+  const note = `half within ${format(found.p50)}, 99 % within ${format(found.p99)}${unit ? ` ${unit}` : ""}`;
+  return histogram({ id, title, note, bins, format, what: "rows" });
+}
+
+function sources(found) {
+  const all = found.reduce((sum, one) => sum + one.tokens, 0);
+  if (!all) return false;
+  return shares("sources", "Prompt tokens by source", ["Source", "Tokens", "Share"], found.map((one) => ({
+    name: one.name,
+    cells: [count(one.tokens), percent(shareOf(one.tokens, all))],
+    share: shareOf(one.tokens, all),
+  })));
+}
+
+function workers(found) {
+  if (!found.length) return false;
+  const rows = (one) => one.ok + one.failed + one.canceled;
+  const all = found.reduce((sum, one) => sum + rows(one), 0);
+  return shares("workers", "Workers of this batch", ["Worker", "Rows", "Share", "Median row", "Speed"], found.map((one) => ({
+    name: one.name,
+    cells: [
+      count(rows(one)),
+      percent(shareOf(rows(one), all)),
+      one.p50_ms ? duration(one.p50_ms / 1000) : "–",
+      one.tokens_per_second ? rate(one.tokens_per_second) : "–",
+    ],
+    share: one.relative_speed,
+  })));
+}
+
+// A table whose last cells have a bar.
+function shares(id, title, heads, rows) {
+  return h(
+    "figure",
+    { key: id, class: "chart" },
+    h("figcaption", {}, title),
+    h(
+      "div",
+      { class: "scroll", tabindex: 0, role: "region", "aria-label": title },
+      h(
+        "table",
+        {},
+        h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))),
+        h("tbody", {}, rows.map((row) => h(
+          "tr",
+          { key: row.name },
+          h("th", { scope: "row" }, h("bdi", {}, row.name)),
+          row.cells.map((cell, index) =>
+            h("td", { class: "num" }, cell, index === row.cells.length - 1 && h("span", { class: "meter", "--share": row.share })),
+          ),
+        ))),
+      ),
+    ),
+  );
+}
+
+function facts(status) {
+  const pairs = [
+    ["Id", h("code", {}, status.batch_id)],
+    status.openai_id && ["Id of OpenAI's API", h("code", {}, status.openai_id)],
+    ["Model", h("bdi", {}, status.model)],
+    status.scheme && ["KV scheme", status.scheme],
+    status.dtype && ["dtype", status.dtype],
+    status.fingerprint && ["Weights", h("code", {}, status.fingerprint.slice(0, 12))],
+    ["Priority", status.priority],
+    ["Created", time(status.created)],
+    ...(view.facts?.settings ?? [])
+      .filter((one) => /^(default |plain|thinking|time limit)/.test(one.name))
+      .map((one) => [one.name, h("bdi", {}, one.value)]),
+    status.expires > 0 && ["Deadline", time(status.expires)],
+    status.kept_until > 0 && ["Kept until", time(status.kept_until)],
+    status.saved_ms > 0 && ["Saved by the cache", duration(status.saved_ms / 1000)],
+    status.copied > 0 && ["Duplicates", plural(status.copied, "row")],
+    status.cut > 0 && ["Cut at max_tokens", plural(status.cut, "row")],
+    view.detail?.workers?.length > 0 && ["Workers", view.detail.workers.join(", ")],
+  ];
+  return h(
+    "section",
+    { class: "card" },
+    h("h2", {}, "Facts"),
+    h(
+      "dl",
+      { class: "facts" },
+      pairs.filter(Boolean).map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]),
+    ),
+  );
+}

@@ -1,0 +1,195 @@
+// A new batch: choose a file, see what it would do, set its terms, and queue it.
+
+import { NATIVE, upload } from "../api.js";
+import { app } from "../app.js";
+import { h } from "../dom.js";
+import { count, percent, plural, size } from "../format.js";
+import { alert, command } from "./parts.js";
+
+const MAX_WRONG_SHOWN = 50;
+const PRIORITIES = ["normal", "high", "low"];
+const DEADLINES = [
+  ["", "none"],
+  ["1h", "1 hour"],
+  ["8h", "8 hours"],
+  ["1d", "1 day"],
+  ["7d", "7 days"],
+];
+
+let file = null;
+let plan = null;
+let fault = "";
+let busy = ""; // what is being done
+let share = 0;
+let isOver = false;
+let terms = {};
+
+export const title = () => "New batch";
+
+export function enter() {
+  file = plan = null;
+  fault = busy = "";
+  isOver = false;
+  terms = {};
+}
+
+export function render() {
+  return [h("h1", { tabindex: -1 }, "New batch"), drop(), alert(fault), busy && progressOf(), file && plan && review()];
+}
+
+function drop() {
+  return h(
+    "div",
+    { class: `drop${isOver ? " over" : ""}`, ondragover: onOver, ondragleave: onOut, ondrop: onDrop },
+    h("label", { for: "file" }, file ? "Another file: drop it here, or choose it" : "Drop a file here, or choose it"),
+    h("input", { id: "file", type: "file", accept: ".jsonl,.ndjson,.json,.txt,.csv,.parquet,.gz,.zst", onchange: (event) => take(event.target.files[0]) }),
+    h("p", { class: "note" }, "One prompt a line: JSONL with OpenAI's requests or with prompts, or plain text. Nothing is queued yet."),
+  );
+}
+
+function onOver(event) {
+  event.preventDefault();
+  if (!isOver) {
+    isOver = true;
+    app.refresh();
+  }
+}
+
+function onOut() {
+  isOver = false;
+  app.refresh();
+}
+
+function onDrop(event) {
+  event.preventDefault();
+  isOver = false;
+  take(event.dataTransfer.files[0]);
+}
+
+async function take(chosen) {
+  if (!chosen || busy) return;
+  file = chosen;
+  terms = {};
+  await tryOut();
+}
+
+function headers() {
+  const found = { "x-batchkv-filename": encodeURIComponent(file.name) };
+  for (const name of ["model", "priority", "expires", "name"]) {
+    if (terms[name]) found[`x-batchkv-${name}`] = name === "name" ? encodeURIComponent(terms[name]) : terms[name];
+  }
+  return found;
+}
+
+async function send(what, path) {
+  busy = what;
+  share = 0;
+  fault = "";
+  app.refresh();
+  try {
+    return await upload(path, file, headers(), (now) => {
+      share = now;
+      app.refresh();
+    });
+  } catch (error) {
+    fault = error.message;
+    return null;
+  } finally {
+    busy = "";
+    app.refresh();
+  }
+}
+
+async function tryOut() {
+  plan = null;
+  plan = await send("Reading the file", `${NATIVE}/batches?dry_run=1`);
+  app.refresh();
+  if (plan) app.say(`${plural(plan.rows, "row")}, ${plural(plan.wrong.length, "wrong line")}`);
+}
+
+async function queue(event) {
+  event.preventDefault();
+  const made = await send("Queueing", `${NATIVE}/batches`);
+  if (made) location.hash = `#/batches/${made.batch_id}`;
+}
+
+function progressOf() {
+  return h(
+    "p",
+    { class: "note-box", role: "status" },
+    `${busy} … ${share < 1 ? percent(share) : "the gateway checks it"}`,
+  );
+}
+
+function review() {
+  return h(
+    "section",
+    { class: "card", "aria-labelledby": "plan-title" },
+    h("h2", { id: "plan-title" }, "Before it is queued"),
+    h("dl", { class: "facts" }, pairs().flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
+    plan.wrong.length > 0 && wrongLines(),
+    form(),
+  );
+}
+
+function pairs() {
+  const found = [
+    ["File", [h("bdi", {}, file.name), `, ${size(file.size)}`]],
+    ["Rows", count(plan.rows)],
+    ["Wrong lines", count(plan.wrong_lines ?? plan.wrong.length)],
+    plan.groups !== undefined && ["Groups with a common prefix", count(plan.groups)],
+    plan.expected_hits !== undefined && ["Expected cache hits", percent(plan.expected_hits)],
+    plan.model && ["Model", h("bdi", {}, plan.model)],
+  ];
+  return found.filter(Boolean);
+}
+
+function wrongLines() {
+  return h(
+    "details",
+    { class: "alert" },
+    h("summary", {}, `${plural(plan.wrong_lines ?? plan.wrong.length, "line")} would fail`),
+    h(
+      "table",
+      {},
+      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Line"), h("th", { scope: "col" }, "Why"))),
+      h(
+        "tbody",
+        {},
+        plan.wrong.slice(0, MAX_WRONG_SHOWN).map((one) =>
+          h("tr", { key: one.line }, h("th", { scope: "row" }, count(one.line)), h("td", {}, h("bdi", { class: "text" }, one.message))),
+        ),
+      ),
+    ),
+  );
+}
+
+function form() {
+  const models = [...new Set(app.workers.filter((one) => !one.is_away && one.model).map((one) => one.model))];
+  return h(
+    "form",
+    { onsubmit: queue, class: "terms" },
+    h("label", { for: "model" }, "Model"),
+    h("input", { id: "model", list: "models", start: plan.model ?? models[0] ?? "", oninput: keep("model"), autocomplete: "off", spellcheck: "false", "aria-describedby": "model-note" }),
+    h("datalist", { id: "models" }, models.map((name) => h("option", { key: name, value: name }))),
+    h("p", { class: "note", id: "model-note" }, models.length ? `Workers serve ${models.join(", ")}.` : "No worker runs now. The batch waits for one."),
+    h("label", { for: "name" }, "Name"),
+    h("input", { id: "name", start: file.name, oninput: keep("name"), maxlength: 200 }),
+    h("label", { for: "priority" }, "Priority"),
+    h("select", { id: "priority", onchange: keep("priority") }, PRIORITIES.map((name) => h("option", { key: name, value: name }, name))),
+    h("label", { for: "expires" }, "Deadline"),
+    h("select", { id: "expires", onchange: keep("expires") }, DEADLINES.map(([value, name]) => h("option", { key: name, value }, name))),
+    h(
+      "div",
+      { class: "actions" },
+      h("button", { class: "main", disabled: Boolean(busy) || !plan.rows }, `Queue ${plural(plan.rows, "row")}`),
+      h("button", { type: "button", onclick: () => enter() || app.refresh() }, "Leave it"),
+    ),
+  );
+}
+
+function keep(name) {
+  return (event) => {
+    terms[name] = event.target.value;
+  };
+}
