@@ -8,9 +8,10 @@ from starlette.routing import Route
 
 from batchkv_gateway.errors import UNAUTHORIZED, ApiError
 from batchkv_gateway.http.auth import NOBODY
-from batchkv_gateway.keys.store import LOCAL
-from batchkv_gateway.native.owners import Sender
+from batchkv_gateway.keys.caller import Caller
 from batchkv_gateway.page.feed import Feed
+
+EVERYBODY = Caller(sees_all=True)
 
 
 class EventRoutes:
@@ -26,9 +27,9 @@ class EventRoutes:
     async def events(self, request: Request) -> Response:
         """What changes, until the stream is a minute old or the viewer leaves."""
         check_signed_in(request)
-        sender = Sender.of(request)
+        caller: Caller = request.state.caller
         # All who see everything share what is read.
-        audience = Sender(LOCAL, sees_all=True) if sender.sees_all else sender
+        audience = EVERYBODY if caller.sees_all else Caller(caller.owner)
         return StreamingResponse(self._feed.stream(audience), media_type="text/event-stream")
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from redis.exceptions import RedisError
 from starlette.concurrency import run_in_threadpool
 
-from batchkv_gateway.native.owners import Sender
+from batchkv_gateway.keys.caller import Caller
 from batchkv_gateway.stopping import Stopping
 from batchkv_producer.errors import BatchkvError
 
@@ -39,7 +39,7 @@ class Snapshot:
     trouble: str = ""
 
 
-Read = Callable[[Sender], Snapshot]
+Read = Callable[[Caller], Snapshot]
 
 
 class _Channel:
@@ -64,11 +64,11 @@ class Feed:
 
     def __init__(self, read: Read, history: Callable[[], str], stopping: Stopping) -> None:
         self._read, self._history, self._stopping = read, history, stopping
-        self._channels: dict[Sender, _Channel] = {}
+        self._channels: dict[Caller, _Channel] = {}
         self._task: asyncio.Task[None] | None = None
         self._joined = asyncio.Event()
 
-    async def stream(self, audience: Sender) -> AsyncIterator[bytes]:
+    async def stream(self, audience: Caller) -> AsyncIterator[bytes]:
         """The events for one viewer."""
         loop = asyncio.get_running_loop()
         channel = self._join(audience)
@@ -89,7 +89,7 @@ class Feed:
         finally:
             self._leave(audience, channel)
 
-    def _join(self, audience: Sender) -> _Channel:
+    def _join(self, audience: Caller) -> _Channel:
         channel = self._channels.setdefault(audience, _Channel())
         channel.num_viewers += 1
         if channel.snapshot is None:
@@ -98,7 +98,7 @@ class Feed:
             self._task = asyncio.get_running_loop().create_task(self._run())
         return channel
 
-    def _leave(self, audience: Sender, channel: _Channel) -> None:
+    def _leave(self, audience: Caller, channel: _Channel) -> None:
         channel.num_viewers -= 1
         if not channel.num_viewers and self._channels.get(audience) is channel:
             del self._channels[audience]

@@ -10,8 +10,8 @@ from typing import Any
 
 from redis import Redis
 
+from batchkv_gateway.keys.caller import Caller
 from batchkv_gateway.native.listing import Listing, facts_of
-from batchkv_gateway.native.owners import Sender
 from batchkv_gateway.page.feed import Snapshot
 from batchkv_gateway.page.worker_facts import WorkerFacts
 from batchkv_producer.monitor.listing import open_batches
@@ -38,7 +38,7 @@ class Reader:
         self._open: list[str] = []
         self._speeds = Speeds()
 
-    def read(self, audience: Sender) -> Snapshot:
+    def read(self, audience: Caller) -> Snapshot:
         """What an audience sees now."""
         now = time.monotonic()
         if now - self._workers_at >= SHARED_SECONDS:

@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from batchkv_gateway.native.owners import Sender
+from batchkv_gateway.keys.caller import Caller
 from batchkv_gateway.page import feed as feed_module
 from batchkv_gateway.page.feed import Feed, Snapshot
 from batchkv_gateway.page.reading import Speeds, rounded
 from batchkv_gateway.stopping import Stopping
 
-EVERYBODY = Sender("local", True)
+EVERYBODY = Caller("local", True)
 SECONDS = 20.0
 
 
@@ -27,8 +27,8 @@ class Source:
         self.is_down = False
         self.asked: list[str] = []
 
-    def read(self, sender: Sender) -> Snapshot:
-        self.asked.append(sender.owner)
+    def read(self, caller: Caller) -> Snapshot:
+        self.asked.append(caller.owner)
         if self.is_down:
             raise RedisConnectionError("down")
         return self.now
