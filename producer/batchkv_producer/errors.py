@@ -8,6 +8,7 @@
     ├── DiskError             a disk is full: make room, and run the same command again
     │   └── FullHomeError     the disk of the embedded server is full
     ├── ServerError           Redis is missing, refuses an operation, is full or read-only
+    │   └── RefusedError      the user of the URL has no right to the operation
     └── WireError             bytes from Redis were not written by batchkv
 
 A wrong row of the input is no exception. It is a ``RowError`` value (``formats``), because a wrong
@@ -58,6 +59,10 @@ class ServerError(BatchkvError):
     """Redis cannot be reached, refuses the operation, is full or read-only."""
 
     exit_code = 3
+
+
+class RefusedError(ServerError):
+    """The user of the URL has no right to the operation. Nothing was changed."""
 
 
 class WireError(BatchkvError):

@@ -32,6 +32,7 @@ from batchkv_producer.cli.showing import (
 )
 from batchkv_producer.client import BatchStatus
 from batchkv_producer.errors import UsageError
+from batchkv_producer.local import draining
 from batchkv_producer.local.follow import snapshot_of
 from batchkv_producer.progress import reporter
 from batchkv_producer.retry import read_with_retry
@@ -122,20 +123,49 @@ def list_batches(limit: int | None, is_watching: bool, url: str | None, as_json:
 
 
 @click.command()
+@click.option(
+    "--drain",
+    "to_drain",
+    metavar="NAME",
+    multiple=True,
+    help="Let this worker end its rows and take no more. It stays alive.",
+)
+@click.option(
+    "--resume", "to_resume", metavar="NAME", multiple=True, help="Let this worker take rows again."
+)
 @watch_option
 @url_option
 @json_option
-def workers(is_watching: bool, url: str | None, as_json: bool) -> None:
-    """List the live workers of all machines.
+def workers(
+    to_drain: tuple[str, ...],
+    to_resume: tuple[str, ...],
+    is_watching: bool,
+    url: str | None,
+    as_json: bool,
+) -> None:
+    """List the live workers of all machines, or drain or resume some of them.
 
     TOK/S is the mean of the last minute, over the time in which the worker had rows.
+
+    On a hub, --drain and --resume need the admin's URL, or must run on the worker's own machine.
 
     \b
     Examples:
       batchkv workers
       batchkv workers --json
+      batchkv workers --drain studio-1a2b3c4d
     """
+    if (to_drain or to_resume) and (is_watching or as_json):
+        raise UsageError("--drain and --resume print no list: leave out --watch and --json")
     with session(url) as opened:
+        for name in to_drain:
+            draining.drain(opened.connection, name)
+            say(f"{name} takes no more rows: `batchkv workers --resume {name}` ends that")
+        for name in to_resume:
+            draining.resume(opened.connection, name)
+            say(f"{name} takes rows again")
+        if to_drain or to_resume:
+            return
 
         def show() -> bool:
             found = opened.client.workers()

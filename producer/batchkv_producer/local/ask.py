@@ -198,7 +198,7 @@ def _is_served(model: str, serving: Sequence[WorkerInfo]) -> bool:
     return any(
         not (own and worker.fingerprint and own != worker.fingerprint)
         for worker in serving
-        if not (worker.is_away or worker.is_paused)
+        if not (worker.is_away or worker.is_resting)
     )
 
 

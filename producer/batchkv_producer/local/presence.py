@@ -143,11 +143,28 @@ class Presence:
             log.warning(RECLAIMED, num)
         self._silent = set() if self._silent is None else self._silent
 
+    def is_drained(self) -> bool:
+        """Whether somebody on this machine wants the worker to take no more rows."""
+        return self._path is not None and drain_file(self._path).exists()
+
     def remove(self) -> None:
         """Remove the file, because the worker ends normally."""
         if self._path is not None:
-            with suppress(OSError):
-                self._path.unlink(missing_ok=True)
+            _delete(self._path)
+
+
+def drain_file(record: Path) -> Path:
+    """The file that drains the worker of a record file, while it exists."""
+    return record.with_suffix(".drain")
+
+
+def own_record_files(connection: Redis, name: str) -> list[Path]:
+    """The record files of the living workers of this machine that have this name.
+
+    Raises OSError or UsageError if the home folder cannot be used.
+    """
+    found = _records(home_from_environment(), server_of(connection))
+    return [path for path, one in found if one.name == name and one.has_visible_process]
 
 
 def reclaim_dead(
@@ -181,8 +198,7 @@ def reclaim_dead(
                 num += sum(moves.reap(queue, record.name, MAX_RECLAIMED))
         if record.name not in living:
             _unregister(connection, record)
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
+        _delete(path)
     return num
 
 
@@ -215,7 +231,7 @@ def remove_record(home: Home, pid: int) -> None:
     for path in _folder(home).glob(f"{pid}-*.json"):
         record = Record.read(path)
         if record is None or record.has_visible_process:  # else the id is of another machine
-            path.unlink(missing_ok=True)
+            _delete(path)
 
 
 def server_of(connection: Redis) -> str:
@@ -303,8 +319,14 @@ def _records(home: Home, server: str) -> Iterator[tuple[Path, Record]]:
         if record is not None and record.server == server:
             yield path, record
         elif _age_seconds(path) > FILE_TTL_SECONDS and not _lives(record):
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+            _delete(path)
+
+
+def _delete(path: Path) -> None:
+    """Delete a record file, and the file that drains its worker."""
+    for each in (path, drain_file(path)):
+        with suppress(OSError):
+            each.unlink(missing_ok=True)
 
 
 def _lives(record: Record | None) -> bool:

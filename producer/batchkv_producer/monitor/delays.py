@@ -63,11 +63,15 @@ def _loading(_: BatchStatus, serving: Sequence[WorkerInfo], __: int) -> Delay | 
     return Delay(next(worker.doing for worker in serving))
 
 
-def _paused(_: BatchStatus, serving: Sequence[WorkerInfo], __: int) -> Delay | None:
-    paused = [worker for worker in serving if worker.is_paused]
-    if not paused or any(not (worker.is_paused or worker.is_away) for worker in serving):
+def _resting(_: BatchStatus, serving: Sequence[WorkerInfo], __: int) -> Delay | None:
+    resting = [worker for worker in serving if worker.is_resting]
+    if not resting or any(not (worker.is_resting or worker.is_away) for worker in serving):
         return None
-    return Delay(f"{paused[0].name} is {paused[0].doing}")
+    first = resting[0]
+    if not first.is_drained:
+        return Delay(f"{first.name} is {first.doing}")
+    command = f"batchkv workers --resume {first.name}"
+    return Delay(f"{first.name} is {first.doing}", f"`{command}` lets it take rows again")
 
 
 def _away(_: BatchStatus, serving: Sequence[WorkerInfo], __: int) -> Delay | None:
@@ -104,7 +108,7 @@ def _unfit(status: BatchStatus, serving: Sequence[WorkerInfo], num_local: int) -
 
 
 # Arguments of a reason: the batch, the workers of its queue, the number of our own workers.
-REASONS: tuple[Reason, ...] = (_unserved, _loading, _unfit, _paused, _away, _short_of_memory)
+REASONS: tuple[Reason, ...] = (_unserved, _loading, _unfit, _resting, _away, _short_of_memory)
 
 
 def find_delay(

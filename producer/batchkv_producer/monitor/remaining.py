@@ -26,7 +26,7 @@ def seconds_left(batches: Iterable[BatchStatus], workers: Sequence[WorkerInfo]) 
         serving = [worker for worker in workers if queue in worker.queues]
         if any(worker.is_away and worker.num_running for worker in serving):
             continue
-        working = [worker for worker in serving if not (worker.is_away or worker.is_paused)]
+        working = [worker for worker in serving if not (worker.is_away or worker.is_resting)]
         rate = sum(worker.tokens_per_second or 0 for worker in working)
         num_tokens = 0.0
         for batch in sorted(waiting, key=_queue_order):

@@ -18,6 +18,7 @@ from batchkv_producer.wire.figures.worker import WorkerFigures, decode_figures
 MAX_DIGITS = 19  # of a count: Redis has 64-bit integers
 LOADING = ("loading", "downloading", "measuring")  # ``doing`` begins so before the first row
 PAUSED = "paused"  # ``doing`` of a polite worker on battery begins so
+DRAINED = ("draining", "drained")  # ``doing`` of a drained worker begins so
 HEARTBEAT_SECONDS = 15.0  # of a worker whose record has no other interval
 MISSED_HEARTBEATS = 2
 MAX_TEXT_CHARS = 1024
@@ -84,6 +85,16 @@ class WorkerInfo:
     def is_paused(self) -> bool:
         """Whether it takes no rows until its machine runs on mains again."""
         return self.doing.startswith(PAUSED)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether it takes no rows until somebody resumes it. It may still end some."""
+        return self.doing.startswith(DRAINED)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether it takes no rows for now: it is paused or drained."""
+        return self.is_paused or self.is_drained
 
 
 def text_map(raw: dict[bytes, bytes]) -> dict[str, str]:

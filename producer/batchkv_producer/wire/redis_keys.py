@@ -119,7 +119,8 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
                                    heartbeats) and ``bkv_seen`` (the last one, by the server's time)
                                    ``bkv_live`` (1: it answers live rows), ``bkv_figures`` (JSON,
                                    ``wire.figures.worker``) and ``bkv_counted`` (what its queue's
-                                   totals have of its work)
+                                   totals have of its work). ``bkv_drain`` is written by whoever
+                                   drains the worker: 1, until it is resumed
 ``rq:workers``             set     keys of all workers; ``rq:workers:Q`` those of one queue
 ``rq:suspended``           string  while it is there, no worker takes jobs
 ``rq:pubsub:<name>``       channel RQ's commands to a worker (``stop-job``)
@@ -136,6 +137,7 @@ QUEUE_PREFIX = "batchkv:"
 RQ_QUEUES = "rq:queues"
 SUSPENDED = "rq:suspended"
 SWEPT = "batchkv:swept"
+DRAIN = "bkv_drain"  # a field of a worker's record
 PRIORITIES = ("high", "normal", "low")
 
 _JOB_ID = re.compile(r"([0-9a-f]{16})-([1-9][0-9]{0,11})")

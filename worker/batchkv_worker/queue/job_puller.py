@@ -209,7 +209,7 @@ class JobPuller:
         self._next_pull = 0.0 if run.num_queued else now + EMPTY_QUEUE_SECONDS
         self._in_flight.hold(run.jobs)
         self.num_taken += len(run.jobs)
-        if self._state.pause.may_work:
+        if not self._state.is_resting:
             self.feed()
             self._give_back(self._in_flight.not_begun)
         if self._in_flight:
@@ -278,7 +278,7 @@ class JobPuller:
         log.info("gave %d started jobs back to the queue", len(leases))
 
     def pause(self) -> None:
-        """A pause has begun and nothing is in flight. It is no end of the queue."""
+        """The worker rests and nothing is in flight. It is no end of the queue."""
         self._idle_since = None
         self._side.set_state("suspended")
 

@@ -1,4 +1,4 @@
-"""A polite worker's pause while the machine runs on battery (``--polite``).
+"""Why a worker takes no rows for now: a pause on battery (``--polite``), or it is drained.
 
 The backlog goes back to the queue at once, and so do the rows that only wait in the engine. Rows
 that have started have ``GRACE_SECONDS`` to end, then they go back too. No lease is held after that
@@ -97,3 +97,35 @@ class Pause:
         if self._awake is not None:
             (self._awake.release if is_on else self._awake.hold)()
         return is_on
+
+
+class Drain:
+    """Whether the worker is drained: it takes no rows until it is resumed, and stays alive.
+
+    Somebody asks for that by a field of the worker's record in Redis (``manage.drain``), or by a
+    file on its own machine (``presence.drain_file``). The main thread alone calls this.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._num_rows = 0
+
+    @property
+    def text(self) -> str:
+        """The state for people; empty if rows may be taken."""
+        return self._words() if self.is_on else ""
+
+    def look(self, *, is_asked: bool, num_rows: int) -> bool:
+        """Follow what was asked; whether draining has begun. ``num_rows`` have not ended."""
+        self._num_rows = num_rows
+        has_begun = is_asked and not self.is_on
+        if has_begun:
+            log.info("%s: no rows are taken until this worker is resumed", self._words())
+        elif self.is_on and not is_asked:
+            log.info("resumed: this worker takes rows again")
+        self.is_on = is_asked
+        return has_begun
+
+    def _words(self) -> str:
+        rows = "row" if self._num_rows == 1 else "rows"
+        return f"draining {self._num_rows:,} {rows}" if self._num_rows else "drained"

@@ -51,6 +51,8 @@ def is_outage(fault: RedisError) -> bool:
 class Poll:
     """The answer to a poll: whether RQ is suspended, and which jobs the worker has lost.
 
+    ``is_drained``: somebody wants this worker to take no more rows.
+
     ``lengths`` are those of the queue's lists by priority. ``num_workers`` counts the workers that
     serve it.
     """
@@ -59,6 +61,7 @@ class Poll:
     lost: list[str]
     lengths: tuple[int, ...]
     num_workers: int
+    is_drained: bool = False
 
 
 class RedisSide:
@@ -73,6 +76,7 @@ class RedisSide:
         register: Callable[[], None],
         set_state: Callable[[str], None],
         look_around: Callable[[], None] = lambda: None,
+        is_drained_here: Callable[[], bool] = lambda: False,
     ) -> None:
         self._connection = connection
         self._queue = queue
@@ -81,6 +85,8 @@ class RedisSide:
         self._register = register
         self._set_state = set_state
         self._look_around = look_around
+        self._is_drained_here = is_drained_here
+        self._drain = b""  # the field of the record, as last read
         self._has_looked = (
             False  # as `Presence.reclaim_dead` needs a first call before jobs are held
         )
@@ -222,15 +228,19 @@ class RedisSide:
         for key in redis_keys.waiting_lists(self._queue):
             pipeline.llen(key)
         pipeline.scard(redis_keys.workers(self._queue))
+        pipeline.hmget(redis_keys.worker(self._worker), "birth", redis_keys.DRAIN)
         for lease in held:
             pipeline.hget(redis_keys.job(lease.job_id), "bkv_exec")
-        suspended, high, normal, low, num_workers, *holders = pipeline.execute()
+        suspended, high, normal, low, num_workers, (birth, drain), *holders = pipeline.execute()
+        if birth:  # else the record is lost, and the next heartbeat writes it again
+            self._drain = drain or b""
         lost = [
             lease.job_id
             for lease, holder in zip(held, holders, strict=True)
             if holder != lease.execution.encode()
         ]
-        return Poll(bool(suspended), lost, (high, normal, low), num_workers)
+        is_drained = bool(self._drain) or self._is_drained_here()
+        return Poll(bool(suspended), lost, (high, normal, low), num_workers, is_drained)
 
     def publish(self, fields: Mapping[Any, Any]) -> None:
         """Write fields of the worker's own record; see ``redis_keys``."""
@@ -246,6 +256,8 @@ class RedisSide:
         if not self._connection.hexists(redis_keys.worker(self._worker), "birth"):
             self._register()
             self._state = ""
+            if self._drain:  # the lost record had it
+                fields = {**(fields or {}), redis_keys.DRAIN: self._drain}
         pipeline, key = (
             self._connection.pipeline(transaction=False),
             redis_keys.worker(self._worker),

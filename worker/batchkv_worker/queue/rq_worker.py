@@ -235,6 +235,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             register=self._register_again,
             set_state=self.set_state,
             look_around=presence.reclaim_dead,
+            is_drained_here=presence.is_drained,
         )
 
     def _live_lane(

@@ -229,6 +229,17 @@ class Session:
             self._engine.recall(job_ids, self._in_flight.num_started)
         self._record.paused = self._state.pause.text
 
+    def _heed_drain(self, *, is_asked: bool) -> None:
+        """Begin or end draining. It begins with a recall of rows that only wait in the engine."""
+        started, state = self._in_flight.started, self._state
+        was_on, num_rows = state.drain.is_on, len(started) + state.live.num_rows
+        if state.drain.look(is_asked=is_asked, num_rows=num_rows):
+            job_ids = [lease.job_id for lease in started]
+            self._engine.recall(job_ids, self._in_flight.num_started)
+        elif was_on and not is_asked:
+            self._puller.pull_now()
+        self._record.draining = state.drain.text
+
     def _check_engine(self) -> None:
         state = self._state
         if self._engine.has_ended:
@@ -322,8 +333,9 @@ class Session:
         self._drop(poll.lost)
         self._state.is_suspended = poll.is_suspended
         self._puller.note_poll(poll)
+        self._heed_drain(is_asked=poll.is_drained)
         self._puller.look_at_queues()
-        if not (self._state.pause.may_work or self._in_flight):
+        if self._state.is_resting and not self._in_flight:
             self._puller.pause()
         elif poll.is_suspended and not self._in_flight:
             self._puller.suspend()

@@ -15,7 +15,7 @@ from batchkv_producer.wire.transitions import JobResult
 from batchkv_worker.events import Completed, Rejected, Work
 from batchkv_worker.figures.rows import RowCounts
 from batchkv_worker.queue.in_flight import InFlight
-from batchkv_worker.queue.pause import Pause
+from batchkv_worker.queue.pause import Drain, Pause
 from batchkv_worker.queue.stop import StopRequest
 
 
@@ -54,6 +54,7 @@ class WorkerState:
         self.in_flight = in_flight
         self.stop = stop
         self.pause = pause or Pause()
+        self.drain = Drain()
         self.live: LiveRows = NoLiveRows()
         self.live_counts = RowCounts()  # how live rows ended
         self.results: list[JobResult] = []  # of rows that have ended
@@ -69,8 +70,13 @@ class WorkerState:
     def may_start(self) -> bool:
         """Whether jobs may be pulled and started."""
         is_well = self.is_ready and self.engine_fault is None
-        is_held_up = self.is_suspended or not self.pause.may_work or self.is_outdated
+        is_held_up = self.is_suspended or self.is_resting or self.is_outdated
         return is_well and not (is_held_up or self.stop.is_asked)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether this worker takes no rows for now: it is paused or drained."""
+        return self.drain.is_on or not self.pause.may_work
 
     @property
     def may_switch(self) -> bool:

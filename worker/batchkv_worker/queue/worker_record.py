@@ -101,6 +101,7 @@ class WorkerRecord:
         self._publish = publish
         self._minute = LastMinute(time.monotonic)
         self._stopping = ""
+        self.draining = ""  # as ``Drain.text`` says it
         self.paused = ""  # why, as ``Pause.text`` says it
         self._published = ""  # the state in the record
         self._logged = ""
@@ -111,8 +112,9 @@ class WorkerRecord:
 
     @property
     def state(self) -> str:
-        """More than RQ's state: stopping, loading, paused, short of memory. Mostly empty."""
-        return self._stopping or self._engine.loading or self.paused or self._engine.trouble
+        """More than RQ's state: stopping, loading, drained, short of memory. Mostly empty."""
+        held_up = self._stopping or self._engine.loading or self.draining or self.paused
+        return held_up or self._engine.trouble
 
     def count(self, event: Completed) -> None:
         """A row has ended well."""

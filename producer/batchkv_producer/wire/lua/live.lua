@@ -17,7 +17,8 @@ local function live_workers(queue, needs)
     if is_able then
       local beat = (tonumber(its[5] or '') or 15000) / 1000
       local state, kind = its[6] or '', 'ok'
-      if now - (tonumber(its[4] or '') or now) > 2 * beat + 1 or string.find(state, '^paused') then
+      if now - (tonumber(its[4] or '') or now) > 2 * beat + 1 or string.find(state, '^paused')
+          or string.find(state, '^drain') then
         kind = 'away'
       elseif string.find(state, '^loading') or string.find(state, '^downloading')
           or string.find(state, '^measuring') then
