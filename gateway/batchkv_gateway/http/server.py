@@ -107,7 +107,11 @@ def listening_socket(settings: GatewaySettings) -> socket.socket:
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with ExitStack() as unless_listening:
-            found = unless_listening.enter_context(socket.socket(kind, socket.SOCK_STREAM))
+            # With the protocol named, asyncio sends small pieces at once (TCP_NODELAY). Else each
+            # answer after the first of a connection waits 40 ms for an acknowledgement.
+            found = unless_listening.enter_context(
+                socket.socket(kind, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+            )
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind(address)
             found.listen(BACKLOG)
