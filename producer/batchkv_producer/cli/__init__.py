@@ -16,12 +16,13 @@ import click
 from batchkv_producer.cli.ask import ask
 from batchkv_producer.cli.group import Cli
 from batchkv_producer.cli.manage import cancel, failed, forget, retry
-from batchkv_producer.cli.monitor import list_batches, status, wait, workers
+from batchkv_producer.cli.monitor import list_batches, status, wait
 from batchkv_producer.cli.plan import plan
 from batchkv_producer.cli.report import report
 from batchkv_producer.cli.results import result, results
 from batchkv_producer.cli.run_submit import run, submit
 from batchkv_producer.cli.server import server
+from batchkv_producer.cli.workers import workers
 from batchkv_producer.doctor.command import doctor
 from batchkv_producer.service.command import service
 

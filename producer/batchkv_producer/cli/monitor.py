@@ -1,4 +1,4 @@
-"""The commands that show batches and workers: status, list, workers, wait."""
+"""The commands that show batches and workers: status, list, wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 
 import click
 
-from batchkv_producer.batch_facts import batch_fields, listed_fields, worker_dicts
+from batchkv_producer.batch_facts import batch_fields, listed_fields
 from batchkv_producer.cli.batch_options import on_done_option
 from batchkv_producer.cli.exit_codes import exit_code
 from batchkv_producer.cli.outcome import say_canceled, say_failures
@@ -28,11 +28,9 @@ from batchkv_producer.cli.showing import (
     show_job,
     show_list,
     show_overview,
-    show_workers,
 )
 from batchkv_producer.client import BatchStatus
 from batchkv_producer.errors import UsageError
-from batchkv_producer.local import draining
 from batchkv_producer.local.follow import snapshot_of
 from batchkv_producer.progress import reporter
 from batchkv_producer.retry import read_with_retry
@@ -91,7 +89,7 @@ def status(
             one = show_job if "-" in target else show_batch
             return one(opened.client, target, as_json=as_json)
 
-        _show(show, is_watching=is_watching, as_json=as_json)
+        show_repeatedly(show, is_watching=is_watching, as_json=as_json)
 
 
 @click.command(name="list")
@@ -119,63 +117,7 @@ def list_batches(limit: int | None, is_watching: bool, url: str | None, as_json:
                 show_list(client, _limit(limit))
             return False
 
-        _show(show, is_watching=is_watching, as_json=as_json)
-
-
-@click.command()
-@click.option(
-    "--drain",
-    "to_drain",
-    metavar="NAME",
-    multiple=True,
-    help="Let this worker end its rows and take no more. It stays alive.",
-)
-@click.option(
-    "--resume", "to_resume", metavar="NAME", multiple=True, help="Let this worker take rows again."
-)
-@watch_option
-@url_option
-@json_option
-def workers(
-    to_drain: tuple[str, ...],
-    to_resume: tuple[str, ...],
-    is_watching: bool,
-    url: str | None,
-    as_json: bool,
-) -> None:
-    """List the live workers of all machines, or drain or resume some of them.
-
-    TOK/S is the mean of the last minute, over the time in which the worker had rows.
-
-    On a hub, --drain and --resume need the admin's URL, or must run on the worker's own machine.
-
-    \b
-    Examples:
-      batchkv workers
-      batchkv workers --json
-      batchkv workers --drain studio-1a2b3c4d
-    """
-    if (to_drain or to_resume) and (is_watching or as_json):
-        raise UsageError("--drain and --resume print no list: leave out --watch and --json")
-    with session(url) as opened:
-        for name in to_drain:
-            draining.drain(opened.connection, name)
-            say(f"{name} takes no more rows: `batchkv workers --resume {name}` ends that")
-        for name in to_resume:
-            draining.resume(opened.connection, name)
-            say(f"{name} takes rows again")
-        if to_drain or to_resume:
-            return
-
-        def show() -> bool:
-            found = opened.client.workers()
-            if as_json:
-                print_json(worker_dicts(found))
-            else:
-                show_workers(found)
-            return False
-
-        _show(show, is_watching=is_watching, as_json=as_json)
+        show_repeatedly(show, is_watching=is_watching, as_json=as_json)
 
 
 @click.command()
@@ -228,7 +170,7 @@ def wait(
 # ---- --watch ----
 
 
-def _show(show: Callable[[], bool], *, is_watching: bool, as_json: bool) -> None:
+def show_repeatedly(show: Callable[[], bool], *, is_watching: bool, as_json: bool) -> None:
     """Call ``show`` once. With ``--watch`` call it until it returns True.
 
     On a terminal each output replaces the one before; elsewhere an empty line separates them.

@@ -1,0 +1,68 @@
+"""The command that lists workers, and drains and resumes them."""
+
+from __future__ import annotations
+
+import click
+
+from batchkv_producer.batch_facts import worker_dicts
+from batchkv_producer.cli.monitor import show_repeatedly, watch_option
+from batchkv_producer.cli.shared import json_option, print_json, say, session, url_option
+from batchkv_producer.cli.showing import show_workers
+from batchkv_producer.errors import UsageError
+from batchkv_producer.local import draining
+
+
+@click.command()
+@click.option(
+    "--drain",
+    "to_drain",
+    metavar="NAME",
+    multiple=True,
+    help="Let this worker end its rows and take no more. It stays alive.",
+)
+@click.option(
+    "--resume", "to_resume", metavar="NAME", multiple=True, help="Let this worker take rows again."
+)
+@watch_option
+@url_option
+@json_option
+def workers(
+    to_drain: tuple[str, ...],
+    to_resume: tuple[str, ...],
+    is_watching: bool,
+    url: str | None,
+    as_json: bool,
+) -> None:
+    """List the live workers of all machines, or drain or resume some of them.
+
+    TOK/S is the mean of the last minute, over the time in which the worker had rows.
+
+    On a hub, --drain and --resume need the admin's URL, or must run on the worker's own machine.
+
+    \b
+    Examples:
+      batchkv workers
+      batchkv workers --json
+      batchkv workers --drain studio-1a2b3c4d
+    """
+    if (to_drain or to_resume) and (is_watching or as_json):
+        raise UsageError("--drain and --resume print no list: leave out --watch and --json")
+    with session(url) as opened:
+        for name in to_drain:
+            draining.drain(opened.connection, name)
+            say(f"{name} takes no more rows: `batchkv workers --resume {name}` ends that")
+        for name in to_resume:
+            draining.resume(opened.connection, name)
+            say(f"{name} takes rows again")
+        if to_drain or to_resume:
+            return
+
+        def show() -> bool:
+            found = opened.client.workers()
+            if as_json:
+                print_json(worker_dicts(found))
+            else:
+                show_workers(found)
+            return False
+
+        show_repeatedly(show, is_watching=is_watching, as_json=as_json)
