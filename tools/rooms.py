@@ -47,7 +47,17 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "batchkv_gateway": (
         *("cli", "assembly", "page", "native", "http", "parts", "metrics", "live", "batches"),
-        *("files", "keys", "settings", "worker_history", "stopping", "scripts", "redis_keys"),
+        *(
+            "files",
+            "keys",
+            "webhooks",
+            "settings",
+            "secret",
+            "worker_history",
+            "stopping",
+            "scripts",
+            "redis_keys",
+        ),
         *("pages", "ids", "errors", "__init__"),
     ),
     "batchkv_cache_store": (

@@ -35,6 +35,8 @@ from batchkv_gateway.page.routes import page_routes
 from batchkv_gateway.parts import Parts
 from batchkv_gateway.settings import GatewaySettings, is_loopback
 from batchkv_gateway.stopping import Stopping
+from batchkv_gateway.webhooks.sender import Webhooks
+from batchkv_gateway.webhooks.targets import checked_targets
 from batchkv_gateway.worker_history import WorkerHistory
 from batchkv_producer.live import Lane
 from batchkv_producer.server.home import home_from_environment
@@ -50,6 +52,8 @@ def running_parts(connection: Redis, settings: GatewaySettings) -> Iterator[Part
     driver = Driver(connection, Steps(connection, files, settings), batches, files)
     history = WorkerHistory(connection)
     driver.start()
+    webhooks = Webhooks(connection, checked_targets(settings.webhooks), settings.webhook_secret)
+    webhooks.start()
     stopping = Stopping()
     calls = Calls(Lane(connection), stopping)
     history.start()
@@ -65,6 +69,7 @@ def running_parts(connection: Redis, settings: GatewaySettings) -> Iterator[Part
         history.stop()
         calls.close()
         driver.stop()
+        webhooks.stop()
 
 
 def routes_of(parts: Parts) -> list[Route]:

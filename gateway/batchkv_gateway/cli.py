@@ -17,7 +17,7 @@ from batchkv_gateway.keys.store import KeyStore
 from batchkv_gateway.settings import GatewaySettings, is_loopback
 from batchkv_producer.cli.shared import Session, say, session, url_option
 from batchkv_producer.errors import UsageError
-from batchkv_producer.settings_table import GATEWAY_TABLE
+from batchkv_producer.settings_table import GATEWAY_BY_NAME
 
 R = TypeVar("R")
 
@@ -27,12 +27,12 @@ def gateway_options(command: Callable[..., R]) -> Callable[..., R]:
 
     @functools.wraps(command)
     def with_flags(*args: Any, **kwargs: Any) -> R:
-        flags = {setting.name: kwargs.pop(setting.name) for setting in GATEWAY_TABLE}
+        flags = {name: kwargs.pop(name) for name in GATEWAY_BY_NAME}
         given = {n: ",".join(v) or None if isinstance(v, tuple) else v for n, v in flags.items()}
         return command(*args, flags=given, **kwargs)
 
     wrapped: Callable[..., R] = with_flags
-    for each in reversed(GATEWAY_TABLE):
+    for each in reversed(GATEWAY_BY_NAME.values()):
         option = click.option(each.flag, each.name, help=each.flag_help(), **each.option())
         wrapped = option(wrapped)
     return wrapped

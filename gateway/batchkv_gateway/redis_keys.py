@@ -32,6 +32,8 @@ key                               type  content
                                         part of ``B``. The CLI's batches are not here
 ``batchkv:gateway:native:O``      zset  ids in the queue of the batches that the owner made without
                                         OpenAI's API -> when
+``batchkv:gateway:outbox:T``      zset  event -> when it is sent. ``T`` names a URL of ``--webhook``
+``batchkv:gateway:events:T``      hash  event -> JSON: when it came, how often it was sent, its body
 ``batchkv:gateway:ended``         zset  ``B`` -> when its record is deleted
 ``batchkv:gateway:session:S``     hash  ``whose`` session of the page it is: the id of a key, or
                                         ``operator``. ``S`` is the SHA-256 of the cookie. It expires
@@ -66,6 +68,16 @@ def session(digest: str) -> str:
 def ticket(digest: str) -> str:
     """Key of a ticket for a session of the page."""
     return f"{PREFIX}ticket:{digest}"
+
+
+def outbox(target: str) -> str:
+    """Key of the events that a webhook's target has not accepted yet."""
+    return f"{PREFIX}outbox:{target}"
+
+
+def events(target: str) -> str:
+    """Key of the contents of these events."""
+    return f"{PREFIX}events:{target}"
 
 
 def files(owner: str, purpose: str = "") -> str:

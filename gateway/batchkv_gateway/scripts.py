@@ -104,6 +104,13 @@ end
 redis.call('hset', KEYS[1], ARGV[1], ARGV[2] .. ' ' .. string.format('%.0f', ms + ARGV[3]))
 return 1
 """
+_TAKE = """
+local now = tonumber(redis.call('time')[1])
+local id = redis.call('zrange', KEYS[1], '-inf', now, 'BYSCORE', 'LIMIT', 0, 1)[1]
+if not id then return false end
+redis.call('zadd', KEYS[1], now + tonumber(ARGV[1]), id)
+return {id, redis.call('hget', KEYS[2], id) or ''}
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +198,15 @@ def lease(connection: Redis, key: str, name: str, holder: str, milliseconds: int
     """Take or renew a lease in the hash. False if another holder has it."""
     taken: Any = connection.register_script(_LEASE)(keys=[key], args=[name, holder, milliseconds])
     return bool(taken)
+
+
+def take_due(connection: Redis, due: str, values: str, seconds: int) -> tuple[str, bytes] | None:
+    """Take the name that is due first in the set, and its value in the hash. None if none is due.
+
+    It is due again after ``seconds``.
+    """
+    reply: Any = connection.register_script(_TAKE)(keys=[due, values], args=[seconds])
+    return None if reply is None else (bytes(reply[0]).decode("utf-8", "replace"), bytes(reply[1]))
 
 
 def _packed(commands: Sequence[Command]) -> str:

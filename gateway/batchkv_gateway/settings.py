@@ -7,8 +7,10 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from batchkv_gateway.secret import VARIABLE as SECRET
+from batchkv_gateway.secret import read_secret
 from batchkv_producer.errors import UsageError
 from batchkv_producer.settings_table import GATEWAY_BY_NAME, Setting, ValueType
 from batchkv_producer.wire.batch_options import seconds_of
@@ -35,6 +37,8 @@ class GatewaySettings:
     key_bytes: int = 0
     is_private: bool = False
     cors: tuple[str, ...] = ()  # origins of pages that may call the gateway
+    webhooks: tuple[str, ...] = field(default=(), repr=False)  # a URL may have a secret in its path
+    webhook_secret: bytes = field(default=b"", repr=False)
 
     @classmethod
     def read(
@@ -62,9 +66,13 @@ class GatewaySettings:
             key_bytes=sizes["key_bytes"],
             is_private=texts["is_private"][0] == "on",
             cors=_listed(texts["cors"][0]),
+            webhooks=_listed(texts["webhooks"][0]),
+            webhook_secret=read_secret(environ),
         )
         if bool(found.tls_cert) != bool(found.tls_key):
             raise UsageError("--tls-cert and --tls-key belong together: give both or neither")
+        if found.webhooks and not found.webhook_secret:
+            raise UsageError(f"--webhook needs a secret that signs its events: set {SECRET} to one")
         return found
 
 

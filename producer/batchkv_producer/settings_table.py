@@ -333,6 +333,18 @@ GATEWAY_TABLE = (
         "a cookie. `*` is not allowed. The flag takes one origin and may be repeated",
     ),
     Setting(
+        "webhooks", ("BATCHKV_GATEWAY_WEBHOOK",), "--webhook", ValueType.OTHER,
+        is_repeated=True, metavar="URL",
+        help="A URL to call when a batch is over. May be repeated.",
+        about="URLs that are called when a batch is over, with commas between them: https, or http "
+        "on this machine. It needs a secret. The flag takes one URL and may be repeated",
+    ),
+    Setting(
+        "", ("BATCHKV_WEBHOOK_SECRET_FILE", "BATCHKV_WEBHOOK_SECRET"),
+        about="the secret that signs webhooks: `whsec_` and 24 to 64 bytes in base64. The file "
+        "must be closed to others (`chmod 600`)",
+    ),
+    Setting(
         "tls_cert", ("BATCHKV_GATEWAY_TLS_CERT",), "--tls-cert", ValueType.FILE, metavar="FILE",
         help="The certificate (PEM) to serve HTTPS with.",
         about="the certificate (PEM, with its chain) to serve HTTPS with",
@@ -373,7 +385,7 @@ GATEWAY_TABLE = (
     ),
 )  # fmt: skip
 BY_NAME = {setting.name: setting for setting in TABLE if setting.name}
-GATEWAY_BY_NAME = {setting.name: setting for setting in GATEWAY_TABLE}
+GATEWAY_BY_NAME = {setting.name: setting for setting in GATEWAY_TABLE if setting.name}
 # Variables that other commands read. They may also be set where a worker starts.
 OTHER_VARIABLES = ("BATCHKV_HOME", "BATCHKV_DATA")
 VARIABLES = frozenset(OTHER_VARIABLES).union(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # as a program it needs no client
 START_SECONDS = 30.0
 PATCHED = tuple(
     f"batchkv_gateway.{name}"
-    for name in ("http.limits", "http.server", "batches.driver", "live.calls")
+    for name in ("http.limits", "http.server", "batches.driver", "live.calls", "webhooks.sender")
 )
 
 
@@ -35,7 +35,7 @@ class Gateway:
     """One process. ``home`` is its home folder."""
 
     def __init__(
-        self, redis_url: str, home: Path, *flags: str, die_at: str = "", **patch: float
+        self, redis_url: str, home: Path, *flags: str, die_at: str = "", **patch: Any
     ) -> None:
         environment = {**os.environ, "BATCHKV_REDIS_URL": redis_url, "BATCHKV_HOME": str(home)}
         environment |= {"DIE_AT": die_at, "PATCH": json.dumps(patch)}
@@ -85,7 +85,7 @@ class Gateway:
 
 @contextmanager
 def running_gateway(
-    redis_url: str, home: Path, *flags: str, die_at: str = "", **patch: float
+    redis_url: str, home: Path, *flags: str, die_at: str = "", **patch: Any
 ) -> Iterator[Gateway]:
     """A gateway for the length of a ``with`` block. ``patch``: constants of ``PATCHED``."""
     found = Gateway(redis_url, home, *flags, die_at=die_at, **patch)

@@ -29,6 +29,9 @@ from batchkv_gateway.files.records import OUTPUT, Files
 from batchkv_gateway.ids import FILE, new_id
 from batchkv_gateway.scripts import Command, guarded
 from batchkv_gateway.settings import GatewaySettings
+from batchkv_gateway.webhooks.events import commands as commands_of
+from batchkv_gateway.webhooks.events import ended
+from batchkv_gateway.webhooks.targets import checked_targets
 from batchkv_producer.errors import NotFoundError, UsageError
 from batchkv_producer.intake.body import ENDPOINTS
 from batchkv_producer.intake.source import Inputs
@@ -51,6 +54,7 @@ class Steps:
     def __init__(self, connection: Redis, files: Files, settings: GatewaySettings) -> None:
         self._connection, self._files, self._settings = connection, files, settings
         self._reconciler = Reconciler(connection)
+        self._targets = [target.name for target in checked_targets(settings.webhooks)]
 
     def advance(self, batch_id: str) -> bool:
         """Do a batch's next step. Returns whether another one can follow at once."""
@@ -216,7 +220,7 @@ class Steps:
         fields: dict[str, str | int],
         commands: list[Command] | None = None,
     ) -> None:
-        """End the batch, store its files, and let go of its input, in one step."""
+        """End the batch, store its files and its event, and release its input, in one step."""
         now, batch_id = int(time.time()), record.batch_id
         values = {"status": status, f"{status}_at": now, **fields}
         words = [word for pair in values.items() for word in pair]
@@ -228,6 +232,8 @@ class Steps:
             ("zadd", redis_keys.ENDED, now + self._settings.keep_files_seconds, batch_id),
             *(commands or []),
         ]
+        counts = {name: int(fields.get(name, 0)) for name in ("total", "completed", "failed")}
+        found += commands_of(ended(batch_id, status, counts, now), self._targets)
         if record.queued_id and status != states.FAILED:  # else its rows may be all that is left
             found.append(("hset", redis_keys.SPENT, batch_id, record.queued_id))
         guarded(self._connection, self._key(record), "status", (record.status,), found)

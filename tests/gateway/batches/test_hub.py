@@ -5,20 +5,27 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 from httpx2 import get
 
 from batchkv_gateway.keys.store import KeyStore
+from batchkv_gateway.secret import VARIABLE
 from support.gateway import chat_file, running_gateway
 from support.hub import HUB_SOURCE, running_hub
 
 
-def test_a_producers_rights_are_enough(tmp_path: Path) -> None:
-    """Keys, files and a batch that is cancelled need no more than ``queue.acl`` allows."""
+def test_a_producers_rights_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys, files and a batch that is cancelled need no more than ``queue.acl`` allows.
+
+    A key with limits and a webhook whose target is away need no more, either.
+    """
+    monkeypatch.setenv(VARIABLE, "whsec_" + "QUJD" * 8)
+    webhook = ("--webhook", "http://127.0.0.1:9/none")
     with running_hub(HUB_SOURCE) as hub:
         with hub.connect("producer") as connection:
-            key = KeyStore(connection).add("a")
+            key = KeyStore(connection).add("a", max_rows=9, max_bytes=10**6, is_private=True)
         with (
-            running_gateway(hub.url("producer"), tmp_path / "home") as gateway,
+            running_gateway(hub.url("producer"), tmp_path / "home", *webhook) as gateway,
             gateway.client(key, max_retries=0) as client,
         ):
             file = client.files.create(file=("in", chat_file("a", "b")), purpose="batch")
@@ -40,6 +47,9 @@ def test_a_producers_rights_are_enough(tmp_path: Path) -> None:
             native = gateway.url.removesuffix("/v1") + "/batchkv/v1"
             for path in ("batches?count=1", "workers", "left", "server", f"batches/{batch.id}"):
                 assert get(f"{native}/{path}", headers=own).status_code == 200, path
+            while "tried again" not in gateway.log.read_text():
+                assert time.monotonic() < deadline, gateway.log.read_text()
+                time.sleep(0.05)
         with hub.connect("producer") as connection:
             KeyStore(connection).remove("a")
         assert "NOPERM" not in gateway.log.read_text()

@@ -1,0 +1,1 @@
+"""Tells the URLs of ``serve --webhook`` that a batch is over."""
