@@ -42,10 +42,10 @@ def gateway_options(command: Callable[..., R]) -> Callable[..., R]:
 @gateway_options
 @url_option
 def serve_command(flags: dict[str, str | None], url: str | None) -> None:
-    """Serve OpenAI's files and batches over HTTP.
+    """Serve OpenAI's files, batches, chats and completions over HTTP.
 
-    Clients of OpenAI's batch API use it with another base_url. It prints this URL and serves until
-    Ctrl-C. Workers compute the batches: start them with `batchkv worker`. After a restart all
+    Clients of OpenAI's API use it with another base_url. It prints this URL and serves until
+    Ctrl-C. Workers compute the answers: start them with `batchkv worker`. After a restart all
     batches go on.
 
     On this machine it needs no API key until `batchkv keys add` has made one.

@@ -145,19 +145,3 @@ def test_a_gateway_that_stops_ends_its_answers(
         stopping.process.wait(15)
     assert not list(worker.connection.scan_iter("batchkv:live:row:*"))
     assert "Traceback" not in stopping.log.read_text()
-
-
-def test_a_killed_gateway_s_rows_end(
-    redis_server: RedisServer, worker: LiveWorker, tmp_path: Path
-) -> None:
-    """Nobody says that the rows of a killed gateway are wanted: their keys expire within 30 s."""
-    with (
-        running_gateway(redis_server.url, tmp_path / "home") as killed,
-        asking(killed, stream=True) as asked,
-    ):
-        row, _ = worker.take()
-        worker.send(row, "d", "It ")
-        killed.process.kill()
-        with pytest.raises(openai.APIConnectionError):
-            asked.result(15)
-    assert 0 < worker.connection.ttl(f"batchkv:live:row:{row.pulled.lease.job_id}") <= 30
