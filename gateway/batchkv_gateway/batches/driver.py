@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -25,11 +25,13 @@ from batchkv_gateway import redis_keys, scripts
 from batchkv_gateway.batches import record as states
 from batchkv_gateway.batches.check import LineError
 from batchkv_gateway.batches.steps import Steps
-from batchkv_gateway.batches.store import Batches, read_queued
+from batchkv_gateway.batches.store import Batches
 from batchkv_gateway.errors import ApiError
 from batchkv_gateway.files.records import Files
 from batchkv_producer.errors import DiskError, NotFoundError, ServerError
 from batchkv_producer.manage.forget import forget_batch
+from batchkv_producer.monitor.status import BatchStatus, read_batches
+from batchkv_producer.wire.redis_keys import queue_name
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,12 @@ FULL_LOOKS_PER_SECOND = 20.0  # at all batches together
 LOOKS_PER_TICK = 64  # at batches that may have ended meanwhile
 REST_SECONDS = 3.0  # after an error of the disk or of Redis
 SWEEP_SECONDS = 600.0
+
+
+def read_queued(connection: Redis, models: Mapping[str, str]) -> list[BatchStatus]:
+    """The statuses of these batches (id -> model) in the queue. Their workers are not counted."""
+    workers = {queue_name(model): 0 for model in models.values()}
+    return read_batches(connection, list(models), workers=workers) if models else []
 
 
 class Turns:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from batchkv_producer.monitor.status import BatchStatus
+from batchkv_producer.monitor.counts import Counts
 
 VALIDATING, FAILED, IN_PROGRESS, FINALIZING = "validating", "failed", "in_progress", "finalizing"
 COMPLETED, EXPIRED, CANCELLING, CANCELLED = "completed", "expired", "cancelling", "cancelled"
@@ -73,8 +73,8 @@ class BatchRecord:
         """The fields of its hash."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "batch_id"}
 
-    def as_object(self, queued: BatchStatus | None = None) -> dict[str, Any]:
-        """OpenAI's batch object. ``queued``: its batch in the queue now, while it is open."""
+    def as_object(self, queued: Counts | None = None) -> dict[str, Any]:
+        """OpenAI's batch object. ``queued``: the counts in the queue now, while it is open."""
         counts = {"total": self.total, "completed": self.completed, "failed": self.failed}
         usage = json.loads(self.usage) if self.usage else None
         if queued is not None and self.status in OPEN:

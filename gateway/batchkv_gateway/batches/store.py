@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +22,7 @@ from batchkv_gateway.keys.caller import Caller
 from batchkv_gateway.keys.quotas import Quotas, too_many_rows
 from batchkv_gateway.pages import Asked, read_page
 from batchkv_gateway.scripts import Command, Reservation, create, guarded
-from batchkv_producer.monitor.status import BatchStatus, read_batches
-from batchkv_producer.wire.redis_keys import queue_name
+from batchkv_producer.monitor.counts import read_counts
 
 PAGE = 500
 
@@ -39,12 +38,6 @@ class AskedBatch:
     metadata: str
     validation: str
     output_seconds: int
-
-
-def read_queued(connection: Redis, models: Mapping[str, str]) -> list[BatchStatus]:
-    """The statuses of these batches (id -> model) in the queue. Their workers are not counted."""
-    workers = {queue_name(model): 0 for model in models.values()}
-    return read_batches(connection, list(models), workers=workers) if models else []
 
 
 class Batches:
@@ -142,8 +135,8 @@ class Batches:
 
     def objects(self, records: list[BatchRecord]) -> list[dict[str, Any]]:
         """OpenAI's objects of batches, with the present counts of those that are open."""
-        ids = {r.queued_id: r.model for r in records if r.status in states.OPEN and r.queued_id}
-        queued = {each.batch_id: each for each in read_queued(self._connection, ids)}
+        ids = {r.queued_id for r in records if r.status in states.OPEN and r.queued_id}
+        queued = read_counts(self._connection, [*ids])
         return [record.as_object(queued.get(record.queued_id)) for record in records]
 
     def cancel(self, owner: str, batch_id: str) -> BatchRecord:
