@@ -39,7 +39,8 @@ batchkv keys add prometheus --metrics
   new. Counters begin at 0 with each start of a worker. A worker whose heartbeat has lapsed is left
   out.
 - **Queues** have totals of all workers that they ever had. So the work of a worker that ended
-  between two scrapes counts, too. Totals begin anew after two days without a worker.
+  between two scrapes counts, too. Totals begin anew after two days without a worker. A queue
+  without rows, workers and totals is left out.
 - **An older hub** refuses the totals, and a worker says so once. Run `deploy/hub/setup.sh` of this
   version for them.
 - **Several gateways** of one Redis answer the same about workers and queues. Take `max by (worker)`

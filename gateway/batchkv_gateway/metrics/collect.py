@@ -122,14 +122,15 @@ def _add_fact(
 def _queue_families(connection: Redis, live: Live) -> Iterator[Family]:
     served = [queue for worker, _ in live for queue in worker.queues]
     loads = read_loads(connection, served)
-    totals = {load.name: read_totals(connection, load.name) for load in loads}
+    totals = read_totals(connection, [load.name for load in loads])
+    loads = [load for load in loads if load.has_rows or load.name in {*served, *totals}]
     num_open = count_open(connection, MAX_BATCHES)
     for metric in table.QUEUES:
         family = _family(metric, table.QUEUE_LABELS)
         assert not isinstance(family, HistogramMetricFamily)
         for load in loads:
             name = [label(load.name)]
-            work = totals[load.name]
+            work = totals.get(load.name)
             num_workers = served.count(load.name)
             for more, value in _queue_values(metric, load, work, num_open, num_workers):
                 family.add_metric([*name, *more], value)

@@ -48,13 +48,20 @@ class QueueLoad:
     num_running: int
     oldest_seconds: float
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether any row waits or runs."""
+        return bool(self.num_live or self.num_running or any(self.waiting.values()))
+
 
 def read_loads(connection: Redis, names: Iterable[str] = ()) -> list[QueueLoad]:
     """The loads of all queues that ever had a row, and of these; at most ``MAX_QUEUES``."""
     members: Any = connection.smembers(redis_keys.RQ_QUEUES)
     prefix = redis_keys.queue("")
     known = {one.decode("utf-8", "replace").removeprefix(prefix) for one in members}
+    suffixes = tuple(f":{priority}" for priority in redis_keys.PRIORITIES)  # of lists of a queue
     ours = {one for one in known if one.startswith(redis_keys.QUEUE_PREFIX)}
+    ours = {one for one in ours if not one.endswith(suffixes)}
     queues = sorted(ours | set(names))[:MAX_QUEUES]
     with connection.pipeline(transaction=False) as pipeline:
         pipeline.time()

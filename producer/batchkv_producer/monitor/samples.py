@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -47,16 +48,21 @@ def read_samples(connection: Redis, queue: str) -> list[Sample]:
     return [sample for sample in samples if sample is not None]
 
 
-def read_totals(connection: Redis, queue: str) -> WorkCounts | None:
-    """The work of all workers of a queue since it had its first one. None if there was none for
-    two days, or on a hub of an older version."""
-    found: Any = _allowed(lambda: connection.hmget(redis_keys.totals(queue), "minute", *_COUNTS))
-    if not found or found[0] is None:
-        return None
-    return WorkCounts(*(_count(text) for text in found[1:]))
+def read_totals(connection: Redis, queues: Sequence[str]) -> dict[str, WorkCounts]:
+    """The work of all workers of some queues, since each had its first one. Queues that had no
+    worker for two days are left out; all are on a hub of an older version."""
+    with connection.pipeline(transaction=False) as pipeline:
+        for queue in queues:
+            pipeline.hmget(redis_keys.totals(queue), "minute", *_COUNTS)
+        found: Any = _allowed(pipeline.execute) or [None] * len(queues)
+    return {
+        queue: WorkCounts(*(_count(text) for text in values[1:]))
+        for queue, values in zip(queues, found, strict=True)
+        if values and values[0] is not None
+    }
 
 
-def _allowed(read: Any) -> Any:
+def _allowed(read: Callable[[], Any]) -> Any:
     """What a call returns; None if the server refuses it."""
     try:
         return read()

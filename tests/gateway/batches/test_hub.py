@@ -17,13 +17,14 @@ from support.hub import HUB_SOURCE, running_hub
 def test_a_producers_rights_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys, files and a batch that is cancelled need no more than ``queue.acl`` allows.
 
-    A key with limits and a webhook whose target is away need no more, either.
+    A key with limits and a webhook whose target is away need no more, either, nor do metrics.
     """
     monkeypatch.setenv(VARIABLE, "whsec_" + "QUJD" * 8)
     webhook = ("--webhook", "http://127.0.0.1:9/none")
     with running_hub(HUB_SOURCE) as hub:
         with hub.connect("producer") as connection:
             key = KeyStore(connection).add("a", max_rows=9, max_bytes=10**6, is_private=True)
+            reader = KeyStore(connection).add("reader", reads_metrics=True)
         with (
             running_gateway(hub.url("producer"), tmp_path / "home", *webhook) as gateway,
             gateway.client(key, max_retries=0) as client,
@@ -47,6 +48,9 @@ def test_a_producers_rights_are_enough(tmp_path: Path, monkeypatch: pytest.Monke
             native = gateway.url.removesuffix("/v1") + "/batchkv/v1"
             for path in ("batches?count=1", "workers", "left", "server", f"batches/{batch.id}"):
                 assert get(f"{native}/{path}", headers=own).status_code == 200, path
+            to_read = {"Authorization": f"Bearer {reader}"}
+            metrics = get(f"http://127.0.0.1:{gateway.port}/metrics", headers=to_read)
+            assert "\nbatchkv_redis_memory_bytes " in metrics.text
             while "tried again" not in gateway.log.read_text():
                 assert time.monotonic() < deadline, gateway.log.read_text()
                 time.sleep(0.05)

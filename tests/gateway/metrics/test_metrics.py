@@ -155,7 +155,9 @@ def test_queues_are_counted(gateway: Gateway, server: Redis) -> None:
         server.hset(redis_keys.batch(batch_id), "created", str(seconds - 500))
     server.zadd(redis_keys.registry("wip", QUEUE), {"x:1": 1, "y:1": 2})
     server.rpush(redis_keys.live(QUEUE), "l1")
+    server.sadd(redis_keys.RQ_QUEUES, *map(redis_keys.queue, ("batchkv:idle", "of-others")))
     found = samples_of(gateway)
+    assert {dict(labels).get("queue") for _, labels in found} == {QUEUE, None}
 
     def of(name: str, **labels: str) -> list[float]:
         return values(found, f"batchkv_queue_{name}", queue=QUEUE, **labels)

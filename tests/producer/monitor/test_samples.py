@@ -50,7 +50,7 @@ def test_a_sample_has_the_work_of_all_workers(connection: Redis) -> None:
     at = end_minute(connection)
     moves.count("b", [QUEUE], "1", WorkCounts(10, 0, 5, 1, 0))
     assert read_samples(connection, QUEUE)[1:] == [Sample(at, 3, 1, 2, 0, 0, 0, 5, 0)]
-    assert read_totals(connection, QUEUE) == WorkCounts(110, 40, 25, 8, 1)
+    assert read_totals(connection, [QUEUE])[QUEUE] == WorkCounts(110, 40, 25, 8, 1)
 
 
 def test_work_is_counted_once(connection: Redis) -> None:
@@ -59,13 +59,13 @@ def test_work_is_counted_once(connection: Redis) -> None:
     moves.count("a", [QUEUE], "first", WorkCounts())
     for _ in range(3):
         moves.count("a", [QUEUE], "first", COUNTS)
-    assert read_totals(connection, QUEUE) == COUNTS
+    assert read_totals(connection, [QUEUE])[QUEUE] == COUNTS
     moves.count("a", [QUEUE], "second", WorkCounts(rows_done=1))
-    assert read_totals(connection, QUEUE) == replace(COUNTS, rows_done=3)
+    assert read_totals(connection, [QUEUE])[QUEUE] == replace(COUNTS, rows_done=3)
     connection.delete(redis_keys.worker("a"))  # nothing is written into a record that is gone
     moves.count("a", [QUEUE], "second", COUNTS)
     assert not connection.exists(redis_keys.worker("a"))
-    assert read_totals(connection, QUEUE) == replace(COUNTS, rows_done=3)
+    assert read_totals(connection, [QUEUE])[QUEUE] == replace(COUNTS, rows_done=3)
 
 
 def test_a_queue_has_samples_of_one_day(connection: Redis) -> None:
@@ -89,11 +89,11 @@ def test_a_queue_has_samples_of_one_day(connection: Redis) -> None:
 
 def test_what_cannot_be_read_is_left_out(connection: Redis) -> None:
     """Entries that are no samples are skipped, and a queue without workers has none."""
-    assert read_samples(connection, QUEUE) == [] and read_totals(connection, QUEUE) is None
+    assert read_samples(connection, QUEUE) == [] and read_totals(connection, [QUEUE]) == {}
     sample = '{"at":60,"waiting":1,"running":0,"workers":1,"prompt_tokens":1,"cached_tokens":0'
     sample += ',"completion_tokens":%s,"rows_done":1,"rows_failed":0}'
     wrong = ["", "[]", "3", "[" * 100_000, sample % "-1", sample % "1e300", sample % "true"]
     connection.rpush(redis_keys.samples(QUEUE), *wrong, sample % "9", b"\xff")
     assert [one.completion_tokens for one in read_samples(connection, QUEUE)] == [9]
     connection.hset(redis_keys.totals(QUEUE), mapping={"minute": "60", "rows_done": "x" * 99})
-    assert read_totals(connection, QUEUE) == WorkCounts()
+    assert read_totals(connection, [QUEUE])[QUEUE] == WorkCounts()

@@ -18,6 +18,7 @@ from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.start.backend import choose_backend
 from batchkv_worker.model.adapter_files import read
 from batchkv_worker.model.adapters import load_all
+from batchkv_worker.model.loader import LoadedModel
 from batchkv_worker.prefix.shared.access import Access
 from support import tiny_models
 from support.adapters import as_mlx_lm, quantized, write_adapter
@@ -76,7 +77,8 @@ CASES: list[tuple[str, Make, str]] = [
 @pytest.mark.parametrize(("make", "kind"), [case[1:] for case in CASES],
                          ids=[case[0] for case in CASES])  # fmt: skip
 def test_tokens_are_those_of_mlx_lm_with_the_adapter(tmp_path: Path, make: Make, kind: str) -> None:
-    """The model alone, each adapter, and the model again: as mlx-lm computes them."""
+    """The model alone, each adapter, and the model again, as mlx-lm computes them. All rows are
+    counted, also for a reader during an exchange."""
     model = make()
     folders = [
         write_adapter(tmp_path / name, model, kind=kind, seed=seed)
@@ -85,11 +87,23 @@ def test_tokens_are_those_of_mlx_lm_with_the_adapter(tmp_path: Path, make: Make,
     engine = serving(model, folders)
     assert isinstance(engine, ExchangesAdapters)
     found: dict[str, list[list[int]]] = {}
-    for name in ("", "a", "b", ""):
+    build, counted = engine._build, list[int]()
+
+    def num_rows() -> int:
+        return sum(engine.figures().times["row.batch"].counts)
+
+    def counting(loaded: LoadedModel) -> Engine:
+        counted.append(num_rows())  # as another thread would read it now
+        return build(loaded)
+
+    engine._build = counting
+    for number, name in enumerate(("", "a", "b", ""), 1):
         engine.serve(name)
         answers = tokens_of(engine)
         assert found.setdefault(name, answers) == answers
         assert engine.maker == engine.makers[name]
+        assert num_rows() == number * len(PROMPTS)
+    assert counted == [len(PROMPTS) * number for number in (1, 2, 3)]
     engine.close()
     models = {"": make(), **{each.name: as_mlx_lm(make(), each) for each in folders}}
     for name, answers in found.items():

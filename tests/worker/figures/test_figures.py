@@ -77,7 +77,7 @@ def test_a_worker_counts_its_work(redis_connection: Redis) -> None:
     that of a worker that ends before its next heartbeat."""
     submit(redis_connection, ["a b c", "reject:timeout", "d", "e"])
     work(redis_connection)
-    totals = read_totals(redis_connection, QUEUE)
+    totals = read_totals(redis_connection, [QUEUE]).get(QUEUE)
     assert totals is not None
     assert (totals.rows_done, totals.rows_failed) == (3, 1)
     assert totals.prompt_tokens > 0 and totals.completion_tokens > 0
@@ -88,7 +88,7 @@ def test_a_worker_counts_its_work(redis_connection: Redis) -> None:
     (sample,) = read_samples(redis_connection, QUEUE)
     assert (sample.rows_done, sample.rows_failed) == (3, 1)
     assert sample.prompt_tokens == totals.prompt_tokens
-    assert read_totals(redis_connection, QUEUE) != totals
+    assert read_totals(redis_connection, [QUEUE]).get(QUEUE) != totals
 
 
 def test_the_record_has_the_figures(redis_connection: Redis) -> None:
@@ -117,12 +117,12 @@ def test_an_older_hub_refuses_only_the_totals(
     assert found.counts["rows.batch.ok"] == 3
     assert caplog.text.count("no work is counted: the hub is of an older version") == 1
     with user_of_hub(redis_connection, "producer", without="batchkv:samples") as old:
-        assert read_totals(old, QUEUE) is None and read_samples(old, QUEUE) == []
+        assert read_totals(old, [QUEUE]) == {} and read_samples(old, QUEUE) == []
     submit(redis_connection, [*"de"], name="later")
     with user_of_hub(redis_connection, "worker") as new:
         work(new)
     with user_of_hub(redis_connection, "producer") as producer:
-        totals = read_totals(producer, QUEUE)
+        totals = read_totals(producer, [QUEUE]).get(QUEUE)
         assert totals is not None and totals.rows_done == 2
         assert read_samples(producer, QUEUE) == []
 

@@ -53,7 +53,9 @@ class AdapterEngine:
         self.makers = {"": loaded.maker(scheme), **makers}
         self.engine = build(loaded)
         self._is_open = True
-        self._earlier = EngineFigures()  # of the engines before this one
+        # The engine that counts, and what those before it have counted. One value, because other
+        # threads read it.
+        self._counting: tuple[Engine | None, EngineFigures] = self.engine, EngineFigures()
 
     def serve(self, adapter: str) -> None:
         """Exchange the adapter; "" is the model alone. Only while the engine is idle."""
@@ -63,7 +65,7 @@ class AdapterEngine:
         ENGINE.enter(LOAD)
         chosen = self._adapters[adapter] if adapter else None
         self._is_open = False
-        self._earlier = self.figures()
+        self._counting = None, (earlier := self.figures())
         self.engine.close()
         if self._take_off is not None:
             self._take_off()
@@ -74,6 +76,7 @@ class AdapterEngine:
             loaded = chosen.on(loaded, f"{loaded.name}@{adapter}")
         self.engine = self._build(loaded)
         self._is_open, self.adapter = True, adapter
+        self._counting = self.engine, earlier
         log.info("serving %s", loaded.name)
 
     @property
@@ -127,7 +130,8 @@ class AdapterEngine:
         return self._loaded.has_changed() or any(changed)
 
     def figures(self) -> EngineFigures:
-        return self.engine.figures().after(self._earlier)
+        engine, earlier = self._counting
+        return earlier if engine is None else engine.figures().after(earlier)
 
     def memory_bytes(self) -> int:
         return self.engine.memory_bytes()

@@ -94,6 +94,7 @@ class EngineThread:
         self._outbox: SimpleQueue[Sequence[Notice]] = SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="batchkv-engine", daemon=True)
         self._engine: EngineLike | None = None
+        self._read_figures: Callable[[], EngineFigures] | None = None  # once it is built
         self.num_steps = 0
         self.steps = Histogram(STEP_BOUNDS)  # how long each took
         self.num_slots = self.max_in_flight = 0  # until it is built
@@ -151,9 +152,8 @@ class EngineThread:
 
     def figures(self) -> EngineFigures | None:
         """The engine's figures; None if it has none, or is just being changed."""
-        engine = self._engine
         try:
-            return engine.figures() if isinstance(engine, HasFigures) else None
+            return None if self._read_figures is None else self._read_figures()
         except Exception:
             log.debug("the engine's figures cannot be read", exc_info=True)
             return None
@@ -220,6 +220,8 @@ class EngineThread:
         self.maker = engine.maker
         if isinstance(engine, ExchangesAdapters):
             self.makers = engine.makers
+        if isinstance(engine, HasFigures):
+            self._read_figures = engine.figures
         self._outbox.put((Ready(),))
         while self._take_orders(engine):
             if engine.is_idle:
