@@ -47,7 +47,7 @@ def main() -> None:
     Path("numbers.jsonl").write_text("\n".join(map(json.dumps, questions)))
     Path("numbers.yaml").write_text(TASK.replace("FOLDER", str(Path.cwd())))
     evaluate("local-chat-completions", "chat/completions", "--apply_chat_template")
-    evaluate("local-completions", "completions")
+    evaluate("local-completions", "completions", "--batch_size", "3")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import asyncio
 import os
 import time
 
-from openai import AsyncOpenAI, NotFoundError
+import httpx2
+from openai import APIConnectionError, AsyncOpenAI, NotFoundError
 
 from clients.openai_session import FAULTS, faulted_session, strict_client
 from support.http_faults import HttpFaults
@@ -28,6 +29,29 @@ def sessions() -> None:
         with HttpFaults(PORT) as proxy:
             faulted_session(URL, proxy, name, MODEL)
             print(f"ok: a batch, start to end, with {proxy.num_faults} times the fault {name}")
+
+
+def faulted_calls() -> None:
+    """A call under each fault has its answer; a stream that is cut does not look whole."""
+    ask = {"model": MODEL, "temperature": 0, "max_tokens": 24, "messages": question("What is it?")}
+    with strict_client(URL) as client:
+        right = client.chat.completions.create(**ask).choices[0].message.content
+    for name, fault in FAULTS.items():
+        with HttpFaults(PORT) as proxy, strict_client(proxy.url) as client:
+            proxy.plan("POST", "/v1/chat/completions", fault)
+            found = client.chat.completions.create(**ask)
+            assert found.choices[0].message.content == right, found
+            proxy.plan("POST", "/v1/chat/completions", fault)
+            pieces = []
+            try:
+                for chunk in client.chat.completions.create(**ask, stream=True):
+                    pieces += [choice.delta.content or "" for choice in chunk.choices]
+            except (APIConnectionError, httpx2.TransportError):
+                assert name == "cut", name
+            else:
+                assert name != "cut" and "".join(pieces) == right, pieces
+            assert proxy.is_done
+    print("ok: calls and streams with each fault")
 
 
 def calls() -> None:
@@ -96,5 +120,6 @@ async def at_once() -> None:
 
 if __name__ == "__main__":
     sessions()
+    faulted_calls()
     calls()
     asyncio.run(at_once())
