@@ -20,6 +20,7 @@ from batchkv_gateway.errors import (
     TIMED_OUT,
     TOO_LARGE,
     UNAVAILABLE,
+    UNSUPPORTED,
     ApiError,
     invalid,
 )
@@ -93,7 +94,7 @@ class Limits:
         self._num_requests += 1
         try:
             sender = self._check(scope, most)
-            answer.more = sender.headers()
+            answer.more, answer.is_last = sender.headers(), False
             scope.setdefault("state", {})["is_cross_origin"] = bool(sender.origin)
             if sender.is_preflight:
                 answer.more += preflight_headers(_values(scope))
@@ -123,6 +124,12 @@ class Limits:
         sender = sender_of(scope["method"], scope["path"], values, hosts[0], self._origins)
         if b"content-length" in values and b"transfer-encoding" in values:
             raise invalid("a request has one length: Content-Length or Transfer-Encoding")
+        if any(value.lower() != b"identity" for value in values.get(b"content-encoding", [])):
+            raise ApiError(
+                UNSUPPORTED,
+                "bodies are not decompressed: send it without Content-Encoding",
+                code="unsupported_encoding",
+            )
         length = values.get(b"content-length", [b"0"])[0]
         if length.isdigit() and int(length) > max_bytes + DRAIN_BYTES:
             raise _too_large(max_bytes)
@@ -180,19 +187,27 @@ class _Body:
 
 
 class _Answer:
-    """Sends pieces of an answer to a client that reads them in time. ``more`` are headers."""
+    """Sends pieces of an answer to a client that reads them in time. ``more`` are headers.
+
+    ``is_last``: the connection ends, so that what comes after a request that was not understood is
+    never read as another one.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.more: list[tuple[bytes, bytes]] = []
+        self.is_last = True  # until the request has passed all checks
 
     async def send(self, message: Message) -> None:
         """Send a message. TimeoutError, which ends the connection, if the client does not read."""
         if message["type"] == "http.response.start":
             headers = [*message.get("headers", []), *self.more]
             headers.append((b"x-content-type-options", b"nosniff"))
-            if not any(name.lower() == b"cache-control" for name, _ in headers):
+            given = {name.lower() for name, _ in headers}
+            if b"cache-control" not in given:
                 headers.append((b"cache-control", b"no-store"))
+            if self.is_last and b"connection" not in given:
+                headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
         async with asyncio.timeout(SEND_SECONDS):
             await self._send(message)

@@ -35,8 +35,11 @@ class Quotas:
     def reserve_rows(self, caller: Caller, queued_id: str, num_rows: int) -> None:
         """Count the rows of a batch of the queue as open until they have ended.
 
-        A second call for the same batch replaces the first. Raises ApiError for too many.
+        A second call for the same batch replaces the first. Raises ApiError for too many. Nothing
+        is counted for a caller without a limit.
         """
+        if not caller.max_rows:
+            return
         key = redis_keys.open_rows(caller.owner)
         asked = Reservation(key, queued_id, num_rows, caller.max_rows)
         if reserve(self._connection, asked):

@@ -122,7 +122,9 @@ def test_reservations_that_nobody_ended_are_found(redis_connection: Redis, tmp_p
     redis_connection.delete(key)
     redis_connection.hset(key, f"batch_{'0' * 32}", 10)  # a record that is gone
     assert reserve("e", 10) and redis_connection.hkeys(key) == [b"e"]
-    assert Quotas(redis_connection).ended(Caller("another")) == {}
+    quotas.reserve_rows(Caller("another"), "f", 10**9)
+    assert quotas.ended(Caller("another")) == {}
+    assert not redis_connection.exists(redis_keys.open_rows("another"))
 
 
 def test_a_key_keeps_at_most_its_bytes(
