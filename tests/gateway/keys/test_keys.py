@@ -68,6 +68,10 @@ def test_only_the_whole_key_opens(redis_connection: Redis) -> None:
     last = "0" if key[-1] != "0" else "1"
     for wrong in (key[:-1] + last, key[:-1], f"{key}0", key.replace(owner, "0" * 8), "", "bkv-"):
         assert keys.find(wrong) is None
+    facts = json.loads(redis_connection.hget(redis_keys.KEYS, owner))  # type: ignore[arg-type]
+    old = {name: facts[name] for name in ("name", "digest", "created")}  # of an earlier version
+    redis_connection.hset(redis_keys.KEYS, owner, json.dumps(old))
+    assert keys.find(key) == ApiKey(owner, "a", old["created"])
     for damaged in ("{", "[]", '{"name": "a", "digest": 1, "created": 1}'):
         redis_connection.hset(redis_keys.KEYS, owner, damaged)
         assert keys.find(key) is None and keys.all() == [] and keys.has_any()
