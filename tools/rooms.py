@@ -27,7 +27,8 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("events", "figures", "sequence", "guide", "trace", "faults", "errors"),
     ),
     "batchkv_producer": (
-        *("__main__", "entry", "cli", "__init__", "doctor", "service", "local", "connecting"),
+        *("__main__", "entry", "cli", "__init__", "doctor", "service", "top", "local"),
+        "connecting",
         *(
             "batch_facts",
             "remote",
@@ -43,7 +44,7 @@ ORDER: dict[str, tuple[str, ...]] = {
             "server",
             "wire",
         ),
-        *("retry", "disk", "progress", "settings_table", "agreed", "errors"),
+        *("retry", "disk", "tables", "progress", "settings_table", "agreed", "errors"),
     ),
     "batchkv_gateway": (
         *("cli", "assembly", "page", "native", "http", "parts", "metrics", "live", "batches"),

@@ -22,7 +22,7 @@ from batchkv_producer.cli.report import report
 from batchkv_producer.cli.results import result, results
 from batchkv_producer.cli.run_submit import run, submit
 from batchkv_producer.cli.server import server
-from batchkv_producer.cli.workers import workers
+from batchkv_producer.cli.workers import top, workers
 from batchkv_producer.doctor.command import doctor
 from batchkv_producer.service.command import service
 
@@ -61,6 +61,7 @@ for _command in (report, failed, cancel, retry, forget):
     cli.add_command(_command)
 cli.add_command(list_batches)
 cli.add_command(workers)
+cli.add_command(top)
 cli.add_command(server)
 cli.add_command(service)
 cli.add_command(doctor)

@@ -13,10 +13,10 @@ from batchkv_producer.cli.shared import (
     model_option,
     print_json,
 )
-from batchkv_producer.cli.tables import print_table
 from batchkv_producer.order.prefix_estimate import PrefixEstimate
 from batchkv_producer.progress import rows
 from batchkv_producer.submit import submission
+from batchkv_producer.tables import print_table
 from batchkv_producer.wire.job import SamplingParams
 
 

@@ -6,11 +6,11 @@ import click
 from redis.exceptions import RedisError
 
 from batchkv_producer.cli.shared import json_option, print_json, say
-from batchkv_producer.cli.tables import print_fields
 from batchkv_producer.errors import ServerError
 from batchkv_producer.monitor.workers import read_workers
 from batchkv_producer.server import embedded
 from batchkv_producer.server.home import Home, home_from_environment
+from batchkv_producer.tables import print_fields
 
 SHOWN_WORKERS = 5
 

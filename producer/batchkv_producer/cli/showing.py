@@ -17,7 +17,13 @@ from batchkv_producer.batch_facts import (
     worker_dicts,
 )
 from batchkv_producer.cli.shared import print_json
-from batchkv_producer.cli.tables import (
+from batchkv_producer.client import BatchStatus, Client
+from batchkv_producer.monitor.mismatch import find_mismatch
+from batchkv_producer.monitor.remaining import percent_done
+from batchkv_producer.monitor.workers import WorkerInfo
+from batchkv_producer.progress import duration, printable
+from batchkv_producer.server.memory_use import MemoryUse, size_text
+from batchkv_producer.tables import (
     CUT,
     Column,
     print_fields,
@@ -26,12 +32,6 @@ from batchkv_producer.cli.tables import (
     table_lines,
     width,
 )
-from batchkv_producer.client import BatchStatus, Client
-from batchkv_producer.monitor.mismatch import find_mismatch
-from batchkv_producer.monitor.remaining import percent_done
-from batchkv_producer.monitor.workers import WorkerInfo
-from batchkv_producer.progress import duration, printable
-from batchkv_producer.server.memory_use import MemoryUse, size_text
 from batchkv_producer.wire.maker import Maker
 
 MIN_PART_CHARS = 16  # of a part that is cut; a shorter one is left out

@@ -1,6 +1,9 @@
-"""The command that lists workers, and drains and resumes them."""
+"""The commands about workers: a list, draining and resuming them, and a live view."""
 
 from __future__ import annotations
+
+import sys
+from functools import partial
 
 import click
 
@@ -66,3 +69,39 @@ def workers(
             return False
 
         show_repeatedly(show, is_watching=is_watching, as_json=as_json)
+
+
+@click.command()
+@click.option("--once", is_flag=True, help="Print one frame and end. So does output that is piped.")
+@url_option
+def top(once: bool, url: str | None) -> None:
+    """Show batches and workers live, in this terminal.
+
+    It reads again every 2 seconds. Up and down select a worker. d drains it: it ends its rows,
+    takes no more, and stays alive. u resumes it. q or Ctrl-C ends the command.
+
+    SLOTS are the rows that decode now, of all slots. KV is the used part of the memory for keys and
+    values. CACHED is the share of prompt tokens that were not computed, since the worker's start.
+    Workers of older versions have blanks. On a hub, draining needs the admin's URL, or the worker's
+    own machine.
+
+    \b
+    Examples:
+      batchkv top
+      batchkv top --once
+    """
+    # Imported here: rich takes 50 ms, and most commands need none of it.
+    from rich.console import Console
+
+    from batchkv_producer.top.loop import Top
+    from batchkv_producer.top.view import Reader
+
+    with session(url) as opened:
+        reader = Reader(opened.client, opened.connection)
+        drain = partial(draining.drain, opened.connection)
+        resume = partial(draining.resume, opened.connection)
+        shown = Top(reader.read, drain, resume, Console(highlight=False))
+        if once or not sys.stdout.isatty():
+            shown.once()
+        else:
+            shown.run()

@@ -109,7 +109,7 @@ def _stretches(
     """(first line, number of lines, its part of ``lines``) of each stretch with one of them."""
     raw: Any = connection.hmget(redis_keys.batch(batch_id), "last_line", "num_chunks")
     last_line, num_chunks = (_whole(value) for value in raw)
-    num_lines = stretch_lines(last_line, num_chunks)
+    num_lines = max(1, stretch_lines(last_line, num_chunks))  # older batches have no last_line
     by_stretch: dict[int, list[int]] = {}
     for line in lines:
         by_stretch.setdefault((line - 1) // num_lines, []).append(line)

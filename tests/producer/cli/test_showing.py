@@ -18,7 +18,10 @@ from click.testing import CliRunner, Result
 from redis import Redis
 
 from batchkv_producer.cli import cli
-from batchkv_producer.cli.tables import (
+from batchkv_producer.monitor.remaining import percent_done, seconds_left
+from batchkv_producer.monitor.status import BatchStatus
+from batchkv_producer.monitor.workers import WorkerInfo
+from batchkv_producer.tables import (
     Column,
     shorten_middle,
     shorten_model,
@@ -26,9 +29,6 @@ from batchkv_producer.cli.tables import (
     shorten_names,
     table_lines,
 )
-from batchkv_producer.monitor.remaining import percent_done, seconds_left
-from batchkv_producer.monitor.status import BatchStatus
-from batchkv_producer.monitor.workers import WorkerInfo
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.transitions import Transitions
 

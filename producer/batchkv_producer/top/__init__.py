@@ -1,0 +1,1 @@
+"""``batchkv top``: batches and workers in a terminal, live."""
