@@ -31,6 +31,14 @@ NO_PATH = (
     "/v1/models are here"
 )
 
+# The first part of a path that OpenAI has, and the sentence for it.
+OTHER_TASKS = {
+    "responses": "use /v1/chat/completions: tools that prefer /v1/responses have a setting for it",
+    **dict.fromkeys(
+        ("audio", "embeddings", "images", "moderations", "videos"), "models answer with text only"
+    ),
+}
+
 
 def error_body(status: int, message: str, code: str | None, param: str | None = None) -> bytes:
     """The body of an error."""
@@ -73,11 +81,15 @@ async def on_not_found(_: Request, fault: Exception) -> Response:
     return error_response(ApiError(NOT_FOUND, str(fault), code=code, param="id"))
 
 
-async def on_http_error(_: Request, fault: Exception) -> Response:
+async def on_http_error(request: Request, fault: Exception) -> Response:
     """Handler of Starlette's own errors: no such path, or not this method."""
     assert isinstance(fault, HTTPException)
-    words = {404: NO_PATH, 405: "this path does not have this method"}
-    message = words.get(fault.status_code, fault.detail)
+    task = request.url.path.removeprefix("/v1/").partition("/")[0]
+    if fault.status_code == NOT_FOUND and task in OTHER_TASKS:
+        words = f"there is no /v1/{task} here: {OTHER_TASKS[task]}"
+        return error_response(ApiError(NOT_FOUND, words, code="unknown_url"))
+    sentences = {404: NO_PATH, 405: "this path does not have this method"}
+    message = sentences.get(fault.status_code, fault.detail)
     response = error_response(ApiError(fault.status_code, message, code="unknown_url"))
     response.headers.update(fault.headers or {})
     return response

@@ -261,8 +261,12 @@ def test_wrong_requests_are_refused(client: OpenAI) -> None:
     for call in (client.batches.retrieve, client.batches.cancel):
         with pytest.raises(openai.NotFoundError):
             call("batch_" + "0" * 32)
-    with pytest.raises(openai.NotFoundError, match="/v1/batches and /v1/models are here"):
-        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
+    with pytest.raises(openai.NotFoundError, match="/v1/models are here"):
+        client.get("/nowhere", cast_to=object)
+    with pytest.raises(openai.NotFoundError, match="no /v1/responses here: use /v1/chat"):
+        client.responses.create(model="m", input="Hi")
+    with pytest.raises(openai.NotFoundError, match="no /v1/embeddings here: models answer"):
+        client.embeddings.create(model="m", input="Hi")
     assert client.batches.list().data == []
 
 
