@@ -21,7 +21,7 @@ from batchkv_gateway.errors import (
     UNAVAILABLE,
     ApiError,
 )
-from batchkv_producer.errors import ExpiredError, NotFoundError, UsageError
+from batchkv_producer.errors import ExpiredError, NotFoundError, RefusedError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,11 @@ async def on_not_found(_: Request, fault: Exception) -> Response:
     return error_response(ApiError(NOT_FOUND, str(fault), code=code, param="id"))
 
 
+async def on_refused(_: Request, fault: Exception) -> Response:
+    """Handler of RefusedError: the gateway's own user of the server has no right to it."""
+    return error_response(ApiError(FORBIDDEN, str(fault), code="forbidden"))
+
+
 async def on_http_error(request: Request, fault: Exception) -> Response:
     """Handler of Starlette's own errors: no such path, or not this method."""
     assert isinstance(fault, HTTPException)
@@ -115,6 +120,7 @@ async def on_bug(_: Request, __: Exception) -> Response:
 HANDLERS = {
     ApiError: on_api_error,
     NotFoundError: on_not_found,
+    RefusedError: on_refused,
     UsageError: on_usage_error,
     HTTPException: on_http_error,
     RedisError: on_redis_error,

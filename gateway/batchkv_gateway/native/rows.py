@@ -78,14 +78,18 @@ def _facts(row: _Row, *, full: bool) -> dict[str, Any]:
     prompt = prompt_text(row.request) if row.request else None
     custom_id = row.request.custom_id if row.request else result.custom_id
     waiting = "running" if row.state == "started" else "queued"
+    calls = result.tool_calls if full else ()
+    messages = (row.request.messages or ()) if row.request and full else ()
     return {
         "line": row.line,
         "id": row.job_id,
         "custom_id": custom_id,
         "outcome": waiting if row.result is None else result.outcome,
         "prompt": prompt if full or prompt is None else shortened(prompt),
+        "messages": [{"role": str(m.get("role")), "content": _content(m)} for m in messages],
         "answer": result.text if full else shortened(result.text),
         "reasoning": result.reasoning if full else shortened(result.reasoning),
+        "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in calls],
         "finish_reason": result.finish_reason or None,
         "error": {"code": result.error[0], "message": result.error[1]} if result.error else None,
         "prompt_tokens": result.usage.prompt,

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from batchkv_gateway.errors import invalid
+from batchkv_gateway.errors import FORBIDDEN, ApiError, invalid
 from batchkv_gateway.http.answer import json_answer
 from batchkv_gateway.native import PREFIX
 from batchkv_gateway.native.listing import Listing
@@ -17,6 +17,7 @@ from batchkv_gateway.native.queries import checked_query, plain
 from batchkv_gateway.parts import Parts
 from batchkv_producer import batch_facts
 from batchkv_producer.client import Client
+from batchkv_producer.manage import drain
 from batchkv_producer.monitor.samples import read_samples
 from batchkv_producer.server.memory_use import read_memory_use
 
@@ -32,6 +33,8 @@ class WorkerRoutes:
         """The routes of this module."""
         return [
             Route(f"{PREFIX}/workers", self.workers, methods=["GET"]),
+            Route(f"{PREFIX}/workers/{{name}}/drain", self.drain, methods=["POST"]),
+            Route(f"{PREFIX}/workers/{{name}}/resume", self.resume, methods=["POST"]),
             Route(f"{PREFIX}/left", self.left, methods=["GET"]),
             Route(f"{PREFIX}/samples", self.samples, methods=["GET"]),
             Route(f"{PREFIX}/server", self.server, methods=["GET"]),
@@ -47,6 +50,18 @@ class WorkerRoutes:
         answer: dict[str, Any] = {"data": batch_facts.worker_dicts(found)}
         answer["apart"] = self._client.count_apart(queue) if queue else None
         return json_answer(plain({"object": "list", **answer}))
+
+    def drain(self, request: Request) -> Response:
+        """Let a worker end its rows and take no more, for those who see all."""
+        _check_sees_all(request)
+        drain.drain(self._connection, request.path_params["name"])
+        return json_answer({"name": request.path_params["name"], "is_drained": True})
+
+    def resume(self, request: Request) -> Response:
+        """Let a drained worker take rows again, for those who see all."""
+        _check_sees_all(request)
+        drain.resume(self._connection, request.path_params["name"])
+        return json_answer({"name": request.path_params["name"], "is_drained": False})
 
     def left(self, request: Request) -> Response:
         """The seconds until the batches of the caller are done, where they are known."""
@@ -68,3 +83,14 @@ class WorkerRoutes:
         checked_query(request)
         use = read_memory_use(self._connection) if request.state.caller.sees_all else None
         return json_answer({"memory": asdict(use) if use else None})
+
+
+def _check_sees_all(request: Request) -> None:
+    """Raise ApiError for a key that is no admin's."""
+    checked_query(request)
+    if not request.state.caller.sees_all:
+        raise ApiError(
+            FORBIDDEN,
+            "only an admin's key manages workers: `batchkv keys add NAME --admin` makes one",
+            code="forbidden",
+        )

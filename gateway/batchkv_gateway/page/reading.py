@@ -96,7 +96,8 @@ class Speeds:
         if len(self._counts) > MAX_SPEEDS:
             del self._counts[next(iter(self._counts))]
         (begin, before), (end, after) = counts[0], counts[-1]
-        return round(max(0, after - before) / (end - begin)) if end > begin else None
+        speed = round(max(0, after - before) / (end - begin)) if end > begin else 0
+        return speed if speed or end - begin >= SPEED_SECONDS / 2 else None
 
 
 def rounded(seconds: float) -> int:

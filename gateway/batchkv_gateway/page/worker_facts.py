@@ -53,7 +53,7 @@ class WorkerFacts:
         # Both clocks show whole seconds, so the same heartbeat may seem to be a second apart.
         before = self._seen.get(worker.name, 0)
         fields["seen_at"] = before if abs(before - seen) <= 1 else seen
-        fields["shown_state"] = worker.shown_state
+        fields |= {"shown_state": worker.shown_state, "is_drained": worker.is_drained}
         return {**fields, **figures_of(figures)}
 
 

@@ -39,6 +39,7 @@ from batchkv_producer.wire.redis_keys import parse_job_id
 HEADER = "x-batchkv-"
 MAX_FILES = 1000
 MAX_HEADER_BYTES = 12 * 2**10  # of all options
+_NOT_OPTIONS = ("request",)  # headers of browsers, which have this prefix
 _PLAIN = "!\"#$&'()*+,-./:;<=>?@[]^_`{|}~"  # of ASCII, all but blank, % and backslash
 MAX_TIMEOUT = 10**9
 MAX_WORD = 10**18
@@ -134,7 +135,7 @@ def read_terms(headers: Mapping[str, str]) -> Terms:
     found = Terms()
     for name, value in headers.items():
         short = name.lower().removeprefix(HEADER)
-        if short != name.lower():
+        if short not in (name.lower(), *_NOT_OPTIONS):
             found = _with(found, short, _decoded(short, value))
     return found
 

@@ -56,7 +56,7 @@ export function timeChart({ id, title, note, series, format, span }) {
     },
     ticks.map((tick) => grid(width, y(tick), format(tick))),
     timeTicks(begin, end, width < 400 ? 4 : 7).map((tick) =>
-      h("text", { x: x(tick), y: HEIGHT - 8, class: "axis middle" }, hours(tick, end - begin)),
+      h("text", { x: x(tick), y: HEIGHT - 8, class: `axis ${sideOf(x(tick), width)}` }, hours(tick, end - begin)),
     ),
     series.map((one, index) =>
       h("path", { class: `line s${index}`, d: pathOf(one.points, x, y) }),
@@ -70,6 +70,11 @@ export function timeChart({ id, title, note, series, format, span }) {
       series.map((one, index) => h("li", { class: `s${index}` }, one.name)),
     );
   return figure(id, title, note, drawing, legend, timeTable(title, series, format));
+}
+
+// A label near the edge is written towards the middle.
+function sideOf(at, width) {
+  return at > width - 40 ? "end" : at < LEFT ? "start" : "middle";
 }
 
 function grid(width, at, label) {
@@ -213,7 +218,7 @@ export function sparkline(points, label) {
   const y = (value) => 42 - (value / most) * 38;
   return h(
     "svg",
-    { viewBox: "0 0 200 44", class: "spark", role: "img", "aria-label": label },
-    h("path", { class: "line s0", d: pathOf(points, x, y) }),
+    { viewBox: "0 0 200 44", preserveAspectRatio: "none", class: "spark", role: "img", "aria-label": label },
+    h("path", { class: "line s0", "vector-effect": "non-scaling-stroke", d: pathOf(points, x, y) }),
   );
 }

@@ -83,5 +83,5 @@ export function hours(seconds, span) {
 
 export function ago(seconds) {
   if (!isNumber(seconds)) return NONE;
-  return seconds < 2 ? "now" : `${duration(seconds)} ago`;
+  return seconds < 2 ? "now" : `${duration(Math.round(seconds))} ago`;
 }

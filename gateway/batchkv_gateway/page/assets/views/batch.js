@@ -177,6 +177,8 @@ function actions(status) {
     { class: "actions", role: "group", "aria-label": "What to do with this batch" },
     download("Download results", "", status.ok > 0),
     download("Download failures", "?outcome=failed", status.failed > 0),
+    numEnded(status) > 0 &&
+      h("a", { key: "report", class: "button", href: `/page/report/${view.id}`, download: `${view.id}.report.html` }, "Download a report"),
     button(`Retry ${plural(status.failed, "failed row")}`, status.failed > 0, () => retry(status)),
     button("Cancel", !status.is_done, () => cancel(status), "danger"),
     button("Forget", true, () => forget(status), "danger"),

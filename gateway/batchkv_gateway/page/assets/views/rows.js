@@ -4,6 +4,7 @@ import { getJson, NATIVE } from "../api.js";
 import { app } from "../app.js";
 import { h } from "../dom.js";
 import { count, duration, size } from "../format.js";
+import { choose, fileOf } from "../prompts.js";
 import { alert } from "./parts.js";
 
 const PAGE = 50;
@@ -33,6 +34,7 @@ export class RowList {
       const found = await getJson(`${NATIVE}/batches/${this.id}/rows?${query}`);
       if (this.asked !== asked) return;
       this.rows = found.data;
+      await this.addPrompts(this.rows);
       this.next = found.next;
       this.fault = "";
     } catch (error) {
@@ -42,6 +44,38 @@ export class RowList {
     this.hasLoaded = true;
     this.loadedAt = Date.now();
     app.refresh();
+  }
+
+  // Prompts of ended rows are in the viewer's file alone.
+  async addPrompts(rows) {
+    const lines = rows.filter((row) => row.prompt === null).map((row) => row.line);
+    const file = fileOf(this.id);
+    if (!file || !lines.length) return;
+    try {
+      const found = await file.read(lines);
+      for (const row of rows) Object.assign(row, found.get(row.line));
+    } catch {
+      this.fault = `${file.name} cannot be read any more. Choose it again.`;
+    }
+  }
+
+  async takeFile(file) {
+    if (!file) return;
+    choose(this.id, file);
+    this.open.clear();
+    await this.load();
+  }
+
+  chooser() {
+    const file = fileOf(this.id);
+    if (!file && !this.rows.some((row) => row.prompt === null)) return false;
+    return h(
+      "p",
+      { class: "chooser note" },
+      file ? ["Prompts of ended rows are from ", h("bdi", {}, file.name), ". "] : "The server keeps no prompts of ended rows. ",
+      h("label", { for: "prompts" }, "Show them from your file, which stays in this browser: "),
+      h("input", { id: "prompts", type: "file", onchange: (event) => this.takeFile(event.target.files[0]) }),
+    );
   }
 
   // The same page again, while the batch runs. Rows that are open for reading stay open.
@@ -70,7 +104,9 @@ export class RowList {
     app.refresh();
     try {
       const found = await getJson(`${NATIVE}/batches/${this.id}/rows?after=${line - 1}&limit=1&full=1`);
-      if (this.open.has(line)) this.open.set(line, found.data[0] ?? { fault: "This row is gone." });
+      const row = found.data[0];
+      if (row) await this.addPrompts([row]);
+      if (this.open.has(line)) this.open.set(line, row ?? { fault: "This row is gone." });
     } catch (error) {
       this.open.set(line, { fault: error.message });
     }
@@ -81,6 +117,7 @@ export class RowList {
     return [
       h("h2", { id: "rows-title" }, "Rows"),
       this.filters(),
+      this.chooser(),
       alert(this.fault),
       this.rows.length > 0 && this.table(),
       !this.rows.length && h("p", { class: "empty" }, this.hasLoaded ? this.none() : "Loading …"),
@@ -165,7 +202,7 @@ export class RowList {
         row.custom_id && h("span", { class: "note block" }, h("bdi", {}, row.custom_id)),
       ),
       h("td", { "data-label": "Outcome" }, outcome(row)),
-      h("td", { "data-label": "Prompt", class: "clip" }, text(row.prompt)),
+      h("td", { "data-label": "Prompt", class: "clip" }, text(row.prompt ?? contentOf(row.messages?.at(-1) ?? {}))),
       h("td", { "data-label": "Answer", class: "clip" }, text(row.error?.message ?? row.answer)),
       h("td", { "data-label": "Tokens", class: "num" }, tokens),
       h("td", { "data-label": "Time", class: "num" }, row.busy_ms ? duration(row.busy_ms / 1000) : "–"),
@@ -206,9 +243,9 @@ export class RowList {
 
   // A prompt is text, or messages with roles.
   messages(row) {
-    if (!row.messages) {
+    if (!row.messages?.length) {
       if (row.prompt !== null) return this.block(`prompt ${row.line}`, row.prompt);
-      return h("p", { class: "empty" }, "The server no longer has this prompt. Your file has it.");
+      return h("p", { class: "empty" }, "The server no longer has this prompt. Choose your file above to see it.");
     }
     return row.messages.map((message, index) =>
       h(
@@ -221,12 +258,7 @@ export class RowList {
   }
 
   call(row, call, index) {
-    const name = call.function?.name ?? call.name ?? "function";
-    const given = call.function?.arguments ?? call.arguments ?? "";
-    return folded(
-      ["Call of ", h("code", {}, name)],
-      this.block(`call ${row.line} ${index}`, typeof given === "string" ? given : JSON.stringify(given, null, 2)),
-    );
+    return folded(["Call of ", h("code", {}, call.name)], this.block(`call ${row.line} ${index}`, call.arguments));
   }
 
   // Text in full up to a length, and the rest when somebody asks for it.

@@ -3,10 +3,10 @@
 import { NATIVE, upload } from "../api.js";
 import { app } from "../app.js";
 import { h } from "../dom.js";
-import { count, percent, plural, size } from "../format.js";
-import { alert, command } from "./parts.js";
+import { count, percent, plural, short, size } from "../format.js";
+import { choose } from "../prompts.js";
+import { alert } from "./parts.js";
 
-const MAX_WRONG_SHOWN = 50;
 const PRIORITIES = ["normal", "high", "low"];
 const DEADLINES = [
   ["", "none"],
@@ -74,9 +74,12 @@ async function take(chosen) {
 }
 
 function headers() {
-  const found = { "x-batchkv-filename": encodeURIComponent(file.name) };
+  const suffix = /\.[A-Za-z0-9]+$/.exec(file.name)?.[0] ?? "";
+  const files = [{ name: file.name, bytes: file.size, suffix }];
+  const found = { "x-batchkv-files": encodeURIComponent(JSON.stringify(files)) };
+  const given = { name: file.name, ...terms };
   for (const name of ["model", "priority", "expires", "name"]) {
-    if (terms[name]) found[`x-batchkv-${name}`] = name === "name" ? encodeURIComponent(terms[name]) : terms[name];
+    if (given[name]) found[`x-batchkv-${name}`] = encodeURIComponent(given[name]);
   }
   return found;
 }
@@ -104,13 +107,16 @@ async function tryOut() {
   plan = null;
   plan = await send("Reading the file", `${NATIVE}/batches?dry_run=1`);
   app.refresh();
-  if (plan) app.say(`${plural(plan.rows, "row")}, ${plural(plan.wrong.length, "wrong line")}`);
+  if (plan) app.say(`${plural(plan.checked.total, "row")}, ${plural(plan.checked.num_bad, "wrong line")}`);
 }
 
 async function queue(event) {
   event.preventDefault();
   const made = await send("Queueing", `${NATIVE}/batches`);
-  if (made) location.hash = `#/batches/${made.batch_id}`;
+  if (!made) return;
+  const id = made.submitted.batch_id;
+  choose(id, file);
+  location.hash = `#/batches/${id}`;
 }
 
 function progressOf() {
@@ -127,40 +133,39 @@ function review() {
     { class: "card", "aria-labelledby": "plan-title" },
     h("h2", { id: "plan-title" }, "Before it is queued"),
     h("dl", { class: "facts" }, pairs().flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
-    plan.wrong.length > 0 && wrongLines(),
+    plan.checked.num_bad > 0 && wrongLines(),
     form(),
   );
 }
 
 function pairs() {
+  const { checked, estimate } = plan;
   const found = [
     ["File", [h("bdi", {}, file.name), `, ${size(file.size)}`]],
-    ["Rows", count(plan.rows)],
-    ["Wrong lines", count(plan.wrong_lines ?? plan.wrong.length)],
-    plan.groups !== undefined && ["Groups with a common prefix", count(plan.groups)],
-    plan.expected_hits !== undefined && ["Expected cache hits", percent(plan.expected_hits)],
-    plan.model && ["Model", h("bdi", {}, plan.model)],
+    ["Rows", count(checked.total)],
+    ["Wrong lines", count(checked.num_bad)],
+    checked.num_duplicates > 0 && ["Duplicates", count(checked.num_duplicates)],
+    ["Prompt tokens", `about ${short(estimate.num_tokens)}`],
+    ["Groups with a common prefix", `${count(estimate.num_groups)}, with ${plural(estimate.num_grouped, "row")}`],
+    ["Expected cache hits", `${percent(estimate.hit_rate_one)} of the prompt tokens`],
+    checked.model && ["Model of the lines", h("bdi", {}, checked.model)],
+    checked.model_note && ["Note", h("bdi", {}, checked.model_note)],
   ];
   return found.filter(Boolean);
 }
 
 function wrongLines() {
+  const { errors, num_bad: all } = plan.checked;
   return h(
-    "details",
-    { class: "alert" },
-    h("summary", {}, `${plural(plan.wrong_lines ?? plan.wrong.length, "line")} would fail`),
+    "section",
+    { class: "alert", "aria-label": "Wrong lines" },
+    h("p", {}, `${plural(all, "line")} would fail, and no other row would stop for it:`),
     h(
-      "table",
+      "ul",
       {},
-      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Line"), h("th", { scope: "col" }, "Why"))),
-      h(
-        "tbody",
-        {},
-        plan.wrong.slice(0, MAX_WRONG_SHOWN).map((one) =>
-          h("tr", { key: one.line }, h("th", { scope: "row" }, count(one.line)), h("td", {}, h("bdi", { class: "text" }, one.message))),
-        ),
-      ),
+      errors.map((one) => h("li", { key: one.line }, `Line ${count(one.line)}: `, h("bdi", { class: "text" }, one.message))),
     ),
+    all > errors.length && h("p", {}, `and ${count(all - errors.length)} more`),
   );
 }
 
@@ -170,7 +175,7 @@ function form() {
     "form",
     { onsubmit: queue, class: "terms" },
     h("label", { for: "model" }, "Model"),
-    h("input", { id: "model", list: "models", start: plan.model ?? models[0] ?? "", oninput: keep("model"), autocomplete: "off", spellcheck: "false", "aria-describedby": "model-note" }),
+    h("input", { id: "model", list: "models", start: (plan.checked.model || null) ?? models[0] ?? "", oninput: keep("model"), autocomplete: "off", spellcheck: "false", "aria-describedby": "model-note" }),
     h("datalist", { id: "models" }, models.map((name) => h("option", { key: name, value: name }))),
     h("p", { class: "note", id: "model-note" }, models.length ? `Workers serve ${models.join(", ")}.` : "No worker runs now. The batch waits for one."),
     h("label", { for: "name" }, "Name"),
@@ -182,7 +187,7 @@ function form() {
     h(
       "div",
       { class: "actions" },
-      h("button", { class: "main", disabled: Boolean(busy) || !plan.rows }, `Queue ${plural(plan.rows, "row")}`),
+      h("button", { class: "main", disabled: Boolean(busy) || !plan.checked.total }, `Queue ${plural(plan.checked.total, "row")}`),
       h("button", { type: "button", onclick: () => enter() || app.refresh() }, "Leave it"),
     ),
   );

@@ -16,7 +16,7 @@ const SPANS = [
 ];
 
 let queue = "";
-let span = DAY;
+let span = 0; // chosen by the samples until the viewer chooses
 let samples = [];
 let fault = "";
 let hasLoaded = false;
@@ -48,6 +48,7 @@ async function load() {
       const found = await getJson(`${NATIVE}/samples?queue=${encodeURIComponent(asked)}`);
       if (asked !== queue) return;
       samples = found.data;
+      span ||= spanOf(samples);
       fault = "";
     } catch (error) {
       fault = error.message;
@@ -105,6 +106,12 @@ function controls(known) {
   );
 }
 
+// The shortest time that has all samples.
+function spanOf(found) {
+  const age = Date.now() / 1000 - (found[0]?.at ?? 0);
+  return SPANS.map(([seconds]) => seconds).find((seconds) => seconds >= age) ?? DAY;
+}
+
 function choose(name) {
   queue = name;
   samples = [];
@@ -118,7 +125,7 @@ function body(known) {
   }
   if (!hasLoaded) return h("p", { class: "empty" }, "Loading …");
   const end = Math.max(Math.floor(Date.now() / 1000), samples.at(-1)?.at ?? 0);
-  const begin = end - span;
+  const begin = end - (span || DAY);
   const found = samples.filter((one) => one.at >= begin);
   if (!found.length) {
     return h("p", { class: "empty" }, "No figures in this time. Workers write one sample a minute.");

@@ -4,7 +4,7 @@ import { NATIVE, sendJson } from "../api.js";
 import { app } from "../app.js";
 import { sparkline } from "../charts.js";
 import { h } from "../dom.js";
-import { ago, count, percent, rate, size } from "../format.js";
+import { ago, count, moment, percent, rate, size } from "../format.js";
 import { alert, command, NO_WORKER } from "./parts.js";
 
 const SLOW_SHARE = 0.6; // of the median speed of workers of the same model
@@ -50,11 +50,19 @@ function card(worker) {
       slow && h("span", { class: "badge bad" }, slow),
     ),
     h("p", { class: "speed" }, rate(worker.tokens_per_second)),
-    sparkline(app.history[worker.name] ?? [], `Speed of ${worker.name} over time`),
+    speedOverTime(worker),
     h("dl", { class: "facts" }, facts(worker).flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
     app.session.sees_all && drainButton(worker),
     alert(notes.get(worker.name)),
   );
+}
+
+function speedOverTime(worker) {
+  const points = app.history[worker.name] ?? [];
+  if (points.length < 2) return false;
+  const most = Math.max(...points.map(([, value]) => value));
+  const text = `since ${moment(points[0][0])}, at most ${rate(most)}`;
+  return [sparkline(points, `Speed ${text}`), h("p", { class: "note" }, text)];
 }
 
 function kindOf(worker) {
@@ -104,7 +112,7 @@ function hitRates(rates) {
 }
 
 function drainButton(worker) {
-  const isDraining = Boolean(worker.is_draining);
+  const isDraining = worker.is_drained;
   return h(
     "div",
     { class: "actions" },
@@ -113,7 +121,7 @@ function drainButton(worker) {
       { type: "button", onclick: () => send(worker, isDraining ? "resume" : "drain") },
       isDraining ? "Resume" : "Drain",
     ),
-    h("span", { class: "note" }, isDraining ? "It takes no new rows." : "Drain: it ends its rows and takes no new ones."),
+    h("span", { class: "note" }, isDraining ? "It takes no rows until it is resumed." : "It ends its rows and takes no new ones."),
   );
 }
 
