@@ -13,7 +13,9 @@ import click
 
 from batchkv_gateway.assembly import make_app, running_parts
 from batchkv_gateway.http.server import serve
+from batchkv_gateway.keys.sessions import Sessions
 from batchkv_gateway.keys.store import KeyStore
+from batchkv_gateway.page.opening import open_page
 from batchkv_gateway.settings import GatewaySettings, is_loopback
 from batchkv_producer.cli.shared import Session, say, session, url_option
 from batchkv_producer.errors import UsageError
@@ -40,9 +42,10 @@ def gateway_options(command: Callable[..., R]) -> Callable[..., R]:
 
 @click.command()
 @gateway_options
+@click.option("--open", "is_opening", is_flag=True, help="Open the page in this machine's browser.")
 @url_option
-def serve_command(flags: dict[str, str | None], url: str | None) -> None:
-    """Serve OpenAI's files, batches, chats and completions over HTTP.
+def serve_command(flags: dict[str, str | None], is_opening: bool, url: str | None) -> None:
+    """Serve OpenAI's files, batches, chats and completions over HTTP, and a page at /.
 
     Clients of OpenAI's API use it with another base_url. It prints this URL and serves until
     Ctrl-C. Workers compute the answers: start them with `batchkv worker`. After a restart all
@@ -53,20 +56,33 @@ def serve_command(flags: dict[str, str | None], url: str | None) -> None:
     \b
     Examples:
       batchkv serve
+      batchkv serve --open
       batchkv serve --host 0.0.0.0 --tls-cert cert.pem --tls-key key.pem
     """
     settings = GatewaySettings.read(flags)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     with session(url) as opened:
         _refuse_unsafe(settings, opened)
-        run(opened, settings)
+        if is_opening and not is_loopback(settings.host):
+            raise UsageError(
+                f"--open is for a gateway of this machine alone, and --host is {settings.host}: "
+                "open its page yourself and sign in with a key"
+            )
+        run(opened, settings, is_opening=is_opening)
 
 
-def run(opened: Session, settings: GatewaySettings) -> None:
-    """Serve until a signal ends it."""
+def run(opened: Session, settings: GatewaySettings, *, is_opening: bool = False) -> None:
+    """Serve until a signal ends it. ``is_opening``: show the page in a browser."""
     with running_parts(opened.connection, settings) as parts:
-        app, stopping = make_app(parts), parts.stopping
-        serve(app, settings, stopping, lambda base_url: click.echo(f"serving {base_url}"))
+
+        def on_ready(base_url: str) -> None:
+            click.echo(f"serving {base_url}")
+            if is_opening:
+                sessions = Sessions(parts.connection, parts.keys)
+                page = base_url.removesuffix("v1")
+                open_page(page, parts.keys, sessions, parts.files.folder.path)
+
+        serve(make_app(parts), settings, parts.stopping, on_ready)
     say("the gateway has stopped; batches that workers compute go on")
 
 

@@ -96,13 +96,13 @@ class Tab:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def wait(self, script: str, seconds: float = SECONDS) -> Any:
-        """Wait until an expression is true, and return its value."""
+    def wait(self, script: str, seconds: float = SECONDS) -> None:
+        """Wait until an expression is true."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             try:
-                if found := self.run(f"(() => {{ try {{ return {script} }} catch {{}} }})()"):
-                    return found
+                if self.run(f"(() => {{ try {{ return Boolean({script}) }} catch {{}} }})()"):
+                    return
             except AssertionError:  # the page is just being exchanged
                 pass
             time.sleep(0.05)

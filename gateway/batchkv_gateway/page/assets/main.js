@@ -72,6 +72,7 @@ const missing = {
 function show() {
   if (!app.session) return;
   const next = app.session.is_signed_in ? route() : { view: login, args: [], path: "login" };
+  const isFirst = shown === null;
   const isOther = shown?.path !== next.path;
   if (isOther) shown?.view.leave?.();
   shown = next;
@@ -82,7 +83,8 @@ function show() {
   draw();
   if (isOther) {
     window.scrollTo(0, 0);
-    (main.querySelector("[data-focus]") ?? main.querySelector("h1"))?.focus();
+    // The first view leaves the focus where the skip link is the next stop.
+    (main.querySelector("[data-focus]") ?? (isFirst ? null : main.querySelector("h1")))?.focus();
   }
 }
 

@@ -33,7 +33,7 @@ function noModel() {
 function form(models) {
   return h(
     "form",
-    { class: "terms wide", onsubmit: send },
+    { key: "form", class: "terms wide", onsubmit: send },
     h("label", { for: "ask-model" }, "Model"),
     h("select", { id: "ask-model", name: "model" }, models.map((name) => h("option", { key: name, value: name }, name))),
     h("label", { for: "prompt" }, "Prompt"),
@@ -57,7 +57,7 @@ function onKey(event) {
 function shown() {
   return h(
     "section",
-    { class: "card", "aria-labelledby": "answer-title", "aria-busy": running ? "true" : "false" },
+    { key: "answer", class: "card", "aria-labelledby": "answer-title", "aria-busy": running ? "true" : "false" },
     h("h2", { id: "answer-title" }, "Answer"),
     answer.reasoning && h("details", {}, h("summary", {}, "Reasoning"), h("pre", { class: "text", dir: "auto" }, answer.reasoning)),
     h("pre", { class: "text answer", dir: "auto", tabindex: 0 }, answer.text || (running ? "…" : "")),

@@ -136,7 +136,7 @@ function sum(status) {
 function tiles(status) {
   return h(
     "dl",
-    { class: "tiles" },
+    { key: "tiles", class: "tiles" },
     tile("Done", `${status.percent_done} %`),
     tile("Speed", rate(status.is_done ? view.detail?.tokens_per_second : status.tokens_per_second)),
     !status.is_done && tile("Time left", left(status)),
@@ -174,7 +174,7 @@ function actions(status) {
     );
   return h(
     "div",
-    { class: "actions", role: "group", "aria-label": "What to do with this batch" },
+    { key: "actions", class: "actions", role: "group", "aria-label": "What to do with this batch" },
     download("Download results", "", status.ok > 0),
     download("Download failures", "?outcome=failed", status.failed > 0),
     numEnded(status) > 0 &&
@@ -208,9 +208,11 @@ async function change(method, path, then) {
 }
 
 async function retry(status) {
-  await change("POST", `${NATIVE}/batches/${view.id}/retry`, () =>
-    `${plural(status.failed, "row")} will be computed again.`,
-  );
+  await change("POST", `${NATIVE}/batches/${view.id}/retry`, ({ queued }) => {
+    const others = status.failed - queued;
+    const again = queued ? `${plural(queued, "row")} will be computed again.` : "No row was queued again.";
+    return others > 0 ? `${again} ${plural(others, "line")} of the file cannot be computed as written: correct the file and queue it as a new batch.` : again;
+  });
 }
 
 async function cancel(status) {
@@ -270,14 +272,18 @@ function failure(group) {
     h(
       "td",
       { "data-label": "Lines" },
-      (group.lines ?? []).slice(0, 10).map((line) => [
-        h(
-          "button",
-          { type: "button", class: "link", "aria-label": `Show line ${line}`, onclick: () => showLine(line) },
-          count(line),
-        ),
-        " ",
-      ]),
+      h(
+        "span",
+        {},
+        (group.lines ?? []).slice(0, 10).map((line) => [
+          h(
+            "button",
+            { type: "button", class: "link", "aria-label": `Show line ${line}`, onclick: () => showLine(line) },
+            count(line),
+          ),
+          " ",
+        ]),
+      ),
     ),
   );
 }
@@ -388,7 +394,7 @@ function shares(id, title, heads, rows) {
           { key: row.name },
           h("th", { scope: "row" }, h("bdi", {}, row.name)),
           row.cells.map((cell, index) =>
-            h("td", { class: "num" }, cell, index === row.cells.length - 1 && h("span", { class: "meter", "--share": row.share })),
+            h("td", { class: "num" }, cell, index === row.cells.length - 1 && row.share > 0 && h("span", { class: "meter", "--share": row.share })),
           ),
         ))),
       ),
@@ -418,7 +424,7 @@ function facts(status) {
   ];
   return h(
     "section",
-    { class: "card" },
+    { key: "facts", class: "card" },
     h("h2", {}, "Facts"),
     h(
       "dl",

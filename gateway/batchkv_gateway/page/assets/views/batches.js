@@ -34,7 +34,7 @@ export function render() {
       hasMore &&
       h(
         "button",
-        { type: "button", onclick: loadOlder, disabled: isLoading },
+        { key: "older", type: "button", onclick: loadOlder, disabled: isLoading },
         isLoading ? "Loading …" : "Show older batches",
       ),
   ];
@@ -52,7 +52,7 @@ function totals(batches) {
   const sum = (items, field) => items.reduce((all, item) => all + (item[field] ?? 0), 0);
   return h(
     "dl",
-    { class: "tiles" },
+    { key: "tiles", class: "tiles" },
     tile("Speed", rate(sum(live, "tokens_per_second"))),
     tile("Rows running", count(sum(open, "running"))),
     tile("Rows queued", count(sum(open, "queued"))),
@@ -81,7 +81,7 @@ function table(batches) {
   const heads = ["Batch", "State", "Progress", "Rows", "Failed", "Speed", "Time left", "Cached", "Created"];
   return h(
     "table",
-    { class: "cards" },
+    { key: "table", class: "cards" },
     h("caption", { class: "hidden" }, "Batches, the newest first"),
     h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))),
     h("tbody", {}, batches.map(row)),

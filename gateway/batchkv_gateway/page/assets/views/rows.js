@@ -71,7 +71,7 @@ export class RowList {
     if (!file && !this.rows.some((row) => row.prompt === null)) return false;
     return h(
       "p",
-      { class: "chooser note" },
+      { key: "chooser", class: "chooser note" },
       file ? ["Prompts of ended rows are from ", h("bdi", {}, file.name), ". "] : "The server keeps no prompts of ended rows. ",
       h("label", { for: "prompts" }, "Show them from your file, which stays in this browser: "),
       h("input", { id: "prompts", type: "file", onchange: (event) => this.takeFile(event.target.files[0]) }),
@@ -132,7 +132,7 @@ export class RowList {
   filters() {
     return h(
       "div",
-      { class: "filters" },
+      { key: "filters", class: "filters" },
       h(
         "div",
         { role: "group", "aria-label": "Rows to show", class: "choices" },
@@ -170,7 +170,7 @@ export class RowList {
     const heads = ["Line", "Outcome", "Prompt", "Answer", "Tokens", "Time", "Worker"];
     return h(
       "table",
-      { class: "cards rows", "aria-busy": this.isLoading ? "true" : "false" },
+      { key: "table", class: "cards rows", "aria-busy": this.isLoading ? "true" : "false" },
       h("caption", { class: "hidden" }, "Rows by line number"),
       h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))),
       h("tbody", {}, this.rows.flatMap((row) => [this.line(row), this.detail(row)])),
@@ -266,7 +266,7 @@ export class RowList {
     const whole = value ?? "";
     const isCut = whole.length > SHOWN_CHARS && !this.whole.has(id);
     return [
-      h("pre", { class: "text", dir: "auto", tabindex: 0 }, isCut ? whole.slice(0, SHOWN_CHARS) : whole),
+      h("pre", { key: id, class: "text", dir: "auto", tabindex: 0 }, isCut ? whole.slice(0, SHOWN_CHARS) : whole),
       isCut &&
         h(
           "button",
@@ -287,7 +287,7 @@ export class RowList {
     if (isFirst && !this.next) return false;
     return h(
       "nav",
-      { class: "actions", "aria-label": "Pages of rows" },
+      { key: "pages", class: "actions", "aria-label": "Pages of rows" },
       h("button", { type: "button", disabled: isFirst, onclick: () => this.go(0) }, "First rows"),
       h("button", { type: "button", disabled: !this.next, onclick: () => this.go(this.next) }, "Next rows"),
     );

@@ -40,7 +40,7 @@ export function render() {
 function drop() {
   return h(
     "div",
-    { class: `drop${isOver ? " over" : ""}`, ondragover: onOver, ondragleave: onOut, ondrop: onDrop },
+    { key: "drop", class: `drop${isOver ? " over" : ""}`, ondragover: onOver, ondragleave: onOut, ondrop: onDrop },
     h("label", { for: "file" }, file ? "Another file: drop it here, or choose it" : "Drop a file here, or choose it"),
     h("input", { id: "file", type: "file", accept: ".jsonl,.ndjson,.json,.txt,.csv,.parquet,.gz,.zst", onchange: (event) => take(event.target.files[0]) }),
     h("p", { class: "note" }, "One prompt a line: JSONL with OpenAI's requests or with prompts, or plain text. Nothing is queued yet."),
@@ -130,7 +130,7 @@ function progressOf() {
 function review() {
   return h(
     "section",
-    { class: "card", "aria-labelledby": "plan-title" },
+    { key: "plan", class: "card", "aria-labelledby": "plan-title" },
     h("h2", { id: "plan-title" }, "Before it is queued"),
     h("dl", { class: "facts" }, pairs().flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
     plan.checked.num_bad > 0 && wrongLines(),
@@ -173,7 +173,7 @@ function form() {
   const models = [...new Set(app.workers.filter((one) => !one.is_away && one.model).map((one) => one.model))];
   return h(
     "form",
-    { onsubmit: queue, class: "terms" },
+    { key: "terms", onsubmit: queue, class: "terms" },
     h("label", { for: "model" }, "Model"),
     h("input", { id: "model", list: "models", start: (plan.checked.model || null) ?? models[0] ?? "", oninput: keep("model"), autocomplete: "off", spellcheck: "false", "aria-describedby": "model-note" }),
     h("datalist", { id: "models" }, models.map((name) => h("option", { key: name, value: name }))),

@@ -72,7 +72,7 @@ export function render() {
 function controls(known) {
   return h(
     "div",
-    { class: "filters" },
+    { key: "filters", class: "filters" },
     h(
       "label",
       {},

@@ -22,7 +22,7 @@ export function render() {
     h("h1", { tabindex: -1 }, "Workers"),
     !app.hasState && h("p", { class: "empty" }, "Loading …"),
     app.hasState && !found.length && empty(),
-    h("div", { class: "grid" }, found.map(card)),
+    h("div", { key: "grid", class: "grid" }, found.map(card)),
   ];
 }
 
@@ -115,7 +115,7 @@ function drainButton(worker) {
   const isDraining = worker.is_drained;
   return h(
     "div",
-    { class: "actions" },
+    { key: "actions", class: "actions" },
     h(
       "button",
       { type: "button", onclick: () => send(worker, isDraining ? "resume" : "drain") },

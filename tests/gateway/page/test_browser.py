@@ -1,0 +1,124 @@
+"""The page in Chromium, in short. `make page` does it at length, with pictures."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from batchkv_gateway.keys.store import KeyStore
+from batchkv_producer.client import Client
+from support.browser.chromium import Tab, browser, program
+from support.gateway import running_gateway, working
+from support.redis_server import RedisServer
+
+pytestmark = pytest.mark.skipif(program() is None, reason="needs Chromium: apt install chromium")
+
+MARKUP = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'> & <b>"
+HEBREW = "שלום עולם، مرحبا"
+EMOJI = "👩‍💻🚀 family 👨‍👩‍👧‍👦"
+OPENER = """#!/bin/sh
+printf %s "$1" > '{}'
+"""
+
+
+@pytest.fixture(scope="module")
+def tab(
+    redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Tab, str]]:
+    """A browser that `serve --open` led to the page of a gateway with keys, and a batch's id."""
+    folder = tmp_path_factory.mktemp("browser")
+    opener, opened = folder / "opener", folder / "opened"
+    opener.write_text(OPENER.format(opened))
+    opener.chmod(0o700)
+    prompts = folder / "prompts.jsonl"
+    rows = [{"prompt": text, "model": "fake"} for text in (MARKUP, HEBREW, EMOJI)]
+    prompts.write_text("".join(f"{json.dumps(row)}\n" for row in [*rows, {"prompt": 7}]))
+    with redis_server.connect() as connection, pytest.MonkeyPatch.context() as patch:
+        connection.flushall()
+        batch_id = make_batch(connection, redis_server.url, prompts)
+        patch.setenv("BROWSER", f"{opener} %s")
+        flags = ("--open", "--port", "0")
+        with running_gateway(redis_server.url, folder / "home", *flags), browser(folder) as found:
+            until = time.monotonic() + 20
+            while not (opened.exists() and opened.read_text()):
+                assert time.monotonic() < until
+                time.sleep(0.02)
+            found.look()
+            found.open(opened.read_text())
+            found.wait("document.querySelector('h1')?.textContent === 'Batches'")
+            yield found, batch_id
+
+
+def make_batch(connection: Redis, url: str, prompts: Path) -> str:
+    """A batch of the rows, which a worker has answered by their own text."""
+    KeyStore(connection).add("laptop")
+    client = Client(connection)
+    batch_id = client.submit(prompts, model="fake", name=MARKUP).batch_id
+    with working(url):
+        client.wait(batch_id, timeout_seconds=30)
+    return batch_id
+
+
+def test_serve_open_leads_to_the_page_signed_in(tab: tuple[Tab, str]) -> None:
+    """The browser is the operator's. Its address has no ticket, and the folder keeps none."""
+    page, batch_id = tab
+    assert page.run("location.href").endswith(("/", "/#/"))
+    page.wait(f"document.querySelector('a[href=\"#/batches/{batch_id}\"]')")
+    assert page.run("document.cookie") == ""
+    assert "operator of this gateway" in page.text()
+
+
+def test_texts_of_rows_are_text(tab: tuple[Tab, str]) -> None:
+    """Markup in names, answers and errors is shown as it was written, and nothing of it runs."""
+    page, batch_id = tab
+    page.run(f"location.hash = '#/batches/{batch_id}'")
+    page.wait("document.querySelectorAll('.rows tbody tr').length === 4")
+    page.run("document.querySelectorAll('.rows button').forEach((one) => one.click())")
+    page.wait("document.querySelectorAll('.sides').length === 4")
+    shown = page.text()
+    for text in (MARKUP, HEBREW, EMOJI):
+        assert text in shown
+    assert "1 failed row" in shown and "invalid_request" in shown
+    assert page.run("window.hacked") is None
+    assert page.run("document.querySelectorAll('main script, main img').length") == 0
+
+
+def test_the_keyboard_reaches_everything(tab: tuple[Tab, str]) -> None:
+    """The first Tab is the way to the content; Escape closes a dialog and returns to its button."""
+    page, batch_id = tab
+    page.run(f"location.hash = '#/batches/{batch_id}'")
+    page.wait("document.querySelector('.rows')")
+    page.run("location.reload()")
+    page.wait("document.querySelector('.rows') && document.activeElement === document.body")
+    page.press("Tab")
+    assert "Skip" in page.run("document.activeElement.textContent")
+    page.press("Enter")
+    assert page.run("document.activeElement.id") == "main"
+    page.run("location.hash = '#/'")
+    page.wait("document.activeElement.textContent === 'Batches'")
+    page.run(f"location.hash = '#/batches/{batch_id}'")
+    forget = "[...document.querySelectorAll('button')].find((b) => b.textContent === 'Forget')"
+    page.wait(forget.replace("find", "some"))
+    page.run(f"{forget}.focus()")
+    page.press("Enter")
+    page.wait("document.querySelector('dialog[open]')")
+    assert page.run("document.activeElement.textContent") == "Keep"
+    page.press("Escape")
+    page.wait("!document.querySelector('dialog')")
+    assert page.run("document.activeElement.textContent") == "Forget"
+
+
+def test_no_view_is_wider_than_a_phone_or_complains(tab: tuple[Tab, str]) -> None:
+    """At 360 pixels nothing has to be moved sideways, and the console is empty after all views."""
+    page, batch_id = tab
+    page.look(width=360, height=780, dark=True)
+    for view in ("", f"batches/{batch_id}", "workers", "throughput", "new", "ask"):
+        page.run(f"location.hash = '#/{view}'")
+        page.wait("document.querySelector('h1') && !document.body.innerText.includes('Loading')")
+        assert page.run("document.documentElement.scrollWidth") <= 360, view
+    assert page.problems == []
