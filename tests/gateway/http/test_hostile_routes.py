@@ -198,8 +198,8 @@ def test_ids_of_another_key_are_like_ids_that_do_not_exist(
     for method, route in routes:
         if "{batch_id}" not in route and "{file_id}" not in route:
             continue
-        for batch_id in (openai_id, native_id):
-            none = "batch_" + "0" * 32 if batch_id == openai_id else "0" * 16
+        for batch_id in (openai_id, native_id, native_id[:8]):
+            none = "batch_" + "0" * 32 if batch_id == openai_id else "0" * len(batch_id)
             theirs = filled(route, file_id=file_id, batch_id=batch_id)
             nobodys = filled(route, file_id="file-" + "0" * 32, batch_id=none)
             answers = []

@@ -253,7 +253,8 @@ def _other_salt(case: _Case) -> Explanation | None:
     return Explanation(
         "salt",
         "the stored blocks of this model and KV scheme are another tenant's: the worker's salt "
-        f"differs from that of the writers{case.since}",
+        "differs from that of the writers, or the row or theirs are of a private API key"
+        f"{case.since}",
     )
 
 
