@@ -19,6 +19,7 @@ from support.http_faults import Fault, HttpFaults
 from support.openai_objects import check_response
 
 CHAT = "/v1/chat/completions"
+NUM_ROWS = 3  # that a session has computed
 WAIT_SECONDS = 120.0
 ONE = "[^/]+"
 
@@ -77,7 +78,7 @@ def faulted_session(url: str, proxy: HttpFaults, name: str, model: str) -> None:
     fault = FAULTS[name]
     tag = {"session": name}
     with strict_client(proxy.url) as client, strict_client(url) as plain:
-        wrong = rows(model, "one", "two", "three") + b'\n{"custom_id": "wrong"}'
+        wrong = rows(model, *map(str, range(NUM_ROWS))) + b'\n{"custom_id": "wrong"}'
         proxy.plan("POST", "/v1/files", fault)
         file = client.files.create(file=("rows.jsonl", wrong), purpose="batch")
         assert plain.files.content(file.id).content == wrong

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # as a program it needs no client
     from openai import OpenAI
 
+    from support.fake_worker import FakeWorker
+
 START_SECONDS = 30.0
 PATCHED = tuple(
     f"batchkv_gateway.{name}"
@@ -96,7 +98,7 @@ def running_gateway(
 
 
 @contextmanager
-def working(redis_url: str, model: str = "fake") -> Iterator[None]:
+def working(redis_url: str, model: str = "fake") -> Iterator[FakeWorker]:
     """A fake worker in a thread, which echoes prompts."""
     from support.fake_worker import FakeWorker
 
@@ -111,7 +113,7 @@ def working(redis_url: str, model: str = "fake") -> Iterator[None]:
     thread = threading.Thread(target=worker.work)
     thread.start()
     try:
-        yield
+        yield worker
     finally:
         worker.stopping.set()
         thread.join(20)

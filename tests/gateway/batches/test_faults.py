@@ -9,21 +9,22 @@ import pytest
 from openai import OpenAI, _base_client
 from redis import Redis
 
-from clients.openai_session import FAULTS, faulted_session
+from clients.openai_session import FAULTS, NUM_ROWS, faulted_session
+from support.fake_worker import FakeWorker
 from support.gateway import Gateway, working
 from support.http_faults import HttpFaults
 from support.redis_server import RedisServer
 
 
 @pytest.fixture
-def worker(redis_server: RedisServer, client: OpenAI) -> Iterator[None]:
+def worker(redis_server: RedisServer, client: OpenAI) -> Iterator[FakeWorker]:
     """A fake worker of the model ``fake``, on an empty server."""
-    with working(redis_server.url):
-        yield
+    with working(redis_server.url) as found:
+        yield found
 
 
 def test_faults_repeat_and_lose_nothing(
-    gateway: Gateway, worker: None, redis_connection: Redis, monkeypatch: pytest.MonkeyPatch
+    gateway: Gateway, worker: FakeWorker, redis_connection: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step of a session meets each fault once, and the client's own retries are enough.
 
@@ -39,3 +40,4 @@ def test_faults_repeat_and_lose_nothing(
 
     with ThreadPoolExecutor(len(FAULTS)) as pool:
         assert list(pool.map(session, FAULTS)) == [11] * len(FAULTS)
+    assert worker.num_done == NUM_ROWS * len(FAULTS)
