@@ -83,12 +83,14 @@ class Found:
 
     ``pieces``: those that the depth needs and the caller does not have. ``stop`` is the reason for
     not going deeper: "" if all blocks were found, "missing <kind> <number>" for the first piece
-    that no tier has, "gated", "rejected <reason>", or "trouble <tier>".
+    that no tier has, "gated", "rejected <reason>", or "trouble <tier>". ``tiers`` has the name of
+    the tier that each piece came from.
     """
 
     depth: int = 0
     pieces: Mapping[Piece, Block] = field(default_factory=dict)
     stop: str = ""
+    tiers: Mapping[Piece, str] = field(default_factory=dict)
 
     @property
     def kv(self) -> tuple[Block, ...]:
@@ -145,6 +147,7 @@ class Search:
         self._counters = counters
         self._locations: dict[Piece, _Location] = {}
         self._blocks: dict[Piece, Block] = {}
+        self._came_from: dict[Piece, str] = {}
         self._num_choices = 0
         self._trouble = ""  # the reason for not going deeper, unless it is a gap
 
@@ -156,7 +159,9 @@ class Search:
             if missing := [piece for piece in needed if piece not in self._blocks]:
                 self._fetch(missing)
             else:
-                return Found(depth, {p: self._blocks[p] for p in needed}, self._stop(depth))
+                blocks = {piece: self._blocks[piece] for piece in needed}
+                tiers = {piece: self._came_from[piece] for piece in needed}
+                return Found(depth, blocks, self._stop(depth), tiers)
         return Found(stop=self._stop(0))
 
     def _stop(self, depth: int) -> str:
@@ -274,6 +279,7 @@ class Search:
             self._reject(self._name(piece), self._tiers[tier], fault.reason)
             return False
         self.hits.append(Hit(self._name(piece), tier, data))
+        self._came_from[piece] = self._tiers[tier].name
         return True
 
     def _reject(self, name: str, tier: GuardedTier, reason: Reason) -> None:

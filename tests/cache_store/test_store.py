@@ -159,7 +159,10 @@ def test_tiers_complete_each_other_and_hits_move_up() -> None:
     put(disk, blocks[2:5])
     put(shared, blocks[4:])
     with closing_store([memory, disk, shared]) as store:
-        assert store.lookup(wanted(blocks)).kv == tuple(blocks)
+        found = store.lookup(wanted(blocks))
+        assert found.kv == tuple(blocks)
+        tiers = [found.tiers[piece] for piece in sorted(found.pieces)]
+        assert tiers == ["memory"] * 2 + ["disk"] * 3 + ["shared"] * 5
         assert counted(store, "hit.memory", "hit.disk", "hit.shared") == [2, 3, 5]
         assert memory.stats().num_blocks == 10 and store.flush(FLUSH_SECONDS)
         assert disk.stats().num_blocks == 8 and counted(store, "promoted") == [5]

@@ -13,6 +13,7 @@ it is cancelled, or fails.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -81,8 +82,8 @@ class FetchState(Enum):
 class Fetch:
     """A row's lookup. Times are of ``time.monotonic``.
 
-    ``found`` blocks came from the shared store; ``stop`` says why not more
-    (``lookup.Found.stop``, or "held", or "slow").
+    ``found`` blocks came from the shared store, ``tiers`` by the name of their tier; ``stop`` says
+    why not more (``lookup.Found.stop``, or "held", or "slow").
     """
 
     state: FetchState = FetchState.NEW
@@ -93,6 +94,13 @@ class Fetch:
     num_expected: int = 0  # bytes that the pending lookup may bring
     found: int = 0
     stop: str = ""
+    tiers: dict[str, int] = field(default_factory=dict)
+
+    def count(self, tiers_of_blocks: Iterable[str]) -> None:
+        """Count blocks of the shared store, by the names of their tiers."""
+        for name in tiers_of_blocks:
+            self.found += 1
+            self.tiers[name] = self.tiers.get(name, 0) + 1
 
 
 class Status(Enum):

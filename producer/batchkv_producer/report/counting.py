@@ -177,9 +177,9 @@ class Counting:
         cached, note = result.usage.cached, result.note
         in_memory = cached
         self._sources[COMPUTED] += result.usage.prompt - cached
-        by_tier = dict(result.tiers)
-        if note is not None and note.found and not by_tier:
-            by_tier = {STORE: note.found}
+        by_tier: dict[str, int] = {}
+        if note is not None and note.found:
+            by_tier = dict(note.tiers) or {STORE: note.found}
         num_blocks = sum(by_tier.values()) + (note.local if note is not None else 0)
         for name, num in by_tier.items():
             share = cached * num // num_blocks

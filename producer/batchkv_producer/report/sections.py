@@ -17,7 +17,16 @@ from batchkv_producer.report.charts import (
     step_curve,
     time_chart,
 )
-from batchkv_producer.report.facts import Bin, Distribution, Facts, FailureGroup
+from batchkv_producer.report.facts import (
+    COMPUTED,
+    MEMORY,
+    STORE,
+    Bin,
+    Distribution,
+    Facts,
+    FailureGroup,
+    Source,
+)
 from batchkv_producer.report.words import (
     per_cent,
     safe,
@@ -191,15 +200,22 @@ def sources(facts: Facts) -> str:
     if not facts.sources:
         return _section(title, _nothing("No prompt was computed yet."))
     total = sum(source.tokens for source in facts.sources)
-    parts = [Part(one.name, one.tokens, f"{one.tokens:,}") for one in facts.sources]
-    words = ", ".join(f"{one.name} {per_cent(one.tokens, total)}" for one in facts.sources)
+    names = [_source_name(one) for one in facts.sources]
+    pairs = list(zip(names, facts.sources, strict=True))
+    parts = [Part(name, one.tokens, f"{one.tokens:,}") for name, one in pairs]
+    words = ", ".join(f"{name} {per_cent(one.tokens, total)}" for name, one in pairs)
     about = (
         "Prompt tokens by where they came from. Computed ones were in no cache. Tokens of a tier "
         "are divided by the blocks that came from it."
     )
-    rows = [[one.name, f"{one.tokens:,}", per_cent(one.tokens, total)] for one in facts.sources]
+    rows = [[name, f"{one.tokens:,}", per_cent(one.tokens, total)] for name, one in pairs]
     table = data_table(title, ["source", "prompt tokens", "share"], rows)
     return _section(title, _card("", about, share_chart(title, words, parts), table))
+
+
+def _source_name(source: Source) -> str:
+    names = {COMPUTED: "computed", MEMORY: "worker's memory", STORE: "shared cache, tier unknown"}
+    return names.get(source.name, f"tier {source.name}")
 
 
 def workers(facts: Facts) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any
@@ -24,7 +24,8 @@ class CacheNote:
     ``found``: those read from the store. ``stop``: why there were no more
     (``batchkv_cache_store.lookup.Found``; "held": another worker was computing the block and made
     no progress; "slow": no answer came in time). ``key`` is that of the first missing block; b"" if
-    none was missing.
+    none was missing. ``tiers``: how many of ``found`` came from each tier, by its name. A result
+    stores them apart, because older readers know eight values at most.
     """
 
     namespace: bytes
@@ -35,22 +36,26 @@ class CacheNote:
     key: bytes = b""
     parent: bytes = b""
     marks: bytes = b""
+    tiers: tuple[tuple[str, int], ...] = ()
 
     def packed(self) -> list[Any]:
-        """The note as a result stores it."""
+        """The note as a result stores it, without ``tiers``."""
         counts = [self.namespace, self.wanted, self.local, self.found, self.stop]
         return [*counts, self.key, self.parent, self.marks] if self.key else counts
 
     @classmethod
-    def unpacked(cls, values: Sequence[Any]) -> CacheNote:
-        """Inverse of ``packed``; TypeError or ValueError for anything else."""
+    def unpacked(cls, values: Sequence[Any], tiers: Mapping[Any, Any]) -> CacheNote:
+        """Inverse of ``packed``; an ordinary error for anything else."""
         namespace, wanted, local, found, stop, *last = values
         key, parent, marks = last or (b"", b"", b"")
         for digest in (namespace, key, parent, marks):
             if not isinstance(digest, bytes):  # bytes(n) would return n zeros
                 raise TypeError("a digest is not bytes")
         counts = index(wanted), index(local), index(found)
-        return cls(namespace, *counts, str(stop), key, parent, marks)
+        found_in = tuple((str(name), index(num)) for name, num in tiers.items())
+        if any(num < 0 for _, num in found_in):
+            raise ValueError("a count is negative")
+        return cls(namespace, *counts, str(stop), key, parent, marks, found_in)
 
 
 def token_marks(tokens: Sequence[int]) -> bytes:

@@ -110,8 +110,6 @@ class Result:
     ``note`` reports the hits in the shared cache, if the worker has one. ``fingerprint`` and
     ``scheme`` are those of the worker (``maker``); empty from workers of the first version.
 
-    ``tiers``: how many blocks of the prompt came from each tier of the shared cache, by its name.
-
     ``text`` to ``logprobs``, ``reasoning``, ``tool_calls`` and ``token_ids`` are of the first
     choice, and ``more`` has the others. ``choices`` has all. ``prompt_token_ids`` and ``token_ids``
     are None unless the row asked for them.
@@ -137,7 +135,6 @@ class Result:
     token_ids: tuple[int, ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     more: tuple[Choice, ...] = ()
-    tiers: tuple[tuple[str, int], ...] = ()
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -232,7 +229,7 @@ def encode_result(result: Result) -> bytes:
         "s": result.scheme,
         "h": usage.reasoning,
         "d": [packed_choice(choice) for choice in result.more],
-        "g": dict(result.tiers),
+        "g": dict(result.note.tiers) if result.note is not None else None,
     }
     kept = {key: value for key, value in packed.items() if value}
     kept |= packed_choice(result.choices[0])
@@ -376,7 +373,7 @@ def _result(packed: dict[str, Any]) -> Result:
         worker=str(packed.get("w", "")),
         created=index(packed.get("a", 0)),
         busy_ms=index(packed.get("b", 0)),
-        note=CacheNote.unpacked(packed["n"]) if "n" in packed else None,
+        note=CacheNote.unpacked(packed["n"], packed.get("g", {})) if "n" in packed else None,
         fingerprint=str(packed.get("p", "")),
         scheme=str(packed.get("s", "")),
         reasoning=first.reasoning,
@@ -384,12 +381,4 @@ def _result(packed: dict[str, Any]) -> Result:
         token_ids=first.token_ids,
         prompt_token_ids=None if prompt is None else unpacked_ids(prompt),
         more=tuple(unpacked_choice(choice) for choice in packed.get("d") or ()),
-        tiers=tuple((str(name), _natural(num)) for name, num in packed.get("g", {}).items()),
     )
-
-
-def _natural(value: Any) -> int:
-    number = index(value)
-    if number < 0:
-        raise ValueError("a count is negative")
-    return number

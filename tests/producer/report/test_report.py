@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def batch(redis_connection: Redis, client: Client, write_lines: Callable[..., Pa
     end(
         redis_connection,
         "fast",
-        ok(now + 2, tiers=(("disk", 2), ("s3", 1)), note=NOTE),
+        ok(now + 2, note=replace(NOTE, tiers=(("disk", 2), ("s3", 1)))),
         ok(now + 4),
     )
     end(redis_connection, "slow", ok(now + 8, 8000, note=NOTE))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -15,6 +16,7 @@ from rq.serializers import JSONSerializer
 
 from batchkv_producer.errors import WireError
 from batchkv_producer.wire import job
+from batchkv_producer.wire.cache_note import CacheNote
 from batchkv_producer.wire.choice import Choice, ToolCall
 from batchkv_producer.wire.constraint import Constraint
 from batchkv_producer.wire.job import (
@@ -271,3 +273,18 @@ def test_a_result_of_ordinary_text_is_small() -> None:
         busy_ms=5000,
     )
     assert len(words) >= 1000 and len(encode_result(result)) < 700
+
+
+def test_a_result_names_the_tiers_of_its_blocks() -> None:
+    """They come back as they were stored. Older readers, which know eight values of a note, read
+    the rest. A tier costs few bytes, and a wrong count is a WireError."""
+    note = CacheNote(b"n" * 16, 40, 2, 7, "", b"k" * 32, b"p" * 32, b"m" * 256)
+    old = Result("a", "chat", "ok", text="words " * 99, note=note)
+    new = replace(old, note=replace(note, tiers=(("disk", 5), ("redis", 2))))
+    assert decode_result(encode_result(new)) == new
+    assert len(encode_result(new)) - len(encode_result(old)) < 24
+    stored = msgpack.unpackb(zlib.decompress(encode_result(new)))
+    assert len(stored["n"]) == 8 and stored["g"] == {"disk": 5, "redis": 2}
+    for wrong in ({"disk": -1}, {"disk": "x"}, [1], 7):
+        with pytest.raises(WireError):
+            decode_result(zlib.compress(msgpack.packb({**stored, "g": wrong})))

@@ -62,5 +62,8 @@ def test_a_second_worker_takes_every_full_block(family: str, scheme: str, tmp_pa
         second = run(engine, prompts[1:2])
         counters = engine.client.counters
     assert cached(second) == [768]
+    (event,) = second
+    assert event.note is not None and event.note.found == 3
+    assert event.note.tiers == (("disk", 3),)
     assert tokens(second) == tokens(cold)
     assert not [name for name in counters if name.startswith(("rejected", "error", "unlike"))]

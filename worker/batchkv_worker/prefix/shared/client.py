@@ -27,7 +27,12 @@ from batchkv_worker.prefix.interface import PrefixClient
 from batchkv_worker.prefix.memory import PrefixCache
 from batchkv_worker.prefix.shared.access import Access
 from batchkv_worker.prefix.shared.convert import FloatBlocks
-from batchkv_worker.prefix.shared.fetch import Fetcher, Lookup, LookupResult
+from batchkv_worker.prefix.shared.fetch import (
+    Fetcher,
+    Lookup,
+    LookupResult,
+    tiers_of_blocks,
+)
 from batchkv_worker.prefix.shared.identity import manifest
 from batchkv_worker.prefix.shared.outbox import Outbox
 from batchkv_worker.prefix.shared.pending import PendingLookup, PendingLookups
@@ -195,7 +200,7 @@ class StoreClient(PrefixClient):
         was = self._prefix_memory.depth_of(row)
         num_bytes = self._adopt(row, answer)
         depth = self._prefix_memory.depth_of(row)
-        fetch.found += max(0, depth - max(was, fetch.deepest))
+        fetch.count(tiers_of_blocks(answer, range(max(was, fetch.deepest), depth)))
         self._expect(fetch, fetch.num_bytes + num_bytes, 0)
         self.outbox.hold(answer.leases, fetch)
         if not answer.is_held or depth == len(row.block_keys):
@@ -263,14 +268,16 @@ class StoreClient(PrefixClient):
         depth = row.num_cached // BLOCK_TOKENS
         found = min(fetch.found, depth)
         counts = (self.namespace, len(keys), depth - found, found, fetch.stop)
+        tiers = tuple(fetch.tiers.items())
         if depth == len(keys):
-            return CacheNote(*counts)
+            return CacheNote(*counts, tiers=tiers)
         low = depth * BLOCK_TOKENS
         return CacheNote(
             *counts,
             key=keys[depth],
             parent=keys[depth - 1] if depth else own_root(self.root, row.cache_salt),
             marks=token_marks(row.prompt[low : low + BLOCK_TOKENS]),
+            tiers=tiers,
         )
 
     def forget(self, row: Sequence) -> None:

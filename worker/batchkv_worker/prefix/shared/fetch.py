@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
-from batchkv_cache_store.blocks.block import Block
+from batchkv_cache_store.blocks.block import Block, Kind
 from batchkv_cache_store.lease import Lease, Leases
 from batchkv_cache_store.lookup import Found, Piece, Wanted
 from batchkv_cache_store.store import Store
@@ -25,6 +25,7 @@ log = logging.getLogger("batchkv.cache")
 
 NUM_THREADS = 2
 MAX_LEASES = 64  # of one prompt at once: its blocks are computed in order
+UNKNOWN_TIER = "store"
 _MAX_LOOKS = 4  # at one prompt, while others publish what it was about to lease
 
 
@@ -48,7 +49,7 @@ class LookupResult:
 
     ``depth``: blocks that can be gone on from with ``pieces`` and what the asker had. ``leases``
     are held for blocks after it; ``is_held``: another worker computes the next one. ``floats``:
-    pieces of the float namespace that go deeper.
+    pieces of the float namespace that go deeper. ``tiers``: where each piece came from, by name.
     """
 
     ticket: int
@@ -58,6 +59,20 @@ class LookupResult:
     leases: list[Lease] = field(default_factory=list)
     is_held: bool = False
     stop: str = ""
+    tiers: dict[Piece, str] = field(default_factory=dict)
+
+
+def tiers_of_blocks(answer: LookupResult, numbers: range) -> list[str]:
+    """The name of the tier of each of these blocks.
+
+    A model whose layers keep a state has no piece for every block. A block without one came with
+    the next deeper piece.
+    """
+    names: list[str] = []
+    for number in reversed(numbers):
+        own = (answer.tiers.get((number, kind)) for kind in Kind)
+        names.append(next(filter(None, own), names[-1] if names else UNKNOWN_TIER))
+    return names
 
 
 class Fetcher:
@@ -175,6 +190,7 @@ class Fetcher:
             found = self._store.lookup(replace(question.floats, had=had))
             if found.depth > answer.depth:
                 answer.floats = found.pieces
+                answer.tiers.update(found.tiers)
                 self._release(answer)  # what rests on converted blocks is never published
                 answer.is_held = False
 
@@ -183,6 +199,7 @@ class Fetcher:
         is_deeper = found.depth > answer.depth
         if is_deeper or not answer.stop:
             answer.pieces.update(found.pieces)
+            answer.tiers.update(found.tiers)
             answer.depth = max(answer.depth, found.depth)
             answer.stop = found.stop
         return is_deeper
