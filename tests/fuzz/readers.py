@@ -26,7 +26,10 @@ from batchkv_cache_store.blocks.seal import SEAL_BYTES, Sealer
 from batchkv_cache_store.errors import BlockRejected
 from batchkv_cache_store.keys import next_key
 from batchkv_producer.errors import WireError
+from batchkv_producer.intake.body import ENDPOINTS
+from batchkv_producer.intake.checks import RowFault
 from batchkv_producer.intake.formats import Row, RowError, read_rows
+from batchkv_producer.intake.single import param_of, read_single
 from batchkv_producer.results.output import failed_text_line, output_line, text_line
 from batchkv_producer.wire.constraint import Constraint
 from batchkv_producer.wire.error_codes import ErrorCode
@@ -58,10 +61,12 @@ CODES = {value for name, value in vars(ErrorCode).items() if name.isupper()}
 PLAIN = Sealer()
 SEALERS = (PLAIN, Sealer(b"sixteen bytes or more"))
 MAX_MESSAGE_CHARS = 2000
+MAX_BODIES = 5  # of lines that are read as bodies, too
 
 
 def check_lines(data: bytes) -> None:
     """Every line that is not blank becomes a row or an error with a code; no row is lost."""
+    check_bodies(data)
     stream = io.BytesIO(data)
     seen = []
     for item in read_rows(stream):
@@ -77,6 +82,22 @@ def check_lines(data: bytes) -> None:
     lines = data.removeprefix(b"\xef\xbb\xbf").splitlines() if b"\r" not in data else None
     if lines is not None and not set(data) & {0x0B, 0x0C, 0x1C, 0x1D, 0x1E, 0x85}:
         assert len(seen) == sum(bool(line.strip()) for line in lines)
+
+
+def check_bodies(data: bytes) -> None:
+    """A line may come alone, over HTTP: it is a request, or a RowFault with a code."""
+    for line in data.splitlines()[:MAX_BODIES]:
+        for endpoint in ENDPOINTS.values():
+            try:
+                found = read_single(line, endpoint)
+            except RowFault as fault:
+                assert fault.code in CODES and 0 < len(str(fault)) < MAX_MESSAGE_CHARS
+                param = param_of(fault) or ""
+                (str(fault) + param).encode("utf-8")
+                continue
+            assert found.rows
+            for row in found.rows:
+                assert decode_job(encode_job(row)) == row
 
 
 class Tokenizer(tiny_models.NumberTokenizer):

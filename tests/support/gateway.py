@@ -29,7 +29,10 @@ if TYPE_CHECKING:  # as a program it needs no client
 START_SECONDS = 30.0
 PATCHED = tuple(
     f"batchkv_gateway.{name}"
-    for name in ("http.limits", "http.server", "batches.driver", "live.calls", "webhooks.sender")
+    for name in (
+        *("http.limits", "http.server", "batches.driver"),
+        *("live.answering", "live.calls", "webhooks.sender"),
+    )
 )
 
 

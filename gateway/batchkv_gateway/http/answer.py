@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import Response
 
 
-def json_answer(value: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+def json_answer(value: dict[str, Any]) -> Response:
     """An answer in ASCII, which any text can be written in, also half of a surrogate pair."""
     text = json.dumps(value, separators=(",", ":"))
-    return Response(text.encode("ascii"), headers=headers, media_type="application/json")
+    return Response(text.encode("ascii"), media_type="application/json")

@@ -7,13 +7,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from batchkv_gateway.http.answer import json_answer
 from batchkv_gateway.http.asked import json_bytes
 from batchkv_gateway.http.client_left import ClientLeftError, while_client_stays
 from batchkv_gateway.http.event_stream import EventStream
 from batchkv_gateway.live.answering import begin
 from batchkv_gateway.live.calls import Calls
-from batchkv_producer.results.bodies import body_of
 from batchkv_producer.wire.job import Endpoint
 
 
@@ -50,7 +48,7 @@ class LiveRoutes:
                     first = await answering.first_pieces()
                     is_streaming = True
                     return EventStream(answering.events(first), answering.leave, named)
-                return json_answer(body_of(answering.row_id, await answering.results()), named)
+                return Response(await answering.body(), 200, named, "application/json")
         except ClientLeftError:
             return Response()  # which nobody reads
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from batchkv_producer.intake.checks import RowFault
 from batchkv_producer.intake.single import SingleRequest, read_single
 from batchkv_producer.live import LaneRefusedError, Piece
 from batchkv_producer.monitor.workers import served_models
+from batchkv_producer.results.bodies import body_of
 from batchkv_producer.wire.job import Endpoint, Request, Result
 
 LARGE_BYTES = 2**15  # of a body that a thread reads, so that others do not wait
@@ -42,10 +44,13 @@ class Answering:
         """The id of the request: that of its first row."""
         return self.calls[0].row_id
 
-    async def results(self) -> list[Result]:
-        """The results of all rows."""
+    async def body(self) -> bytes:
+        """The body of the answer, with the results of all rows."""
         with faults.of_losses():
-            return [_good(await call.whole()) for call in self.calls]
+            results = [_good(await call.whole()) for call in self.calls]
+        if self.asked.rows[0].params.logprobs is not None:  # megabytes, perhaps
+            return await run_in_threadpool(_body, self.row_id, results)
+        return _body(self.row_id, results)
 
     async def first_pieces(self) -> list[Piece]:
         """The first pieces of a stream; none after ``FIRST_SECONDS``.
@@ -75,7 +80,10 @@ class Answering:
                 if not pieces and call.result is None:
                     yield KEEP_ALIVE
             results.append(_good(call.result))
-            for chunk in chunks.end(index, call.result):
+            ending = chunks.end(index, call.result)
+            if row.params.logprobs is not None:  # megabytes, perhaps
+                ending = iter(await run_in_threadpool(list, ending))
+            for chunk in ending:
                 yield chunk
             index, pieces = index + len(call.result.choices), []
         for chunk in chunks.last(results):
@@ -123,6 +131,10 @@ async def _read(raw: bytes, endpoint: Endpoint) -> SingleRequest:
         return read_single(raw, endpoint)
     except RowFault as fault:
         raise faults.of_intake(fault) from fault
+
+
+def _body(row_id: str, results: list[Result]) -> bytes:
+    return json.dumps(body_of(row_id, results), separators=(",", ":")).encode("ascii")
 
 
 def _only_model(connection: Redis) -> str:

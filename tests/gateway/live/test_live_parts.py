@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 import pytest
+from httpx2 import stream
 from openai import OpenAI
 from redis import Redis
 
@@ -31,9 +32,10 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"ty
 def gateway(
     redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Gateway]:
-    """A gateway whose rows are private."""
+    """A gateway whose rows are private, and whose streams do not wait long for a piece."""
     home = tmp_path_factory.mktemp("parts") / "home"
-    with running_gateway(redis_server.url, home, "--private") as found:
+    patch = {"FIRST_SECONDS": 0.2, "KEEP_ALIVE_SECONDS": 0.2}
+    with running_gateway(redis_server.url, home, "--private", **patch) as found:
         yield found
 
 
@@ -104,6 +106,28 @@ def test_log_probabilities_come_with_their_text(gateway: Gateway, worker: LiveWo
     assert found.delta.content == "It rains."
     assert [one.logprob for one in found.logprobs.content] == [-0.5, -2.0]
     assert [one.token for one in found.logprobs.content[0].top_logprobs] == ["It", "So"]
+
+
+def test_a_stream_says_that_it_goes_on(gateway: Gateway, worker: LiveWorker) -> None:
+    """While no piece comes, comments do. So no proxy gives up, and the headers are not late."""
+    body = {"model": "m", "prompt": "hi", "stream": True}
+    with stream("POST", f"{gateway.url}/completions", json=body, timeout=10) as response:
+        row, _ = worker.take()
+        lines = response.iter_lines()
+        assert next(lines) == ": the answer is under way"
+        worker.end(row, replace(RESULT, endpoint="completion", reasoning=""))
+        events = [line for line in lines if line.startswith("data: ")]
+    assert '"text":"It rains."' in events[0] and events[-1] == "data: [DONE]"
+    assert response.headers["content-type"].startswith("text/event-stream")
+
+
+def test_workers_that_lack_an_ability_are_named(gateway: Gateway, worker: LiveWorker) -> None:
+    """The model is served, so the error says what its workers lack, and not that it is unknown."""
+    worker.connection.hset(f"rq:worker:{worker.name}", "bkv_abilities", "salt")
+    with asking(gateway, tools=TOOLS) as asked, pytest.raises(openai.BadRequestError) as caught:
+        asked.result(10)
+    assert caught.value.code == "unsupported_parameter"
+    assert "the workers of m do not have what this request needs (tools" in caught.value.message
 
 
 def test_a_failure_in_the_middle_is_the_last_event(gateway: Gateway, worker: LiveWorker) -> None:
