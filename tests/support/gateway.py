@@ -69,7 +69,7 @@ class Gateway:
         if "http_client" not in more:
             hooks = {"response": [check_response]}
             more["http_client"] = DefaultHttpxClient(event_hooks=hooks)
-        return OpenAI(base_url=self.url, api_key=key, timeout=30, **more)
+        return OpenAI(base_url=self.url, api_key=key, **{"timeout": 30, **more})
 
     def wait_killed(self) -> None:
         """Wait until the process has ended by DIE_AT."""

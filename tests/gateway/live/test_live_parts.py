@@ -53,7 +53,7 @@ def asking(gateway: Gateway, **fields: Any) -> Iterator[Future[Any]]:
         found = client.chat.completions.create(model="m", messages=messages, **fields)
         return list(found) if fields.get("stream") else found
 
-    with gateway.client(max_retries=0) as client, ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, gateway.client(max_retries=0, timeout=20) as client:
         yield pool.submit(ask, client)
 
 
