@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,14 @@ from httpx2 import get
 
 from batchkv_gateway.keys.store import KeyStore
 from batchkv_gateway.secret import VARIABLE
+from batchkv_producer.wire.job import Result
+from gateway.live.live_worker import LiveWorker
 from support.gateway import chat_file, running_gateway
 from support.hub import HUB_SOURCE, running_hub
 
 
 def test_a_producers_rights_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys, files and a batch that is cancelled need no more than ``queue.acl`` allows.
+    """Keys, files, a cancelled batch and a completion need no more than ``queue.acl`` allows.
 
     A key with limits and a webhook whose target is away need no more, either, nor do metrics.
     """
@@ -54,6 +57,12 @@ def test_a_producers_rights_are_enough(tmp_path: Path, monkeypatch: pytest.Monke
             while "tried again" not in gateway.log.read_text():
                 assert time.monotonic() < deadline, gateway.log.read_text()
                 time.sleep(0.05)
+            with hub.connect("worker") as connection, ThreadPoolExecutor(1) as pool:
+                worker = LiveWorker(connection, "m")
+                text = pool.submit(client.completions.create, model="m", prompt="hi")
+                row, _ = worker.take()
+                worker.end(row, Result("c", "completion", "ok", "m", "hello", "stop"))
+                assert text.result(20).choices[0].text == "hello"
         with hub.connect("producer") as connection:
             KeyStore(connection).remove("a")
         assert "NOPERM" not in gateway.log.read_text()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from batchkv_producer.live import Answer, Lane, LaneRefusedError, LostAnswerError
+from batchkv_producer.live import Answer, Lane, LaneRefusedError, LostAnswerError, Question
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Request
 from batchkv_producer.wire.live import LiveMoves
@@ -195,6 +195,11 @@ def test_who_can_not_answer_says_so(
     small.ask(request("x"), MODEL)
     with pytest.raises(LaneRefusedError, match="too many"):
         small.ask(request("x"), MODEL)
+    small.close()
+    small, question = Lane(redis, max_waiting=1), Question(request("x"), MODEL)
+    first, *others = small.ask_all([question, question, Question(request("x"), "other")])
+    assert isinstance(first, Answer)
+    assert [one.why for one in others if isinstance(one, LaneRefusedError)] == ["full", "nobody"]
     small.close()
     redis.delete(redis_keys.live_seen(QUEUE))
     with pytest.raises(LaneRefusedError, match="no worker"):  # it lacks the ability
