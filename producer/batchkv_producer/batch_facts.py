@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from batchkv_producer.client import BatchStatus, Client, StoredRow
+from batchkv_producer.interface import BatchClient
 from batchkv_producer.monitor.mismatch import find_mismatch, why_passed_by
-from batchkv_producer.monitor.remaining import percent_done, seconds_left
+from batchkv_producer.monitor.remaining import percent_done
+from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.monitor.workers import WorkerInfo
+from batchkv_producer.results.stored_rows import StoredRow
 from batchkv_producer.wire.job import Result
 
 MAX_BAD_ROWS_SKIPPED = 200  # while the first row that a worker ran is searched
@@ -45,7 +47,7 @@ class BatchFacts:
         }
 
 
-def facts_of(client: Client, batch: BatchStatus) -> BatchFacts:
+def facts_of(client: BatchClient, batch: BatchStatus) -> BatchFacts:
     """The facts of one batch now."""
     found = client.workers()
     here = serving_workers(client, batch, found)
@@ -79,7 +81,7 @@ def worker_dicts(found: Sequence[WorkerInfo]) -> list[dict[str, Any]]:
 
 
 def listed_fields(
-    client: Client, found: Sequence[WorkerInfo], limit: int | None
+    client: BatchClient, found: Sequence[WorkerInfo], limit: int | None
 ) -> Iterator[dict[str, Any]]:
     """The fields of the newest batches for ``--json``, one by one."""
     left = all_times_left(client, found)
@@ -87,28 +89,30 @@ def listed_fields(
         yield batch_fields(batch, left)
 
 
-def all_times_left(client: Client, found: Sequence[WorkerInfo]) -> Left:
+def all_times_left(client: BatchClient, found: Sequence[WorkerInfo]) -> Left:
     """The time left of each open batch whose workers generate tokens."""
     busy = {queue for worker in found if worker.tokens_per_second for queue in worker.queues}
-    return seconds_left(client.open_batches(busy), found) if busy else {}
+    return client.seconds_left(busy, found)
 
 
-def times_left(client: Client, shown: Sequence[BatchStatus], found: Sequence[WorkerInfo]) -> Left:
+def times_left(
+    client: BatchClient, shown: Sequence[BatchStatus], found: Sequence[WorkerInfo]
+) -> Left:
     """The time left of each batch, where it is known. It includes batches that are not shown."""
     busy = {queue for worker in found if worker.tokens_per_second for queue in worker.queues}
     queues = busy & {batch.queue for batch in shown if not batch.is_done}
-    return seconds_left(client.open_batches(queues), found) if queues else {}
+    return client.seconds_left(queues, found)
 
 
 def serving_workers(
-    client: Client, batch: BatchStatus, found: Sequence[WorkerInfo]
+    client: BatchClient, batch: BatchStatus, found: Sequence[WorkerInfo]
 ) -> Sequence[WorkerInfo]:
     """The workers of a batch's queue. Those with adapters are read as this queue sees them."""
     here = [worker for worker in found if batch.queue in worker.queues]
     return client.serving(batch.queue) if any(worker.adapters for worker in here) else here
 
 
-def tokens_per_second(client: Client, batch: BatchStatus) -> float | None:
+def tokens_per_second(client: BatchClient, batch: BatchStatus) -> float | None:
     """Generated tokens a second from the first row's start to the last row's end (or to now).
 
     None if no token was generated yet.
@@ -129,7 +133,7 @@ def _rows_run(rows: Iterator[StoredRow]) -> Iterator[Result]:
             yield row.result
 
 
-def _last_end(client: Client, batch: BatchStatus) -> float:
+def _last_end(client: BatchClient, batch: BatchStatus) -> float:
     ends: Callable[[StoredRow], float] = lambda row: row.result.created  # noqa: E731
     after = max(0, batch.num_ended - 1)
     return max(map(ends, client.results(batch.batch_id, after=after)), default=time.time())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -23,17 +23,20 @@ from batchkv_producer.intake.prompting import AUTO, Prompting
 from batchkv_producer.manage import cancel_retry, forget
 from batchkv_producer.manage.cancel_retry import Unanswered
 from batchkv_producer.manage.reconcile import Reconciler
-from batchkv_producer.monitor import listing, one_job, status, workers
+from batchkv_producer.monitor import listing, one_job, remaining, status, workers
 from batchkv_producer.monitor.one_job import JobInfo
 from batchkv_producer.monitor.status import BatchStatus
+from batchkv_producer.monitor.waiting import wait_until_done
 from batchkv_producer.monitor.workers import WorkerInfo
 from batchkv_producer.results import stored_rows
+from batchkv_producer.results.bounded import stored_results
 from batchkv_producer.results.failures import Failures, read_failures
 from batchkv_producer.results.stored_rows import StoredRow
-from batchkv_producer.retry import Pace, read_with_retry
+from batchkv_producer.retry import Pace
+from batchkv_producer.server.memory_use import MemoryUse, read_memory_use
 from batchkv_producer.submit import restore, submission
 from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, Progress
-from batchkv_producer.submit.kept_answers import EarlierBatch
+from batchkv_producer.submit.kept_answers import EarlierBatch, earlier_named
 from batchkv_producer.submit.submission import Checked, Identified, Submitted
 from batchkv_producer.wire import redis_keys, suspects
 from batchkv_producer.wire.adapter import parse_adapter
@@ -68,6 +71,8 @@ class Client:
     NotFoundError. Errors of the server are redis-py's exceptions. ``wait`` and ``results`` with
     ``follow`` survive an outage of up to a minute.
     """
+
+    poll_seconds = 0.1  # between two polls of a batch that is followed
 
     def __init__(self, connection: Redis) -> None:
         self._connection = connection
@@ -146,6 +151,17 @@ class Client:
         """The batches of these queues that are not done, newest first. Nothing is reconciled."""
         return listing.open_batches(self._connection, queues)
 
+    def seconds_left(
+        self, queues: Collection[str], found: Sequence[WorkerInfo]
+    ) -> Mapping[str, float]:
+        """Batch id -> seconds until it is done, for open batches of these queues. ``found``: their
+        workers."""
+        return remaining.seconds_left(self.open_batches(queues), found) if queues else {}
+
+    def memory_use(self) -> MemoryUse | None:
+        """The memory of the server. None if this user may not read it."""
+        return read_memory_use(self._connection)
+
     def workers(self) -> list[WorkerInfo]:
         """All live workers."""
         return workers.read_workers(self._connection)
@@ -212,6 +228,13 @@ class Client:
             )
         return stored_rows.none_missing(self._connection, full_id, rows)
 
+    def results_of(
+        self, batch_id: str, lines: Sequence[int]
+    ) -> Iterator[tuple[int, Result | None]]:
+        """(line, its result or None) of each of these lines of a batch, by its full id."""
+        for line, value in stored_results(self._connection, batch_id, lines):
+            yield line, None if value is None else decode_result(value)
+
     def wait(
         self,
         batch_id: str,
@@ -221,19 +244,11 @@ class Client:
     ) -> BatchStatus:
         """Poll until the batch is done or the time is over. Returns the last status."""
         full_id = self._find(batch_id)
-        deadline = float("inf") if timeout_seconds is None else time.monotonic() + timeout_seconds
-        pace, last_num_ended = Pace(), -1
-        while True:
-            now = read_with_retry(partial(self._reconciler.reconcile_id, full_id))
-            if on_progress is not None:
-                on_progress(now)
-            left = deadline - time.monotonic()
-            if now.is_done or left <= 0:
-                return now
-            if now.num_ended != last_num_ended:
-                pace.reset()
-            last_num_ended = now.num_ended
-            pace.sleep(at_most_seconds=left)
+        return wait_until_done(
+            partial(self._reconciler.reconcile_id, full_id),
+            timeout_seconds=timeout_seconds,
+            on_progress=on_progress,
+        )
 
     def cancel(self, target: str) -> int:
         """Cancel a batch or one job. Returns the number of canceled rows."""
@@ -274,6 +289,18 @@ class Client:
     def unanswered(self, batch_id: str) -> Unanswered:
         """Count a batch's rows without an answer, by the reason."""
         return cancel_retry.count_unanswered(self._connection, self._find(batch_id))
+
+    def named(self, names: Iterable[str]) -> dict[str, BatchStatus | None]:
+        """The batches with these ids, or unique prefixes of ids. None: only its name is left."""
+        return forget.find_named(self._connection, names)
+
+    def earlier_named(self, wanted: str | None) -> EarlierBatch | None:
+        """Find the batch whose answers are kept, by its id or a prefix of it."""
+        return earlier_named(self._connection, wanted)
+
+    def is_any_gone(self, batch_id: str, failures: Iterable[Failures]) -> bool:
+        """Whether some of these failed rows have no job any more."""
+        return restore.is_any_gone(self._connection, batch_id, failures)
 
     def job_ids(self, batch_id: str) -> Iterator[str]:
         """The ids of a batch's jobs in input order, those of wrong rows included."""

@@ -8,7 +8,8 @@
     ├── DiskError             a disk is full: make room, and run the same command again
     │   └── FullHomeError     the disk of the embedded server is full
     ├── ServerError           Redis is missing, refuses an operation, is full or read-only
-    │   └── RefusedError      the user of the URL has no right to the operation
+    │   ├── RefusedError      the user of the URL has no right to the operation
+    │   └── AwayError         a gateway cannot be reached now
     └── WireError             bytes from Redis were not written by batchkv
 
 A wrong row of the input is no exception. It is a ``RowError`` value (``formats``), because a wrong
@@ -63,6 +64,14 @@ class ServerError(BatchkvError):
 
 class RefusedError(ServerError):
     """The user of the URL has no right to the operation. Nothing was changed."""
+
+
+class AwayError(ServerError):
+    """A gateway cannot be reached now. The same request may succeed later."""
+
+    def __init__(self, message: str, retry_after_seconds: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class WireError(BatchkvError):

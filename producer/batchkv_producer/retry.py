@@ -10,6 +10,8 @@ from typing import TypeVar
 
 from redis.exceptions import AuthenticationError, AuthorizationError, ConnectionError, TimeoutError
 
+from batchkv_producer.errors import AwayError
+
 MAX_OUTAGE_SECONDS = 60.0
 FIRST_PAUSE_SECONDS = 0.2
 MAX_PAUSE_SECONDS = 2.0
@@ -45,7 +47,7 @@ def read_with_retry(read: Callable[[], T]) -> T:
             return read()
         except (AuthenticationError, AuthorizationError):
             raise
-        except (ConnectionError, TimeoutError):
+        except (ConnectionError, TimeoutError, AwayError):
             if time.monotonic() + pause > deadline:
                 raise
         _pause(pause)

@@ -287,7 +287,7 @@ def test_a_server_that_lost_its_last_second_costs_no_line(tmp_path: Path, is_fil
             end_some(connection, batch, 8)
             if is_file:
                 follower.collect()
-                follower.refresh(stale_rows(connection, batch))
+                follower.refresh(stale_rows(Client(connection), batch))
                 assert target.num_rows == 12
             else:
                 lines += [row.line for row in rows]

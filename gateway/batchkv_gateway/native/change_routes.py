@@ -20,7 +20,7 @@ from batchkv_gateway.native.submitting import Submitting
 from batchkv_gateway.native.visible import Visible
 from batchkv_gateway.parts import Parts
 from batchkv_producer.intake.source import Inputs
-from batchkv_producer.remote.terms import Terms, read_terms
+from batchkv_producer.remote.terms import FilePart, Terms, read_terms, suffix_of
 from batchkv_producer.wire.redis_keys import job_id
 
 DEFAULT_NAME = "input"
@@ -62,7 +62,8 @@ class ChangeRoutes:
     ) -> dict[str, Any]:
         """Store the body while ``run`` uses it."""
         folder, most = self._parts.files.folder.path, self._parts.settings.max_file_bytes
-        spool = Spool(folder, terms.files, terms.name or DEFAULT_NAME, most)
+        name = terms.filename or DEFAULT_NAME
+        spool = Spool(folder, terms.files, FilePart(name, most + 1, suffix_of(name)), most)
         try:
             await fill(request, spool)
             return await run(await run_in_threadpool(spool.inputs, terms.read_as))
@@ -95,7 +96,7 @@ class ChangeRoutes:
         _refuse_openai(found, "it ends once. Make a new batch of these rows")
 
         async def run(inputs: Inputs) -> dict[str, Any]:
-            source = inputs if terms.files else None
+            source = inputs if terms.files or terms.filename else None
             return await run_in_threadpool(
                 self._submitting.retry, caller, found.batch_id, terms, source
             )

@@ -24,12 +24,14 @@ PIECE_BYTES = 2**20  # read from the network before a thread writes them
 class Spool:
     """The files of one body. They are deleted at the end of a ``with`` block.
 
-    Without ``parts`` the whole body is one file.
+    Without ``parts`` the body is the one file ``whole``.
     """
 
-    def __init__(self, folder: Path, parts: Sequence[FilePart], name: str, max_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, parts: Sequence[FilePart], whole: FilePart, max_bytes: int
+    ) -> None:
         self._max_bytes, self.num_bytes = max_bytes, 0
-        self._parts = parts or (FilePart(name, max_bytes + 1),)
+        self._parts = parts or (whole,)
         self._is_counted = bool(parts)
         self._stack = ExitStack()
         self._files: list[tuple[Path, BinaryIO]] = []

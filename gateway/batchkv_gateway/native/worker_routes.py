@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from redis import Redis
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -17,6 +19,7 @@ from batchkv_gateway.native.queries import checked_query, plain
 from batchkv_gateway.parts import Parts
 from batchkv_producer import batch_facts
 from batchkv_producer.client import Client
+from batchkv_producer.errors import RefusedError
 from batchkv_producer.manage import drain
 from batchkv_producer.monitor.samples import read_samples
 from batchkv_producer.server.memory_use import read_memory_use
@@ -53,15 +56,22 @@ class WorkerRoutes:
 
     def drain(self, request: Request) -> Response:
         """Let a worker end its rows and take no more, for those who see all."""
-        _check_sees_all(request)
-        drain.drain(self._connection, request.path_params["name"])
-        return json_answer({"name": request.path_params["name"], "is_drained": True})
+        return self._order(request, drain.drain, is_drained=True)
 
     def resume(self, request: Request) -> Response:
         """Let a drained worker take rows again, for those who see all."""
+        return self._order(request, drain.resume, is_drained=False)
+
+    def _order(
+        self, request: Request, give: Callable[[Redis, str], None], *, is_drained: bool
+    ) -> Response:
         _check_sees_all(request)
-        drain.resume(self._connection, request.path_params["name"])
-        return json_answer({"name": request.path_params["name"], "is_drained": False})
+        name = request.path_params["name"]
+        try:
+            give(self._connection, name)
+        except RefusedError as fault:
+            raise ApiError(FORBIDDEN, str(fault), code="forbidden") from fault
+        return json_answer({"name": name, "is_drained": is_drained})
 
     def left(self, request: Request) -> Response:
         """The seconds until the batches of the caller are done, where they are known."""

@@ -11,7 +11,7 @@ import click
 from batchkv_producer.cli.batch_options import age_option, new_deadline_option
 from batchkv_producer.cli.input_options import Given, read_as_option
 from batchkv_producer.cli.outcome import say_unserved
-from batchkv_producer.cli.shared import generation_flags, say, session, url_option
+from batchkv_producer.cli.shared import either, generation_flags, say, session, url_option
 from batchkv_producer.client import BatchStatus, Deadline, Unanswered
 from batchkv_producer.errors import UsageError
 from batchkv_producer.intake.source import ReadAs
@@ -33,7 +33,7 @@ def cancel(target: str, url: str | None) -> None:
       batchkv cancel 3f2a9c51d07be684
       batchkv cancel 3f2a9c51d07be684-17
     """
-    with session(url) as opened:
+    with either(url) as opened:
         num = opened.client.cancel(target)
     say(f"{rows(num, 'was', 'were')} canceled" if num else "no row was canceled: all had ended")
 
@@ -90,7 +90,7 @@ def retry(
         raise UsageError("the flags of generation and --as are for retry --from FILE only")
     with ExitStack() as stack:
         source = stack.enter_context(Given(files, read_as).opened()) if files else None
-        opened = stack.enter_context(session(url))
+        opened = stack.enter_context(either(url))
         num = opened.client.retry(
             *(batch_id, canceled),
             job_timeout_seconds=job_timeout,
@@ -205,10 +205,10 @@ def forget(
     """
     if batch_ids and (older_than or model or all_done):
         raise UsageError("name batches, or choose by --older-than, --model, --all-done: not both")
-    with session(url) as opened:
+    with either(url) as opened:
         client = opened.client
         if batch_ids:
-            targets = forgetting.find_named(opened.connection, batch_ids)
+            targets = client.named(batch_ids)
         else:
             chosen = forgetting.choose(
                 client.each_batch(),

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from functools import partial
 
 import click
 
@@ -17,10 +16,10 @@ from batchkv_producer.cli.exit_codes import exit_code
 from batchkv_producer.cli.outcome import say_canceled, say_failures
 from batchkv_producer.cli.shared import (
     delays_of,
+    either,
     json_option,
     print_json,
     say,
-    session,
     url_option,
 )
 from batchkv_producer.cli.showing import (
@@ -34,7 +33,6 @@ from batchkv_producer.errors import UsageError
 from batchkv_producer.local.follow import snapshot_of
 from batchkv_producer.progress import reporter
 from batchkv_producer.retry import read_with_retry
-from batchkv_producer.server.memory_use import read_memory_use
 
 SHOWN_BATCHES = 50
 WATCH_SECONDS = 2.0
@@ -78,11 +76,11 @@ def status(
     """
     if target is not None and limit is not None:
         raise UsageError("--limit is for the list of all batches: leave out --limit or the id")
-    with session(url) as opened:
+    with either(url) as opened:
 
         def show() -> bool:
             if target is None:
-                room = partial(read_memory_use, opened.connection)
+                room = opened.client.memory_use
                 most = (limit or None) if as_json else _limit(limit)
                 show_overview(opened.client, room, most, as_json=as_json)
                 return False
@@ -107,7 +105,7 @@ def list_batches(limit: int | None, is_watching: bool, url: str | None, as_json:
       batchkv list
       batchkv list --json | jq -r '.[] | select(.is_done) | .batch_id'
     """
-    with session(url) as opened:
+    with either(url) as opened:
 
         def show() -> bool:
             client = opened.client
@@ -147,7 +145,7 @@ def wait(
       batchkv wait 3f2a9c51d07be684 --timeout 3600 && echo done
       batchkv wait 3f2a9c51d07be684 --on-done 'say "$BATCHKV_OK rows are done"'
     """
-    with session(url) as opened:
+    with either(url) as opened:
         with reporter() as progress:
             delays = delays_of(opened, progress.note)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from batchkv_producer.cli.shared import say
-from batchkv_producer.client import BatchStatus, Client
+from batchkv_producer.interface import BatchClient, BatchStatus
 from batchkv_producer.monitor.delays import unserved_note
 from batchkv_producer.monitor.mismatch import find_mismatch
 from batchkv_producer.progress import rows
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from batchkv_producer.submit.submission import Submitted
 
 
-def say_unserved(client: Client, batch_id: str) -> None:
+def say_unserved(client: BatchClient, batch_id: str) -> None:
     """Say at once if no worker serves the queue of a batch, or none may compute its rows."""
     found = client.status(batch_id)
     if not (found.is_done or found.num_workers):
@@ -40,7 +40,9 @@ def say_unserved(client: Client, batch_id: str) -> None:
         say(mismatch.note)
 
 
-def say_after_submit(client: Client, submitted: Submitted, earlier: EarlierBatch | None) -> None:
+def say_after_submit(
+    client: BatchClient, submitted: Submitted, earlier: EarlierBatch | None
+) -> None:
     """Say after a submit: no worker serves it, answers are kept, rows had failed before."""
     say_unserved(client, submitted.batch_id)
     found = client.status(submitted.batch_id)

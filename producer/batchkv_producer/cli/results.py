@@ -13,19 +13,18 @@ from typing import Literal
 import click
 
 from batchkv_producer.cli.shared import (
-    Session,
+    Opened,
     delays_of,
+    either,
     json_option,
     out_option,
     print_json,
     say,
-    session,
     url_option,
 )
 from batchkv_producer.client import BatchStatus, StoredRow
 from batchkv_producer.errors import UsageError
 from batchkv_producer.local.follow import Follower, snapshot_of, stale_rows
-from batchkv_producer.local.run import TURN_SECONDS
 from batchkv_producer.progress import printable, reporter
 from batchkv_producer.progress import rows as rows_text
 from batchkv_producer.results import outfile, output
@@ -95,7 +94,7 @@ def results(
     if only_errors and not is_printed:
         raise UsageError("--errors is for standard output: FILE.errors.jsonl has these rows anyway")
     _check_format(form, as_json)
-    with session(url) as opened:
+    with either(url) as opened:
         status = opened.client.status(batch_id)
         batch_id = status.batch_id
         order: Literal["finish", "input"] = "input" if ordered else "finish"
@@ -146,7 +145,7 @@ def result(
       batchkv result 3f2a9c51d07be684-17 --wait 60 --format text
     """  # fmt: skip
     _check_format(form, as_json)
-    with session(url) as opened:
+    with either(url) as opened:
         found = opened.client.result(job_id, wait_seconds=wait_seconds)
         if found is None:
             say(f"no result yet: job {job_id} is {opened.client.job(job_id).status}")
@@ -217,10 +216,10 @@ def _write_line(line: str) -> None:
 
 
 def _append(
-    opened: Session, batch_id: str, out: Path, *, follow: bool
+    opened: Opened, batch_id: str, out: Path, *, follow: bool
 ) -> tuple[outfile.ResultsFile, BatchStatus]:
     outfile.check_target(out)
-    stale = stale_rows(opened.connection, batch_id)
+    stale = stale_rows(opened.client, batch_id)
     with outfile.open_results(out, batch_id, stale) as target, reporter() as progress:
         follower = Follower(opened.client, batch_id, target)
         delays = delays_of(opened, progress.note)
@@ -230,7 +229,7 @@ def _append(
             num_new = read_with_retry(follower.collect)
             if now.is_done or not follow:
                 break
-            time.sleep(TURN_SECONDS if num_new == 0 else 0)
+            time.sleep(opened.client.poll_seconds if num_new == 0 else 0)
         follower.refresh(stale)
     return target, now
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from batchkv_producer.cli.batch_options import (
     add_batch_options,
@@ -25,13 +26,15 @@ from batchkv_producer.cli.input_options import (
 )
 from batchkv_producer.cli.outcome import say_after_submit, say_end
 from batchkv_producer.cli.shared import (
+    Opened,
     default_model,
+    either,
     generation_options,
+    is_by_gateway,
     json_option,
     model_option,
     out_option,
     say,
-    session,
     trace_option,
     url_option,
 )
@@ -41,13 +44,12 @@ from batchkv_producer.errors import UsageError
 from batchkv_producer.local import run as running
 from batchkv_producer.local.awake import kept_awake
 from batchkv_producer.local.beginning import generation_words, is_polite
-from batchkv_producer.progress import Snapshot, reporter, rows
+from batchkv_producer.local.remote_run import run_remotely
+from batchkv_producer.progress import Reporter, Snapshot, reporter, rows
 from batchkv_producer.results.target import STDOUT
 from batchkv_producer.server.embedded import ensure_running
 from batchkv_producer.server.home import home_from_environment
 from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
-from batchkv_producer.submit.kept_answers import earlier_named
-from batchkv_producer.submit.restore import is_any_gone
 from batchkv_producer.wire.batch_options import BatchOptions
 from batchkv_producer.wire.job import SamplingParams
 
@@ -97,9 +99,9 @@ def run(
 ) -> None:
     """Run a file of prompts to its end and save the results.
 
-    It starts workers of its own. FILE has the lines that submit reads. Several files are one batch.
-    - is standard input. The results of a pipe are printed, unless -o names OUT; -o - prints those
-    of a file, too.
+    It starts workers of its own; with the URL of a gateway it starts none. FILE has the lines that
+    submit reads. Several files are one batch. - is standard input. The results of a pipe are
+    printed, unless -o names OUT; -o - prints those of a file, too.
 
     Answers are appended to OUT as rows end, and rows without an answer to OUT.errors.jsonl. Each
     row is in one of the two. After an interruption or a crash the same command goes on. The file's
@@ -125,11 +127,11 @@ def run(
             checked = check_input(*arguments, options=batch_options, as_json=False)
             ctx.exit(input_code(checked.num_bad, allow_bad))
         target = out_of(inputs, out)
-        if not is_polite(worker_arguments):  # polite workers keep it awake, but not on battery
+        if not (
+            is_by_gateway(url) or is_polite(worker_arguments)
+        ):  # polite workers keep it awake, but not on battery
             stack.enter_context(kept_awake())
-        opened, progress = stack.enter_context(session(url)), stack.enter_context(reporter())
-        home = home_from_environment() if opened.is_embedded else None
-        revive = partial(ensure_running, home) if home else None
+        opened, progress = stack.enter_context(either(url)), stack.enter_context(reporter())
         options = running.RunOptions(
             source=inputs,
             out=target,
@@ -143,15 +145,38 @@ def run(
             batch_options=batch_options,
             prompting=given.prompting,
         )
-        report = running.run(
-            opened.client, opened.connection, opened.url, options, progress, revive=revive
-        )
+        report = _run(opened, options, progress)
         failures = opened.client.failures(report.status)
-        has_gone = is_any_gone(opened.connection, report.status.batch_id, failures)
+        has_gone = opened.client.is_any_gone(report.status.batch_id, failures)
     say_end(report, failures, again_from(given) if has_gone else "")
     kept = report.out if report.out != STDOUT else None
     num_allowed = report.num_wrong if allow_bad else 0
     ctx.exit(exit_code(report.status, on_done, kept, num_allowed=num_allowed))
+
+
+def _run(opened: Opened, options: running.RunOptions, progress: Reporter) -> running.RunReport:
+    """Run by a gateway, or with workers of this machine."""
+    if opened.remote is not None:
+        _refuse_worker_flags(options)
+        return run_remotely(opened.remote, options, progress)
+    assert opened.session is not None
+    found = opened.session
+    revive = partial(ensure_running, home_from_environment()) if found.is_embedded else None
+    return running.run(found.client, found.connection, found.url, options, progress, revive=revive)
+
+
+def _refuse_worker_flags(options: running.RunOptions) -> None:
+    """Refuse flags for workers of this machine. Variables may be set for other commands."""
+    source = click.get_current_context().get_parameter_source
+    given = [word for word in options.worker_arguments if word.startswith("--")]
+    given += ["--trace"] if source("trace") is ParameterSource.COMMANDLINE else []
+    if options.num_workers and source("num_workers") is ParameterSource.COMMANDLINE:
+        given.append("--workers")
+    if given:
+        raise UsageError(
+            f"{' and '.join(given)} would do nothing: with a gateway this machine starts no "
+            "worker. Give it to `batchkv worker`"
+        )
 
 
 def _refuse_on_done(_context: object, _option: object, command: str | None) -> None:
@@ -212,8 +237,8 @@ def submit(
             arguments = (inputs, given, model, defaults)
             checked = check_input(*arguments, options=batch_options, as_json=as_json)
             ctx.exit(input_code(checked.num_bad, allow_bad))
-        opened = stack.enter_context(session(url))
-        earlier = earlier_named(opened.connection, source_batch)
+        opened = stack.enter_context(either(url))
+        earlier = opened.client.earlier_named(source_batch)
         with reporter() as progress:
             submitted = opened.client.submit(
                 inputs,

@@ -17,8 +17,11 @@ import click
 from redis import Redis
 
 from batchkv_producer.client import Client
+from batchkv_producer.interface import BatchClient
 from batchkv_producer.monitor.delays import Delays
 from batchkv_producer.progress import printable
+from batchkv_producer.remote.client import RemoteClient
+from batchkv_producer.remote.opening import connect_gateway
 from batchkv_producer.server import connection
 from batchkv_producer.server.memory_use import full_server_named
 from batchkv_producer.settings_table import BY_NAME
@@ -42,7 +45,8 @@ url_option = click.option(
     metavar="URL",
     help="The Redis to use: redis://, rediss:// or unix://. Put a URL with a password into "
     "BATCHKV_REDIS_URL, or into the file that BATCHKV_REDIS_URL_FILE names: other users can see "
-    "command lines.  [default: the embedded server]",
+    "command lines. The http:// URL of a gateway will do for most commands about batches.  "
+    "[default: the embedded server]",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 model_option = click.option(
@@ -102,6 +106,20 @@ def generation_options(command: Callable[..., R]) -> Callable[..., R]:
 
 
 @dataclass(frozen=True, slots=True)
+class Opened:
+    """An open client of Redis or of a gateway.
+
+    ``refused_writes`` returns a sentence if the server's disk is full. ``session``: None for a
+    gateway. ``remote``: None for Redis.
+    """
+
+    client: BatchClient
+    refused_writes: Callable[[], str]
+    session: Session | None = None
+    remote: RemoteClient | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Session:
     """An open connection, the client on it, and the URL that both use."""
 
@@ -109,6 +127,25 @@ class Session:
     connection: Redis
     url: str
     is_embedded: bool
+
+
+def is_by_gateway(url: str | None) -> bool:
+    """Whether a command goes to a gateway. Raises UsageError for a wrong variable."""
+    return connection.is_gateway(connection.resolve_url(url))
+
+
+@contextmanager
+def either(url: str | None) -> Iterator[Opened]:
+    """Connect to a gateway, if the URL is http:// or https://, else to Redis."""
+    named = connection.resolve_url(url)
+    if named is not None and connection.is_gateway(named):
+        with progress_to(say):
+            remote = connect_gateway(named, say)
+            yield Opened(remote, lambda: "", remote=remote)
+        return
+    with session(url) as opened:
+        refused = partial(connection.refused_writes, opened.connection, opened.url)
+        yield Opened(opened.client, refused, session=opened)
 
 
 @contextmanager
@@ -125,13 +162,13 @@ def session(url: str | None) -> Iterator[Session]:
         yield Session(Client(redis), redis, resolved, is_embedded)
 
 
-def delays_of(opened: Session, note: Callable[[str], None]) -> Delays:
+def delays_of(opened: Opened, note: Callable[[str], None]) -> Delays:
     """Finds out why a batch is slow. ``note`` gets sentences that say what to do about it."""
     return Delays(
         opened.client.serving,
         note,
         count_apart=opened.client.count_apart,
-        refused_writes=partial(connection.refused_writes, opened.connection, opened.url),
+        refused_writes=opened.refused_writes,
     )
 
 

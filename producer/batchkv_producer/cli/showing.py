@@ -17,7 +17,8 @@ from batchkv_producer.batch_facts import (
     worker_dicts,
 )
 from batchkv_producer.cli.shared import print_json
-from batchkv_producer.client import BatchStatus, Client
+from batchkv_producer.client import BatchStatus
+from batchkv_producer.interface import BatchClient
 from batchkv_producer.monitor.mismatch import find_mismatch
 from batchkv_producer.monitor.remaining import percent_done
 from batchkv_producer.monitor.workers import WorkerInfo
@@ -38,7 +39,7 @@ MIN_PART_CHARS = 16  # of a part that is cut; a shorter one is left out
 
 
 def show_overview(
-    client: Client,
+    client: BatchClient,
     read_memory_use: Callable[[], MemoryUse | None],
     limit: int | None,
     *,
@@ -81,7 +82,7 @@ def _overview_columns(batches: Sequence[BatchStatus], left: Left) -> list[Column
     ]
 
 
-def show_list(client: Client, limit: int | None) -> None:
+def show_list(client: BatchClient, limit: int | None) -> None:
     """Print one line for each batch, with its name and its flags."""
     batches, num_older = newest(client, limit)
     left = times_left(client, batches, client.workers())
@@ -103,7 +104,7 @@ def show_list(client: Client, limit: int | None) -> None:
     _print_older(num_older)
 
 
-def newest(client: Client, limit: int | None) -> tuple[list[BatchStatus], int]:
+def newest(client: BatchClient, limit: int | None) -> tuple[list[BatchStatus], int]:
     """The newest batches, and the number of older ones."""
     found = client.list_batches(limit)
     is_cut = limit is not None and len(found) == limit
@@ -116,7 +117,7 @@ def _print_older(count: int) -> None:
         click.echo(f"{noun} not shown: --limit N shows the newest N, --limit 0 all")
 
 
-def show_batch(client: Client, batch_id: str, *, as_json: bool) -> bool:
+def show_batch(client: BatchClient, batch_id: str, *, as_json: bool) -> bool:
     """Print one batch in full. Returns whether it is done."""
     batch = client.status(batch_id)
     facts = facts_of(client, batch)
@@ -158,7 +159,7 @@ def show_batch(client: Client, batch_id: str, *, as_json: bool) -> bool:
     return batch.is_done
 
 
-def show_job(client: Client, job_id: str, *, as_json: bool) -> bool:
+def show_job(client: BatchClient, job_id: str, *, as_json: bool) -> bool:
     """Print one job. Returns whether it has ended."""
     job = client.job(job_id)
     if as_json:

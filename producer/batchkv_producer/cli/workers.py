@@ -9,7 +9,15 @@ import click
 
 from batchkv_producer.batch_facts import worker_dicts
 from batchkv_producer.cli.monitor import show_repeatedly, watch_option
-from batchkv_producer.cli.shared import json_option, print_json, say, session, url_option
+from batchkv_producer.cli.shared import (
+    Opened,
+    either,
+    json_option,
+    print_json,
+    say,
+    session,
+    url_option,
+)
 from batchkv_producer.cli.showing import show_workers
 from batchkv_producer.errors import UsageError
 from batchkv_producer.local import draining
@@ -50,12 +58,12 @@ def workers(
     """
     if (to_drain or to_resume) and (is_watching or as_json):
         raise UsageError("--drain and --resume print no list: leave out --watch and --json")
-    with session(url) as opened:
+    with either(url) as opened:
         for name in to_drain:
-            draining.drain(opened.connection, name)
+            _drain(opened, name)
             say(f"{name} takes no more rows: `batchkv workers --resume {name}` ends that")
         for name in to_resume:
-            draining.resume(opened.connection, name)
+            _resume(opened, name)
             say(f"{name} takes rows again")
         if to_drain or to_resume:
             return
@@ -105,3 +113,17 @@ def top(once: bool, url: str | None) -> None:
             shown.once()
         else:
             shown.run()
+
+
+def _drain(opened: Opened, name: str) -> None:
+    if opened.session is not None:
+        draining.drain(opened.session.connection, name)
+    elif opened.remote is not None:
+        opened.remote.drain(name)
+
+
+def _resume(opened: Opened, name: str) -> None:
+    if opened.session is not None:
+        draining.resume(opened.session.connection, name)
+    elif opened.remote is not None:
+        opened.remote.resume(name)

@@ -8,8 +8,9 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from batchkv_producer.client import Client, Submitted
+from batchkv_producer.client import Submitted
 from batchkv_producer.errors import OLD_INSTALLATION, UsageError
+from batchkv_producer.interface import BatchClient
 from batchkv_producer.local.mended import make_room
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.progress import rows
@@ -81,7 +82,7 @@ def _checks(name: str) -> Iterator[Callable[..., object]]:
             raise UsageError(OLD_INSTALLATION) from fault
 
 
-def first_line(client: Client, submitted: Submitted, where: str) -> str:
+def first_line(client: BatchClient, submitted: Submitted, where: str) -> str:
     """The batch's id, whether it starts, goes on or is finished, and its answers from before."""
     batch_id, before = submitted.batch_id, ""
     name = generation_words(submitted) if submitted.generation > 1 else f"batch {batch_id}"
@@ -102,7 +103,7 @@ def generation_words(submitted: Submitted) -> str:
     return f"batch {submitted.batch_id}, {number}{why}"
 
 
-def _last_answer(client: Client, status: BatchStatus) -> str:
+def _last_answer(client: BatchClient, status: BatchStatus) -> str:
     """The time, worker, weights and scheme of the last answer, in brackets."""
     newest = client.results(status.batch_id, after=max(0, status.num_ended - 1))
     last = next((row.result for row in newest if row.result.outcome == "ok"), None)
@@ -113,7 +114,7 @@ def _last_answer(client: Client, status: BatchStatus) -> str:
 
 
 def note_what_stays(
-    client: Client,
+    client: BatchClient,
     submitted: Submitted,
     earlier: EarlierBatch | None,
     out: Path,

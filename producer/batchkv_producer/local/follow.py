@@ -6,19 +6,17 @@ from array import array
 from collections.abc import Sequence
 from functools import partial
 
-from redis import Redis
-
-from batchkv_producer.client import BatchStatus, Client
 from batchkv_producer.intake.expected import Expected
+from batchkv_producer.interface import BatchClient
+from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.progress import Snapshot
 from batchkv_producer.results import outfile, output
-from batchkv_producer.results.bounded import stored_results
 from batchkv_producer.results.line_set import LineSet
 from batchkv_producer.results.outfile import ResultsFile
 from batchkv_producer.results.target import ResultStream
 from batchkv_producer.retry import read_with_retry
 from batchkv_producer.wire import redis_keys
-from batchkv_producer.wire.job import Result, decode_result
+from batchkv_producer.wire.job import Result
 
 
 class Follower:
@@ -26,7 +24,7 @@ class Follower:
 
     def __init__(
         self,
-        client: Client,
+        client: BatchClient,
         batch_id: str,
         results: ResultsFile | ResultStream,
         expected: Expected | None = None,
@@ -89,17 +87,14 @@ def snapshot_of(status: BatchStatus, delay: str = "") -> Snapshot:
     )
 
 
-def stale_rows(connection: Redis, batch_id: str) -> outfile.Stale:
+def stale_rows(client: BatchClient, batch_id: str) -> outfile.Stale:
     """A function that finds the rows of the errors file that were queued again, or have changed."""
 
     def stale(lines: Sequence[int], rows: Sequence[bytes]) -> set[int]:
-        stored = stored_results(connection, batch_id, lines)
         found = set()
-        for (line, data), row in zip(stored, rows, strict=True):
+        for (line, result), row in zip(client.results_of(batch_id, lines), rows, strict=True):
             job_id = redis_keys.job_id(batch_id, line)
-            if data is None or row != outfile.encoded(
-                output.output_line(job_id, decode_result(data))
-            ):
+            if result is None or row != outfile.encoded(output.output_line(job_id, result)):
                 found.add(line)
         return found
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from redis import Redis
-
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.results.aside import first_row, holds_other, newest_aside, set_aside
 from batchkv_producer.results.outfile import errors_path
@@ -20,22 +18,32 @@ from batchkv_producer.submit.submission import Submitted
 from batchkv_producer.wire import redis_keys
 
 
-def earlier_of(connection: Redis, out: Path) -> EarlierBatch | None:
-    """The batch whose results are in OUT, if the server has it.
+def earlier_of(is_there: Callable[[str], bool], out: Path) -> EarlierBatch | None:
+    """The batch whose results are in OUT, if ``is_there`` says that the server has it.
 
     A run with a mended file moves OUT aside. If it is killed before its first result, there is no
     OUT. Then the file that was moved aside names the batch.
     """
     if out == STDOUT:
         return None
-    parts = [out, errors_path(out)]
+    parts = _parts(out)
     if not any(part.exists() for part in parts) and (old := newest_aside(out)):
-        parts = [old, errors_path(old)]
+        parts = _parts(old)
     for part in parts:
         parsed = redis_keys.parse_job_id(str(first_row(part).get("id")))
-        if parsed and connection.exists(redis_keys.batch(parsed[0])):
+        if parsed and is_there(parsed[0]):
             return EarlierBatch(parsed[0])
     return None
+
+
+def batch_in(out: Path) -> str:
+    """The batch whose results are in OUT or in its errors file; "" if there are none."""
+    parsed = (redis_keys.parse_job_id(str(first_row(part).get("id"))) for part in _parts(out))
+    return next((found[0] for found in parsed if found), "")
+
+
+def _parts(out: Path) -> list[Path]:
+    return [out, errors_path(out)]
 
 
 def make_room(

@@ -29,6 +29,7 @@ from batchkv_producer.errors import (
 from batchkv_producer.intake.expected import Expected
 from batchkv_producer.intake.prompting import AUTO, Prompting
 from batchkv_producer.intake.source import Source
+from batchkv_producer.interface import BatchClient
 from batchkv_producer.local.beginning import first_line, note_what_stays, with_own_workers
 from batchkv_producer.local.follow import Follower, snapshot_of, stale_rows
 from batchkv_producer.local.local_workers import (
@@ -70,8 +71,6 @@ from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.batch_options import NO_OPTIONS, BatchOptions
 from batchkv_producer.wire.job import SamplingParams
 from batchkv_producer.wire.maker import NOBODY
-
-TURN_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +142,8 @@ def run(
     if options.num_workers:
         known = with_own_workers(options.batch_options, options.worker_arguments)
         options = replace(options, batch_options=known)
-    earlier = None if options.out == target.STDOUT else earlier_of(connection, options.out)
-    submitted = _submit(
+    earlier = _earlier(connection, options.out)
+    submitted = submit_input(
         client,
         options,
         partial(_refuse_early, options, connection, url, earlier, worker_command),
@@ -169,22 +168,28 @@ def run(
         command=tuple(worker_command),
     )
     workers = LocalWorkers(plan, partial(reclaim, client, own.queues), reporter.note)
-    stale = stale_rows(connection, batch_id)
+    stale = stale_rows(client, batch_id)
     with target.open_results(options.out, batch_id, stale) as results:
         follower = Follower(client, batch_id, results, expected)
         with one_try(connection):
             delays = _delays(client, connection, url, reporter, plan)
             outage = Outage(reporter.note, revive)
-            work = _RunLoop(client, batch_id, workers, follower, reporter, delays, outage)
+            work = RunLoop(client, batch_id, workers, follower, reporter, delays, outage)
             work.is_fresh = options.batch_options.fresh
-            work.submit_again = partial(_submit_again, client, options, submitted.batch_id, earlier)
+            work.submit_again = partial(submit_again, client, options, submitted.batch_id, earlier)
             report = work.run_until_done()
         follower.refresh(stale)
     return replace(report, num_wrong=submitted.num_bad)
 
 
-def _submit_again(
-    client: Client, options: RunOptions, batch_id: str, earlier: EarlierBatch | None
+def _earlier(connection: Redis, out: Path) -> EarlierBatch | None:
+    if out == target.STDOUT:
+        return None
+    return earlier_of(lambda name: bool(connection.exists(redis_keys.batch(name))), out)
+
+
+def submit_again(
+    client: BatchClient, options: RunOptions, batch_id: str, earlier: EarlierBatch | None
 ) -> None:
     """Queue the rows that the server has lost. Raises UsageError if the input has changed."""
 
@@ -196,11 +201,11 @@ def _submit_again(
             )
 
     again = replace(options, batch_options=replace(options.batch_options, fresh=False))
-    _submit(client, again, check, EarlierBatch(earlier.batch_id) if earlier else None)
+    submit_input(client, again, check, EarlierBatch(earlier.batch_id) if earlier else None)
 
 
-def _submit(
-    client: Client,
+def submit_input(
+    client: BatchClient,
     options: RunOptions,
     on_identified: Identified,
     earlier: EarlierBatch | None,
@@ -266,12 +271,12 @@ def _refuse_early(
         check_logs(home_from_environment())
 
 
-class _RunLoop:
+class RunLoop:
     """The loop: collects results, supervises the workers, shows progress, checks for signals."""
 
     def __init__(
         self,
-        client: Client,
+        client: BatchClient,
         batch_id: str,
         workers: LocalWorkers,
         follower: Follower,
@@ -330,7 +335,7 @@ class _RunLoop:
                     "workers of this machine"
                 )
             self._supervise(status)
-            time.sleep(TURN_SECONDS if num_new == 0 else 0)
+            time.sleep(self._client.poll_seconds if num_new == 0 else 0)
             status = read_with_retry(partial(self._client.status, self._batch_id))
             if not status.is_submitted:  # the server was restored from an older copy
                 self._reporter.note("the server has lost rows of this batch: they are queued again")

@@ -25,8 +25,14 @@ class Outage:
     ``revive`` starts the server again. It is None for a server that batchkv did not start.
     """
 
-    def __init__(self, note: Callable[[str], None], revive: Callable[[], object] | None) -> None:
+    def __init__(
+        self,
+        note: Callable[[str], None],
+        revive: Callable[[], object] | None,
+        name: str = "the server",
+    ) -> None:
         self.is_on = False
+        self._name = name
         self._note = note
         self._revive = revive
 
@@ -36,7 +42,7 @@ class Outage:
             return
         self.is_on = True
         doing = "starting it again" if self._revive else "waiting for it; Ctrl-C ends the run"
-        self._note(f"the server is away: {doing}")
+        self._note(f"{self._name} is away: {doing}")
         if self._revive:
             self._revive()
 
@@ -44,7 +50,7 @@ class Outage:
         """The server has answered."""
         if self.is_on:
             self.is_on = False
-            self._note("the server is back")
+            self._note(f"{self._name} is back")
 
 
 def reclaim(client: Client, queues: Sequence[str], worker_name: str, is_death: bool) -> int:

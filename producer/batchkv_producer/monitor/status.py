@@ -156,13 +156,18 @@ def find_batch(connection: Redis, wanted: str, *, or_forgotten: bool = False) ->
     return batch_id
 
 
-def match_batch(connection: Redis, wanted: str) -> str:
-    """The full id of a batch, even if it has expired. Raises NotFoundError."""
+def check_id(wanted: str) -> None:
+    """Raise NotFoundError for a text that cannot be the beginning of a batch's id."""
     if not _PREFIX.fullmatch(wanted):
         raise NotFoundError(
             f"{wanted!r} is no batch id: give its 16 hex digits, or at least the first "
             f"{MIN_PREFIX_CHARS}"
         )
+
+
+def match_batch(connection: Redis, wanted: str) -> str:
+    """The full id of a batch, even if it has expired. Raises NotFoundError."""
+    check_id(wanted)
     if len(wanted) == 16 and connection.exists(redis_keys.batch(wanted)):
         return wanted
     raw_ids: Any = connection.zrange(redis_keys.BATCHES, 0, -1)

@@ -8,7 +8,8 @@ Values are UTF-8 in percent-encoding, so that a plain word is written as it is. 
 - ``from``: the batch whose answers are kept.
 - ``out-batch``: the batch whose results are in the client's OUT. A submit that makes another batch
   is refused.
-- ``files``: the pieces of the body, each with ``name``, ``bytes`` and ``suffix``.
+- ``filename``: the name of the one file that the body is. Its suffix tells how lines are read.
+- ``files``: the pieces of the body of several files, each with ``name``, ``bytes`` and ``suffix``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -37,9 +39,9 @@ from batchkv_producer.wire.job import NO_PARAMS, SamplingParams
 from batchkv_producer.wire.redis_keys import parse_job_id
 
 HEADER = "x-batchkv-"
+REQUEST_HEADER = "x-batchkv-request"  # pages of other sites cannot send it
 MAX_FILES = 1000
 MAX_HEADER_BYTES = 12 * 2**10  # of all options
-_NOT_OPTIONS = ("request",)  # headers of browsers, which have this prefix
 _PLAIN = "!\"#$&'()*+,-./:;<=>?@[]^_`{|}~"  # of ASCII, all but blank, % and backslash
 MAX_TIMEOUT = 10**9
 MAX_WORD = 10**18
@@ -82,6 +84,7 @@ class Terms:
     options: BatchOptions = NO_OPTIONS
     source_batch: str | None = None
     out_batch: str | None = None
+    filename: str | None = None
     files: tuple[FilePart, ...] = ()
     canceled: bool = False
 
@@ -111,6 +114,7 @@ class Terms:
             "mixed": _switch(self.options.mixed),
             "from": self.source_batch,
             "out-batch": self.out_batch,
+            "filename": self.filename,
             "files": _files_text(self.files),
             "canceled": _switch(self.canceled),
         }
@@ -135,7 +139,7 @@ def read_terms(headers: Mapping[str, str]) -> Terms:
     found = Terms()
     for name, value in headers.items():
         short = name.lower().removeprefix(HEADER)
-        if short not in (name.lower(), *_NOT_OPTIONS):
+        if name.lower() not in (short, REQUEST_HEADER):
             found = _with(found, short, _decoded(short, value))
     return found
 
@@ -214,6 +218,11 @@ def _files(text: str) -> tuple[FilePart, ...]:
     if not right or len(found) > MAX_FILES:
         raise _wrong("files", f"must name 1 to {MAX_FILES} files")
     return tuple(right)
+
+
+def suffix_of(name: str) -> str:
+    """The suffix of a file's name, if it can be part of any file's name."""
+    return _safe_suffix(PurePath(name.replace("\0", "")).suffix.lower())
 
 
 def _safe_suffix(text: str) -> str:
@@ -332,6 +341,7 @@ _READERS: dict[str, Callable[[Terms, str], Terms]] = {
     "mixed": _set(options__mixed=_on("mixed")),
     "from": _set(source_batch=str),
     "out-batch": _set(out_batch=_out_batch),
+    "filename": _set(filename=str),
     "files": _set(files=_files),
     "canceled": _set(canceled=_on("canceled")),
 }

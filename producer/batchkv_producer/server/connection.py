@@ -46,6 +46,8 @@ URL_VARIABLE = "BATCHKV_REDIS_URL"
 URL_FILE_VARIABLE = "BATCHKV_REDIS_URL_FILE"
 CA_VARIABLE = "BATCHKV_REDIS_CA_FILE"
 SCHEMES = ("redis://", "rediss://", "unix://")
+GATEWAY_SCHEMES = ("http://", "https://")
+BY_GATEWAY = "run, submit, results, result, status, wait, cancel, retry, forget, list and workers"
 
 MAX_URL_CHARS = 4096
 PROBE_CONNECT_SECONDS = 0.8  # so a missing server is reported within a second
@@ -65,7 +67,23 @@ def resolve_url(url: str | None) -> str | None:
     return None if found is None else _with_authority(found)
 
 
+def is_gateway(url: str | None) -> bool:
+    """Whether a URL names a gateway, not a Redis."""
+    return url is not None and url.strip().lower().startswith(GATEWAY_SCHEMES)
+
+
+def refuse_gateway(url: str | None) -> None:
+    """Raise UsageError for the URL of a gateway, where only Redis will do."""
+    if url is not None and is_gateway(url):
+        raise UsageError(
+            f"this needs the Redis URL, and {masked(url)} is a gateway, which serves {BY_GATEWAY} "
+            "alone"
+        )
+
+
 def _with_authority(url: str) -> str:
+    if is_gateway(url):  # it has a variable of its own
+        return url
     path = os.environ.get(CA_VARIABLE, "").strip()
     if not path or "ssl_ca_certs=" in url:
         return url
@@ -116,7 +134,9 @@ def _named_url(url: str | None) -> str | None:
 
 def url_in_use(url: str | None) -> str:
     """The URL of ``resolve_url``, or of the embedded server, which is started if needed."""
-    return resolve_url(url) or server.ensure_running(home_from_environment())
+    found = resolve_url(url)
+    refuse_gateway(found)
+    return found or server.ensure_running(home_from_environment())
 
 
 def connect(url: str | None, warn: Warn | None = None) -> Redis:
@@ -270,6 +290,7 @@ _FAULTS: tuple[tuple[tuple[type[Exception], ...], str, str], ...] = (
 
 
 def _client(url: str, **settings: Any) -> Redis:
+    refuse_gateway(url)
     if not url.startswith(SCHEMES):
         raise UsageError(f"Redis URL {masked(url)} must begin with one of {', '.join(SCHEMES)}")
     settings = {name: value for name, value in settings.items() if value is not None}

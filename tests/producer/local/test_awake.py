@@ -96,7 +96,7 @@ def test_run_keeps_the_mac_awake(
     monkeypatch.setenv("BATCHKV_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(run_submit, "kept_awake", partial(kept_awake, "darwin"))
     monkeypatch.setattr(run_submit.running, "run", running)
-    monkeypatch.setattr(run_submit, "session", _no_session)
+    monkeypatch.setattr(run_submit, "either", _no_session)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n')
     CliRunner().invoke(cli, ["run", str(prompts), "-m", "demo", *flag])
@@ -107,7 +107,8 @@ def _no_session(_: str | None) -> Callable[..., object]:
     from contextlib import nullcontext
     from types import SimpleNamespace
 
-    opened = SimpleNamespace(is_embedded=False, client=None, connection=None, url="")
+    found = SimpleNamespace(is_embedded=False, client=None, connection=None, url="")
+    opened = SimpleNamespace(remote=None, session=found, client=None)
     return nullcontext(opened)  # type: ignore[return-value]
 
 

@@ -40,7 +40,7 @@ def test_a_row_that_fails_anew_has_the_new_reason(redis_connection: Redis, tmp_p
     """A failed row that was retried and failed with another error has its last line, once."""
     batch_id, out = submit(redis_connection, tmp_path, 3), tmp_path / "out"
     errors, client = outfile.errors_path(out), Client(redis_connection)
-    stale = stale_rows(redis_connection, batch_id)
+    stale = stale_rows(Client(redis_connection), batch_id)
     with outfile.open_results(out, batch_id, stale) as target:
         follower = Follower(client, batch_id, target)
         for why in ("first", "second"):
@@ -56,7 +56,7 @@ def test_a_queued_row_keeps_its_old_line(redis_connection: Redis, tmp_path: Path
     ended."""
     batch_id, out = submit(redis_connection, tmp_path, 2), tmp_path / "out"
     errors, client = outfile.errors_path(out), Client(redis_connection)
-    stale = stale_rows(redis_connection, batch_id)
+    stale = stale_rows(Client(redis_connection), batch_id)
     end_all(redis_connection, "failed", "first")
     for num_failed in (2, 0):
         with outfile.open_results(out, batch_id, stale) as target:

@@ -1,0 +1,49 @@
+"""The body of a submit: the bytes of all input files, one after the other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from batchkv_producer.errors import InputFileError
+from batchkv_producer.intake.source import Inputs
+from batchkv_producer.remote.terms import FilePart
+
+PIECE_BYTES = 2**18
+
+
+@dataclass(frozen=True, slots=True)
+class InputBody:
+    """The files of an input. Their sizes were read before."""
+
+    inputs: Inputs
+    parts: tuple[FilePart, ...]
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> InputBody:
+        """The body of an input. Raises InputFileError."""
+        parts = []
+        for piece, label in zip(inputs.pieces, inputs.labels, strict=True):
+            with piece.opened() as stream:
+                begin = stream.tell()
+                num_bytes = stream.seek(0, os.SEEK_END) - begin
+            parts.append(FilePart(label, num_bytes, piece.suffix))
+        return cls(inputs, tuple(parts))
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the body."""
+        return sum(part.num_bytes for part in self.parts)
+
+    def pieces(self) -> Iterator[bytes]:
+        """The bytes. Raises InputFileError if a file has changed its size meanwhile."""
+        for piece, part in zip(self.inputs.pieces, self.parts, strict=True):
+            left = part.num_bytes
+            with piece.opened() as stream:
+                while left:
+                    data = stream.read(min(PIECE_BYTES, left))
+                    if not data:
+                        raise InputFileError(f"{part.name} became shorter while it was sent")
+                    left -= len(data)
+                    yield data
