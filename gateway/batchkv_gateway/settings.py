@@ -72,7 +72,10 @@ class GatewaySettings:
         if bool(found.tls_cert) != bool(found.tls_key):
             raise UsageError("--tls-cert and --tls-key belong together: give both or neither")
         if found.webhooks and not found.webhook_secret:
-            raise UsageError(f"--webhook needs a secret that signs its events: set {SECRET} to one")
+            raise UsageError(
+                f"--webhook needs a secret that signs its events: set {SECRET} to whsec_ and "
+                "random bytes in base64 (openssl rand -base64 32)"
+            )
         return found
 
 

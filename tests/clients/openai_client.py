@@ -73,8 +73,14 @@ def calls() -> None:
         assert pieces == whole.choices[0].message.content, (pieces, whole)
         assert usage and whole.usage
         assert usage.completion_tokens == whole.usage.completion_tokens
-        text = client.completions.create(model=MODEL, prompt="One and one is", max_tokens=4)
+        prompt = {"model": MODEL, "prompt": "One and one is", "max_tokens": 4, "temperature": 0}
+        text = client.completions.create(**prompt)
         assert text.object == "text_completion" and text.usage
+        pieces = ""
+        for piece in client.completions.create(**prompt, stream=True):
+            check_chunk(piece.model_dump(exclude_unset=True))
+            pieces += "".join(choice.text for choice in piece.choices)
+        assert pieces == text.choices[0].text
         two = client.chat.completions.create(messages=question("Hi"), n=2, **ask)
         assert [choice.index for choice in two.choices] == [0, 1]
         try:
