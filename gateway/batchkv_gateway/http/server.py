@@ -25,7 +25,7 @@ OPEN_FILES = 2048  # connections, and files; macOS allows 256 unless a process a
 HEADER_SECONDS = 10.0  # until a connection's next request has all its headers
 KEEP_ALIVE_SECONDS = 30
 STOP_SECONDS = 10
-BACKLOG = 128
+BACKLOG = 512  # connections that come at once; systems may cap it
 
 
 class Protocol(H11Protocol):

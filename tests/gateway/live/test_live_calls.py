@@ -152,17 +152,18 @@ def test_a_client_that_leaves_frees_its_slot(gateway: Gateway, redis: Redis) -> 
         next(iter(stream))
         assert len(rows_of(redis)) == 1
         stream.close()
-        wait_until(lambda: not rows_of(redis), 5)
+        wait_until(lambda: not rows_of(redis))
         with pytest.raises(openai.APITimeoutError):
             chat(client.with_options(timeout=0.3), "slow:99999 given up")
-        wait_until(lambda: not rows_of(redis), 5)
+        wait_until(lambda: not rows_of(redis))
 
 
 def test_two_hundred_at_once(gateway: Gateway) -> None:
     """OpenAI's asynchronous client has 200 answers at once, half of them streams, each its own."""
 
     async def all_of_them() -> list[str]:
-        async with AsyncOpenAI(base_url=gateway.url, api_key="any", max_retries=0) as client:
+        url = gateway.url
+        async with AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=60) as client:
 
             async def one(number: int) -> str:
                 messages: Any = [{"role": "user", "content": f"slow:5 {number}"}]

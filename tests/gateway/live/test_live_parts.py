@@ -149,7 +149,7 @@ def test_a_gateway_that_stops_ends_its_answers(
     redis_server: RedisServer, worker: LiveWorker, tmp_path: Path
 ) -> None:
     """After SIGTERM an answer has time to end. Then a stream gets an error, a request 503."""
-    with running_gateway(redis_server.url, tmp_path / "home", GRACE_SECONDS=1) as stopping:
+    with running_gateway(redis_server.url, tmp_path / "home", GRACE_SECONDS=2) as stopping:
         with (
             asking(stopping, stream=True) as ending,
             asking(stopping, stream=True) as stream,
