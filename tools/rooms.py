@@ -17,7 +17,17 @@ MAX_FAN_OUT = 12
 
 ORDER: dict[str, tuple[str, ...]] = {
     "batchkv_worker": (
-        *("cli", "__init__", "rq_config", "tune", "doctor", "queue", "queue.live", "bench"),
+        *(
+            "cli",
+            "__init__",
+            "rq_config",
+            "tune",
+            "doctor",
+            "queue",
+            "queue.live",
+            "queue.runs",
+            "bench",
+        ),
         *("engine", "engine.answers", "engine.grammar", "engine.tokens", "engine.schedule"),
         *("prefix.explain", "prefix.shared", "prefix", "report", "model"),
         *("kv.start", "kv.layers", "kv.slots", "kv.attention"),

@@ -26,6 +26,7 @@ from batchkv_producer.wire.job import Usage
 from batchkv_producer.wire.maker import Maker
 from batchkv_worker.errors import ModelError
 from batchkv_worker.events import Completed, Event, Piece, Rejected, Work
+from batchkv_worker.figures.engine import EngineFigures
 from batchkv_worker.model.load_progress import report
 from batchkv_worker.queue.pause import Pause, PowerWatch
 from batchkv_worker.queue.rq_worker import BatchWorker
@@ -84,6 +85,7 @@ class FakeEngine:
         self._decoding: list[_Row] = []
         self.seen: list[str] = []
         self._num_ended = 0
+        self._num_prompt = self._num_answer = 0
 
     @property
     def is_idle(self) -> bool:
@@ -125,11 +127,22 @@ class FakeEngine:
         pieces: list[Event] = [
             Piece(row.work.job_id, piece) for row in live if (piece := _piece(row))
         ]
-        return pieces + [self._end(row.work) for row in ended]
+        ends = [self._end(row.work) for row in ended]
+        completed = (end for end in ends if isinstance(end, Completed))
+        self._num_answer += sum(end.usage.completion for end in completed)
+        return pieces + ends
 
     def fill_slots(self) -> None:
         while self._waiting and len(self._decoding) < self._slots:
-            self._decoding.append(self._waiting.popleft())
+            row = self._waiting.popleft()
+            self._num_prompt += len(prompt_of(row.work)) // 4
+            self._decoding.append(row)
+
+    def figures(self) -> EngineFigures:
+        levels = {"rows.waiting": len(self._waiting), "rows.prefill": 0}
+        levels["rows.decode"] = len(self._decoding)
+        counts = {"computed.prompt": self._num_prompt, "computed.answer": self._num_answer}
+        return EngineFigures(counts, levels)
 
     def rest(self) -> None:
         pass

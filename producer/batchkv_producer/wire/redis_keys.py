@@ -65,6 +65,8 @@ key                        type    content
                                    ``rows_failed``; of its last sample: ``minute`` (its beginning),
                                    ``waiting``, ``running``, ``workers``, and the totals at its
                                    beginning (``rows_done_before`` ...). Expires likewise
+``batchkv:pace:Q``         hash    worker's name -> what it tells the others of ``Q``: its speed and
+                                   what it holds (``worker.queue.runs.pace``). Expires after a day
 =========================  ======  ==============================================================
 
 ``queued`` is never stored: it is ``total - ok - failed - canceled - running``. The rows shown as
@@ -241,6 +243,11 @@ def samples(name: str) -> str:
 def totals(name: str) -> str:
     """Key of the totals of a queue, and of its sample that is not stored yet."""
     return f"batchkv:samples:all:{name}"
+
+
+def paces(name: str) -> str:
+    """Key of what the workers of a queue tell each other of their pace."""
+    return f"batchkv:pace:{name}"
 
 
 def worker(name: str) -> str:

@@ -29,9 +29,9 @@ from batchkv_worker.engine.thread import EngineThread
 from batchkv_worker.events import Event
 from batchkv_worker.queue.in_flight import InFlight
 from batchkv_worker.queue.job_puller import JobPuller, Limits
-from batchkv_worker.queue.queue_turns import Head
 from batchkv_worker.queue.redis_side import RedisSide
 from batchkv_worker.queue.rq_worker import BatchWorker
+from batchkv_worker.queue.runs.queue_turns import Head
 from batchkv_worker.queue.state import WorkerState
 from batchkv_worker.queue.stop import StopRequest
 from batchkv_worker.settings import WorkerSettings

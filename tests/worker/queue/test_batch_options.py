@@ -22,9 +22,9 @@ from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.batch_options import BatchOptions, Deadline
 from batchkv_producer.wire.transitions import Transitions
 from batchkv_worker.events import Event
-from batchkv_worker.queue.dispatch import must_yield, queued_first
 from batchkv_worker.queue.maintenance import Maintenance
 from batchkv_worker.queue.rq_worker import BatchWorker
+from batchkv_worker.queue.runs.dispatch import must_yield, queued_first
 from batchkv_worker.settings import WorkerSettings
 from support.fake_engine import FakeEngine, FakePlan, rows_of
 from support.worker_harness import (

@@ -13,7 +13,7 @@ from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Request, SamplingParams, Usage, encode_job
 from batchkv_worker.engine.thread import EngineThread
 from batchkv_worker.events import Completed
-from batchkv_worker.queue import job_puller
+from batchkv_worker.queue import job_puller, pacing
 from batchkv_worker.queue.in_flight import InFlight
 from batchkv_worker.queue.job_puller import JobPuller, Limits
 from batchkv_worker.queue.redis_side import RedisSide
@@ -21,7 +21,7 @@ from batchkv_worker.queue.state import WorkerState
 from batchkv_worker.queue.stop import StopRequest
 from batchkv_worker.settings import WorkerSettings
 from support.fake_engine import FakeEngine, FakePlan
-from support.worker_harness import MODEL, QUEUE, submit, waiting_lines
+from support.worker_harness import MODEL, QUEUE, submit, wait_until, waiting_lines
 
 
 class Desk:
@@ -44,7 +44,7 @@ class Desk:
 
     def look(self) -> bool:
         """What a turn does once a second; whether jobs are wanted then."""
-        self.puller.note_poll(self.side.poll(self.in_flight.leases))
+        self.puller.note_poll(self.side.poll(self.in_flight.leases, "1000.0 0 0 0"))
         return self.puller.wants_jobs()
 
     def refill(self) -> list[int]:
@@ -241,3 +241,79 @@ def test_jobs_with_choices_are_taken_by_their_choices(desk: Desk, redis_connecti
     desk.store()
     assert desk.look() and desk.refill() == [2, *range(3, 35)]  # a run of 128 rows is 32 jobs
     assert (desk.in_flight.num_started, desk.in_flight.num_waiting) == (8, 31)
+
+
+def tell(connection: Redis, name: str, pace: str) -> None:
+    """Another worker serves the queue and tells its pace."""
+    connection.sadd(redis_keys.workers(QUEUE), redis_keys.worker(name))
+    connection.hset(redis_keys.paces(QUEUE), name, pace)
+
+
+def test_workers_tell_each_other_their_pace(redis_connection: Redis, desk: Desk) -> None:
+    """From the second look on, if there are others; what a gone worker told is deleted."""
+    redis_connection.sadd(redis_keys.workers(QUEUE), redis_keys.worker("w"))
+    assert not desk.side.poll([], "1.0 2 0 3").paces  # alone, as far as it knows
+    tell(redis_connection, "other", "5.0 6 0 7")
+    redis_connection.hset(redis_keys.paces(QUEUE), "gone", "1.0 1 0 1")
+    desk.side.poll([], "1.0 2 0 3")
+    poll = desk.side.poll([], "1.0 2 0 3")
+    assert poll.workers == {"w", "other"}
+    assert poll.paces["other"] == "5.0 6 0 7"
+    desk.side.poll([], "1.0 2 0 3")
+    found = redis_connection.hgetall(redis_keys.paces(QUEUE))
+    assert found == {b"w": b"1.0 2 0 3", b"other": b"5.0 6 0 7"}
+    assert redis_connection.ttl(redis_keys.paces(QUEUE)) > 0
+
+
+def test_a_server_that_refuses_paces_does_no_harm(redis_connection: Redis, desk: Desk) -> None:
+    """An older hub does not allow the key. The poll has everything else."""
+    tell(redis_connection, "other", "5.0 6 0 7")
+    desk.side.poll([], "1.0 2 0 3")
+    redis_connection.delete(redis_keys.paces(QUEUE))
+    redis_connection.set(redis_keys.paces(QUEUE), "refuses every command of hashes")
+    poll = desk.side.poll([], "1.0 2 0 3")
+    assert poll.paces == {}
+    assert poll.workers == {"other"}
+
+
+def test_a_slow_worker_leaves_the_last_row_for_a_while(
+    redis_connection: Redis, desk: Desk, queue: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A faster worker should take it. If none does, the slow one takes it in the end."""
+    monkeypatch.setattr(pacing, "PATIENCE_SECONDS", 0.2)
+    queue(1, {})
+    redis_connection.sadd(redis_keys.workers(QUEUE), redis_keys.worker("w"))
+    tell(redis_connection, "fast", "90000.0 0 0 8")
+    meter = desk.puller.pacing.meter
+    meter.add_computed(10_000, 0, 10.0, 8)
+    assert meter.row_seconds > 0
+    desk.look()
+    assert not desk.look()
+    assert desk.refill() == []
+    wait_until(desk.look)
+    assert desk.refill() == [1]
+
+
+def test_the_last_rows_are_handed_over_once(
+    redis_connection: Redis, desk: Desk, queue: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A much faster worker with free slots gets rows that have begun here; each goes once."""
+    monkeypatch.setattr(job_puller, "PATIENCE_SECONDS", 0.2)
+    queue(2, {})
+    redis_connection.sadd(redis_keys.workers(QUEUE), redis_keys.worker("w"))
+    desk.puller.pacing.meter.add_computed(10_000, 0, 10.0, 0)
+    desk.look()
+    assert desk.refill() == [1, 2]
+    tell(redis_connection, "fast", "90000.0 0 0 1")
+    desk.look()
+    assert not desk.look()
+    assert waiting_lines(redis_connection) == [2]
+    assert [lease.job_id.split("-")[1] for lease in desk.in_flight.leases] == ["1"]
+    redis_connection.hset(redis_keys.paces(QUEUE), "fast", "90000.0 0 1 0")  # away now
+    wait_until(desk.look)
+    assert desk.refill() == [1, 2]
+    redis_connection.hset(redis_keys.paces(QUEUE), "fast", "90000.0 0 0 1")
+    desk.look()
+    assert waiting_lines(redis_connection) == [1]
+    desk.look()
+    assert desk.refill() == [2]

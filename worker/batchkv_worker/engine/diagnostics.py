@@ -9,7 +9,14 @@ import mlx.core as mx
 from batchkv_worker.engine.recovery import Recovery
 from batchkv_worker.engine.relief import Relief
 from batchkv_worker.engine.row_ends import RowEnds
-from batchkv_worker.figures.engine import EngineFigures
+from batchkv_worker.figures.engine import (
+    COMPUTED_ANSWER,
+    COMPUTED_PROMPT,
+    IN_DECODE,
+    IN_PREFILL,
+    IN_WAITING,
+    EngineFigures,
+)
 
 LEVELS_SECONDS = 1.0  # between two looks at what is held
 
@@ -41,11 +48,7 @@ class Diagnostics:
 
     def _read_levels(self) -> dict[str, float]:
         held = self._scheduler.memory.snapshot(self._scheduler.group)
-        group = self._scheduler.group
         return {
-            "rows.decode": len(self._decode_rows.by_slot),
-            "rows.prefill": len(group.rows) if group is not None else 0,
-            "rows.waiting": self._scheduler.num_waiting,
             "memory.active": self._memory[0],
             "memory.cached": self._memory[1],
             "memory.peak": self._memory[2],
@@ -57,14 +60,21 @@ class Diagnostics:
     def figures(self) -> EngineFigures:
         """What was counted, and what was held in the last second. From any thread."""
         counts = {
+            COMPUTED_PROMPT: self._ends.prefill.num_computed,
+            COMPUTED_ANSWER: self._ends.num_generated,
             "preemptions": self._decode_rows.num_preempted,
             "recoveries.memory": self._recovery.num_out_of_memory,
             "recoveries.device": self._recovery.num_device_faults,
             "recoveries.pressure": self._relief.num_times,
         }
-        return EngineFigures(
-            counts, self._levels, self._ends.times.times, self._ends.client.counters
-        )
+        group = self._scheduler.group
+        rows = {
+            IN_DECODE: len(self._decode_rows.by_slot),
+            IN_PREFILL: len(group.rows) if group is not None else 0,
+            IN_WAITING: self._scheduler.num_waiting,
+        }
+        levels = {**self._levels, **rows}
+        return EngineFigures(counts, levels, self._ends.times.times, self._ends.client.counters)
 
     def memory_bytes(self) -> int:
         """Bytes that MLX had allocated after the last step."""

@@ -48,6 +48,7 @@ class Prefill:
         self._client = client
         self._build = build
         self._num_chunks = 0
+        self.num_computed = 0  # tokens of prompts, since the engine was built
         self.seconds_per_token = 0.0  # of computing prompts, a moving average; 0 before the first
         self._group: PrefillGroup | None = None  # whose prompts are in _rows
         self._rows: PrefillRows | None = None
@@ -146,6 +147,7 @@ class Prefill:
         end = group.chunk_end(chunk, self._width(group))
         width = end - start
         lengths = tuple(max(0, min(width, row.num_prefill - start)) for row in group.rows)
+        self.num_computed += sum(lengths)
         started = self._start_watch()
         self._rows.begin(Chunk(start, width, None if min(lengths) == width else lengths))
         tokens = [

@@ -42,13 +42,14 @@ class RowEnds:
     ) -> None:
         self._loaded = loaded
         self.decode_rows = decode_rows
-        self._prefill = prefill
+        self.prefill = prefill
         self.audit = audit
         self.choices = choices
         self.client = client
         self._cancel = cancel  # one choice of a row, by its id
         self.events: list[Event] = []
         self.times = RowTimes()
+        self.num_generated = 0  # tokens, since the engine was built
 
     def close(self) -> None:
         """Log what the audit found."""
@@ -60,6 +61,7 @@ class RowEnds:
         for index, row in enumerate(step.rows):
             if row is None or row.is_ended:
                 continue
+            self.num_generated += 1
             if not row.generated:
                 self.times.note_first_token(row)
             try:
@@ -87,7 +89,7 @@ class RowEnds:
             return
         scheduler = self.decode_rows.scheduler
         scheduler.note_completed(len(row.generated))
-        saved_ms = round(row.num_cached * self._prefill.seconds_per_token * 1000)
+        saved_ms = round(row.num_cached * self.prefill.seconds_per_token * 1000)
         event = replace(event, saved_ms=saved_ms, note=self.client.note(row))
         if (replay := self.audit.replay(row, self._loaded.tokenizer)) is not None:
             scheduler.add(replay)  # without keys: nothing cached is used or kept

@@ -11,6 +11,8 @@ from batchkv_worker.figures.histogram import FIRST_TOKEN_BOUNDS, ROW_BOUNDS, His
 from batchkv_worker.sequence import Sequence
 
 BATCH, LIVE = "batch", "live"  # lanes
+COMPUTED_PROMPT, COMPUTED_ANSWER = "computed.prompt", "computed.answer"  # counts, in tokens
+IN_DECODE, IN_PREFILL, IN_WAITING = "rows.decode", "rows.prefill", "rows.waiting"  # levels
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from batchkv_producer.wire.maker import NOBODY, Maker
 from batchkv_producer.wire.transitions import JobLease, JobResult, Pulled
 from batchkv_worker.events import Completed, Rejected, Work
 from batchkv_worker.figures.rows import CANCELED, OK, RowCounts
+from batchkv_worker.queue.runs.pace import prompt_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class StartedRow:
     deadline: float
     rank: int = 0  # of its priority, as ``Pulled`` has it
     num_choices: int = 1  # as ``Work`` has it
+    prompt_work: float = 0.0  # of its prompt, as ``pace`` counts it
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,13 @@ class InFlight:
         """Ids of the rows that the engine has and that are less urgent than those of a rank."""
         return [job_id for job_id, row in self._rows.items() if row.rank > rank]
 
+    def work_to_begin(self, num_waiting: int, answer_work: float) -> float:
+        """The work of the backlog, and of the last started rows, of which ``num_waiting`` wait."""
+        waiting = list(self._rows.values())[len(self._rows) - num_waiting :] if num_waiting else []
+        prompts = sum(row.prompt_work for row in waiting)
+        prompts += sum(_prompt_work(row.pulled) for row in self._backlog.values())
+        return prompts + answer_work * (len(waiting) + len(self._backlog))
+
     @property
     def unreported(self) -> list[JobLease]:
         """The leases of rows that have started, which Redis does not know yet."""
@@ -177,6 +186,7 @@ class InFlight:
             deadline=deadline,
             rank=pulled.rank,
             num_choices=work.num_choices,
+            prompt_work=_prompt_work(pulled),
         )
         if not pulled.has_begun:
             self._unreported[job_id] = pulled.lease
@@ -297,6 +307,10 @@ class InFlight:
             created=int(time.time()),
             busy_ms=_busy_ms(row),
         )
+
+
+def _prompt_work(pulled: Pulled) -> float:
+    return prompt_work(len(pulled.data), pulled.shared_bytes)
 
 
 def _busy_ms(row: StartedRow) -> int:

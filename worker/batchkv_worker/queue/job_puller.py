@@ -17,22 +17,25 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from batchkv_producer.wire.transitions import JobLease, Run
 from batchkv_worker.engine.thread import EngineThread
-from batchkv_worker.queue import dispatch
 from batchkv_worker.queue.background import ServeEngineUntil
 from batchkv_worker.queue.model_watch import ModelWatch
-from batchkv_worker.queue.passed_over import PassedOver
-from batchkv_worker.queue.queue_turns import QueueTurns
+from batchkv_worker.queue.pacing import PATIENCE_SECONDS, Pacing
 from batchkv_worker.queue.redis_side import Poll, RedisSide
+from batchkv_worker.queue.runs import dispatch
+from batchkv_worker.queue.runs.passed_over import PassedOver
+from batchkv_worker.queue.runs.queue_turns import QueueTurns
 from batchkv_worker.queue.state import WorkerState
 
 log = logging.getLogger("batchkv.worker")
 
+MOST_HANDED_OVER = 1000  # ids of rows that are remembered
 IDLE_WAIT_SECONDS = 1  # how long a blocking call waits on the server while the queue is empty
 EMPTY_QUEUE_SECONDS = 0.1  # how soon to ask again while rows are decoding
 APART_WAIT_SECONDS = 60.0  # how long suspects wait for a worker that holds nothing
@@ -76,6 +79,9 @@ class JobPuller:
         self._passed_since = math.inf
         self._lengths: tuple[int, ...] = (0, 0, 0)  # of the queue's lists, by priority
         self._num_workers = 1
+        self.pacing = Pacing(side.worker, engine, state.in_flight)
+        self._not_before = 0.0  # until then, others may take what this worker handed over
+        self._handed_over: deque[str] = deque(maxlen=MOST_HANDED_OVER)
         self._passed_over = PassedOver()
         self._model_watch = ModelWatch()
         self._idle_since: float | None = None
@@ -85,11 +91,15 @@ class JobPuller:
         if self._passed_over.is_news(self._lengths, poll.lengths):
             self.pull_now()
         self._lengths, self._num_workers = poll.lengths, poll.num_workers
+        self.pacing.note_told(poll.paces, poll.workers)
         if dispatch.must_yield(self._in_flight.backlog_rank, self._ours):
             self._release(self._in_flight.num_waiting)
             self.pull_now()
         self._release(dispatch.jobs_to_return(self._view()))
         self._recall()
+        self._hand_over()
+        leaves = not self._in_flight and not self._wanted()
+        self.pacing.note_left(dispatch.queued_first(self._ours) if leaves else 0)
         self._check_suspects()
 
     def _recall(self) -> None:
@@ -193,6 +203,9 @@ class JobPuller:
             self._lengths = self._side.wait_for_job(IDLE_WAIT_SECONDS)
             if not any(self._lengths):
                 return
+        if not self._wanted():  # it leaves them to faster workers
+            self._next_pull = time.monotonic() + EMPTY_QUEUE_SECONDS
+            return
         run = self._serve_engine_until(self._pull())
         now = time.monotonic()
         self._lengths = run.lengths
@@ -208,6 +221,7 @@ class JobPuller:
             return
         self._next_pull = 0.0 if run.num_queued else now + EMPTY_QUEUE_SECONDS
         self._in_flight.hold(run.jobs)
+        self.pacing.note_pulled(run.jobs)
         self.num_taken += len(run.jobs)
         if not self._state.is_resting:
             self.feed()
@@ -269,13 +283,30 @@ class JobPuller:
 
     def return_started(self) -> None:
         """Give back the rows that the engine has, and cancel them there. No death is counted."""
-        leases = self._in_flight.started
+        self._return_begun(self._in_flight.started)
+
+    def _return_begun(self, leases: list[JobLease]) -> None:
         if not leases:
             return
         self._give_back(leases)
         for lease in leases:
             self._engine.cancel(lease.job_id)
         log.info("gave %d started jobs back to the queue", len(leases))
+
+    def _hand_over(self) -> None:
+        """Give the last rows of the queue to faster workers that have nothing left to do.
+
+        Each row goes once. If it comes back, nobody else wants it.
+        """
+        count = 0 if self._is_apart else dispatch.rows_to_hand_over(self._view())
+        fresh = [each for each in self._in_flight.started if each.job_id not in self._handed_over]
+        most = math.floor(count / self._in_flight.choices)
+        leases = fresh[max(0, len(fresh) - most) :]
+        if not leases:
+            return
+        self._not_before = time.monotonic() + PATIENCE_SECONDS
+        self._handed_over.extend(lease.job_id for lease in leases)
+        self._return_begun(leases)
 
     def pause(self) -> None:
         """The worker rests and nothing is in flight. It is no end of the queue."""
@@ -312,11 +343,18 @@ class JobPuller:
             queued=dispatch.queued_first(self._ours),
             num_workers=self._num_workers,
             choices=self._in_flight.choices,
+            num_waiting=self.pacing.num_waiting,
+            told=self.pacing.crowd(),
+            job_work=self.pacing.meter.job_work,
+            row_seconds=self.pacing.meter.row_seconds,
+            is_patient=self.pacing.is_patient,
         )
 
     def _wanted(self) -> int:
         """How many jobs to ask for now, 0 for not to ask."""
         if not self._state.may_start or self._state.next_queue:
+            return 0
+        if time.monotonic() < self._not_before:
             return 0
         if (self._is_apart or self._is_draining) and self._state.holds_jobs:
             return 0

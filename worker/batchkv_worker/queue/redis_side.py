@@ -7,10 +7,12 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from typing import Any
 
 from redis import Redis
+from redis.client import Pipeline
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -23,7 +25,7 @@ from batchkv_producer.wire.suspects import is_suspect
 from batchkv_producer.wire.transitions import JobLease, JobResult, Run, Transitions, iso_now
 from batchkv_worker.queue.abilities import own_abilities
 from batchkv_worker.queue.maintenance import Maintenance, MaintenanceRounds
-from batchkv_worker.queue.queue_turns import Head
+from batchkv_worker.queue.runs.queue_turns import Head
 from batchkv_worker.settings import WorkerSettings
 from batchkv_worker.trace import IDLE, MAIN, REDIS
 
@@ -33,6 +35,7 @@ FINISH_GROUP = 200  # results in one script call: a few milliseconds of the serv
 APART_SECONDS = 300  # within which a worker should have emptied itself; then another tries
 RENEW_GROUP = 500  # leases in one script call, for the same reason
 REFUSED_SECONDS = 600.0  # after the server refused to count work
+PACE_TTL_SECONDS = 86_400
 LIVE_RANK = -1  # before the rank of the highest priority
 _LEASE = re.compile(rb"([\w-]{1,200}):([0-9a-f]{1,64})-([0-9]{1,12})")
 # Errors of a server that will be well again: full, a replica for now, its disk full, loading.
@@ -51,17 +54,21 @@ def is_outage(fault: RedisError) -> bool:
 class Poll:
     """The answer to a poll: whether RQ is suspended, and which jobs the worker has lost.
 
-    ``is_drained``: somebody wants this worker to take no more rows.
-
-    ``lengths`` are those of the queue's lists by priority. ``num_workers`` counts the workers that
-    serve it.
+    ``lengths`` are those of the queue's lists by priority. ``workers`` are the names of the workers
+    that serve it. ``paces`` has what they tell of their pace, by name. ``is_drained``: somebody
+    wants this worker to take no more rows.
     """
 
     is_suspended: bool
     lost: list[str]
     lengths: tuple[int, ...]
-    num_workers: int
+    workers: frozenset[str] = frozenset()
+    paces: Mapping[str, str] = field(default_factory=dict)
     is_drained: bool = False
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.workers)
 
 
 class RedisSide:
@@ -92,6 +99,8 @@ class RedisSide:
         )
         self._state = ""
         self.maker: Maker = NOBODY  # the engine's, once it is there
+        self._has_company = False  # other workers serve the queue
+        self._gone: AbstractSet[str] = frozenset()  # workers that serve it no more
         self._is_unanswered = False  # the answer to the last pull was lost; Redis may have made it
         self._moves = Transitions(connection)
         self._samples = SampleMoves(connection)
@@ -122,6 +131,11 @@ class RedisSide:
         _, *lengths = pipeline.execute()
         MAIN.enter(REDIS)
         return tuple(lengths)
+
+    @property
+    def worker(self) -> str:
+        """The worker's name."""
+        return self._worker
 
     def serve(self, queue: str) -> None:
         """All calls are about this queue from now on. Nothing of the former one may be held."""
@@ -221,26 +235,53 @@ class RedisSide:
         """Write (job id, canceled result) rows that have no result yet."""
         self._moves.settle(self._queue, "canceled", rows)
 
-    def poll(self, held: Sequence[JobLease]) -> Poll:
-        """Check in one round trip, without writing, whether the worker still has its leases."""
+    def poll(self, held: Sequence[JobLease], pace: str = "") -> Poll:
+        """Check in one round trip whether the worker still has its leases.
+
+        It tells the others its pace, if there are others, and reads theirs. A server of an older
+        version refuses that, which does no harm.
+        """
         pipeline = self._connection.pipeline(transaction=False)
         pipeline.exists(redis_keys.SUSPENDED)
         for key in redis_keys.waiting_lists(self._queue):
             pipeline.llen(key)
-        pipeline.scard(redis_keys.workers(self._queue))
+        pipeline.smembers(redis_keys.workers(self._queue))
         pipeline.hmget(redis_keys.worker(self._worker), "birth", redis_keys.DRAIN)
         for lease in held:
             pipeline.hget(redis_keys.job(lease.job_id), "bkv_exec")
-        suspended, high, normal, low, num_workers, (birth, drain), *holders = pipeline.execute()
+        tells = bool(pace) and self._has_company
+        num_checked = len(pipeline)
+        if tells:
+            self._tell(pipeline, pace)
+        replies = pipeline.execute(raise_on_error=False)
+        checked, told = replies[:num_checked], replies[num_checked:]
+        if fault := next((each for each in checked if isinstance(each, RedisError)), None):
+            raise fault
+        found = told[-1] if tells and isinstance(told[-1], dict) else {}
+        paces = {_text(name): _text(value) for name, value in found.items()}
+        suspended, high, normal, low, names, (birth, drain), *holders = checked
         if birth:  # else the record is lost, and the next heartbeat writes it again
             self._drain = drain or b""
+        workers = frozenset(text.removeprefix(redis_keys.worker("")) for text in map(_text, names))
+        self._has_company = len(workers) > 1
+        self._gone = paces.keys() - workers
         lost = [
             lease.job_id
             for lease, holder in zip(held, holders, strict=True)
             if holder != lease.execution.encode()
         ]
         is_drained = bool(self._drain) or self._is_drained_here()
-        return Poll(bool(suspended), lost, (high, normal, low), num_workers, is_drained)
+        lengths = high, normal, low
+        return Poll(bool(suspended), lost, lengths, workers, paces, is_drained)
+
+    def _tell(self, pipeline: Pipeline, pace: str) -> None:
+        """Commands at the end of a pipeline. The reply to the last one has all paces."""
+        key = redis_keys.paces(self._queue)
+        pipeline.hset(key, self._worker, pace)
+        pipeline.expire(key, PACE_TTL_SECONDS)
+        if self._gone:
+            pipeline.hdel(key, *self._gone)
+        pipeline.hgetall(key)
 
     def publish(self, fields: Mapping[Any, Any]) -> None:
         """Write fields of the worker's own record; see ``redis_keys``."""
@@ -311,3 +352,7 @@ class RedisSide:
     def _look(self) -> None:
         self._look_around()
         self._has_looked = True
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")

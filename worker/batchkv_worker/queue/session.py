@@ -197,6 +197,7 @@ class Session:
                 case Completed() | Rejected():
                     if isinstance(notice, Completed):
                         self._record.count(notice)
+                        self._puller.pacing.meter.add_answer(notice.usage.completion)
                     self._state.end(notice)
                 case Ready():
                     self._state.is_ready = True
@@ -329,7 +330,9 @@ class Session:
             self._state.note_canceled(len(rows))
 
     def _poll(self) -> None:
-        poll = self._serve_engine_until(partial(self._side.poll, self._in_flight.leases))
+        self._puller.pacing.look()
+        pace = self._puller.pacing.pace(is_away=not self._state.may_start).encode()
+        poll = self._serve_engine_until(partial(self._side.poll, self._in_flight.leases, pace))
         self._drop(poll.lost)
         self._state.is_suspended = poll.is_suspended
         self._puller.note_poll(poll)

@@ -10,15 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchkv_producer.agreed import RUN_ROWS
-from batchkv_worker.queue.dispatch import (
+from batchkv_worker.queue.runs.dispatch import (
     View,
     is_ending,
     jobs_to_recall,
     jobs_to_return,
     jobs_to_start,
     jobs_to_take,
+    rows_to_hand_over,
 )
-from benchmarks.bench_plan import (
+from batchkv_worker.queue.runs.pace import Crowd, Pace
+from benchmarks.plan.simulation import (
     WRITES,
     Job,
     Simulation,
@@ -26,6 +28,7 @@ from benchmarks.bench_plan import (
     ceiling,
     prefix_order,
 )
+from benchmarks.plan.workloads import least_seconds, many_small_groups
 
 EMPTY = View(slots=32, prefetch=8, num_started=0, backlog=0, queued=10_000, num_workers=8)
 FULL = replace(EMPTY, num_started=40)
@@ -66,18 +69,56 @@ def test_how_many_are_taken(view: View, count: int) -> None:
     assert jobs_to_take(view) == count
 
 
+def crowd(own: Pace, *others: Pace, silent: int = 0) -> Crowd:
+    return Crowd(own, others, silent)
+
+
 @pytest.mark.parametrize(
     ("view", "count"),
     [
-        (replace(FULL, backlog=88, queued=0), 88),
-        (replace(EMPTY, num_started=30, backlog=5, queued=0), 3),  # two can be started here
+        (replace(FULL, backlog=88, queued=0, num_workers=2), 48),  # half of 88 and of 8 in front
+        (replace(FULL, backlog=88, queued=0), 84),  # an eighth stays
+        (replace(EMPTY, num_started=30, backlog=5, queued=0), 4),
         (replace(FULL, backlog=88, queued=1), 0),  # others find something
         (replace(FULL, backlog=88, queued=0, num_workers=1), 0),  # there are no others
     ],
 )
 def test_how_many_go_back(view: View, count: int) -> None:
-    """A backlog goes back when the queue is empty and there are others."""
+    """When the queue is empty, others get their share of a backlog, if nothing is known of them."""
     assert jobs_to_return(view) == count
+
+
+SHARING = View(32, 64, num_started=32, backlog=60, queued=0, num_workers=2, num_waiting=0)
+
+
+@pytest.mark.parametrize(
+    ("told", "count"),
+    [
+        (crowd(Pace(10.0, 60.0), Pace(10.0, 60.0)), 0),  # both hold as much
+        (crowd(Pace(10.0, 60.0), Pace(10.0, 0.0)), 20),  # half, and what is done in a second
+        (crowd(Pace(10.0, 60.0), Pace(20.0, 0.0)), 30),  # a third stays
+        (crowd(Pace(10.0, 60.0), Pace(0.0, 0.0)), 20),  # its speed is not known: as fast
+        (crowd(Pace(10.0, 60.0), silent=1), 20),  # it tells nothing
+        (crowd(Pace(10.0, 60.0), Pace(10.0, 0.0, is_away=True)), 0),  # it takes none now
+        (crowd(Pace(10.0, 60.0), Pace(1.0, 60.0)), 0),  # a slow one holds too much itself
+    ],
+)
+def test_work_is_shared_by_speed(told: Crowd, count: int) -> None:
+    """What is above the share of a worker goes back, if another one has less than its share."""
+    assert jobs_to_return(replace(SHARING, told=told)) == count
+
+
+def test_a_slow_worker_leaves_the_last_rows() -> None:
+    """Faster workers would end them sooner. If they take none for a while, it does take them."""
+    told = crowd(Pace(1.0, 0.0), Pace(9.0, 0.0))
+    late = View(32, 64, 0, 0, queued=40, num_workers=2, told=told, row_seconds=10.0)
+    assert late.seconds_left == 4.0
+    assert jobs_to_take(late) == 0
+    assert jobs_to_take(replace(late, is_patient=False)) == 4
+    assert jobs_to_take(replace(late, queued=400)) == 31  # in 40 s, less the 9 s that it is late
+    quick = crowd(Pace(9.0, 0.0), Pace(1.0, 0.0))
+    assert jobs_to_take(replace(late, told=quick)) > 0
+    assert jobs_to_take(replace(late, queued=0)) == 0
 
 
 @pytest.mark.parametrize(
@@ -90,7 +131,7 @@ def test_how_many_go_back(view: View, count: int) -> None:
         (replace(EMPTY, choices=8.0, queued=16, num_started=24), 1, 0),  # 8 slots are free
         (replace(FULL, choices=8.0, backlog=88), 0, 72),  # more than a run
         (replace(FULL, choices=8.0, backlog=88, num_workers=1), 0, 0),  # nobody else takes them
-        (replace(EMPTY, choices=8.0, num_started=20, backlog=5, queued=0), 0, 3),  # 12 slots
+        (replace(EMPTY, choices=8.0, num_started=20, backlog=16, queued=0), 0, 14),  # an eighth
     ],
 )
 def test_choices_count_as_rows(view: View, taken: int, returned: int) -> None:
@@ -104,11 +145,37 @@ def test_what_holds_for_every_view(view: View) -> None:
     assert 0 <= jobs_to_start(view) <= min(view.backlog, view.room)
     assert 0 <= jobs_to_return(view) <= view.backlog
     taken = jobs_to_take(view)
-    assert 0 <= taken <= max(1, view.share)
+    assert 0 <= taken <= max(1, view.queued)
+    assert 0 <= jobs_to_recall(view) <= view.waiting
     if view.num_workers > 1 and taken > view.free_slots:
         assert not is_ending(view)
     if not view.num_started and not view.backlog:
         assert taken >= 1, "an empty worker always asks"
+
+
+LAST = View(32, 64, num_started=3, backlog=0, queued=0, num_workers=2, num_waiting=0)
+SLOW, FAST = Pace(1.0, 9.0), Pace(3.0, 0.0, free_slots=32)
+LAST_TWO = replace(LAST, told=crowd(SLOW, FAST))
+
+
+@pytest.mark.parametrize(
+    ("view", "count"),
+    [
+        (LAST_TWO, 3),
+        (replace(LAST, told=crowd(SLOW, replace(FAST, free_slots=2))), 2),
+        (replace(LAST, told=crowd(SLOW, replace(FAST, free_slots=0))), 0),
+        (replace(LAST, told=crowd(SLOW, replace(FAST, speed=2.0))), 0),  # not so much faster
+        (replace(LAST, told=crowd(SLOW, replace(FAST, is_away=True))), 0),
+        (replace(LAST, told=crowd(replace(SLOW, speed=0.0), FAST)), 0),  # nothing is known
+        (replace(LAST, told=crowd(SLOW, silent=1)), 0),
+        (replace(LAST_TWO, queued=1), 0),
+        (replace(LAST_TWO, num_waiting=1), 0),
+        (replace(LAST_TWO, num_started=0), 0),
+    ],
+)
+def test_the_last_rows_go_to_a_much_faster_worker(view: View, count: int) -> None:
+    """Begun rows go back only if another worker has free slots and would end them sooner."""
+    assert rows_to_hand_over(view) == count
 
 
 def documents(num_documents: int, num_questions: int, num_blocks: int = 12) -> list[Job]:
@@ -159,21 +226,45 @@ def test_a_slow_worker_holds_up_nobody() -> None:
 @pytest.mark.parametrize(
     ("view", "count"),
     [
-        (View(32, 64, num_started=96, backlog=0, queued=0, num_workers=2), 56),
-        (View(32, 64, num_started=36, backlog=0, queued=0, num_workers=2), 0),  # a few may wait
+        (View(32, 64, num_started=96, backlog=0, queued=0, num_workers=2), 32),
+        (View(32, 64, num_started=96, backlog=0, queued=0, num_workers=2, num_waiting=90), 45),
+        (View(32, 64, num_started=96, backlog=96, queued=0, num_workers=2), 0),  # the backlog is it
         (View(32, 64, num_started=96, backlog=0, queued=1, num_workers=2), 0),
         (View(32, 64, num_started=96, backlog=0, queued=0, num_workers=1), 0),
-        (View(32, 4, num_started=36, backlog=0, queued=0, num_workers=2), 0),
+        (View(32, 4, num_started=33, backlog=0, queued=0, num_workers=2), 0),
     ],
 )
 def test_how_many_are_recalled(view: View, count: int) -> None:
-    """The engine keeps what it computes and a few rows beside it, once others may be idle."""
+    """Rows that wait in the engine go back after the backlog, as many as others should do."""
     assert jobs_to_recall(view) == count
 
 
 @given(VIEWS)
-def test_what_is_recalled_is_not_started_again(view: View) -> None:
-    """An engine that has given rows back has no room for them until some have ended."""
-    count = jobs_to_recall(view)
-    after = replace(view, num_started=view.num_started - count, backlog=view.backlog + count)
-    assert not count or jobs_to_start(after) == 0
+def test_what_went_back_is_not_taken_again(view: View) -> None:
+    """A worker that gave jobs back takes at most the next one, as long as nothing else changes."""
+    num_jobs, num_rows = jobs_to_return(view), jobs_to_recall(view)
+    after = replace(
+        view,
+        backlog=view.backlog - num_jobs,
+        num_started=view.num_started - num_rows,
+        num_waiting=view.waiting - num_rows,
+        queued=view.queued + num_jobs + int(num_rows / view.choices),
+    )
+    if (num_jobs or num_rows) and view.queued == 0:
+        assert jobs_to_take(after) <= 1
+
+
+def test_unequal_workers_are_done_together() -> None:
+    """Eight workers, the slowest at a fifth of the speed, need little more than the least time."""
+    order = prefix_order(many_small_groups()[:1500])
+    outcome = Simulation(order).run()
+    assert outcome.seconds <= 1.1 * least_seconds(order)
+    assert outcome.idle < 0.08
+
+
+def test_few_long_rows_do_not_stay_on_a_slow_worker() -> None:
+    """With as many rows as slots of the fastest worker, the slow one does not end last by far."""
+    jobs = [Job((n,), 400, 3000) for n in range(40)]
+    speeds = (1.0, 0.1)
+    got = Simulation(jobs, slots=32, speeds=speeds).run()
+    assert got.seconds < 2.5 * least_seconds(jobs, speeds)

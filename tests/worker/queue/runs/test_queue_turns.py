@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from batchkv_worker.queue.queue_turns import BARREN_SECONDS, MAX_BARREN_SECONDS, Head, QueueTurns
+from batchkv_worker.queue.runs.queue_turns import (
+    BARREN_SECONDS,
+    MAX_BARREN_SECONDS,
+    Head,
+    QueueTurns,
+)
 
 HIGH, NORMAL, LOW = 0, 1, 2
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchkv_producer.wire.transitions import JobLease, Pulled, Run
-from batchkv_worker.queue.passed_over import PassedOver
+from batchkv_worker.queue.runs.passed_over import PassedOver
 
 LENGTHS = (30_000, 500, 0)
 JOB = Pulled(JobLease("a-1", "x"), b"")
