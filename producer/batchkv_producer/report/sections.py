@@ -131,12 +131,7 @@ def _rates(facts: Facts, title: str, about: str, rates: Sequence[tuple[str, Rate
     """A chart of counts in each bin, by its seconds."""
     bins = facts.throughput.bins
     lines = [
-        Line(
-            name,
-            step_curve(
-                (_begin(one, facts), _end(one, facts), rate(one) / one.seconds) for one in bins
-            ),
-        )
+        Line(name, step_curve(_stretch(one, facts, rate(one) / one.seconds) for one in bins))
         for name, rate in rates
     ]
     names = [name for name, _ in rates]
@@ -149,13 +144,10 @@ def _rates(facts: Facts, title: str, about: str, rates: Sequence[tuple[str, Rate
     return _card(title, about, (legend(names) if len(names) > 1 else "") + chart, table)
 
 
-def _begin(one: Bin, facts: Facts) -> float:
-    return max(one.at, facts.started_at or one.at)
-
-
-def _end(one: Bin, facts: Facts) -> float:
-    end = one.at + facts.throughput.width_seconds
-    return max(_begin(one, facts), min(end, facts.ended_at or end))
+def _stretch(one: Bin, facts: Facts, value: float) -> tuple[float, float, float]:
+    """When a bin begins and ends, as far as the batch ran, and its value."""
+    begin = max(one.at, facts.started_at or one.at)
+    return begin, begin + one.seconds, value
 
 
 def distributions(facts: Facts) -> str:

@@ -9,6 +9,7 @@ MAX_BARS = 16
 LONG_TAIL = 8  # with a largest value of so many medians, bars become wider to the right
 WIDTHS = (1, 5, 15, 60, 300, 900, 3600, 10_800, 43_200, 86_400, 604_800)  # each divides the next
 OUTCOMES = ("ok", "failed", "canceled")
+MIN_SECONDS = 0.001  # so that rates are finite
 NUM_COUNTS = len(OUTCOMES) + 3
 
 
@@ -155,7 +156,8 @@ class Timeline:
         counts = self._bins.get(number, [0.0] * NUM_COUNTS)
         width = self.width_seconds
         begin, end = max(number * width, self.first), min((number + 1) * width, self.last)
-        seconds = max(1.0, end - begin)  # a row's end is stored in whole seconds
+        # A row's end is stored in whole seconds, so the last bin has a part of one at least.
+        seconds = max(1.0 if end == self.last else MIN_SECONDS, end - begin)
         ok, failed, canceled = map(int, counts[: len(OUTCOMES)])
         return Bin(float(number * width), seconds, ok, failed, canceled, *counts[len(OUTCOMES) :])
 

@@ -17,7 +17,7 @@ DARK = """
 
 CHART_CSS = """
 .chart { display: block; width: 100%; height: auto; overflow: visible; }
-.chart text { font: 12px system-ui, -apple-system, sans-serif; fill: var(--ink); }
+.chart text { font: 14px system-ui, -apple-system, sans-serif; fill: var(--ink); }
 .chart text.label { fill: var(--soft); }
 .chart .grid { stroke: var(--rule); stroke-width: 1; }
 .chart .track { fill: var(--rule); opacity: .5; }
@@ -58,12 +58,12 @@ h3 { font-size: 1rem; margin: 0 0 .2rem; overflow-wrap: anywhere; }
 .tiles dd { margin: 0; font-size: 1.3rem; font-variant-numeric: tabular-nums; }
 .tiles .good dd { color: var(--good); } .tiles .bad dd { color: var(--bad); }
 .sum { font-variant-numeric: tabular-nums; margin: .8rem 0 0; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr));
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 330px), 1fr));
   gap: 1rem; align-items: start; }
 .card { background: var(--card); border: 1px solid var(--rule); border-radius: 8px;
   padding: .8rem 1rem; margin-bottom: .8rem; min-width: 0; }
 .cards .card { margin: 0; }
-section > .card .chart { max-width: 640px; }
+section > .card .chart { max-width: 560px; }
 .failure { margin: 0 0 1rem; } .failure p, .failure ul { margin: .2rem 0; }
 .failure li { overflow-wrap: anywhere; } .failure h3 { color: var(--bad); }
 table { border-collapse: collapse; font-size: .82rem; width: 100%; }

@@ -80,6 +80,17 @@ def test_bins_become_wider_and_lose_nothing() -> None:
     assert all(b.at - a.at == found.width_seconds for a, b in zip(found.bins, found.bins[1:]))  # noqa: B905
 
 
+def test_bins_do_not_overlap() -> None:
+    """The first bin begins with the first row. Each ends where the next one begins."""
+    line = Timeline(16)
+    line.add(100.7, 103.0, "ok", (0, 0, 23))
+    found = line.throughput().bins
+    begins = [max(one.at, 100.7) for one in found]
+    ends = [round(at + one.seconds, 6) for at, one in zip(begins, found, strict=True)]
+    assert ends == [*begins[1:], 104.0]
+    assert {round(one.completion_tokens / one.seconds, 6) for one in found[:-1]} == {10.0}
+
+
 def test_a_pause_is_no_active_time() -> None:
     """Two stretches of work with an hour between them are as long as the two."""
     line = Timeline(1000)
