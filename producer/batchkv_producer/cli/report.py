@@ -73,7 +73,8 @@ def report(
     \b
     Examples:
       batchkv report 3f2a9c51d07be684
-      batchkv report 3f2a9c51d07be684 -o monday.html --with-text --from prompts.jsonl
+      batchkv report 3f2a9c51d07be684 -o monday.html
+      batchkv report 3f2a9c51d07be684 --with-text --from prompts.jsonl
       batchkv report 3f2a9c51d07be684 --json | jq .workers
     """
     if (files or read_as) and not with_text:

@@ -63,6 +63,7 @@ h3 { font-size: 1rem; margin: 0 0 .2rem; overflow-wrap: anywhere; }
 .card { background: var(--card); border: 1px solid var(--rule); border-radius: 8px;
   padding: .8rem 1rem; margin-bottom: .8rem; min-width: 0; }
 .cards .card { margin: 0; }
+.cards .chart text { font-size: 16px; }
 section > .card .chart { max-width: 560px; }
 .failure { margin: 0 0 1rem; } .failure p, .failure ul { margin: .2rem 0; }
 .failure li { overflow-wrap: anywhere; } .failure h3 { color: var(--bad); }
