@@ -45,7 +45,7 @@ def gateway_options(command: Callable[..., R]) -> Callable[..., R]:
 @click.option("--open", "is_opening", is_flag=True, help="Open the page in this machine's browser.")
 @url_option
 def serve_command(flags: dict[str, str | None], is_opening: bool, url: str | None) -> None:
-    """Serve OpenAI's files, batches, chats and completions over HTTP, and a page at /.
+    """Serve a page and OpenAI's API over HTTP.
 
     Clients of OpenAI's API use it with another base_url. It prints this URL and serves until
     Ctrl-C. Workers compute the answers: start them with `batchkv worker`. After a restart all

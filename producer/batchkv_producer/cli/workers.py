@@ -44,7 +44,7 @@ def workers(
     url: str | None,
     as_json: bool,
 ) -> None:
-    """List the live workers of all machines, or drain or resume some of them.
+    """List the live workers of all machines. Drain or resume some.
 
     TOK/S is the mean of the last minute, over the time in which the worker had rows.
 

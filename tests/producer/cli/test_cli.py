@@ -104,8 +104,8 @@ def every_command() -> Iterator[tuple[str, click.Command]]:
 def test_all_commands_are_there() -> None:
     """The commands that the documentation names, worker included."""
     names = [name for name, _ in every_command()]
-    wanted = "run submit ask plan status wait results result failed cancel retry forget list"
-    own = [*wanted.split(), "workers", "server", "service", "doctor"]
+    wanted = "run submit ask plan status wait results result report failed cancel retry forget list"
+    own = [*wanted.split(), "workers", "top", "server", "service", "doctor"]
     assert names == [*own, "bench", "cache", "keys", "kv-report", "serve", "tune", "worker"]
 
 
@@ -115,7 +115,7 @@ def test_help_ends_with_worked_examples() -> None:
         shown = batchkv(name, "--help")
         assert shown.exit_code == 0
         assert f"batchkv {name}" in shown.stdout.split("Usage:", 1)[1].split("\n", 1)[1], name
-        if name in ("plan", "status", "wait", "results", "result", "list", "workers"):
+        if name in ("plan", "status", "wait", "results", "result", "report", "list", "workers"):
             assert any("--json" in parameter.opts for parameter in command.params)
 
 
