@@ -16,7 +16,7 @@ LOCKED = pyproject.toml tools/bootstrap.sh $(wildcard requirements/*.txt)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test parity kernels fuzz chaos soak clients lint bench wheel-check format lock clean distclean
+.PHONY: help venv demo test parity kernels fuzz chaos soak namespaces clients lint bench wheel-check format lock clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -49,6 +49,9 @@ chaos: $(DEV_STAMP) ## Test kills, outages, bad lines and broken caches for long
 
 soak: $(DEV_STAMP) ## A worker under mixed load for half an hour: its memory must not grow (ARGS='--minutes 8')
 	$(PYTHON) tests/chaos/soak.py $(ARGS)
+
+namespaces: $(DEV_STAMP) ## A laptop, a gateway and two workers in networks of their own; a kill and a cut link (Linux)
+	$(PYTHON) tests/deploy/namespaces.py $(ARGS)
 
 clients: $(DEV_STAMP) ## Install openai, litellm, inspect_ai, lm-eval, each apart, and use the gateway (ARGS='--only openai')
 	$(PYTHON) tests/clients/run.py $(ARGS)

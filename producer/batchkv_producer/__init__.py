@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from batchkv_producer.intake.formats import RowError
     from batchkv_producer.intake.prompting import Prompting
     from batchkv_producer.intake.source import Inputs
+    from batchkv_producer.interface import BatchClient
     from batchkv_producer.monitor.one_job import JobInfo
     from batchkv_producer.monitor.status import BatchStatus
     from batchkv_producer.monitor.workers import WorkerInfo
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from batchkv_producer.wire.job import ErrorCode, Result, SamplingParams, TokenLogprob, Usage
 
 __all__ = [
+    "BatchClient",
     "BatchOptions",
     "BatchStatus",
     "BatchkvError",
@@ -67,6 +69,7 @@ __all__ = [
 _HOMES = {
     "client": ("Client",),
     "connecting": ("connect",),
+    "interface": ("BatchClient",),
     "errors": (
         "BatchkvError",
         "ExpiredError",

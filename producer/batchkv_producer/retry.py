@@ -13,6 +13,7 @@ from redis.exceptions import AuthenticationError, AuthorizationError, Connection
 from batchkv_producer.errors import AwayError
 
 MAX_OUTAGE_SECONDS = 60.0
+MAX_AWAY_SECONDS = 300.0  # of a gateway: a laptop may be out of its network for a while
 FIRST_PAUSE_SECONDS = 0.2
 MAX_PAUSE_SECONDS = 2.0
 CALLBACK_SECONDS = 0.1  # between two calls of a callback during an outage
@@ -36,19 +37,21 @@ def called_during_outages(callback: Callable[[], object]) -> Iterator[None]:
 
 
 def read_with_retry(read: Callable[[], T]) -> T:
-    """The value that ``read`` returns. While the server is away, retries for up to a minute.
+    """The value that ``read`` returns. While the server is away, retries for up to a minute, and
+    while a gateway is away for up to five.
 
     Only for reads, because a call may be repeated. A refused password is raised at once.
     """
-    deadline = time.monotonic() + MAX_OUTAGE_SECONDS
+    began = time.monotonic()
     pause = FIRST_PAUSE_SECONDS
     while True:
         try:
             return read()
         except (AuthenticationError, AuthorizationError):
             raise
-        except (ConnectionError, TimeoutError, AwayError):
-            if time.monotonic() + pause > deadline:
+        except (ConnectionError, TimeoutError, AwayError) as fault:
+            most = MAX_AWAY_SECONDS if isinstance(fault, AwayError) else MAX_OUTAGE_SECONDS
+            if time.monotonic() + pause > began + most:
                 raise
         _pause(pause)
         pause = min(2 * pause, MAX_PAUSE_SECONDS)

@@ -160,6 +160,10 @@ TABLE = (
         about="who signed the certificate of a `rediss://` server (PEM). Other commands read it "
         "too",
     ),
+    Setting("", ("BATCHKV_API_KEY",), no_default="none",
+            about="the key of commands about batches, for the gateway that `--url http://` names"),
+    Setting("", ("BATCHKV_CA_FILE",), no_default="the system's authorities",
+            about="who signed that gateway's certificate (PEM)"),
     Setting(
         "kv_scheme", ("BATCHKV_KV_SCHEME",), "--kv-scheme", ValueType.SCHEME, "affine8",
         metavar="SCHEME", help="How keys and values are stored.",

@@ -44,7 +44,7 @@ class RemoteClient:
     """A client of one gateway. The methods are those of ``Client``, without ``reclaim``.
 
     A request is repeated for some seconds while the gateway is away. ``wait`` and ``results`` with
-    ``follow`` survive an outage of up to a minute.
+    ``follow`` survive an outage of up to five minutes.
     """
 
     poll_seconds = 0.5  # between two polls of a batch that is followed

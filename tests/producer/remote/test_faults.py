@@ -225,6 +225,6 @@ def test_nothing_waits_for_a_gateway_that_stays_away(monkeypatch: pytest.MonkeyP
         with pytest.raises(AwayError):
             client.status("0123456789abcdef")
         assert time.monotonic() - began < 3
-    monkeypatch.setattr("batchkv_producer.retry.MAX_OUTAGE_SECONDS", 0.3)
+    monkeypatch.setattr("batchkv_producer.retry.MAX_AWAY_SECONDS", 0.3)
     with pytest.raises(AwayError):
         client.wait("0123456789abcdef")
