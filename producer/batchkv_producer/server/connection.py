@@ -292,7 +292,9 @@ _FAULTS: tuple[tuple[tuple[type[Exception], ...], str, str], ...] = (
 def _client(url: str, **settings: Any) -> Redis:
     refuse_gateway(url)
     if not url.startswith(SCHEMES):
-        raise UsageError(f"Redis URL {masked(url)} must begin with one of {', '.join(SCHEMES)}")
+        gateway = "" if "://" in url else "; that of a gateway begins with http:// or https://"
+        schemes = ", ".join(SCHEMES)
+        raise UsageError(f"Redis URL {masked(url)} must begin with one of {schemes}{gateway}")
     settings = {name: value for name, value in settings.items() if value is not None}
     try:
         # The error's text may contain the password, so it is not shown.

@@ -132,6 +132,12 @@ def test_bad_urls_are_wrong_use(url: str) -> None:
     assert caught.value.__context__ is None or "secret" not in str(caught.value.__context__)
 
 
+def test_a_url_without_a_scheme_is_told_both_kinds() -> None:
+    """HOST:PORT may be meant as a Redis or as a gateway."""
+    found = complaint("studio.local:8080")
+    assert "redis://" in found and "that of a gateway begins with http:// or https://" in found
+
+
 def test_nobody_there() -> None:
     """A refused port and a missing socket are reported in under a second, with the remedy."""
     assert "cannot be reached: is it running" in complaint(f"redis://127.0.0.1:{free_port()}/0")
