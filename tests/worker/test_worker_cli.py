@@ -119,7 +119,7 @@ def test_batchkv_worker_takes_flags(
     [
         (["--kv-scheme", "int3"], 2, "batchkv: --kv-scheme int3: unknown KV scheme 'int3'"),
         (["--memory", "big"], 2, "batchkv: --memory big: expected a size"),
-        (["--url", "http://x"], 2, "batchkv: Redis URL http://x must begin with"),
+        (["--url", "http://x"], 2, "batchkv: this needs the Redis URL"),
         (
             ["--url", "unix:///nowhere/s"],
             3,

@@ -113,7 +113,8 @@ def test_rights_of_an_older_hub_are_named(hub: Hub) -> None:
     [
         ("redis://127.0.0.1:1/0", "cannot be reached"),
         ("redis://no-such-host.invalid:6379/0", "cannot be found"),
-        ("http://127.0.0.1/", "must begin with"),
+        ("http://127.0.0.1/", "this needs the Redis URL"),
+        ("127.0.0.1:6379", "must begin with"),
     ],
 )
 def test_a_server_that_is_not_reached_fails(url: str, words: str) -> None:
