@@ -7,7 +7,8 @@ The hub has Redis and `batchkv serve`. Redis listens on the networks of the work
 laptop has a route to the gateway's network alone. The laptop runs `batchkv run --url http://...`.
 Meanwhile one worker is killed, and the laptop's link is cut. At the end OUT must have each row
 once. With --demo the workers are real and serve the included model: the other worker takes the
-killed one's rows when their leases have lapsed. Without it they are fakes.
+killed one's rows when their leases have lapsed. Without it they are fakes. In the long form the
+gateway is killed, too.
 
 It needs no root: `unshare` makes a user's own namespaces, where the machine allows that.
 """
@@ -36,6 +37,7 @@ PASSWORD = "of-the-hub"
 LINKS = {"mac1": "10.0.1", "mac2": "10.0.2", "laptop": "10.1.0"}
 GATEWAY = "http://10.1.0.1:8080"
 WAIT_SECONDS = 300.0
+LONG_SECONDS = 10.0  # a cut that is longer belongs to the long form
 
 
 def main() -> int:
@@ -120,7 +122,7 @@ class Run:
         redis += [PASSWORD, "--bind", "127.0.0.1", "10.0.1.1", "10.0.2.1"]
         self.start("hub", str(get_binary_path()), *redis, "--dir", str(self.folder))
         key = self.until(lambda: self.told("hub", *BATCHKV, "keys", "add", "laptop"))
-        self.start("hub", *BATCHKV, "serve", "--host", "0.0.0.0", "--port", "8080", "--plain")
+        gateway = self.gateway()
         workers = [self.worker(name) for name in ("mac1", "mac2")]
         self.check_routes()
         self.environment["BATCHKV_API_KEY"] = key.strip()
@@ -134,6 +136,11 @@ class Run:
         workers[0].kill()
         workers[0].wait()
         print(f"killed a worker after {self.num_out()} rows", flush=True)
+        if cut_seconds > LONG_SECONDS:  # in the short form the gateway lives
+            gateway.kill()
+            gateway.wait()
+            self.gateway()
+            print("killed the gateway and started it again", flush=True)
         ip("-n", "laptop", "link", "set", "eth0", "down")
         time.sleep(0.2)
         before = self.num_out()
@@ -146,6 +153,11 @@ class Run:
         assert laptop.wait(WAIT_SECONDS) == 0, (self.folder / "log").read_text()
         self.check_out()
         print(f"{self.num_rows} rows, each once, in {time.monotonic() - began:.1f} s", flush=True)
+
+    def gateway(self) -> subprocess.Popen[bytes]:
+        """The gateway, in the hub's network."""
+        words = [*BATCHKV, "serve", "--host", "0.0.0.0", "--port", "8080", "--plain"]
+        return self.start("hub", *words)
 
     def check_routes(self) -> None:
         """The laptop must reach the gateway, and no port of Redis."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 from starlette.requests import Request
@@ -19,15 +21,18 @@ from batchkv_gateway.parts import Parts
 from batchkv_producer import batch_facts
 from batchkv_producer.errors import NotFoundError
 from batchkv_producer.monitor.one_job import split_job_id
+from batchkv_producer.report.reading import read_facts
 from batchkv_producer.wire.redis_keys import job_id
 
 DEFAULT_PAGE, MAX_PAGE = 50, 1000
+PAGE_IDS = 500
 
 
 class ReadRoutes:
     """The handlers. All of them run in threads."""
 
     def __init__(self, parts: Parts) -> None:
+        self._connection, self._reading = parts.connection, threading.Lock()
         self._visible, self._listing = Visible(parts), Listing(parts.connection)
 
     def routes(self) -> list[Route]:
@@ -56,12 +61,19 @@ class ReadRoutes:
         return json_answer(plain(answer))
 
     def one(self, request: Request) -> Response:
-        """The facts of one batch."""
-        checked_query(request, "facts")
+        """The facts of one batch; with ``facts=1`` also those of its report, in ``report``.
+
+        A report reads all results. One is read at a time.
+        """
+        has_report = switch(checked_query(request, "facts"), "facts")
         found = self._visible.find(request)
         fields = self._fields(found)
         if fields is None:
             fields = facts_of(None, found.openai, found.owner, {})
+        elif has_report:
+            with self._reading:
+                report = asdict(read_facts(self._connection, found.batch_id))
+            fields["report"] = {name: part for name, part in report.items() if name != "status"}
         return json_answer(plain(fields))
 
     def _fields(self, found: Found) -> dict[str, Any] | None:
@@ -95,8 +107,9 @@ class ReadRoutes:
         """The ids of a batch's jobs, in input order, one a line."""
         checked_query(request)
         found = self._visible.queued(request)
-        ids = (f"{each}\n" for each in self._visible.client.job_ids(found.batch_id))
-        return StreamingResponse(ids, media_type="text/plain")
+        ids = iter(self._visible.client.job_ids(found.batch_id))
+        pages = iter(lambda: "".join(f"{each}\n" for each in islice(ids, PAGE_IDS)), "")
+        return StreamingResponse(pages, media_type="text/plain")
 
     def job(self, request: Request) -> Response:
         """One job."""

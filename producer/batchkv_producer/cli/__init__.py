@@ -49,9 +49,9 @@ def cli() -> None:
     a server of its own when a command needs one (batchkv server status).
     \b
     Exit codes: 0 success, 1 some row failed or was wrong, 2 wrong use or input,
-    3 an error of Redis, 4 the work could not go on (disk full, workers that
-    keep dying), 5 the command of --on-done failed, 6 the time of wait --timeout
-    is over, 130 interrupted.
+    3 an error of Redis or of a gateway, 4 the work could not go on (disk full,
+    workers that keep dying), 5 the command of --on-done failed, 6 the time of
+    wait --timeout is over, 130 interrupted.
     """
 
 

@@ -185,3 +185,18 @@ def test_a_key_is_part_of_a_batch(http: HttpClient, redis_connection: Redis) -> 
     again = http.post(f"{url}/retry", headers={**files, "x-batchkv-canceled": "1"}, content=TWO)
     assert again.json() == {"queued": 1}
     assert http.delete(url).status_code == 200
+
+
+def test_rows_of_a_key_are_limited(http: HttpClient, redis_connection: Redis) -> None:
+    """Rows that are open count against the key's limit; canceled ones no longer do."""
+    key = KeyStore(redis_connection).add("small", max_rows=3)
+    http.headers["Authorization"] = f"Bearer {key}"
+    batch = submit(http).json()["submitted"]["batch_id"]
+    other = b'{"prompt": "c"}\n{"prompt": "d"}\n{"prompt": "e"}\n'
+    assert submit(http, other).status_code == 429
+    assert submit(http, other + b'{"prompt": "f"}\n').status_code == 413
+    assert http.get("/batches").json()["data"][0]["batch_id"] == batch
+    assert http.post(f"/batches/{batch}/cancel").json() == {"canceled": 1}
+    assert submit(http, other).status_code == 200
+    again = http.post(f"/batches/{batch}/retry", headers={"x-batchkv-canceled": "1"})
+    assert again.status_code == 429

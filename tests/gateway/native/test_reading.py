@@ -77,6 +77,8 @@ def test_facts_are_those_of_the_commands(
         assert without(listed, *MORE, "read_at") == without(same, "read_at")
         [worker] = http.get("/workers").json()["data"]
         assert worker["name"] == cli_json(redis_url, "workers")[0]["name"]
+    report = http.get(f"/batches/{batch}?facts=1").json()["report"]
+    assert report["num_read"] == 2 and report["workers"][0]["name"].startswith("fake")
     assert http.get(f"/batches/{batch[:6]}").json()["batch_id"] == batch
     assert http.get("/server").json()["memory"]["used_bytes"] > 0
     assert http.get("/samples?queue=rq:queue:none").json()["data"] == []
