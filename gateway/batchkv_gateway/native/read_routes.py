@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
@@ -13,6 +12,7 @@ from starlette.routing import Route
 
 from batchkv_gateway.http.answer import json_answer
 from batchkv_gateway.native import PREFIX
+from batchkv_gateway.native.kept_facts import KeptFacts
 from batchkv_gateway.native.listing import Listing, facts_of, more_fields
 from batchkv_gateway.native.owners import Found
 from batchkv_gateway.native.queries import checked_query, plain, switch, whole
@@ -21,7 +21,6 @@ from batchkv_gateway.parts import Parts
 from batchkv_producer import batch_facts
 from batchkv_producer.errors import NotFoundError
 from batchkv_producer.monitor.one_job import split_job_id
-from batchkv_producer.report.reading import read_facts
 from batchkv_producer.wire.redis_keys import job_id
 
 DEFAULT_PAGE, MAX_PAGE = 50, 1000
@@ -32,8 +31,8 @@ class ReadRoutes:
     """The handlers. All of them run in threads."""
 
     def __init__(self, parts: Parts) -> None:
-        self._connection, self._reading = parts.connection, threading.Lock()
         self._visible, self._listing = Visible(parts), Listing(parts.connection)
+        self._kept = KeptFacts(parts.connection)
 
     def routes(self) -> list[Route]:
         """The routes of this module."""
@@ -63,20 +62,16 @@ class ReadRoutes:
     def one(self, request: Request) -> Response:
         """The facts of one batch; with ``facts=1`` also those of its report, in ``report``.
 
-        A report reads all results. One is read at a time.
+        A report reads all results. One is made at a time.
         """
         has_report = switch(checked_query(request, "facts"), "facts")
         found = self._visible.find(request)
-        fields = self._fields(found)
+        fields = self._fields(found, has_report=has_report)
         if fields is None:
             fields = facts_of(None, found.openai, found.owner, {})
-        elif has_report:
-            with self._reading:
-                report = asdict(read_facts(self._connection, found.batch_id))
-            fields["report"] = {name: part for name, part in report.items() if name != "status"}
         return json_answer(plain(fields))
 
-    def _fields(self, found: Found) -> dict[str, Any] | None:
+    def _fields(self, found: Found, *, has_report: bool) -> dict[str, Any] | None:
         """The facts of a batch in the queue. None for one of OpenAI's API that is not there.
 
         The rows of such a batch may leave the queue while its facts are read.
@@ -84,6 +79,8 @@ class ReadRoutes:
         try:
             batch = self._visible.client.status(found.batch_id)
             fields = batch_facts.facts_of(self._visible.client, batch).as_fields(batch)
+            if has_report:
+                fields["report"] = asdict(self._kept.of(batch))
         except NotFoundError:
             if found.openai is None:
                 raise

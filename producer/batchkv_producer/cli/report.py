@@ -14,7 +14,15 @@ import click
 
 from batchkv_producer.batch_facts import batch_fields
 from batchkv_producer.cli.input_options import Given, read_as_option
-from batchkv_producer.cli.shared import Session, json_option, print_json, say, session, url_option
+from batchkv_producer.cli.shared import (
+    Opened,
+    either,
+    is_by_gateway,
+    json_option,
+    print_json,
+    say,
+    url_option,
+)
 from batchkv_producer.errors import UsageError
 from batchkv_producer.intake.source import ReadAs
 from batchkv_producer.report.document import document
@@ -83,31 +91,34 @@ def report(
         raise UsageError("--json prints the facts alone: leave out -o and --with-text")
     if read_as and not files:
         raise UsageError("--as is for report --from FILE only")
+    if with_text and is_by_gateway(url):
+        raise UsageError("--with-text needs the Redis URL: a gateway's page shows rows and answers")
     with ExitStack() as stack:
         source = stack.enter_context(Given(files, read_as).opened()) if files else None
-        opened = stack.enter_context(session(url))
+        opened = stack.enter_context(either(url))
         excerpts, texts = Excerpts(), ""
         facts = _read(opened, batch_id, excerpts if with_text else None)
         if as_json:
             print_json({**asdict(facts), "status": batch_fields(facts.status)})
             return
-        if with_text:
-            full_id, lines = facts.status.batch_id, excerpts.lines
-            requests = stored_requests(opened.connection, full_id, lines)
+        if opened.session is not None and with_text:
+            connection, lines = opened.session.connection, excerpts.lines
+            requests = stored_requests(connection, facts.status.batch_id, lines)
             if source is not None:
-                requests |= requests_of(opened.connection, facts.status, source, set(lines))
+                requests |= requests_of(connection, facts.status, source, set(lines))
             texts = section(excerpts, requests)
     _write(document(facts, _own_version(), texts), out, facts)
 
 
-def _read(opened: Session, batch_id: str, excerpts: Excerpts | None) -> Facts:
+def _read(opened: Opened, batch_id: str, excerpts: Excerpts | None) -> Facts:
     """The facts of a batch. Rows past its deadline are ended first, as by ``status``."""
-    status = opened.client.status(batch_id)
+    if opened.remote is not None:
+        return opened.remote.facts(batch_id)
+    assert opened.session is not None
+    connection, full_id = opened.session.connection, opened.client.status(batch_id).batch_id
     if excerpts is None:
-        return read_facts(opened.connection, status.batch_id, on_progress=_progress())
-    return read_facts(
-        opened.connection, status.batch_id, on_row=excerpts.add, on_progress=_progress()
-    )
+        return read_facts(connection, full_id, on_progress=_progress())
+    return read_facts(connection, full_id, on_row=excerpts.add, on_progress=_progress())
 
 
 def _progress() -> Callable[[int, int], None]:

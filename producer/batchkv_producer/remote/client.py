@@ -24,6 +24,7 @@ from batchkv_producer.remote.decoding import decoded, decoded_list, part
 from batchkv_producer.remote.rows import RowReader, path_of, row_of
 from batchkv_producer.remote.terms import Terms
 from batchkv_producer.remote.transport import Transport
+from batchkv_producer.report.facts import Facts
 from batchkv_producer.results.failures import Failures
 from batchkv_producer.results.stored_rows import StoredRow
 from batchkv_producer.retry import Pace, read_with_retry
@@ -287,6 +288,11 @@ class RemoteClient:
     def forget(self, batch_id: str) -> str:
         """Delete a batch, with queued and running rows. Returns its full id."""
         return part(self._transport.send("DELETE", path_of(batch_id)), "batch_id", str)
+
+    def facts(self, batch_id: str) -> Facts:
+        """The facts of a batch's report."""
+        answer = self._transport.get(path_of(batch_id), facts=1)
+        return decoded(Facts, part(answer, "report", dict))
 
     def drain(self, name: str) -> None:
         """Let a worker end its rows and take no more. For an admin's key."""

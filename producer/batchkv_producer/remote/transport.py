@@ -25,6 +25,7 @@ from batchkv_producer.remote.terms import REQUEST_HEADER
 CONNECT_SECONDS = 5.0
 REPLY_SECONDS = 60.0  # six times the pause between two blank lines of a stream
 SUBMIT_SECONDS = 900.0  # the gateway reads and orders all rows before it answers
+SLOW_QUERIES = {"facts"}  # the gateway reads all results before it answers
 RETRY_SECONDS = 6.0  # enough for a gateway that restarts
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 1.0
 MAX_ANSWER_BYTES = 2**28  # of an answer that is no stream
@@ -150,7 +151,8 @@ class Transport:
         if self.address.proxy and self._tls is None:
             target = f"{self.address.url.removesuffix(self.address.root)}{target}"
         if connection.sock is not None:
-            connection.sock.settimeout(SUBMIT_SECONDS if body is not None else REPLY_SECONDS)
+            is_slow = body is not None or bool(SLOW_QUERIES & given.keys())
+            connection.sock.settimeout(SUBMIT_SECONDS if is_slow else REPLY_SECONDS)
         connection.putrequest(method, target, skip_accept_encoding=True)
         for name, value in {**self._headers(), **(headers or {})}.items():
             connection.putheader(name, value)

@@ -120,7 +120,7 @@ class Timeline:
         last = max(end, self.last) if self._bins else end
         if last - first >= (self._max_bins - 1) * WIDTHS[-1]:
             return  # many years: a wrong clock
-        self.first, self.last = first, last
+        self.first, self.last = float(first), float(last)
         while last // self.width_seconds - first // self.width_seconds >= self._max_bins:
             self._widen()
         self._bin(end)[OUTCOMES.index(outcome)] += 1

@@ -47,7 +47,9 @@ URL_FILE_VARIABLE = "BATCHKV_REDIS_URL_FILE"
 CA_VARIABLE = "BATCHKV_REDIS_CA_FILE"
 SCHEMES = ("redis://", "rediss://", "unix://")
 GATEWAY_SCHEMES = ("http://", "https://")
-BY_GATEWAY = "run, submit, results, result, status, wait, cancel, retry, forget, list and workers"
+BY_GATEWAY = (
+    "run, submit, results, result, report, status, wait, cancel, retry, forget, list and workers"
+)
 
 MAX_URL_CHARS = 4096
 PROBE_CONNECT_SECONDS = 0.8  # so a missing server is reported within a second

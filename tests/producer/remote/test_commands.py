@@ -79,6 +79,10 @@ def test_reading_commands_print_the_same(urls: tuple[str, str], redis_connection
     both(urls, "results", batch, "--format", "text")
     both(urls, "result", f"{batch}-1")
     both(urls, "result", f"{batch}-3", code=1)
+    both(urls, "report", batch[:7], "--json")
+    page = run(http_url, "report", batch, "-o", "-")
+    assert page.exit_code == 0 and page.stdout.endswith("</html>\n")
+    assert run(http_url, "report", batch, "--with-text").exit_code == 2
     both(urls, "status", "0123456789abcdef", code=2)
     both(urls, "status", "../workers", code=2)
     both(urls, "wait", "zz", code=2)
