@@ -16,7 +16,7 @@ LOCKED = pyproject.toml tools/bootstrap.sh $(wildcard requirements/*.txt)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test parity kernels fuzz chaos soak namespaces clients lint bench wheel-check format lock clean distclean
+.PHONY: help venv demo test page parity kernels fuzz chaos soak namespaces clients lint bench wheel-check format lock clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +34,9 @@ demo: $(DEV_STAMP) ## Answer the quickstart's prompts on this machine, from an e
 
 test: $(DEV_STAMP) ## Run the whole suite against a real server (ARGS='tests/producer -k name')
 	$(PYTHON) -m pytest -n '$(TESTERS)' --dist loadfile $(ARGS)
+
+page: $(DEV_STAMP) ## The gateway's page in Chromium, with pictures in build/page (needs Chromium and npm)
+	BATCHKV_PAGE=all $(PYTHON) -m pytest -s -n 0 tests/page tests/gateway/page $(ARGS)
 
 parity: $(DEV_STAMP) ## Compare every family of caches under every KV scheme, row by row (ARGS='-k llama')
 	BATCHKV_PARITY=all $(PYTHON) -m pytest tests/parity tests/worker/kv/kernels $(ARGS)

@@ -109,8 +109,8 @@ export function render(id) {
     actions(status),
     failures(status),
     charts(status),
-    h("section", { key: "rows", "aria-labelledby": "rows-title" }, view.rows.render()),
     facts(status),
+    h("section", { key: "rows", "aria-labelledby": "rows-title" }, view.rows.render()),
   ];
 }
 

@@ -15,6 +15,7 @@ const OUTCOMES = [
   ["failed", "failed"],
   ["canceled", "canceled"],
 ];
+const PIECE_CHARS = 5000;
 const SHOWN_CHARS = 20_000; // of one text, until somebody asks for all of it
 
 export class RowList {
@@ -265,12 +266,14 @@ export class RowList {
   block(id, value) {
     const whole = value ?? "";
     const isCut = whole.length > SHOWN_CHARS && !this.whole.has(id);
+    const shown = isCut ? whole.slice(0, SHOWN_CHARS) : whole;
     return [
-      h("pre", { key: id, class: "text", dir: "auto", tabindex: 0 }, isCut ? whole.slice(0, SHOWN_CHARS) : whole),
+      h("pre", { key: id, class: "text", dir: "auto", tabindex: 0 }, shown.length > SHOWN_CHARS ? pieces(shown) : shown),
       isCut &&
         h(
           "button",
           {
+            key: `${id} all`,
             type: "button",
             onclick: () => {
               this.whole.add(id);
@@ -292,6 +295,22 @@ export class RowList {
       h("button", { type: "button", disabled: !this.next, onclick: () => this.go(this.next) }, "Next rows"),
     );
   }
+}
+
+// A long text as blocks that end at a blank. The browser lays out those that are seen.
+function pieces(text) {
+  const found = [];
+  for (let from = 0; from < text.length; ) {
+    let to = Math.min(from + PIECE_CHARS, text.length);
+    if (to < text.length) {
+      const blank = Math.max(text.lastIndexOf("\n", to), text.lastIndexOf(" ", to));
+      if (blank > from) to = blank + 1;
+      else if (/[\uD800-\uDBFF]/.test(text[to - 1])) to -= 1;
+    }
+    found.push(h("span", { key: from, class: "piece", dir: "auto" }, text.slice(from, to)));
+    from = to;
+  }
+  return found;
 }
 
 function outcome(row) {

@@ -58,8 +58,9 @@ function card(worker) {
 }
 
 function speedOverTime(worker) {
-  const points = app.history[worker.name] ?? [];
-  if (points.length < 2) return false;
+  const now = [Math.round(Date.now() / 1000), worker.is_away ? 0 : (worker.tokens_per_second ?? 0)];
+  const points = [...(app.history[worker.name] ?? []), now];
+  if (points.length < 3) return false;
   const most = Math.max(...points.map(([, value]) => value));
   const text = `since ${moment(points[0][0])}, at most ${rate(most)}`;
   return [sparkline(points, `Speed ${text}`), h("p", { class: "note" }, text)];
