@@ -80,7 +80,7 @@ summary:focus-visible, .scroll:focus-visible { outline: 2px solid var(--s1); out
 details .scroll { max-height: 22rem; overflow: auto; }
 .row { border-bottom: 1px solid var(--rule); padding: .3rem 0; margin: 0; }
 .row summary { overflow-wrap: anywhere; }
-.row h4 { margin: .6rem 0 .2rem; font-size: .85rem; color: var(--soft); font-weight: 600; }
+.row h3, .row h4 { margin: .6rem 0 .2rem; font-size: .85rem; color: var(--soft); font-weight: 600; }
 .row .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 380px), 1fr));
   gap: 0 1rem; }
 pre { background: var(--card); border: 1px solid var(--rule); border-radius: 6px; margin: 0;

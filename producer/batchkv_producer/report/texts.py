@@ -104,7 +104,7 @@ def _row(row: RowTexts, request: Request | None) -> str:
 
 def _side(title: str, texts: list[Text]) -> str:
     blocks = "".join(map(_block, texts))
-    return f"<div><h4>{title}</h4>{blocks or '<p class=note>nothing</p>'}</div>"
+    return f"<div><h3>{title}</h3>{blocks or '<p class=note>nothing</p>'}</div>"
 
 
 def _block(text: Text) -> str:
