@@ -17,11 +17,13 @@ import sys
 import sysconfig
 import tempfile
 import venv
+import zipfile
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "producer" / "examples" / "quickstart.jsonl"
+ASSETS = "gateway/batchkv_gateway/page/assets"
 PACKAGES = ("batchkv_worker", "batchkv_gateway", "batchkv_producer", "batchkv_cache_store")
 
 # Run in the clean environment: every part of the producer can be imported without MLX.
@@ -45,6 +47,17 @@ def build_wheel(folder: Path) -> Path:
     run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)], cwd=ROOT)
     (wheel,) = folder.glob("*.whl")
     return wheel
+
+
+def check_assets(wheel: Path) -> None:
+    """The wheel has all files of the gateway's page."""
+    folder = ROOT / "gateway"
+    files = (ROOT / ASSETS).rglob("*.*")
+    missing = {file.relative_to(folder).as_posix() for file in files} - set(
+        zipfile.ZipFile(wheel).namelist()
+    )
+    if missing:
+        sys.exit(f"check_wheel: not in the wheel: {', '.join(sorted(missing))}")
 
 
 def run(command: list[str], cwd: Path) -> None:
@@ -101,6 +114,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="batchkv-wheel-") as name:
         folder = Path(name).resolve()
         wheel = build_wheel(folder / "dist")
+        check_assets(wheel)
         scripts = install(wheel, folder / "venv")
         elsewhere = folder / "elsewhere"
         elsewhere.mkdir()

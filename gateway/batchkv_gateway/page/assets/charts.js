@@ -9,6 +9,7 @@ const TOP = 12;
 const BOTTOM = 26;
 const HEIGHT = 190;
 const MAX_TABLE_ROWS = 96;
+const MAX_BAR = 60;
 
 function chartWidth() {
   return window.innerWidth < 640 ? 360 : 560;
@@ -142,7 +143,7 @@ export function histogram({ id, title, note, bins, format, what }) {
   const width = chartWidth();
   const most = Math.max(...bins.map((bin) => bin.value));
   const ticks = ticksTo(most).filter((tick) => Number.isInteger(tick));
-  const step = (width - LEFT - RIGHT) / bins.length;
+  const step = Math.min((width - LEFT - RIGHT) / bins.length, MAX_BAR);
   const y = (value) => HEIGHT - BOTTOM - (value / ticks.at(-1)) * (HEIGHT - TOP - BOTTOM);
   const every = Math.ceil(bins.length / (width < 400 ? 4 : 8));
   const top = bins.find((bin) => bin.value === most);
