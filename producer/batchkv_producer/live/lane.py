@@ -43,7 +43,7 @@ AGAIN_SECONDS = 0.2  # between two tries while the server is away
 
 _REFUSALS = {
     "nobody": "no worker answers {model}: start one with `batchkv worker -m {model}`",
-    "away": "the workers of {model} are asleep, paused or away: try again in a minute",
+    "away": "the workers of {model} are asleep, paused, drained or away: try again in a minute",
     "loading": "the worker of {model} is loading it: try again in a few seconds",
     "full": "too many questions wait for {model}: try again in a few seconds",
 }
