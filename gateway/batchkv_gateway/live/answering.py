@@ -139,7 +139,7 @@ def _body(row_id: str, results: list[Result]) -> bytes:
 
 def _only_model(connection: Redis) -> str:
     """The model of a request that names none."""
-    served = served_models(connection)
+    served = served_models(connection, with_loading=True)  # the refusal says that it loads
     if len(served) == 1:
         return served[0]
     if not served:

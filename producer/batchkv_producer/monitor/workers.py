@@ -142,9 +142,13 @@ def read_workers(connection: Redis) -> list[WorkerInfo]:
     return [_worker_info(name, values, num_held.get(name, 0), now) for name, values in pairs]
 
 
-def served_models(connection: Redis) -> list[str]:
-    """The models that workers serve now, those with an adapter as ``MODEL@NAME``."""
-    live = [worker for worker in read_workers(connection) if not worker.is_away]
+def served_models(connection: Redis, *, with_loading: bool = False) -> list[str]:
+    """The models that workers serve now, those with an adapter as ``MODEL@NAME``.
+
+    A worker that is loading serves none yet. ``with_loading``: these count as well.
+    """
+    found = [worker for worker in read_workers(connection) if not worker.is_away]
+    live = [worker for worker in found if with_loading or not worker.is_loading]
     names = {worker.model for worker in live if worker.model}
     names |= {served_name(w.model, each) for w in live if w.model for each in w.adapters}
     return sorted(names)

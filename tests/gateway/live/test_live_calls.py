@@ -199,6 +199,18 @@ def test_who_cannot_answer_now_says_when(client: OpenAI, redis: Redis) -> None:
         assert headers["retry-after"] and headers["x-should-retry"] == "true"
 
 
+def test_a_model_that_loads_is_not_listed(client: OpenAI, redis: Redis) -> None:
+    """Tools that wait until a model is listed can call it then."""
+    queue, record = redis_keys.queue_name("slow-to-load"), "rq:worker:slow-to-load"
+    fields = {"birth": "2026-01-01T00:00:00Z", "queues": queue, "bkv_model": "slow-to-load"}
+    redis.sadd(f"rq:workers:{queue}", record)
+    redis.sadd("rq:workers", record)
+    for state, is_listed in (("loading 1 of 2 GB", False), ("", True)):
+        redis.hset(record, mapping={**fields, "bkv_state": state})
+        names = {model.id for model in client.models.list()}
+        assert ("slow-to-load" in names) is is_listed
+
+
 def test_json_of_any_text(gateway: Gateway, client: OpenAI) -> None:
     """Every character of a text comes back, in chunks and in bodies."""
     text = 'slow:40 \u2028\x00\U0001f600"\\ \u0644'
