@@ -37,6 +37,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build"
+PRINT = {"media": "print", "width": 800}
 LOOKS: dict[str, dict[str, Any]] = {
     "light": {},
     "dark": {"dark": True},
@@ -209,6 +210,10 @@ def test_3_it_says_why_rows_failed_and_retries_them(stage: Stage) -> None:
     shown = tab.text()
     assert "3 failed rows" in shown and "temperature must be a number" in shown
     stage.pictures("done")
+    tab.look(**PRINT)
+    assert "Retry" not in tab.text()  # nothing to press is on paper
+    tab.picture(BUILD / "page" / "done-print.png")
+    tab.look()
     tab.run("document.querySelector('button[aria-label=\"Show line 31\"]').click()")
     tab.wait("document.querySelector('#detail-31 .sides')")
     stage.pictures("row")

@@ -75,7 +75,7 @@ def _with_jobs(connection: Redis, rows: Sequence[_Row]) -> Iterator[_Row]:
 
 def _facts(row: _Row, *, full: bool) -> dict[str, Any]:
     result = row.result or Result(custom_id="", endpoint="chat", outcome="ok")
-    prompt = prompt_text(row.request) if row.request else None
+    prompt = (prompt_text if full else _short_prompt)(row.request) if row.request else None
     custom_id = row.request.custom_id if row.request else result.custom_id
     waiting = "running" if row.state == "started" else "queued"
     calls = result.tool_calls if full else ()
@@ -85,7 +85,7 @@ def _facts(row: _Row, *, full: bool) -> dict[str, Any]:
         "id": row.job_id,
         "custom_id": custom_id,
         "outcome": waiting if row.result is None else result.outcome,
-        "prompt": prompt if full or prompt is None else shortened(prompt),
+        "prompt": prompt,
         "messages": [{"role": str(m.get("role")), "content": _content(m)} for m in messages],
         "answer": result.text if full else shortened(result.text),
         "reasoning": result.reasoning if full else shortened(result.reasoning),
@@ -108,6 +108,13 @@ def prompt_text(request: Request) -> str:
     if request.messages is None:
         return " ".join(map(str, request.prompt_tokens or ()))
     return "\n".join(f"{each.get('role')}: {_content(each)}" for each in request.messages)
+
+
+def _short_prompt(request: Request) -> str:
+    """The beginning of a prompt. Of messages, that of the last one: the first often is the same."""
+    if request.messages:
+        return shortened(_content(request.messages[-1]))
+    return shortened(prompt_text(request))
 
 
 def _content(message: dict[str, Any]) -> str:

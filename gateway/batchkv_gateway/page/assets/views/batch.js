@@ -110,7 +110,9 @@ export function render(id) {
     failures(status),
     charts(status),
     facts(status),
-    h("section", { key: "rows", "aria-labelledby": "rows-title" }, view.rows.render()),
+    status.in_queue === false
+      ? h("p", { key: "rows" }, "The rows have left the queue. The batch's files have them.")
+      : h("section", { key: "rows", "aria-labelledby": "rows-title" }, view.rows.render()),
   ];
 }
 
@@ -138,7 +140,7 @@ function tiles(status) {
     "dl",
     { key: "tiles", class: "tiles" },
     tile("Done", `${status.percent_done} %`),
-    tile("Speed", rate(status.is_done ? view.detail?.tokens_per_second : status.tokens_per_second)),
+    tile("Speed", rate(status.tokens_per_second ?? view.detail?.tokens_per_second)),
     !status.is_done && tile("Time left", left(status)),
     tile("Prompt", short(status.prompt_tokens), "tokens"),
     tile("Cached", cached(status), "of the prompt"),
@@ -162,6 +164,8 @@ function waiting(status) {
 
 function actions(status) {
   const base = `${NATIVE}/batches/${view.id}`;
+  const hasRows = status.in_queue !== false;
+  const isOwn = !status.openai_id; // OpenAI's API has neither a retry nor a delete of batches
   const button = (name, isShown, act, kind) =>
     isShown &&
     h("button", { key: name, type: "button", class: kind, disabled: view.isBusy, onclick: act }, name);
@@ -175,13 +179,27 @@ function actions(status) {
   return h(
     "div",
     { key: "actions", class: "actions", role: "group", "aria-label": "What to do with this batch" },
-    download("Download results", "", status.ok > 0),
-    download("Download failures", "?outcome=failed", status.failed > 0),
-    numEnded(status) > 0 &&
+    status.in_queue === false && files(status),
+    download("Download results", "", hasRows && status.ok > 0),
+    download("Download failures", "?outcome=failed", hasRows && status.failed > 0),
+    hasRows &&
+      numEnded(status) > 0 &&
       h("a", { key: "report", class: "button", href: `/page/report/${view.id}`, download: `${view.id}.report.html` }, "Download a report"),
-    button(`Retry ${plural(status.failed, "failed row")}`, status.failed > 0, () => retry(status)),
+    button(`Retry ${plural(status.failed, "failed row")}`, status.failed > 0 && isOwn, () => retry(status)),
     button("Cancel", !status.is_done, () => cancel(status), "danger"),
-    button("Forget", true, () => forget(status), "danger"),
+    button("Forget", isOwn, () => forget(status), "danger"),
+  );
+}
+
+// The files of a batch of OpenAI's API, which has ended.
+function files(status) {
+  const pairs = [
+    [status.output_file_id, "Download answers"],
+    [status.error_file_id, "Download errors"],
+  ];
+  return pairs.map(
+    ([id, name]) =>
+      id && h("a", { key: name, class: "button", href: `/v1/files/${id}/content`, download: `${id}.jsonl` }, name),
   );
 }
 
