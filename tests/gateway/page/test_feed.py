@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -117,8 +118,10 @@ def test_streams_end_when_the_gateway_stops() -> None:
         stream = feed.stream(EVERYBODY)
         await event(stream, "workers")
         stopping.begin()
+        began = time.monotonic()
         with pytest.raises(AssertionError, match="ended"):
             await event(stream, "batches")
+        assert time.monotonic() - began < feed_module.STREAM_SECONDS / 2  # not by its age
 
     run(main)
 

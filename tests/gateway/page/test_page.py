@@ -151,6 +151,8 @@ def test_a_cookie_alone_changes_nothing(viewer: HttpClient, keys: KeyStore) -> N
     upload = {"files": {"file": ("a.jsonl", chat_file("a"))}, "data": {"purpose": "batch"}}
     refused = viewer.post("/v1/files", **upload)
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "csrf")
+    refused = viewer.post("/page/logout", json={})  # also in a form that forms cannot send
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "csrf")
     assert viewer.post("/v1/files", **upload, headers=OWN).status_code == 200
     stranger = {"origin": "https://elsewhere.example"}
     assert viewer.get("/v1/files", headers=stranger).status_code in (401, 403)

@@ -1,17 +1,16 @@
-// A question before something that cannot be undone. Escape and "Keep" do nothing.
+// A question before something that cannot be undone. Escape and "Keep" do nothing. The browser
+// keeps the focus in the dialog, and returns it to the button at its end.
 
 import { h, patch } from "./dom.js";
 
 // Resolves to true if the viewer agrees.
 export function confirmed({ title, text, action }) {
-  const before = document.activeElement;
   return new Promise((resolve) => {
     const dialog = document.createElement("dialog");
     dialog.setAttribute("aria-labelledby", "dialog-title");
     dialog.setAttribute("aria-describedby", "dialog-text");
     dialog.onclose = () => {
       dialog.remove();
-      before?.focus?.();
       resolve(dialog.returnValue === "yes");
     };
     patch(dialog, [
