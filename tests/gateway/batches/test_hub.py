@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from httpx2 import Client as HttpClient
 from httpx2 import get
 
 from batchkv_gateway.keys.store import KeyStore
@@ -20,7 +21,7 @@ from support.hub import HUB_SOURCE, running_hub
 def test_a_producers_rights_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys, files, a cancelled batch and a completion need no more than ``queue.acl`` allows.
 
-    A key with limits and a webhook whose target is away need no more, either, nor do metrics.
+    A key with limits, a webhook whose target is away, metrics and the page need no more, either.
     """
     monkeypatch.setenv(VARIABLE, "whsec_" + "QUJD" * 8)
     webhook = ("--webhook", "http://127.0.0.1:9/none")
@@ -51,6 +52,18 @@ def test_a_producers_rights_are_enough(tmp_path: Path, monkeypatch: pytest.Monke
             native = gateway.url.removesuffix("/v1") + "/batchkv/v1"
             for path in ("batches?count=1", "workers", "left", "server", f"batches/{batch.id}"):
                 assert get(f"{native}/{path}", headers=own).status_code == 200, path
+            with HttpClient(base_url=f"http://127.0.0.1:{gateway.port}") as viewer:
+                header = {"x-batchkv-request": "1"}
+                begun = viewer.post("/page/login", json={"key": key}, headers=header)
+                assert begun.status_code == 200
+                with viewer.stream("GET", "/page/events") as events:
+                    lines = iter(events.iter_lines())
+                    while not (line := next(lines)).startswith('data: {"order"'):
+                        assert "trouble" not in line
+                    assert batch.id in line and '"trouble": ""' in line
+                ended = viewer.post("/page/logout", json={}, headers=header)
+                assert ended.status_code == 200
+                assert not viewer.get("/page/session").json()["is_signed_in"]
             to_read = {"Authorization": f"Bearer {reader}"}
             metrics = get(f"http://127.0.0.1:{gateway.port}/metrics", headers=to_read)
             assert "\nbatchkv_redis_memory_bytes " in metrics.text
