@@ -12,6 +12,7 @@ from redis import Redis
 
 from batchkv_gateway.keys.store import KeyStore
 from batchkv_producer.client import Client
+from batchkv_producer.wire import redis_keys
 from support.browser.chromium import Tab, browser, program
 from support.gateway import running_gateway, working
 from support.redis_server import RedisServer
@@ -111,6 +112,24 @@ def test_the_keyboard_reaches_everything(tab: tuple[Tab, str]) -> None:
     page.press("Escape")
     page.wait("!document.querySelector('dialog')")
     assert page.run("document.activeElement.textContent") == "Forget"
+
+
+def test_the_slow_worker_is_named(tab: tuple[Tab, str], redis_server: RedisServer) -> None:
+    """Of three workers of one model, the one far below the median is marked."""
+    page, _ = tab
+    with redis_server.connect() as connection:
+        for name, rate in (("mini", 20), ("studio", 100), ("air", 90)):
+            facts = {"birth": "now", "queues": redis_keys.queue_name("fake"), "bkv_model": "fake"}
+            facts |= {"bkv_seen": str(int(time.time())), "bkv_tokens_per_second": str(rate)}
+            connection.hset(redis_keys.worker(name), mapping=facts)  # type: ignore[arg-type]
+            connection.sadd(redis_keys.workers(""), redis_keys.worker(name))
+    page.run("location.hash = '#/workers'")
+    page.wait("document.querySelectorAll('.worker').length >= 3")
+    marked = page.run(
+        "[...document.querySelectorAll('.worker')].filter((one) => /slow/.test(one.textContent))"
+        ".map((one) => one.querySelector('h2').textContent)"
+    )
+    assert marked == ["mini"]
 
 
 def test_no_view_is_wider_than_a_phone_or_complains(tab: tuple[Tab, str]) -> None:

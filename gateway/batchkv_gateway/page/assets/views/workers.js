@@ -71,13 +71,14 @@ function kindOf(worker) {
   return worker.num_running ? "busy" : "idle";
 }
 
-// Which Mac is slow: compared with the others that serve the same model and have rows.
+// Which Mac is slow, compared with the others that serve the same model. The rate is of the last
+// minute in which a worker had rows.
 function slowness(worker) {
   const rates = app.workers
-    .filter((one) => one.model === worker.model && one.num_running && one.tokens_per_second && !one.is_away)
+    .filter((one) => one.model === worker.model && one.tokens_per_second && !one.is_away)
     .map((one) => one.tokens_per_second)
     .sort((a, b) => a - b);
-  if (rates.length < 2 || !worker.num_running || !worker.tokens_per_second) return "";
+  if (rates.length < 2 || !worker.tokens_per_second || worker.is_away) return "";
   const median = rates[Math.floor(rates.length / 2)];
   const share = worker.tokens_per_second / median;
   return share < SLOW_SHARE ? `slow: ${percent(share)} of the median` : "";
