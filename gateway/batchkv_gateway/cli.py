@@ -77,9 +77,10 @@ def run(opened: Session, settings: GatewaySettings, *, is_opening: bool = False)
 
         def on_ready(base_url: str) -> None:
             click.echo(f"serving {base_url}")
+            page = base_url.removesuffix("v1")
+            say(f"its page is {page}")
             if is_opening:
                 sessions = Sessions(parts.connection, parts.keys)
-                page = base_url.removesuffix("v1")
                 open_page(page, parts.keys, sessions, parts.files.folder.path)
 
         serve(make_app(parts), settings, parts.stopping, on_ready)
