@@ -66,6 +66,7 @@ async function look(own) {
     if (own !== view) return;
     own.fault = error.message;
     app.refresh();
+    if (error.status === 404) return; // somebody has deleted it: it does not come back
   }
   const isOver = own.detail?.is_done && own.factsAt;
   if (own === view && !isOver) own.timer = setTimeout(() => look(own), POLL_MS);
