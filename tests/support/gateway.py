@@ -30,7 +30,7 @@ START_SECONDS = 30.0
 PATCHED = tuple(
     f"batchkv_gateway.{name}"
     for name in (
-        *("http.limits", "http.server", "batches.driver"),
+        *("http.limits", "http.server", "batches.driver", "batches.steps"),
         *("live.answering", "live.calls", "webhooks.sender"),
     )
 )

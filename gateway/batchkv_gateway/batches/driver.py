@@ -28,7 +28,7 @@ from batchkv_gateway.batches.steps import Steps
 from batchkv_gateway.batches.store import Batches
 from batchkv_gateway.errors import ApiError
 from batchkv_gateway.files.records import Files
-from batchkv_producer.errors import DiskError, NotFoundError, ServerError
+from batchkv_producer.errors import BatchkvError, DiskError, NotFoundError, ServerError
 from batchkv_producer.manage.forget import forget_batch
 from batchkv_producer.monitor.status import BatchStatus, read_batches
 from batchkv_producer.wire.redis_keys import queue_name
@@ -175,16 +175,22 @@ class Driver:
         except (RedisError, ServerError, DiskError, ApiError, OSError) as fault:
             log.warning("batch %s: %s; it is tried again", batch_id, fault)
             rest = REST_SECONDS
+        except BatchkvError as fault:  # its sentence is for people
+            log.warning("batch %s fails: %s", batch_id, fault)
+            self._fail(batch_id, LineError("batch_lost", str(fault)))
         except Exception as fault:
             log.exception("batch %s fails", batch_id)
-            error = LineError("internal_error", f"the gateway failed: {type(fault).__name__}")
-            with suppress(RedisError):
-                self._steps.fail(batch_id, (error,))
+            message = f"the gateway failed: {type(fault).__name__}; its log says why"
+            self._fail(batch_id, LineError("internal_error", message))
         with self._lock:
             self._due[batch_id] = time.monotonic() + rest
             self._busy.discard(batch_id)
         with suppress(RedisError):
             self._connection.hdel(redis_keys.LEASES, batch_id)
+
+    def _fail(self, batch_id: str, error: LineError) -> None:
+        with suppress(RedisError):
+            self._steps.fail(batch_id, (error,))
 
     def _renew(self) -> None:
         with self._lock:

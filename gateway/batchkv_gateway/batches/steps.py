@@ -42,6 +42,7 @@ from batchkv_producer.submit import submission
 from batchkv_producer.wire.batch_options import BatchOptions, Deadline
 
 SOON_SECONDS = 2
+ELSEWHERE_SECONDS = 60.0  # in which a gateway that has the batch's input can work on it
 
 
 class _WithdrawnError(Exception):
@@ -55,6 +56,7 @@ class Steps:
         self._connection, self._files, self._settings = connection, files, settings
         self._reconciler = Reconciler(connection)
         self._targets = [target.name for target in checked_targets(settings.webhooks)]
+        self._missing: dict[str, float] = {}  # batch without its input here -> since when
 
     def advance(self, batch_id: str) -> bool:
         """Do a batch's next step. Returns whether another one can follow at once."""
@@ -68,7 +70,9 @@ class Steps:
             states.FINALIZING: self._finalize,
             states.CANCELLING: self._cancel,
         }.get(record.status)
-        return step is not None and step(record)
+        if step is None or self._is_elsewhere(record):
+            return False
+        return step(record)
 
     def fail(self, batch_id: str, errors: tuple[LineError, ...]) -> None:
         """End a batch without files."""
@@ -80,11 +84,20 @@ class Steps:
         stored: Any = self._connection.hgetall(redis_keys.batch(batch_id))
         return read_record(batch_id, stored)
 
+    def _is_elsewhere(self, record: BatchRecord) -> bool:
+        """Whether another gateway may have the folder with the input, and so does the work."""
+        if self._files.folder.content(record.content).is_file():
+            self._missing.pop(record.batch_id, None)
+            return False
+        now = time.monotonic()
+        return now - self._missing.setdefault(record.batch_id, now) < ELSEWHERE_SECONDS
+
     def _validate(self, record: BatchRecord) -> bool:
         path = self._files.folder.content(record.content)
         if not path.is_file():
             errors: tuple[LineError, ...]
-            errors = (LineError("file_lost", "the content of the input file is gone"),)
+            message = "the content of the input file is gone: upload it again"
+            errors = (LineError("file_lost", message),)
         else:
             most = self._settings.max_rows
             errors = check_input(path, record.endpoint, most, is_strict=record.is_strict)

@@ -7,6 +7,7 @@ content. Several gateways may share the folder.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import tempfile
 import time
@@ -15,10 +16,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
-from batchkv_gateway.errors import FULL, TOO_LARGE, ApiError
+from batchkv_gateway.errors import FULL, TOO_LARGE, UNAVAILABLE, ApiError
 from batchkv_producer.disk import is_full, sync
 from batchkv_producer.errors import UsageError
 from batchkv_producer.server.home import refuse_foreign
+
+log = logging.getLogger(__name__)
 
 STALE_SECONDS = 86_400  # an upload that was written last so long ago was interrupted
 PART = ".part"
@@ -45,8 +48,12 @@ class Folder:
         return self.path / name
 
     def begin(self, max_bytes: int) -> Incoming:
-        """A new content, which may have at most this many bytes."""
+        """A new content, which may have at most this many bytes.
+
+        A folder that was deleted meanwhile is made again; not so its home, which may be a disk.
+        """
         with disk_errors():
+            self.path.mkdir(mode=0o700, exist_ok=True)
             return Incoming(self.path, max_bytes)
 
     def delete(self, name: str) -> None:
@@ -126,11 +133,13 @@ def too_large(max_bytes: int) -> ApiError:
 
 @contextmanager
 def disk_errors() -> Iterator[None]:
-    """Inside, a full disk becomes an ApiError."""
+    """Inside, a full disk and a folder that cannot be written become an ApiError."""
     try:
         yield
     except OSError as fault:
         if not is_full(fault):
-            raise
+            log.warning("the gateway's folder: %s", fault)
+            message = f"the gateway cannot write its folder ({fault.strerror}): tell its operator"
+            raise ApiError(UNAVAILABLE, message, code="folder_unusable") from fault
         message = "the gateway's disk is full: try again when there is room"
         raise ApiError(FULL, message, code="disk_full") from fault

@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from batchkv_gateway.errors import ApiError, invalid, unknown
+from batchkv_gateway.errors import NOT_FOUND, ApiError, invalid
 from batchkv_gateway.files.form import UploadForm
 from batchkv_gateway.files.records import PURPOSES, FileRecord, Files
 from batchkv_gateway.http.answer import json_answer
@@ -85,7 +85,13 @@ class FileRoutes:
         record = self._find(request)
         path = self._files.folder.content(record.content_name)
         if not path.is_file():
-            raise unknown("content of file", record.file_id)
+            raise ApiError(
+                NOT_FOUND,
+                f"the content of file {record.file_id} is not in this gateway's folder: it was "
+                "deleted, or another gateway with a folder of its own has it",
+                code="content_lost",
+                param="id",
+            )
         return FileResponse(path, media_type="application/octet-stream")
 
     def delete(self, request: Request) -> Response:

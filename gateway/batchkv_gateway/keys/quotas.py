@@ -1,6 +1,6 @@
 """Limits of a key: the rows that are open at once, and the bytes of its files.
 
-Nothing is counted beside what it counts, so nothing drifts. The bytes are those of the files that
+No counter is stored, so none can be wrong. The bytes are those of the files that
 the owner has. The open rows are a hash, which has an entry for each batch. The scripts that make
 and end a batch also make and delete its entry. Each check is part of the script that makes what is
 counted. So two requests at once cannot both take the last of it.
@@ -94,7 +94,7 @@ def _is_void(status: BatchStatus | None, value: bytes) -> bool:
 
 
 def too_many_rows(caller: Caller, num_rows: int) -> ApiError:
-    """The error for a batch of so many rows, beside those that are open."""
+    """The error for a batch of so many rows, added to those that are open."""
     if num_rows > caller.max_rows:
         return ApiError(
             TOO_LARGE,
@@ -104,15 +104,14 @@ def too_many_rows(caller: Caller, num_rows: int) -> ApiError:
         )
     return ApiError(
         TOO_MANY,
-        f"this key may have {caller.max_rows:,} rows open at once, and the batch's {num_rows:,} "
-        "are too many beside those of its other batches: try again when some have ended, or cancel "
-        "a batch",
+        f"this key may have {caller.max_rows:,} rows open at once. The batch's {num_rows:,} and "
+        "those of its other batches are more: try again when some have ended, or cancel a batch",
         code="too_many_open_rows",
     )
 
 
 def too_many_bytes(caller: Caller) -> ApiError:
-    """The error for a file that does not fit beside those that are kept."""
+    """The error for a file that is too large, added to those that are kept."""
     return ApiError(
         TOO_LARGE,
         f"this key may keep {caller.max_bytes:,} bytes of files, and this file would be too much: "

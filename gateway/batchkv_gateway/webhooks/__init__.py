@@ -1,1 +1,1 @@
-"""Tells the URLs of ``serve --webhook`` that a batch is over."""
+"""Sends an event to the URLs of ``serve --webhook`` when a batch is over."""
