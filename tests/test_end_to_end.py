@@ -101,8 +101,8 @@ ASKED: list[dict[str, object]] = [
     {**CHAT, "min_tokens": 3, "ignore_eos": True, "stop_token_ids": [9], "bad_words": ["x"]},
     {**CHAT, "logit_bias": {"7": 5}, "presence_penalty": 1, "frequency_penalty": -1},
     {"prompt": "Once", "stop": "e", "include_stop_str_in_output": True, "repetition_penalty": 1.2},
-    {"prompt": "Once", "guided_choice": ["yes", "no"], "n": 2, "max_tokens": 8},
-    {**CHAT, "response_format": {"type": "json_object"}, "thinking_budget": 2},
+    {"prompt": "Once", "guided_choice": ["yes", "no"], "n": 2, "max_tokens": 60},
+    {**CHAT, "response_format": {"type": "json_object"}, "thinking_budget": 2, "max_tokens": 24},
 ]
 
 

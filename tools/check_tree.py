@@ -61,7 +61,9 @@ ALLOWED_LONG: dict[str, str] = {
 }
 
 # The packaged model's weights and tokenizer.
-ALLOWED_LARGE = re.compile(r"worker/batchkv_worker/demo/.*\.(safetensors|json)")
+ALLOWED_LARGE = re.compile(
+    r"(worker/batchkv_worker/demo|tests/upgrade/v[0-9.]+/model)/.*\.(safetensors|json)"
+)
 
 LOCK_NAMES_A_HOST = re.compile(r"://|^\s*--(index|extra-index|find-links|trusted)", re.MULTILINE)
 

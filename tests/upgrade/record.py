@@ -8,6 +8,7 @@
                         batch that is done, one whose submit was cut off, one with duplicates
 ``out.jsonl``           OUT of the interrupted run, and ``out.jsonl.errors.jsonl``
 ``blocks/``             the disk tier that its workers wrote
+``model/``              its demo model, to whose weights the blocks belong
 ``ids.json``            the id of each batch
 =====================  =========================================================================
 """
@@ -32,6 +33,7 @@ from redis import Redis
 
 from batchkv_producer.client import Client, SamplingParams, Terms
 from batchkv_producer.submit import enqueue
+from batchkv_worker.demo import MODEL_PATH
 
 EXAMPLES = Path(__file__).parents[2] / "producer/examples/quickstart.jsonl"
 COMMAND = (sys.executable, "-m", "batchkv_producer")
@@ -46,6 +48,7 @@ class _CutOffError(Exception):
 
 def main(target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(MODEL_PATH, target / "model", dirs_exist_ok=True)
     write_inputs(target)
     home = Path(tempfile.mkdtemp(prefix="bkv-rec-", dir="/tmp"))
     home.chmod(0o700)

@@ -136,13 +136,16 @@ def test_duplicates_end_with_their_leader(
 def test_blocks_that_were_stored_are_hits(
     version: str, folder: Path, redis_server: RedisServer, redis_connection: Redis
 ) -> None:
-    """A worker takes the first block of a known prompt from the recorded tier."""
+    """A worker of the same weights takes the first block of a known prompt from the recorded tier.
+
+    The weights are those of the demo model of that version, which is another one today.
+    """
     with (folder / "interrupted.jsonl").open(encoding="utf-8") as lines:
         row = json.loads(next(lines))
     row["body"]["max_tokens"] = 3
     (folder / "one.jsonl").write_text(json.dumps(row) + "\n", "utf-8")
     batchkv(
-        redis_server, folder, "run", "one.jsonl", "-m", "demo", "-o", "one.out",
+        redis_server, folder, "run", "one.jsonl", "-m", folder / "model", "-o", "one.out",
         BATCHKV_CACHE=f"disk:{folder / 'blocks'}",
     )  # fmt: skip
     usage = json.loads((folder / "one.out").read_text("utf-8"))["response"]["body"]["usage"]

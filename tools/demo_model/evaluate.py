@@ -23,7 +23,9 @@ from demo_model.ledger import (
     make_ledger,
     prompt_messages,
 )
+from demo_model.skill_cases import SKILLS, SkillCase, draw_skill_cases
 
+MAX_SKILL_TOKENS = 80
 SCHEMES: dict[str, int | None] = {"float": None, "8 bits": 8, "4 bits": 4}
 
 
@@ -82,20 +84,30 @@ class Answerer:
             return [KVCache() for _ in self.model.layers]
         return [QuantizedKVCache(group_size=64, bits=bits) for _ in self.model.layers]
 
-    def prompt_ids(self, messages: list[Message]) -> list[int]:
-        """The prompt as token ids, up to where the answer starts."""
-        ids: list[int] = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    def prompt_ids(self, messages: list[Message], **options: Any) -> list[int]:
+        """The prompt as token ids, up to where the answer starts. ``options``: the template's."""
+        ids: list[int] = self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, **options
+        )
         return ids
 
     def answer(self, messages: list[Message], bits: int | None = None) -> str:
         """The greedy answer, two tokens longer than a code at most."""
+        return self._generated(self.prompt_ids(messages), CODE_DIGITS + 2, bits)
+
+    def answer_skill(self, case: SkillCase, bits: int | None = None) -> str:
+        """The greedy answer to a question about a skill, with its thought and its calls."""
+        ids = self.prompt_ids(case.messages, **case.options)
+        return self._generated(ids, MAX_SKILL_TOKENS, bits)
+
+    def _generated(self, ids: list[int], max_tokens: int, bits: int | None) -> str:
         from mlx_lm import generate
 
         text: str = generate(
             self.model,
             self._tokenizer,
-            self.prompt_ids(messages),
-            max_tokens=CODE_DIGITS + 2,
+            ids,
+            max_tokens=max_tokens,
             prompt_cache=self._cache(bits),
         )
         return text
@@ -111,14 +123,30 @@ def _row(answerer: Answerer, cell: Cell, num_cases: int) -> str:
     return "| " + " | ".join(columns) + " |\n"
 
 
+def _skill_row(answerer: Answerer, skill: str, num_cases: int) -> str:
+    columns = [skill]
+    for bits in SCHEMES.values():
+        cases = draw_skill_cases(skill, num_cases)
+        num_right = sum(answerer.answer_skill(case, bits) == case.answer for case in cases)
+        columns.append(f"{num_right}/{num_cases} ({num_right / num_cases:.1%})")
+    return "| " + " | ".join(columns) + " |\n"
+
+
+def _head(names: tuple[str, ...]) -> str:
+    return "| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|\n"
+
+
 @click.command()
 @click.option("--model", type=click.Path(path_type=Path), default=MODEL_PATH, help="Directory.")
 @click.option("--questions", default=100, show_default=True, help="Questions in each row.")
 def main(model: Path, questions: int) -> None:
-    """Print the accuracies as a table, a row for each ledger size and amount of other text."""
+    """Print two tables of accuracies: of ledgers of each size, and of the other skills."""
     answerer = Answerer(model)
-    header = ("facts", "sentences before", "prompt tokens", *SCHEMES)
-    sys.stdout.write("| " + " | ".join(header) + " |\n" + "|---" * len(header) + "|\n")
+    sys.stdout.write(_head(("skill", *SCHEMES)))
+    for skill in SKILLS:
+        sys.stdout.write(_skill_row(answerer, skill, questions))
+        sys.stdout.flush()
+    sys.stdout.write("\n" + _head(("facts", "sentences before", "prompt tokens", *SCHEMES)))
     for cell in CELLS:
         sys.stdout.write(_row(answerer, cell, questions))
         sys.stdout.flush()

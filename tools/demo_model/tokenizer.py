@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from demo_model.ledger import QUESTION_FORMS, draw_ledger, question
 from demo_model.prose import passage
@@ -21,6 +21,9 @@ VOCAB_SIZE = 4096
 MAX_LENGTH = 8192
 PAD, SYSTEM, USER, ASSISTANT, END = "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 SPECIAL_TOKENS = (PAD, SYSTEM, USER, ASSISTANT, END)
+THINK, END_THINK, CALL, END_CALL = "<think>", "</think>", "<tool_call>", "</tool_call>"
+MARKERS = (THINK, END_THINK, CALL, END_CALL)
+"""Tokens of an answer: unlike special tokens, they stay in its text. They have the last ids."""
 
 # A word takes the space before it along; a digit stands alone; line breaks stay in one piece.
 _PIECES = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -47,10 +50,22 @@ CHAT_TEMPLATE = """\
 {{- raise_exception('unknown role: ' + turn.role) }}
 {%- endif %}
 {{- '<|' + ('user' if turn.role == 'tool' else turn.role) + '|>' + (turn.content or '') }}
+{%- for call in turn.tool_calls or [] %}
+{%- set tool_call = call.function or call %}
+{{- '' if loop.first and not turn.content else '\\n' }}
+{{- '<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' }}
+{{- tool_call.arguments if tool_call.arguments is string else (tool_call.arguments | tojson) }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
 {{- '<|end|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|assistant|>' }}
+{%- if (enable_thinking is defined and not enable_thinking) or thinking_budget == 0 %}
+{{- '<think>\\n\\n</think>\\n\\n' }}
+{%- elif reasoning_effort or thinking_budget %}
+{{- '<think>\\n' }}
+{%- endif %}
 {%- endif %}
 """
 
@@ -84,19 +99,20 @@ def corpus(seed: int = 0) -> Iterator[str]:
 
 
 def build_tokenizer(seed: int = 0) -> Tokenizer:
-    """The trained tokenizer: special tokens first, then 256 bytes, then merges."""
+    """The trained tokenizer: special tokens, then 256 bytes, then merges, then the markers."""
     tokenizer = Tokenizer(models.BPE())
     pieces = pre_tokenizers.Split(Regex(_PIECES), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=VOCAB_SIZE - len(MARKERS),
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus(seed), trainer)
+    tokenizer.add_tokens([AddedToken(marker, normalized=False) for marker in MARKERS])
     return tokenizer
 
 
