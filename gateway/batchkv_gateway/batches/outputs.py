@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from redis import Redis
@@ -35,7 +36,11 @@ class Outputs:
     @classmethod
     def begin(cls, folder: Folder) -> Outputs:
         """Two empty contents."""
-        return cls(folder.begin(MAX_BYTES), folder.begin(MAX_BYTES))
+        with ExitStack() as unless_both:
+            answers = unless_both.enter_context(folder.begin(MAX_BYTES))
+            errors = folder.begin(MAX_BYTES)
+            unless_both.pop_all()
+        return cls(answers, errors)
 
     def write(self, connection: Redis, queued: BatchStatus) -> None:
         """Write every row. Raises BatchkvError if one has no result."""

@@ -48,13 +48,14 @@ class Folder:
         return self.path / name
 
     def begin(self, max_bytes: int) -> Incoming:
-        """A new content, which may have at most this many bytes.
-
-        A folder that was deleted meanwhile is made again; not so its home, which may be a disk.
-        """
+        """A new content, which may have at most this many bytes."""
         with disk_errors():
-            self.path.mkdir(mode=0o700, exist_ok=True)
+            self.restore()
             return Incoming(self.path, max_bytes)
+
+    def restore(self) -> None:
+        """Make the folder again if it was deleted; not so its home, which may be a disk."""
+        self.path.mkdir(mode=0o700, exist_ok=True)
 
     def delete(self, name: str) -> None:
         """Delete a content, if it is there."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from batchkv_gateway.errors import invalid
 from batchkv_gateway.http.limits import read_body
 from batchkv_gateway.ids import is_id
 from batchkv_gateway.pages import Asked
+
+PIECE_BYTES = 2**20  # read from the network before a thread gets them
 
 
 def page_of(
@@ -50,3 +53,17 @@ async def json_object(request: Request, fields: Collection[str]) -> dict[str, An
     for name in found.keys() - set(fields):
         raise invalid(f"unknown field {name[:80]!r}", name[:80], "unknown_parameter")
     return {name: value for name, value in found.items() if value is not None}
+
+
+async def feed(request: Request, write: Callable[[bytes], None]) -> None:
+    """Give a large body to ``write`` in a thread, a piece at a time. One piece is in memory."""
+    piece, is_over = bytearray(), False
+    while not is_over:
+        message = await request.receive()
+        if message["type"] != "http.request":
+            raise invalid("the client left before its body was complete")
+        piece += message.get("body", b"")
+        is_over = not message.get("more_body", False)
+        if piece and (is_over or len(piece) >= PIECE_BYTES):
+            await run_in_threadpool(write, bytes(piece))
+            piece.clear()

@@ -13,14 +13,13 @@ from batchkv_gateway.errors import NOT_FOUND, ApiError, invalid
 from batchkv_gateway.files.form import UploadForm
 from batchkv_gateway.files.records import PURPOSES, FileRecord, Files
 from batchkv_gateway.http.answer import json_answer
-from batchkv_gateway.http.asked import page_of
+from batchkv_gateway.http.asked import feed, page_of
 from batchkv_gateway.http.limits import DRAIN_BYTES, FORM_BYTES
 from batchkv_gateway.ids import FILE
 from batchkv_gateway.keys.caller import Caller
 from batchkv_gateway.pages import as_list
 from batchkv_gateway.settings import GatewaySettings
 
-PIECE_BYTES = 2**20  # read from the network before a thread writes and hashes them
 DEFAULT_PAGE = MAX_PAGE = 10_000
 
 
@@ -48,7 +47,7 @@ class FileRoutes:
         kind = request.headers.get("content-type", "")
         form = UploadForm(kind, lambda: self._files.folder.begin(most))
         try:
-            await _feed(request, form)
+            await feed(request, form.write)
             record = await run_in_threadpool(self._finish, form, caller)
         finally:
             await run_in_threadpool(form.close)
@@ -117,18 +116,3 @@ async def _drop(request: Request) -> None:
             num_bytes += len(piece)
             if num_bytes > DRAIN_BYTES:
                 return
-
-
-async def _feed(request: Request, form: UploadForm) -> None:
-    """Give the body to the form, a piece at a time. One piece is in memory."""
-    piece = bytearray()
-    is_over = False
-    while not is_over:
-        message = await request.receive()
-        if message["type"] != "http.request":
-            raise invalid("the client left before its upload was complete")
-        piece += message.get("body", b"")
-        is_over = not message.get("more_body", False)
-        if piece and (is_over or len(piece) >= PIECE_BYTES):
-            await run_in_threadpool(form.write, bytes(piece))
-            piece.clear()

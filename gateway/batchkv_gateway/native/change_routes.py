@@ -15,7 +15,7 @@ from batchkv_gateway.http.answer import json_answer
 from batchkv_gateway.native import PREFIX
 from batchkv_gateway.native.owners import Found
 from batchkv_gateway.native.queries import MAX_LINE, checked_query, plain, switch, whole
-from batchkv_gateway.native.spool import Spool, fill
+from batchkv_gateway.native.spool import Spool
 from batchkv_gateway.native.submitting import Submitting
 from batchkv_gateway.native.visible import Visible
 from batchkv_gateway.parts import Parts
@@ -61,11 +61,11 @@ class ChangeRoutes:
         run: Callable[[Inputs], Awaitable[dict[str, Any]]],
     ) -> dict[str, Any]:
         """Store the body while ``run`` uses it."""
-        folder, most = self._parts.files.folder.path, self._parts.settings.max_file_bytes
+        folder, most = self._parts.files.folder, self._parts.settings.max_file_bytes
         name = terms.filename or DEFAULT_NAME
         spool = Spool(folder, terms.files, FilePart(name, most + 1, suffix_of(name)), most)
         try:
-            await fill(request, spool)
+            await spool.read(request)
             return await run(await run_in_threadpool(spool.inputs, terms.read_as))
         finally:
             await run_in_threadpool(spool.__exit__, None, None, None)

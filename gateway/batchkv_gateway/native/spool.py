@@ -10,15 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from batchkv_gateway.errors import invalid
-from batchkv_gateway.files.folder import PART, disk_errors, too_large
+from batchkv_gateway.files.folder import PART, Folder, disk_errors, too_large
+from batchkv_gateway.http.asked import feed
 from batchkv_producer.intake.source import Inputs, Piece, ReadAs
 from batchkv_producer.remote.terms import FilePart
-
-PIECE_BYTES = 2**20  # read from the network before a thread writes them
 
 
 class Spool:
@@ -28,7 +26,7 @@ class Spool:
     """
 
     def __init__(
-        self, folder: Path, parts: Sequence[FilePart], whole: FilePart, max_bytes: int
+        self, folder: Folder, parts: Sequence[FilePart], whole: FilePart, max_bytes: int
     ) -> None:
         self._max_bytes, self.num_bytes = max_bytes, 0
         self._parts = parts or (whole,)
@@ -38,9 +36,10 @@ class Spool:
         if sum(part.num_bytes for part in parts) > max_bytes:
             raise too_large(max_bytes)
         with disk_errors(), ExitStack() as unless_made:
+            folder.restore()
             unless_made.callback(self._stack.close)
             for part in self._parts:
-                descriptor, path = tempfile.mkstemp(dir=folder, suffix=f"{PART}{part.suffix}")
+                descriptor, path = tempfile.mkstemp(dir=folder.path, suffix=f"{PART}{part.suffix}")
                 self._stack.callback(_delete, Path(path))
                 self._files.append((Path(path), os.fdopen(descriptor, "wb")))
             unless_made.pop_all()
@@ -63,6 +62,10 @@ class Spool:
                 self._files[self._at][1].write(part)
             self._left[self._at] -= len(part)
             view = view[len(part) :]
+
+    async def read(self, request: Request) -> None:
+        """Store the body of a request."""
+        await feed(request, self.write)
 
     def inputs(self, read_as: ReadAs | None) -> Inputs:
         """The input that was stored. Raises ApiError if the body was cut off."""
@@ -91,17 +94,3 @@ class Spool:
 
 def _delete(path: Path) -> None:
     path.unlink(missing_ok=True)
-
-
-async def fill(request: Request, spool: Spool) -> None:
-    """Read a body into a spool. One piece is in memory."""
-    piece, is_over = bytearray(), False
-    while not is_over:
-        message = await request.receive()
-        if message["type"] != "http.request":
-            raise invalid("the client left before its body was complete")
-        piece += message.get("body", b"")
-        is_over = not message.get("more_body", False)
-        if piece and (is_over or len(piece) >= PIECE_BYTES):
-            await run_in_threadpool(spool.write, bytes(piece))
-            piece.clear()

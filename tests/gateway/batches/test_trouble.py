@@ -189,6 +189,10 @@ def test_a_deleted_folder_is_named_and_made_again(client: OpenAI, redis: Redis, 
     assert done.status == "failed" and done.errors and done.errors.data
     assert done.errors.data[0].code == "file_lost"
     assert "upload it again" in str(done.errors.data[0].message)
+    root = str(client.base_url).removesuffix("/v1/") + "/batchkv/v1/batches"
+    found = HttpClient().post(f"{root}?dry_run=1", content=chat_file("a"))
+    assert found.json()["checked"]["total"] == 1, found.text
+    shutil.rmtree(home / "gateway")
     kept = upload(client, "kept")
     assert client.files.content(kept).content == chat_file("kept")
 
