@@ -51,9 +51,13 @@ def of_refusal(
     if fault.why in _REFUSED:
         status, code = _REFUSED[fault.why]
         return ApiError(status, str(fault), code=code)
-    workers = serving_workers(connection, redis_keys.queue_name(model))
-    if not any(not worker.is_away for worker in workers):
+    found = serving_workers(connection, redis_keys.queue_name(model))
+    workers = [worker for worker in found if not worker.is_away]
+    if not workers:
         return ApiError(NOT_FOUND, str(fault), code="model_not_found", param="model")
+    if any(worker.is_loading or not worker.num_slots for worker in workers):
+        message = f"the worker of {model} is starting: try again in a few seconds"
+        return ApiError(UNAVAILABLE, message, code="model_loading")
     needs = ", ".join(needs_of(request))
     lack = f"this request needs ({needs})" if needs else "answers at once need"
     message = f"the workers of {model} do not have what {lack}: update batchkv there"

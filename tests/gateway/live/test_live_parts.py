@@ -123,11 +123,20 @@ def test_a_stream_says_that_it_goes_on(gateway: Gateway, worker: LiveWorker) -> 
 
 def test_workers_that_lack_an_ability_are_named(gateway: Gateway, worker: LiveWorker) -> None:
     """The model is served, so the error says what its workers lack, and not that it is unknown."""
-    worker.connection.hset(f"rq:worker:{worker.name}", "bkv_abilities", "salt")
+    record = f"rq:worker:{worker.name}"
+    worker.connection.hset(record, mapping={"bkv_abilities": "salt", "bkv_slots": 4})
     with asking(gateway, tools=TOOLS) as asked, pytest.raises(openai.BadRequestError) as caught:
         asked.result(10)
     assert caught.value.code == "unsupported_parameter"
     assert "the workers of m do not have what this request needs (tools" in caught.value.message
+
+
+def test_a_worker_that_begins_is_not_blamed(gateway: Gateway, worker: LiveWorker) -> None:
+    """RQ's record is there before the worker has written what it can do: the client tries again."""
+    worker.connection.hdel(f"rq:worker:{worker.name}", "bkv_live", "bkv_slots")
+    with asking(gateway) as asked, pytest.raises(openai.InternalServerError) as caught:
+        asked.result(10)
+    assert caught.value.code == "model_loading"
 
 
 def test_a_failure_in_the_middle_is_the_last_event(gateway: Gateway, worker: LiveWorker) -> None:
