@@ -119,12 +119,13 @@ def tokens_per_second(client: BatchClient, batch: BatchStatus) -> float | None:
     """
     if not batch.completion_tokens:
         return None
-    first = next(_rows_run(client.results(batch.batch_id)), None)
+    # A retried row keeps its place in the order, with the time of its new result.
+    began: Callable[[Result], float] = lambda row: row.created - row.busy_ms / 1000  # noqa: E731
+    first = min(_rows_run(client.results(batch.batch_id)), key=began, default=None)
     if first is None:
         return None
-    start = first.created - first.busy_ms / 1000
     end = _last_end(client, batch) if batch.is_done else time.time()
-    return batch.completion_tokens / max(end - start, first.busy_ms / 1000, 0.001)
+    return batch.completion_tokens / max(end - began(first), first.busy_ms / 1000, 0.001)
 
 
 def _rows_run(rows: Iterator[StoredRow]) -> Iterator[Result]:
