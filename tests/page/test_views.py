@@ -218,7 +218,7 @@ def test_3_it_says_why_rows_failed_and_retries_them(stage: Stage) -> None:
     tab.wait("document.querySelector('#detail-31 .sides')")
     stage.pictures("row")
     click(tab, "Retry 3 failed rows")
-    tab.wait("/1 row will be computed again/.test(document.body.innerText)")
+    tab.wait("/1 row was queued again/.test(document.body.innerText)")
     with HttpClient(base_url=stage.base, timeout=60) as http:
         report = http.get(f"/page/report/{batch_id}")
         assert report.headers["content-disposition"].startswith("attachment")

@@ -132,6 +132,43 @@ def test_the_slow_worker_is_named(tab: tuple[Tab, str], redis_server: RedisServe
     assert marked == ["mini"]
 
 
+def test_failures_are_as_new_as_their_count(tab: tuple[Tab, str]) -> None:
+    """Facts that were read before the last row failed do not hide its code."""
+    page, batch_id = tab
+    page.run(
+        "window.fetchNow = window.fetch, window.fetch = async (path, ...more) => {"
+        "  const found = await window.fetchNow(path, ...more);"
+        "  if (!String(path).includes('/page/facts/')) return found;"
+        "  const old = {code: 'an_older_code', count: 2, lines: [1, 2], examples: []};"
+        "  return Response.json({...await found.json(), failures: [old]});"
+        "}, 0"
+    )
+    page.run("location.hash = '#/'")
+    page.wait("document.activeElement.textContent === 'Batches'")
+    page.run(f"location.hash = '#/batches/{batch_id}'")
+    page.wait("document.querySelector('.charts')")
+    shown = page.run("document.querySelector('[aria-labelledby=failures-title]').innerText")
+    page.run("window.fetch = window.fetchNow, 0")
+    assert "invalid_request" in shown and "an_older_code" not in shown
+
+
+def test_facts_of_a_file_can_be_read_on_a_phone(tab: tuple[Tab, str]) -> None:
+    """Beside long names, the values of the dry run keep more than a third of the screen."""
+    page, _ = tab
+    page.look(width=360, height=780)
+    page.run("location.hash = '#/new'")
+    page.wait("document.querySelector('#file')")
+    page.run(
+        "(() => { const files = new DataTransfer(), field = document.querySelector('#file');"
+        "  files.items.add(new File(['{\"prompt\": \"Hello\"}\\n'], 'questions.jsonl'));"
+        "  field.files = files.files; field.dispatchEvent(new Event('change')); })()"
+    )
+    page.wait("document.querySelector('#plan-title')")
+    widths = page.run("[...document.querySelectorAll('.facts dd')].map((one) => one.clientWidth)")
+    page.look()
+    assert min(widths) > 360 / 3
+
+
 def test_no_view_is_wider_than_a_phone_or_complains(tab: tuple[Tab, str]) -> None:
     """At 360 pixels nothing has to be moved sideways, and the console is empty after all views."""
     page, batch_id = tab

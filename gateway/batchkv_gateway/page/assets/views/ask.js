@@ -6,6 +6,8 @@ import { h } from "../dom.js";
 import { count, duration, rate } from "../format.js";
 import { alert, command, NO_WORKER } from "./parts.js";
 
+const MIN_RATE_SECONDS = 0.1; // a shorter time says nothing about the speed
+
 let running = null; // an AbortController
 let answer = null; // { text, reasoning, calls, usage, firstMs, wholeMs, reason }
 let fault = "";
@@ -38,8 +40,8 @@ function form(models) {
     h("select", { id: "ask-model", name: "model" }, models.map((name) => h("option", { key: name, value: name }, name))),
     h("label", { for: "prompt" }, "Prompt"),
     h("textarea", { id: "prompt", name: "prompt", rows: 5, required: true, dir: "auto", onkeydown: onKey, "aria-describedby": "prompt-note" }),
-    h("p", { class: "note", id: "prompt-note" }, "Ctrl+Enter or ⌘+Enter sends it. It is computed at once, also beside batches."),
-    h("label", { for: "max-tokens" }, "Most tokens"),
+    h("p", { class: "note", id: "prompt-note" }, "Ctrl+Enter or ⌘+Enter sends it. It is computed at once, also while batches run."),
+    h("label", { for: "max-tokens" }, "Token limit"),
     h("input", { id: "max-tokens", name: "max", type: "number", min: 1, max: 100000, start: 512, inputmode: "numeric" }),
     h(
       "div",
@@ -76,7 +78,7 @@ function figures() {
     usage.prompt_tokens && `${count(usage.prompt_tokens)} prompt tokens`,
     usage.prompt_tokens_details?.cached_tokens && `${count(usage.prompt_tokens_details.cached_tokens)} of them cached`,
     usage.completion_tokens && `${count(usage.completion_tokens)} generated`,
-    usage.completion_tokens > 1 && seconds > 0 && rate((usage.completion_tokens - 1) / seconds),
+    usage.completion_tokens > 1 && seconds >= MIN_RATE_SECONDS && rate((usage.completion_tokens - 1) / seconds),
     answer.reason && `ended by ${answer.reason}`,
   ];
   return parts.filter(Boolean).join(" · ");

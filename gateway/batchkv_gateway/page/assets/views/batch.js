@@ -229,7 +229,7 @@ async function change(method, path, then) {
 async function retry(status) {
   await change("POST", `${NATIVE}/batches/${view.id}/retry`, ({ queued }) => {
     const others = status.failed - queued;
-    const again = queued ? `${plural(queued, "row")} will be computed again.` : "No row was queued again.";
+    const again = queued ? `${plural(queued, "row")} ${queued === 1 ? "was" : "were"} queued again.` : "No row was queued again.";
     return others > 0 ? `${again} ${plural(others, "line")} of the file cannot be computed as written: correct the file and queue it as a new batch.` : again;
   });
 }
@@ -264,7 +264,7 @@ async function forget(status) {
 // ---- failures ----
 
 function failures(status) {
-  const groups = view.facts?.failures?.length ? view.facts.failures : view.failures;
+  const groups = newestFailures(status.failed);
   if (!status.failed) return false;
   return h(
     "section",
@@ -279,6 +279,13 @@ function failures(status) {
         )
       : h("p", {}, "The rows below say why."),
   );
+}
+
+// The facts of charts have more examples, but may be half a minute older than the list of failures.
+function newestFailures(failed) {
+  const counted = view.facts?.failures ?? [];
+  const isCurrent = counted.reduce((sum, one) => sum + one.count, 0) === failed;
+  return counted.length && (isCurrent || !view.failures.length) ? counted : view.failures;
 }
 
 function failure(group) {

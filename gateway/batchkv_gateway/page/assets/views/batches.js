@@ -70,7 +70,7 @@ function empty() {
     "section",
     { class: "card" },
     h("h2", {}, "No batches yet"),
-    h("p", {}, h("a", { href: "#/new" }, "Drop a file here"), ", or queue one in a terminal:"),
+    h("p", {}, h("a", { href: "#/new" }, "Choose a file"), ", or queue one in a terminal:"),
     command(NO_BATCH),
     !app.workers.length && [h("p", {}, "A worker computes it:"), command(NO_WORKER)],
   );

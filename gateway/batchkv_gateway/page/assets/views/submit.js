@@ -188,7 +188,7 @@ function form() {
       "div",
       { class: "actions" },
       h("button", { class: "main", disabled: Boolean(busy) || !plan.checked.total }, `Queue ${plural(plan.checked.total, "row")}`),
-      h("button", { type: "button", onclick: () => enter() || app.refresh() }, "Leave it"),
+      h("button", { type: "button", onclick: () => enter() || app.refresh() }, "Discard this file"),
     ),
   );
 }
