@@ -32,6 +32,8 @@ from batchkv_worker.queue.pause import Pause, PowerWatch
 from batchkv_worker.queue.rq_worker import BatchWorker
 from batchkv_worker.settings import WorkerSettings
 
+CHUNK_TOKENS = 512  # of prompts; a longer prompt is a chunk of its own
+
 
 @dataclass(frozen=True, slots=True)
 class FakePlan:
@@ -39,6 +41,8 @@ class FakePlan:
 
     steps: int = 1
     step_seconds: float = 0.0
+    prompt_token_seconds: float = 0.0  # then prompts of a chunk are computed in a step
+    step_tokens: int = 0  # that a row gets by a step; 0: two tokens in all
     load_seconds: float = 0.0
     loading: str = ""  # what it says of itself meanwhile
     load_error: str = ""
@@ -57,6 +61,7 @@ class FakePlan:
 class _Row:
     work: Work
     steps_left: int
+    num_steps: int
     num_said: int = 0
 
 
@@ -86,6 +91,7 @@ class FakeEngine:
         self.seen: list[str] = []
         self._num_ended = 0
         self._num_prompt = self._num_answer = 0
+        self.busy_seconds = 0.0
 
     @property
     def is_idle(self) -> bool:
@@ -100,7 +106,7 @@ class FakeEngine:
         self.seen.append(work.job_id)
         text = prompt_of(work)
         steps = int(text.partition("slow:")[2].split()[0]) if "slow:" in text else self._plan.steps
-        self._waiting.append(_Row(work, steps))
+        self._waiting.append(_Row(work, steps, steps))
 
     def cancel(self, job_id: str) -> None:
         self._waiting = deque(row for row in self._waiting if row.work.job_id != job_id)
@@ -113,9 +119,13 @@ class FakeEngine:
         return found[:count]
 
     def step(self) -> list[Event]:
+        num_prompt = self._num_prompt
         self.fill_slots()
-        if self._plan.step_seconds:
-            time.sleep(self._plan.step_seconds)
+        seconds = self._plan.prompt_token_seconds * (self._num_prompt - num_prompt)
+        if seconds := seconds + self._plan.step_seconds:
+            time.sleep(seconds)
+            self.busy_seconds += seconds
+        self._num_answer += self._plan.step_tokens * len(self._decoding)
         for row in self._decoding:
             row.steps_left -= 1
         ended = [row for row in self._decoding if row.steps_left <= 0]
@@ -127,16 +137,20 @@ class FakeEngine:
         pieces: list[Event] = [
             Piece(row.work.job_id, piece) for row in live if (piece := _piece(row))
         ]
-        ends = [self._end(row.work) for row in ended]
+        ends = [self._end(row) for row in ended]
         completed = (end for end in ends if isinstance(end, Completed))
-        self._num_answer += sum(end.usage.completion for end in completed)
+        if not self._plan.step_tokens:
+            self._num_answer += sum(end.usage.completion for end in completed)
         return pieces + ends
 
     def fill_slots(self) -> None:
+        before = self._num_prompt
         while self._waiting and len(self._decoding) < self._slots:
             row = self._waiting.popleft()
             self._num_prompt += len(prompt_of(row.work)) // 4
             self._decoding.append(row)
+            if self._plan.prompt_token_seconds and self._num_prompt - before >= CHUNK_TOKENS:
+                break
 
     def figures(self) -> EngineFigures:
         levels = {"rows.waiting": len(self._waiting), "rows.prefill": 0}
@@ -162,8 +176,8 @@ class FakeEngine:
     def report(self) -> str:
         return f"{len(self._waiting)} rows wait, {len(self._decoding)} rows decode"
 
-    def _end(self, work: Work) -> Event:
-        text = prompt_of(work)
+    def _end(self, row: _Row) -> Event:
+        work, text = row.work, prompt_of(row.work)
         match text.split(":")[0]:
             case "reject":
                 return Rejected(work.job_id, text.split(":")[1], "rejected as asked")
@@ -182,7 +196,8 @@ class FakeEngine:
                 ctypes.PyDLL(None).pause()
             case "die":
                 os._exit(9)
-        usage = Usage(prompt=len(text), completion=2 * work.num_wanted, cached=1)
+        completion = self._plan.step_tokens * row.num_steps or 2 * work.num_wanted
+        usage = Usage(prompt=len(text), completion=completion, cached=1)
         word = f"echo of {self.adapter}" if self.adapter else "echo"
         answer = self._plan.answer or f"{word} {text}"
         more = tuple(Choice(f"{answer} #{number}", "stop") for number in range(1, work.num_wanted))

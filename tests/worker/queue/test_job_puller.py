@@ -27,7 +27,7 @@ from support.worker_harness import MODEL, QUEUE, submit, wait_until, waiting_lin
 class Desk:
     """A job puller between a real queue and an engine that never starts."""
 
-    def __init__(self, connection: Redis) -> None:
+    def __init__(self, connection: Redis, limits: Limits = Limits(burst=True)) -> None:  # noqa: B008
         self.in_flight = InFlight(MODEL, "w")
         self.state = WorkerState(self.in_flight, StopRequest(lambda: None))
         self.state.is_ready, self.state.is_suspended = True, False
@@ -38,7 +38,7 @@ class Desk:
             *(connection, QUEUE, "w", settings), register=lambda: None, set_state=lambda state: None
         )
         self.puller = JobPuller(
-            *(self.side, engine, self.state, Limits(burst=True), lambda call: call()),
+            *(self.side, engine, self.state, limits, lambda call: call()),
             [QUEUE],
         )
 

@@ -1,15 +1,13 @@
 """Between the queue and the engine: pulls runs of jobs, hands rows over, gives some jobs back.
 
-``dispatch`` decides how many. Jobs that the engine has no room for yet wait in the backlog; their
-leases are renewed like all others.
+``dispatch`` decides how many. Jobs that the engine has no room for yet wait in the backlog.
 
 Rows that had begun on a worker when it died are *suspects*: one of them may have killed it. The
 rows of one death run together, and with no others (``lua/suspects.lua``). A worker that holds no
 job takes the first job in the queue. If that is a suspect, it takes the suspect's group, and no
 other job until the whole group has ended. A worker that holds jobs passes suspects over and takes
-the jobs after them. Most likely a worker that holds none will come, such as the one that replaces
-the dead worker. If none has come within ``APART_WAIT_SECONDS``, one worker takes no more
-jobs until it holds none.
+the jobs after them. Most likely a worker that holds none will come: one replaces the dead one.
+If none has come within ``APART_WAIT_SECONDS``, one worker takes no more until it holds none.
 """
 
 from __future__ import annotations
@@ -98,9 +96,30 @@ class JobPuller:
         self._release(dispatch.jobs_to_return(self._view()))
         self._recall()
         self._hand_over()
-        leaves = not self._in_flight and not self._wanted()
-        self.pacing.note_left(dispatch.queued_first(self._ours) if leaves else 0)
+        self._note_left()
         self._check_suspects()
+
+    @property
+    def is_away(self) -> bool:
+        """Whether other workers should leave no jobs to this one, whatever it holds."""
+        if not self._state.may_start or self._state.next_queue or self._within_limit(1) < 1:
+            return True
+        return self._waits_apart or self._passed_over.is_barren(self._lengths, time.monotonic())
+
+    def _note_left(self) -> None:
+        """Notice how long jobs are left to others, and the end of the queue."""
+        is_ready = self._state.may_start and not self._state.next_queue
+        is_left, view = is_ready and not self._wanted(), self._view()
+        has_room = view.free_slots > 0 and self.pacing.crowd().has_free_slots
+        is_idle = is_left and not self._in_flight
+        self.pacing.note_queued(view.queued, is_left=is_idle or (is_left and has_room))
+        if is_idle and not view.queued:
+            self.is_exhausted = True  # as a pull would have found
+
+    @property
+    def _waits_apart(self) -> bool:
+        """Whether no jobs are taken because of suspects."""
+        return (self._is_apart or self._is_draining) and self._state.holds_jobs
 
     def _recall(self) -> None:
         """Ask the engine for rows that only wait in it: others are more urgent, or others are idle.
@@ -144,6 +163,7 @@ class JobPuller:
         self._lengths = (0, 0, 0)
         self._passed_over = PassedOver()
         self._idle_since = None
+        self.pacing.forget()
         self.pull_now()
 
     def return_recalled(self) -> None:
@@ -171,8 +191,14 @@ class JobPuller:
         return self._passed_over.ours(self._lengths)
 
     def pull_at(self) -> float:
-        """When to pull jobs; infinity when none are wanted."""
-        return self._next_pull if self.wants_jobs() else math.inf
+        """When to pull jobs, or to wait for some; infinity when none are wanted."""
+        return self._next_pull if self.wants_jobs() or self._is_idle else math.inf
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether nothing is held and the queue was empty when last looked at."""
+        may_wait = self._state.may_start and not self._state.next_queue and not self._waits_apart
+        return may_wait and self.is_exhausted and not (self._in_flight or self._limits.burst)
 
     def pull_now(self) -> None:
         """Pull without a pause: something has changed."""
@@ -191,25 +217,26 @@ class JobPuller:
     def refill(self) -> None:
         """Pull jobs, and start as many rows as the engine has room for.
 
-        Pulled jobs are in flight before Redis is asked anything else: should that fail, nothing is
-        forgotten.
+        Pulled jobs are in flight before Redis is asked anything else, so that none is forgotten.
         """
         self._side.return_unanswered()  # it may be all that there is to wait for
         self.look_at_queues()
         if self._state.next_queue:
             return
-        if not self._in_flight and not self._limits.burst and self.is_exhausted:
+        if self._is_idle:
             self._idle()
             self._lengths = self._side.wait_for_job(IDLE_WAIT_SECONDS)
             if not any(self._lengths):
                 return
         if not self._wanted():  # it leaves them to faster workers
+            self.is_exhausted, self._idle_since = False, None
             self._next_pull = time.monotonic() + EMPTY_QUEUE_SECONDS
             return
         run = self._serve_engine_until(self._pull())
         now = time.monotonic()
         self._lengths = run.lengths
         self._passed_over.note(run)
+        self._passed_over.note_barren(run, now)
         self._turns.note_pull(has_jobs=bool(run.jobs), has_entries=any(run.lengths), now=now)
         may_find_more = self._passed_over.may_find_more(run)
         self.is_exhausted = not (run.jobs or run.num_passed or may_find_more)
@@ -299,6 +326,8 @@ class JobPuller:
         Each row goes once. If it comes back, nobody else wants it.
         """
         count = 0 if self._is_apart else dispatch.rows_to_hand_over(self._view())
+        if not count:
+            return
         fresh = [each for each in self._in_flight.started if each.job_id not in self._handed_over]
         most = math.floor(count / self._in_flight.choices)
         leases = fresh[max(0, len(fresh) - most) :]
@@ -356,7 +385,7 @@ class JobPuller:
             return 0
         if time.monotonic() < self._not_before:
             return 0
-        if (self._is_apart or self._is_draining) and self._state.holds_jobs:
+        if self._waits_apart:
             return 0
         return max(0, self._within_limit(dispatch.jobs_to_take(self._view())))
 

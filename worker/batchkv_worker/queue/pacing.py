@@ -16,7 +16,7 @@ from batchkv_worker.figures.engine import (
     IN_WAITING,
 )
 from batchkv_worker.queue.in_flight import InFlight
-from batchkv_worker.queue.runs.pace import Crowd, Meter, Pace, crowd_of, prompt_work
+from batchkv_worker.queue.runs.pace import Beats, Crowd, Meter, Pace, crowd_of, prompt_work
 
 PATIENCE_SECONDS = 5.0  # how long a slow worker leaves rows to faster ones that take none
 
@@ -43,6 +43,8 @@ class Pacing:
         self.is_patient = True
         self._told: Mapping[str, str] = {}
         self._workers: Iterable[str] = ()
+        self._beats = Beats()
+        self._num_told = 0
         self._looked_at = time.monotonic()
         self._last = _Progress(0)
         self._left = (0, 0.0)  # how many jobs this worker leaves to others, and since when
@@ -78,7 +80,7 @@ class Pacing:
         prompts = progress.num_prefill * (meter.job_work + meter.answer_work) / 2
         decode = progress.num_decode * meter.answer_work / 2
         num_free = max(0, self._engine.num_slots - self._in_flight.num_started)
-        return Pace(meter.speed, held + prompts + decode, is_away, num_free)
+        return Pace(meter.speed, held + prompts + decode, is_away, num_free, self._num_told)
 
     @property
     def num_waiting(self) -> int:
@@ -86,22 +88,36 @@ class Pacing:
         return min(self._progress().num_waiting, self._in_flight.num_started)
 
     def crowd(self) -> Crowd:
-        """All workers of the queue."""
-        return crowd_of(self._name, self.pace(is_away=False), self._told, self._workers)
+        """All workers of the queue. What nobody has taken for a while is left to nobody."""
+        mute = self._beats.mute(time.monotonic())
+        own = self.pace(is_away=False)
+        crowd = crowd_of(self._name, own, self._told, self._workers, mute)
+        return crowd if self.is_patient else crowd.without_idlers()
 
     def note_told(self, told: Mapping[str, str], workers: Iterable[str]) -> None:
         """What the workers of the queue have told, and the names of all of them."""
         self._told, self._workers = told, workers
+        self._beats.note(told, time.monotonic())
+        self._num_told += 1
 
-    def note_left(self, num_left: int) -> None:
-        """This worker holds nothing and leaves so many jobs to others; 0: it leaves none."""
+    def note_queued(self, num_queued: int, *, is_left: bool) -> None:
+        """So many jobs wait. ``is_left``: this worker has free slots, and leaves them to others.
+
+        When nobody has taken any for a while, it waits for nobody until the queue is empty.
+        """
         now = time.monotonic()
+        num_left = num_queued if is_left else 0
         if num_left != self._left[0]:
             self._left = (num_left, now)
-        if not num_left:
+        if not num_queued:
             self.is_patient = True
-        elif now - self._left[1] >= PATIENCE_SECONDS:
+        elif num_left and now - self._left[1] >= PATIENCE_SECONDS:
             self.is_patient = False
+
+    def forget(self) -> None:
+        """The worker serves another queue: others work there."""
+        self._told, self._workers, self._beats = {}, (), Beats()
+        self.is_patient, self._left = True, (0, 0.0)
 
     def note_pulled(self, jobs: Iterable[Pulled]) -> None:
         """Jobs were pulled."""

@@ -100,7 +100,8 @@ class RedisSide:
         self._state = ""
         self.maker: Maker = NOBODY  # the engine's, once it is there
         self._has_company = False  # other workers serve the queue
-        self._gone: AbstractSet[str] = frozenset()  # workers that serve it no more
+        self._gone: AbstractSet[bytes] = frozenset()  # workers that serve it no more
+        self._left: set[str] = set()  # queues that still have this worker's pace
         self._is_unanswered = False  # the answer to the last pull was lost; Redis may have made it
         self._moves = Transitions(connection)
         self._samples = SampleMoves(connection)
@@ -140,6 +141,8 @@ class RedisSide:
     def serve(self, queue: str) -> None:
         """All calls are about this queue from now on. Nothing of the former one may be held."""
         assert not self._is_unanswered
+        self._left = (self._left | {self._queue}) - {queue}
+        self._has_company, self._gone = False, frozenset()
         self._queue = queue
 
     def heads(self, queues: Sequence[str]) -> dict[str, Head]:
@@ -251,6 +254,8 @@ class RedisSide:
             pipeline.hget(redis_keys.job(lease.job_id), "bkv_exec")
         tells = bool(pace) and self._has_company
         num_checked = len(pipeline)
+        for queue in (left := tuple(self._left)):  # there it is silent from now on
+            pipeline.hdel(redis_keys.paces(queue), self._worker)
         if tells:
             self._tell(pipeline, pace)
         replies = pipeline.execute(raise_on_error=False)
@@ -258,13 +263,14 @@ class RedisSide:
         if fault := next((each for each in checked if isinstance(each, RedisError)), None):
             raise fault
         found = told[-1] if tells and isinstance(told[-1], dict) else {}
+        self._left.difference_update(left)
         paces = {_text(name): _text(value) for name, value in found.items()}
         suspended, high, normal, low, names, (birth, drain), *holders = checked
         if birth:  # else the record is lost, and the next heartbeat writes it again
             self._drain = drain or b""
         workers = frozenset(text.removeprefix(redis_keys.worker("")) for text in map(_text, names))
         self._has_company = len(workers) > 1
-        self._gone = paces.keys() - workers
+        self._gone = {name for name in found if _text(name) not in workers}
         lost = [
             lease.job_id
             for lease, holder in zip(held, holders, strict=True)

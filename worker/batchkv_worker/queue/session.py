@@ -331,7 +331,7 @@ class Session:
 
     def _poll(self) -> None:
         self._puller.pacing.look()
-        pace = self._puller.pacing.pace(is_away=not self._state.may_start).encode()
+        pace = self._puller.pacing.pace(is_away=self._puller.is_away).encode()
         poll = self._serve_engine_until(partial(self._side.poll, self._in_flight.leases, pace))
         self._drop(poll.lost)
         self._state.is_suspended = poll.is_suspended

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from batchkv_worker.queue.runs.pace import (
     FIRST_ANSWER_TOKENS,
     MIN_BUSY_SECONDS,
+    MUTE_SECONDS,
     TOKENS_PER_GENERATED,
+    Beats,
     Crowd,
     Meter,
     Pace,
@@ -24,6 +26,7 @@ PACES = st.builds(
     held=st.integers(0, 10**9).map(float),
     is_away=st.booleans(),
     free_slots=st.integers(0, 500),
+    beat=st.integers(0, 10**9),
 )
 
 
@@ -36,7 +39,17 @@ def test_a_stored_pace_is_read_as_it_was(pace: Pace) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "1 2 0", "1 2 0 3 4", "x 2 0 1", "nan 2 0 1", "1 inf 0 1", "-1 2 0 1", "1 2 2 1"),
+        *(
+            "",
+            "1 2 0",
+            "1 2 0 3 4 5",
+            "1 2 0 3 x",
+            "x 2 0 1",
+            "nan 2 0 1",
+            "1 inf 0 1",
+            "-1 2 0 1",
+            "1 2 2 1",
+        ),
         *("1 2 0 1.5", "1 2 0 -1", "1e300 2 0 1", "1" * 90 + " 2 0 1"),
     ],
 )
@@ -63,6 +76,18 @@ def test_a_worker_that_is_away_takes_no_share() -> None:
     assert crowd.total_speed == crowd.top_speed == 2
     assert crowd.seconds_left(0.0) == 5
     assert not crowd.has_hungry(5.0)
+
+
+def test_who_tells_nothing_new_is_mute() -> None:
+    """Each text counts from the moment at which it was seen first."""
+    beats = Beats()
+    beats.note({"dead": "1 2 0 3 4", "here": "1 2 0 3 4"}, 0.0)
+    beats.note({"dead": "1 2 0 3 4", "here": "1 2 0 3 5"}, MUTE_SECONDS)
+    assert beats.mute(MUTE_SECONDS) == {"dead"}
+    beats.note({"dead": "1 2 0 3 9"}, MUTE_SECONDS)
+    assert beats.mute(MUTE_SECONDS) == set()
+    crowd = crowd_of("me", Pace(), {"dead": "8 6 0 3"}, ["dead"], ["dead"])
+    assert crowd.others == (Pace(8.0, 6.0, is_away=True, free_slots=3),)
 
 
 def test_a_meter_measures_speed_and_rows() -> None:

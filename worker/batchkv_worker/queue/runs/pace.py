@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 from batchkv_producer.order.prefix_order import BYTES_PER_TOKEN, TOKENS_PER_GENERATED
 
 MOST_ROWS = 256  # of those seen last, from which means are made
 MIN_BUSY_SECONDS = 2.0  # of work before a speed is known
 HALF_LIFE_SECONDS = 120.0  # of what was measured, in seconds of work
+MUTE_SECONDS = 5.0  # without a new pace, after which a worker is away; it tells one each second
 FIRST_ANSWER_TOKENS = 128  # of a row, before any has ended
 _MAX = 1e15  # a larger number in Redis is a fault
 
@@ -28,29 +29,33 @@ class Pace:
     ``speed``: work a second; 0 while it is not known. ``held``: the work that it holds, of rows
     that have not begun, and half of what rows in slots have left to generate at most.
     ``is_away``: it takes no rows now. ``free_slots``: rows that it could begin at once.
+    ``beat``: another number each time, so that a worker that has died is noticed.
     """
 
     speed: float = 0.0
     held: float = 0.0
     is_away: bool = False
     free_slots: int = 0
+    beat: int = 0
 
     def encode(self) -> str:
-        """As it is stored: speed, held work, 1 if it is away, and free slots, between blanks."""
-        return f"{self.speed:.1f} {self.held:.0f} {int(self.is_away)} {self.free_slots}"
+        """As it is stored: speed, held work, 1 if it is away, free slots, beat, between blanks."""
+        return f"{self.speed:.1f} {self.held:.0f} {int(self.is_away)} {self.free_slots} {self.beat}"
 
 
 def decode_pace(text: str) -> Pace | None:
     """A stored pace; None for any other text."""
     words = text.split(" ")
-    if len(text) > 80 or len(words) != len(fields(Pace)) or words[2] not in ("0", "1"):
+    if len(text) > 80 or len(words) not in (4, 5) or words[2] not in ("0", "1"):
         return None
     try:
         speed, held, free_slots = float(words[0]), float(words[1]), int(words[3])
+        beat = int(words[4]) if len(words) > 4 else 0
     except ValueError:
         return None
-    is_sound = 0 <= speed <= _MAX and 0 <= held <= _MAX and 0 <= free_slots <= _MAX  # NaN is not
-    return Pace(speed, held, words[2] == "1", free_slots) if is_sound else None
+    numbers = (speed, held, free_slots, beat)
+    is_sound = all(0 <= number <= _MAX for number in numbers)  # NaN is not
+    return Pace(speed, held, words[2] == "1", free_slots, beat) if is_sound else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,18 @@ class Crowd:
         return self.speed_of(self.own)
 
     @property
+    def has_free_slots(self) -> bool:
+        """Whether another worker says that it could begin rows at once."""
+        return any(pace.free_slots > 0 and not pace.is_away for pace in self.others)
+
+    def without_idlers(self) -> Crowd:
+        """The crowd if nothing is left to those who could begin rows at once and take none."""
+        others = (
+            replace(pace, is_away=pace.is_away or pace.free_slots > 0) for pace in self.others
+        )
+        return replace(self, others=tuple(others))
+
+    @property
     def present(self) -> list[Pace]:
         """The other workers that take rows."""
         told = [pace for pace in self.others if not pace.is_away]
@@ -107,12 +124,42 @@ class Crowd:
         return any(pace.held < self.speed_of(pace) * seconds for pace in self.present)
 
 
-def crowd_of(own: str, pace: Pace, told: Mapping[str, str], workers: Iterable[str]) -> Crowd:
-    """The crowd of a worker called ``own``. ``told``: texts by name, ``workers``: all names."""
+def crowd_of(
+    own: str,
+    pace: Pace,
+    told: Mapping[str, str],
+    workers: Iterable[str],
+    mute: Iterable[str] = (),
+) -> Crowd:
+    """The crowd of a worker called ``own``. ``told``: texts by name, ``workers``: all names.
+
+    Those that are ``mute`` tell nothing new: they are away, whatever they told last.
+    """
     names = {*workers} - {own}
     found = {name: decode_pace(told[name]) for name in names & told.keys()}
-    others = tuple(each for each in found.values() if each is not None)
+    gone = {*mute}
+    others = tuple(
+        replace(each, is_away=True) if name in gone else each
+        for name, each in sorted(found.items())
+        if each is not None
+    )
     return Crowd(pace, others, len(names) - len(others))
+
+
+class Beats:
+    """When each of the other workers told something new. Times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[str, float]] = {}
+
+    def note(self, told: Mapping[str, str], now: float) -> None:
+        """What all have told by now."""
+        old = {name: found for name, found in self._last.items() if told.get(name) == found[0]}
+        self._last = {name: old.get(name, (text, now)) for name, text in told.items()}
+
+    def mute(self, now: float) -> set[str]:
+        """Those that have told nothing new for ``MUTE_SECONDS``."""
+        return {name for name, (_, at) in self._last.items() if now - at >= MUTE_SECONDS}
 
 
 class Meter:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from batchkv_producer.wire.transitions import Run
 
 UNFIT_SECONDS = 1.0  # how soon to ask again when all waiting jobs are for other workers
+BARREN_SECONDS = 5.0  # how long a worker is away after it has found only jobs for others
+MAX_BARREN_SECONDS = 80.0  # the same, doubled each time that it happens again
 MAX_UNFIT_SECONDS = 30.0  # the same, doubled each time, where entries were moved
 
 
@@ -21,6 +23,24 @@ class PassedOver:
         self._unfit: tuple[int, ...] = (0, 0, 0)  # entries of the queue's lists, by priority
         self._seen: tuple[int, ...] = (0, 0, 0)  # the same, counted by a look that is not over yet
         self._seconds = UNFIT_SECONDS
+        self._barren_until = 0.0  # monotonic seconds
+        self._barren_seconds = BARREN_SECONDS
+
+    def note_barren(self, run: Run, now: float) -> None:
+        """A pull has brought jobs, or has seen nothing but jobs for others."""
+        if run.jobs:
+            self._barren_until, self._barren_seconds = 0.0, BARREN_SECONDS
+        elif self.are_all_others(run) and now >= self._barren_until:
+            self._barren_until = now + self._barren_seconds
+            self._barren_seconds = min(2 * self._barren_seconds, MAX_BARREN_SECONDS)
+
+    def is_barren(self, lengths: Sequence[int], now: float) -> bool:
+        """Whether other workers should leave no jobs to this one.
+
+        All that wait are for others, or it has found only such jobs a while ago. Those may be with
+        another worker now. If that one gave them back for this one, they would go back and forth.
+        """
+        return now < self._barren_until or (any(lengths) and not any(self.ours(lengths)))
 
     def ours(self, lengths: Sequence[int]) -> tuple[int, ...]:
         """The lengths of the queue's lists, less the jobs that are known to be for others."""
