@@ -1,4 +1,3 @@
-# ruff: noqa: T201  (a helper that talks to a terminal)
 """Write the tables of docs/input-format.md from the table of fields (``intake.fields``).
 
 usage: python tools/fields_page.py [--check]
@@ -10,11 +9,11 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 from batchkv_producer.intake.fields import FIELDS, Field, Use
+from page_tool import DOCS, write_or_check
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "input-format.md"
+PAGE = DOCS / "input-format.md"
 START, END = "<!-- fields: ", "<!-- end of fields -->"
 KINDS = {
     Use.TAKEN: "Fields that are used:",
@@ -25,9 +24,9 @@ KINDS = {
 LINES = {("chat", "completion"): "all", ("chat",): "chat", ("completion",): "prompt"}
 
 
-def page(old: str) -> str:
-    """The page with new tables between its two marks."""
-    head, start, rest = old.partition(START)
+def page() -> str:
+    """The page with new tables between its two marks. ValueError if it lacks them."""
+    head, start, rest = PAGE.read_text(encoding="utf-8").partition(START)
     mark, _, rest = rest.partition("\n")
     _, end, foot = rest.partition(END)
     if not (start and end):
@@ -58,20 +57,5 @@ def row(field: Field) -> str:
     return f"| {' | '.join([*cells, field.about])} |\n"
 
 
-def main(arguments: list[str]) -> int:
-    """Write the page, or compare it with the table. Returns the exit code."""
-    old = PAGE.read_text(encoding="utf-8")
-    if arguments == ["--check"]:
-        if old == page(old):
-            return 0
-        print(f"{PAGE.name} differs from the table of fields: run python tools/fields_page.py")
-        return 1
-    if arguments:
-        print(__doc__)
-        return 2
-    PAGE.write_text(page(old), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(write_or_check(sys.argv[1:], __file__, PAGE, page, __doc__))

@@ -1,4 +1,3 @@
-# ruff: noqa: T201  (a helper that talks to a terminal)
 """Write docs/metrics.md from the table of metrics (``batchkv_gateway.metrics.table``).
 
 usage: python tools/metrics_page.py [--check]
@@ -9,11 +8,11 @@ With --check it writes nothing, and exits with 1 if the page differs from the ta
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from batchkv_gateway.metrics.table import PARTS, Metric
+from page_tool import DOCS, write_or_check
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
+PAGE = DOCS / "metrics.md"
 HEAD = """\
 # Metrics
 
@@ -81,19 +80,5 @@ def shown(labels: tuple[str, ...]) -> str:
     return ", ".join(f"`{label}`" for label in labels)
 
 
-def main(arguments: list[str]) -> int:
-    """Write the page, or compare it with the table. Returns the exit code."""
-    if arguments == ["--check"]:
-        if PAGE.read_text(encoding="utf-8") == page():
-            return 0
-        print(f"{PAGE.name} differs from the table of metrics: run python tools/metrics_page.py")
-        return 1
-    if arguments:
-        print(__doc__)
-        return 2
-    PAGE.write_text(page(), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(write_or_check(sys.argv[1:], __file__, PAGE, page, __doc__))

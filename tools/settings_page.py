@@ -1,4 +1,3 @@
-# ruff: noqa: T201  (a helper that talks to a terminal)
 """Write docs/settings.md from the table of settings (``batchkv_producer.settings_table``).
 
 usage: python tools/settings_page.py [--check]
@@ -9,11 +8,11 @@ With --check it writes nothing, and exits with 1 if the page differs from the ta
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from batchkv_producer.settings_table import GATEWAY_TABLE, TABLE, Setting
+from page_tool import DOCS, write_or_check
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
+PAGE = DOCS / "settings.md"
 HEAD = """\
 # Settings of a worker
 
@@ -58,19 +57,5 @@ def row(setting: Setting) -> str:
     return "".join(f"| {cell} " if cell else "| " for cell in cells) + "|"
 
 
-def main(arguments: list[str]) -> int:
-    """Write the page, or compare it with the table. Returns the exit code."""
-    if arguments == ["--check"]:
-        if PAGE.read_text(encoding="utf-8") == page():
-            return 0
-        print(f"{PAGE.name} differs from the table of settings: run python tools/settings_page.py")
-        return 1
-    if arguments:
-        print(__doc__)
-        return 2
-    PAGE.write_text(page(), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(write_or_check(sys.argv[1:], __file__, PAGE, page, __doc__))
