@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -126,15 +126,9 @@ def run(
             arguments = (inputs, given, model, defaults)
             checked = check_input(*arguments, options=batch_options, as_json=False)
             ctx.exit(input_code(checked.num_bad, allow_bad))
-        target = out_of(inputs, out)
-        if not (
-            is_by_gateway(url) or is_polite(worker_arguments)
-        ):  # polite workers keep it awake, but not on battery
-            stack.enter_context(kept_awake())
-        opened, progress = stack.enter_context(either(url)), stack.enter_context(reporter())
         options = running.RunOptions(
             source=inputs,
-            out=target,
+            out=out_of(inputs, out),
             model=model,
             default_model=default_model(),
             defaults=defaults,
@@ -145,6 +139,8 @@ def run(
             batch_options=batch_options,
             prompting=given.prompting,
         )
+        stack.enter_context(_awake_for(options, url))
+        opened, progress = stack.enter_context(either(url)), stack.enter_context(reporter())
         report = _run(opened, options, progress)
         failures = opened.client.failures(report.status)
         has_gone = opened.client.is_any_gone(report.status.batch_id, failures)
@@ -152,6 +148,16 @@ def run(
     kept = report.out if report.out != STDOUT else None
     num_allowed = report.num_wrong if allow_bad else 0
     ctx.exit(exit_code(report.status, on_done, kept, num_allowed=num_allowed))
+
+
+def _awake_for(options: running.RunOptions, url: str | None) -> AbstractContextManager[object]:
+    """Keep this Mac awake while its workers run. A gateway needs no worker of this machine.
+
+    Polite workers do it themselves, since they let the Mac sleep on battery.
+    """
+    if is_by_gateway(url) or is_polite(options.worker_arguments):
+        return nullcontext()
+    return kept_awake()
 
 
 def _run(opened: Opened, options: running.RunOptions, progress: Reporter) -> running.RunReport:
