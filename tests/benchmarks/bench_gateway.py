@@ -7,7 +7,9 @@ Each figure is the median of three runs. The gateway is a process of its own wit
 own; the client is this process, which sends bytes that it has in memory and reads sockets without
 an HTTP library. ``CPU ms/MB`` and ``CPU ms/poll`` are the gateway's user and system time, which
 other programs of the machine hardly change. ``peak MB`` is its largest resident memory so far.
-Clients poll without a pause, so that the latency is that of a busy gateway.
+Clients poll without a pause, so that the latency is that of a busy gateway. ``beside_``: the same
+polls while a worker, a process of its own, takes and ends rows. Its engine sleeps, so that all
+processor time of the worker is the queue's.
 """
 
 from __future__ import annotations
@@ -23,19 +25,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
 
+from bench_scale import SLEEPY, environment, worker
 from openai import OpenAI
 
+from batchkv_producer import Client
 from support.gateway import Gateway, chat_file, chat_line, running_gateway
-from support.redis_server import running_server
+from support.redis_server import RedisServer, running_server
 
 MB = 10**6
 BOUNDARY = "batchkv-bench"
 WAIT_SECONDS = 120.0
+MAX_WORK_SECONDS = 300.0  # for which the sleeping worker has rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +193,64 @@ def poll(gateway: Gateway, ids: list[str], num_clients: int, num_polls: int) -> 
     return PollCost(seconds, used, tuple(sorted(latencies)))
 
 
+class Work:
+    """A batch that a worker computes meanwhile."""
+
+    def __init__(self, client: Client, batch_id: str) -> None:
+        self._client, self._batch_id = client, batch_id
+        self._began, self._before = 0.0, 0
+
+    def begin(self) -> None:
+        """Wait for the first rows that end, and count from there."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not (ended := self._client.status(self._batch_id).ok):
+            if time.monotonic() > deadline:
+                raise RuntimeError("the sleeping worker ends no row")
+            time.sleep(0.1)
+        self._began, self._before = time.perf_counter(), ended
+
+    def rows_per_second(self) -> float:
+        """The rows that have ended since, a second. Raises RuntimeError if none is left."""
+        status = self._client.status(self._batch_id)
+        if status.is_done:
+            raise RuntimeError("the sleeping worker had too few rows")
+        return (status.ok - self._before) / (time.perf_counter() - self._began)
+
+
+@contextmanager
+def working(server: RedisServer, folder: Path) -> Iterator[Work]:
+    """A worker whose engine sleeps, with rows enough, for the length of a ``with`` block."""
+    num_rows = int(MAX_WORK_SECONDS * 32 / SLEEPY["steps"] / SLEEPY["step_seconds"])
+    path = folder / "work.jsonl"
+    path.write_bytes(b"".join(b'{"prompt": "row %d"}\n' % row for row in range(num_rows)))
+    client = Client(server.connect())
+    batch_id = client.submit(path, model="sleeping").batch_id
+    command = [sys.executable, "-m", "support.fake_engine", "-m", "sleeping"]
+    with worker(command, environment(server, folder, FAKE_PLAN=json.dumps(SLEEPY))):
+        work = Work(client, batch_id)
+        work.begin()
+        yield work
+
+
 def idle_cpu(gateway: Gateway, seconds: float) -> float:
     """CPU seconds a second that the open batches cost while nobody asks."""
     before = cpu_seconds(gateway.process.pid)
     time.sleep(seconds)
     return (cpu_seconds(gateway.process.pid) - before) / seconds
+
+
+def measure_polls(
+    gateway: Gateway, ids: list[str], args: argparse.Namespace, name: str
+) -> dict[str, float]:
+    """The figures of polls, under names that begin with ``name``."""
+    polls = [poll(gateway, ids, args.clients, args.polls) for _ in range(args.repeats)]
+    figures = {
+        f"{name}poll_p{number}_ms": statistics.median(1e3 * p.percentile(share) for p in polls)
+        for number, share in ((50, 0.5), (99, 0.99))
+    }
+    figures[f"{name}polls_per_s"] = statistics.median(args.polls / p.seconds for p in polls)
+    cpu = statistics.median(1e3 * p.cpu_seconds / args.polls for p in polls)
+    return {**figures, f"{name}poll_cpu_ms": cpu}
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
@@ -214,11 +274,10 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         with gateway.client() as client:
             ids = make_batches(client, args.batches)
         figures["idle_cpu_share"] = idle_cpu(gateway, args.idle)
-        polls = [poll(gateway, ids, args.clients, args.polls) for _ in range(args.repeats)]
-        for name, share in (("p50", 0.5), ("p99", 0.99)):
-            figures[f"poll_{name}_ms"] = statistics.median(1e3 * p.percentile(share) for p in polls)
-        figures["polls_per_s"] = statistics.median(args.polls / p.seconds for p in polls)
-        figures["poll_cpu_ms"] = statistics.median(1e3 * p.cpu_seconds / args.polls for p in polls)
+        figures |= measure_polls(gateway, ids, args, "")
+        with working(server, Path(folder)) as work:
+            figures |= measure_polls(gateway, ids, args, "beside_")
+            figures["beside_rows_per_s"] = work.rows_per_second()
     return figures
 
 
