@@ -9,13 +9,20 @@ import time
 import httpx2
 from openai import APIConnectionError, AsyncOpenAI, NotFoundError
 
-from clients.openai_session import FAULTS, faulted_session, strict_client
+from clients.openai_session import (
+    FAULTS,
+    faulted_session,
+    many_batches,
+    strict_client,
+    thoughtful_batch,
+)
 from support.http_faults import HttpFaults
 from support.openai_objects import check_chunk
 
 URL, MODEL = os.environ["GATEWAY_URL"], os.environ["GATEWAY_MODEL"]
 PORT = int(os.environ["GATEWAY_PORT"])
 NUM_CALLS, NUM_STREAMS = 200, 50
+NUM_BATCHES, NUM_ROWS = 100, 100
 
 
 def question(text: str) -> list[dict[str, str]]:
@@ -92,6 +99,16 @@ def calls() -> None:
     print("ok: calls and streams, strictly as OpenAI's")
 
 
+def batches() -> None:
+    """Many batches at once, and one whose rows think."""
+    began = time.monotonic()
+    many_batches(URL, NUM_BATCHES, NUM_ROWS)
+    seconds = time.monotonic() - began
+    print(f"ok: {NUM_BATCHES} batches at once, of {NUM_ROWS} rows each, in {seconds:.1f} s")
+    thoughtful_batch(URL, MODEL, reasoning_effort="low")
+    print("ok: a batch's usage has its reasoning tokens")
+
+
 async def at_once() -> None:
     """Many calls and streams at once, over one client."""
     async with AsyncOpenAI(base_url=URL, api_key="any", timeout=300) as client:
@@ -128,4 +145,5 @@ if __name__ == "__main__":
     sessions()
     faulted_calls()
     calls()
+    batches()
     asyncio.run(at_once())

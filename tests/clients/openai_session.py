@@ -10,6 +10,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from openai import DefaultHttpxClient, OpenAI
@@ -22,6 +23,8 @@ CHAT = "/v1/chat/completions"
 NUM_ROWS = 3  # that a session has computed
 WAIT_SECONDS = 120.0
 ONE = "[^/]+"
+NUM_AT_ONCE = 20  # batches that are made or polled at the same time
+LEDGER = "Ledger of codes:\n- amber falcon: 4821\n- quiet harbor: 0937\n\n"
 
 FAULTS = {
     "unsent": Fault("unsent"),
@@ -108,6 +111,59 @@ def faulted_session(url: str, proxy: HttpFaults, name: str, model: str) -> None:
             assert client.files.delete(str(file_id)).deleted
         assert file.id not in [one.id for one in plain.files.list()]
     assert proxy.is_done
+
+
+def many_batches(url: str, num_batches: int, num_rows: int) -> None:
+    """As inspect_ai does it: many batches at once, of few rows each.
+
+    Needs a worker that echoes as model ``fake``. Raises AssertionError unless each batch has all
+    answers, its own and in its own order.
+    """
+
+    def make(number: int) -> Batch:
+        texts = [f"{number}/{row}" for row in range(num_rows)]
+        file = client.files.create(file=rows("fake", *texts), purpose="batch")
+        return _create(client, file.id, {"number": str(number)})
+
+    def check(number: int) -> None:
+        done = wait(client, made[number].id, is_over)
+        counts = done.request_counts
+        assert done.status == "completed" and done.error_file_id is None, done
+        assert counts and (counts.total, counts.completed) == (num_rows, num_rows), done
+        found = [
+            (line["custom_id"], line["response"]["body"]["choices"][0]["message"]["content"])
+            for line in lines(client, done.output_file_id)
+        ]
+        assert found == [(f"r{row}", f"answer to {number}/{row}") for row in range(num_rows)]
+
+    with strict_client(url) as client, ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        made = list(pool.map(make, range(num_batches)))
+        assert len({batch.id for batch in made}) == num_batches
+        list(pool.map(check, range(num_batches)))
+        listed = {batch.id for batch in client.batches.list(limit=7)}
+    assert {batch.id for batch in made} <= listed
+
+
+def thoughtful_batch(url: str, model: str, **fields: Any) -> None:
+    """A batch's usage has the sums of its rows, with reasoning tokens.
+
+    ``model`` must think in rows with these fields. Raises AssertionError.
+    """
+    texts = [f"{LEDGER}What is the code of {name}?" for name in ("amber falcon", "quiet harbor")]
+    with strict_client(url) as client:
+        content = rows(model, *texts, temperature=0, max_tokens=200, **fields)
+        file = client.files.create(file=content, purpose="batch")
+        done = wait(client, _create(client, file.id, {"thinks": "yes"}).id, is_over)
+        answers = [line["response"]["body"] for line in lines(client, done.output_file_id)]
+    assert len(answers) == len(texts), done
+    details = [each["usage"]["completion_tokens_details"] for each in answers]
+    thoughts = [each["choices"][0]["message"]["reasoning_content"] for each in answers]
+    sums = sum(each["reasoning_tokens"] for each in details)
+    usage = done.usage
+    assert usage is not None and all(thoughts) and sums > 0, answers
+    assert usage.output_tokens_details.reasoning_tokens == sums, (usage, details)
+    assert usage.output_tokens == sum(each["usage"]["completion_tokens"] for each in answers)
+    assert usage.output_tokens > sums
 
 
 def _create(client: OpenAI, file_id: str, tag: dict[str, str]) -> Batch:

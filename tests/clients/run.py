@@ -111,7 +111,9 @@ class Environment:
         found = subprocess.run(command, capture_output=True, text=True)
         lines = found.stdout.splitlines() if found.returncode else []
         own = [line for line in lines if line.startswith(f"{self.tool.distribution} ")]
-        return "; ".join(line.partition(" has requirement ")[2] or line for line in own)
+        return "; ".join(
+            (line.partition(" has requirement ")[2] or line).rstrip(".") for line in own
+        )
 
     def version(self) -> str:
         """The version of the tool."""

@@ -3,7 +3,8 @@
 It understands the part of ``batchkv worker``'s command line that ``batchkv run`` uses. How it
 behaves comes from the environment: FAKE_DELAY (seconds a row), FAKE_DIE_AFTER (rows until it kills
 itself), FAKE_POISON (a custom_id that kills it), FAKE_FAIL (a custom_id or a prompt that fails),
-FAKE_EXIT (end at once with this code and FAKE_WORDS on standard error). There is no mains here:
+FAKE_EXIT (end at once with this code and FAKE_WORDS on standard error), FAKE_THOUGHT (the reasoning
+of each row, of two tokens). There is no mains here:
 with BATCHKV_POLITE=on it takes no row.
 """
 
@@ -107,6 +108,7 @@ class FakeWorker:
         if request.custom_id == os.environ.get("FAKE_POISON"):
             os.kill(os.getpid(), signal.SIGKILL)
         prompt = request.prompt or str((request.messages or [{}])[-1].get("content"))
+        thought = os.environ.get("FAKE_THOUGHT", "")
         is_bad = os.environ.get("FAKE_FAIL", "") in (request.custom_id, request.prompt)
         result = Result(
             custom_id=request.custom_id,
@@ -115,7 +117,8 @@ class FakeWorker:
             model=self.model,
             text="" if is_bad else answer(prompt),
             finish_reason="stop",
-            usage=Usage(5, 3, 1),
+            usage=Usage(5, 3, 1, reasoning=2 if thought else 0),
+            reasoning=thought,
             error=("engine_error", "it was told to") if is_bad else None,
             worker=self.name,
             created=int(time.time()),

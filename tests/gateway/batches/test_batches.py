@@ -10,12 +10,12 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
-from openai.types import Batch, BatchUsage
+from openai.types import Batch
 from redis import Redis
 
 from batchkv_gateway import redis_keys
-from batchkv_gateway.batches.record import usage_of
 from batchkv_producer import Client
+from clients.openai_session import many_batches, thoughtful_batch
 from support.gateway import Gateway, chat_file, chat_line, working
 from support.redis_server import RedisServer
 
@@ -339,20 +339,17 @@ def test_metadata_may_be_any_text(client: OpenAI) -> None:
     assert isinstance(made, dict) and made["metadata"] == body
 
 
-def test_usage_counts_cached_and_reasoning_tokens() -> None:
-    """The sum of rows has both, and validates strictly as a batch's usage."""
-    found = usage_of(10, 4, 7, 3)
-    usage = BatchUsage.model_validate(found, strict=True)
-    assert usage.input_tokens_details.cached_tokens == 4
-    assert usage.output_tokens_details.reasoning_tokens == 3
-    assert usage.total_tokens == 17
+def test_usage_counts_reasoning_tokens(
+    gateway: Gateway, worker: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum of the rows. `make clients` does it with the included model, which thinks."""
+    monkeypatch.setenv("FAKE_THOUGHT", "Hm.")
+    thoughtful_batch(gateway.url, "fake")
 
 
-def test_many_small_batches_end(client: OpenAI, worker: None, gateway: Gateway) -> None:
-    """Twelve batches at once, each of one row, all end with their own answers."""
-    made = [create(client, chat_file(f"c{n}")).id for n in range(12)]
-    for number, batch_id in enumerate(made):
-        assert checked_files(client, wait(client, batch_id)) == [[f"c{number}"], []]
+def test_many_small_batches_end(gateway: Gateway, worker: None) -> None:
+    """As inspect_ai makes them: each ends with its own answers. `make clients` has 100 of 100."""
+    many_batches(gateway.url, 12, 3)
 
 
 def test_models_are_those_of_workers(client: OpenAI, redis_connection: Redis) -> None:
