@@ -55,7 +55,7 @@ ORDER: dict[str, tuple[str, ...]] = {
             "server",
             "wire",
         ),
-        *("retry", "disk", "tables", "progress", "settings_table", "agreed", "errors"),
+        *("retry", "disk", "tables", "progress", "settings_table", "setting", "agreed", "errors"),
     ),
     "batchkv_gateway": (
         *("cli", "assembly", "page", "native", "http", "parts", "metrics", "live", "batches"),

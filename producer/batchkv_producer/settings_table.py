@@ -7,123 +7,15 @@ variables that ``WorkerSettings`` reads, and the page ``docs/settings.md``
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum, auto
-from typing import Any
-
 from batchkv_producer.agreed import BLOCK_TOKENS
+from batchkv_producer.setting import Setting as Setting
+from batchkv_producer.setting import ValueType as ValueType
 
 ADMISSIONS = ("worst", "optimistic")  # how much memory a row's answer gets before it starts
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHE_WRITES = ("shared", "all")
 _DAY = 86_400
 _WEEK = 7 * _DAY
-
-
-class ValueType(Enum):
-    """The kind of a setting's text. ``batchkv_worker.settings`` reads each kind."""
-
-    MODEL = auto()
-    SCHEME = auto()
-    SIZE = auto()
-    WHOLE = auto()
-    NUMBER = auto()
-    CHOICE = auto()
-    SWITCH = auto()
-    FILE = auto()
-    ADAPTERS = auto()
-    TIERS = auto()
-    ADDRESS = auto()
-    DURATION = auto()
-    OTHER = auto()  # read elsewhere; the table has it for the page only
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One setting. ``name`` is the field of ``WorkerSettings``; empty if it is no field.
-
-    ``default`` is the text that a user would write. Without a default, ``no_default`` describes
-    what is used. ``low``, ``high`` and ``step`` bound a number in ``unit``. ``auto`` is allowed if
-    it is the default. ``help`` is the help of the worker's flag, ``run_help`` that of ``batchkv
-    run``'s flag, or empty if ``run`` has none. ``about`` is the text on the page.
-    """
-
-    name: str
-    variables: tuple[str, ...]
-    flag: str = ""
-    value_type: ValueType = ValueType.OTHER
-    default: str = ""
-    no_default: str = ""
-    unit: str = ""
-    low: float = 0
-    high: float = 0
-    step: int = 1
-    choices: tuple[str, ...] = ()
-    metavar: str = ""
-    is_bare: bool = False  # a switch whose flag takes no value and turns it on
-    is_repeated: bool = False  # a flag that may be given several times
-    help: str = ""
-    run_help: str = ""
-    about: str = ""
-
-    @property
-    def variable(self) -> str:
-        """The variable with the value. Others name a file with it."""
-        return self.variables[0]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether one text is the whole setting. Tiers may also come from a file."""
-        return self.value_type not in (ValueType.TIERS, ValueType.OTHER)
-
-    def allowed(self) -> str:
-        """The allowed values in words, for errors."""
-        span = f"{self.low:g} to {self.high:.0f}"
-        texts = {
-            ValueType.MODEL: "a model's name or folder",
-            ValueType.SCHEME: "a KV scheme, like affine8 or affine4,last=float",
-            ValueType.SIZE: "a size of at least 1MiB, like 4GB or 512MiB",
-            ValueType.CHOICE: f"one of {', '.join(self.choices)}"
-            if len(self.choices) > 2
-            else " or ".join(self.choices),
-            ValueType.SWITCH: "on or off",
-            ValueType.FILE: "a file to write" if self.name == "trace" else "a file",
-            ValueType.ADDRESS: "an address or a name",
-            ValueType.DURATION: "a time of at least 1h, like 12h or 30d",
-            ValueType.ADAPTERS: "NAME=FOLDER, several with commas between them",
-            ValueType.NUMBER: f"{self.unit}, {span}",
-            ValueType.WHOLE: f"a whole number, {span}",
-        }
-        text = texts[self.value_type]
-        if self.value_type is ValueType.WHOLE and self.unit == "seconds":
-            text = f"whole seconds, {span}"
-        if self.step > 1:
-            text = f"a multiple of {self.step} {self.unit}, {span}"
-        return (
-            f"auto, or {text}"
-            if self.default == "auto" and self.value_type is ValueType.WHOLE
-            else text
-        )
-
-    def option(self) -> dict[str, Any]:
-        """The arguments of click's option besides its names and help."""
-        if self.is_bare:
-            return {"is_flag": True, "flag_value": "on"}
-        if self.is_repeated:
-            return {"metavar": self.metavar, "multiple": True}
-        return {"metavar": self.metavar or None}
-
-    def words(self, value: Any) -> list[str]:
-        """The flag with its value, as a command line has it; ``value`` is what click gives."""
-        if self.is_bare:
-            return [self.flag]
-        values = value if self.is_repeated else [value]
-        return [word for each in values for word in (self.flag, each)]
-
-    def flag_help(self) -> str:
-        """The help of the flag, with its default."""
-        shown = "" if self.is_bare else self.default or self.no_default
-        return f"{self.help}  [{shown}]" if shown else self.help
 
 
 def _seconds(
@@ -274,6 +166,26 @@ TABLE = (
         choices=CACHE_WRITES, metavar="|".join(CACHE_WRITES), help="Which blocks to write.",
         about="the blocks to write. `shared`: prefixes that several rows of a batch have. `all`: "
         "also the ends of prompts, for later batches with the same prompts",
+    ),
+    Setting(
+        "reuse_seconds", ("BATCHKV_REUSE_KEEP",), "--reuse-keep", ValueType.DURATION, "7d", "",
+        "seconds", 3600, 3650 * _DAY, metavar="TIME",
+        help="How long answers of batches with --reuse are remembered.",
+        about="how long answers of batches with `--reuse` are remembered, from the time that they "
+        "were computed",
+    ),
+    Setting(
+        "reuse_answers", ("BATCHKV_REUSE_MAX_ANSWERS",), "--reuse-max-answers", ValueType.WHOLE,
+        "100000", "", "answers", 1, 10_000_000, metavar="N",
+        help="The most answers that the server remembers.",
+        about="the most answers that the server remembers, for all batches and keys together. The "
+        "oldest are deleted",
+    ),
+    Setting(
+        "reuse_bytes", ("BATCHKV_REUSE_MAX",), "--reuse-max", ValueType.SIZE, "100MB", "", "bytes",
+        metavar="SIZE", help="The most bytes of answers that the server remembers.",
+        about="the most bytes of the remembered answers, as they are compressed. Redis takes about "
+        "300 bytes more for each. An answer with more than a sixteenth of them is not remembered",
     ),
     _seconds("cache_lease_seconds", "--cache-lease-seconds", "30", 3600,
              "How long a lost worker keeps a prefix.",

@@ -13,6 +13,7 @@ from batchkv_producer import agreed
 from batchkv_producer.settings_table import BY_NAME
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.adapter import Adapter
+from batchkv_producer.wire.transition_types import NOTHING_REMEMBERED, ReuseLimits
 from batchkv_worker.errors import SettingsError
 from batchkv_worker.settings import (
     SETTINGS,
@@ -83,6 +84,9 @@ def test_every_variable_is_read() -> None:
         "BATCHKV_CACHE_AUDIT": "0.5",
         "BATCHKV_KV_ADOPT_FLOAT": "on",
         "BATCHKV_TRACE": "t.json",
+        "BATCHKV_REUSE_KEEP": "2d",
+        "BATCHKV_REUSE_MAX_ANSWERS": "12",
+        "BATCHKV_REUSE_MAX": "2MB",
     }
     assert {setting.variable for setting in SETTINGS} == set(texts)
     texts["BATCHKV_CACHE"] = "redis://hub:6380/0"
@@ -111,7 +115,19 @@ def test_every_variable_is_read() -> None:
         cache_audit=0.5,
         trace="t.json",
         kv_adopt_float=True,
+        reuse_seconds=172_800,
+        reuse_answers=12,
+        reuse_bytes=2_000_000,
     )
+
+
+def test_the_limits_of_remembered_answers_are_checked() -> None:
+    """A time too short is refused. Answers that others' blocks may change are not remembered."""
+    with pytest.raises(SettingsError, match=r"BATCHKV_REUSE_KEEP=10m: expected a time of at least"):
+        WorkerSettings.from_env({**BASE, "BATCHKV_REUSE_KEEP": "10m"})
+    assert WorkerSettings.from_env(BASE).reuse_limits == ReuseLimits()
+    adopting = {**BASE, "BATCHKV_CACHE": "disk:/tmp/x", "BATCHKV_KV_ADOPT_FLOAT": "on"}
+    assert WorkerSettings.from_env(adopting).reuse_limits == NOTHING_REMEMBERED
 
 
 def test_a_flag_overrides_its_variable() -> None:

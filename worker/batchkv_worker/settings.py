@@ -25,6 +25,8 @@ from batchkv_producer.wire.adapter import (
     split_here,
     with_adapter,
 )
+from batchkv_producer.wire.batch_options import seconds_of
+from batchkv_producer.wire.transition_types import NOTHING_REMEMBERED, ReuseLimits
 from batchkv_worker.errors import SettingsError
 from batchkv_worker.kv.schemes.spec import SchemeSpec
 
@@ -59,6 +61,13 @@ def _number(setting: Setting, text: str) -> float:
     if not setting.low <= value <= setting.high:  # also false for nan
         raise ValueError(text)
     return value
+
+
+def _duration(setting: Setting, text: str) -> int:
+    seconds = seconds_of(text)
+    if not setting.low <= seconds <= setting.high:
+        raise ValueError(text)
+    return seconds
 
 
 def _choice(setting: Setting, text: str) -> str:
@@ -96,6 +105,7 @@ _READERS: dict[ValueType, Callable[[Setting, str], Any]] = {
     ValueType.NUMBER: _number,
     ValueType.CHOICE: _choice,
     ValueType.SWITCH: _switch,
+    ValueType.DURATION: _duration,
     ValueType.FILE: _file,
     ValueType.ADAPTERS: _adapters,
 }
@@ -156,6 +166,9 @@ class WorkerSettings:
     cache_lease_seconds: float = _default("cache_lease_seconds")
     cache_audit: float = _default("cache_audit")
     kv_adopt_float: bool = _default("kv_adopt_float")
+    reuse_seconds: int = _default("reuse_seconds")
+    reuse_answers: int = _default("reuse_answers")
+    reuse_bytes: int = _default("reuse_bytes")
     trace: str | None = _default("trace")
 
     @classmethod
@@ -200,6 +213,16 @@ class WorkerSettings:
         """Queue -> name of the adapter; the model alone, "", comes first."""
         names = ("", *(adapter.name for adapter in self.adapters))
         return {redis_keys.queue_name(self.served_name(name)): name for name in names}
+
+    @property
+    def reuse_limits(self) -> ReuseLimits:
+        """How long answers are remembered, and how many of them.
+
+        Blocks of another scheme change answers, so none are remembered with ``kv_adopt_float``.
+        """
+        if self.kv_adopt_float:
+            return NOTHING_REMEMBERED
+        return ReuseLimits(self.reuse_seconds, self.reuse_answers, self.reuse_bytes)
 
     def _check_adapters(self) -> None:
         base, name = split_here(self.model)

@@ -96,6 +96,7 @@ def _facts(row: _Row, *, full: bool) -> dict[str, Any]:
         "cached_tokens": result.usage.cached,
         "completion_tokens": result.usage.completion,
         "worker": result.worker or None,
+        "reused": result.reused,
         "created": result.created or None,
         "busy_ms": result.busy_ms,
     }

@@ -62,7 +62,7 @@ class Submitting:
             defaults=terms.defaults,
             job_timeout_seconds=terms.timeout_seconds,
             name=terms.name,
-            options=_checked_options(terms).options,
+            options=replace(_checked_options(terms).options, reuse_scope=caller.owner),
             prompting=terms.prompting,
             earlier=earlier,
             identity=identity_of(caller.owner),

@@ -86,6 +86,12 @@ _OPTIONS = (
         "count as the same.",
     ),
     click.option(
+        "--reuse",
+        is_flag=True,
+        help="End rows with answers that earlier batches with this flag got for the same request "
+        "from the same model, scheme and dtype. Only rows with temperature 0 or a seed.",
+    ),
+    click.option(
         "--keep",
         "keep_seconds",
         callback=_keep,
@@ -111,7 +117,8 @@ def add_batch_options(command: Callable[..., R]) -> Callable[..., R]:
 
     @functools.wraps(command)
     def with_options(*args: Any, **kwargs: Any) -> R:
-        names = ("adapter", "priority", "expires", "dedupe", "keep_seconds", "fresh", "mixed")
+        names = ["adapter", "priority", "expires", "dedupe", "reuse"]
+        names += ["keep_seconds", "fresh", "mixed"]
         found = BatchOptions(**{name: kwargs.pop(name) for name in names})
         return command(*args, batch_options=found, **kwargs)
 

@@ -284,7 +284,7 @@ def _say_submitted(submitted: Submitted) -> None:
     say(f"{what}{duplicates}, in queue {submitted.queue}")
     if submitted.generation > 1:
         say(generation_words(submitted))
-    for note in filter(None, (submitted.model_note, submitted.style_note)):
+    for note in filter(None, (submitted.model_note, submitted.style_note, submitted.reuse_note)):
         say(note)
     for note in submitted.notes:
         say(f"batch {submitted.batch_id} was there already: {note}")

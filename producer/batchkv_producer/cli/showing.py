@@ -147,6 +147,7 @@ def show_batch(client: BatchClient, batch_id: str, *, as_json: bool) -> bool:
             ("priority", batch.priority),
             ("expires", moment(batch.expires) if batch.expires else None),
             ("copied", f"{batch.copied:,} rows were duplicates" if batch.is_deduped else None),
+            ("reused", f"{batch.reused:,} answers" if batch.is_reusing else None),
             ("kept", _kept(batch)),
             ("prompt tokens", _prompt_tokens(batch)),
             ("generated", f"{batch.completion_tokens:,} tokens"),
@@ -167,7 +168,8 @@ def show_job(client: BatchClient, job_id: str, *, as_json: bool) -> bool:
     else:
         fields = asdict(job)
         error = printable(fields.pop("error")) or None
-        print_fields([*fields.items(), ("error", error)])
+        reused = "yes" if fields.pop("reused") else None
+        print_fields([*fields.items(), ("reused", reused), ("error", error)])
     return job.status not in ("queued", "running")
 
 

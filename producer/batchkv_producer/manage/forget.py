@@ -1,7 +1,8 @@
 """``batchkv forget``: deletes a batch from the server, in any state.
 
 First the batch's hash is marked: from then on no script writes anything for the batch
-(``lua/common.lua``). Then its rows are deleted page by page, with RQ's records of them. The
+(``lua/common.lua``). Then the answers that are remembered of it are deleted, unless another batch
+had stored the same before. Then its rows are deleted page by page, with RQ's records of them. The
 results, the entry in the list of batches and the hash are deleted last. If the process is killed in
 between, the mark stays, and the next ``forget``, ``status``, ``list`` or maintenance goes on.
 Workers notice within a second that their rows are gone. All of this works on a full server.
@@ -42,6 +43,7 @@ def forget_batch(connection: Redis, wanted: str) -> str:
         batch_id = find_batch(connection, wanted, or_forgotten=True)
     except ExpiredError:  # its keys have expired, but the list of batches still has its id
         batch_id = match_batch(connection, wanted)
+        _forget_answers(connection, batch_id, math.inf)
         _step(connection, batch_id, "", "end")
         return batch_id
     queue: Any = connection.hget(redis_keys.batch(batch_id), "queue")
@@ -55,6 +57,8 @@ def finish_forget(connection: Redis, batch_id: str, queue: str, until: float = m
 
     ``until`` is in monotonic seconds. Raises ResponseError if this user may not do it.
     """
+    if not _forget_answers(connection, batch_id, until):
+        return False
     num_gone = 0
     while True:
         before = num_gone
@@ -67,6 +71,14 @@ def finish_forget(connection: Redis, batch_id: str, queue: str, until: float = m
         with suppress(ResponseError):  # remaining entries do no harm, because `pull` drops them
             Transitions(connection).sweep(queue, batch_id)
         _step(connection, batch_id, queue, "end")
+    return True
+
+
+def _forget_answers(connection: Redis, batch_id: str, until: float) -> bool:
+    """Delete the batch's remembered answers. Returns False if some are left at ``until``."""
+    while _step(connection, batch_id, "", "reuse", PAGE_LINES) > 0:
+        if time.monotonic() > until:
+            return False
     return True
 
 

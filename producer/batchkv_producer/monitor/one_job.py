@@ -32,7 +32,8 @@ _FROM_RQ: dict[bytes, JobStatus] = {
 class JobInfo:
     """One job. ``custom_id`` is None if the server no longer has it.
 
-    ``error``: why a row failed, as ``code: message``.
+    ``error``: why a row failed, as ``code: message``. ``reused``: its answer was remembered from an
+    earlier batch, for which ``worker`` computed it.
     """
 
     job_id: str
@@ -43,6 +44,7 @@ class JobInfo:
     num_deaths: int = 0
     worker: str = ""
     error: str = ""
+    reused: bool = False
 
 
 def read_job(connection: Redis, job_id: str) -> JobInfo:
@@ -55,9 +57,8 @@ def read_job(connection: Redis, job_id: str) -> JobInfo:
         stored, (status, data, worker, *deaths) = pipeline.execute()
     if stored is not None:
         result = decode_result(stored)
-        info = JobInfo(
-            job_id, result.outcome, batch_id, line, result.custom_id, worker=result.worker
-        )
+        known = (job_id, result.outcome, batch_id, line, result.custom_id)
+        info = JobInfo(*known, worker=result.worker, reused=result.reused)
         return replace(info, error=": ".join(result.error)) if result.error else info
     if status is None:
         if not connection.exists(redis_keys.batch(batch_id)):

@@ -36,7 +36,8 @@ class BatchStatus:
     ``expires`` is the deadline, ``kept_until`` the time at which the results are deleted,
     ``read_at`` the time of this status: seconds since 1970 by the server's clock, 0 for none.
     ``num_results`` counts the stored results, one for each row that has ended. ``copied`` rows got
-    the answer of another row with the same request.
+    the answer of another row with the same request. ``reused`` rows got a remembered answer of an
+    earlier batch.
     """
 
     batch_id: str
@@ -66,6 +67,8 @@ class BatchStatus:
     has_aligned_jobs: bool = False  # RQ's jobs are deleted together with the results
     copied: int = 0
     kept: int = 0  # ok rows with the answer of a row of an earlier batch
+    is_reusing: bool = False  # rows may end with remembered answers
+    reused: int = 0
     chunks: int = 0  # chunks of the submit that are in the queue
     cut: int = 0  # ok rows whose answer ends at max_tokens; older workers do not count them
     num_results: int = 0
@@ -129,7 +132,7 @@ class BatchStatus:
         )
 
     def _ok(self) -> str:
-        counts = {"kept": self.kept, "cut at max_tokens": self.cut}
+        counts = {"kept": self.kept, "reused": self.reused, "cut at max_tokens": self.cut}
         some = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
         return f"{self.ok:,} ok" + (f" ({some})" if some else "")
 
@@ -295,6 +298,8 @@ def _batch_status(batch_id: str, values: dict[str, str], num_workers: int) -> Ba
             copied=count("copied"),
             cut=count("cut"),
             kept=count("kept"),
+            is_reusing="reuse" in values,
+            reused=count("reused"),
             num_results=count("num_results"),
             fingerprint=values.get("fingerprint", ""),
             scheme=values.get("scheme", ""),

@@ -32,7 +32,8 @@ class Chunk:
     A chunk of duplicates has only ``duplicates``: (line, job data, custom_id, line of the leader).
     ``needs``: line -> the abilities that it needs and that older workers lack. ``facts`` are those
     of a stretch of lines, not of the chunk's rows. ``kept``: line -> (line of an answered row with
-    the same request in an earlier batch, custom_id).
+    the same request in an earlier batch, custom_id). ``reuse``: line -> the digest of its request,
+    then its custom_id, of rows that may end with a remembered answer.
     """
 
     number: int
@@ -42,6 +43,7 @@ class Chunk:
     needs: dict[int, str] = field(default_factory=dict)
     facts: RowFacts = NO_FACTS
     kept: dict[int, tuple[int, str]] = field(default_factory=dict)
+    reuse: dict[int, bytes] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.jobs) + len(self.bad_rows) + len(self.duplicates)

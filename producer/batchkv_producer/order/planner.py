@@ -44,13 +44,13 @@ PRAGMA cache_size = -16384;
 CREATE TABLE rows (
     line INTEGER PRIMARY KEY, custom_id TEXT, sort_key BLOB, num_chars INTEGER,
     endpoint TEXT, code TEXT, message TEXT, data BLOB, size INTEGER, work INTEGER,
-    same BLOB, needs TEXT, digest BLOB);
+    same BLOB, needs TEXT, digest BLOB, mark BLOB);
 CREATE TABLE followers (line INTEGER PRIMARY KEY, leader INTEGER);
 CREATE TABLE earlier (digest BLOB PRIMARY KEY, line INTEGER) WITHOUT ROWID;
 CREATE TABLE plan (chunk INTEGER, line INTEGER, shared INTEGER);
 BEGIN;
 """
-_ADD = "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_ADD = "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _BY_CUSTOM_ID = "SELECT custom_id, line, code FROM rows ORDER BY custom_id, line"
 _REFUSE = """
 UPDATE rows SET code = ?, message = ?, sort_key = x'', work = -1, data = NULL WHERE line = ?
@@ -75,7 +75,7 @@ WHERE work >= 0 AND rows.line NOT IN (SELECT line FROM followers) ORDER BY plan.
 _LEADER = "(SELECT leader FROM followers WHERE followers.line = plan.line)"
 _FROM_CHUNK = """
 SELECT plan.chunk, rows.line, custom_id, endpoint, code, message, data, shared, {leader}, needs,
-    earlier.line
+    earlier.line, mark
 FROM plan CROSS JOIN rows ON rows.line = plan.line LEFT JOIN earlier ON earlier.digest = rows.digest
 WHERE plan.chunk >= ? ORDER BY plan.rowid
 """  # a cross join keeps SQLite from swapping the loops
@@ -85,6 +85,7 @@ ORDER BY line LIMIT ?
 """
 _OTHER_THAN = "SELECT line FROM rows WHERE code IS NULL OR code != ? LIMIT 1"
 _NUM_ALIKE = "SELECT COUNT(*) FROM rows JOIN earlier USING (digest) WHERE code IS NULL"
+_NUM_SAMPLED = "SELECT COUNT(*) FROM rows WHERE code IS NULL AND mark IS NULL"
 _COUNTS = "SELECT COUNT(*), COUNT(code), SUM(num_chars), MAX(line) FROM rows"
 
 
@@ -108,7 +109,8 @@ class BatchPlan:
     """A batch on its way to the queue: fill it once, seal it, then read its chunks in order.
 
     ``dedupe``: a row waits for the first row with the same request (``duplicates``). ``place``
-    returns a row's place in the input. ``cache_salt``: the salt of all rows.
+    returns a row's place in the input. ``cache_salt``: the salt of all rows. ``reuse``: rows may
+    end with remembered answers.
     """
 
     def __init__(
@@ -118,8 +120,9 @@ class BatchPlan:
         dedupe: bool = False,
         prompting: Prompting = AUTO,
         cache_salt: str | None = None,
+        reuse: bool = False,
     ) -> None:
-        self._dedupe, self._cache_salt = dedupe, cache_salt
+        self._dedupe, self._cache_salt, self._reuse = dedupe, cache_salt, reuse
         self._prompting = prompting
         self.num_plain = 0  # plain prompts; see ``prompting``
         self.num_templated = 0  # rows that a chat template renders
@@ -174,6 +177,10 @@ class BatchPlan:
         self._database.executemany("INSERT OR IGNORE INTO earlier VALUES (?, ?)", answered)
         return int(self._database.execute(_NUM_ALIKE).fetchone()[0])
 
+    def num_never_reused(self) -> int:
+        """How many valid rows cannot end with a remembered answer, if others may."""
+        return int(self._database.execute(_NUM_SAMPLED).fetchone()[0]) if self._reuse else 0
+
     def needs(self) -> str:
         """The abilities that its rows need and that older workers lack, between blanks."""
         found = self._database.execute("SELECT DISTINCT needs FROM rows WHERE code IS NULL")
@@ -199,12 +206,15 @@ class BatchPlan:
             leader,
             needs,
             kept,
+            mark,
         ) in self._database.execute(query, (start,)):
             if number != chunk.number:
                 yield chunk
                 chunk = self._chunk(number)
             if needs:
                 chunk.needs[line] = needs
+            if mark is not None:
+                chunk.reuse[line] = mark + custom_id.encode("utf-8", "surrogatepass")
             if leader is not None:
                 chunk.duplicates.append((line, data, custom_id, leader))
             elif code is None:
@@ -233,7 +243,7 @@ class BatchPlan:
         if isinstance(row, RowError):
             line, endpoint = row.line, row.endpoint
             wrong = (endpoint, row.code, row.message)
-            return line, row.custom_id, b"", 0, *wrong, None, 0, -1, None, "", None
+            return line, row.custom_id, b"", 0, *wrong, None, 0, -1, None, "", None, None
         line, request = row.line, row.request
         self.num_plain += request.style == "auto"
         request = self._prompting.apply(request)
@@ -249,9 +259,10 @@ class BatchPlan:
         work = work_of(size, request.params.max_tokens, request.params.n or 1)
         custom_id, endpoint = request.custom_id, request.endpoint
         digest = request_digest(request)
-        same = digest if self._dedupe and can_have_duplicates(request) else None
-        good = (endpoint, None, None, data, size, work, same, " ".join(needs_of(request)), digest)
-        return line, custom_id, key, num_chars, *good
+        equal = digest if can_have_duplicates(request) else None
+        same, mark = equal if self._dedupe else None, equal if self._reuse else None
+        good = (endpoint, None, None, data, size, work, same, " ".join(needs_of(request)))
+        return line, custom_id, key, num_chars, *good, digest, mark
 
     def _repeated_ids(self) -> Iterator[tuple[str, str, int]]:
         """The good rows whose id an earlier line has. A bad line keeps its id, too."""

@@ -49,6 +49,7 @@ def summary(facts: Facts) -> str:
         ("ok", f"{status.ok:,}", "good"),
         ("failed", f"{status.failed:,}", "bad" if status.failed else ""),
         ("canceled", f"{status.canceled:,}", ""),
+        *([("ok, reused", f"{status.reused:,}", "")] if status.reused else ()),
         ("open", f"{status.total - status.num_ended:,}", ""),
         ("prompt tokens", f"{status.prompt_tokens:,}", ""),
         ("of them cached", per_cent(status.cached_tokens, status.prompt_tokens), ""),

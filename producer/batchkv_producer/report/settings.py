@@ -36,6 +36,7 @@ def settings_of(connection: Redis, status: BatchStatus) -> list[tuple[str, str]]
         "deadline": utc(status.expires) if status.expires else "",
         "results stay": _kept(status),
         "duplicates": "computed once" if status.is_deduped else "",
+        "remembered answers": "used" if status.is_reusing else "",
         "time limit of a row": _limit(status.job_timeout_seconds),
         "plain prompts": stored["style"],
         "system message": "given (its text is not shown)" if stored["system"] else "",

@@ -7,6 +7,8 @@ A row has one of three shapes, as OpenAI's files have them::
                         error null
     no answer at all    response null, error {code, message}
 
+The line of an answer that was remembered from an earlier batch ends with ``"reused": true``.
+
 Answers go to OUT, the other two to OUT.errors.jsonl (``outfile``).
 """
 
@@ -40,6 +42,8 @@ def output_line(job_id: str, result: Result) -> str:
     line: dict[str, Any] = {"id": job_id, "custom_id": result.custom_id}
     if result.outcome == "ok":
         line |= _answered(job_id, OK, body_of(job_id, [result]))
+        if result.reused:
+            line["reused"] = True
     else:
         code, message = _error_of(result)
         if code in REFUSED_CODES:

@@ -165,13 +165,14 @@ def _raw_chunk(chunk: Chunk) -> Chunk:
         needs={},
         facts=NO_FACTS,
         kept={},
+        reuse={},
     )
 
 
 def _send(transitions: Transitions, batch_id: str, spec: BatchSpec, chunk: Chunk) -> int:
     queue = redis_keys.queue_name(spec.model)
     number, seconds = chunk.number, spec.job_timeout_seconds
-    more = (seconds, chunk.needs, chunk.facts)
+    more = (seconds, chunk.needs, chunk.facts, chunk.reuse)
     if chunk.duplicates:
         return transitions.follow(batch_id, queue, number, chunk.duplicates, *more)
     bad_rows = [(row.line, encode_result(_as_result(row, spec.model))) for row in chunk.bad_rows]

@@ -37,6 +37,7 @@ from batchkv_producer.submit.enqueue import (
 )
 from batchkv_producer.submit.generations import Generation, informed, settled
 from batchkv_producer.submit.kept_answers import EarlierBatch
+from batchkv_producer.submit.reused_answers import check_reuse, reuse_note
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.adapter import Adapter, split_here, with_adapter
 from batchkv_producer.wire.batch_options import NO_OPTIONS, BatchOptions
@@ -61,8 +62,8 @@ class Submitted:
     ``errors`` are the first few wrong rows. ``num_duplicates`` rows get the answer of another row
     with the same request. ``notes``: options that differ in the existing batch, which keeps its
     own. ``style_note`` says how plain prompts of a new batch are sent. ``model_note`` names the
-    models in lines that are ignored. ``generation``, ``base``, ``relatives``, ``why``: see
-    ``generations``.
+    models in lines that are ignored. ``reuse_note`` names rows that --reuse does not help.
+    ``generation``, ``base``, ``relatives``, ``why``: see ``generations``.
     """
 
     batch_id: str
@@ -81,6 +82,7 @@ class Submitted:
     relatives: frozenset[str] = frozenset()
     style_note: str = ""
     model_note: str = ""
+    reuse_note: str = ""
 
     @property
     def num_twins(self) -> int:
@@ -190,10 +192,8 @@ def submit(
         raise UsageError(f"the job timeout must be at least 1 second, got {job_timeout_seconds}")
     given = checked_defaults(defaults or SamplingParams())
     served = _Chosen(model, default_model, options.adapter)
-    with (
-        BatchPlan(given, dedupe=options.dedupe, prompting=prompting, cache_salt=cache_salt) as plan,
-        served.known(),
-    ):
+    check_reuse(connection, options)
+    with _plan(given, options, prompting, cache_salt) as plan, served.known():
         facts, counts = _read(source, plan, given, served.need, prompting, endpoint)
         on_counted(counts.total)
         name = (name or source_name(source))[:MAX_NAME_CHARS]
@@ -210,13 +210,26 @@ def submit(
             return enqueue(Transitions(connection), plan, counts, chosen, spec, on_progress)
 
         chosen, (joined, notes) = settled(connection, digest_of, options, make)
-        num_plain = plan.num_plain
+        num_plain, reuse = plan.num_plain, reuse_note(plan.num_never_reused())
     return replace(
         _submitted(chosen, spec, counts, joined=joined),
         errors=errors,
         notes=notes,
         style_note=style_note(connection, chosen.batch_id, is_new=not joined) if num_plain else "",
         model_note=facts.model_note,
+        reuse_note=reuse,
+    )
+
+
+def _plan(
+    given: SamplingParams, options: BatchOptions, prompting: Prompting, cache_salt: str | None
+) -> BatchPlan:
+    return BatchPlan(
+        given,
+        dedupe=options.dedupe,
+        prompting=prompting,
+        cache_salt=cache_salt,
+        reuse=options.reuse,
     )
 
 

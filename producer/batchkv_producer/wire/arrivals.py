@@ -47,6 +47,7 @@ class Arrivals(Scripts):
         timeout_seconds: int,
         needs: Mapping[int, str] | None = None,
         facts: RowFacts = NO_FACTS,
+        reuse: Mapping[int, bytes] | None = None,
         kept: Mapping[int, tuple[int, str]] | None = None,
         earlier: tuple[str, int] = ("", 0),
         cut: Collection[int] = (),
@@ -56,7 +57,7 @@ class Arrivals(Scripts):
         ``needs``: line -> the abilities that a worker needs for it, separated by blanks.
         ``facts``: see ``row_facts``. ``kept``: see ``chunk``, for the batch ``earlier``: (its id,
         the number of ends of its rows when it was read). ``cut``: its lines that ended at
-        max_tokens.
+        max_tokens. ``reuse``: see ``chunk``.
 
         Returns the number of chunks enqueued so far: chunk + 1, or more if another submit of the
         same file was faster, which is no error. -1 means that the batch is gone.
@@ -72,7 +73,7 @@ class Arrivals(Scripts):
         ]
         for line, data, shared_bytes in jobs:
             args += (f"{batch_id}-{line}", data, shared_bytes, (needs or {}).get(line, ""))
-            args.append(_kept((kept or {}).get(line), cut))
+            args += (_kept((kept or {}).get(line), cut), (reuse or {}).get(line, b""))
         for line, result in bad_rows:
             args += (line, result)
         keys = [redis_keys.batch(batch_id), redis_keys.queue(queue)]
@@ -110,6 +111,7 @@ class Arrivals(Scripts):
         timeout_seconds: int,
         needs: Mapping[int, str] | None = None,
         facts: RowFacts = NO_FACTS,
+        reuse: Mapping[int, bytes] | None = None,
     ) -> int:
         """Store chunk number ``chunk`` of duplicates. Returns the same as ``submit``.
 
@@ -120,6 +122,7 @@ class Arrivals(Scripts):
         for line, data, custom_id, leader in rows:
             raw_id = custom_id.encode("utf-8", "surrogatepass")
             args += (f"{batch_id}-{line}", data, raw_id, leader, (needs or {}).get(line, ""))
+            args.append((reuse or {}).get(line, b""))
         return int(self._run("follow", [redis_keys.batch(batch_id)], args))
 
 

@@ -1,4 +1,4 @@
-"""Options of a batch: priority, deadline, dedupe, how long results are kept, the adapter.
+"""Options of a batch: priority, deadline, dedupe, reuse, how long results are kept, the adapter.
 
 Except for the adapter, the batch's identity does not depend on them. The same file, model and
 defaults join the batch that exists, and that batch keeps its own options.
@@ -19,6 +19,7 @@ from batchkv_producer.wire.redis_keys import PRIORITIES
 from batchkv_producer.wire.transition_types import BatchRecord
 
 MAX_SECONDS = 10 * 365 * 86400
+LOCAL_SCOPE = "local"  # of batches that are submitted without a key
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _DURATION = re.compile(r"(?:[0-9]{1,9}[smhdw])+")
 _PART = re.compile(r"([0-9]+)([smhdw])")
@@ -47,7 +48,9 @@ class BatchOptions:
 
     ``fresh``: compute all rows again, in a new generation. ``mixed``: workers of several KV schemes
     and dtypes may share the batch. ``maker``: the known part of its maker. ``adapter``: the model's
-    adapter. It is the only option that the batch's identity depends on.
+    adapter. It is the only option that the batch's identity depends on. ``reuse``: its rows may end
+    with answers of earlier batches that have it, and its answers are remembered for later ones.
+    ``reuse_scope``: only batches of one scope exchange answers; the gateway gives each key one.
     """
 
     priority: str | None = None
@@ -58,6 +61,8 @@ class BatchOptions:
     mixed: bool = False
     maker: Maker = NOBODY
     adapter: Adapter | None = None
+    reuse: bool = False
+    reuse_scope: str = LOCAL_SCOPE
 
     def __post_init__(self) -> None:
         if self.priority not in (None, *PRIORITIES):
@@ -65,6 +70,10 @@ class BatchOptions:
             raise UsageError(f"the priority must be one of {known}; got {self.priority!r}")
         if self.keep_seconds is not None and not 1 <= self.keep_seconds <= MAX_SECONDS:
             raise UsageError(f"keep must be 1 second to 10 years, got {self.keep_seconds} s")
+        if self.reuse and self.fresh:
+            raise UsageError(
+                "--fresh computes all rows, and --reuse takes remembered answers: give one of them"
+            )
 
     def as_fields(self, server_seconds: Callable[[], int]) -> dict[str, str | int]:
         """Fields of the batch's hash, for the options that were given."""
@@ -75,6 +84,8 @@ class BatchOptions:
             found["expires"] = self.expires.moment(server_seconds)
         if self.dedupe:
             found["dedupe"] = 1
+        if self.reuse:
+            found["reuse"] = self.reuse_scope
         if self.keep_seconds is not None:
             found["keep"] = self.keep_seconds
         if self.adapter is not None:
@@ -98,6 +109,8 @@ def differences(there: BatchRecord, asked: BatchOptions) -> tuple[str, ...]:
         )
     if asked.dedupe and not there.is_deduped:
         found.append("it was submitted without --dedupe, and stays so")
+    if asked.reuse and not there.is_reusing:
+        found.append("it was submitted without --reuse, and stays so")
     if asked.keep_seconds not in (None, there.keep_seconds):
         kept = f"{there.keep_seconds} s after its end" if there.keep_seconds else "without a limit"
         found.append(f"its results stay {kept}, as it was submitted")

@@ -33,7 +33,7 @@ from batchkv_producer.wire.error_codes import ErrorCode as ErrorCode
 from batchkv_producer.wire.inflating import inflate
 from batchkv_producer.wire.params import SamplingParams as SamplingParams
 from batchkv_producer.wire.params import given_params, read_params
-from batchkv_producer.wire.stamp import unstamped
+from batchkv_producer.wire.stamp import is_reused, unstamped
 
 FUNCTION_NAME = "batchkv.generate"
 MAX_JOB_BYTES = 64 * 2**20  # decompressed; the reader accepts less in a line
@@ -109,6 +109,8 @@ class Result:
     ``created`` is seconds since 1970 and ``busy_ms`` the wall time from admission to the end.
     ``note`` reports the hits in the shared cache, if the worker has one. ``fingerprint`` and
     ``scheme`` are those of the worker (``maker``); empty from workers of the first version.
+    ``reused``: the answer was remembered from an earlier batch, so nothing was computed for this
+    row; usage and times are those of the row that was.
 
     ``text`` to ``logprobs``, ``reasoning``, ``tool_calls`` and ``token_ids`` are of the first
     choice, and ``more`` has the others. ``choices`` has all. ``prompt_token_ids`` and ``token_ids``
@@ -135,6 +137,7 @@ class Result:
     token_ids: tuple[int, ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     more: tuple[Choice, ...] = ()
+    reused: bool = False
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -230,6 +233,7 @@ def encode_result(result: Result) -> bytes:
         "h": usage.reasoning,
         "d": [packed_choice(choice) for choice in result.more],
         "g": dict(result.note.tiers) if result.note is not None else None,
+        "y": result.reused,
     }
     kept = {key: value for key, value in packed.items() if value}
     kept |= packed_choice(result.choices[0])
@@ -253,6 +257,7 @@ def decode_result(data: bytes) -> Result:
 
     The result of a duplicate is its own custom_id and then its leader's result (``stamp``).
     """
+    reused = is_reused(data)
     custom_id, data = unstamped(data)
     raw = inflate(data, MAX_RESULT_BYTES, "result")
     try:
@@ -260,7 +265,9 @@ def decode_result(data: bytes) -> Result:
         result = _result(packed)
     except _UNREADABLE as fault:
         raise WireError(f"stored result cannot be read: {fault}") from fault
-    return result if custom_id is None else replace(result, custom_id=custom_id)
+    if custom_id is None:
+        return result
+    return replace(result, custom_id=custom_id, reused=reused or result.reused)
 
 
 def _load_json(raw: bytes) -> Any:
@@ -381,4 +388,5 @@ def _result(packed: dict[str, Any]) -> Result:
         token_ids=first.token_ids,
         prompt_token_ids=None if prompt is None else unpacked_ids(prompt),
         more=tuple(unpacked_choice(choice) for choice in packed.get("d") or ()),
+        reused=packed.get("y") is True,
     )

@@ -18,8 +18,10 @@ key                        type    content
                                    ``job_timeout`` (seconds; that of the last submit or retry),
                                    ``defaults`` (JSON: parameters for rows that do not set them);
                                    only if requested: ``priority`` (``high``, ``low``), ``expires``
-                                   (the deadline, seconds since 1970), ``dedupe`` (1), ``keep``
-                                   (seconds after the end), then ``kept_until`` and ``kept_jobs``;
+                                   (the deadline, seconds since 1970), ``dedupe`` (1), ``reuse``
+                                   (the scope of its remembered answers: ``local``, or the id of
+                                   a gateway's key), ``keep`` (seconds after the end), then
+                                   ``kept_until`` and ``kept_jobs``;
                                    the known parts of its maker:
                                    ``fingerprint`` (of the model's files, 32 hex digits),
                                    ``scheme`` (of keys and values), ``dtype`` (``float32``,
@@ -32,7 +34,7 @@ key                        type    content
                                    ``forgotten_lines``, the number of deleted lines;
                                    counters ``ok failed canceled running prompt_tokens
                                    completion_tokens cached_tokens busy_ms saved_ms copied kept
-                                   cut``
+                                   cut reused``
 ``batchkv:batch:B:rows``   hash    for each stretch of lines: the digests of its rows' requests,
                                    and their custom_ids (``row_facts``)
 ``batchkv:res:B``          hash    line number -> encoded result (``job.encode_result``)
@@ -65,6 +67,12 @@ key                        type    content
                                    ``rows_failed``; of its last sample: ``minute`` (its beginning),
                                    ``waiting``, ``running``, ``workers``, and the totals at its
                                    beginning (``rows_done_before`` ...). Expires likewise
+``batchkv:reuse:a:K``      string  a remembered answer (``lua/reuse.lua``): ``c`` if it was cut at
+                                   max_tokens, else ``-``, then its result; expires. ``K`` has 40
+                                   hex digits, made from all that decides the answer. Producers may
+                                   only read and delete these three kinds of keys
+``batchkv:reuse:order``    zset    K -> where it ends among all bytes that were ever remembered
+``batchkv:reuse:of:B``     list    the K of the answers of batch B; expires
 ``batchkv:pace:Q``         hash    worker's name -> what it tells the others of ``Q``: its speed and
                                    what it holds (``worker.queue.runs.pace``). Expires after a day
 =========================  ======  ==============================================================
@@ -98,7 +106,9 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
                                    ``bkv_suspect``, the group with which it runs apart since, and
                                    ``bkv_halves``, half deaths counted in it (``suspects.lua``),
                                    ``bkv_shared``, bytes of its text that others begin with,
-                                   ``bkv_needs``, the abilities that it needs of its worker. Of
+                                   ``bkv_needs``, the abilities that it needs of its worker,
+                                   ``bkv_reuse``, the digest of its request (16 bytes) and its
+                                   custom_id, if it may end with a remembered answer. Of
                                    duplicates: ``bkv_custom_id``, ``bkv_first``
                                    (line of the group's first row), and in that one's hash
                                    ``bkv_lead`` (the line that runs, if it is another); ``bkv_cut``
@@ -141,6 +151,7 @@ SUSPENDED = "rq:suspended"
 SWEPT = "batchkv:swept"
 DRAIN = "bkv_drain"  # a field of a worker's record
 PRIORITIES = ("high", "normal", "low")
+REUSE_ORDER = "batchkv:reuse:order"
 
 _JOB_ID = re.compile(r"([0-9a-f]{16})-([1-9][0-9]{0,11})")
 

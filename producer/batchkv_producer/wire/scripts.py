@@ -18,7 +18,8 @@ _PRELUDES = dict.fromkeys(("retry", "mend", "forget", "sweep", "restore", "recou
 _PRELUDES |= dict.fromkeys(("give_back", "reap"), ("common", "suspects"))
 _PRELUDES |= dict.fromkeys(("submit", "settle", "copy", "follow"), ("common", "duplicates"))
 _PRELUDES |= dict.fromkeys(("live_ask", "live_keep", "live_cancel"), ("live",))
-_PRELUDES |= {"pull": ("maker", "suspects"), "finish": ("common", "duplicates", "maker")}
+_PRELUDES |= {"finish": ("common", "duplicates", "maker", "reuse")}
+_PRELUDES |= {"pull": ("common", "duplicates", "maker", "suspects", "reuse")}
 
 FLUSHES = 3  # tries: somebody may call `SCRIPT FLUSH` between the load of a script and its run
 

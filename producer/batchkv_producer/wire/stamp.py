@@ -1,7 +1,8 @@
 """The custom_id before the copied result of a duplicate: ``=<bytes of it>:<custom_id><result>``.
 
-Redis makes these copies itself (``lua/duplicates.lua``) and cannot rewrite compressed data. No
-result begins with ``=``: zlib's first byte is ``x``.
+Redis makes these copies itself (``lua/duplicates.lua``) and cannot rewrite compressed data. With
+``+`` in place of ``=`` the result is a remembered answer (``lua/reuse.lua``). No result begins with
+either: zlib's first byte is ``x``.
 """
 
 from __future__ import annotations
@@ -9,11 +10,17 @@ from __future__ import annotations
 from batchkv_producer.errors import WireError
 
 MAX_DIGITS = 8
+_REUSED = b"+"
+
+
+def is_reused(data: bytes) -> bool:
+    """Whether a stored result is an answer of an earlier batch that was remembered."""
+    return data[:1] == _REUSED
 
 
 def unstamped(data: bytes) -> tuple[str | None, bytes]:
     """(custom_id, result) for a copy; (None, data) for any other result. Raises WireError."""
-    if data[:1] != b"=":
+    if data[:1] not in (b"=", _REUSED):
         return None, data
     size, colon, rest = data[1:].partition(b":")
     if not colon or not size.isdigit() or len(size) > MAX_DIGITS or int(size) > len(rest):

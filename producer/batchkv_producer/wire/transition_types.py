@@ -33,12 +33,13 @@ class BatchRecord:
     fits: bool = True
     is_forgotten: bool = False  # `batchkv forget` is deleting it
     style: str = ""
+    is_reusing: bool = False  # rows may end with remembered answers
 
     @classmethod
     def of(cls, reply: list[Any]) -> BatchRecord:
         """Read the script's answer."""
         fits, digest, chunks, num_chunks, order, priority, expires, keep, *rest = reply
-        dedupe, forgotten, style = rest
+        dedupe, forgotten, style, reuse = rest
         return cls(
             digest.decode("utf-8", "replace"),
             int(chunks),
@@ -51,6 +52,7 @@ class BatchRecord:
             bool(fits),
             bool(forgotten),
             (style or b"").decode(),
+            reuse is not None,
         )
 
 
@@ -69,7 +71,8 @@ class Pulled:
     ``timeout_seconds`` is RQ's timeout of the job; 0 or less means none. ``seconds_left`` are those
     to the batch's deadline. ``rank`` is the index of its priority in ``redis_keys.PRIORITIES``.
     ``shared_bytes``: see ``planner.Chunk``; None if the producer did not store it.
-    ``has_begun``: whether Redis has it as begun. ``finish`` reports the others.
+    ``has_begun``: whether Redis has it as begun. ``finish`` reports the others. ``is_reusing``: its
+    answer is to be remembered for later batches.
     """
 
     lease: JobLease
@@ -80,6 +83,7 @@ class Pulled:
     rank: int = 1
     shared_bytes: int | None = None
     has_begun: bool = True
+    is_reusing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ class Run:
     ``num_passed``: suspects that were skipped. ``unfit``: for each list, the number of entries seen
     that other workers must compute. ``has_more``: the entries after these were not read.
     ``is_apart``: the jobs are suspects of one group, and nothing else may run with them.
+    ``num_reused``: rows that this pull has ended with remembered answers.
     """
 
     jobs: list[Pulled]
@@ -97,11 +102,12 @@ class Run:
     unfit: tuple[int, ...] = (0, 0, 0)
     has_more: bool = False
     is_apart: bool = False
+    num_reused: int = 0
 
     @classmethod
     def of(cls, reply: list[Any], num_begin: int) -> Run:
         """Read the script's answer. Its first ``num_begin`` jobs have begun."""
-        lengths, place, taken, num_passed, unfit, has_more, is_apart = reply
+        lengths, place, taken, num_passed, unfit, has_more, is_apart, num_reused = reply
         jobs = [
             Pulled(
                 JobLease(job.decode(), execution.decode()),
@@ -112,16 +118,31 @@ class Run:
                 int(place) - 1,
                 int(shared) if shared.isdigit() else None,
                 index < num_begin,
+                bool(reuse),
             )
-            for index, (job, execution, data, deaths, timeout, left, shared) in enumerate(taken)
+            for index, (job, execution, data, deaths, timeout, left, shared, reuse) in enumerate(
+                taken
+            )
         ]
         counts = tuple(map(int, lengths)), int(num_passed), tuple(map(int, unfit))
-        return cls(jobs, *counts, bool(has_more), bool(is_apart))
+        return cls(jobs, *counts, bool(has_more), bool(is_apart), int(num_reused))
 
     @property
     def num_queued(self) -> int:
         """Entries of all priorities."""
         return sum(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseLimits:
+    """How long answers are remembered, how many, and how many bytes of them. 0 bytes: none."""
+
+    keep_seconds: int = 7 * 86_400
+    max_answers: int = 100_000
+    max_bytes: int = 100_000_000
+
+
+NOTHING_REMEMBERED = ReuseLimits(max_bytes=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +158,7 @@ class JobResult:
     busy_ms: int = 0
     saved_ms: int = 0
     is_cut: bool = False  # ok, but its answer was cut at max_tokens
+    digest: bytes = b""  # of its request, if its answer is to be remembered
 
     @property
     def kind(self) -> str:

@@ -28,7 +28,9 @@ submit         the producer                the chunk is the batch's next: enqueu
 follow         the producer                the same, for duplicates (``--dedupe``)
 pull           a worker                    status is queued, the line has no result, no living
                                            lease holds the job, and the worker has the weights, KV
-                                           scheme, dtype and abilities that batch and job name
+                                           scheme, dtype and abilities that batch and job name. A
+                                           row whose answer is remembered is finished instead
+                                           (``lua/reuse.lua``)
 finish         the worker that holds it    the job's ``bkv_exec`` is the worker's execution, and the
                                            line has no result yet; queued again if the worker does
                                            not fit the batch
@@ -76,6 +78,7 @@ from batchkv_producer.wire.arrivals import RESULT_TTL_SECONDS as RESULT_TTL_SECO
 from batchkv_producer.wire.arrivals import Arrivals
 from batchkv_producer.wire.job import MAX_JOB_BYTES
 from batchkv_producer.wire.maker import ABILITIES, ANYBODY, Maker
+from batchkv_producer.wire.transition_types import NOTHING_REMEMBERED, ReuseLimits
 from batchkv_producer.wire.transition_types import BatchRecord as BatchRecord
 from batchkv_producer.wire.transition_types import JobLease as JobLease
 from batchkv_producer.wire.transition_types import JobResult as JobResult
@@ -131,14 +134,14 @@ class Transitions(Arrivals):
         ``num_begin`` (None: all) begin at once. ``knows_suspects`` skips suspects. If
         ``may_be_apart`` and a suspect comes first, only its group is taken: as many as begin at
         once, whatever ``count``. Jobs of batches with another ``maker``, or that need other
-        ``abilities``, are skipped.
+        ``abilities``, are skipped. Rows whose answers are remembered end at once.
         """
         self.pull_prefix = secrets.token_hex(8)
         args: list[Any] = [worker, lease_seconds, count, iso_now(), MAX_JOB_BYTES]
         num_begin = count if num_begin is None else num_begin
         args += [self.pull_prefix, ENOUGH_BYTES, num_workers, num_begin]
         args += [int(knows_suspects), int(may_be_apart), *maker.values(), " ".join(abilities)]
-        args.append(FAILURE_TTL_SECONDS)
+        args += [FAILURE_TTL_SECONDS, queue, RESULT_TTL_SECONDS]
         keys = [*redis_keys.waiting_lists(queue), redis_keys.registry("wip", queue)]
         return Run.of(self._run("pull", keys, args), num_begin)
 
@@ -163,18 +166,21 @@ class Transitions(Arrivals):
         endings: Sequence[JobResult],
         begun: Sequence[JobLease] = (),
         maker: Maker = ANYBODY,
+        limits: ReuseLimits = NOTHING_REMEMBERED,
     ) -> list[str]:
         """End held jobs; for each "ok", or "lost", "duplicate", "unfit" (nothing was written).
 
         ``begun`` are other held jobs that have begun since the pull. A job whose batch has another
-        ``maker`` is queued again.
+        ``maker`` is queued again. Answers with a digest are remembered within ``limits``, if their
+        batch has ``reuse``.
         """
         args: list[Any] = [iso_now(), RESULT_TTL_SECONDS, FAILURE_TTL_SECONDS, queue, COPIES]
-        args += (*maker.values(), len(begun), *_flat(begun))
+        args += (*maker.values(), limits.keep_seconds, limits.max_answers, limits.max_bytes)
+        args += (len(begun), *_flat(begun))
         for end in endings:
             args += (end.lease.job_id, end.lease.execution, end.kind, end.result)
             args += (end.prompt_tokens, end.completion_tokens, end.cached_tokens)
-            args += (end.busy_ms, end.saved_ms)
+            args += (end.busy_ms, end.saved_ms, end.digest if limits.max_bytes else b"")
         keys = [redis_keys.registry(kind, queue) for kind in ("wip", "finished", "failed")]
         keys += [redis_keys.worker(worker), redis_keys.queue(queue)]
         return [v.decode() for v in self._run("finish", keys, args)]

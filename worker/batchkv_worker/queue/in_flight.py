@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import chain, dropwhile
 
 from batchkv_producer.errors import WireError
+from batchkv_producer.order.duplicates import can_have_duplicates, request_digest
 from batchkv_producer.wire.job import (
     MAX_JOB_BYTES,
     Endpoint,
@@ -29,7 +30,7 @@ from batchkv_producer.wire.job import (
 from batchkv_producer.wire.maker import NOBODY, Maker
 from batchkv_producer.wire.transitions import JobLease, JobResult, Pulled
 from batchkv_worker.events import Completed, Rejected, Work
-from batchkv_worker.figures.rows import CANCELED, OK, RowCounts
+from batchkv_worker.figures.rows import CANCELED, OK, REUSED, RowCounts
 from batchkv_worker.queue.runs.pace import prompt_work
 
 
@@ -45,6 +46,7 @@ class StartedRow:
     rank: int = 0  # of its priority, as ``Pulled`` has it
     num_choices: int = 1  # as ``Work`` has it
     prompt_work: float = 0.0  # of its prompt, as ``pace`` counts it
+    digest: bytes = b""  # of its request, if its answer is to be remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,11 @@ class InFlight:
         for row in pulled:
             self._backlog[row.lease.job_id] = _BacklogRow(row, now + row.seconds_left)
 
+    def note_reused(self, count: int) -> None:
+        """Rows ended at their pull, with remembered answers."""
+        if count:
+            self.counts.add(REUSED, count=count)
+
     def start(self, count: int) -> list[Work | JobResult]:
         """Take the first rows out of the backlog, and ``admit`` each.
 
@@ -187,6 +194,7 @@ class InFlight:
             rank=pulled.rank,
             num_choices=work.num_choices,
             prompt_work=_prompt_work(pulled),
+            digest=_digest(request) if pulled.is_reusing else b"",
         )
         if not pulled.has_begun:
             self._unreported[job_id] = pulled.lease
@@ -255,6 +263,7 @@ class InFlight:
             busy_ms=busy_ms,
             saved_ms=event.saved_ms,
             is_cut=any(choice.finish_reason == "length" for choice in result.choices),
+            digest=row.digest,
         )
 
     def expire(self, now: float) -> list[JobResult]:
@@ -311,6 +320,11 @@ class InFlight:
 
 def _prompt_work(pulled: Pulled) -> float:
     return prompt_work(len(pulled.data), pulled.shared_bytes)
+
+
+def _digest(request: Request) -> bytes:
+    """The digest of a request whose answer may be remembered, else empty."""
+    return (request_digest(request) or b"") if can_have_duplicates(request) else b""
 
 
 def _busy_ms(row: StartedRow) -> int:

@@ -235,6 +235,7 @@ class JobPuller:
         run = self._serve_engine_until(self._pull())
         now = time.monotonic()
         self._lengths = run.lengths
+        self._in_flight.note_reused(run.num_reused)
         self._passed_over.note(run)
         self._passed_over.note_barren(run, now)
         self._turns.note_pull(has_jobs=bool(run.jobs), has_entries=any(run.lengths), now=now)

@@ -228,7 +228,8 @@ class RedisSide:
 
     def finish(self, results: Sequence[JobResult], begun: Sequence[JobLease]) -> list[str]:
         """See Transitions.finish."""
-        return self._moves.finish(self._queue, self._worker, results, begun, self.maker)
+        limits = self._settings.reuse_limits
+        return self._moves.finish(self._queue, self._worker, results, begun, self.maker, limits)
 
     def give_back(self, held: Sequence[JobLease], *, died: bool) -> int:
         """See Transitions.give_back."""

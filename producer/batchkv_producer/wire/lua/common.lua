@@ -21,9 +21,9 @@ local function is_forgotten(batch)
   return marks[batch]
 end
 
--- A result without the custom_id that a copy has before it (`stamp.py`).
+-- A result without the custom_id that a copy or a reused one has before it (`stamp.py`).
 local function bare(result)
-  local size, rest = string.match(result or '', '^=(%d+):()')
+  local size, rest = string.match(result or '', '^[=+](%d+):()')
   return size and string.sub(result, rest + tonumber(size)) or result
 end
 

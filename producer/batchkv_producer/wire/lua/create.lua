@@ -5,7 +5,7 @@
 -- ARGV: batch id, 1 if several schemes and dtypes may compute it, number of the next pairs, fields and
 --       values of its model, scheme, dtype and style, then field, value, ... for a new batch.
 -- Returns {1 if it fits, digest, chunks, num_chunks, order, priority, expires, keep, dedupe, forgotten,
--- style} as stored afterwards; the last seven may be nil.
+-- style, reuse} as stored afterwards; the last eight may be nil.
 local is_mixed, first = ARGV[2] == '1', 4 + 2 * tonumber(ARGV[3])
 local fits = 1
 if redis.call('HEXISTS', KEYS[1], 'digest') == 0 then
@@ -34,5 +34,5 @@ if fits == 1 then
   if is_mixed then redis.call('HSET', KEYS[1], 'mixed', 1) end
 end
 local stored = redis.call('HMGET', KEYS[1], 'digest', 'chunks', 'num_chunks', 'order', 'priority',
-  'expires', 'keep', 'dedupe', 'forgotten', 'style')
-return {fits, unpack(stored, 1, 10)}
+  'expires', 'keep', 'dedupe', 'forgotten', 'style', 'reuse')
+return {fits, unpack(stored, 1, 11)}

@@ -3,12 +3,14 @@
 -- line gets at most one result. Their duplicates end with them (`duplicates.lua`). Jobs that have begun
 -- because others ended are marked as begun, for `reap`.
 -- A row goes back to the queue if its batch has another model, KV scheme or dtype than this worker.
+-- An answer of a batch with `reuse` is remembered (`reuse.lua`), if the worker gives its digest.
 -- KEYS: wip, finished, failed zsets, worker hash, queue list.
 -- ARGV: time in ISO 8601, result ttl (s), failure ttl (s), queue name, most copies, fingerprint, KV
---       scheme and dtype's class of the worker ('*' each: compare nothing), number of jobs that have
---       begun, then id, execution for each of these, then for each job that ends: id, execution, 'ok',
---       'cut' (ok, and cut at max_tokens) or 'failed', result, prompt, completion, cached tokens, busy
---       ms, ms that the cached tokens saved.
+--       scheme and dtype's class of the worker ('*' each: compare nothing), seconds for which answers
+--       are remembered, most of them, most of their bytes, number of jobs that have begun, then id,
+--       execution for each of these, then for each job that ends: id, execution, 'ok', 'cut' (ok, and
+--       cut at max_tokens) or 'failed', result, prompt, completion, cached tokens, busy ms, ms that
+--       the cached tokens saved, digest of its request, or '' if its answer is not to be remembered.
 -- Returns for each job that ends 'ok', 'lost' (somebody else holds or ended it), 'duplicate', or
 -- 'unfit' (it waits again).
 local iso, result_ttl, failure_ttl = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -16,23 +18,25 @@ local now = tonumber(redis.call('TIME')[1])
 local queue, budget = ARGV[4], tonumber(ARGV[5])
 local maker, batches = {ARGV[6], ARGV[7], ARGV[8]}, {}
 local verdicts, ok, failed, ended = {}, 0, 0, {}
-local first = 10 + 2 * tonumber(ARGV[9])
+local limits = {tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11])}
+local first, num_remembered = 13 + 2 * tonumber(ARGV[12]), 0
 
--- The fields of the batch: {fingerprint, scheme, dtype, mixed, dedupe}; read once.
+-- The fields of the batch: {fingerprint, scheme, dtype, mixed, dedupe, reuse}; read once.
 local function batch_fields(batch)
   batches[batch] = batches[batch] or redis.call('HMGET', 'batchkv:batch:' .. batch, 'fingerprint',
-    'scheme', 'dtype', 'mixed', 'dedupe')
+    'scheme', 'dtype', 'mixed', 'dedupe', 'reuse')
   return batches[batch]
 end
 
-for position = 10, first - 1, 2 do
+for position = 13, first - 1, 2 do
   local key = 'rq:job:' .. ARGV[position]
   if redis.call('HGET', key, 'bkv_exec') == ARGV[position + 1] then
     redis.call('HSET', key, 'bkv_begun', '1')
   end
 end
-for position = first, #ARGV, 9 do
+for position = first, #ARGV, 10 do
   local id, execution, outcome, result = unpack(ARGV, position, position + 3)
+  local digest = ARGV[position + 9]
   local key = 'rq:job:' .. id
   local is_cut = outcome == 'cut'
   if is_cut then outcome = 'ok' end
@@ -68,6 +72,13 @@ for position = first, #ARGV, 9 do
         local amount = ARGV[position + 3 + offset]
         if amount ~= '0' then redis.call('HINCRBY', hash, field, amount) end
       end
+      local scope = batch_fields(batch)[6]
+      if outcome == 'ok' and #digest == DIGEST_BYTES and scope then
+        local answer = reuse_key(scope, queue, maker, digest)
+        if answer and remember(answer, batch, result, is_cut, limits) then
+          num_remembered = num_remembered + 1
+        end
+      end
       ended[batch] = ended[batch] or {}
       table.insert(ended[batch], {line, outcome})
     end
@@ -102,6 +113,7 @@ for batch, rows in pairs(ended) do
   end
   keep_if_done(batch, now)
 end
+if num_remembered > 0 then forget_oldest(num_remembered, limits) end
 -- RQ's list of finished jobs expires with its last record.
 if ok > 0 then redis.call('EXPIRE', KEYS[2], result_ttl) end
 if redis.call('EXISTS', KEYS[4]) == 1 then

@@ -2,15 +2,23 @@
 -- hash. The mark stays until then, so that another process can complete the work.
 -- KEYS: batch hash, wip, finished, failed, canceled zsets, hash of due leaders. The zset of batches
 -- is not in KEYS: workers may only remove entries from it.
--- ARGV: 'mark' | 'page', number of lines | 'end'.
--- Returns for a page the number of lines that are gone by now, else 1; -1 when the batch is not
--- there (any more), or not marked.
+-- ARGV: 'mark' | 'reuse', number of answers | 'page', number of lines | 'end'.
+-- Returns for a page the number of lines that are gone by now, for 'reuse' the number of answers that
+-- this step deleted, else 1; -1 when the batch is not there (any more), or not marked.
 local batch = string.match(KEYS[1], '%x+$')
 allow_when_full(batch)
 if ARGV[1] == 'mark' then
   if redis.call('EXISTS', KEYS[1]) == 0 then return -1 end
   redis.call('HSET', KEYS[1], 'forgotten', 1)
   return 1
+end
+if ARGV[1] == 'reuse' then
+  -- The rights of an older hub do not name these keys. Then there are none.
+  local keys = redis.pcall('LPOP', 'batchkv:reuse:of:' .. batch, ARGV[2])
+  if not keys or keys.err then return 0 end
+  for _, key in ipairs(keys) do redis.call('DEL', 'batchkv:reuse:a:' .. key) end
+  redis.call('ZREM', 'batchkv:reuse:order', unpack(keys))
+  return #keys
 end
 local is_there = redis.call('EXISTS', KEYS[1]) == 1
 if is_there and not is_forgotten(batch) then return -1 end

@@ -12,17 +12,20 @@
 -- Suspects (`suspects.lua`) stay in place, and the rows after them are taken. A worker that may take
 -- suspects takes only the group of the first one: as many as begin at once. While suspects wait, no
 -- lower priority is taken.
+-- A row of a batch with `reuse` whose answer is remembered (`reuse.lua`) ends at once with that answer.
+-- Then the batch is this worker's, as if it had taken the row.
 -- KEYS: lists of high, normal and low priority, wip zset.
 -- ARGV: worker name, lease (s), count, time in ISO 8601, largest data accepted (bytes), prefix of the
 --       new execution ids, bytes of data after which no further job is taken, number of workers,
 --       how many of the jobs begin at once, 1 if suspects are skipped, 1 if they may be
 --       taken, the model's fingerprint, KV scheme and dtype's class ('*' each: compare nothing), names
---       of the worker's abilities, between blanks, failure ttl (s).
+--       of the worker's abilities, between blanks, failure ttl (s), queue name, result ttl (s).
 -- Returns {lengths of the lists afterwards, which of them the jobs are from (1 to 3), jobs, number of
 -- suspects skipped, numbers of rows of each list that others must compute, 1 if more such rows, or
--- entries to drop, may come before rows that fit, 1 if the jobs are suspects}. A job is {id, execution,
--- data or '' when too large, deaths, timeout (s, 0: none), seconds to the batch's deadline or '', shared
--- bytes or ''}. There are no jobs while RQ's workers are suspended.
+-- entries to drop, may come before rows that fit, 1 if the jobs are suspects, number of rows that ended
+-- with remembered answers}. A job is {id, execution, data or '' when too large, deaths, timeout (s, 0:
+-- none), seconds to the batch's deadline or '', shared bytes or '', 1 if its answer is to be remembered,
+-- else 0}. There are no jobs while RQ's workers are suspended.
 local worker, lease, count, iso, max_bytes, prefix, enough_bytes = ARGV[1], tonumber(ARGV[2]),
   tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
 local wip, num_workers = KEYS[4], math.max(1, tonumber(ARGV[8]))
@@ -37,18 +40,21 @@ local num_passed = 0
 local apart = nil  -- the group of suspects that this pull takes
 local MOST_LACKING = 1000  -- of each list
 local STRAY = 200  -- other jobs that are read in search of its members
+local MOST_REUSED = 500  -- rows that one pull ends
+local queue, result_ttl = ARGV[17], tonumber(ARGV[18])
+local num_reused, reused_bytes, reusing = 0, 0, {}
 
 local function lengths()
   return {redis.call('LLEN', KEYS[1]), redis.call('LLEN', KEYS[2]), redis.call('LLEN', KEYS[3])}
 end
 
 -- The fields of the batch: {fingerprint, scheme, dtype, mixed, deadline, model, forgotten,
--- digest}; read once.
+-- digest, scope of reused answers, dedupe}; read once.
 local function batch_fields(batch)
   local fields = batches[batch]
   if not fields then
     fields = redis.call('HMGET', 'batchkv:batch:' .. batch, 'fingerprint', 'scheme', 'dtype', 'mixed',
-      'expires', 'model', 'forgotten', 'digest')
+      'expires', 'model', 'forgotten', 'digest', 'reuse', 'dedupe')
     fields.fits = suits(maker, fields)
     fields.is_gone = fields[7] or (#batch == 16 and not fields[8])
     batches[batch] = fields
@@ -67,6 +73,41 @@ local function claim(batch)
       redis.call('HSET', 'batchkv:batch:' .. batch, name, maker[index])
     end
   end
+end
+
+-- End a row with the answer that is remembered for its request. `own` is the digest of its request,
+-- then its custom_id. `held` is a lapsed lease. Returns whether it did.
+local function reuse(id, batch, line, own, held)
+  local fields = batch_fields(batch)
+  if not fields[9] or #(own or '') < DIGEST_BYTES then return false end
+  local answer = reuse_key(fields[9], queue, maker, string.sub(own, 1, DIGEST_BYTES))
+  local value = answer and remembered(answer)
+  if not value then return false end
+  local key, hash, name = 'rq:job:' .. id, 'batchkv:batch:' .. batch, string.sub(own, DIGEST_BYTES + 1)
+  local is_cut = string.sub(value, 1, 1) == 'c'
+  claim(batch)
+  if held then
+    redis.call('ZREM', wip, id .. ':' .. held)
+    redis.call('DEL', 'rq:executions:' .. id, 'rq:execution:' .. id .. ':' .. held)
+    redis.call('HDEL', key, 'bkv_exec', 'bkv_begun')
+    release(batch, line)
+  end
+  redis.call('HSET', 'batchkv:res:' .. batch, line, '+' .. #name .. ':' .. name .. string.sub(value, 2))
+  redis.call('RPUSH', 'batchkv:done:' .. batch, line)
+  redis.call('HINCRBY', hash, 'ok', 1)
+  redis.call('HINCRBY', hash, 'reused', 1)
+  if is_cut then redis.call('HINCRBY', hash, 'cut', 1) end
+  redis.call('HSET', key, 'status', 'finished', 'ended_at', iso, 'data', '')
+  redis.call('EXPIRE', key, result_ttl)
+  redis.call('ZADD', 'rq:finished:' .. queue, now + result_ttl, id)
+  redis.call('EXPIRE', 'rq:finished:' .. queue, result_ttl)
+  if fields[10] and redis.call('EXISTS', duplicates_key(batch, line)) == 1 then
+    if is_cut then redis.call('HSET', key, 'bkv_cut', '1') end
+    copy_to_duplicates(queue, batch, line, 'ok', iso, math.floor(now), result_ttl,
+      tonumber(ARGV[16]), 1000)
+  end
+  num_reused, reused_bytes, reusing[batch] = num_reused + 1, reused_bytes + #value, true
+  return true
 end
 
 local function seconds_left(batch)
@@ -128,7 +169,7 @@ local function next_id()
 end
 
 if redis.call('EXISTS', 'rq:suspended') == 1 then
-  return {lengths(), from, taken, 0, unfit, has_more, 0}
+  return {lengths(), from, taken, 0, unfit, has_more, 0, 0}
 end
 local num_high = redis.call('LLEN', KEYS[1])
 local share = count
@@ -140,6 +181,7 @@ local is_cut_short = true  -- until the loop ends before its last turn
 for attempt = 1, math.max(count, num_begin) + 1000 + 3 * MOST_LACKING do
   local most = from == 1 and share or count
   if apart then most = math.max(1, is_of_one(apart) and 1 or num_begin) end
+  if num_reused >= MOST_REUSED or reused_bytes >= enough_bytes then break end
   local is_enough = #taken >= most or num_bytes >= enough_bytes
   local id = not is_enough and not (apart and #passed >= STRAY) and next_id()
   if not id then
@@ -151,7 +193,7 @@ for attempt = 1, math.max(count, num_begin) + 1000 + 3 * MOST_LACKING do
   local job = {}
   if is_id then  -- pcall: the key may be of another type, and the other jobs must still be taken
     job = redis.pcall('HMGET', key, 'status', 'bkv_exec', 'bkv_deaths', 'timeout',
-      'bkv_shared', 'bkv_needs', 'bkv_suspect')
+      'bkv_shared', 'bkv_needs', 'bkv_suspect', 'bkv_reuse')
   end
   local live = false
   if job[2] and job[2] ~= '' then
@@ -169,6 +211,9 @@ for attempt = 1, math.max(count, num_begin) + 1000 + 3 * MOST_LACKING do
     redis.call('EXPIRE', key, ARGV[16])
   elseif job[1] == 'queued' and not live and batch and batch_fields(batch).is_gone then
     redis.call('DEL', key)  -- `forget` deletes its other keys
+  elseif job[1] == 'queued' and not live and batch
+      and reuse(id, batch, line, job[8], job[2] ~= '' and job[2]) then
+    -- It has ended.
   elseif job[1] == 'queued' and not live and lacks_ability(job[6]) then
     lacking[#lacking + 1] = {from, id}
     num_lacking[from] = num_lacking[from] + 1
@@ -210,14 +255,15 @@ for attempt = 1, math.max(count, num_begin) + 1000 + 3 * MOST_LACKING do
     end
     num_bytes = num_bytes + #data
     taken[#taken + 1] = {id, execution, data, deaths, tonumber(job[4] or '0') or 0,
-      batch and seconds_left(batch) or '', job[5] or ''}
+      batch and seconds_left(batch) or '', job[5] or '', batch and batch_fields(batch)[9] and 1 or 0}
     apart = group
   end
 end
 if is_cut_short and #taken + #passed == 0 then has_more = 1 end  -- many entries were dropped
+for batch in pairs(reusing) do keep_if_done(batch, now) end
 for index = #passed, 1, -1 do redis.call('LPUSH', KEYS[from], passed[index]) end
 for _, row in ipairs(lacking) do
   redis.call('RPUSH', KEYS[row[1]], row[2])
   unfit[row[1]] = unfit[row[1]] + 1
 end
-return {lengths(), from, taken, num_passed, unfit, has_more, apart and 1 or 0}
+return {lengths(), from, taken, num_passed, unfit, has_more, apart and 1 or 0, num_reused}

@@ -5,10 +5,11 @@
 -- ARGV: queue name, chunk number (from 0), time in ISO 8601, job timeout (s), result ttl (s),
 --       failure ttl (s), description, digests and names of a stretch of rows (`row_facts.py`),
 --       batch whose answers may be kept ('' for none), number of ends of its rows when it was
---       read, number of jobs, then id, data, shared bytes, needs, kept for each job, then line, result
---       for each row that failed before it was queued.
--- `needs` and `kept` may be ''; `kept` is <line of the earlier batch>:<custom_id>, with a "c" before
--- the colon if that line's answer was cut at max_tokens. Such a row ends at once with that line's answer,
+--       read, number of jobs, then id, data, shared bytes, needs, kept, reuse for each job, then line,
+--       result for each row that failed before it was queued.
+-- `needs`, `kept` and `reuse` may be ''; `reuse` is the digest of the request, then the custom_id, of a
+-- row that may end with a remembered answer (`reuse.lua`). `kept` is <line of the earlier batch>:
+-- <custom_id>, with a "c" before the colon if that line's answer was cut at max_tokens. Such a row ends at once with that line's answer,
 -- if both batches have the same model, scheme and dtype. This batch then stores those that it lacks.
 -- Otherwise the row is queued.
 -- Returns the number of chunks enqueued so far.
@@ -62,15 +63,19 @@ end
 for _ = 1, num_jobs do
   local id = ARGV[position]
   if ARGV[position + 4] == '' or not keep(id, ARGV[position + 4]) then
-    local needs = ARGV[position + 3] ~= '' and {'bkv_needs', ARGV[position + 3]} or {}
+    local more = ARGV[position + 3] ~= '' and {'bkv_needs', ARGV[position + 3]} or {}
+    if ARGV[position + 5] ~= '' then
+      more[#more + 1] = 'bkv_reuse'
+      more[#more + 1] = ARGV[position + 5]
+    end
     redis.call('DEL', 'rq:job:' .. id)  -- a key of an earlier batch with this id has a time to live
     redis.call('HSET', 'rq:job:' .. id, 'data', ARGV[position + 1], 'created_at', now,
       'enqueued_at', now, 'origin', queue, 'status', 'queued', 'description', description,
       'timeout', timeout, 'result_ttl', result_ttl, 'failure_ttl', failure_ttl, 'retries_left', 3,
-      'bkv_shared', ARGV[position + 2], unpack(needs))
+      'bkv_shared', ARGV[position + 2], unpack(more))
     ids[#ids + 1] = id
   end
-  position = position + 5
+  position = position + 6
 end
 -- Many at once are faster; unpack accepts some thousands at most.
 for first = 1, #ids, 1000 do
