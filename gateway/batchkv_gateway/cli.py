@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import stat
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +23,8 @@ from batchkv_gateway.settings import GatewaySettings, is_loopback
 from batchkv_producer.cli.shared import Session, say, session, url_option
 from batchkv_producer.errors import UsageError
 from batchkv_producer.settings_table import GATEWAY_BY_NAME
+
+END_SECONDS = 8.0  # that the parts have to end, after the last request
 
 R = TypeVar("R")
 
@@ -73,7 +78,7 @@ def serve_command(flags: dict[str, str | None], is_opening: bool, url: str | Non
 
 def run(opened: Session, settings: GatewaySettings, *, is_opening: bool = False) -> None:
     """Serve until a signal ends it. ``is_opening``: show the page in a browser."""
-    with running_parts(opened.connection, settings) as parts:
+    with _last_end() as last_end, running_parts(opened.connection, settings) as parts:
 
         def on_ready(base_url: str) -> None:
             click.echo(f"serving {base_url}")
@@ -83,8 +88,30 @@ def run(opened: Session, settings: GatewaySettings, *, is_opening: bool = False)
                 sessions = Sessions(parts.connection, parts.keys)
                 open_page(page, parts.keys, sessions, parts.files.folder.path)
 
-        serve(make_app(parts), settings, parts.stopping, on_ready)
+        try:
+            serve(make_app(parts), settings, parts.stopping, on_ready)
+        finally:
+            last_end.start()
     say("the gateway has stopped; batches that workers compute go on")
+
+
+@contextmanager
+def _last_end() -> Iterator[threading.Timer]:
+    """Ends the process some seconds after its start, unless the block has ended before.
+
+    A server that hangs keeps the threads of the parts. Each step can be cut: it is done again.
+    """
+
+    def end() -> None:
+        say("the gateway has stopped in the middle of a step; the next start goes on with it")
+        os._exit(0)
+
+    timer = threading.Timer(END_SECONDS, end)
+    timer.daemon = True
+    try:
+        yield timer
+    finally:
+        timer.cancel()
 
 
 def _refuse_unsafe(settings: GatewaySettings, opened: Session) -> None:

@@ -1,8 +1,10 @@
 """A gateway in a process of its own. It can be killed, also at a named step of its work.
 
 As a program it is ``batchkv serve`` with changes: DIE_AT names a function of the gateway
-(``package.module:Class.function``), before or after whose call the process ends by SIGKILL. PATCH
-has other values for constants, as JSON.
+(``package.module:Class.function``), before or after whose call the process ends by SIGKILL. Before
+the first call of the function that HOLD_AT names, it makes a file ``held`` beside its home folder,
+and waits until the file is deleted. The number in a file ``clock`` there is added to its clock, in
+seconds. PATCH has other values for constants, as JSON.
 """
 
 from __future__ import annotations
@@ -40,10 +42,17 @@ class Gateway:
     """One process. ``home`` is its home folder."""
 
     def __init__(
-        self, redis_url: str, home: Path, *flags: str, die_at: str = "", **patch: Any
+        self,
+        redis_url: str,
+        home: Path,
+        *flags: str,
+        die_at: str = "",
+        hold_at: str = "",
+        **patch: Any,
     ) -> None:
         environment = {**os.environ, "BATCHKV_REDIS_URL": redis_url, "BATCHKV_HOME": str(home)}
-        environment |= {"DIE_AT": die_at, "PATCH": json.dumps(patch)}
+        environment |= {"DIE_AT": die_at, "HOLD_AT": hold_at, "PATCH": json.dumps(patch)}
+        self.held, self.clock = home.with_name("held"), home.with_name("clock")
         self.log = home.parent / f"gateway-{time.monotonic_ns()}.log"
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self.log.open("wb") as log:
@@ -90,10 +99,10 @@ class Gateway:
 
 @contextmanager
 def running_gateway(
-    redis_url: str, home: Path, *flags: str, die_at: str = "", **patch: Any
+    redis_url: str, home: Path, *flags: str, die_at: str = "", hold_at: str = "", **patch: Any
 ) -> Iterator[Gateway]:
     """A gateway for the length of a ``with`` block. ``patch``: constants of ``PATCHED``."""
-    found = Gateway(redis_url, home, *flags, die_at=die_at, **patch)
+    found = Gateway(redis_url, home, *flags, die_at=die_at, hold_at=hold_at, **patch)
     try:
         yield found
     finally:
@@ -135,15 +144,20 @@ def chat_file(*custom_ids: str) -> bytes:
     return "".join(f"{chat_line(each, f'text of {each}')}\n" for each in custom_ids).encode()
 
 
-def _die_at(place: str) -> None:
-    """Let the process end when a function is called, or after its call (``after ...``)."""
-    is_after = place.startswith("after ")
-    module_name, _, path = place.removeprefix("after ").partition(":")
+def _owner_of(place: str) -> tuple[Any, str, Any]:
+    """The module or class of ``package.module:Class.function``, its name there, and itself."""
+    module_name, _, path = place.partition(":")
     *parents, name = path.split(".")
     owner: Any = importlib.import_module(module_name)
     for parent in parents:
         owner = getattr(owner, parent)
-    whole = getattr(owner, name)
+    return owner, name, getattr(owner, name)
+
+
+def _die_at(place: str) -> None:
+    """Let the process end when a function is called, or after its call (``after ...``)."""
+    is_after = place.startswith("after ")
+    owner, name, whole = _owner_of(place.removeprefix("after "))
 
     def dying(*args: Any, **kwargs: Any) -> None:
         if is_after:
@@ -151,6 +165,34 @@ def _die_at(place: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(owner, name, dying)
+
+
+def _hold_at(place: str) -> None:
+    """Let a function wait before its first call."""
+    owner, name, whole = _owner_of(place)
+    held = Path(os.environ["BATCHKV_HOME"]).with_name("held")
+
+    def holding(*args: Any, **kwargs: Any) -> Any:
+        setattr(owner, name, whole)
+        held.touch()
+        while held.exists():
+            time.sleep(0.01)
+        return whole(*args, **kwargs)
+
+    setattr(owner, name, holding)
+
+
+def _shift_clock() -> None:
+    """Let this process have another time than the machine."""
+    clock, real = Path(os.environ["BATCHKV_HOME"]).with_name("clock"), time.time
+
+    def shifted() -> float:
+        try:
+            return real() + float(clock.read_text())
+        except FileNotFoundError:
+            return real()
+
+    time.time = shifted
 
 
 def _patch(constants: dict[str, float]) -> None:
@@ -165,7 +207,9 @@ if __name__ == "__main__":
     from batchkv_producer.cli import main
 
     _patch(json.loads(os.environ["PATCH"]))
-
+    _shift_clock()
     if os.environ.get("DIE_AT"):
         _die_at(os.environ["DIE_AT"])
+    if os.environ.get("HOLD_AT"):
+        _hold_at(os.environ["HOLD_AT"])
     main()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import signal
 import socket
-from collections.abc import Callable
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import h11
@@ -132,6 +134,23 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
+@contextmanager
+def _terminated_in_order() -> Iterator[None]:
+    """Let SIGTERM end the serving alone: what comes after it still runs.
+
+    uvicorn raises the signal again when it has stopped, which would end the process at once. A
+    second signal, after the block, does so.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def serve(
     app: ASGIApp,
     settings: GatewaySettings,
@@ -162,7 +181,7 @@ def serve(
         config.load()
     except OSError as fault:  # also ssl.SSLError
         raise UsageError(f"--tls-cert and --tls-key cannot be used: {fault}") from fault
-    with listening_socket(settings) as listening:
+    with listening_socket(settings) as listening, _terminated_in_order():
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         url = f"{'https' if tls else 'http'}://{shown}:{port}/v1"
