@@ -23,6 +23,7 @@ ORDER: dict[str, tuple[str, ...]] = {
             "rq_config",
             "tune",
             "doctor",
+            "queue.models",
             "queue",
             "queue.live",
             "queue.runs",

@@ -32,7 +32,7 @@ TABLE = (
     Setting(
         "model", ("BATCHKV_MODEL",), "--model", ValueType.MODEL,
         help="Model to serve: 'demo', a folder, or a Hugging Face name.",
-        about="the model to serve: a name, a folder, or `demo`",
+        about="a name, a folder, or `demo`. The flag may be repeated; the variable names one model",
     ),
     Setting(
         "adapters", ("BATCHKV_ADAPTERS",), "--adapter", ValueType.ADAPTERS, is_repeated=True,
@@ -132,6 +132,9 @@ TABLE = (
     _seconds("drain_seconds", "--drain-seconds", "30", _DAY,
              "How long a stop lets rows finish.",
              "how long a stop lets rows finish; the others go back to the queue", low=0),
+    _seconds("stay_seconds", "--stay-seconds", "30", _DAY,
+             "How long a model stays, at least, before another takes its place.",
+             "how long a model stays after it was loaded, at least, if there are several", low=0),
     Setting(
         "polite", ("BATCHKV_POLITE",), "--polite", ValueType.SWITCH, "off", is_bare=True,
         help="Pause while this machine runs on battery.",

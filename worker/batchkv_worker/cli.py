@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,11 +23,15 @@ from batchkv_worker.errors import SettingsError
 from batchkv_worker.kv.schemes.spec import SchemeSpec
 from batchkv_worker.settings import WorkerSettings
 
+if TYPE_CHECKING:
+    from batchkv_worker.queue.models.start import Asked
+
 EPILOG = """\b
 Examples:
   batchkv worker -m demo                          serve the embedded server
   batchkv worker -m MODEL --url redis://studio.local:6379
   batchkv worker -m MODEL --adapter support=adapters/support
+  batchkv worker -m MODEL -m OTHER                whichever has rows
   batchkv worker -m demo --burst                  end when the queue is empty
 
 \b
@@ -43,10 +47,10 @@ def settings_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add a flag for each setting of the table that has a name; values are keyword arguments."""
     for setting in reversed(TABLE):
         if setting.name:
-            flags = ("-m", setting.flag) if setting.name == "model" else (setting.flag,)
-            option = click.option(
-                *flags, setting.name, help=setting.flag_help(), **setting.option()
-            )
+            is_model = setting.name == "model"
+            flags = ("-m", setting.flag) if is_model else (setting.flag,)
+            kind = setting.option() | ({"multiple": True} if is_model else {})
+            option = click.option(*flags, setting.name, help=setting.flag_help(), **kind)
             command = option(command)
     return command
 
@@ -71,20 +75,37 @@ def worker_command(
     exit_with_parent: bool,
     quiet: bool,
     verbose: bool,
+    model: tuple[str, ...],
     **flags: Any,
 ) -> None:
     """Serve the queue of one model on this machine.
 
     With --adapter it also serves the queue of each adapter, one at a time.
+
+    With several -m it holds as many of the models as fit into memory together. It ends the rows of
+    a model before it changes to another one whose rows wait. Nothing but these models is loaded.
     """
     # Imported here, because RQ takes a tenth of a second, and other commands do not need it.
     from batchkv_worker.queue.rq_worker import BatchWorker
-    from batchkv_worker.queue.startup import exit_with
+    from batchkv_worker.queue.startup import default_name, exit_with
 
     try:
-        settings = WorkerSettings.from_env(os.environ, **flags)
+        first = model[0] if model else None
+        settings = WorkerSettings.from_env(os.environ, model=first, **flags)
+        if len(model) <= 1 and flags["stay_seconds"] is not None:
+            raise SettingsError(
+                "--stay-seconds: with one model there is no change. Give several -m"
+            )
         address = connection.url_in_use(url)
         check_cache(settings, address)
+        if len(model) > 1:
+            from batchkv_worker.queue.models.start import Asked, check_several
+
+            names = check_several(model, settings, max_jobs)
+            name = name or default_name()
+            asked = Asked(names, name, address, flags, burst, max_idle_time, quiet, verbose)
+            serve_several(asked, settings, exit_with_parent=exit_with_parent)
+            return
         with connection.server_errors(address):
             worker = BatchWorker(
                 list(settings.queues),
@@ -103,6 +124,15 @@ def worker_command(
             )
     except BatchkvError as fault:
         exit_with(fault)
+
+
+def serve_several(asked: Asked, settings: WorkerSettings, *, exit_with_parent: bool) -> None:
+    """Serve several models; ends with SystemExit for an exit code other than 0."""
+    from batchkv_worker.queue.models.run import run_host
+
+    with connection.server_errors(asked.url):
+        if code := run_host(asked, settings, exit_with_parent=exit_with_parent):
+            raise SystemExit(code)
 
 
 def check_cache(settings: WorkerSettings, queue_url: str) -> None:

@@ -158,6 +158,7 @@ class WorkerSettings:
     engine_timeout_seconds: float = _default("engine_timeout_seconds")
     load_timeout_seconds: float = _default("load_timeout_seconds")
     drain_seconds: float = _default("drain_seconds")
+    stay_seconds: float = _default("stay_seconds")  # of a model, if there are several
     polite: bool = _default("polite")
     cache: str | None = field(default=None, repr=False)
     cache_secret: bytes | None = field(default=None, repr=False)

@@ -11,6 +11,7 @@ from typing import Any
 
 from redis import Redis
 
+from batchkv_producer.monitor.hosts import decode_held, decode_models
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.adapter import MAX_ADAPTERS, is_adapter_name, served_name
 from batchkv_producer.wire.figures.worker import WorkerFigures, decode_figures
@@ -45,6 +46,9 @@ class WorkerInfo:
 
     ``silent_seconds``: the time since its last heartbeat, by the server's clock. A heartbeat is due
     every ``heartbeat_seconds``. ``is_away``: it has missed two.
+
+    ``models``: of a host, the models that it may serve; it has no ``model`` of its own. ``held``:
+    (model, worker) of those that it holds, each in a worker of its own.
     """
 
     name: str
@@ -70,6 +74,13 @@ class WorkerInfo:
     heartbeat_seconds: float = HEARTBEAT_SECONDS
     is_away: bool = False
     adapters: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    held: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def is_host(self) -> bool:
+        """Whether it has workers of its own, one for each model that it holds."""
+        return bool(self.models)
 
     @property
     def shown_state(self) -> str:
@@ -142,15 +153,29 @@ def read_workers(connection: Redis) -> list[WorkerInfo]:
     return [_worker_info(name, values, num_held.get(name, 0), now) for name, values in pairs]
 
 
+def listed_workers(connection: Redis) -> list[WorkerInfo]:
+    """As ``read_workers``, without the number of their jobs, which takes long to count."""
+    now, pairs = _records(connection, "")
+    return [_worker_info(name, values, 0, now) for name, values in pairs]
+
+
+def hosts_of(connection: Redis, model: str) -> list[WorkerInfo]:
+    """The hosts that may load a model, whether they hold it now or not."""
+    found = listed_workers(connection)
+    return [one for one in found if model in one.models and not one.is_away]
+
+
 def served_models(connection: Redis, *, with_loading: bool = False) -> list[str]:
     """The models that workers serve now, those with an adapter as ``MODEL@NAME``.
 
-    A worker that is loading serves none yet. ``with_loading``: these count as well.
+    A worker that is loading serves none yet. ``with_loading``: these count as well. So do, always,
+    models that a host may load.
     """
     found = [worker for worker in read_workers(connection) if not worker.is_away]
     live = [worker for worker in found if with_loading or not worker.is_loading]
     names = {worker.model for worker in live if worker.model}
     names |= {served_name(w.model, each) for w in live if w.model for each in w.adapters}
+    names |= {model for worker in found for model in worker.models}
     return sorted(names)
 
 
@@ -218,6 +243,8 @@ def _worker_info(
         heartbeat_seconds=beat,
         is_away=silent > MISSED_HEARTBEATS * beat + 1,  # the server's time is in whole seconds
         adapters=tuple(adapters),
+        models=decode_models(values.get("bkv_models", "")),
+        held=tuple(decode_held(values.get("bkv_held", "")).items()),
     )
 
 

@@ -47,6 +47,9 @@ key                        type    content
                                    that one worker cleans in each interval
 ``batchkv:lock:Q:apart``   string  name of the worker that takes no new rows until it can take the
                                    suspects of queue ``Q``, so that no other does; expires
+``batchkv:lock:models``    hash    ``version``: the number of claims of hosts so far (``hosts``)
+``batchkv:live:wish:Q``    hash    ``at``: when somebody last asked for an answer of a model that no
+                                   worker held, but a host may load; expires after 2 minutes
 ``batchkv:live:Q``         list    ids of live rows of queue ``Q`` that wait; the left end is the
                                    head
 ``batchkv:live:row:L``     hash    live row ``L``: ``queue``, ``data`` (as of a job), ``to`` (the
@@ -59,6 +62,8 @@ key                        type    content
 ``batchkv:live:to:A``      stream  pieces of answers and results for asker ``A``; expires
 ``batchkv:live:seen:Q``    string  the last worker that answered live rows of ``Q``; expires after
                                    60 s
+``batchkv:live:seen:Q:used``
+                           string  1, if a worker had live rows of ``Q``; expires after 60 s
 ``batchkv:samples:Q``      list    one JSON object for each minute of queue ``Q``, the oldest first
                                    (``monitor.samples.Sample``). At most 1,440; expires 2 days after
                                    the last
@@ -132,7 +137,9 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
                                    ``bkv_live`` (1: it answers live rows), ``bkv_figures`` (JSON,
                                    ``wire.figures.worker``) and ``bkv_counted`` (what its queue's
                                    totals have of its work). ``bkv_drain`` is written by whoever
-                                   drains the worker: 1, until it is resumed
+                                   drains the worker: 1, until it is resumed. A host (``hosts``)
+                                   has ``bkv_models`` (JSON: the models that it may serve) and
+                                   ``bkv_held`` (JSON: model -> the worker that holds it)
 ``rq:workers``             set     keys of all workers; ``rq:workers:Q`` those of one queue
 ``rq:suspended``           string  while it is there, no worker takes jobs
 ``rq:pubsub:<name>``       channel RQ's commands to a worker (``stop-job``)
@@ -149,6 +156,7 @@ QUEUE_PREFIX = "batchkv:"
 RQ_QUEUES = "rq:queues"
 SUSPENDED = "rq:suspended"
 SWEPT = "batchkv:swept"
+MODEL_CLAIMS = "batchkv:lock:models"
 DRAIN = "bkv_drain"  # a field of a worker's record
 PRIORITIES = ("high", "normal", "low")
 REUSE_ORDER = "batchkv:reuse:order"
@@ -229,6 +237,16 @@ def registry(kind: str, name: str) -> str:
 def live(name: str) -> str:
     """Key of the live rows that wait in a queue."""
     return f"batchkv:live:{name}"
+
+
+def live_wish(name: str) -> str:
+    """Key that exists if somebody lately wanted an answer of a model that no worker held."""
+    return f"batchkv:live:wish:{name}"
+
+
+def live_used(name: str) -> str:
+    """Key that exists if a worker had live rows of a queue in the last minute."""
+    return f"{live_seen(name)}:used"
 
 
 def live_row(row_id: str) -> str:

@@ -50,4 +50,5 @@ for attempt = 1, MOST_READ do
   end
 end
 for index = #left, 1, -1 do redis.call('LPUSH', KEYS[1], left[index]) end
+if #taken > 0 or tonumber(ARGV[7]) > 0 then redis.call('SET', KEYS[3] .. ':used', '1', 'EX', 60) end
 return {lost, taken}

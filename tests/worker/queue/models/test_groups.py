@@ -1,0 +1,50 @@
+"""Which models fit into memory together."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchkv_worker.errors import ModelError
+from batchkv_worker.kv.backends.memory_budget import MemoryFacts
+from batchkv_worker.queue.models.groups import Group, plan_groups
+
+GIB = 2**30
+STUDIO = MemoryFacts("metal", 64 * GIB, 48 * GIB, wired=3 * GIB)
+AIR = MemoryFacts("metal", 16 * GIB, 11 * GIB, wired=3 * GIB)
+LINUX = MemoryFacts("cpu", 16 * GIB, 8 * GIB)
+
+
+def test_models_fit_together_on_a_large_mac_and_not_on_a_small_one() -> None:
+    """Two models of 4 GB: a Studio holds both, an Air one at a time."""
+    weights = {"a": 4 * GIB, "b": 4 * GIB}
+    (group,) = plan_groups(weights, STUDIO)
+    assert group.models == ("a", "b")
+    assert group.memory_bytes is not None
+    assert 2 * group.memory_bytes < 48 * GIB - 8 * GIB
+    assert [each.models for each in plan_groups(weights, AIR)] == [("a",), ("b",)]
+    assert plan_groups(weights, AIR)[0].memory_bytes is None
+
+
+def test_a_model_joins_the_first_group_in_which_it_fits() -> None:
+    """A large model gets the machine alone; the small ones beside it share another group."""
+    weights = {"a": 2 * GIB, "large": 34 * GIB, "b": 3 * GIB}
+    assert [each.models for each in plan_groups(weights, STUDIO)] == [("a", "b"), ("large",)]
+
+
+def test_a_model_that_is_not_here_yet_gets_the_machine_alone() -> None:
+    """Its size is not known."""
+    assert [each.models for each in plan_groups({"a": GIB, "b": None}, STUDIO)] == [("a",), ("b",)]
+
+
+def test_the_memory_that_was_asked_for_is_shared() -> None:
+    """``--memory`` is of all models together; a share must be of use."""
+    weights = {"a": GIB, "b": GIB}
+    assert plan_groups(weights, LINUX, GIB) == (Group(("a", "b"), GIB // 2),)
+    small = 100 * 2**20
+    assert plan_groups(weights, LINUX, small) == (Group(("a",), small), Group(("b",), small))
+
+
+def test_a_model_that_does_not_fit_alone_is_refused() -> None:
+    """The error names the model and both sizes."""
+    with pytest.raises(ModelError, match=r"'large' is too large .* 30.0 GB of 16.0 GB"):
+        plan_groups({"a": GIB, "large": 30 * GIB}, AIR)
