@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from batchkv_worker.bench import rates
+from batchkv_producer.server.home import Home
+from batchkv_worker.bench import batches, product, rates, run
 from batchkv_worker.bench.extent import PARTS, QUICK, parts_of
 from batchkv_worker.bench.results import (
     BenchReport,
@@ -23,25 +25,45 @@ from batchkv_worker.bench.results import (
 )
 from batchkv_worker.bench.run import Bench
 from batchkv_worker.bench.show import as_markdown
+from batchkv_worker.bench.workloads import Workload, make
 from batchkv_worker.cli import bench_command
 from batchkv_worker.errors import SettingsError
+from batchkv_worker.kv.backends.measurements import Measurements
+from batchkv_worker.kv.start.backend import choose_backend
+from support.homes import new_home, shared_folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_measurements() -> Iterator[None]:
+    """Small arrays, short workloads, and a worker that uses what other tests have measured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rates, "READ_SIDE", {True: 64, False: 64})
+        patch.setattr(rates, "SIDE", {True: 64, False: 64})
+        for module in (run, batches):
+            patch.setattr(module, "make", short)
+        patch.setattr(product, "PREFIX_WORDS", 20)
+        patch.setattr(product, "Home", lambda folder: Home(new_home(folder)))
+        yield
+
+
+def short(name: str, rows: int, vocabulary: int) -> Workload:
+    """A workload with the first and the last tokens of its prompts."""
+    found = make(name, rows, vocabulary)
+    prompts = [prompt[:24] + prompt[-8:] for prompt in found.prompts]
+    return Workload(name, prompts, [min(count, 6) for count in found.max_tokens])
 
 
 @pytest.fixture(scope="module")
 def report() -> BenchReport:
     """A quick bench of the demo model, whole; a machine of any speed does."""
     notes: list[str] = []
-    patch = pytest.MonkeyPatch()
-    patch.setattr(rates, "READ_SIDE", {True: 64, False: 64})
-    patch.setattr(rates, "SIDE", {True: 64, False: 64})
-    try:
-        extent = replace(QUICK, rows=4, least_rows=4)
-        bench = Bench("demo", ("float", "affine8"), 4, "auto", extent, notes.append)
-        found = bench.report
-        for figure in bench.figures():
-            found = found.with_figure(figure)
-    finally:
-        patch.undo()
+    extent = replace(QUICK, rows=4, least_rows=4)
+    bench = Bench("demo", ("float", "affine8"), 4, "auto", extent, notes.append)
+    file = shared_folder() / "bench.json"  # its engines choose alike, and the first one measures
+    bench._config = replace(bench._config, backend=choose_backend(Measurements(file)))
+    found = bench.report
+    for figure in bench.figures():
+        found = found.with_figure(figure)
     assert len(notes) == 9
     return found
 
