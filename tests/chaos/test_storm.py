@@ -176,7 +176,8 @@ def chats(count: int) -> Work:
         requests.append(Request(f"c{line}", "chat", messages=messages, params=params, **more))
     sizes = {"slots": 6, "chunk_tokens": 512, "memory_bytes": 2**28}
     config = EngineConfig("float", path="fused", group_cost=64, **sizes)
-    engine = Engine(tiny_models.loaded_chat(tiny_models.build(FAMILY), CHAT_KIND), config)
+    loaded = tiny_models.loaded_chat(tiny_models.build(FAMILY), CHAT_KIND)
+    engine = Engine(loaded, tiny_models.with_measured(loaded.model, config))
     try:
         for index, request in enumerate(requests):
             engine.add(events.Work(str(index), request))

@@ -11,6 +11,7 @@ from typing import Any
 
 from batchkv_worker.engine.engine import Engine, EngineConfig
 from batchkv_worker.events import Completed
+from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.sequence import Generation, Sequence
 from parity import matrix
 from parity.families import VOCABULARY
@@ -141,9 +142,13 @@ class Cell:
             prefix_bytes=prefix_bytes,
             path=path,
             group_cost=16,  # rows of unequal length are cut into many groups
-            backend=_KERNEL if path == "kernel" else None,
+            backend=_KERNEL if path == "kernel" else self._backend(path),
         )
         return Engine(tiny_models.loaded(self.model), config)
+
+    def _backend(self, path: str) -> Backend:
+        """What a start checks is the same for any number of slots, so the first engine checks."""
+        return tiny_models.measured(self.model, self.scheme, 0, path)
 
     def engine(self, slots: int) -> Engine:
         """An engine with so many slots; what ran in it before has left its traces there."""

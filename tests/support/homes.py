@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 # The processes of one test run have this name in common, and no other run has.
-_RUN = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+_RUN = os.environ.setdefault("BKV_TEST_RUN", str(os.getpid()))
 
 
 def new_home(path: Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ import mlx.core as mx  # noqa: E402
 from mlx.utils import tree_flatten, tree_unflatten  # noqa: E402
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache  # noqa: E402
 
+from batchkv_worker.engine.config import EngineConfig  # noqa: E402
 from batchkv_worker.kv.backends.contract import Backend  # noqa: E402
 from batchkv_worker.kv.backends.measurements import Measurements  # noqa: E402
 from batchkv_worker.kv.layers.discover import CacheTree, discover  # noqa: E402
@@ -130,14 +131,23 @@ def loaded(model: Any, **changes: Any) -> LoadedModel:
     return LoadedModel(**{**values, **changes})
 
 
-def measured(model: Any, scheme: str, slots: int) -> Backend:
+def with_measured(model: Any, config: EngineConfig) -> EngineConfig:
+    """The configuration with the backend ``measured``, unless it names one."""
+    if config.backend is not None:
+        return config
+    fixed = (config.path, config.group_cost, config.prefix_cells)
+    return replace(config, backend=measured(model, config.scheme, config.slots, fixed))
+
+
+def measured(model: Any, scheme: str, slots: int, fixed: object = None) -> Backend:
     """The backend for an engine of this model; all tests of this run share its measurements.
 
-    Not for tests that break what is measured: they would not see it.
+    ``fixed``: what is not measured. Not for tests that break what is measured: they would not see
+    it.
     """
     shapes = [(path, a.shape, str(a.dtype)) for path, a in tree_flatten(model.parameters())]
     facts = {"test": type(model).__module__, "shapes": str(shapes), "config": str(model.args)}
-    facts |= {"scheme": scheme, "slots": str(slots)}
+    facts |= {"scheme": scheme, "slots": str(slots), "fixed": str(fixed)}
     return choose_backend(Measurements(shared_folder() / _file_name(facts), facts))
 
 

@@ -56,7 +56,7 @@ def build_tiny(settings: WorkerSettings, family: str = FAMILY, chat: str = "") -
     access = open_access(settings)
     model = tiny_models.build(family)
     loaded = tiny_models.loaded_chat(model, chat) if chat else tiny_models.loaded(model)
-    engine = Engine(loaded, config, access)
+    engine = Engine(loaded, tiny_models.with_measured(model, config), access)
     plan = json.loads(os.environ.get("FAKE_PLAN", "{}"))
     pause, vitals = plan.get("step_seconds", 0.0), plan.get("vitals")
     _plant_faults(plan.get("faults", []))

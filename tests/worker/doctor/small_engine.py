@@ -19,7 +19,7 @@ def small_engine(way: Access | None = None, seed: int = 0) -> Iterator[Engine]:
     config = EngineConfig(
         "float", slots=6, chunk_tokens=512, memory_bytes=2**30, path="fused", group_cost=64
     )
-    engine = Engine(loaded, config, way)
+    engine = Engine(loaded, tiny_models.with_measured(loaded.model, config), way)
     try:
         yield engine
     finally:

@@ -32,7 +32,9 @@ SAMPLED = Generation(12, temperature=1.0, top_k=8, seed=SEED)
 def engine(family: str = "llama", **changes: Any) -> Engine:
     values: dict[str, Any] = {"slots": 6, "chunk_tokens": 256, "path": "fused"}
     values |= {"scheme": "float", "memory_bytes": 2**27, "prefix_cells": 0, **changes}
-    return Engine(tiny_models.loaded(model_of(family)), EngineConfig(**values))
+    model = model_of(family)
+    config = tiny_models.with_measured(model, EngineConfig(**values))
+    return Engine(tiny_models.loaded(model), config)
 
 
 def row(job_id: str, length: int = 40, generation: Generation = SAMPLED) -> Sequence:

@@ -19,7 +19,9 @@ from worker.kv.crowd import model_of, random_prompt
 def engine(family: str = "llama", **changes: Any) -> Engine:
     values: dict[str, Any] = {"slots": 4, "chunk_tokens": 512, "path": "fused", "lane_chunk": 256}
     values |= {"scheme": "float", "memory_bytes": 2**28, "group_cost": 64, **changes}
-    return Engine(tiny_models.loaded(model_of(family)), EngineConfig(**values))
+    model = model_of(family)
+    config = tiny_models.with_measured(model, EngineConfig(**values))
+    return Engine(tiny_models.loaded(model), config)
 
 
 def row(name: str, length: int, num_tokens: int) -> Sequence:

@@ -29,7 +29,8 @@ LATER = RuntimeError(
 
 def engine(family: str) -> Engine:
     config = EngineConfig("float", slots=4, chunk_tokens=256, memory_bytes=2**27, path="fused")
-    return Engine(tiny_models.loaded(model_of(family)), config)
+    model = model_of(family)
+    return Engine(tiny_models.loaded(model), tiny_models.with_measured(model, config))
 
 
 def submit(running: Engine, count: int = 6) -> None:

@@ -54,7 +54,9 @@ class Planted:
 
 def engine(source: Pressure | None = None, family: str = "llama", scheme: str = "float") -> Engine:
     config = EngineConfig(scheme, slots=4, chunk_tokens=256, memory_bytes=2**23, path="fused")
-    return Engine(tiny_models.loaded(model_of(family)), config, pressure=source)
+    model = model_of(family)
+    measured = tiny_models.with_measured(model, config)
+    return Engine(tiny_models.loaded(model), measured, pressure=source)
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ def run(wanted: list[Work], slots: int) -> dict[str, Completed]:
     """All rows through one engine, each with a step between it and the next."""
     loaded = tiny_models.loaded(model_of("llama"))
     config = EngineConfig(scheme="float", slots=slots, chunk_tokens=256, memory_bytes=2**28)
-    running = Engine(loaded, config)
+    running = Engine(loaded, tiny_models.with_measured(loaded.model, config))
     ended: dict[str, Completed] = {}
 
     def step() -> None:
@@ -113,7 +113,7 @@ def test_an_id_beyond_the_vocabulary_ends_its_row_alone() -> None:
     """It is refused by name; the last id is served; rows beside it are not harmed."""
     loaded = tiny_models.loaded(model_of("llama"), vocabulary=VOCABULARY)
     config = EngineConfig(scheme="float", slots=2, chunk_tokens=256, memory_bytes=2**28)
-    running = Engine(loaded, config)
+    running = Engine(loaded, tiny_models.with_measured(loaded.model, config))
     for name, token in (("good", VOCABULARY - 1), ("bad", VOCABULARY)):
         params = SamplingParams(max_tokens=3, logit_bias=((token, 100.0),))
         running.add(Work(name, Request(name, "completion", prompt="1 2", params=params)))

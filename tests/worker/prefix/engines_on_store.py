@@ -51,7 +51,8 @@ def running(
     sizes = {"slots": 6, "chunk_tokens": 512, "memory_bytes": 2**30}
     values: dict[str, Any] = {**fixed, **sizes, **changes}
     loaded = {key: values.pop(key) for key in ("dtype", "config", "adapter") if key in values}
-    engine = Engine(tiny_models.loaded(model, **loaded), EngineConfig(scheme, **values), way)
+    config = tiny_models.with_measured(model, EngineConfig(scheme, **values))
+    engine = Engine(tiny_models.loaded(model, **loaded), config, way)
     try:
         yield engine
     finally:

@@ -46,7 +46,9 @@ def engine(**changes: Any) -> Engine:
         **{"scheme": "float", "slots": 8, "chunk_tokens": 256, "memory_bytes": 2**28},
         **{"path": "fused", "group_cost": 0, "prefix_cells": 0},
     }
-    return Engine(loaded_model(), EngineConfig(**{**values, **changes}))
+    loaded = loaded_model()
+    config = tiny_models.with_measured(loaded.model, EngineConfig(**{**values, **changes}))
+    return Engine(loaded, config)
 
 
 def work(

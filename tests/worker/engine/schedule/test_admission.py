@@ -23,7 +23,8 @@ ANSWER = 110
 def engine(model: Any, memory_bytes: int = 2**40, **changes: Any) -> Engine:
     values: dict[str, Any] = {"slots": ROWS, "chunk_tokens": 256, "path": "fused"}
     values |= {"memory_bytes": memory_bytes, "prefix_bytes": 0, **changes}
-    return Engine(tiny_models.loaded(model), EngineConfig(**values))
+    config = tiny_models.with_measured(model, EngineConfig(**values))
+    return Engine(tiny_models.loaded(model), config)
 
 
 def room(costs: Costs, columns: int) -> int:
