@@ -114,10 +114,10 @@ def _why_not_all(batch_id: str, left: Unanswered, num_queued: int, name: str) ->
             f"{rows(left.expired, 'has', 'have')} no job in Redis any more: `batchkv retry "
             f"{batch_id} --from FILE` queues them. FILE is the submitted file ({name})"
         )
-    if num_queued:
-        return reasons
     if left.wrong:
         reasons.append(f"{rows(left.wrong, 'is', 'are')} wrong in the input: correct the file")
+    if num_queued:
+        return reasons
     if left.canceled:
         reasons.append(
             f"{rows(left.canceled, 'is', 'are')} canceled: `batchkv retry {batch_id} --canceled` "

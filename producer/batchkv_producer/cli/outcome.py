@@ -41,17 +41,21 @@ def say_unserved(client: BatchClient, batch_id: str) -> None:
 
 
 def say_after_submit(
-    client: BatchClient, submitted: Submitted, earlier: EarlierBatch | None
+    client: BatchClient, submitted: Submitted, earlier: EarlierBatch | None, again: str
 ) -> None:
-    """Say after a submit: no worker serves it, answers are kept, rows had failed before."""
+    """Say after a submit: no worker serves it, answers are kept, rows had failed before.
+
+    ``again``: the flags with which ``batchkv retry`` queues rows whose jobs are gone.
+    """
     say_unserved(client, submitted.batch_id)
     found = client.status(submitted.batch_id)
     if earlier:
         say(earlier.sentence(found.kept))
     if submitted.joined and found.failed > submitted.num_bad:
+        has_gone = client.is_any_gone(found.batch_id, client.failures(found))
         say(
             f"{rows(found.failed - submitted.num_bad)} of this batch failed before: "
-            f"{_retry_command(found)} queues them again"
+            f"{_retry_command(found, again if has_gone else '')} queues them again"
         )
 
 

@@ -259,7 +259,7 @@ def submit(
                 on_progress=lambda done, total: progress.update(Snapshot(total, ok=done)),
             )
         _say_submitted(submitted)
-        say_after_submit(opened.client, submitted, earlier)
+        say_after_submit(opened.client, submitted, earlier, again_from(given))
         batch_id = submitted.batch_id
         for shown in opened.client.job_ids(batch_id) if ids else (batch_id,):
             click.echo(shown)

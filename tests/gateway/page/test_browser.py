@@ -13,6 +13,9 @@ from redis import Redis
 from batchkv_gateway.keys.store import KeyStore
 from batchkv_producer.client import Client
 from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.job import Result as RowResult
+from batchkv_producer.wire.job import encode_result
+from batchkv_producer.wire.transitions import JobResult, Transitions
 from support.browser.chromium import Tab, browser, program
 from support.gateway import running_gateway, working
 from support.redis_server import RedisServer
@@ -150,6 +153,32 @@ def test_failures_are_as_new_as_their_count(tab: tuple[Tab, str]) -> None:
     shown = page.run("document.querySelector('[aria-labelledby=failures-title]').innerText")
     page.run("window.fetch = window.fetchNow, 0")
     assert "invalid_request" in shown and "an_older_code" not in shown
+
+
+def test_only_rows_that_can_be_retried_are_counted(
+    tab: tuple[Tab, str], redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """The button has their number. A sentence beside it says how many others there are, and why."""
+    page, _ = tab
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "a"}, {"prompt": 7}, {"prompt": 8}, {"prompt": "b"}]
+    prompts.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with redis_server.connect() as connection:
+        batch_id = Client(connection).submit(prompts, model="failing").batch_id
+        queue, moves = redis_keys.queue_name("failing"), Transitions(connection)
+        error = encode_result(RowResult("1", "completion", "failed", error=("timeout", "late")))
+        pulled = moves.pull(queue, "w", 2, 60)
+        moves.finish(queue, "w", [JobResult(row.lease, "failed", error) for row in pulled])
+        connection.delete(f"rq:job:{batch_id}-4")
+    page.run(f"location.hash = '#/batches/{batch_id}'")
+    page.wait("document.querySelector('.beyond')")
+    shown = page.text()
+    assert "2 rows cannot be retried: their lines are wrong" in shown
+    assert "1 row has no job in Redis any more" in shown
+    button = "[...document.querySelectorAll('button')].find((b) => /^Retry/.test(b.textContent))"
+    assert page.run(f"{button}.textContent") == "Retry 1 failed row"
+    page.run(f"{button}.click()")
+    page.wait("/1 row was queued again\\. 2 rows cannot be retried/.test(document.body.innerText)")
 
 
 def test_facts_of_a_file_can_be_read_on_a_phone(tab: tuple[Tab, str]) -> None:

@@ -606,7 +606,10 @@ def test_cancel_and_retry_say_how_many(
         f"2 rows are canceled: `batchkv retry {batch_id} --canceled` queues them again\n"
     )
     again = batchkv("retry", batch_id, "--canceled", "--job-timeout", "77")
-    assert again.stderr.startswith("batchkv: 2 rows were queued again\nbatchkv: nobody serves")
+    assert again.stderr.startswith(
+        "batchkv: 2 rows were queued again. 1 row is wrong in the input: correct the file\n"
+        "batchkv: nobody serves"
+    )
     finish(redis_connection, "m")
     assert batchkv("wait", batch_id).stdout == "3 = 2 ok + 1 failed + 0 canceled\n"
 

@@ -117,11 +117,14 @@ def test_retry_from_the_file_brings_back_rows_whose_jobs_are_gone(desk: Desk) ->
     assert plain.exit_code == 0
     command = f"`batchkv retry {batch} --from FILE` queues them. FILE is the submitted file"
     gone = f"3 rows have no job in Redis any more: {command} (prompts.jsonl)"
-    assert f"no row was queued again. {gone}" in plain.stderr
+    wrong = "1 row is wrong in the input: correct the file"
+    assert f"no row was queued again. {gone}. {wrong}" in plain.stderr
     joined = desk.run("submit", desk.source, "-m", MODEL, "--max-tokens", 9)
-    assert f"3 rows of this batch failed before: `batchkv retry {batch}`" in joined.stderr
+    command = f"`batchkv retry {batch} --from {desk.source}` queues them again"
+    assert f"3 rows of this batch failed before: {command}" in joined.stderr
     found = desk.run("retry", batch, "--from", desk.source)
-    assert found.exit_code == 0 and found.stderr.startswith("batchkv: 3 rows were queued again\n")
+    assert found.exit_code == 0
+    assert found.stderr.startswith(f"batchkv: 3 rows were queued again. {wrong}\n")
     status = desk.client.status(batch)
     assert (status.queued, status.failed, status.ok) == (3, 1, 3)
     (row,) = desk.moves.pull(QUEUE, "w", 1, 60)
@@ -206,7 +209,8 @@ def test_a_batch_of_a_version_that_kept_no_defaults_takes_them_as_flags(desk: De
     desk.connection.delete(redis_keys.rows(batch))
     assert desk.run("retry", batch, "--from", desk.source).exit_code == 2
     found = desk.run("retry", batch, "--from", desk.source, "--max-tokens", 9)
-    assert found.exit_code == 0 and found.stderr.startswith("batchkv: 6 rows were queued again\n")
+    assert found.exit_code == 0
+    assert found.stderr.startswith("batchkv: 6 rows were queued again. 1 row is wrong")
     assert desk.run("retry", batch, "--max-tokens", 9).exit_code == 2
 
 

@@ -28,6 +28,7 @@ export function enter(id) {
     factsAt: 0,
     isCounting: false,
     failures: [],
+    unanswered: null, // counts of rows without an answer, and for how many failed rows they hold
     fault: "",
     note: "",
     isBusy: false,
@@ -60,6 +61,7 @@ async function look(own) {
     else if (found.failed !== before?.failed && found.failed) {
       own.failures = (await getJson(`${base}/failures`)).data;
     }
+    if (found.in_queue !== false) await countUnanswered(own, found);
     app.refresh();
     if (own === view && found.total <= MAX_ROWS_UNASKED) await readFacts(own);
   } catch (error) {
@@ -70,6 +72,13 @@ async function look(own) {
   }
   const isOver = own.detail?.is_done && own.factsAt;
   if (own === view && !isOver) own.timer = setTimeout(() => look(own), POLL_MS);
+}
+
+// Which failed rows can be retried. The gateway reads all results for it, so it waits for the end.
+async function countUnanswered(own, found) {
+  const isKnown = own.unanswered?.of === found.failed;
+  if (isKnown || !found.is_done || !found.failed || found.total > MAX_ROWS_UNASKED) return;
+  own.unanswered = { ...(await getJson(`${NATIVE}/batches/${own.id}/unanswered`)), of: found.failed };
 }
 
 // The facts of charts, which the gateway makes of all results.
@@ -186,10 +195,38 @@ function actions(status) {
     hasRows &&
       numEnded(status) > 0 &&
       h("a", { key: "report", class: "button", href: `/page/report/${view.id}`, download: `${view.id}.report.html` }, "Download a report"),
-    button(`Retry ${plural(status.failed, "failed row")}`, status.failed > 0 && isOwn, () => retry(status)),
+    retryButton(status, (name) => button(name, isOwn, () => retry(status))),
     button("Cancel", !status.is_done, () => cancel(status), "danger"),
     button("Forget", isOwn, () => forget(status), "danger"),
+    isOwn && beyondRetry(status),
   );
+}
+
+// The counts of rows without an answer, if they are those of these failed rows.
+function unanswered(status) {
+  return status.is_done && view.unanswered?.of === status.failed ? view.unanswered : null;
+}
+
+// A button with the number of rows that a retry would queue, where it is known; none if it is 0.
+function retryButton(status, button) {
+  const known = unanswered(status);
+  if (!status.failed || known?.failed === 0) return false;
+  return button(known ? `Retry ${plural(known.failed, "failed row")}` : "Retry failed rows");
+}
+
+function beyondRetry(status) {
+  const words = whyNot(unanswered(status), status.batch_id);
+  return words ? h("p", { key: "beyond", class: "beyond" }, words) : false;
+}
+
+// Sentences about the rows that no retry queues, each with what helps; "" without any.
+function whyNot(counts, id) {
+  const { wrong = 0, expired = 0 } = counts ?? {};
+  const parts = [
+    wrong && `${plural(wrong, "row")} cannot be retried: ${wrong === 1 ? "its line is" : "their lines are"} wrong in the input. Correct the file and queue it as a new batch.`,
+    expired && `${plural(expired, "row")} ${expired === 1 ? "has" : "have"} no job in Redis any more: “batchkv retry ${id} --from FILE” queues ${expired === 1 ? "it" : "them"}.`,
+  ];
+  return parts.filter(Boolean).join(" ");
 }
 
 // The files of a batch of OpenAI's API, which has ended.
@@ -227,10 +264,12 @@ async function change(method, path, then) {
 }
 
 async function retry(status) {
+  const counts = unanswered(status);
   await change("POST", `${NATIVE}/batches/${view.id}/retry`, ({ queued }) => {
-    const others = status.failed - queued;
     const again = queued ? `${plural(queued, "row")} ${queued === 1 ? "was" : "were"} queued again.` : "No row was queued again.";
-    return others > 0 ? `${again} ${plural(others, "line")} of the file cannot be computed as written: correct the file and queue it as a new batch.` : again;
+    const others = status.failed - queued;
+    const why = whyNot(counts, status.batch_id) || `${plural(others, "failed row")} cannot be retried: wrong in the input, or without a job in Redis.`;
+    return others > 0 ? `${again} ${why}` : again;
   });
 }
 
