@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from batchkv_cache_store.blocks.seal import Buffer
@@ -17,6 +17,7 @@ from batchkv_cache_store.tiers.base import Put, Tier, TierStats
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_END: tuple[()] = ()
 
 
 class Counters:
@@ -74,13 +75,26 @@ class GuardedTier:
         self._counters.add(f"read_bytes.{self.name}", _num_bytes(found.values()))
         return found
 
+    def stream(self, sizes: Mapping[str, int]) -> Generator[tuple[str, Buffer], None, None]:
+        """``get_many``, one object after the other as they arrive; ends early if the tier fails."""
+        objects = self.tier.stream(list(sizes), sizes)
+        try:
+            while one := self._call(lambda: next(objects, _END)):
+                self._counters.add(f"read_bytes.{self.name}", len(one[1]))
+                yield one
+        finally:
+            objects.close()
+
     def put(self, name: str, buffers: Sequence[Buffer]) -> Put | None:
         """Store the buffers. Returns the result; None if the tier fails."""
+        start = time.perf_counter()
         outcome = self._call(lambda: self.tier.put(name, buffers))
         if outcome is not None:
             self._counters.add(f"{outcome}.{self.name}")
             if outcome is Put.STORED:
-                self._counters.add(f"stored_bytes.{self.name}", _num_bytes(buffers))
+                num_bytes = _num_bytes(buffers)
+                self._gate.observe_write(self.name, num_bytes, time.perf_counter() - start)
+                self._counters.add(f"stored_bytes.{self.name}", num_bytes)
         return outcome
 
     def set_aside(self, name: str) -> None:

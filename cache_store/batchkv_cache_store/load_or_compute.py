@@ -55,6 +55,7 @@ class Gate:
         self._lock = threading.Lock()
         self._round_trips: dict[str, _Average] = {}
         self._seconds_per_byte: dict[str, _Average] = {}
+        self._write_seconds_per_byte: dict[str, _Average] = {}
         self._seconds_per_token = _Average(weight)
         self._credit_seconds = 0.0  # time that tries may lose
 
@@ -74,11 +75,43 @@ class Gate:
             average = self._seconds_per_byte.setdefault(tier, _Average(self._weight))
             average.add(moving / num_bytes)
 
+    def observe_write(self, tier: str, num_bytes: int, seconds: float) -> None:
+        """Record the time of one request that stored so many bytes."""
+        if num_bytes <= 0:
+            return
+        with self._lock:
+            known = self._round_trips.get(tier)
+            round_trip = known.value if known is not None and known.value is not None else 0.0
+            moving = max(seconds - round_trip, _LEAST_SHARE * seconds)
+            average = self._write_seconds_per_byte.setdefault(tier, _Average(self._weight))
+            average.add(moving / num_bytes)
+
+    def pays(
+        self, tier: str, num_tokens: int, num_bytes: int, slowdown: float = 1.0
+    ) -> bool | None:
+        """Whether loading so many bytes takes less time than computing so many tokens.
+
+        ``slowdown``: how many times slower than here they are computed. A tier that was never
+        loaded from is judged by the time of its writes. None while one of the speeds is unknown.
+        The round trip is left out, because many blocks share it.
+        """
+        with self._lock:
+            per_token = self._seconds_per_token.value
+            average = self._seconds_per_byte.get(tier) or self._write_seconds_per_byte.get(tier)
+            if per_token is None or average is None or average.value is None:
+                return None
+            return num_bytes * average.value < num_tokens * per_token * slowdown
+
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """Record the time to compute so many prompt tokens."""
         if num_tokens > 0:
             with self._lock:
                 self._seconds_per_token.add(seconds / num_tokens)
+
+    def prefill_seconds(self, num_tokens: int) -> float | None:
+        """The expected time to compute so many prompt tokens; None before any was measured."""
+        per_token = self._seconds_per_token.value
+        return None if per_token is None else num_tokens * per_token
 
     def load_seconds(self, tier: str, num_bytes: int) -> float:
         """The expected time of a load; what was never measured counts as 0."""

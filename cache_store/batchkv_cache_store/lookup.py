@@ -8,17 +8,19 @@ last few of them, of kind ``state`` for the last one. The search has three steps
    trip. It stops after the first 64 keys with a gap in ``kv``, because blocks after a gap are of
    no use.
 2. It lists the depths that have all their pieces. The gate chooses one.
-3. It loads a batch of this depth's pieces from each tier, in one round trip each, and decodes it.
-   Missing or damaged pieces are searched in the slower tiers. While pieces remain, step 2 follows
-   again, so that a tier that proves slow is used only as far as it pays. The first batch from a
-   tier that was never timed is one block.
+3. It loads a batch of this depth's pieces from each tier and decodes each as it arrives. Missing or
+   damaged pieces are searched in the slower tiers. While pieces remain, step 2 follows again, so
+   that a tier that proves slow is used only as far as it pays. The first batch from a tier that was
+   never timed is one block.
+
+Pieces of kind ``kv`` are handed over as they arrive, if the caller wants that.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from batchkv_cache_store.blocks.block import Block, Expected, Kind, Limits, decode
@@ -32,6 +34,7 @@ KEYS_AT_ONCE = 64
 MAX_FETCH_BYTES = 256 * 1024 * 1024
 
 Piece = tuple[int, Kind]  # a block's number in the prompt, from 0, and one of its kinds
+HandOver = Callable[[Piece, Block, str], object]  # called with a piece and the name of its tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +87,15 @@ class Found:
     ``pieces``: those that the depth needs and the caller does not have. ``stop`` is the reason for
     not going deeper: "" if all blocks were found, "missing <kind> <number>" for the first piece
     that no tier has, "gated", "rejected <reason>", or "trouble <tier>". ``tiers`` has the name of
-    the tier that each piece came from.
+    the tier that each piece came from. ``handed``: pieces that were handed over before; ``pieces``
+    lacks them.
     """
 
     depth: int = 0
     pieces: Mapping[Piece, Block] = field(default_factory=dict)
     stop: str = ""
     tiers: Mapping[Piece, str] = field(default_factory=dict)
+    handed: Set[Piece] = frozenset()
 
     @property
     def kv(self) -> tuple[Block, ...]:
@@ -127,7 +132,11 @@ class Hit:
 
 
 class Search:
-    """One search. Call ``run`` once, then read ``hits``."""
+    """One search. Call ``run`` once, then read ``hits``.
+
+    ``hits`` has the blocks of tiers that have a faster one, which gets them. ``num_hits`` counts
+    all by the number of their tier.
+    """
 
     def __init__(
         self,
@@ -137,8 +146,12 @@ class Search:
         sealer: Sealer,
         limits: Limits,
         counters: Counters,
+        hand_over: HandOver | None = None,
     ) -> None:
         self.hits: list[Hit] = []
+        self.num_hits: Counter[int] = Counter()
+        self._hand_over = hand_over
+        self._handed: set[Piece] = set()
         self._wanted = wanted
         self._tiers = tiers
         self._gate = gate
@@ -156,13 +169,13 @@ class Search:
         self._locate_chain()
         while depth := self._choose():
             needed = [p for p in self._wanted.needed_at(depth) if p not in self._wanted.had]
-            if missing := [piece for piece in needed if piece not in self._blocks]:
+            if missing := [piece for piece in needed if piece not in self._came_from]:
                 self._fetch(missing)
             else:
-                blocks = {piece: self._blocks[piece] for piece in needed}
+                blocks = {piece: self._blocks[piece] for piece in needed if piece in self._blocks}
                 tiers = {piece: self._came_from[piece] for piece in needed}
-                return Found(depth, blocks, self._stop(depth), tiers)
-        return Found(stop=self._stop(0))
+                return Found(depth, blocks, self._stop(depth), tiers, self._handed)
+        return Found(stop=self._stop(0), handed=self._handed)
 
     def _stop(self, depth: int) -> str:
         """The reason for not going deeper (``Found.stop``)."""
@@ -227,31 +240,41 @@ class Search:
         return 0 if choice is None else depths[choice]
 
     def _add_size(self, sizes: Counter[str], piece: Piece) -> None:
-        if piece in self._locations and piece not in self._blocks:  # else it costs nothing
+        if piece in self._locations and piece not in self._came_from:  # else it costs nothing
             place = self._locations[piece]
             sizes[self._tiers[place.tier].name] += place.num_bytes
 
     def _fetch(self, pieces: Sequence[Piece]) -> None:
         """Load and decode a batch from each tier; search failed pieces in the slower tiers."""
         lost: list[tuple[Piece, int]] = []
-        for index, tier in enumerate(self._tiers):
+        for index in range(len(self._tiers)):
             batch = self._batch([piece for piece in pieces if self._locations[piece].tier == index])
             if not batch:
                 continue
-            start = time.perf_counter()
-            sizes = {self._name(piece): self._locations[piece].num_bytes for piece in batch}
-            answers = tier.get_many(sizes)
-            for piece in batch:
-                data = answers.get(self._name(piece))
-                if data is None or not self._accept(piece, data, index):
-                    lost.append((piece, index))
-            # The time of a load includes the checks of its bytes.
-            num_bytes = sum(len(data) for data in answers.values())
-            self._gate.observe_load(tier.name, num_bytes, time.perf_counter() - start)
+            self._load(batch, index)
+            lost += [(piece, index) for piece in batch if piece not in self._came_from]
         for piece, _ in lost:
             del self._locations[piece]
         for index in sorted({index for _, index in lost}):
             self._locate([piece for piece, at in lost if at == index], index + 1)
+
+    def _load(self, batch: Sequence[Piece], index: int) -> None:
+        """Load and decode pieces from a tier, and hand them over, one by one."""
+        tier = self._tiers[index]
+        by_name = {self._name(piece): piece for piece in batch}
+        sizes = {name: self._locations[piece].num_bytes for name, piece in by_name.items()}
+        seconds, num_bytes, start = 0.0, 0, time.perf_counter()
+        for name, data in tier.stream(sizes):
+            piece = by_name[name]
+            is_good = self._accept(piece, data, index)
+            num_bytes += len(data)
+            # The time of a load includes the checks of its bytes, but not who takes them.
+            seconds += time.perf_counter() - start
+            if is_good and self._hand_over is not None and piece[1] is Kind.KV:
+                self._handed.add(piece)
+                self._hand_over(piece, self._blocks.pop(piece), tier.name)
+            start = time.perf_counter()
+        self._gate.observe_load(tier.name, num_bytes, seconds)
 
     def _batch(self, pieces: Sequence[Piece]) -> list[Piece]:
         """The first of a tier's pieces, as many as one request loads."""
@@ -278,7 +301,9 @@ class Search:
         except BlockRejected as fault:
             self._reject(self._name(piece), self._tiers[tier], fault.reason)
             return False
-        self.hits.append(Hit(self._name(piece), tier, data))
+        self.num_hits[tier] += 1
+        if tier:
+            self.hits.append(Hit(self._name(piece), tier, data))
         self._came_from[piece] = self._tiers[tier].name
         return True
 

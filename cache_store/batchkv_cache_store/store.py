@@ -8,6 +8,8 @@ where T is a tier's name:
 ``lookups``            calls of ``lookup``; ``lookups_empty``: those that found nothing
 ``wanted_blocks``      blocks of all prompts looked up; ``found_blocks``: those that were found
 ``hit.T``              pieces (a block has one of each kind) that were loaded from the tier
+``lookups_spared``     rows that were not looked up: no tier could have what they need
+``not_needed``         blocks that no other worker needs, or computes as quickly as it loads them
 ``rejected.<reason>``  objects that were not the requested block (``errors.Reason``)
 ``gated``              lookups that loaded less, because computing was expected to be quicker
 ``published``          blocks queued for writing; ``dropped``: those that found the queue full
@@ -31,16 +33,20 @@ from batchkv_cache_store.breaker import Breaker
 from batchkv_cache_store.guarded import Counters, GuardedTier
 from batchkv_cache_store.keys import Manifest
 from batchkv_cache_store.load_or_compute import Gate
-from batchkv_cache_store.lookup import Found, Hit, Search, Wanted
+from batchkv_cache_store.lookup import Found, HandOver, Hit, Search, Wanted
 from batchkv_cache_store.tiers.base import Tier, TierStats
 from batchkv_cache_store.writer import SubmitResult, WriteBehind
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """``max_queued_bytes``: of blocks that wait for the writer. Cooldowns: see ``breaker``."""
+    """``max_queued_bytes``: of blocks that wait for the writer. Cooldowns: see ``breaker``.
+
+    ``max_write_bytes_per_second``: on average, of all tiers together.
+    """
 
     max_queued_bytes: int = 512 * 1024 * 1024
+    max_write_bytes_per_second: float = 300e6
     max_failures: int = 3
     cooldown_seconds: float = 5.0
     max_cooldown_seconds: float = 300.0
@@ -70,7 +76,10 @@ class Store:
         self._tiers = [
             GuardedTier(tier, self._new_breaker(clock), self.gate, self._counters) for tier in tiers
         ]
-        self._writer = WriteBehind(self._settings.max_queued_bytes)
+        self._num_near = next((n for n, tier in enumerate(tiers) if tier.is_far), len(tiers))
+        self._writer = WriteBehind(
+            self._settings.max_queued_bytes, self._settings.max_write_bytes_per_second
+        )
 
     def _new_breaker(self, clock: Callable[[], float]) -> Breaker:
         settings = self._settings
@@ -81,13 +90,19 @@ class Store:
             clock,
         )
 
-    def lookup(self, wanted: Wanted) -> Found:
+    def lookup(
+        self, wanted: Wanted, *, is_near: bool = False, hand_over: HandOver | None = None
+    ) -> Found:
         """Load and decode the longest prefix worth loading. Tensors are views that keep its bytes.
 
-        It waits for the tiers, so do not call it on the thread that decodes.
+        ``is_near``: look only into the tiers before the first far one. ``hand_over`` is called with
+        pieces of kind ``kv`` as they arrive, and may wait. It waits for the tiers, so do not call
+        it on the thread that decodes.
         """
+        tiers = self._tiers[: self._num_near] if is_near else self._tiers
         search = Search(
-            wanted, self._tiers, self.gate, self._sealer, self._settings.limits, self._counters
+            *(wanted, tiers, self.gate, self._sealer, self._settings.limits, self._counters),
+            hand_over,
         )
         found = search.run()
         self._counters.add("lookups")
@@ -95,8 +110,8 @@ class Store:
         self._counters.add("gated", found.stop == "gated")
         self._counters.add("wanted_blocks", len(wanted.keys))
         self._counters.add("found_blocks", found.depth)
-        for hit in search.hits:
-            self._counters.add(f"hit.{self._tiers[hit.tier].name}")
+        for tier, num_hits in search.num_hits.items():
+            self._counters.add(f"hit.{self._tiers[tier].name}", num_hits)
         self._promote(search.hits)
         return found
 
@@ -110,11 +125,45 @@ class Store:
         """
         num_bytes = encoded_size(block, self._settings.limits)
         name = block_name(block.key, block.kind)
+        return self.publish_later(name, num_bytes, lambda: block, on_end)
 
-        result = self._writer.submit(name, num_bytes, lambda: self._write(name, block), on_end)
+    def publish_later(
+        self,
+        name: str,
+        num_bytes: int,
+        make: Callable[[], Block],
+        on_end: Callable[[], None] | None = None,
+        *,
+        is_near: bool = False,
+    ) -> bool:
+        """``publish`` for a block that the writer's thread makes, when its turn has come.
+
+        ``name``: its ``block_name``; ``num_bytes``: about its size. ``is_near``: far tiers do not
+        get it. What ``make`` raises is logged, and the block is not stored.
+        """
+        tiers = self._tiers[: self._num_near] if is_near else self._tiers
+        result = self._writer.submit(
+            name, num_bytes, lambda: self._write(name, make(), tiers), on_end
+        )
         if result is not SubmitResult.KNOWN:
             self._counters.add("published" if result is SubmitResult.QUEUED else "dropped")
         return result is not SubmitResult.REFUSED
+
+    @property
+    def has_near(self) -> bool:
+        """Whether a tier comes before the first far one."""
+        return self._num_near > 0
+
+    @property
+    def has_far(self) -> bool:
+        """Whether there is a tier that is for other workers."""
+        return self._num_near < len(self._tiers)
+
+    def far_pays(self, num_tokens: int, num_bytes: int, slowdown: float = 1.0) -> bool | None:
+        """``Gate.pays`` of the far tiers: True if one pays, None if that is not known."""
+        far = self._tiers[self._num_near :]
+        verdicts = {self.gate.pays(one.name, num_tokens, num_bytes, slowdown) for one in far}
+        return True if True in verdicts else None if None in verdicts else False
 
     @property
     def limits(self) -> Limits:
@@ -174,9 +223,12 @@ class Store:
             tier.tier.close()
         return not num_left
 
-    def _write(self, name: str, block: Block) -> None:
-        data = join(encode(block, self._sealer, self._settings.limits))
-        self._put(name, data, self._tiers)
+    def _write(self, name: str, block: Block, tiers: Sequence[GuardedTier]) -> None:
+        parts = encode(block, self._sealer, self._settings.limits)
+        if any(tier.tier.is_instant for tier in tiers):
+            parts = [join(parts)]  # a tier in memory keeps these bytes, and copies no others
+        for tier in tiers:
+            tier.put(name, parts)
 
     def _promote(self, hits: Sequence[Hit]) -> None:
         """Copy hits of slow tiers into the faster ones: instant tiers now, others by the writer.

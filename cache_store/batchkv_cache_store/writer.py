@@ -1,12 +1,14 @@
 """Write-behind: one thread writes blocks into tiers, so that no caller waits.
 
 The queue is bounded in bytes. A block that does not fit is dropped. A lost write may cost a
-recompute later, but a wait for a disk would stop decoding now.
+recompute later, but a wait for a disk would stop decoding now. The bytes a second are bounded, too,
+so that writes leave the network and the memory to others.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -35,11 +37,13 @@ class _Job:
 class WriteBehind:
     """A queue of at most ``max_bytes``, with the running job. Jobs run in order, one by one.
 
-    Jobs have names. While a job waits or runs, another job of its name is not queued.
+    Jobs have names. While a job waits or runs, another job of its name is not queued. After a job
+    the thread rests, so that it writes no more than ``bytes_per_second``, until it is closed.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, bytes_per_second: float = math.inf) -> None:
         self._max_bytes = max_bytes
+        self._bytes_per_second = bytes_per_second
         self._changed = threading.Condition()
         self._jobs: OrderedDict[str, _Job] = OrderedDict()  # the first one runs
         self._num_bytes = 0
@@ -102,12 +106,15 @@ class WriteBehind:
         return num_left
 
     def _work(self) -> None:
+        rest_seconds = 0.0
         while True:
             with self._changed:
+                self._changed.wait_for(lambda: self._is_closed, rest_seconds)
                 self._changed.wait_for(lambda: self._jobs or self._is_closed)
                 if not self._jobs:
                     return
                 name, job = next(iter(self._jobs.items()))
+            start = time.monotonic()
             try:
                 job.run()
             except Exception:  # noqa: BLE001 - the job loop; the trace is logged
@@ -115,6 +122,8 @@ class WriteBehind:
                 _log.exception("writing %s failed", name)
             finally:
                 self._end(name, job)
+            took = time.monotonic() - start
+            rest_seconds = max(0.0, job.num_bytes / self._bytes_per_second - took)
 
     def _end(self, name: str, job: _Job) -> None:
         """Call all ``on_end`` of a job, also those that were added meanwhile, then remove it."""

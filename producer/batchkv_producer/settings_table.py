@@ -13,7 +13,7 @@ from batchkv_producer.setting import ValueType as ValueType
 
 ADMISSIONS = ("worst", "optimistic")  # how much memory a row's answer gets before it starts
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-CACHE_WRITES = ("shared", "all")
+CACHE_WRITES = ("needed", "shared", "all")
 _DAY = 86_400
 _WEEK = 7 * _DAY
 
@@ -165,10 +165,12 @@ TABLE = (
         about="workers with another salt share nothing, and learn nothing from each other's hits",
     ),
     Setting(
-        "cache_write", ("BATCHKV_CACHE_WRITE",), "--cache-write", ValueType.CHOICE, "shared",
+        "cache_write", ("BATCHKV_CACHE_WRITE",), "--cache-write", ValueType.CHOICE, "needed",
         choices=CACHE_WRITES, metavar="|".join(CACHE_WRITES), help="Which blocks to write.",
-        about="the blocks to write. `shared`: prefixes that several rows of a batch have. `all`: "
-        "also the ends of prompts, for later batches with the same prompts",
+        about="the blocks to write. `shared`: prefixes that several rows of a batch have. "
+        "`needed`: the same, but to Redis and S3 only what other workers may want and load more "
+        "quickly than they compute it. `all`: also the ends of prompts, for later batches with the "
+        "same prompts",
     ),
     Setting(
         "reuse_seconds", ("BATCHKV_REUSE_KEEP",), "--reuse-keep", ValueType.DURATION, "7d", "",

@@ -419,7 +419,7 @@ def test_a_bug_in_one_write_does_not_stop_the_others(caplog: pytest.LogCaptureFi
         store.publish(broken)
         assert store.flush(FLUSH_SECONDS)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("batchkv_cache_store.store.join", lambda parts: 1 / 0)
+            patch.setattr("batchkv_cache_store.store.encode", lambda *_: 1 / 0)
             store.publish(make_block((5, 5, 5, 5)))
             assert store.flush(FLUSH_SECONDS)
         publish(store, [make_block((6, 6, 6, 6))])

@@ -209,7 +209,7 @@ def test_unknown_variables_are_warned_of() -> None:
         ({"BATCHKV_CACHE_AUDIT": "2"}, "BATCHKV_CACHE_AUDIT=2: expected a share"),
         ({"BATCHKV_CACHE_WRITE": "all"}, "there is no cache to write to"),
         ({"BATCHKV_CACHE_WRITE": "shared"}, "there is no cache to write to"),
-        ({"BATCHKV_CACHE_WRITE": "none", "BATCHKV_CACHE": "memory:"}, "=none: expected shared or"),
+        ({"BATCHKV_CACHE_WRITE": "none", "BATCHKV_CACHE": "memory:"}, "one of needed, shared"),
         ({"BATCHKV_CACHE_SECRET": "short"}, "fewer than 16 bytes"),
         ({"BATCHKV_KV_ADOPT_FLOAT": "on"}, "there is no cache"),
         ({"BATCHKV_KV_ADOPT_FLOAT": "on", "BATCHKV_CACHE": "memory:", "BATCHKV_KV_SCHEME": "float"},

@@ -24,7 +24,9 @@ class Work:
     """One row to generate. ``job_id`` names it in every event.
 
     ``shared_bytes``: how many bytes of its text another row of its batch begins with; None when
-    that is not known. ``is_live``: somebody waits for it, so it goes before all other rows, and its
+    that is not known. ``elsewhere_bytes``: how many of them rows of other workers may begin with;
+    None if unknown. ``slowdown``: how many times slower the slowest other worker computes.
+    ``is_live``: somebody waits for it, so it goes before all other rows, and its
     text is sent as it is made (``Piece``), as far as ``pieces`` says.
     """
 
@@ -33,6 +35,8 @@ class Work:
     shared_bytes: int | None = None
     is_live: bool = False
     pieces: Pieces = "text"
+    elsewhere_bytes: int | None = None
+    slowdown: float = 1.0
 
     @property
     def num_choices(self) -> int:

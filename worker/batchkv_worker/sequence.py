@@ -83,7 +83,7 @@ class Fetch:
     """A row's lookup. Times are of ``time.monotonic``.
 
     ``found`` blocks came from the shared store, ``tiers`` by the name of their tier; ``stop`` says
-    why not more (``lookup.Found.stop``, or "held", or "slow").
+    why not more (``lookup.Found.stop``, "held", "slow" or "alone").
     """
 
     state: FetchState = FetchState.NEW
@@ -92,6 +92,9 @@ class Fetch:
     deepest: int = 0  # most blocks that were here at one time
     num_bytes: int = 0  # fetched and not used yet
     num_expected: int = 0  # bytes that the pending lookup may bring
+    depth_before: int = (
+        -1
+    )  # blocks that were here before the first one of the lookup; -1: none came
     found: int = 0
     stop: str = ""
     tiers: dict[str, int] = field(default_factory=dict)
@@ -159,6 +162,8 @@ class Sequence:
     block_keys: list[bytes] = field(default_factory=list)  # of the prompt's full blocks
     cache_salt: str | None = None  # it shares blocks with rows of the same salt alone
     num_common: int | None = None  # tokens that another row of the batch begins with
+    num_elsewhere: int | None = None  # tokens that rows of other workers may begin with
+    slowdown: float = 1.0  # how many times slower than this worker the slowest other one is
     state_stops: frozenset[int] = frozenset()  # tokens after which states are kept
     fetch: Fetch | None = None  # its lookup in the shared store
     is_converted: bool = False  # it uses blocks that another scheme rounded first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -12,6 +12,7 @@ from batchkv_cache_store.blocks.seal import Buffer
 
 # Above the limit of a block (``header.Limits``), so no block is lost by it.
 MAX_OBJECT_BYTES = 512 * 1024 * 1024
+STREAM_BYTES = 64 * 1024 * 1024  # that ``stream`` loads at once by default, and one object more
 
 
 class Put(StrEnum):
@@ -84,6 +85,7 @@ class Tier(ABC):
     name: str
     max_bytes: int | None
     is_instant = False  # a put is a copy in memory, so quick that callers can wait for it
+    is_far = False  # blocks cross a network: it is for other workers, not for this one
     can_pin = False
 
     def check(self) -> None:  # noqa: B027 - most tiers have nothing to check
@@ -106,6 +108,23 @@ class Tier(ABC):
         ``sizes``: the sizes that ``contains_many`` returned. At most one byte more is read, so that
         the reader sees that an object has grown, and refuses it.
         """
+
+    def stream(
+        self, names: Sequence[str], sizes: Mapping[str, int] | None = None
+    ) -> Generator[tuple[str, Buffer], None, None]:
+        """``get_many``, but one object after the other in the order of ``names``.
+
+        By default it loads some at once. A tier that can yields each object as it arrives, while
+        the next ones are on their way.
+        """
+        group, num_bytes = list[str](), 0
+        for place, name in enumerate(names, start=1):
+            group.append(name)
+            num_bytes += 0 if sizes is None else sizes[name]
+            if num_bytes >= STREAM_BYTES or place == len(names):
+                found = self.get_many(group, sizes)
+                yield from ((one, found[one]) for one in group if one in found)
+                group, num_bytes = [], 0
 
     @abstractmethod
     def get_heads(self, names: Sequence[str], num_bytes: int) -> dict[str, Buffer]:

@@ -58,6 +58,8 @@ class ObjectsTier(Tier):
     this process adds the bytes that it writes. The first call connects.
     """
 
+    is_far = True
+
     def __init__(
         self,
         bucket: str,

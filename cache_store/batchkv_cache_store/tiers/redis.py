@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +42,7 @@ from batchkv_cache_store.tiers.base import (
     bound,
     size_of,
 )
+from batchkv_cache_store.tiers.redis_stream import read_values
 
 PREFIX = "batchkv-block:1:"
 # Any of these keys means that the database holds a queue: batchkv's batches, RQ's queues, workers.
@@ -66,6 +67,8 @@ class RedisTier(Tier):
     ``max_bytes``: this tier writes nothing while the whole server uses more; None: the server's
     ``maxmemory``. The first call connects. The constructor raises ValueError for a wrong URL.
     """
+
+    is_far = True
 
     def __init__(
         self,
@@ -138,6 +141,26 @@ class RedisTier(Tier):
             values = _answers(pipeline)
         pairs = zip(names, reversed(values), strict=True)
         return {name: value for name, value in pairs if isinstance(value, bytes) and value}
+
+    def stream(
+        self, names: Sequence[str], sizes: Mapping[str, int] | None = None
+    ) -> Generator[tuple[str, Buffer], None, None]:
+        self._checked_server()
+        wanted = {_key(name): name for name in names}
+        with _redis_errors():
+            connection: Any = self._pool.get_connection()
+            is_whole = False
+            try:
+                bounds = [(key, bound(sizes, name)) for key, name in wanted.items()]
+                for key, value in read_values(connection, bounds):
+                    yield wanted[key], value
+                is_whole = True
+            finally:
+                if not is_whole:
+                    connection.disconnect()  # replies are left in it
+                self._pool.release(connection)
+            if len(wanted) > 1:  # the head last, so that it counts as the latest used
+                self._redis.touch(*reversed(wanted))
 
     def get_heads(self, names: Sequence[str], num_bytes: int) -> dict[str, Buffer]:
         self._checked_server()
@@ -218,10 +241,21 @@ class RedisTier(Tier):
             if not self._has_room(server, memory, num_bytes):
                 return Put.FULL
             try:
-                is_stored = self._redis.set(key, b"".join(buffers), nx=True)
+                is_stored = self._set(key, buffers, num_bytes)
             except OutOfMemoryError:
                 return Put.FULL
         return Put.STORED if is_stored else Put.PRESENT
+
+    def _set(self, key: str, buffers: Sequence[Buffer], num_bytes: int) -> bool:
+        """SET NX. The buffers are sent as they are: joining them would copy megabytes."""
+        name = key.encode()
+        head = b"*4\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, num_bytes)
+        connection: Any = self._pool.get_connection()
+        try:
+            connection.send_packed_command([head, *buffers, b"\r\n$2\r\nNX\r\n"])
+            return connection.read_response() is not None
+        finally:
+            self._pool.release(connection)
 
     def delete(self, name: str) -> None:
         self.delete_many([name])

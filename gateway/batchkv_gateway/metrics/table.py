@@ -112,6 +112,7 @@ WORKERS: tuple[Metric, ...] = (
         "How short of memory the machine is: 0 not, 1 short, 2 critical.",
     ),
     _counter("cache_lookups", "cache_lookups", "Lookups in the shared cache."),
+    _counter("cache_empty_lookups", "cache_lookups_empty", "Those of them that found nothing."),
     _counter("cache_wanted_blocks", "cache_blocks_wanted", "Blocks of the prompts looked up."),
     _counter("cache_found_blocks", "cache_blocks_found", "Those of them that were found."),
     WORKER_MISSED,
@@ -125,6 +126,11 @@ WORKERS: tuple[Metric, ...] = (
         "cache_dropped_blocks",
         "cache_blocks_dropped",
         "Pieces not written, because too many waited.",
+    ),
+    _counter(
+        "cache_unneeded_blocks",
+        "cache_blocks_not_needed",
+        "Pieces not written, because no other worker would gain by loading them.",
     ),
     _counter(
         "cache_waits_ended",

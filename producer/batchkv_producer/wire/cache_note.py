@@ -23,9 +23,9 @@ class CacheNote:
     ``wanted``: all of them. ``local``: those in the worker's own memory before the lookup.
     ``found``: those read from the store. ``stop``: why there were no more
     (``batchkv_cache_store.lookup.Found``; "held": another worker was computing the block and made
-    no progress; "slow": no answer came in time). ``key`` is that of the first missing block; b"" if
-    none was missing. ``tiers``: how many of ``found`` came from each tier, by its name. A result
-    stores them apart, because older readers know eight values at most.
+    no progress; "slow": no answer came in time; "alone": no tier was asked). ``key`` is that of the
+    first missing block; b"" if none was missing. ``tiers``: how many of ``found`` came from each
+    tier, by its name. A result stores them apart, because older readers know eight values at most.
     """
 
     namespace: bytes

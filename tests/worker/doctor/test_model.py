@@ -39,7 +39,7 @@ def logs() -> Iterator[None]:
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
     """A small engine with a store, which writes all prefixes."""
-    way = access(on_disk(tmp_path / "store"), writes_all=True)
+    way = access(on_disk(tmp_path / "store"), writes="all")
     with small_engine(way) as found:
         yield found
 

@@ -120,7 +120,7 @@ def test_blocks_are_of_one_adapter(tmp_path: Path) -> None:
     tiers, prompts = tmp_path / "blocks", [random_prompt(9, 600)]
 
     def way() -> Access:
-        return access(on_disk(tiers), outlives_engine=True, writes_all=True)
+        return access(on_disk(tiers), outlives_engine=True, writes="all")
 
     def cached(engine: AdapterEngine, name: str) -> int:
         engine.serve(name)

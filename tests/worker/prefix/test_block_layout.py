@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from batchkv_cache_store.blocks.block import Block, Kind
-from batchkv_worker.prefix.block_layout import BlockLayout
+from batchkv_worker.prefix.block_layout import BlockLayout, joined
 from batchkv_worker.prefix.bundle import Bundle
 from support import tiny_models
 from worker.kv.reference import attention_kind, bits
@@ -18,7 +18,15 @@ from worker.prefix.engines_on_store import access, on_disk, random_prompt, run, 
 
 
 def block_of(block_layout: BlockLayout, kind: Kind, bundle: Bundle) -> Block:
-    return Block(b"n" * 32, b"k" * 32, b"p" * 32, 0, kind, b"", block_layout.tensors(kind, bundle))
+    return Block(
+        b"n" * 32,
+        b"k" * 32,
+        b"p" * 32,
+        0,
+        kind,
+        b"",
+        block_layout.tensors(kind, memoryview(joined(bundle))),
+    )
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])

@@ -27,6 +27,8 @@ _CACHE = {
     "wanted_blocks": "cache_blocks_wanted",
     "found_blocks": "cache_blocks_found",
     "dropped": "cache_blocks_dropped",
+    "not_needed": "cache_blocks_not_needed",
+    "lookups_empty": "cache_lookups_empty",
     "gave_up.slow": "cache_waits_ended.slow",
     "gave_up.held": "cache_waits_ended.held",
 }

@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from batchkv_cache_store.blocks.block import Block, Kind, Tensor
+from batchkv_cache_store.blocks.block import Block, Buffer, Kind, Tensor
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_cache_store.lookup import Piece, Wanted
 from batchkv_worker.kv.layers.contract import LayerKind
@@ -97,12 +97,14 @@ class BlockLayout:
         """Whether another worker of this namespace would accept these arrays."""
         return _looks(bundle.arrays) == _looks(self.template(kind).arrays)
 
-    def tensors(self, kind: Kind, bundle: Bundle) -> tuple[Tensor, ...]:
-        """The arrays, copied to bytes that never change. Waits until they are computed."""
-        return tuple(
-            Tensor(-1, f"{kind}.{place}", _NAMES[array.dtype], tuple(array.shape), _bytes(array))
-            for place, array in enumerate(bundle.arrays)
-        )
+    def tensors(self, kind: Kind, data: Buffer) -> tuple[Tensor, ...]:
+        """The tensors of a block whose ``joined`` bytes are ``data``; views, no copies."""
+        view, end, tensors = memoryview(data), 0, list[Tensor]()
+        for place, array in enumerate(self.template(kind).arrays):
+            start, end = end, end + array.nbytes
+            name, dtype, shape = f"{kind}.{place}", _NAMES[array.dtype], tuple(array.shape)
+            tensors.append(Tensor(-1, name, dtype, shape, view[start:end]))
+        return tuple(tensors)
 
     def bundle(self, block: Block) -> Bundle:
         """A block's arrays, copied out of its buffer; ValueError for wrong shapes or dtypes."""
@@ -123,8 +125,15 @@ def _looks(arrays: Sequence[mx.array]) -> list[tuple[str, tuple[int, ...]]]:
     return [(_NAMES.get(array.dtype, "?"), tuple(array.shape)) for array in arrays]
 
 
-def _bytes(array: mx.array) -> bytes:
-    return memoryview(array).tobytes() if array.size else b""
+def joined(bundle: Bundle) -> mx.array:
+    """The bytes of all arrays, one after the other, in an array of their own (uint8).
+
+    Nothing else reads it. So another thread may read its memory while the engine goes on, and a
+    device may move it to the host.
+    """
+    parts = [array.reshape(-1).view(mx.uint8) for array in bundle.arrays if array.size]
+    parts.append(mx.zeros(1, mx.uint8))  # one array alone would not be copied
+    return mx.concatenate(parts)
 
 
 def _array(tensor: Tensor) -> mx.array:

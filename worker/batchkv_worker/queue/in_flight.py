@@ -31,7 +31,8 @@ from batchkv_producer.wire.maker import NOBODY, Maker
 from batchkv_producer.wire.transitions import JobLease, JobResult, Pulled
 from batchkv_worker.events import Completed, Rejected, Work
 from batchkv_worker.figures.rows import CANCELED, OK, REUSED, RowCounts
-from batchkv_worker.queue.runs.pace import prompt_work
+from batchkv_worker.queue.runs.pace import Crowd, prompt_work
+from batchkv_worker.queue.runs.run_ends import RunEnds, slowdown
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +52,14 @@ class StartedRow:
 
 @dataclass(frozen=True, slots=True)
 class _BacklogRow:
-    """A row of the backlog, and until when it may start (monotonic seconds, or infinity)."""
+    """A row of the backlog, and until when it may start (monotonic seconds, or infinity).
+
+    ``ends``: of its run.
+    """
 
     pulled: Pulled
     until: float
+    ends: RunEnds | None = None
 
 
 class InFlight:
@@ -69,6 +74,8 @@ class InFlight:
         self._backlog: dict[str, _BacklogRow] = {}
         self._recalled: dict[str, JobLease] = {}
         self._unreported: dict[str, JobLease] = {}
+        self._num_others: int | None = None  # other workers of the queue; None: not known yet
+        self._slowdown = 1.0  # how many times slower than this one the slowest of them is
         self.choices = (
             1.0  # of a row, on average, of those that the engine had after the last start
         )
@@ -148,9 +155,14 @@ class InFlight:
 
     def hold(self, pulled: Iterable[Pulled]) -> None:
         """Add pulled jobs to the backlog."""
-        now = time.monotonic()
-        for row in pulled:
-            self._backlog[row.lease.job_id] = _BacklogRow(row, now + row.seconds_left)
+        now, rows = time.monotonic(), list(pulled)
+        ends = RunEnds(rows) if rows else None
+        for row in rows:
+            self._backlog[row.lease.job_id] = _BacklogRow(row, now + row.seconds_left, ends)
+
+    def note_crowd(self, crowd: Crowd, num_workers: int) -> None:
+        """What is known of all workers of the queue, and how many they are."""
+        self._num_others, self._slowdown = max(0, num_workers - 1), slowdown(crowd)
 
     def note_reused(self, count: int) -> None:
         """Rows ended at their pull, with remembered answers."""
@@ -167,14 +179,15 @@ class InFlight:
         begun: list[Work | JobResult] = []
         while self._backlog and count > 0:
             row = self._backlog.pop(next(iter(self._backlog)))
-            one = self.admit(row.pulled) if row.until > now else self._expired(row.pulled)
+            is_due = row.until > now
+            one = self.admit(row.pulled, row.ends) if is_due else self._expired(row.pulled)
             begun.append(one)
             count -= one.num_choices if isinstance(one, Work) else 1
         if self._rows:
             self.choices = self.num_started / len(self._rows)
         return begun
 
-    def admit(self, pulled: Pulled) -> Work | JobResult:
+    def admit(self, pulled: Pulled, ends: RunEnds | None = None) -> Work | JobResult:
         """Decode a pulled job: work for the engine, or a failed row for any other data."""
         now = time.monotonic()
         try:
@@ -184,7 +197,15 @@ class InFlight:
             return self._failed(row, ErrorCode.INVALID_REQUEST, str(fault))
         deadline = now + pulled.timeout_seconds if pulled.timeout_seconds > 0 else math.inf
         job_id = pulled.lease.job_id
-        work = Work(job_id, request, pulled.shared_bytes)
+        elsewhere = None
+        if self._num_others is not None and ends is not None:
+            shared = pulled.shared_bytes
+            elsewhere = ends.elsewhere_bytes(request, shared) if self._num_others else 0
+        work = Work(
+            *(job_id, request, pulled.shared_bytes),
+            elsewhere_bytes=elsewhere,
+            slowdown=self._slowdown,
+        )
         self._rows[job_id] = StartedRow(
             lease=pulled.lease,
             custom_id=request.custom_id,

@@ -42,7 +42,7 @@ class Pacing:
         self.meter = Meter()
         self.is_patient = True
         self._told: Mapping[str, str] = {}
-        self._workers: Iterable[str] = ()
+        self._workers: list[str] = []
         self._beats = Beats()
         self._num_told = 0
         self._looked_at = time.monotonic()
@@ -96,9 +96,10 @@ class Pacing:
 
     def note_told(self, told: Mapping[str, str], workers: Iterable[str]) -> None:
         """What the workers of the queue have told, and the names of all of them."""
-        self._told, self._workers = told, workers
+        self._told, self._workers = told, list(workers)
         self._beats.note(told, time.monotonic())
         self._num_told += 1
+        self._in_flight.note_crowd(self.crowd(), len(self._workers))
 
     def note_queued(self, num_queued: int, *, is_left: bool) -> None:
         """So many jobs wait. ``is_left``: this worker has free slots, and leaves them to others.
@@ -116,7 +117,7 @@ class Pacing:
 
     def forget(self) -> None:
         """The worker serves another queue: others work there."""
-        self._told, self._workers, self._beats = {}, (), Beats()
+        self._told, self._workers, self._beats = {}, [], Beats()
         self.is_patient, self._left = True, (0, 0.0)
 
     def note_pulled(self, jobs: Iterable[Pulled]) -> None:

@@ -35,7 +35,7 @@ def test_a_failed_device_is_noticed_where_a_block_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MLX reports it once. Whoever ignored it would serve what the device has not computed."""
-    monkeypatch.setattr(Outbox, "_block", failing(Outbox._block, {1}, TIMEOUT))
+    monkeypatch.setattr(Outbox, "_settle", failing(Outbox._settle, {1}, TIMEOUT))
     leases = LocalLeases()
     with running(tiny_models.build("llama"), access(on_disk(tmp_path), leases)) as engine:
         expected = run(engine, [random_prompt(5, 700)])
@@ -68,7 +68,7 @@ def test_blocks_that_cannot_be_read_at_the_end_are_dropped(
     leases = LocalLeases()
     with running(tiny_models.build("llama"), access(on_disk(tmp_path), leases)) as engine:
         engine.submit_row(Row("0", random_prompt(5, 700), Generation(400, temperature=0.0)))
-        monkeypatch.setattr(Outbox, "_block", failing(Outbox._block, {1}, TIMEOUT))
+        monkeypatch.setattr(Outbox, "_settle", failing(Outbox._settle, {1}, TIMEOUT))
         with monkeypatch.context() as patch:
             patch.setattr(Outbox, "send", lambda *_, **__: None)
             while not len(outbox_of(engine)):

@@ -38,6 +38,7 @@ class Machine:
             "BATCHKV_HOME": str(new_home(self.path / "home")),
             "BATCHKV_CACHE": f"disk:{self.path}/blocks?max=1GB {cache}",
             "BATCHKV_CACHE_SECRET_FILE": str(secret),
+            "BATCHKV_CACHE_WRITE": "shared",  # for the other machine, which has another queue
         }
 
     def cli(self, *arguments: object) -> str:

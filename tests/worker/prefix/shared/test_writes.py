@@ -125,8 +125,8 @@ def run_batch(engine: Engine, texts: Sequence[str]) -> list[Completed]:
     return finish(engine, len(texts))
 
 
-@pytest.mark.parametrize("writes_all", [False, True])
-def test_a_batch_writes_what_it_shares(writes_all: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("writes", ["needed", "shared", "all"])
+def test_a_batch_writes_what_it_shares(writes: str, tmp_path: Path) -> None:
     """From text to blocks: ten rows behind a document and ten alone; the document is written.
 
     A later batch behind the document finds all of it.
@@ -139,9 +139,9 @@ def test_a_batch_writes_what_it_shares(writes_all: bool, tmp_path: Path) -> None
     behind = [text([*document, *random_prompt(10 + n, 400)]) for n in range(10)]
     alone = [text(random_prompt(30 + n, 700)) for n in range(10)]
     model = tiny_models.build("llama")
-    with running(model, access(on_disk(tmp_path), writes_all=writes_all)) as engine:
+    with running(model, access(on_disk(tmp_path), writes=writes)) as engine:
         run_batch(engine, [*behind, *alone])
         num_unique = 3 + 10 * 2 + 10 * 2
-        assert num_written(engine) == (num_unique if writes_all else 3)
+        assert num_written(engine) == (num_unique if writes == "all" else 3)
     with running(model, access(on_disk(tmp_path))) as engine:
         assert cached(run_batch(engine, [text([*document, 1, 2, 3])])) == [768]

@@ -102,3 +102,13 @@ def num_common(work: Work, num_prompt: int, tokenizer: Any) -> int | None:
         return 0
     num_rest = len(tokenizer.encode(rest)) if rest else 0
     return max(0, min(num_prompt, num_prompt - num_rest + SHARED_SLACK))
+
+
+def num_elsewhere(work: Work, num_shared: int | None) -> int | None:
+    """Tokens of the prompt that rows of other workers may begin with; None if unknown.
+
+    An estimate: the same share of ``num_shared`` tokens as it is of the bytes.
+    """
+    if num_shared is None or work.elsewhere_bytes is None or not work.shared_bytes:
+        return None if num_shared is None or work.elsewhere_bytes is None else 0
+    return num_shared * min(work.elsewhere_bytes, work.shared_bytes) // work.shared_bytes

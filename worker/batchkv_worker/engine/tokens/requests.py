@@ -13,7 +13,7 @@ from batchkv_producer.intake.messages import check_messages, check_template_vari
 from batchkv_producer.wire.job import ErrorCode, Request
 from batchkv_worker.engine.schedule.memory import Memory
 from batchkv_worker.engine.tokens.generation import check_ids, check_params, generation_of
-from batchkv_worker.engine.tokens.prompts import num_common, prompt_tokens
+from batchkv_worker.engine.tokens.prompts import num_common, num_elsewhere, prompt_tokens
 from batchkv_worker.engine.tokens.text_limits import SLICE_CHARS, RowRefused, check_values
 from batchkv_worker.events import Work
 from batchkv_worker.kv.slots.changes import Demand
@@ -46,6 +46,8 @@ def prepare(work: Work, loaded: LoadedModel, *, counts_shared: bool = False) -> 
     return Sequence(
         *(work.job_id, prompt, generation),
         num_common=num_shared,
+        num_elsewhere=num_elsewhere(work, num_shared),
+        slowdown=work.slowdown,
         detokenizer=detokenizer,
         cache_salt=request.cache_salt,
     )

@@ -82,6 +82,8 @@ def from_result(result: Result) -> Explanation | None:
         else f"the {rest} tier did not answer",
         "held": f"another worker was computing block {block} and did not publish it in time",
         "slow": "the store did not answer in time",
+        "alone": f"the worker did not look for block {block}: by the queue, no other worker had "
+        "rows that begin with it, or loading was expected to take longer than computing",
     }
     return Explanation(word, sentences[word]) if word in sentences else None
 

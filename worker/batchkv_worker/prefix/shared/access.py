@@ -12,6 +12,7 @@ from batchkv_cache_store.lease import Leases, LocalLeases, RedisLeases
 from batchkv_cache_store.opening import lease_url, open_tiers, parse_tiers
 from batchkv_cache_store.store import Store
 from batchkv_worker.errors import SettingsError
+from batchkv_worker.prefix.shared.worth import SHARED
 
 if TYPE_CHECKING:
     from batchkv_worker.settings import WorkerSettings
@@ -25,8 +26,8 @@ class Access:
 
     ``is_shared``: other processes take leases, too. ``lookup_seconds``: how long a row waits for
     one lookup. ``held_seconds``: how long it waits for another worker that publishes no block
-    meanwhile. ``close_seconds``: how long a worker that ends still writes. ``writes_all``: blocks
-    are written even if no other row of the batch begins with them.
+    meanwhile. ``close_seconds``: how long a worker that ends still writes. ``writes``: "needed",
+    "shared" or "all", see ``worth``.
     """
 
     store: Store
@@ -35,7 +36,7 @@ class Access:
     salt: bytes = b""
     writer: str = ""
     adopts_float: bool = False
-    writes_all: bool = False
+    writes: str = SHARED
     lookup_seconds: float = 30.0
     held_seconds: float = 60.0
     close_seconds: float = 3.0  # the engine's thread is waited for no longer than five
@@ -86,5 +87,5 @@ def open_access(settings: WorkerSettings) -> Access | None:
         salt=settings.cache_salt,
         writer=socket.gethostname()[:100],
         adopts_float=settings.kv_adopt_float,
-        writes_all=settings.cache_write == "all",
+        writes=settings.cache_write,
     )

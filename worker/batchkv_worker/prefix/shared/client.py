@@ -35,7 +35,8 @@ from batchkv_worker.prefix.shared.fetch import (
 )
 from batchkv_worker.prefix.shared.identity import manifest
 from batchkv_worker.prefix.shared.outbox import Outbox
-from batchkv_worker.prefix.shared.pending import PendingLookup, PendingLookups
+from batchkv_worker.prefix.shared.pending import RETRY_SECONDS, PendingLookup, PendingLookups
+from batchkv_worker.prefix.shared.worth import ALL, NEEDED, Worth
 from batchkv_worker.sequence import Fetch, FetchState, Sequence
 
 log = logging.getLogger("batchkv.cache")
@@ -58,8 +59,11 @@ class StoreClient(PrefixClient):
         if self._floats is not None:
             self._float_namespace = namespace(self._floats.manifest(own))
         self._fetcher = Fetcher(access.store, access.leases, is_shared=access.is_shared)
+        layout = self.block_layout
+        block_bytes = sum(layout.template(kind).nbytes for kind in layout.kinds)
+        self._worth = Worth(access.store, block_bytes, access.writes)
         self.outbox = Outbox(
-            *(access.store, self._fetcher.release, self.block_layout),
+            *(access.store, self._fetcher.release, layout, self._worth),
             *(self.namespace, self.root, access.writer),
         )
         self._pending = PendingLookups(self._fetcher)
@@ -67,7 +71,7 @@ class StoreClient(PrefixClient):
         self._prefixes: PrefixCache | None = None
         self._is_on = self._fits()
         if self._is_on:
-            self.on_new, self.counts_shared = self.outbox.add, not access.writes_all
+            self.on_new, self.counts_shared = self.outbox.add, access.writes != ALL
             access.store.publish_manifest(own)
 
     def _fits(self) -> bool:
@@ -83,7 +87,7 @@ class StoreClient(PrefixClient):
         return False
 
     def attach(self, prefixes: PrefixCache) -> None:
-        self._prefixes, self.outbox.uses = prefixes, prefixes.eviction
+        self._prefixes, self._worth.uses = prefixes, prefixes.eviction
         if not prefixes.max_blocks:
             self._is_on = False
             log.warning("prefixes are not shared: the memory for prefixes holds not one block")
@@ -110,7 +114,7 @@ class StoreClient(PrefixClient):
                 continue
             if not self._has_room(row, fetch, depth, is_first=place == 0):
                 break  # a younger row must not take the room that this one waits for
-            self._ask(row, fetch, depth, now)
+            self._begin_lookup(row, fetch, depth, now)
 
     def wait(self, timeout_seconds: float) -> None:
         if not self._pending.has_answers:
@@ -135,9 +139,21 @@ class StoreClient(PrefixClient):
             return self._give_up(fetch, "slow")  # the store hangs: nobody else waits for it
         if self._pending.is_held(row.block_keys[depth]):
             self._see_held(fetch, depth, now)
-            if now - fetch.held_since > self._access.held_seconds:
+            if now - fetch.held_since > self._held_limit(row, depth):
                 return self._give_up(fetch, "held")
         return False
+
+    def _held_limit(self, row: Sequence, depth: int) -> float:
+        """Seconds to wait for another worker that makes no progress.
+
+        It may have the lease on a row that it computes much later. So the wait is no more than
+        twice the time that computing takes here.
+        """
+        num_tokens = (len(row.block_keys) - depth) * BLOCK_TOKENS
+        seconds = self._store.gate.prefill_seconds(num_tokens)
+        if seconds is None or self._access.writes != NEEDED:
+            return self._access.held_seconds
+        return min(self._access.held_seconds, max(2 * RETRY_SECONDS, 2 * seconds))
 
     def _see_held(self, fetch: Fetch, depth: int, now: float) -> None:
         """Note since when another worker's lease on the row's next block has made no progress."""
@@ -168,7 +184,17 @@ class StoreClient(PrefixClient):
         self._ahead_bytes += num_bytes + num_expected - fetch.num_bytes - fetch.num_expected
         fetch.num_bytes, fetch.num_expected = num_bytes, num_expected
 
-    def _ask(self, row: Sequence, fetch: Fetch, depth: int, now: float) -> None:
+    def _begin_lookup(self, row: Sequence, fetch: Fetch, depth: int, now: float) -> None:
+        """Look a row up, unless no tier can have what it needs: then it is ready."""
+        is_near = not self._worth.may_be_far(row, depth)
+        if is_near and not self._store.has_near:
+            self._expect(fetch, 0, 0)
+            fetch.state, fetch.stop = FetchState.DONE, "alone"
+            self._store.count("lookups_spared")
+            return
+        self._ask(row, fetch, depth, now, is_near)
+
+    def _ask(self, row: Sequence, fetch: Fetch, depth: int, now: float, is_near: bool) -> None:
         fetch.state, fetch.asked_at = FetchState.ASKED, now
         fetch.deepest = max(fetch.deepest, depth)
         had = self._prefix_memory.pieces(row.block_keys)
@@ -179,9 +205,9 @@ class StoreClient(PrefixClient):
             root = own_root(root, row.cache_salt)
             keys = chain(root, row.prompt[: len(row.block_keys) * BLOCK_TOKENS])
             floats = self.block_layout.wanted(self._float_namespace, keys, row.prompt, had)
-        worth = self.outbox.num_worth(row, num_own=1)  # leases on no more: they make others wait
+        worth = self._worth.num_leased(row)  # leases on no more: they make others wait
         missing = row.block_keys[depth]
-        self._pending.ask(row, missing, lambda n: Lookup(n, wanted, worth, floats))
+        self._pending.ask(row, missing, lambda n: Lookup(n, wanted, worth, floats, is_near))
 
     def _take_answers(self) -> None:
         """Take in results of lookups, up to TAKE_BYTES."""
@@ -197,7 +223,12 @@ class StoreClient(PrefixClient):
         if fetch is None or row.is_ended or fetch.state is not FetchState.ASKED:
             self._fetcher.release(answer.leases)  # no row waits for it any more
             return 0
-        was = self._prefix_memory.depth_of(row)
+        if not answer.is_last:
+            return self._take_block(row, fetch, answer)
+        was = fetch.depth_before if fetch.depth_before >= 0 else self._prefix_memory.depth_of(row)
+        fetch.depth_before = -1
+        if not answer.is_near:
+            self._worth.note_lookup(has_found=answer.depth > 0 or bool(answer.floats))
         num_bytes = self._adopt(row, answer)
         depth = self._prefix_memory.depth_of(row)
         fetch.count(tiers_of_blocks(answer, range(max(was, fetch.deepest), depth)))
@@ -211,6 +242,16 @@ class StoreClient(PrefixClient):
         if depth > fetch.deepest or not fetch.held_since:
             fetch.held_since, fetch.deepest = now, max(depth, fetch.deepest)
         fetch.state, fetch.stop = FetchState.HELD, "held"
+        return num_bytes
+
+    def _take_block(self, row: Sequence, fetch: Fetch, answer: LookupResult) -> int:
+        """Take in one block of a result whose rest is still on its way; its bytes."""
+        if fetch.depth_before < 0:
+            fetch.depth_before = self._prefix_memory.depth_of(row)
+        num_bytes = self._adopt(row, answer)
+        left = max(0, fetch.num_expected - num_bytes)
+        self._expect(fetch, fetch.num_bytes + num_bytes, left)
+        fetch.asked_at = time.monotonic()  # it is no slow lookup
         return num_bytes
 
     def _adopt(self, row: Sequence, answer: LookupResult) -> int:

@@ -11,19 +11,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import Empty, SimpleQueue
 
 from batchkv_cache_store.blocks.block import Block, Kind
 from batchkv_cache_store.lease import Lease, Leases
-from batchkv_cache_store.lookup import Found, Piece, Wanted
+from batchkv_cache_store.lookup import MAX_FETCH_BYTES, Found, Piece, Wanted
 from batchkv_cache_store.store import Store
 from batchkv_worker.trace import ENGINE, STORE
 
 log = logging.getLogger("batchkv.cache")
 
 NUM_THREADS = 2
+HAND_SECONDS = 30.0  # how long a block waits for the engine, which then gets it all the same
 MAX_LEASES = 64  # of one prompt at once: its blocks are computed in order
 UNKNOWN_TIER = "store"
 _MAX_LOOKS = 4  # at one prompt, while others publish what it was about to lease
@@ -34,13 +36,15 @@ class Lookup:
     """A lookup to make.
 
     ``num_worth``: blocks that will be written once they are computed; the others are not leased.
-    ``floats``: the same prompt's blocks in the float namespace, if wanted.
+    ``floats``: the same prompt's blocks in the float namespace, if wanted. ``is_near``: far tiers
+    cannot have them.
     """
 
     ticket: int
     wanted: Wanted
     num_worth: int
     floats: Wanted | None = None
+    is_near: bool = False
 
 
 @dataclass(slots=True)
@@ -50,6 +54,8 @@ class LookupResult:
     ``depth``: blocks that can be gone on from with ``pieces`` and what the asker had. ``leases``
     are held for blocks after it; ``is_held``: another worker computes the next one. ``floats``:
     pieces of the float namespace that go deeper. ``tiers``: where each piece came from, by name.
+    ``is_near``: far tiers were not looked into. ``is_last``: False for one block of a result that
+    comes before the rest.
     """
 
     ticket: int
@@ -60,6 +66,14 @@ class LookupResult:
     is_held: bool = False
     stop: str = ""
     tiers: dict[Piece, str] = field(default_factory=dict)
+    is_near: bool = False
+    is_last: bool = True
+    handed: Set[Piece] = frozenset()  # pieces that came before, as results of their own
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays of ``pieces``."""
+        return sum(one.num_bytes for block in self.pieces.values() for one in block.tensors)
 
 
 def tiers_of_blocks(answer: LookupResult, numbers: range) -> list[str]:
@@ -86,6 +100,9 @@ class Fetcher:
         self._answers: SimpleQueue[LookupResult] = SimpleQueue()
         self._has_answers = threading.Event()
         self._lock = threading.Lock()
+        self._taken = threading.Condition(self._lock)
+        self._num_handed = 0  # bytes of blocks that were handed over and not taken yet
+        self._is_closed = False
         self._abandoned: set[int] = set()
         self._leavings: SimpleQueue[Sequence[Lease] | None] = SimpleQueue()
         self._threads = [
@@ -107,8 +124,9 @@ class Fetcher:
 
         A result that has come already keeps its leases.
         """
-        with self._lock:
+        with self._taken:
             self._abandoned.add(ticket)
+            self._taken.notify_all()
 
     def answers(self) -> list[LookupResult]:
         """Results that came since the last call."""
@@ -120,8 +138,32 @@ class Fetcher:
         except Empty:
             pass
         with self._lock:  # abandoned when they were there already
-            self._abandoned -= {answer.ticket for answer in found}
+            self._abandoned -= {answer.ticket for answer in found if answer.is_last}
         return found
+
+    def note_taken(self, answer: LookupResult) -> None:
+        """The engine has what a result brought: the next blocks may come."""
+        if not answer.is_last:
+            with self._taken:
+                self._num_handed -= answer.num_bytes
+                self._taken.notify_all()
+
+    def _hand_over(self, ticket: int, piece: Piece, block: Block, tier: str) -> None:
+        """Pass one block on. Waits while the engine has not taken the blocks before it."""
+        part = LookupResult(ticket, pieces={piece: block}, tiers={piece: tier}, is_last=False)
+        with self._taken:
+
+            def may_go_on() -> bool:
+                is_over = self._is_closed or ticket in self._abandoned
+                return is_over or self._num_handed < MAX_FETCH_BYTES
+
+            if not self._taken.wait_for(may_go_on, HAND_SECONDS):
+                log.warning("the engine takes no blocks for %.0f s", HAND_SECONDS)
+            if self._is_closed or ticket in self._abandoned:
+                return  # nobody wants it
+            self._num_handed += part.num_bytes
+        self._answers.put(part)
+        self._has_answers.set()
 
     def wait(self, timeout_seconds: float) -> None:
         """Wait for a result."""
@@ -136,6 +178,9 @@ class Fetcher:
 
     def close(self, timeout_seconds: float) -> None:
         """End the threads; one that a tier keeps longer is left behind."""
+        with self._taken:
+            self._is_closed = True
+            self._taken.notify_all()
         for _ in range(NUM_THREADS):
             self._lookups.put(None)
         self._leavings.put(None)
@@ -145,7 +190,7 @@ class Fetcher:
 
     def _work(self) -> None:
         while (question := self._lookups.get()) is not None:
-            answer = LookupResult(question.ticket)
+            answer = LookupResult(question.ticket, is_near=question.is_near)
             try:
                 self._look(question, answer)
             except Exception:  # whatever broke here, the row is computed
@@ -169,9 +214,10 @@ class Fetcher:
                 log.exception("leases could not be let go")
 
     def _look(self, question: Lookup, answer: LookupResult) -> None:
-        wanted = question.wanted
+        wanted, hand_over = question.wanted, partial(self._hand_over, question.ticket)
         for _ in range(_MAX_LOOKS):
-            found = self._store.lookup(wanted)
+            found = self._store.lookup(wanted, is_near=question.is_near, hand_over=hand_over)
+            answer.handed |= found.handed
             is_deeper = self._take(found, answer)
             if answer.leases and not is_deeper:
                 break  # nobody published meanwhile: they are ours to compute
@@ -184,10 +230,11 @@ class Fetcher:
             answer.is_held = not answer.leases
             if answer.is_held or not self._is_shared:
                 break
-            wanted = replace(wanted, had=wanted.had | found.pieces.keys())
+            wanted = replace(wanted, had=wanted.had | found.pieces.keys() | answer.handed)
         if question.floats is not None and answer.depth < len(wanted.keys):
-            had = question.floats.had | answer.pieces.keys()
-            found = self._store.lookup(replace(question.floats, had=had))
+            had = question.floats.had | answer.pieces.keys() | answer.handed
+            floats = replace(question.floats, had=had)
+            found = self._store.lookup(floats, is_near=question.is_near)
             if found.depth > answer.depth:
                 answer.floats = found.pieces
                 answer.tiers.update(found.tiers)

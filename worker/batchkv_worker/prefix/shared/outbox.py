@@ -1,9 +1,10 @@
 """Blocks on their way from the engine to the store, and the leases that end when they are written.
 
-A part of a block is added while it is still being computed. It is copied out two steps later, when
-reading it waits for nothing, a few megabytes between two steps. The store's own thread writes it.
-The lease is released when all parts of the block are written, so that another worker that waits for
-the lease finds the block.
+A part of a block is added while it is still being computed, as an array of its own. Two steps
+later, when it is computed, it is handed to the store. The store's own thread reads its memory and
+writes it, so the engine copies nothing to the host. If writing is slower than computing, the parts
+that are worth least are dropped. The lease is released when all parts of the block are written, so
+that another worker that waits for the lease finds the block.
 """
 
 from __future__ import annotations
@@ -11,25 +12,27 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
 
 from batchkv_cache_store.blocks.block import Block, Kind
+from batchkv_cache_store.blocks.names import block_name
 from batchkv_cache_store.keys import BLOCK_TOKENS, own_root
 from batchkv_cache_store.lease import Lease
 from batchkv_cache_store.store import Store
-from batchkv_cache_store.uses import Uses
 from batchkv_worker.faults import is_late
-from batchkv_worker.prefix.block_layout import BlockLayout, packed_tokens
+from batchkv_worker.prefix.block_layout import BlockLayout, joined, packed_tokens
 from batchkv_worker.prefix.bundle import Bundle
+from batchkv_worker.prefix.shared.worth import Worth
 from batchkv_worker.sequence import Fetch, Sequence
 
 log = logging.getLogger("batchkv.cache")
 
-SEND_BYTES = 64 * 2**20  # copied out between two steps; a quarter of what waits, if that is more
-MAX_BYTES = 512 * 2**20  # of parcels that wait: they keep arrays alive that nothing else counts
+MAX_BYTES = 512 * 2**20  # of parts that wait here or in the store: nothing else counts their memory
+QUEUED_BYTES = 64 * 2**20  # in the store's queue, above which parts wait here
 _AGE_STEPS = 2  # after which what was started is surely computed
 
 
@@ -44,17 +47,30 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Parcel:
-    """One part of a block of a prompt, computed in that step of the engine."""
+    """One part of a block of a prompt, computed in that step of the engine.
+
+    ``data``: its bytes, in an array that nothing else reads. ``is_far``: rows elsewhere want it.
+    """
 
     step: int
     row: Sequence
     number: int
     kind: Kind
-    bundle: Bundle
+    data: mx.array
+    is_far: bool
 
     @property
     def key(self) -> bytes:
         return self.row.block_keys[self.number]
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.data.nbytes)
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Those with the smallest are sent first: a chain's tail is of no use without its head."""
+        return not self.is_far, self.number
 
 
 class Outbox:
@@ -65,6 +81,7 @@ class Outbox:
         store: Store,
         release: Callable[[Items[Lease]], None],
         block_layout: BlockLayout,
+        worth: Worth,
         namespace: bytes,
         root: bytes,
         writer: str,
@@ -75,13 +92,14 @@ class Outbox:
         self._namespace = namespace
         self._root = root
         self._writer = writer
-        self._parcels: deque[_Parcel] = deque()
+        self._worth = worth
+        self._parcels: list[_Parcel] = []
         self._num_bytes = 0
         self._held: dict[bytes, _Held] = {}
         self._lock = threading.Lock()
         self._step = 0
         self._has_warned = False
-        self.uses: Uses[bytes] = Uses()  # of the rows that wait here
+        self._is_trying = False  # a block is written to a far tier whose speed is not known
 
     def __len__(self) -> int:
         return len(self._parcels)
@@ -108,52 +126,75 @@ class Outbox:
             leases = [self._held.pop(key).lease for key in gone]
         self._release(leases)
 
-    def num_worth(self, row: Sequence, num_own: int = 0) -> int:
-        """How many of a row's first blocks others can use; ``num_own``: 1 while it waits itself."""
-        return self.uses.num_worth_writing(row.block_keys, row.num_common_blocks, num_own)
-
     def add(self, row: Sequence, number: int, kind: Kind, bundle: Bundle) -> None:
         """Add a part that was computed just now, if other rows can use it (``prefix.OnNew``)."""
-        if number >= self.num_worth(row):
+        if number >= self._worth.num_shared(row):
             return
+        is_far = self._worth.is_for_far(row, number)
+        if not is_far and not self._store.has_near:
+            self._store.count("not_needed")
+            return  # its lease, if any, goes with its owner
         if not self._block_layout.is_like(kind, bundle):
             if not self._has_warned:
                 self._has_warned = True
                 log.warning("prefixes are not shared: this model's %s arrays vary", kind)
             self._store.count("unlike")
             return
-        if self._num_bytes + bundle.nbytes > MAX_BYTES:
+        if not self._make_room(bundle.nbytes, (not is_far, number)):
             self._store.count("dropped")
-            return  # its lease goes with its owner
-        parcel = _Parcel(self._step, row, number, kind, bundle)
+            return
+        data = joined(bundle)
+        mx.async_eval(data)
+        parcel = _Parcel(self._step, row, number, kind, data, is_far)
         with self._lock:
             if (held := self._held.get(parcel.key)) is not None:
                 held.num_pending += 1
         self._parcels.append(parcel)
-        self._num_bytes += bundle.nbytes
+        self._num_bytes += parcel.num_bytes
+
+    def _make_room(self, num_bytes: int, rank: tuple[bool, int]) -> bool:
+        """Whether a part of that rank has room, after dropping parts that are worth less."""
+        while self._num_bytes + self._store.num_queued_bytes + num_bytes > MAX_BYTES:
+            last = max(self._parcels, key=lambda parcel: parcel.rank, default=None)
+            if last is None or last.rank <= rank:
+                return False
+            self._drop(last, "dropped")
+        return True
 
     def send(self, *, is_idle: bool) -> None:
-        """Copy out parts that are computed by now, after a step; all when the engine is idle."""
+        """Hand parts that are computed by now to the store, after a step; all when it is idle.
+
+        The store gets a few at once. The others wait here, where better ones go before them.
+        """
         self._step += 1
-        left = max(SEND_BYTES, self._num_bytes // 4)
-        while self._parcels and left > 0:
-            if not is_idle and self._parcels[0].step > self._step - _AGE_STEPS:
+        latest = self._step if is_idle else self._step - _AGE_STEPS
+        ready = [parcel for parcel in self._parcels if parcel.step <= latest]
+        for parcel in sorted(ready, key=lambda parcel: parcel.rank):
+            if not is_idle and self._store.num_queued_bytes > QUEUED_BYTES:
                 return
-            parcel = self._parcels.popleft()
-            self._num_bytes -= parcel.bundle.nbytes
-            left -= parcel.bundle.nbytes
+            is_known = not parcel.is_far or self._worth.pays(parcel.row) is not None
+            if not is_known and self._is_trying and not is_idle:
+                continue
+            self._take(parcel)
+            self._is_trying |= not is_known
             self._send(parcel)
+
+    def _take(self, parcel: _Parcel) -> None:
+        self._parcels.remove(parcel)
+        self._num_bytes -= parcel.num_bytes
+
+    def _drop(self, parcel: _Parcel, why: str) -> None:
+        self._take(parcel)
+        self._store.count(why)
+        self._written(parcel.key)
 
     def drop_all(self) -> None:
         """Drop all parts: memory ran out, so their content cannot be trusted."""
-        while self._parcels:
-            parcel = self._parcels.popleft()
-            self._num_bytes -= parcel.bundle.nbytes
-            self._store.count("dropped")
-            self._written(parcel.key)
+        for parcel in [*self._parcels]:
+            self._drop(parcel, "dropped")
 
     def send_all(self) -> None:
-        """Copy out all parts: the engine ends. If the device fails, the others are dropped."""
+        """Hand over all parts: the engine ends. If the device fails, the others are dropped."""
         try:
             while self._parcels:
                 self.send(is_idle=True)
@@ -164,18 +205,22 @@ class Outbox:
     def _send(self, parcel: _Parcel) -> None:
         """Give a part to the store. Raises what the device reports of work that has failed.
 
-        Reading a part may be the first call that hears of it. MLX reports it once, and more than
-        this part may be wrong.
+        Waiting for a part may be the first call that hears of it. MLX reports it once, and more
+        than this part may be wrong.
         """
-        key = parcel.key  # the write must not keep the parcel, and so its arrays, alive
+        key, name = parcel.key, block_name(parcel.key, parcel.kind)
 
         def end() -> None:
+            self._is_trying = False
             self._written(key)
 
         is_queued = False
         try:
-            if self._store.has_room(parcel.bundle.nbytes):
-                is_queued = self._store.publish(self._block(parcel), end)
+            self._settle(parcel)
+            if self._store.has_room(parcel.num_bytes):
+                is_queued = self._store.publish_later(
+                    name, parcel.num_bytes, self._maker(parcel), end, is_near=not parcel.is_far
+                )
             else:
                 self._store.count("dropped")
         except Exception as fault:  # whatever else broke, rows go on
@@ -187,21 +232,28 @@ class Outbox:
             if not is_queued:
                 end()
 
-    def _block(self, parcel: _Parcel) -> Block:
-        low = parcel.number * BLOCK_TOKENS
-        keys = parcel.row.block_keys
-        root = own_root(self._root, parcel.row.cache_salt)
-        return Block(
+    def _settle(self, parcel: _Parcel) -> None:
+        """Wait until a part is computed, which it is mostly; raises the device's faults."""
+        mx.eval(parcel.data)
+
+    def _maker(self, parcel: _Parcel) -> Callable[[], Block]:
+        """What makes the block, on the store's thread: a device may copy it to the host then."""
+        low, keys, row = parcel.number * BLOCK_TOKENS, parcel.row.block_keys, parcel.row
+        block = Block(
             namespace=self._namespace,
             key=parcel.key,
-            parent=keys[parcel.number - 1] if parcel.number else root,
+            parent=keys[parcel.number - 1]
+            if parcel.number
+            else own_root(self._root, row.cache_salt),
             index=parcel.number,
             kind=parcel.kind,
-            tokens=packed_tokens(parcel.row.prompt[low : low + BLOCK_TOKENS], BLOCK_TOKENS)[0],
-            tensors=self._block_layout.tensors(parcel.kind, parcel.bundle),
+            tokens=packed_tokens(row.prompt[low : low + BLOCK_TOKENS], BLOCK_TOKENS)[0],
+            tensors=(),
             writer=self._writer,
             time_ms=time.time_ns() // 1_000_000,
         )
+        kind, data, layout = parcel.kind, parcel.data, self._block_layout
+        return lambda: replace(block, tensors=layout.tensors(kind, memoryview(data)))
 
     def _written(self, key: bytes) -> None:
         with self._lock:

@@ -76,6 +76,10 @@ class PendingLookups:
         self._answers += self._fetcher.answers()
         while self._answers:
             answer = self._answers.popleft()
+            if not answer.is_last:
+                self._fetcher.note_taken(answer)
+                yield self._asked[answer.ticket], answer
+                continue
             asked = self._asked.pop(answer.ticket)
             self._asked_for.pop(asked.missing, None)
             self._given_up.discard(answer.ticket)
