@@ -135,14 +135,15 @@ def record_server(target: Path, connection: Redis) -> None:
         assert ids[entry], entry
     keys = {}
     for key in sorted(connection.scan_iter(count=1000)):
-        keys[key.decode()] = _read(connection, key)
+        keys[key.decode()] = read_key(connection, key)
     stored = {"recorded_at": time.time(), "keys": keys}
     with gzip.GzipFile(target / "server.json.gz", "wb", mtime=0) as file:
         file.write(json.dumps(stored, sort_keys=True).encode())
     (target / "ids.json").write_text(json.dumps(ids, indent=2) + "\n", "utf-8")
 
 
-def _read(connection: Redis, key: bytes) -> dict[str, Any]:
+def read_key(connection: Redis, key: bytes) -> dict[str, Any]:
+    """A key as JSON: its type, its time to live, its values."""
     kind = connection.type(key).decode()
     readers: dict[str, Any] = {
         "string": lambda: [connection.get(key)],

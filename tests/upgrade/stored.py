@@ -14,8 +14,13 @@ from redis import Redis
 
 VERSIONS = ("v0.1.0",)
 FOLDER = Path(__file__).parent
-# Scores of these are moments at which RQ forgets a job: they move with the clock.
-REGISTRIES = ("rq:finished:", "rq:failed:", "rq:canceled:")
+FIRST_GATEWAY = "first_gateway"
+# Scores of these are moments at which something is forgotten: they move with the clock.
+REGISTRIES = (
+    *("rq:finished:", "rq:failed:", "rq:canceled:"),
+    *("batchkv:gateway:ended", "batchkv:gateway:expiring"),
+)
+MOMENT = b"expires"  # so does this field of hashes
 
 
 def batch_ids(version: str) -> dict[str, str]:
@@ -32,10 +37,21 @@ def put_back(version: str, connection: Redis) -> None:
     pipeline = connection.pipeline(transaction=False)
     for key, entry in stored["keys"].items():
         values = [base64.b64decode(value) for value in entry["values"]]
+        if entry["type"] == "hash":
+            values = _moved(values, shift)
         _write(pipeline, key, entry["type"], values, shift if key.startswith(REGISTRIES) else 0.0)
         if entry["ttl_ms"] > 0:
             pipeline.pexpire(key, entry["ttl_ms"])
     pipeline.execute()
+
+
+def _moved(pairs: list[bytes], shift: float) -> list[bytes]:
+    """The fields and values of a hash, with its moment moved."""
+    found = list(pairs)
+    for at in range(0, len(found), 2):
+        if found[at] == MOMENT and found[at + 1].isdigit() and int(found[at + 1]):
+            found[at + 1] = str(int(found[at + 1]) + int(shift)).encode()
+    return found
 
 
 def _write(pipeline: Any, key: str, kind: str, values: list[bytes], shift: float) -> None:
@@ -60,3 +76,14 @@ def copy_files(version: str, target: Path) -> Path:
     for path in (folder / "blocks").rglob("*"):
         path.chmod(0o700 if path.is_dir() else 0o600)
     return folder
+
+
+def gateway_home(target: Path) -> Path:
+    """A home folder with the files of the first gateway, as its owner had them."""
+    home = target / "home"
+    home.mkdir(mode=0o700)
+    shutil.copytree(FOLDER / FIRST_GATEWAY / "files", home / "gateway")
+    (home / "gateway").chmod(0o700)
+    for path in (home / "gateway").iterdir():
+        path.chmod(0o600)
+    return home
