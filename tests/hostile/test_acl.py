@@ -152,6 +152,39 @@ def test_forgetting_needs_no_further_rights(hub: Hub, tmp_path: Path) -> None:
         assert producer.zscore(redis_keys.BATCHES, batch) is None
 
 
+def test_remembered_answers_need_no_further_rights(hub: Hub, tmp_path: Path) -> None:
+    """A worker remembers and finds answers; a producer uses and forgets them, and forges none."""
+    source, url, log = tmp_path / "reused.jsonl", hub.url("producer"), tmp_path / "log"
+
+    def ok(*arguments: object) -> str:
+        found = batchkv(*arguments, url=url)
+        assert found.exit_code == 0, (arguments, found.output)
+        return found.stdout.strip()
+
+    def submit(*prompts: str) -> str:
+        source.write_text("".join(f'{{"prompt": "{each}", "seed": 1}}\n' for each in prompts))
+        return ok("submit", source, "-m", MODEL, "--reuse")
+
+    settings: dict[str, object] = {"HEARTBEAT_SECONDS": 0.1, "LEASE_SECONDS": 60}
+    plan: dict[str, object] = {"fingerprint": "a" * 32}
+    worker = WorkerProcess(hub.url("worker"), log, settings=settings, plan=plan)
+    with workers(worker), hub.connect("admin") as admin:
+        first = submit("ra", "rb")
+        wait_until(lambda: num_ended(admin, first) == 2, PATIENCE)
+        second = submit("ra", "rb", "rc")
+        wait_until(lambda: num_ended(admin, second) == 3, PATIENCE)
+        assert "2 answers" in ok("status", second)
+        with hub.connect("producer") as producer:
+            (key,) = producer.lrange(f"batchkv:reuse:of:{second}", 0, -1)
+            script = "return redis.call('SET', KEYS[1], ARGV[1])"
+            digest = producer.script_load(script)
+            with pytest.raises(ResponseError, match=r"(?i)ACL failure|NOPERM|permission"):
+                producer.evalsha(digest, 1, f"batchkv:reuse:a:{key.decode()}", "-forged")
+        ok("forget", first, second, "--yes")
+        assert not admin.keys("batchkv:reuse:*")
+    assert "NOPERM" not in log.read_text() and "Traceback" not in log.read_text()
+
+
 def test_a_mended_file_and_failed_rows_need_no_further_rights(hub: Hub, tmp_path: Path) -> None:
     """A producer keeps an earlier batch's answers, prints failed rows, and makes lost ones anew."""
     first, mended, url = tmp_path / "first.jsonl", tmp_path / "mended.jsonl", hub.url("producer")
@@ -239,6 +272,12 @@ REFUSED = {
         *("ZADD rq:wip:q 1 a", "LPOP batchkv:done:x", "SET batchkv:lock:q w"),
         *("SET rq:suspended 1", "EVAL return 1 0", "FUNCTION LIST", "MODULE LIST"),
         "SUBSCRIBE rq:pubsub:w",
+        *("SET batchkv:reuse:a:k x", "GET batchkv:reuse:a:k", "RPUSH batchkv:reuse:of:b k"),
+        *(
+            "ZADD batchkv:reuse:order 1 k",
+            "EXPIRE batchkv:reuse:a:k 9",
+            "HSET batchkv:reuse:a:k a b",
+        ),
     ],
     "worker": [
         *("FLUSHALL", "CONFIG SET maxmemory 1", "KEYS *", "SCAN 0", "ACL WHOAMI", "SHUTDOWN"),

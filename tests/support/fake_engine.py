@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from redis import Redis
+
 from batchkv_producer.wire.choice import Choice
 from batchkv_producer.wire.job import Usage
 from batchkv_producer.wire.maker import Maker
@@ -246,6 +248,18 @@ class FakeWorker(BatchWorker):
 
 def _plan() -> FakePlan:
     return replace(FakePlan(), **json.loads(os.environ.get("FAKE_PLAN", "{}")))
+
+
+def worker_here(connection: Redis, model: str, **plan: Any) -> BatchWorker:
+    """A worker of this process on a fake engine with this plan."""
+
+    class Worker(BatchWorker):
+        @staticmethod
+        def engine_factory(settings: WorkerSettings) -> FakeEngine:
+            return FakeEngine(*rows_of(settings), FakePlan(**plan))
+
+    settings = WorkerSettings(model=model)
+    return Worker(list(settings.queues), None, connection=connection, settings=settings)
 
 
 def main() -> None:

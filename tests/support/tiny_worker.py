@@ -6,8 +6,8 @@ numbers, as ``tiny_models.NumberTokenizer`` writes them. ``TinyChatWorker`` has 
 bytes, a chat template, and the markers of a model that thinks and calls tools.
 
 The plan in the variable FAKE_PLAN may say ``step_seconds``, a pause before each step; ``vitals``, a
-file that gets a line of JSON now and then: what MLX holds; and ``faults``, the numbers of the
-decode steps in which the device fails.
+file that gets a line of JSON now and then: what MLX holds; ``faults``, the numbers of the decode
+steps in which the device fails; and ``fingerprint``, that of the model.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import gc
 import json
 import os
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -56,8 +57,9 @@ def build_tiny(settings: WorkerSettings, family: str = FAMILY, chat: str = "") -
     access = open_access(settings)
     model = tiny_models.build(family)
     loaded = tiny_models.loaded_chat(model, chat) if chat else tiny_models.loaded(model)
-    engine = Engine(loaded, tiny_models.with_measured(model, config), access)
     plan = json.loads(os.environ.get("FAKE_PLAN", "{}"))
+    loaded = replace(loaded, fingerprint=plan.get("fingerprint", ""))
+    engine = Engine(loaded, tiny_models.with_measured(model, config), access)
     pause, vitals = plan.get("step_seconds", 0.0), plan.get("vitals")
     _plant_faults(plan.get("faults", []))
     step, tell_at = engine.step, [0.0]

@@ -71,7 +71,8 @@ WORKERS: tuple[Metric, ...] = (
     _counter(
         "rows",
         "rows",
-        "Rows that ended, by lane (batch, live) and outcome: ok, canceled or an error code.",
+        "Rows that ended, by lane (batch, live) and outcome: ok, reused, canceled or an error "
+        "code.",
         *("lane", "outcome"),
     ),
     _counter("prompt_tokens", "tokens.prompt", "Prompt tokens of rows that ended well."),

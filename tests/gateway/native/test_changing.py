@@ -19,6 +19,7 @@ from batchkv_producer.intake.prompting import Prompting
 from batchkv_producer.intake.source import Inputs
 from batchkv_producer.wire import redis_keys as queue_keys
 from batchkv_producer.wire.job import SamplingParams
+from support.fake_engine import worker_here
 from support.gateway import Gateway, chat_file, working
 
 TWO = b'{"prompt": "a"}\n{"prompt": "b", "max_tokens": -1}\n'
@@ -200,3 +201,27 @@ def test_rows_of_a_key_are_limited(http: HttpClient, redis_connection: Redis) ->
     assert submit(http, other).status_code == 200
     again = http.post(f"/batches/{batch}/retry", headers={"x-batchkv-canceled": "1"})
     assert again.status_code == 429
+
+
+def test_remembered_answers_are_a_keys_own(http: HttpClient, redis_connection: Redis) -> None:
+    """`--reuse` by HTTP: a key gets the answers that it got before, and none of another key's."""
+    keys = KeyStore(redis_connection)
+    one, two = keys.add("one"), keys.add("two")
+    rows = b'{"prompt": "a", "temperature": 0}\n{"prompt": "b", "seed": 1}\n'
+
+    def reused(key: str, *more: bytes, **terms: str) -> list[bool]:
+        """Which rows of a new batch were reused, after a worker has ended all of them."""
+        http.headers["Authorization"] = f"Bearer {key}"
+        made = submit(http, rows + b"".join(more), reuse="1", **terms).json()["submitted"]
+        assert worker_here(redis_connection, "m", fingerprint="a" * 32).work(burst=True)
+        url = f"/batches/{made['batch_id']}"
+        found = [row["reused"] for row in http.get(f"{url}/rows").json()["data"]]
+        status = http.get(url).json()
+        assert (status["ok"], status["reused"]) == (len(found), sum(found))
+        return found
+
+    assert reused(one) == [False, False]
+    assert reused(two) == [False, False]
+    assert reused(two, b'{"prompt": "c"}\n', name="other", priority="low") == [True, True, False]
+    assert submit(http, reuse="1", fresh="1").status_code == 400
+    assert "1 row is computed in spite" in submit(http, reuse="1").json()["submitted"]["reuse_note"]

@@ -484,6 +484,8 @@ function facts(status) {
     status.kept_until > 0 && ["Kept until", time(status.kept_until)],
     status.saved_ms > 0 && ["Saved by the cache", duration(status.saved_ms / 1000)],
     status.copied > 0 && ["Duplicates", plural(status.copied, "row")],
+    status.kept > 0 && ["Kept of an earlier batch", plural(status.kept, "row")],
+    status.reused > 0 && ["Reused answers", plural(status.reused, "row")],
     status.cut > 0 && ["Cut at max_tokens", plural(status.cut, "row")],
     view.detail?.workers?.length > 0 && ["Workers", view.detail.workers.join(", ")],
   ];

@@ -345,6 +345,7 @@ function details(row) {
     row.cached_tokens && `${count(row.cached_tokens)} of them cached`,
     row.completion_tokens && `${count(row.completion_tokens)} generated`,
     row.finish_reason && `ended by ${row.finish_reason}`,
+    row.reused && "reused: computed for an earlier batch",
     row.busy_ms > 0 && duration(row.busy_ms / 1000),
     row.worker && `on ${row.worker}`,
   ];
