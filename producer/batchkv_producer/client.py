@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,13 +25,12 @@ from batchkv_producer.manage.reconcile import Reconciler
 from batchkv_producer.monitor import listing, one_job, remaining, status, workers
 from batchkv_producer.monitor.one_job import JobInfo
 from batchkv_producer.monitor.status import BatchStatus
-from batchkv_producer.monitor.waiting import wait_until_done
+from batchkv_producer.monitor.waiting import wait_for_result, wait_until_done
 from batchkv_producer.monitor.workers import WorkerInfo
 from batchkv_producer.results import stored_rows
 from batchkv_producer.results.bounded import stored_results
 from batchkv_producer.results.failures import Failures, read_failures
 from batchkv_producer.results.stored_rows import StoredRow
-from batchkv_producer.retry import Pace
 from batchkv_producer.server.memory_use import MemoryUse, read_memory_use
 from batchkv_producer.submit import restore, submission
 from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, Progress
@@ -185,17 +183,12 @@ class Client:
     def result(self, job_id: str, wait_seconds: float = 0) -> Result | None:
         """One job's result, or None if it has none after ``wait_seconds``."""
         batch_id, line = one_job.split_job_id(job_id)
-        deadline = time.monotonic() + wait_seconds
-        pace = Pace(first_seconds=0.05, longest_seconds=0.5)
         if self._stored(batch_id, line) is None:
             self._reconciler.reconcile_id(batch_id)
-        while (value := self._stored(batch_id, line)) is None:
-            one_job.read_job(self._connection, job_id)  # raises if there is no such job
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return None
-            pace.sleep(at_most_seconds=left)
-        return decode_result(value)
+        value = wait_for_result(
+            partial(self._stored, batch_id, line), partial(self.job, job_id), wait_seconds
+        )
+        return None if value is None else decode_result(value)
 
     def results(
         self,

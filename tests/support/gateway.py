@@ -213,3 +213,14 @@ if __name__ == "__main__":
     if os.environ.get("HOLD_AT"):
         _hold_at(os.environ["HOLD_AT"])
     main()
+
+
+def self_signed(folder: Path) -> tuple[Path, Path]:
+    """(certificate, private key) for 127.0.0.1, as files in the folder. Needs openssl."""
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    made = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=x"
+    command = ["openssl", *made.split(), "-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    key.chmod(0o600)
+    return certificate, key

@@ -68,7 +68,7 @@ class ChangeRoutes:
             await spool.read(request)
             return await run(await run_in_threadpool(spool.inputs, terms.read_as))
         finally:
-            await run_in_threadpool(spool.__exit__, None, None, None)
+            await run_in_threadpool(spool.close)
 
     def cancel(self, request: Request) -> Response:
         """Cancel a batch, or with ``line`` one row of it.

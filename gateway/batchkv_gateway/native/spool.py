@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 from starlette.requests import Request
@@ -20,7 +19,7 @@ from batchkv_producer.remote.terms import FilePart
 
 
 class Spool:
-    """The files of one body. They are deleted at the end of a ``with`` block.
+    """The files of one body. ``close`` deletes them.
 
     Without ``parts`` the body is the one file ``whole``.
     """
@@ -77,15 +76,8 @@ class Spool:
         pairs = zip(self._parts, self._files, strict=True)
         return Inputs(tuple(Piece(path, part.name) for part, (path, _) in pairs), read_as)
 
-    def __enter__(self) -> Spool:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Delete the files."""
         for _, file in self._files:
             with suppress(OSError):
                 file.close()

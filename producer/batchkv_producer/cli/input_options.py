@@ -89,6 +89,18 @@ def prompting_flags(
     return add
 
 
+def from_file_option(help_text: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Add --from FILE, the files that were submitted. The command gets them as ``files``."""
+    return click.option(
+        "--from",
+        "files",
+        type=click.Path(path_type=Path, allow_dash=True),
+        metavar="FILE",
+        multiple=True,
+        help=help_text,
+    )
+
+
 def input_options(command: Callable[..., R]) -> Callable[..., R]:
     """Add FILE..., --as and the flags of plain prompts. The command gets them as one ``given``."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from batchkv_producer.cli.batch_options import age_option, new_deadline_option
-from batchkv_producer.cli.input_options import Given, read_as_option
+from batchkv_producer.cli.input_options import Given, from_file_option, read_as_option
 from batchkv_producer.cli.outcome import say_unserved
 from batchkv_producer.cli.shared import either, generation_flags, say, session, url_option
 from batchkv_producer.client import BatchStatus, Deadline, Unanswered
@@ -48,14 +48,9 @@ def cancel(target: str, url: str | None) -> None:
     help="Give these rows a new timeout.  [default: the one they had]",
 )
 @new_deadline_option
-@click.option(
-    "--from",
-    "files",
-    type=click.Path(path_type=Path, allow_dash=True),
-    metavar="FILE",
-    multiple=True,
-    help="The file that was submitted. Rows whose jobs are no longer in Redis are then queued from "
-    "it. Several files: each with --from, in the order of the submit.",
+@from_file_option(
+    "The file that was submitted. Rows whose jobs are no longer in Redis are then queued from "
+    "it. Several files: each with --from, in the order of the submit."
 )
 @read_as_option("Only with --from: read every line as JSON, or as a prompt.")
 @generation_flags("Only with --from, for rows that set none.", seed="The seed of every row.")

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from batchkv_producer.batch_facts import batch_fields
-from batchkv_producer.cli.input_options import Given, read_as_option
+from batchkv_producer.cli.input_options import Given, from_file_option, read_as_option
 from batchkv_producer.cli.shared import (
     Opened,
     either,
@@ -50,13 +50,8 @@ PROGRESS_SECONDS = 5.0
     is_flag=True,
     help="Show the answers and errors of the first 200 rows, and the prompts that the server has.",
 )
-@click.option(
-    "--from",
-    "files",
-    type=click.Path(path_type=Path, allow_dash=True),
-    metavar="FILE",
-    multiple=True,
-    help="With --with-text: the file that was submitted. It has the prompts of rows that are ok.",
+@from_file_option(
+    "With --with-text: the file that was submitted. It has the prompts of rows that are ok."
 )
 @read_as_option("Only with --from: read every line as JSON, or as a prompt.")
 @url_option

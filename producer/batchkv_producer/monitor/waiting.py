@@ -1,12 +1,33 @@
-"""Waits for a batch."""
+"""Waits for a batch, or for the result of one job."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.retry import Pace, read_with_retry
+
+Found = TypeVar("Found")
+
+
+def wait_for_result(
+    read: Callable[[], Found | None], check: Callable[[], object], wait_seconds: float
+) -> Found | None:
+    """Poll ``read`` until it has a result. None if there is none after ``wait_seconds``.
+
+    ``check`` raises if there is no such job any more.
+    """
+    deadline = time.monotonic() + wait_seconds
+    pace = Pace(first_seconds=0.05, longest_seconds=0.5)
+    while (found := read()) is None:
+        check()
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return None
+        pace.sleep(at_most_seconds=left)
+    return found
 
 
 def wait_until_done(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -17,7 +16,7 @@ from batchkv_producer.intake.source import inputs_of
 from batchkv_producer.manage.cancel_retry import Unanswered
 from batchkv_producer.monitor.one_job import JobInfo, split_job_id
 from batchkv_producer.monitor.status import BatchStatus
-from batchkv_producer.monitor.waiting import wait_until_done
+from batchkv_producer.monitor.waiting import wait_for_result, wait_until_done
 from batchkv_producer.monitor.workers import WorkerInfo
 from batchkv_producer.remote.body import InputBody
 from batchkv_producer.remote.decoding import decoded, decoded_list, part
@@ -27,7 +26,7 @@ from batchkv_producer.remote.transport import Transport
 from batchkv_producer.report.facts import Facts
 from batchkv_producer.results.failures import Failures
 from batchkv_producer.results.stored_rows import StoredRow
-from batchkv_producer.retry import Pace, read_with_retry
+from batchkv_producer.retry import read_with_retry
 from batchkv_producer.server.memory_use import MemoryUse
 from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS, Progress
 from batchkv_producer.submit.kept_answers import EarlierBatch
@@ -186,17 +185,12 @@ class RemoteClient:
     def result(self, job_id: str, wait_seconds: float = 0) -> Result | None:
         """One job's result, or None if it has none after ``wait_seconds``."""
         batch_id, line = split_job_id(job_id)
-        deadline = time.monotonic() + wait_seconds
-        pace = Pace(first_seconds=0.05, longest_seconds=0.5)
-        while True:
-            for _, found in self.results_of(batch_id, [line]):
-                if found is not None:
-                    return found
-            self.job(job_id)  # raises if there is no such job
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return None
-            pace.sleep(at_most_seconds=left)
+
+        def read() -> Result | None:
+            ((_, found),) = self.results_of(batch_id, [line])
+            return found
+
+        return wait_for_result(read, partial(self.job, job_id), wait_seconds)
 
     def results(
         self,

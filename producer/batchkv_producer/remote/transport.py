@@ -13,6 +13,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, Protocol
 from urllib.parse import urlencode
@@ -49,6 +50,17 @@ class Body(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """``path`` is below the API's prefix. A ``query`` of None is left out."""
+
+    method: str
+    path: str
+    query: Mapping[str, object] | None = None
+    headers: Mapping[str, str] | None = None
+    body: Body | None = None
+
+
 class Transport:
     """Sends requests to one gateway, each on a connection of its own.
 
@@ -77,40 +89,34 @@ class Transport:
         may_repeat: bool = True,
     ) -> Any:
         """The JSON of an answer. ``may_repeat``: a second request of this kind does no harm."""
+        request = _Request(method, path, query, headers, body)
 
         def once() -> Any:
-            with self.opened(method, path, query, headers, body) as response:
+            with self._opened(request) as response:
                 return self._json(self._whole(response))
 
         return self._repeated(once) if may_repeat else once()
 
     def lines(self, path: str, **query: object) -> Iterator[bytes]:
         """The lines of a stream, without blank ones. AwayError if it is cut off."""
-        with self.opened("GET", path, query) as response:
+        with self._opened(_Request("GET", path, query)) as response:
             yield from self._lines(response)
 
     def connect(self) -> None:
         """Raise an error, soon, unless a gateway is there that accepts the key."""
-        with self.opened("GET", "server") as response:
+        with self._opened(_Request("GET", "server")) as response:
             answer = self._json(self._whole(response))
         if not isinstance(answer, dict) or "memory" not in answer:
             raise no_gateway(self.address)
 
     @contextmanager
-    def opened(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, object] | None = None,
-        headers: Mapping[str, str] | None = None,
-        body: Body | None = None,
-    ) -> Iterator[HTTPResponse]:
+    def _opened(self, request: _Request) -> Iterator[HTTPResponse]:
         """An answer that is no refusal, while it is read."""
         with self._faults():
             connection = self._connection()
         try:
             with self._faults():
-                response = self._answer(connection, method, path, query, headers, body)
+                response = self._answer(connection, request)
                 if response.status not in OK:
                     raise refusal(self.address, response, response.read(MAX_REFUSAL_BYTES))
             yield response
@@ -136,27 +142,20 @@ class Transport:
             raise
         return found
 
-    def _answer(
-        self,
-        connection: HTTPConnection,
-        method: str,
-        path: str,
-        query: Mapping[str, object] | None,
-        headers: Mapping[str, str] | None,
-        body: Body | None,
-    ) -> HTTPResponse:
-        target = f"{self.address.root}{PREFIX}/{path}"
-        given = {name: str(value) for name, value in (query or {}).items() if value is not None}
+    def _answer(self, connection: HTTPConnection, request: _Request) -> HTTPResponse:
+        body, asked = request.body, request.query or {}
+        target = f"{self.address.root}{PREFIX}/{request.path}"
+        given = {name: str(value) for name, value in asked.items() if value is not None}
         target += f"?{urlencode(given)}" if given else ""
         if self.address.proxy and self._tls is None:
             target = f"{self.address.url.removesuffix(self.address.root)}{target}"
         if connection.sock is not None:
             is_slow = body is not None or bool(SLOW_QUERIES & given.keys())
             connection.sock.settimeout(SUBMIT_SECONDS if is_slow else REPLY_SECONDS)
-        connection.putrequest(method, target, skip_accept_encoding=True)
-        for name, value in {**self._headers(), **(headers or {})}.items():
+        connection.putrequest(request.method, target, skip_accept_encoding=True)
+        for name, value in {**self._headers(), **(request.headers or {})}.items():
             connection.putheader(name, value)
-        if method != "GET":
+        if request.method != "GET":
             connection.putheader("Content-Length", str(body.num_bytes if body else 0))
         try:
             connection.endheaders()

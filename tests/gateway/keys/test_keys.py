@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import ssl
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from batchkv_gateway.keys.store import ApiKey, KeyStore
 from batchkv_gateway.settings import GatewaySettings
 from batchkv_producer.cli import cli
 from batchkv_producer.errors import UsageError
-from support.gateway import Gateway, chat_file, running_gateway
+from support.gateway import Gateway, chat_file, running_gateway, self_signed
 from support.redis_server import RedisServer
 
 
@@ -228,14 +227,7 @@ def test_over_tls_and_beyond_loopback_a_key_is_needed(
     redis_server: RedisServer, redis_connection: Redis, tmp_path: Path
 ) -> None:
     """A client that knows the certificate is served; one without a key is not, on any address."""
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    names = "subjectAltName=IP:127.0.0.1"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-         "-nodes", "-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=x", "-addext", names],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    key.chmod(0o600)
+    cert, key = self_signed(tmp_path)
     api_key = KeyStore(redis_connection).add("a")
     flags = ("--host", "0.0.0.0", "--tls-cert", str(cert), "--tls-key", str(key))
     with running_gateway(redis_server.url, tmp_path / "home", *flags) as gateway:

@@ -7,7 +7,6 @@ import json
 import logging
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from batchkv_gateway.webhooks.events import KEEP_SECONDS, Event, commands, ended
 from batchkv_gateway.webhooks.sender import Webhooks
 from batchkv_gateway.webhooks.targets import Target, checked_targets
 from batchkv_producer.errors import UsageError
-from support.gateway import chat_file, chat_line, running_gateway, working
+from support.gateway import chat_file, chat_line, running_gateway, self_signed, working
 from support.redis_server import RedisServer
 
 SECRET_BYTES = bytes(range(32))
@@ -265,13 +264,7 @@ def test_a_slow_target_is_left_and_a_certificate_is_checked(
                 deliver(target, event, SECRET_BYTES, None)
         is_over.set()
         thread.join()
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-         "-nodes", "-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=x",
-         "-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    cert, key = self_signed(tmp_path)
     monkeypatch.setattr(delivery, "SEND_SECONDS", 10.0)
     with receiving() as receiver:
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from batchkv_producer.remote.opening import connect_gateway
 from batchkv_producer.remote.transport import Transport
 from batchkv_producer.wire.batch_options import BatchOptions
 from batchkv_producer.wire.redis_keys import queue_name
-from support.gateway import Gateway, running_gateway, working
+from support.gateway import Gateway, running_gateway, self_signed, working
 from support.http_faults import Fault, HttpFaults
 from support.redis_server import RedisServer
 
@@ -146,13 +145,7 @@ def test_proxies_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 def test_tls_has_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown authority, another name, plain HTTP: a sentence each. BATCHKV_CA_FILE helps."""
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-         "-nodes", "-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=x",
-         "-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    cert, key = self_signed(tmp_path)
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(cert, key)
     with answering(answer("200 OK", '{"memory": null}'), tls=server) as url:
