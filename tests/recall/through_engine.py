@@ -46,7 +46,7 @@ def schemes_of(family: str) -> tuple[str, ...]:
     """What this run measures beside float."""
     if RUNS_ALL:
         return ("affine8", *FOUR_BITS, *OTHERS)
-    return ("affine8", "affine4", _FOURTH[family])
+    return ("affine8", _FOURTH[family])
 
 
 @lru_cache

@@ -15,7 +15,7 @@ import pytest
 
 from worker.kv.crowd import Crowd
 
-STEPS = 10_000 if os.environ.get("BATCHKV_SOAK", "") == "all" else 1_500
+STEPS = 10_000 if os.environ.get("BATCHKV_SOAK", "") == "all" else 1_000
 SAMPLE = STEPS // 10
 
 
