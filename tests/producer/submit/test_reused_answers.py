@@ -16,10 +16,10 @@ from batchkv_producer.submit.kept_answers import EarlierBatch
 from batchkv_producer.submit.submission import Submitted
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.batch_options import BatchOptions
-from batchkv_producer.wire.job import Result, Usage
+from batchkv_producer.wire.job import Result, Usage, encode_result
 from batchkv_producer.wire.maker import NOBODY, Maker
 from batchkv_producer.wire.transition_types import NOTHING_REMEMBERED, ReuseLimits
-from batchkv_producer.wire.transitions import Transitions
+from batchkv_producer.wire.transitions import JobResult, Transitions
 from batchkv_worker.events import Completed, Rejected, Work
 from batchkv_worker.queue.in_flight import InFlight
 from support.hub import user_of_hub
@@ -344,6 +344,30 @@ def test_a_row_whose_holder_died_is_reused(desk: Desk) -> None:
     assert isinstance(work, Work)
     ended = late.end(Completed(work.job_id, "late", "stop", Usage(1, 1)))
     assert ended and desk.moves.finish(first.queue, "dead", [ended], maker=OURS) == ["lost"]
+
+
+def test_finish_itself_remembers_only_answers_of_batches_with_the_flag(desk: Desk) -> None:
+    """A worker may give the digest of any row: failed rows and other batches store nothing."""
+    batches = [desk.submit(rows(name), reuse=name != "plain") for name in ("plain", "bad", "good")]
+    for batch, outcome in zip(batches, ("ok", "failed", "ok"), strict=True):
+        (job,) = desk.moves.pull_run(batch.queue, "w", 1, 60, maker=OURS).jobs
+        result = encode_result(Result("x", "completion", outcome))  # type: ignore[arg-type]
+        ended = JobResult(job.lease, outcome, result, digest=b"d" * 16)
+        assert desk.moves.finish(batch.queue, "w", [ended], maker=OURS, limits=LIMITS) == ["ok"]
+        assert len(desk.remembered()) == (batch is batches[2])
+
+
+def test_a_batch_that_is_reused_as_a_whole_is_done(desk: Desk) -> None:
+    """Its time to keep begins, and its duplicates have ended too."""
+    desk.submit(rows("a", "b"))
+    desk.work()
+    lines = [*rows("b"), *rows("a"), *rows("a", prefix="d")]
+    second = desk.submit(lines, keep_seconds=900, dedupe=True)
+    assert desk.work() == []
+    status = desk.client.status(second.batch_id)
+    assert status.is_done and status.kept_until > 0 and not status.is_untouched
+    assert (status.reused, status.copied, status.prompt_tokens) == (2, 1, 0)
+    assert all(result.reused for result in desk.results(second).values())
 
 
 def test_one_pull_ends_a_bounded_number_of_rows(desk: Desk) -> None:

@@ -2,14 +2,16 @@
 -- earlier row, the leader. The leader runs, and its duplicates wait in a list, as RQ's "deferred".
 local function duplicates_key(batch, line) return 'batchkv:twins:' .. batch .. ':' .. line end
 
--- The leader has ended: each of its duplicates ends with a copy of its result and its own custom_id.
+-- The leader has ended: each of its duplicates ends with a copy of its result and its own custom_id. The
+-- copy of a remembered answer is marked as such, too (`stamp.py`).
 -- After `budget` of them the leader is noted in `due`, and `copy` does the rest.
 -- Returns the rest of the budget.
 local function copy_to_duplicates(queue, batch, line, outcome, iso, now, result_ttl, failure_ttl,
     budget)
   local duplicates, due = duplicates_key(batch, line), 'batchkv:due:' .. queue
   local hash, results = 'batchkv:batch:' .. batch, 'batchkv:res:' .. batch
-  local result = bare(redis.call('HGET', results, line))
+  local stored = redis.call('HGET', results, line)
+  local result, mark = bare(stored), string.sub(stored or '', 1, 1) == '+' and '+' or '='
   local copied = 0
   while result and budget > 0 do
     local duplicate = redis.call('LPOP', duplicates)
@@ -20,7 +22,7 @@ local function copy_to_duplicates(queue, batch, line, outcome, iso, now, result_
     local job = redis.call('HMGET', key, 'status', 'bkv_custom_id')
     local name = job[2] or ('line-' .. duplicate)
     if job[1] == 'deferred'
-        and redis.call('HSETNX', results, duplicate, '=' .. #name .. ':' .. name .. result) == 1 then
+        and redis.call('HSETNX', results, duplicate, mark .. #name .. ':' .. name .. result) == 1 then
       copied = copied + 1
       redis.call('RPUSH', 'batchkv:done:' .. batch, duplicate)
       if outcome == 'ok' then
