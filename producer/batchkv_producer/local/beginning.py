@@ -122,7 +122,7 @@ def note_what_stays(
     note: Callable[[str], None],
 ) -> None:
     """Print where an existing batch differs from this command's flags, and make room in OUT."""
-    for text in filter(None, (submitted.model_note, submitted.style_note)):
+    for text in filter(None, (submitted.model_note, submitted.style_note, submitted.reuse_note)):
         note(text)
     for text in submitted.notes:
         note(f"the batch existed before: {text}")
