@@ -67,6 +67,7 @@ ORDER: dict[str, tuple[str, ...]] = {
             "settings",
             "secret",
             "worker_history",
+            "kept_facts",
             "stopping",
             "scripts",
             "redis_keys",

@@ -23,6 +23,7 @@ from batchkv_gateway.http.limits import Limits, own_names
 from batchkv_gateway.http.live_routes import LiveRoutes
 from batchkv_gateway.http.model_routes import ModelRoutes
 from batchkv_gateway.http.sites import checked_origins
+from batchkv_gateway.kept_facts import KeptFacts
 from batchkv_gateway.keys.caller import Defaults
 from batchkv_gateway.keys.quotas import Quotas
 from batchkv_gateway.keys.sessions import Sessions
@@ -64,6 +65,7 @@ def running_parts(connection: Redis, settings: GatewaySettings) -> Iterator[Part
             calls=calls,
             stopping=stopping,
             history=history,
+            facts=KeptFacts(connection),
         )
     finally:
         history.stop()

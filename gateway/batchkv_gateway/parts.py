@@ -9,6 +9,7 @@ from redis import Redis
 from batchkv_gateway.batches.driver import Driver
 from batchkv_gateway.batches.store import Batches
 from batchkv_gateway.files.records import Files
+from batchkv_gateway.kept_facts import KeptFacts
 from batchkv_gateway.keys.quotas import Quotas
 from batchkv_gateway.keys.store import KeyStore
 from batchkv_gateway.live.calls import Calls
@@ -32,4 +33,5 @@ class Parts:
     calls: Calls  # rows of the live lane
     stopping: Stopping
     history: WorkerHistory
+    facts: KeptFacts
     instruments: Instruments = field(default_factory=Instruments)

@@ -24,6 +24,7 @@ from batchkv_producer.manage.cancel_retry import Unanswered
 from batchkv_producer.manage.reconcile import Reconciler
 from batchkv_producer.monitor import listing, one_job, remaining, status, workers
 from batchkv_producer.monitor.one_job import JobInfo
+from batchkv_producer.monitor.open_batches import OpenBatches
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.monitor.waiting import wait_for_result, wait_until_done
 from batchkv_producer.monitor.workers import WorkerInfo
@@ -75,6 +76,7 @@ class Client:
     def __init__(self, connection: Redis) -> None:
         self._connection = connection
         self._reconciler = Reconciler(connection)
+        self._open_batches = OpenBatches(connection)
 
     def submit(
         self,
@@ -147,7 +149,7 @@ class Client:
 
     def open_batches(self, queues: Collection[str]) -> list[BatchStatus]:
         """The batches of these queues that are not done, newest first. Nothing is reconciled."""
-        return listing.open_batches(self._connection, queues)
+        return self._open_batches.find(queues)
 
     def seconds_left(
         self, queues: Collection[str], found: Sequence[WorkerInfo]

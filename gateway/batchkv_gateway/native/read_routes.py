@@ -12,7 +12,6 @@ from starlette.routing import Route
 
 from batchkv_gateway.http.answer import json_answer
 from batchkv_gateway.native import PREFIX
-from batchkv_gateway.native.kept_facts import KeptFacts
 from batchkv_gateway.native.listing import Listing, facts_of, more_fields
 from batchkv_gateway.native.owners import Found
 from batchkv_gateway.native.queries import checked_query, plain, switch, whole
@@ -32,7 +31,7 @@ class ReadRoutes:
 
     def __init__(self, parts: Parts) -> None:
         self._visible, self._listing = Visible(parts), Listing(parts.connection)
-        self._kept = KeptFacts(parts.connection)
+        self._kept = parts.facts
 
     def routes(self) -> list[Route]:
         """The routes of this module."""

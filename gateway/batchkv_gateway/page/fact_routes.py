@@ -10,20 +10,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from batchkv_gateway.http.answer import json_answer
-from batchkv_gateway.native.kept_facts import KeptFacts, Read
 from batchkv_gateway.native.visible import Visible
 from batchkv_gateway.page.event_routes import check_signed_in
 from batchkv_gateway.parts import Parts
 from batchkv_producer.report.document import document
-from batchkv_producer.report.reading import read_facts
 
 
 class FactRoutes:
     """The handlers."""
 
-    def __init__(self, parts: Parts, read: Read = read_facts) -> None:
-        self._visible = Visible(parts)
-        self._kept = KeptFacts(parts.connection, read)
+    def __init__(self, parts: Parts) -> None:
+        self._visible, self._kept = Visible(parts), parts.facts
 
     def routes(self) -> list[Route]:
         """The routes."""

@@ -14,13 +14,13 @@ from batchkv_gateway.keys.caller import Caller
 from batchkv_gateway.native.listing import Listing, facts_of
 from batchkv_gateway.page.feed import Snapshot
 from batchkv_gateway.page.worker_facts import WorkerFacts
-from batchkv_producer.monitor.listing import open_batches
+from batchkv_producer.monitor.open_batches import OpenBatches
 from batchkv_producer.monitor.remaining import seconds_left
 from batchkv_producer.monitor.status import BatchStatus, read_batches
 
 NEWEST = 50
 MAX_OPEN = 200  # older batches that are not done are listed, too
-OPEN_SECONDS = 30.0  # between two searches for them, which read all batches of the server
+OPEN_SECONDS = 5.0  # between two searches for them
 SHARED_SECONDS = 1.5  # audiences that read within this time share the workers
 SPEED_SECONDS = 60.0
 MAX_SPEEDS = 1000
@@ -35,7 +35,7 @@ class Reader:
         self._listing = Listing(connection)
         self._workers = WorkerFacts(connection)
         self._workers_at = self._open_at = float("-inf")
-        self._open: list[str] = []
+        self._open_batches, self._open = OpenBatches(connection), list[str]()
         self._speeds = Speeds()
 
     def read(self, audience: Caller) -> Snapshot:
@@ -46,7 +46,7 @@ class Reader:
             self._workers_at = now
         if now - self._open_at >= OPEN_SECONDS:
             queues = {queue for worker in self._workers.found for queue in worker.queues}
-            found = open_batches(self._connection, queues) if queues else []
+            found = self._open_batches.find(queues) if queues else []
             self._open = [batch.batch_id for batch in found[:MAX_OPEN]]
             self._open_at = now
         still_open = read_batches(self._connection, self._open) if self._open else []

@@ -6,7 +6,7 @@ serve others in between, and a list of fifty reads only fifty.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from redis import Redis
@@ -19,41 +19,22 @@ PAGE_BATCHES = 100  # read in one transaction
 # A batch that is forgotten meanwhile moves all older ones up by one. So each page begins this many
 # ids before the end of the last one.
 OVERLAP = 500
-_COUNTS = ("total", "ok", "failed", "canceled", "num_chunks", "chunks", "queue")
+# The fields of a batch that say whether it is done, and its queue.
+COUNTS = ("total", "ok", "failed", "canceled", "num_chunks", "chunks", "queue")
 
 
 def newest_first(connection: Redis) -> Iterator[list[BatchStatus]]:
     """All batches of the server, in lists. Batches that are gone are left out."""
     workers: dict[str, int] = {}
-    for ids in _id_pages(connection):
+    for ids in id_pages(connection):
         for start in range(0, len(ids), PAGE_BATCHES):
             yield read_batches(connection, ids[start : start + PAGE_BATCHES], workers=workers)
 
 
 def count_batches(connection: Redis) -> int:
     """The number of batches on the server. Expired batches do not count, although ids are left."""
-    pages = ([redis_keys.batch(batch_id) for batch_id in ids] for ids in _id_pages(connection))
+    pages = ([redis_keys.batch(batch_id) for batch_id in ids] for ids in id_pages(connection))
     return sum(int(connection.exists(*keys)) for keys in pages if keys)
-
-
-def open_batches(connection: Redis, queues: Collection[str]) -> list[BatchStatus]:
-    """The batches of these queues that are not done, newest first."""
-    wanted = {queue.encode() for queue in queues}
-    found = []
-    for ids in _id_pages(connection):
-        for start in range(0, len(ids), PAGE_BATCHES):
-            page = ids[start : start + PAGE_BATCHES]
-            with connection.pipeline(transaction=False) as pipeline:
-                for batch_id in page:
-                    pipeline.hmget(redis_keys.batch(batch_id), _COUNTS)
-                counts = pipeline.execute()
-            is_open = [
-                batch_id
-                for batch_id, values in zip(page, counts, strict=True)
-                if values[-1] in wanted and _is_open(values)
-            ]
-            found += read_batches(connection, is_open) if is_open else []
-    return [batch for batch in found if not batch.is_done]
 
 
 def count_open(connection: Redis, most: int) -> dict[str, int]:
@@ -61,17 +42,18 @@ def count_open(connection: Redis, most: int) -> dict[str, int]:
     ids: Any = connection.zrevrange(redis_keys.BATCHES, 0, most - 1)
     with connection.pipeline(transaction=False) as pipeline:
         for batch_id in ids:
-            pipeline.hmget(redis_keys.batch(batch_id.decode("utf-8", "replace")), _COUNTS)
+            pipeline.hmget(redis_keys.batch(batch_id.decode("utf-8", "replace")), COUNTS)
         found = pipeline.execute()
     counts: dict[str, int] = {}
     for values in found:
-        if values[-1] and _is_open(values):
+        if values[-1] and is_open(values):
             queue = values[-1].decode("utf-8", "replace")
             counts[queue] = counts.get(queue, 0) + 1
     return counts
 
 
-def _is_open(values: list[bytes | None]) -> bool:
+def is_open(values: list[bytes | None]) -> bool:
+    """Whether a batch is not done. ``values``: its ``COUNTS``, None for a batch that is gone."""
     total, ok, failed, canceled, num_chunks, chunks, _ = values
     try:
         num_ended = sum(int(value or 0) for value in (ok, failed, canceled))
@@ -80,7 +62,7 @@ def _is_open(values: list[bytes | None]) -> bool:
         return False
 
 
-def _id_pages(connection: Redis) -> Iterator[list[str]]:
+def id_pages(connection: Redis) -> Iterator[list[str]]:
     """All ids, newest first, in lists. Each comes once, even if batches come and go meanwhile."""
     start, before = 0, set[str]()
     while True:

@@ -16,6 +16,7 @@ from batchkv_producer.wire.figures.worker import WorkerFigures
 
 MAX_BATCHES = 50  # the newest
 SPEED_SECONDS = 30.0  # speeds are means over this time
+COUNT_SECONDS = 60.0  # between two counts of all batches of the server
 PRESSURES = {1.0: "normal", 2.0: "warning", 4.0: "critical"}
 
 
@@ -73,6 +74,7 @@ class Reader:
         self._client = client
         self._connection = connection
         self._seen: dict[str, deque[tuple[float, int]]] = {}
+        self._num_batches, self._counted_at = 0, float("-inf")
 
     def read(self) -> View:
         """The view now. Raises RedisError."""
@@ -88,8 +90,14 @@ class Reader:
             left=all_times_left(self._client, found),
             speeds=self._speeds(batches, now),
             read_at=now,
-            num_batches=self._client.count_batches() if is_cut else len(batches),
+            num_batches=self._count(now) if is_cut else len(batches),
         )
+
+    def _count(self, now: float) -> int:
+        """The number of all batches, which changes slowly and is read seldom."""
+        if now - self._counted_at >= COUNT_SECONDS:
+            self._num_batches, self._counted_at = self._client.count_batches(), now
+        return self._num_batches
 
     def _speeds(self, batches: Sequence[BatchStatus], now: float) -> dict[str, float]:
         """Generated tokens a second of the batches under way, once there are two readings."""
