@@ -145,10 +145,19 @@ def measured(model: Any, scheme: str, slots: int, fixed: object = None) -> Backe
     ``fixed``: what is not measured. Not for tests that break what is measured: they would not see
     it.
     """
+    return choose_backend(measurements(model, scheme=scheme, slots=slots, fixed=fixed))
+
+
+def measurements(model: Any, **others: object) -> Measurements:
+    """Those that all engines of this run share whose model has these shapes; and ``others``."""
     shapes = [(path, a.shape, str(a.dtype)) for path, a in tree_flatten(model.parameters())]
-    facts = {"test": type(model).__module__, "shapes": str(shapes), "config": str(model.args)}
-    facts |= {"scheme": scheme, "slots": str(slots), "fixed": str(fixed)}
-    return choose_backend(Measurements(shared_folder() / _file_name(facts), facts))
+    facts = {
+        "test": type(model).__module__,
+        "shapes": str(shapes),
+        "config": str(getattr(model, "args", "")),
+    }
+    facts |= {name: str(value) for name, value in others.items()}
+    return Measurements(shared_folder() / _file_name(facts), facts)
 
 
 def _file_name(facts: dict[str, str]) -> str:

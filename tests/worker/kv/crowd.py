@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from batchkv_worker.engine.engine import Engine, EngineConfig
 from batchkv_worker.events import Completed
+from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.sequence import Generation, Sequence
 from parity.families import VOCABULARY
 from support import tiny_models
@@ -54,7 +55,10 @@ def random_prompt(seed: int, length: int) -> list[int]:
 
 
 class Crowd:
-    """An engine over a family, its rows, and what they gave."""
+    """An engine over a family, its rows, and what they gave.
+
+    What an engine of a named family checks at its start is checked once for all tests of this run.
+    """
 
     def __init__(self, family: str | Any, group_cost: int | None = None, **changes: Any) -> None:
         self.model = model_of(family) if isinstance(family, str) else family
@@ -64,15 +68,21 @@ class Crowd:
             "chunk_tokens": 1024,
             "memory_bytes": 2**28,
             "path": "fused",
-            "backend": x86(),
             **changes,
         }
+        if "backend" not in values:
+            values["backend"] = self._backend(values) if isinstance(family, str) else x86()
         self.engine = Engine(tiny_models.loaded(self.model), EngineConfig(**values))
         if group_cost is not None:  # a low one cuts rows into many groups
             views = self.engine._slots._views
             views.shapes = replace(views.shapes, group_cost=group_cost)
         self.prompts: dict[str, list[int]] = {}
         self.ended: dict[str, Completed] = {}
+
+    def _backend(self, values: dict[str, Any]) -> Backend:
+        decided = ("scheme", "slots", "path", "group_cost", "prefix_cells", "share")
+        facts = {name: values.get(name) for name in decided}
+        return x86(measurements=tiny_models.measurements(self.model, backend="x86", **facts))
 
     def add(self, job_id: str, prompt: list[int], count: int = 6, **changes: Any) -> None:
         self.prompts[job_id] = prompt

@@ -90,7 +90,6 @@ def run(running: Engine, wanted: list[Sequence]) -> dict[str, Completed]:
 @pytest.mark.parametrize(
     ("family", "scheme", "num_parked"),
     [
-        ("llama", "float", 9),
         ("llama", "float", 0),
         ("llama", "turbo4", 2),
         ("gemma3_text", "affine8", 9),

@@ -32,6 +32,7 @@ from worker.kv.reference import (
     prefilled,
     state_kind,
     values_of,
+    x86,
 )
 
 HYBRID = ("qwen3_next", "falcon_h1", "lfm2", "mamba2")
@@ -182,7 +183,7 @@ def test_a_position_of_the_first_row_alone_is_refused(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(AttentionSlots, "offset", property(first))
     with pytest.raises(ModelError, match="not served"):
-        Crowd("llama")
+        Crowd("llama", backend=x86())
 
 
 def test_the_next_chunk_follows_what_was_restored() -> None:
