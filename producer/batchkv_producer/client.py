@@ -97,7 +97,7 @@ class Client:
     ) -> Submitted:
         """Queue a file, or dicts like the objects of its lines. The same input joins its batch.
 
-        ``options``: priority, deadline, dedupe, how long the results stay. A batch that exists
+        ``options``: priority, deadline, dedupe, reuse, how long results stay. A batch that exists
         keeps its own. ``terms`` is the old name of ``options``.
 
         ``prompting`` says how plain prompts are sent.

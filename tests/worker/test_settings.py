@@ -13,7 +13,6 @@ from batchkv_producer import agreed
 from batchkv_producer.settings_table import BY_NAME
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.adapter import Adapter
-from batchkv_producer.wire.transition_types import NOTHING_REMEMBERED, ReuseLimits
 from batchkv_worker.errors import SettingsError
 from batchkv_worker.settings import (
     SETTINGS,
@@ -124,12 +123,9 @@ def test_every_variable_is_read() -> None:
 
 
 def test_the_limits_of_remembered_answers_are_checked() -> None:
-    """A time too short is refused. Answers that others' blocks may change are not remembered."""
+    """A time that is too short is refused."""
     with pytest.raises(SettingsError, match=r"BATCHKV_REUSE_KEEP=10m: expected a time of at least"):
         WorkerSettings.from_env({**BASE, "BATCHKV_REUSE_KEEP": "10m"})
-    assert WorkerSettings.from_env(BASE).reuse_limits == ReuseLimits()
-    adopting = {**BASE, "BATCHKV_CACHE": "disk:/tmp/x", "BATCHKV_KV_ADOPT_FLOAT": "on"}
-    assert WorkerSettings.from_env(adopting).reuse_limits == NOTHING_REMEMBERED
 
 
 def test_a_flag_overrides_its_variable() -> None:

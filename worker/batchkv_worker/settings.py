@@ -26,7 +26,6 @@ from batchkv_producer.wire.adapter import (
     with_adapter,
 )
 from batchkv_producer.wire.batch_options import seconds_of
-from batchkv_producer.wire.transition_types import NOTHING_REMEMBERED, ReuseLimits
 from batchkv_worker.errors import SettingsError
 from batchkv_worker.kv.schemes.spec import SchemeSpec
 
@@ -214,16 +213,6 @@ class WorkerSettings:
         """Queue -> name of the adapter; the model alone, "", comes first."""
         names = ("", *(adapter.name for adapter in self.adapters))
         return {redis_keys.queue_name(self.served_name(name)): name for name in names}
-
-    @property
-    def reuse_limits(self) -> ReuseLimits:
-        """How long answers are remembered, and how many of them.
-
-        Blocks of another scheme change answers, so none are remembered with ``kv_adopt_float``.
-        """
-        if self.kv_adopt_float:
-            return NOTHING_REMEMBERED
-        return ReuseLimits(self.reuse_seconds, self.reuse_answers, self.reuse_bytes)
 
     def _check_adapters(self) -> None:
         base, name = split_here(self.model)

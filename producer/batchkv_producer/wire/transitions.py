@@ -78,11 +78,12 @@ from batchkv_producer.wire.arrivals import RESULT_TTL_SECONDS as RESULT_TTL_SECO
 from batchkv_producer.wire.arrivals import Arrivals
 from batchkv_producer.wire.job import MAX_JOB_BYTES
 from batchkv_producer.wire.maker import ABILITIES, ANYBODY, Maker
-from batchkv_producer.wire.transition_types import NOTHING_REMEMBERED, ReuseLimits
+from batchkv_producer.wire.transition_types import NOTHING_REMEMBERED as NOTHING_REMEMBERED
 from batchkv_producer.wire.transition_types import BatchRecord as BatchRecord
 from batchkv_producer.wire.transition_types import JobLease as JobLease
 from batchkv_producer.wire.transition_types import JobResult as JobResult
 from batchkv_producer.wire.transition_types import Pulled as Pulled
+from batchkv_producer.wire.transition_types import ReuseLimits as ReuseLimits
 from batchkv_producer.wire.transition_types import Run as Run
 from batchkv_producer.wire.transition_types import iso_now as iso_now
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from batchkv_producer import BatchOptions, Client
 from batchkv_producer.order.duplicates import can_have_duplicates, request_digest
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Result, decode_job
+from batchkv_producer.wire.transition_types import NOTHING_REMEMBERED, ReuseLimits
 from batchkv_producer.wire.transitions import Transitions
 from batchkv_worker.figures.rows import RowCounts
+from batchkv_worker.queue.remembering import limits_of
 from batchkv_worker.queue.rq_worker import BatchWorker
 from batchkv_worker.settings import WorkerSettings
 from support.fake_engine import worker_here
@@ -181,6 +183,30 @@ def test_worker_and_producer_make_the_same_digest(redis_connection: Redis) -> No
         given = redis_connection.hget(redis_keys.job(job.lease.job_id), "bkv_reuse")
         assert job.is_reusing and can_have_duplicates(request)
         assert given == (request_digest(request) or b"") + request.custom_id.encode()
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", ""])
+def test_answers_that_depend_on_more_than_the_request_are_not_remembered(
+    redis_connection: Redis, tmp_path: Path, name: str
+) -> None:
+    """A chat template may write the date into each prompt. Then no answer is good for another day.
+
+    The same holds for a worker that takes blocks of another scheme.
+    """
+    model = tmp_path / "model"
+    (model / "additional_chat_templates").mkdir(parents=True)
+    (model / "config.json").write_text('{"model_type": "none"}')
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    if name:
+        (model / name).write_text("{{ strftime_now('%d %b %Y') }}")
+    rows: list[Row] = [{"prompt": "a", "temperature": 0}]
+    batch = Client(redis_connection).submit(rows, model=str(model), options=REUSE)
+    assert work(worker_here(redis_connection, str(model), fingerprint=WEIGHTS))
+    assert num_ended(redis_connection, batch.batch_id) == 1
+    assert len(redis_connection.keys("batchkv:reuse:a:*")) == (0 if name else 1)
+    settings = WorkerSettings(model=str(model), reuse_answers=5)
+    assert limits_of(settings) == (NOTHING_REMEMBERED if name else ReuseLimits(max_answers=5))
+    assert limits_of(replace(settings, kv_adopt_float=True)) == NOTHING_REMEMBERED
 
 
 def test_reused_rows_are_counted_apart(redis_connection: Redis) -> None:

@@ -22,9 +22,18 @@ from batchkv_producer.wire.figures.samples import SampleMoves, WorkCounts
 from batchkv_producer.wire.live import is_refused
 from batchkv_producer.wire.maker import NOBODY, Maker
 from batchkv_producer.wire.suspects import is_suspect
-from batchkv_producer.wire.transitions import JobLease, JobResult, Run, Transitions, iso_now
+from batchkv_producer.wire.transitions import (
+    NOTHING_REMEMBERED,
+    JobLease,
+    JobResult,
+    ReuseLimits,
+    Run,
+    Transitions,
+    iso_now,
+)
 from batchkv_worker.queue.abilities import own_abilities
 from batchkv_worker.queue.maintenance import Maintenance, MaintenanceRounds
+from batchkv_worker.queue.remembering import limits_of
 from batchkv_worker.queue.runs.queue_turns import Head
 from batchkv_worker.settings import WorkerSettings
 from batchkv_worker.trace import IDLE, MAIN, REDIS
@@ -103,6 +112,7 @@ class RedisSide:
         self._gone: AbstractSet[bytes] = frozenset()  # workers that serve it no more
         self._left: set[str] = set()  # queues that still have this worker's pace
         self._is_unanswered = False  # the answer to the last pull was lost; Redis may have made it
+        self._limits: ReuseLimits | None = None  # of remembered answers, once they are needed
         self._moves = Transitions(connection)
         self._samples = SampleMoves(connection)
         self._count_at = -math.inf  # not before
@@ -228,7 +238,9 @@ class RedisSide:
 
     def finish(self, results: Sequence[JobResult], begun: Sequence[JobLease]) -> list[str]:
         """See Transitions.finish."""
-        limits = self._settings.reuse_limits
+        limits = NOTHING_REMEMBERED
+        if any(result.digest for result in results):
+            limits = self._limits = self._limits or limits_of(self._settings)
         return self._moves.finish(self._queue, self._worker, results, begun, self.maker, limits)
 
     def give_back(self, held: Sequence[JobLease], *, died: bool) -> int:
