@@ -85,15 +85,19 @@ class GuardedTier:
         finally:
             objects.close()
 
-    def put(self, name: str, buffers: Sequence[Buffer]) -> Put | None:
-        """Store the buffers. Returns the result; None if the tier fails."""
+    def put(self, name: str, buffers: Sequence[Buffer], *, is_timed: bool = False) -> Put | None:
+        """Store the buffers. Returns the result; None if the tier fails.
+
+        ``is_timed``: they are a block, whose time tells how quick the tier is.
+        """
         start = time.perf_counter()
         outcome = self._call(lambda: self.tier.put(name, buffers))
         if outcome is not None:
             self._counters.add(f"{outcome}.{self.name}")
             if outcome is Put.STORED:
                 num_bytes = _num_bytes(buffers)
-                self._gate.observe_write(self.name, num_bytes, time.perf_counter() - start)
+                if is_timed:
+                    self._gate.observe_write(self.name, num_bytes, time.perf_counter() - start)
                 self._counters.add(f"stored_bytes.{self.name}", num_bytes)
         return outcome
 

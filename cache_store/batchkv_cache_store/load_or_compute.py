@@ -76,13 +76,13 @@ class Gate:
             average.add(moving / num_bytes)
 
     def observe_write(self, tier: str, num_bytes: int, seconds: float) -> None:
-        """Record the time of one request that stored so many bytes."""
+        """Record the time of a put of so many bytes, which takes two round trips."""
         if num_bytes <= 0:
             return
         with self._lock:
             known = self._round_trips.get(tier)
             round_trip = known.value if known is not None and known.value is not None else 0.0
-            moving = max(seconds - round_trip, _LEAST_SHARE * seconds)
+            moving = max(seconds - 2 * round_trip, _LEAST_SHARE * seconds)
             average = self._write_seconds_per_byte.setdefault(tier, _Average(self._weight))
             average.add(moving / num_bytes)
 

@@ -228,7 +228,7 @@ class Store:
         if any(tier.tier.is_instant for tier in tiers):
             parts = [join(parts)]  # a tier in memory keeps these bytes, and copies no others
         for tier in tiers:
-            tier.put(name, parts)
+            tier.put(name, parts, is_timed=True)
 
     def _promote(self, hits: Sequence[Hit]) -> None:
         """Copy hits of slow tiers into the faster ones: instant tiers now, others by the writer.

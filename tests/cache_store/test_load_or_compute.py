@@ -98,3 +98,17 @@ def test_a_round_trip_never_makes_a_load_free() -> None:
     gate.observe_round_trip("redis", 1.0)
     gate.observe_load("redis", MB, 0.5)
     assert gate.load_seconds("redis", MB) > 1.0
+
+
+def test_writes_stand_for_loads_until_one_was_timed() -> None:
+    """A tier that was only written to is judged by its writes, less their two round trips."""
+    gate = Gate()
+    assert gate.pays("far", 256, 1000) is None
+    gate.observe_prefill(1000, 1.0)
+    assert gate.pays("far", 256, 1000) is None
+    gate.observe_round_trip("far", 0.1)
+    gate.observe_write("far", 1000, 0.3)  # 0.1 ms a byte, against 1 ms a token
+    assert gate.pays("far", 256, 2000) and gate.pays("far", 256, 3000) is False
+    assert gate.pays("far", 256, 3000, slowdown=2.0)
+    gate.observe_load("far", 1000, 1.1)  # loads are ten times as slow
+    assert gate.pays("far", 256, 2000) is False

@@ -492,3 +492,55 @@ def test_nothing_is_copied_out_for_tiers_that_rest(tmp_path: Path) -> None:
     store._tiers[1].breaker.succeeded()
     assert store.has_room(100)
     store.close(FLUSH_SECONDS)
+
+
+def test_only_blocks_tell_how_quick_a_tier_is() -> None:
+    """A manifest is a few hundred bytes: its time is that of the round trips."""
+    shared = FaultyTier()
+    with closing_store([shared]) as store:
+        store.publish_manifest({"a": "b"})
+        assert store.flush(FLUSH_SECONDS)
+        store.gate.observe_prefill(1000, 1.0)
+        assert store.gate.pays("shared", 256, 1000) is None
+        publish(store, [make_block()])
+        assert store.gate.pays("shared", 256, 1000) is not None
+
+
+def test_far_tiers_can_be_left_out() -> None:
+    """``is_near`` leaves out the tiers from the first far one on."""
+    near, far = FaultyTier("near"), FaultyTier("far")
+    far.is_far = True
+    blocks = chain_of(PROMPT)
+    put(far, blocks)
+    with closing_store([near, far]) as store:
+        assert store.has_near and store.has_far
+        assert store.lookup(wanted(blocks), is_near=True).depth == 0
+        assert store.lookup(wanted(blocks)).depth == len(blocks)
+
+
+def test_blocks_are_handed_over_as_they_arrive() -> None:
+    """Head first, one by one, before the search has ended; the result lacks them."""
+    shared = FaultyTier()
+    blocks = chain_of(PROMPT)
+    put(shared, blocks)
+    with closing_store([shared]) as store:
+        given: list[tuple[int, bytes, str]] = []
+        found = store.lookup(
+            wanted(blocks),
+            hand_over=lambda piece, block, tier: given.append((piece[0], block.key, tier)),
+        )
+        assert given == [(n, block.key, "shared") for n, block in enumerate(blocks)]
+        assert found.depth == len(blocks) and not found.pieces
+        assert found.handed == {(n, Kind.KV) for n in range(len(blocks))}
+        assert store.counters()["hit.shared"] == len(blocks)
+
+
+def test_writes_rest_until_the_bandwidth_allows_the_next() -> None:
+    """One byte a second: the second block waits, and a store that closes does not rest."""
+    shared = FaultyTier()
+    settings = StoreSettings(max_write_bytes_per_second=1.0)
+    store = Store([shared], settings=settings)
+    blocks = chain_of(PROMPT)[:2]
+    assert all([store.publish(block) for block in blocks])
+    assert not store.flush(0.2) and shared.stats().num_blocks == 1
+    assert store.close(FLUSH_SECONDS) and shared.stats().num_blocks == 2
