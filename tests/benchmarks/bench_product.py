@@ -12,7 +12,7 @@ A model folder of random weights is made, and the sides run one after the other,
   server tells: starting, loading and measuring are told apart.
 - ``engine``: the engine that such a worker builds, with all rows at once and no queue.
 - ``mlx``: mlx-lm's BatchGenerator with as many slots. ``floor``: bare forward passes of the same
-  tokens (see product_sides.py).
+  tokens (see product/product_sides.py).
 
 Every measurement is of new processes, those of all sides alike. With the first turn, which is not
 counted, kernels are compiled into the caches on disk that later processes use; what a process has
@@ -39,7 +39,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "product"))
 
 import product_parts as parts
 from product_queue import BEFORE, Lines, Product, TooLong, Watch, run_command, told
@@ -60,7 +60,7 @@ def alone(
     side: str, model: Path, file: Path, before: Path | None, lines: Lines, *, is_observed: bool
 ) -> Figures:
     """One measurement of a side without a queue."""
-    script = Path(__file__).parent / "product_sides.py"
+    script = Path(__file__).parent / "product" / "product_sides.py"
     trace = file.with_name("trace.json")
     words = [side, str(model), str(file), str(trace) if is_observed else "-"]
     command = [sys.executable, str(script), *words]
@@ -96,7 +96,7 @@ class Bench:
     def make_model(self) -> Path:
         """The model's folder, made by a process of its own: this one holds no device memory."""
         model = (self._args.models or self._folder) / f"bench-{self._args.shape}"
-        script = Path(__file__).parent / "product_sides.py"
+        script = Path(__file__).parent / "product" / "product_sides.py"
         command = [sys.executable, str(script), "make", str(model), self._args.shape]
         run_command(command, self._lines.environment, self._lines)
         return model

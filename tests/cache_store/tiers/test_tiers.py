@@ -37,6 +37,26 @@ def test_what_is_put_is_got(tier: Tier) -> None:
     assert tier.contains_many([]) == {} == tier.get_many([])
 
 
+def test_objects_are_streamed_in_order(tier: Tier) -> None:
+    """Each whole, in the order of the names, without missing ones; never more than was asked for.
+
+    A reader may stop early, and the tier goes on to serve.
+    """
+    values = {name(n): bytes([n]) * (100_000 * n) for n in (3, 1, 2)}
+    for key, value in values.items():
+        tier.put(key, [value])
+    sizes = {key: len(value) for key, value in values.items()} | {name(4): 7}
+    found = [(key, bytes(value)) for key, value in tier.stream(list(sizes), sizes)]
+    assert found == list(values.items())
+    ((_, cut),) = tier.stream([name(3)], {name(3): 10})
+    assert len(cut) == 11
+    reader = tier.stream(list(sizes), sizes)
+    next(reader)
+    reader.close()
+    assert tier.contains_many([name(1)]) == {name(1): 100_000}
+    assert list(tier.stream([])) == []
+
+
 def test_the_first_put_stays(tier: Tier) -> None:
     """A second put of a name returns PRESENT and changes nothing."""
     assert tier.put(name(1), [b"first"]) is Put.STORED

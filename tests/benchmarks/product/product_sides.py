@@ -1,6 +1,6 @@
 """The sides of the product's benchmark that need no queue, each in a process of its own.
 
-    python tests/benchmarks/product_sides.py SIDE MODEL ROWS TRACE [BEFORE]
+    python tests/benchmarks/product/product_sides.py SIDE MODEL ROWS TRACE [BEFORE]
 
 SIDE is ``engine`` (the engine that a worker would build from this environment, all rows at once),
 ``mlx`` (mlx-lm's BatchGenerator with as many slots, everything else as it comes) or ``floor``.
