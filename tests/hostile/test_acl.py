@@ -173,7 +173,7 @@ def test_remembered_answers_need_no_further_rights(hub: Hub, tmp_path: Path) -> 
         wait_until(lambda: num_ended(admin, first) == 2, PATIENCE)
         second = submit("ra", "rb", "rc")
         wait_until(lambda: num_ended(admin, second) == 3, PATIENCE)
-        assert "2 answers" in ok("status", second)
+        assert "2 reused" in ok("status", second)
         with hub.connect("producer") as producer:
             (key,) = producer.lrange(f"batchkv:reuse:of:{second}", 0, -1)
             script = "return redis.call('SET', KEYS[1], ARGV[1])"

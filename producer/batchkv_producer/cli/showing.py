@@ -22,7 +22,7 @@ from batchkv_producer.interface import BatchClient
 from batchkv_producer.monitor.mismatch import find_mismatch
 from batchkv_producer.monitor.remaining import percent_done
 from batchkv_producer.monitor.workers import WorkerInfo
-from batchkv_producer.progress import duration, printable
+from batchkv_producer.progress import duration, printable, rows
 from batchkv_producer.server.memory_use import MemoryUse, size_text
 from batchkv_producer.tables import (
     CUT,
@@ -147,7 +147,7 @@ def show_batch(client: BatchClient, batch_id: str, *, as_json: bool) -> bool:
             ("priority", batch.priority),
             ("expires", moment(batch.expires) if batch.expires else None),
             ("copied", f"{batch.copied:,} rows were duplicates" if batch.is_deduped else None),
-            ("reused", f"{batch.reused:,} answers" if batch.is_reusing else None),
+            ("reused", rows(batch.reused) if batch.is_reusing else None),
             ("kept", _kept(batch)),
             ("prompt tokens", _prompt_tokens(batch)),
             ("generated", f"{batch.completion_tokens:,} tokens"),

@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from redis import Redis
 
 from batchkv_producer import Client
+from batchkv_producer.cli import cli
 from batchkv_producer.errors import BatchkvError, UsageError
+from batchkv_producer.remote.terms import Terms, read_terms
+from batchkv_producer.report.reading import read_facts
+from batchkv_producer.report.sections import all_sections
 from batchkv_producer.results.output import output_line
 from batchkv_producer.submit.kept_answers import EarlierBatch
 from batchkv_producer.submit.submission import Submitted
@@ -23,6 +28,7 @@ from batchkv_producer.wire.transitions import JobResult, Transitions
 from batchkv_worker.events import Completed, Rejected, Work
 from batchkv_worker.queue.in_flight import InFlight
 from support.hub import user_of_hub
+from support.redis_server import RedisServer
 
 MODEL = "some/model"
 OURS = Maker("a" * 32, "affine8", "half")
@@ -368,6 +374,33 @@ def test_a_batch_that_is_reused_as_a_whole_is_done(desk: Desk) -> None:
     assert status.is_done and status.kept_until > 0 and not status.is_untouched
     assert (status.reused, status.copied, status.prompt_tokens) == (2, 1, 0)
     assert all(result.reused for result in desk.results(second).values())
+
+
+def test_reports_and_status_count_reused_rows_apart(desk: Desk, redis_server: RedisServer) -> None:
+    """They are no work of any worker. Both commands, and each row itself, say so."""
+    desk.submit(rows("a", "b"))
+    desk.work()
+    batch = desk.submit(rows("a", "b", "c")).batch_id
+    desk.work()
+    facts = read_facts(desk.connection, batch)
+    assert (facts.num_copies, [worker.ok for worker in facts.workers]) == (2, [1])
+    words = "".join(all_sections(facts))
+    assert "<dt>ok, reused</dt><dd>2</dd>" in words and "remembered answers" in words
+    runner = CliRunner(env={"BATCHKV_REDIS_URL": redis_server.url})
+    found = runner.invoke(cli, ["status", batch])
+    assert "3 ok (2 reused)" in found.output and "reused         2 rows" in found.output
+    assert "reused      yes" in runner.invoke(cli, ["status", f"{batch}-1"]).output
+    assert "reused" not in runner.invoke(cli, ["status", f"{batch}-3"]).output
+    refused = runner.invoke(cli, ["submit", "--reuse", "--fresh", str(desk.write(*rows("a")))])
+    assert refused.exit_code == 2 and "give one of them" in refused.output
+
+
+def test_the_flag_travels_over_http() -> None:
+    """It is a header like the other options."""
+    terms = Terms(options=BatchOptions(reuse=True))
+    assert terms.headers() == {"x-batchkv-reuse": "1"}
+    assert read_terms(terms.headers()).options.reuse
+    assert not read_terms({"x-batchkv-reuse": "0"}).options.reuse
 
 
 def test_one_pull_ends_a_bounded_number_of_rows(desk: Desk) -> None:
