@@ -99,6 +99,20 @@ def test_blocks_that_load_no_quicker_than_they_are_computed_stay_here() -> None:
         assert found["not_needed"] == 3 and found["lookups_spared"] == 1 and "lookups" not in found
 
 
+def test_a_tier_of_unknown_speed_gets_one_block_first() -> None:
+    """Its write takes a second a byte. So what waited meanwhile is dropped, and not written."""
+    tier = FarTier()
+    with engine_on(tier) as engine:
+        gate = engine.client._access.store.gate  # type: ignore[attr-defined]
+        gate.observe_prefill(1000, 1.0)
+        observe = gate.observe_write
+        gate.observe_write = lambda name, size, _: observe(name, size, float(size))
+        submit(engine, PROMPT, 768)
+        finish(engine, 1)
+        found = counters(engine)
+        assert len(tier.keys) == found["published"] == 1 and found["not_needed"] == 2
+
+
 def test_a_slower_worker_is_thought_of() -> None:
     """Loading does not pay here, but a worker that computes a million times slower would gain."""
     tier = FarTier()

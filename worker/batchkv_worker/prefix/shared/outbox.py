@@ -50,6 +50,7 @@ class _Parcel:
     """One part of a block of a prompt, computed in that step of the engine.
 
     ``data``: its bytes, in an array that nothing else reads. ``is_far``: rows elsewhere want it.
+    ``is_try``: it goes to far tiers although that is not expected to pay.
     """
 
     step: int
@@ -58,6 +59,7 @@ class _Parcel:
     kind: Kind
     data: mx.array
     is_far: bool
+    is_try: bool = False
 
     @property
     def key(self) -> bytes:
@@ -145,7 +147,8 @@ class Outbox:
             return
         data = joined(bundle)
         mx.async_eval(data)
-        parcel = _Parcel(self._step, row, number, kind, data, is_far)
+        is_try = is_far and self._worth.pays(row) is False
+        parcel = _Parcel(self._step, row, number, kind, data, is_far, is_try)
         with self._lock:
             if (held := self._held.get(parcel.key)) is not None:
                 held.num_pending += 1
@@ -172,12 +175,16 @@ class Outbox:
         for parcel in sorted(ready, key=lambda parcel: parcel.rank):
             if not is_idle and self._store.num_queued_bytes > QUEUED_BYTES:
                 return
-            is_known = not parcel.is_far or self._worth.pays(parcel.row) is not None
-            if not is_known and self._is_trying and not is_idle:
+            pays = self._worth.pays(parcel.row) if parcel.is_far else True
+            if pays is None and self._is_trying and not is_idle:
+                continue
+            is_far = parcel.is_far and (pays is not False or parcel.is_try)
+            if not is_far and not self._store.has_near:  # the speed is known since it was added
+                self._drop(parcel, "not_needed")
                 continue
             self._take(parcel)
-            self._is_trying |= not is_known
-            self._send(parcel)
+            self._is_trying |= pays is None
+            self._send(parcel, is_far=is_far)
 
     def _take(self, parcel: _Parcel) -> None:
         self._parcels.remove(parcel)
@@ -202,7 +209,7 @@ class Outbox:
             log.warning("%d blocks are not stored: %s", 1 + len(self._parcels), fault)
             self.drop_all()
 
-    def _send(self, parcel: _Parcel) -> None:
+    def _send(self, parcel: _Parcel, *, is_far: bool) -> None:
         """Give a part to the store. Raises what the device reports of work that has failed.
 
         Waiting for a part may be the first call that hears of it. MLX reports it once, and more
@@ -219,7 +226,7 @@ class Outbox:
             self._settle(parcel)
             if self._store.has_room(parcel.num_bytes):
                 is_queued = self._store.publish_later(
-                    name, parcel.num_bytes, self._maker(parcel), end, is_near=not parcel.is_far
+                    name, parcel.num_bytes, self._maker(parcel), end, is_near=not is_far
                 )
             else:
                 self._store.count("dropped")
