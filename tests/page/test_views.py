@@ -201,7 +201,7 @@ def test_2_a_file_is_dropped_tried_and_queued(stage: Stage, tmp_path: Path) -> N
     assert client.wait(batch_id, timeout_seconds=400).ok == 397
 
 
-def test_3_it_says_why_rows_failed_and_retries_them(stage: Stage) -> None:
+def test_3_it_says_why_rows_failed_and_retries_them(stage: Stage, tmp_path: Path) -> None:
     """Codes, sentences and lines are there; a line leads to its row; the prompt is of the file."""
     tab = stage.tab
     batch_id = Client(stage.connection).list_batches()[0].batch_id
@@ -220,10 +220,34 @@ def test_3_it_says_why_rows_failed_and_retries_them(stage: Stage) -> None:
     assert "2 rows cannot be retried: their lines are wrong in the input." in shown
     click(tab, "Retry 1 failed row")
     tab.wait("/1 row was queued again\\. 2 rows cannot be retried/.test(document.body.innerText)")
+    look_at_report(stage, batch_id, tmp_path / "report.html")
     with HttpClient(base_url=stage.base, timeout=60) as http:
         report = http.get(f"/page/report/{batch_id}")
         assert report.headers["content-disposition"].startswith("attachment")
         assert "<script" not in report.text
+
+
+def look_at_report(stage: Stage, batch_id: str, file: Path) -> None:
+    """`batchkv report` of the batch: a file that needs no network, with the sums of the status."""
+    environment = {**os.environ, "BATCHKV_REDIS_URL": stage.redis_url}
+    environment["BATCHKV_HOME"] = str(stage.home)
+    command = [sys.executable, "-m", "batchkv_producer", "report", batch_id, "-o", str(file)]
+    subprocess.run(command, check=True, env=environment, timeout=120)
+    batch = Client(stage.connection).status(batch_id)
+    tab = stage.tab
+    tab.call("Page.setBypassCSP", enabled=True)
+    tab.open(file.as_uri())
+    tab.wait("document.querySelector('h1')")
+    for number in (batch.total, batch.ok, batch.failed, batch.completion_tokens):
+        assert f"{number:,}" in tab.text(), (number, tab.text())
+    assert tab.run("performance.getEntriesByType('resource').length") == 0
+    for look in LOOKS:
+        tab.look(**LOOKS[look])
+        assert not barriers(tab), look
+    stage.pictures("report")
+    tab.call("Page.setBypassCSP", enabled=False)
+    tab.open(stage.base)
+    tab.wait("document.querySelector('h1')?.textContent === 'Batches'")
 
 
 def test_4_an_answer_streams(stage: Stage) -> None:
@@ -265,23 +289,26 @@ def test_5_odd_texts_stay_texts(stage: Stage, tmp_path: Path) -> None:
 
 def test_6_the_page_has_no_barriers(stage: Stage) -> None:
     """axe-core finds nothing serious in any view, light or dark."""
-    script = axe()
     batch_id = Client(stage.connection).list_batches()[-1].batch_id
     stage.tab.call("Page.setBypassCSP", enabled=True)
     stage.tab.open(stage.base)
-    for look in ("light", "dark", "phone"):
+    for look in LOOKS:
         stage.tab.look(**LOOKS[look])
         for view in ("", f"batches/{batch_id}", "workers", "throughput", "new", "ask"):
             stage.view(view)
-            stage.tab.run(f"{script}; 1")
-            found = stage.tab.run(
-                "axe.run().then((r) => r.violations.map((v) => [v.impact, v.id, "
-                "v.nodes.slice(0, 3).map((n) => n.html + n.failureSummary)]))"
-            )
-            serious = [one for one in found if one[0] in ("serious", "critical")]
-            assert not serious, (look, view, serious)
+            assert not barriers(stage.tab), (look, view)
     stage.tab.call("Page.setBypassCSP", enabled=False)
     stage.tab.look()
+
+
+def barriers(tab: Tab) -> list[Any]:
+    """What axe-core finds serious in what is shown now."""
+    tab.run(f"{axe()}; 1")
+    found = tab.run(
+        "axe.run().then((r) => r.violations.map((v) => [v.impact, v.id, "
+        "v.nodes.slice(0, 3).map((n) => n.html + n.failureSummary)]))"
+    )
+    return [one for one in found if one[0] in ("serious", "critical")]
 
 
 def axe() -> str:
@@ -395,11 +422,22 @@ def test_9_a_lost_gateway_and_a_key(stage: Stage) -> None:
     tab.wait("!/The gateway does not answer/.test(document.body.innerText)")
     key = KeyStore(stage.connection).add("laptop", is_admin=True)
     tab.wait("document.querySelector('#key')", 90)  # the stream ends within a minute
+    assert "This gateway has a key now." in tab.text()
     stage.pictures("login")
+    tab.call("Page.setBypassCSP", enabled=True)
+    tab.open(stage.base)
+    tab.wait("document.querySelector('#key')")
+    for is_wrong in (False, True):
+        if is_wrong:
+            tab.run("document.querySelector('#key').value = 'wrong'")
+            click(tab, "Sign in")
+            tab.wait("/no key of this gateway/.test(document.body.innerText)")
+        for look in LOOKS:
+            tab.look(**LOOKS[look])
+            assert not barriers(tab), (look, is_wrong)
+    stage.pictures("login-wrong")
+    tab.call("Page.setBypassCSP", enabled=False)
     tab.problems.clear()
-    tab.run("document.querySelector('#key').value = 'wrong'")
-    click(tab, "Sign in")
-    tab.wait("/no key of this gateway/.test(document.body.innerText)")
     tab.run(f"document.querySelector('#key').value = {key!r}")
     click(tab, "Sign in")
     tab.wait("document.querySelector('h1')?.textContent === 'Batches'")

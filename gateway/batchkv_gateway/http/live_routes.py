@@ -12,6 +12,7 @@ from batchkv_gateway.http.client_left import ClientLeftError, while_client_stays
 from batchkv_gateway.http.event_stream import EventStream
 from batchkv_gateway.live.answering import begin
 from batchkv_gateway.live.calls import Calls
+from batchkv_gateway.live.row_limits import RowLimits
 from batchkv_producer.wire.job import Endpoint
 
 
@@ -19,7 +20,7 @@ class LiveRoutes:
     """The handlers."""
 
     def __init__(self, connection: Redis, calls: Calls) -> None:
-        self._connection, self._calls = connection, calls
+        self._connection, self._calls, self._limits = connection, calls, RowLimits()
 
     def routes(self) -> list[Route]:
         """The routes of this room."""
@@ -38,8 +39,9 @@ class LiveRoutes:
 
     async def _answer(self, request: Request, endpoint: Endpoint) -> Response:
         raw = await json_bytes(request)
-        salt = request.state.cache_salt
-        answering = await begin(self._calls, self._connection, raw, endpoint, salt)
+        caller = request.state.caller
+        parts = (self._calls, self._connection, self._limits)
+        answering = await begin(*parts, caller, raw, endpoint)
         named = {"x-request-id": answering.row_id}
         is_streaming = False
         try:

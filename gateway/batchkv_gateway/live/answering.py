@@ -10,9 +10,11 @@ from redis import Redis
 from starlette.concurrency import run_in_threadpool
 
 from batchkv_gateway.errors import NOT_FOUND, ApiError, invalid
+from batchkv_gateway.keys.caller import Caller
 from batchkv_gateway.live import faults
 from batchkv_gateway.live.calls import Call, Calls
 from batchkv_gateway.live.chunks import Chunks
+from batchkv_gateway.live.row_limits import RowLimits
 from batchkv_producer.intake.checks import RowFault
 from batchkv_producer.intake.single import SingleRequest, read_single
 from batchkv_producer.live import LaneRefusedError, Piece
@@ -28,7 +30,7 @@ KEEP_ALIVE = b": the answer is under way\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """A request whose rows are asked. The owner calls ``leave`` in the end.
+    """A request whose rows are asked. The owner calls ``leave`` once, in the end.
 
     All methods raise ApiError if a row fails, or will have no result.
     """
@@ -93,34 +95,44 @@ class Answering:
 async def begin(
     calls: Calls,
     connection: Redis,
+    limits: RowLimits,
+    caller: Caller,
     raw: bytes,
     endpoint: Endpoint,
-    cache_salt: str | None,
 ) -> Answering:
-    """Ask the rows of a body. Raises ApiError for a wrong one, or if nobody can answer it now.
-
-    ``cache_salt``: that of the caller's rows.
-    """
+    """Ask the rows of a body. Raises ApiError for a wrong one, or if nobody can answer it now."""
     asked = await _read(raw, endpoint)
-    if cache_salt is not None:
-        rows = tuple(replace(row, cache_salt=cache_salt) for row in asked.rows)
+    if caller.cache_salt is not None:
+        rows = tuple(replace(row, cache_salt=caller.cache_salt) for row in asked.rows)
         asked = replace(asked, rows=rows)
+    num_rows = len(asked.rows)
+    limits.take(caller, num_rows)
+    try:
+        found, model = await _ask(calls, connection, asked)
+    except BaseException:
+        limits.release(caller, num_rows)
+        raise
+
+    def leave() -> None:
+        limits.release(caller, num_rows)
+        for call in found:
+            calls.leave(call)
+
+    return Answering(found, asked, endpoint, model, leave)
+
+
+async def _ask(calls: Calls, connection: Redis, asked: SingleRequest) -> tuple[list[Call], str]:
+    """Ask the rows of a request. Returns their calls, and the model that answers."""
     model = asked.model
     if model is None:
         model = await run_in_threadpool(_only_model, connection)
     has_pieces = asked.is_stream and not _is_whole(asked.rows[0])
     try:
         with faults.of_losses():
-            found = await calls.ask(asked.rows, model, "all" if has_pieces else "none")
+            return await calls.ask(asked.rows, model, "all" if has_pieces else "none"), model
     except LaneRefusedError as fault:
         row = asked.rows[0]
         raise await run_in_threadpool(faults.of_refusal, connection, fault, model, row) from fault
-
-    def leave() -> None:
-        for call in found:
-            calls.leave(call)
-
-    return Answering(found, asked, endpoint, model, leave)
 
 
 async def _read(raw: bytes, endpoint: Endpoint) -> SingleRequest:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from openai import OpenAI
 from redis import Redis
 
 from batchkv_gateway.keys.caller import salt_of
-from batchkv_gateway.keys.store import LOCAL
+from batchkv_gateway.keys.store import LOCAL, KeyStore
 from batchkv_producer.wire.choice import TokenLogprob, ToolCall
 from batchkv_producer.wire.job import Result, Usage
 from gateway.live.live_worker import LiveWorker
 from support.gateway import Gateway, running_gateway
 from support.redis_server import RedisServer
+from support.worker_harness import wait_until
 
 CALL = ToolCall("call_1", "weather", '{"city": "Rome"}')
 RESULT = Result("c", "chat", "ok", "m", "It rains.", "stop", Usage(9, 7, 2, 3), reasoning="Hm.")
@@ -137,6 +139,36 @@ def test_a_worker_that_begins_is_not_blamed(gateway: Gateway, worker: LiveWorker
     with asking(gateway) as asked, pytest.raises(openai.InternalServerError) as caught:
         asked.result(10)
     assert caught.value.code == "model_loading"
+
+
+def test_a_key_has_so_many_calls_open(
+    gateway: Gateway, worker: LiveWorker, redis_connection: Redis
+) -> None:
+    """Beyond its rows a call is 429, and one with more rows 413. An end makes room, as does a
+    client that leaves."""
+    key = KeyStore(redis_connection).add("a", max_rows=2)
+    with gateway.client(key, max_retries=0, timeout=20) as client, ThreadPoolExecutor(1) as pool:
+        ask = partial(client.completions.create, model="m")
+
+        def is_free() -> bool:
+            try:
+                ask(prompt="x", stream=True).close()
+            except openai.RateLimitError as fault:
+                assert fault.code == "too_many_open_rows" and "waits for 2" in fault.message
+                return False
+            return True
+
+        waiting = pool.submit(ask, prompt="one")
+        row, _ = worker.take()
+        stream = ask(prompt="two", stream=True)
+        assert not is_free()
+        with pytest.raises(openai.APIStatusError, match="has 3 rows"):
+            ask(prompt=["a", "b", "c"])
+        worker.end(row, replace(RESULT, endpoint="completion", reasoning=""))
+        assert waiting.result(20).choices
+        wait_until(is_free)
+        stream.close()
+        wait_until(lambda: is_free() and is_free())
 
 
 def test_a_failure_in_the_middle_is_the_last_event(gateway: Gateway, worker: LiveWorker) -> None:

@@ -207,3 +207,32 @@ def test_no_view_is_wider_than_a_phone_or_complains(tab: tuple[Tab, str]) -> Non
         page.wait("document.querySelector('h1') && !document.body.innerText.includes('Loading')")
         assert page.run("document.documentElement.scrollWidth") <= 360, view
     assert page.problems == []
+
+
+def test_rows_are_short_on_a_phone(tab: tuple[Tab, str]) -> None:
+    """A row is its line, its outcome and the beginning of its answer. Opened, it has the rest."""
+    page, batch_id = tab
+    page.look(width=360, height=780)
+    page.run(f"location.hash = '#/batches/{batch_id}'")
+    page.wait("document.querySelectorAll('.rows tbody tr').length === 4")
+    heights = page.run(
+        "[...document.querySelectorAll('.rows tbody tr')].map((r) => r.offsetHeight)"
+    )
+    assert max(heights) < 130, heights
+    page.run("document.querySelector('.rows tbody button').click()")
+    page.wait("document.querySelector('.detail .sides')")
+    assert page.run("/ on fake-/.test(document.querySelector('.detail').innerText)")
+    page.look()
+
+
+def test_a_refused_request_asks_to_sign_in(tab: tuple[Tab, str], redis_server: RedisServer) -> None:
+    """The session is gone: the next request of the page leads to the sign-in, and says why."""
+    page, batch_id = tab
+    page.run("location.hash = '#/'")
+    page.wait("document.activeElement.textContent === 'Batches'")
+    with redis_server.connect() as connection:
+        connection.delete(*connection.scan_iter("batchkv:gateway:session:*"))
+    page.run(f"location.hash = '#/batches/{batch_id}'")
+    page.wait("document.querySelector('#key')")
+    assert "Your session has ended. Sign in again." in page.text()
+    page.problems.clear()  # the browser writes each refused request to its console

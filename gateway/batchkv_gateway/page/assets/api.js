@@ -10,6 +10,15 @@ export class Fault extends Error {
   }
 }
 
+const SIGNING_IN = ["/page/login", "/page/exchange"]; // which say themselves what is wrong
+
+// Gets called when the gateway wants a key that this page has not: its session has ended.
+let refused = () => {};
+
+export function onRefused(then) {
+  refused = then;
+}
+
 const LOST = "The gateway does not answer. Check that `batchkv serve` runs, then try again.";
 
 export async function ask(path, options = {}) {
@@ -25,7 +34,10 @@ export async function ask(path, options = {}) {
     if (fault.name === "AbortError") throw fault;
     throw new Fault(LOST);
   }
-  if (!answer.ok) throw faultOf(answer.status, await answer.text());
+  if (!answer.ok) {
+    if (answer.status === 401 && !SIGNING_IN.includes(path)) refused();
+    throw faultOf(answer.status, await answer.text());
+  }
   return answer;
 }
 
@@ -73,6 +85,7 @@ export function upload(path, file, headers, onProgress) {
       if (request.status >= 200 && request.status < 300) {
         resolve(JSON.parse(request.responseText));
       } else {
+        if (request.status === 401) refused();
         reject(faultOf(request.status, request.responseText));
       }
     };

@@ -1,6 +1,6 @@
 // Starts the page: the session, the events, the view of the address, and the drawing of it.
 
-import { Fault, getJson, sendJson } from "./api.js";
+import { Fault, getJson, onRefused, sendJson } from "./api.js";
 import { app, takeEvent } from "./app.js";
 import { h, patch } from "./dom.js";
 import { Live } from "./live.js";
@@ -172,22 +172,31 @@ async function useTicket() {
   }
 }
 
+// The gateway has refused a request: perhaps the session has ended, or the gateway has got its first key.
+async function askAgain() {
+  try {
+    const now = await getJson("/page/session");
+    if (now.is_signed_in || !app.session?.is_signed_in) return;
+    login.explain(
+      app.session.has_session
+        ? "Your session has ended. Sign in again."
+        : "This gateway has a key now. Sign in with it.",
+    );
+    app.session = now;
+    live?.end();
+    live = null;
+    show();
+  } catch {
+    app.link = "lost";
+    app.refresh();
+  }
+}
+
+onRefused(askAgain);
+
 async function onLink(state) {
   if (state === "closed") {
-    // Refused: perhaps the session has ended.
-    try {
-      const now = await getJson("/page/session");
-      if (!now.is_signed_in && app.session?.is_signed_in) {
-        app.session = now;
-        live.end();
-        live = null;
-        login.explain("Your session has ended. Sign in again.");
-        show();
-      }
-    } catch {
-      app.link = "lost";
-      app.refresh();
-    }
+    await askAgain();
     return;
   }
   app.link = state;
