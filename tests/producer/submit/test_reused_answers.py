@@ -12,7 +12,7 @@ from redis import Redis
 
 from batchkv_producer import Client
 from batchkv_producer.cli import cli
-from batchkv_producer.errors import BatchkvError, UsageError
+from batchkv_producer.errors import BatchkvError, UsageError, WireError
 from batchkv_producer.remote.terms import Terms, read_terms
 from batchkv_producer.report.reading import read_facts
 from batchkv_producer.report.sections import all_sections
@@ -21,7 +21,7 @@ from batchkv_producer.submit.kept_answers import EarlierBatch
 from batchkv_producer.submit.submission import Submitted
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.batch_options import BatchOptions
-from batchkv_producer.wire.job import Result, Usage, encode_result
+from batchkv_producer.wire.job import Result, Usage, decode_result, encode_result
 from batchkv_producer.wire.maker import NOBODY, Maker
 from batchkv_producer.wire.transition_types import NOTHING_REMEMBERED, ReuseLimits
 from batchkv_producer.wire.transitions import JobResult, Transitions
@@ -393,6 +393,18 @@ def test_reports_and_status_count_reused_rows_apart(desk: Desk, redis_server: Re
     assert "reused" not in runner.invoke(cli, ["status", f"{batch}-3"]).output
     refused = runner.invoke(cli, ["submit", "--reuse", "--fresh", str(desk.write(*rows("a")))])
     assert refused.exit_code == 2 and "give one of them" in refused.output
+
+
+def test_the_mark_of_a_reused_result_survives_a_gateway() -> None:
+    """It is stored before the result, and sent within it. Results of older versions have none."""
+    computed = Result("theirs", "chat", "ok", text="t", reasoning="r", finish_reason="stop")
+    found = decode_result(b"+2:me" + encode_result(computed))
+    assert (found.custom_id, found.reused, found.text) == ("me", True, "t")
+    assert decode_result(encode_result(found)) == found
+    assert not decode_result(b"=2:me" + encode_result(computed)).reused
+    assert decode_result(encode_result(computed)) == computed
+    with pytest.raises(WireError):
+        decode_result(b"+9:me")
 
 
 def test_the_flag_travels_over_http() -> None:
