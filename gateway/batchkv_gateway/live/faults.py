@@ -19,7 +19,8 @@ from batchkv_gateway.errors import (
 from batchkv_producer.intake.checks import RowFault
 from batchkv_producer.intake.single import param_of
 from batchkv_producer.live import LaneRefusedError, LostAnswerError
-from batchkv_producer.monitor.workers import serving_workers
+from batchkv_producer.monitor.hosts import wish_for
+from batchkv_producer.monitor.workers import hosts_of, listed_workers, serving_workers
 from batchkv_producer.results.bodies import REFUSED_CODES
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import ErrorCode, Request, Result
@@ -53,6 +54,10 @@ def of_refusal(
         return ApiError(status, str(fault), code=code)
     found = serving_workers(connection, redis_keys.queue_name(model))
     workers = [worker for worker in found if not worker.is_away]
+    if not workers and hosts_of(listed_workers(connection), model):
+        wish_for(connection, model)
+        message = f"no worker holds {model} now. One may load it soon: try again in some seconds"
+        return ApiError(UNAVAILABLE, message, code="model_loading")
     if not workers:
         return ApiError(NOT_FOUND, str(fault), code="model_not_found", param="model")
     if any(worker.is_loading or not worker.num_slots for worker in workers):

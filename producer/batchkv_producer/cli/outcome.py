@@ -35,7 +35,7 @@ def say_unserved(client: BatchClient, batch_id: str) -> None:
     """Say at once if no worker serves the queue of a batch, or none may compute its rows."""
     found = client.status(batch_id)
     if not (found.is_done or found.num_workers):
-        say(unserved_note(found))
+        say(unserved_note(found, client.workers()))
     elif mismatch := find_mismatch(found, client.serving(found.queue)):
         say(mismatch.note)
 

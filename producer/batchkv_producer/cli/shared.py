@@ -169,6 +169,7 @@ def delays_of(opened: Opened, note: Callable[[str], None]) -> Delays:
         note,
         count_apart=opened.client.count_apart,
         refused_writes=opened.refused_writes,
+        listed=opened.client.workers,
     )
 
 

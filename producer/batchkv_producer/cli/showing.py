@@ -185,7 +185,7 @@ def show_workers(found: Sequence[WorkerInfo]) -> None:
         Column("TOK/S", [w.tokens_per_second for w in found]),
         Column("MEMORY", [_size(w.memory_bytes) for w in found], if_any=True),
         Column("SEEN", [f"{w.silent_seconds:.0f}s ago" for w in found], drop=1),
-        Column("MODEL", [w.model or ", ".join(w.queues) for w in found], shorten_models,
+        Column("MODEL", [w.model or ", ".join(w.models or w.queues) for w in found], shorten_models,
                min_width=10),
     ]  # fmt: skip
     title, *lines = table_lines(columns)
@@ -200,9 +200,11 @@ def _about(worker: WorkerInfo, limit: int) -> str:
     parts = [
         Maker(worker.fingerprint, worker.scheme).words(),
         f"adapters {', '.join(worker.adapters)}" if worker.adapters else "",
+        f"holds {', '.join(f'{m} in {w}' for m, w in worker.held)}" if worker.held else "",
         f"batchkv {worker.version}" if worker.version else "",
     ]
-    parts += [f"{worker.num_successful:,} ok, {worker.num_failed:,} failed"]
+    if not worker.is_host:
+        parts += [f"{worker.num_successful:,} ok, {worker.num_failed:,} failed"]
     parts += [f"pid {worker.pid} on {worker.hostname}"]
     text = ""
     for part in filter(None, parts):

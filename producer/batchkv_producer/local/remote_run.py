@@ -82,7 +82,9 @@ def _loop(
         LocalWorkers(nobody, lambda *_: 0, reporter.note),
         follower,
         reporter,
-        Delays(client.serving, reporter.note, count_apart=client.count_apart),
+        Delays(
+            client.serving, reporter.note, count_apart=client.count_apart, listed=client.workers
+        ),
         Outage(reporter.note, None, "the gateway"),
     )
     work.is_fresh = options.batch_options.fresh

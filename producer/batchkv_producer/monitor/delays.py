@@ -12,13 +12,19 @@ from dataclasses import dataclass
 from batchkv_producer.agreed import SHORT_OF_MEMORY
 from batchkv_producer.monitor.mismatch import find_mismatch
 from batchkv_producer.monitor.status import BatchStatus
-from batchkv_producer.monitor.workers import ASK_NAME_PREFIX, WorkerInfo, local_name_prefix
+from batchkv_producer.monitor.workers import (
+    ASK_NAME_PREFIX,
+    WorkerInfo,
+    hosts_of,
+    local_name_prefix,
+)
 from batchkv_producer.progress import rows
 from batchkv_producer.retry import read_with_retry
 
 LOOK_SECONDS = 1.0  # between two reads of the workers
 GONE_SECONDS = 30.0  # how long a note waits for the last worker of a queue to come back
 STALLED_SECONDS = 30.0  # a submit that adds nothing for so long counts as interrupted
+MAX_NAMED = 3  # hosts
 HOPELESS_SECONDS = 30.0  # a run ends if for so long only its own workers serve, and none fits
 
 
@@ -39,13 +45,24 @@ class Delay:
 Reason = Callable[[BatchStatus, Sequence[WorkerInfo], int], Delay | None]
 
 
-def unserved_note(status: BatchStatus) -> str:
-    """The note for a batch whose queue has no worker."""
+def unserved_note(status: BatchStatus, listed: Sequence[WorkerInfo] = ()) -> str:
+    """The note for a batch whose queue has no worker. ``listed``: the workers of all queues."""
+    if hosts := hosts_of(listed, status.model):
+        return hosted_note(status, hosts)
     who = f" of {status.model}" if status.adapter else ""
     what = "the model and the adapter" if status.adapter else "the model"
     return (
         f"nobody serves the queue {status.queue}{who}. A worker that was just started needs some "
         f"seconds to show. Otherwise run on a machine with {what}: {status.worker_command}"
+    )
+
+
+def hosted_note(status: BatchStatus, hosts: Sequence[str]) -> str:
+    """The note for a batch whose model no worker holds, but these hosts may load."""
+    verb = "serves" if len(hosts) == 1 else "serve"
+    return (
+        f"no worker holds {status.model} now; {', '.join(hosts[:MAX_NAMED])} {verb} it when the "
+        "rows of other models have ended"
     )
 
 
@@ -125,7 +142,8 @@ class Delays:
     """Finds the current delay of one batch, about once a second. Prints each note once.
 
     ``read`` returns the workers of a queue. ``count_apart`` returns the number of its suspects that
-    wait. ``refused_writes`` returns a sentence if the server refuses writes, else "".
+    wait. ``refused_writes`` returns a sentence if the server refuses writes, else "". ``listed``
+    returns the workers of all queues; hosts among them may load the model.
     """
 
     def __init__(
@@ -136,7 +154,9 @@ class Delays:
         clock: Callable[[], float] = time.monotonic,
         count_apart: Callable[[str], int] = lambda _: 0,
         refused_writes: Callable[[], str] = str,
+        listed: Callable[[], Sequence[WorkerInfo]] = tuple,
     ) -> None:
+        self._listed = listed
         self.words = ""
         self._refused_writes = refused_writes
         self._num_ended = -1
@@ -167,6 +187,7 @@ class Delays:
             if serving:
                 self._served_at = now
             delay = self._full_disk(status) or self._stalled_submit(status, now)
+            delay = delay or self._hosted(status, serving)
             delay = delay or find_delay(status, serving, self._num_local)
             if delay is None and status.queued:
                 delay = _apart(read_with_retry(lambda: self._count_apart(status.queue)))
@@ -188,6 +209,16 @@ class Delays:
             return None
         sentence = read_with_retry(self._refused_writes)
         return Delay("the server's disk is full", sentence) if sentence else None
+
+    def _hosted(self, status: BatchStatus, serving: Sequence[WorkerInfo]) -> Delay | None:
+        """Nobody holds the model, but a host may load it."""
+        if serving or self._num_local:
+            return None
+        names = hosts_of(read_with_retry(self._listed), status.model)
+        note = hosted_note(status, names)
+        return (
+            Delay("a worker loads the model when it can", note, is_certain=True) if names else None
+        )
 
     def _stalled_submit(self, status: BatchStatus, now: float) -> Delay | None:
         """A part of the batch is missing from the queue, and nothing is added any more."""

@@ -13,12 +13,16 @@ model for the same rows without knowing of each other. A claim ends with its hos
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from redis import Redis
 
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.scripts import Scripts
 
+WISH_SECONDS = 120
 MAX_MODELS = 64  # of one host
 MAX_TEXT_CHARS = 2**16
 
@@ -55,6 +59,18 @@ class HostMoves(Scripts):
         flat = [word for pair in fields.items() for word in pair]
         is_written, now = self._run("host", keys, [version, ttl_seconds, *flat])
         return Beat(bool(is_written), now.decode() if isinstance(now, bytes) else str(now))
+
+
+def wish_for(connection: Redis, model: str) -> None:
+    """Let a host that may serve a model load it, as if a row of it waited. Raises RedisError.
+
+    The wish ends after two minutes, unless somebody asks again.
+    """
+    key = redis_keys.live_wish(redis_keys.queue_name(model))
+    with connection.pipeline(transaction=True) as pipeline:
+        pipeline.hset(key, "at", str(int(time.time())))
+        pipeline.expire(key, WISH_SECONDS)
+        pipeline.execute()
 
 
 def encode_models(models: tuple[str, ...]) -> str:

@@ -47,8 +47,8 @@ class WorkerInfo:
     ``silent_seconds``: the time since its last heartbeat, by the server's clock. A heartbeat is due
     every ``heartbeat_seconds``. ``is_away``: it has missed two.
 
-    ``models``: of a host, the models that it may serve; it has no ``model`` of its own. ``held``:
-    (model, worker) of those that it holds, each in a worker of its own.
+    ``models``: of a host, the models that it may serve. It has no ``model`` and no queue itself.
+    ``held``: (model, worker) of those that it holds, each in a worker of its own.
     """
 
     name: str
@@ -159,10 +159,9 @@ def listed_workers(connection: Redis) -> list[WorkerInfo]:
     return [_worker_info(name, values, 0, now) for name, values in pairs]
 
 
-def hosts_of(connection: Redis, model: str) -> list[WorkerInfo]:
-    """The hosts that may load a model, whether they hold it now or not."""
-    found = listed_workers(connection)
-    return [one for one in found if model in one.models and not one.is_away]
+def hosts_of(found: Iterable[WorkerInfo], model: str) -> list[str]:
+    """The names of the hosts among these that may load a model, whether they hold it or not."""
+    return [one.name for one in found if model in one.models and not one.is_away]
 
 
 def served_models(connection: Redis, *, with_loading: bool = False) -> list[str]:
@@ -212,6 +211,9 @@ def _worker_info(
     """The worker of a record, as one of its queues sees it. ``now`` is the server's time."""
     model, fingerprint = _text_of(values, "bkv_model"), values.get("bkv_fingerprint", "")
     adapters = dict(_adapters_of(values))
+    models = decode_models(values.get("bkv_models", ""))
+    # RQ's tools list a host with the queues of its models, but it takes no row itself.
+    queues = () if models else tuple(values.get("queues", "").split(","))
     for adapter, its_fingerprint in adapters.items():
         served = served_name(model, adapter)
         if queue and redis_keys.queue_name(served) == queue:
@@ -223,7 +225,7 @@ def _worker_info(
         name=name,
         hostname=values.get("hostname", ""),
         pid=_number(values, "pid"),
-        queues=tuple(values.get("queues", "").split(",")),
+        queues=queues,
         state=values.get("state", ""),
         last_heartbeat=_seconds(values.get("last_heartbeat", "")),
         num_running=num_running,
@@ -243,7 +245,7 @@ def _worker_info(
         heartbeat_seconds=beat,
         is_away=silent > MISSED_HEARTBEATS * beat + 1,  # the server's time is in whole seconds
         adapters=tuple(adapters),
-        models=decode_models(values.get("bkv_models", "")),
+        models=models,
         held=tuple(decode_held(values.get("bkv_held", "")).items()),
     )
 

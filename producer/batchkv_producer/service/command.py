@@ -156,7 +156,9 @@ uninstall_option = click.option(
 
 
 @install.command()
-@click.option("-m", "--model", help="Model to serve; its name names the queue.")
+@click.option(
+    "-m", "--model", "models", multiple=True, help="Model to serve. May be given several times."
+)
 @click.option(
     "--url-file",
     type=_PATH,
@@ -171,28 +173,28 @@ uninstall_option = click.option(
 def worker(
     acting: Acting,
     is_daemon: bool,
-    model: str | None,
+    models: tuple[str, ...],
     url_file: Path | None,
     cache_file: Path | None,
     label: str,
     is_removed: bool,
     arguments: tuple[str, ...],
 ) -> None:
-    """Serve one model. The worker takes the flags of `batchkv worker`.
+    """Serve one model or several. The worker takes the flags of `batchkv worker`.
 
     The password stays in the file with the URL: the service names the file. One label is one
-    worker; for a second model give another label.
+    worker. With several -m it holds as many of the models as fit into memory together.
     """
     need_label(label)
     if is_removed:
         remove(acting, [label], is_daemon=is_daemon)
         return
-    if model is None or url_file is None:
+    if not models or url_file is None:
         raise UsageError(
             "-m MODEL and --url-file FILE are needed: copy FILE from the hub's secrets/worker.url"
         )
     plan = WorkerPlan(
-        model=_model(model),
+        models=tuple(map(_model, models)),
         url_file=_absolute(url_file),
         cache_file=None if cache_file is None else _absolute(cache_file),
         label=label,

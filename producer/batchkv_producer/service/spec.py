@@ -56,7 +56,7 @@ class Service:
 class WorkerPlan:
     """A worker as it was asked for. ``arguments`` are further flags of `batchkv worker`."""
 
-    model: str
+    models: tuple[str, ...]
     url_file: Path
     cache_file: Path | None = None
     label: str = WORKER_LABEL
@@ -76,12 +76,13 @@ def worker_service(
     if plan.cache_file is not None:
         need_private_file(plan.cache_file, machine.uid, "secrets/cache.tiers")
         environment["BATCHKV_CACHE_FILE"] = str(plan.cache_file)
+    words = [word for model in plan.models for word in ("--model", model)]
     environment["PATH"] = f"{program.parent}:/usr/bin:/bin:/usr/sbin:/sbin"
     environment["PYTHONUNBUFFERED"] = "1"
     return Service(
         label=plan.label,
-        about=f"batchkv worker for {plan.model}",
-        command=(str(program), "worker", "--model", plan.model, *plan.arguments),
+        about=f"batchkv worker for {', '.join(plan.models)}",
+        command=(str(program), "worker", *words, *plan.arguments),
         folder=machine.home,
         environment=environment,
         stop_seconds=max(STOP_SECONDS, int(plan.drain_seconds) + STOP_MARGIN_SECONDS),

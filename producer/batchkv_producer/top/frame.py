@@ -113,7 +113,7 @@ def _workers(workers: Sequence[WorkerView], screen: Screen) -> list[Text]:
         Column("PRESSURE", [w.pressure for w in workers], drop=5),
         Column("CACHED", ["" if one is None else f"{100 * one:.0f} %" for one in shares], drop=6),
         Column("SEEN", [f"{w.silent_seconds:.0f}s ago" for w in infos], drop=4),
-        Column("MODEL", [w.model for w in infos], shorten_models, drop=2),
+        Column("MODEL", [w.model or ", ".join(w.models) for w in infos], shorten_models, drop=2),
         Column("VERSION", [w.version for w in infos], drop=1),
     ]
     indent = len(MARK) if screen.is_live else 0

@@ -18,8 +18,10 @@ from redis import Redis
 
 from batchkv_gateway.keys.caller import salt_of
 from batchkv_gateway.keys.store import LOCAL, KeyStore
+from batchkv_producer.monitor.hosts import HostMoves
 from batchkv_producer.wire.choice import TokenLogprob, ToolCall
 from batchkv_producer.wire.job import Result, Usage
+from batchkv_worker.queue.models.view import Watcher
 from gateway.live.live_worker import LiveWorker
 from support.gateway import Gateway, running_gateway
 from support.redis_server import RedisServer
@@ -169,6 +171,20 @@ def test_a_key_has_so_many_calls_open(
         wait_until(is_free)
         stream.close()
         wait_until(lambda: is_free() and is_free())
+
+
+def test_a_model_that_a_host_may_load_is_wished_for(gateway: Gateway, worker: LiveWorker) -> None:
+    """Nobody holds it: the client is to try again, and the host learns that somebody waits."""
+    fields = {"birth": "now", "queues": "batchkv:other", "bkv_models": '["other"]'}
+    HostMoves(worker.connection).beat("host", fields, 60)
+    with gateway.client(max_retries=0, timeout=20) as client:
+        assert "other" in [one.id for one in client.models.list()]
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.completions.create(model="other", prompt="hi")
+    assert caught.value.code == "model_loading"
+    assert "retry-after" in caught.value.response.headers
+    view = Watcher(worker.connection, "host", ["other"]).look(set())
+    assert view.queues["other"].num_live == 1
 
 
 def test_a_failure_in_the_middle_is_the_last_event(gateway: Gateway, worker: LiveWorker) -> None:

@@ -17,7 +17,7 @@ from batchkv_producer import Client
 from batchkv_producer.cli import cli
 from batchkv_producer.cli.outcome import say_end
 from batchkv_producer.local.run import RunReport
-from batchkv_producer.monitor.delays import Delay, Delays, find_delay
+from batchkv_producer.monitor.delays import Delay, Delays, find_delay, unserved_note
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.monitor.workers import WorkerInfo, local_name_prefix
 from batchkv_producer.progress import PlainReporter, Snapshot
@@ -377,3 +377,13 @@ def test_the_end_of_a_run_names_a_retry_only_where_it_helps(
     assert "1 row is wrong in the input" in line and "queues" not in line
     line = hints(capsys, [Failures("expired", 2, (1, 2), "")], 0, expires=50, read_at=60.0)
     assert "`batchkv retry b --expires never` queues them again" in line
+
+
+def test_a_host_that_may_load_the_model_is_named() -> None:
+    """It has no worker now, and needs none: a host serves it when its other rows have ended."""
+    host = WorkerInfo("studio", "host", 1, (), "busy", 0.0, 0, 0, 0, models=("m", "n"))
+    said: list[str] = []
+    delays = Delays(lambda _: [], said.append, listed=lambda: [host])
+    assert delays.look(status()) == "a worker loads the model when it can"
+    assert "no worker holds m now; studio serves it when" in said[0]
+    assert "studio" in unserved_note(status(), [host])

@@ -76,6 +76,13 @@ def test_a_user_unit_is_installed_and_removed(linux: FakeServices, batchkv: Batc
     assert linux.calls[3:] == [f"--user disable --now {LABEL}", "--user daemon-reload"]
 
 
+def test_a_service_may_serve_several_models(linux: FakeServices, batchkv: Batchkv) -> None:
+    """Each -m is a flag of the worker's command."""
+    done = batchkv(*worker_words(linux), "-m", "owner/other")
+    assert done.exit_code == 0, done.output
+    assert unit_of(linux).read_text().count("--model") == 2
+
+
 def test_a_system_unit_runs_as_its_user(linux: FakeServices, batchkv: Batchkv) -> None:
     """It has a user and waits for the network; the user's own unit beside it is refused."""
     assert batchkv(*worker_words(linux, "--daemon"), is_sudo=True).exit_code == 0

@@ -13,7 +13,13 @@ from redis import Redis
 
 from batchkv_producer import Client
 from batchkv_producer.manage import drain
-from batchkv_producer.monitor.workers import hosts_of, listed_workers, read_workers, served_models
+from batchkv_producer.monitor.workers import (
+    WorkerInfo,
+    hosts_of,
+    listed_workers,
+    read_workers,
+    served_models,
+)
 from batchkv_producer.wire import redis_keys
 from support.worker_harness import (
     QUICK_LEASES,
@@ -128,6 +134,11 @@ def test_a_host_that_is_killed_while_it_changes_leaves_no_claim(
     assert_reconciled(redis_connection, batch, queue=redis_keys.queue_name("b"))
 
 
+def host_of(connection: Redis) -> WorkerInfo:
+    (found,) = (one for one in listed_workers(connection) if one.is_host)
+    return found
+
+
 def test_a_host_says_what_it_may_serve_and_holds(
     redis_connection: Redis, redis_url: str, tmp_path: Path
 ) -> None:
@@ -135,8 +146,10 @@ def test_a_host_says_what_it_may_serve_and_holds(
     host = start(redis_url, tmp_path, "host", "a", "b")
     with running(host):
         wait_until(lambda: served_by(redis_connection, "a") == 1)
-        wait_until(lambda: "holds a" in hosts_of(redis_connection, "b")[0].doing)
-        (found,) = hosts_of(redis_connection, "b")
+        wait_until(lambda: "holds a" in host_of(redis_connection).doing)
+        found = host_of(redis_connection)
+        assert hosts_of([found], "b") == ["host"]
+        assert found.queues == ()
         assert found.models == ("a", "b")
         assert [model for model, _ in found.held] == ["a"]
         assert served_models(redis_connection)[-1] == "b"

@@ -49,12 +49,17 @@ function card(worker) {
       h("span", { class: `badge ${kindOf(worker)}` }, worker.shown_state || worker.state),
       slow && h("span", { class: "badge bad" }, slow),
     ),
-    h("p", { class: "speed" }, rate(worker.tokens_per_second)),
-    speedOverTime(worker),
+    !isHost(worker) && h("p", { class: "speed" }, rate(worker.tokens_per_second)),
+    !isHost(worker) && speedOverTime(worker),
     h("dl", { class: "facts" }, facts(worker).flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
     app.session.sees_all && drainButton(worker),
     alert(notes.get(worker.name)),
   );
+}
+
+// A host has one worker for each model that it holds, and takes no rows itself.
+function isHost(worker) {
+  return worker.models?.length > 0;
 }
 
 function speedOverTime(worker) {
@@ -85,6 +90,7 @@ function slowness(worker) {
 }
 
 function facts(worker) {
+  if (isHost(worker)) return hostFacts(worker);
   const pairs = [
     ["Rows held", count(worker.num_running)],
     worker.num_slots > 0 && ["Slots", slots(worker)],
@@ -102,6 +108,16 @@ function facts(worker) {
     worker.version && ["Version", `batchkv ${worker.version}`],
   ];
   return pairs.filter(Boolean);
+}
+
+function hostFacts(worker) {
+  return [
+    ["Models", worker.models.map((model) => h("p", {}, h("bdi", {}, model)))],
+    ...worker.held.map(([model, name]) => ["Holds", h("bdi", {}, `${model} in ${name}`)]),
+    ["Last seen", ago(Math.max(0, Date.now() / 1000 - worker.seen_at))],
+    ["Machine", `${worker.hostname}, pid ${worker.pid}`],
+    worker.version && ["Version", `batchkv ${worker.version}`],
+  ].filter(Boolean);
 }
 
 function slots(worker) {
