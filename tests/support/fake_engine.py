@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -28,13 +29,13 @@ from batchkv_producer.wire.job import Usage
 from batchkv_producer.wire.maker import Maker
 from batchkv_worker.errors import ModelError
 from batchkv_worker.events import Completed, Event, Piece, Rejected, Work
-from batchkv_worker.figures.engine import EngineFigures
+from batchkv_worker.figures.engine import EngineFigures, Progress
 from batchkv_worker.model.load_progress import report
 from batchkv_worker.queue.pause import Pause, PowerWatch
 from batchkv_worker.queue.rq_worker import BatchWorker
 from batchkv_worker.settings import WorkerSettings
 
-CHUNK_TOKENS = 512  # of prompts; a longer prompt is a chunk of its own
+CHUNK_TOKENS = 512  # of prompts, in one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class FakePlan:
 
     steps: int = 1
     step_seconds: float = 0.0
-    prompt_token_seconds: float = 0.0  # then prompts of a chunk are computed in a step
+    prompt_token_seconds: float = 0.0  # then a step computes a chunk of prompts at most
     step_tokens: int = 0  # that a row gets by a step; 0: two tokens in all
     load_seconds: float = 0.0
     loading: str = ""  # what it says of itself meanwhile
@@ -65,6 +66,7 @@ class _Row:
     steps_left: int
     num_steps: int
     num_said: int = 0
+    prompt_left: int = 0  # tokens that are not computed
 
 
 class FakeEngine:
@@ -108,14 +110,15 @@ class FakeEngine:
         self.seen.append(work.job_id)
         text = prompt_of(work)
         steps = int(text.partition("slow:")[2].split()[0]) if "slow:" in text else self._plan.steps
-        self._waiting.append(_Row(work, steps, steps))
+        self._waiting.append(_Row(work, steps, steps, prompt_left=len(text) // 4))
 
     def cancel(self, job_id: str) -> None:
         self._waiting = deque(row for row in self._waiting if row.work.job_id != job_id)
         self._decoding = [row for row in self._decoding if row.work.job_id != job_id]
 
     def recall(self, job_ids: Sequence[str], count: int) -> list[str]:
-        found = [row.work.job_id for row in reversed(self._waiting) if row.work.job_id in job_ids]
+        waiting = [row for row in self._waiting if not self._is_begun(row)]
+        found = [row.work.job_id for row in reversed(waiting) if row.work.job_id in job_ids]
         for job_id in found[:count]:
             self.cancel(job_id)
         return found[:count]
@@ -124,8 +127,10 @@ class FakeEngine:
         num_prompt = self._num_prompt
         self.fill_slots()
         seconds = self._plan.prompt_token_seconds * (self._num_prompt - num_prompt)
-        if seconds := seconds + self._plan.step_seconds:
-            time.sleep(seconds)
+        if self._decoding or not self._plan.prompt_token_seconds:
+            seconds += self._plan.step_seconds
+        if seconds:
+            self.compute(seconds)
             self.busy_seconds += seconds
         self._num_answer += self._plan.step_tokens * len(self._decoding)
         for row in self._decoding:
@@ -145,20 +150,36 @@ class FakeEngine:
             self._num_answer += sum(end.usage.completion for end in completed)
         return pieces + ends
 
+    def compute(self, seconds: float) -> None:
+        """Computing takes so long."""
+        time.sleep(seconds)
+
     def fill_slots(self) -> None:
-        before = self._num_prompt
-        while self._waiting and len(self._decoding) < self._slots:
-            row = self._waiting.popleft()
-            self._num_prompt += len(prompt_of(row.work)) // 4
-            self._decoding.append(row)
-            if self._plan.prompt_token_seconds and self._num_prompt - before >= CHUNK_TOKENS:
-                break
+        left = CHUNK_TOKENS if self._plan.prompt_token_seconds else sys.maxsize
+        while left > 0 and self._waiting and len(self._decoding) < self._slots:
+            row = self._waiting[0]
+            num_tokens = min(left, row.prompt_left)
+            row.prompt_left -= num_tokens
+            left -= num_tokens
+            self._num_prompt += num_tokens
+            if not row.prompt_left:
+                self._decoding.append(self._waiting.popleft())
+
+    def _is_begun(self, row: _Row) -> bool:
+        return row.prompt_left < len(prompt_of(row.work)) // 4
 
     def figures(self) -> EngineFigures:
-        levels = {"rows.waiting": len(self._waiting), "rows.prefill": 0}
-        levels["rows.decode"] = len(self._decoding)
-        counts = {"computed.prompt": self._num_prompt, "computed.answer": self._num_answer}
+        now = self.progress()
+        levels = {"rows.waiting": now.num_waiting, "rows.prefill": now.num_prefill}
+        levels["rows.decode"] = now.num_decode
+        counts = {"computed.prompt": now.num_prompt, "computed.answer": now.num_generated}
         return EngineFigures(counts, levels)
+
+    def progress(self) -> Progress:
+        num_waiting, num_decode = len(self._waiting), len(self._decoding)
+        num_prefill = sum(self._is_begun(row) for row in list(self._waiting)[:1])
+        num_waiting -= num_prefill
+        return Progress(num_waiting, num_prefill, num_decode, self._num_prompt, self._num_answer)
 
     def rest(self) -> None:
         pass

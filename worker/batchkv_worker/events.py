@@ -16,7 +16,7 @@ from batchkv_producer.wire.choice import Choice, TokenLogprob, ToolCall
 from batchkv_producer.wire.job import Request, Usage
 from batchkv_producer.wire.live import Pieces
 from batchkv_producer.wire.maker import Maker
-from batchkv_worker.figures.engine import EngineFigures
+from batchkv_worker.figures.engine import EngineFigures, Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +191,15 @@ class HasFigures(EngineLike, Protocol):
 
     def figures(self) -> EngineFigures:
         """What it has counted since the worker began, and what it holds. From any thread."""
+        ...
+
+
+@runtime_checkable
+class HasProgress(EngineLike, Protocol):
+    """An engine that says how far it is."""
+
+    def progress(self) -> Progress:
+        """The rows that it has, and the tokens that it has computed. From any thread, quickly."""
         ...
 
 

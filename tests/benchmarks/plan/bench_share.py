@@ -3,9 +3,10 @@
     python tests/benchmarks/plan/bench_share.py [--queue short] [--json FILE]
 
 Four workers have the speeds 1, 1, 0.5 and 0.2. Each queue is measured twice: at first no speed is
-known. The least time is that of all work at the sum of the speeds, with all slots full, which no
-end of a queue has. ``idle`` is the share of the workers' time in which no engine computed.
-``begun anew``: rows that were computed and went to another worker.
+known. ``least`` is the time of all work at the sum of the speeds, with all slots full, which no end
+of a queue has. ``best`` is the time if each worker has as many whole rows from the start as is best
+for it; ``ratio`` is the time over that. ``idle`` is the share of the workers' time in which no
+engine computed. ``begun anew``: rows that were computed and went to another worker.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import os
 import sys
 import tempfile
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,7 +33,8 @@ from bench_scale import SUSPENDED, environment, worker
 
 from batchkv_producer import Client
 from batchkv_producer.wire import transitions
-from batchkv_producer.wire.job import SamplingParams
+from batchkv_producer.wire.job import Request, SamplingParams
+from batchkv_worker.events import Work
 from support import fake_engine
 from support.redis_server import running_server
 
@@ -39,6 +43,7 @@ SLOTS = 16
 STEP_SECONDS, PROMPT_TOKEN_SECONDS = 0.02, 1 / 4000  # at speed 1
 TALLY = "SHARE_TALLY"  # a file to which the worker writes its counts
 TALLY_SECONDS = 0.5
+PRECISION_SECONDS = 0.005  # of the best time
 
 Figures = dict[str, Any]
 
@@ -64,6 +69,21 @@ class Rows:
         decode = self.count * self.steps / SLOTS * STEP_SECONDS
         return self.count * self.prompt_tokens * PROMPT_TOKEN_SECONDS + decode
 
+    @property
+    def best(self) -> float:
+        """The time if each worker has as many rows as is best from the start. Rows are whole."""
+        low, high = 0.0, alone(self, self.count) / max(SPEEDS)
+        while high - low > PRECISION_SECONDS:
+            middle = (low + high) / 2
+            num_done = sum(self._num_done(middle * speed) for speed in SPEEDS)
+            low, high = (low, middle) if num_done >= self.count else (middle, high)
+        return high
+
+    def _num_done(self, seconds: float) -> int:
+        """How many rows one worker of speed 1 can do in so many seconds."""
+        numbers = range(1, self.count + 1)
+        return bisect_right(numbers, seconds, key=lambda number: alone(self, number))
+
 
 QUEUES = {
     "few large prompts": Rows(24, 6_000, 8),
@@ -71,6 +91,27 @@ QUEUES = {
     "long answers": Rows(160, 40, 160),
     "one row": Rows(1, 40, 8),
 }
+
+
+@cache
+def alone(rows: Rows, number: int) -> float:
+    """How long an engine of speed 1 computes so many of the rows, in seconds."""
+    plan = fake_engine.FakePlan(
+        step_seconds=STEP_SECONDS, step_tokens=1, prompt_token_seconds=PROMPT_TOKEN_SECONDS
+    )
+    engine = Timeless(SLOTS, number, plan)
+    for at, text in enumerate(rows.prompts("timed")[:number]):
+        engine.add(Work(f"{at}", Request(f"{at}", "completion", prompt=text)))
+    while not engine.is_idle:
+        engine.step()
+    return engine.busy_seconds
+
+
+class Timeless(fake_engine.FakeEngine):
+    """Only counts the time that it takes."""
+
+    def compute(self, seconds: float) -> None:
+        pass
 
 
 class Counted(transitions.Transitions):
@@ -94,10 +135,18 @@ class Counted(transitions.Transitions):
 class CountedEngine(fake_engine.FakeEngine):
     """Writes the counts while it works, and when it rests."""
 
-    _at = 0.0
+    _at = _until = 0.0
+    _had_rows = False
+
+    def compute(self, seconds: float) -> None:
+        """What other processes of this machine take between two steps does not count."""
+        now = time.monotonic()
+        self._until = (self._until if self._had_rows else now) + seconds
+        time.sleep(max(0.0, self._until - now))
 
     def step(self) -> Any:
         events = super().step()
+        self._had_rows = not self.is_idle
         self._tally()
         return events
 
@@ -170,7 +219,7 @@ def summary(
     name: str, rows: Rows, seconds: float, before: Sequence[Figures], after: Sequence[Figures]
 ) -> Figures:
     """Times, and what was counted by all workers meanwhile."""
-    least = rows.seconds / sum(SPEEDS)
+    least, best = rows.seconds / sum(SPEEDS), rows.best
     names = ("pulls", "empty", "pulled", "returned", "begun anew", "busy")
     counts = {
         each: sum(
@@ -179,7 +228,8 @@ def summary(
         for each in names
     }
     idle = max(0.0, 1 - counts.pop("busy") / seconds / len(SPEEDS))
-    times = {"seconds": round(seconds, 2), "least": round(least, 2), "idle": round(idle, 3)}
+    times = {"seconds": round(seconds, 2), "least": round(least, 2), "best": round(best, 2)}
+    times |= {"ratio": round(seconds / best, 3), "idle": round(idle, 3)}
     return {"queue": name, **times, **counts}
 
 

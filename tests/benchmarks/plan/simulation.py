@@ -4,13 +4,14 @@ Each worker computes prompts one after the other. Rows then generate side by sid
 until their answers are out. It keeps 500 blocks, by the order of the real ``uses.EvictionOrder``,
 from what the planner says of each row and from the rows that wait in the engine. Its speed, the
 work of its rows and what the others have told it are measured and estimated as in a real worker
-(``queue.runs.pace``). It polls once a second.
+(``queue.runs.pace``). It looks at the queue and at the others as often as a real one does.
 """
 
 from __future__ import annotations
 
 import heapq
 import json
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,12 @@ from batchkv_producer.intake.formats import Row
 from batchkv_producer.order.planner import BatchPlan
 from batchkv_producer.wire.job import Request, SamplingParams
 from batchkv_worker.engine.tokens.prompts import SHARED_SLACK
+from batchkv_worker.queue.pacing import (
+    END_SECONDS,
+    NEWS_SECONDS,
+    PATIENCE_SECONDS,
+    QUICK_POLL_SECONDS,
+)
 from batchkv_worker.queue.runs.dispatch import (
     View,
     jobs_to_recall,
@@ -31,7 +38,10 @@ from batchkv_worker.queue.runs.dispatch import (
     jobs_to_take,
     rows_to_hand_over,
 )
-from batchkv_worker.queue.runs.pace import Meter, Pace, crowd_of, prompt_work
+from batchkv_worker.queue.runs.pace import Meter, Pace, crowd_of
+from batchkv_worker.queue.runs.returns import COOL_SECONDS, SETTLE_SECONDS
+from batchkv_worker.queue.runs.sizes import prompt_work
+from batchkv_worker.queue.session import POLL_SECONDS
 from batchkv_worker.settings import WAVES_AHEAD
 
 SPEEDS = (1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2)  # of the workers, against the fastest
@@ -40,8 +50,6 @@ BLOCK_BYTES = 4 * BLOCK_TOKENS  # of text
 MEMORY_BLOCKS = 500
 SLOTS, PREFETCH = 32, WAVES_AHEAD * 32  # a worker's defaults
 PROMPT_TOKENS_PER_SECOND, ANSWER_TOKENS_PER_SECOND = 2_000.0, 30.0  # of a row, at speed 1
-POLL_SECONDS = 1.0
-PATIENCE_SECONDS = 5.0  # as ``pacing`` has it
 
 Chain = tuple[int, ...]
 
@@ -151,6 +159,10 @@ class Worker:
     left: tuple[int, float] = (0, 0.0)  # jobs that it leaves to others, and since when
     is_patient: bool = True
     handed_until: float = 0.0  # it takes none, so that others take what it handed over
+    returned: set[Job] = field(default_factory=set)
+    surplus_since: float = math.inf
+    cool_until: float = 0.0
+    poll_at: float = 0.0
 
     @property
     def num_decoding(self) -> int:
@@ -164,17 +176,19 @@ class Worker:
         """A job of the queue goes into the backlog."""
         self.backlog.append(job)
         self.prompts += work_of(job)
-        self.meter.add_pulled(work_of(job))
 
-    def last_job(self) -> Job:
-        """The last job of the backlog, which goes back."""
-        job = self.backlog.pop()
-        self.prompts -= work_of(job)
-        return job
+    def last_jobs(self, count: int) -> list[Job]:
+        """The last jobs of the backlog go back, but none that was here before. The last first."""
+        jobs = [job for job in reversed(self.backlog) if job not in self.returned][:count]
+        gone = set(jobs)
+        self.backlog = deque(job for job in self.backlog if job not in gone)
+        self.prompts -= sum(work_of(job) for job in jobs)
+        return jobs
 
     def await_row(self, job: Job) -> None:
         """A row waits in the engine: its prompt is tokenized."""
         self.engine.append(job)
+        self.meter.add_begun(work_of(job))
         if self.knows:
             self.kept.add(job.chain)
 
@@ -186,13 +200,15 @@ class Worker:
             self.kept.remove(job.chain)
         return job
 
-    def last_row(self) -> Job:
-        """The row that would be computed last: the engine forgets it."""
-        job = self.engine.pop()
-        self.prompts -= work_of(job)
-        if self.knows:
+    def last_rows(self, count: int) -> list[Job]:
+        """The rows that would be computed last: the engine forgets them, and they go back."""
+        jobs = [job for job in reversed(self.engine) if job not in self.returned][:count]
+        gone = set(jobs)
+        self.engine = deque(job for job in self.engine if job not in gone)
+        self.prompts -= sum(work_of(job) for job in jobs)
+        for job in jobs if self.knows else ():
             self.kept.remove(job.chain)
-        return job
+        return jobs
 
     def keep(self, job: Job) -> None:
         """Its prompt is computed. As ``PrefixCache`` does."""
@@ -206,7 +222,7 @@ class Worker:
         """Count what was computed since the last call."""
         seconds, self.computed_until = now - self.computed_until, now
         rate = self.speed * seconds
-        if not self.engine and self.num_decoding < slots:
+        if not self.engine and self.in_prefill is None and self.num_decoding < slots:
             return  # it is not full
         prompt = PROMPT_TOKENS_PER_SECOND * rate * (self.in_prefill is not None)
         generated = self.num_decoding * ANSWER_TOKENS_PER_SECOND * rate
@@ -219,7 +235,7 @@ class Worker:
         prompts = (self.in_prefill is not None) * (self.meter.job_work + answer) / 2
         num_free = max(0, slots - self.num_begun - len(self.engine))
         held += prompts + self.num_decoding * answer / 2
-        return Pace(self.meter.speed, held, free_slots=num_free)
+        return Pace(self.meter.speed, held, free_slots=num_free, answer=self.meter.answer)
 
 
 def work_of(job: Job) -> float:
@@ -274,8 +290,10 @@ class Simulation:
             now, number, worker, kind, job = heapq.heappop(self._events)
             worker.measure(now, self._slots)
             if kind == "poll":
+                if now < worker.poll_at:
+                    continue
                 self._poll(worker, now)
-                self._push(now + POLL_SECONDS, worker, "poll")
+                self._poll_in(worker, now, self._pause(worker))
             elif job is not None and kind == "prompt" and worker.in_prefill is job:
                 worker.in_prefill = None
                 seconds = job.num_answer / ANSWER_TOKENS_PER_SECOND / worker.speed
@@ -295,6 +313,18 @@ class Simulation:
             seconds=now,
             idle=lost / now / len(self._workers),
         )
+
+    def _poll_in(self, worker: Worker, now: float, seconds: float) -> None:
+        """The worker looks again in so many seconds, and no other time before."""
+        worker.poll_at = now + seconds
+        self._push(worker.poll_at, worker, "poll")
+
+    def _pause(self, worker: Worker) -> float:
+        """As ``JobPuller.poll_seconds`` has it."""
+        view = self._view(worker)
+        is_new = worker.num_begun > 0 and not worker.meter.speed
+        is_quick = is_new or 0 < view.seconds_left < END_SECONDS
+        return QUICK_POLL_SECONDS if is_quick else POLL_SECONDS
 
     def _push(self, at: float, worker: Worker, kind: Event, job: Job | None = None) -> int:
         heapq.heappush(self._events, (at, number := next(self._numbers), worker, kind, job))
@@ -318,19 +348,30 @@ class Simulation:
         worker.told = dict(self._told)
         if self._take is not jobs_to_take:
             return
-        view = self._view(worker)
-        num_jobs, num_rows = jobs_to_return(view), jobs_to_recall(view)
-        for _ in range(num_jobs):
-            self._queue.appendleft(worker.last_job())
-        for _ in range(num_rows):
-            self._queue.appendleft(worker.last_row())
+        names = (each.name for each in self._workers)
+        worker.meter.told_answer = crowd_of(worker.name, Pace(), worker.told, names).answer
+        self._return(worker, now)
         if self._hand_over(worker, rows_to_hand_over(self._view(worker))):
             worker.handed_until = now + PATIENCE_SECONDS
-        holds_any = worker.num_begun or worker.engine or worker.backlog
-        num_left = 0 if holds_any or self._take(self._view(worker)) else len(self._queue)
+        view = self._view(worker)
+        is_waiting = not self._take(view) and view.free_slots > 0 and view.crowd.has_free_slots
+        num_left = len(self._queue) if is_waiting else 0
         if num_left != worker.left[0]:
             worker.left = (num_left, now)
         worker.is_patient = not num_left or now - worker.left[1] < PATIENCE_SECONDS
+
+    def _return(self, worker: Worker, now: float) -> None:
+        """Give back what is too much, if it was for a while."""
+        view = self._view(worker)
+        worker.surplus_since = min(worker.surplus_since, now) if view.surplus_jobs else math.inf
+        if now - worker.surplus_since < SETTLE_SECONDS:
+            return
+        jobs = worker.last_jobs(jobs_to_return(view)) + worker.last_rows(jobs_to_recall(view))
+        self._queue.extendleft(jobs)
+        if jobs:
+            worker.returned.update(jobs)
+            worker.cool_until = now + COOL_SECONDS
+            self._poll_in(worker, now, NEWS_SECONDS)
 
     def _hand_over(self, worker: Worker, most: int) -> int:
         """Rows that were begun go back, each once. What was computed of them is lost."""
@@ -350,10 +391,16 @@ class Simulation:
         if worker.handed_until > now:
             return
         view = self._view(worker)
-        if self._queue and (view.num_started == 0 or view.room >= view.ahead // 2):
-            for _ in range(min(self._take(view), len(self._queue))):
+        is_cooling = view.num_started > 0 and now < worker.cool_until
+        has_room = view.num_started == 0 or view.room >= view.ahead // 2
+        if self._queue and has_room and not is_cooling:
+            count = min(self._take(view), len(self._queue))
+            for _ in range(count):
                 worker.take(self._queue.popleft())
             worker.queued = len(self._queue)
+            if count:
+                worker.surplus_since = math.inf
+                self._poll_in(worker, now, NEWS_SECONDS)
         for _ in range(jobs_to_start(self._view(worker))):
             worker.await_row(worker.backlog.popleft())
 

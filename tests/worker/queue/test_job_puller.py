@@ -13,10 +13,11 @@ from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Request, SamplingParams, Usage, encode_job
 from batchkv_worker.engine.thread import EngineThread
 from batchkv_worker.events import Completed
-from batchkv_worker.queue import job_puller, pacing
+from batchkv_worker.queue import giving_back, job_puller, pacing
 from batchkv_worker.queue.in_flight import InFlight
 from batchkv_worker.queue.job_puller import JobPuller, Limits
 from batchkv_worker.queue.redis_side import RedisSide
+from batchkv_worker.queue.runs import returns
 from batchkv_worker.queue.state import WorkerState
 from batchkv_worker.queue.stop import StopRequest
 from batchkv_worker.settings import WorkerSettings
@@ -44,7 +45,7 @@ class Desk:
 
     def look(self) -> bool:
         """What a turn does once a second; whether jobs are wanted then."""
-        self.puller.note_poll(self.side.poll(self.in_flight.leases, "1000.0 0 0 0"))
+        self.puller.note_poll(self.side.poll(self.in_flight.leases, "1000.0 0 0 0 0 0"))
         return self.puller.wants_jobs()
 
     def refill(self) -> list[int]:
@@ -283,7 +284,7 @@ def test_a_slow_worker_leaves_the_last_row_for_a_while(
     monkeypatch.setattr(pacing, "PATIENCE_SECONDS", 0.2)
     queue(1, {})
     redis_connection.sadd(redis_keys.workers(QUEUE), redis_keys.worker("w"))
-    tell(redis_connection, "fast", "90000.0 0 0 8")
+    tell(redis_connection, "fast", "90000.0 0 0 8 0 0")
     meter = desk.puller.pacing.meter
     meter.add_computed(10_000, 0, 10.0, 8)
     assert meter.row_seconds > 0
@@ -298,21 +299,22 @@ def test_the_last_rows_are_handed_over_once(
     redis_connection: Redis, desk: Desk, queue: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A much faster worker with free slots gets rows that have begun here; each goes once."""
-    monkeypatch.setattr(job_puller, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(giving_back, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(returns, "COOL_SECONDS", 0.0)
     queue(2, {})
     redis_connection.sadd(redis_keys.workers(QUEUE), redis_keys.worker("w"))
     desk.puller.pacing.meter.add_computed(10_000, 0, 10.0, 0)
     desk.look()
     assert desk.refill() == [1, 2]
-    tell(redis_connection, "fast", "90000.0 0 0 1")
+    tell(redis_connection, "fast", "90000.0 0 0 1 0 0")
     desk.look()
     assert not desk.look()
     assert waiting_lines(redis_connection) == [2]
     assert [lease.job_id.split("-")[1] for lease in desk.in_flight.leases] == ["1"]
-    redis_connection.hset(redis_keys.paces(QUEUE), "fast", "90000.0 0 1 0")  # away now
+    redis_connection.hset(redis_keys.paces(QUEUE), "fast", "90000.0 0 1 0 0 0")  # away now
     wait_until(desk.look)
     assert desk.refill() == [1, 2]
-    redis_connection.hset(redis_keys.paces(QUEUE), "fast", "90000.0 0 0 1")
+    redis_connection.hset(redis_keys.paces(QUEUE), "fast", "90000.0 0 0 1 0 0")
     desk.look()
     assert waiting_lines(redis_connection) == [1]
     desk.look()

@@ -15,7 +15,7 @@ from batchkv_worker.queue.runs import pace
 from support.worker_harness import QUEUE, submit, wait_until, waiting_lines
 from worker.queue.test_job_puller import Desk, tell
 
-FAST = "90000.0 0 0 8"  # nothing held, eight free slots
+FAST = "90000.0 0 0 8 0 0"  # nothing held, eight free slots
 NUM_STALE = 10_000
 
 
@@ -65,7 +65,7 @@ def test_who_takes_nothing_is_waited_for_once(
     monkeypatch.setattr(pace, "MUTE_SECONDS", 60.0)
     submit(redis_connection, ["p"] * 12)
     for name in ("one", "two", "three"):
-        tell(redis_connection, name, "1000.0 0 1 0")  # away
+        tell(redis_connection, name, "1000.0 0 1 0 0 0")  # away
     desk = slow_desk(redis_connection)
     wait_until(desk.look)
     assert desk.refill() == [*range(1, 9)]
@@ -89,8 +89,8 @@ def test_rows_wait_no_longer_since_the_slow_worker_has_some(
     redis_connection.sadd(redis_keys.workers(QUEUE), redis_keys.worker("w"))
     tell(redis_connection, "fast", FAST)
     desk.puller.pacing.meter.add_computed(10_000, 0, 10.0, 8)
-    monkeypatch.setattr(desk.puller, "_hand_over", lambda: None)
-    desk.side.poll([], "1.0 0 0 0")
+    monkeypatch.setattr(desk.puller.giving, "hand_over", lambda view: None)
+    desk.side.poll([], "1.0 0 0 0 0 0")
     assert not desk.look()
     wait_until(desk.look)
     assert len(desk.refill()) == 4
@@ -106,7 +106,7 @@ def test_nothing_is_left_to_a_worker_that_has_died(
     assert not desk.look()
     wait_until(desk.look)
     assert desk.puller.pacing.is_patient
-    tell(redis_connection, "fast", f"{FAST} 7")
+    tell(redis_connection, "fast", "90000.0 0 0 8 7 0")
     assert not desk.look()
 
 
@@ -153,7 +153,7 @@ def test_who_serves_another_queue_is_silent_in_the_former(redis_connection: Redi
     desk.state.next_queue = "another"
     desk.puller.switch()
     assert desk.puller.pacing.crowd().others == ()
-    desk.side.poll([], "1.0 0 0 0")
+    desk.side.poll([], "1.0 0 0 0 0 0")
     assert redis_connection.hkeys(key) == [b"fast"]
     desk.state.next_queue = QUEUE
     desk.puller.switch()

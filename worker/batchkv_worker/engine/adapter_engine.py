@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from batchkv_producer.wire.maker import Maker
 from batchkv_worker.engine.engine import Engine
 from batchkv_worker.events import Event, Work
-from batchkv_worker.figures.engine import EngineFigures
+from batchkv_worker.figures.engine import EngineFigures, Progress
 from batchkv_worker.kv.backends.contract import Undo
 from batchkv_worker.model.adapters import LoadedAdapter, put_on
 from batchkv_worker.model.loader import LoadedModel
@@ -132,6 +132,9 @@ class AdapterEngine:
     def figures(self) -> EngineFigures:
         engine, earlier = self._counting
         return earlier if engine is None else engine.figures().after(earlier)
+
+    def progress(self) -> Progress:
+        return self.engine.progress()
 
     def memory_bytes(self) -> int:
         return self.engine.memory_bytes()

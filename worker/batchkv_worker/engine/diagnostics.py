@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import mlx.core as mx
 
@@ -16,8 +17,12 @@ from batchkv_worker.figures.engine import (
     IN_PREFILL,
     IN_WAITING,
     EngineFigures,
+    Progress,
 )
 
+Readers = tuple[
+    Callable[[], str], Callable[[], int], Callable[[], EngineFigures], Callable[[], Progress]
+]
 LEVELS_SECONDS = 1.0  # between two looks at what is held
 
 
@@ -37,6 +42,11 @@ class Diagnostics:
         self._levels: dict[str, float] = {}
         self._levels_at = 0.0
         self.record()
+
+    @property
+    def readers(self) -> Readers:
+        """``report``, ``memory_bytes``, ``figures`` and ``progress``, for the engine's own face."""
+        return self.report, self.memory_bytes, self.figures, self.progress
 
     def record(self) -> None:
         """Read MLX's memory after a step."""
@@ -59,22 +69,33 @@ class Diagnostics:
 
     def figures(self) -> EngineFigures:
         """What was counted, and what was held in the last second. From any thread."""
+        progress = self.progress()
         counts = {
-            COMPUTED_PROMPT: self._ends.prefill.num_computed,
-            COMPUTED_ANSWER: self._ends.num_generated,
+            COMPUTED_PROMPT: progress.num_prompt,
+            COMPUTED_ANSWER: progress.num_generated,
             "preemptions": self._decode_rows.num_preempted,
             "recoveries.memory": self._recovery.num_out_of_memory,
             "recoveries.device": self._recovery.num_device_faults,
             "recoveries.pressure": self._relief.num_times,
         }
-        group = self._scheduler.group
         rows = {
-            IN_DECODE: len(self._decode_rows.by_slot),
-            IN_PREFILL: len(group.rows) if group is not None else 0,
-            IN_WAITING: self._scheduler.num_waiting,
+            IN_DECODE: progress.num_decode,
+            IN_PREFILL: progress.num_prefill,
+            IN_WAITING: progress.num_waiting,
         }
         levels = {**self._levels, **rows}
         return EngineFigures(counts, levels, self._ends.times.times, self._ends.client.counters)
+
+    def progress(self) -> Progress:
+        """The rows and tokens alone. From any thread."""
+        group = self._scheduler.group
+        return Progress(
+            num_waiting=self._scheduler.num_waiting,
+            num_prefill=len(group.rows) if group is not None else 0,
+            num_decode=len(self._decode_rows.by_slot),
+            num_prompt=self._ends.prefill.num_computed,
+            num_generated=self._ends.num_generated,
+        )
 
     def memory_bytes(self) -> int:
         """Bytes that MLX had allocated after the last step."""

@@ -125,8 +125,8 @@ class Engine:
             *(loaded, self._decode_rows, self._prefill, audit),
             *(self._choices, client, self._cancel),
         )
-        self._diagnostics = seen = Diagnostics(self._ends, self._recovery, self._relief)
-        self.report, self.memory_bytes, self.figures = seen.report, seen.memory_bytes, seen.figures
+        self._diagnostics = Diagnostics(self._ends, self._recovery, self._relief)
+        self.report, self.memory_bytes, self.figures, self.progress = self._diagnostics.readers
 
     # -- called by the thread that owns the engine
 

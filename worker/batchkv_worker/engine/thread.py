@@ -26,13 +26,14 @@ from batchkv_worker.events import (
     Event,
     ExchangesAdapters,
     HasFigures,
+    HasProgress,
     Piece,
     Recalled,
     Serving,
     Work,
 )
 from batchkv_worker.faults import WORKAROUNDS, is_device_fault
-from batchkv_worker.figures.engine import EngineFigures
+from batchkv_worker.figures.engine import EngineFigures, Progress
 from batchkv_worker.figures.histogram import STEP_BOUNDS, Histogram
 from batchkv_worker.model.load_progress import listening
 from batchkv_worker.trace import DECODE, END, ENGINE, IDLE, PREPARE, START, note
@@ -95,6 +96,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._main, name="batchkv-engine", daemon=True)
         self._engine: EngineLike | None = None
         self._read_figures: Callable[[], EngineFigures] | None = None  # once it is built
+        self._read_progress: Callable[[], Progress] | None = None  # the same
         self.num_steps = 0
         self.steps = Histogram(STEP_BOUNDS)  # how long each took
         self.num_slots = self.max_in_flight = 0  # until it is built
@@ -156,6 +158,14 @@ class EngineThread:
             return None if self._read_figures is None else self._read_figures()
         except Exception:
             log.debug("the engine's figures cannot be read", exc_info=True)
+            return None
+
+    def progress(self) -> Progress | None:
+        """How far the engine is; None if it does not say, or is just being changed."""
+        try:
+            return None if self._read_progress is None else self._read_progress()
+        except Exception:
+            log.debug("the engine's progress cannot be read", exc_info=True)
             return None
 
     def report(self) -> str:
@@ -222,6 +232,8 @@ class EngineThread:
             self.makers = engine.makers
         if isinstance(engine, HasFigures):
             self._read_figures = engine.figures
+        if isinstance(engine, HasProgress):
+            self._read_progress = engine.progress
         self._outbox.put((Ready(),))
         while self._take_orders(engine):
             if engine.is_idle:

@@ -38,6 +38,17 @@ class EngineFigures:
         return EngineFigures(counts, self.levels, times, self.cache)
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The rows that an engine has now, and the tokens that it has computed. Quickly read."""
+
+    num_waiting: int = 0
+    num_prefill: int = 0
+    num_decode: int = 0
+    num_prompt: int = 0
+    num_generated: int = 0
+
+
 class RowTimes:
     """How long rows took in an engine, by lane. Replays and further choices are left out."""
 

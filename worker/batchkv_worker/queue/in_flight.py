@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain, dropwhile
+from itertools import chain, dropwhile, islice
 
 from batchkv_producer.errors import WireError
 from batchkv_producer.order.duplicates import can_have_duplicates, request_digest
@@ -31,8 +31,9 @@ from batchkv_producer.wire.maker import NOBODY, Maker
 from batchkv_producer.wire.transitions import JobLease, JobResult, Pulled
 from batchkv_worker.events import Completed, Rejected, Work
 from batchkv_worker.figures.rows import CANCELED, OK, REUSED, RowCounts
-from batchkv_worker.queue.runs.pace import Crowd, prompt_work
+from batchkv_worker.queue.runs.pace import Crowd
 from batchkv_worker.queue.runs.run_ends import RunEnds, slowdown
+from batchkv_worker.queue.runs.sizes import DataSizes, prompt_work, text_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +77,15 @@ class InFlight:
         self._unreported: dict[str, JobLease] = {}
         self._num_others: int | None = None  # other workers of the queue; None: not known yet
         self._slowdown = 1.0  # how many times slower than this one the slowest of them is
-        self.choices = (
-            1.0  # of a row, on average, of those that the engine had after the last start
-        )
+        self.num_started = 0  # rows that the engine has; each choice counts
+        self.choices = 1.0  # of a row, on average, of those that the engine had at the last start
+        self._sizes = DataSizes()
 
     def __len__(self) -> int:
         return len(self._rows) + len(self._backlog) + len(self._recalled)
 
     def __contains__(self, job_id: str) -> bool:
         return job_id in self._rows or job_id in self._backlog or job_id in self._recalled
-
-    @property
-    def num_started(self) -> int:
-        """How many rows the engine has. Each choice counts."""
-        return sum(row.num_choices for row in self._rows.values())
 
     @property
     def num_waiting(self) -> int:
@@ -131,10 +127,15 @@ class InFlight:
 
     def work_to_begin(self, num_waiting: int, answer_work: float) -> float:
         """The work of the backlog, and of the last started rows, of which ``num_waiting`` wait."""
-        waiting = list(self._rows.values())[len(self._rows) - num_waiting :] if num_waiting else []
-        prompts = sum(row.prompt_work for row in waiting)
-        prompts += sum(_prompt_work(row.pulled) for row in self._backlog.values())
-        return prompts + answer_work * (len(waiting) + len(self._backlog))
+        waiting = islice(reversed(self._rows.values()), num_waiting)
+        prompts = sum(row.prompt_work for row in waiting) + self._sizes.held_work
+        num_waiting = min(num_waiting, len(self._rows))
+        return prompts + answer_work * (num_waiting + len(self._backlog))
+
+    def prompt_work_of(self, job_id: str) -> float:
+        """The work of the prompt of a row that the engine has; 0 of any other."""
+        row = self._rows.get(job_id)
+        return row.prompt_work if row else 0.0
 
     @property
     def unreported(self) -> list[JobLease]:
@@ -158,7 +159,9 @@ class InFlight:
         now, rows = time.monotonic(), list(pulled)
         ends = RunEnds(rows) if rows else None
         for row in rows:
+            self._leave_backlog(row.lease.job_id)
             self._backlog[row.lease.job_id] = _BacklogRow(row, now + row.seconds_left, ends)
+            self._sizes.hold(len(row.data), row.shared_bytes)
 
     def note_crowd(self, crowd: Crowd, num_workers: int) -> None:
         """What is known of all workers of the queue, and how many they are."""
@@ -178,7 +181,8 @@ class InFlight:
         now = time.monotonic()
         begun: list[Work | JobResult] = []
         while self._backlog and count > 0:
-            row = self._backlog.pop(next(iter(self._backlog)))
+            row = self._leave_backlog(next(iter(self._backlog)))
+            assert row is not None
             is_due = row.until > now
             one = self.admit(row.pulled, row.ends) if is_due else self._expired(row.pulled)
             begun.append(one)
@@ -206,6 +210,10 @@ class InFlight:
             elsewhere_bytes=elsewhere,
             slowdown=self._slowdown,
         )
+        size = text_size(request)
+        self._sizes.note_text(len(pulled.data), size)
+        self._leave(job_id)
+        self.num_started += work.num_choices
         self._rows[job_id] = StartedRow(
             lease=pulled.lease,
             custom_id=request.custom_id,
@@ -214,7 +222,7 @@ class InFlight:
             deadline=deadline,
             rank=pulled.rank,
             num_choices=work.num_choices,
-            prompt_work=_prompt_work(pulled),
+            prompt_work=prompt_work(size, pulled.shared_bytes),
             digest=_digest(request) if pulled.is_reusing else b"",
         )
         if not pulled.has_begun:
@@ -234,7 +242,7 @@ class InFlight:
 
     def drop(self, job_id: str) -> bool:
         """Forget a row without a result; whether it was held."""
-        was_waiting = self._backlog.pop(job_id, None) is not None
+        was_waiting = self._leave_backlog(job_id) is not None
         was_waiting |= self._recalled.pop(job_id, None) is not None
         return self._leave(job_id) is not None or was_waiting
 
@@ -291,7 +299,7 @@ class InFlight:
         """End the rows past their timeout, and backlog rows past their batch's deadline."""
         unstarted = [row.pulled for row in self._backlog.values() if row.until <= now]
         for pulled in unstarted:
-            del self._backlog[pulled.lease.job_id]
+            self._leave_backlog(pulled.lease.job_id)
         late = [row for row in self._rows.values() if row.deadline <= now]
         for row in late:
             self._leave(row.lease.job_id)
@@ -305,7 +313,7 @@ class InFlight:
         rows = []
         for job_id in job_ids:
             row, words = self._leave(job_id), "stopped while it was running"
-            if row is None and (waiting := self._backlog.pop(job_id, None)) is not None:
+            if row is None and (waiting := self._leave_backlog(job_id)) is not None:
                 row, words = _unstarted(waiting.pulled), "stopped before it was started"
             if row is not None:
                 result = self._error(row, "canceled", (ErrorCode.CANCELED, words))
@@ -315,7 +323,15 @@ class InFlight:
 
     def _leave(self, job_id: str) -> StartedRow | None:
         self._unreported.pop(job_id, None)  # `finish` reports its end, which is enough
-        return self._rows.pop(job_id, None)
+        row = self._rows.pop(job_id, None)
+        self.num_started -= row.num_choices if row else 0
+        return row
+
+    def _leave_backlog(self, job_id: str) -> _BacklogRow | None:
+        row = self._backlog.pop(job_id, None)
+        if row is not None:
+            self._sizes.release(len(row.pulled.data), row.pulled.shared_bytes)
+        return row
 
     def _expired(self, pulled: Pulled) -> JobResult:
         words = "not started by the batch's deadline"
@@ -337,10 +353,6 @@ class InFlight:
             created=int(time.time()),
             busy_ms=_busy_ms(row),
         )
-
-
-def _prompt_work(pulled: Pulled) -> float:
-    return prompt_work(len(pulled.data), pulled.shared_bytes)
 
 
 def _digest(request: Request) -> bytes:

@@ -15,16 +15,16 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from batchkv_producer.wire.transitions import JobLease, Run
+from batchkv_producer.wire.transitions import Run
 from batchkv_worker.engine.thread import EngineThread
 from batchkv_worker.queue.background import ServeEngineUntil
+from batchkv_worker.queue.giving_back import GivingBack
 from batchkv_worker.queue.model_watch import ModelWatch
-from batchkv_worker.queue.pacing import PATIENCE_SECONDS, Pacing
+from batchkv_worker.queue.pacing import Pacing
 from batchkv_worker.queue.redis_side import Poll, RedisSide
 from batchkv_worker.queue.runs import dispatch
 from batchkv_worker.queue.runs.passed_over import PassedOver
@@ -33,7 +33,6 @@ from batchkv_worker.queue.state import WorkerState
 
 log = logging.getLogger("batchkv.worker")
 
-MOST_HANDED_OVER = 1000  # ids of rows that are remembered
 IDLE_WAIT_SECONDS = 1  # how long a blocking call waits on the server while the queue is empty
 EMPTY_QUEUE_SECONDS = 0.1  # how soon to ask again while rows are decoding
 APART_WAIT_SECONDS = 60.0  # how long suspects wait for a worker that holds nothing
@@ -78,8 +77,7 @@ class JobPuller:
         self._lengths: tuple[int, ...] = (0, 0, 0)  # of the queue's lists, by priority
         self._num_workers = 1
         self.pacing = Pacing(side.worker, engine, state.in_flight)
-        self._not_before = 0.0  # until then, others may take what this worker handed over
-        self._handed_over: deque[str] = deque(maxlen=MOST_HANDED_OVER)
+        self.giving = GivingBack(side, engine, state.in_flight, self.pacing, self._note_given)
         self._passed_over = PassedOver()
         self._model_watch = ModelWatch()
         self._idle_since: float | None = None
@@ -91,12 +89,15 @@ class JobPuller:
         self._lengths, self._num_workers = poll.lengths, poll.num_workers
         self.pacing.note_told(poll.paces, poll.workers)
         if dispatch.must_yield(self._in_flight.backlog_rank, self._ours):
-            self._release(self._in_flight.num_waiting)
+            self.giving.release(self._in_flight.num_waiting)
             self.pull_now()
-        self._release(dispatch.jobs_to_return(self._view()))
+        self.giving.return_surplus(self._view())
         self._recall()
-        self._hand_over()
+        if not self._is_apart:
+            self.giving.hand_over(self._view())
         self._note_left()
+        if self._num_workers > 1:
+            self.pacing.note_seconds_left(self._view().seconds_left)
         self._check_suspects()
 
     @property
@@ -109,10 +110,12 @@ class JobPuller:
     def _note_left(self) -> None:
         """Notice how long jobs are left to others, and the end of the queue."""
         is_ready = self._state.may_start and not self._state.next_queue
-        is_left, view = is_ready and not self._wanted(), self._view()
-        has_room = view.free_slots > 0 and self.pacing.crowd().has_free_slots
+        view = self._view()
+        is_left = is_ready and not self._wanted(view)
         is_idle = is_left and not self._in_flight
-        self.pacing.note_queued(view.queued, is_left=is_idle or (is_left and has_room))
+        could_take = view.crowd.has_free_slots or view.crowd.num_silent > 0
+        is_waiting = is_left and view.free_slots > 0 and could_take
+        self.pacing.note_queued(view.queued, is_left=is_waiting)
         if is_idle and not view.queued:
             self.is_exhausted = True  # as a pull would have found
 
@@ -132,8 +135,8 @@ class JobPuller:
         if first is not None and (later := self._in_flight.started_below(first)):
             self._engine.recall(later, self._in_flight.num_started)
             self.pull_now()
-        elif count := dispatch.jobs_to_recall(self._view()):
-            self._engine.recall([lease.job_id for lease in self._in_flight.started], count)
+        else:
+            self.giving.recall_surplus(self._view())
 
     def look_at_queues(self) -> None:
         """If another queue has its turn, pull no more from this one.
@@ -150,7 +153,7 @@ class JobPuller:
             return
         rank = heads[chosen].rank
         if self._in_flight.backlog_rank > rank:
-            self._release(self._in_flight.num_waiting)
+            self.giving.release(self._in_flight.num_waiting)
         if not self._is_apart and (later := self._in_flight.started_below(rank)):
             self._engine.recall(later, len(later))
 
@@ -165,11 +168,6 @@ class JobPuller:
         self._idle_since = None
         self.pacing.forget()
         self.pull_now()
-
-    def return_recalled(self) -> None:
-        """Give back the rows that the engine has let go."""
-        if leases := self._in_flight.recalled:
-            self._give_back(leases)
 
     def _check_suspects(self) -> None:
         """Make room for suspects that have waited too long, unless another worker does."""
@@ -210,9 +208,11 @@ class JobPuller:
         Not for every single row that ends: half of the rows that wait in the engine may run out
         first, so that a round trip brings several jobs. Jobs of high priority do not wait for that.
         """
+        if not self._may_take:
+            return False
         view = self._view()
         few = min(view.ahead, self._engine.max_in_flight) // 2 if not self._ours[0] else 1
-        return self._wanted() > 0 and (not self._in_flight or view.room >= few)
+        return (not self._in_flight or view.room >= few) and self._wanted(view) > 0
 
     def refill(self) -> None:
         """Pull jobs, and start as many rows as the engine has room for.
@@ -228,11 +228,12 @@ class JobPuller:
             self._lengths = self._side.wait_for_job(IDLE_WAIT_SECONDS)
             if not any(self._lengths):
                 return
-        if not self._wanted():  # it leaves them to faster workers
+        view = self._view()
+        if not (count := self._wanted(view)):  # it leaves them to faster workers
             self.is_exhausted, self._idle_since = False, None
             self._next_pull = time.monotonic() + EMPTY_QUEUE_SECONDS
             return
-        run = self._serve_engine_until(self._pull())
+        run = self._serve_engine_until(self._pull(view, count))
         now = time.monotonic()
         self._lengths = run.lengths
         self._in_flight.note_reused(run.num_reused)
@@ -249,11 +250,11 @@ class JobPuller:
             return
         self._next_pull = 0.0 if run.num_queued else now + EMPTY_QUEUE_SECONDS
         self._in_flight.hold(run.jobs)
-        self.pacing.note_pulled(run.jobs)
+        self.giving.note_taken()
         self.num_taken += len(run.jobs)
         if not self._state.is_resting:
-            self.feed()
-            self._give_back(self._in_flight.not_begun)
+            self.feed(view.room)
+            self.giving.give(self._in_flight.not_begun)
         if self._in_flight:
             self._idle_since = None
             self._side.set_state("busy")
@@ -274,69 +275,37 @@ class JobPuller:
         elif self._passed_since == math.inf:
             self._passed_since = time.monotonic()
 
-    def feed(self) -> None:
-        """Start rows of the backlog. A row that cannot run at all becomes a result."""
-        while count := dispatch.jobs_to_start(self._view()):
-            self._engine.add(self._state.start(count))
+    def feed(self, promised: int = 0) -> None:
+        """Start rows of the backlog, at least those that were promised.
+
+        A row that cannot run at all becomes a result.
+        """
+        while self._in_flight.num_waiting:
+            count = dispatch.jobs_to_start(self._view(), promised)
+            if not count:
+                return
+            works, promised = self._state.start(count), 0
+            self.pacing.note_begun(works)
+            self._engine.add(works)
 
     def close(self) -> None:
         """Nothing may be started: give the backlog back."""
-        self._release(self._in_flight.num_waiting)
+        self.giving.release(self._in_flight.num_waiting)
         self._end_draining()
 
-    def _pull(self) -> Callable[[], Run]:
-        """The call that asks for jobs, for the present state."""
-        view = self._view()
+    def _note_given(self, num_jobs: int) -> None:
+        self.num_taken -= num_jobs
+        self.is_exhausted = False  # a burst does not end before another worker has taken them
+
+    def _pull(self, view: dispatch.View, count: int) -> Callable[[], Run]:
+        """The call that asks for so many jobs."""
         return partial(
             self._side.pull,
-            self._wanted(),
+            count,
             self._num_workers,
             num_begin=self._within_limit(max(0, view.jobs(view.room) - view.backlog)),
             may_be_apart=not self._state.holds_jobs,
         )
-
-    def _release(self, count: int) -> None:
-        """Give back the last jobs of the backlog. They are held until the server has them."""
-        if count > 0:
-            self._give_back(self._in_flight.backlog[-count:])
-
-    def _give_back(self, leases: list[JobLease]) -> None:
-        if not leases:
-            return
-        self._side.give_back(leases, died=False)
-        for lease in leases:
-            self._in_flight.drop(lease.job_id)
-        self.num_taken -= len(leases)
-        self.is_exhausted = False  # a burst does not end before another worker has taken them
-
-    def return_started(self) -> None:
-        """Give back the rows that the engine has, and cancel them there. No death is counted."""
-        self._return_begun(self._in_flight.started)
-
-    def _return_begun(self, leases: list[JobLease]) -> None:
-        if not leases:
-            return
-        self._give_back(leases)
-        for lease in leases:
-            self._engine.cancel(lease.job_id)
-        log.info("gave %d started jobs back to the queue", len(leases))
-
-    def _hand_over(self) -> None:
-        """Give the last rows of the queue to faster workers that have nothing left to do.
-
-        Each row goes once. If it comes back, nobody else wants it.
-        """
-        count = 0 if self._is_apart else dispatch.rows_to_hand_over(self._view())
-        if not count:
-            return
-        fresh = [each for each in self._in_flight.started if each.job_id not in self._handed_over]
-        most = math.floor(count / self._in_flight.choices)
-        leases = fresh[max(0, len(fresh) - most) :]
-        if not leases:
-            return
-        self._not_before = time.monotonic() + PATIENCE_SECONDS
-        self._handed_over.extend(lease.job_id for lease in leases)
-        self._return_begun(leases)
 
     def pause(self) -> None:
         """The worker rests and nothing is in flight. It is no end of the queue."""
@@ -380,15 +349,16 @@ class JobPuller:
             is_patient=self.pacing.is_patient,
         )
 
-    def _wanted(self) -> int:
+    @property
+    def _may_take(self) -> bool:
+        """Whether jobs may be taken at all."""
+        return self._state.may_start and not self._state.next_queue and not self._waits_apart
+
+    def _wanted(self, view: dispatch.View) -> int:
         """How many jobs to ask for now, 0 for not to ask."""
-        if not self._state.may_start or self._state.next_queue:
+        if not self._may_take or not self.giving.may_take(view.num_started):
             return 0
-        if time.monotonic() < self._not_before:
-            return 0
-        if self._waits_apart:
-            return 0
-        return max(0, self._within_limit(dispatch.jobs_to_take(self._view())))
+        return max(0, self._within_limit(dispatch.jobs_to_take(view)))
 
     def _within_limit(self, count: int) -> int:
         most = self._limits.max_jobs

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
-from batchkv_producer.wire.transitions import Pulled
 from batchkv_worker.engine.thread import EngineThread
-from batchkv_worker.figures.engine import (
-    COMPUTED_ANSWER,
-    COMPUTED_PROMPT,
-    IN_DECODE,
-    IN_PREFILL,
-    IN_WAITING,
-)
+from batchkv_worker.events import Work
+from batchkv_worker.figures.engine import Progress
 from batchkv_worker.queue.in_flight import InFlight
-from batchkv_worker.queue.runs.pace import Beats, Crowd, Meter, Pace, crowd_of, prompt_work
+from batchkv_worker.queue.runs.pace import Beats, Crowd, Meter, Pace, crowd_of
 
+QUICK_POLL_SECONDS = 0.25  # how often to look if all are soon done or no speed is known
+NEWS_SECONDS = 0.1  # after which others are told that this worker has taken jobs, or returned some
+END_SECONDS = 5.0  # of work that is left
 PATIENCE_SECONDS = 5.0  # how long a slow worker leaves rows to faster ones that take none
-
-
-@dataclass(frozen=True, slots=True)
-class _Progress:
-    """Rows that the engine has, and the tokens of prompts and answers that it has computed."""
-
-    num_waiting: int
-    num_prefill: int = 0
-    num_decode: int = 0
-    num_prompt: int = 0
-    num_generated: int = 0
 
 
 class Pacing:
@@ -41,22 +28,20 @@ class Pacing:
         self._in_flight = in_flight
         self.meter = Meter()
         self.is_patient = True
-        self._told: Mapping[str, str] = {}
-        self._workers: list[str] = []
+        self._others = Crowd()  # as they told last
         self._beats = Beats()
         self._num_told = 0
         self._looked_at = time.monotonic()
-        self._last = _Progress(0)
+        self._last = Progress()
+        self._has_news = self._is_quick = False
         self._left = (0, 0.0)  # how many jobs this worker leaves to others, and since when
 
-    def _progress(self) -> _Progress:
-        """The engine's progress; of one without figures, what can be known from outside."""
-        figures, num_started = self._engine.figures(), self._in_flight.num_started
-        if figures is None or IN_WAITING not in figures.levels:
-            return _Progress(max(0, num_started - self._engine.num_slots))
-        levels = (int(figures.levels[key]) for key in (IN_WAITING, IN_PREFILL, IN_DECODE))
-        counts = (int(figures.counts[key]) for key in (COMPUTED_PROMPT, COMPUTED_ANSWER))
-        return _Progress(*levels, *counts)
+    def _progress(self) -> Progress:
+        """The engine's progress; of one that says nothing, what can be known from outside."""
+        progress = self._engine.progress()
+        if progress is None:
+            return Progress(max(0, self._in_flight.num_started - self._engine.num_slots))
+        return progress
 
     def look(self) -> None:
         """Measure what the engine has computed since the last look."""
@@ -69,9 +54,10 @@ class Pacing:
             self.meter.add_computed(prompt, generated, now - before, begun)
         self._last, self._looked_at = progress, now
 
-    def _is_full(self, progress: _Progress) -> bool:
+    def _is_full(self, progress: Progress) -> bool:
         """Whether the engine had as many rows as it could compute."""
-        return progress.num_waiting > 0 or progress.num_decode >= self._engine.num_slots > 0
+        has_prompts = progress.num_waiting > 0 or progress.num_prefill > 0
+        return has_prompts or progress.num_decode >= self._engine.num_slots > 0
 
     def pace(self, *, is_away: bool) -> Pace:
         """This worker's pace now."""
@@ -80,7 +66,8 @@ class Pacing:
         prompts = progress.num_prefill * (meter.job_work + meter.answer_work) / 2
         decode = progress.num_decode * meter.answer_work / 2
         num_free = max(0, self._engine.num_slots - self._in_flight.num_started)
-        return Pace(meter.speed, held + prompts + decode, is_away, num_free, self._num_told)
+        work = held + prompts + decode
+        return Pace(meter.speed, work, is_away, num_free, self._num_told, meter.answer)
 
     @property
     def num_waiting(self) -> int:
@@ -89,17 +76,35 @@ class Pacing:
 
     def crowd(self) -> Crowd:
         """All workers of the queue. What nobody has taken for a while is left to nobody."""
-        mute = self._beats.mute(time.monotonic())
-        own = self.pace(is_away=False)
-        crowd = crowd_of(self._name, own, self._told, self._workers, mute)
+        crowd = replace(self._others, own=self.pace(is_away=False))
         return crowd if self.is_patient else crowd.without_idlers()
 
     def note_told(self, told: Mapping[str, str], workers: Iterable[str]) -> None:
         """What the workers of the queue have told, and the names of all of them."""
-        self._told, self._workers = told, list(workers)
-        self._beats.note(told, time.monotonic())
+        now = time.monotonic()
+        self._beats.note(told, now)
+        self._others = crowd_of(self._name, Pace(), told, workers, self._beats.mute(now))
+        self.meter.told_answer = self._others.answer
         self._num_told += 1
-        self._in_flight.note_crowd(self.crowd(), len(self._workers))
+        self._in_flight.note_crowd(self.crowd(), self._others.num_workers)
+
+    def note_change(self) -> None:
+        """This worker has taken jobs or given some back. It tells the others soon."""
+        self._has_news = True
+
+    def note_seconds_left(self, seconds: float) -> None:
+        """So long all workers need for what is left. It is used when there are others."""
+        is_new = self._in_flight.num_started > 0 and not self.meter.speed
+        self._is_quick = is_new or 0 < seconds < END_SECONDS
+
+    def poll_seconds(self) -> float:
+        """When to look at the others again, at the latest; infinity if there is no hurry."""
+        has_news, self._has_news = self._has_news, False
+        if not (self._others.others or self._others.num_silent):
+            return math.inf
+        if has_news:
+            return NEWS_SECONDS
+        return QUICK_POLL_SECONDS if self._is_quick else math.inf
 
     def note_queued(self, num_queued: int, *, is_left: bool) -> None:
         """So many jobs wait. ``is_left``: this worker has free slots, and leaves them to others.
@@ -117,10 +122,11 @@ class Pacing:
 
     def forget(self) -> None:
         """The worker serves another queue: others work there."""
-        self._told, self._workers, self._beats = {}, [], Beats()
+        self._others, self._beats = Crowd(), Beats()
         self.is_patient, self._left = True, (0, 0.0)
 
-    def note_pulled(self, jobs: Iterable[Pulled]) -> None:
-        """Jobs were pulled."""
-        for job in jobs:
-            self.meter.add_pulled(prompt_work(len(job.data), job.shared_bytes))
+    def note_begun(self, works: Iterable[Work]) -> None:
+        """These rows were handed to the engine."""
+        for work in works:
+            prompt = self._in_flight.prompt_work_of(work.job_id)
+            self.meter.add_begun(prompt, work.request.params.max_tokens)

@@ -270,7 +270,7 @@ class Session:
             self._maintenance_timer.at = max(self._maintenance_timer.at, now + OTHERS_SECONDS)
         self._finish()
         self._cancel_in_redis()
-        self._puller.return_recalled()
+        self._puller.giving.return_recalled()
         self._switch_queue()
         self._record.update()
         if self._poll_timer.is_due(now):
@@ -286,9 +286,10 @@ class Session:
         if not self._state.may_start:
             self._puller.close()
         if self._state.pause.is_grace_over:
-            self._puller.return_started()
+            self._puller.giving.return_started()
         if time.monotonic() >= self._puller.pull_at():
             self._puller.refill()
+        self._poll_timer.hasten(time.monotonic() + self._puller.pacing.poll_seconds())
 
     def _finish(self) -> None:
         """Store results. The same call reports which other jobs have begun since the last one."""

@@ -29,6 +29,10 @@ class Timer:
         """It was done."""
         self.at = now + self._interval
 
+    def hasten(self, at: float) -> None:
+        """It is due at this time, if not before."""
+        self.at = min(self.at, at)
+
 
 class RedisOutage:
     """Waits while Redis is away: retries after growing pauses, logs the beginning and the end."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from batchkv_worker.queue.runs.pace import (
     FIRST_ANSWER_TOKENS,
     MIN_BUSY_SECONDS,
+    MOST_ROWS,
     MUTE_SECONDS,
     TOKENS_PER_GENERATED,
     Beats,
@@ -17,7 +20,6 @@ from batchkv_worker.queue.runs.pace import (
     Pace,
     crowd_of,
     decode_pace,
-    prompt_work,
 )
 
 PACES = st.builds(
@@ -27,6 +29,7 @@ PACES = st.builds(
     is_away=st.booleans(),
     free_slots=st.integers(0, 500),
     beat=st.integers(0, 10**9),
+    answer=st.integers(0, 10**6).map(float),
 )
 
 
@@ -39,18 +42,10 @@ def test_a_stored_pace_is_read_as_it_was(pace: Pace) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *(
-            "",
-            "1 2 0",
-            "1 2 0 3 4 5",
-            "1 2 0 3 x",
-            "x 2 0 1",
-            "nan 2 0 1",
-            "1 inf 0 1",
-            "-1 2 0 1",
-            "1 2 2 1",
-        ),
-        *("1 2 0 1.5", "1 2 0 -1", "1e300 2 0 1", "1" * 90 + " 2 0 1"),
+        *("", "1 2 0", "1 2 0 3", "1 2 0 3 4", "1 2 0 3 4 5 6", "1 2 0 3 x 5", "1 2 0 3 4 x"),
+        *("x 2 0 1 4 5", "nan 2 0 1 4 5", "1 inf 0 1 4 5", "-1 2 0 1 4 5", "1 2 2 1 4 5"),
+        *("1 2 0 1.5 4 5", "1 2 0 -1 4 5", "1e300 2 0 1 4 5", "1" * 100 + " 2 0 1 4 5"),
+        *("1 2 0 1 4.5 5", "1 2 0 1 4 -5", "1 2 0 1 4 nan"),
     ],
 )
 def test_other_texts_are_no_pace(text: str) -> None:
@@ -62,7 +57,7 @@ def test_other_texts_are_no_pace(text: str) -> None:
 
 def test_only_workers_of_the_queue_count() -> None:
     """A worker that is gone may have left its pace. The own one is not read from there."""
-    told = {"me": "9 9 0 9", "gone": "9 9 0 9", "here": "4.0 8 0 2"}
+    told = {"me": "9 9 0 9 0 0", "gone": "9 9 0 9 0 0", "here": "4.0 8 0 2 0 0"}
     crowd = crowd_of("me", Pace(2.0, 4.0), told, ["me", "here", "new"])
     assert crowd == Crowd(Pace(2.0, 4.0), (Pace(4.0, 8.0, free_slots=2),), num_silent=1)
     assert crowd.total_speed == 2 + 4 + 3  # the silent one counts as usual
@@ -86,7 +81,7 @@ def test_who_tells_nothing_new_is_mute() -> None:
     assert beats.mute(MUTE_SECONDS) == {"dead"}
     beats.note({"dead": "1 2 0 3 9"}, MUTE_SECONDS)
     assert beats.mute(MUTE_SECONDS) == set()
-    crowd = crowd_of("me", Pace(), {"dead": "8 6 0 3"}, ["dead"], ["dead"])
+    crowd = crowd_of("me", Pace(), {"dead": "8 6 0 3 0 0"}, ["dead"], ["dead"])
     assert crowd.others == (Pace(8.0, 6.0, is_away=True, free_slots=3),)
 
 
@@ -95,20 +90,75 @@ def test_a_meter_measures_speed_and_rows() -> None:
     meter = Meter()
     assert meter.job_work == TOKENS_PER_GENERATED * FIRST_ANSWER_TOKENS
     meter.add_computed(1000, 0, MIN_BUSY_SECONDS / 2, 4)
-    assert meter.speed == 0
+    assert meter.speed == meter.row_seconds == 0
     meter.add_computed(2000, 0, MIN_BUSY_SECONDS, 4)
-    assert meter.speed == pytest.approx(2000 / MIN_BUSY_SECONDS)
-    meter.add_pulled(300.0)
+    assert meter.speed == pytest.approx(2000 / MIN_BUSY_SECONDS, rel=0.01)
+    meter.add_begun(300.0)
     meter.add_answer(10)
     assert meter.job_work == 300 + TOKENS_PER_GENERATED * 10
     for _ in range(600):
         meter.add_computed(100, 0, 1.0, 4)
     assert meter.speed == pytest.approx(100, rel=0.1)
-    assert meter.row_seconds >= 4 * meter.job_work / 100 * 0.9  # four at once: Little's law
+    job_seconds = meter.job_work / meter.speed
+    assert meter.row_seconds == pytest.approx(4 * job_seconds), "four at once: Little's law"
 
 
-def test_the_work_of_a_prompt() -> None:
-    """What it shares is computed already; the work is never nothing."""
-    assert prompt_work(400, None) == 100
-    assert prompt_work(400, 200) == 50
-    assert prompt_work(10, 400) == 1
+def test_a_worker_that_gets_nothing_done_is_slow() -> None:
+    """No token was counted for long. It is not taken for a worker of the usual speed."""
+    meter = Meter()
+    meter.add_begun(6_000.0, 1)
+    meter.add_computed(0, 0, 30.0, 1)
+    assert meter.speed == meter.job_work / 30
+
+
+def test_the_work_of_answers() -> None:
+    """Before a row has ended: as long as the other workers' answers, and no longer than allowed."""
+    meter = Meter()
+    meter.add_begun(1.0, 8)
+    assert meter.answer_work == TOKENS_PER_GENERATED * 8
+    meter.add_begun(1.0, 1_000_000)
+    assert meter.answer_work == TOKENS_PER_GENERATED * FIRST_ANSWER_TOKENS
+    meter.told_answer = 300.0
+    assert meter.answer_work == TOKENS_PER_GENERATED * 300
+    meter.add_answer(50)
+    assert (meter.answer, meter.answer_work) == (50, TOKENS_PER_GENERATED * 50)
+
+
+def test_means_are_of_the_last_rows() -> None:
+    """Older rows do not count."""
+    meter = Meter()
+    for number in range(2 * MOST_ROWS):
+        meter.add_answer(10 if number < MOST_ROWS else 20)
+    assert meter.answer == pytest.approx(20)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "held", "seconds"),
+    [
+        ((1.0, 1.0), 100, 50.0),  # as many for each
+        ((1.0, 1.0), 3, 2.0),  # one of them does two
+        ((1.0, 0.2), 3, 3.0),  # the slow one does none
+        ((1.0, 0.2), 6, 5.0),  # five and one
+        ((1.0, 0.2), 120, 100.0),
+    ],
+)
+def test_whole_jobs_are_done(speeds: tuple[float, ...], held: int, seconds: float) -> None:
+    """With few jobs for each worker, the end is that of the last whole job."""
+    own, *others = (Pace(speed) for speed in speeds)
+    crowd = Crowd(replace(own, held=held), tuple(others))
+    assert crowd.seconds_left(0.0, job_work=1.0) == pytest.approx(seconds)
+
+
+def test_rows_take_longer_on_slow_workers() -> None:
+    """The slow one begins its last row earlier by so much, so that it can do less."""
+    crowd = Crowd(Pace(1.0, 60.0), (Pace(0.5),))
+    assert crowd.seconds_left(0.0) == 40
+    assert crowd.lateness(crowd.others[0], row_seconds=6.0) == 6
+    assert crowd.seconds_left(0.0, row_seconds=6.0) == 42  # 42 seconds of one, 36 of the other
+    assert crowd.seconds_left(0.0, row_seconds=90.0) == 60
+
+
+def test_the_others_tell_how_long_answers_are() -> None:
+    """The mean of those who know it."""
+    assert Crowd(Pace()).answer == 0
+    assert Crowd(Pace(), (Pace(answer=10.0), Pace(), Pace(answer=30.0))).answer == 20

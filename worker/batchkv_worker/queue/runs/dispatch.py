@@ -30,7 +30,7 @@ from batchkv_worker.queue.runs.pace import Crowd, Pace
 
 AHEAD_AT_END = 8  # rows that wait in the engine when others may soon have nothing to do
 HAND_OVER_SPEED = 2.5  # of the other worker, against the own one: a row is half done on average
-SLACK_SECONDS = 1.0  # of work above the share that a worker keeps, as giving it back takes a while
+SLACK_SECONDS = 0.5  # of work above the share that a worker keeps, as giving it back takes a while
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,27 +102,35 @@ class View:
     @property
     def seconds_left(self) -> float:
         """The time until all work is done, if all workers are done together."""
-        return self.crowd.seconds_left(self.queued * self.job_work)
+        queued_work = self.queued * self.job_work
+        return self.crowd.seconds_left(queued_work, self.job_work, self.row_seconds)
 
     @property
     def due_work(self) -> float:
-        """The work that this worker should hold, of all that has not begun.
+        """The work that this worker should hold, of all that has not begun."""
+        return self._due_in(self.seconds_left)
+
+    def _due_in(self, seconds: float) -> float:
+        """The work that it should hold if all are done in so many seconds.
 
         A row takes longer here than on the fastest worker. A slow worker begins its last row
         earlier by so much.
         """
         crowd = self.crowd
-        late = self.row_seconds * (1 - crowd.own_speed / crowd.top_speed) if crowd.is_known else 0.0
-        return crowd.own_speed * (self.seconds_left - (late if self.is_patient else 0.0))
+        late = crowd.lateness(crowd.own, self.row_seconds) if self.is_patient else 0.0
+        return crowd.own_speed * (seconds - late)
 
     @property
     def surplus_jobs(self) -> int:
         """Jobs that it holds above what is due, and that another worker could do now."""
-        crowd = self.crowd
-        if self.num_workers <= 1 or self.queued > 0 or not crowd.has_hungry(self.seconds_left):
+        if self.num_workers <= 1 or self.queued > 0:
+            return 0
+        crowd, seconds = self.crowd, self.seconds_left
+        if not crowd.has_hungry(seconds):
             return 0
         slack = SLACK_SECONDS * crowd.own_speed if crowd.is_known else 0.0
-        return max(0, math.floor((crowd.own.held - self.due_work - slack) / self.job_work))
+        surplus = crowd.own.held - self._due_in(seconds) - slack
+        return max(0, math.floor(surplus / self.job_work))
 
 
 def is_ending(view: View) -> bool:
@@ -140,10 +148,13 @@ def jobs_to_take(view: View) -> int:
     """
     if view.jobs(view.room) <= view.backlog:
         return 0
-    may_take = view.due_work >= 0 or view.num_workers <= 1 or not view.is_patient
+    if view.num_workers <= 1:
+        return min(_run(view), max(1, view.queued))
+    due_work = view.due_work
+    may_take = due_work >= 0 or not view.is_patient
     if view.queued == 0:
         return int(may_take)
-    due = math.ceil((view.due_work - view.crowd.own.held) / view.job_work - 0.5)
+    due = math.ceil((due_work - view.crowd.own.held) / view.job_work - 0.5)
     if may_take and view.backlog + view.waiting == 0:
         due = max(1, due)
     count = min(_run(view), view.queued, max(0, due))
@@ -157,9 +168,12 @@ def _run(view: View) -> int:
     return view.jobs(max(RUN_ROWS, view.slots + view.prefetch))
 
 
-def jobs_to_start(view: View) -> int:
-    """How many rows of the backlog to hand to the engine now, or fewer jobs with as many rows."""
-    return min(view.backlog, view.room)
+def jobs_to_start(view: View, promised: int = 0) -> int:
+    """How many rows of the backlog to hand to the engine now, or fewer jobs with as many rows.
+
+    ``promised``: rows for which there was room when they were pulled. Redis counts them as begun.
+    """
+    return min(view.backlog, max(view.room, promised))
 
 
 def jobs_to_return(view: View) -> int:

@@ -7,18 +7,21 @@ version, or not for long) counts as one of average speed that holds nothing. No 
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from batchkv_producer.order.prefix_order import BYTES_PER_TOKEN, TOKENS_PER_GENERATED
+from batchkv_producer.agreed import DEFAULT_MAX_TOKENS
+from batchkv_producer.order.prefix_order import TOKENS_PER_GENERATED
 
 MOST_ROWS = 256  # of those seen last, from which means are made
-MIN_BUSY_SECONDS = 2.0  # of work before a speed is known
+MIN_BUSY_SECONDS = 1.0  # of work before a speed is known
 HALF_LIFE_SECONDS = 120.0  # of what was measured, in seconds of work
 MUTE_SECONDS = 5.0  # without a new pace, after which a worker is away; it tells one each second
 FIRST_ANSWER_TOKENS = 128  # of a row, before any has ended
+FEW_JOBS = 20  # for each worker, up to which whole jobs are counted
 _MAX = 1e15  # a larger number in Redis is a fault
 
 
@@ -29,7 +32,8 @@ class Pace:
     ``speed``: work a second; 0 while it is not known. ``held``: the work that it holds, of rows
     that have not begun, and half of what rows in slots have left to generate at most.
     ``is_away``: it takes no rows now. ``free_slots``: rows that it could begin at once.
-    ``beat``: another number each time, so that a worker that has died is noticed.
+    ``beat``: another number each time, so that a worker that has died is noticed. ``answer``: the
+    mean of the tokens that its rows generated; 0 before one has ended.
     """
 
     speed: float = 0.0
@@ -37,25 +41,27 @@ class Pace:
     is_away: bool = False
     free_slots: int = 0
     beat: int = 0
+    answer: float = 0.0
 
     def encode(self) -> str:
-        """As it is stored: speed, held work, 1 if it is away, free slots, beat, between blanks."""
-        return f"{self.speed:.1f} {self.held:.0f} {int(self.is_away)} {self.free_slots} {self.beat}"
+        """As it is stored: the fields in their order, between blanks."""
+        numbers = f"{int(self.is_away)} {self.free_slots} {self.beat} {self.answer:.1f}"
+        return f"{self.speed:.1f} {self.held:.0f} {numbers}"
 
 
 def decode_pace(text: str) -> Pace | None:
     """A stored pace; None for any other text."""
     words = text.split(" ")
-    if len(text) > 80 or len(words) not in (4, 5) or words[2] not in ("0", "1"):
+    if len(text) > 100 or len(words) != 6 or words[2] not in ("0", "1"):
         return None
     try:
-        speed, held, free_slots = float(words[0]), float(words[1]), int(words[3])
-        beat = int(words[4]) if len(words) > 4 else 0
+        speed, held, answer = float(words[0]), float(words[1]), float(words[5])
+        free_slots, beat = int(words[3]), int(words[4])
     except ValueError:
         return None
-    numbers = (speed, held, free_slots, beat)
+    numbers = (speed, held, free_slots, beat, answer)
     is_sound = all(0 <= number <= _MAX for number in numbers)  # NaN is not
-    return Pace(speed, held, words[2] == "1", free_slots, beat) if is_sound else None
+    return Pace(speed, held, words[2] == "1", free_slots, beat, answer) if is_sound else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,11 @@ class Crowd:
     own: Pace = Pace()
     others: tuple[Pace, ...] = ()
     num_silent: int = 0
+
+    @property
+    def num_workers(self) -> int:
+        """All workers, this one too."""
+        return 1 + len(self.others) + self.num_silent
 
     @property
     def usual_speed(self) -> float:
@@ -114,14 +125,67 @@ class Crowd:
     def top_speed(self) -> float:
         return max(self.own_speed, *(self.speed_of(pace) for pace in self.present), 0.0)
 
-    def seconds_left(self, queued_work: float) -> float:
-        """The time until all work is done, if every worker has its share by speed."""
-        held = self.own.held + sum(pace.held for pace in self.others)
-        return (queued_work + held) / self.total_speed
+    def lateness(self, pace: Pace, row_seconds: float) -> float:
+        """How much longer a row takes there than on the fastest worker, in seconds.
+
+        ``row_seconds``: how long it takes on the own one.
+        """
+        if not self.is_known:
+            return 0.0
+        return row_seconds * self.own_speed * (1 / self.speed_of(pace) - 1 / self.top_speed)
+
+    def seconds_left(
+        self, queued_work: float, job_work: float = 0.0, row_seconds: float = 0.0
+    ) -> float:
+        """The time until all work is done, if every worker has its share by speed.
+
+        A worker on which a row takes longer ends earlier by so much. ``job_work``: the work of a
+        job, which one worker does as a whole.
+        """
+        work = queued_work + self.own.held + sum(pace.held for pace in self.others)
+        workers = [
+            (self.lateness(pace, row_seconds), self.speed_of(pace))
+            for pace in (self.own, *self.present)
+        ]
+        return _common_end(sorted(workers), work, job_work)
 
     def has_hungry(self, seconds: float) -> bool:
         """Whether another worker holds less than its share of so many seconds of work."""
         return any(pace.held < self.speed_of(pace) * seconds for pace in self.present)
+
+    @property
+    def answer(self) -> float:
+        """The mean of the tokens of answers, as the others say; 0 if none knows any."""
+        known = [pace.answer for pace in self.others if pace.answer > 0]
+        return sum(known) / len(known) if known else 0.0
+
+
+def _common_end(workers: Sequence[tuple[float, float]], work: float, job_work: float) -> float:
+    """When (lateness, speed) workers are done together, the least late first; in seconds.
+
+    With few jobs for each worker, whole jobs count: the moment by which as many can be done.
+    """
+    if work <= 0:
+        return 0.0
+    end, speeds, lost = math.inf, 0.0, 0.0
+    for late, speed in workers:
+        if late >= end:
+            break
+        speeds, lost = speeds + speed, lost + late * speed
+        end = (work + lost) / speeds
+    num_missing = round(work / job_work) if job_work > 0 else 0
+    if not 0 < num_missing <= FEW_JOBS * len(workers):
+        return end
+    ends = []  # of the next job of each worker
+    for late, speed in workers:
+        num_done = max(0, math.floor((end - late) * speed / job_work + 1e-6))
+        num_missing -= num_done
+        ends.append((late + (num_done + 1) * job_work / speed, job_work / speed))
+    heapq.heapify(ends)
+    for _ in range(num_missing):
+        end, seconds = ends[0]
+        heapq.heapreplace(ends, (end + seconds, seconds))
+    return end
 
 
 def crowd_of(
@@ -162,18 +226,42 @@ class Beats:
         return {name for name, (_, at) in self._last.items() if now - at >= MUTE_SECONDS}
 
 
+class _Recent:
+    """The mean of the last ``MOST_ROWS`` numbers."""
+
+    def __init__(self) -> None:
+        self._numbers: deque[float] = deque()
+        self._sum = 0.0
+
+    def add(self, number: float) -> None:
+        self._sum += number
+        self._numbers.append(number)
+        if len(self._numbers) > MOST_ROWS:
+            self._sum -= self._numbers.popleft()
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @property
+    def mean(self) -> float:
+        """0 if there is none."""
+        return max(0.0, self._sum) / len(self._numbers) if self._numbers else 0.0
+
+
 class Meter:
-    """Measures one worker: its speed, and the work of the rows that it pulls and ends."""
+    """Measures one worker: its speed, and the work of the rows that it begins and ends."""
 
     def __init__(self) -> None:
         self._work = self._seconds = 0.0  # measured, old values fading
-        self._pulled: deque[float] = deque(maxlen=MOST_ROWS)  # prompt tokens not shared
-        self._answers: deque[int] = deque(maxlen=MOST_ROWS)  # generated tokens
-        self._row_seconds = 0.0
+        self._begun = 0.0  # jobs computed at once, times seconds; the same
+        self._prompts = _Recent()  # tokens that are not shared
+        self._limits = _Recent()  # tokens that rows may generate
+        self._answers = _Recent()  # generated tokens
+        self.told_answer = 0.0  # the mean of other workers; 0 if it is not known
 
     def add_answer(self, generated: int) -> None:
         """A row has ended well, with so many tokens."""
-        self._answers.append(generated)
+        self._answers.add(generated)
 
     def add_computed(self, prompt: int, generated: int, seconds: float, num_begun: float) -> None:
         """So many tokens of prompts were computed and so many generated, in so many seconds.
@@ -184,37 +272,45 @@ class Meter:
         fade = 0.5 ** (seconds / HALF_LIFE_SECONDS)
         new = prompt + TOKENS_PER_GENERATED * generated
         self._work, self._seconds = self._work * fade + new, self._seconds * fade + seconds
-        if self.speed:  # Little's law: jobs at once, over jobs a second
-            row = num_begun * self.job_work / self.speed
-            self._row_seconds = max(row, self._row_seconds * fade)
+        self._begun = self._begun * fade + num_begun * seconds
 
-    def add_pulled(self, prompt_work: float) -> None:
-        """A job was pulled, whose prompt is so much work."""
-        self._pulled.append(prompt_work)
+    def add_begun(self, prompt_work: float, most_generated: int | None = None) -> None:
+        """A row has started: its prompt is so much work, and it may generate so many tokens."""
+        self._prompts.add(prompt_work)
+        self._limits.add(DEFAULT_MAX_TOKENS if most_generated is None else most_generated)
 
     @property
     def speed(self) -> float:
-        """Work a second; 0 while it is not known."""
-        return self._work / self._seconds if self._seconds >= MIN_BUSY_SECONDS else 0.0
+        """Work a second; 0 while it is not known.
+
+        A worker that has done nothing that could be counted is at least as slow as one job.
+        """
+        if self._seconds < MIN_BUSY_SECONDS:
+            return 0.0
+        return (self._work or self.job_work) / self._seconds
+
+    @property
+    def answer(self) -> float:
+        """The mean of the tokens that rows generated; 0 before one has ended."""
+        return self._answers.mean
 
     @property
     def answer_work(self) -> float:
         """What generating a row's answer costs, on average."""
-        tokens = sum(self._answers) / len(self._answers) if self._answers else FIRST_ANSWER_TOKENS
+        tokens = self.answer or self.told_answer or FIRST_ANSWER_TOKENS
+        if self._limits:
+            tokens = min(tokens, max(1.0, self._limits.mean))
         return TOKENS_PER_GENERATED * tokens
 
     @property
     def job_work(self) -> float:
         """The whole work of a job, on average."""
-        prompts = sum(self._pulled) / len(self._pulled) if self._pulled else 0.0
-        return prompts + self.answer_work
+        return self._prompts.mean + self.answer_work
 
     @property
     def row_seconds(self) -> float:
-        """How long a row is computed here, from its first token to its end; 0 if not known."""
-        return self._row_seconds
+        """How long a row is computed here, from its first token to its end; 0 if not known.
 
-
-def prompt_work(num_bytes: int, shared_bytes: int | None) -> float:
-    """The work of a prompt of so many bytes, if what it shares is computed already."""
-    return max(1, math.ceil((num_bytes - (shared_bytes or 0)) / BYTES_PER_TOKEN))
+        By Little's law: jobs at once, over jobs a second.
+        """
+        return self._begun / self._seconds * self.job_work / self.speed if self.speed else 0.0
