@@ -19,8 +19,9 @@ from redis import Redis
 from batchkv_producer.errors import UsageError
 from batchkv_producer.intake.given_rows import Given, as_source
 from batchkv_producer.intake.prompting import AUTO, Prompting
-from batchkv_producer.manage import cancel_retry, forget
+from batchkv_producer.manage import cancel_retry, forget, input_lines
 from batchkv_producer.manage.cancel_retry import Unanswered
+from batchkv_producer.manage.input_lines import MissingLines
 from batchkv_producer.manage.reconcile import Reconciler
 from batchkv_producer.monitor import listing, one_job, remaining, status, workers
 from batchkv_producer.monitor.one_job import JobInfo
@@ -296,6 +297,12 @@ class Client:
     def is_any_gone(self, batch_id: str, failures: Iterable[Failures]) -> bool:
         """Whether some of these failed rows have no job any more."""
         return restore.is_any_gone(self._connection, batch_id, failures)
+
+    def failed_lines(
+        self, batch: BatchStatus, missing: MissingLines, *, canceled: bool = False
+    ) -> Iterator[str]:
+        """An input line for each failed (or canceled) row. Rows without one add to ``missing``."""
+        return input_lines.failed_lines(self._connection, batch, missing, canceled=canceled)
 
     def job_ids(self, batch_id: str) -> Iterator[str]:
         """The ids of a batch's jobs in input order, those of wrong rows included."""

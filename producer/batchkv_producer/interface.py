@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 from batchkv_producer.intake.given_rows import Given
 from batchkv_producer.intake.prompting import Prompting
 from batchkv_producer.manage.cancel_retry import Unanswered
+from batchkv_producer.manage.input_lines import MissingLines
 from batchkv_producer.monitor.one_job import JobInfo
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.monitor.workers import WorkerInfo
@@ -111,6 +112,10 @@ class BatchClient(Protocol):
     def forget(self, batch_id: str) -> str: ...
 
     def unanswered(self, batch_id: str) -> Unanswered: ...
+
+    def failed_lines(
+        self, batch: BatchStatus, missing: MissingLines, *, canceled: bool = False
+    ) -> Iterator[str]: ...
 
     def job_ids(self, batch_id: str) -> Iterator[str]: ...
 

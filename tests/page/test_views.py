@@ -190,7 +190,7 @@ def test_2_a_file_is_dropped_tried_and_queued(stage: Stage, tmp_path: Path) -> N
     batch_id = batch_of(tab)
     client = Client(stage.connection)
     assert client.status(batch_id).priority == "high"
-    tab.wait("document.querySelector('.badge.busy')", 90)
+    tab.wait("document.querySelector('.badge.busy')", 240)
     wait_until(lambda: client.status(batch_id).ok > 20)
     stage.workers[0].send_signal(signal.SIGKILL)
     stage.pictures("running")
@@ -445,7 +445,7 @@ def test_9_a_lost_gateway_and_a_key(stage: Stage) -> None:
     tab.wait("document.querySelector('#key')")
 
 
-def wait_until(is_true: Callable[[], bool], seconds: float = 120.0) -> None:
+def wait_until(is_true: Callable[[], bool], seconds: float = 300.0) -> None:
     until = time.monotonic() + seconds
     while not is_true():
         assert time.monotonic() < until

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
@@ -19,6 +21,7 @@ from batchkv_gateway.native.visible import Visible
 from batchkv_gateway.parts import Parts
 from batchkv_producer import batch_facts
 from batchkv_producer.errors import NotFoundError
+from batchkv_producer.manage.input_lines import MissingLines
 from batchkv_producer.monitor.one_job import split_job_id
 from batchkv_producer.wire.redis_keys import job_id
 
@@ -40,6 +43,7 @@ class ReadRoutes:
             Route(f"{PREFIX}/batches", self.list_batches, methods=["GET"]),
             Route(one, self.one, methods=["GET"]),
             Route(f"{one}/failures", self.failures, methods=["GET"]),
+            Route(f"{one}/failed", self.failed, methods=["GET"]),
             Route(f"{one}/unanswered", self.unanswered, methods=["GET"]),
             Route(f"{one}/jobs", self.job_ids, methods=["GET"]),
             Route(f"{one}/jobs/{{line:int}}", self.job, methods=["GET"]),
@@ -91,6 +95,21 @@ class ReadRoutes:
         checked_query(request)
         found = self._visible.client.failures(self._visible.batch(request))
         return json_answer({"object": "list", "data": [asdict(each) for each in found]})
+
+    def failed(self, request: Request) -> Response:
+        """The failed rows as lines of an input file, with ``canceled=1`` the canceled ones, too.
+
+        The last line counts the rows that have no line.
+        """
+        canceled = switch(checked_query(request, "canceled"), "canceled")
+        batch, missing = self._visible.batch(request), MissingLines()
+        lines = self._visible.client.failed_lines(batch, missing, canceled=canceled)
+
+        def pieces() -> Iterator[str]:
+            yield from (f"{line}\n" for line in lines)
+            yield json.dumps(asdict(missing)) + "\n"
+
+        return StreamingResponse(pieces(), media_type="application/x-ndjson")
 
     def unanswered(self, request: Request) -> Response:
         """The numbers of rows without an answer, by the reason."""

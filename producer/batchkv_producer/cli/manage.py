@@ -11,12 +11,12 @@ import click
 from batchkv_producer.cli.batch_options import age_option, new_deadline_option
 from batchkv_producer.cli.input_options import Given, from_file_option, read_as_option
 from batchkv_producer.cli.outcome import say_unserved
-from batchkv_producer.cli.shared import either, generation_flags, say, session, url_option
+from batchkv_producer.cli.shared import either, generation_flags, say, url_option
 from batchkv_producer.client import BatchStatus, Deadline, Unanswered
 from batchkv_producer.errors import UsageError
 from batchkv_producer.intake.source import ReadAs
 from batchkv_producer.manage import forget as forgetting
-from batchkv_producer.manage.input_lines import MissingLines, failed_lines
+from batchkv_producer.manage.input_lines import MissingLines
 from batchkv_producer.progress import printable, rows
 from batchkv_producer.results import outfile
 from batchkv_producer.wire.job import SamplingParams
@@ -146,9 +146,9 @@ def failed(ctx: click.Context, batch_id: str, canceled: bool, url: str | None) -
     """
     missing, num_lines = MissingLines(), 0
     is_terminal = sys.stdout.isatty()
-    with session(url) as opened:
+    with either(url) as opened:
         status = opened.client.status(batch_id)
-        for line in failed_lines(opened.connection, status, missing, canceled=canceled):
+        for line in opened.client.failed_lines(status, missing, canceled=canceled):
             sys.stdout.buffer.write(outfile.encoded(printable(line) if is_terminal else line))
             num_lines += 1
     sys.stdout.buffer.flush()

@@ -14,6 +14,7 @@ from batchkv_producer.intake.given_rows import Given, as_source
 from batchkv_producer.intake.prompting import AUTO, Prompting
 from batchkv_producer.intake.source import inputs_of
 from batchkv_producer.manage.cancel_retry import Unanswered
+from batchkv_producer.manage.input_lines import MissingLines
 from batchkv_producer.monitor.one_job import JobInfo, split_job_id
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.monitor.waiting import wait_for_result, wait_until_done
@@ -299,6 +300,23 @@ class RemoteClient:
     def unanswered(self, batch_id: str) -> Unanswered:
         """Count a batch's rows without an answer, by the reason."""
         return decoded(Unanswered, self._transport.get(path_of(batch_id, "unanswered")))
+
+    def failed_lines(
+        self, batch: BatchStatus, missing: MissingLines, *, canceled: bool = False
+    ) -> Iterator[str]:
+        """An input line for each failed (or canceled) row. Rows without one add to ``missing``.
+
+        Raises AwayError if the answer is cut off.
+        """
+        path = path_of(batch.batch_id, "failed")
+        last = b""
+        for line in self._transport.lines(path, canceled=int(canceled)):
+            if last:
+                yield last.decode("utf-8", "replace")
+            last = line
+        counts = self._transport.parsed(last)
+        missing.num_wrong += part(counts, "num_wrong", int)
+        missing.num_gone += part(counts, "num_gone", int)
 
     def job_ids(self, batch_id: str) -> Iterator[str]:
         """The ids of a batch's jobs in input order, those of wrong rows included."""

@@ -102,6 +102,10 @@ class Transport:
         with self._opened(_Request("GET", path, query)) as response:
             yield from self._lines(response)
 
+    def parsed(self, line: bytes) -> Any:
+        """The JSON of a line."""
+        return self._json(line)
+
     def connect(self) -> None:
         """Raise an error, soon, unless a gateway is there that accepts the key."""
         with self._opened(_Request("GET", "server")) as response:

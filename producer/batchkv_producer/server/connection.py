@@ -48,7 +48,8 @@ CA_VARIABLE = "BATCHKV_REDIS_CA_FILE"
 SCHEMES = ("redis://", "rediss://", "unix://")
 GATEWAY_SCHEMES = ("http://", "https://")
 BY_GATEWAY = (
-    "run, submit, results, result, report, status, wait, cancel, retry, forget, list and workers"
+    "run, submit, results, result, report, status, wait, cancel, retry, failed, forget, list and "
+    "workers"
 )
 
 MAX_URL_CHARS = 4096

@@ -141,13 +141,17 @@ def test_a_submit_makes_the_same_batch(urls: tuple[str, str], redis_connection: 
 def test_rows_are_canceled_retried_and_forgotten(
     urls: tuple[str, str], redis_connection: Redis
 ) -> None:
-    """cancel, retry, retry --from and forget say what they say by Redis."""
+    """cancel, retry, retry --from, failed and forget say what they say by Redis."""
     _, http_url = urls
     batch = run(http_url, "submit", "in.jsonl", "-m", "fake").stdout.strip()
     assert "1 row was canceled" in run(http_url, "cancel", f"{batch}-1").output
     assert "1 row was canceled" in run(http_url, "cancel", batch).output
     assert "no row was canceled" in both(urls, "cancel", batch)
     assert "2 rows are canceled" in both(urls, "retry", batch)
+    printed = both(urls, "failed", batch, "--canceled", code=1)
+    assert '{"custom_id": "a", ' in printed and '{"custom_id": "b", ' in printed
+    assert "1 row is wrong in the input" in printed and "printed 2 rows" in printed
+    assert "printed 0 rows" in both(urls, "failed", batch, code=1)
     redis_connection.delete(redis_keys.job(f"{batch}-1"))
     assert "1 row was queued" in run(http_url, "retry", batch, "--canceled").output
     found = run(http_url, "retry", batch, "--canceled", "--from", "in.jsonl")
@@ -166,7 +170,7 @@ def test_other_commands_name_the_url_that_they_need(
 ) -> None:
     """A command that needs Redis says so in a sentence, and so do flags for workers."""
     http_url = urls[1]
-    for words in (("failed", "0123456789abcdef"), ("ask", "-m", "m", "hi"), ("keys", "list")):
+    for words in (("top", "--once"), ("ask", "-m", "m", "hi"), ("keys", "list")):
         found = run(http_url, *words)
         assert found.exit_code == 2 and "needs the Redis URL" in found.output, found.output
     for flag in (("--workers", "2"), ("--slots", "4"), ("--trace", "t")):

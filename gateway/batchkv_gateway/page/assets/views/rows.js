@@ -181,6 +181,7 @@ export class RowList {
   line(row) {
     const isOpen = this.open.has(row.line);
     const tokens = row.completion_tokens ? count(row.completion_tokens) : "–";
+    const said = row.error?.message ?? row.answer;
     return h(
       "tr",
       { key: `r${row.line}`, id: `row-${row.line}` },
@@ -204,7 +205,7 @@ export class RowList {
       ),
       h("td", { "data-label": "Outcome" }, outcome(row)),
       h("td", { "data-label": "Prompt", class: "clip" }, text(row.prompt ?? contentOf(row.messages?.at(-1) ?? {}))),
-      h("td", { "data-label": "Answer", class: "clip" }, text(row.error?.message ?? row.answer)),
+      h("td", { "data-label": "Answer", class: said ? "clip" : "clip none" }, text(said)),
       h("td", { "data-label": "Tokens", class: "num" }, tokens),
       h("td", { "data-label": "Time", class: "num" }, row.busy_ms ? duration(row.busy_ms / 1000) : "–"),
       h("td", { "data-label": "Worker", class: "clip narrow" }, h("bdi", {}, row.worker || "–")),
