@@ -9,9 +9,7 @@ import argparse
 import os
 import sys
 
-from batchkv_producer.local.presence import Presence
 from batchkv_producer.server import connection
-from batchkv_producer.wire import redis_keys
 from batchkv_worker.errors import WorkerError
 from batchkv_worker.queue.models import host as host_module
 from batchkv_worker.queue.models import run, setbacks
@@ -46,9 +44,8 @@ def main() -> None:
         is_burst=options.burst,
     )
     run.begin_log("INFO")
-    first, *more = map(redis_keys.queue_name, models)
-    host = Host(redis, plan, Presence(redis, options.name, first, 1.0, more))
     try:
+        host = Host(redis, plan)
         with run.heeded_signals(host.stop):
             code = host.run()
     except WorkerError as fault:

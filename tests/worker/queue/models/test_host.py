@@ -13,6 +13,7 @@ from redis import Redis
 
 from batchkv_producer import Client
 from batchkv_producer.manage import drain
+from batchkv_producer.monitor.hosts import HostMoves
 from batchkv_producer.monitor.workers import (
     WorkerInfo,
     hosts_of,
@@ -21,11 +22,12 @@ from batchkv_producer.monitor.workers import (
     served_models,
 )
 from batchkv_producer.wire import redis_keys
+from batchkv_worker.queue.models.setbacks import Setbacks
+from batchkv_worker.queue.models.view import Watcher
 from support.worker_harness import (
     QUICK_LEASES,
     WorkerProcess,
     assert_reconciled,
-    num_ended,
     wait_until,
     workers,
 )
@@ -65,22 +67,6 @@ def running(*hosts: WorkerProcess) -> Iterator[None]:
         yield
 
 
-def test_one_host_ends_a_model_before_it_changes(
-    redis_connection: Redis, redis_url: str, tmp_path: Path
-) -> None:
-    """Two models that do not fit together: two loads, and the first ends all its rows before."""
-    first, second = (queue(redis_connection, tmp_path, model, 60) for model in ("a", "b"))
-    host = start(redis_url, tmp_path, "host", "a", "b", "--burst", step_seconds=0.002)
-    with running(host):
-        wait_until(lambda: num_ended(redis_connection, first) == 60)
-        assert host.wait() == 0
-    for batch, model in ((first, "a"), (second, "b")):
-        assert_reconciled(redis_connection, batch, queue=redis_keys.queue_name(model))
-    assert loads_of(host) == 2
-    assert host.said.index("changing to b") > host.said.index("host-a-")
-    assert read_workers(redis_connection) == []
-
-
 def test_three_hosts_share_two_models(
     redis_connection: Redis, redis_url: str, tmp_path: Path
 ) -> None:
@@ -96,21 +82,6 @@ def test_three_hosts_share_two_models(
     assert loads_of(large, *small) <= 5
 
 
-def test_two_idle_hosts_do_not_both_change_for_one_row(
-    redis_connection: Redis, redis_url: str, tmp_path: Path
-) -> None:
-    """Whoever claims the model first loads it; the other sees the claim and stays."""
-    hosts = [start(redis_url, tmp_path, name, "a", "b") for name in ("one", "two")]
-    for number in (1, 2):  # both hold a
-        queue(redis_connection, tmp_path, "a", number)
-    with running(*hosts):
-        wait_until(lambda: served_by(redis_connection, "a") == 2)
-        batch = queue(redis_connection, tmp_path, "b", 1)
-        wait_until(lambda: is_done(redis_connection, batch))
-        wait_until(lambda: served_by(redis_connection, "b") == 1)
-        assert loads_of(*hosts) == 3
-
-
 def served_by(connection: Redis, model: str) -> int:
     """How many workers serve a model now."""
     name = redis_keys.queue_name(model)
@@ -121,17 +92,19 @@ def served_by(connection: Redis, model: str) -> int:
 def test_a_host_that_is_killed_while_it_changes_leaves_no_claim(
     redis_connection: Redis, redis_url: str, tmp_path: Path
 ) -> None:
-    """Its claim ends with its heartbeats: another host then loads the model."""
+    """The host that is started after it loads the model, ends all rows of both, and ends."""
     one = start(redis_url, tmp_path, "one", "b", load_seconds=30)
     batch = queue(redis_connection, tmp_path, "b", 3)
     with running(one):
         wait_until(lambda: "loading b" in one.said)
         os.kill(one.process.pid, signal.SIGKILL)
-        two = start(redis_url, tmp_path, "two", "a", "b", "--burst")
+        more = queue(redis_connection, tmp_path, "a", 3)
+        two = start(redis_url, tmp_path, "one", "a", "b", "--burst")  # the name is free at once
         with running(two):
-            wait_until(lambda: is_done(redis_connection, batch))
             assert two.wait() == 0
-    assert_reconciled(redis_connection, batch, queue=redis_keys.queue_name("b"))
+    for name, model in ((more, "a"), (batch, "b")):
+        assert_reconciled(redis_connection, name, queue=redis_keys.queue_name(model))
+    assert read_workers(redis_connection) == []
 
 
 def host_of(connection: Redis) -> WorkerInfo:
@@ -176,15 +149,41 @@ def test_a_model_that_is_refused_or_dies_leaves_the_others_alone(
     assert "b is refused" in host.said
 
 
-def test_a_queue_with_rows_for_others_counts_as_empty(
-    redis_connection: Redis, redis_url: str, tmp_path: Path
-) -> None:
-    """Rows that need other weights do not keep a host from the model that waits."""
-    others = queue(redis_connection, tmp_path, "a", 3)
-    redis_connection.hset(redis_keys.batch(others), "fingerprint", "f" * 32)
-    host = start(redis_url, tmp_path, "host", "a", "b")
-    with running(host):
-        wait_until(lambda: served_by(redis_connection, "a") == 1)
-        batch = queue(redis_connection, tmp_path, "b", 2)
-        wait_until(lambda: is_done(redis_connection, batch), 30.0)
-    assert num_ended(redis_connection, others) == 0
+def test_a_claim_needs_what_was_last_seen(redis_connection: Redis) -> None:
+    """Of two hosts that look and then claim, one is refused until it has looked again."""
+    moves, fields = (
+        HostMoves(redis_connection),
+        {"birth": "now", "queues": "batchkv:a", "bkv_models": '["a"]'},
+    )
+    before = [moves.beat(name, fields, 60).version for name in ("one", "two")]
+    assert before[0] == before[1]
+    assert moves.claim("one", before[0], {**fields, "bkv_held": '{"a": "one-a"}'}, 60).is_written
+    assert not moves.claim(
+        "two", before[1], {**fields, "bkv_held": '{"a": "two-a"}'}, 60
+    ).is_written
+    assert Watcher(redis_connection, "two", ["a"]).look(set()).queues["a"].num_holders == 1
+    assert moves.claim("two", moves.beat("two", fields, 60).version, fields, 60).is_written
+
+
+def test_a_worker_that_takes_none_of_the_rows_counts_as_idle() -> None:
+    """Rows for others make a queue barren, longer each time; a row that is taken ends that."""
+    setbacks = Setbacks()
+    setbacks.note_idle("a", 0.5, 100.0)
+    assert not setbacks.is_barren("a", 100.0)
+    setbacks.note_idle("a", 60.0, 100.0)
+    assert setbacks.is_barren("a", 109.0) and not setbacks.is_barren("a", 110.0)
+    setbacks.note_idle("a", 60.0, 110.0)
+    assert setbacks.is_barren("a", 129.0) and not setbacks.is_barren("a", 130.0)
+    setbacks.note_idle("a", 60.0, 130.0)
+    setbacks.note_work("a")
+    assert not setbacks.is_barren("a", 131.0)
+
+
+def test_models_that_die_are_left_alone_longer_each_time() -> None:
+    """A changed model is loaded again at once; a refused one rests for ten minutes."""
+    setbacks = Setbacks()
+    assert [setbacks.note_end("a", 70, 0.0) for _ in range(8)][-3:] == [32.0, 60.0, 60.0]
+    assert setbacks.note_end("b", 72, 0.0) == 1.0
+    assert setbacks.note_end("c", 2, 0.0) == 600.0
+    assert setbacks.is_refused("c") and not setbacks.is_refused("a")
+    assert setbacks.is_aside("a", 59.0) and not setbacks.is_aside("a", 60.0)

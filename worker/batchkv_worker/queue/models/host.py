@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from redis import Redis
@@ -19,6 +20,7 @@ from redis.exceptions import RedisError
 from batchkv_producer.errors import BatchkvError
 from batchkv_producer.local.presence import Presence, reclaim_dead_of_home
 from batchkv_producer.manage import drain as orders
+from batchkv_producer.wire import redis_keys
 from batchkv_worker.errors import EXIT_MODEL_CHANGED, WorkerError
 from batchkv_worker.queue.models.choice import Choice, Held, Queue, Rules, choose
 from batchkv_worker.queue.models.groups import Group
@@ -58,17 +60,22 @@ class HostPlan:
 
 
 class Host:
-    """Runs on the main thread. ``stop`` is set by signals."""
+    """Runs on the main thread. ``stop`` is set by signals.
 
-    def __init__(self, connection: Redis, plan: HostPlan, presence: Presence) -> None:
+    Raises SettingsError if another worker has its name.
+    """
+
+    def __init__(self, connection: Redis, plan: HostPlan) -> None:
         self._connection = connection
         self._plan = plan
-        self._presence = presence
+        self._record = HostRecord(connection, plan.name, plan.models)
+        self._record.register()  # before the file, which would count as a life of that name
+        first, *more = map(redis_keys.queue_name, plan.models)
+        self._presence = Presence(connection, plan.name, first, LOOK_SECONDS, more)
         groups = [group.models for group in plan.groups]
         self._rules = Rules(groups, plan.stay_seconds, is_eager=not plan.is_burst)
         self._memory = {model: one.memory_bytes for one in plan.groups for model in one.models}
         self._processes = Processes(plan.command, plan.name)
-        self._record = HostRecord(connection, plan.name, plan.models)
         self._watcher = Watcher(connection, plan.name, plan.models)
         self._setbacks = Setbacks()
         self._load_seconds = dict(plan.load_seconds)
@@ -81,8 +88,7 @@ class Host:
         self.stop = StopRequest(self._awake.set)
 
     def run(self) -> int:
-        """Serve until asked to stop or out of work; the exit code. Raises SettingsError."""
-        self._record.register()
+        """Serve until asked to stop or out of work; the exit code."""
         is_over, code = False, 0
         try:
             while not is_over and not self.stop.is_asked:
@@ -280,6 +286,8 @@ class Host:
     def _leave(self) -> None:
         """End the processes as the stop asks for it: warm, at once, or because nobody waits."""
         is_cold = False
+        with suppress(RedisError):
+            self._record.beat({}, self._words())
         for one in self._processes:
             self._processes.end(one)
         while len(self._processes) and not self.stop.is_orphaned:

@@ -11,6 +11,7 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
+from batchkv_producer.local.presence import reclaim_dead_of_home
 from batchkv_producer.monitor.hosts import HostMoves, encode_held, encode_models
 from batchkv_producer.monitor.workers import listed_workers
 from batchkv_producer.wire import redis_keys
@@ -40,13 +41,22 @@ class HostRecord:
         }
 
     def register(self) -> None:
-        """Write the record. SettingsError if a worker of this name lives."""
-        found = listed_workers(self._connection)
-        if any(one.name == self._name and not one.is_away for one in found):
+        """Write the record. SettingsError if a worker of this name lives.
+
+        The name of one that died on this machine is free at once, because its death is certain.
+        """
+        if self._is_taken:
+            reclaim_dead_of_home(self._connection)
+        if self._is_taken:
             raise SettingsError(
                 f"--name {self._name}: a worker of that name is running, or died a minute ago"
             )
         self.beat({}, "loading")
+
+    @property
+    def _is_taken(self) -> bool:
+        found = listed_workers(self._connection)
+        return any(one.name == self._name and not one.is_away for one in found)
 
     def beat(self, held: Mapping[str, str], words: str) -> str:
         """A heartbeat; returns the version that the next claim expects."""

@@ -12,10 +12,8 @@ from rq.defaults import DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT
 from rq.logutils import setup_loghandlers
 
 from batchkv_producer.local.awake import kept_awake
-from batchkv_producer.local.presence import Presence
 from batchkv_producer.server import connection
-from batchkv_producer.wire import redis_keys
-from batchkv_worker.queue.models.host import LOOK_SECONDS, Host
+from batchkv_worker.queue.models.host import Host
 from batchkv_worker.queue.models.start import Asked, make_plan, words_of
 from batchkv_worker.queue.startup import check_name, spell_out_logs
 from batchkv_worker.queue.stop import StopRequest
@@ -39,9 +37,7 @@ def run_host(asked: Asked, settings: WorkerSettings, *, exit_with_parent: bool =
     log.info(
         "worker %s; models that fit into memory together: %s", asked.name, words_of(plan.groups)
     )
-    first, *more = map(redis_keys.queue_name, plan.models)
-    presence = Presence(redis, asked.name, first, LOOK_SECONDS, more)
-    host = Host(redis, plan, presence)
+    host = Host(redis, plan)
     if exit_with_parent:
         host.stop.watch_parent()
     with heeded_signals(host.stop), kept_awake():

@@ -1,0 +1,44 @@
+"""The memory of weights, from files alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from batchkv_worker.model.footprint import weight_bytes
+
+
+def write(folder: Path, tensors: dict[str, tuple[str, list[int], int]]) -> str:
+    """A model's folder whose weights have only a header; the model's name."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    header, end = dict[str, object]({"__metadata__": {"format": "mlx"}}), 0
+    for name, (kind, shape, size) in tensors.items():
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    return str(folder)
+
+
+def test_floats_count_in_the_type_they_are_computed_in(tmp_path: Path) -> None:
+    """Packed weights keep their size; the float numbers beside them are cast."""
+    tensors = {"packed": ("U32", [8, 4], 128), "scales": ("BF16", [8, 2], 32)}
+    model = write(tmp_path / "m", tensors)
+    assert weight_bytes(model, "auto") == 160
+    assert weight_bytes(model, "float32") == 192
+    assert weight_bytes(model, "float16") == 160
+
+
+def test_a_model_that_is_not_here_has_no_size(tmp_path: Path) -> None:
+    """Neither has one whose files cannot be read. Nothing is downloaded."""
+    assert weight_bytes("nobody/has-this", "auto") is None
+    broken = Path(write(tmp_path / "m", {}))
+    assert weight_bytes(str(broken), "auto") is None
+    (broken / "model.safetensors").write_bytes(b"\xff" * 20)
+    assert weight_bytes(str(broken), "auto") is None
+
+
+def test_the_demo_model_s_size_is_that_of_its_file() -> None:
+    """As a worker's log says it: 13.6 MB in float32."""
+    assert 13_000_000 < (weight_bytes("demo", "float32") or 0) < 14_000_000
