@@ -37,6 +37,7 @@ from batchkv_worker.queue.stop import StopRequest
 from batchkv_worker.settings import WorkerSettings
 from support.adapter_files import write_files
 from support.fake_engine import FakeEngine, FakePlan, rows_of
+from support.homes import new_home
 from support.redis_server import RedisServer
 from support.worker_harness import (
     MODEL,
@@ -315,7 +316,7 @@ def test_one_worker_serves_three_batches(
     }
     flags = [word for name, folder in folders.items() for word in ("--adapter", f"{name}={folder}")]
     kept = {key: value for key, value in os.environ.items() if not key.startswith("BATCHKV_")}
-    environment = {**kept, "BATCHKV_HOME": str(tmp_path / "home")}
+    environment = {**kept, "BATCHKV_HOME": str(new_home(tmp_path / "home"))}
     command = [sys.executable, "-P", "-m", "batchkv_producer", "worker", "-m", "demo", "--burst"]
     ended = subprocess.run(
         [*command, *flags, "--slots", "4", "--url", redis_server.url],

@@ -69,17 +69,17 @@ def command(*arguments: str) -> Result:
 def test_the_demo_model_is_measured() -> None:
     """Fewer bits take fewer bytes and have larger errors; 8 bits change little; JSON parses."""
     size = ("--tokens", "200", "--rows", "2", "--row-tokens", "64")
-    said = command("-m", "demo", "--schemes", "affine8,affine4,turbo3,float", "--json", *size)
+    said = command("-m", "demo", "--schemes", "affine8,turbo3,float", "--json", *size)
     assert said.exit_code == 0, said.output
     document: dict[str, Any] = json.loads(said.stdout)
     assert document["text_tokens"] == 200 and document["layers"] == "4 full attention"
     schemes = {one["scheme"]: one for one in document["schemes"]}
-    assert list(schemes) == ["float", "affine8", "affine4", "turbo3"]
+    assert list(schemes) == ["float", "affine8", "turbo3"]
     nbytes = [one["bytes_per_token"] for one in schemes.values()]
     # 4 layers, keys and values, 2 heads of 64 numbers; scales and biases for each 64 of them.
-    assert nbytes == [8 * 2 * size for size in (256, 64 + 8, 32 + 8, 24 + 4)]
+    assert nbytes == [8 * 2 * size for size in (256, 64 + 8, 24 + 4)]
     errors = [one["error"]["mean"] for one in schemes.values()]
-    assert errors[0] == 0 < errors[1] < 0.02 < errors[2] < errors[3] < 0.3
+    assert errors[0] == 0 < errors[1] < 0.02 < errors[2] < 0.3
     assert all(one["error"]["worst"] >= one["error"]["mean"] for one in schemes.values())
     assert abs(schemes["affine8"]["quality"]["perplexity_change"]) < 0.02
     assert schemes["float"]["quality"]["perplexity_change"] == 0
@@ -93,7 +93,6 @@ def test_the_demo_model_is_measured() -> None:
     ("family", "kinds", "paths"),
     [
         ("qwen3_next", {"state": 2, "full attention": 2}, None),
-        ("falcon_h1", {"state": 2, "full attention": 2}, None),
         ("gemma3_text", {"window of 24": 2, "full attention": 2}, None),
         ("gemma4_text", {"window of 24": 2, "full attention": 2}, None),
         ("gemma3n", {"window of 24": 2, "full attention": 2}, None),

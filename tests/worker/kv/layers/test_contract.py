@@ -89,7 +89,7 @@ def live(checked: CheckedSlots, rng: random.Random, turns: int) -> None:
 def test_random_histories(kinds: list[LayerKind]) -> None:
     """Whatever comes, goes and moves: contents, bits, sizes, bytes and masks are as they should."""
     checked = CheckedSlots(kinds)
-    live(checked, random.Random(len(kinds)), 25)
+    live(checked, random.Random(len(kinds)), 16)
 
 
 @pytest.mark.parametrize("step", [1, 64])
