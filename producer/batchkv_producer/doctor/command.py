@@ -22,7 +22,14 @@ STRESS_SECONDS = 120.0
 
 
 @click.command()
-@click.option("-m", "--model", metavar="MODEL", default="", help="Check this model here, too.")
+@click.option(
+    "-m",
+    "--model",
+    "models",
+    metavar="MODEL",
+    multiple=True,
+    help="Check this model here, too. Of several: also whether they fit together.",
+)
 @click.option("--kv-scheme", metavar="SCHEME", default="", help="Check this KV scheme as well.")
 @click.option(
     "--url",
@@ -49,7 +56,7 @@ STRESS_SECONDS = 120.0
 @click.pass_context
 def doctor(
     ctx: click.Context,
-    model: str,
+    models: tuple[str, ...],
     kv_scheme: str,
     url: str | None,
     cache: str | None,
@@ -77,7 +84,7 @@ def doctor(
     from batchkv_producer.doctor.machine import Machine
     from batchkv_producer.doctor.privacy import rules
 
-    wanted = _wanted(model, kv_scheme, url, cache, stress, seconds)
+    wanted = _wanted(models, kv_scheme, url, cache, stress, seconds)
     machine = Machine()
     fixed = list(_mend(machine, say=not as_json)) if is_fix else []
     findings: list[Finding] = []
@@ -96,7 +103,7 @@ def doctor(
 
 
 def _wanted(
-    model: str,
+    models: tuple[str, ...],
     kv_scheme: str,
     url: str | None,
     cache: str | None,
@@ -109,12 +116,13 @@ def _wanted(
 
     if seconds is not None and not stress:
         raise UsageError("--seconds is how long --stress lasts: add --stress")
-    if kv_scheme and not model:
+    if kv_scheme and not models:
         raise UsageError("--kv-scheme is checked on a model: add -m MODEL")
-    if model:
+    if models:
         from batchkv_producer.local.worker_checks import check_model_folder
 
-        check_model_folder(model)
+        for model in models:
+            check_model_folder(model)
     tiers, faults = cache or "", []
     try:
         tiers = _tiers_of_environment() if cache is None else cache
@@ -126,12 +134,12 @@ def _wanted(
     except UsageError as fault:
         faults.append(("queue server", str(fault)))
     return Wanted(
-        model or ("demo" if stress else ""),
+        models or (("demo",) if stress else ()),
         kv_scheme,
         server,
         "" if tiers.strip() == "off" else tiers,
         (seconds or STRESS_SECONDS) if stress else 0.0,
-        is_stress_alone=not model,
+        is_stress_alone=not models,
         faults=tuple(faults),
     )
 

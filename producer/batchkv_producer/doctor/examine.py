@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from batchkv_producer.doctor import (
@@ -48,7 +48,7 @@ MACHINE_CHECKS: tuple[Check[Any], ...] = tuple(
 class Wanted:
     """What to examine besides the machine. Empty texts and None: not wanted."""
 
-    model: str = ""
+    models: tuple[str, ...] = ()
     scheme: str = ""
     url: str = ""
     cache: str = ""
@@ -66,16 +66,27 @@ def examine_all(wanted: Wanted, machine: Machine) -> Iterator[Finding]:
         yield Finding(name, fail(found or sentence, todo))
     if wanted.url:
         yield from run_checks(server_checks(wanted.url, machine), machine, SERVER_SECONDS)
-    model: dict[str, object] = {"model": wanted.model, "scheme": wanted.scheme}
+    values = [{"model": model, "scheme": wanted.scheme} for model in wanted.models]
     cache: dict[str, object] = {"cache": wanted.cache, "queue": wanted.url}
-    if wanted.model and not wanted.is_stress_alone:
-        yield from _part(machine, "model", MODEL_SECONDS, {**model, **cache})
+    if wanted.models and not wanted.is_stress_alone:
+        for each in values:
+            for finding in _part(machine, "model", MODEL_SECONDS, {**each, **cache}):
+                is_one = len(values) == 1
+                yield finding if is_one else replace(finding, name=_of(finding, each["model"]))
+        if len(values) > 1:
+            together: dict[str, object] = {"models": wanted.models, "cache": wanted.cache}
+            yield from _part(machine, "together", DEVICE_SECONDS, together)
     elif wanted.cache:
         yield from _part(machine, "tiers", TIER_SECONDS, cache)
     if wanted.stress_seconds:
         limit = wanted.stress_seconds + STRESS_MARGIN_SECONDS
         seconds = {"seconds": wanted.stress_seconds}
-        yield from _part(machine, "stress", limit, {**model, **seconds})
+        yield from _part(machine, "stress", limit, {**values[0], **seconds})
+
+
+def _of(finding: Finding, model: str) -> str:
+    """The name of a check of one of several models."""
+    return f"{finding.name}, {model.rstrip('/').rsplit('/', 1)[-1]}"
 
 
 def server_checks(url: str, machine: Machine) -> list[Check[Any]]:

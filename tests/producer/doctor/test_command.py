@@ -78,9 +78,9 @@ def test_flags_and_environment_say_what_to_examine(
     monkeypatch.setenv("BATCHKV_REDIS_URL", "redis://hub:6379/0")
     monkeypatch.setenv("BATCHKV_CACHE_FILE", str(tmp_path / "tiers"))
     run(monkeypatch, [], "-m", "demo", "--kv-scheme", "affine4")
-    assert wanted[-1] == Wanted("demo", "affine4", "redis://hub:6379/0", "memory:?max=1GB")
+    assert wanted[-1] == Wanted(("demo",), "affine4", "redis://hub:6379/0", "memory:?max=1GB")
     run(monkeypatch, [], "--url", "redis://other:6379/0", "--cache", "off", "--stress")
-    assert wanted[-1] == Wanted("demo", "", "redis://other:6379/0", "", 120.0, True)
+    assert wanted[-1] == Wanted(("demo",), "", "redis://other:6379/0", "", 120.0, True)
     run(monkeypatch, [], "--stress", "--seconds", "60", "-m", "m/x")
     assert wanted[-1].stress_seconds == 60.0 and not wanted[-1].is_stress_alone
 
@@ -163,6 +163,6 @@ def test_this_machine_is_well_in_time(tmp_path: Path) -> None:
 def test_a_machine_without_the_worker_has_a_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no entry point leads to the worker's checks, those of the machine are made."""
     monkeypatch.setattr(worker_part, "module_of", lambda _: None)
-    asked = Wanted(stress_seconds=5.0, model="demo")
+    asked = Wanted(stress_seconds=5.0, models=("demo",))
     names = [each.name for each in examine.examine_all(asked, examine.Machine())]
     assert "python" in names and "device" not in names

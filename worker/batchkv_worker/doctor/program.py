@@ -26,7 +26,7 @@ Step = tuple[str, Callable[[], Verdict | None]]
 Steps = Iterator[Step]
 Request = Mapping[str, Any]
 
-NEED_MLX = ("device", "model", "stress")
+NEED_MLX = ("device", "model", "together", "stress")
 
 
 def steps_of(request: Request) -> Steps:
@@ -44,6 +44,10 @@ def steps_of(request: Request) -> Steps:
         from batchkv_worker.doctor.model import steps as model_steps
 
         yield from model_steps(request)
+    elif part == "together":
+        from batchkv_worker.doctor.together import steps as together_steps
+
+        yield from together_steps(request)
     elif part == "tiers":
         from batchkv_worker.doctor.tiers import steps as tier_steps
 
