@@ -60,7 +60,8 @@ export function time(seconds) {
 export function left(batch) {
   if (batch.is_done) return "–";
   if (batch.seconds_left === null || batch.seconds_left === undefined) return "not known yet";
-  return `about ${duration(batch.seconds_left)}`;
+  const left = batch.seconds_left;
+  return `about ${duration(left < 600 ? left : 60 * Math.round(left / 60))}`; // no seconds beside many minutes
 }
 
 export function cached(batch) {
