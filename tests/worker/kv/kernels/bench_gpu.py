@@ -1,14 +1,15 @@
 # ruff: noqa: T201  (a helper that talks to a terminal)
 """Decode attention of one layer, chained: MLX's ways, and the kernels over records.
 
-    python tests/worker/kv/kernels/bench_gpu.py [--quick] [--rows N] [--layers N] [--json FILE]
+    python tests/worker/kv/kernels/bench_gpu.py [--quick] [--build] [--rows N] [--layers N]
 
 The shape is that of Qwen3-4B: 8 KV heads of 128 numbers, 4 query heads each, bfloat16. Each layer
 has keys and values of its own, and its output is the next layer's query. All rows have the same
 number of columns. ``float`` is MLX's attention over dense keys and values; ``mlx`` unpacks whole
 buffers before it; ``kernel`` and ``matrices`` are the two forms of ``kv/kernels``, with as many
-launches as decode has. Figures are medians of runs in turns, in microseconds a layer, with the rate
-at which packed bytes are read, and the share of ``float``'s time.
+launches as decode has. Each chain is compiled, as steps are that the engine replays; ``--build``
+builds it anew each time. Figures are medians of runs in turns, in microseconds a layer, with the
+rate at which packed bytes are read, and the share of ``float``'s time.
 
 It needs a GPU. ``--emulate`` runs the kernels as C++ on a CPU instead, to try the program itself.
 """
@@ -43,6 +44,7 @@ SCALE = 128**-0.5
 DTYPE = mx.bfloat16
 SCHEMES = ("float", "affine8", "affine4", "turbo4", "turbo3")
 COLUMNS = (512, 4096)
+REPEATS = 9
 Attend = Callable[[mx.array, int], mx.array]  # queries and the layer's number
 
 
@@ -102,22 +104,32 @@ def ways_of(name: str, rows: int, columns: int, layers: int, launch: Launch) -> 
     return found
 
 
+def chain_of(attend: Attend, layers: int, *, replays: bool) -> Callable[[mx.array], mx.array]:
+    """One layer after the other, as a graph that is traced once, or built at each call."""
+
+    def chain(queries: mx.array) -> mx.array:
+        for layer in range(layers):
+            queries = attend(queries, layer)
+        return queries
+
+    return mx.compile(chain) if replays else chain
+
+
 def measure(
-    name: str, rows: int, columns: int, layers: int, launch: Launch, floats: float
+    name: str, rows: int, columns: int, layers: int, launch: Launch, floats: float, replays: bool
 ) -> list[Figure]:
     """All ways of a scheme; ``floats`` are the microseconds of MLX's dense attention."""
     ways = ways_of(name, rows, columns, layers, launch)
+    chains = {way: chain_of(attend, layers, replays=replays) for way, attend in ways.items()}
     queries = mx.random.normal((rows, 32, 1, 128)).astype(DTYPE)
     mx.eval(queries)
     spent: dict[str, list[float]] = {way: [] for way in ways}
     first = {way: attend(queries, 0).astype(mx.float32) for way, attend in ways.items()}
     wanted = next(iter(first.values()))
-    for turn in range(4):
-        for way, attend in ways.items():
-            begin, out = time.perf_counter(), queries
-            for layer in range(layers):
-                out = attend(out, layer)
-            mx.eval(out)
+    for turn in range(REPEATS + 1):
+        for way, chain in chains.items():
+            begin = time.perf_counter()
+            mx.eval(chain(queries))
             if turn:  # the first one compiles
                 spent[way].append((time.perf_counter() - begin) / layers * 1e6)
     scheme = fit_model(SchemeSpec.parse(name), [SHAPE])[0]
@@ -138,6 +150,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="512 columns and 4 layers")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--build", action="store_true", help="build the chain anew each time")
     parser.add_argument("--emulate", action="store_true", help="on a CPU, to try the program")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
@@ -155,7 +168,8 @@ def main(arguments: list[str]) -> int:
         for columns in lengths:
             floats = 0.0
             for name in SCHEMES:
-                found += measure(name, rows, columns, layers, launch, floats)
+                replays = not (given.build or given.emulate)
+                found += measure(name, rows, columns, layers, launch, floats, replays)
                 floats = next(one for one in found if one.columns == columns).microseconds
                 mx.clear_cache()
     if given.json:
