@@ -8,6 +8,8 @@ import mlx.core as mx
 
 from batchkv_worker.kv.types import Pieces
 
+PIECES_TOGETHER = 12  # of one shape: those of a few layers
+
 
 class Bundle:
     """One row's pieces of all layers, copied out; arrays of one shape and dtype are stacked.
@@ -39,6 +41,10 @@ class Bundle:
         places = self._places[index]
         return None if places is None else tuple(self.arrays[a][i] for a, i in places)
 
+    def place(self, index: int) -> list[tuple[int, int]]:
+        """Where the pieces of one layer are: the numbers of an array, and of a piece in it."""
+        return self._places[index] or []
+
     def with_arrays(self, arrays: Sequence[mx.array]) -> Bundle:
         """The same pieces of the same layers, in other arrays of the same shapes."""
         other = Bundle([])
@@ -48,3 +54,41 @@ class Bundle:
     @property
     def nbytes(self) -> int:
         return sum(int(array.nbytes) for array in self.arrays)
+
+
+class Joined:
+    """The pieces of rows, each of a chain of blocks, joined for a few layers at once.
+
+    To join them layer by layer takes the host longer than the device. All layers at once would be
+    in memory together. Rows that have the same blocks are joined once.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[Bundle]]) -> None:
+        """The blocks of each row, of equal number and alike."""
+        self._rows = rows
+        self._last: dict[int, tuple[int, mx.array]] = {}  # by array; layers are asked in order
+
+    def layer(self, index: int) -> Pieces:
+        """The pieces ``[rows, ...]`` of one layer, block after block along the tokens."""
+        found = []
+        for array, number in self._rows[0][0].place(index):
+            group, inside = divmod(number, PIECES_TOGETHER)
+            if self._last.get(array, (-1,))[0] != group:
+                self._last[array] = group, self._join(array, group)
+            found.append(self._last[array][1][inside])
+        return tuple(found)
+
+    def _join(self, array: int, group: int) -> mx.array:
+        some = slice(group * PIECES_TOGETHER, (group + 1) * PIECES_TOGETHER)
+        lines: dict[tuple[int, ...], mx.array] = {}
+        order = []
+        for blocks in self._rows:
+            key = tuple(map(id, blocks))
+            order.append(key)
+            if key not in lines:
+                parts = [block.arrays[array][some] for block in blocks]
+                lines[key] = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-2)
+        if len(lines) > 1:
+            return mx.concatenate([lines[key] for key in order], axis=1)
+        (line,) = lines.values()
+        return mx.broadcast_to(line, (line.shape[0], len(order), *line.shape[2:]))

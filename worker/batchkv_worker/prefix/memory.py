@@ -29,7 +29,7 @@ from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.kv.slots.layouts import Costs
 from batchkv_worker.kv.types import Pieces
 from batchkv_worker.prefix.block_layout import BlockLayout
-from batchkv_worker.prefix.bundle import Bundle
+from batchkv_worker.prefix.bundle import Bundle, Joined
 from batchkv_worker.sequence import Sequence
 
 LOCAL_ROOT = root_key(b"")  # one process, one model, one scheme: the chain needs no namespace
@@ -158,6 +158,7 @@ class PrefixCache:
         for row, chained in zip(rows, blocks, strict=True):
             row.is_converted = any(block.is_converted for block in chained)
         end = count * BLOCK_TOKENS
+        all_tokens: dict[int, Joined] = {}  # by the first block
         for index, (layer, kind) in enumerate(zip(prefill.layers, self._kinds, strict=True)):
             if kind.has_state:
                 lines = [_pieces(chained[-1], Kind.STATE, index) for chained in blocks]
@@ -166,7 +167,6 @@ class PrefixCache:
             # A window needs only the blocks that its next token still sees.
             seen = 0 if kind.window is None else max(0, end - kind.window + 1)
             first = min(seen // BLOCK_TOKENS, count - 1)
-            part = Kind.KV if kind.window is None else Kind.WINDOW
             if shared is not None and kind.window is None:
                 # Without it the fused kernel serves, which a long rest of a prompt needs more.
                 if 2 * shared.num_tokens >= prefill.capacity:
@@ -174,8 +174,15 @@ class PrefixCache:
                     first = shared.num_tokens // BLOCK_TOKENS
                 if first == count:
                     continue
+            if kind.window is None:
+                if first not in all_tokens:
+                    all_tokens[first] = Joined(
+                        [[block.parts[Kind.KV] for block in chained[first:]] for chained in blocks]
+                    )
+                layer.restore(all_tokens[first].layer(index), first * BLOCK_TOKENS, end)
+                continue
             lines = [
-                _assemble([_pieces(block, part, index) for block in chained[first:]], -2)
+                _assemble([_pieces(block, Kind.WINDOW, index) for block in chained[first:]], -2)
                 for chained in blocks
             ]
             layer.restore(_assemble(lines, 0), first * BLOCK_TOKENS, end)

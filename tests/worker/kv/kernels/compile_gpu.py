@@ -70,7 +70,7 @@ def runs_of(case: Case, *, matrices: bool) -> list[Made]:
         for longest in (256, 300):  # one split, and several
             given = sample.queries, sample.records, sample.bounds, longest, SCALE
             kernels.attend(*given, sample.sinks, sample.partials)
-    kernels.attend_shared(sample.queries, sample.records[:1], 300, SCALE)
+    kernels.attend_alone(sample.queries, sample.records, sample.bounds, 300, SCALE)
     token = mx.zeros((1, 2, 1, case.key_size), case.dtype)
     kernels.pack(token, mx.zeros((1, 2, 1, case.value_size), case.dtype))
     kernels.unpack(sample.records)

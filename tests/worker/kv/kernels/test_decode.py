@@ -167,16 +167,24 @@ def test_rows_of_one_split_need_one_kernel(matrices: bool, folder: Path) -> None
     compare(one, sample.wanted(), sample.case)
 
 
-def test_a_shared_prefix_is_attended_for_all_rows(folder: Path) -> None:
-    """Its result and log-sum-exp, merged with rows' own tokens, are attention over both."""
+def test_attention_alone_is_joined_with_more(folder: Path) -> None:
+    """Rows with prefixes of one pool, and a row without: joined, it is attention over both."""
     case = CASES[0]
-    sample, kernels = Sample.of(case, (257,)), case.kernels(CppLaunch(folder))
+    sample, kernels = Sample.of(case, (557,)), case.kernels(CppLaunch(folder))
     first = int(sample.bounds[0, 0].item())
-    whole = mx.repeat(sample.records[:1, :, first : first + 257], case.rows, axis=0)
-    score, value = kernels.attend_shared(sample.queries, whole[:1, :, :100], 100, SCALE)
+    whole = sample.records[:1, :, first : first + 557]
+    spans = [(0, 300), (300, 400), (0, 0), (0, 300), (300, 400)]
+    pool = mx.broadcast_to(whole, (case.rows, *whole.shape[1:]))
+    bounds = mx.array(spans, mx.int32)
+    score, value = kernels.attend_alone(sample.queries, pool, bounds, 512, SCALE)
+    assert score[:, 2].max().item() < -1e37 and not value[:, 2].any().item()
     chain = mx.array([[row] for row in range(case.rows)] + [[-1]] * 8, mx.int32)
     partials = Partials(score, value, chain)
-    own = whole[:, :, 100:], mx.array([[0, 157]] * case.rows, mx.int32), 157, SCALE
-    found = kernels.attend(sample.queries, *own, None, partials)
-    both = whole, mx.array([[0, 257]] * case.rows, mx.int32), 257, SCALE
-    compare(found, kernels.attend(sample.queries, *both).astype(mx.float32), case)
+    own = mx.array([[400, 557]] * case.rows, mx.int32)
+    found = kernels.attend(sample.queries, pool, own, 157, SCALE, None, partials)
+    for row, (low, high) in enumerate(spans):
+        both = mx.concatenate([whole[:, :, low:high], whole[:, :, 400:]], axis=2)
+        both = mx.broadcast_to(both, (case.rows, *both.shape[1:]))
+        ends = mx.array([[0, both.shape[2]]] * case.rows, mx.int32)
+        wanted = kernels.attend(sample.queries, both, ends, 600, SCALE).astype(mx.float32)
+        compare(found[row : row + 1], wanted[row : row + 1], case)

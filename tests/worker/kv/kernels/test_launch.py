@@ -83,7 +83,7 @@ def test_mlx_takes_the_kernels_with_their_arguments(tmp_path: Path) -> None:
         partials = replace(sample.partials, scores=scores)
         given = queries, records, sample.bounds
         found = [kernels.attend(*given, n, SCALE, sample.sinks, partials) for n in (256, 300)]
-        found += kernels.attend_shared(queries, records[:1], 300, SCALE)
+        found += kernels.attend_alone(queries, records, sample.bounds, 300, SCALE)
         keys, values = kernels.unpack(records)
         return [*found, kernels.pack(queries[:, :2], queries[:, :2]), *keys, *values]
 

@@ -8,6 +8,7 @@ there are no masks, and rows of unequal length need no groups. Results over shar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -18,6 +19,18 @@ from batchkv_worker.kv.kernels.decode import Partials
 from batchkv_worker.kv.types import PackedKV, Parts
 
 _LEAST_ROWS = 8  # of small arrays: Metal binds those of fewer numbers in another address space
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The parts at one depth of the chains of shared prefixes of all rows.
+
+    ``bounds`` (int32, ``[rows, 2]``, perhaps of more rows): of each row the first column of its
+    part in the pool and the one after its last. No row has more than ``longest``.
+    """
+
+    bounds: mx.array
+    longest: int
 
 
 def kernels_of(layer: LayerAttention) -> RecordKernels:
@@ -81,14 +94,20 @@ def chain_of(segments: Sequence[tuple[int, int]], rows: int) -> mx.array:
     A segment has one result for each of the rows [first, last). Int32 ``[rows, depth]``; -1 is
     none.
     """
-    places: list[list[int]] = [[] for _ in range(max(rows, _LEAST_ROWS))]
+    places: list[list[int]] = [[] for _ in range(rows)]
     count = 0
     for first, last in segments:
         for row in range(first, last):
             places[row].append(count + row - first)
         count += last - first
-    depth = max(1, max(map(len, places)))
-    return mx.array([row + [-1] * (depth - len(row)) for row in places], mx.int32)
+    return places_of(places)
+
+
+def places_of(places: Sequence[Sequence[int]]) -> mx.array:
+    """``chain`` of ``Partials``, for rows with partial results at these places."""
+    lines = [*places, *([[]] * (_LEAST_ROWS - len(places)))]
+    depth = max(1, max(map(len, lines)))
+    return mx.array([[*row, *([-1] * (depth - len(row)))] for row in lines], mx.int32)
 
 
 def partials_of(
@@ -103,6 +122,53 @@ def partials_of(
         return None
     found = [attend_partial(layer, queries[low:high], one, scale) for one, low, high in shared]
     return joined(layer, found, chain, queries.dtype)
+
+
+def partials_for_all(
+    layer: LayerAttention, queries: mx.array, prefixes: Sequence[PackedKV], scale: float
+) -> Partials | None:
+    """``partials_of`` for a chain that all rows have."""
+    rows = queries.shape[0]
+    chain = chain_of([(0, rows)] * len(prefixes), rows)
+    return partials_of(layer, queries, [(one, 0, rows) for one in prefixes], chain, scale)
+
+
+def pooled_for_all(
+    layer: LayerAttention, queries: mx.array, prefixes: Sequence[PackedKV], scale: float
+) -> Partials:
+    """``pooled`` for a chain that all rows have, with the parts side by side."""
+    rows, high, levels = queries.shape[0], 0, []
+    for keys, _ in prefixes:
+        low, high = high, high + keys[0].shape[-2]
+        levels.append(Level(bounds_of([low] * rows, [high] * rows), high - low))
+    pool = mx.concatenate([join(layer, *one) for one in prefixes], axis=-2)
+    chain = chain_of([(0, rows)] * len(prefixes), rows)
+    return pooled(layer, queries, pool, levels, chain, scale)
+
+
+def pooled(
+    layer: LayerAttention,
+    queries: mx.array,
+    pool: mx.array,
+    levels: Sequence[Level],
+    chain: mx.array,
+    scale: float,
+) -> Partials:
+    """Attention of each row over its own prefixes in ``pool`` ``[1, kv heads, columns, words]``.
+
+    ``chain``: which of the results, level after level with one for each row, each row has.
+    """
+    rows = queries.shape[0]
+    rotated = layer.scheme.keys.rotate(queries).astype(layer.dtype)
+    lines = mx.broadcast_to(pool, (rows, *pool.shape[1:]))
+    kernels = kernels_of(layer)
+    found = [
+        kernels.attend_alone(rotated, lines, level.bounds, level.longest, scale) for level in levels
+    ]
+    if len(found) == 1:
+        return Partials(*found[0], chain)
+    scores, values = (mx.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
+    return Partials(scores, values, chain)
 
 
 def joined(

@@ -94,6 +94,14 @@ class RecordKernels(Protocol):
         size]`` is 0 for rows that see nothing. ``sinks`` are ``[heads]``.
         """
 
+    def attend_alone(
+        self, queries: mx.array, records: mx.array, bounds: mx.array, longest: int, scale: float
+    ) -> tuple[mx.array, mx.array]:
+        """``attend`` with its log-sum-exps before it: scores and values as ``Partials`` have them.
+
+        They are ``[kv heads, rows, lines, 1]``, float32, and ``[kv heads, rows, lines, size]``.
+        """
+
     def pack(self, keys: mx.array, values: mx.array) -> mx.array:
         """Records ``[rows, kv heads, 1, words]`` of ``[rows, kv heads, 1, size]``.
 

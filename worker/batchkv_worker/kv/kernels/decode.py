@@ -86,16 +86,15 @@ class DecodeKernels:
         No row has more than ``longest``. ``sinks`` are ``[heads]``.
         """
         rows, heads, _, _ = queries.shape
-        size, depth = self.layout.values.size, 0
+        size = self.layout.values.size
         rest = []
         if partials is not None:
             rest += [partials.scores, partials.values, partials.chain]
-            depth = partials.chain.shape[1]
         if sinks is not None:
             rest.append(sinks.astype(mx.float32))
         outputs = [((rows, heads, 1, size), self.layout.dtype)]
         joined = longest <= SPLIT
-        key = joined, depth, sinks is not None
+        key = joined, partials is not None, sinks is not None
         run = self.runs.get(key) or self._make(key, self._joining(*key))
         if joined:
             inputs = [queries, records, bounds, _scalar(scale), *rest]
@@ -105,18 +104,17 @@ class DecodeKernels:
         (out,) = run(inputs, (size, heads, rows), (size, 1, 1), outputs)
         return out
 
-    def attend_shared(
-        self, queries: mx.array, records: mx.array, tokens: int, scale: float
+    def attend_alone(
+        self, queries: mx.array, records: mx.array, bounds: mx.array, longest: int, scale: float
     ) -> tuple[mx.array, mx.array]:
-        """Attention of all rows over ``tokens`` columns of ``records`` ``[1, kv heads, ...]``.
+        """Attention as ``attend``, to be joined with more: ``Partials`` with a result a row.
 
-        Returns log-sum-exps and results, as ``Partials`` have them.
+        Returns log-sum-exps ``[kv heads, rows, lines, 1]``, of rows without columns the lowest
+        number, and results ``[kv heads, rows, lines, size]``.
         """
         rows, heads, _, _ = queries.shape
         kv_heads, size = self.layout.scheme.shape.num_heads, self.layout.values.size
-        bounds = mx.array([[0, tokens]] * max(rows, 4), mx.int32)
-        shared = mx.broadcast_to(records, (rows, *records.shape[1:]))
-        splits = self._splits(queries, shared, bounds, tokens, scale)
+        splits = self._splits(queries, records, bounds, longest, scale)
         shape = kv_heads, rows, self.variant.lines
         outputs: list[Output] = [((*shape, size), self.layout.dtype), ((*shape, 1), mx.float32)]
         body = merge_body(prefixes=False, sinks=False, alone=True)
@@ -140,15 +138,14 @@ class DecodeKernels:
         (found,) = run(inputs, (kv_heads * _THREADS, splits, rows), _GROUP, outputs)
         return found
 
-    def _joining(self, joined: bool, depth: int, sinks: bool) -> tuple[Body, list[Constant]]:
+    def _joining(self, joined: bool, prefixes: bool, sinks: bool) -> tuple[Body, list[Constant]]:
         """The last kernel of ``attend``; ``joined``, where it is the only one."""
-        flags = {"prefixes": depth > 0, "sinks": sinks}
-        rest: list[Constant] = [("DEPTH", depth)] if depth else []
+        flags = {"prefixes": prefixes, "sinks": sinks}
         if joined:
             constants = self.variant.splits_of(matrices=self.matrices)
             body = splits_body(matrices=self.matrices, joined=True, **flags)
-            return body, [*constants, *rest]
-        return merge_body(**flags, alone=False), [*self.variant.merge, *rest]
+            return body, constants
+        return merge_body(**flags, alone=False), self.variant.merge
 
     def _make(self, key: Hashable, what: tuple[Body, list[Constant]]) -> Run:
         body, constants = what

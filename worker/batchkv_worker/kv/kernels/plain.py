@@ -12,6 +12,8 @@ import mlx.core as mx
 from batchkv_worker.kv.kernels.decode import Partials
 from batchkv_worker.kv.kernels.layout import RecordLayout
 
+LOWEST = float(mx.finfo(mx.float32).min)  # the score of rows that see nothing
+
 
 @dataclass(frozen=True, slots=True)
 class PlainKernels:
@@ -66,6 +68,23 @@ class PlainKernels:
             share = weights[..., columns : columns + depth, None]
             out = out + (share * found[1]).sum(axis=-2)
         return out.reshape(rows, heads, 1, out.shape[-1]).astype(self.layout.dtype)
+
+    def attend_alone(
+        self, queries: mx.array, records: mx.array, bounds: mx.array, longest: int, scale: float
+    ) -> tuple[mx.array, mx.array]:
+        """As ``DecodeKernels.attend_alone``."""
+        rows, heads, _, size = queries.shape
+        kv_heads, columns = records.shape[1], records.shape[2]
+        low, high = (bounds[:rows, side].reshape(rows, 1, 1, 1) for side in (0, 1))
+        place = mx.arange(columns).reshape(1, 1, 1, columns)
+        keys = self.layout.scheme.keys.unpack_stored(self.layout.split(records)[0], mx.float32)
+        folded = queries.astype(mx.float32).reshape(rows, kv_heads, heads // kv_heads, size)
+        scores = scale * (folded @ keys.swapaxes(-1, -2))
+        scores = mx.where((place >= low) & (place < high), scores, -mx.inf)
+        score = mx.maximum(mx.logsumexp(scores, axis=-1, keepdims=True), LOWEST)
+        out = self.attend(queries, records, bounds, longest, scale)
+        value = out.reshape(rows, kv_heads, heads // kv_heads, -1)
+        return score.swapaxes(0, 1), value.swapaxes(0, 1)
 
     def _before(self, partials: Partials, rows: int) -> tuple[mx.array, mx.array]:
         """Scores ``[rows, kv heads, lines, depth]`` and values ``[..., depth, size]``."""

@@ -88,7 +88,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         # weight of 0 times NaN is NaN, and would stay for ever.
         self._wait()
         rows = None if pieces is None else self._take(pieces)
-        for index, part in enumerate(self.arrays):
+        for index, part in enumerate([*self._keys, *self._values]):
             if rows is None:
                 part[slot] = mx.zeros(part.shape[1:], part.dtype)
                 continue
@@ -129,7 +129,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         self.end()
 
     def check(self, rows: int, capacity: int) -> None:
-        for part in self.arrays:
+        for part in (*self._keys, *self._values):
             assert (part.shape[0], part.shape[-2]) == (rows, capacity), part.shape
         assert self._handed is None
 

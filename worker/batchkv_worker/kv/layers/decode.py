@@ -15,6 +15,7 @@ from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.layers.contract import LayerKind, SlotLayer
 from batchkv_worker.kv.layers.discover import CacheTree
+from batchkv_worker.kv.layers.kinds import AttentionKind
 from batchkv_worker.kv.layers.step_graphs import StepGraphs
 from batchkv_worker.kv.slots.changes import Demand, Move
 from batchkv_worker.kv.slots.growth import STEP, NoRoom
@@ -42,10 +43,22 @@ def costs_of(kinds: Sequence[LayerKind]) -> Costs:
 
 
 def _bytes_in_prefix(kind: LayerKind) -> int:
-    """Bytes of one token in a shared prefix; nothing is computed."""
+    """Bytes of one token in a shared prefix, and in the pool; nothing is computed."""
     packed, slots = kind.slots().as_prefix(kind.template(STEP))
     arrays = {id(array): array for parts in (*packed, *slots) for array in parts}
-    return sum(int(array.nbytes) for array in arrays.values()) // STEP
+    in_pool = kind.bytes_per_token if _has_pool(kind) else 0
+    return sum(int(array.nbytes) for array in arrays.values()) // STEP + in_pool
+
+
+def _has_pool(kind: LayerKind) -> bool:
+    """Whether its slots can read shared prefixes from a pool."""
+    return isinstance(kind, AttentionKind) and kind.records is not None
+
+
+def _have_pools(kinds: Sequence[LayerKind]) -> bool:
+    """Whether that holds for all layers that keep keys and values."""
+    found = [_has_pool(kind) for kind in kinds if isinstance(kind, AttentionKind)]
+    return bool(found) and all(found)
 
 
 class DecodeSlots:
@@ -64,13 +77,14 @@ class DecodeSlots:
         """``replays``: the graph of a step may be used again for the next (``StepGraphs``)."""
         self._backend = backend
         windows = [kind.window for kind in kinds if kind.window is not None]
-        self.layouts = SlotLayouts(num_slots, windows)
+        pools = _have_pools(kinds)
+        self.layouts = SlotLayouts(num_slots, windows, in_any_order=pools)
         self.layers: list[SlotLayer] = [kind.slots() for kind in kinds]
         self.model_cache: list[Any] = tree.nested(self.layers)
         self._kinds = kinds
         for place, layer in enumerate(self.layers):
             layer.place = place
-        self._views = StepViews(shapes)
+        self._views = StepViews(shapes, pools=pools)
         self._view: StepView | None = None
         self.graphs = StepGraphs(self.layers, self.model_cache) if replays else None
 

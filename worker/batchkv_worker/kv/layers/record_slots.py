@@ -6,13 +6,18 @@ Rows come and leave as the parts that any other slots take and give, bit for bit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import mlx.core as mx
 
 from batchkv_worker.kv.attention import records
 from batchkv_worker.kv.backends.contract import RecordKernels
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
 from batchkv_worker.kv.slots.changes import Relayout
-from batchkv_worker.kv.slots.step_view import ColumnSpan
+from batchkv_worker.kv.slots.pool_view import PoolView
+from batchkv_worker.kv.slots.prefix_pool import Place
+from batchkv_worker.kv.slots.step_view import ColumnSpan, StepView
 from batchkv_worker.kv.types import PackedKV, Parts, Pieces
 
 
@@ -20,7 +25,45 @@ class RecordSlots(AttentionSlots):
     """One buffer of uint32, ``[slots, heads, capacity, words]``, for layers of the path ``kernel``.
 
     Its scheme is that of pieces, so a shared prefix is stored in one form for prefill and decode.
+    Where a step attends to prefixes in the pool (``PoolView``), their records are copied there.
     """
+
+    _pool: mx.array | None = None
+    _version = _state = 0  # of the pool, as it is in ``_pool``
+    _places: Mapping[int, Place] = MappingProxyType({})
+
+    def begin(self, view: StepView) -> None:
+        super().begin(view)
+        self._fill(self.span.pool)
+
+    def _fill(self, view: PoolView | None) -> None:
+        """Make the pool what the step at hand reads."""
+        if view is None:
+            self._pool, self._version, self._state, self._places = None, 0, 0, {}
+            return
+        if view.state == self._state:
+            return
+        if view.version != self._version:
+            shape = 1, self._scheme.shape.num_heads, view.capacity, self._records.layout.words
+            self._pool, self._places = mx.zeros(shape, mx.uint32), {}
+        assert self._pool is not None
+        for rank, (low, high) in view.places.items():
+            if self._places.get(rank) != (low, high):
+                packed = view.parts[rank].slots[self.place]
+                self._pool[..., low:high, :] = records.join(self._layer, *packed)
+        self._version, self._state, self._places = view.version, view.state, view.places
+
+    def drop(self) -> None:
+        super().drop()
+        self._fill(None)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [*self._keys, *([] if self._pool is None else [self._pool])]
+
+    def swap(self, arrays: list[mx.array]) -> None:
+        self._keys, pool = arrays[:1], arrays[1:]
+        self._pool = pool[0] if pool else None
 
     def _take(self, pieces: Pieces) -> Pieces:
         return (records.join(self._layer, *self._packed.split(pieces)),)
@@ -58,8 +101,12 @@ class RecordSlots(AttentionSlots):
 
     def _attention(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         span, partials = self.span, None
-        if span.segments:
+        if (view := span.pool) is not None:
+            assert self._pool is not None
+            what = self._pool, view.levels, view.chain, scale
+            partials = records.pooled(self._layer, queries, *what)
+        elif span.segments:
             shared = [(one.prefix.slots[self.place], one.first, one.last) for one in span.segments]
             partials = records.partials_of(self._layer, queries, shared, span.chain, scale)
-        what = self._keys[0], span.bounds, span.longest, scale, sinks, partials
-        return records.attend(self._layer, queries, *what)
+        rest = self._keys[0], span.bounds, span.longest, scale, sinks, partials
+        return records.attend(self._layer, queries, *rest)

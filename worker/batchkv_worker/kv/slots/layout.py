@@ -127,7 +127,7 @@ class SlotLayout:
         return min(self.num_slots, 1 << max(0, count - 1).bit_length())
 
     def choose(
-        self, length: int, new_ranks: Ranks = (), ranks: Mapping[int, Ranks] | None = None
+        self, length: int | None, new_ranks: Ranks = (), ranks: Mapping[int, Ranks] | None = None
     ) -> tuple[int, int | None]:
         """A slot for a row of ``length`` columns, and the free slot to move its present row to.
 
@@ -136,17 +136,20 @@ class SlotLayout:
         move to a free one. The choice that adds least to the differences between neighbours wins. A
         move must save more than it copies. The second value is None when no row has to move. Rows
         with the same shared prefixes are attended together, so these count more than lengths:
-        ``ranks`` has the ranks of their prefixes, by slot; ``new_ranks`` are the new row's.
+        ``ranks`` has the ranks of their prefixes, by slot; ``new_ranks`` are the new row's. With
+        ``length`` None lengths do not count.
         """
         if not self.num_free:
             raise ValueError("no slot is free")
         rows = min(self.num_slots, max(1, self.rows_for(self.num_active + 1)))
         ranks = ranks or {}
         lines = [
-            (ranks.get(slot, ()), self.length(slot)) if slot in self._starts else None
+            (ranks.get(slot, ()), 0 if length is None else self.length(slot))
+            if slot in self._starts
+            else None
             for slot in range(rows)
         ]
-        new = new_ranks, length
+        new = new_ranks, length or 0
         used = [slot for slot, line in enumerate(lines) if line is not None]
         free = min(
             (slot for slot, line in enumerate(lines) if line is None),

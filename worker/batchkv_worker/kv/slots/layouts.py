@@ -13,6 +13,8 @@ from itertools import takewhile
 from batchkv_worker.kv.attention.prefix_part import PrefixPart
 from batchkv_worker.kv.slots.changes import Demand, Move, Relayout
 from batchkv_worker.kv.slots.layout import SlotLayout
+from batchkv_worker.kv.slots.prefix_pool import TOGETHER_TOKENS
+from batchkv_worker.kv.slots.slot_choice import Ranks
 from batchkv_worker.kv.types import Window
 
 Changes = dict[Window, Relayout]
@@ -61,7 +63,14 @@ class Costs:
 class SlotLayouts:
     """Slots, and their columns in every layout."""
 
-    def __init__(self, num_slots: int, windows: Iterable[int] = ()) -> None:
+    def __init__(
+        self, num_slots: int, windows: Iterable[int] = (), *, in_any_order: bool = False
+    ) -> None:
+        """``in_any_order``: attention reads each row by itself, but for those with long prefixes.
+
+        Then rows of like length, or with a short prefix in common, need not be neighbours.
+        """
+        self._in_any_order = in_any_order
         self.main = SlotLayout(num_slots)
         self.all: dict[Window, SlotLayout] = {None: self.main}
         self.all.update({window: SlotLayout(num_slots, window) for window in sorted(set(windows))})
@@ -189,13 +198,20 @@ class SlotLayouts:
 
         Raises ValueError when no slot is free.
         """
-        ranks = {slot: other.ranks for slot, other in self.prefixes.items()}
-        slot, free = self.main.choose(demand.own.length, prefix.ranks if prefix else (), ranks)
+        ranks = {slot: self._ranks(other) for slot, other in self.prefixes.items()}
+        own = self._ranks(prefix) if prefix else ()
+        length = None if self._in_any_order else demand.own.length
+        slot, free = self.main.choose(length, own, ranks)
         if free is None:
             return slot, None
         move = Move(slot, free)
         self._move(move)
         return slot, move
+
+    def _ranks(self, prefix: PrefixPart) -> Ranks:
+        """Of the parts of a chain whose rows are to be neighbours."""
+        least = TOGETHER_TOKENS if self._in_any_order else 0
+        return tuple(part.rank for part in prefix.chain if part.num_own >= least)
 
     def admit(
         self,

@@ -20,6 +20,8 @@ from batchkv_worker.kv.attention.records import bounds_of, chain_of
 from batchkv_worker.kv.slots.growth import round_up
 from batchkv_worker.kv.slots.layout import SlotLayout
 from batchkv_worker.kv.slots.layouts import SlotLayouts
+from batchkv_worker.kv.slots.pool_view import PoolView, view_of
+from batchkv_worker.kv.slots.prefix_pool import PrefixPool, pays
 from batchkv_worker.kv.slots.row_groups import cut
 from batchkv_worker.kv.types import Window
 
@@ -127,10 +129,12 @@ class ColumnSpan:
     of these rows have.
     """
 
+    pool: PoolView | None = None  # where the rows' prefixes are attended in the pool
+
     # The attributes that are numbers of the host.
     FIXED = (
         *("num_rows", "stored", "write", "low", "high", "written"),
-        *("_starts", "_used", "_cuts", "_shapes"),
+        *("_starts", "_used", "_cuts", "_shapes", "_is_whole"),
     )
 
     def __init__(
@@ -140,13 +144,22 @@ class ColumnSpan:
         cuts: list[int],
         shapes: Shapes,
         prefixes: Mapping[int, SharedPrefix] | None = None,
+        *,
+        is_whole: bool = False,
     ) -> None:
+        """``is_whole``: each row is read by its ``bounds`` alone, so there are no groups.
+
+        Then ``low`` and ``high`` are those of the buffer, which are the same for many steps.
+        """
         step = shapes.step
         self.num_rows = rows
         self.stored = rows * layout.capacity
         self.write = layout.write
-        self.low = layout.lowest // step * step
-        self.high = min(layout.capacity, round_up(self.write + 1, step))
+        self.low = 0 if is_whole else layout.lowest // step * step
+        self.high = layout.capacity
+        if not is_whole:
+            self.high = min(layout.capacity, round_up(self.write + 1, step))
+        self._is_whole = is_whole
         self.written: Cells = slice(rows), _ALL, slice(self.write, self.write + 1)
         self._starts = [layout.start(slot) for slot in range(rows)]
         self._used = layout.slots
@@ -167,6 +180,8 @@ class ColumnSpan:
     @cached_property
     def shape_of_groups(self) -> list[tuple[int, int, int, bool, int]]:
         """Of each group its rows, first column, whether it has a mask, and the prefix's rank."""
+        if self._is_whole:
+            return []
         step = self._shapes.step
         lows = [min(self._starts[first:last]) // step * step for first, last, _ in self._runs]
         return [
@@ -313,10 +328,12 @@ class StepView:
 class StepViews:
     """Makes each step's view; keeps the ends of groups until a row enters or leaves."""
 
-    def __init__(self, shapes: Shapes) -> None:
+    def __init__(self, shapes: Shapes, *, pools: bool = False) -> None:
+        """``pools``: all layers that keep every token have a pool of prefixes."""
         self.shapes = shapes
         self._cuts: dict[Window, list[int]] = {}
         self._made_for: tuple[int, int, int] | None = None  # version, rows, age of the cuts
+        self._pool = PrefixPool() if pools else None
 
     def view(self, layouts: SlotLayouts) -> StepView:
         """The next step of ``layouts``."""
@@ -330,13 +347,35 @@ class StepViews:
         # ``DecodeSlots`` gives parts with arrays to the layouts, whose type has no arrays.
         prefixes = cast("Mapping[int, SharedPrefix]", layouts.prefixes)
         spans = {
-            window: ColumnSpan(layout, rows, self._cuts[window], shapes, prefixes)
-            if window is None
+            window: self._whole(layout, rows)
+            if self._pool is not None
             else ColumnSpan(layout, rows, self._cuts[window], shapes)
             for window, layout in layouts.all.items()
         }
+        spans[None] = self._main_span(main, rows, prefixes)
         offsets = mx.array([layouts.size(slot) for slot in range(rows)], dtype=mx.int32)
         return StepView(rows, offsets, spans)
+
+    def _whole(self, layout: SlotLayout, rows: int) -> ColumnSpan:
+        return ColumnSpan(layout, rows, [], self.shapes, is_whole=True)
+
+    def _main_span(
+        self, main: SlotLayout, rows: int, prefixes: Mapping[int, SharedPrefix]
+    ) -> ColumnSpan:
+        """That of the layers that keep every token, which may share prefixes."""
+        span = ColumnSpan(main, rows, self._cuts[None], self.shapes, prefixes)
+        if self._pool is None:
+            return span
+        lengths = [one.num_tokens for slot, one in prefixes.items() if slot < rows]
+        if lengths and not pays(lengths, len(span.segments)):
+            self._pool.hold({})
+            return span
+        whole = self._whole(main, rows)
+        if lengths:
+            whole.pool = view_of(self._pool, [prefixes.get(slot) for slot in range(rows)])
+        else:
+            self._pool.hold({})
+        return whole
 
     def _cut(self, layout: SlotLayout, rows: int) -> list[int]:
         lengths = [layout.length(slot) + 1 for slot in range(rows)]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from batchkv_worker.kv.slots.pool_view import PoolView
 from batchkv_worker.kv.slots.step_view import ColumnSpan, StepView
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def signature(view: StepView, *, is_exact: bool) -> Any:
             span.high,
             span.longest,
             span.shape_of_groups,
+            None if span.pool is None else span.pool.shape,
         )
         for window, span in view.spans.items()
     ]
@@ -49,6 +51,7 @@ def arguments(view: StepView) -> list[mx.array]:
     found = [view.offsets]
     for span in view.spans.values():
         found += [span.bounds, mx.array([span.write], mx.int32)]
+        found += [] if span.pool is None else span.pool.arrays
     return [*found, *_prefix_arrays(view)]
 
 
@@ -56,13 +59,18 @@ def traced(view: StepView, given: Sequence[mx.array]) -> StepView:
     """The same step with the arrays ``given`` in the place of ``arguments``."""
     left = iter(given)
     offsets = next(left)
-    pairs = [(next(left), next(left)) for _ in view.spans]
+    pairs, pools = [], []
+    for span in view.spans.values():
+        pairs.append((next(left), next(left)))
+        pools.append(None if span.pool is None else span.pool.with_arrays(left))
     clones: dict[int, SharedPrefix] = {}
     for prefix in _prefixes(view):
         clones[prefix.rank] = _clone(prefix, clones, left)
     spans = {
-        window: TracedSpan(span, *pair, {slot: clones[one.rank] for slot, one in span.prefixes})
-        for (window, span), pair in zip(view.spans.items(), pairs, strict=True)
+        window: TracedSpan(
+            span, *pair, {slot: clones[one.rank] for slot, one in span.prefixes}, pool
+        )
+        for (window, span), pair, pool in zip(view.spans.items(), pairs, pools, strict=True)
     }
     return StepView(view.num_rows, offsets, spans)
 
@@ -76,7 +84,9 @@ class TracedSpan(ColumnSpan):
         bounds: mx.array,
         write: mx.array,
         prefixes: Mapping[int, SharedPrefix],
+        pool: PoolView | None = None,
     ) -> None:
+        self.pool = pool
         for name in self.FIXED:
             setattr(self, name, getattr(span, name))
         self._prefixes = prefixes

@@ -135,7 +135,9 @@ def decide(
     prefix_cells = fixed.prefix_cells
     if prefix_cells is None:
         prefix_cells = prefix_cost.UNMEASURED
-        if full and is_hooked and fixed.path is None:
+        # From a pool, prefixes are read by the kernel that reads rows: there is no more to launch.
+        is_timed = full and choices[full[0]].path not in (None, "kernel")
+        if is_timed and is_hooked and fixed.path is None:
             attention = attention_of(backend, full[0], dtype, choices[full[0]])
             heads = _query_heads(model, tree, full[0])
             prefix_cells = measure_prefix_cells(attention, heads, rows)

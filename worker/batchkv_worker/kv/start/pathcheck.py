@@ -297,14 +297,15 @@ class _PrefixSample:
     def check(self, is_whole: bool) -> list[PathCheck]:
         """A prefix and own tokens with a mask; then a chain of two without.
 
-        In the chain, the long prefix is attended for the rows of several groups.
+        In the chain, the long prefix is attended for the rows of several groups. Where slots keep
+        records, the first prefix is in a pool, and the chain is of products.
         """
         layer, scale, queries = self._layer, self._scale, self._queries
         long, short, own = self._long.parts(1), self._short.parts(1), self._own
         if layer.records is not None:
             return self._checks(
-                lambda: self._by_kernel([long], _ROWS)[:_FREE],
-                lambda: self._by_kernel([long, short], 1),
+                lambda: self._by_kernel([long], _ROWS, in_pool=True)[:_FREE],
+                lambda: self._by_kernel([long, short], 1, in_pool=False),
             )
         dense = layer.dequantized if is_whole else layer
 
@@ -325,13 +326,12 @@ class _PrefixSample:
 
         return self._checks(masked, chain)
 
-    def _by_kernel(self, prefixes: list[PackedKV], rows: int) -> mx.array:
-        """Partial results of each prefix, and the kernel over own tokens."""
-        layer, scale, queries = self._layer, self._scale, self._queries[:rows]
-        chain = records.chain_of([(0, rows)] * len(prefixes), rows)
-        shared = [(one, 0, rows) for one in prefixes]
-        partials = records.partials_of(layer, queries, shared, chain, scale)
-        own = self._own.records(layer), self._own.bounds, _OWN, scale
+    def _by_kernel(self, prefixes: list[PackedKV], rows: int, *, in_pool: bool) -> mx.array:
+        """The kernel over own tokens, joined with the prefixes."""
+        layer, queries = self._layer, self._queries[:rows]
+        attend_all = records.pooled_for_all if in_pool else records.partials_for_all
+        partials = attend_all(layer, queries, prefixes, self._scale)
+        own = self._own.records(layer), self._own.bounds, _OWN, self._scale
         return records.attend(layer, queries, *own, partials=partials)
 
     def _checks(

@@ -17,7 +17,7 @@ from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.attention import shared_prefix
 from batchkv_worker.kv.attention.paths import LayerAttention, attend
 from batchkv_worker.kv.attention.records import attend as attend_records
-from batchkv_worker.kv.attention.records import bounds_of, chain_of, kernels_of, partials_of
+from batchkv_worker.kv.attention.records import bounds_of, kernels_of, partials_for_all
 from batchkv_worker.kv.backends.compare import are_close
 from batchkv_worker.kv.backends.contract import PrefixKernel
 from batchkv_worker.kv.backends.measurements import Codec
@@ -149,12 +149,11 @@ class _Sample:
         join = kernels_of(layer).layout.join
         whole, rest = join(*lines), join(*own)
         firsts = [min(row, OWN - 1) for row in range(rows)]
-        chain = chain_of([(0, rows)], rows)
         both = [bounds_of(firsts, [count] * rows) for count in (tokens + OWN, OWN)]
-        mx.eval(whole, rest, chain, both)
+        mx.eval(whole, rest, both)
 
         def with_prefix() -> mx.array:
-            before = partials_of(layer, queries, [(shared, 0, rows)], chain, SCALE)
+            before = partials_for_all(layer, queries, [shared], SCALE)
             return attend_records(layer, queries, rest, both[1], OWN, SCALE, partials=before)
 
         return (

@@ -6,8 +6,9 @@
                   line * int64_t(scores_strides[2])])
 float top = LOWEST;
 #if PREFIXES
+const int DEPTH = chain_shape[1];
 for (int depth = 0; depth < DEPTH; depth++) {
-  const int64_t entry = chain[row * DEPTH + depth];
+  const int64_t entry = chain[row * int64_t(DEPTH) + depth];
   if (entry >= 0) {
     top = max(top, PREFIX_SCORE(entry));
   }
@@ -23,7 +24,7 @@ float sum = 0.0f;
 float total = 0.0f;
 #if PREFIXES
 for (int depth = 0; depth < DEPTH; depth++) {
-  const int64_t entry = chain[row * DEPTH + depth];
+  const int64_t entry = chain[row * int64_t(DEPTH) + depth];
   if (entry >= 0) {
     const float weight = EXP2(PREFIX_SCORE(entry) - top);
     sum += weight;
