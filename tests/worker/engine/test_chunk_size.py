@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -35,14 +36,27 @@ class SlowCompiler:
 
 
 def chosen_on(
-    monkeypatch: pytest.MonkeyPatch, device: SlowCompiler, *, is_cuda: bool = True
+    monkeypatch: pytest.MonkeyPatch,
+    device: SlowCompiler,
+    *,
+    is_cuda: bool = True,
+    observe: Callable[[int, float], object] = lambda *_: None,
 ) -> int:
-    """The size that `auto` chooses there."""
+    """The size that `auto` chooses there; ``observe`` gets its tokens and seconds."""
     monkeypatch.setattr(chunk_probe, "time", device)
     monkeypatch.setattr(chunk_probe, "_compute", device.compute)
     plan = SimpleNamespace(backend=CudaBackend() if is_cuda else GpuBackend())
     loaded: Any = SimpleNamespace(context=32_768, config={})
-    return chunk_probe.choose_chunk(loaded, cast("KvPlan", plan))
+    return chunk_probe.choose_chunk(loaded, cast("KvPlan", plan), observe)
+
+
+def test_the_speed_that_was_measured_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a worker's first prompt can be compared with loading it, before any was computed."""
+    told: list[tuple[int, float]] = []
+    device = SlowCompiler({256: 0.2, 512: 0.3, 1024: 0.5, 2048: 1.0}, compiling=0.1)
+    chosen = chosen_on(monkeypatch, device, observe=lambda *one: told.append(one))
+    assert [size for size, _ in told] == [chosen] == [1024]
+    assert told[0][1] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,11 @@ MEASURED: Codec[Measured] = Codec(
 )
 
 
-def choose_chunk(loaded: LoadedModel, plan: KvPlan) -> int:
-    """Tokens a chunk for this model on this device."""
+def choose_chunk(loaded: LoadedModel, plan: KvPlan, observe: Callable[[int, float], object]) -> int:
+    """Tokens a chunk for this model on this device.
+
+    ``observe`` gets the tokens and the seconds of such a chunk, if any was timed.
+    """
     backend = plan.backend
     if not backend.measures_chunk:
         return backend.usual_chunk
@@ -78,7 +81,12 @@ def choose_chunk(loaded: LoadedModel, plan: KvPlan) -> int:
         CHUNKS, lambda: measure(loaded, plan, SECONDS, START_SECONDS), MEASURED
     )
     mx.clear_cache()
-    return smallest_fast(found, backend.usual_chunk, least_chunk(loaded.config, memory_bytes()))
+    least = least_chunk(loaded.config, memory_bytes())
+    chosen = smallest_fast(found, backend.usual_chunk, least)
+    if found.speeds:
+        size = min(found.speeds, key=lambda size: abs(size - chosen))
+        observe(size, size / found.speeds[size])
+    return chosen
 
 
 def measure(

@@ -91,7 +91,7 @@ class Engine:
             *(plan.costs, plan.kinds, client.root, client.on_new),
         )
         client.attach(self.prefixes)
-        chunk = config.chunk_tokens or choose_chunk(loaded, plan)
+        chunk = config.chunk_tokens or choose_chunk(loaded, plan, client.observe_prefill)
         memory = config.memory_bytes - self.prefixes.max_bytes
         self._slots = plan.slots(config.slots)
         self._scheduler = Scheduler(
