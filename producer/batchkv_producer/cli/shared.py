@@ -17,6 +17,7 @@ import click
 from redis import Redis
 
 from batchkv_producer.client import Client
+from batchkv_producer.errors import UsageError
 from batchkv_producer.interface import BatchClient
 from batchkv_producer.monitor.delays import Delays
 from batchkv_producer.progress import printable
@@ -49,10 +50,23 @@ url_option = click.option(
     "[default: the embedded server]",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def _one_model(_context: object, _option: object, named: tuple[str, ...]) -> str | None:
+    if len(set(named)) > 1:
+        raise UsageError(
+            f"-m {' -m '.join(named)}: a batch has one model. Split the file, and give each "
+            "part its own command; `batchkv worker` takes several -m"
+        )
+    return named[0] if named else None
+
+
 model_option = click.option(
     "-m",
     "--model",
     metavar="MODEL",
+    multiple=True,
+    callback=_one_model,
     help="The model of all rows.  [default: the one that all lines name, else BATCHKV_MODEL]",
 )
 

@@ -324,6 +324,13 @@ def test_wrong_rows_are_exit_code_1(at_server: str, redis_connection: Redis, sou
     assert Client(redis_connection).status(found.stdout.strip()).queued == 2
 
 
+def test_two_models_of_a_batch_are_refused(source: Path) -> None:
+    """``worker`` takes several -m. ``run`` and ``submit`` do not take the last in silence."""
+    done = CliRunner().invoke(cli, ["submit", str(source), "-m", "a", "-m", "b", "--dry-run"])
+    assert done.exit_code == 2
+    assert "-m a -m b: a batch has one model" in done.output
+
+
 def test_dry_run_needs_no_model(source: Path) -> None:
     """Rows are checked although no model is named. All wrong rows are counted."""
     source.write_text("{broken\n" * 25, "utf-8")
