@@ -187,3 +187,29 @@ def test_suspects_are_never_handed_over(redis_connection: Redis) -> None:
     desk.look()
     assert waiting_lines(redis_connection) == []
     assert len(desk.in_flight) == 1
+
+
+def test_what_has_changed_is_told_soon(redis_connection: Redis) -> None:
+    """Also when all are soon done. A worker that is alone has no hurry."""
+    alone = Desk(redis_connection).puller.pacing
+    alone.note_change()
+    alone.note_seconds_left(1.0)
+    assert alone.poll_seconds() == math.inf
+    told = slow_desk(redis_connection).puller.pacing
+    told.poll_seconds()
+    told.note_change()
+    assert told.poll_seconds() == pacing.NEWS_SECONDS
+    told.note_seconds_left(1.0)
+    assert told.poll_seconds() == pacing.QUICK_POLL_SECONDS
+    told.note_seconds_left(pacing.END_SECONDS)
+    assert told.poll_seconds() == math.inf
+
+
+def test_full_workers_are_waited_for(redis_connection: Redis) -> None:
+    """Patience ends only for workers that could begin rows at once and take none."""
+    submit(redis_connection, ["p"])
+    desk = slow_desk(redis_connection)
+    for free, is_left in ((0, False), (8, True)):
+        tell(redis_connection, "fast", f"90000.0 0 0 {free} {free} 0")
+        desk.look()
+        assert (desk.puller.pacing.num_left > 0) == is_left

@@ -88,6 +88,11 @@ class Pacing:
         self._num_told += 1
         self._in_flight.note_crowd(self.crowd(), self._others.num_workers)
 
+    @property
+    def num_left(self) -> int:
+        """How many jobs this worker leaves to others that could begin them at once."""
+        return self._left[0]
+
     def note_change(self) -> None:
         """This worker has taken jobs or given some back. It tells the others soon."""
         self._has_news = True

@@ -108,6 +108,14 @@ def test_work_is_shared_by_speed(told: Crowd, count: int) -> None:
     assert jobs_to_return(replace(SHARING, told=told)) == count
 
 
+def test_what_was_promised_is_started() -> None:
+    """Redis counts the rows as begun for which there was room. The queue may be empty since."""
+    view = View(slots=16, prefetch=32, num_started=30, backlog=40, queued=0, num_workers=2)
+    assert jobs_to_start(view) == 0, "few rows wait in the engine at the end"
+    assert jobs_to_start(view, promised=18) == 18
+    assert jobs_to_start(replace(view, backlog=4), promised=18) == 4
+
+
 def test_a_slow_worker_leaves_the_last_rows() -> None:
     """Faster workers would end them sooner. If they take none for a while, it does take them."""
     told = crowd(Pace(1.0, 0.0), Pace(9.0, 0.0))
