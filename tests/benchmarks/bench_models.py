@@ -1,6 +1,6 @@
 """Two models, three hosts, many rows: who loads what, and whether any row waits in vain.
 
-    python tests/benchmarks/bench_models.py [--quick] [--real] [--json FILE]
+    python tests/benchmarks/bench_models.py [--quick] [--real] [--kill] [--json FILE]
 
 A large host holds both models together; two small ones hold one at a time. Half of the rows of each
 model are queued at the start, the others while the hosts work. Each row must end exactly once.
@@ -8,7 +8,8 @@ The hosts may load at most as often as there are hosts and models. No row may wa
 that holds its model has been idle for more than a few seconds.
 
 Engines are fake (they sleep): what is measured is who does what. ``--real`` uses ``batchkv worker``
-with the demo model, a copy of it, and ``--memory``. Exit code 1 if a demand is not met.
+with the demo model, a copy of it, and ``--memory``. ``--kill`` ends a small host with SIGKILL while
+it changes. Exit code 1 if a demand is not met.
 """
 
 from __future__ import annotations
@@ -96,7 +97,16 @@ def look(connection: Redis, models: Sequence[str], idle: Idle) -> float:
     return max((now - idle.setdefault(name, now) for name in waiting), default=0.0)
 
 
-def measure(num_rows: int, *, is_real: bool) -> dict[str, Any]:
+def kill_who_changes(started: Sequence[WorkerProcess]) -> bool:
+    """Kill a host that changes its model. Returns whether one did."""
+    for one in started:
+        if "changing to" in one.said and one.process.poll() is None:
+            one.process.kill()
+            return True
+    return False
+
+
+def measure(num_rows: int, *, is_real: bool, is_kill: bool) -> dict[str, Any]:
     """One run; its figures."""
     with tempfile.TemporaryDirectory() as temporary, running_server() as server:
         folder = Path(temporary)
@@ -108,7 +118,8 @@ def measure(num_rows: int, *, is_real: bool) -> dict[str, Any]:
             shutil.copytree(demo, copied)
             models = ["demo", str(copied)]
         with server.connect() as connection:
-            return run(connection, server.url, folder, models, num_rows, is_real=is_real)
+            place = (connection, server.url, folder)
+            return run(*place, models, num_rows, is_real=is_real, is_kill=is_kill)
 
 
 def run(
@@ -119,17 +130,19 @@ def run(
     num_rows: int,
     *,
     is_real: bool,
+    is_kill: bool,
 ) -> dict[str, Any]:
     """Queue, work, check, count."""
     quarter = num_rows // 4
     batches = {(m, 1): submit(connection, folder, m, 1, quarter) for m in models}
     began, idle, longest, is_second = time.monotonic(), Idle(), 0.0, False
     started = (start_real if is_real else start_fake)(url, folder, models)
-    client = Client(connection)
+    client, has_killed = Client(connection), not is_kill
     with workers(*started):
         while not all(client.status(batch).is_done for batch in batches.values()) or not is_second:
             assert time.monotonic() - began < TIMEOUT_SECONDS, "waited too long"
             longest = max(longest, look(connection, models, idle))
+            has_killed = has_killed or kill_who_changes(started)
             num_ended = sum(client.status(batch).num_ended for batch in batches.values())
             if not is_second and num_ended >= quarter:
                 batches |= {(m, 2): submit(connection, folder, m, 2, quarter) for m in models}
@@ -159,12 +172,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="200 rows")
     parser.add_argument("--real", action="store_true", help="real engines")
+    parser.add_argument("--kill", action="store_true", help="kill a host that changes its model")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = measure(200 if options.quick else 2000, is_real=options.real)
+    found = measure(200 if options.quick else 2000, is_real=options.real, is_kill=options.kill)
     found["load_average"] = os.getloadavg()
     for name, value in found.items():
         print(f"{name:14} {value}")
+    if options.kill and -9 not in found["exit_codes"]:
+        print("no host changed its model, so none was killed")
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
     is_met = found["loads"] <= found["most_loads"] and found["idle_seconds"] <= IDLE_LIMIT_SECONDS
