@@ -33,7 +33,7 @@ PATCHED = tuple(
     f"batchkv_gateway.{name}"
     for name in (
         *("http.limits", "http.server", "batches.driver", "batches.steps"),
-        *("live.answering", "live.calls", "webhooks.sender"),
+        *("live.answering", "live.calls", "webhooks.sender", "cli"),
     )
 )
 

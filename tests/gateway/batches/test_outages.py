@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,3 +188,21 @@ def test_a_clock_that_jumps_ends_no_batch(
             made.append(create(client, "a", text="4"))
             for each in made:
                 assert completed(gateway, each.id) == ["a"]
+
+
+def test_a_server_that_hangs_does_not_keep_the_gateway(
+    server: RedisServer, redis: Redis, tmp_path: Path
+) -> None:
+    """After SIGTERM it waits some time for its steps, then it ends without them, and says so."""
+    with running_gateway(server.url, tmp_path / "home", END_SECONDS=0.3, **SOON) as gateway:
+        with gateway.client() as client:
+            made = create(client, "a")
+            wait_until(lambda: client.batches.retrieve(made.id).status == "in_progress")
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            time.sleep(0.5)  # in which a step begins, and hangs
+            gateway.process.terminate()
+            assert gateway.process.wait(20) == 0
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        assert "stopped in the middle of a step" in gateway.log.read_text()
