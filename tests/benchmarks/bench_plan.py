@@ -11,8 +11,9 @@ The first table is of the trace. A local hit is a block at a prompt's beginning 
 the ceiling is what one endless memory would hit. The last rows have a store that all workers share
 besides, under different rules of what is written there ("shared" is the shipped one), and memories
 that forget by last use alone. The second table compares the time of several queues with the least
-time (``plan.workloads.least_seconds``). --quick takes every fourth conversation. Exit code 1 when a
-target is missed.
+time (``plan.workloads.least_seconds``). "pooled" is nearer to what is possible for a few jobs: a
+rule that does not know how long answers are can hardly be quicker (``pooled_seconds``). --quick
+takes every fourth conversation. Exit code 1 when a target is missed.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from benchmarks.plan.workloads import (
     least_seconds,
     many_small_groups,
     one_giant_group,
+    pooled_seconds,
 )
 
 DATA = Path(os.environ.get("BATCHKV_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -106,6 +108,7 @@ def times(trace: Sequence[Job]) -> dict[str, dict[str, float]]:
         found[name] = {
             "jobs": len(jobs),
             "least": least_seconds(order),
+            "pooled": max(least_seconds(order), pooled_seconds(order)),
             "seconds": got.seconds,
             "idle": got.idle,
             "local": got.local,
@@ -117,12 +120,14 @@ def times(trace: Sequence[Job]) -> dict[str, dict[str, float]]:
 
 def report_times(found: dict[str, dict[str, float]]) -> bool:
     """The table of times. Returns whether all targets are met."""
-    print(f"\n{'':<32}{'jobs':>7}{'least':>8}{'shipped':>9}{'ratio':>7}{'idle':>6}{'hits':>7}")
+    heads = f"{'jobs':>7}{'least':>8}{'pooled':>8}{'shipped':>9}{'ratio':>7}{'idle':>6}{'hits':>7}"
+    print(f"\n{'':<32}{heads}")
     is_met = True
     for name, got in found.items():
         ratio = got["seconds"] / got["least"]
         is_met &= name == NO_TARGET or ratio <= most_time(got["jobs"])
-        line = f"{name:<32}{got['jobs']:>7,.0f}{got['least']:>7,.0f}s{got['seconds']:>8,.0f}s"
+        line = f"{name:<32}{got['jobs']:>7,.0f}{got['least']:>7,.0f}s{got['pooled']:>7,.0f}s"
+        line += f"{got['seconds']:>8,.0f}s"
         print(f"{line}{ratio:>7.3f}{got['idle']:>6.0%}{got['local']:>7.1%}")
     print(
         f"target: at most {MAX_TIME} of the least time with over {MANY_JOBS} jobs a worker, else "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import count, takewhile
 
 from benchmarks.plan.simulation import (
     ANSWER_TOKENS_PER_SECOND,
@@ -97,6 +97,24 @@ def least_seconds(order: Sequence[Job], speeds: Sequence[float] = SPEEDS) -> flo
         job.num_prompt / PROMPT_TOKENS_PER_SECOND + job.num_answer / row_rate for job in order
     )
     return max(prompts, answers, longest / top)
+
+
+def pooled_seconds(order: Sequence[Job], speeds: Sequence[float] = SPEEDS) -> float:
+    """The time if nobody knows how long answers are, and nothing else is lost.
+
+    One worker as fast as all together computes the prompts in their order, each prefix once. Each
+    answer is generated at the speed of the fastest. An answer that is long and begins late takes
+    its time, whoever computes it.
+    """
+    has: set[int] = set()
+    now = end = 0.0
+    for job in order:
+        num_held = sum(1 for _ in takewhile(has.__contains__, job.chain))
+        has.update(job.chain)
+        num_tokens = max(1, job.num_prompt - num_held * BLOCK_TOKENS)
+        now += num_tokens / PROMPT_TOKENS_PER_SECOND / sum(speeds)
+        end = max(end, now + job.num_answer / ANSWER_TOKENS_PER_SECOND / max(speeds))
+    return end
 
 
 def _least_split(order: Sequence[Job], speeds: Sequence[float]) -> float:
