@@ -84,9 +84,6 @@ class HostBackend(CudaBackend):
         )
         return (FuseLinears(projections, rows),)
 
-    def prefix_kernel(self, *_: Any) -> None:
-        return None
-
     def pacing(self) -> Pacing:
         return UNPACED
 

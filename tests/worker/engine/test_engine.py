@@ -624,13 +624,6 @@ def test_rows_that_come_in_together_start_together() -> None:
     assert views == [(8, True)] * 10
 
 
-class CudaWithoutItsKernel(CudaBackend):
-    """All of CUDA's backend that can run on a CPU."""
-
-    def prefix_kernel(self, *_: object) -> None:
-        return None
-
-
 @pytest.mark.parametrize("scheme", ["float", "affine8"])
 @pytest.mark.parametrize(
     "backend",
@@ -638,7 +631,7 @@ class CudaWithoutItsKernel(CudaBackend):
         GenericBackend(),
         x86(),
         MetalBackend(replays_steps=False),
-        CudaWithoutItsKernel(replays_steps=False),
+        CudaBackend(replays_steps=False),
     ],
     ids=["generic", "x86", "metal", "cuda"],
 )

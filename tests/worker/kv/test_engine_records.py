@@ -11,6 +11,7 @@ import pytest
 from batchkv_worker.kv.kernels.decode import DecodeKernels
 from batchkv_worker.kv.kernels.layout import RecordLayout
 from batchkv_worker.kv.layers.record_slots import RecordSlots
+from batchkv_worker.kv.slots import prefix_pool
 from worker.kv.crowd import Crowd, random_prompt
 from worker.kv.kernels.cpp_launch import CppLaunch, is_there_a_compiler
 from worker.kv.record_backends import WithRecords, x86_with_records
@@ -64,6 +65,34 @@ def test_tokens_are_those_of_slots_with_parts(family: str, scheme: str) -> None:
     """Rows of unequal length, with shared prefixes where the model takes them."""
     wanted = answers(crowd_of(family, scheme), prompts())
     assert answers(crowd_of(family, scheme, WithRecords()), prompts()) == wanted
+
+
+@pytest.mark.parametrize("start_cells", [0, 2**20])
+def test_prefixes_in_the_pool_or_by_themselves_give_the_same(
+    start_cells: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chains of prefixes, and rows without; and both ways in turns, as rows come and go."""
+    rows = prompts() | {
+        str(index): PREFIX + random_prompt(9, 300) + random_prompt(index, 7 + index)
+        for index in (7, 8, 9)
+    }
+    wanted = answers(crowd_of("llama", "affine8", slots=8), rows)
+    monkeypatch.setattr(prefix_pool, "START_CELLS", start_cells)
+    crowd = crowd_of("llama", "affine8", WithRecords(), slots=8)
+    used: set[bool] = set()
+    views = crowd.engine._slots._views
+    real = views.view
+
+    def watched(layouts: Any) -> Any:
+        if start_cells:
+            monkeypatch.setattr(prefix_pool, "START_CELLS", start_cells * (len(used) % 2))
+        found = real(layouts)
+        used.add(found.spans[None].pool is not None)
+        return found
+
+    monkeypatch.setattr(views, "view", watched)
+    assert answers(crowd, rows) == wanted
+    assert (True in used) is (start_cells > 0)
 
 
 def test_a_cpu_starts_each_layer_with_records_too() -> None:

@@ -45,7 +45,7 @@ def prefix_verdict(engine: Engine) -> Verdict | None:
         if kind.path is not None:
             scheme = in_slots(kind.scheme, kind.path)
             layer = LayerAttention(
-                *(kind.backend, scheme, kind.dtype, kind.path, kind.kernel), records=kind.records
+                *(kind.backend, scheme, kind.dtype, kind.path), records=kind.records
             )
             checks += check_prefix(layer, _query_heads(engine, kind.scheme))
     return judge_paths(checks)

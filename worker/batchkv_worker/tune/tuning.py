@@ -12,14 +12,12 @@ from batchkv_worker.kv.backends.measurements import FUSED_AGREE, FUSED_LINEARS
 from batchkv_worker.kv.start import pathcheck
 from batchkv_worker.kv.start.layer_choice import (
     CELLS,
-    KERNELS,
     PATHS,
     PATHS_WITH_KERNEL,
     PROMPTS,
     SHARING,
 )
-from batchkv_worker.kv.start.pathcheck import CHECKS, KERNEL, PREFILL, PREFIX, STORED, PathCheck
-from batchkv_worker.kv.start.prefix_cost import KERNEL_CHOICE
+from batchkv_worker.kv.start.pathcheck import CHECKS, PREFILL, PREFIX, STORED, PathCheck
 from batchkv_worker.kv.start.probe import CHOICE, LONG, SHORT, Choice
 
 
@@ -142,10 +140,6 @@ def _prefix_lines(results: Mapping[str, Any], layer: str) -> Iterable[PathLine]:
     for _, value in _of_layer(results, SHARING, layer):
         checks = CHECKS.from_json(value)
         yield _line(checks, PREFIX, None, None, is_chosen=pathcheck.is_right(checks, PREFIX))
-    for _, value in _of_layer(results, KERNELS, layer):
-        kernel = KERNEL_CHOICE.from_json(value)
-        if kernel.checks:
-            yield _line(kernel.checks, KERNEL, None, None, is_chosen=kernel.is_used)
 
 
 def _line(

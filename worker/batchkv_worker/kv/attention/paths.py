@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 import mlx.core as mx
 from mlx_lm.models import base
 
-from batchkv_worker.kv.backends.contract import Backend, PrefixKernel, RecordKernels, Softmax
+from batchkv_worker.kv.backends.contract import Backend, RecordKernels, Softmax
 from batchkv_worker.kv.backends.rebind import binds, rebind
 from batchkv_worker.kv.backends.softmax import hide
 from batchkv_worker.kv.schemes.packing import LayerScheme
@@ -111,7 +111,6 @@ class LayerAttention:
     """How one layer attends to packed keys and values.
 
     ``scheme``: of the given parts, in decode that of ``in_slots``. ``dtype``: of dense copies.
-    ``kernel``: for decode with shared prefixes, if there is one.
     ``has_fused``: whether the fused path is right on this device. ``records``: the kernels of the
     path ``kernel``.
     """
@@ -120,7 +119,6 @@ class LayerAttention:
     scheme: LayerScheme
     dtype: mx.Dtype
     path: Path = "fused"
-    kernel: PrefixKernel | None = None
     has_fused: bool = True
     records: RecordKernels | None = None
 

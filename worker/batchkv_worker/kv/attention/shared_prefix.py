@@ -25,7 +25,7 @@ import mlx.core as mx
 
 from batchkv_worker.kv.attention.paths import LayerAttention, scores_of, weighted_values
 from batchkv_worker.kv.attention.prefix_part import PrefixPart
-from batchkv_worker.kv.backends.contract import PrefixKernel, Softmax
+from batchkv_worker.kv.backends.contract import Softmax
 from batchkv_worker.kv.backends.softmax import hide
 from batchkv_worker.kv.types import PackedKV
 
@@ -129,9 +129,6 @@ def attend(
     rotated = rotated.reshape(rows, kv_heads, lines, size)
     together = _by_head(rotated)
     prefix_scores = [scores_of(layer, together, keys) for keys, _ in shared]
-    kernel = layer.kernel if num_tokens == 1 and not layer.is_packed else None
-    if kernel is not None and kernel.takes(lines, queries.dtype):
-        return _by_kernel(layer, kernel, rotated, prefix_scores, shared, own, mask, sinks, partials)
     own_scores = scores_of(layer, rotated, own[0], packed=layer.is_packed)
     if mask is not None:
         split = own_scores.reshape(rows, heads, num_tokens, own_scores.shape[-1])
@@ -148,32 +145,6 @@ def attend(
     if total is not None:
         out = out / total
     return scheme.values.unrotate(out.reshape(rows, heads, num_tokens, scheme.shape.value_size))
-
-
-def _by_kernel(
-    layer: LayerAttention,
-    kernel: PrefixKernel,
-    queries: mx.array,
-    prefix_scores: list[mx.array],
-    shared: Sequence[PackedKV],
-    own: PackedKV,
-    mask: mx.array | None,
-    sinks: mx.array | None,
-    partials: Sequence[PartialAttention],
-) -> mx.array:
-    """The rest of ``attend`` where one kernel weighs; ``queries`` are by KV head, and scaled."""
-    rows, kv_heads, lines, _ = queries.shape
-    scheme, dtype = layer.scheme, layer.dtype
-    keys, values = (
-        tensor.unpack_stored(parts, dtype)
-        for tensor, parts in ((scheme.keys, own[0]), (scheme.values, own[1]))
-    )
-    pairs = [(one.score, one.value) for one in partials]
-    out, weights = kernel.weigh(queries, prefix_scores, pairs, keys, values, mask, sinks)
-    for weight, (_, stored) in zip(weights, shared, strict=True):
-        out = mx.addmm(out, weight, scheme.values.unpack_stored(stored, dtype))
-    out = out.reshape(kv_heads, rows, lines, -1).swapaxes(0, 1)
-    return scheme.values.unrotate(out.reshape(rows, kv_heads * lines, 1, -1))
 
 
 def _weigh(

@@ -50,25 +50,6 @@ class Pacing(Protocol):
         """The attention of the next layer gives ``output``."""
 
 
-class PrefixKernel(Protocol):
-    """One kernel for the part of a decode step between the two products of a shared prefix."""
-
-    def takes(self, lines: int, dtype: mx.Dtype) -> bool:
-        """Whether it was made for so many query heads a KV head, and this dtype."""
-
-    def weigh(
-        self,
-        queries: mx.array,
-        prefix_scores: Sequence[mx.array],
-        partials: Sequence[tuple[mx.array, mx.array]],
-        keys: mx.array,
-        values: mx.array,
-        mask: mx.array | None,
-        sinks: mx.array | None,
-    ) -> tuple[mx.array, list[mx.array]]:
-        """The output over rows' own tokens, and the weights of the prefixes' tokens."""
-
-
 class RecordKernels(Protocol):
     """Kernels for slots that keep one record a token: packed keys and values side by side."""
 
@@ -206,11 +187,6 @@ class Backend(Protocol):
 
     def changes(self, model: Any, dtype: mx.Dtype, rows: int) -> Sequence[Change]:
         """The changes to make to ``model``, for steps of up to ``rows`` rows. Makes none yet."""
-
-    def prefix_kernel(
-        self, scheme: LayerScheme, lines: int, dtype: mx.Dtype
-    ) -> PrefixKernel | None:
-        """The kernel for layers of ``scheme`` with ``lines`` query heads a KV head, if any."""
 
     def record_kernels(
         self, scheme: LayerScheme, lines: int, dtype: mx.Dtype

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.kv.backends.contract import Change, Pacing, PrefixKernel, RecordKernels, Softmax
+from batchkv_worker.kv.backends.contract import Change, Pacing, RecordKernels, Softmax
 from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.backends.pacing import UNPACED
 from batchkv_worker.kv.backends.softmax import MLX_SOFTMAX
@@ -69,11 +69,6 @@ class GenericBackend:
 
     def changes(self, model: Any, dtype: mx.Dtype, rows: int) -> Sequence[Change]:
         return ()
-
-    def prefix_kernel(
-        self, scheme: LayerScheme, lines: int, dtype: mx.Dtype
-    ) -> PrefixKernel | None:
-        return None
 
     def record_kernels(
         self, scheme: LayerScheme, lines: int, dtype: mx.Dtype

@@ -21,6 +21,7 @@ from batchkv_worker.kv.slots.changes import Demand, Move
 from batchkv_worker.kv.slots.growth import STEP, NoRoom
 from batchkv_worker.kv.slots.layout import SlotLayout
 from batchkv_worker.kv.slots.layouts import Changes, Costs, SlotLayouts
+from batchkv_worker.kv.slots.prefix_pool import SPARE
 from batchkv_worker.kv.slots.step_view import Shapes, StepView, StepViews
 from batchkv_worker.kv.types import Pieces
 
@@ -46,7 +47,7 @@ def _bytes_in_prefix(kind: LayerKind) -> int:
     """Bytes of one token in a shared prefix, and in the pool; nothing is computed."""
     packed, slots = kind.slots().as_prefix(kind.template(STEP))
     arrays = {id(array): array for parts in (*packed, *slots) for array in parts}
-    in_pool = kind.bytes_per_token if _has_pool(kind) else 0
+    in_pool = SPARE * kind.bytes_per_token if _has_pool(kind) else 0
     return sum(int(array.nbytes) for array in arrays.values()) // STEP + in_pool
 
 

@@ -9,7 +9,7 @@ from itertools import repeat
 import mlx.core as mx
 
 from batchkv_worker.kv.attention.paths import LayerAttention, Path, in_slots
-from batchkv_worker.kv.backends.contract import Backend, PrefixKernel, RecordKernels
+from batchkv_worker.kv.backends.contract import Backend, RecordKernels
 from batchkv_worker.kv.kernels.layout import WORD_BYTES
 from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
@@ -26,7 +26,6 @@ class DecodeWay:
     """How a layer decodes; the fields are those of ``AttentionKind``."""
 
     path: Path | None = None
-    kernel: PrefixKernel | None = None
     has_fused: bool = True
     records: RecordKernels | None = None
 
@@ -36,7 +35,7 @@ class AttentionKind(LayerKind):
     """Keys and values under a scheme, of all tokens or of the last ``span`` of them.
 
     ``dtype``: of dense keys and values. ``path``: how decode computes attention; None leaves it to
-    the model, on dense arrays. ``kernel``: for decode with shared prefixes.
+    the model, on dense arrays.
     ``has_fused`` is as in ``LayerAttention``. ``is_read``: whether the model may read the dense
     arrays that its caches return, where it leaves attention to them (``stand_ins``). ``records``:
     the kernels of the path ``kernel``.
@@ -47,7 +46,6 @@ class AttentionKind(LayerKind):
     dtype: mx.Dtype
     span: Window = None
     path: Path | None = None
-    kernel: PrefixKernel | None = None
     has_fused: bool = True
     is_read: bool = True
     records: RecordKernels | None = field(default=None, compare=False)
@@ -92,7 +90,6 @@ class AttentionKind(LayerKind):
             in_slots(self.scheme, self.path),
             self.dtype,
             self.path or "fused",
-            self.kernel,
             self.has_fused,
             self.records,
         )
@@ -121,7 +118,7 @@ def kinds_of(
     for leaf in leaves:
         if isinstance(leaf, AttentionShape):
             scheme, way = next(left)
-            what = (scheme, dtype, leaf.window, way.path, way.kernel, way.has_fused)
+            what = (scheme, dtype, leaf.window, way.path, way.has_fused)
             kinds.append(AttentionKind(backend, *what, records=way.records))
         else:
             kinds.append(StateKind(leaf))

@@ -21,7 +21,7 @@ from batchkv_worker.kv.slots.growth import round_up
 START_CELLS = 98_304
 TOGETHER_TOKENS = 1024  # rows with a prefix of this length are neighbours, for the products
 LEVEL_TOKENS = 512  # bounds of what rows read are multiples of this, so that they seldom change
-_SPARE = 4  # a pool is dropped for a smaller one when it has this many times the columns in use
+SPARE = 2  # a pool has at most this many times the columns in use, else a smaller one replaces it
 
 Place = tuple[int, int]  # the first column, and the one after the last
 
@@ -53,7 +53,7 @@ class PrefixPool:
         total = sum(part.num_own for part in parts.values())
         new = sorted(parts.keys() - self._places.keys())
         is_full = not all(self._put(rank, parts[rank].num_own) for rank in new)
-        if is_full or self.capacity > max(LEVEL_TOKENS, _SPARE * total):
+        if is_full or self.capacity > max(LEVEL_TOKENS, SPARE * total):
             self._start_again(parts, total)
 
     def place(self, part: PrefixPart) -> Place:
@@ -79,7 +79,7 @@ class PrefixPool:
     def _start_again(self, parts: Mapping[int, PrefixPart], total: int) -> None:
         """Another buffer, with all parts side by side and room for a few more."""
         self.version += 1
-        self.capacity = round_up(total + total // 2)
+        self.capacity = round_up(total + total // 4)
         self._places = {}
         for rank in sorted(parts):
             self._put(rank, parts[rank].num_own)

@@ -30,7 +30,6 @@ from batchkv_worker.kv.start.layer_choice import (
     attention_of,
     can_attend_prefixes,
     check_prompts,
-    choose_kernel,
     choose_path,
     measure_prefix_cells,
 )
@@ -78,7 +77,7 @@ class Decision:
     def kinds(self, tree: CacheTree) -> tuple[LayerKind, ...]:
         """One for each leaf of the model's caches."""
         choices = [self.choices[scheme] for scheme in self.schemes]
-        ways = [DecodeWay(one.path, one.kernel, one.has_fused, one.records) for one in choices]
+        ways = [DecodeWay(one.path, one.has_fused, one.records) for one in choices]
         return kinds_of(self.backend, tree.leaves, self.dtype, self.schemes, ways)
 
     @property
@@ -125,8 +124,7 @@ def decide(
             if layer in full:
                 attention = attention_of(backend, layer, dtype, choice)
                 shares = fixed.path is not None or can_attend_prefixes(attention, heads)
-                kernel = choose_kernel(attention, heads, rows) if shares else None
-                choice = replace(choice, shares=shares, kernel=kernel)
+                choice = replace(choice, shares=shares)
         choices[layer] = choice
     group_cost = fixed.group_cost
     if group_cost is None:

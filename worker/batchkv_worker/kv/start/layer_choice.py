@@ -11,7 +11,7 @@ from batchkv_worker.errors import ModelError, SettingsError
 from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.attention import paths
 from batchkv_worker.kv.attention.paths import LayerAttention, Path
-from batchkv_worker.kv.backends.contract import Backend, PrefixKernel, RecordKernels
+from batchkv_worker.kv.backends.contract import Backend, RecordKernels
 from batchkv_worker.kv.backends.measurements import WHOLE
 from batchkv_worker.kv.schemes.packing import LayerScheme
 from batchkv_worker.kv.start import pathcheck, prefix_cost, probe
@@ -21,7 +21,7 @@ from batchkv_worker.kv.start import pathcheck, prefix_cost, probe
 PATHS_WITH_KERNEL = "attention paths and kernel 2 of"
 PATHS, PROMPTS, SHARING = "attention paths of", "prefill of", "shared prefixes 2 of"
 TRIES = "unfinished tries of the kernel of"
-KERNELS, CELLS = "prefix kernel of", "cells of a shared prefix of"
+CELLS = "cells of a shared prefix of"
 
 log = logging.getLogger("batchkv.engine")
 
@@ -36,7 +36,6 @@ class SchemeChoice:
     """
 
     path: Path | None = None
-    kernel: PrefixKernel | None = None
     group_cost: int | None = None
     has_fused: bool = True
     shares: bool = True
@@ -83,7 +82,7 @@ def choose_path(
         choice.group_cost,
     )
     if choice.path != "kernel":
-        return SchemeChoice(choice.path, None, choice.group_cost, choice.has_fused)
+        return SchemeChoice(choice.path, choice.group_cost, choice.has_fused)
     # Its rows need no groups, so what another group would cost must not count.
     return SchemeChoice(choice.path, has_fused=choice.has_fused, records=records)
 
@@ -136,22 +135,6 @@ def can_attend_prefixes(attention: LayerAttention, heads: int) -> bool:
     return fault.is_ok
 
 
-def choose_kernel(attention: LayerAttention, heads: int, rows: int) -> PrefixKernel | None:
-    """The backend's kernel for shared prefixes, if one is right and faster."""
-    kernel = prefix_cost.kernel_of(attention, heads)
-    if kernel is None:
-        return None
-    found = attention.backend.measurements.of(
-        f"{KERNELS} {_described(attention, heads)}",
-        lambda: prefix_cost.choose_kernel(attention, heads, kernel, num_rows=rows),
-        prefix_cost.KERNEL_CHOICE,
-    )
-    if found.is_used:
-        measurements = attention.backend.measurements
-        measurements.log_once("one kernel attends to prefixes and rows, for %s", attention.scheme)
-    return kernel if found.is_used else None
-
-
 def measure_prefix_cells(attention: LayerAttention, heads: int, rows: int) -> int:
     """Cells that a shared prefix must save."""
     cells = attention.backend.measurements.of(
@@ -183,4 +166,4 @@ def attention_of(
     path = choice.path
     assert path is not None
     in_slots = paths.in_slots(layer, path)
-    return LayerAttention(backend, in_slots, dtype, path, choice.kernel, records=choice.records)
+    return LayerAttention(backend, in_slots, dtype, path, records=choice.records)

@@ -42,7 +42,7 @@ from batchkv_worker.kv.types import PackedKV
 # MLX has other kernels from 1,024, 4,096 and 8,192 columns on, and for what 64 does not divide.
 LENGTHS = (64, 576, 1_100, 4_200, 8_300)
 STORED, PREFILL = "stored values", "prefill"
-PREFIX, KERNEL = "shared prefix", "prefix kernel"
+PREFIX = "shared prefix"
 
 _ROWS, _FREE = MAX_ROWS, 2  # the last of them is a free slot
 _CHUNK = 40  # tokens of a prompt: more than kernels for decode take, and no multiple of a tile
@@ -54,7 +54,7 @@ _LOST = 0.8  # of random numbers; two bits keep about half of them
 class PathCheck:
     """One comparison. ``error`` and ``tolerance`` are shares of the largest number.
 
-    ``name`` is a path's, or one of ``STORED``, ``PREFILL``, ``PREFIX``, ``KERNEL``. ``fault`` says
+    ``name`` is a path's, or one of ``STORED``, ``PREFILL``, ``PREFIX``. ``fault`` says
     what the device refused.
     """
 
@@ -338,12 +338,11 @@ class _PrefixSample:
         self, masked: Callable[[], mx.array], chain: Callable[[], mx.array]
     ) -> list[PathCheck]:
         layer = self._layer
-        name = PREFIX if layer.kernel is None else KERNEL
         behind = self._wanted([self._long], rows=_FREE, is_masked=True)
         chained = self._wanted([self._long, self._short], rows=1, is_masked=False)
         return [
-            _compared(name, self._columns, True, layer.dtype, behind, masked),
-            _compared(name, self._columns, False, layer.dtype, chained, chain),
+            _compared(PREFIX, self._columns, True, layer.dtype, behind, masked),
+            _compared(PREFIX, self._columns, False, layer.dtype, chained, chain),
         ]
 
     def _wanted(self, prefixes: list[Tokens], *, rows: int, is_masked: bool) -> mx.array:

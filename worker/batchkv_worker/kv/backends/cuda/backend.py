@@ -7,8 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.kv.backends.contract import Pacing, PrefixKernel, RecordKernels
-from batchkv_worker.kv.backends.cuda.prefix_kernel import CudaPrefixKernel
+from batchkv_worker.kv.backends.contract import Pacing, RecordKernels
 from batchkv_worker.kv.backends.gpu.backend import GpuBackend, decode_kernels
 from batchkv_worker.kv.backends.pacing import LayersAhead
 from batchkv_worker.kv.kernels.launch import cuda_launch
@@ -50,12 +49,6 @@ class CudaBackend(GpuBackend):
 
     def pacing(self) -> Pacing:
         return LayersAhead()
-
-    def prefix_kernel(
-        self, scheme: LayerScheme, lines: int, dtype: mx.Dtype
-    ) -> PrefixKernel | None:
-        kernel = CudaPrefixKernel(lines, dtype)
-        return kernel if kernel.fits(scheme.shape) else None
 
     def record_kernels(
         self, scheme: LayerScheme, lines: int, dtype: mx.Dtype

@@ -1,0 +1,53 @@
+"""Prefill's attention on CUDA has few numbers of rows, for each of which MLX makes a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from batchkv_worker.kv.backends.cuda import backend
+from batchkv_worker.kv.backends.cuda.backend import CudaBackend
+from batchkv_worker.kv.backends.generic import GenericBackend
+
+
+def attention_of(rows: int, tokens: int, mask: Any) -> tuple[mx.array, mx.array]:
+    """Of CUDA's backend, and of one that changes nothing."""
+    queries, keys, values = (
+        mx.random.normal((rows, heads, length, 16))
+        for heads, length in ((4, tokens), (2, tokens + 5), (2, tokens + 5))
+    )
+    found, plain = (
+        one.attention(queries, keys, values, 0.25, mask, None)
+        for one in (CudaBackend(), GenericBackend())
+    )
+    return found, plain
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 7])
+@pytest.mark.parametrize("mask", [None, "causal"])
+def test_rows_of_zeros_change_nothing(
+    rows: int, mask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are computed in powers of two, and the result has those that were asked for."""
+    seen: list[int] = []
+    real = mx.fast.scaled_dot_product_attention
+
+    def watched(queries: mx.array, *rest: Any, **named: Any) -> mx.array:
+        seen.append(queries.shape[0])
+        return real(queries, *rest, **named)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", watched)
+    found, plain = attention_of(rows, 6, mask)
+    assert mx.allclose(found, plain, atol=1e-6) and found.shape == plain.shape
+    assert seen == [{1: 1, 3: 4, 4: 4, 5: 8, 7: 8}[rows], rows]
+
+
+def test_large_chunks_decode_and_masks_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their copies would cost more than a plan; and decode has kernels without plans."""
+    monkeypatch.setattr(mx, "pad", None)  # nothing may call it
+    attention_of(3, 1, None)
+    attention_of(3, 6, mx.ones((6, 11), mx.bool_))
+    monkeypatch.setattr(backend, "MOST_PADDED", 4 * 2 * 11 * 16 - 1)
+    attention_of(3, 6, "causal")
