@@ -22,9 +22,10 @@ from batchkv_worker.kv.attention.paths import LayerAttention, Path
 from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.layers.contract import Chunk, LayerKind
-from batchkv_worker.kv.layers.decode import DecodeSlots, costs_of
+from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.layers.kinds import AttentionKind
+from batchkv_worker.kv.layers.slot_costs import costs_of
 from batchkv_worker.kv.schemes.packing import LayerScheme, TensorScheme
 from batchkv_worker.kv.slots.changes import Demand, Move
 from batchkv_worker.kv.slots.layouts import SlotLayouts

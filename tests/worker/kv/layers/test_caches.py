@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from batchkv_cache_store.blocks.block import Kind
-from batchkv_worker.kv.layers.decode import costs_of
+from batchkv_worker.kv.layers.slot_costs import costs_of
 from batchkv_worker.kv.layers.state import StateKind, StateShape
 from batchkv_worker.kv.slots.layouts import SlotLayouts
 from batchkv_worker.prefix.bundle import Bundle

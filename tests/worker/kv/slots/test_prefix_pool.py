@@ -1,4 +1,4 @@
-"""The pool of shared prefixes: each part has columns of its own, and those that stay do not move."""
+"""The pool of shared prefixes: each part has columns of its own, and parts that stay stay put."""
 
 from __future__ import annotations
 

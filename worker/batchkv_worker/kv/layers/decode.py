@@ -15,51 +15,14 @@ from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.layers.contract import LayerKind, SlotLayer
 from batchkv_worker.kv.layers.discover import CacheTree
-from batchkv_worker.kv.layers.kinds import AttentionKind
+from batchkv_worker.kv.layers.slot_costs import have_pools
 from batchkv_worker.kv.layers.step_graphs import StepGraphs
 from batchkv_worker.kv.slots.changes import Demand, Move
-from batchkv_worker.kv.slots.growth import STEP, NoRoom
+from batchkv_worker.kv.slots.growth import NoRoom
 from batchkv_worker.kv.slots.layout import SlotLayout
-from batchkv_worker.kv.slots.layouts import Changes, Costs, SlotLayouts
-from batchkv_worker.kv.slots.prefix_pool import SPARE
+from batchkv_worker.kv.slots.layouts import Changes, SlotLayouts
 from batchkv_worker.kv.slots.step_view import Shapes, StepView, StepViews
 from batchkv_worker.kv.types import Pieces
-
-
-def costs_of(kinds: Sequence[LayerKind]) -> Costs:
-    """Bytes of all layers together."""
-    windows: dict[int, int] = {}
-    per_token = extra_per_shared = 0
-    for kind in kinds:
-        if kind.window is None:
-            per_token += kind.bytes_per_token
-            extra_per_shared += (
-                0 if kind.has_state else _bytes_in_prefix(kind) - kind.bytes_per_token
-            )
-        else:
-            windows[kind.window] = windows.get(kind.window, 0) + kind.bytes_per_token
-    per_row = sum(kind.bytes_per_row for kind in kinds)
-    largest = max((kind.bytes_per_token for kind in kinds if kind.window is None), default=0)
-    return Costs(per_token, windows, per_row, extra_per_shared, largest)
-
-
-def _bytes_in_prefix(kind: LayerKind) -> int:
-    """Bytes of one token in a shared prefix, and in the pool; nothing is computed."""
-    packed, slots = kind.slots().as_prefix(kind.template(STEP))
-    arrays = {id(array): array for parts in (*packed, *slots) for array in parts}
-    in_pool = SPARE * kind.bytes_per_token if _has_pool(kind) else 0
-    return sum(int(array.nbytes) for array in arrays.values()) // STEP + in_pool
-
-
-def _has_pool(kind: LayerKind) -> bool:
-    """Whether its slots can read shared prefixes from a pool."""
-    return isinstance(kind, AttentionKind) and kind.records is not None
-
-
-def _have_pools(kinds: Sequence[LayerKind]) -> bool:
-    """Whether that holds for all layers that keep keys and values."""
-    found = [_has_pool(kind) for kind in kinds if isinstance(kind, AttentionKind)]
-    return bool(found) and all(found)
 
 
 class DecodeSlots:
@@ -78,7 +41,7 @@ class DecodeSlots:
         """``replays``: the graph of a step may be used again for the next (``StepGraphs``)."""
         self._backend = backend
         windows = [kind.window for kind in kinds if kind.window is not None]
-        pools = _have_pools(kinds)
+        pools = have_pools(kinds)
         self.layouts = SlotLayouts(num_slots, windows, in_any_order=pools)
         self.layers: list[SlotLayer] = [kind.slots() for kind in kinds]
         self.model_cache: list[Any] = tree.nested(self.layers)

@@ -16,9 +16,10 @@ from batchkv_worker.kv.backends.contract import Backend, Undo
 from batchkv_worker.kv.backends.measurements import YES_OR_NO
 from batchkv_worker.kv.backends.rebind import restore
 from batchkv_worker.kv.layers.contract import LayerKind
-from batchkv_worker.kv.layers.decode import DecodeSlots, costs_of
+from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.layers.kinds import AttentionKind
+from batchkv_worker.kv.layers.slot_costs import costs_of
 from batchkv_worker.kv.schemes.packing import LayerScheme
 from batchkv_worker.kv.slots.layouts import Costs
 from batchkv_worker.kv.slots.step_view import Shapes
