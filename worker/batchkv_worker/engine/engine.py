@@ -365,6 +365,7 @@ class Engine:
                 self._decode_rows.insert(group, self._in_flight)
             if is_decoding:
                 return
+            self.client.send(is_idle=False)
 
     def _build_step(self) -> Step | OpenStep:
         """Build the next step, as far as it can be built while the last one runs."""

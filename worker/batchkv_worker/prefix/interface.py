@@ -54,7 +54,10 @@ class PrefixClient(ABC):
 
     @abstractmethod
     def send(self, *, is_idle: bool) -> None:
-        """Send blocks that are computed by now, after a step; all when the engine is idle."""
+        """Send blocks that are computed by now; all when the engine is idle.
+
+        Called after a step, and after each chunk of prompts while no row decodes.
+        """
 
     @abstractmethod
     def drop_unsent(self) -> None:

@@ -113,6 +113,28 @@ def test_a_tier_of_unknown_speed_gets_one_block_first() -> None:
         assert len(tier.keys) == found["published"] == 1 and found["not_needed"] == 2
 
 
+def test_blocks_of_a_long_prompt_are_written_while_it_is_computed() -> None:
+    """Room for three blocks; a prompt of nine in nine chunks of one step loses none."""
+    tier = FarTier()
+    with engine_on(tier, rate=0.0, chunk_tokens=256) as engine:
+        send, sent = outbox.Outbox.send, list[int]()
+
+        def and_wait(self: outbox.Outbox, *, is_idle: bool) -> None:
+            send(self, is_idle=is_idle)
+            counters(engine)
+            sent.append(len(tier.keys))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(outbox.Outbox, "send", and_wait)
+            patch.setattr(outbox, "MAX_BYTES", 3 * (256 * engine.bytes_per_token + 64))
+            prompt = random_prompt(8, 9 * 256 + 9)
+            generation = Generation(2, temperature=0.0)
+            engine.submit_row(Row("0", prompt, generation))
+            finish(engine, 1)
+        assert counters(engine).get("dropped", 0) == 0 and len(tier.keys) == 9
+        assert sent[4] > 0, "nothing was written before the step's end"
+
+
 def test_a_slower_worker_is_thought_of() -> None:
     """Loading does not pay here, but a worker that computes a million times slower would gain."""
     tier = FarTier()

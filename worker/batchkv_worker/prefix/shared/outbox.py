@@ -1,10 +1,10 @@
 """Blocks on their way from the engine to the store, and the leases that end when they are written.
 
-A part of a block is added while it is still being computed, as an array of its own. Two steps
-later, when it is computed, it is handed to the store. The store's own thread reads its memory and
-writes it, so the engine copies nothing to the host. If writing is slower than computing, the parts
-that are worth least are dropped. The lease is released when all parts of the block are written, so
-that another worker that waits for the lease finds the block.
+A part of a block is added while it is still being computed, as an array of its own. Two steps or
+chunks later, when it is computed, it is handed to the store. The store's own thread reads its
+memory and writes it, so the engine copies nothing to the host. If writing is slower than computing,
+the parts that are worth least are dropped. The lease is released when all parts of the block are
+written, so that another worker that waits for the lease finds the block.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger("batchkv.cache")
 
 MAX_BYTES = 512 * 2**20  # of parts that wait here or in the store: nothing else counts their memory
 QUEUED_BYTES = 64 * 2**20  # in the store's queue, above which parts wait here
-_AGE_STEPS = 2  # after which what was started is surely computed
+_AGE_STEPS = 2  # or chunks, after which what was started is nearly always computed
 
 
 @dataclass(slots=True)
