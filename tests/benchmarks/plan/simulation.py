@@ -159,7 +159,6 @@ class Worker:
     left: tuple[int, float] = (0, 0.0)  # jobs that it leaves to others, and since when
     is_patient: bool = True
     handed_until: float = 0.0  # it takes none, so that others take what it handed over
-    returned: set[Job] = field(default_factory=set)
     surplus_since: float = math.inf
     cool_until: float = 0.0
     poll_at: float = 0.0
@@ -178,8 +177,8 @@ class Worker:
         self.prompts += work_of(job)
 
     def last_jobs(self, count: int) -> list[Job]:
-        """The last jobs of the backlog go back, but none that was here before. The last first."""
-        jobs = [job for job in reversed(self.backlog) if job not in self.returned][:count]
+        """The last jobs of the backlog go back, the last first."""
+        jobs = list(reversed(self.backlog))[:count]
         gone = set(jobs)
         self.backlog = deque(job for job in self.backlog if job not in gone)
         self.prompts -= sum(work_of(job) for job in jobs)
@@ -202,7 +201,7 @@ class Worker:
 
     def last_rows(self, count: int) -> list[Job]:
         """The rows that would be computed last: the engine forgets them, and they go back."""
-        jobs = [job for job in reversed(self.engine) if job not in self.returned][:count]
+        jobs = list(reversed(self.engine))[:count]
         gone = set(jobs)
         self.engine = deque(job for job in self.engine if job not in gone)
         self.prompts -= sum(work_of(job) for job in jobs)
@@ -369,7 +368,6 @@ class Simulation:
         jobs = worker.last_jobs(jobs_to_return(view)) + worker.last_rows(jobs_to_recall(view))
         self._queue.extendleft(jobs)
         if jobs:
-            worker.returned.update(jobs)
             worker.cool_until = now + COOL_SECONDS
             self._poll_in(worker, now, NEWS_SECONDS)
 

@@ -68,14 +68,12 @@ class GivingBack:
         now = time.monotonic()
         self._surplus.look(now, has_surplus=view.surplus_jobs > 0)
         if (view.queued or self._surplus.is_sure(now)) and (count := dispatch.jobs_to_return(view)):
-            leases = self._surplus.fresh(self._in_flight.backlog)
-            self._return_for_good(leases[max(0, len(leases) - count) :])
+            self._return_for_good(self._in_flight.backlog[-count:])
 
     def recall_surplus(self, view: dispatch.View) -> None:
         """Ask the engine for rows that only wait in it, because others may have nothing to do."""
         if self._surplus.is_sure(time.monotonic()) and (count := dispatch.jobs_to_recall(view)):
-            fresh = self._surplus.fresh(self._in_flight.started)
-            self._engine.recall([lease.job_id for lease in fresh], count)
+            self._engine.recall([lease.job_id for lease in self._in_flight.started], count)
 
     def return_recalled(self) -> None:
         """Give back the rows that the engine has let go."""

@@ -1,8 +1,8 @@
 """Jobs that a worker gives back because others should do them: when, and which. No Redis here.
 
 Rows are not to go back and forth. What others have told may be a moment old: a worker gives jobs
-back only if it has had too many for a while, takes none for a while after that, and gives each job
-back once. Times are monotonic seconds.
+back only if it has had too many for a while, and takes none for a while after that. A row that has
+begun goes back once. Times are monotonic seconds.
 """
 
 from __future__ import annotations
