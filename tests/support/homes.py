@@ -7,8 +7,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
-# The processes of one test run have this name in common, and no other run has.
-_RUN = os.environ.setdefault("BKV_TEST_RUN", str(os.getpid()))
+# The processes of one test run have this folder in common, and no other run has. A process whose
+# own temporary folder is another one uses it, too.
+_FOLDER = os.environ.setdefault(
+    "BKV_TEST_RUN", str(Path(tempfile.gettempdir()) / f"bkv-measured-{os.getpid()}")
+)
 
 
 def new_home(path: Path) -> Path:
@@ -26,7 +29,7 @@ def new_home(path: Path) -> Path:
 
 def shared_folder() -> Path:
     """The folder of the measurements of this run."""
-    folder = Path(tempfile.gettempdir()) / f"bkv-measured-{_RUN}"
+    folder = Path(_FOLDER)
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
