@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from batchkv_producer.server import connection
+from batchkv_worker.queue.stop import REPEATED_SIGNAL_SECONDS
 
 KILL_SECONDS = 30.0  # after the drain, before a process that does not end is killed
 ORPHAN_SECONDS = 8.0  # the same, when nobody waits for the rows
@@ -46,6 +47,7 @@ class Process:
     was_busy: bool = False  # at the last look
     idle_since: float | None = None
     ends_since: float | None = None  # when it was first asked to end
+    asked_at: float = 0.0  # and the last time
 
     @property
     def is_ending(self) -> bool:
@@ -107,10 +109,22 @@ class Processes:
         return found
 
     def end(self, process: Process) -> None:
-        """Ask a process to end; the second time it gives its rows back at once."""
-        process.child.terminate()
+        """Ask a process to end. It ends its rows."""
         if process.ends_since is None:
-            process.ends_since = time.monotonic()
+            process.child.terminate()
+            process.ends_since = process.asked_at = time.monotonic()
+
+    def hasten(self) -> None:
+        """Have all processes give their rows back now. Call it until they have ended.
+
+        A process takes a signal that comes soon after another one as the same (``StopRequest``).
+        """
+        now = time.monotonic()
+        for process in self:
+            self.end(process)
+            if now - process.asked_at > REPEATED_SIGNAL_SECONDS:
+                process.child.terminate()
+                process.asked_at = now
 
     def kill_late(self) -> None:
         """Kill the processes that were asked to end and take too long. Their leases lapse."""

@@ -21,7 +21,7 @@ from batchkv_producer.errors import BatchkvError
 from batchkv_producer.local.presence import Presence, reclaim_dead_of_home
 from batchkv_producer.manage import drain as orders
 from batchkv_producer.wire import redis_keys
-from batchkv_worker.errors import EXIT_MODEL_CHANGED, WorkerError
+from batchkv_worker.errors import EXIT_ENGINE_DIED, EXIT_MODEL_CHANGED, WorkerError
 from batchkv_worker.queue.models.choice import Choice, Held, Queue, Rules, choose
 from batchkv_worker.queue.models.groups import Group
 from batchkv_worker.queue.models.holding import Command, Process, Processes
@@ -165,7 +165,11 @@ class Host:
             return SHORT_SECONDS
         model, self._next = self._next.model, None
         self.num_loads += 1
-        self._processes.start(model, self._next_name, self._memory[model])
+        try:
+            self._processes.start(model, self._next_name, self._memory[model])
+        except OSError as fault:  # too many processes, or too little memory for one more
+            pause = self._setbacks.note_end(model, EXIT_ENGINE_DIED, time.monotonic())
+            log.error("%s cannot be started: %s; again in %.0f s", model, fault, pause)
         return LOOK_SECONDS
 
     def _open_queues(self, view: View) -> dict[str, Queue]:
@@ -266,7 +270,7 @@ class Host:
         if any(one.is_busy for one in self._processes):
             return True
         return any(
-            queue.has_work and not self._is_barren(model) and not self._setbacks.is_refused(model)
+            queue.has_work and not self._is_barren(model) and not self._setbacks.failure(model)
             for model, queue in view.queues.items()
         )
 
@@ -278,14 +282,15 @@ class Host:
             return True, EXIT_CONFIGURATION
         if self._idle_since is None or self._is_away:
             return False, 0
+        # Why rows may be left; the worst is a wrong configuration, which has the lowest code.
+        code = min(filter(None, map(self._setbacks.failure, self._plan.models)), default=0)
         if self._plan.is_burst:
-            return True, EXIT_CONFIGURATION if refused else 0
+            return True, code
         most = self._plan.max_idle_seconds
-        return most is not None and time.monotonic() - self._idle_since >= most, 0
+        return most is not None and time.monotonic() - self._idle_since >= most, code
 
     def _leave(self) -> None:
         """End the processes as the stop asks for it: warm, at once, or because nobody waits."""
-        is_cold = False
         with suppress(RedisError):
             self._record.beat({}, self._words())
         for one in self._processes:
@@ -293,10 +298,8 @@ class Host:
         while len(self._processes) and not self.stop.is_orphaned:
             self._collect_ended()
             self._processes.kill_late()
-            if self.stop.is_cold and not is_cold:
-                is_cold = True
-                for one in self._processes:
-                    self._processes.end(one)
+            if self.stop.is_cold:
+                self._processes.hasten()
             self._awake.wait(SHORT_SECONDS)
             self._awake.clear()
 

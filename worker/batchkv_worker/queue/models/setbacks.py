@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchkv_worker.errors import EXIT_MODEL_CHANGED, WorkerError
+from batchkv_worker.errors import EXIT_ENGINE_DIED, EXIT_MODEL_CHANGED, WorkerError
 
 REFUSED_SECONDS = 600.0  # a wrong configuration stays wrong for a while
 CHANGED_SECONDS = 1.0  # between two loads, because the files may go on changing
 DEATH_SECONDS = 1.0
 MAX_DEATH_SECONDS = 60.0
+FAILING_DEATHS = 5  # so many without a row, and a host with --burst waits for it no longer
 IDLE_SECONDS = 5.0  # a model that is held takes none of its waiting rows for so long
 BARREN_SECONDS = 10.0
 MAX_BARREN_SECONDS = 600.0
@@ -72,6 +73,16 @@ class Setbacks:
     def is_refused(self, model: str) -> bool:
         """Whether its process ended at once, because its configuration is wrong."""
         return self._of(model).is_refused
+
+    def failure(self, model: str) -> int:
+        """The exit code of a host that leaves rows of this model, because it cannot be served.
+
+        0: it can, as far as is known. It may have died a few times.
+        """
+        one = self._of(model)
+        if one.is_refused:
+            return WorkerError.exit_code
+        return EXIT_ENGINE_DIED if one.num_deaths >= FAILING_DEATHS else 0
 
     def _of(self, model: str) -> _Model:
         return self._models.setdefault(model, _Model())
