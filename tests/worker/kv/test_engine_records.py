@@ -95,6 +95,21 @@ def test_prefixes_in_the_pool_or_by_themselves_give_the_same(
     assert (True in used) is (start_cells > 0)
 
 
+def test_the_pool_goes_with_the_last_row_that_reads_it() -> None:
+    """Slots hold no more bytes than are counted, also when no step follows."""
+    crowd = crowd_of("llama", "affine8", WithRecords())
+    layouts, costs = crowd.engine._slots.layouts, crowd.engine._scheduler.budget.costs
+    most = 0
+    for job_id, prompt in prompts().items():
+        crowd.add(job_id, prompt)
+    while not crowd.engine.is_idle:
+        crowd.step()
+        pools = [layer._pool for layer in crowd.engine._slots.layers]
+        most = max(most, sum(pool.nbytes for pool in pools if pool is not None))
+        assert crowd.engine.kv_bytes <= layouts.bytes_held(costs)
+    assert most
+
+
 def test_a_cpu_starts_each_layer_with_records_too() -> None:
     """Buffers are written in place there while later layers are still built."""
     wanted = answers(crowd_of("llama", "affine8"), prompts())

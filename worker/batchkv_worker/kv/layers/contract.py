@@ -129,6 +129,9 @@ class SlotLayer(ABC):
         """
         raise ValueError("this kind of layer shares no prefix")
 
+    def drop_pool(self) -> None:  # noqa: B027 - most layers have none
+        """Drop copies of shared prefixes: no row has one any more."""
+
     @abstractmethod
     def relayout(self, change: Relayout) -> None:
         """Change the buffers as the layout has decided."""

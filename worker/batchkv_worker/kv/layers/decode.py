@@ -143,7 +143,11 @@ class DecodeSlots:
 
     def release(self, slot: int) -> None:
         """Release a row's slot; this copies nothing."""
+        had_prefix = slot in self.layouts.prefixes
         self.layouts.release(slot)
+        if had_prefix and not self.layouts.prefixes:  # perhaps no step follows that would do it
+            for layer in self.layers:
+                layer.drop_pool()
 
     def close_gap(self) -> Move | None:
         """Move a row into a free slot below it, if there is one: called until there is none."""

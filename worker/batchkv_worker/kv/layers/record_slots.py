@@ -55,6 +55,9 @@ class RecordSlots(AttentionSlots):
 
     def drop(self) -> None:
         super().drop()
+        self.drop_pool()
+
+    def drop_pool(self) -> None:
         self._fill(None)
 
     @property
