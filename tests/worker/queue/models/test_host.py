@@ -128,6 +128,10 @@ def test_a_host_says_what_it_may_serve_and_holds(
         assert served_models(redis_connection)[-1] == "b"
         drain.drain(redis_connection, "host")
         wait_until(lambda: all(one.is_drained for one in listed_workers(redis_connection)))
+        wait_until(lambda: [one.doing for one in listed_workers(redis_connection)][1] == "drained")
+        seen = host_of(redis_connection).last_heartbeat
+        wait_until(lambda: host_of(redis_connection).last_heartbeat > seen + 0.3)
+        assert host_of(redis_connection).doing == "drained"
         batch = queue(redis_connection, tmp_path, "b", 2)
         drain.resume(redis_connection, "host")
         wait_until(lambda: is_done(redis_connection, batch))
