@@ -255,7 +255,9 @@ class Host:
             return f"changing to {self._next.model}"
         if self._is_drained:
             # Not ``Process.is_busy``: a drained worker counts as busy, so that its model stays.
-            states = [info.state for name, info in self._view.workers.items() if name in self._drained]
+            states = [
+                info.state for name, info in self._view.workers.items() if name in self._drained
+            ]
             return "draining" if "busy" in states else "drained"
         loading = [one.model for one in self._processes if not one.is_ready]
         if loading:
