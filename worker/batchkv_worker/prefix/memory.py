@@ -56,7 +56,10 @@ class PrefixCache:
 
     ``max_blocks``: the longest chain that fits, with its state at the end; 0: nothing is kept.
     ``root``: the key before the first block. ``on_new``: called with new parts, to share them.
+    ``on_used``: called with the parts of blocks that a row goes on from.
     """
+
+    on_used: OnNew | None = None
 
     def __init__(
         self,
@@ -157,6 +160,7 @@ class PrefixCache:
         blocks = [self._chain(row.block_keys[:count]) for row in rows]
         for row, chained in zip(rows, blocks, strict=True):
             row.is_converted = any(block.is_converted for block in chained)
+            self._tell_used(row, chained)
         end = count * BLOCK_TOKENS
         all_tokens: dict[int, Joined] = {}  # by the first block
         for index, (layer, kind) in enumerate(zip(prefill.layers, self._kinds, strict=True)):
@@ -186,6 +190,13 @@ class PrefixCache:
                 for chained in blocks
             ]
             layer.restore(_assemble(lines, 0), first * BLOCK_TOKENS, end)
+
+    def _tell_used(self, row: Sequence, blocks: Items[_Block]) -> None:
+        if self.on_used is None or row.is_converted or row.num_resumed:
+            return
+        for number, block in enumerate(blocks):
+            for kind, part in block.parts.items():
+                self.on_used(row, number, kind, part)
 
     def _chain(self, keys: Items[bytes]) -> list[_Block]:
         """Blocks of a chain, marked as used; the head last, because a tail needs its head."""

@@ -88,6 +88,16 @@ def test_only_what_rows_elsewhere_begin_with_is_written(
         assert counters(engine).get("published", 0) == len(tier.keys) == written
 
 
+def test_a_worker_that_joins_later_finds_the_prefix() -> None:
+    """It was computed while nobody else was there; then rows elsewhere begin with it, too."""
+    tier = FarTier()
+    with engine_on(tier, rate=0.0) as engine:
+        for tail, (elsewhere, written) in enumerate([(0, 0), (0, 0), (768, 3), (768, 3)]):
+            submit(engine, [*PROMPT[:768], tail, 1], elsewhere)
+            finish(engine, 1)
+            assert counters(engine).get("published", 0) == len(tier.keys) == written
+
+
 def test_blocks_that_load_no_quicker_than_they_are_computed_stay_here() -> None:
     """One second a byte, against one a token: nothing is written, and nothing looked up."""
     tier = FarTier()

@@ -88,6 +88,7 @@ class StoreClient(PrefixClient):
 
     def attach(self, prefixes: PrefixCache) -> None:
         self._prefixes, self._worth.uses = prefixes, prefixes.eviction
+        prefixes.on_used = self.outbox.add_late if self._is_on else None
         if not prefixes.max_blocks:
             self._is_on = False
             log.warning("prefixes are not shared: the memory for prefixes holds not one block")

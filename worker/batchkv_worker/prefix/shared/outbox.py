@@ -31,6 +31,7 @@ from batchkv_worker.sequence import Fetch, Sequence
 
 log = logging.getLogger("batchkv.cache")
 
+MAX_KEPT = 2**16  # parts that are remembered because they were of no use elsewhere
 MAX_BYTES = 512 * 2**20  # of parts that wait here or in the store: nothing else counts their memory
 QUEUED_BYTES = 64 * 2**20  # in the store's queue, above which parts wait here
 _AGE_STEPS = 2  # or chunks, after which what was started is nearly always computed
@@ -98,6 +99,7 @@ class Outbox:
         self._parcels: list[_Parcel] = []
         self._num_bytes = 0
         self._held: dict[bytes, _Held] = {}
+        self._kept: dict[tuple[bytes, Kind], None] = {}  # that far tiers did not get
         self._lock = threading.Lock()
         self._step = 0
         self._has_warned = False
@@ -133,6 +135,10 @@ class Outbox:
         if number >= self._worth.num_shared(row):
             return
         is_far = self._worth.is_for_far(row, number)
+        if not is_far and self._store.has_far:
+            self._kept[row.block_keys[number], kind] = None
+            if len(self._kept) > MAX_KEPT:
+                del self._kept[next(iter(self._kept))]
         if not is_far and not self._store.has_near:
             self._store.count("not_needed")
             return  # its lease, if any, goes with its owner
@@ -154,6 +160,18 @@ class Outbox:
                 held.num_pending += 1
         self._parcels.append(parcel)
         self._num_bytes += parcel.num_bytes
+
+    def add_late(self, row: Sequence, number: int, kind: Kind, bundle: Bundle) -> None:
+        """Add a part from memory, if it stayed here and rows elsewhere want it now.
+
+        Workers may join a queue after a prefix of many rows is computed.
+        """
+        place = row.block_keys[number], kind
+        if place not in self._kept or self._worth.pays(row) is False:
+            return
+        if number < self._worth.num_elsewhere(row):
+            del self._kept[place]
+            self.add(row, number, kind, bundle)
 
     def _make_room(self, num_bytes: int, rank: tuple[bool, int]) -> bool:
         """Whether a part of that rank has room, after dropping parts that are worth less."""
