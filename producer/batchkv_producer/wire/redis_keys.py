@@ -77,7 +77,7 @@ key                        type    content
                                    hex digits, made from all that decides the answer. Producers may
                                    only read and delete these three kinds of keys
 ``batchkv:reuse:order``    zset    K -> where it ends among all bytes that were ever remembered
-``batchkv:reuse:of:B``     list    the K of the answers of batch B; expires
+``batchkv:reuse:of:B``     list    ``K:place`` for each answer that batch B stored; expires
 ``batchkv:pace:Q``         hash    worker's name -> what it tells the others of ``Q``: its speed and
                                    what it holds (``worker.queue.runs.pace``). Expires after a day
 =========================  ======  ==============================================================

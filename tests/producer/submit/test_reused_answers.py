@@ -237,6 +237,31 @@ def test_scopes_share_no_answers(desk: Desk) -> None:
     assert desk.work() == ["c"]
 
 
+def test_forget_finds_answers_of_workers_with_other_settings(desk: Desk) -> None:
+    """The list of a batch's answers lasts as long as the last of them, whoever stored it."""
+    batch = desk.submit(rows("a", "b"))
+    desk.work(limits=ReuseLimits(keep_seconds=90_000), failing=["b"])
+    desk.client.retry(batch.batch_id)
+    desk.work(limits=ReuseLimits(keep_seconds=3600))
+    assert desk.connection.ttl(f"batchkv:reuse:of:{batch.batch_id}") > 3600
+    desk.client.forget(batch.batch_id)
+    assert desk.remembered() == []
+
+
+def test_forget_leaves_an_answer_that_another_batch_stored_again(desk: Desk) -> None:
+    """The first batch's answer had expired, and the list of its answers had not."""
+    first = desk.submit(rows("a"))
+    desk.work()
+    desk.connection.delete(*desk.remembered())
+    second = desk.submit(rows("a", prefix="d"))
+    assert desk.work() == ["a"]
+    desk.client.forget(first.batch_id)
+    assert len(desk.remembered()) == 1
+    desk.client.forget(second.batch_id)
+    assert desk.remembered() == []
+    assert desk.connection.zcard("batchkv:reuse:order") == 0
+
+
 def test_forget_deletes_what_the_batch_had_stored(desk: Desk, monkeypatch: Any) -> None:
     """Answers of other batches stay. An expired batch's answers are forgotten with its id."""
     monkeypatch.setattr("batchkv_producer.manage.forget.PAGE_LINES", 2)

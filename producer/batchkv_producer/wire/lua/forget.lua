@@ -16,8 +16,14 @@ if ARGV[1] == 'reuse' then
   -- The rights of an older hub do not name these keys. Then there are none.
   local keys = redis.pcall('LPOP', 'batchkv:reuse:of:' .. batch, ARGV[2])
   if not keys or keys.err then return 0 end
-  for _, key in ipairs(keys) do redis.call('DEL', 'batchkv:reuse:a:' .. key) end
-  redis.call('ZREM', 'batchkv:reuse:order', unpack(keys))
+  for _, entry in ipairs(keys) do
+    local key, place = string.match(entry, '^(%x+):?(%d*)$')
+    local at = key and tonumber(redis.call('ZSCORE', 'batchkv:reuse:order', key) or '')
+    if at and (place == '' or at == tonumber(place)) then
+      redis.call('DEL', 'batchkv:reuse:a:' .. key)
+      redis.call('ZREM', 'batchkv:reuse:order', key)
+    end
+  end
   return #keys
 end
 local is_there = redis.call('EXISTS', KEYS[1]) == 1

@@ -31,10 +31,13 @@ local function remember(key, batch, result, is_cut, limits)
   local done = redis.pcall('SET', 'batchkv:reuse:a:' .. key, value, 'EX', limits[1], 'NX')
   if not done or done.err then return false end
   local last = redis.call('ZRANGE', 'batchkv:reuse:order', -1, -1, 'WITHSCORES')
-  local place = (tonumber(last[2] or '0') or 0) + #value
-  redis.call('ZADD', 'batchkv:reuse:order', string.format('%.0f', place), key)
-  redis.call('RPUSH', 'batchkv:reuse:of:' .. batch, key)
-  redis.call('EXPIRE', 'batchkv:reuse:of:' .. batch, limits[1])
+  local place = string.format('%.0f', (tonumber(last[2] or '0') or 0) + #value)
+  local stored = 'batchkv:reuse:of:' .. batch
+  redis.call('ZADD', 'batchkv:reuse:order', place, key)
+  -- With its place, because another batch may store it again once it is gone.
+  redis.call('RPUSH', stored, key .. ':' .. place)
+  -- It lasts as long as its last answer. Workers may have different settings.
+  if redis.call('TTL', stored) < limits[1] then redis.call('EXPIRE', stored, limits[1]) end
   return true
 end
 
