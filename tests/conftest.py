@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the hub for a model
 if "PYTEST_XDIST_WORKER" in os.environ:  # several at once: a core for each
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 blas.load()  # before any test imports MLX: a BLAS can only be exchanged then
+
+# A shell starts what runs in its background without Ctrl-C, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine is slow at times; that is no fault of the code.
 settings.register_profile(

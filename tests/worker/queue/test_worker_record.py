@@ -135,13 +135,14 @@ def test_a_minute_of_work_is_a_line(
     settings = WorkerSettings(model="fake")
     engine = EngineThread(lambda: FakeEngine(32, 8, FakePlan()))
     engine.num_slots = 32
-    told = WorkerRecord(settings, engine, fresh_state(), lambda _: None)
+    state = fresh_state()
+    told = WorkerRecord(settings, engine, state, lambda _: None)
     caplog.set_level("INFO")
     for _ in range(60):
         now[0] += 1
         told.update()
     assert "last minute" not in caplog.text
-    monkeypatch.setattr(InFlight, "num_started", 30)
+    state.in_flight.num_started = 30
     for _ in range(60):
         told.count(ended(120, 1000, 610))
         now[0] += 1
