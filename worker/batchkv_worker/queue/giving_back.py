@@ -58,6 +58,7 @@ class GivingBack:
         if not leases:
             return
         self._side.give_back(leases, died=False)
+        self._in_flight.note_returned(leases)
         for lease in leases:
             self._in_flight.drop(lease.job_id)
         self._pacing.note_change()

@@ -167,6 +167,15 @@ class InFlight:
         """What is known of all workers of the queue, and how many they are."""
         self._num_others, self._slowdown = max(0, num_workers - 1), slowdown(crowd)
 
+    def note_returned(self, leases: Iterable[JobLease]) -> None:
+        """Other workers will do these jobs of the backlog, which are neighbours in their run."""
+        told: set[int] = set()
+        for lease in leases:
+            row = self._backlog.get(lease.job_id)
+            if row is not None and row.ends is not None and id(row.ends) not in told:
+                told.add(id(row.ends))
+                row.ends.note_gone(row.pulled)
+
     def note_reused(self, count: int) -> None:
         """Rows ended at their pull, with remembered answers."""
         if count:

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from batchkv_producer.wire.job import Request, encode_job
 from batchkv_producer.wire.transitions import JobLease, Pulled
+from batchkv_worker.events import Work
+from batchkv_worker.queue.in_flight import InFlight
 from batchkv_worker.queue.runs.pace import Crowd, Pace
 from batchkv_worker.queue.runs.run_ends import RunEnds, slowdown
 
@@ -26,6 +28,20 @@ def test_a_group_inside_a_run_is_nowhere_else() -> None:
     ends = RunEnds([pulled(text) for text in ("aaa1", "aaa2", "bbb1", "bbb2", "ccc1", "ccc2")])
     found = {text: ends.elsewhere_bytes(request(text), 3) for text in ("aaa2", "bbb1", "ccc1")}
     assert found == {"aaa2": 3, "bbb1": 0, "ccc1": 3}
+
+
+def test_a_group_that_is_cut_goes_on_elsewhere() -> None:
+    """Another worker gets the end of a run, and with it rows of a group that stays in part."""
+    held = InFlight("fake", "w")
+    held.note_crowd(Crowd(Pace()), 2)
+    jobs = [replace(pulled(text), shared_bytes=3) for text in ("aaa1", "bbb1", "bbb2", "ccc1")]
+    held.hold(jobs)
+    given = [job.lease for job in jobs[2:]]
+    held.note_returned(given)
+    for lease in given:
+        held.drop(lease.job_id)
+    works = held.start(9)
+    assert [work.elsewhere_bytes for work in works if isinstance(work, Work)] == [3, 3]
 
 
 def test_no_more_than_the_batch_shares() -> None:

@@ -18,10 +18,15 @@ from batchkv_worker.queue.runs.pace import Crowd
 
 
 class RunEnds:
-    """The first and the last job of a run, decoded when they are needed."""
+    """The first and the last job of a run, and jobs given back; decoded when they are needed."""
 
     def __init__(self, jobs: Sequence[Pulled]) -> None:
-        self._jobs = (jobs[0], jobs[-1])
+        self._jobs = [jobs[0], jobs[-1]]
+
+    def note_gone(self, job: Pulled) -> None:
+        """A job of the run goes to another worker: the first of those that go together."""
+        self._jobs.append(job)
+        self.__dict__.pop("_texts", None)
 
     @cached_property
     def _texts(self) -> tuple[bytes, ...] | None:
