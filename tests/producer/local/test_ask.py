@@ -48,7 +48,7 @@ def worker(redis_url: str) -> Iterator[None]:
     command = [sys.executable, fake_worker.__file__, "--model", MODEL, "--name", "other"]
     with subprocess.Popen(command, env=environment) as process, Redis.from_url(redis_url) as redis:
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while not redis.exists(redis_keys.worker("other")):
+        while not Client(redis).serving(redis_keys.queue_name(MODEL)):
             assert time.monotonic() < deadline
             time.sleep(0.02)
         yield

@@ -25,7 +25,6 @@ from batchkv_worker.kv.schemes.spec import SchemeSpec
 from batchkv_worker.kv.start import check_tokens, layer_choice, pathcheck, probe
 from batchkv_worker.kv.start.check_layers import layer_of
 from batchkv_worker.kv.start.pathcheck import (
-    KERNEL,
     LENGTHS,
     PREFIX,
     STORED,
@@ -332,8 +331,8 @@ def test_a_check_is_told_in_one_sentence() -> None:
     assert str(wrong) == (
         "packed differs by 0.25 of the largest number at 8,300 columns with a mask (at most 0.05)"
     )
-    assert str(PathCheck(KERNEL, 64, False, float("inf"), 0.05)) == (
-        "prefix kernel gives what is no number at 64 columns"
+    assert str(PathCheck(PREFIX, 64, False, float("inf"), 0.05)) == (
+        "shared prefix gives what is no number at 64 columns"
     )
     refused = PathCheck("packed", 64, False, float("inf"), 0.05, "no kernel")
     assert str(refused) == "packed is refused at 64 columns: no kernel"
